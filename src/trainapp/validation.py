@@ -33,21 +33,23 @@ def messages(error: pydantic.ValidationError, prefix: str, known: Callable[[tupl
 
     `known(location)` names the keys that exist at a location, for the suggestion after an unknown one.
     """
-    lines = []
+    rules: dict[str, list[str]] = {}  # a union gives one error for each of its branches: joined by "or"
     for item in error.errors():
         location = tuple(part for part in item["loc"] if isinstance(part, int) or not _is_type_name(part))
         path = ".".join(str(part) for part in (prefix, *location) if str(part))
         if item["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
             names = list(known(location[:-1]))
             hint = suggest(str(location[-1]), names) or f"; known here: {', '.join(sorted(names))}"
-            line = f"{path}: no such setting{hint}"
+            start, rule = path, f"no such setting{hint}"
         elif item["type"] in ("missing", "missing_argument"):
-            line = f"{path}: required, but not set"
+            start, rule = path, "required, but not set"
         else:
-            line = f"{path}={item['input']}: {_rule(item)}"
-        if line not in lines:
-            lines.append(line)
-    return lines
+            start, rule = f"{path}={item['input']}", _rule(item)
+        found = rules.setdefault(start, [])
+        if rule not in found:
+            found.append(rule)
+    return [f"{start}: {' or '.join([first, *(r.removeprefix('must be ') for r in rest)])}"
+            for start, (first, *rest) in rules.items()]
 
 
 def _is_type_name(part: str) -> bool:

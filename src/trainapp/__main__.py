@@ -1,0 +1,103 @@
+"""The entry point: Hydra composes the configuration, `config` checks it, `launch` runs it.
+
+Torch is not imported here, so that --help, --cfg and TAB stay fast.
+"""
+
+import logging
+import os
+import secrets
+import shlex
+import sys
+from pathlib import Path
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from trainapp import config, console
+from trainapp.errors import UserError
+
+PACKAGE = Path(__file__).parent
+# An installed wheel carries conf/ inside the package; a checkout has it at its root.
+CONF = next(folder for folder in (PACKAGE / "conf", PACKAGE.parents[1] / "conf") if folder.is_dir())
+
+OmegaConf.register_new_resolver("unique", lambda: secrets.token_hex(3), use_cache=True, replace=True)
+
+
+@hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")
+def job(composed: DictConfig) -> float | None:
+    """One run, or one job of a sweep. Returns the objective, for Hydra's optimizing sweepers."""
+    hydra_config = HydraConfig.get()
+    run_dir = str(Path(hydra_config.runtime.output_dir).resolve())
+    try:
+        settings = config.from_hydra(composed, run_dir, _command(hydra_config, run_dir))
+        from trainapp import launch  # late: it brings torch
+
+        return launch.launch(settings).objective
+    except Exception as error:
+        if _is_sweep(hydra_config):
+            _log_failure(error)  # Hydra shows only the first failed job's error and leaves its log empty
+        raise
+
+
+def _command(hydra_config: DictConfig, run_dir: str) -> str:
+    """The command that continues this run: the same overrides, in the same directory."""
+    overrides = [text for text in hydra_config.overrides.task if not text.startswith("checkpointing.resume=")]
+    directories = [f"--config-dir {shlex.quote(folder)}" for folder in _config_directories(hydra_config)]
+    return shlex.join(["python", "-m", "trainapp"]) + "".join(
+        f" {part}" for part in [*directories, *(shlex.quote(text) for text in overrides), f"hydra.run.dir={run_dir}"]
+    )
+
+
+def _config_directories(hydra_config: DictConfig) -> list[str]:
+    return [source.path for source in hydra_config.runtime.config_sources if source.provider == "command-line"]
+
+
+def _is_sweep(hydra_config: DictConfig) -> bool:
+    return hydra_config.mode is not None and hydra_config.mode.name == "MULTIRUN"
+
+
+def _log_failure(error: Exception) -> None:
+    if isinstance(error, UserError):
+        logging.getLogger(__name__).error("%s", error)
+    else:
+        logging.getLogger(__name__).exception("This job failed; the sweep goes on.")
+
+
+def _importable(arguments: list[str]) -> None:
+    """The user's own modules are found in the working directory and beside their --config-dir.
+
+    `python -m` puts the working directory on the path and a console script does not: both are alike after this.
+    """
+    folders = [os.getcwd()]
+    for position, argument in enumerate(arguments):
+        if argument in ("--config-dir", "-cd") and position + 1 < len(arguments):
+            folders.append(os.path.abspath(arguments[position + 1]))
+        elif argument.startswith("--config-dir="):
+            folders.append(os.path.abspath(argument.partition("=")[2]))
+    sys.path[:0] = [folder for folder in folders if folder not in sys.path]
+
+
+def main() -> None:
+    """Runs the command line; a user's mistake ends with one message and exit code 2, a fault keeps its trace."""
+    _importable(sys.argv[1:])
+    wants_traces = "HYDRA_FULL_ERROR" in os.environ
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises errors to us instead of printing them its own way
+    try:
+        job()
+    except UserError as error:
+        if wants_traces:
+            raise
+        console.fail(str(error))
+        sys.exit(error.exit_code)
+    except (HydraException, OmegaConfBaseException) as error:
+        if wants_traces:
+            raise
+        console.fail(console.explain_hydra(error))
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,261 @@
+"""Which samples a step trains on, and how they reach the device in micro-batches.
+
+The sampler's whole state is (seed, epoch, samples consumed): it depends on neither batch size nor workers nor ranks,
+so that a retry or a resume may change all three and still see the same samples.
+"""
+
+import os
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, default_collate
+
+from trainapp.state import Progress, preserved_rng
+
+_CPU = torch.device("cpu")
+
+
+def cut(indices: list[int], size: int) -> list[list[int]]:
+    """Micro-batches of `size` samples; the last is the ragged rest."""
+    return [indices[start : start + size] for start in range(0, len(indices), size)]
+
+
+def cut_evenly(indices: list[int], parts: int) -> list[list[int]]:
+    """As many micro-batches as asked, sizes differing by at most one: 10 in 3 is 4, 3, 3."""
+    short, longer = divmod(len(indices), parts)
+    ends = [short * part + min(part, longer) for part in range(parts + 1)]
+    return [indices[a:b] for a, b in zip(ends, ends[1:], strict=False) if a < b]
+
+
+def epoch_order(seed: int, epoch: int, samples: int) -> list[int]:
+    """The order of an epoch: a permutation of range(samples), a pure function of its arguments."""
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
+    return torch.randperm(samples, generator=generator).tolist()
+
+
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], batch: Any) -> Any:
+    """`function` of every tensor in nested dicts, lists and tuples."""
+    if isinstance(batch, torch.Tensor):
+        return function(batch)
+    if isinstance(batch, dict):
+        return {key: map_tensors(function, value) for key, value in batch.items()}
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(map_tensors(function, value) for value in batch)
+    return batch
+
+
+@dataclass(frozen=True)
+class Request:
+    """A micro-batch to fetch: dataset indices, and the epoch for the augmentation."""
+
+    epoch: int
+    indices: list[int]
+
+
+class Fetcher(Dataset):
+    """`fetcher[request]` is a collated batch. Runs in the loader's workers, or in the main process without them.
+
+    A data set with `__getitems__` and `set_epoch` of its own answers whole batches and keeps its promise that a
+    sample depends on (seed, epoch, index) alone. For others every sample is fetched with the global generators seeded
+    from those three, which makes the same sample of the usual random transforms whenever it is fetched again.
+    """
+
+    def __init__(self, dataset: Dataset, seed: int):
+        self.dataset, self.seed = dataset, seed
+        self._epoch: int | None = None
+        self._batched = hasattr(dataset, "__getitems__") and not isinstance(dataset, Subset)
+        self._collate = getattr(dataset, "collate", default_collate)
+
+    def __getitem__(self, request: Request) -> Any:
+        if request.epoch != self._epoch:
+            self._epoch = request.epoch
+            if hasattr(self.dataset, "set_epoch"):
+                self.dataset.set_epoch(request.epoch)
+        if self._batched:
+            samples = self.dataset.__getitems__(request.indices)
+        else:
+            with preserved_rng(_CPU):
+                samples = [self._sample(index) for index in request.indices]
+        return self._collate(samples) if isinstance(samples, list) else samples
+
+    def _sample(self, index: int) -> Any:
+        seed = hash((self.seed, self._epoch, index)) % 2**63
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.default_generator.manual_seed(seed)  # the CPU's alone: torch.manual_seed would reach for the device
+        return self.dataset[index]
+
+
+class _Stream(IterableDataset):
+    """Feeds a DataLoader's workers with requests, from wherever the trainer is when it starts to iterate."""
+
+    def __init__(self):
+        self.requests: Iterator[Request] = iter(())
+
+    def __iter__(self) -> Iterator[Request]:
+        return self.requests
+
+
+class Batches:
+    """Turns requests into batches on the device, through worker processes where that pays."""
+
+    def __init__(self, dataset: Dataset, seed: int, workers: int, device: torch.device):
+        self.fetcher, self.device = Fetcher(dataset, seed), device
+        self._pinned = device.type == "cuda"
+        self._stream = _Stream()
+        self._loader = None
+        if workers:
+            self._loader = DataLoader(
+                self.fetcher,
+                batch_size=None,  # a request is a batch already
+                sampler=self._stream,
+                num_workers=workers,
+                pin_memory=self._pinned,
+                persistent_workers=True,
+                generator=torch.Generator(),  # else it draws from the run's own, and the workers change the result
+            )
+
+    def open(self, requests: Iterator[Request]) -> Iterator[Any]:
+        """Batches on the device, in the order of the requests; a batch ahead on CUDA."""
+        if self._loader is None:
+            fetched = map(self.fetcher.__getitem__, requests)
+            if self._pinned:
+                fetched = (map_tensors(torch.Tensor.pin_memory, batch) for batch in fetched)
+        else:
+            self._stream.requests = requests
+            fetched = iter(self._loader)
+        return self._ahead(fetched) if self._pinned else map(self._move, fetched)
+
+    def _move(self, batch: Any) -> Any:
+        if self.device.type == "cpu":
+            return batch
+        return map_tensors(lambda t: t.to(self.device, non_blocking=self._pinned), batch)
+
+    def _ahead(self, fetched: Iterator[Any]) -> Iterator[Any]:
+        """Copy the next batch on a stream of its own while the current one is worked on."""
+        copies = torch.cuda.Stream(self.device)
+
+        def start() -> Any:
+            host = next(fetched, None)
+            if host is None:
+                return None
+            with torch.cuda.stream(copies):
+                return self._move(host)
+
+        following = start()
+        while following is not None:
+            current = torch.cuda.current_stream(self.device)
+            current.wait_stream(copies)
+            batch = map_tensors(lambda t, s=current: t.record_stream(s) or t, following)
+            following = start()
+            yield batch
+
+
+class TrainBatches:
+    """The training samples, step by step.
+
+    samples: in the data set; global_size: for each optimizer step over all ranks; rank, world: this process's part.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        *,
+        global_size: int,
+        seed: int,
+        device: torch.device,
+        workers: int = 0,
+        drop_last: bool = False,
+        rank: int = 0,
+        world: int = 1,
+    ):
+        self.global_size, self.seed, self.rank, self.world = global_size, seed, rank, world
+        self.samples = len(dataset)
+        self.epoch_samples = self.samples - self.samples % global_size if drop_last else self.samples
+        self._source = Batches(dataset, seed, workers, device)
+        self._order: tuple[int, list[int]] = (-1, [])
+        self._open: Iterator[Any] = iter(())
+        self._position: tuple | None = None  # where the open iterator stands; None: nowhere useful
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps; the last may be partial."""
+        return -(-self.epoch_samples // self.global_size)
+
+    def step_samples(self, progress: Progress) -> int:
+        """Samples of the coming step over all ranks."""
+        return min(self.global_size, self.epoch_samples - progress.consumed)
+
+    def indices(self, progress: Progress) -> list[int]:
+        """This rank's samples of the coming step."""
+        return self._local(progress.epoch, progress.consumed)
+
+    def micro_batches(self, progress: Progress, size: int, parts: int | None = None) -> Iterator[Any]:
+        """The coming step's micro-batches, on the device.
+
+        parts: cut evenly into at least so many; None cuts off `size` at a time. What was fetched ahead for another
+        position or another cut is dropped: the samples are fetched again.
+        """
+        here = (progress.epoch, progress.consumed, size, parts)
+        if self._position != here:
+            self._open = iter(())  # ends the workers' old round before the new one begins
+            self._open = self._source.open(self._requests(*here))
+        self._position = None  # a step that is given up leaves the iterator in the middle
+        for _ in self._cut(self.indices(progress), size, parts):
+            yield next(self._open)
+        self._position = (*self._after(progress.epoch, progress.consumed), size, parts)
+
+    def advance(self, progress: Progress) -> None:
+        """Count the step's samples as trained."""
+        progress.samples += self.step_samples(progress)
+        progress.epoch, progress.consumed = self._after(progress.epoch, progress.consumed)
+
+    def _after(self, epoch: int, consumed: int) -> tuple[int, int]:
+        consumed += self.global_size
+        return (epoch, consumed) if consumed < self.epoch_samples else (epoch + 1, 0)
+
+    def _requests(self, epoch: int, consumed: int, size: int, parts: int | None) -> Iterator[Request]:
+        while True:
+            for part in self._cut(self._local(epoch, consumed), size, parts):
+                yield Request(epoch, part)
+            epoch, consumed = self._after(epoch, consumed)
+
+    @staticmethod
+    def _cut(indices: list[int], size: int, parts: int | None) -> list[list[int]]:
+        return cut(indices, size) if parts is None else cut_evenly(indices, max(parts, -(-len(indices) // size)))
+
+    def _local(self, epoch: int, consumed: int) -> list[int]:
+        if self._order[0] != epoch:
+            self._order = (epoch, epoch_order(self.seed, epoch, self.samples))
+        chunk = self._order[1][consumed : min(consumed + self.global_size, self.epoch_samples)]
+        start, end = (len(chunk) * r // self.world for r in (self.rank, self.rank + 1))
+        return chunk[start:end]
+
+
+class EvalBatches:
+    """The evaluation samples in their own order; each rank has its share, and each sample is seen once."""
+
+    def __init__(self, dataset: Dataset, *, seed: int, device: torch.device, workers: int = 0, rank=0, world=1):
+        samples = len(dataset)
+        self.start, self.end = (samples * r // world for r in (rank, rank + 1))
+        self._source = Batches(dataset, seed, workers, device)
+
+    def from_sample(self, done: int, size: int) -> Iterator[tuple[int, Any]]:
+        """`(samples, batch)` of this rank's share, after the first `done` of it."""
+        parts = cut(list(range(self.start + done, self.end)), size)
+        batches = self._source.open(Request(0, part) for part in parts)
+        return ((len(part), batch) for part, batch in zip(parts, batches, strict=True))
+
+
+def worker_count(setting: int | str, dataset: Dataset, ranks: int = 1) -> int:
+    """Loader processes: none for data in memory, else the cores that this rank may use, less one for training."""
+    if setting != "auto":
+        return int(setting)
+    if getattr(dataset, "in_memory", False):
+        return 0
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(0, min(8, cores // ranks - 1))

@@ -1,0 +1,285 @@
+"""The configuration: what can be set, of which type, under which rule. Imports neither torch nor the application.
+
+`from_hydra` turns what Hydra composed into these plain dataclasses and reports every error at once. Everything
+after it, workers included, sees only them.
+"""
+
+import dataclasses
+import re
+from dataclasses import field
+from typing import Annotated, Any, Literal
+
+import pydantic
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter
+from pydantic.dataclasses import dataclass
+
+from trainapp import durations
+from trainapp.errors import UserError
+from trainapp.validation import Bool, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Str, messages
+
+section = dataclass(config=ConfigDict(extra="forbid"))
+
+
+def _duration(value: int | str) -> int | str:
+    durations.parse(value)
+    return value
+
+
+def _memory_size(value: int | float | str) -> int | float | str:
+    parse_memory_size(value, total=1)
+    return value
+
+
+def _objective(value: str) -> str:
+    if value != "auto" and not re.fullmatch(r"(min|max) \S+", value):
+        raise ValueError("must be auto, or like 'max accuracy' or 'min loss'")
+    return value
+
+
+Duration = Annotated[int | str, AfterValidator(_duration)]
+MemorySize = Annotated[int | float | str, AfterValidator(_memory_size)]
+Auto = Literal["auto"]
+
+
+def parse_memory_size(value: int | float | str, total: int) -> int:
+    """Bytes of a size: `8589934592`, `8GiB`, `500MB`, or a fraction of `total` (bytes) such as 0.5.
+
+    Raises ValueError, with the rule in it, on anything else.
+    """
+    rule = "must be bytes, a size such as 8GiB or 500MB, or a fraction of the device between 0 and 1"
+    units = {"": 1, "b": 1} | {
+        f"{prefix}{suffix}": base**power
+        for power, prefix in enumerate("kmgt", start=1)
+        for suffix, base in (("ib", 1024), ("b", 1000))
+    }
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([a-z]*)\s*", str(value).lower())
+    if isinstance(value, bool) or not match or match[2] not in units:
+        raise ValueError(rule)
+    amount = float(match[1])
+    if not match[2] and 0 < amount <= 1 and not isinstance(value, int):
+        return int(amount * total)
+    if amount * units[match[2]] < 1:
+        raise ValueError(rule)
+    return int(amount * units[match[2]])
+
+
+@section
+class Train:
+    max_steps: PositiveInt | None = None
+    max_epochs: PositiveInt | None = None
+    seed: NonNegativeInt = 0
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    compile: Bool = False
+    deterministic: Bool = False
+    grad_clip: PositiveFloat | None = 1.0
+    nonfinite: Literal["stop", "skip"] = "stop"
+    detect_anomaly: Bool = False
+
+
+@section
+class Batch:
+    global_size: PositiveInt = 64
+    micro_size: Auto | PositiveInt = "auto"
+    eval_micro_size: Auto | PositiveInt = "auto"
+
+
+@section
+class Every:
+    log: Duration | None = 10
+    eval: Duration | None = "1 epochs"
+    save: Duration | None = "1 epochs"
+
+
+@section
+class Loader:
+    num_workers: Auto | NonNegativeInt = "auto"
+    drop_last: Bool = False
+
+
+@section
+class Precision:
+    mode: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
+    initial_scale: PositiveFloat = 65536.0
+    growth_interval: PositiveInt = 2000
+
+
+@section
+class Schedule:
+    shape: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+    warmup: Duration = 0
+    decay: Duration = "20 percent"
+    final: Annotated[float, Field(ge=0, le=1)] = 0.0
+
+
+@section
+class Optimizer:
+    """The settings that the application reads; `arguments` go to the optimizer class as they are."""
+
+    target: Str
+    lr: PositiveFloat
+    weight_decay: NonNegativeFloat = 0.0
+    fused: Auto | Bool = "auto"
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+@section
+class Accumulation:
+    steps: Auto | PositiveInt = "auto"
+
+
+@section
+class Memory:
+    limit: MemorySize | None = None
+    expandable_segments: Bool = True
+
+
+@section
+class Oom:
+    enabled: Bool = True
+    keep_global_batch: Bool = True
+    clean_steps: PositiveInt = 3
+
+
+@section
+class Checkpointing:
+    resume: Str = "auto"
+    save: Bool = True
+    keep_last: PositiveInt = 2
+
+
+@section
+class Target:
+    """An object to build: a dotted name and the keyword arguments of its constructor."""
+
+    target: Str
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+@section
+class Model(Target):
+    init_from: Str | None = None
+    init_strict: Bool = True
+
+
+@section
+class Config:
+    """One run. `run_dir` is where all of it is written; `command` is what would start it again."""
+
+    data: Target
+    loader: Loader
+    model: Model
+    optimizer: Optimizer
+    mode: Literal["train", "eval"] = "train"
+    task: Str = "auto"
+    objective: Annotated[str, AfterValidator(_objective)] = "auto"
+    user_packages: list[Str] = field(default_factory=list)
+    train: Train = field(default_factory=Train)
+    batch: Batch = field(default_factory=Batch)
+    every: Every = field(default_factory=Every)
+    precision: Precision = field(default_factory=Precision)
+    schedule: Schedule = field(default_factory=Schedule)
+    accumulation: Accumulation = field(default_factory=Accumulation)
+    memory: Memory = field(default_factory=Memory)
+    oom: Oom = field(default_factory=Oom)
+    checkpointing: Checkpointing = field(default_factory=Checkpointing)
+    run_dir: str = ""
+    command: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain containers, as written to checkpoints and TensorBoard."""
+        return dataclasses.asdict(self)
+
+
+def from_hydra(composed: DictConfig, run_dir: str, command: str) -> Config:
+    """The typed configuration of one run. Raises UserError with every mistake in it, one a line."""
+    try:
+        plain = OmegaConf.to_container(composed, resolve=True)
+    except OmegaConfBaseException as error:
+        raise UserError(str(error).strip()) from None
+    return from_dict(plain, run_dir, command)
+
+
+def from_dict(plain: dict[str, Any], run_dir: str = "", command: str = "") -> Config:
+    """As `from_hydra`, from plain containers in the layout of conf/train.yaml."""
+    errors = _unknown_groups(plain)
+    settings = {key: value for key, value in plain.items() if key not in ("data", "model", "optimizer")}
+    settings |= _split_targets(plain, errors)
+    try:
+        config = TypeAdapter(Config).validate_python(settings | {"run_dir": run_dir, "command": command})
+    except pydantic.ValidationError as error:
+        errors += [_as_written(line) for line in messages(error, "", _known_keys)]
+    if not errors:
+        errors = _conflicts(config)
+    if errors:
+        raise UserError("\n".join(errors))
+    return config
+
+
+def _split_targets(plain: dict[str, Any], errors: list[str]) -> dict[str, Any]:
+    """`data`, `model` and `optimizer` hold the application's own keys beside their constructor's arguments."""
+    own_keys = {"data": Loader, "model": Model, "optimizer": Optimizer}
+    found: dict[str, Any] = {}
+    for group, keys in own_keys.items():
+        node = plain.get(group)
+        if not isinstance(node, dict) or "_target_" not in node:
+            errors.append(f"{group}: no {group} is chosen; choose one with {group}=NAME")
+            found[group] = {"target": "", "lr": 1.0} if group == "optimizer" else {"target": ""}
+            continue
+        names = {f.name for f in dataclasses.fields(keys)} - {"target", "arguments"}
+        own = {key: value for key, value in node.items() if key in names}
+        arguments = {key: value for key, value in node.items() if key not in names and key != "_target_"}
+        if group == "data":
+            found["loader"] = own
+            own = {}
+        found[group] = own | {"target": node["_target_"], "arguments": arguments}
+    found.setdefault("loader", {})
+    return found
+
+
+def _unknown_groups(plain: dict[str, Any]) -> list[str]:
+    """`run_dir`, `command` and `loader` are not for the user to set."""
+    return [f"{key}: no such setting" for key in ("run_dir", "command", "loader") if key in plain]
+
+
+def _as_written(line: str) -> str:
+    """The name under which the user knows a setting."""
+    return re.sub(r"^loader\.", "data.", re.sub(r"^(data|model|optimizer)\.target\b", r"\1._target_", line))
+
+
+def _known_keys(location: tuple) -> list[str]:
+    node: Any = Config
+    for part in location:
+        kind = next(f.type for f in dataclasses.fields(node) if f.name == part)
+        node = kind
+    return [f.name for f in dataclasses.fields(node) if f.name not in ("run_dir", "command", "loader")]
+
+
+def _conflicts(config: Config) -> list[str]:
+    """Rules that span several settings."""
+    errors = []
+    train, batch, steps = config.train, config.batch, config.accumulation.steps
+    if train.max_steps is None and train.max_epochs is None:
+        errors.append("train.max_steps=null and train.max_epochs=null: the run would never end; set one of them")
+    if isinstance(batch.micro_size, int) and batch.micro_size > batch.global_size:
+        errors.append(
+            f"batch.micro_size={batch.micro_size}: must be at most batch.global_size={batch.global_size}; "
+            "use batch.micro_size=auto"
+        )
+    if steps != "auto" and steps > batch.global_size:
+        errors.append(
+            f"accumulation.steps={steps}: must be at most batch.global_size={batch.global_size}; "
+            "a micro-batch has at least one sample"
+        )
+    if steps != "auto" and batch.micro_size != "auto":
+        errors.append(
+            f"accumulation.steps={steps} and batch.micro_size={batch.micro_size}: both fix the micro-batch; "
+            "set one of them to auto"
+        )
+    if config.mode == "eval" and config.checkpointing.resume in ("auto", "none"):
+        errors.append(
+            f"mode=eval with checkpointing.resume={config.checkpointing.resume}: name the checkpoint or the "
+            "run directory to evaluate"
+        )
+    return errors

@@ -1,0 +1,76 @@
+"""Builds the optimizer: parameter groups, the fused kernel where there is one, state made before the first step."""
+
+import inspect
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from trainapp import build, config
+
+_FUSED_DEVICES = ("cuda", "cpu", "mps")
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
+    """Two groups: weights of two or more dimensions decay, norms and biases (one dimension or none) do not."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    decayed = [p for p in trained if p.ndim >= 2]
+    plain = [p for p in trained if p.ndim < 2]
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def build_optimizer(
+    settings: config.Optimizer, model: nn.Module, device: torch.device, user_packages: Sequence[str]
+) -> torch.optim.Optimizer:
+    """The optimizer with its state already in memory, so that the first step meets no surprise.
+
+    Raises UserError for a class that is not allowed, or for arguments that it does not take.
+    """
+    kind = build.locate(settings.target, "optimizer._target_", user_packages)
+    takes = inspect.signature(kind).parameters
+    arguments = dict(settings.arguments)
+    if "betas" in arguments:
+        arguments["betas"] = tuple(arguments["betas"])
+    fused = settings.fused if settings.fused != "auto" else device.type in _FUSED_DEVICES
+    if "fused" in takes and fused:
+        arguments["fused"] = True
+    groups = parameter_groups(model, settings.weight_decay) if "weight_decay" in takes else list(model.parameters())
+    provided = {"params": groups, "lr": settings.lr}
+    optimizer = build.construct(kind, arguments, "optimizer", user_packages, provided)
+    materialise_state(optimizer)
+    return optimizer
+
+
+@torch.no_grad()
+def materialise_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Make the state that torch's optimizers otherwise make inside their first step. True if it was done.
+
+    Steps once with zero gradients and a rate of zero, which changes no parameter, and sets the step counts back.
+    Whoever keeps anything else than zeros after that (Rprop's step sizes, SGD's dampened momentum, which treats its
+    first step apart) is left to make its state by itself, as are optimizers that torch does not ship.
+    """
+    if type(optimizer).__module__.partition(".")[0] != "torch" or isinstance(optimizer, torch.optim.LBFGS):
+        return False
+    if any(group.get("momentum") and group.get("dampening") for group in optimizer.param_groups):
+        return False
+    rates = [group["lr"] for group in optimizer.param_groups]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    for p in parameters:
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    clean = True
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if name == "step":
+                state[name] = value.zero_() if torch.is_tensor(value) else 0
+            elif torch.is_tensor(value) and value.any():
+                clean = False
+    if not clean:
+        optimizer.state.clear()
+    return clean

@@ -1,0 +1,47 @@
+"""Learning-rate schedules: pure functions of the number of applied optimizer steps, so there is no state to save."""
+
+import math
+from collections.abc import Callable
+
+from trainapp import config
+from trainapp.durations import RunLength, to_steps
+from trainapp.errors import UserError
+
+Schedule = Callable[[int], float]
+
+
+def build(settings: config.Schedule, run: RunLength) -> Schedule:
+    """`factor(step)`: what the base learning rate is multiplied by in the step that follows `step` applied ones.
+
+    All shapes rise linearly over `warmup` first: 1/w, 2/w, ..., 1. Raises UserError for a run without an end where
+    the shape needs one, and for a warm-up and a decay that do not fit into the run.
+    """
+    try:
+        warmup = to_steps(settings.warmup, run)
+        decay = to_steps(settings.decay, run) if settings.shape == "wsd" else 0
+    except ValueError as error:
+        raise UserError(f"schedule: {error}") from None
+    total, final = run.total_steps, settings.final
+    if total is None and settings.shape != "constant":
+        raise UserError(f"schedule={settings.shape} needs a run whose end is known; set train.max_steps or max_epochs")
+    if total is not None and warmup + decay > total:
+        raise UserError(
+            f"schedule.warmup={settings.warmup} ({warmup} steps) and decay ({decay} steps) exceed the run's {total} "
+            "steps; make them shorter"
+        )
+
+    def progress(step: int, start: int, end: int) -> float:
+        return min(1.0, max(0.0, (step - start) / max(1, end - start)))
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        if settings.shape == "linear":
+            return 1 - (1 - final) * progress(step, warmup, total)
+        if settings.shape == "cosine":
+            return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * progress(step, warmup, total)))
+        if settings.shape == "wsd":
+            return 1 - (1 - final) * math.sqrt(progress(step, total - decay, total))
+        return 1.0
+
+    return factor

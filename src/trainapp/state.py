@@ -1,0 +1,153 @@
+"""What a run is made of between two steps, and how to return there."""
+
+import contextlib
+import dataclasses
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from trainapp.precision import Precision
+from trainapp.search import SizeSearch
+
+
+@dataclass
+class Progress:
+    """How far the run is. `consumed` counts samples trained in this epoch; with the seed it is the sampler's state."""
+
+    step: int = 0  # applied optimizer steps
+    epoch: int = 0
+    consumed: int = 0
+    samples: int = 0  # trained in all epochs
+    skipped: int = 0  # steps given up for a non-finite gradient
+    evaluated_at: int = 0  # the step of the last evaluation, so that a restart does not repeat it
+    objective: float | None = None  # of the last evaluation
+    best: float | None = None
+    best_step: int | None = None
+
+
+@dataclass
+class TrainState:
+    """Exactly what a resume needs. The learning rate is a function of `progress.step` and needs no state."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    precision: Precision
+    micro: SizeSearch
+    eval_micro: SizeSearch
+    device: torch.device
+    seed: int
+    global_size: int
+    progress: Progress = field(default_factory=Progress)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and primitives only, so that it loads with weights_only."""
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self.precision.scaler.state_dict(),
+            "rng": rng_state(self.device),
+            "progress": dataclasses.asdict(self.progress),
+            "sampler": {"seed": self.seed, "epoch": self.progress.epoch, "consumed": self.progress.consumed},
+            "sizes": {
+                "micro": self.micro.size,
+                "eval_micro": self.eval_micro.size,
+                "global": self.global_size,
+            },
+        }
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Continue from `saved`. Sizes are taken by whoever resumes: they may differ from the saved run's."""
+        self.model.load_state_dict(saved["model"])
+        self.optimizer.load_state_dict(saved["optimizer"])
+        if self.precision.scaler.is_enabled() and saved["scaler"]:
+            self.precision.scaler.load_state_dict(saved["scaler"])
+        set_rng_state(saved["rng"], self.device)
+        self.progress = Progress(**saved["progress"])
+        self.seed = saved["sampler"]["seed"]
+
+
+def seed_everything(seed: int) -> None:
+    """Python, NumPy and torch on every device."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def rng_state(device: torch.device) -> dict[str, Any]:
+    """The generators of Python, NumPy, torch's CPU and the device, as primitives and tensors."""
+    kind, keys, *rest = np.random.get_state()
+    state: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": (kind, torch.from_numpy(keys.astype(np.int64)), *rest),
+        "torch": torch.get_rng_state(),
+    }
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    elif device.type == "mps":
+        state["mps"] = torch.mps.get_rng_state()
+    return state
+
+
+def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
+    """The inverse of `rng_state`. A state that was taken on another kind of device sets what both have."""
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(state["torch"])
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
+    elif device.type == "mps" and "mps" in state:
+        torch.mps.set_rng_state(state["mps"])
+
+
+@contextlib.contextmanager
+def preserved_rng(device: torch.device):
+    """What draws random numbers inside the block leaves no trace outside it."""
+    state = rng_state(device)
+    try:
+        yield
+    finally:
+        set_rng_state(state, device)
+
+
+class RestorePoint:
+    """The start of a step: random generators and module buffers (BatchNorm's statistics and the like).
+
+    Parameters and optimizer state are not in it: nothing before the commit touches them.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device):
+        self.device = device
+        self._places = [(m._buffers, name) for m in model.modules() for name, b in m._buffers.items() if b is not None]
+        self._buffers: list[torch.Tensor] = []
+        self._copies: list[torch.Tensor] = []
+        self._versions: list[int] = []
+        self._rng: dict[str, Any] | None = None
+
+    def take(self) -> None:
+        """Remember this moment. Constant buffers are copied once only: their version tells that they have not moved."""
+        self._rng = rng_state(self.device)
+        buffers = [owner[name] for owner, name in self._places]
+        same = len(self._buffers) == len(buffers) and all(a is b for a, b in zip(self._buffers, buffers, strict=True))
+        if not same:
+            self._copies = [b.detach().clone() for b in buffers]
+        else:
+            for buffer, copy, version in zip(buffers, self._copies, self._versions, strict=True):
+                if buffer._version != version:
+                    copy.copy_(buffer.detach())
+        self._buffers, self._versions = buffers, [b._version for b in buffers]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Back to the moment of the last `take`."""
+        assert self._rng is not None, "restore() before take()"
+        set_rng_state(self._rng, self.device)
+        for (owner, name), buffer, copy in zip(self._places, self._buffers, self._copies, strict=True):
+            owner[name] = buffer
+            buffer.copy_(copy)
+        self._versions = [b._version for b in self._buffers]
