@@ -1,0 +1,47 @@
+"""A multi-layer perceptron for small images."""
+
+import math
+
+from torch import Tensor, nn
+
+from trainapp.validation import Fraction, PositiveInt
+
+
+class MLP(nn.Module):
+    """Flattens [B, C, H, W] images and returns [B, num_classes] logits.
+
+    depth: the number of linear layers; 1 is multinomial logistic regression.
+    width: the features of every hidden layer.
+    dropout: the probability of dropping a hidden feature.
+    Raises ValueError for inputs that are not [B, *image_shape].
+    """
+
+    def __init__(
+        self,
+        image_shape: tuple[PositiveInt, PositiveInt, PositiveInt],
+        num_classes: PositiveInt,
+        width: PositiveInt = 256,
+        depth: PositiveInt = 3,
+        dropout: Fraction = 0.0,
+    ):
+        super().__init__()
+        self.image_shape = tuple(image_shape)
+        features = math.prod(self.image_shape)
+        self.layers = nn.ModuleList()
+        for _ in range(depth - 1):
+            self.layers.append(nn.Sequential(nn.Linear(features, width), nn.ReLU(), nn.Dropout(dropout)))
+            features = width
+        self.head = nn.Linear(features, num_classes)
+
+    def blocks(self) -> list[nn.Module]:
+        """The hidden layers."""
+        return list(self.layers)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if inputs.shape[1:] != self.image_shape:
+            channels, height, width = self.image_shape
+            raise ValueError(f"expected [B, {channels}, {height}, {width}], got {list(inputs.shape)}")
+        features = inputs.flatten(1)
+        for layer in self.layers:
+            features = layer(features)
+        return self.head(features)

@@ -1,0 +1,176 @@
+"""Residual networks for images of any size, with torchvision's parameter names so that its weights load.
+
+Architecture: He et al., "Deep Residual Learning for Image Recognition" (arXiv:1512.03385), in the variant
+known as v1.5, whose bottlenecks stride in the 3x3 convolution. The last norm of each residual branch starts
+at zero (Goyal et al., arXiv:1706.02677), so that every block starts as the identity.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from trainapp.validation import PositiveInt
+
+# from 64 pixels on, the 7x7 stem's 4-fold reduction leaves the first stage 16 x 16 or more
+SMALL_STEM_BELOW = 64
+
+
+def _conv(channels_in: int, channels_out: int, kernel: int, stride: int = 1) -> nn.Conv2d:
+    return nn.Conv2d(channels_in, channels_out, kernel, stride, padding=kernel // 2, bias=False)
+
+
+def _group_norm(channels: int) -> nn.GroupNorm:
+    """32 groups (Wu and He, arXiv:1803.08494), or the most below that which divide the channels."""
+    return nn.GroupNorm(math.gcd(32, channels), channels)
+
+
+Norm = Callable[[int], nn.Module]
+
+
+class BasicBlock(nn.Module):
+    """Two 3x3 convolutions around a shortcut."""
+
+    expansion = 1
+
+    def __init__(self, channels_in: int, channels: int, stride: int, norm: Norm):
+        super().__init__()
+        self.conv1 = _conv(channels_in, channels, 3, stride)
+        self.bn1 = norm(channels)
+        self.conv2 = _conv(channels, channels, 3)
+        self.bn2 = norm(channels)
+        self.relu = nn.ReLU(inplace=True)
+        self.downsample = _downsample(channels_in, channels, stride, norm)
+
+    def last_norm(self) -> nn.Module:
+        return self.bn2
+
+    def forward(self, x: Tensor) -> Tensor:
+        branch = self.relu(self.bn1(self.conv1(x)))
+        branch = self.bn2(self.conv2(branch))
+        shortcut = x if self.downsample is None else self.downsample(x)
+        return self.relu(branch + shortcut)
+
+
+class Bottleneck(nn.Module):
+    """1x1, 3x3 and 1x1 convolutions around a shortcut; the stride is in the 3x3."""
+
+    expansion = 4
+
+    def __init__(self, channels_in: int, channels: int, stride: int, norm: Norm):
+        super().__init__()
+        channels_out = channels * self.expansion
+        self.conv1 = _conv(channels_in, channels, 1)
+        self.bn1 = norm(channels)
+        self.conv2 = _conv(channels, channels, 3, stride)
+        self.bn2 = norm(channels)
+        self.conv3 = _conv(channels, channels_out, 1)
+        self.bn3 = norm(channels_out)
+        self.relu = nn.ReLU(inplace=True)
+        self.downsample = _downsample(channels_in, channels_out, stride, norm)
+
+    def last_norm(self) -> nn.Module:
+        return self.bn3
+
+    def forward(self, x: Tensor) -> Tensor:
+        branch = self.relu(self.bn1(self.conv1(x)))
+        branch = self.relu(self.bn2(self.conv2(branch)))
+        branch = self.bn3(self.conv3(branch))
+        shortcut = x if self.downsample is None else self.downsample(x)
+        return self.relu(branch + shortcut)
+
+
+def _downsample(channels_in: int, channels_out: int, stride: int, norm: Norm) -> nn.Module | None:
+    if stride == 1 and channels_in == channels_out:
+        return None
+    return nn.Sequential(_conv(channels_in, channels_out, 1, stride), norm(channels_out))
+
+
+LAYOUTS = {
+    18: (BasicBlock, (2, 2, 2, 2)),
+    34: (BasicBlock, (3, 4, 6, 3)),
+    50: (Bottleneck, (3, 4, 6, 3)),
+    101: (Bottleneck, (3, 4, 23, 3)),
+    152: (Bottleneck, (3, 8, 36, 3)),
+}
+
+
+class ResNet(nn.Module):
+    """Maps [B, C, H, W] images to [B, num_classes] logits.
+
+    norm: "group" makes the result independent of the micro-batch; "batch" normalises over it.
+    width: channels of the first stage; each of the three later stages doubles them.
+    stem: "large" is a 7x7 convolution of stride 2 and a max-pool; "small" is a 3x3 convolution that keeps the
+    size; "auto" takes the small one when the shorter side is under 64 pixels.
+    Raises ValueError for inputs that are not [B, *image_shape].
+    """
+
+    def __init__(
+        self,
+        image_shape: tuple[PositiveInt, PositiveInt, PositiveInt],
+        num_classes: PositiveInt,
+        depth: Literal[18, 34, 50, 101, 152] = 18,
+        norm: Literal["batch", "group"] = "batch",
+        width: PositiveInt = 64,
+        stem: Literal["auto", "small", "large"] = "auto",
+    ):
+        super().__init__()
+        self.image_shape = tuple(image_shape)
+        channels_in, *size = self.image_shape
+        if stem == "auto":
+            stem = "small" if min(size) < SMALL_STEM_BELOW else "large"
+        make_norm = nn.BatchNorm2d if norm == "batch" else _group_norm
+        block, counts = LAYOUTS[depth]
+
+        self.conv1 = _conv(channels_in, width, 3) if stem == "small" else _conv(channels_in, width, 7, 2)
+        self.bn1 = make_norm(width)
+        self.relu = nn.ReLU(inplace=True)
+        self.maxpool = nn.Identity() if stem == "small" else nn.MaxPool2d(3, stride=2, padding=1)
+        self.layer1 = _stage(block, counts[0], width, width, 1, make_norm)
+        self.layer2 = _stage(block, counts[1], width * block.expansion, width * 2, 2, make_norm)
+        self.layer3 = _stage(block, counts[2], width * 2 * block.expansion, width * 4, 2, make_norm)
+        self.layer4 = _stage(block, counts[3], width * 4 * block.expansion, width * 8, 2, make_norm)
+        self.avgpool = nn.AdaptiveAvgPool2d(1)
+        self.fc = nn.Linear(width * 8 * block.expansion, num_classes)
+
+        reduction = 8 if stem == "small" else 32
+        self._needs_batch = norm == "batch" and max(size) <= reduction  # the last stage is 1 x 1
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        """Draws every parameter anew: fan-out kaiming convolutions, and blocks that start as the identity."""
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+            elif isinstance(module, nn.BatchNorm2d | nn.GroupNorm | nn.Linear):
+                module.reset_parameters()
+        for block in self.blocks():
+            nn.init.zeros_(block.last_norm().weight)
+
+    def blocks(self) -> list[nn.Module]:
+        """The residual blocks, from the stem to the head."""
+        return [block for stage in (self.layer1, self.layer2, self.layer3, self.layer4) for block in stage]
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if inputs.shape[1:] != self.image_shape:
+            channels, height, width = self.image_shape
+            raise ValueError(f"expected [B, {channels}, {height}, {width}], got {list(inputs.shape)}")
+        if self._needs_batch and self.training and len(inputs) == 1:
+            raise ValueError(
+                f"model.norm=batch cannot normalise a micro-batch of 1: with {self.image_shape[1]} x "
+                f"{self.image_shape[2]} images the last stage has 1 value for each channel; "
+                "use model.norm=group, or a batch.micro_size of 2 or more"
+            )
+        x = self.maxpool(self.relu(self.bn1(self.conv1(inputs))))
+        x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
+        return self.fc(torch.flatten(self.avgpool(x), 1))
+
+
+def _stage(
+    block: type, count: int, channels_in: int, channels: int, stride: int, norm: Norm
+) -> nn.Sequential:
+    first = block(channels_in, channels, stride, norm)
+    rest = [block(channels * block.expansion, channels, 1, norm) for _ in range(count - 1)]
+    return nn.Sequential(first, *rest)

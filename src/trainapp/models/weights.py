@@ -1,0 +1,166 @@
+"""Starts a model from weights in a file."""
+
+import logging
+import pickle
+import re
+import zipfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from trainapp.errors import UserError
+
+log = logging.getLogger(__name__)
+
+WRAPPER_KEYS = ("model", "state_dict", "model_state_dict")  # where training checkpoints keep the weights
+WRAPPER_PREFIXES = ("module.", "_orig_mod.")  # put before every name by DDP and torch.compile
+NAMES_SHOWN = 3
+
+
+def load_weights(model: nn.Module, path: str | Path, strict: bool = True) -> list[str]:
+    """Copies the tensors of a file into the model's parameters and buffers of the same names.
+
+    path: `*.safetensors`, or what `torch.save(state_dict)` wrote. The state dict may be wrapped as
+    `{"model": ...}` or `{"state_dict": ...}`, and its names by DDP or torch.compile. No code in it is run.
+    strict: whether every name and shape must fit. False leaves parameters that the file lacks, or has in
+    another shape, as they are, and passes over what the model lacks.
+    Returns the model's names that kept their values: empty when strict.
+    Raises UserError, before anything is copied, with one message that begins with `model.init_from=<path>: `.
+    """
+    prefix = f"model.init_from={path}: "
+    try:
+        return _load(model, Path(path).expanduser(), strict)
+    except UserError as error:
+        raise UserError(prefix + str(error)) from error.__cause__
+
+
+def _load(model: nn.Module, path: Path, strict: bool) -> list[str]:
+    own = {name: t for name, t in model.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
+    found = _unwrap(_read(path), own)
+    aliases = {id(tensor): name for name, tensor in own.items() if name in found}
+    _refuse_untied(own, found, aliases)
+
+    missing = [name for name, tensor in own.items() if id(tensor) not in aliases and not _optional(name)]
+    unexpected = [name for name in found if name not in own]
+    misshaped = [name for name in found if name in own and found[name].shape != own[name].shape]
+    fitting = {name: found[name] for name in found if name in own and name not in misshaped}
+    if not fitting and not misshaped:
+        raise UserError(f"no name fits the model: it has {_few(own)}; the file has {_few(found)}")
+    if not fitting or (strict and (missing or unexpected or misshaped)):
+        raise UserError(_misfit(model, own, found, missing, unexpected, misshaped))
+    if unexpected:
+        log.warning("model.init_from=%s: not in the model, passed over: %s", path, _few(unexpected))
+    model.load_state_dict(fitting, strict=False)
+    return missing + misshaped
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    if not path.exists():
+        raise UserError("there is no such file")
+    if not path.is_file():
+        raise UserError("is not a file; give the .safetensors or .pt file with the weights")
+    try:
+        if path.suffix == ".safetensors":
+            return safetensors.torch.load_file(path)
+        # only the zip format can be mapped: its tensors are then read once, straight into the model
+        mapped = zipfile.is_zipfile(path)
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    except Exception as error:  # damaged or hostile bytes raise nearly anything
+        raise UserError(
+            f"cannot be read as weights ({_reason(error)}). It must be a .safetensors file, or a state dict "
+            "of tensors saved with torch.save: other objects could run code and are refused"
+        ) from error
+    if not isinstance(content, Mapping):
+        raise UserError(f"holds a {type(content).__name__}, not a state dict; save model.state_dict()")
+    return content
+
+
+def _reason(error: Exception) -> str:
+    """One line; torch's own message for a refused pickle is a page that tells how to let it run."""
+    if refused := re.search(r"GLOBAL (\S+)", str(error)):
+        return f"it holds a {refused[1]}"
+    if isinstance(error, pickle.UnpicklingError):
+        return "it is a pickle of another kind"
+    lines = str(error).splitlines() or [""]
+    return f"damaged or of another kind: {type(error).__name__}: {lines[0][:120]}"
+
+
+def _unwrap(content: Mapping[str, Any], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors by the model's kind of names."""
+    while wrapped := [content[key] for key in WRAPPER_KEYS if isinstance(content.get(key), Mapping)]:
+        content = wrapped[0]
+    found = {str(name): tensor for name, tensor in content.items() if isinstance(tensor, Tensor)}
+    if not found:
+        raise UserError(f"holds no tensors, only {_few(map(str, content))}")
+    while prefix := next((p for p in WRAPPER_PREFIXES if _all_start(found, p)), None):
+        if _all_start(own, prefix):
+            break
+        found = {name.removeprefix(prefix): tensor for name, tensor in found.items()}
+    return found
+
+
+def _all_start(names: Iterable[str], prefix: str) -> bool:
+    return all(name.startswith(prefix) for name in names)
+
+
+def _optional(name: str) -> bool:
+    """Old files lack BatchNorm's counter, which matters only to `momentum=None`."""
+    return name.endswith("num_batches_tracked")
+
+
+def _refuse_untied(
+    own: Mapping[str, Tensor], found: Mapping[str, Tensor], aliases: Mapping[int, str]
+) -> None:
+    for name, tensor in own.items():
+        other = aliases.get(id(tensor), name)
+        if name in found and name != other and not torch.equal(found[name], found[other]):
+            raise UserError(
+                f"{name} and {other} are one tensor in this model but differ in the file; "
+                "untie them (in gpt: model.tie_embeddings=false)"
+            )
+
+
+def _few(names: Iterable[str]) -> str:
+    names = list(names)
+    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+    return ", ".join(names[:NAMES_SHOWN]) + more
+
+
+def _misfit(
+    model: nn.Module,
+    own: dict[str, Tensor],
+    found: dict[str, Tensor],
+    missing: list[str],
+    unexpected: list[str],
+    misshaped: list[str],
+) -> str:
+    """What does not fit, and what to do about it."""
+    layers = {name.rpartition(".")[0] for name in misshaped}
+    if not missing and not unexpected and len(layers) == 1:
+        layer = layers.pop()
+        same_features = all(
+            found[name].ndim == own[name].ndim and found[name].shape[1:] == own[name].shape[1:]
+            for name in misshaped
+        )
+        if isinstance(model.get_submodule(layer), nn.Linear) and same_features:
+            return (
+                f"only the head differs: {layer} has {len(found[misshaped[0]])} classes in the file and "
+                f"{len(own[misshaped[0]])} in the model; set model.init_strict=false to load all the rest "
+                "and train a new head"
+            )
+    parts = []
+    if missing:
+        parts.append(f"{len(missing)} missing ({_few(missing)})")
+    if unexpected:
+        parts.append(f"{len(unexpected)} not in the model ({_few(unexpected)})")
+    if misshaped:
+        shapes = [f"{name}: {list(found[name].shape)}, not {list(own[name].shape)}" for name in misshaped]
+        parts.append(f"{len(misshaped)} of another shape ({_few(shapes)})")
+    return (
+        f"the weights do not fit the model: {'; '.join(parts)}. Give the model the settings that the weights "
+        "were trained with, or set model.init_strict=false to load what fits"
+    )

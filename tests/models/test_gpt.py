@@ -1,0 +1,179 @@
+import copy
+
+import pytest
+import torch
+
+from trainapp.models import gpt
+from trainapp.models.gpt import GPT, Attention, Rotary
+
+
+@pytest.fixture
+def tokens():
+    return torch.randint(50, (3, 16), generator=torch.Generator().manual_seed(0))
+
+
+def small(**settings) -> GPT:
+    torch.manual_seed(0)
+    return GPT(**{"vocab_size": 50, "context_length": 16, "depth": 2, "width": 32, **settings})
+
+
+def test_parameter_count():
+    model = GPT(vocab_size=256, context_length=128)
+    # 8/3 x 128 = 341, to the nearest multiple of 32: 352
+    block = 128 * 3 * 128 + 128 * 128 + 3 * 128 * 352 + 2 * 128
+    assert sum(p.numel() for p in model.parameters()) == 256 * 128 + 4 * block + 128
+    assert model.blocks() == list(model.layers)
+    assert model(torch.zeros(2, 5, dtype=torch.int64)).shape == (2, 5, 256)
+
+
+@pytest.mark.parametrize(
+    ("width", "ratio", "hidden"), [(384, 8 / 3, 1024), (384, 2.6667, 1024), (128, 4, 512), (8, 1.0, 32)]
+)
+def test_hidden_is_a_multiple_of_32(width, ratio, hidden):
+    model = small(width=width, mlp_ratio=ratio)
+    assert model.layers[0].mlp.gate.out_features == hidden
+
+
+@pytest.mark.parametrize("kv_heads", [None, 2, 1])
+def test_a_token_changes_no_logits_before_it(tokens, kv_heads):
+    model = small(kv_heads=kv_heads)
+    changed = tokens.clone()
+    changed[:, 7] = (changed[:, 7] + 1) % 50
+    before, after = model(tokens), model(changed)
+    assert torch.equal(before[:, :7], after[:, :7])
+    assert (before[:, 7:] - after[:, 7:]).abs().amax(dim=(0, 2)).min() > 1e-4
+
+
+def test_without_the_causal_mask_a_token_does_change_them(tokens, monkeypatch):
+    real = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        gpt.F, "scaled_dot_product_attention", lambda *args, **kw: real(*args, **{**kw, "is_causal": False})
+    )
+    model = small()
+    changed = tokens.clone()
+    changed[:, 7] = (changed[:, 7] + 1) % 50
+    assert (model(tokens)[:, :7] - model(changed)[:, :7]).abs().max() > 1e-4
+
+
+def test_a_shorter_sequence_is_a_prefix(tokens):
+    model = small()
+    torch.testing.assert_close(model(tokens[:, :5]), model(tokens)[:, :5])
+
+
+def test_rotary_scores_depend_on_the_distance_only():
+    rotary = Rotary(head_size=16, context_length=512, base=10000.0)
+    generator = torch.Generator().manual_seed(0)
+    query, key = torch.randn(2, 16, generator=generator)
+    scores = rotary(query.expand(1, 1, 512, 16))[0, 0] @ rotary(key.expand(1, 1, 512, 16))[0, 0].T
+    for distance in (0, 1, 100):
+        diagonal = scores.diagonal(-distance)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=1e-4, atol=1e-4)
+    assert (scores.diagonal(0)[0] - scores.diagonal(-1)[0]).abs() > 1e-2
+    assert torch.equal(rotary(query.expand(1, 1, 1, 16))[0, 0, 0], query)
+
+
+def test_rotary_tables_stay_float32_and_out_of_the_state_dict():
+    model = small().to(torch.bfloat16)
+    assert model.rotary.cos.dtype == model.rotary.sin.dtype == torch.float32
+    assert torch.equal(model.rotary.cos, small().rotary.cos)
+    assert model.embedding.weight.dtype == torch.bfloat16
+    assert not [name for name in model.state_dict() if "cos" in name or "sin" in name]
+    assert len(list(model.buffers())) == 2
+    assert copy.deepcopy(model).layers[1].attention.rotary.cos.dtype == torch.float32
+
+
+def test_rotary_rotates_in_float32_under_autocast(tokens):
+    rotary = Rotary(head_size=8, context_length=16, base=10000.0)
+    x = torch.randn(1, 2, 16, 8).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(rotary(x), rotary(x.float()).bfloat16())
+        logits = small()(tokens)
+    exact = small()(tokens)
+    assert (logits - exact).norm() / exact.norm() < 0.02
+
+
+def test_a_model_made_on_meta_is_the_same_after_init_weights(tokens):
+    with torch.device("meta"):
+        model = small()
+    model.to_empty(device="cpu")
+    torch.manual_seed(1)
+    model.init_weights()
+    other = small()
+    torch.manual_seed(1)
+    other.init_weights()
+    assert model.head.weight is model.embedding.weight
+    assert torch.equal(model(tokens), other(tokens))
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_grouped_queries_equal_heads_with_repeated_keys_and_values(kv_heads, native, monkeypatch):
+    monkeypatch.setattr(gpt, "_native_gqa", lambda query: native)
+    torch.manual_seed(0)
+    rotary = Rotary(head_size=8, context_length=16, base=10000.0)
+    grouped, full = Attention(32, 4, kv_heads, 0.0, rotary), Attention(32, 4, 4, 0.0, rotary)
+    query, key, value = grouped.qkv.weight.split((32, 8 * kv_heads, 8 * kv_heads))
+    repeat = [w.view(kv_heads, 8, 32).repeat_interleave(4 // kv_heads, 0).flatten(0, 1) for w in (key, value)]
+    full.load_state_dict({"qkv.weight": torch.cat((query, *repeat)), "output.weight": grouped.output.weight})
+    x = torch.randn(2, 16, 32)
+    torch.testing.assert_close(grouped(x), full(x))
+    tiled = [w.repeat(4 // kv_heads, 1) for w in (key, value)]  # the wrong order: equal for one group only
+    full.load_state_dict({"qkv.weight": torch.cat((query, *tiled)), "output.weight": grouped.output.weight})
+    assert torch.allclose(grouped(x), full(x), atol=1e-5) == (kv_heads == 1)
+
+
+def test_tied_embeddings_share_storage_and_untied_do_not():
+    tied, untied = small(), small(tie_embeddings=False)
+    assert tied.head.weight.data_ptr() == tied.embedding.weight.data_ptr()
+    assert untied.head.weight.data_ptr() != untied.embedding.weight.data_ptr()
+    extra = sum(p.numel() for p in untied.parameters()) - sum(p.numel() for p in tied.parameters())
+    assert extra == 50 * 32
+
+
+def test_initial_standard_deviations():
+    model = small(width=256, depth=8)
+    assert model.embedding.weight.std().item() == pytest.approx(0.02, rel=0.02)
+    assert model.layers[0].attention.qkv.weight.std().item() == pytest.approx(0.02, rel=0.02)
+    for projection in (model.layers[7].attention.output, model.layers[7].mlp.down):
+        assert projection.weight.std().item() == pytest.approx(0.02 / 4, rel=0.02)
+
+
+def test_first_loss_is_that_of_a_uniform_guess(tokens):
+    loss = torch.nn.functional.cross_entropy(small()(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+    assert loss.item() == pytest.approx(torch.tensor(50.0).log().item(), abs=0.1)
+
+
+def test_head_of_features_is_forward(tokens):
+    model = small()
+    assert torch.equal(model.head(model.features(tokens)), model(tokens))
+
+
+def test_dropout_acts_in_training_only(tokens):
+    model = small(dropout=0.2)
+    assert not torch.equal(model(tokens), model(tokens))
+    model.eval()
+    assert torch.equal(model(tokens), model(tokens))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"width": 30, "heads": 4}, r"model\.width=30 must be divisible by model\.heads=4"),
+        ({"heads": 4, "kv_heads": 3}, r"model\.heads=4 must be divisible by model\.kv_heads=3"),
+        ({"heads": 4, "kv_heads": 8}, r"model\.heads=4 must be divisible by model\.kv_heads=8"),
+        ({"width": 12, "heads": 4}, r"model\.width=12 over model\.heads=4 gives heads of size 3"),
+    ],
+)
+def test_settings_that_do_not_divide(settings, message):
+    with pytest.raises(ValueError, match=message):
+        small(**settings)
+
+
+def test_inputs_that_do_not_fit():
+    model = small()
+    with pytest.raises(ValueError, match=r"data\.context_length=17 .* model\.context_length=16"):
+        model(torch.zeros(1, 17, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"expected token ids \[B, T\], got torch\.int64 \[16\]"):
+        model(torch.zeros(16, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"got torch\.float32 \[1, 16\]"):
+        model(torch.zeros(1, 16))

@@ -1,0 +1,43 @@
+import pytest
+import torch
+from torch import nn
+
+from trainapp.models.mlp import MLP
+
+
+def test_digits_default_has_three_layers_of_256():
+    model = MLP((1, 8, 8), 10)
+    shapes = [tuple(m.weight.shape) for m in model.modules() if isinstance(m, nn.Linear)]
+    assert shapes == [(256, 64), (256, 256), (10, 256)]
+    assert sum(p.numel() for p in model.parameters()) == 64 * 256 + 256 + 256 * 256 + 256 + 256 * 10 + 10
+    assert len(model.blocks()) == 2
+
+
+def test_forward_is_linear_relu_linear():
+    torch.manual_seed(0)
+    model = MLP([3, 4, 4], 5, width=7, depth=2)
+    x = torch.randn(6, 3, 4, 4)
+    hidden = model.layers[0][0]
+    expected = (x.reshape(6, 48) @ hidden.weight.T + hidden.bias).clamp(min=0) @ model.head.weight.T
+    torch.testing.assert_close(model(x), expected + model.head.bias)
+
+
+def test_depth_1_is_linear():
+    model = MLP((1, 2, 2), 3, depth=1)
+    x = torch.randn(4, 1, 2, 2)
+    torch.testing.assert_close(model(2 * x) - model(x), model(x) - model(0 * x))
+    assert model.blocks() == []
+
+
+def test_dropout_acts_in_training_only():
+    model = MLP((1, 8, 8), 10, dropout=0.5)
+    x = torch.randn(4, 1, 8, 8)
+    assert not torch.equal(model(x), model(x))
+    model.eval()
+    assert torch.equal(model(x), model(x))
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 9, 8), (2, 3, 8, 8), (2, 64), (1, 8, 8)])
+def test_wrong_shape_names_both(shape):
+    with pytest.raises(ValueError, match=r"expected \[B, 1, 8, 8\], got \[" + str(shape[0])):
+        MLP((1, 8, 8), 10)(torch.zeros(shape))

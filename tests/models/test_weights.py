@@ -1,0 +1,210 @@
+import os
+import pickle
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+from trainapp.errors import UserError
+from trainapp.models.gpt import GPT
+from trainapp.models.mlp import MLP
+from trainapp.models.resnet import ResNet
+from trainapp.models.weights import load_weights
+
+
+def resnet(num_classes=10, **settings) -> ResNet:
+    return ResNet((1, 8, 8), num_classes, width=4, **settings)
+
+
+def save(state, path):
+    if path.suffix == ".safetensors":
+        safetensors.torch.save_file(state, path)
+    else:
+        torch.save(state, path)
+    return path
+
+
+def assert_same(model: nn.Module, other: nn.Module):
+    ours, theirs = model.state_dict(), other.state_dict()
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        assert torch.equal(ours[name], theirs[name]), name
+
+
+def refusal(model, path, **options) -> str:
+    """The one message, after which the model is as it was."""
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(UserError) as caught:
+        load_weights(model, path, **options)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    message = str(caught.value)
+    assert message.startswith(f"model.init_from={path}: ")
+    assert message.count("model.init_from=") == 1
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize("name", ["w.safetensors", "w.pt"])
+def test_round_trip_is_bitwise(tmp_path, name):
+    source, target = resnet(), resnet()
+    source(torch.randn(4, 1, 8, 8))  # so that the running statistics differ too
+    assert not torch.equal(source.bn1.running_mean, target.bn1.running_mean)
+    path = save(source.state_dict(), tmp_path / name)
+    assert load_weights(target, path) == []
+    assert_same(target, source)
+
+
+def test_a_path_may_be_text_and_the_old_format_of_torch_save(tmp_path):
+    source, target = resnet(), resnet()
+    torch.save(source.state_dict(), tmp_path / "w.pt", _use_new_zipfile_serialization=False)
+    assert load_weights(target, str(tmp_path / "w.pt")) == []
+    assert_same(target, source)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda s: {"model": s, "epoch": 3},
+        lambda s: {"state_dict": s, "optimizer": {"lr": 0.1}},
+        lambda s: {"module." + k: v for k, v in s.items()},
+        lambda s: {"_orig_mod." + k: v for k, v in s.items()},
+        lambda s: {"model": {"_orig_mod.module." + k: v for k, v in s.items()}},
+        lambda s: {"module._orig_mod." + k: v for k, v in s.items()},
+        lambda s: {k: v for k, v in s.items() if "num_batches_tracked" not in k},
+    ],
+)
+def test_wrapped_and_old_files_load(tmp_path, wrap):
+    source, target = resnet(), resnet()
+    assert load_weights(target, save(wrap(source.state_dict()), tmp_path / "w.pt")) == []
+    assert_same(target, source)
+
+
+def test_a_prefix_that_is_the_models_own_stays(tmp_path):
+    class Wrapper(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.module = nn.Linear(3, 2)
+
+    source, target = Wrapper(), Wrapper()
+    assert load_weights(target, save(source.state_dict(), tmp_path / "w.pt")) == []
+    assert_same(target, source)
+
+
+def test_tied_weights_load_once_from_safetensors(tmp_path):
+    source, target = (GPT(vocab_size=20, context_length=8, depth=1, width=16) for _ in range(2))
+    safetensors.torch.save_model(source, tmp_path / "w.safetensors")  # keeps one of the two names
+    assert load_weights(target, tmp_path / "w.safetensors") == []
+    assert_same(target, source)
+    assert target.head.weight is target.embedding.weight
+
+
+def test_untied_weights_do_not_load_into_tied(tmp_path):
+    source = GPT(vocab_size=20, context_length=8, depth=1, width=16, tie_embeddings=False)
+    target = GPT(vocab_size=20, context_length=8, depth=1, width=16)
+    path = save(source.state_dict(), tmp_path / "w.pt")
+    assert "model.tie_embeddings=false" in refusal(target, path)
+
+
+def test_dtype_is_the_models(tmp_path):
+    source, target = resnet(), resnet()
+    load_weights(target, save(source.bfloat16().state_dict(), tmp_path / "w.pt"))
+    assert target.conv1.weight.dtype == torch.float32
+    assert torch.equal(target.conv1.weight, source.conv1.weight.float())
+
+
+def test_everything_that_does_not_fit_is_in_one_message(tmp_path):
+    state = resnet().state_dict()
+    for name in ("conv1.weight", "bn1.bias", "fc.bias", "layer1.0.conv1.weight"):
+        del state[name]
+    state["extra"] = torch.zeros(1)
+    state["layer2.0.conv1.weight"] = torch.zeros(3, 4)
+    message = refusal(resnet(), save(state, tmp_path / "w.pt"))
+    assert "4 missing (conv1.weight, bn1.bias, layer1.0.conv1.weight and 1 more)" in message
+    assert "1 not in the model (extra)" in message
+    assert "1 of another shape (layer2.0.conv1.weight: [3, 4], not [8, 4, 3, 3])" in message
+    assert "model.init_strict=false" in message
+
+
+def test_another_head_is_explained(tmp_path):
+    path = save(resnet(num_classes=7).state_dict(), tmp_path / "w.pt")
+    message = refusal(resnet(), path)
+    assert "only the head differs: fc has 7 classes in the file and 10 in the model" in message
+    assert "model.init_strict=false" in message
+    # not when anything else differs as well
+    assert "only the head" not in refusal(resnet(norm="group"), path)
+
+
+def test_not_strict_loads_the_rest_and_names_what_it_skipped(tmp_path):
+    source, target = resnet(num_classes=7), resnet()
+    head = target.fc.weight.clone()
+    state = source.state_dict()
+    del state["bn1.bias"]
+    path = save(state, tmp_path / "w.pt")
+    assert load_weights(target, path, strict=False) == ["bn1.bias", "fc.weight", "fc.bias"]
+    assert torch.equal(target.fc.weight, head)
+    assert torch.equal(target.layer4[1].conv2.weight, source.layer4[1].conv2.weight)
+
+
+def test_not_strict_tells_what_it_passed_over(tmp_path, caplog):
+    source, target = resnet(), resnet()
+    path = save({**source.state_dict(), "extra": torch.zeros(1)}, tmp_path / "w.pt")
+    assert load_weights(target, path, strict=False) == []
+    assert "passed over: extra" in caplog.text
+
+
+def test_another_architecture_is_refused_even_when_not_strict(tmp_path):
+    path = save(MLP((1, 8, 8), 10).state_dict(), tmp_path / "w.pt")
+    assert "no name fits the model" in refusal(resnet(), path, strict=False)
+    assert "4 of another shape" in refusal(MLP((1, 9, 9), 9, width=8, depth=2), wider(tmp_path), strict=False)
+
+
+def wider(folder):
+    return save(MLP((1, 8, 8), 10, width=16, depth=2).state_dict(), folder / "wider.pt")
+
+
+def test_files_that_are_not_there(tmp_path):
+    assert "there is no such file" in refusal(resnet(), tmp_path / "none.pt")
+    assert "is not a file" in refusal(resnet(), tmp_path)
+
+
+class Payload:
+    """Unpickling it makes a file."""
+
+    def __init__(self, target):
+        self.target = str(target)
+
+    def __reduce__(self):
+        return os.mkdir, (self.target,)
+
+
+@pytest.mark.parametrize("form", ["torch", "torch_legacy", "pickle", "safetensors"])
+def test_a_planted_payload_is_refused_and_does_not_run(tmp_path, form):
+    planted, path = tmp_path / "planted", tmp_path / "w.pt"
+    state = {"fc.weight": Payload(planted)}
+    if form.startswith("torch"):
+        torch.save(state, path, _use_new_zipfile_serialization=form == "torch")
+        with pytest.raises(FileNotFoundError):  # negative control: the payload is live
+            torch.load(save({"x": Payload(planted / "a" / "b")}, tmp_path / "live.pt"), weights_only=False)
+    else:
+        path = path if form == "pickle" else tmp_path / "w.safetensors"
+        path.write_bytes(pickle.dumps(state, protocol=2))
+    message = refusal(resnet(), path)
+    assert "cannot be read as weights" in message
+    assert not planted.exists()
+    if form != "safetensors":
+        assert "it holds a posix.mkdir" in message or "it holds a nt.mkdir" in message
+
+
+@pytest.mark.parametrize("name", ["w.pt", "w.safetensors"])
+@pytest.mark.parametrize("damage", [b"", b"hello world\n", None])
+def test_damaged_files_are_refused(tmp_path, name, damage):
+    path = save(resnet().state_dict(), tmp_path / name)
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2] if damage is None else damage)
+    assert "cannot be read as weights" in refusal(resnet(), path)
+
+
+def test_files_without_weights_are_refused(tmp_path):
+    assert "holds a Tensor" in refusal(resnet(), save(torch.zeros(3), tmp_path / "w.pt"))
+    assert "holds no tensors, only epoch" in refusal(resnet(), save({"epoch": 3}, tmp_path / "w.pt"))
