@@ -51,7 +51,8 @@ def _load(model: nn.Module, path: Path, strict: bool) -> list[str]:
     if not fitting and not misshaped:
         raise UserError(f"no name fits the model: it has {_few(own)}; the file has {_few(found)}")
     if not fitting or (strict and (missing or unexpected or misshaped)):
-        raise UserError(_misfit(model, own, found, missing, unexpected, misshaped))
+        problem = _other_head(model, own, found, misshaped) if not missing and not unexpected else None
+        raise UserError(problem or _misfit(own, found, missing, unexpected, misshaped))
     if unexpected:
         log.warning("model.init_from=%s: not in the model, passed over: %s", path, _few(unexpected))
     model.load_state_dict(fitting, strict=False)
@@ -130,8 +131,25 @@ def _few(names: Iterable[str]) -> str:
     return ", ".join(names[:NAMES_SHOWN]) + more
 
 
+def _other_head(
+    model: nn.Module, own: dict[str, Tensor], found: dict[str, Tensor], misshaped: list[str]
+) -> str | None:
+    """The message for a file that differs in the classes of its last layer only; None for another."""
+    layers = {name.rpartition(".")[0] for name in misshaped}
+    rows_only = all(
+        found[n].ndim == own[n].ndim and found[n].shape[1:] == own[n].shape[1:] for n in misshaped
+    )
+    layer = layers.pop()
+    if layers or not rows_only or not isinstance(model.get_submodule(layer), nn.Linear):
+        return None
+    theirs, ours = (len(tensors[misshaped[0]]) for tensors in (found, own))
+    return (
+        f"only the head differs: {layer} has {theirs} classes in the file and {ours} in the model; set "
+        "model.init_strict=false to load all the rest and train a new head"
+    )
+
+
 def _misfit(
-    model: nn.Module,
     own: dict[str, Tensor],
     found: dict[str, Tensor],
     missing: list[str],
@@ -139,19 +157,6 @@ def _misfit(
     misshaped: list[str],
 ) -> str:
     """What does not fit, and what to do about it."""
-    layers = {name.rpartition(".")[0] for name in misshaped}
-    if not missing and not unexpected and len(layers) == 1:
-        layer = layers.pop()
-        same_features = all(
-            found[name].ndim == own[name].ndim and found[name].shape[1:] == own[name].shape[1:]
-            for name in misshaped
-        )
-        if isinstance(model.get_submodule(layer), nn.Linear) and same_features:
-            return (
-                f"only the head differs: {layer} has {len(found[misshaped[0]])} classes in the file and "
-                f"{len(own[misshaped[0]])} in the model; set model.init_strict=false to load all the rest "
-                "and train a new head"
-            )
     parts = []
     if missing:
         parts.append(f"{len(missing)} missing ({_few(missing)})")
@@ -160,7 +165,9 @@ def _misfit(
     if misshaped:
         shapes = [f"{name}: {list(found[name].shape)}, not {list(own[name].shape)}" for name in misshaped]
         parts.append(f"{len(misshaped)} of another shape ({_few(shapes)})")
+    some_fit = len(misshaped) + len(unexpected) < len(found)
+    otherwise = ", or set model.init_strict=false to load what fits" if some_fit else ""
     return (
         f"the weights do not fit the model: {'; '.join(parts)}. Give the model the settings that the weights "
-        "were trained with, or set model.init_strict=false to load what fits"
+        f"were trained with{otherwise}"
     )
