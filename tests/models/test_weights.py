@@ -131,8 +131,10 @@ def test_another_head_is_explained(tmp_path):
     message = refusal(resnet(), path)
     assert "only the head differs: fc has 7 classes in the file and 10 in the model" in message
     assert "model.init_strict=false" in message
-    # not when anything else differs as well
+    # not when anything else differs as well, or when there is nothing else
     assert "only the head" not in refusal(resnet(norm="group"), path)
+    path = save(MLP((1, 8, 8), 7, depth=1).state_dict(), tmp_path / "linear.pt")
+    assert "only the head" not in refusal(MLP((1, 8, 8), 10, depth=1), path)
 
 
 def test_not_strict_loads_the_rest_and_names_what_it_skipped(tmp_path):

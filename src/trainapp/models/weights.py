@@ -51,7 +51,8 @@ def _load(model: nn.Module, path: Path, strict: bool) -> list[str]:
     if not fitting and not misshaped:
         raise UserError(f"no name fits the model: it has {_few(own)}; the file has {_few(found)}")
     if not fitting or (strict and (missing or unexpected or misshaped)):
-        problem = _other_head(model, own, found, misshaped) if not missing and not unexpected else None
+        head_only = fitting and not missing and not unexpected
+        problem = _other_head(model, own, found, misshaped) if head_only else None
         raise UserError(problem or _misfit(own, found, missing, unexpected, misshaped))
     if unexpected:
         log.warning("model.init_from=%s: not in the model, passed over: %s", path, _few(unexpected))
@@ -136,13 +137,12 @@ def _other_head(
 ) -> str | None:
     """The message for a file that differs in the classes of its last layer only; None for another."""
     layers = {name.rpartition(".")[0] for name in misshaped}
-    rows_only = all(
-        found[n].ndim == own[n].ndim and found[n].shape[1:] == own[n].shape[1:] for n in misshaped
-    )
+    pairs = [(found[name], own[name]) for name in misshaped]
+    rows_only = all(a.ndim == b.ndim and a.shape[1:] == b.shape[1:] for a, b in pairs)
     layer = layers.pop()
     if layers or not rows_only or not isinstance(model.get_submodule(layer), nn.Linear):
         return None
-    theirs, ours = (len(tensors[misshaped[0]]) for tensors in (found, own))
+    theirs, ours = map(len, pairs[0])
     return (
         f"only the head differs: {layer} has {theirs} classes in the file and {ours} in the model; set "
         "model.init_strict=false to load all the rest and train a new head"
