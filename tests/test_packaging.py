@@ -1,0 +1,312 @@
+"""The wheel runs without its checkout, constraints.txt pins everything, and scripts/ set up what they say."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+import venv
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).resolve().parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+SUPPORTED = ["3.10", "3.11", "3.12", "3.13"]
+CLEAN_ENV = {k: v for k, v in os.environ.items() if k not in ("PYTHON", "PYTHONPATH", "VIRTUAL_ENV")}
+
+
+def run(*command, cwd, **env):
+    return subprocess.run(
+        [str(part) for part in command],
+        cwd=cwd,
+        env=CLEAN_ENV | env,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+
+
+# The wheel
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wheel")
+    done = run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder, ROOT, cwd=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory):
+    """The bin folder of a new environment with the wheel, which sees this environment's other packages."""
+    home = tmp_path_factory.mktemp("installed") / "env"
+    venv.create(home, with_pip=True)
+    pip = run(home / "bin/python", "-m", "pip", "install", "-q", "--no-index", "--no-deps", wheel, cwd=home)
+    assert pip.returncode == 0, pip.stderr
+    (site,) = home.glob("lib/python*/site-packages")
+    # A path added so is searched last and its own .pth files are not read: an editable install is not seen.
+    (site / "outer.pth").write_text("\n".join({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}) + "\n")
+    return home / "bin"
+
+
+def files_under(folder, skip=()):
+    return {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file() and p.suffix not in skip}
+
+
+def test_wheel_holds_the_package_its_configuration_and_its_data(wheel):
+    names = zipfile.ZipFile(wheel).namelist()
+    package = {n.removeprefix("trainapp/") for n in names if n.startswith("trainapp/")}
+    configuration = {f"conf/{name}" for name in files_under(ROOT / "conf")}
+    sources = files_under(ROOT / "src/trainapp", skip=(".pyc",))
+    assert package == configuration | sources
+    assert {"conf/train.yaml", "conf/data/digits.yaml", "__main__.py"} <= package
+    assert any(re.fullmatch(r"data/.*digits.*", name) and not name.endswith(".py") for name in package)
+    assert {n.split("/")[0] for n in names} == {
+        "trainapp",
+        f"trainapp-{PROJECT['project']['version']}.dist-info",
+    }
+
+
+def test_installed_wheel_composes_the_same_configuration_from_any_directory(installed, tmp_path):
+    where = run(installed / "python", "-c", "import trainapp; print(trainapp.__file__)", cwd=tmp_path)
+    assert Path(where.stdout.strip()).is_relative_to(installed.parent)
+
+    command = ["--cfg", "job", "model=mlp", "train.seed=7"]
+    module = run(installed / "python", "-m", "trainapp", *command, cwd=tmp_path)
+    script = run(installed / "trainapp", *command, cwd=tmp_path)
+    checkout = run(sys.executable, "-m", "trainapp", *command, cwd=tmp_path)
+    assert module.returncode == script.returncode == 0, module.stderr + script.stderr
+    assert module.stdout == script.stdout == checkout.stdout
+    assert "seed: 7" in module.stdout
+    assert "trainapp.models.mlp." in module.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_installed_wheel_uses_its_own_configuration(installed, tmp_path):
+    (package,) = installed.parent.glob("lib/python*/site-packages/trainapp")
+    root = package / "conf/train.yaml"
+    text = root.read_text()
+    try:
+        root.write_text(text.replace("seed: 0", "seed: 4321"))
+        assert "seed: 4321" in run(installed / "trainapp", "--cfg", "job", cwd=tmp_path).stdout
+    finally:
+        root.write_text(text)
+
+
+# The pins
+
+
+def pins(text, python):
+    """{name: version specifiers of the lines that apply to this Python version}."""
+    found = {}
+    for line in text.splitlines():
+        line = line.partition("#")[0].strip()
+        if line:
+            pin = Requirement(line)
+            if pin.marker is None or pin.marker.evaluate({"python_version": python}):
+                found.setdefault(canonicalize_name(pin.name), []).append(pin.specifier)
+    return found
+
+
+def direct_requirements():
+    project = PROJECT["project"]
+    lists = [
+        project["dependencies"],
+        project["optional-dependencies"]["test"],
+        PROJECT["build-system"]["requires"],
+    ]
+    return [Requirement(text) for texts in lists for text in texts]
+
+
+def unpinned(pinned):
+    """Names of the project's installed dependencies, direct and indirect, that have no pin in `pinned`.
+
+    What another package requires at one exact version, as torch does with its CUDA packages, counts as pinned.
+    """
+    todo, seen, exact = [(r, "") for r in direct_requirements()], set(), set()
+    while todo:
+        requirement, extra = todo.pop()
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": extra}):
+            continue
+        name = canonicalize_name(requirement.name)
+        if str(requirement.specifier).startswith("=="):
+            exact.add(name)
+        for extra in requirement.extras | {""}:
+            if (name, extra) not in seen:
+                seen.add((name, extra))
+                todo += [(Requirement(text), extra) for text in metadata.requires(name) or []]
+    return {name for name, _ in seen} - exact - set(pinned)
+
+
+CONSTRAINTS = (ROOT / "constraints.txt").read_text()
+
+
+def test_every_installed_dependency_is_pinned():
+    pinned = pins(CONSTRAINTS, f"3.{sys.version_info.minor}")
+    assert unpinned(pinned) == set()
+    # Controls: a direct, an indirect and a test's dependency are missed when their pins are gone.
+    for name in ("psutil", "markupsafe", "pluggy"):
+        assert unpinned({k: v for k, v in pinned.items() if k != name}) == {name}
+
+
+@pytest.mark.parametrize("python", SUPPORTED)
+def test_each_python_has_one_exact_pin_for_each_package(python):
+    pinned = pins(CONSTRAINTS, python)
+    for name, specifiers in pinned.items():
+        assert len(specifiers) == 1, name
+        assert re.fullmatch(r"==[0-9.]+", str(specifiers[0])), name
+    for requirement in direct_requirements():
+        (specifier,) = pinned[canonicalize_name(requirement.name)]
+        assert requirement.specifier.contains(str(specifier).removeprefix("==")), requirement
+
+
+# The scripts
+
+
+def test_scripts_support_the_range_that_pyproject_states():
+    setup = (ROOT / "scripts/_setup").read_text()
+    oldest, newest = map(int, re.search(r"^oldest=(\d+) newest=(\d+)", setup, re.M).groups())
+    assert [f"3.{minor}" for minor in range(oldest, newest + 1)] == SUPPORTED
+    tried = re.search(r"for python in \$\{PYTHON:-python3 (.*)\}; do", setup)[1].split()
+    assert tried == [f"python{version}" for version in reversed(SUPPORTED)]
+    stated = SpecifierSet(PROJECT["project"]["requires-python"])
+    assert [v for v in (f"3.{minor}" for minor in range(30)) if v in stated] == SUPPORTED
+
+
+@pytest.mark.parametrize(
+    ("minor", "message"),
+    [
+        (9, "is older than 3.10, and trainapp needs Python 3.10 to 3.13"),
+        (
+            14,
+            "is Python 3.14, and trainapp needs Python 3.10 to 3.13: stable Hydra 1.3 does not start on a newer one",
+        ),
+    ],
+)
+def test_a_python_out_of_range_is_refused_with_the_reason(tmp_path, minor, message):
+    scripts = shutil.copytree(ROOT / "scripts", tmp_path / "checkout/scripts")
+    python = tmp_path / f"python3.{minor}"
+    python.write_text(f"#!/bin/sh\necho {minor}\n")
+    python.chmod(0o755)
+    done = run(scripts / "train", "model=mlp", cwd=tmp_path, PYTHON=str(python))
+    assert done.returncode == 1
+    assert f"{python} {message}" in done.stderr
+    assert "PYTHON=/path/to/python3.13" in done.stderr
+    assert not (scripts.parent / ".venv").exists()
+
+
+# A project with the real scripts and nothing to download; its app prints where and how it was started.
+BACKEND = """
+import time, zipfile
+from pathlib import Path
+
+def build_editable(folder, config_settings=None, metadata_directory=None):
+    time.sleep(float(Path("seconds").read_text()))
+    with zipfile.ZipFile(Path(folder, "trainapp-0-py3-none-any.whl"), "w") as wheel:
+        wheel.writestr("trainapp.pth", f"{Path.cwd()}/src")
+        info = "trainapp-0.dist-info/"
+        wheel.writestr(info + "METADATA", "Metadata-Version: 2.1\\nName: trainapp\\nVersion: 0\\n")
+        wheel.writestr(info + "WHEEL", "Wheel-Version: 1.0\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n")
+        wheel.writestr(info + "RECORD", "")
+    return "trainapp-0-py3-none-any.whl"
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    root = tmp_path / "a checkout"
+    shutil.copytree(ROOT / "scripts", root / "scripts")
+    (root / "src/trainapp").mkdir(parents=True)
+    (root / "src/trainapp/__main__.py").write_text("import os, sys\nprint(os.getcwd(), sys.argv[1:])\n")
+    (root / "pyproject.toml").write_text(
+        '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
+    )
+    (root / "backend.py").write_text(BACKEND)
+    (root / "constraints.txt").write_text("")
+    (root / "seconds").write_text("0")
+    return root
+
+
+def start_train(checkout, cwd):
+    return subprocess.Popen(
+        [checkout / "scripts/train", "a b", "c=1"],
+        cwd=cwd,
+        env=CLEAN_ENV | {"PIP_NO_INDEX": "1", "PYTHON": sys.executable},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def train(checkout, cwd):
+    """The exit code, what was printed to stdout, and whether it installed something."""
+    process = start_train(checkout, cwd)
+    out, err = process.communicate(timeout=200)
+    return process.returncode, out, "installing" in err
+
+
+@pytest.mark.slow
+def test_train_installs_when_needed_and_runs_where_it_was_called(checkout, tmp_path):
+    here = tmp_path / "elsewhere"
+    here.mkdir()
+    expected = f"{here} ['a b', 'c=1']\n"
+    assert train(checkout, here) == (0, expected, True)
+    assert train(checkout, here) == (0, expected, False)
+
+    (checkout / "constraints.txt").write_text("six==1.17.0\n")
+    assert train(checkout, here) == (0, expected, True)
+    assert train(checkout, here) == (0, expected, False)
+
+    # An install that fails is shown, is not taken for done, and nothing runs.
+    backend = (checkout / "backend.py").read_text()
+    (checkout / "backend.py").write_text("def build_editable(*_, **__): raise OSError('no space for this wheel')\n")
+    (checkout / "constraints.txt").write_text("")
+    process = start_train(checkout, here)
+    out, err = process.communicate(timeout=200)
+    assert process.returncode != 0
+    assert out == ""
+    assert "no space for this wheel" in err
+    (checkout / "backend.py").write_text(backend)
+    assert train(checkout, here) == (0, expected, True)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("flock") is None, reason="without flock two set-ups do not wait for each other")
+def test_train_interrupted_or_started_twice_installs_whole_and_once(checkout, tmp_path):
+    stamp = checkout / ".venv/.installed"
+    (checkout / "seconds").write_text("60")
+    first = start_train(checkout, tmp_path)
+    while not stamp.exists():
+        time.sleep(0.05)
+    os.killpg(first.pid, signal.SIGKILL)
+    first.communicate(timeout=60)
+    assert stamp.read_text() == "unfinished\n"
+
+    (checkout / "seconds").write_text("3")
+    first = start_train(checkout, tmp_path)
+    assert "installing" in first.stderr.readline()
+    second = start_train(checkout, tmp_path)
+    expected = f"{tmp_path} ['a b', 'c=1']\n"
+    out, err = second.communicate(timeout=200)
+    assert (second.returncode, out) == (0, expected)
+    assert "waiting" in err
+    assert "installing" not in err
+    out, _ = first.communicate(timeout=200)
+    assert (first.returncode, out) == (0, expected)
