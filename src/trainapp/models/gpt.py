@@ -168,9 +168,7 @@ class GPT(nn.Module):
         # mixed precision casts the inputs of a block
         self.rotary = Rotary(width // heads, context_length, rotary_base)
         self.layers = nn.ModuleList(
-            Block(
-                Attention(width, heads, kv_heads, dropout, self.rotary), SwiGLU(width, hidden), width, dropout
-            )
+            Block(Attention(width, heads, kv_heads, dropout, self.rotary), SwiGLU(width, hidden), width, dropout)
             for _ in range(depth)
         )
         self.norm = nn.RMSNorm(width, eps=1e-6)

@@ -168,9 +168,7 @@ class ResNet(nn.Module):
         return self.fc(torch.flatten(self.avgpool(x), 1))
 
 
-def _stage(
-    block: type, count: int, channels_in: int, channels: int, stride: int, norm: Norm
-) -> nn.Sequential:
+def _stage(block: type, count: int, channels_in: int, channels: int, stride: int, norm: Norm) -> nn.Sequential:
     first = block(channels_in, channels, stride, norm)
     rest = [block(channels * block.expansion, channels, 1, norm) for _ in range(count - 1)]
     return nn.Sequential(first, *rest)

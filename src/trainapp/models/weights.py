@@ -114,9 +114,7 @@ def _optional(name: str) -> bool:
     return name.endswith("num_batches_tracked")
 
 
-def _refuse_untied(
-    own: Mapping[str, Tensor], found: Mapping[str, Tensor], aliases: Mapping[int, str]
-) -> None:
+def _refuse_untied(own: Mapping[str, Tensor], found: Mapping[str, Tensor], aliases: Mapping[int, str]) -> None:
     for name, tensor in own.items():
         other = aliases.get(id(tensor), name)
         if name in found and name != other and not torch.equal(found[name], found[other]):
@@ -132,9 +130,7 @@ def _few(names: Iterable[str]) -> str:
     return ", ".join(names[:NAMES_SHOWN]) + more
 
 
-def _other_head(
-    model: nn.Module, own: dict[str, Tensor], found: dict[str, Tensor], misshaped: list[str]
-) -> str | None:
+def _other_head(model: nn.Module, own: dict[str, Tensor], found: dict[str, Tensor], misshaped: list[str]) -> str | None:
     """The message for a file that differs in the classes of its last layer only; None for another."""
     layers = {name.rpartition(".")[0] for name in misshaped}
     pairs = [(found[name], own[name]) for name in misshaped]
