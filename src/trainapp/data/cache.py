@@ -1,0 +1,63 @@
+"""Files that the app derives from the user's data and keeps for the next run."""
+
+import hashlib
+import os
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from trainapp.errors import UserError
+
+CHUNK = 1 << 20  # bytes read at a time
+
+
+def cache_dir() -> Path:
+    """$TRAINAPP_CACHE, or $XDG_CACHE_HOME/trainapp, or ~/.cache/trainapp. It need not exist yet."""
+    if chosen := os.environ.get("TRAINAPP_CACHE"):
+        return Path(chosen).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "trainapp"
+
+
+def read_chunks(paths: Sequence[str]) -> Iterator[bytes]:
+    """The files' bytes, one file after the other. Raises UserError for one that cannot be read."""
+    for path in paths:
+        try:
+            with open(path, "rb") as file:
+                while chunk := file.read(CHUNK):
+                    yield chunk
+        except OSError as error:
+            raise UserError(
+                f"data.files={path}: cannot be read ({error.strerror}); make it readable or leave it out"
+            ) from error
+
+
+def concatenate(paths: Sequence[str], directory: Path) -> Path:
+    """The cache file that holds the bytes of all `paths` in order; written only where it is not there yet.
+
+    It is named by the SHA-256 of its content, so changed files get a new one and equal content shares one.
+    Several processes may do this at once: each writes a name of its own, and the rename is atomic.
+    Raises UserError for a source that cannot be read, OSError where the directory cannot be written.
+    """
+    digest, size = hashlib.sha256(), 0
+    for chunk in read_chunks(paths):
+        digest.update(chunk)
+        size += len(chunk)
+    target = directory / f"text-{digest.hexdigest()}.bin"
+    if target.is_file() and target.stat().st_size == size:
+        return target
+    directory.mkdir(parents=True, exist_ok=True)
+    temporary = directory / f".text-{uuid.uuid4().hex}.tmp"
+    try:
+        digest = hashlib.sha256()  # once more: a source may have changed since it was first read
+        with open(temporary, "xb") as file:
+            for chunk in read_chunks(paths):
+                digest.update(chunk)
+                file.write(chunk)
+            file.flush()
+            os.fsync(file.fileno())
+        target = directory / f"text-{digest.hexdigest()}.bin"
+        os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return target

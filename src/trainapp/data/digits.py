@@ -1,0 +1,89 @@
+"""The UCI handwritten digits (1,797 grey images of 8 x 8), shipped with the package: no download."""
+
+from collections.abc import Sequence
+from importlib import resources
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.lib.stride_tricks import sliding_window_view
+
+from trainapp.data.batched import BatchedDataset
+from trainapp.data.counter_rng import uniform
+from trainapp.validation import Bool, NonNegativeInt
+
+# Of the training split's pixels, which lie in 0..16.
+MEAN, STD = 4.892, 6.019
+MAX_SHIFT = 1  # pixels; the digits fill the frame's height, and two would cut off a quarter of it
+INTENSITY = 0.1  # the pixels are scaled by 1 - INTENSITY to 1 + INTENSITY
+
+
+def load() -> tuple[np.ndarray, np.ndarray]:
+    """All images, uint8 [1797, 8, 8] in 0..16, and labels, uint8 [1797], in the source's order."""
+    with resources.files("trainapp.data").joinpath("files/digits.npz").open("rb") as file:
+        arrays = np.load(file, allow_pickle=False)
+        return arrays["images"], arrays["labels"]
+
+
+def split_indices(labels: np.ndarray, split: str) -> np.ndarray:
+    """Positions in the source of the 1,437 training or the 360 validation images, ascending.
+
+    With the images ordered by label (and by position within one), every fifth is for validation: each digit's
+    share is the same to within one image, and the same images are held out whatever the seed.
+    """
+    held_out = np.zeros(len(labels), dtype=bool)
+    held_out[np.argsort(labels, kind="stable")[::5]] = True
+    return np.flatnonzero(held_out if split == "val" else ~held_out)
+
+
+class Digits(BatchedDataset):
+    """Handwritten digits: inputs float32 [B, 1, 8, 8] of about zero mean, unit variance; targets int64 [B].
+
+    seed: of the augmentation; which images are for training or validation does not depend on it.
+    augment: shift each training image by up to 1 pixel each way (zeros move in) and scale its intensity by
+        0.9 to 1.1, anew in each epoch. Off by default: the digits are centred already, and in runs of 5 to 40
+        epochs it cost small networks 0.7 to 7.5 points of validation accuracy.
+
+    Source: E. Alpaydin, C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning
+    Repository, 1998; see files/digits.README.md.
+    """
+
+    task = "classification"
+
+    def __init__(self, split: Literal["train", "val"], seed: NonNegativeInt = 0, augment: Bool = False):
+        images, labels = load()
+        chosen = split_indices(labels, split)
+        self.spec: dict[str, Any] = {"image_shape": (1, 8, 8), "num_classes": 10}
+        self.seed = seed
+        self.epoch = 0
+        self.augment = augment and split == "train"
+        self._labels = labels[chosen].astype(np.int64)
+        pixels = (images[chosen] / STD).astype(np.float32)
+        self._images = (pixels - np.float32(MEAN / STD))[:, None]
+        padding = (MAX_SHIFT, MAX_SHIFT)
+        # Every shift of every image, [N, 3, 3, 8, 8]: a view, no copies.
+        self._shifted = sliding_window_view(np.pad(pixels, ((0, 0), padding, padding)), (8, 8), axis=(1, 2))
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def set_epoch(self, epoch: int) -> None:
+        """The augmentation is a function of (seed, epoch, sample index)."""
+        self.epoch = epoch
+
+    def __getitems__(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
+        """The batch of these samples, collated. Raises IndexError for an index outside the data."""
+        positions = self._positions(indices)
+        # For small batches numpy's take is 3-6 times quicker than indexing a tensor with a list or a tensor.
+        pixels = self._augmented(positions) if self.augment else self._images.take(positions, axis=0)
+        targets = self._labels.take(positions)
+        return {"inputs": torch.from_numpy(pixels), "targets": torch.from_numpy(targets)}
+
+    def _augmented(self, positions: np.ndarray) -> np.ndarray:
+        draws = uniform(self.seed, self.epoch, positions, 3)
+        rows, columns = (draws[:, :2] * (2 * MAX_SHIFT + 1)).astype(np.int64).T
+        scale = (1 + INTENSITY * (2 * draws[:, 2] - 1)).astype(np.float32)
+        pixels = self._shifted[positions, rows, columns][:, None]
+        pixels *= scale[:, None, None, None]
+        pixels -= np.float32(MEAN / STD)
+        return pixels

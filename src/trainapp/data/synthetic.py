@@ -1,0 +1,132 @@
+"""Learnable data out of nothing, for tests, benchmarks and trying out sizes. Each sample is a function of
+(seed, split, index) and is generated when it is fetched, so a data set of any size costs no memory."""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from trainapp.data.batched import BatchedDataset
+from trainapp.data.counter_rng import uniform
+from trainapp.validation import NonNegativeFloat, NonNegativeInt, PositiveInt
+
+# What `uniform` takes as the epoch: synthetic samples are the same in every epoch and differ between splits.
+STREAMS = {"train": 0, "val": 1}
+
+GRID = 4  # a prototype is GRID x GRID patches of random colour: large enough to survive strides and pooling
+NOISE_OFFSETS = 1 << 20
+
+# The distance to the next token on the hidden cycle, and how probable each is.
+STEPS = np.array([1, 2, 3])
+PROBABILITIES = np.array([0.7, 0.2, 0.1])
+
+
+class SyntheticImages(BatchedDataset):
+    """One random prototype for each class plus noise: inputs float32 [B, C, H, W] of about unit variance,
+    targets int64 [B]. Sample i has the class i modulo num_classes.
+
+    size, val_size: samples in the two splits.
+    image_shape: channels, height, width.
+    noise: standard deviation of the noise, where the prototypes' is 1.
+    """
+
+    task = "classification"
+
+    def __init__(
+        self,
+        split: Literal["train", "val"],
+        seed: NonNegativeInt = 0,
+        size: PositiveInt = 1024,
+        val_size: PositiveInt = 256,
+        image_shape: tuple[PositiveInt, PositiveInt, PositiveInt] = (3, 32, 32),
+        num_classes: PositiveInt = 10,
+        noise: NonNegativeFloat = 1.0,
+    ):
+        channels, height, width = image_shape
+        self.spec: dict[str, Any] = {"image_shape": (channels, height, width), "num_classes": num_classes}
+        self.size = size if split == "train" else val_size
+        self.seed = seed
+        self.stream = STREAMS[split]
+        self.num_classes = num_classes
+        generator = np.random.default_rng(seed)
+        scale = np.float32(1 / np.sqrt(1 + noise**2))
+        patches = generator.standard_normal((num_classes, channels, GRID, GRID), dtype=np.float32) * scale
+        rows, columns = np.arange(height) * GRID // height, np.arange(width) * GRID // width
+        self._prototypes = np.ascontiguousarray(patches[:, :, rows[:, None], columns])
+        # A sample's noise is a stretch of one long random sequence: copying is 20 times quicker than drawing.
+        length = NOISE_OFFSETS + channels * height * width
+        self._noise = generator.standard_normal(length, dtype=np.float32) * (scale * np.float32(noise))
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitems__(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
+        """The batch of these samples, collated. Raises IndexError for an index outside the data."""
+        positions = self._positions(indices)
+        offsets = (uniform(self.seed, self.stream, positions, 1)[:, 0] * NOISE_OFFSETS).astype(np.int64)
+        targets = positions % self.num_classes
+        images = np.empty((len(positions), *self.spec["image_shape"]), dtype=np.float32)
+        # A loop, because gathering both parts first costs 8 times as much for large images.
+        for image, offset, target in zip(images, offsets.tolist(), targets.tolist(), strict=True):
+            noise = self._noise[offset : offset + image.size].reshape(image.shape)
+            np.add(self._prototypes[target], noise, out=image)
+        return {"inputs": torch.from_numpy(images), "targets": torch.from_numpy(targets)}
+
+
+class SyntheticTokens(BatchedDataset):
+    """A Markov chain: inputs int64 [B, T], targets int64 [B, T] the same shifted by one, -100 where padded.
+
+    The tokens lie on a hidden cycle, a permutation of the vocabulary drawn from the seed; each token is
+    followed by the one 1, 2 or 3 places further on with probability 0.7, 0.2 and 0.1. The best reachable loss
+    is the entropy of that choice, 0.802 nats (less where vocab_size is below 3).
+
+    size, val_size: sequences in the two splits.
+    min_length: None gives every sequence `context_length` tokens; a number gives lengths drawn evenly from
+        it to `context_length`, each batch padded to its longest with inputs 0 and targets -100.
+
+    Raises ValueError for a min_length above context_length.
+    """
+
+    task = "next_token"
+
+    def __init__(
+        self,
+        split: Literal["train", "val"],
+        seed: NonNegativeInt = 0,
+        size: PositiveInt = 1024,
+        val_size: PositiveInt = 256,
+        vocab_size: PositiveInt = 256,
+        context_length: PositiveInt = 128,
+        min_length: PositiveInt | None = None,
+    ):
+        if min_length is not None and min_length > context_length:
+            raise ValueError(f"min_length={min_length} is above context_length={context_length}: lower it or use null")
+        self.spec: dict[str, Any] = {"vocab_size": vocab_size, "context_length": context_length}
+        self.size = size if split == "train" else val_size
+        self.seed = seed
+        self.stream = STREAMS[split]
+        self.vocab_size = vocab_size
+        self.context_length = context_length
+        self.min_length = min_length
+        self._cycle = np.random.default_rng(seed).permutation(vocab_size)
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitems__(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
+        """The batch of these sequences, collated. Raises IndexError for an index outside the data."""
+        # Column 0 draws the length, column 1 the first token, the others one step each.
+        draws = uniform(self.seed, self.stream, self._positions(indices), self.context_length + 2)
+        places = STEPS[np.searchsorted(np.cumsum(PROBABILITIES)[:-1], draws[:, 1:], side="right")]
+        places[:, 0] = draws[:, 1] * self.vocab_size
+        tokens = self._cycle[np.cumsum(places, axis=1) % self.vocab_size]
+        inputs, targets = tokens[:, :-1].copy(), tokens[:, 1:].copy()
+        if self.min_length is not None:
+            choices = self.context_length - self.min_length + 1
+            lengths = self.min_length + (draws[:, 0] * choices).astype(np.int64)
+            longest = int(lengths.max(initial=0))
+            padding = np.arange(longest) >= lengths[:, None]
+            inputs = np.where(padding, 0, inputs[:, :longest])
+            targets = np.where(padding, -100, targets[:, :longest])
+        return {"inputs": torch.from_numpy(inputs), "targets": torch.from_numpy(targets)}

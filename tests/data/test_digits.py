@@ -1,0 +1,129 @@
+import hashlib
+import pickle
+from importlib import resources
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import default_collate
+
+from trainapp.data.digits import Digits, load, split_indices
+
+
+def test_shipped_arrays_equal_the_source():
+    """The sums and digests were taken from the 1797 x 65 table in the source file, read as uint8."""
+    images, labels = load()
+    assert images.shape == (1797, 8, 8)
+    assert images.dtype == labels.dtype == np.uint8
+    assert images.sum(dtype=int) == 561_718
+    assert (images.min(), images.max()) == (0, 16)
+    digest = "8f26b2bd9d135c256808f68f14fdabddde6d9c7f869ae419704b051f0f14b3b3"
+    assert hashlib.sha256(images.tobytes()).hexdigest() == digest
+    digest = "8ba4f891220f5e4c9c819638d1602d74b83618f167043c6da52a2a247841ddf0"
+    assert hashlib.sha256(labels.tobytes()).hexdigest() == digest
+    assert np.bincount(labels).tolist() == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
+
+
+def test_licence_note_is_shipped_with_the_data():
+    note = resources.files("trainapp.data").joinpath("files/digits.README.md").read_text()
+    assert "CC BY 4.0" in note
+    assert "Alpaydin" in note
+
+
+def test_split_is_stratified_and_the_same_for_every_seed():
+    labels = load()[1]
+    train, val = split_indices(labels, "train"), split_indices(labels, "val")
+    assert (len(train), len(val)) == (1437, 360)
+    assert sorted([*train, *val]) == list(range(1797))
+    assert np.bincount(labels[val]).tolist() == [36, 36, 36, 36, 37, 36, 36, 36, 35, 36]
+    assert np.bincount(labels[train]).tolist() == [142, 146, 141, 147, 144, 146, 145, 143, 139, 144]
+    for split, size in (("train", 1437), ("val", 360)):
+        first, second = (Digits(split, seed=seed).__getitems__(range(size)) for seed in (0, 1))
+        assert torch.equal(first["inputs"], second["inputs"])
+
+
+def test_batch_has_the_promised_types_and_scale():
+    data = Digits("train")
+    batch = data.__getitems__(range(len(data)))
+    assert batch["inputs"].shape == (1437, 1, 8, 8)
+    assert batch["inputs"].dtype == torch.float32
+    assert batch["targets"].dtype == torch.int64
+    assert abs(batch["inputs"].mean().item()) < 1e-3
+    assert abs(batch["inputs"].std().item() - 1) < 1e-3
+    assert data.spec == {"image_shape": (1, 8, 8), "num_classes": 10}
+    assert (data.task, data.in_memory) == ("classification", True)
+    images, labels = load()
+    position = split_indices(labels, "train")[700]
+    np.testing.assert_allclose(batch["inputs"][700, 0], (images[position] - 4.892) / 6.019, atol=1e-5)
+    assert batch["targets"][700] == labels[position]
+
+
+@pytest.mark.parametrize("augment", [False, True])
+def test_batch_equals_collated_samples(augment):
+    data = Digits("train", augment=augment)
+    batch, collated = data.__getitems__([5, 0, 1436, 5]), default_collate([data[i] for i in (5, 0, 1436, 5)])
+    assert batch.keys() == collated.keys()
+    for key in batch:
+        assert torch.equal(batch[key], collated[key])
+
+
+def test_augmentation_is_a_function_of_seed_epoch_and_index():
+    data = Digits("train", seed=7, augment=True)
+    data.set_epoch(3)
+    whole = data.__getitems__(range(1437))["inputs"]
+    data.set_epoch(4)
+    other_epoch = data.__getitems__(range(1437))["inputs"]
+    data.set_epoch(3)
+    shuffled = torch.randperm(1437, generator=torch.Generator().manual_seed(0))
+    for batch in shuffled.split(100):
+        assert torch.equal(data.__getitems__(batch.tolist())["inputs"], whole[batch])
+    copy = pickle.loads(pickle.dumps(data))
+    assert torch.equal(copy.__getitems__([9])["inputs"], whole[[9]])
+    # Negative control: another epoch or seed gives nearly every image another form.
+    other_seed = Digits("train", seed=8, augment=True)
+    other_seed.set_epoch(3)
+    for other in (other_epoch, other_seed.__getitems__(range(1437))["inputs"]):
+        assert (other == whole).flatten(1).all(1).float().mean() < 0.01
+
+
+def test_augmentation_shifts_by_up_to_a_pixel_and_scales_by_a_tenth():
+    plain, augmented = Digits("train"), Digits("train", augment=True)
+    everything = range(1437)
+    original = plain.__getitems__(everything)["inputs"] * 6.019 + 4.892
+    changed = augmented.__getitems__(everything)["inputs"] * 6.019 + 4.892
+    padded = torch.nn.functional.pad(original, (1, 1, 1, 1))
+    shifts, factors = [], []
+    for before, after in zip(padded[:, 0], changed[:, 0], strict=True):
+        fits = []
+        for row in range(3):
+            for column in range(3):
+                window = before[row : row + 8, column : column + 8]
+                factor = (window * after).sum() / (window * window).sum()
+                fits.append(((factor * window - after).abs().max().item(), (row, column), factor.item()))
+        error, shift, factor = min(fits)
+        assert error < 1e-3  # the image is a shifted, scaled copy and nothing else
+        shifts.append(shift)
+        factors.append(factor)
+    counts = [shifts.count((row, column)) for row in range(3) for column in range(3)]
+    assert min(counts) > 120  # of 1437 / 9 = 160 each
+    assert 0.899 < min(factors) < 0.91
+    assert 1.09 < max(factors) < 1.101
+
+
+def test_validation_is_never_augmented():
+    plain, augmented = Digits("val"), Digits("val", augment=True)
+    augmented.set_epoch(1)
+    everything = range(360)
+    assert torch.equal(plain.__getitems__(everything)["inputs"], augmented.__getitems__(everything)["inputs"])
+
+
+def test_a_batch_is_the_callers_to_change():
+    data = Digits("train")
+    data.__getitems__([0])["inputs"].fill_(9)
+    assert data[0]["inputs"].max() < 9
+
+
+@pytest.mark.parametrize("index", [-1, 1437, 10**6])
+def test_index_outside_the_data(index):
+    with pytest.raises(IndexError, match=r"\[0, 1437\)"):
+        Digits("train")[index]

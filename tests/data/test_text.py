@@ -1,0 +1,210 @@
+import hashlib
+import multiprocessing
+import os
+import pickle
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, default_collate
+
+from trainapp.data import cache
+from trainapp.data.text import Text
+from trainapp.errors import UserError
+
+
+@pytest.fixture(autouse=True)
+def cache_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRAINAPP_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    """Two files, 1,000 and 500 random bytes: every value occurs."""
+    folder = tmp_path / "corpus" / "deeper"
+    folder.mkdir(parents=True)
+    content = np.random.default_rng(0).integers(0, 256, 1500, dtype=np.uint8).tobytes()
+    (tmp_path / "corpus" / "a.txt").write_bytes(content[:1000])
+    (folder / "b.txt").write_bytes(content[1000:])
+    return tmp_path / "corpus", content
+
+
+def joined(data):
+    """The bytes that the windows of a split hold, put together again."""
+    batch = data.__getitems__(range(len(data)))
+    assert torch.equal(batch["inputs"][:, 1:], batch["targets"][:, :-1])
+    assert torch.equal(batch["inputs"][1:, 0], batch["targets"][:-1, -1])
+    tokens = [*batch["inputs"].flatten().tolist(), batch["targets"][-1, -1].item()]
+    return bytes(tokens)
+
+
+def test_windows_put_together_are_the_files(corpus):
+    folder, content = corpus
+    train, val = (Text(split, files=f"{folder}/**/*.txt", context_length=16) for split in ("train", "val"))
+    # 1350 bytes are (1350 - 1) // 16 = 84 windows and 5 bytes left over, 150 are 9 and 5.
+    assert (len(train), len(val)) == (84, 9)
+    assert joined(train) == content[: 84 * 16 + 1]
+    assert joined(val) == content[1350 : 1350 + 9 * 16 + 1]
+    assert train.spec == {"vocab_size": 256, "context_length": 16}
+    assert (train.task, train.in_memory) == ("next_token", True)
+
+
+def test_batch_equals_collated_samples(corpus):
+    data = Text("train", files=f"{corpus[0]}/**", context_length=16)
+    batch, collated = data.__getitems__([7, 0, 83]), default_collate([data[i] for i in (7, 0, 83)])
+    for key in ("inputs", "targets"):
+        assert torch.equal(batch[key], collated[key])
+        assert batch[key].dtype == torch.int64
+        assert batch[key].is_contiguous()
+    with pytest.raises(IndexError, match=r"\[0, 84\)"):
+        data[84]
+    assert sum(1 for _ in data) == 84
+
+
+def test_files_keep_their_order_and_count_once(corpus):
+    folder, content = corpus
+    a, b = str(folder / "a.txt"), str(folder / "deeper" / "b.txt")
+    data = Text("train", files=[b, f"{folder}/**/*.txt", a], context_length=1, val_fraction=0.0)
+    assert joined(data) == content[1000:] + content[:1000]
+    literal = folder / "odd[1].txt"
+    literal.write_bytes(b"a file whose name looks like a pattern")
+    data = Text("train", files=str(literal), context_length=1, val_fraction=0.0)
+    assert joined(data) == literal.read_bytes()
+
+
+def test_standard_library_by_default():
+    data = Text("train")
+    expected = b"".join(p.read_bytes() for p in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")))
+    size = len(expected) - int(len(expected) * 0.1)
+    assert len(data) == (size - 1) // 128 > 5000
+    assert bytes(data[1000]["inputs"].tolist()) == expected[128_000:128_128]
+
+
+def test_cache_is_kept_for_equal_content_and_new_for_changed(corpus, cache_directory):
+    folder, content = corpus
+    settings = {"files": f"{folder}/**/*.txt", "context_length": 16}
+    Text("train", **settings)
+    (first,) = cache_directory.iterdir()
+    assert first.name == f"text-{hashlib.sha256(content).hexdigest()}.bin"
+    assert first.read_bytes() == content
+    before = first.stat()
+    (folder / "deeper" / "b.txt").rename(folder / "c.txt")  # another name, the same text
+    Text("val", **settings)
+    after = first.stat()
+    assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
+    assert list(cache_directory.iterdir()) == [first]
+    (folder / "c.txt").write_bytes(content[1000:-1] + b"!")
+    data = Text("train", **settings, val_fraction=0.0)
+    assert len(list(cache_directory.iterdir())) == 2
+    assert joined(data) == (content[:-1] + b"!")[: len(data) * 16 + 1]
+
+
+def test_truncated_cache_file_is_written_again(corpus, cache_directory):
+    folder, content = corpus
+    Text("train", files=f"{folder}/**/*.txt", context_length=16)
+    (kept,) = cache_directory.iterdir()
+    kept.write_bytes(content[:100])
+    Text("train", files=f"{folder}/**/*.txt", context_length=16)
+    assert kept.read_bytes() == content
+
+
+def concatenate_together(barrier, results, paths, directory):
+    barrier.wait()
+    results.put(cache.concatenate(paths, directory))
+
+
+def test_several_processes_build_the_cache_at_once(tmp_path):
+    content = os.urandom(8 << 20)
+    source = tmp_path / "source.bin"
+    source.write_bytes(content)
+    context = multiprocessing.get_context("fork")
+    barrier, results = context.Barrier(4), context.Queue()
+    arguments = (barrier, results, [str(source)], tmp_path / "shared")
+    processes = [context.Process(target=concatenate_together, args=arguments) for _ in range(4)]
+    for process in processes:
+        process.start()
+    targets = {results.get(timeout=60) for _ in processes}
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0] * 4
+    assert len(targets) == 1
+    assert list((tmp_path / "shared").iterdir()) == list(targets)  # and no temporary file is left
+    assert targets.pop().read_bytes() == content
+
+
+def test_cache_directory_that_cannot_be_written(corpus, tmp_path, caplog):
+    folder, content = corpus
+    (tmp_path / "occupied").write_text("a file, so that root cannot make a directory there either")
+    blocked = Text("train", files=f"{folder}/**/*.txt", context_length=16, cache_dir=f"{tmp_path}/occupied/cache")
+    assert "holding the text in memory" in caplog.text
+    assert joined(blocked) == content[: 84 * 16 + 1]
+    assert joined(pickle.loads(pickle.dumps(blocked))) == joined(blocked)
+
+
+def test_pickle_maps_the_file_again(corpus, caplog):
+    data = Text("val", files=f"{corpus[0]}/**/*.txt", context_length=16)
+    pickled = pickle.dumps(data)
+    assert len(pickled) < 1000  # the text itself has 1,500 bytes
+    assert joined(pickle.loads(pickled)) == joined(data)
+    assert not caplog.records
+
+
+def test_loader_workers_read_the_same_text(corpus):
+    data = Text("train", files=f"{corpus[0]}/**/*.txt", context_length=16)
+    loader = DataLoader(data, batch_size=40, num_workers=1, collate_fn=lambda batch: batch)
+    inputs = torch.cat([batch["inputs"] for batch in loader])
+    assert torch.equal(inputs, data.__getitems__(range(84))["inputs"])
+
+
+@pytest.mark.parametrize(
+    ("files", "problem"),
+    [
+        ("{}/no.txt", r"data\.files=.*/no\.txt: there is no such file"),
+        (["{}/a.txt", "{}/no.txt"], r"data\.files=.*/no\.txt: there is no such file"),
+        ("{}/**/*.rst", r"data\.files=.*/\*\.rst: matches no file"),
+        (["{}/a.txt", "{}/deeper"], r"data\.files=.*/deeper: is a directory"),
+        ("{}/dangling*", r"data\.files=.*/dangling\.txt: cannot be read \(No such file"),
+        ([], r"data\.files=\[\]: names no file"),
+        ("{}/empty", r"data\.files=.*/empty: 0 bytes"),
+        ("{}/short", r"data\.files=.*/short: 17 bytes.*leaves 16 for the train split.*needs 17"),
+    ],
+)
+def test_mistakes_in_files(corpus, files, problem):
+    folder = corpus[0]
+    (folder / "dangling.txt").symlink_to(folder / "gone")
+    (folder / "empty").touch()
+    (folder / "short").write_bytes(b"x" * 17)
+    files = files.format(folder) if isinstance(files, str) else [entry.format(folder) for entry in files]
+    with pytest.raises(UserError, match=problem):
+        Text("train", files=files, context_length=16)
+
+
+def test_unreadable_files_are_named(tmp_path):
+    with pytest.raises(UserError, match=rf"data\.files={tmp_path}: cannot be read \(Is a directory\)"):
+        list(cache.read_chunks([str(tmp_path)]))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_permission_denied(corpus):
+    (corpus[0] / "a.txt").chmod(0)
+    with pytest.raises(UserError, match=r"a\.txt: cannot be read \(Permission denied\)"):
+        Text("train", files=f"{corpus[0]}/a.txt", context_length=16)
+
+
+def test_no_validation_text(corpus):
+    settings = {"files": f"{corpus[0]}/a.txt", "context_length": 16, "val_fraction": 0.0}
+    assert len(Text("train", **settings)) == 62
+    with pytest.raises(UserError, match=r"data\.val_fraction=0\.0 leaves 0 for the val split"):
+        Text("val", **settings)
+
+
+def test_cache_directory_settings(monkeypatch):
+    assert cache.cache_dir() == Path(os.environ["TRAINAPP_CACHE"])
+    monkeypatch.setenv("TRAINAPP_CACHE", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert cache.cache_dir() == Path("/somewhere/trainapp")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache.cache_dir() == Path.home() / ".cache" / "trainapp"
