@@ -39,7 +39,17 @@ def job(composed: DictConfig) -> float | None:
     except Exception as error:
         if _is_sweep(hydra_config):
             _log_failure(error)  # Hydra shows only the first failed job's error and leaves its log empty
+        elif isinstance(error, UserError):
+            raise _Reported(error) from None  # past Hydra, which would print a line of its own before it
         raise
+
+
+class _Reported(SystemExit):
+    """Carries a user's mistake through Hydra, which prints whatever is an Exception."""
+
+    def __init__(self, error: UserError):
+        super().__init__(error.exit_code)
+        self.error = error
 
 
 def _command(hydra_config: DictConfig, run_dir: str) -> str:
@@ -87,15 +97,16 @@ def main() -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises errors to us instead of printing them its own way
     try:
         job()
-    except UserError as error:
+    except (_Reported, UserError) as reported:
+        error = reported.error if isinstance(reported, _Reported) else reported
         if wants_traces:
-            raise
+            raise error from None
         console.fail(str(error))
         sys.exit(error.exit_code)
     except (HydraException, OmegaConfBaseException) as error:
         if wants_traces:
             raise
-        console.fail(console.explain_hydra(error))
+        console.fail(console.explain_hydra(error, (folder.name for folder in CONF.iterdir() if folder.is_dir())))
         sys.exit(2)
 
 

@@ -4,6 +4,7 @@ The sampler's whole state is (seed, epoch, samples consumed): it depends on neit
 so that a retry or a resume may change all three and still see the same samples.
 """
 
+import itertools
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -28,7 +29,7 @@ def cut_evenly(indices: list[int], parts: int) -> list[list[int]]:
     """As many micro-batches as asked, sizes differing by at most one: 10 in 3 is 4, 3, 3."""
     short, longer = divmod(len(indices), parts)
     ends = [short * part + min(part, longer) for part in range(parts + 1)]
-    return [indices[a:b] for a, b in zip(ends, ends[1:], strict=False) if a < b]
+    return [indices[a:b] for a, b in itertools.pairwise(ends) if a < b]
 
 
 def epoch_order(seed: int, epoch: int, samples: int) -> list[int]:
@@ -186,6 +187,11 @@ class TrainBatches:
         """Optimizer steps; the last may be partial."""
         return -(-self.epoch_samples // self.global_size)
 
+    def accumulation(self, size: int, parts: int | None = None) -> int:
+        """Micro-batches of a full step on this rank."""
+        local = -(-self.global_size // self.world)
+        return max(-(-local // size), parts or 1)
+
     def step_samples(self, progress: Progress) -> int:
         """Samples of the coming step over all ranks."""
         return min(self.global_size, self.epoch_samples - progress.consumed)
@@ -207,14 +213,15 @@ class TrainBatches:
         self._position = None  # a step that is given up leaves the iterator in the middle
         for _ in self._cut(self.indices(progress), size, parts):
             yield next(self._open)
-        self._position = (*self._after(progress.epoch, progress.consumed), size, parts)
+        self._position = (*self.after(progress.epoch, progress.consumed), size, parts)
 
     def advance(self, progress: Progress) -> None:
         """Count the step's samples as trained."""
         progress.samples += self.step_samples(progress)
-        progress.epoch, progress.consumed = self._after(progress.epoch, progress.consumed)
+        progress.epoch, progress.consumed = self.after(progress.epoch, progress.consumed)
 
-    def _after(self, epoch: int, consumed: int) -> tuple[int, int]:
+    def after(self, epoch: int, consumed: int) -> tuple[int, int]:
+        """Where the sampler stands after the step that begins there."""
         consumed += self.global_size
         return (epoch, consumed) if consumed < self.epoch_samples else (epoch + 1, 0)
 
@@ -222,7 +229,7 @@ class TrainBatches:
         while True:
             for part in self._cut(self._local(epoch, consumed), size, parts):
                 yield Request(epoch, part)
-            epoch, consumed = self._after(epoch, consumed)
+            epoch, consumed = self.after(epoch, consumed)
 
     @staticmethod
     def _cut(indices: list[int], size: int, parts: int | None) -> list[list[int]]:

@@ -1,93 +1,265 @@
-"""Builds what `_target_` names: only from packages that are allowed, only with arguments that fit.
+"""Turns a checked configuration into a `loop.Job`: device, data, model, optimizer, schedule, sizes, cadences."""
 
-Hydra's own block-list is no security boundary (torch.load and os._exit pass it): this is an allow-list.
-"""
-
-import importlib
-from collections.abc import Callable, Sequence
+import inspect
+import logging
+import os
+from pathlib import Path
 from typing import Any
 
-from hydra.utils import instantiate
+import torch
+from torch import nn
 
+from trainapp import memory, precision, targets, tasks
+from trainapp.batching import EvalBatches, TrainBatches, worker_count
+from trainapp.checkpoint import Checkpoints
+from trainapp.config import Config
+from trainapp.durations import RunLength, to_steps
 from trainapp.errors import UserError
-from trainapp.validation import check_arguments, suggest
+from trainapp.finite import FiniteGuard
+from trainapp.loop import Job
+from trainapp.meter import Meter
+from trainapp.models.weights import load_weights
+from trainapp.optim import schedules
+from trainapp.optim.optimizers import build_optimizer
+from trainapp.search import SizeSearch
+from trainapp.signals import StopRequest
+from trainapp.state import RestorePoint, TrainState, seed_everything
+from trainapp.tracking import Tracker
 
-ALLOWED_PACKAGES = ("trainapp.models", "trainapp.data", "trainapp.tasks", "torch.optim", "torch.nn")
+log = logging.getLogger(__name__)
 
 
-def locate(target: str, setting: str, user_packages: Sequence[str]) -> Callable:
-    """The class or function that a dotted name means.
-
-    setting: where the name was given, for the messages; user_packages: allowed beside the application's own.
-    Raises UserError when it is not allowed or does not exist.
-    """
-    allowed = (*ALLOWED_PACKAGES, *user_packages)
-    _require_allowed(target, target, setting, allowed)
-    module_name, _, name = target.rpartition(".")
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        if error.name and not (module_name == error.name or module_name.startswith(error.name + ".")):
-            raise UserError(f"{setting}={target}: importing {module_name} failed: {error}") from error
+def build(config: Config, stop: StopRequest) -> Job:
+    """Everything but the tracker, which needs to know where the run begins. Raises UserError for what does not fit."""
+    kinds = _locate_all(config)
+    train_data, eval_data, spec = _datasets(config, kinds["data"])
+    device = choose_device(config.train.device)
+    _global_switches(config, device)
+    seed_everything(config.train.seed)
+    numerics = precision.build(config.precision, device)
+    model = _model(config, kinds["model"], spec, device)
+    device_memory = memory.build(config.memory, device)
+    state = TrainState(
+        model=model,
+        optimizer=build_optimizer(config.optimizer, model, device, config.user_packages),
+        precision=numerics,
+        micro=SizeSearch(_micro_size(config), config.oom.clean_steps),
+        eval_micro=SizeSearch(_eval_size(config, eval_data), config.oom.clean_steps),
+        device=device,
+        seed=config.train.seed,
+        global_size=config.batch.global_size,
+    )
+    for group in state.optimizer.param_groups:
+        group["initial_lr"] = group["lr"]
+    workers = worker_count(config.loader.num_workers, train_data)
+    batches = TrainBatches(
+        train_data,
+        global_size=config.batch.global_size,
+        seed=config.train.seed,
+        device=device,
+        workers=workers,
+        drop_last=config.loader.drop_last,
+    )
+    if batches.epoch_samples == 0:
         raise UserError(
-            f"{setting}={target}: there is no module {module_name}; modules are found in the working directory, "
-            "beside --config-dir, and on PYTHONPATH"
-        ) from None
-    found = getattr(module, name, None)
-    if not callable(found):
-        raise UserError(f"{setting}={target}: {module_name} has no class or function {name}{suggest(name, dir(module))}")
-    # A module's namespace also holds what it imports: judge the object by where it comes from.
-    _require_allowed(f"{getattr(found, '__module__', '')}.{name}", target, setting, allowed)
+            f"data.drop_last=true with batch.global_size={config.batch.global_size}: the data set has only "
+            f"{batches.samples} samples, so no batch is left; use data.drop_last=false"
+        )
+    checkpoints = Checkpoints(Path(config.run_dir), config.checkpointing.keep_last, config.checkpointing.save)
+    length = _run_length(config, batches, batches.steps_per_epoch)
+    return Job(
+        state=state,
+        task=kinds["task"] or getattr(tasks, train_data.task),
+        batches=batches,
+        eval_batches=None
+        if eval_data is None
+        else EvalBatches(eval_data, seed=config.train.seed, device=device, workers=workers),
+        schedule=schedules.build(config.schedule, length),
+        memory=device_memory,
+        meter=Meter(state, device_memory),
+        tracker=None,
+        checkpoints=checkpoints,
+        guard=FiniteGuard(config.train.nonfinite, device, numerics.scaler.is_enabled(), checkpoints.newest_name),
+        restore_point=RestorePoint(model, device),
+        stop=stop,
+        config=config.to_dict(),
+        objective=_objective(config, train_data),
+        max_steps=config.train.max_steps,
+        max_epochs=config.train.max_epochs,
+        log_every=_cadence(config, "log", length),
+        eval_every=_cadence(config, "eval", length),
+        save_every=_cadence(config, "save", length),
+        grad_clip=config.train.grad_clip,
+        accumulation=None if config.accumulation.steps == "auto" else config.accumulation.steps,
+    )
+
+
+def start_tracking(config: Config, job: Job) -> None:
+    """Open the run's files, at the step where it begins or goes on."""
+    length = _run_length(config, job.batches, job.batches.steps_per_epoch)
+    job.tracker = Tracker(Path(config.run_dir), job.state.progress.step, length.total_steps, job.config)
+
+
+def set_global_size(config: Config, job: Job, size: int) -> None:
+    """The classic reaction to a lack of memory: a smaller batch, hence more steps and a longer schedule."""
+    job.state.global_size = job.batches.global_size = size
+    progress, batches = job.state.progress, job.batches
+    total = config.train.max_steps
+    if config.train.max_epochs is not None:
+        left = (config.train.max_epochs - progress.epoch) * batches.epoch_samples - progress.consumed
+        by_epochs = progress.step + -(-left // size)
+        total = by_epochs if total is None else min(total, by_epochs)
+    job.schedule = schedules.build(config.schedule, RunLength(batches.steps_per_epoch, size, total))
+
+
+def choose_device(setting: str) -> torch.device:
+    """The device that was asked for; auto takes CUDA, then Apple's MPS, then the CPU. Raises UserError without it."""
+    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    if setting == "auto":
+        setting = next(name for name, there in available.items() if there)
+    if not available[setting]:
+        there = ", ".join(name for name, is_there in available.items() if is_there)
+        raise UserError(f"train.device={setting}: this machine has no such device; available: auto, {there}")
+    return torch.device("cuda", torch.cuda.current_device()) if setting == "cuda" else torch.device(setting)
+
+
+def plan_line(config: Config, job: Job) -> str:
+    """What will be done, in one line."""
+    state, batches = job.state, job.batches
+    count = sum(p.numel() for p in state.model.parameters())
+    size = state.micro.size
+    parts = batches.accumulation(size, job.accumulation)
+    name = config.model.target.rpartition(".")[2]
+    return (
+        f"{name} with {_short(count)} parameters on {state.device}, {state.precision.mode}; global batch "
+        f"{state.global_size} = micro-batch {-(-state.global_size // parts)} x {parts} accumulated x {batches.world} "
+        f"rank{'s' * (batches.world > 1)}; {batches.samples} samples, {batches.steps_per_epoch} steps an epoch"
+    )
+
+
+def _short(count: int) -> str:
+    for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
+        if count >= size:
+            return f"{count / size:.2f}{unit}"
+    return str(count)
+
+
+def _locate_all(config: Config) -> dict[str, Any]:
+    """The classes and functions that the configuration names. Every mistake in names and arguments in one error."""
+    errors: list[str] = []
+    found: dict[str, Any] = {"task": None}
+    named = {"data": config.data, "model": config.model}
+    for group, node in named.items():
+        try:
+            found[group] = targets.locate(node.target, f"{group}._target_", config.user_packages)
+            open_ended = {"split", "seed"} if group == "data" else set(_parameters(found[group]))
+            errors += targets.check(found[group], node.arguments, group, dict.fromkeys(open_ended))
+        except UserError as error:
+            errors.append(str(error))
+    try:
+        targets.locate(config.optimizer.target, "optimizer._target_", config.user_packages)
+        if config.task not in ("auto", "classification", "next_token"):
+            found["task"] = targets.locate(config.task, "task", config.user_packages)
+        elif config.task != "auto":
+            found["task"] = getattr(tasks, config.task)
+    except UserError as error:
+        errors.append(str(error))
+    if errors:
+        raise UserError("\n".join(errors))
     return found
 
 
-def _require_allowed(name: str, target: str, setting: str, allowed: Sequence[str]) -> None:
-    if not any(name == package or name.startswith(package + ".") for package in allowed):
-        package = target.partition(".")[0]
-        raise UserError(
-            f"{setting}={target}: not among the packages that may be named here ({', '.join(allowed)}); "
-            f"if it is yours, allow it with 'user_packages=[{package}]'"
-        )
-
-
-def check(target: Callable, arguments: dict[str, Any], setting: str, provided: dict[str, Any]) -> list[str]:
-    """Errors in building `target` from `arguments`; `provided` is what the application could fill in."""
-    return check_arguments(target, arguments, setting, provided)
-
-
-def construct(
-    target: Callable,
-    arguments: dict[str, Any],
-    setting: str,
-    user_packages: Sequence[str],
-    provided: dict[str, Any] | None = None,
-) -> Any:
-    """`target(**arguments)`, the parameters that arguments lack filled in from `provided` where the target has them.
-
-    Nested `_target_` nodes in the arguments are built first. Raises UserError for arguments that do not fit.
-    """
-    provided = {k: v for k, v in (provided or {}).items() if k in _parameters(target) and arguments.get(k) is None}
-    arguments = {k: v for k, v in arguments.items() if k not in provided}
-    errors = check_arguments(target, arguments, setting, provided)
-    if errors:
-        raise UserError("\n".join(errors))
-    _check_nested(arguments, setting, user_packages)
-    plain = {k: instantiate(v) if isinstance(v, dict) and "_target_" in v else v for k, v in arguments.items()}
-    try:
-        return target(**plain, **provided)
-    except ValueError as error:
-        raise UserError(str(error) if str(error).startswith(setting) else f"{setting}: {error}") from error
-
-
-def _parameters(target: Callable) -> Sequence[str]:
-    import inspect
+def _parameters(target: Any) -> list[str]:
 
     return list(inspect.signature(target).parameters)
 
 
-def _check_nested(node: Any, setting: str, user_packages: Sequence[str]) -> None:
-    children = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
-    for key, child in children:
-        if isinstance(child, dict) and "_target_" in child:
-            locate(child["_target_"], f"{setting}.{key}._target_", user_packages)
-        _check_nested(child, f"{setting}.{key}", user_packages)
+def _datasets(config: Config, kind: Any) -> tuple[Any, Any, dict[str, Any]]:
+    """Training data, evaluation data (None when there is none), and what a model may need to know of them."""
+    takes = _parameters(kind)
+    if "split" not in takes:
+        raise UserError(
+            f"data._target_={config.data.target}: its constructor has no parameter `split`; the application asks for "
+            'split="train" and split="val"'
+        )
+    provided = {"seed": config.train.seed}
+    arguments = config.data.arguments
+    train, val = (
+        targets.construct(kind, arguments, "data", config.user_packages, {"split": split, **provided})
+        for split in ("train", "val")
+    )
+    if config.task == "auto" and getattr(train, "task", None) not in ("classification", "next_token"):
+        raise UserError(
+            f"task=auto: {config.data.target} does not say what its task is; set task to classification, next_token or "
+            "a function of yours"
+        )
+    if len(train) == 0:
+        raise UserError(f"data={config.data.target}: the training split is empty")
+    val = val if val is not None and len(val) else None
+    if val is None and config.mode == "eval":
+        raise UserError(f"mode=eval: data={config.data.target} has no validation split")
+    return train, val, dict(getattr(train, "spec", {}))
+
+
+def _model(config: Config, kind: Any, spec: dict[str, Any], device: torch.device) -> nn.Module:
+    required = [
+        name
+        for name, parameter in inspect.signature(kind).parameters.items()
+        if parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+    ]
+    lacking = [name for name in required if name not in config.model.arguments and name not in spec]
+    if lacking:
+        raise UserError(
+            f"model={config.model.target} cannot read data={config.data.target}: it needs {', '.join(lacking)}, and "
+            f"the data has {', '.join(spec) or 'no spec'}; choose a model for this kind of data"
+        )
+    model = targets.construct(kind, config.model.arguments, "model", config.user_packages, spec)
+    if config.model.init_from:
+        skipped = load_weights(model, Path(config.model.init_from), strict=config.model.init_strict)
+        if skipped:
+            log.warning("model.init_from: not loaded, left as initialised: %s", ", ".join(skipped))
+    model.to(device)
+    model.train()
+    if config.train.compile:
+        model.compile()
+    return model
+
+
+def _global_switches(config: Config, device: torch.device) -> None:
+    torch.use_deterministic_algorithms(config.train.deterministic)
+    torch.autograd.set_detect_anomaly(config.train.detect_anomaly)
+    if device.type == "cuda":
+        torch.backends.cudnn.benchmark = not config.train.deterministic
+        if config.train.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+def _micro_size(config: Config) -> int:
+    batch, steps = config.batch, config.accumulation.steps
+    if steps != "auto":
+        return -(-batch.global_size // steps)
+    return batch.global_size if batch.micro_size == "auto" else batch.micro_size
+
+
+def _eval_size(config: Config, data: Any) -> int:
+    """Without gradients more fits: auto starts at twice the global batch."""
+    size = config.batch.eval_micro_size
+    return min(2 * config.batch.global_size, len(data) if data is not None else 1) if size == "auto" else size
+
+
+def _run_length(config: Config, batches: TrainBatches, steps_per_epoch: int) -> RunLength:
+    by_epochs = None if config.train.max_epochs is None else config.train.max_epochs * steps_per_epoch
+    ends = [steps for steps in (config.train.max_steps, by_epochs) if steps is not None]
+    return RunLength(steps_per_epoch, batches.global_size, min(ends))
+
+
+def _cadence(config: Config, name: str, length: RunLength) -> int:
+    return to_steps(getattr(config.every, name), length)
+
+
+def _objective(config: Config, data: Any) -> tuple[str, str]:
+    if config.objective != "auto":
+        direction, metric = config.objective.split()
+        return direction, metric
+    classifies = config.task == "classification" or (config.task == "auto" and data.task == "classification")
+    return ("max", "accuracy") if classifies else ("min", "loss")

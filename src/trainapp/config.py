@@ -17,7 +17,15 @@ from pydantic.dataclasses import dataclass
 
 from trainapp import durations
 from trainapp.errors import UserError
-from trainapp.validation import Bool, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Str, messages
+from trainapp.validation import (
+    Bool,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Str,
+    messages,
+)
 
 section = dataclass(config=ConfigDict(extra="forbid"))
 

@@ -4,20 +4,20 @@ import logging
 import re
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from tqdm import tqdm
 
 from trainapp.validation import suggest
 
 
-class Handler(logging.Handler):
-    """Log records on standard error, written above the progress bar where there is one."""
+class Handler(logging.StreamHandler):
+    """Log records on a stream, written above the progress bar where there is one."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write one record."""
         try:
-            tqdm.write(self.format(record), file=sys.stderr)
+            tqdm.write(self.format(record), file=self.stream)
         except Exception:
             self.handleError(record)
 
@@ -53,7 +53,9 @@ class Progress:
         if self.live:
             self.bar.set_postfix_str(text, refresh=False)
         else:
-            logging.getLogger(__name__).info("step %d/%s | %s | %s left", step, self.total or "?", text, self._left(step))
+            logging.getLogger(__name__).info(
+                "step %d/%s | %s | %s left", step, self.total or "?", text, self._left(step)
+            )
 
     def _left(self, step: int) -> str:
         done = step - self._first
@@ -72,8 +74,11 @@ def fail(text: str) -> None:
     print("\n".join([f"trainapp: {first}", *(f"          {line}" for line in rest)]), file=sys.stderr)
 
 
-def explain_hydra(error: Exception) -> str:
-    """Hydra's own words for a mistake on the command line, without its advice to force the unknown key in."""
+def explain_hydra(error: Exception, groups: Iterable[str] = ()) -> str:
+    """Hydra's own words for a mistake on the command line, without its advice to force the unknown key in.
+
+    groups: the config groups that exist, which may be what a misspelt first word was meant to be.
+    """
     text = str(error).strip().partition("\nConfig search path:")[0].strip()
     option = re.search(r"Could not find '([^']+)/([^'/]+)'", text)
     if option:
@@ -84,9 +89,9 @@ def explain_hydra(error: Exception) -> str:
     if override:
         path = override[1]
         parent, _, key = path.rpartition(".")
-        known = _keys_beside(error, key)
+        known = [*_keys_beside(error, key), *(() if parent else groups)]
         hint = suggest(key, known) or (f"; known in {parent}: {', '.join(known)}" if parent and known else "")
-        return f"{path}: no such setting{hint}; `trainapp --cfg job` shows all of them"
+        return f"{path}: no such setting{hint} (`trainapp --cfg job` shows all of them)"
     cause = str(error.__cause__).strip() if error.__cause__ else ""
     return text if not cause or cause in text else f"{text}\n{cause}"
 

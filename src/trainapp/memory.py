@@ -21,7 +21,7 @@ from trainapp.limits import LiveTensors
 
 def static_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
     """Bytes that stay from step to step, by kind. Gradients are counted as large as what they belong to."""
-    parameters = [p for p in model.parameters()]
+    parameters = list(model.parameters())
     return {
         "parameters": _size(parameters),
         "gradients": _size(p for p in parameters if p.requires_grad),
@@ -195,7 +195,7 @@ class HostMemory:
         self._process = psutil.Process()
 
     def window(self) -> dict[str, float]:
-        """Bytes resident now, and the most since the last call (since the process began where Linux cannot reset it)."""
+        """Bytes resident now, and the most since the last call (of the whole process where it cannot be reset)."""
         peak = self._peak()
         with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w") as file:
             file.write("5")  # resets VmHWM

@@ -48,8 +48,10 @@ def messages(error: pydantic.ValidationError, prefix: str, known: Callable[[tupl
         found = rules.setdefault(start, [])
         if rule not in found:
             found.append(rule)
-    return [f"{start}: {' or '.join([first, *(r.removeprefix('must be ') for r in rest)])}"
-            for start, (first, *rest) in rules.items()]
+    return [
+        f"{start}: {' or '.join([first, *(r.removeprefix('must be ') for r in rest)])}"
+        for start, (first, *rest) in rules.items()
+    ]
 
 
 def _is_type_name(part: str) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from trainapp import build, config
+from trainapp import config, targets
 
 _FUSED_DEVICES = ("cuda", "cpu", "mps")
 
@@ -27,7 +27,7 @@ def build_optimizer(
 
     Raises UserError for a class that is not allowed, or for arguments that it does not take.
     """
-    kind = build.locate(settings.target, "optimizer._target_", user_packages)
+    kind = targets.locate(settings.target, "optimizer._target_", user_packages)
     takes = inspect.signature(kind).parameters
     arguments = dict(settings.arguments)
     if "betas" in arguments:
@@ -37,7 +37,7 @@ def build_optimizer(
         arguments["fused"] = True
     groups = parameter_groups(model, settings.weight_decay) if "weight_decay" in takes else list(model.parameters())
     provided = {"params": groups, "lr": settings.lr}
-    optimizer = build.construct(kind, arguments, "optimizer", user_packages, provided)
+    optimizer = targets.construct(kind, arguments, "optimizer", user_packages, provided)
     materialise_state(optimizer)
     return optimizer
 

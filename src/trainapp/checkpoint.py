@@ -1,0 +1,212 @@
+"""Checkpoints on disk: written whole or not at all, verified before use, the damaged ones passed over.
+
+    <run directory>/checkpoints/step_00000100/{state.pt, manifest.json}
+    <run directory>/checkpoints/latest          the name of the newest
+    <run directory>/checkpoints/best            the name of the best
+
+A checkpoint is written under a temporary name, fsynced, given a manifest (sizes, SHA-256 digests, configuration,
+versions) and renamed. Loading unpickles nothing but tensors and primitives (`weights_only`).
+"""
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import pickle
+import platform
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainapp import __version__
+from trainapp.errors import TrainingStopped, UserError
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+STATE = "state.pt"
+log = logging.getLogger(__name__)
+
+
+class Checkpoints:
+    """The checkpoints of one run directory."""
+
+    def __init__(self, run_dir: Path, keep_last: int, enabled: bool = True):
+        self.folder = run_dir / "checkpoints"
+        self.keep_last, self.enabled = keep_last, enabled
+
+    def save(self, state: dict[str, Any], step: int, config: dict[str, Any], is_best: bool) -> Path:
+        """Write `state` as the checkpoint of `step`, then drop the ones that are no longer kept.
+
+        Raises TrainingStopped when the disk refuses; what was there before is still intact.
+        """
+        final = self.folder / f"step_{step:08d}"
+        temporary = self.folder / f".tmp-{final.name}-{os.getpid()}"
+        try:
+            self._clear_leftovers()
+            temporary.mkdir(parents=True)
+            torch.save(state, temporary / STATE)
+            _fsync(temporary / STATE)
+            _write_manifest(temporary, step, config)
+            _fsync(temporary)
+            if final.exists():
+                _remove(final)
+            os.replace(temporary, final)
+            _fsync(self.folder)
+            self._point("latest", final)
+            if is_best:
+                self._point("best", final)
+            self._prune()
+        except (OSError, RuntimeError) as error:  # torch's own writer reports a full disk as a RuntimeError
+            if isinstance(error, RuntimeError) and "write" not in str(error).lower():
+                raise
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise TrainingStopped(
+                f"the checkpoint of step {step} could not be written to {self.folder}: {error}; "
+                f"the last good one is {self.newest_name() or 'none'}"
+            ) from error
+        return final
+
+    def newest(self) -> Path | None:
+        """The newest checkpoint that verifies, or None. Damaged ones are named in the log."""
+        for path in self._all():
+            problem = damage(path)
+            if problem is None:
+                return path
+            log.warning("checkpoint %s is damaged (%s); using the one before it", path, problem)
+        return None
+
+    def newest_name(self) -> str | None:
+        """The newest checkpoint's path, not verified."""
+        return next((str(path) for path in self._all()), None)
+
+    def best(self) -> Path | None:
+        """The best checkpoint by the objective, if there is one."""
+        with contextlib.suppress(OSError):
+            path = self.folder / (self.folder / "best").read_text().strip()
+            return path if path.is_dir() else None
+        return None
+
+    def _all(self) -> Iterator[Path]:
+        """Newest first."""
+        return iter(sorted(self.folder.glob("step_*"), reverse=True))
+
+    def _point(self, name: str, target: Path) -> None:
+        temporary = self.folder / f".tmp-{name}-{os.getpid()}"
+        temporary.write_text(target.name + "\n")
+        _fsync(temporary)
+        os.replace(temporary, self.folder / name)
+
+    def _prune(self) -> None:
+        best = self.best()
+        for path in list(self._all())[self.keep_last :]:
+            if path != best:
+                _remove(path)
+
+    def _clear_leftovers(self) -> None:
+        """What a killed process left half written."""
+        for path in self.folder.glob(".tmp-*"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def damage(path: Path) -> str | None:
+    """What is wrong with a checkpoint, or None: every file is there, with the size and digest of its manifest."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+        if manifest["format"] != FORMAT:
+            return f"format {manifest['format']}, this version reads {FORMAT}"
+        files = manifest["files"].items()
+        for name, expected in files:
+            size = (path / name).stat().st_size
+            if size != expected["bytes"]:
+                return f"{name} has {size} bytes, not {expected['bytes']}"
+            if _digest(path / name) != expected["sha256"]:
+                return f"{name} does not match its digest"
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"unreadable manifest: {error}"
+    return None
+
+
+def resolve(setting: str) -> Path:
+    """The checkpoint that `checkpointing.resume=PATH` means: itself, or the newest good one of a run directory.
+
+    Raises UserError when there is none, and for a named checkpoint that is damaged.
+    """
+    path = Path(setting)
+    name = f"checkpointing.resume={setting}"
+    if not path.exists():
+        raise UserError(f"{name}: no such file or directory")
+    if path.name == STATE:
+        path = path.parent
+    if (path / MANIFEST).is_file():
+        problem = damage(path)
+        if problem is None:
+            return path
+        before = next((p for p in sorted(path.parent.glob("step_*"), reverse=True) if p < path and not damage(p)), None)
+        hint = f"; the one before it is good: checkpointing.resume={before}" if before else ""
+        raise UserError(f"{name}: this checkpoint is damaged ({problem}){hint}")
+    run_dir = path.parent if path.name == "checkpoints" else path
+    found = Checkpoints(run_dir, keep_last=1).newest()
+    if found is None:
+        raise UserError(f"{name}: neither a checkpoint nor a run directory with a good one")
+    return found
+
+
+def load(path: Path) -> dict[str, Any]:
+    """The saved state, on the CPU. Executes nothing from the file. Raises UserError where it would have to."""
+    try:
+        return torch.load(path / STATE, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"checkpoint {path} holds more than tensors and plain values; not loaded: {reason}") from None
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint that `resolve` or `newest` returned."""
+    return json.loads((path / MANIFEST).read_text())
+
+
+def _write_manifest(folder: Path, step: int, config: dict[str, Any]) -> None:
+    manifest = {
+        "format": FORMAT,
+        "step": step,
+        "versions": {
+            "trainapp": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        "files": {p.name: {"bytes": p.stat().st_size, "sha256": _digest(p)} for p in sorted(folder.iterdir())},
+        "config": config,
+    }
+    path = folder / MANIFEST
+    path.write_text(json.dumps(manifest, indent=1))
+    _fsync(path)
+
+
+def _digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _fsync(path: Path) -> None:
+    """A rename survives a power cut only when the file and its folder were flushed before it."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove(path: Path) -> None:
+    """Out of sight first, so that nobody sees half of it."""
+    hidden = path.with_name(f".tmp-removed-{path.name}-{os.getpid()}")
+    os.replace(path, hidden)
+    shutil.rmtree(hidden)

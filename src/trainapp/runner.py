@@ -1,0 +1,219 @@
+"""Builds a run, restarts its inner loop when memory runs out, and reports how it ended."""
+
+import contextlib
+import dataclasses
+import json
+import logging
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainapp import build, loop, recovery
+from trainapp.checkpoint import Checkpoints, load, resolve
+from trainapp.config import Config
+from trainapp.console import bytes_text
+from trainapp.errors import UserError
+from trainapp.loop import Job
+from trainapp.oom import is_out_of_memory
+from trainapp.recovery import Failure
+from trainapp.signals import StopRequest
+from trainapp.tracking import RESULT
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class RunResult:
+    """How a run ended; written to result.json. Sizes in samples, memory in bytes."""
+
+    objective: float | None
+    metric: str
+    steps: int
+    samples: int
+    micro_size: int
+    accumulation: int
+    oom_restarts: int
+    peak_memory_bytes: int
+    samples_per_second: float
+    seconds: float
+    checkpoint: str | None
+
+
+class Interrupted(SystemExit):
+    """A signal ended the run after its step was finished and saved. Ends a sweep, too."""
+
+
+def run(config: Config) -> RunResult:
+    """One run from start to end. Raises UserError, and Interrupted after a signal."""
+    started = time.monotonic()
+    with StopRequest() as stop:
+        job = prepare(config, stop)
+        restarts = 0
+        try:
+            if config.mode == "eval":
+                job.eval_every = 1
+            log.info("%s", build.plan_line(config, job))
+            while True:
+                failure = attempt(config, job)
+                if failure is None:
+                    break
+                restarts += 1
+                job = recover(config, job, failure, stop)
+        finally:
+            job.tracker.close()
+        result = _result(job, restarts, time.monotonic() - started)
+    if config.mode == "train":
+        _write_result(Path(config.run_dir), result)
+    _report(config, job, result)
+    if stop.signal is not None:
+        print(f"Resume with:\n  {config.command}")
+        raise Interrupted(128 + stop.signal)
+    return result
+
+
+def prepare(config: Config, stop: StopRequest) -> Job:
+    """Build everything, then continue from a checkpoint: the one that was asked for, else this directory's own."""
+    job = build.build(config, stop)
+    path = _checkpoint_to_resume(config)
+    if path is not None:
+        restore(config, job, path)
+    build.start_tracking(config, job)
+    return job
+
+
+def _checkpoint_to_resume(config: Config) -> Path | None:
+    resume = config.checkpointing.resume
+    if resume not in ("auto", "none"):
+        return resolve(resume)
+    return Checkpoints(Path(config.run_dir), 1).newest() if resume == "auto" else None
+
+
+def restore(config: Config, job: Job, path: Path) -> None:
+    """Continue `job` from the checkpoint at `path`. Raises UserError when it does not fit the model."""
+    saved = load(path)
+    try:
+        job.state.load_state_dict(saved)
+    except (RuntimeError, ValueError, KeyError) as error:
+        raise UserError(f"checkpoint {path} does not fit this configuration's model or optimizer: {error}") from None
+    sizes, progress = saved["sizes"], job.state.progress
+    if config.batch.micro_size == "auto" and config.accumulation.steps == "auto":
+        job.state.micro.size = min(job.state.micro.size, sizes["micro"])
+    if config.batch.eval_micro_size == "auto":
+        job.state.eval_micro.size = min(job.state.eval_micro.size, sizes["eval_micro"])
+    if not config.oom.keep_global_batch and sizes["global"] < job.state.global_size:
+        build.set_global_size(config, job, sizes["global"])
+    job.saved_at = progress.step
+    log.info(
+        "resumed from %s: step %d, epoch %d, sample %d",
+        path,
+        progress.step,
+        progress.epoch,
+        progress.consumed,
+    )
+
+
+def attempt(config: Config, job: Job) -> Failure | None:
+    """The inner loop. Returns what is known of an out-of-memory error once nothing holds its tensors any more."""
+    try:
+        if config.mode == "eval":
+            loop.evaluate(job)
+        else:
+            loop.train(job)
+    except Exception as error:
+        if not config.oom.enabled or not is_out_of_memory(error):
+            raise
+        # Text only: the exception's traceback keeps every tensor of the failed frames alive.
+        failure = Failure(
+            phase=job.phase,
+            message=str(error).strip().splitlines()[0],
+            used=getattr(error, "used", job.memory.used()),
+            requested=getattr(error, "requested", None),
+            trace=traceback.format_exc(),
+        )
+    else:
+        return None
+    return failure
+
+
+def recover(config: Config, job: Job, failure: Failure, stop: StopRequest) -> Job:
+    """Take the step back, make the size smaller, and return the job to go on with."""
+    job.memory.out_of_memory_count += 1
+    recovery.undo_step(job)
+    if failure.phase == "commit":
+        return _start_again(config, job, failure, stop)
+    recovery.shrink(config, job, failure)
+    return job
+
+
+def _start_again(config: Config, job: Job, failure: Failure, stop: StopRequest) -> Job:
+    """An error inside the commit may have torn the optimizer: back to the last checkpoint, or to the start."""
+    lost_from, size, count = job.state.progress.step, job.state.micro.size, job.memory.out_of_memory_count
+    recovery.shrink(config, job, failure)
+    job.tracker.close()
+    path = job.checkpoints.newest()
+    where = f"the checkpoint {path}" if path else "the start"
+    smaller, peak = job.state.micro.size, job.memory.peak
+    memory = job.memory
+    job.state = None  # both models would not fit
+    memory.release()
+    again = dataclasses.replace(config, checkpointing=dataclasses.replace(config.checkpointing, resume="auto"))
+    job = prepare(again, stop)
+    job.state.micro.size = min(job.state.micro.size, smaller)
+    job.memory.out_of_memory_count, job.memory.peak = count, peak
+    lost = lost_from - job.state.progress.step
+    log.warning(
+        "out of memory inside the optimizer's step, which cannot be repeated in place: going back to %s; %d finished "
+        "steps are done again, with micro-batch %d instead of %d",
+        where, lost, smaller, size,
+    )  # fmt: skip
+    return job
+
+
+def _result(job: Job, restarts: int, seconds: float) -> RunResult:
+    progress, size = job.state.progress, job.state.micro.size
+    newest = job.checkpoints.newest_name() if job.checkpoints.enabled else None
+    return RunResult(
+        objective=progress.objective,
+        metric=job.objective[1],
+        steps=progress.step,
+        samples=progress.samples,
+        micro_size=size,
+        accumulation=job.batches.accumulation(size, job.accumulation),
+        oom_restarts=restarts,
+        peak_memory_bytes=job.memory.peak,
+        samples_per_second=job.meter.samples_per_second(),
+        seconds=seconds,
+        checkpoint=newest,
+    )
+
+
+def _write_result(run_dir: Path, result: RunResult) -> None:
+    (run_dir / RESULT).write_text(json.dumps(dataclasses.asdict(result), indent=1) + "\n")
+
+
+def _report(config: Config, job: Job, result: RunResult) -> None:
+    """The summary that ends a run."""
+    best = job.state.progress.best
+    rows: list[tuple[str, Any]] = []
+    if result.objective is not None:
+        better = f" (best {best:.4f} at step {job.state.progress.best_step})" if best is not None else ""
+        rows.append((f"eval {result.metric}", f"{result.objective:.4f}{better}"))
+    if config.mode == "train":
+        rows += [
+            ("steps", f"{result.steps} ({result.samples} samples)"),
+            ("time", f"{result.seconds:.1f} s"),
+            ("throughput", f"{result.samples_per_second:.0f} samples/s"),
+            ("peak memory", f"{bytes_text(result.peak_memory_bytes)} of {bytes_text(job.memory.budget)}"),
+            ("micro-batch", f"{result.micro_size} x {result.accumulation} accumulated"),
+            ("OOM restarts", result.oom_restarts),
+            ("checkpoint", result.checkpoint or "none"),
+        ]
+    rows.append(("outputs", config.run_dir))
+    with contextlib.suppress(ValueError):
+        run_dir = Path(config.run_dir)
+        shown = run_dir.relative_to(Path.cwd()) if run_dir.is_relative_to(Path.cwd()) else run_dir
+        rows.append(("TensorBoard", f"tensorboard --logdir {shown}"))
+    width = max(len(name) for name, _ in rows)
+    print("\n".join(f"{name:<{width}}  {value}" for name, value in rows), flush=True)

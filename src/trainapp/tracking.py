@@ -1,0 +1,83 @@
+"""Where numbers go: metrics.jsonl and TensorBoard in the run directory, the line or the bar on the terminal."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trainapp.console import Progress, bytes_text
+
+METRICS = "metrics.jsonl"
+EVALUATIONS = "evaluations.jsonl"
+RESULT = "result.json"
+
+
+class Tracker:
+    """Writes the run's numbers. A run that continues in its directory goes on after `step`.
+
+    total: the run's steps for the progress bar, or None.
+    """
+
+    def __init__(self, run_dir: Path, step: int, total: int | None, config: Mapping[str, Any]):
+        # Late: TensorBoard costs 0.15 s, and only runs that train need it.
+        from torch.utils.tensorboard import SummaryWriter
+
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self.run_dir = run_dir
+        for name in (METRICS, EVALUATIONS):
+            _forget_after(run_dir / name, step)
+        self._metrics = (run_dir / METRICS).open("a")
+        self._evaluations = (run_dir / EVALUATIONS).open("a")
+        self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=step + 1 if step else None)
+        self._writer.add_text("config", _as_code(config), step)
+        self.progress = Progress(total, step)
+
+    def log(self, step: int, samples: int, scalars: Mapping[str, float], metric: str | None) -> None:
+        """One log step: every scalar to TensorBoard and the file, the few that a person watches to the terminal."""
+        self._metrics.write(json.dumps({"step": step, "samples": samples, **scalars}) + "\n")
+        self._metrics.flush()
+        for name, value in scalars.items():
+            self._writer.add_scalar(name if "/" in name else f"train/{name}", value, step)
+        shown = {"loss": f"{scalars['loss']:.4f}"}
+        if metric in scalars:
+            shown[metric] = f"{scalars[metric]:.3f}"
+        shown["samples/s"] = f"{scalars['samples_per_second']:.0f}"
+        peak, limit = scalars["memory/peak"], scalars["memory/limit"]
+        shown["memory"] = f"{bytes_text(peak)} / {bytes_text(limit)}"
+        self.progress.show(step, shown)
+
+    def evaluated(self, step: int, samples: int, scalars: Mapping[str, float]) -> None:
+        """One evaluation."""
+        self._evaluations.write(json.dumps({"step": step, "samples": samples, **scalars}) + "\n")
+        self._evaluations.flush()
+        for name, value in scalars.items():
+            self._writer.add_scalar(name if "/" in name else f"eval/{name}", value, step)
+
+    def text(self, tag: str, text: str, step: int) -> None:
+        """A text entry, shown at once."""
+        self._writer.add_text(tag, text, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Flush everything to disk."""
+        self.progress.close()
+        self._writer.close()
+        self._metrics.close()
+        self._evaluations.close()
+
+
+def _forget_after(path: Path, step: int) -> None:
+    """Drop the lines of steps that will be done again: those between the checkpoint and the end of the old process."""
+    if not path.exists():
+        return
+    lines = path.read_text().splitlines(keepends=True)
+    kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text("".join(kept))
+    os.replace(temporary, path)
+
+
+def _as_code(config: Mapping[str, Any]) -> str:
+    """Markdown shows indented text as it is."""
+    return "\n".join("    " + line for line in json.dumps(config, indent=2).splitlines())
