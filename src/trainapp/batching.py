@@ -21,8 +21,16 @@ _CPU = torch.device("cpu")
 
 
 def cut(indices: list[int], size: int) -> list[list[int]]:
-    """Micro-batches of `size` samples; the last is the ragged rest."""
-    return [indices[start : start + size] for start in range(0, len(indices), size)]
+    """Micro-batches of `size` samples; the last is the ragged rest.
+
+    A rest of one sample takes a second one from its neighbour: BatchNorm cannot normalise a single value.
+    """
+    starts = list(range(0, len(indices), size))
+    ends = [*starts[1:], len(indices)]
+    if len(starts) > 1 and ends[-1] - starts[-1] == 1 and size > 2:
+        starts[-1] -= 1
+        ends[-2] -= 1
+    return [indices[start:end] for start, end in zip(starts, ends, strict=True)]
 
 
 def cut_evenly(indices: list[int], parts: int) -> list[list[int]]:
@@ -251,11 +259,10 @@ class EvalBatches:
         self.start, self.end = (samples * r // world for r in (rank, rank + 1))
         self._source = Batches(dataset, seed, workers, device)
 
-    def from_sample(self, done: int, size: int) -> Iterator[tuple[int, Any]]:
-        """`(samples, batch)` of this rank's share, after the first `done` of it."""
+    def from_sample(self, done: int, size: int) -> Iterator[Any]:
+        """Batches of this rank's share, after the first `done` samples of it."""
         parts = cut(list(range(self.start + done, self.end)), size)
-        batches = self._source.open(Request(0, part) for part in parts)
-        return ((len(part), batch) for part, batch in zip(parts, batches, strict=True))
+        return self._source.open(Request(0, part) for part in parts)
 
 
 def worker_count(setting: int | str, dataset: Dataset, ranks: int = 1) -> int:

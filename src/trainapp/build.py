@@ -13,15 +13,17 @@ from trainapp import memory, precision, targets, tasks
 from trainapp.batching import EvalBatches, TrainBatches, worker_count
 from trainapp.checkpoint import Checkpoints
 from trainapp.config import Config
+from trainapp.console import bytes_text
 from trainapp.durations import RunLength, to_steps
+from trainapp.ema import WeightAverage
 from trainapp.errors import UserError
 from trainapp.finite import FiniteGuard
-from trainapp.loop import Job
+from trainapp.job import Job
 from trainapp.meter import Meter
 from trainapp.models.weights import load_weights
 from trainapp.optim import schedules
 from trainapp.optim.optimizers import build_optimizer
-from trainapp.search import SizeSearch
+from trainapp.search import Sizes
 from trainapp.signals import StopRequest
 from trainapp.state import RestorePoint, TrainState, seed_everything
 from trainapp.tracking import Tracker
@@ -43,8 +45,9 @@ def build(config: Config, stop: StopRequest) -> Job:
         model=model,
         optimizer=build_optimizer(config.optimizer, model, device, config.user_packages),
         precision=numerics,
-        micro=SizeSearch(_micro_size(config), config.oom.clean_steps),
-        eval_micro=SizeSearch(_eval_size(config, eval_data), config.oom.clean_steps),
+        average=WeightAverage(model, config.train.ema),
+        micro=_sizes(config, _micro_size(config), getattr(model, "smallest_micro_batch", 1)),
+        eval_micro=_sizes(config, _eval_size(config, eval_data)),
         device=device,
         seed=config.train.seed,
         global_size=config.batch.global_size,
@@ -65,6 +68,8 @@ def build(config: Config, stop: StopRequest) -> Job:
             f"data.drop_last=true with batch.global_size={config.batch.global_size}: the data set has only "
             f"{batches.samples} samples, so no batch is left; use data.drop_last=false"
         )
+    require_room(device_memory, state)
+    device_memory.keep_events = config.memory.timeline
     checkpoints = Checkpoints(Path(config.run_dir), config.checkpointing.keep_last, config.checkpointing.save)
     length = _run_length(config, batches, batches.steps_per_epoch)
     return Job(
@@ -90,8 +95,21 @@ def build(config: Config, stop: StopRequest) -> Job:
         eval_every=_cadence(config, "eval", length),
         save_every=_cadence(config, "save", length),
         grad_clip=config.train.grad_clip,
+        timeline=config.memory.timeline,
+        size_plan=dict(config.oom.schedule or {}),
         accumulation=None if config.accumulation.steps == "auto" else config.accumulation.steps,
     )
+
+
+def require_room(device_memory: memory.DeviceMemory, state: TrainState) -> None:
+    """Raises UserError when a limit leaves nothing for a batch at all: no micro-batch is small enough."""
+    sizes = memory.static_bytes(state.model, state.optimizer, state.average.averages)
+    if device_memory.limit is not None and sum(sizes.values()) >= device_memory.limit:
+        parts = ", ".join(f"{kind.replace('_', ' ')} {bytes_text(size)}" for kind, size in sizes.items() if size)
+        raise UserError(
+            f"memory.limit={bytes_text(device_memory.limit)}: {parts} need {bytes_text(sum(sizes.values()))} before "
+            "any batch; raise the limit, or use a smaller model"
+        )
 
 
 def start_tracking(config: Config, job: Job) -> None:
@@ -127,12 +145,14 @@ def plan_line(config: Config, job: Job) -> str:
     """What will be done, in one line."""
     state, batches = job.state, job.batches
     count = sum(p.numel() for p in state.model.parameters())
-    size = state.micro.size
+    size = micro = state.micro.size
     parts = batches.accumulation(size, job.accumulation)
+    if job.accumulation:
+        micro = -(-state.global_size // parts)
     name = config.model.target.rpartition(".")[2]
     return (
         f"{name} with {_short(count)} parameters on {state.device}, {state.precision.mode}; global batch "
-        f"{state.global_size} = micro-batch {-(-state.global_size // parts)} x {parts} accumulated x {batches.world} "
+        f"{state.global_size} = micro-batch {micro} x {parts} accumulated x {batches.world} "
         f"rank{'s' * (batches.world > 1)}; {batches.samples} samples, {batches.steps_per_epoch} steps an epoch"
     )
 
@@ -232,6 +252,12 @@ def _global_switches(config: Config, device: torch.device) -> None:
         torch.backends.cudnn.benchmark = not config.train.deterministic
         if config.train.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+def _sizes(config: Config, start: int, smallest: int = 1) -> Sizes:
+    """Where the search begins. A schedule or a fixed number of micro-batches leaves no larger size to be tried."""
+    searches = config.oom.grow and config.oom.schedule is None and config.accumulation.steps == "auto"
+    return Sizes(start, config.oom.clean_steps, grow=searches and config.oom.keep_global_batch, smallest=smallest)
 
 
 def _micro_size(config: Config) -> int:

@@ -84,6 +84,7 @@ class Train:
     grad_clip: PositiveFloat | None = 1.0
     nonfinite: Literal["stop", "skip"] = "stop"
     detect_anomaly: Bool = False
+    ema: Annotated[float, Field(gt=0, lt=1)] | None = None
 
 
 @section
@@ -141,6 +142,9 @@ class Accumulation:
 class Memory:
     limit: MemorySize | None = None
     expandable_segments: Bool = True
+    timeline: Bool = False
+    guard: Bool = True
+    guard_reserve: MemorySize = 0.05
 
 
 @section
@@ -148,6 +152,9 @@ class Oom:
     enabled: Bool = True
     keep_global_batch: Bool = True
     clean_steps: PositiveInt = 3
+    grow: Bool = True
+    remember: Literal["clear"] | Bool = True
+    schedule: dict[int, PositiveInt] | None = None
 
 
 @section

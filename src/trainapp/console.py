@@ -40,10 +40,11 @@ class Progress:
             mininterval=0.2,
             bar_format="{percentage:3.0f}%|{bar:20}| {n}/{total}{postfix} | {remaining} left",
         )
-        self._started, self._first = time.monotonic(), step
+        self._started, self._first, self.step = time.monotonic(), step, step
 
     def advance(self, step: int) -> None:
         """Called after every step: cheap."""
+        self.step = step
         if self.live:
             self.bar.update(step - self.bar.n)
 

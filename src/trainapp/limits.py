@@ -5,14 +5,18 @@ storages in a dispatch mode is exact, acts alike every time and leaves autograd 
 for each operation, so it is worn only while a size is unproven and in steps that are logged.
 """
 
+import contextlib
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.module_tracker import ModuleTracker
 
 from trainapp.console import bytes_text
+
+Resident = Mapping[str, Iterable[torch.Tensor]]  # what is in memory between two steps, by kind
 
 
 class MemoryLimitExceeded(torch.OutOfMemoryError):
@@ -29,20 +33,38 @@ class MemoryLimitExceeded(torch.OutOfMemoryError):
 class LiveTensors(TorchDispatchMode):
     """While active, counts the bytes of CPU storages that operations create, until they are freed.
 
-    limit: bytes, or None to count only. Attributes: `live` and `peak`, in bytes, with what `register` was given.
+    limit: bytes, or None to count only. Attributes: `live` and `peak`, in bytes, with what `register` was given;
+    `events`, `(storage number, bytes)` for each allocation and `(number, -bytes)` for each free; `kinds`, the kind of
+    those storages that are known.
     """
 
     def __init__(self, limit: int | None = None):
         super().__init__()
         self.limit = limit
         self.live = self.peak = 0
-        self._alive: dict[int, weakref.ref] = {}
+        self.events: list[tuple[int, int]] = []
+        self.kinds: dict[int, str] = {}
+        self._alive: dict[int, tuple[int, weakref.ref]] = {}
+        self._number = 0
 
-    def register(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count tensors that exist already: parameters, optimizer state, the batch. Raises nothing."""
-        for tensor in tensors:
-            self._count(tensor)
+    def register(self, resident: Resident) -> None:
+        """Count tensors that exist already. Raises MemoryLimitExceeded when they alone are too many."""
+        for kind, tensors in resident.items():
+            before, first = self.live, len(self.events)
+            for tensor in tensors:
+                self._count(tensor)
+                self.label(kind, tensor)
+            if self.live > before:  # one event for all of a kind: they were there from the start
+                self.events[first:] = [(self._number, self.live - before)]
+            if self.limit is not None and self.live > self.limit:
+                raise MemoryLimitExceeded(f"the {kind}", self.live - before, before, self.limit)
         self.peak = max(self.peak, self.live)
+
+    def label(self, kind: str, tensor: torch.Tensor) -> None:
+        """Say what a live tensor is: gradients are known as such only once they have reached their parameter."""
+        known = self._alive.get(tensor.untyped_storage()._cdata)
+        if known is not None:
+            self.kinds[known[0]] = kind
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -52,9 +74,9 @@ class LiveTensors(TorchDispatchMode):
         elif isinstance(result, (tuple, list)):
             added = sum(self._count(item) for item in result if isinstance(item, torch.Tensor))
         if added:
-            self.peak = max(self.peak, self.live)
             if self.limit is not None and self.live > self.limit:
                 raise MemoryLimitExceeded(str(func), added, self.live - added, self.limit)
+            self.peak = max(self.peak, self.live)
         return result
 
     def _count(self, tensor: torch.Tensor) -> int:
@@ -65,11 +87,32 @@ class LiveTensors(TorchDispatchMode):
         if key in self._alive:
             return 0
         size = storage.nbytes()
+        number = self._number = self._number + 1
 
-        def freed(_: weakref.ref, key: int = key, size: int = size) -> None:
+        def freed(_: weakref.ref, key: int = key, size: int = size, number: int = number) -> None:
             if self._alive.pop(key, None) is not None:
                 self.live -= size
+                self.events.append((number, -size))
 
-        self._alive[key] = weakref.ref(storage, freed)
+        self._alive[key] = (number, weakref.ref(storage, freed))
         self.live += size
+        self.events.append((number, size))
         return size
+
+
+class ModulePath:
+    """Knows in which module an error struck, in forward and in backward. `at_failure` is "" where there was none."""
+
+    def __init__(self):
+        self.at_failure = ""
+
+    @contextlib.contextmanager
+    def watch(self):
+        """Around forward and backward. Costs some microseconds for each module."""
+        with ModuleTracker() as tracker:
+            try:
+                yield
+            except BaseException:
+                deepest = max(tracker.parents, key=lambda name: name.count("."), default="")
+                self.at_failure = deepest.partition(".")[2]  # the first part is the class of the whole model
+                raise

@@ -7,93 +7,17 @@ parameters and optimizer stay as they are, so that giving up is free; then one c
 
 import contextlib
 import time
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trainapp.batching import EvalBatches, TrainBatches
-from trainapp.checkpoint import Checkpoints
-from trainapp.finite import FiniteGuard, gradient_norm
-from trainapp.memory import DeviceMemory
-from trainapp.meter import Meter
-from trainapp.optim.schedules import Schedule
-from trainapp.signals import StopRequest
-from trainapp.state import RestorePoint, TrainState, preserved_rng
-from trainapp.tasks import Task, evaluate_metrics
-from trainapp.tracking import Tracker
-
-
-@dataclass
-class Sums:
-    """Of losses, of what they were averaged over, and of metrics; on the device until somebody asks."""
-
-    loss: Tensor | float = 0.0
-    count: Tensor | int = 0
-    metrics: dict[str, Any] = field(default_factory=dict)
-    samples: int = 0
-
-    def add(self, loss: Tensor, count: Tensor | int, metrics: dict[str, Tensor], samples: int = 0) -> None:
-        """One more micro-batch."""
-        self.loss, self.count, self.samples = self.loss + loss, self.count + count, self.samples + samples
-        for name, value in metrics.items():
-            self.metrics[name] = self.metrics.get(name, 0) + value
-
-    def means(self) -> dict[str, float]:
-        """`{"loss": ..., metric: ...}`. Waits for the device."""
-        count = max(1, int(self.count))
-        return {name: float(value) / count for name, value in {"loss": self.loss, **self.metrics}.items()}
-
-
-@dataclass
-class Job:
-    """Everything that the loop works with. `phase` tells where it is, for whoever catches an error."""
-
-    state: TrainState
-    task: Task
-    batches: TrainBatches
-    eval_batches: EvalBatches | None
-    schedule: Schedule
-    memory: DeviceMemory
-    meter: Meter
-    tracker: Tracker
-    checkpoints: Checkpoints
-    guard: FiniteGuard
-    restore_point: RestorePoint
-    stop: StopRequest
-    config: dict[str, Any]  # as written into checkpoints
-    objective: tuple[str, str]  # ("max", "accuracy")
-    max_steps: int | None
-    max_epochs: int | None
-    log_every: int
-    eval_every: int
-    save_every: int
-    grad_clip: float | None = None
-    accumulation: int | None = None  # as many micro-batches as asked; None: what follows from the sizes
-    phase: str = "start"
-    evaluation: Sums = field(default_factory=Sums)  # what an interrupted evaluation has finished
-    saved_at: int = 0
-
-    @property
-    def finished(self) -> bool:
-        """Whether the run has reached its end."""
-        progress = self.state.progress
-        done = self.max_steps is not None and progress.step >= self.max_steps
-        return done or (self.max_epochs is not None and progress.epoch >= self.max_epochs)
-
-    @property
-    def on_last_step(self) -> bool:
-        """Whether the coming step is the run's last."""
-        progress = self.state.progress
-        last = self.max_steps is not None and progress.step + 1 >= self.max_steps
-        epoch = self.batches.after(progress.epoch, progress.consumed)[0]
-        return last or (self.max_epochs is not None and epoch >= self.max_epochs)
-
-    def due(self, every: int, done_at: int) -> bool:
-        """Whether something with this cadence is still to be done at the present step."""
-        step = self.state.progress.step
-        return bool(every) and step != done_at and (step % every == 0 or self.finished)
+from trainapp import timeline
+from trainapp.finite import gradient_norm
+from trainapp.job import Job, Sums
+from trainapp.search import batch_length
+from trainapp.state import preserved_rng
+from trainapp.tasks import evaluate_metrics
 
 
 def train(job: Job) -> None:
@@ -103,6 +27,8 @@ def train(job: Job) -> None:
     """
     progress = job.state.progress
     while True:
+        job.phase = "weight average"
+        job.state.average.catch_up(progress.step)
         if job.eval_batches is not None and job.due(job.eval_every, progress.evaluated_at):
             evaluate(job)
         ends = job.finished or job.stop.signal is not None
@@ -115,46 +41,62 @@ def train(job: Job) -> None:
 
 def train_step(job: Job) -> None:
     """One optimizer step over the global batch."""
-    state, progress = job.state, job.state.progress
-    job.phase = "start"
+    state, progress, memory = job.state, job.state.progress, job.memory
+    job.phase, job.attempt_started = "data", time.monotonic()
     job.restore_point.take()
-    logs = job.log_every > 0 and ((progress.step + 1) % job.log_every == 0 or job.on_last_step)
-    watched = logs or not state.micro.proven
-    with job.memory.watch(job.meter.resident_tensors()) if watched else contextlib.nullcontext():
+    if progress.step + 1 in job.size_plan:
+        state.micro.force(job.size_plan.pop(progress.step + 1))
+    logs = job.logs_coming_step
+    watched = logs or not state.micro.proven or job.draws_coming_step
+    if watched:
+        memory.begin_step()
+        state.optimizer.zero_grad(set_to_none=True)
+    with memory.watch(job.meter.resident()) if watched else contextlib.nullcontext():
         sums = accumulate_gradients(job, logs)
         norm = clip(job, sums)
         applied = commit(job, sums, norm)
-    state.micro.succeeded()
+    if job.draws_coming_step:
+        draw_timeline(job)
+    job.note_size()
     samples = job.batches.step_samples(progress)
     job.batches.advance(progress)
     job.meter.count(samples)
-    if not applied:
+    if applied:
+        progress.step += 1
+        job.tracker.progress.advance(progress.step)
+        if logs:
+            log(job, sums, norm)
+    else:
         progress.skipped += 1
-        return
-    progress.step += 1
-    job.tracker.progress.advance(progress.step)
-    if logs:
-        log(job, sums, norm)
+    for size in state.micro.succeeded(job.meter.static_bytes, memory.step_peak, memory.budget).values():
+        job.tracker.note(f"step {progress.step + 1} tries a larger micro-batch: {size}")
 
 
 def accumulate_gradients(job: Job, logs: bool) -> Sums:
     """Gradients of the step's loss, summed over its micro-batches; sums of loss, count and (if logged) metrics."""
-    state, precision, sums = job.state, job.state.precision, Sums()
+    state, sums = job.state, Sums()
     state.optimizer.zero_grad(set_to_none=True)
     # The true count is known at the end only (padding); what was scaled by samples is put right in `clip`.
     weight = job.meter.weight(job.batches.step_samples(state.progress))
-    job.phase = "data"
-    for batch in job.meter.timed(job.batches.micro_batches(state.progress, state.micro.size, job.accumulation)):
-        job.phase = "forward"
-        with precision.autocast:
-            loss, count, metrics = job.task(state.model, batch)
-        job.phase = "backward"
-        precision.scaler.scale(loss).backward(gradient=weight)
-        job.phase = "metrics"
-        sums.add(loss.detach(), count, evaluate_metrics(metrics) if logs else {})
-        del batch, loss, metrics  # else they live on beside the next micro-batch's
-        job.phase = "data"
+    for fetched in job.meter.timed(job.batches.micro_batches(state.progress, state.micro.size, job.accumulation)):
+        for batch in state.micro.split(fetched):
+            watched = logs or state.micro.watched
+            with job.memory.watch(job.meter.resident(batch)) if watched else contextlib.nullcontext():
+                backward(job, batch, weight, sums, logs)
+            job.phase = "data"
     return sums
+
+
+def backward(job: Job, batch: Any, weight: Tensor, sums: Sums, logs: bool) -> None:
+    """Forward, loss and backward of one micro-batch: gradients add up in the parameters."""
+    precision = job.state.precision
+    job.phase = "forward"
+    with precision.autocast:
+        loss, count, metrics = job.task(job.state.model, batch)
+    job.phase = "backward"
+    precision.scaler.scale(loss).backward(gradient=weight)
+    job.phase = "metric"
+    sums.add(loss.detach(), count, evaluate_metrics(metrics) if logs else {})
 
 
 def clip(job: Job, sums: Sums) -> Tensor:
@@ -212,18 +154,12 @@ def evaluate(job: Job) -> None:
     """The whole evaluation set, each sample once; goes on where an out-of-memory error interrupted it."""
     state, progress, started = job.state, job.state.progress, time.monotonic()
     job.guard.check()
-    job.phase = "evaluate"
+    job.phase, job.attempt_started = "evaluate", started
     state.model.eval()
-    with preserved_rng(state.device):
-        for samples, batch in job.eval_batches.from_sample(job.evaluation.samples, state.eval_micro.size):
-            watched = not state.eval_micro.proven
-            with job.memory.watch(job.meter.resident_tensors()) if watched else contextlib.nullcontext():
-                with state.precision.autocast:
-                    loss, count, metrics = job.task(state.model, batch)
-                finished = evaluate_metrics(metrics)
-            job.evaluation.add(loss, count, finished, samples)
-            state.eval_micro.succeeded()
-            del batch, loss, metrics, finished
+    with preserved_rng(state.device), state.average.in_place_of_weights():
+        for fetched in job.eval_batches.from_sample(job.evaluation.samples, state.eval_micro.size):
+            for batch in state.eval_micro.split(fetched):
+                evaluate_batch(job, batch)
     state.model.train()
     means, job.evaluation = job.evaluation.means(), Sums()
     progress.evaluated_at = progress.step
@@ -233,6 +169,32 @@ def evaluate(job: Job) -> None:
     progress.objective = means[metric]
     if progress.best is None or (means[metric] > progress.best) == (direction == "max"):
         progress.best, progress.best_step = means[metric], progress.step
+
+
+def evaluate_batch(job: Job, batch: Any) -> None:
+    """One evaluation micro-batch. Its sums count only once all of it is done."""
+    state, memory = job.state, job.memory
+    watched = state.eval_micro.watched
+    if watched:
+        memory.begin_step()
+    with memory.watch(job.meter.resident(batch)) if watched else contextlib.nullcontext():
+        with state.precision.autocast:
+            loss, count, metrics = job.task(state.model, batch)
+        finished = evaluate_metrics(metrics)
+    job.evaluation.add(loss, count, finished, batch_length(batch))
+    state.eval_micro.succeeded(job.meter.static_bytes, memory.step_peak, memory.budget)
+
+
+def draw_timeline(job: Job) -> None:
+    """The picture of this step's memory, by kind."""
+    step, started = job.state.progress.step + 1, time.monotonic()
+    events, kinds = job.memory.events(job.meter.gradients())
+    if events:
+        path = job.tracker.run_dir / "memory_timeline.png"
+        title = f"memory of step {step}, micro-batch {job.state.micro.size}"
+        job.tracker.picture("memory_timeline", timeline.draw(events, kinds, job.memory.budget, title, path), step)
+    job.memory.keep_events = job.timeline = False
+    job.meter.pause(time.monotonic() - started)
 
 
 def save(job: Job) -> None:

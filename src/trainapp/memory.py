@@ -6,9 +6,11 @@ CPU they are live tensor storages, counted in watched steps only. The limit and 
 
 import contextlib
 import gc
+import pickle
 import resource
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 
 import psutil
 import torch
@@ -16,10 +18,10 @@ from torch import nn
 
 from trainapp import config
 from trainapp.errors import UserError
-from trainapp.limits import LiveTensors
+from trainapp.limits import LiveTensors, ModulePath, Resident
 
 
-def static_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+def static_bytes(model: nn.Module, optimizer: torch.optim.Optimizer, averages: list[torch.Tensor]) -> dict[str, int]:
     """Bytes that stay from step to step, by kind. Gradients are counted as large as what they belong to."""
     parameters = list(model.parameters())
     return {
@@ -27,6 +29,7 @@ def static_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
         "gradients": _size(p for p in parameters if p.requires_grad),
         "optimizer_state": _size(optimizer_tensors(optimizer)),
         "buffers": _size(model.buffers()),
+        "weight_average": _size(averages),
     }
 
 
@@ -51,16 +54,35 @@ class DeviceMemory:
                 f"memory.limit={settings.limit}: {self.limit} bytes are more than the {total} bytes that {device} has"
             )
         self.peak = 0  # of the whole run
+        self.step_peak = 0  # since `begin_step`, where it was measured
         self.out_of_memory_count = 0
+        self.module_path = ModulePath()
+        self.keep_events = False  # of a healthy step, too: for its picture
 
     @property
     def budget(self) -> int:
         """The limit, or all there is."""
         return self.limit or self.total
 
-    def watch(self, tensors: Iterable[torch.Tensor]) -> contextlib.AbstractContextManager:
-        """Around a step whose size is unproven or which is logged; `tensors` are those alive at its start."""
+    def begin_step(self) -> None:
+        """Measure the peak of what follows."""
+        self.step_peak = 0
+
+    def watch(self, resident: Resident) -> contextlib.AbstractContextManager:
+        """Around work of an unproven size, or which is logged; `resident` is what is in memory before it."""
         return contextlib.nullcontext()
+
+    def events(self, gradients: Iterable[torch.Tensor]) -> tuple[list[tuple[int, int]], dict[int, str]]:
+        """Allocations and frees of the last watched block and the kinds of their storages, for `timeline`."""
+        return [], {}
+
+    def dump(self, path: Path) -> bool:
+        """Write the allocator's own record of the last watched block; False where it keeps none."""
+        return False
+
+    def unused_cache(self) -> int:
+        """Bytes that the allocator holds and nobody uses: giving them back may be all that a retry needs."""
+        return 0
 
     def window(self) -> dict[str, float]:
         """Scalars since the last call: allocated, peak, limit and so on. Resets the window's peak."""
@@ -94,18 +116,34 @@ class CpuMemory(DeviceMemory):
     def __init__(self, device: torch.device, settings: config.Memory):
         super().__init__(device, settings, available_total())
         self._allocated = self._window_peak = 0
+        self.counter: LiveTensors | None = None  # of the last watched block
+        self._watching = False
 
     @contextlib.contextmanager
-    def watch(self, tensors: Iterable[torch.Tensor]):
+    def watch(self, resident: Resident):
         """Counts (and with a limit, enforces) from here to the end of the block."""
-        counter = LiveTensors(self.limit)
-        counter.register(tensors)
+        if self._watching:  # inside a watched step: what is new here counts, too
+            self.counter.register(resident)
+            yield
+            return
+        counter = self.counter = LiveTensors(self.limit)
+        self._watching = True
         try:
-            with counter:
+            counter.register(resident)
+            with self.module_path.watch(), counter:
                 yield
         finally:
+            self._watching = False
             self._allocated, self._window_peak = counter.live, max(self._window_peak, counter.peak)
-            self.peak = max(self.peak, counter.peak)
+            self.step_peak, self.peak = max(self.step_peak, counter.peak), max(self.peak, counter.peak)
+
+    def events(self, gradients: Iterable[torch.Tensor]) -> tuple[list[tuple[int, int]], dict[int, str]]:
+        """What the counter saw; gradients are known as such only now."""
+        if self.counter is None:
+            return [], {}
+        for gradient in gradients:
+            self.counter.label("gradients", gradient)
+        return list(self.counter.events), dict(self.counter.kinds)
 
     def window(self) -> dict[str, float]:
         """The tensors alive at the end of the last watched step, and the window's peak."""
@@ -126,15 +164,84 @@ class CudaMemory(DeviceMemory):
         super().__init__(device, settings, total)
         torch.cuda.set_per_process_memory_fraction((self.limit or total) / total, device)
         torch.cuda.reset_peak_memory_stats(device)
+        self._window_peak = 0
+        self._watching = False
+        self._resident: list[tuple[str, int, int]] = []
+        self._snapshot: dict | None = None
+
+    def begin_step(self) -> None:
+        """Reset the allocator's peak; the log window's is kept here meanwhile."""
+        self._window_peak = max(self._window_peak, torch.cuda.max_memory_allocated(self.device))
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self.step_peak = 0
+
+    @contextlib.contextmanager
+    def watch(self, resident: Resident):
+        """The allocator enforces its cap by itself; the peak is read at the end."""
+        if self._watching:
+            yield
+            return
+        self._watching = True
+        torch.cuda.memory._record_memory_history(max_entries=200_000, context="alloc", stacks="python")
+        self._resident = [(kind, t.data_ptr(), t.nbytes) for kind, tensors in resident.items() for t in tensors]
+        try:
+            with self.module_path.watch():
+                yield
+            self.step_peak = torch.cuda.max_memory_allocated(self.device)
+            if self.keep_events:
+                self._snapshot = torch.cuda.memory._snapshot(self.device)
+        except BaseException:
+            self._snapshot = torch.cuda.memory._snapshot(self.device)
+            raise
+        finally:
+            self._watching = False
+            torch.cuda.memory._record_memory_history(enabled=None)
+
+    def events(self, gradients: Iterable[torch.Tensor]) -> tuple[list[tuple[int, int]], dict[int, str]]:
+        """From the allocator's own history of the last watched block."""
+        if self._snapshot is None:
+            return [], {}
+        kinds_at = {g.data_ptr(): "gradients" for g in gradients}
+        totals: dict[str, int] = {}
+        for kind, _, size in self._resident:
+            totals[kind] = totals.get(kind, 0) + size
+        events = [(-1 - i, size) for i, size in enumerate(totals.values())]
+        kinds = {-1 - i: kind for i, kind in enumerate(totals)}
+        address_kind = {address: kind for kind, address, _ in self._resident}
+        numbers: dict[int, int] = {}
+        for number, entry in enumerate(self._snapshot["device_traces"][self.device.index or 0]):
+            if entry["action"] == "alloc":
+                numbers[entry["addr"]] = number
+                kinds[number] = kinds_at.get(entry["addr"], "activations")
+                events.append((number, entry["size"]))
+            elif entry["action"] == "free_completed":
+                known = numbers.pop(entry["addr"], None)
+                if known is None:
+                    known, kinds[number] = number, address_kind.get(entry["addr"], "activations")
+                events.append((known, -entry["size"]))
+        return events, kinds
+
+    def dump(self, path: Path) -> bool:
+        """The allocator's snapshot of the last watched block, for the viewer at pytorch.org/memory_viz."""
+        if self._snapshot is None:
+            return False
+        with path.open("wb") as file:
+            pickle.dump(self._snapshot, file)
+        return True
+
+    def unused_cache(self) -> int:
+        """Reserved, but not allocated."""
+        return torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
 
     def window(self) -> dict[str, float]:
         """The allocator's counters."""
         stats = torch.cuda.memory_stats(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
+        peak, self._window_peak = self._window_peak, 0
         return self._scalars(
             stats["allocated_bytes.all.current"],
             stats["reserved_bytes.all.current"],
-            stats["allocated_bytes.all.peak"],
+            max(peak, stats["allocated_bytes.all.peak"]),
             stats["num_alloc_retries"],
         )
 

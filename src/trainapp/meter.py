@@ -1,12 +1,13 @@
 """What is measured while training: time, throughput, memory by kind. Keeps the loop free of bookkeeping."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
 from trainapp.memory import DeviceMemory, HostMemory, optimizer_tensors, static_bytes
+from trainapp.search import tensors_in
 from trainapp.state import TrainState
 
 
@@ -16,7 +17,7 @@ class Meter:
     def __init__(self, state: TrainState, memory: DeviceMemory):
         self.state, self.memory, self.host = state, memory, HostMemory()
         self.parameters = [p for p in state.model.parameters() if p.requires_grad]
-        self.static = static_bytes(state.model, state.optimizer)
+        self.static = static_bytes(state.model, state.optimizer, state.average.averages)
         self.started = self._window_start = time.monotonic()
         self.samples = self._window_samples = 0
         self.paused = self._window_paused = self._waited = 0.0
@@ -28,14 +29,20 @@ class Meter:
             self._weights[samples] = torch.tensor(1.0 / samples, device=self.state.device)
         return self._weights[samples]
 
-    def resident_tensors(self) -> Iterator[torch.Tensor]:
-        """What is in memory between two steps: parameters, gradients, buffers, optimizer state."""
-        for parameter in self.state.model.parameters():
-            yield parameter
-            if parameter.grad is not None:
-                yield parameter.grad
-        yield from self.state.model.buffers()
-        yield from optimizer_tensors(self.state.optimizer)
+    def resident(self, batch: Any = None) -> dict[str, Iterable[torch.Tensor]]:
+        """What is in memory before a piece of work, by kind."""
+        return {
+            "parameters": self.state.model.parameters(),
+            "gradients": self.gradients(),
+            "buffers": self.state.model.buffers(),
+            "optimizer state": optimizer_tensors(self.state.optimizer),
+            "weight average": self.state.average.averages,
+            "batch": tensors_in(batch),  # last, so that it is what does not fit
+        }
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Those that there are."""
+        return [p.grad for p in self.parameters if p.grad is not None]
 
     def timed(self, batches: Iterator[Any]) -> Iterator[Any]:
         """The batches, the time spent waiting for them counted."""
@@ -58,6 +65,11 @@ class Meter:
         self.paused += seconds
         self._window_paused += seconds
 
+    @property
+    def static_bytes(self) -> int:
+        """All that stays from step to step."""
+        return sum(self.static.values())
+
     def samples_per_second(self) -> float:
         """Of this process's whole training time."""
         return self.samples / max(1e-9, time.monotonic() - self.started - self.paused)
@@ -79,7 +91,7 @@ class Meter:
             "batch/eval_micro_size": state.eval_micro.size,
             **self.memory.window(),
             **{f"memory/{kind}": size for kind, size in self.static.items()},
-            "memory/left_for_activations": max(0, self.memory.budget - sum(self.static.values())),
+            "memory/left_for_activations": max(0, self.memory.budget - self.static_bytes),
             **self.host.window(),
         }
         if state.precision.scaler.is_enabled():

@@ -5,19 +5,19 @@ import dataclasses
 import json
 import logging
 import time
-import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainapp import build, loop, recovery
-from trainapp.checkpoint import Checkpoints, load, resolve
+from trainapp import build, guard, incident, loop, recovery, remembered
+from trainapp.checkpoint import Checkpoints, load, read_manifest, resolve
 from trainapp.config import Config
 from trainapp.console import bytes_text
 from trainapp.errors import UserError
-from trainapp.loop import Job
+from trainapp.incident import Incident
+from trainapp.job import Job
 from trainapp.oom import is_out_of_memory
-from trainapp.recovery import Failure
+from trainapp.optim.optimizers import lean_optimizer
 from trainapp.signals import StopRequest
 from trainapp.tracking import RESULT
 
@@ -35,6 +35,7 @@ class RunResult:
     micro_size: int
     accumulation: int
     oom_restarts: int
+    micro_schedule: dict[int, int]  # set as oom.schedule, it replays the sizes of this run
     peak_memory_bytes: int
     samples_per_second: float
     seconds: float
@@ -48,12 +49,12 @@ class Interrupted(SystemExit):
 def run(config: Config) -> RunResult:
     """One run from start to end. Raises UserError, and Interrupted after a signal."""
     started = time.monotonic()
-    with StopRequest() as stop:
+    with StopRequest() as stop, contextlib.ExitStack() as stack:
         job = prepare(config, stop)
+        if job.state.device.type == "cpu":
+            stack.enter_context(guard.guarded(config.memory, job.memory.total))
         restarts = 0
         try:
-            if config.mode == "eval":
-                job.eval_every = 1
             log.info("%s", build.plan_line(config, job))
             while True:
                 failure = attempt(config, job)
@@ -62,6 +63,7 @@ def run(config: Config) -> RunResult:
                 restarts += 1
                 job = recover(config, job, failure, stop)
         finally:
+            remembered.remember(config, job)
             job.tracker.close()
         result = _result(job, restarts, time.monotonic() - started)
     if config.mode == "train":
@@ -77,6 +79,10 @@ def prepare(config: Config, stop: StopRequest) -> Job:
     """Build everything, then continue from a checkpoint: the one that was asked for, else this directory's own."""
     job = build.build(config, stop)
     path = _checkpoint_to_resume(config)
+    if config.oom.enabled and remembered.recall(config, job):
+        log.info(
+            "micro-batch %d, as an earlier run of this job found (oom.remember=clear forgets it)", job.state.micro.size
+        )
     if path is not None:
         restore(config, job, path)
     build.start_tracking(config, job)
@@ -99,9 +105,9 @@ def restore(config: Config, job: Job, path: Path) -> None:
         raise UserError(f"checkpoint {path} does not fit this configuration's model or optimizer: {error}") from None
     sizes, progress = saved["sizes"], job.state.progress
     if config.batch.micro_size == "auto" and config.accumulation.steps == "auto":
-        job.state.micro.size = min(job.state.micro.size, sizes["micro"])
+        job.state.micro.load_state_dict(sizes["micro"])
     if config.batch.eval_micro_size == "auto":
-        job.state.eval_micro.size = min(job.state.eval_micro.size, sizes["eval_micro"])
+        job.state.eval_micro.load_state_dict(sizes["eval_micro"])
     if not config.oom.keep_global_batch and sizes["global"] < job.state.global_size:
         build.set_global_size(config, job, sizes["global"])
     job.saved_at = progress.step
@@ -114,7 +120,7 @@ def restore(config: Config, job: Job, path: Path) -> None:
     )
 
 
-def attempt(config: Config, job: Job) -> Failure | None:
+def attempt(config: Config, job: Job) -> Incident | None:
     """The inner loop. Returns what is known of an out-of-memory error once nothing holds its tensors any more."""
     try:
         if config.mode == "eval":
@@ -122,52 +128,54 @@ def attempt(config: Config, job: Job) -> Failure | None:
         else:
             loop.train(job)
     except Exception as error:
-        if not config.oom.enabled or not is_out_of_memory(error):
+        if not config.oom.enabled or job.phase == "save" or not is_out_of_memory(error):
             raise
-        # Text only: the exception's traceback keeps every tensor of the failed frames alive.
-        failure = Failure(
-            phase=job.phase,
-            message=str(error).strip().splitlines()[0],
-            used=getattr(error, "used", job.memory.used()),
-            requested=getattr(error, "requested", None),
-            trace=traceback.format_exc(),
-        )
+        failure = incident.describe(job, error)  # plain values: the traceback keeps every failed tensor alive
     else:
         return None
     return failure
 
 
-def recover(config: Config, job: Job, failure: Failure, stop: StopRequest) -> Job:
-    """Take the step back, make the size smaller, and return the job to go on with."""
+def recover(config: Config, job: Job, failure: Incident, stop: StopRequest) -> Job:
+    """Take the step back, make the size smaller, and return the job to go on with. Runs outside `except`."""
     job.memory.out_of_memory_count += 1
-    recovery.undo_step(job)
+    if failure.host:
+        guard.give_memory_back()
+    recovery.undo_step(job, failure.evaluating)
     if failure.phase == "commit":
         return _start_again(config, job, failure, stop)
-    recovery.shrink(config, job, failure)
+    recovery.change_size(config, job, failure)
+    recovery.record(job, failure, job.attempt_started)
     return job
 
 
-def _start_again(config: Config, job: Job, failure: Failure, stop: StopRequest) -> Job:
+def _start_again(config: Config, job: Job, failure: Incident, stop: StopRequest) -> Job:
     """An error inside the commit may have torn the optimizer: back to the last checkpoint, or to the start."""
-    lost_from, size, count = job.state.progress.step, job.state.micro.size, job.memory.out_of_memory_count
-    recovery.shrink(config, job, failure)
+    lost_from, count, peak = job.state.progress.step, job.memory.out_of_memory_count, job.memory.peak
+    config, lean = lean_optimizer(config, job.state.optimizer)
+    path = job.checkpoints.newest() if job.checkpoints.enabled else None
+    where = f"the checkpoint of step {read_manifest(path)['step']}" if path else "the start, from the seed"
+    if lean:
+        failure.old_size = failure.new_size = job.state.micro.size
+        change = "an optimizer without temporaries (foreach=false)"
+    else:
+        recovery.change_size(config, job, failure)
+        change = f"micro-batch {failure.old_size} -> {failure.new_size}"
+    smaller, started, memory = job.state.micro.size, job.attempt_started, job.memory
+    done = read_manifest(path)["step"] if path else 0
+    failure.action = (
+        f"the parameters may be half updated, so back to {where}; {lost_from - done} finished steps are done again, "
+        f"with {change}"
+    )
+    recovery.record(job, failure, started)
     job.tracker.close()
-    path = job.checkpoints.newest()
-    where = f"the checkpoint {path}" if path else "the start"
-    smaller, peak = job.state.micro.size, job.memory.peak
-    memory = job.memory
-    job.state = None  # both models would not fit
+    job.state = job.meter = job.restore_point = None  # the old model and the new one would not fit together
     memory.release()
-    again = dataclasses.replace(config, checkpointing=dataclasses.replace(config.checkpointing, resume="auto"))
+    resume = str(path) if path else "none"
+    again = dataclasses.replace(config, checkpointing=dataclasses.replace(config.checkpointing, resume=resume))
     job = prepare(again, stop)
-    job.state.micro.size = min(job.state.micro.size, smaller)
+    job.state.micro.force(min(job.state.micro.size, smaller))
     job.memory.out_of_memory_count, job.memory.peak = count, peak
-    lost = lost_from - job.state.progress.step
-    log.warning(
-        "out of memory inside the optimizer's step, which cannot be repeated in place: going back to %s; %d finished "
-        "steps are done again, with micro-batch %d instead of %d",
-        where, lost, smaller, size,
-    )  # fmt: skip
     return job
 
 
@@ -182,6 +190,7 @@ def _result(job: Job, restarts: int, seconds: float) -> RunResult:
         micro_size=size,
         accumulation=job.batches.accumulation(size, job.accumulation),
         oom_restarts=restarts,
+        micro_schedule=job.sizes_used,
         peak_memory_bytes=job.memory.peak,
         samples_per_second=job.meter.samples_per_second(),
         seconds=seconds,

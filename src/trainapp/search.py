@@ -1,31 +1,225 @@
-"""Finds the micro-batch that fits."""
+"""Finds the micro-batch that fits: halve after a failure, then try what lies between, and remember the bounds.
 
-from dataclasses import dataclass
+Halving alone ends at 64 where 100 would fit. After a number of clean steps a larger size is tried: the one that the
+measured peak predicts to fit, or else the middle between the largest that worked and the smallest that failed. A
+failed try costs that one step's retry. The search ends when the two bounds are within 5% of each other.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+CLOSE_ENOUGH = 0.95  # of the smallest size that failed
+HEADROOM = 0.98  # of the budget: what a prediction may use
 
 
 @dataclass
 class SizeSearch:
-    """The size in force for one kind of work (training or evaluation), and how sure it is.
+    """The size in force for one kind of work on one shape of data. Sizes are samples for each forward on one rank.
 
-    size: samples for each forward on one rank; clean_steps: successes until it counts as proven.
+    clean_steps: successes in a row until a size is proven, and a larger one is tried if `grow`.
     """
 
     size: int
-    clean_steps: int
+    clean_steps: int = 3
+    grow: bool = True
     clean: int = 0
+    peaks: dict[int, int] = field(default_factory=dict)  # size: bytes that its steps used at most, where measured
+    works: int = 0  # the largest proven size
+    fails: int | None = None  # the smallest size that failed
+    settled: bool = True  # no larger size is worth a try
+    smallest: int = 1  # some models cannot train on single samples
 
     @property
     def proven(self) -> bool:
         """Proven sizes are no longer watched, which costs time on the CPU."""
         return self.clean >= self.clean_steps
 
-    def succeeded(self) -> None:
-        """A whole step (or evaluation batch) of this size ended well."""
-        self.clean += 1
+    def succeeded(self, ran: int, base: int, peak: int, budget: int) -> int | None:
+        """A step ended well. Returns the larger size that the next step tries, if it is time for one.
 
-    def shrink(self) -> bool:
-        """Halve, after a failure. False when nothing is left to halve."""
-        if self.size <= 1:
+        ran: the largest micro-batch in it; only full ones prove anything (one less: see `batching.cut`).
+        base, peak, budget: bytes that are there without a batch; that the step used (0: not measured); that there are.
+        """
+        if ran < self.size - 1:
+            return None
+        self.clean += 1
+        if peak:
+            self.peaks[self.size] = max(peak, self.peaks.get(self.size, 0))
+        if not self.proven:
+            return None
+        self.works = max(self.works, self.size)
+        if self.settled or not self.grow:
+            return None
+        following = self._larger(base, budget)
+        self.settled = following is None
+        if following is not None:
+            self.size, self.clean = following, 0
+        return following
+
+    def _larger(self, base: int, budget: int) -> int | None:
+        if self.fails is None or self.size >= CLOSE_ENOUGH * self.fails or self.fails - self.size <= 1:
+            return None
+        predicted = self._predicted(base, budget)
+        if len(self.peaks) > 1 and predicted <= self.size:
+            return None  # a try that the measured bytes say must fail
+        return predicted if self.size < predicted < self.fails else (self.size + self.fails) // 2
+
+    def _predicted(self, base: int, budget: int) -> int:
+        """The size that fills the budget, if bytes grow linearly: through two measured sizes, else through `base`.
+
+        A step needs more than `base` even for one sample (a gradient's temporary copy, say): one measured size alone
+        predicts too little, which costs another try but no failure.
+        """
+        *_, low, high = [(0, base), *sorted(self.peaks.items())] if self.peaks else [(0, base), (0, base)]
+        if high[0] == low[0] or high[1] <= low[1]:
+            return 0
+        return int(low[0] + (HEADROOM * budget - low[1]) * (high[0] - low[0]) / (high[1] - low[1]))
+
+    def failed(self) -> bool:
+        """Memory ran out. Back to the largest size that works, else half. False when nothing is left to halve."""
+        if self.size <= self.smallest:
             return False
-        self.size, self.clean = self.size // 2, 0
+        self.fails = min(self.size, self.fails or self.size)
+        if self.works >= self.size:
+            self.works = 0  # what fits once need not fit again
+        self.size = self.works or max(self.smallest, self.size // 2)
+        self.clean, self.settled = 0, False
         return True
+
+
+def shape_of(batch: Any) -> int:
+    """The bucket of a batch's shape: the numbers in one sample, rounded up to a power of two. 0 without tensors."""
+    tensors = list(tensors_in(batch))
+    samples = batch_length(batch)
+    if not samples:
+        return 0
+    return 1 << max(0, math.ceil(math.log2(max(1, sum(t.numel() for t in tensors) / samples))))
+
+
+def batch_length(batch: Any) -> int:
+    """Samples in a batch: the first dimension of its first tensor."""
+    first = next(tensors_in(batch), None)
+    return 0 if first is None or first.ndim == 0 else len(first)
+
+
+def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
+    """The tensors in nested dicts, lists and tuples."""
+    if isinstance(batch, torch.Tensor):
+        yield batch
+    elif isinstance(batch, (dict, list, tuple)):
+        for value in batch.values() if isinstance(batch, dict) else batch:
+            yield from tensors_in(value)
+
+
+def narrow(batch: Any, start: int, length: int, samples: int) -> Any:
+    """Samples [start, start + length) of a batch of `samples`: views, no copies."""
+    if isinstance(batch, torch.Tensor):
+        return batch[start : start + length] if batch.ndim and len(batch) == samples else batch
+    if isinstance(batch, dict):
+        return {key: narrow(value, start, length, samples) for key, value in batch.items()}
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(narrow(value, start, length, samples) for value in batch)
+    return batch
+
+
+@dataclass
+class Sizes:
+    """One search for each shape of data, so that a long batch does not shrink all the others.
+
+    start: the size that a first shape begins with. `current` is the bucket of the micro-batch at work.
+    """
+
+    start: int
+    clean_steps: int = 3
+    grow: bool = True
+    smallest: int = 1
+    searches: dict[int, SizeSearch] = field(default_factory=dict)
+    current: int | None = None
+    ran: dict[int, int] = field(default_factory=dict)  # largest micro-batch of each bucket since the last commit
+
+    @property
+    def size(self) -> int:
+        """The largest size in force: what is fetched at a time."""
+        return max((search.size for search in self.searches.values()), default=self.start)
+
+    @property
+    def proven(self) -> bool:
+        """Whether no bucket is being tried."""
+        return bool(self.searches) and all(search.proven for search in self.searches.values())
+
+    @property
+    def settled(self) -> bool:
+        """Whether no larger size will be tried."""
+        return all(search.settled for search in self.searches.values())
+
+    def search(self, bucket: int) -> SizeSearch:
+        """The search of a bucket. A new one begins where the others' experience puts it: bytes go with numbers."""
+        if bucket not in self.searches:
+            size = self.start
+            if bucket and any(s.fails for s in self.searches.values()):
+                fitting = min(s.size * known / bucket for known, s in self.searches.items() if known and s.fails)
+                size = min(size, max(self.smallest, int(fitting)))
+            self.searches[bucket] = SizeSearch(size, self.clean_steps, self.grow, smallest=self.smallest)
+        return self.searches[bucket]
+
+    def split(self, batch: Any) -> Iterator[Any]:
+        """Cut what was fetched to the size in force for its shape. Most often it is one piece already."""
+        bucket, samples = shape_of(batch), batch_length(batch)
+        size = self.search(bucket).size
+        self.current = bucket
+        if samples <= size or not samples:
+            self.ran[bucket] = max(samples, self.ran.get(bucket, 0))
+            yield batch
+            return
+        self.ran[bucket] = max(size, self.ran.get(bucket, 0))
+        for start in range(0, samples, size):
+            yield narrow(batch, start, size, samples)
+
+    @property
+    def watched(self) -> bool:
+        """Whether the micro-batch at work is of an unproven size."""
+        return not self.search(self.current or 0).proven
+
+    def succeeded(self, base: int, peak: int, budget: int) -> dict[int, int]:
+        """A step (or an evaluation batch) ended well. Returns `{bucket: size}` for what is tried next."""
+        grown = {}
+        for bucket, ran in self.ran.items():
+            following = self.searches[bucket].succeeded(ran, base, peak, budget)
+            if following is not None:
+                grown[bucket] = following
+        self.ran.clear()
+        return grown
+
+    def failed(self) -> tuple[int, int] | None:
+        """Memory ran out in the micro-batch at work: `(old size, new size)`, or None at the smallest."""
+        search = self.search(self.current if self.current is not None else self._largest_bucket())
+        old = search.size
+        self.ran.clear()
+        return (old, search.size) if search.failed() else None
+
+    def _largest_bucket(self) -> int:
+        return max(self.searches, key=lambda bucket: self.searches[bucket].size, default=0)
+
+    def force(self, size: int) -> None:
+        """Set the size of every shape, as a schedule asks."""
+        self.start = size
+        for search in self.searches.values():
+            search.size, search.clean = size, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Primitives only."""
+        return {
+            "start": self.start,
+            "buckets": {b: [s.size, s.works, s.fails, s.settled] for b, s in self.searches.items()},
+        }
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """A hint from an earlier run: sizes still have to prove themselves. Never above `start`."""
+        for bucket, (size, works, fails, settled) in saved["buckets"].items():
+            search = SizeSearch(min(size, self.start), self.clean_steps, self.grow, smallest=self.smallest)
+            search.works, search.fails, search.settled = min(works, search.size), fails, settled
+            self.searches[int(bucket)] = search

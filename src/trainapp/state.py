@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from trainapp.ema import WeightAverage
 from trainapp.precision import Precision
-from trainapp.search import SizeSearch
+from trainapp.search import Sizes
 
 
 @dataclass
@@ -36,8 +37,9 @@ class TrainState:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     precision: Precision
-    micro: SizeSearch
-    eval_micro: SizeSearch
+    average: WeightAverage
+    micro: Sizes
+    eval_micro: Sizes
     device: torch.device
     seed: int
     global_size: int
@@ -52,9 +54,10 @@ class TrainState:
             "rng": rng_state(self.device),
             "progress": dataclasses.asdict(self.progress),
             "sampler": {"seed": self.seed, "epoch": self.progress.epoch, "consumed": self.progress.consumed},
+            "average": self.average.state_dict(),
             "sizes": {
-                "micro": self.micro.size,
-                "eval_micro": self.eval_micro.size,
+                "micro": self.micro.state_dict(),
+                "eval_micro": self.eval_micro.state_dict(),
                 "global": self.global_size,
             },
         }
@@ -65,6 +68,7 @@ class TrainState:
         self.optimizer.load_state_dict(saved["optimizer"])
         if self.precision.scaler.is_enabled() and saved["scaler"]:
             self.precision.scaler.load_state_dict(saved["scaler"])
+        self.average.load_state_dict(saved["average"])
         set_rng_state(saved["rng"], self.device)
         self.progress = Progress(**saved["progress"])
         self.seed = saved["sampler"]["seed"]

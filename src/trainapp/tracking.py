@@ -1,16 +1,20 @@
 """Where numbers go: metrics.jsonl and TensorBoard in the run directory, the line or the bar on the terminal."""
 
 import json
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from trainapp.console import Progress, bytes_text
 
 METRICS = "metrics.jsonl"
 EVALUATIONS = "evaluations.jsonl"
 RESULT = "result.json"
+log = logging.getLogger(__name__)
 
 
 class Tracker:
@@ -54,10 +58,21 @@ class Tracker:
         for name, value in scalars.items():
             self._writer.add_scalar(name if "/" in name else f"eval/{name}", value, step)
 
-    def text(self, tag: str, text: str, step: int) -> None:
-        """A text entry, shown at once."""
-        self._writer.add_text(tag, text, step)
+    def note(self, text: str, tag: str = "notes") -> None:
+        """Something that happened: on the terminal, and as text in TensorBoard."""
+        log.info("%s", text)
+        self._writer.add_text(tag, text, self.progress.step)
+
+    def incident(self, text: str, picture: np.ndarray | None, step: int) -> None:
+        """The record of an out-of-memory error; picture: uint8 [height, width, 3]. Flushed at once."""
+        self._writer.add_text("out_of_memory", text, step)
+        self.picture("out_of_memory", picture, step)
         self._writer.flush()
+
+    def picture(self, tag: str, picture: np.ndarray | None, step: int) -> None:
+        """An image, uint8 [height, width, 3]; None for none."""
+        if picture is not None:
+            self._writer.add_image(tag, picture, step, dataformats="HWC")
 
     def close(self) -> None:
         """Flush everything to disk."""

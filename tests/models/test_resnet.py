@@ -2,6 +2,7 @@ import pytest
 import torch
 from torch import nn
 
+from trainapp.errors import UserError
 from trainapp.models.resnet import ResNet
 
 
@@ -136,7 +137,7 @@ def test_group_norm_takes_any_width(width, groups):
 
 def test_batch_norm_refuses_one_sample_whose_last_stage_is_one_value():
     model = ResNet((1, 8, 8), 10, width=4)
-    with pytest.raises(ValueError, match=r"model\.norm=batch .* use model\.norm=group"):
+    with pytest.raises(UserError, match=r"model\.norm=batch .* use model\.norm=group"):
         model(torch.randn(1, 1, 8, 8))
     assert model.eval()(torch.randn(1, 1, 8, 8)).shape == (1, 10)
     assert ResNet((1, 16, 16), 10, width=4)(torch.randn(1, 1, 16, 16)).shape == (1, 10)

@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from trainapp.errors import UserError
 from trainapp.validation import PositiveInt
 
 # from 64 pixels on, the 7x7 stem's 4-fold reduction leaves the first stage 16 x 16 or more
@@ -136,7 +137,8 @@ class ResNet(nn.Module):
         self.fc = nn.Linear(width * 8 * block.expansion, num_classes)
 
         reduction = 8 if stem == "small" else 32
-        self._needs_batch = norm == "batch" and max(size) <= reduction  # the last stage is 1 x 1
+        # Where the last stage is 1 x 1, BatchNorm has a single value of a single sample, which it cannot normalise.
+        self.smallest_micro_batch = 2 if norm == "batch" and max(size) <= reduction else 1
         self.init_weights()
 
     def init_weights(self) -> None:
@@ -157,11 +159,11 @@ class ResNet(nn.Module):
         if inputs.shape[1:] != self.image_shape:
             channels, height, width = self.image_shape
             raise ValueError(f"expected [B, {channels}, {height}, {width}], got {list(inputs.shape)}")
-        if self._needs_batch and self.training and len(inputs) == 1:
-            raise ValueError(
+        if self.training and len(inputs) < self.smallest_micro_batch:
+            raise UserError(
                 f"model.norm=batch cannot normalise a micro-batch of 1: with {self.image_shape[1]} x "
                 f"{self.image_shape[2]} images the last stage has 1 value for each channel; "
-                "use model.norm=group, or a batch.micro_size of 2 or more"
+                "use model.norm=group, a batch.micro_size of 2 or more, or data.drop_last=true if an epoch ends on one"
             )
         x = self.maxpool(self.relu(self.bn1(self.conv1(inputs))))
         x = self.layer4(self.layer3(self.layer2(self.layer1(x))))

@@ -1,5 +1,6 @@
 """Builds the optimizer: parameter groups, the fused kernel where there is one, state made before the first step."""
 
+import dataclasses
 import inspect
 from collections.abc import Sequence
 
@@ -40,6 +41,20 @@ def build_optimizer(
     optimizer = targets.construct(kind, arguments, "optimizer", user_packages, provided)
     materialise_state(optimizer)
     return optimizer
+
+
+def lean_optimizer(settings: config.Config, optimizer: torch.optim.Optimizer) -> tuple[config.Config, bool]:
+    """The configuration with `foreach=false` where that would remove temporaries, and whether it would.
+
+    The foreach kernels need one more copy of the parameters during the step; the fused ones and the plain loop do not.
+    """
+    group = optimizer.param_groups[0]
+    on_device = any(p.device.type != "cpu" for p in group["params"])
+    uses_foreach = group.get("foreach") or (group.get("foreach", False) is None and on_device)
+    if not uses_foreach or group.get("fused"):
+        return settings, False
+    arguments = {**settings.optimizer.arguments, "foreach": False}
+    return dataclasses.replace(settings, optimizer=dataclasses.replace(settings.optimizer, arguments=arguments)), True
 
 
 @torch.no_grad()

@@ -1,0 +1,54 @@
+"""An exponential moving average of the weights, for evaluation (Polyak and Juditsky 1992)."""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+
+class WeightAverage:
+    """`average = decay * average + (1 - decay) * weights` after each optimizer step. `decay` None: none is kept.
+
+    An update that memory runs out in goes on where it stopped: `position` counts the tensors that are done.
+    """
+
+    def __init__(self, model: nn.Module, decay: float | None):
+        self.decay = decay
+        self.weights = [p for p in model.parameters() if p.requires_grad] if decay is not None else []
+        self.averages = [p.detach().clone() for p in self.weights]
+        self.step = 0
+        self.position = 0
+
+    @torch.no_grad()
+    def catch_up(self, step: int) -> None:
+        """Bring the average to the weights of `step`: once for each step, however often it is called."""
+        if self.step == step:
+            return
+        while self.position < len(self.weights):
+            self.averages[self.position].lerp_(self.weights[self.position], 1 - self.decay)
+            self.position += 1
+        self.step, self.position = step, 0
+
+    @contextlib.contextmanager
+    def in_place_of_weights(self) -> Iterator[None]:
+        """The model evaluates with the averages inside the block. Swaps without copies."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    def _swap(self) -> None:
+        for weight, average in zip(self.weights, self.averages, strict=True):
+            weight.data, average.data = average.data, weight.data
+
+    def state_dict(self) -> dict:
+        """Tensors and primitives."""
+        return {"step": self.step, "averages": self.averages}
+
+    def load_state_dict(self, saved: dict) -> None:
+        """The inverse. A run without an average that is resumed with one begins it at its weights."""
+        self.step, self.position = saved["step"], 0
+        for average, loaded in zip(self.averages, saved["averages"], strict=False):
+            average.copy_(loaded)

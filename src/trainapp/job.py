@@ -1,0 +1,110 @@
+"""What the loop works with: a run's parts, its cadences, and where it is."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from trainapp.batching import EvalBatches, TrainBatches
+from trainapp.checkpoint import Checkpoints
+from trainapp.finite import FiniteGuard
+from trainapp.memory import DeviceMemory
+from trainapp.meter import Meter
+from trainapp.optim.schedules import Schedule
+from trainapp.signals import StopRequest
+from trainapp.state import RestorePoint, TrainState
+from trainapp.tasks import Task
+from trainapp.tracking import Tracker
+
+
+@dataclass
+class Sums:
+    """Of losses, of what they were averaged over, and of metrics; on the device until somebody asks."""
+
+    loss: Tensor | float = 0.0
+    count: Tensor | int = 0
+    metrics: dict[str, Any] = field(default_factory=dict)
+    samples: int = 0
+
+    def add(self, loss: Tensor, count: Tensor | int, metrics: dict[str, Tensor], samples: int = 0) -> None:
+        """One more micro-batch."""
+        self.loss, self.count, self.samples = self.loss + loss, self.count + count, self.samples + samples
+        for name, value in metrics.items():
+            self.metrics[name] = self.metrics.get(name, 0) + value
+
+    def means(self) -> dict[str, float]:
+        """`{"loss": ..., metric: ...}`. Waits for the device."""
+        count = max(1, int(self.count))
+        return {name: float(value) / count for name, value in {"loss": self.loss, **self.metrics}.items()}
+
+
+@dataclass
+class Job:
+    """Everything that the loop works with. `phase` tells where it is, for whoever catches an error."""
+
+    state: TrainState
+    task: Task
+    batches: TrainBatches
+    eval_batches: EvalBatches | None
+    schedule: Schedule
+    memory: DeviceMemory
+    meter: Meter
+    tracker: Tracker
+    checkpoints: Checkpoints
+    guard: FiniteGuard
+    restore_point: RestorePoint
+    stop: StopRequest
+    config: dict[str, Any]  # as written into checkpoints
+    objective: tuple[str, str]  # ("max", "accuracy")
+    max_steps: int | None
+    max_epochs: int | None
+    log_every: int
+    eval_every: int
+    save_every: int
+    grad_clip: float | None = None
+    accumulation: int | None = None  # as many micro-batches as asked; None: what follows from the sizes
+    size_plan: dict[int, int] = field(default_factory=dict)  # `oom.schedule`: the micro-batch from a step on
+    sizes_used: dict[int, int] = field(default_factory=dict)  # the same, as it came out: replays this run
+    timeline: bool = False  # draw the memory of one healthy step
+    phase: str = "data"
+    attempt_started: float = 0.0  # time.monotonic() of the step or evaluation at work
+    retried: tuple | None = None  # the attempt that was last repeated at its own size
+    evaluation: Sums = field(default_factory=Sums)  # what an interrupted evaluation has finished
+    saved_at: int = 0
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run has reached its end."""
+        progress = self.state.progress
+        done = self.max_steps is not None and progress.step >= self.max_steps
+        return done or (self.max_epochs is not None and progress.epoch >= self.max_epochs)
+
+    @property
+    def on_last_step(self) -> bool:
+        """Whether the coming step is the run's last."""
+        progress = self.state.progress
+        last = self.max_steps is not None and progress.step + 1 >= self.max_steps
+        epoch = self.batches.after(progress.epoch, progress.consumed)[0]
+        return last or (self.max_epochs is not None and epoch >= self.max_epochs)
+
+    @property
+    def logs_coming_step(self) -> bool:
+        """Whether the coming step's numbers are recorded: at the cadence, and at the end."""
+        due = self.log_every and (self.state.progress.step + 1) % self.log_every == 0
+        return bool(due) or (self.log_every > 0 and self.on_last_step)
+
+    @property
+    def draws_coming_step(self) -> bool:
+        """Whether the coming step's memory is drawn: once, when the size is no longer new."""
+        return self.timeline and self.state.micro.proven
+
+    def note_size(self) -> None:
+        """Remember from which step on the micro-batch was this one, so that `oom.schedule` can replay the run."""
+        size = self.state.micro.size
+        if next(reversed(self.sizes_used.values()), None) != size:
+            self.sizes_used[self.state.progress.step + 1] = size
+
+    def due(self, every: int, done_at: int) -> bool:
+        """Whether something with this cadence is still to be done at the present step."""
+        step = self.state.progress.step
+        return bool(every) and step != done_at and (step % every == 0 or self.finished)

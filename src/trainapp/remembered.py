@@ -1,0 +1,77 @@
+"""What fitted is remembered for the next run of the same job: a hint that saves its out-of-memory errors.
+
+One small JSON file for each job in the user's cache directory. A wrong hint costs one retry.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainapp.config import Config
+from trainapp.data.cache import cache_dir
+from trainapp.job import Job
+
+
+def describe(config: Config, job: Job, world: int = 1) -> dict[str, Any]:
+    """All that the fitting size depends on; the shapes of the data are the buckets of the search itself."""
+    device, state = job.state.device, job.state
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return {
+        "model": [config.model.target, config.model.arguments],
+        "parameters": sum(p.numel() for p in state.model.parameters()),
+        "data": [config.data.target, {k: v for k, v in config.data.arguments.items() if not str(k).endswith("size")}],
+        "task": config.task,
+        "precision": config.precision.mode,
+        "compile": config.train.compile,
+        "average": config.train.ema is not None,
+        "optimizer": [config.optimizer.target, config.optimizer.arguments, config.optimizer.fused],
+        "batch": [config.batch.global_size, config.batch.eval_micro_size, world],
+        "device": [name, job.memory.total, job.memory.limit],
+        "torch": torch.__version__,
+    }
+
+
+def _path(description: dict[str, Any]) -> Path:
+    text = json.dumps(description, sort_keys=True, default=str)
+    return cache_dir() / "oom" / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
+
+
+def recall(config: Config, job: Job) -> bool:
+    """Begin the searches where the last run of this job ended. False when nothing is known, or it is not wanted."""
+    path = _path(describe(config, job))
+    if config.oom.remember == "clear":
+        path.unlink(missing_ok=True)
+    if config.oom.remember is not True or not path.is_file():
+        return False
+    try:
+        known = json.loads(path.read_text())
+        if config.batch.micro_size == "auto":
+            job.state.micro.load_state_dict(known["micro"])
+        if config.batch.eval_micro_size == "auto":
+            job.state.eval_micro.load_state_dict(known["eval_micro"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False  # a hint that cannot be read is no hint
+    return True
+
+
+def remember(config: Config, job: Job) -> None:
+    """Write down what the searches know. Quiet when the cache directory cannot be written: it is a hint only."""
+    if config.oom.remember is False or not job.state.micro.searches:
+        return
+    description = describe(config, job)
+    path = _path(description)
+    known = {
+        "job": description,
+        "micro": job.state.micro.state_dict(),
+        "eval_micro": job.state.eval_micro.state_dict(),
+    }
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(f".{os.getpid()}.tmp")
+        temporary.write_text(json.dumps(known, indent=1, default=str))
+        os.replace(temporary, path)
