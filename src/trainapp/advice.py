@@ -1,9 +1,19 @@
 """When even one sample does not fit: where the memory went, and which settings would make it less."""
 
-from trainapp.config import Config
+import functools
+import logging
+from typing import Any
+
+import torch
+
+from trainapp import activation_checkpointing
+from trainapp.config import ActivationCheckpointing, Config
 from trainapp.console import bytes_text
 from trainapp.incident import Incident
 from trainapp.job import Job
+from trainapp.trace import traced_peak
+
+log = logging.getLogger(__name__)
 
 
 def memory_report(config: Config, job: Job, failure: Incident) -> str:
@@ -29,15 +39,34 @@ def memory_report(config: Config, job: Job, failure: Incident) -> str:
 
 
 def _savings(config: Config, job: Job, static: dict[str, int], failure: Incident) -> list[tuple[int, str]]:
-    """`(bytes, setting)`: computed from the sizes of the parts."""
+    """`(bytes, setting)`: states from the sizes of their tensors, the rest traced without using memory."""
     state = static["optimizer_state"]
-    activations = failure.parts["activations"]
     found = [
         (static["weight_average"], "train.ema=null: no average of the weights"),
         (state, "optimizer=sgd optimizer.momentum=0: no optimizer state"),
     ]
     if "Adam" in config.optimizer.target:
         found.append((state // 2, "optimizer=sgd: one moment for each parameter instead of two"))
+    saving = functools.partial(_traced_saving, job, failure.old_size)
     if job.state.precision.mode in ("fp32", "tf32"):
-        found.append((activations // 2, "precision=bf16: about half of the activations (an estimate)"))
+        bf16 = torch.autocast(job.state.device.type, torch.bfloat16)
+        found.append((saving(autocast=bf16), "precision=bf16: smaller activations"))
+    if config.activation_checkpointing.mode == "none":
+        for mode in ("full", "selective"):
+            settings = ActivationCheckpointing(mode=mode)
+            change = functools.partial(activation_checkpointing.apply, settings=settings)
+            found.append((saving(change=change), f"activation_checkpointing={mode}: computed again, not kept"))
     return found
+
+
+def _traced_saving(job: Job, samples: int, **other: Any) -> int:
+    """Bytes that a step of `samples` would need less with another autocast or a changed model; 0 if not traceable."""
+    state = job.state
+    try:
+        batch = job.batches.example(samples)
+        now = {"autocast": state.precision.autocast}
+        before = traced_peak(state.model, job.task, batch, **now)
+        return before - traced_peak(state.model, job.task, batch, **now | other)
+    except Exception as error:  # a model that looks at its data; the report is worth more than this line of it
+        log.debug("the model could not be traced: %s", error)
+        return 0

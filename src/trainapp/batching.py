@@ -7,7 +7,7 @@ so that a retry or a resume may change all three and still see the same samples.
 import itertools
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, default_collate
 
+from trainapp.batches import map_tensors
 from trainapp.state import Progress, preserved_rng
 
 _CPU = torch.device("cpu")
@@ -44,17 +45,6 @@ def epoch_order(seed: int, epoch: int, samples: int) -> list[int]:
     """The order of an epoch: a permutation of range(samples), a pure function of its arguments."""
     generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
     return torch.randperm(samples, generator=generator).tolist()
-
-
-def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], batch: Any) -> Any:
-    """`function` of every tensor in nested dicts, lists and tuples."""
-    if isinstance(batch, torch.Tensor):
-        return function(batch)
-    if isinstance(batch, dict):
-        return {key: map_tensors(function, value) for key, value in batch.items()}
-    if isinstance(batch, (list, tuple)):
-        return type(batch)(map_tensors(function, value) for value in batch)
-    return batch
 
 
 @dataclass(frozen=True)
@@ -222,6 +212,10 @@ class TrainBatches:
         for _ in self._cut(self.indices(progress), size, parts):
             yield next(self._open)
         self._position = (*self.after(progress.epoch, progress.consumed), size, parts)
+
+    def example(self, samples: int) -> Any:
+        """The first samples of the data set as a batch, on the host."""
+        return self._source.fetcher[Request(0, list(range(min(samples, self.samples))))]
 
     def advance(self, progress: Progress) -> None:
         """Count the step's samples as trained."""

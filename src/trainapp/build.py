@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainapp import memory, precision, targets, tasks
+from trainapp import activation_checkpointing, memory, precision, targets, tasks
 from trainapp.batching import EvalBatches, TrainBatches, worker_count
 from trainapp.checkpoint import Checkpoints
 from trainapp.config import Config
@@ -240,6 +240,7 @@ def _model(config: Config, kind: Any, spec: dict[str, Any], device: torch.device
             log.warning("model.init_from: not loaded, left as initialised: %s", ", ".join(skipped))
     model.to(device)
     model.train()
+    activation_checkpointing.apply(model, config.activation_checkpointing)
     if config.train.compile:
         model.compile()
     return model

@@ -139,6 +139,12 @@ class Accumulation:
 
 
 @section
+class ActivationCheckpointing:
+    mode: Literal["none", "full", "selective"] = "none"
+    every: PositiveInt = 1
+
+
+@section
 class Memory:
     limit: MemorySize | None = None
     expandable_segments: Bool = True
@@ -196,6 +202,7 @@ class Config:
     precision: Precision = field(default_factory=Precision)
     schedule: Schedule = field(default_factory=Schedule)
     accumulation: Accumulation = field(default_factory=Accumulation)
+    activation_checkpointing: ActivationCheckpointing = field(default_factory=ActivationCheckpointing)
     memory: Memory = field(default_factory=Memory)
     oom: Oom = field(default_factory=Oom)
     checkpointing: Checkpointing = field(default_factory=Checkpointing)

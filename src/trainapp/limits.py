@@ -33,14 +33,15 @@ class MemoryLimitExceeded(torch.OutOfMemoryError):
 class LiveTensors(TorchDispatchMode):
     """While active, counts the bytes of CPU storages that operations create, until they are freed.
 
-    limit: bytes, or None to count only. Attributes: `live` and `peak`, in bytes, with what `register` was given;
+    limit: bytes, or None to count only; devices: those that count, None for all.
+    Attributes: `live` and `peak`, in bytes, with what `register` was given;
     `events`, `(storage number, bytes)` for each allocation and `(number, -bytes)` for each free; `kinds`, the kind of
     those storages that are known.
     """
 
-    def __init__(self, limit: int | None = None):
+    def __init__(self, limit: int | None = None, devices: tuple[str, ...] | None = ("cpu",)):
         super().__init__()
-        self.limit = limit
+        self.limit, self.devices = limit, devices
         self.live = self.peak = 0
         self.events: list[tuple[int, int]] = []
         self.kinds: dict[int, str] = {}
@@ -80,7 +81,7 @@ class LiveTensors(TorchDispatchMode):
         return result
 
     def _count(self, tensor: torch.Tensor) -> int:
-        if tensor.device.type != "cpu":
+        if self.devices is not None and tensor.device.type not in self.devices:
             return 0
         storage = tensor.untyped_storage()
         key = storage._cdata

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from trainapp import timeline
+from trainapp.batches import batch_length
 from trainapp.finite import gradient_norm
 from trainapp.job import Job, Sums
-from trainapp.search import batch_length
 from trainapp.state import preserved_rng
 from trainapp.tasks import evaluate_metrics
 

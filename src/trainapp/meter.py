@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from trainapp.batches import tensors_in
 from trainapp.memory import DeviceMemory, HostMemory, optimizer_tensors, static_bytes
-from trainapp.search import tensors_in
 from trainapp.state import TrainState
 
 

@@ -27,6 +27,7 @@ def describe(config: Config, job: Job, world: int = 1) -> dict[str, Any]:
         "data": [config.data.target, {k: v for k, v in config.data.arguments.items() if not str(k).endswith("size")}],
         "task": config.task,
         "precision": config.precision.mode,
+        "activation_checkpointing": [config.activation_checkpointing.mode, config.activation_checkpointing.every],
         "compile": config.train.compile,
         "average": config.train.ema is not None,
         "optimizer": [config.optimizer.target, config.optimizer.arguments, config.optimizer.fused],

@@ -5,12 +5,11 @@ measured peak predicts to fit, or else the middle between the largest that worke
 failed try costs that one step's retry. The search ends when the two bounds are within 5% of each other.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
+from trainapp.batches import batch_length, narrow, shape_of
 
 CLOSE_ENOUGH = 0.95  # of the smallest size that failed
 HEADROOM = 0.98  # of the budget: what a prediction may use
@@ -89,41 +88,6 @@ class SizeSearch:
         self.size = self.works or max(self.smallest, self.size // 2)
         self.clean, self.settled = 0, False
         return True
-
-
-def shape_of(batch: Any) -> int:
-    """The bucket of a batch's shape: the numbers in one sample, rounded up to a power of two. 0 without tensors."""
-    tensors = list(tensors_in(batch))
-    samples = batch_length(batch)
-    if not samples:
-        return 0
-    return 1 << max(0, math.ceil(math.log2(max(1, sum(t.numel() for t in tensors) / samples))))
-
-
-def batch_length(batch: Any) -> int:
-    """Samples in a batch: the first dimension of its first tensor."""
-    first = next(tensors_in(batch), None)
-    return 0 if first is None or first.ndim == 0 else len(first)
-
-
-def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested dicts, lists and tuples."""
-    if isinstance(batch, torch.Tensor):
-        yield batch
-    elif isinstance(batch, (dict, list, tuple)):
-        for value in batch.values() if isinstance(batch, dict) else batch:
-            yield from tensors_in(value)
-
-
-def narrow(batch: Any, start: int, length: int, samples: int) -> Any:
-    """Samples [start, start + length) of a batch of `samples`: views, no copies."""
-    if isinstance(batch, torch.Tensor):
-        return batch[start : start + length] if batch.ndim and len(batch) == samples else batch
-    if isinstance(batch, dict):
-        return {key: narrow(value, start, length, samples) for key, value in batch.items()}
-    if isinstance(batch, (list, tuple)):
-        return type(batch)(narrow(value, start, length, samples) for value in batch)
-    return batch
 
 
 @dataclass
