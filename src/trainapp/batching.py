@@ -9,7 +9,7 @@ import os
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -53,6 +53,14 @@ class Request:
 
     epoch: int
     indices: list[int]
+
+
+class MicroBatch(NamedTuple):
+    """last: of its step. real: False for one that only keeps this rank in step with ranks that have more samples."""
+
+    data: Any
+    last: bool
+    real: bool
 
 
 class Fetcher(Dataset):
@@ -198,8 +206,8 @@ class TrainBatches:
         """This rank's samples of the coming step."""
         return self._local(progress.epoch, progress.consumed)
 
-    def micro_batches(self, progress: Progress, size: int, parts: int | None = None) -> Iterator[Any]:
-        """The coming step's micro-batches, on the device.
+    def micro_batches(self, progress: Progress, size: int, parts: int | None = None) -> Iterator[MicroBatch]:
+        """The coming step's micro-batches, on the device; as many on every rank.
 
         parts: cut evenly into at least so many; None cuts off `size` at a time. What was fetched ahead for another
         position or another cut is dropped: the samples are fetched again.
@@ -209,8 +217,9 @@ class TrainBatches:
             self._open = iter(())  # ends the workers' old round before the new one begins
             self._open = self._source.open(self._requests(*here))
         self._position = None  # a step that is given up leaves the iterator in the middle
-        for _ in self._cut(self.indices(progress), size, parts):
-            yield next(self._open)
+        pieces = self._pieces(*here)
+        for number, piece in enumerate(pieces, start=1):
+            yield MicroBatch(next(self._open), last=number == len(pieces), real=bool(piece))
         self._position = (*self.after(progress.epoch, progress.consumed), size, parts)
 
     def example(self, samples: int) -> Any:
@@ -229,13 +238,19 @@ class TrainBatches:
 
     def _requests(self, epoch: int, consumed: int, size: int, parts: int | None) -> Iterator[Request]:
         while True:
-            for part in self._cut(self._local(epoch, consumed), size, parts):
-                yield Request(epoch, part)
+            for piece in self._pieces(epoch, consumed, size, parts):
+                yield Request(epoch, piece or [0])
             epoch, consumed = self.after(epoch, consumed)
 
-    @staticmethod
-    def _cut(indices: list[int], size: int, parts: int | None) -> list[list[int]]:
-        return cut(indices, size) if parts is None else cut_evenly(indices, max(parts, -(-len(indices) // size)))
+    def _pieces(self, epoch: int, consumed: int, size: int, parts: int | None) -> list[list[int]]:
+        """This rank's micro-batches: as many as the rank with the most samples has, some of them perhaps empty."""
+        local = self._local(epoch, consumed)
+        most = -(-min(self.global_size, self.epoch_samples - consumed) // self.world)
+        count = max(-(-most // size), min(parts or 1, most))
+        pieces = cut(local, size) if parts is None else cut_evenly(local, count)
+        if len(pieces) < count:
+            pieces = cut_evenly(local, count)
+        return pieces + [[]] * (count - len(pieces))
 
     def _local(self, epoch: int, consumed: int) -> list[int]:
         if self._order[0] != epoch:
@@ -246,17 +261,36 @@ class TrainBatches:
 
 
 class EvalBatches:
-    """The evaluation samples in their own order; each rank has its share, and each sample is seen once."""
+    """The evaluation samples in their own order; each rank has its share, and each sample is seen once.
 
-    def __init__(self, dataset: Dataset, *, seed: int, device: torch.device, workers: int = 0, rank=0, world=1):
+    equal: as many batches on every rank, for models whose forward is a joint work.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        *,
+        seed: int,
+        device: torch.device,
+        workers: int = 0,
+        rank: int = 0,
+        world: int = 1,
+        equal: bool = False,
+    ):
         samples = len(dataset)
         self.start, self.end = (samples * r // world for r in (rank, rank + 1))
+        self.most = max(samples * (r + 1) // world - samples * r // world for r in range(world))
+        self.equal = equal
         self._source = Batches(dataset, seed, workers, device)
 
-    def from_sample(self, done: int, size: int) -> Iterator[Any]:
+    def from_sample(self, done: int, size: int) -> Iterator[MicroBatch]:
         """Batches of this rank's share, after the first `done` samples of it."""
-        parts = cut(list(range(self.start + done, self.end)), size)
-        return self._source.open(Request(0, part) for part in parts)
+        pieces = cut(list(range(self.start + done, self.end)), size)
+        if self.equal:
+            pieces += [[]] * (-(-(self.most - done) // size) - len(pieces))
+        batches = self._source.open(Request(0, piece or [0]) for piece in pieces)
+        for piece, batch in zip(pieces, batches, strict=True):
+            yield MicroBatch(batch, last=piece is pieces[-1], real=bool(piece))
 
 
 def worker_count(setting: int | str, dataset: Dataset, ranks: int = 1) -> int:

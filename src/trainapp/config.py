@@ -164,6 +164,37 @@ class Oom:
 
 
 @section
+class Ddp:
+    bucket_mb: PositiveFloat = 25.0
+    static_graph: Bool = False
+    find_unused_parameters: Bool = False
+
+
+@section
+class Fsdp:
+    reshard_after_forward: Bool = True
+    cpu_offload: Bool = False
+    prefetch: PositiveInt = 1
+    replicas: PositiveInt = 1
+    sync_every_micro_batch: Bool = True
+    meta_init: Bool = False
+
+
+@section
+class Parallel:
+    strategy: Literal["single", "ddp", "fsdp"] = "single"
+    devices: Auto | PositiveInt = "auto"
+    nodes: PositiveInt = 1
+    endpoint: Str | None = None
+    run_id: Str | None = None
+    max_restarts: NonNegativeInt = 3
+    timeout: PositiveFloat = 600.0
+    arm: Literal["unproven", "always", "never"] = "unproven"
+    ddp: Ddp = field(default_factory=Ddp)
+    fsdp: Fsdp = field(default_factory=Fsdp)
+
+
+@section
 class Checkpointing:
     resume: Str = "auto"
     save: Bool = True
@@ -202,6 +233,7 @@ class Config:
     precision: Precision = field(default_factory=Precision)
     schedule: Schedule = field(default_factory=Schedule)
     accumulation: Accumulation = field(default_factory=Accumulation)
+    parallel: Parallel = field(default_factory=Parallel)
     activation_checkpointing: ActivationCheckpointing = field(default_factory=ActivationCheckpointing)
     memory: Memory = field(default_factory=Memory)
     oom: Oom = field(default_factory=Oom)

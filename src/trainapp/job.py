@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from trainapp.batching import EvalBatches, TrainBatches
@@ -11,6 +12,8 @@ from trainapp.finite import FiniteGuard
 from trainapp.memory import DeviceMemory
 from trainapp.meter import Meter
 from trainapp.optim.schedules import Schedule
+from trainapp.parallel.ranks import Alone
+from trainapp.parallel.strategies import Single
 from trainapp.signals import StopRequest
 from trainapp.state import RestorePoint, TrainState
 from trainapp.tasks import Task
@@ -32,6 +35,15 @@ class Sums:
         for name, value in metrics.items():
             self.metrics[name] = self.metrics.get(name, 0) + value
 
+    def over(self, ranks: Alone) -> "Sums":
+        """The sums over all ranks."""
+        if ranks.world == 1:
+            return self
+        names = sorted(self.metrics)
+        values = [self.loss, self.count, *(self.metrics[name] for name in names)]
+        loss, count, *metrics = ranks.total(torch.stack([torch.as_tensor(v, dtype=torch.float64) for v in values]))
+        return Sums(loss, count, dict(zip(names, metrics, strict=True)), self.samples)
+
     def means(self) -> dict[str, float]:
         """`{"loss": ..., metric: ...}`. Waits for the device."""
         count = max(1, int(self.count))
@@ -43,6 +55,8 @@ class Job:
     """Everything that the loop works with. `phase` tells where it is, for whoever catches an error."""
 
     state: TrainState
+    strategy: Single
+    ranks: Alone
     task: Task
     batches: TrainBatches
     eval_batches: EvalBatches | None
@@ -71,6 +85,8 @@ class Job:
     retried: tuple | None = None  # the attempt that was last repeated at its own size
     evaluation: Sums = field(default_factory=Sums)  # what an interrupted evaluation has finished
     saved_at: int = 0
+    stopping: int = 0  # the signal that all ranks agreed to stop for
+    arm: str = "unproven"  # when ranks vote on running out of memory
 
     @property
     def finished(self) -> bool:

@@ -16,6 +16,7 @@ from trainapp import timeline
 from trainapp.batches import batch_length
 from trainapp.finite import gradient_norm
 from trainapp.job import Job, Sums
+from trainapp.meter import spread
 from trainapp.state import preserved_rng
 from trainapp.tasks import evaluate_metrics
 
@@ -31,7 +32,7 @@ def train(job: Job) -> None:
         job.state.average.catch_up(progress.step)
         if job.eval_batches is not None and job.due(job.eval_every, progress.evaluated_at):
             evaluate(job)
-        ends = job.finished or job.stop.signal is not None
+        ends = job.finished or job.stopping > 0
         if job.due(job.save_every, job.saved_at) or (ends and job.saved_at != progress.step):
             save(job)
         if ends:
@@ -46,6 +47,8 @@ def train_step(job: Job) -> None:
     job.restore_point.take()
     if progress.step + 1 in job.size_plan:
         state.micro.force(job.size_plan.pop(progress.step + 1))
+    job.ranks.start_agreement(lambda: job.stop.signal or 0)
+    job.ranks.armed = job.arm == "always" or (job.arm == "unproven" and not state.micro.proven)
     logs = job.logs_coming_step
     watched = logs or not state.micro.proven or job.draws_coming_step
     if watched:
@@ -68,8 +71,8 @@ def train_step(job: Job) -> None:
             log(job, sums, norm)
     else:
         progress.skipped += 1
-    for size in state.micro.succeeded(job.meter.static_bytes, memory.step_peak, memory.budget).values():
-        job.tracker.note(f"step {progress.step + 1} tries a larger micro-batch: {size}")
+    look_for_larger_size(job)
+    job.stopping = job.ranks.finish_agreement()
 
 
 def accumulate_gradients(job: Job, logs: bool) -> Sums:
@@ -78,13 +81,17 @@ def accumulate_gradients(job: Job, logs: bool) -> Sums:
     state.optimizer.zero_grad(set_to_none=True)
     # The true count is known at the end only (padding); what was scaled by samples is put right in `clip`.
     weight = job.meter.weight(job.batches.step_samples(state.progress))
-    for fetched in job.meter.timed(job.batches.micro_batches(state.progress, state.micro.size, job.accumulation)):
-        for batch in state.micro.split(fetched):
-            watched = logs or state.micro.watched
-            with job.memory.watch(job.meter.resident(batch)) if watched else contextlib.nullcontext():
-                backward(job, batch, weight, sums, logs)
-            job.phase = "data"
-    return sums
+    micro_batches = job.batches.micro_batches(state.progress, state.micro.size, job.accumulation)
+    for micro in job.meter.timed(micro_batches):
+        with job.strategy.micro_batch(micro.last):
+            for batch in state.micro.split(micro.data):
+                watched = logs or state.micro.watched
+                with job.memory.watch(job.meter.resident(batch)) if watched else contextlib.nullcontext():
+                    backward(job, batch, weight if micro.real else weight * 0, sums if micro.real else Sums(), logs)
+                job.phase = "data"
+    job.phase = "gradients"
+    job.strategy.gradients_ready()
+    return sums.over(job.ranks)
 
 
 def backward(job: Job, batch: Any, weight: Tensor, sums: Sums, logs: bool) -> None:
@@ -92,7 +99,7 @@ def backward(job: Job, batch: Any, weight: Tensor, sums: Sums, logs: bool) -> No
     precision = job.state.precision
     job.phase = "forward"
     with precision.autocast:
-        loss, count, metrics = job.task(job.state.model, batch)
+        loss, count, metrics = job.task(job.strategy.forward, batch)
     job.phase = "backward"
     precision.scaler.scale(loss).backward(gradient=weight)
     job.phase = "metric"
@@ -102,9 +109,9 @@ def backward(job: Job, batch: Any, weight: Tensor, sums: Sums, logs: bool) -> No
 def clip(job: Job, sums: Sums) -> Tensor:
     """Unscale, divide by the true count, clip once. Returns the gradient norm before clipping."""
     job.phase = "clip"
-    job.state.precision.scaler.unscale_(job.state.optimizer)
+    job.state.precision.unscale(job.state.optimizer, job.strategy.agree_on_overflow)
     gradients = [p.grad for p in job.meter.parameters if p.grad is not None]
-    norm, factor = gradient_norm(gradients), None
+    norm, factor = job.strategy.norm(gradient_norm(gradients)), None
     if isinstance(sums.count, Tensor) or sums.count != job.batches.step_samples(job.state.progress):
         count = sums.count.clamp(min=1) if isinstance(sums.count, Tensor) else max(1, sums.count)
         factor = torch.as_tensor(job.batches.step_samples(job.state.progress) / count, device=norm.device)
@@ -136,6 +143,17 @@ def commit(job: Job, sums: Sums, norm: Tensor) -> bool:
     return job.guard.applied(not overflowed, state.progress.step)
 
 
+def look_for_larger_size(job: Job) -> None:
+    """After clean steps, try a size between what works and what failed; all ranks the same."""
+    micro, memory, searching = job.state.micro, job.memory, not job.state.micro.settled
+    before = micro.size
+    micro.succeeded(job.meter.static_bytes, memory.step_peak, memory.budget)
+    if searching and job.ranks.world > 1:
+        micro.agree(job.ranks.smallest)
+    if micro.size > before:
+        job.tracker.note(f"step {job.state.progress.step + 1} tries a larger micro-batch: {micro.size}")
+
+
 def log(job: Job, sums: Sums, norm: Tensor) -> None:
     """The step's numbers. Waits for the device."""
     job.guard.check()
@@ -146,6 +164,7 @@ def log(job: Job, sums: Sums, norm: Tensor) -> None:
         "grad_norm": float(norm),
     }
     scalars |= job.meter.scalars(batches.accumulation(job.state.micro.size, job.accumulation))
+    scalars |= spread(job.ranks.gather(job.memory.peak_of_window), "memory/peak")
     job.tracker.log(progress.step, progress.samples, scalars, job.objective[1])
 
 
@@ -155,13 +174,17 @@ def evaluate(job: Job) -> None:
     state, progress, started = job.state, job.state.progress, time.monotonic()
     job.guard.check()
     job.phase, job.attempt_started = "evaluate", started
+    job.ranks.armed = job.arm == "always" or (job.arm == "unproven" and not state.eval_micro.proven)
+    job.strategy.share_buffers()
     state.model.eval()
     with preserved_rng(state.device), state.average.in_place_of_weights():
-        for fetched in job.eval_batches.from_sample(job.evaluation.samples, state.eval_micro.size):
-            for batch in state.eval_micro.split(fetched):
-                evaluate_batch(job, batch)
+        for micro in job.eval_batches.from_sample(job.evaluation.samples, state.eval_micro.size):
+            for batch in state.eval_micro.split(micro.data):
+                evaluate_batch(job, batch, micro.real)
+    if job.strategy.equal_batches:
+        job.strategy.gradients_ready()
     state.model.train()
-    means, job.evaluation = job.evaluation.means(), Sums()
+    means, job.evaluation = job.evaluation.over(job.ranks).means(), Sums()
     progress.evaluated_at = progress.step
     job.meter.pause(time.monotonic() - started)
     job.tracker.evaluated(progress.step, progress.samples, means)
@@ -171,7 +194,7 @@ def evaluate(job: Job) -> None:
         progress.best, progress.best_step = means[metric], progress.step
 
 
-def evaluate_batch(job: Job, batch: Any) -> None:
+def evaluate_batch(job: Job, batch: Any, real: bool) -> None:
     """One evaluation micro-batch. Its sums count only once all of it is done."""
     state, memory = job.state, job.memory
     watched = state.eval_micro.watched
@@ -179,9 +202,10 @@ def evaluate_batch(job: Job, batch: Any) -> None:
         memory.begin_step()
     with memory.watch(job.meter.resident(batch)) if watched else contextlib.nullcontext():
         with state.precision.autocast:
-            loss, count, metrics = job.task(state.model, batch)
+            loss, count, metrics = job.task(job.strategy.evaluate, batch)
         finished = evaluate_metrics(metrics)
-    job.evaluation.add(loss, count, finished, batch_length(batch))
+    if real:
+        job.evaluation.add(loss, count, finished, batch_length(batch))
     state.eval_micro.succeeded(job.meter.static_bytes, memory.step_peak, memory.budget)
 
 

@@ -54,6 +54,7 @@ class DeviceMemory:
                 f"memory.limit={settings.limit}: {self.limit} bytes are more than the {total} bytes that {device} has"
             )
         self.peak = 0  # of the whole run
+        self.peak_of_window = 0  # the log window that `window` last closed
         self.step_peak = 0  # since `begin_step`, where it was measured
         self.out_of_memory_count = 0
         self.module_path = ModulePath()
@@ -97,7 +98,7 @@ class DeviceMemory:
         gc.collect()
 
     def _scalars(self, allocated: int, reserved: int, peak: int, retries: int = 0) -> dict[str, float]:
-        self.peak = max(self.peak, peak)
+        self.peak, self.peak_of_window = max(self.peak, peak), peak
         return {
             "memory/allocated": allocated,
             "memory/reserved": reserved,

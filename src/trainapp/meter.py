@@ -11,6 +11,19 @@ from trainapp.memory import DeviceMemory, HostMemory, optimizer_tensors, static_
 from trainapp.state import TrainState
 
 
+def spread(values: list[float], name: str) -> dict[str, float]:
+    """The least and the most of what each rank measured, and whose it was. Nothing for a single rank."""
+    if len(values) == 1:
+        return {}
+    least, most = min(values), max(values)
+    return {
+        f"{name}_min": least,
+        f"{name}_min_rank": values.index(least),
+        f"{name}_max": most,
+        f"{name}_max_rank": values.index(most),
+    }
+
+
 class Meter:
     """Counts samples and seconds since the last log step, and since the start."""
 

@@ -9,6 +9,7 @@
 """
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +28,12 @@ class Precision:
     compute_dtype: torch.dtype
     autocast: contextlib.AbstractContextManager
     scaler: torch.amp.GradScaler
+
+    def unscale(self, optimizer: torch.optim.Optimizer, agree: Callable[[list[torch.Tensor]], None]) -> None:
+        """Divide the gradients by the loss scale; `agree` makes an overflow that one rank found known to all."""
+        if self.scaler.is_enabled():
+            self.scaler.unscale_(optimizer)
+            agree(list(self.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()))
 
     def reset_scaler(self) -> None:
         """Forget a step that was given up between unscaling and stepping; the scale itself stays."""

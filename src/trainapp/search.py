@@ -5,7 +5,7 @@ measured peak predicts to fit, or else the middle between the largest that worke
 failed try costs that one step's retry. The search ends when the two bounds are within 5% of each other.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -101,6 +101,7 @@ class Sizes:
     clean_steps: int = 3
     grow: bool = True
     smallest: int = 1
+    one_shape: bool = False  # all data in one bucket: ranks could not agree on the buckets of their own batches
     searches: dict[int, SizeSearch] = field(default_factory=dict)
     current: int | None = None
     ran: dict[int, int] = field(default_factory=dict)  # largest micro-batch of each bucket since the last commit
@@ -132,7 +133,7 @@ class Sizes:
 
     def split(self, batch: Any) -> Iterator[Any]:
         """Cut what was fetched to the size in force for its shape. Most often it is one piece already."""
-        bucket, samples = shape_of(batch), batch_length(batch)
+        bucket, samples = 0 if self.one_shape else shape_of(batch), batch_length(batch)
         size = self.search(bucket).size
         self.current = bucket
         if samples <= size or not samples:
@@ -167,6 +168,14 @@ class Sizes:
 
     def _largest_bucket(self) -> int:
         return max(self.searches, key=lambda bucket: self.searches[bucket].size, default=0)
+
+    def agree(self, smallest: Callable[[int], int]) -> None:
+        """Take the smallest of the ranks' sizes; the search ends for all where it ends for one."""
+        for search in self.searches.values():
+            size = smallest(search.size)
+            search.settled = not smallest(int(not search.settled))
+            if size != search.size:
+                search.size, search.clean = size, 0
 
     def force(self, size: int) -> None:
         """Set the size of every shape, as a schedule asks."""
