@@ -1,0 +1,102 @@
+"""Runs the real command line in a subprocess, and reads what a run leaves behind."""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+# What Hydra and the log write by themselves before a run does anything.
+OWN_FILES = {".hydra/config.yaml", ".hydra/hydra.yaml", ".hydra/overrides.yaml", "trainapp.log"}
+
+
+def environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
+    """This process's environment with one thread for each run, and `env` over it."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **(env or {})}
+
+
+def run_cli(
+    *overrides: str,
+    cwd: Path,
+    env: Mapping[str, str] | None = None,
+    timeout: float = 120,
+    command: Sequence[str] = (sys.executable, "-m", "trainapp"),
+) -> subprocess.CompletedProcess:
+    """`python -m trainapp OVERRIDES` in `cwd`, to its end. Never raises for its exit code."""
+    return subprocess.run(
+        [*command, *overrides],
+        cwd=cwd,
+        env=environment(env),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
+def train(run_dir: Path, *overrides: str, **options: Any) -> subprocess.CompletedProcess:
+    """A run in `run_dir` that has to succeed."""
+    run_dir.parent.mkdir(parents=True, exist_ok=True)
+    options.setdefault("cwd", run_dir.parent)
+    done = run_cli(*overrides, f"hydra.run.dir={run_dir}", **options)
+    assert done.returncode == 0, f"{shlex.join(overrides)}\n{done.stdout}{done.stderr}"
+    return done
+
+
+def metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """The log steps, one dictionary each."""
+    return _lines(run_dir / "metrics.jsonl")
+
+
+def evaluations(run_dir: Path) -> list[dict[str, Any]]:
+    """The evaluations, one dictionary each."""
+    return _lines(run_dir / "evaluations.jsonl")
+
+
+def result(run_dir: Path) -> dict[str, Any]:
+    """How the run ended."""
+    return json.loads((run_dir / "result.json").read_text())
+
+
+def incidents(run_dir: Path) -> list[dict[str, Any]]:
+    """The out-of-memory errors of a run, in order."""
+    return [json.loads(path.read_text()) for path in sorted((run_dir / "oom").glob("*.json"))]
+
+
+def scalars(run_dir: Path) -> dict[str, dict[int, float]]:
+    """`{tag: {step: value}}` from TensorBoard's event files; values are 32-bit floats there."""
+    accumulator = _events(run_dir)
+    return {
+        tag: {event.step: event.value for event in accumulator.Scalars(tag)} for tag in accumulator.Tags()["scalars"]
+    }
+
+
+def texts(run_dir: Path) -> dict[str, list[tuple[int, str]]]:
+    """`{tag: [(step, text), ...]}` from TensorBoard's event files; a step may have several."""
+    accumulator = _events(run_dir)
+    return {
+        tag.removesuffix("/text_summary"): [
+            (event.step, event.tensor_proto.string_val[0].decode()) for event in accumulator.Tensors(tag)
+        ]
+        for tag in accumulator.Tags()["tensors"]
+    }
+
+
+def files(folder: Path) -> set[str]:
+    """Every file under a folder, as relative paths with forward slashes."""
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def _events(run_dir: Path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # late: a second
+
+    accumulator = EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"scalars": 0, "tensors": 0})
+    accumulator.Reload()
+    return accumulator
