@@ -35,7 +35,7 @@ def job(composed: DictConfig) -> float | None:
         settings = config.from_hydra(composed, run_dir, _command(hydra_config, run_dir))
         from trainapp import launch  # late: it brings torch
 
-        return launch.launch(settings).objective
+        return launch.launch(settings)
     except Exception as error:
         if _is_sweep(hydra_config):
             _log_failure(error)  # Hydra shows only the first failed job's error and leaves its log empty

@@ -23,38 +23,41 @@ from trainapp.meter import Meter
 from trainapp.models.weights import load_weights
 from trainapp.optim import schedules
 from trainapp.optim.optimizers import build_optimizer
+from trainapp.parallel.ranks import Alone
+from trainapp.parallel.strategies import Replicated, Single, shard
 from trainapp.search import Sizes
 from trainapp.signals import StopRequest
 from trainapp.state import RestorePoint, TrainState, seed_everything
-from trainapp.tracking import Tracker
+from trainapp.tracking import SilentTracker, Tracker
 
 log = logging.getLogger(__name__)
 
 
-def build(config: Config, stop: StopRequest) -> Job:
+def build(config: Config, stop: StopRequest, ranks: Alone) -> Job:
     """Everything but the tracker, which needs to know where the run begins. Raises UserError for what does not fit."""
     kinds = _locate_all(config)
     train_data, eval_data, spec = _datasets(config, kinds["data"])
-    device = choose_device(config.train.device)
+    device = ranks.device if ranks.world > 1 else choose_device(config.train.device)
     _global_switches(config, device)
     seed_everything(config.train.seed)
     numerics = precision.build(config.precision, device)
     model = _model(config, kinds["model"], spec, device)
+    strategy = _spread(config, model, ranks, numerics.compute_dtype)
     device_memory = memory.build(config.memory, device)
     state = TrainState(
         model=model,
         optimizer=build_optimizer(config.optimizer, model, device, config.user_packages),
         precision=numerics,
         average=WeightAverage(model, config.train.ema),
-        micro=_sizes(config, _micro_size(config), getattr(model, "smallest_micro_batch", 1)),
-        eval_micro=_sizes(config, _eval_size(config, eval_data)),
+        micro=_sizes(config, _micro_size(config, ranks.world), ranks, getattr(model, "smallest_micro_batch", 1)),
+        eval_micro=_sizes(config, _eval_size(config, eval_data, ranks.world), ranks),
         device=device,
         seed=config.train.seed,
         global_size=config.batch.global_size,
     )
     for group in state.optimizer.param_groups:
         group["initial_lr"] = group["lr"]
-    workers = worker_count(config.loader.num_workers, train_data)
+    workers = worker_count(config.loader.num_workers, train_data, ranks.world // config.parallel.nodes)
     batches = TrainBatches(
         train_data,
         global_size=config.batch.global_size,
@@ -62,6 +65,8 @@ def build(config: Config, stop: StopRequest) -> Job:
         device=device,
         workers=workers,
         drop_last=config.loader.drop_last,
+        rank=ranks.rank,
+        world=ranks.world,
     )
     if batches.epoch_samples == 0:
         raise UserError(
@@ -74,11 +79,22 @@ def build(config: Config, stop: StopRequest) -> Job:
     length = _run_length(config, batches, batches.steps_per_epoch)
     return Job(
         state=state,
+        strategy=strategy,
+        ranks=ranks,
+        arm=config.parallel.arm,
         task=kinds["task"] or getattr(tasks, train_data.task),
         batches=batches,
         eval_batches=None
         if eval_data is None
-        else EvalBatches(eval_data, seed=config.train.seed, device=device, workers=workers),
+        else EvalBatches(
+            eval_data,
+            seed=config.train.seed,
+            device=device,
+            workers=workers,
+            rank=ranks.rank,
+            world=ranks.world,
+            equal=strategy.equal_batches,
+        ),
         schedule=schedules.build(config.schedule, length),
         memory=device_memory,
         meter=Meter(state, device_memory),
@@ -115,7 +131,8 @@ def require_room(device_memory: memory.DeviceMemory, state: TrainState) -> None:
 def start_tracking(config: Config, job: Job) -> None:
     """Open the run's files, at the step where it begins or goes on."""
     length = _run_length(config, job.batches, job.batches.steps_per_epoch)
-    job.tracker = Tracker(Path(config.run_dir), job.state.progress.step, length.total_steps, job.config)
+    kind = Tracker if job.ranks.leads else SilentTracker
+    job.tracker = kind(Path(config.run_dir), job.state.progress.step, length.total_steps, job.config)
 
 
 def set_global_size(config: Config, job: Job, size: int) -> None:
@@ -246,6 +263,18 @@ def _model(config: Config, kind: Any, spec: dict[str, Any], device: torch.device
     return model
 
 
+def _spread(config: Config, model: nn.Module, ranks: Alone, compute: torch.dtype) -> Single:
+    """Over the ranks, after activation checkpointing and compilation and before the optimizer."""
+    if ranks.world == 1 and config.parallel.strategy != "fsdp":
+        return Single(model, ranks)
+    if config.parallel.strategy == "ddp":
+        return Replicated(model, ranks, config.parallel.ddp)
+    blocks = activation_checkpointing.blocks_of(model, "parallel=fsdp")
+    # BatchNorm wants its parameters in fp32: such models are gathered so, and autocast casts where it computes.
+    normalised = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
+    return shard(model, blocks, ranks, config.parallel.fsdp, torch.float32 if normalised else compute)
+
+
 def _global_switches(config: Config, device: torch.device) -> None:
     torch.use_deterministic_algorithms(config.train.deterministic)
     torch.autograd.set_detect_anomaly(config.train.detect_anomaly)
@@ -255,23 +284,32 @@ def _global_switches(config: Config, device: torch.device) -> None:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
-def _sizes(config: Config, start: int, smallest: int = 1) -> Sizes:
+def _sizes(config: Config, start: int, ranks: Alone, smallest: int = 1) -> Sizes:
     """Where the search begins. A schedule or a fixed number of micro-batches leaves no larger size to be tried."""
     searches = config.oom.grow and config.oom.schedule is None and config.accumulation.steps == "auto"
-    return Sizes(start, config.oom.clean_steps, grow=searches and config.oom.keep_global_batch, smallest=smallest)
+    return Sizes(
+        start,
+        config.oom.clean_steps,
+        grow=searches and config.oom.keep_global_batch,
+        smallest=smallest,
+        one_shape=ranks.world > 1,
+    )
 
 
-def _micro_size(config: Config) -> int:
+def _micro_size(config: Config, world: int) -> int:
     batch, steps = config.batch, config.accumulation.steps
+    share = -(-batch.global_size // world)
     if steps != "auto":
-        return -(-batch.global_size // steps)
-    return batch.global_size if batch.micro_size == "auto" else batch.micro_size
+        return -(-share // steps)
+    return share if batch.micro_size == "auto" else min(batch.micro_size, share)
 
 
-def _eval_size(config: Config, data: Any) -> int:
-    """Without gradients more fits: auto starts at twice the global batch."""
+def _eval_size(config: Config, data: Any, world: int) -> int:
+    """Without gradients more fits: auto starts at twice this rank's part of the global batch."""
     size = config.batch.eval_micro_size
-    return min(2 * config.batch.global_size, len(data) if data is not None else 1) if size == "auto" else size
+    return (
+        min(-(-2 * config.batch.global_size // world), len(data) if data is not None else 1) if size == "auto" else size
+    )
 
 
 def _run_length(config: Config, batches: TrainBatches, steps_per_epoch: int) -> RunLength:

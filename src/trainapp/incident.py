@@ -13,6 +13,7 @@ from torch import nn
 from trainapp.console import bytes_text
 from trainapp.job import Job
 from trainapp.oom import requested_bytes
+from trainapp.parallel.ranks import PeerOutOfMemory
 
 GIB = 2**30
 
@@ -41,6 +42,8 @@ class Incident:
     action: str = ""
     seconds_lost: float = 0.0
     unused_cache: int = 0
+    by_peer: bool = False  # another rank ran out of memory, not this one
+    culprits: list[tuple[int, str]] = field(default_factory=list)  # the ranks that did, and what they say
     host: bool = False  # the system refused, not `memory.limit` or a device
     events: list[tuple[int, int]] = field(default_factory=list, repr=False)
     kinds: dict[int, str] = field(default_factory=dict, repr=False)
@@ -73,6 +76,8 @@ def describe(job: Job, error: BaseException) -> Incident:
         parts=parts,
         trace=traceback.format_exc(),
         unused_cache=memory.unused_cache(),
+        rank=job.ranks.rank,
+        by_peer=isinstance(error, PeerOutOfMemory),
         host=not isinstance(error, torch.OutOfMemoryError) and memory.device.type == "cpu",
         bucket=(state.eval_micro if phase == "evaluate" else state.micro).current or 0,
     )
@@ -137,10 +142,11 @@ def report(incident: Incident) -> str:
     return "\n".join(rows)
 
 
-def write(incident: Incident, folder: Path, number: int) -> Path:
-    """`folder/NNN_step_S.md` and `.json`. Returns the Markdown file."""
+def write(incident: Incident, folder: Path, number: int, world: int = 1) -> Path:
+    """`folder/NNN_step_S.md` and `.json`, with the rank where there are several. Returns the Markdown file."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{number:03d}_step_{incident.step}.md"
+    rank = f"_rank_{incident.rank}" if world > 1 else ""
+    path = folder / f"{number:03d}_step_{incident.step}{rank}.md"
     path.write_text(report(incident))
     facts: dict[str, Any] = {k: v for k, v in asdict(incident).items() if k not in ("events", "kinds")}
     path.with_suffix(".json").write_text(json.dumps(facts, indent=1) + "\n")

@@ -29,8 +29,13 @@ class Sums:
     metrics: dict[str, Any] = field(default_factory=dict)
     samples: int = 0
 
-    def add(self, loss: Tensor, count: Tensor | int, metrics: dict[str, Tensor], samples: int = 0) -> None:
-        """One more micro-batch."""
+    def add(
+        self, loss: Tensor, count: Tensor | int, metrics: dict[str, Tensor], samples: int = 0, real: bool = True
+    ) -> None:
+        """One more micro-batch; one that is not real adds its metrics' names only."""
+        if not real:
+            loss, count, samples = torch.zeros_like(loss), 0, 0
+            metrics = {name: torch.zeros_like(value) for name, value in metrics.items()}
         self.loss, self.count, self.samples = self.loss + loss, self.count + count, self.samples + samples
         for name, value in metrics.items():
             self.metrics[name] = self.metrics.get(name, 0) + value
@@ -41,7 +46,8 @@ class Sums:
             return self
         names = sorted(self.metrics)
         values = [self.loss, self.count, *(self.metrics[name] for name in names)]
-        loss, count, *metrics = ranks.total(torch.stack([torch.as_tensor(v, dtype=torch.float64) for v in values]))
+        numbers = [torch.as_tensor(value, dtype=torch.float64, device=ranks.device) for value in values]
+        loss, count, *metrics = ranks.total(torch.stack(numbers))
         return Sums(loss, count, dict(zip(names, metrics, strict=True)), self.samples)
 
     def means(self) -> dict[str, float]:

@@ -87,23 +87,26 @@ def accumulate_gradients(job: Job, logs: bool) -> Sums:
             for batch in state.micro.split(micro.data):
                 watched = logs or state.micro.watched
                 with job.memory.watch(job.meter.resident(batch)) if watched else contextlib.nullcontext():
-                    backward(job, batch, weight if micro.real else weight * 0, sums if micro.real else Sums(), logs)
+                    backward(job, batch, weight, sums, logs, micro.real)
                 job.phase = "data"
     job.phase = "gradients"
     job.strategy.gradients_ready()
     return sums.over(job.ranks)
 
 
-def backward(job: Job, batch: Any, weight: Tensor, sums: Sums, logs: bool) -> None:
-    """Forward, loss and backward of one micro-batch: gradients add up in the parameters."""
+def backward(job: Job, batch: Any, weight: Tensor, sums: Sums, logs: bool, real: bool) -> None:
+    """Forward, loss and backward of one micro-batch: gradients add up in the parameters.
+
+    One that is not real takes part in the ranks' joint work and counts for nothing.
+    """
     precision = job.state.precision
     job.phase = "forward"
     with precision.autocast:
         loss, count, metrics = job.task(job.strategy.forward, batch)
     job.phase = "backward"
-    precision.scaler.scale(loss).backward(gradient=weight)
+    precision.scaler.scale(loss).backward(gradient=weight if real else weight * 0)
     job.phase = "metric"
-    sums.add(loss.detach(), count, evaluate_metrics(metrics) if logs else {})
+    sums.add(loss.detach(), count, evaluate_metrics(metrics) if logs else {}, real=real)
 
 
 def clip(job: Job, sums: Sums) -> Tensor:
@@ -204,8 +207,7 @@ def evaluate_batch(job: Job, batch: Any, real: bool) -> None:
         with state.precision.autocast:
             loss, count, metrics = job.task(job.strategy.evaluate, batch)
         finished = evaluate_metrics(metrics)
-    if real:
-        job.evaluation.add(loss, count, finished, batch_length(batch))
+    job.evaluation.add(loss, count, finished, batch_length(batch), real)
     state.eval_micro.succeeded(job.meter.static_bytes, memory.step_peak, memory.budget)
 
 

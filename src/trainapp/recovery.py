@@ -1,8 +1,12 @@
 """What follows an out-of-memory error: the step is taken back, the size changes, everybody is told."""
 
+import contextlib
+import json
 import logging
+import os
 import time
 from pathlib import Path
+from typing import NoReturn
 
 from trainapp import build, incident, timeline
 from trainapp.advice import memory_report
@@ -10,13 +14,16 @@ from trainapp.config import Config
 from trainapp.errors import TrainingStopped
 from trainapp.incident import Incident
 from trainapp.job import Job
+from trainapp.parallel.ranks import OUT_OF_MEMORY_EXIT
 
+RESTART = "restart.json"
 log = logging.getLogger(__name__)
 
 
 def undo_step(job: Job, evaluating: bool) -> None:
     """Back to the start of the step: gradients dropped, memory given back, generators and buffers as they were."""
     state = job.state
+    job.strategy.give_up()
     state.optimizer.zero_grad(set_to_none=True)
     state.precision.reset_scaler()
     state.model.train()
@@ -34,7 +41,8 @@ def change_size(config: Config, job: Job, failure: Incident) -> None:
     sizes = job.state.eval_micro if failure.evaluating else job.state.micro
     failure.old_size = failure.new_size = sizes.search(sizes.current or 0).size
     attempt = (failure.step, failure.evaluating, failure.old_size)
-    if failure.unused_cache > (failure.requested or 0) > 0 and job.retried != attempt:
+    may_fit = failure.by_peer or failure.unused_cache > (failure.requested or 0) > 0
+    if job.ranks.smallest(int(may_fit)) and job.retried != attempt:
         job.retried = attempt
         failure.action = f"micro-batch {failure.old_size} again, after giving back the allocator's unused cache"
         return
@@ -55,10 +63,15 @@ def change_size(config: Config, job: Job, failure: Incident) -> None:
 def record(job: Job, failure: Incident, started: float) -> None:
     """Tell everybody: the terminal at once, oom/ in the run directory, TensorBoard."""
     failure.seconds_lost = time.monotonic() - started
-    log.warning("%s", incident.one_line(failure))
+    if failure.by_peer:
+        ranks = ", ".join(str(rank) for rank, _ in failure.culprits)
+        log.warning("rank %s ran out of memory at step %d: %s", ranks, failure.step, failure.action)
+        return
+    prefix = f"rank {failure.rank}: " if job.ranks.world > 1 else ""
+    log.warning("%s%s", prefix, incident.one_line(failure))
     folder, number = job.tracker.run_dir / "oom", job.memory.out_of_memory_count
     try:
-        path = incident.write(failure, folder, number)
+        path = incident.write(failure, folder, number, job.ranks.world)
         job.memory.dump(path.with_suffix(".snapshot.pickle"))
         picture = None
         if failure.events:
@@ -68,3 +81,32 @@ def record(job: Job, failure: Incident, started: float) -> None:
         job.tracker.incident(incident.report(failure), picture, failure.step)
     except (OSError, MemoryError) as error:  # the run matters more than its record
         log.warning("the incident's record could not be written: %s", error)
+
+
+def leave_for_restart(job: Job, failure: Incident) -> NoReturn:
+    """End this worker; what the next ones need to know is left in the run directory."""
+    search = job.state.eval_micro if failure.evaluating else job.state.micro
+    changed = search.failed()
+    if changed is None:
+        raise TrainingStopped(f"{incident.one_line(failure)}; nothing is left to halve")
+    log.warning(
+        "rank %d: %s: not recoverable in place (%s): all ranks start again from the last checkpoint with micro-batch %d "
+        "instead of %d",
+        job.ranks.rank, incident.one_line(failure),
+        "inside the commit" if failure.phase == "commit" else "no votes are held for a proven size",
+        changed[1], changed[0],
+    )  # fmt: skip
+    incident.write(failure, job.tracker.run_dir / "oom", job.memory.out_of_memory_count, job.ranks.world)
+    hint = {"eval_micro" if failure.evaluating else "micro": changed[1]}
+    (job.tracker.run_dir / RESTART).write_text(json.dumps(hint))
+    logging.shutdown()
+    os._exit(OUT_OF_MEMORY_EXIT)
+
+
+def take_hint(job: Job) -> None:
+    """After such a restart: the sizes that were left for this one."""
+    with contextlib.suppress(OSError, ValueError):
+        hint = json.loads((job.tracker.run_dir / RESTART).read_text())
+        for name, sizes in (("micro", job.state.micro), ("eval_micro", job.state.eval_micro)):
+            if name in hint:
+                sizes.force(min(hint[name], sizes.size))

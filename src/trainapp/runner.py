@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from trainapp.incident import Incident
 from trainapp.job import Job
 from trainapp.oom import is_out_of_memory
 from trainapp.optim.optimizers import lean_optimizer
+from trainapp.parallel.ranks import Alone
 from trainapp.signals import StopRequest
 from trainapp.tracking import RESULT
 
@@ -46,11 +48,11 @@ class Interrupted(SystemExit):
     """A signal ended the run after its step was finished and saved. Ends a sweep, too."""
 
 
-def run(config: Config) -> RunResult:
+def run(config: Config, ranks: Alone | None = None) -> RunResult:
     """One run from start to end. Raises UserError, and Interrupted after a signal."""
     started = time.monotonic()
     with StopRequest() as stop, contextlib.ExitStack() as stack:
-        job = prepare(config, stop)
+        job = prepare(config, stop, ranks or Alone())
         if job.state.device.type == "cpu":
             stack.enter_context(guard.guarded(config.memory, job.memory.total))
         restarts = 0
@@ -63,22 +65,25 @@ def run(config: Config) -> RunResult:
                 restarts += 1
                 job = recover(config, job, failure, stop)
         finally:
-            remembered.remember(config, job)
+            if job.ranks.leads:
+                remembered.remember(config, job)
             job.tracker.close()
         result = _result(job, restarts, time.monotonic() - started)
-    if config.mode == "train":
-        _write_result(Path(config.run_dir), result)
-    _report(config, job, result)
-    if stop.signal is not None:
-        print(f"Resume with:\n  {config.command}")
-        raise Interrupted(128 + stop.signal)
+    if job.ranks.leads:
+        if config.mode == "train":
+            _write_result(Path(config.run_dir), result)
+        _report(config, job, result)
+    if job.stopping:
+        if job.ranks.leads:
+            print(f"Resume with:\n  {config.command}", flush=True)
+        raise Interrupted(128 + job.stopping)
     return result
 
 
-def prepare(config: Config, stop: StopRequest) -> Job:
+def prepare(config: Config, stop: StopRequest, ranks: Alone) -> Job:
     """Build everything, then continue from a checkpoint: the one that was asked for, else this directory's own."""
-    job = build.build(config, stop)
-    path = _checkpoint_to_resume(config)
+    job = build.build(config, stop, ranks)
+    path = ranks.gather(_checkpoint_to_resume(config) if ranks.leads else None)[0]
     if config.oom.enabled and remembered.recall(config, job):
         log.info(
             "micro-batch %d, as an earlier run of this job found (oom.remember=clear forgets it)", job.state.micro.size
@@ -86,6 +91,8 @@ def prepare(config: Config, stop: StopRequest) -> Job:
     if path is not None:
         restore(config, job, path)
     build.start_tracking(config, job)
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
+        recovery.take_hint(job)
     return job
 
 
@@ -136,9 +143,28 @@ def attempt(config: Config, job: Job) -> Incident | None:
     return failure
 
 
+def together(config: Config, job: Job, failure: Incident) -> None:
+    """With several ranks: tell the others, and wait until all have left the step.
+
+    Where nobody listens (votes not armed, or inside the commit) this worker ends with a code of its own; the launcher
+    starts all of them again from the last checkpoint, with the smaller micro-batch that is left for them in a file.
+    """
+    ranks = job.ranks
+    if ranks.world == 1:
+        return
+    if not failure.by_peer:
+        if not ranks.armed or failure.phase in ("commit", "weight average"):
+            recovery.leave_for_restart(job, failure)
+        ranks.vote(True)
+    ranks.drop_agreement()
+    told = ranks.gather(None if failure.by_peer else (ranks.rank, incident.one_line(failure)))
+    failure.culprits = [text for text in told if text is not None]
+
+
 def recover(config: Config, job: Job, failure: Incident, stop: StopRequest) -> Job:
     """Take the step back, make the size smaller, and return the job to go on with. Runs outside `except`."""
     job.memory.out_of_memory_count += 1
+    together(config, job, failure)
     if failure.host:
         guard.give_memory_back()
     recovery.undo_step(job, failure.evaluating)
@@ -173,7 +199,7 @@ def _start_again(config: Config, job: Job, failure: Incident, stop: StopRequest)
     memory.release()
     resume = str(path) if path else "none"
     again = dataclasses.replace(config, checkpointing=dataclasses.replace(config.checkpointing, resume=resume))
-    job = prepare(again, stop)
+    job = prepare(again, stop, job.ranks)
     job.state.micro.force(min(job.state.micro.size, smaller))
     job.memory.out_of_memory_count, job.memory.peak = count, peak
     return job

@@ -82,6 +82,26 @@ class Tracker:
         self._evaluations.close()
 
 
+class SilentTracker:
+    """On ranks that do not lead: takes everything and writes nothing."""
+
+    def __init__(self, run_dir: Path, *_: Any):
+        self.run_dir = run_dir
+        self.progress = SilentProgress()
+
+    def _nothing(self, *_: Any) -> None:
+        pass
+
+    log = evaluated = note = incident = picture = close = _nothing
+
+
+class SilentProgress:
+    """A progress bar that nobody sees."""
+
+    def advance(self, step: int) -> None:
+        """Nothing."""
+
+
 def _forget_after(path: Path, step: int) -> None:
     """Drop the lines of steps that will be done again: those between the checkpoint and the end of the old process."""
     if not path.exists():

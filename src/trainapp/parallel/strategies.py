@@ -5,6 +5,7 @@ step be given up on all ranks, and knows how to leave no trace of it.
 """
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator
 
 import torch
@@ -70,7 +71,7 @@ class Replicated(Single):
         self.forward = nn.parallel.DistributedDataParallel(
             self.model,
             device_ids=[device.index] if device.type == "cuda" else None,
-            broadcast_buffers=False,  # a collective in every forward; `share_buffers` does it when it matters
+            **_no_buffer_sync(),  # a collective in every forward; `share_buffers` does it when it matters
             bucket_cap_mb=self.settings.bucket_mb,
             static_graph=self.settings.static_graph,
             find_unused_parameters=self.settings.find_unused_parameters,
@@ -222,3 +223,9 @@ def _prefetch(blocks: list[nn.Module], depth: int) -> None:
         for position, block in enumerate(blocks):
             block.set_modules_to_forward_prefetch(blocks[position + 1 : position + 1 + depth])
             block.set_modules_to_backward_prefetch(blocks[max(0, position - depth) : position][::-1])
+
+
+def _no_buffer_sync() -> dict[str, bool]:
+    """The parameter has another name from torch 2.13 on."""
+    takes = inspect.signature(nn.parallel.DistributedDataParallel).parameters
+    return {"forward_sync_buffers" if "forward_sync_buffers" in takes else "broadcast_buffers": False}

@@ -1,0 +1,65 @@
+"""Starts the workers of a run through torch's elastic launcher, and starts them again when one dies."""
+
+import logging
+import uuid
+
+import torch
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from trainapp.config import Config
+from trainapp.errors import TrainingStopped, UserError
+from trainapp.parallel.worker import Outcome, work
+
+log = logging.getLogger(__name__)
+
+
+def start(config: Config) -> Outcome:
+    """Run the workers of this node to their end. Raises TrainingStopped when they failed too often."""
+    settings = config.parallel
+    if settings.nodes > 1 and not (settings.endpoint and settings.run_id):
+        raise UserError(
+            f"parallel.nodes={settings.nodes}: set parallel.endpoint=HOST:PORT (the first node) and parallel.run_id=NAME "
+            "alike on every node"
+        )
+    launch = LaunchConfig(
+        min_nodes=settings.nodes,
+        max_nodes=settings.nodes,
+        nproc_per_node=devices(config),
+        run_id=settings.run_id or uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint=settings.endpoint or "127.0.0.1:0",
+        rdzv_timeout=int(settings.timeout),
+        max_restarts=settings.max_restarts,
+        monitor_interval=0.1,
+        start_method="spawn",
+        signals_to_handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
+    )
+    try:
+        outcomes = elastic_launch(launch, work)(config)
+    except SignalException as error:
+        return Outcome(exit_code=128 + error.sigval)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        raise TrainingStopped(
+            f"rank {rank} failed (exit code {failure.exitcode}) after {settings.max_restarts} restarts: "
+            f"{failure.message}; its log is in {config.run_dir}/ranks (rank 0: trainapp.log)"
+        ) from None
+    ended = list(outcomes.values())
+    return next((outcome for outcome in ended if outcome.error or outcome.exit_code), ended[0])
+
+
+def devices(config: Config) -> int:
+    """Processes on this node. Raises UserError for more than there are GPUs."""
+    wanted = config.parallel.devices
+    if config.train.device == "cpu" or not torch.cuda.is_available():
+        if wanted == "auto":
+            raise UserError(
+                "parallel.devices=auto: this machine has no GPUs to take; set parallel.devices=N for N processes on the CPU"
+            )
+        return wanted
+    there = torch.cuda.device_count()
+    if wanted != "auto" and wanted > there:
+        raise UserError(f"parallel.devices={wanted}: this machine has {there} GPUs")
+    return there if wanted == "auto" else wanted

@@ -1,0 +1,109 @@
+"""What each process of a run with several ranks does: join the others, then run as a single process would."""
+
+import contextlib
+import datetime
+import logging
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from trainapp import console, guard
+from trainapp.config import Config
+from trainapp.errors import UserError
+from trainapp.parallel.ranks import Alone, Ranks
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Outcome:
+    """How a worker ended, in plain values that travel to the parent. `error` is for the user, without a trace."""
+
+    objective: float | None = None
+    error: str | None = None
+    exit_code: int = 0
+
+
+def work(config: Config) -> Outcome:
+    """The entry point of a worker that the launcher started; its environment tells the rank."""
+    guard.prepare_allocator()
+    _log_to(Path(config.run_dir), int(os.environ["RANK"]))
+    from trainapp import runner
+
+    try:
+        with joined(config) as ranks:
+            return Outcome(objective=runner.run(config, ranks).objective)
+    except UserError as error:
+        return Outcome(error=str(error), exit_code=error.exit_code)
+    except runner.Interrupted as error:
+        return Outcome(exit_code=error.code)
+
+
+@contextlib.contextmanager
+def joined(config: Config) -> Iterator[Alone]:
+    """Among the ranks that RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT name."""
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    device = _device(config, local_rank)
+    timeout = config.parallel.timeout
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        timeout=datetime.timedelta(seconds=timeout),
+        device_id=device if device.type == "cuda" else None,
+    )
+    try:
+        yield Ranks(device, local_rank, timeout)
+    finally:
+        # After an error a peer may be gone: a clean good-bye would wait for it.
+        if sys.exc_info()[0] is None:
+            dist.destroy_process_group()
+
+
+def _device(config: Config, local_rank: int) -> torch.device:
+    wants = config.train.device
+    if wants == "cuda" or (wants == "auto" and torch.cuda.is_available()):
+        torch.cuda.set_device(local_rank)
+        return torch.device("cuda", local_rank)
+    if wants == "mps":
+        raise UserError("train.device=mps: one device only; use parallel=single")
+    return torch.device("cpu")
+
+
+def _log_to(run_dir: Path, rank: int) -> None:
+    """Rank 0 writes the run's log and speaks on the terminal, the others beside it in ranks/."""
+    path = run_dir / "trainapp.log" if rank == 0 else run_dir / "ranks" / f"rank_{rank}.log"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handlers: list[logging.Handler] = [logging.FileHandler(path)]
+    handlers[0].setFormatter(logging.Formatter("[%(asctime)s] %(levelname)s %(message)s"))
+    if rank == 0:
+        handlers.append(console.Handler(sys.stderr))
+        handlers[1].setFormatter(logging.Formatter("%(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=handlers, force=True)
+
+
+def started_by_a_launcher() -> bool:
+    """Whether torchrun, or Slurm with several tasks, started this process as one of many."""
+    return "TORCHELASTIC_RUN_ID" in os.environ or (
+        int(os.environ.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in os.environ
+    )
+
+
+def adopt_slurm() -> None:
+    """srun sets names of its own: give torch the ones that it reads."""
+    if "RANK" in os.environ or "SLURM_PROCID" not in os.environ:
+        return
+    env = os.environ
+    first = env.get("SLURM_LAUNCH_NODE_IPADDR") or env.get("SLURMD_NODENAME", "127.0.0.1")
+    env.setdefault("RANK", env["SLURM_PROCID"])
+    env.setdefault("WORLD_SIZE", env["SLURM_NTASKS"])
+    env.setdefault("LOCAL_RANK", env.get("SLURM_LOCALID", "0"))
+    env.setdefault("MASTER_ADDR", first)
+    env.setdefault("MASTER_PORT", str(20000 + int(env.get("SLURM_JOB_ID", "0")) % 20000))
+
+
+STOP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name))
