@@ -25,6 +25,7 @@ from trainapp.optim import schedules
 from trainapp.optim.optimizers import build_optimizer
 from trainapp.parallel.ranks import Alone
 from trainapp.parallel.strategies import Replicated, Single, shard
+from trainapp.saving import Saver
 from trainapp.search import Sizes
 from trainapp.signals import StopRequest
 from trainapp.state import RestorePoint, TrainState, seed_everything
@@ -75,7 +76,7 @@ def build(config: Config, stop: StopRequest, ranks: Alone) -> Job:
         )
     require_room(device_memory, state)
     device_memory.keep_events = config.memory.timeline
-    checkpoints = Checkpoints(Path(config.run_dir), config.checkpointing.keep_last, config.checkpointing.save)
+    checkpoints = Checkpoints(Path(config.run_dir), config.checkpointing.keep_last, config.checkpointing.save, ranks)
     length = _run_length(config, batches, batches.steps_per_epoch)
     return Job(
         state=state,
@@ -100,6 +101,7 @@ def build(config: Config, stop: StopRequest, ranks: Alone) -> Job:
         meter=Meter(state, device_memory),
         tracker=None,
         checkpoints=checkpoints,
+        saver=Saver(state, checkpoints, ranks, config.checkpointing.asynchronous),
         guard=FiniteGuard(config.train.nonfinite, device, numerics.scaler.is_enabled(), checkpoints.newest_name),
         restore_point=RestorePoint(model, device),
         stop=stop,

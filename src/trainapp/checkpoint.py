@@ -16,14 +16,16 @@ import os
 import pickle
 import platform
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
 from trainapp import __version__
 from trainapp.errors import TrainingStopped, UserError
+from trainapp.parallel.ranks import Alone
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -32,43 +34,74 @@ log = logging.getLogger(__name__)
 
 
 class Checkpoints:
-    """The checkpoints of one run directory."""
+    """The checkpoints of one run directory. With several ranks every method here that says so is called by all."""
 
-    def __init__(self, run_dir: Path, keep_last: int, enabled: bool = True):
+    def __init__(self, run_dir: Path, keep_last: int, enabled: bool = True, ranks: Alone | None = None):
         self.folder = run_dir / "checkpoints"
         self.keep_last, self.enabled = keep_last, enabled
+        self.ranks = ranks or Alone()
 
-    def save(self, state: dict[str, Any], step: int, config: dict[str, Any], is_best: bool) -> Path:
-        """Write `state` as the checkpoint of `step`, then drop the ones that are no longer kept.
+    def save(self, write: Callable[[Path], None], step: int, config: dict[str, Any], is_best: bool) -> Path:
+        """A checkpoint of `step`: `write` puts its files into a folder. Then drops those that are no longer kept.
 
-        Raises TrainingStopped when the disk refuses; what was there before is still intact.
+        For all ranks. Raises TrainingStopped on all of them when the disk refuses one; what was there is intact.
         """
-        final = self.folder / f"step_{step:08d}"
-        temporary = self.folder / f".tmp-{final.name}-{os.getpid()}"
-        try:
-            self._clear_leftovers()
-            temporary.mkdir(parents=True)
-            torch.save(state, temporary / STATE)
-            _fsync(temporary / STATE)
-            _write_manifest(temporary, step, config)
-            _fsync(temporary)
-            if final.exists():
-                _remove(final)
-            os.replace(temporary, final)
-            _fsync(self.folder)
-            self._point("latest", final)
-            if is_best:
-                self._point("best", final)
-            self._prune()
-        except (OSError, RuntimeError) as error:  # torch's own writer reports a full disk as a RuntimeError
-            if isinstance(error, RuntimeError) and "write" not in str(error).lower():
-                raise
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise TrainingStopped(
-                f"the checkpoint of step {step} could not be written to {self.folder}: {error}; "
-                f"the last good one is {self.newest_name() or 'none'}"
-            ) from error
+        temporary = self.begin(step)
+        self.together(step, temporary, lambda: write(temporary))
+        return self.commit(temporary, step, config, is_best)
+
+    def begin(self, step: int) -> Path:
+        """The empty folder that a checkpoint is written into. For all ranks."""
+        temporary = self.folder / f".tmp-{_name(step)}"
+
+        def make() -> None:
+            if self.ranks.leads:
+                self._clear_leftovers()
+                temporary.mkdir(parents=True)
+
+        self.together(step, temporary, make)
+        return temporary
+
+    def commit(self, temporary: Path, step: int, config: dict[str, Any], is_best: bool) -> Path:
+        """Give the written folder its manifest and its name. For all ranks, once all have written."""
+        digests: dict[str, Any] = {}
+        self.together(step, temporary, lambda: digests.update(_digests(temporary, self.ranks)))
+        everybody = {name: entry for part in self.ranks.gather(digests) for name, entry in part.items()}
+        final = self.folder / _name(step)
+
+        def finish() -> None:
+            if self.ranks.leads:
+                _write_manifest(temporary, step, config, everybody, self.ranks.world)
+                _fsync(temporary)
+                if final.exists():
+                    _remove(final)
+                os.replace(temporary, final)
+                _fsync(self.folder)
+                self._point("latest", final)
+                if is_best:
+                    self._point("best", final)
+                self._prune()
+
+        self.together(step, temporary, finish)
         return final
+
+    def together(self, step: int, temporary: Path, work: Callable[[], None]) -> None:
+        """For all ranks: do `work`; when the disk refuses it on any of them, all raise TrainingStopped."""
+        problem = None
+        try:
+            work()
+        except (OSError, RuntimeError, CheckpointException) as error:
+            problem = _refusal(error)
+        problems = {rank: text for rank, text in enumerate(self.ranks.gather(problem)) if text}
+        if problems:
+            if self.ranks.leads:
+                shutil.rmtree(temporary, ignore_errors=True)
+            rank, text = next(iter(problems.items()))
+            where = f"rank {rank}: " if self.ranks.world > 1 else ""
+            raise TrainingStopped(
+                f"the checkpoint of step {step} could not be written to {self.folder}: {where}{text}; "
+                f"the last good one is {self.newest_name() or 'none'}"
+            )
 
     def newest(self) -> Path | None:
         """The newest checkpoint that verifies, or None. Damaged ones are named in the log."""
@@ -141,7 +174,7 @@ def resolve(setting: str) -> Path:
     name = f"checkpointing.resume={setting}"
     if not path.exists():
         raise UserError(f"{name}: no such file or directory")
-    if path.name == STATE:
+    if path.is_file():
         path = path.parent
     if (path / MANIFEST).is_file():
         problem = damage(path)
@@ -157,10 +190,10 @@ def resolve(setting: str) -> Path:
     return found
 
 
-def load(path: Path) -> dict[str, Any]:
+def load(path: Path, name: str = STATE) -> dict[str, Any]:
     """The saved state, on the CPU. Executes nothing from the file. Raises UserError where it would have to."""
     try:
-        return torch.load(path / STATE, map_location="cpu", weights_only=True)
+        return torch.load(path / name, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"checkpoint {path} holds more than tensors and plain values; not loaded: {reason}") from None
@@ -171,16 +204,36 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return json.loads((path / MANIFEST).read_text())
 
 
-def _write_manifest(folder: Path, step: int, config: dict[str, Any]) -> None:
+def _name(step: int) -> str:
+    return f"step_{step:08d}"
+
+
+def _refusal(error: BaseException) -> str:
+    """What the disk said. torch's writers wrap it; what is no refusal to write is raised."""
+    if isinstance(error, CheckpointException):
+        error = next(iter(error.failures.values()))[0]
+    if not isinstance(error, OSError) and "write" not in str(error).lower():
+        raise error
+    return str(error)
+
+
+def _digests(folder: Path, ranks: Alone) -> dict[str, Any]:
+    """Size and digest of the files that this rank wrote: its shards, and for the leader all that is nobody's."""
+    own = [p for p in sorted(folder.iterdir()) if p.name.startswith(f"__{ranks.rank}_")]
+    if ranks.leads:
+        own += [p for p in sorted(folder.iterdir()) if not p.name.startswith("__")]
+    for path in own:
+        _fsync(path)
+    return {p.name: {"bytes": p.stat().st_size, "sha256": _digest(p)} for p in own}
+
+
+def _write_manifest(folder: Path, step: int, config: dict[str, Any], files: dict[str, Any], ranks: int) -> None:
     manifest = {
         "format": FORMAT,
         "step": step,
-        "versions": {
-            "trainapp": __version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
-        "files": {p.name: {"bytes": p.stat().st_size, "sha256": _digest(p)} for p in sorted(folder.iterdir())},
+        "ranks": ranks,
+        "versions": {"trainapp": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        "files": files,
         "config": config,
     }
     path = folder / MANIFEST

@@ -42,13 +42,3 @@ class WeightAverage:
     def _swap(self) -> None:
         for weight, average in zip(self.weights, self.averages, strict=True):
             weight.data, average.data = average.data, weight.data
-
-    def state_dict(self) -> dict:
-        """Tensors and primitives."""
-        return {"step": self.step, "averages": self.averages}
-
-    def load_state_dict(self, saved: dict) -> None:
-        """The inverse. A run without an average that is resumed with one begins it at its weights."""
-        self.step, self.position = saved["step"], 0
-        for average, loaded in zip(self.averages, saved["averages"], strict=False):
-            average.copy_(loaded)

@@ -14,6 +14,7 @@ from trainapp.meter import Meter
 from trainapp.optim.schedules import Schedule
 from trainapp.parallel.ranks import Alone
 from trainapp.parallel.strategies import Single
+from trainapp.saving import Saver
 from trainapp.signals import StopRequest
 from trainapp.state import RestorePoint, TrainState
 from trainapp.tasks import Task
@@ -71,6 +72,7 @@ class Job:
     meter: Meter
     tracker: Tracker
     checkpoints: Checkpoints
+    saver: Saver
     guard: FiniteGuard
     restore_point: RestorePoint
     stop: StopRequest
@@ -125,6 +127,10 @@ class Job:
         size = self.state.micro.size
         if next(reversed(self.sizes_used.values()), None) != size:
             self.sizes_used[self.state.progress.step + 1] = size
+
+    def flags(self) -> tuple[int, int]:
+        """What ranks agree on in every step: the signal to stop for, and whether one still writes a checkpoint."""
+        return self.stop.signal or 0, int(self.saver.busy)
 
     def due(self, every: int, done_at: int) -> bool:
         """Whether something with this cadence is still to be done at the present step."""

@@ -36,6 +36,7 @@ def train(job: Job) -> None:
         if job.due(job.save_every, job.saved_at) or (ends and job.saved_at != progress.step):
             save(job)
         if ends:
+            job.saver.finish()
             return
         train_step(job)
 
@@ -47,7 +48,7 @@ def train_step(job: Job) -> None:
     job.restore_point.take()
     if progress.step + 1 in job.size_plan:
         state.micro.force(job.size_plan.pop(progress.step + 1))
-    job.ranks.start_agreement(lambda: job.stop.signal or 0)
+    job.ranks.start_agreement(job.flags)
     job.ranks.armed = job.arm == "always" or (job.arm == "unproven" and not state.micro.proven)
     logs = job.logs_coming_step
     watched = logs or not state.micro.proven or job.draws_coming_step
@@ -72,7 +73,9 @@ def train_step(job: Job) -> None:
     else:
         progress.skipped += 1
     look_for_larger_size(job)
-    job.stopping = job.ranks.finish_agreement()
+    job.stopping, still_writing = job.ranks.finish_agreement()
+    if not still_writing:
+        job.saver.finish()
 
 
 def accumulate_gradients(job: Job, logs: bool) -> Sums:
@@ -229,7 +232,7 @@ def save(job: Job) -> None:
     job.guard.check()
     job.phase = "save"
     if job.checkpoints.enabled:
-        is_best = progress.best_step == progress.step
-        job.checkpoints.save(job.state.state_dict(), progress.step, job.config, is_best)
+        job.strategy.share_buffers()
+        job.saver.save(progress.step, job.config, is_best=progress.best_step == progress.step)
     job.saved_at = progress.step
     job.meter.pause(time.monotonic() - started)

@@ -90,8 +90,8 @@ def leave_for_restart(job: Job, failure: Incident) -> NoReturn:
     if changed is None:
         raise TrainingStopped(f"{incident.one_line(failure)}; nothing is left to halve")
     log.warning(
-        "rank %d: %s: not recoverable in place (%s): all ranks start again from the last checkpoint with micro-batch %d "
-        "instead of %d",
+        "rank %d: %s: not recoverable in place (%s): all ranks start again from the last checkpoint with micro-batch "
+        "%d instead of %d",
         job.ranks.rank, incident.one_line(failure),
         "inside the commit" if failure.phase == "commit" else "no votes are held for a proven size",
         changed[1], changed[0],

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainapp import build, guard, incident, loop, recovery, remembered
-from trainapp.checkpoint import Checkpoints, load, read_manifest, resolve
+from trainapp import build, guard, incident, loop, recovery, remembered, saving
+from trainapp.checkpoint import Checkpoints, read_manifest, resolve
 from trainapp.config import Config
 from trainapp.console import bytes_text
-from trainapp.errors import UserError
 from trainapp.incident import Incident
 from trainapp.job import Job
 from trainapp.oom import is_out_of_memory
@@ -105,12 +104,8 @@ def _checkpoint_to_resume(config: Config) -> Path | None:
 
 def restore(config: Config, job: Job, path: Path) -> None:
     """Continue `job` from the checkpoint at `path`. Raises UserError when it does not fit the model."""
-    saved = load(path)
-    try:
-        job.state.load_state_dict(saved)
-    except (RuntimeError, ValueError, KeyError) as error:
-        raise UserError(f"checkpoint {path} does not fit this configuration's model or optimizer: {error}") from None
-    sizes, progress = saved["sizes"], job.state.progress
+    sizes = saving.restore(job.state, path, job.ranks)
+    progress = job.state.progress
     if config.batch.micro_size == "auto" and config.accumulation.steps == "auto":
         job.state.micro.load_state_dict(sizes["micro"])
     if config.batch.eval_micro_size == "auto":
@@ -118,13 +113,7 @@ def restore(config: Config, job: Job, path: Path) -> None:
     if not config.oom.keep_global_batch and sizes["global"] < job.state.global_size:
         build.set_global_size(config, job, sizes["global"])
     job.saved_at = progress.step
-    log.info(
-        "resumed from %s: step %d, epoch %d, sample %d",
-        path,
-        progress.step,
-        progress.epoch,
-        progress.consumed,
-    )
+    log.info("resumed from %s: step %d, epoch %d, %d samples", path, progress.step, progress.epoch, progress.samples)
 
 
 def attempt(config: Config, job: Job) -> Incident | None:

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,16 +46,22 @@ class TrainState:
     global_size: int
     progress: Progress = field(default_factory=Progress)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Tensors and primitives only, so that it loads with weights_only."""
+    def tensors(self) -> dict[str, Any]:
+        """Model, optimizer and average by parameter name: the tensors themselves, whole or in shards."""
         return {
             "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": optimizer_state(self.model, self.optimizer),
+            "average": dict(zip(_trained_names(self.model), self.average.averages, strict=False)),
+        }
+
+    def values(self, rng: list[dict[str, Any]]) -> dict[str, Any]:
+        """All else: primitives and small tensors. rng: the generators of every rank."""
+        return {
             "scaler": self.precision.scaler.state_dict(),
-            "rng": rng_state(self.device),
+            "rng": rng,
             "progress": dataclasses.asdict(self.progress),
+            "average_step": self.average.step,
             "sampler": {"seed": self.seed, "epoch": self.progress.epoch, "consumed": self.progress.consumed},
-            "average": self.average.state_dict(),
             "sizes": {
                 "micro": self.micro.state_dict(),
                 "eval_micro": self.eval_micro.state_dict(),
@@ -62,16 +69,63 @@ class TrainState:
             },
         }
 
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
+    @torch.no_grad()
+    def load_whole(self, saved: dict[str, Any]) -> None:
+        """Copy whole tensors, as one process saved them, into this state's own, which may be shards."""
+        own, missing = self.tensors(), []
+        for part in ("model", "optimizer"):
+            flat, saved_flat = dict(_flat(own[part])), dict(_flat(saved[part]))
+            missing += sorted(set(flat) ^ set(saved_flat))
+            for name in set(flat) & set(saved_flat):
+                if flat[name].shape != saved_flat[name].shape:
+                    missing.append(f"{name} {tuple(saved_flat[name].shape)} instead of {tuple(flat[name].shape)}")
+                else:
+                    copy_into(flat[name], saved_flat[name])
+        if missing:
+            raise ValueError(f"{len(missing)} tensors differ: {', '.join(missing[:4])}")
+        for name, average in own["average"].items():
+            copy_into(average, saved["average"].get(name, own["model"][name]))
+
+    def load_values(self, saved: dict[str, Any], rank: int = 0, world: int = 1) -> None:
         """Continue from `saved`. Sizes are taken by whoever resumes: they may differ from the saved run's."""
-        self.model.load_state_dict(saved["model"])
-        self.optimizer.load_state_dict(saved["optimizer"])
         if self.precision.scaler.is_enabled() and saved["scaler"]:
             self.precision.scaler.load_state_dict(saved["scaler"])
-        self.average.load_state_dict(saved["average"])
-        set_rng_state(saved["rng"], self.device)
         self.progress = Progress(**saved["progress"])
         self.seed = saved["sampler"]["seed"]
+        self.average.step, self.average.position = saved["average_step"], 0
+        if len(saved["rng"]) == world:
+            set_rng_state(saved["rng"][rank], self.device)
+        else:  # another number of ranks: none of the streams that there were can go on
+            seed_everything(hash((self.seed, self.progress.step, rank)) % 2**63)
+
+
+def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
+    """The optimizer's state by parameter name: names outlast another grouping or sharding of the parameters."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {names[id(parameter)]: state for parameter, state in optimizer.state.items()}
+
+
+def _trained_names(model: nn.Module) -> list[str]:
+    return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        elif torch.is_tensor(value):
+            yield prefix + name, value
+
+
+def copy_into(target: torch.Tensor, whole: torch.Tensor) -> None:
+    """Copy a whole tensor into one that may be a shard of it. No communication."""
+    if hasattr(target, "device_mesh"):
+        from torch.distributed.tensor import distribute_tensor
+
+        part = distribute_tensor(whole.to(target.device), target.device_mesh, target.placements, src_data_rank=None)
+        target.to_local().copy_(part.to_local())
+    else:
+        target.copy_(whole)
 
 
 def seed_everything(seed: int) -> None:

@@ -20,8 +20,8 @@ def start(config: Config) -> Outcome:
     settings = config.parallel
     if settings.nodes > 1 and not (settings.endpoint and settings.run_id):
         raise UserError(
-            f"parallel.nodes={settings.nodes}: set parallel.endpoint=HOST:PORT (the first node) and parallel.run_id=NAME "
-            "alike on every node"
+            f"parallel.nodes={settings.nodes}: set parallel.endpoint=HOST:PORT (the first node) and "
+            "parallel.run_id=NAME alike on every node"
         )
     launch = LaunchConfig(
         min_nodes=settings.nodes,
@@ -56,7 +56,8 @@ def devices(config: Config) -> int:
     if config.train.device == "cpu" or not torch.cuda.is_available():
         if wanted == "auto":
             raise UserError(
-                "parallel.devices=auto: this machine has no GPUs to take; set parallel.devices=N for N processes on the CPU"
+                "parallel.devices=auto: this machine has no GPUs to take; set parallel.devices=N for N processes on "
+                "the CPU"
             )
         return wanted
     there = torch.cuda.device_count()

@@ -25,6 +25,8 @@ class Alone:
 
     rank, world, local_rank = 0, 1, 0
     armed = False
+    device = torch.device("cpu")
+    saving_group: dist.ProcessGroup | None = None  # for checkpoints alone
 
     def gate(self) -> None:
         """Before a collective: raises PeerOutOfMemory when another rank gave up. Free while not armed."""
@@ -45,11 +47,11 @@ class Alone:
         """Everybody's small Python object, by rank."""
         return [value]
 
-    def start_agreement(self, read: Callable[[], int]) -> None:
-        """Begin to find the largest value of `read()` over ranks, while the step goes on."""
+    def start_agreement(self, read: Callable[[], tuple[int, int]]) -> None:
+        """Begin to find the largest of each of the two values of `read()` over ranks, while the step goes on."""
         self._read = read
 
-    def finish_agreement(self) -> int:
+    def finish_agreement(self) -> tuple[int, int]:
         """What was found."""
         return self._read()
 
@@ -79,9 +81,10 @@ class Ranks(Alone):
         limit = datetime.timedelta(seconds=timeout)
         self._votes = dist.new_group(backend="gloo", timeout=limit)
         self._side = dist.new_group(backend="gloo", timeout=limit)
+        self.saving_group = dist.new_group(backend="gloo", timeout=limit)
         self._agreements = dist.new_group(backend="gloo", timeout=limit)
         self._work: dist.Work | None = None
-        self._flag = torch.zeros(1, dtype=torch.int64)
+        self._flags = torch.zeros(2, dtype=torch.int64)
 
     def gate(self) -> None:
         """Raises PeerOutOfMemory when another rank ran out of memory; its vote is consumed then."""
@@ -114,16 +117,17 @@ class Ranks(Alone):
         dist.all_gather_object(found, value, group=self._side)
         return found
 
-    def start_agreement(self, read: Callable[[], int]) -> None:
+    def start_agreement(self, read: Callable[[], tuple[int, int]]) -> None:
         """On a group of its own, in the background: the step hides it."""
         self.drop_agreement()
-        self._flag.fill_(read())
-        self._work = dist.all_reduce(self._flag, op=dist.ReduceOp.MAX, group=self._agreements, async_op=True)
+        self._flags[0], self._flags[1] = read()
+        self._work = dist.all_reduce(self._flags, op=dist.ReduceOp.MAX, group=self._agreements, async_op=True)
 
-    def finish_agreement(self) -> int:
+    def finish_agreement(self) -> tuple[int, int]:
         """Waits for the others."""
         self.drop_agreement()
-        return int(self._flag)
+        first, second = self._flags.tolist()
+        return first, second
 
     def drop_agreement(self) -> None:
         """Every rank began it with the step, so it ends by itself."""
