@@ -1,0 +1,229 @@
+"""The command line as a user meets it: help without torch, and every mistake as one message without a trace."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import runs
+import torch
+from helpers import OWN_FILES, ROOT, files, run_cli
+
+from trainapp import config, precision
+from trainapp.errors import UserError
+
+CONSOLE_SCRIPT = (str(Path(sys.executable).with_name("trainapp")),)
+RUN_DIR = re.compile(r"outputs/[\d-]+/[\d-]+-[0-9a-f]{6}/")
+
+
+def assert_refused(done, cwd, *parts, written=frozenset()):
+    """One message on stderr that has all `parts`, exit code 2, and no file but Hydra's own and those in `written`."""
+    first, *rest = done.stderr.splitlines()
+    assert done.returncode == 2, done.stderr
+    assert first.startswith("trainapp: "), done.stderr
+    assert all(line.startswith(" " * 10) for line in rest), done.stderr
+    for part in parts:
+        assert part in done.stderr
+    assert done.stdout == ""
+    assert {RUN_DIR.sub("", name) for name in files(cwd)} <= OWN_FILES | written
+
+
+# Help
+
+
+def imported(done):
+    """Modules that a process under `-X importtime` has imported."""
+    return {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+
+
+def test_help_and_cfg_and_wrong_values_never_import_torch(tmp_path):
+    traced = (sys.executable, "-X", "importtime", "-m", "trainapp")
+    for arguments in (["--help"], ["--cfg", "job"], ["--cfg", "job", "model=gpt"], ["optimizer.lr=-1"]):
+        modules = imported(run_cli(*arguments, cwd=tmp_path, command=traced))
+        assert "trainapp.config" in modules
+        assert not {name for name in modules if name.partition(".")[0] == "torch"}, arguments
+    # Control: what needs the model's class brings torch, and the probe sees it.
+    assert "torch" in imported(run_cli("model.depth=19", cwd=tmp_path, command=traced))
+
+
+def test_help_names_every_option_of_every_group(tmp_path):
+    done = run_cli("--help", cwd=tmp_path)
+    shown = dict(re.findall(r"^(\w+): (.*)$", done.stdout, re.MULTILINE))
+    groups = {folder.name: folder for folder in (ROOT / "conf").iterdir() if folder.is_dir()}
+    for name, folder in groups.items():
+        assert shown[name] == ", ".join(sorted(path.stem for path in folder.glob("*.yaml")))
+    assert done.returncode == 0
+    assert files(tmp_path) == set()
+
+
+def test_console_script_and_module_are_the_same_thing(tmp_path):
+    for arguments in (["--help"], ["--cfg", "job", "model=mlp"], ["batch.micro_sze=3"], ["optimizer.lr=-1"]):
+        module = run_cli(*arguments, cwd=tmp_path)
+        script = run_cli(*arguments, cwd=tmp_path, command=CONSOLE_SCRIPT)
+        assert (module.returncode, module.stdout) == (script.returncode, script.stdout)
+        assert module.stderr == script.stderr
+
+
+# Mistakes that end before torch is imported
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        ("batch.micro_sze=3", ["batch.micro_sze: no such setting", "'micro_size'"]),
+        ("+batch.foo=1", ["batch.foo: no such setting", "known here: eval_micro_size, global_size, micro_size"]),
+        ("++batch.foo=1", ["batch.foo: no such setting"]),
+        ("+foo=1", ["foo: no such setting"]),
+        ("experment=x", ["experment: no such setting", "'experiment'"]),
+        ("experiment=x", ["experiment=x: no such option", "gpt_text"]),
+        ("model=resnt", ["model=resnt: no such option", "'resnet'", "available: gpt, mlp, resnet"]),
+        ("precision=bf17", ["precision=bf17: no such option", "'bf16'", "available: bf16, fp16, fp32, tf32"]),
+        ("train.max_steps=-1", ["train.max_steps=-1: must be greater than 0"]),
+        ("train.max_steps=many", ["train.max_steps=many: must be a valid integer"]),
+        ("train.max_epochs=null", ["train.max_steps=null and train.max_epochs=null", "never end"]),
+        ("optimizer.lr=-1", ["optimizer.lr=-1: must be greater than 0"]),
+        ("memory.limit=banana", ["memory.limit=banana: must be bytes", "8GiB"]),
+        ("every.log=often", ["every.log=often: must be a number of steps", "'2 epochs'"]),
+        ("batch.micro_size=100", ["batch.micro_size=100: must be at most batch.global_size=64"]),
+        ("accumulation=fixed batch.micro_size=8", ["accumulation.steps=4 and batch.micro_size=8", "set one of them"]),
+        ("mode=eval", ["mode=eval with checkpointing.resume=auto", "name the checkpoint"]),
+        ("--config-dir=nowhere", ["nowhere", "not found"]),
+        ("just_a_word", ["just_a_word", "EQUAL"]),
+        ("run_dir=/tmp/x", ["run_dir: no such setting"]),
+    ],
+)
+def test_mistake_is_one_message(tmp_path, arguments, parts):
+    assert_refused(run_cli(*arguments.split(), cwd=tmp_path), tmp_path, *parts)
+
+
+def test_several_mistakes_are_reported_together(tmp_path):
+    done = run_cli("optimizer.lr=-1", "train.max_steps=-1", "memory.limit=banana", "+batch.foo=1", cwd=tmp_path)
+    assert_refused(done, tmp_path, "optimizer.lr=-1", "train.max_steps=-1", "memory.limit=banana", "batch.foo")
+    assert len(done.stderr.splitlines()) == 4
+
+
+# Mistakes that need the classes or the files
+
+
+def test_wrong_arguments_of_model_and_data_are_reported_together(tmp_path):
+    done = run_cli("model.depth=19", "data.augment=maybe", "+optimizer.btas=1", cwd=tmp_path)
+    assert_refused(done, tmp_path, "model.depth=19: must be 18, 34, 50, 101 or 152", "data.augment=maybe")
+
+
+def test_model_that_cannot_read_the_data(tmp_path):
+    (tmp_path / "a.txt").write_text("words " * 1000)
+    done = run_cli("model=mlp", "data=text", "data.files=a.txt", cwd=tmp_path)
+    parts = ["model=trainapp.models.mlp.MLP cannot read data=trainapp.data.text.Text", "image_shape"]
+    assert_refused(done, tmp_path, *parts, written={"a.txt"})
+    with pytest.raises(UserError, match=r"GPT cannot read data=.*Digits.*vocab_size"):
+        runs.run(tmp_path / "run", "model=gpt", "data=digits")
+
+
+@pytest.mark.parametrize("target", ["os._exit", "torch.load", "torch.hub.load", "builtins.eval", "subprocess.run"])
+def test_target_outside_the_allow_list(tmp_path, target):
+    message = rf"model\._target_={target}: not among the packages.*user_packages=\[{target.partition('.')[0]}\]"
+    with pytest.raises(UserError, match=message):
+        runs.run(tmp_path / "run", f"model._target_={target}")
+    assert not (tmp_path / "run").exists()
+
+
+def test_target_outside_the_allow_list_on_the_command_line(tmp_path):
+    done = run_cli("model._target_=os._exit", cwd=tmp_path)
+    assert_refused(done, tmp_path, "model._target_=os._exit: not among the packages")
+
+
+def test_fp16_on_a_device_that_cannot():
+    settings = config.Precision(mode="fp16")
+    with pytest.raises(UserError, match=r"precision=fp16: this device \(meta\) cannot compute.*use precision=fp32"):
+        precision.build(settings, torch.device("meta"))
+    assert precision.build(settings, torch.device("cpu")).scaler.is_enabled()  # this one can
+
+
+def test_device_that_is_not_there(tmp_path):
+    for name, there in (("cuda", torch.cuda.is_available()), ("mps", torch.backends.mps.is_available())):
+        if not there:
+            with pytest.raises(UserError, match=rf"train\.device={name}: this machine has no such device; available"):
+                runs.run(tmp_path / "run", f"train.device={name}")
+
+
+TEXT = ("model=gpt", "data=text")
+
+
+def test_data_path_that_is_missing(tmp_path):
+    done = run_cli(*TEXT, "data.files=nope.txt", cwd=tmp_path)
+    assert_refused(done, tmp_path, "data.files=nope.txt: there is no such file", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("empty.txt", r"data\.files=.*empty\.txt: 0 bytes.*needs 129"),
+        ("folder", r"data\.files=.*folder: is a directory"),
+        ("*.nothing", r"data\.files=.*\*\.nothing: matches no file"),
+    ],
+)
+def test_data_path_without_text(tmp_path, name, message):
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(UserError, match=message):
+        runs.run(tmp_path / "run", *TEXT, f"data.files='{tmp_path / name}'")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a file that even root cannot read")
+def test_data_path_that_cannot_be_read(tmp_path):
+    good = tmp_path / "good.txt"
+    good.write_text("words " * 1000)
+    with pytest.raises(UserError, match=r"data\.files=/proc/self/mem: cannot be read \(Input/output error\)"):
+        runs.run(tmp_path / "run", *TEXT, f"data.files=[{good},/proc/self/mem]")
+
+
+def test_resume_from_what_is_no_checkpoint(tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "a.txt").write_text("no checkpoint")
+    done = run_cli("checkpointing.resume=folder", "model=mlp", cwd=tmp_path)
+    message = "checkpointing.resume=folder: neither a checkpoint nor a run directory with a good one"
+    assert_refused(done, tmp_path, message, written={"a.txt"})
+    for name, rule in (("nowhere", "no such file or directory"), ("a.txt", "neither a checkpoint")):
+        with pytest.raises(UserError, match=f"checkpointing.resume=.*{name}: {rule}"):
+            runs.run(tmp_path / "run", "model=mlp", f"checkpointing.resume={tmp_path / name}")
+
+
+def test_memory_limit_that_leaves_nothing_or_exceeds_the_machine(tmp_path):
+    with pytest.raises(UserError, match=r"memory\.limit=1\.0 MiB: parameters .* before any batch; raise the limit"):
+        runs.run(tmp_path / "run", "memory.limit=1MiB")
+    with pytest.raises(UserError, match=r"memory\.limit=900GiB.*more than"):
+        runs.run(tmp_path / "run", "memory.limit=900GiB")
+
+
+# Faults that are not the user's typing
+
+
+def test_fault_in_a_users_model_keeps_its_trace(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from torch import nn\n"
+        "class Broken(nn.Module):\n"
+        "    def __init__(self, **settings):\n"
+        "        super().__init__()\n"
+        "        self.weight = nn.Linear(1, 1)\n"
+        "    def forward(self, images):\n"
+        "        return images + 'a string'  # the faulty line\n"
+    )
+    done = run_cli("model=mlp", "model._target_=mine.Broken", "user_packages=[mine]", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "Traceback (most recent call last)" in done.stderr
+    assert "return images + 'a string'  # the faulty line" in done.stderr
+    assert "TypeError: " in done.stderr.splitlines()[-1]
+    assert "trainapp: " not in done.stderr
+
+
+def test_fault_while_a_users_module_is_imported_is_named(tmp_path):
+    (tmp_path / "mine.py").write_text("import not_there_at_all\n")
+    done = run_cli("model=mlp", "model._target_=mine.Net", "user_packages=[mine]", cwd=tmp_path)
+    assert_refused(done, tmp_path, "importing mine failed: No module named 'not_there_at_all'", written={"mine.py"})
+
+
+def test_full_trace_of_a_mistake_on_request(tmp_path):
+    done = run_cli("optimizer.lr=-1", cwd=tmp_path, env={"HYDRA_FULL_ERROR": "1"})
+    assert done.returncode != 0
+    assert "Traceback" in done.stderr
+    assert "optimizer.lr=-1: must be greater than 0" in done.stderr
