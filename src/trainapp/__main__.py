@@ -5,7 +5,6 @@ Torch is not imported here, so that --help, --cfg and TAB stay fast.
 
 import logging
 import os
-import secrets
 import shlex
 import sys
 from pathlib import Path
@@ -16,14 +15,14 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from trainapp import config, console
+from trainapp import config, console, run_name
 from trainapp.errors import UserError
 
 PACKAGE = Path(__file__).parent
 # An installed wheel carries conf/ inside the package; a checkout has it at its root.
 CONF = next(folder for folder in (PACKAGE / "conf", PACKAGE.parents[1] / "conf") if folder.is_dir())
 
-OmegaConf.register_new_resolver("unique", lambda: secrets.token_hex(3), use_cache=True, replace=True)
+OmegaConf.register_new_resolver("run_name", run_name.of_this_process, use_cache=True, replace=True)
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")
@@ -32,6 +31,11 @@ def job(composed: DictConfig) -> float | None:
     hydra_config = HydraConfig.get()
     run_dir = str(Path(hydra_config.runtime.output_dir).resolve())
     try:
+        if _is_sweep(hydra_config) and run_name.started_by_a_launcher():
+            raise UserError(
+                "a multirun inside torchrun or srun would run on every rank: start it as `python -m trainapp -m "
+                "parallel.devices=N ...`, which starts the workers of each job itself"
+            )
         settings = config.from_hydra(composed, run_dir, _command(hydra_config, run_dir))
         from trainapp import launch  # late: it brings torch
 

@@ -5,6 +5,7 @@ import os
 from trainapp import guard
 from trainapp.config import Config
 from trainapp.errors import UserError
+from trainapp.run_name import started_by_a_launcher
 
 
 def launch(config: Config) -> float | None:
@@ -14,12 +15,16 @@ def launch(config: Config) -> float | None:
         # Read once, when CUDA starts. What the user set wins.
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     if config.parallel.strategy == "single":
+        if started_by_a_launcher():
+            raise UserError(
+                "parallel=single, but torchrun or srun started several processes: choose parallel=ddp or parallel=fsdp"
+            )
         from trainapp import runner
 
         return runner.run(config).objective
     from trainapp.parallel import launcher, worker
 
-    if worker.started_by_a_launcher():
+    if started_by_a_launcher():
         worker.adopt_slurm()
         outcome = worker.work(config)
     else:

@@ -90,16 +90,24 @@ def prepare(config: Config, stop: StopRequest, ranks: Alone) -> Job:
     if path is not None:
         restore(config, job, path)
     build.start_tracking(config, job)
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
+    if restarted():
         recovery.take_hint(job)
     return job
 
 
 def _checkpoint_to_resume(config: Config) -> Path | None:
     resume = config.checkpointing.resume
+    own = Checkpoints(Path(config.run_dir), 1)
+    if restarted() and own.newest_name():
+        return own.newest()
     if resume not in ("auto", "none"):
         return resolve(resume)
-    return Checkpoints(Path(config.run_dir), 1).newest() if resume == "auto" else None
+    return own.newest() if resume == "auto" else None
+
+
+def restarted() -> bool:
+    """Whether the launcher has started the workers of this run before."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
 def restore(config: Config, job: Job, path: Path) -> None:

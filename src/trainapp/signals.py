@@ -1,10 +1,11 @@
-"""Ctrl-C and SIGTERM: the first asks the run to stop after its step, the second leaves at once."""
+"""Ctrl-C, SIGTERM and SIGUSR1 (Slurm's warning): the first asks the run to stop after its step, the second leaves."""
 
 import contextlib
 import logging
 import os
 import signal
 import threading
+import time
 
 log = logging.getLogger(__name__)
 
@@ -12,13 +13,18 @@ log = logging.getLogger(__name__)
 class StopRequest:
     """`request.signal` is None until a signal asks for a stop. Use as a context manager around the run."""
 
+    SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name))
+    ECHO = 1.0  # seconds: a terminal and the launcher both send the same Ctrl-C to a worker
+
     def __init__(self):
+        self._at = 0.0
         self.signal: int | None = None
+        self._workers = "TORCHELASTIC_RUN_ID" in os.environ
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is threading.main_thread():  # others may not set handlers
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in self.SIGNALS:
                 self._previous[number] = signal.signal(number, self._handle)
         return self
 
@@ -28,7 +34,9 @@ class StopRequest:
 
     def _handle(self, number: int, frame: object) -> None:
         if self.signal is not None:
+            if self._workers and time.monotonic() - self._at < self.ECHO:
+                return
             os._exit(128 + number)
-        self.signal = number
+        self.signal, self._at = number, time.monotonic()
         with contextlib.suppress(RuntimeError):  # the signal may have struck inside a write to the same stream
             log.warning("%s: finishing the step, then saving; again to leave at once", signal.Signals(number).name)

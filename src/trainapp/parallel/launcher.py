@@ -1,6 +1,7 @@
 """Starts the workers of a run through torch's elastic launcher, and starts them again when one dies."""
 
 import logging
+import os
 import uuid
 
 import torch
@@ -36,6 +37,8 @@ def start(config: Config) -> Outcome:
         start_method="spawn",
         signals_to_handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
     )
+    # Else workers that are started again meet the addresses of the dead ones in the launcher's own store (torch 2.13).
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     try:
         outcomes = elastic_launch(launch, work)(config)
     except SignalException as error:

@@ -4,7 +4,6 @@ import contextlib
 import datetime
 import logging
 import os
-import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -86,13 +85,6 @@ def _log_to(run_dir: Path, rank: int) -> None:
     logging.basicConfig(level=logging.INFO, handlers=handlers, force=True)
 
 
-def started_by_a_launcher() -> bool:
-    """Whether torchrun, or Slurm with several tasks, started this process as one of many."""
-    return "TORCHELASTIC_RUN_ID" in os.environ or (
-        int(os.environ.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in os.environ
-    )
-
-
 def adopt_slurm() -> None:
     """srun sets names of its own: give torch the ones that it reads."""
     if "RANK" in os.environ or "SLURM_PROCID" not in os.environ:
@@ -104,6 +96,3 @@ def adopt_slurm() -> None:
     env.setdefault("LOCAL_RANK", env.get("SLURM_LOCALID", "0"))
     env.setdefault("MASTER_ADDR", first)
     env.setdefault("MASTER_PORT", str(20000 + int(env.get("SLURM_JOB_ID", "0")) % 20000))
-
-
-STOP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name))

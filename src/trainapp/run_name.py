@@ -1,0 +1,29 @@
+"""Names the directory of a run: alike on all ranks of one run, different from every other run's. Imports no torch."""
+
+import datetime
+import os
+import secrets
+
+import psutil
+
+
+def started_by_a_launcher() -> bool:
+    """Whether torchrun, or Slurm with several tasks, started this process as one of many."""
+    return "TORCHELASTIC_RUN_ID" in os.environ or int(os.environ.get("SLURM_NTASKS", "1")) > 1
+
+
+def of_this_process() -> str:
+    """`2026-01-31/12-30-00-a1b2c3`, or, in a worker of torchrun or Slurm, a name from the launcher's id.
+
+    Seconds alone would let runs that start together share a directory. A launcher's id stays the same when the job is
+    queued again, so that the run goes on in its directory.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        run_id = os.environ["TORCHELASTIC_RUN_ID"]
+        if run_id in ("", "none"):  # torchrun without --rdzv-id: its process tells this run from the next
+            started = datetime.datetime.fromtimestamp(psutil.Process(os.getppid()).create_time())
+            return f"torchrun/{started:%Y-%m-%d_%H-%M-%S}-{os.getppid()}"
+        return f"torchrun/{run_id}"
+    if started_by_a_launcher():
+        return f"slurm/{os.environ.get('SLURM_JOB_ID', '0')}"
+    return f"{datetime.datetime.now():%Y-%m-%d/%H-%M-%S}-{secrets.token_hex(3)}"
