@@ -1,15 +1,10 @@
 """Turns a checked configuration into a `loop.Job`: device, data, model, optimizer, schedule, sizes, cadences."""
 
-import inspect
 import logging
-import os
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
-from trainapp import activation_checkpointing, memory, precision, targets, tasks
+from trainapp import components, memory, precision, tasks
 from trainapp.batching import EvalBatches, TrainBatches, worker_count
 from trainapp.checkpoint import Checkpoints
 from trainapp.config import Config
@@ -20,11 +15,9 @@ from trainapp.errors import UserError
 from trainapp.finite import FiniteGuard
 from trainapp.job import Job
 from trainapp.meter import Meter
-from trainapp.models.weights import load_weights
 from trainapp.optim import schedules
 from trainapp.optim.optimizers import build_optimizer
 from trainapp.parallel.ranks import Alone
-from trainapp.parallel.strategies import Replicated, Single, shard
 from trainapp.saving import Saver
 from trainapp.search import Sizes
 from trainapp.signals import StopRequest
@@ -36,14 +29,14 @@ log = logging.getLogger(__name__)
 
 def build(config: Config, stop: StopRequest, ranks: Alone) -> Job:
     """Everything but the tracker, which needs to know where the run begins. Raises UserError for what does not fit."""
-    kinds = _locate_all(config)
-    train_data, eval_data, spec = _datasets(config, kinds["data"])
-    device = ranks.device if ranks.world > 1 else choose_device(config.train.device)
-    _global_switches(config, device)
+    kinds = components.locate_all(config)
+    train_data, eval_data, spec = components.datasets(config, kinds["data"])
+    device = ranks.device if ranks.world > 1 else components.choose_device(config.train.device)
+    components.set_global_switches(config, device)
     seed_everything(config.train.seed)
     numerics = precision.build(config.precision, device)
-    model = _model(config, kinds["model"], spec, device)
-    strategy = _spread(config, model, ranks, numerics.compute_dtype)
+    strategy = components.model_over_ranks(config, kinds["model"], spec, ranks, device, numerics.compute_dtype)
+    model = strategy.model
     device_memory = memory.build(config.memory, device)
     state = TrainState(
         model=model,
@@ -149,17 +142,6 @@ def set_global_size(config: Config, job: Job, size: int) -> None:
     job.schedule = schedules.build(config.schedule, RunLength(batches.steps_per_epoch, size, total))
 
 
-def choose_device(setting: str) -> torch.device:
-    """The device that was asked for; auto takes CUDA, then Apple's MPS, then the CPU. Raises UserError without it."""
-    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-    if setting == "auto":
-        setting = next(name for name, there in available.items() if there)
-    if not available[setting]:
-        there = ", ".join(name for name, is_there in available.items() if is_there)
-        raise UserError(f"train.device={setting}: this machine has no such device; available: auto, {there}")
-    return torch.device("cuda", torch.cuda.current_device()) if setting == "cuda" else torch.device(setting)
-
-
 def plan_line(config: Config, job: Job) -> str:
     """What will be done, in one line."""
     state, batches = job.state, job.batches
@@ -181,109 +163,6 @@ def _short(count: int) -> str:
         if count >= size:
             return f"{count / size:.2f}{unit}"
     return str(count)
-
-
-def _locate_all(config: Config) -> dict[str, Any]:
-    """The classes and functions that the configuration names. Every mistake in names and arguments in one error."""
-    errors: list[str] = []
-    found: dict[str, Any] = {"task": None}
-    named = {"data": config.data, "model": config.model}
-    for group, node in named.items():
-        try:
-            found[group] = targets.locate(node.target, f"{group}._target_", config.user_packages)
-            open_ended = {"split", "seed"} if group == "data" else set(_parameters(found[group]))
-            errors += targets.check(found[group], node.arguments, group, dict.fromkeys(open_ended))
-        except UserError as error:
-            errors.append(str(error))
-    try:
-        targets.locate(config.optimizer.target, "optimizer._target_", config.user_packages)
-        if config.task not in ("auto", "classification", "next_token"):
-            found["task"] = targets.locate(config.task, "task", config.user_packages)
-        elif config.task != "auto":
-            found["task"] = getattr(tasks, config.task)
-    except UserError as error:
-        errors.append(str(error))
-    if errors:
-        raise UserError("\n".join(errors))
-    return found
-
-
-def _parameters(target: Any) -> list[str]:
-
-    return list(inspect.signature(target).parameters)
-
-
-def _datasets(config: Config, kind: Any) -> tuple[Any, Any, dict[str, Any]]:
-    """Training data, evaluation data (None when there is none), and what a model may need to know of them."""
-    takes = _parameters(kind)
-    if "split" not in takes:
-        raise UserError(
-            f"data._target_={config.data.target}: its constructor has no parameter `split`; the application asks for "
-            'split="train" and split="val"'
-        )
-    provided = {"seed": config.train.seed}
-    arguments = config.data.arguments
-    train, val = (
-        targets.construct(kind, arguments, "data", config.user_packages, {"split": split, **provided})
-        for split in ("train", "val")
-    )
-    if config.task == "auto" and getattr(train, "task", None) not in ("classification", "next_token"):
-        raise UserError(
-            f"task=auto: {config.data.target} does not say what its task is; set task to classification, next_token or "
-            "a function of yours"
-        )
-    if len(train) == 0:
-        raise UserError(f"data={config.data.target}: the training split is empty")
-    val = val if val is not None and len(val) else None
-    if val is None and config.mode == "eval":
-        raise UserError(f"mode=eval: data={config.data.target} has no validation split")
-    return train, val, dict(getattr(train, "spec", {}))
-
-
-def _model(config: Config, kind: Any, spec: dict[str, Any], device: torch.device) -> nn.Module:
-    required = [
-        name
-        for name, parameter in inspect.signature(kind).parameters.items()
-        if parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
-    ]
-    lacking = [name for name in required if name not in config.model.arguments and name not in spec]
-    if lacking:
-        raise UserError(
-            f"model={config.model.target} cannot read data={config.data.target}: it needs {', '.join(lacking)}, and "
-            f"the data has {', '.join(spec) or 'no spec'}; choose a model for this kind of data"
-        )
-    model = targets.construct(kind, config.model.arguments, "model", config.user_packages, spec)
-    if config.model.init_from:
-        skipped = load_weights(model, Path(config.model.init_from), strict=config.model.init_strict)
-        if skipped:
-            log.warning("model.init_from: not loaded, left as initialised: %s", ", ".join(skipped))
-    model.to(device)
-    model.train()
-    activation_checkpointing.apply(model, config.activation_checkpointing)
-    if config.train.compile:
-        model.compile()
-    return model
-
-
-def _spread(config: Config, model: nn.Module, ranks: Alone, compute: torch.dtype) -> Single:
-    """Over the ranks, after activation checkpointing and compilation and before the optimizer."""
-    if ranks.world == 1 and config.parallel.strategy != "fsdp":
-        return Single(model, ranks)
-    if config.parallel.strategy == "ddp":
-        return Replicated(model, ranks, config.parallel.ddp)
-    blocks = activation_checkpointing.blocks_of(model, "parallel=fsdp")
-    # BatchNorm wants its parameters in fp32: such models are gathered so, and autocast casts where it computes.
-    normalised = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
-    return shard(model, blocks, ranks, config.parallel.fsdp, torch.float32 if normalised else compute)
-
-
-def _global_switches(config: Config, device: torch.device) -> None:
-    torch.use_deterministic_algorithms(config.train.deterministic)
-    torch.autograd.set_detect_anomaly(config.train.detect_anomaly)
-    if device.type == "cuda":
-        torch.backends.cudnn.benchmark = not config.train.deterministic
-        if config.train.deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def _sizes(config: Config, start: int, ranks: Alone, smallest: int = 1) -> Sizes:

@@ -203,6 +203,12 @@ class Checkpointing:
 
 
 @section
+class Export:
+    folder: Str | None = None
+    file_size: MemorySize = "5GB"
+
+
+@section
 class Target:
     """An object to build: a dotted name and the keyword arguments of its constructor."""
 
@@ -224,7 +230,7 @@ class Config:
     loader: Loader
     model: Model
     optimizer: Optimizer
-    mode: Literal["train", "eval"] = "train"
+    mode: Literal["train", "eval", "export"] = "train"
     task: Str = "auto"
     objective: Annotated[str, AfterValidator(_objective)] = "auto"
     user_packages: list[Str] = field(default_factory=list)
@@ -239,6 +245,7 @@ class Config:
     memory: Memory = field(default_factory=Memory)
     oom: Oom = field(default_factory=Oom)
     checkpointing: Checkpointing = field(default_factory=Checkpointing)
+    export: Export = field(default_factory=Export)
     run_dir: str = ""
     command: str = ""
 
@@ -334,9 +341,9 @@ def _conflicts(config: Config) -> list[str]:
         )
     if config.checkpointing.asynchronous and config.parallel.strategy == "single":
         errors.append("checkpointing.asynchronous=true: needs several ranks; choose parallel=ddp or parallel=fsdp")
-    if config.mode == "eval" and config.checkpointing.resume in ("auto", "none"):
+    if config.mode != "train" and config.checkpointing.resume in ("auto", "none"):
         errors.append(
-            f"mode=eval with checkpointing.resume={config.checkpointing.resume}: name the checkpoint or the "
-            "run directory to evaluate"
+            f"mode={config.mode} with checkpointing.resume={config.checkpointing.resume}: name the checkpoint or the "
+            "run directory that it is about"
         )
     return errors

@@ -13,6 +13,7 @@ from torch import nn
 from trainapp.console import bytes_text
 from trainapp.job import Job
 from trainapp.oom import requested_bytes
+from trainapp.parallel.placement import local
 from trainapp.parallel.ranks import PeerOutOfMemory
 
 GIB = 2**30
@@ -60,7 +61,7 @@ def describe(job: Job, error: BaseException) -> Incident:
     used = getattr(error, "used", None) or memory.used()
     phase, module = _place(job, error)
     parts = {kind: size for kind, size in meter.static.items() if kind != "gradients"}
-    parts["gradients"] = sum(g.untyped_storage().nbytes() for g in meter.gradients())
+    parts["gradients"] = sum(local(g).untyped_storage().nbytes() for g in meter.gradients())
     parts["activations"] = max(0, used - sum(parts.values()))
     if memory.device.type == "cuda":  # what others hold counts there: it is not ours to allocate
         free, total = torch.cuda.mem_get_info(memory.device)

@@ -15,8 +15,9 @@ from trainapp.optim.schedules import Schedule
 from trainapp.parallel.ranks import Alone
 from trainapp.parallel.strategies import Single
 from trainapp.saving import Saver
+from trainapp.search import Sizes
 from trainapp.signals import StopRequest
-from trainapp.state import RestorePoint, TrainState
+from trainapp.state import RestorePoint, TrainState, has_batchnorm
 from trainapp.tasks import Task
 from trainapp.tracking import Tracker
 
@@ -122,11 +123,22 @@ class Job:
         """Whether the coming step's memory is drawn: once, when the size is no longer new."""
         return self.timeline and self.state.micro.proven
 
+    def votes_on(self, sizes: Sizes) -> bool:
+        """Whether ranks vote before each collective: by default while the size is unproven."""
+        wanted = self.arm == "always" or (self.arm == "unproven" and not sizes.proven)
+        return wanted and self.strategy.recovers
+
     def note_size(self) -> None:
         """Remember from which step on the micro-batch was this one, so that `oom.schedule` can replay the run."""
-        size = self.state.micro.size
-        if next(reversed(self.sizes_used.values()), None) != size:
-            self.sizes_used[self.state.progress.step + 1] = size
+        size, step = self.state.micro.size, self.state.progress.step + 1
+        if next(reversed(self.sizes_used.values()), None) == size:
+            return
+        self.sizes_used[step] = size
+        if self.batches.accumulation(size, self.accumulation) > 1 and has_batchnorm(self.state.model):
+            self.tracker.note(
+                f"step {step}: the model has BatchNorm, whose statistics are those of the micro-batch ({size}), not of "
+                "the global batch; GroupNorm (model.norm=group) does not depend on it"
+            )
 
     def flags(self) -> tuple[int, int]:
         """What ranks agree on in every step: the signal to stop for, and whether one still writes a checkpoint."""

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.module_tracker import ModuleTracker
 
 from trainapp.console import bytes_text
+from trainapp.parallel.placement import local
 
 Resident = Mapping[str, Iterable[torch.Tensor]]  # what is in memory between two steps, by kind
 
@@ -63,7 +64,7 @@ class LiveTensors(TorchDispatchMode):
 
     def label(self, kind: str, tensor: torch.Tensor) -> None:
         """Say what a live tensor is: gradients are known as such only once they have reached their parameter."""
-        known = self._alive.get(tensor.untyped_storage()._cdata)
+        known = self._alive.get(local(tensor).untyped_storage()._cdata)
         if known is not None:
             self.kinds[known[0]] = kind
 
@@ -83,7 +84,7 @@ class LiveTensors(TorchDispatchMode):
     def _count(self, tensor: torch.Tensor) -> int:
         if self.devices is not None and tensor.device.type not in self.devices:
             return 0
-        storage = tensor.untyped_storage()
+        storage = local(tensor).untyped_storage()
         key = storage._cdata
         if key in self._alive:
             return 0

@@ -49,7 +49,7 @@ def train_step(job: Job) -> None:
     if progress.step + 1 in job.size_plan:
         state.micro.force(job.size_plan.pop(progress.step + 1))
     job.ranks.start_agreement(job.flags)
-    job.ranks.armed = job.arm == "always" or (job.arm == "unproven" and not state.micro.proven)
+    job.ranks.armed = job.votes_on(state.micro)
     logs = job.logs_coming_step
     watched = logs or not state.micro.proven or job.draws_coming_step
     if watched:
@@ -180,7 +180,7 @@ def evaluate(job: Job) -> None:
     state, progress, started = job.state, job.state.progress, time.monotonic()
     job.guard.check()
     job.phase, job.attempt_started = "evaluate", started
-    job.ranks.armed = job.arm == "always" or (job.arm == "unproven" and not state.eval_micro.proven)
+    job.ranks.armed = job.votes_on(state.eval_micro)
     job.strategy.share_buffers()
     state.model.eval()
     with preserved_rng(state.device), state.average.in_place_of_weights():

@@ -19,6 +19,7 @@ from torch import nn
 from trainapp import config
 from trainapp.errors import UserError
 from trainapp.limits import LiveTensors, ModulePath, Resident
+from trainapp.parallel.placement import local
 
 
 def static_bytes(model: nn.Module, optimizer: torch.optim.Optimizer, averages: list[torch.Tensor]) -> dict[str, int]:
@@ -39,7 +40,7 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def _size(tensors: Iterable[torch.Tensor]) -> int:
-    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in map(local, tensors)}
     return sum(storages.values())  # tied weights share a storage
 
 
@@ -184,7 +185,9 @@ class CudaMemory(DeviceMemory):
             return
         self._watching = True
         torch.cuda.memory._record_memory_history(max_entries=200_000, context="alloc", stacks="python")
-        self._resident = [(kind, t.data_ptr(), t.nbytes) for kind, tensors in resident.items() for t in tensors]
+        self._resident = [
+            (kind, t.data_ptr(), t.nbytes) for kind, tensors in resident.items() for t in map(local, tensors)
+        ]
         try:
             with self.module_path.watch():
                 yield
@@ -202,7 +205,7 @@ class CudaMemory(DeviceMemory):
         """From the allocator's own history of the last watched block."""
         if self._snapshot is None:
             return [], {}
-        kinds_at = {g.data_ptr(): "gradients" for g in gradients}
+        kinds_at = {g.data_ptr(): "gradients" for g in map(local, gradients)}
         totals: dict[str, int] = {}
         for kind, _, size in self._resident:
             totals[kind] = totals.get(kind, 0) + size

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainapp import build, guard, incident, loop, recovery, remembered, saving
+from trainapp import build, export, guard, incident, loop, recovery, remembered, saving
 from trainapp.checkpoint import Checkpoints, read_manifest, resolve
-from trainapp.config import Config
+from trainapp.config import Config, parse_memory_size
 from trainapp.console import bytes_text
 from trainapp.incident import Incident
 from trainapp.job import Job
@@ -129,6 +129,9 @@ def attempt(config: Config, job: Job) -> Incident | None:
     try:
         if config.mode == "eval":
             loop.evaluate(job)
+        elif config.mode == "export":
+            folder = Path(config.export.folder or Path(config.run_dir) / "export")
+            export.export(job, folder, parse_memory_size(config.export.file_size, 0))
         else:
             loop.train(job)
     except Exception as error:
@@ -150,7 +153,7 @@ def together(config: Config, job: Job, failure: Incident) -> None:
     if ranks.world == 1:
         return
     if not failure.by_peer:
-        if not ranks.armed or failure.phase in ("commit", "weight average"):
+        if not ranks.armed or not job.strategy.recovers or failure.phase in ("commit", "weight average"):
             recovery.leave_for_restart(job, failure)
         ranks.vote(True)
     ranks.drop_agreement()

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from trainapp.ema import WeightAverage
+from trainapp.parallel.placement import copy_into
 from trainapp.precision import Precision
 from trainapp.search import Sizes
 
@@ -117,15 +118,9 @@ def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, torch
             yield prefix + name, value
 
 
-def copy_into(target: torch.Tensor, whole: torch.Tensor) -> None:
-    """Copy a whole tensor into one that may be a shard of it. No communication."""
-    if hasattr(target, "device_mesh"):
-        from torch.distributed.tensor import distribute_tensor
-
-        part = distribute_tensor(whole.to(target.device), target.device_mesh, target.placements, src_data_rank=None)
-        target.to_local().copy_(part.to_local())
-    else:
-        target.copy_(whole)
+def has_batchnorm(model: nn.Module) -> bool:
+    """Whether the model normalises over the samples of a micro-batch."""
+    return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
 
 
 def seed_everything(seed: int) -> None:

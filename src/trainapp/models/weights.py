@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from trainapp.errors import UserError
+from trainapp.parallel.placement import copy_into
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +57,8 @@ def _load(model: nn.Module, path: Path, strict: bool) -> list[str]:
         raise UserError(problem or _misfit(own, found, missing, unexpected, misshaped))
     if unexpected:
         log.warning("model.init_from=%s: not in the model, passed over: %s", path, _few(unexpected))
-    model.load_state_dict(fitting, strict=False)
+    for name, tensor in fitting.items():
+        copy_into(own[name], tensor)
     return missing + misshaped
 
 

@@ -21,6 +21,7 @@ class Single:
     """One process. `forward` is what a task calls; `model` keeps the parameters and their names."""
 
     equal_batches = False  # whether evaluation needs as many forwards on every rank
+    recovers = True  # whether a step can be given up in place
 
     def __init__(self, model: nn.Module, ranks: Alone):
         self.model, self.ranks = model, ranks
@@ -127,6 +128,8 @@ class Sharded(Single):
 
     def __init__(self, model: nn.Module, ranks: Ranks):
         super().__init__(model, ranks)
+        # Before torch 2.13 nothing resets a half-done backward: all workers start again instead.
+        self.recovers = hasattr(model, "reset_iter_state")
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
