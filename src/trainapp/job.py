@@ -133,8 +133,9 @@ class Job:
         size, step = self.state.micro.size, self.state.progress.step + 1
         if next(reversed(self.sizes_used.values()), None) == size:
             return
+        news = all(self.batches.accumulation(earlier, self.accumulation) == 1 for earlier in self.sizes_used.values())
         self.sizes_used[step] = size
-        if self.batches.accumulation(size, self.accumulation) > 1 and has_batchnorm(self.state.model):
+        if news and self.batches.accumulation(size, self.accumulation) > 1 and has_batchnorm(self.state.model):
             self.tracker.note(
                 f"step {step}: the model has BatchNorm, whose statistics are those of the micro-batch ({size}), not of "
                 "the global batch; GroupNorm (model.norm=group) does not depend on it"

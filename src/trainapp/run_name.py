@@ -12,12 +12,14 @@ def started_by_a_launcher() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ or int(os.environ.get("SLURM_NTASKS", "1")) > 1
 
 
-def of_this_process() -> str:
-    """`2026-01-31/12-30-00-a1b2c3`, or, in a worker of torchrun or Slurm, a name from the launcher's id.
+def of_this_process(run_id: str | None = None) -> str:
+    """`2026-01-31/12-30-00-a1b2c3`; with `parallel.run_id`, or in a worker of torchrun or Slurm, a name from that id.
 
     Seconds alone would let runs that start together share a directory. A launcher's id stays the same when the job is
     queued again, so that the run goes on in its directory.
     """
+    if run_id:
+        return f"runs/{run_id}"
     if "TORCHELASTIC_RUN_ID" in os.environ:
         run_id = os.environ["TORCHELASTIC_RUN_ID"]
         if run_id in ("", "none"):  # torchrun without --rdzv-id: its process tells this run from the next

@@ -2,8 +2,10 @@
 
 import logging
 import os
+import socket
 import uuid
 
+import psutil
 import torch
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -24,13 +26,21 @@ def start(config: Config) -> Outcome:
             f"parallel.nodes={settings.nodes}: set parallel.endpoint=HOST:PORT (the first node) and "
             "parallel.run_id=NAME alike on every node"
         )
+    endpoint = settings.endpoint or "127.0.0.1:0"
+    host, address = None, None
+    if settings.nodes > 1:
+        address, interface = _towards(endpoint)
+        host = _is_here(endpoint)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # else gloo takes what the host's name resolves to
     launch = LaunchConfig(
         min_nodes=settings.nodes,
         max_nodes=settings.nodes,
         nproc_per_node=devices(config),
         run_id=settings.run_id or uuid.uuid4().hex,
         rdzv_backend="c10d",
-        rdzv_endpoint=settings.endpoint or "127.0.0.1:0",
+        rdzv_endpoint=endpoint,
+        rdzv_configs={} if host is None else {"is_host": host},
+        local_addr=address,
         rdzv_timeout=int(settings.timeout),
         max_restarts=settings.max_restarts,
         monitor_interval=0.1,
@@ -67,3 +77,32 @@ def devices(config: Config) -> int:
     if wanted != "auto" and wanted > there:
         raise UserError(f"parallel.devices={wanted}: this machine has {there} GPUs")
     return there if wanted == "auto" else wanted
+
+
+def _towards(endpoint: str) -> tuple[str, str]:
+    """This machine's own address, and its interface, on the way to `endpoint`. Sends nothing."""
+    host, port = _split(endpoint)
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, port))
+            address = probe.getsockname()[0]
+    except OSError as error:
+        raise UserError(f"parallel.endpoint={endpoint}: this machine has no way there: {error}") from None
+    return address, next((name for name, addresses in _interfaces() if address in addresses), "lo")
+
+
+def _is_here(endpoint: str) -> bool:
+    """Whether the endpoint is one of this machine's addresses: this node then hosts the rendezvous."""
+    host = socket.gethostbyname(_split(endpoint)[0])
+    return any(host in addresses for _, addresses in _interfaces())
+
+
+def _interfaces() -> list[tuple[str, set[str]]]:
+    return [(name, {entry.address for entry in entries}) for name, entries in psutil.net_if_addrs().items()]
+
+
+def _split(endpoint: str) -> tuple[str, int]:
+    host, _, port = endpoint.rpartition(":")
+    if not host or not port.isdigit():
+        raise UserError(f"parallel.endpoint={endpoint}: must be HOST:PORT of the first node")
+    return host, int(port)
