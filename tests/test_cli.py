@@ -78,6 +78,7 @@ def test_console_script_and_module_are_the_same_thing(tmp_path):
         ("experiment=x", ["experiment=x: no such option", "gpt_text"]),
         ("model=resnt", ["model=resnt: no such option", "'resnet'", "available: gpt, mlp, resnet"]),
         ("precision=bf17", ["precision=bf17: no such option", "'bf16'", "available: bf16, fp16, fp32, tf32"]),
+        ("precision=16", ["precision=16", "string"]),
         ("train.max_steps=-1", ["train.max_steps=-1: must be greater than 0"]),
         ("train.max_steps=many", ["train.max_steps=many: must be a valid integer"]),
         ("train.max_epochs=null", ["train.max_steps=null and train.max_epochs=null", "never end"]),
@@ -186,6 +187,11 @@ def test_resume_from_what_is_no_checkpoint(tmp_path):
     for name, rule in (("nowhere", "no such file or directory"), ("a.txt", "neither a checkpoint")):
         with pytest.raises(UserError, match=f"checkpointing.resume=.*{name}: {rule}"):
             runs.run(tmp_path / "run", "model=mlp", f"checkpointing.resume={tmp_path / name}")
+
+
+def test_objective_that_nobody_measures(tmp_path):
+    with pytest.raises(UserError, match=r"objective=max speed.*accuracy"):
+        runs.run(tmp_path / "run", "model=mlp", "objective=max speed", "train.max_steps=1", "every.eval=1")
 
 
 def test_memory_limit_that_leaves_nothing_or_exceeds_the_machine(tmp_path):

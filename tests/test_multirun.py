@@ -1,0 +1,116 @@
+"""Sweeps: a directory for each job, failures that stay where they belong, counters that start afresh."""
+
+import re
+import subprocess
+import sys
+
+from helpers import environment, files, incidents, metrics, result, run_cli
+from runs import TINY
+
+SWEEP = ("-m", *TINY, "train.max_steps=2", "checkpointing=off")
+
+
+def sweeps(cwd):
+    """The directories of the sweeps that were started there."""
+    return sorted((cwd / "outputs/multirun").glob("*/*"))
+
+
+def jobs(sweep):
+    """The directories of a sweep's jobs, in their order."""
+    return sorted((path for path in sweep.iterdir() if path.name.isdigit()), key=lambda path: int(path.name))
+
+
+def test_every_combination_has_a_directory_of_its_own(tmp_path):
+    done = run_cli(*SWEEP, "model=mlp,resnet", "precision=fp32,bf16", "model.width=4", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (sweep,) = sweeps(tmp_path)
+    seen = []
+    for folder in jobs(sweep):
+        log = (folder / "trainapp.log").read_text()
+        seen.append(re.search(r"(MLP|ResNet) with .* on cpu, (\w+);", log).groups())
+        assert log.count("global batch") == 1  # nobody else's lines
+        assert [line["step"] for line in metrics(folder)] == [1, 2]
+        assert result(folder)["steps"] == 2
+        assert any("tfevents" in name for name in files(folder))
+    assert seen == [("MLP", "fp32"), ("MLP", "bf16"), ("ResNet", "fp32"), ("ResNet", "bf16")]
+
+
+def test_sweeps_started_in_the_same_second_do_not_share(tmp_path):
+    command = [sys.executable, "-m", "trainapp", *SWEEP, "model=mlp", "train.seed=1,2"]
+    both = [
+        subprocess.Popen(
+            command, cwd=tmp_path, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
+        for _ in range(2)
+    ]
+    for process in both:
+        assert process.wait(timeout=120) == 0, process.stderr.read()
+        process.stderr.close()
+    assert len(sweeps(tmp_path)) == 2
+    assert [len(jobs(sweep)) for sweep in sweeps(tmp_path)] == [2, 2]
+    assert all(result(job)["steps"] == 2 for sweep in sweeps(tmp_path) for job in jobs(sweep))
+
+
+def test_a_failing_job_leaves_its_trace_in_its_own_log_and_the_rest_go_on(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from trainapp.models.mlp import MLP\n"
+        "from trainapp.validation import PositiveInt\n"
+        "class Fragile(MLP):\n"
+        "    def __init__(self, image_shape, num_classes, width: PositiveInt, depth, dropout):\n"
+        "        super().__init__(image_shape, num_classes, width=width, depth=depth, dropout=dropout)\n"
+        "        self.broken = width == 5\n"
+        "    def forward(self, images):\n"
+        "        if self.broken:\n"
+        "            raise TypeError('five is too many')\n"
+        "        return super().forward(images)\n"
+    )
+    mine = ("model=mlp", "model._target_=mine.Fragile", "user_packages=[mine]")
+    done = run_cli(*SWEEP, *mine, "model.width=4,5,-6,7", cwd=tmp_path)
+    assert done.returncode != 0
+    (sweep,) = sweeps(tmp_path)
+    folders = jobs(sweep)
+    assert len(folders) == 4
+    logs = [(folder / "trainapp.log").read_text() for folder in folders]
+    assert [result(folder)["steps"] if (folder / "result.json").exists() else None for folder in folders] == [
+        2,
+        None,
+        None,
+        2,
+    ]
+    assert "Traceback" in logs[1]
+    assert "raise TypeError('five is too many')" in logs[1]
+    # A user's mistake needs no trace, in a sweep either.
+    assert "model.width=-6: must be greater than 0" in logs[2]
+    assert "Traceback" not in logs[2]
+    assert not any("Traceback" in logs[job] or "five" in logs[job] for job in (0, 3))
+
+
+def test_a_sweep_of_mistakes_only_ends_with_a_message(tmp_path):
+    done = run_cli(*SWEEP, "model=mlp", "optimizer.lr=-1,-2", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    for lr in (-1, -2):
+        assert f"optimizer.lr={lr}: must be greater than 0" in done.stderr
+
+
+def test_memory_counters_do_not_leak_from_job_to_job(tmp_path):
+    wide = ("model=mlp", "batch.global_size=512", "oom.remember=false")
+    done = run_cli(*SWEEP, *wide, "memory.limit=2.5MiB,null,1GiB", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (sweep,) = sweeps(tmp_path)
+    scarce, plenty, large = jobs(sweep)
+    assert result(scarce)["oom_restarts"] == len(incidents(scarce)) >= 1
+    assert result(scarce)["micro_size"] < 512
+    assert result(scarce)["peak_memory_bytes"] <= 2.5 * 2**20
+    for folder in (plenty, large):
+        assert result(folder)["oom_restarts"] == 0
+        assert result(folder)["micro_size"] == 512
+        assert [line["memory/out_of_memory_count"] for line in metrics(folder)] == [0, 0]
+    # Without the scarcity it is 3.1 MiB: the peak is that of all samples at once, in both jobs that follow.
+    assert result(plenty)["peak_memory_bytes"] > 2.5 * 2**20
+    assert result(large)["peak_memory_bytes"] == result(plenty)["peak_memory_bytes"]
+    # In the other order: a peak of an earlier job is not the later one's.
+    done = run_cli(*SWEEP, *wide, "memory.limit=1GiB,2.5MiB", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    last = jobs(sweeps(tmp_path)[-1])[-1]
+    assert result(last)["peak_memory_bytes"] <= 2.5 * 2**20
