@@ -10,6 +10,7 @@ Source of malloc's parameters: mallopt(3).
 import contextlib
 import ctypes
 import logging
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,7 +51,8 @@ def guarded(settings: config.Memory, total: int) -> Iterator[None]:
     import resource
 
     reserve = config.parse_memory_size(settings.guard_reserve, total)
-    headroom = max(SMALLEST, available() - reserve)
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # the ranks of this machine share what is left
+    headroom = max(SMALLEST, (available() - reserve) // processes)
     before, hard = resource.getrlimit(resource.RLIMIT_DATA)
     wanted = data_size() + headroom
     if before != resource.RLIM_INFINITY:

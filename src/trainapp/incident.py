@@ -16,7 +16,8 @@ from trainapp.oom import requested_bytes
 from trainapp.parallel.placement import local
 from trainapp.parallel.ranks import PeerOutOfMemory
 
-GIB = 2**30
+# The phases of a step before its commit.
+TRANSACTION = ("data", "forward", "loss", "backward", "metric", "gradients", "clip")
 
 
 @dataclass
@@ -43,6 +44,7 @@ class Incident:
     action: str = ""
     seconds_lost: float = 0.0
     unused_cache: int = 0
+    alone: bool = False  # no other rank needs to know: it is not waiting for this one
     by_peer: bool = False  # another rank ran out of memory, not this one
     culprits: list[tuple[int, str]] = field(default_factory=list)  # the ranks that did, and what they say
     host: bool = False  # the system refused, not `memory.limit` or a device
@@ -53,6 +55,11 @@ class Incident:
     def evaluating(self) -> bool:
         """Whether evaluation failed; training's size is none of its business."""
         return self.phase == "evaluate"
+
+    @property
+    def in_transaction(self) -> bool:
+        """Whether it happened in a step before its commit: the step is taken back and tried with a smaller size."""
+        return self.phase in TRANSACTION
 
 
 def describe(job: Job, error: BaseException) -> Incident:
@@ -67,7 +74,7 @@ def describe(job: Job, error: BaseException) -> Incident:
         free, total = torch.cuda.mem_get_info(memory.device)
         parts["other_processes"] = max(0, total - free - torch.cuda.memory_reserved(memory.device))
     incident = Incident(
-        step=state.progress.step + (phase != "evaluate"),
+        step=state.progress.step + (phase in TRANSACTION or phase == "commit"),
         phase=phase,
         module=module,
         message=str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__,
@@ -78,6 +85,7 @@ def describe(job: Job, error: BaseException) -> Incident:
         trace=traceback.format_exc(),
         unused_cache=memory.unused_cache(),
         rank=job.ranks.rank,
+        alone=job.ranks.world == 1 or (phase == "evaluate" and not job.strategy.equal_batches),
         by_peer=isinstance(error, PeerOutOfMemory),
         host=not isinstance(error, torch.OutOfMemoryError) and memory.device.type == "cpu",
         bucket=(state.eval_micro if phase == "evaluate" else state.micro).current or 0,

@@ -92,7 +92,7 @@ class Job:
     phase: str = "data"
     attempt_started: float = 0.0  # time.monotonic() of the step or evaluation at work
     retried: tuple | None = None  # the attempt that was last repeated at its own size
-    evaluation: Sums = field(default_factory=Sums)  # what an interrupted evaluation has finished
+    evaluation: Sums | None = None  # what the evaluation at work has finished; None: none is at work
     saved_at: int = 0
     stopping: int = 0  # the signal that all ranks agreed to stop for
     arm: str = "unproven"  # when ranks vote on running out of memory

@@ -50,28 +50,20 @@ def train_step(job: Job) -> None:
         state.micro.force(job.size_plan.pop(progress.step + 1))
     job.ranks.start_agreement(job.flags)
     job.ranks.armed = job.votes_on(state.micro)
-    logs = job.logs_coming_step
-    watched = logs or not state.micro.proven or job.draws_coming_step
+    logs, draws = job.logs_coming_step, job.draws_coming_step
+    watched = logs or draws or not state.micro.proven
     if watched:
         memory.begin_step()
-        state.optimizer.zero_grad(set_to_none=True)
+    state.optimizer.zero_grad(set_to_none=True)
     with memory.watch(job.meter.resident()) if watched else contextlib.nullcontext():
         sums = accumulate_gradients(job, logs)
         norm = clip(job, sums)
         applied = commit(job, sums, norm)
-    if job.draws_coming_step:
+    job.tracker.progress.advance(progress.step)
+    if applied and logs:
+        log(job, sums, norm)
+    if draws:
         draw_timeline(job)
-    job.note_size()
-    samples = job.batches.step_samples(progress)
-    job.batches.advance(progress)
-    job.meter.count(samples)
-    if applied:
-        progress.step += 1
-        job.tracker.progress.advance(progress.step)
-        if logs:
-            log(job, sums, norm)
-    else:
-        progress.skipped += 1
     look_for_larger_size(job)
     job.stopping, still_writing = job.ranks.finish_agreement()
     if not still_writing:
@@ -81,7 +73,6 @@ def train_step(job: Job) -> None:
 def accumulate_gradients(job: Job, logs: bool) -> Sums:
     """Gradients of the step's loss, summed over its micro-batches; sums of loss, count and (if logged) metrics."""
     state, sums = job.state, Sums()
-    state.optimizer.zero_grad(set_to_none=True)
     # The true count is known at the end only (padding); what was scaled by samples is put right in `clip`.
     weight = job.meter.weight(job.batches.step_samples(state.progress))
     micro_batches = job.batches.micro_batches(state.progress, state.micro.size, job.accumulation)
@@ -133,25 +124,32 @@ def clip(job: Job, sums: Sums) -> Tensor:
 
 
 def commit(job: Job, sums: Sums, norm: Tensor) -> bool:
-    """Change the parameters: the only place. False when the step was skipped for a non-finite value."""
-    state, scaler = job.state, job.state.precision.scaler
-    if not job.guard.admits(state.progress.step, sums.loss, norm):
+    """Change the parameters and count the step: the only place. False when a non-finite value left the step out."""
+    state, progress, scaler = job.state, job.state.progress, job.state.precision.scaler
+    applied = job.guard.admits(progress.step, sums.loss, norm)
+    if applied:
+        for group in state.optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * job.schedule(progress.step)
+        job.phase = "commit"
+        scale = scaler.get_scale() if scaler.is_enabled() else 0.0  # waits for the device, in fp16 only
+        scaler.step(state.optimizer)
+        scaler.update()
+        applied = job.guard.applied(not scaler.is_enabled() or scaler.get_scale() >= scale, progress.step)
+    else:
         state.precision.reset_scaler()
-        return False
-    for group in state.optimizer.param_groups:
-        group["lr"] = group["initial_lr"] * job.schedule(state.progress.step)
-    job.phase = "commit"
-    scale = scaler.get_scale() if scaler.is_enabled() else 0.0  # waits for the device, in fp16 only
-    scaler.step(state.optimizer)
-    scaler.update()
+    job.note_size()
+    job.meter.count(job.batches.step_samples(progress))
+    job.batches.advance(progress)
+    progress.step += applied
+    progress.skipped += not applied
     job.phase = "committed"
-    overflowed = scaler.is_enabled() and scaler.get_scale() < scale
-    return job.guard.applied(not overflowed, state.progress.step)
+    return applied
 
 
 def look_for_larger_size(job: Job) -> None:
     """After clean steps, try a size between what works and what failed; all ranks the same."""
     micro, memory, searching = job.state.micro, job.memory, not job.state.micro.settled
+    job.phase = "search"
     before = micro.size
     micro.succeeded(job.meter.static_bytes, memory.step_peak, memory.budget)
     if searching and job.ranks.world > 1:
@@ -162,6 +160,7 @@ def look_for_larger_size(job: Job) -> None:
 
 def log(job: Job, sums: Sums, norm: Tensor) -> None:
     """The step's numbers. Waits for the device."""
+    job.phase = "log"
     job.guard.check()
     progress, batches = job.state.progress, job.batches
     scalars = sums.means() | {
@@ -181,7 +180,9 @@ def evaluate(job: Job) -> None:
     job.guard.check()
     job.phase, job.attempt_started = "evaluate", started
     job.ranks.armed = job.votes_on(state.eval_micro)
-    job.strategy.share_buffers()
+    if job.evaluation is None:
+        job.strategy.share_buffers()
+        job.evaluation = Sums()
     state.model.eval()
     with preserved_rng(state.device), state.average.in_place_of_weights():
         for micro in job.eval_batches.from_sample(job.evaluation.samples, state.eval_micro.size):
@@ -190,7 +191,7 @@ def evaluate(job: Job) -> None:
     if job.strategy.equal_batches:
         job.strategy.gradients_ready()
     state.model.train()
-    means, job.evaluation = job.evaluation.over(job.ranks).means(), Sums()
+    means, job.evaluation = job.evaluation.over(job.ranks).means(), None
     progress.evaluated_at = progress.step
     job.meter.pause(time.monotonic() - started)
     job.tracker.evaluated(progress.step, progress.samples, means)
@@ -216,7 +217,8 @@ def evaluate_batch(job: Job, batch: Any, real: bool) -> None:
 
 def draw_timeline(job: Job) -> None:
     """The picture of this step's memory, by kind."""
-    step, started = job.state.progress.step + 1, time.monotonic()
+    job.phase = "log"
+    step, started = job.state.progress.step, time.monotonic()
     events, kinds = job.memory.events(job.meter.gradients())
     if events:
         path = job.tracker.run_dir / "memory_timeline.png"

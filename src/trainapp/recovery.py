@@ -20,33 +20,39 @@ RESTART = "restart.json"
 log = logging.getLogger(__name__)
 
 
-def undo_step(job: Job, evaluating: bool) -> None:
-    """Back to the start of the step: gradients dropped, memory given back, generators and buffers as they were."""
+def undo_step(job: Job, failure: Incident) -> None:
+    """Back to the start of the step: gradients dropped, memory given back, generators and buffers as they were.
+
+    What was done after a commit stays: an evaluation restores the generators itself, and moves no buffer.
+    """
     state = job.state
-    job.strategy.give_up()
+    if not failure.alone:
+        job.strategy.give_up()
     state.optimizer.zero_grad(set_to_none=True)
     state.precision.reset_scaler()
     state.model.train()
     job.memory.release()
-    if not evaluating:  # an evaluation restores the generators itself and moves no buffer
+    if failure.in_transaction:
         job.restore_point.restore()
 
 
 def change_size(config: Config, job: Job, failure: Incident) -> None:
-    """Choose the size of the next attempt. Raises TrainingStopped when it was 1 already.
+    """Choose the size of the next attempt. Raises TrainingStopped when it was the smallest already.
 
     The same size again, once, where giving back the allocator's cache may have been enough (cuBLAS and cuDNN allocate
-    outside it); else what the search says.
+    outside it), and for work that has no size; else what the search says.
     """
     sizes = job.state.eval_micro if failure.evaluating else job.state.micro
+    has_size = failure.evaluating or failure.in_transaction or failure.phase == "commit"
     failure.old_size = failure.new_size = sizes.search(sizes.current or 0).size
-    attempt = (failure.step, failure.evaluating, failure.old_size)
-    may_fit = failure.by_peer or failure.unused_cache > (failure.requested or 0) > 0
-    if job.ranks.smallest(int(may_fit)) and job.retried != attempt:
+    attempt = (failure.step, failure.phase, failure.old_size)
+    may_fit = not has_size or failure.by_peer or failure.unused_cache > (failure.requested or 0) > 0
+    together = int if failure.alone else job.ranks.smallest
+    if together(int(may_fit)) and job.retried != attempt:
         job.retried = attempt
         failure.action = f"micro-batch {failure.old_size} again, after giving back the allocator's unused cache"
         return
-    changed = sizes.failed()
+    changed = sizes.failed() if has_size else None
     if changed is None:
         raise TrainingStopped(memory_report(config, job, failure))
     failure.old_size, failure.new_size = changed

@@ -150,10 +150,11 @@ def together(config: Config, job: Job, failure: Incident) -> None:
     starts all of them again from the last checkpoint, with the smaller micro-batch that is left for them in a file.
     """
     ranks = job.ranks
-    if ranks.world == 1:
+    if failure.alone:
         return
     if not failure.by_peer:
-        if not ranks.armed or not job.strategy.recovers or failure.phase in ("commit", "weight average"):
+        listened = failure.in_transaction or failure.evaluating
+        if not ranks.armed or not job.strategy.recovers or not listened:
             recovery.leave_for_restart(job, failure)
         ranks.vote(True)
     ranks.drop_agreement()
@@ -167,7 +168,7 @@ def recover(config: Config, job: Job, failure: Incident, stop: StopRequest) -> J
     together(config, job, failure)
     if failure.host:
         guard.give_memory_back()
-    recovery.undo_step(job, failure.evaluating)
+    recovery.undo_step(job, failure)
     if failure.phase == "commit":
         return _start_again(config, job, failure, stop)
     recovery.change_size(config, job, failure)
