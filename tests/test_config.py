@@ -1,0 +1,236 @@
+"""The typed configuration: rules, messages, sizes; and that docs/configuration.md has every setting."""
+
+import copy
+import dataclasses
+import re
+from dataclasses import fields, is_dataclass
+
+import pytest
+import yaml
+from helpers import ROOT
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from trainapp.__main__ import CONF
+from trainapp.config import Config, from_dict, parse_memory_size
+from trainapp.errors import UserError
+
+DOCUMENT = ROOT / "docs/configuration.md"
+
+
+def composed(*overrides):
+    """What the YAML files make of overrides, as plain containers."""
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return OmegaConf.to_container(compose("train", list(overrides)), resolve=True)
+
+
+PLAIN = composed()
+
+
+def changed(**settings):
+    """The default configuration with `section__key=value` changed."""
+    plain = copy.deepcopy(PLAIN)
+    for path, value in settings.items():
+        *parents, key = path.split("__")
+        node = plain
+        for name in parents:
+            node = node[name]
+        node[key] = value
+    return plain
+
+
+# Rules
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"train__seed": -1}, "train.seed=-1: must be greater than or equal to 0"),
+        ({"train__seed": 1.5}, "train.seed=1.5: must be a valid integer"),
+        ({"train__max_steps": "10"}, "train.max_steps=10: must be a valid integer"),
+        ({"train__max_steps": True}, "train.max_steps=True: must be a valid integer"),
+        ({"train__compile": "yes"}, "train.compile=yes: must be a valid boolean"),
+        ({"train__grad_clip": 0.0}, "train.grad_clip=0.0: must be greater than 0"),
+        ({"train__device": "gpu"}, "train.device=gpu: must be 'auto', 'cpu', 'cuda' or 'mps'"),
+        ({"train__ema": 1.0}, "train.ema=1.0: must be less than 1"),
+        ({"optimizer__lr": float("nan")}, "optimizer.lr=nan: must be a finite number"),
+        ({"optimizer__lr": float("inf")}, "optimizer.lr=inf: must be a finite number"),
+        ({"optimizer__weight_decay": -0.1}, "optimizer.weight_decay=-0.1: must be greater than or equal to 0"),
+        ({"batch__global_size": 0}, "batch.global_size=0: must be greater than 0"),
+        ({"batch__micro_size": "small"}, "batch.micro_size=small: must be 'auto' or a valid integer"),
+        ({"accumulation__steps": 65}, "accumulation.steps=65: must be at most batch.global_size=64"),
+        ({"schedule__final": 1.5}, "schedule.final=1.5: must be less than or equal to 1"),
+        ({"objective": "accuracy"}, "objective=accuracy: must be auto, or like 'max accuracy' or 'min loss'"),
+        ({"mode": "test"}, "mode=test: must be 'train', 'eval'"),
+        ({"data__num_workers": -1}, "data.num_workers=-1: must be 'auto' or greater than or equal to 0"),
+        ({"checkpointing__keep_last": 0}, "checkpointing.keep_last=0: must be greater than 0"),
+        ({"checkpointing__resume": 3}, "checkpointing.resume=3: must be a valid string"),
+        ({"oom__schedule": {1: 0}}, "oom.schedule.1=0: must be greater than 0"),
+        ({"model__init_strict": 1}, "model.init_strict=1: must be a valid boolean"),
+        ({"user_packages": "mine"}, "user_packages=mine: must be a valid list"),
+    ],
+)
+def test_value_out_of_its_rule(settings, message):
+    with pytest.raises(UserError) as refused:
+        from_dict(changed(**settings))
+    assert str(refused.value).startswith(message)
+    assert "\n" not in str(refused.value)
+
+
+def test_the_default_is_accepted_and_keeps_its_values():
+    config = from_dict(PLAIN, "a/run", "a command")
+    assert (config.train.seed, config.train.max_steps, config.batch.micro_size) == (0, None, "auto")
+    assert (config.run_dir, config.command) == ("a/run", "a command")
+    assert config.model.target == "trainapp.models.resnet.ResNet"
+    assert config.model.arguments["depth"] == 18
+    assert "init_from" not in config.model.arguments
+    assert config.optimizer.lr == PLAIN["optimizer"]["lr"]
+    assert set(config.optimizer.arguments) == {"betas", "eps"}
+    assert config.data.arguments == {"augment": PLAIN["data"]["augment"]}
+    assert config.loader.num_workers == "auto"
+
+
+def test_all_mistakes_are_in_one_error():
+    plain = changed(train__seed=-1, batch__micro_sze=3, optimizer__lr="fast", nonsense=1, run_dir="x")
+    del plain["model"]
+    with pytest.raises(UserError) as refused:
+        from_dict(plain)
+    starts = {line.partition(":")[0] for line in str(refused.value).splitlines()}
+    assert starts == {"train.seed=-1", "batch.micro_sze", "optimizer.lr=fast", "nonsense", "run_dir", "model"}
+
+
+def test_plain_form_has_every_value_and_no_object():
+    def kinds(node):
+        if isinstance(node, dict):
+            return set().union(*(kinds(value) for value in node.values()), set())
+        if isinstance(node, list):
+            return set().union(*(kinds(value) for value in node), set())
+        return {type(node)}
+
+    plain = from_dict(PLAIN).to_dict()
+    assert kinds(plain) <= {int, float, str, bool, type(None)}
+    assert set(plain) == {field.name for field in fields(Config)}
+
+
+# Memory sizes
+
+
+@pytest.mark.parametrize(
+    ("value", "size"),
+    [
+        (1000, 1000),
+        ("1000", 1000),
+        ("1000B", 1000),
+        ("1KiB", 1024),
+        ("1kb", 1000),
+        ("1.5 MiB", 3 * 2**19),
+        ("500MB", 500 * 10**6),
+        ("8GiB", 8 * 2**30),
+        ("2TiB", 2 * 2**40),
+        (0.5, 5000),
+        ("0.25", 2500),
+        (1.0, 10000),
+        (1, 1),
+        (1e9, 10**9),
+    ],
+)
+def test_memory_size_in_bytes(value, size):
+    assert parse_memory_size(value, total=10000) == size
+
+
+@pytest.mark.parametrize("value", ["banana", "", "-1", -5, 0, 0.0, "0GiB", "GiB", "1 XiB", True, "8 Gi B", "50%"])
+def test_memory_size_that_is_none(value):
+    with pytest.raises(ValueError, match=r"must be bytes, a size such as 8GiB or 500MB, or a fraction"):
+        parse_memory_size(value, total=10000)
+
+
+# The document
+
+
+def leaves(kind=Config, path=""):
+    """The dotted name of every setting of the dataclasses, as a user writes it."""
+    found = set()
+    for field in fields(kind):
+        name = {"loader": "data", "target": "_target_"}.get(field.name, field.name)
+        if field.name in ("run_dir", "command", "arguments"):
+            continue
+        dotted = f"{path}.{name}" if path else name
+        found |= leaves(field.type, dotted) if is_dataclass(field.type) else {dotted}
+    return found
+
+
+def rows(section=""):
+    """`{setting: default as written}` of the tables in the document, below a heading or in all of it."""
+    text = DOCUMENT.read_text()
+    if section:
+        text = re.search(rf"^#+ {re.escape(section)}\n(.*?)(?=^#|\Z)", text, re.MULTILINE | re.DOTALL)[1]
+    return dict(re.findall(r"^\| `([\w.]+)` \| `(.*?)` \|", text, re.MULTILINE))
+
+
+def written(value):
+    """A value as a user types it on the command line."""
+    return yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("...\n").strip()
+
+
+def test_document_has_every_setting_of_the_program():
+    documented = {name for name in rows() if not name.startswith(("model.", "data.", "optimizer."))}
+    expected = {name for name in leaves() if not name.startswith(("model.", "data.", "optimizer."))}
+    assert documented == expected
+
+
+@pytest.mark.parametrize(
+    ("group", "option"),
+    [(group, p.stem) for group in ("model", "data", "optimizer") for p in sorted((CONF / group).glob("*.yaml"))],
+)
+def test_document_has_every_setting_of_models_data_and_optimizers(group, option):
+    node = composed(f"{group}={option}")[group]
+    own = rows(f"`{group}={option}`")
+    common = rows(f"{group.capitalize()}: common to all")
+    assert set(own) | set(common) == {f"{group}.{key}" for key in node}
+    assert not set(own) & set(common)
+
+
+def default_of(name):
+    """What a setting is when nobody sets it: from conf/, or else from the dataclass that reads it."""
+    node = dataclasses.asdict(from_dict(PLAIN))
+    for part in name.split("."):
+        node = node[part]
+    return node
+
+
+def test_document_has_the_defaults():
+    wrong = {}
+    for name, shown in rows().items():
+        if name.startswith(("model.", "data.", "optimizer.")):
+            continue
+        if shown != written(default_of(name)):
+            wrong[name] = written(default_of(name))
+    assert wrong == {}
+
+
+def test_document_has_the_defaults_of_models_data_and_optimizers():
+    wrong = {}
+    for group in ("model", "data", "optimizer"):
+        for path in sorted((CONF / group).glob("*.yaml")):
+            node = composed(f"{group}={path.stem}")[group]
+            common, own = rows(f"{group.capitalize()}: common to all"), rows(f"`{group}={path.stem}`")
+            for name, shown in {**common, **own}.items():
+                value = node[name.partition(".")[2]]
+                if shown != written(value):
+                    wrong[f"{path.stem}: {name}"] = written(value)
+    assert wrong == {}
+
+
+def test_every_setting_can_be_typed_without_a_plus():
+    """Hydra refuses `name=value` for a name that no YAML file has."""
+    known = set()
+    for group in sorted({path.parent.name for path in CONF.glob("*/*.yaml")} - {"experiment", "debug"}):
+        for option in sorted((CONF / group).glob("*.yaml")):
+            known |= _paths(composed(f"{group}={option.stem}"))
+    assert leaves() - known == set()
+
+
+def _paths(node, path=""):
+    if not isinstance(node, dict) or not node:
+        return {path}
+    return set().union(*(_paths(value, f"{path}.{key}" if path else key) for key, value in node.items()))
