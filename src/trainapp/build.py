@@ -196,7 +196,7 @@ def _eval_size(config: Config, data: Any, world: int) -> int:
 def _run_length(config: Config, batches: TrainBatches, steps_per_epoch: int) -> RunLength:
     by_epochs = None if config.train.max_epochs is None else config.train.max_epochs * steps_per_epoch
     ends = [steps for steps in (config.train.max_steps, by_epochs) if steps is not None]
-    return RunLength(steps_per_epoch, batches.global_size, min(ends))
+    return RunLength(steps_per_epoch, batches.global_size, min(ends, default=1))  # eval and export take no step
 
 
 def _cadence(config: Config, name: str, length: RunLength) -> int:

@@ -322,7 +322,7 @@ def _conflicts(config: Config) -> list[str]:
     """Rules that span several settings."""
     errors = []
     train, batch, steps = config.train, config.batch, config.accumulation.steps
-    if train.max_steps is None and train.max_epochs is None:
+    if config.mode == "train" and train.max_steps is None and train.max_epochs is None:
         errors.append("train.max_steps=null and train.max_epochs=null: the run would never end; set one of them")
     if isinstance(batch.micro_size, int) and batch.micro_size > batch.global_size:
         errors.append(
