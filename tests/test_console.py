@@ -1,0 +1,100 @@
+"""What the person at the terminal sees: the live bar on a terminal, lines elsewhere, Hydra's errors in few words."""
+
+import fcntl
+import logging
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+
+import pytest
+from helpers import environment
+from runs import MODELS, TINY
+
+from trainapp.console import Progress, bytes_text, explain_hydra, fail
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1536, "1.5 KiB"),
+        (2**20, "1.0 MiB"),
+        (5.25 * 2**30, "5.2 GiB"),
+        (2**43, "8192.0 GiB"),
+        (-2048, "-2.0 KiB"),
+    ],
+)
+def test_bytes_as_text(count, text):
+    assert bytes_text(count) == text
+
+
+def test_fail_is_one_message(capsys):
+    fail("first\nsecond")
+    assert capsys.readouterr().err == "trainapp: first\n          second\n"
+
+
+def test_lines_where_there_is_no_terminal(caplog):
+    caplog.set_level(logging.INFO)
+    progress = Progress(total=20, step=10)
+    progress.advance(15)
+    progress.show(15, {"loss": "0.5", "memory": "1 MiB / 2 MiB"})
+    assert re.fullmatch(r"step 15/20 \| loss 0\.5 \| memory 1 MiB / 2 MiB \| \d\d:\d\d left", caplog.messages[-1])
+    Progress(total=None, step=0).show(3, {"loss": "0.5"})
+    assert caplog.messages[-1] == "step 3/? | loss 0.5 | ? left"
+
+
+def test_unknown_error_of_hydra_keeps_its_words():
+    assert explain_hydra(ValueError("something else")) == "something else"
+
+
+def on_a_terminal(command, cwd):
+    """What a command shows on a terminal of its own, and its exit code."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 160, 0, 0))  # rows, columns
+    process = subprocess.Popen(command, cwd=cwd, env=environment(), stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    shown = b""
+    while True:
+        try:
+            chunk = os.read(ours, 65536)
+        except OSError:  # EIO: the other end is closed
+            break
+        if not chunk:
+            break
+        shown += chunk
+    os.close(ours)
+    return shown.decode(), process.wait(timeout=60)
+
+
+def test_live_bar_and_summary_on_a_terminal(tmp_path):
+    overrides = (*MODELS["mlp"], *TINY, "train.max_steps=200", "every.log=20", "every.eval=100")
+    shown, code = on_a_terminal([sys.executable, "-m", "trainapp", *overrides], tmp_path)
+    assert code == 0
+    assert re.search(
+        r"MLP with \S+ parameters on cpu, fp32; global batch 16 = micro-batch 16 x 1 accumulated x 1 rank", shown
+    )
+    bars = re.findall(r"(\d+)%\|.{20}\| (\d+)/200([^\r\n]*)", shown)
+    assert len(bars) >= 2
+    assert all(abs(int(percent) - int(step) / 2) <= 0.5 for percent, step, _ in bars)
+    last = bars[-1][2]
+    for name in ("loss", "accuracy", "samples/s", "memory", "left"):
+        assert name in last
+    for row in (
+        "eval accuracy",
+        "time",
+        "throughput",
+        "peak memory",
+        "micro-batch",
+        "OOM restarts",
+        "outputs",
+        "TensorBoard",
+    ):
+        assert re.search(rf"^{row} +\S", shown, re.MULTILINE), row
+    assert not re.search(r"^step \d+/200", shown, re.MULTILINE)  # those are for where there is no bar
+    command = re.search(r"^TensorBoard +tensorboard --logdir (\S+)", shown, re.MULTILINE)[1]
+    assert (tmp_path / command / "tensorboard").is_dir()

@@ -1,0 +1,139 @@
+"""What `_target_` may name: only allowed packages, only what is defined in them, only arguments that fit."""
+
+import pytest
+import torch
+
+from trainapp import targets
+from trainapp.errors import UserError
+from trainapp.models.mlp import MLP
+
+
+def test_locate_finds_classes_and_functions():
+    assert targets.locate("trainapp.models.mlp.MLP", "model._target_", []) is MLP
+    assert targets.locate("torch.optim.AdamW", "optimizer._target_", []) is torch.optim.AdamW
+    assert targets.locate("torch.nn.Linear", "model._target_", []) is torch.nn.Linear
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "os.system",
+        "builtins.eval",
+        "torch.load",
+        "torch.hub.load",
+        "torchevil.Net",
+        "torch.optimism.Net",
+        "trainapp.runner.run",
+        # Names that a module of an allowed package imports are not its own.
+        "trainapp.data.cache.Path",
+        "trainapp.data.text.UserError",
+        "torch.optim.lr_scheduler.partial",
+        "torch.nn.modules.module.OrderedDict",
+    ],
+)
+def test_outside_the_allow_list(name):
+    with pytest.raises(UserError, match=r"model\._target_=.*not among the packages that may be named here"):
+        targets.locate(name, "model._target_", [])
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("trainapp.models.mlp.MPL", r"trainapp\.models\.mlp has no class or function MPL; did you mean 'MLP'\?"),
+        ("trainapp.models.nope.Net", r"there is no module trainapp\.models\.nope"),
+        ("trainapp.data.cache.os.system", r"there is no module trainapp\.data\.cache\.os"),
+        ("torch.nn.modules", r"has no class or function modules|not among"),
+    ],
+)
+def test_what_is_not_there(name, message):
+    with pytest.raises(UserError, match=message):
+        targets.locate(name, "model._target_", [])
+
+
+def test_user_packages_allow_their_own_and_no_more(tmp_path, monkeypatch):
+    (tmp_path / "mine_for_targets.py").write_text("from os import getcwd\nclass Net: pass\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    name = "mine_for_targets.Net"
+    with pytest.raises(UserError, match=r"allow it with 'user_packages=\[mine_for_targets\]'"):
+        targets.locate(name, "model._target_", [])
+    assert targets.locate(name, "model._target_", ["mine_for_targets"]).__name__ == "Net"
+    with pytest.raises(UserError, match="not among"):
+        targets.locate("mine_for_targets.getcwd", "model._target_", ["mine_for_targets"])
+    with pytest.raises(UserError, match="not among"):
+        targets.locate("mine_for_targets_too.Net", "model._target_", ["mine_for_targets"])
+
+
+def construct(arguments, provided=None, user_packages=()):
+    provided = {"image_shape": (1, 8, 8), "num_classes": 10} if provided is None else provided
+    return targets.construct(MLP, arguments, "model", user_packages, provided)
+
+
+def test_construct_fills_in_what_is_provided_and_lets_the_arguments_win():
+    model = construct({"width": 4, "num_classes": 3})
+    assert model(torch.zeros(2, 1, 8, 8)).shape == (2, 3)
+    assert construct({"width": 4, "num_classes": None})(torch.zeros(2, 1, 8, 8)).shape == (2, 10)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"widht": 4}, r"model\.widht: no such setting; did you mean 'width'\?"),
+        ({"width": -1}, r"model\.width=-1: must be greater than 0"),
+        ({"width": "4"}, r"model\.width=4: must be a valid integer"),
+        ({"dropout": 1.0}, r"model\.dropout=1\.0: must be less than 1"),
+    ],
+)
+def test_arguments_that_do_not_fit(arguments, message):
+    with pytest.raises(UserError, match=message):
+        construct(arguments)
+
+
+def test_every_wrong_argument_is_named():
+    with pytest.raises(UserError) as refused:
+        construct({"width": -1, "depth": 0, "dropout": 2})
+    assert [line.partition("=")[0] for line in str(refused.value).splitlines()] == [
+        "model.width",
+        "model.depth",
+        "model.dropout",
+    ]
+
+
+def test_missing_argument_is_named():
+    with pytest.raises(UserError, match=r"model\.num_classes: required, but not set"):
+        construct({}, provided={"image_shape": (1, 8, 8)})
+
+
+def open_ended(**settings):
+    return settings
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        {"_target_": "os.getcwd"},
+        {"deep": {"_target_": "os.getcwd"}},
+        [{"_target_": "os.getcwd"}],
+        {"_target_": "torch.nn.Linear", "in_features": {"_target_": "os.getcwd"}, "out_features": 1},
+    ],
+)
+def test_nested_target_outside_the_allow_list_is_not_called(node):
+    with pytest.raises(UserError, match=r"_target_=os\.getcwd: not among the packages"):
+        targets.construct(open_ended, {"part": node}, "model", [])
+
+
+def test_nested_target_is_built():
+    built = targets.construct(
+        open_ended,
+        {"layer": {"_target_": "torch.nn.Linear", "in_features": 2, "out_features": 3}},
+        "model",
+        [],
+    )
+    assert built["layer"].weight.shape == (3, 2)
+
+
+def test_a_constructors_own_rule_names_the_group():
+    def refuses(size=1):
+        raise ValueError("size: too small")
+
+    with pytest.raises(UserError, match=r"^model: size: too small$"):
+        targets.construct(refuses, {}, "model", [])
