@@ -14,9 +14,10 @@ from trainapp import build, export, guard, incident, loop, recovery, remembered,
 from trainapp.checkpoint import Checkpoints, read_manifest, resolve
 from trainapp.config import Config, parse_memory_size
 from trainapp.console import bytes_text
+from trainapp.errors import TrainingStopped
 from trainapp.incident import Incident
 from trainapp.job import Job
-from trainapp.oom import is_out_of_memory
+from trainapp.oom import is_device_lost, is_out_of_memory
 from trainapp.optim.optimizers import lean_optimizer
 from trainapp.parallel.ranks import Alone
 from trainapp.signals import StopRequest
@@ -64,7 +65,7 @@ def run(config: Config, ranks: Alone | None = None) -> RunResult:
                 restarts += 1
                 job = recover(config, job, failure, stop)
         finally:
-            if job.ranks.leads:
+            if job.ranks.leads and job.state is not None:
                 remembered.remember(config, job)
             job.tracker.close()
         result = _result(job, restarts, time.monotonic() - started)
@@ -135,6 +136,11 @@ def attempt(config: Config, job: Job) -> Incident | None:
         else:
             loop.train(job)
     except Exception as error:
+        if job.ranks.world == 1 and is_device_lost(error):  # with several ranks the launcher starts all again
+            raise TrainingStopped(
+                f"the device is lost for this process ({str(error).strip().splitlines()[0]}): only a new one can use it; "
+                f"continue from the last checkpoint with\n  {config.command}"
+            ) from error
         if not config.oom.enabled or job.phase == "save" or not is_out_of_memory(error):
             raise
         failure = incident.describe(job, error)  # plain values: the traceback keeps every failed tensor alive
