@@ -1,0 +1,38 @@
+"""Code blocks of the documents, which tests run as a reader would."""
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+
+def blocks(document: Path, language: str) -> list[str]:
+    """The contents of the blocks that are marked as `language`, in order."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", document.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def write_files(document: Path, folder: Path) -> set[str]:
+    """Write the blocks that have a line with their path before them. Returns the paths."""
+    named = re.findall(r"^`(\S+)`\n```(?:python|yaml)\n(.*?)^```$", document.read_text(), re.MULTILINE | re.DOTALL)
+    for path, block in named:
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(block)
+    return {path for path, _ in named}
+
+
+def commands(document: Path) -> list[list[str]]:
+    """The commands of the bash blocks, split into words, without comments."""
+    lines = "".join(blocks(document, "bash")).replace("\\\n", " ").splitlines()
+    return [words for words in (shlex.split(line, comments=True) for line in lines) if words]
+
+
+def with_this_python(words: list[str]) -> list[str]:
+    """The same command in the environment of the tests: no set-up, no activation."""
+    beside = Path(sys.executable).parent
+    if words[:3] == ["python", "-m", "trainapp"]:
+        return [sys.executable, *words[1:]]
+    if words[0] in ("scripts/train", "trainapp"):
+        return [sys.executable, "-m", "trainapp", *words[1:]]
+    if words[0] == "tensorboard":
+        return [str(beside / "tensorboard"), *words[1:]]
+    raise AssertionError(f"no test knows how to run: {words}")

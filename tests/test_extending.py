@@ -1,0 +1,80 @@
+"""docs/extending.md: its files and its commands, as they stand there."""
+
+import subprocess
+
+import pytest
+from helpers import ROOT, environment, files, result
+from markdown import commands, with_this_python, write_files
+
+DOCUMENT = ROOT / "docs/extending.md"
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    """The folder in which `my_project` lies, with what each command did there."""
+    folder = tmp_path_factory.mktemp("reader")
+    written = write_files(DOCUMENT, folder)
+    assert written == files(folder)
+    done = []
+    for words in commands(DOCUMENT):
+        before = runs_in(folder)
+        env = environment({"TRAINAPP_CACHE": str(folder / "cache")})
+        process = subprocess.run(
+            with_this_python(words), cwd=folder, env=env, capture_output=True, text=True, timeout=120
+        )
+        done.append((words, process, sorted(runs_in(folder) - before)))
+    return folder, done
+
+
+def runs_in(folder):
+    return {path.parent for path in folder.glob("outputs/*/*/result.json")}
+
+
+def test_every_command_succeeds(project):
+    _, done = project
+    assert len(done) == 4
+    for words, process, _ in done:
+        assert process.returncode == 0, f"{words}\n{process.stderr}"
+
+
+def test_the_example_learns(project):
+    _, done = project
+    (run,) = done[0][2]
+    ended = result(run)
+    assert ended["metric"] == "accuracy"
+    assert ended["objective"] >= 0.9
+    assert ended["steps"] == 70
+    assert "ConvNet with" in done[0][1].stderr
+
+
+def test_the_second_command_recovers_and_learns_as_well(project):
+    _, done = project
+    (run,) = done[1][2]
+    assert result(run)["oom_restarts"] >= 1
+    assert result(run)["micro_size"] < 64
+    assert result(run)["objective"] >= 0.9
+
+
+def test_own_model_reads_the_applications_data(project):
+    _, done = project
+    (run,) = done[2][2]
+    assert result(run)["steps"] == 23
+    assert "image_shape" not in (run / ".hydra/config.yaml").read_text()
+
+
+def test_help_lists_the_users_options(project):
+    _, done = project
+    shown = done[3][1].stdout
+    for line in ("model: convnet, gpt, mlp, resnet", "experiment: gpt_text, shapes", "optimizer: adamw, rmsprop, sgd"):
+        assert line in shown
+
+
+def test_a_setting_of_the_machine_reaches_the_run(project):
+    folder, done = project
+    (run,) = done[0][2]
+    text = (run / ".hydra/config.yaml").read_text()
+    assert "num_workers: 0" in text
+    (folder / "my_project/local/default.yaml").unlink()
+    words = [*with_this_python(commands(DOCUMENT)[0]), "--cfg", "job"]
+    shown = subprocess.run(words, cwd=folder, env=environment(), capture_output=True, text=True, timeout=60)
+    assert "num_workers: auto" in shown.stdout
