@@ -48,6 +48,7 @@ def build(config: Config, stop: StopRequest, ranks: Alone) -> Job:
         device=device,
         seed=config.train.seed,
         global_size=config.batch.global_size,
+        budget=device_memory.budget,
     )
     for group in state.optimizer.param_groups:
         group["initial_lr"] = group["lr"]

@@ -115,10 +115,11 @@ def restore(config: Config, job: Job, path: Path) -> None:
     """Continue `job` from the checkpoint at `path`. Raises UserError when it does not fit the model."""
     sizes = saving.restore(job.state, path, job.ranks)
     progress = job.state.progress
-    if config.batch.micro_size == "auto" and config.accumulation.steps == "auto":
-        job.state.micro.load_state_dict(sizes["micro"])
-    if config.batch.eval_micro_size == "auto":
-        job.state.eval_micro.load_state_dict(sizes["eval_micro"])
+    if sizes["budget"] == job.state.budget:  # what fitted into another amount of memory says nothing about this one
+        if config.batch.micro_size == "auto" and config.accumulation.steps == "auto":
+            job.state.micro.load_state_dict(sizes["micro"])
+        if config.batch.eval_micro_size == "auto":
+            job.state.eval_micro.load_state_dict(sizes["eval_micro"])
     if not config.oom.keep_global_batch and sizes["global"] < job.state.global_size:
         build.set_global_size(config, job, sizes["global"])
     job.saved_at = progress.step
@@ -138,8 +139,8 @@ def attempt(config: Config, job: Job) -> Incident | None:
     except Exception as error:
         if job.ranks.world == 1 and is_device_lost(error):  # with several ranks the launcher starts all again
             raise TrainingStopped(
-                f"the device is lost for this process ({str(error).strip().splitlines()[0]}): only a new one can use it; "
-                f"continue from the last checkpoint with\n  {config.command}"
+                f"the device is lost for this process ({str(error).strip().splitlines()[0]}): only a new one can use "
+                f"it; continue from the last checkpoint with\n  {config.command}"
             ) from error
         if not config.oom.enabled or job.phase == "save" or not is_out_of_memory(error):
             raise

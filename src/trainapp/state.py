@@ -45,6 +45,7 @@ class TrainState:
     device: torch.device
     seed: int
     global_size: int
+    budget: int  # bytes of memory that the sizes were found in
     progress: Progress = field(default_factory=Progress)
 
     def tensors(self) -> dict[str, Any]:
@@ -67,6 +68,7 @@ class TrainState:
                 "micro": self.micro.state_dict(),
                 "eval_micro": self.eval_micro.state_dict(),
                 "global": self.global_size,
+                "budget": self.budget,
             },
         }
 
