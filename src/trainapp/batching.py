@@ -137,6 +137,11 @@ class Batches:
             fetched = iter(self._loader)
         return self._ahead(fetched) if self._pinned else map(self._move, fetched)
 
+    def close(self) -> None:
+        """End the worker processes; the batches that were fetched ahead are lost."""
+        self._stream.requests = iter(())
+        self._loader = None  # torch ends the workers with the last reference to their iterator
+
     def _move(self, batch: Any) -> Any:
         if self.device.type == "cpu":
             return batch
@@ -231,6 +236,11 @@ class TrainBatches:
         progress.samples += self.step_samples(progress)
         progress.epoch, progress.consumed = self.after(progress.epoch, progress.consumed)
 
+    def close(self) -> None:
+        """End the worker processes."""
+        self._open, self._position = iter(()), None
+        self._source.close()
+
     def after(self, epoch: int, consumed: int) -> tuple[int, int]:
         """Where the sampler stands after the step that begins there."""
         consumed += self.global_size
@@ -291,6 +301,10 @@ class EvalBatches:
         batches = self._source.open(Request(0, piece or [0]) for piece in pieces)
         for piece, batch in zip(pieces, batches, strict=True):
             yield MicroBatch(batch, last=piece is pieces[-1], real=bool(piece))
+
+    def close(self) -> None:
+        """End the worker processes."""
+        self._source.close()
 
 
 def worker_count(setting: int | str, dataset: Dataset, ranks: int = 1) -> int:

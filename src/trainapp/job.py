@@ -97,6 +97,13 @@ class Job:
     stopping: int = 0  # the signal that all ranks agreed to stop for
     arm: str = "unproven"  # when ranks vote on running out of memory
 
+    def close(self) -> None:
+        """End what runs beside the loop: loader workers, files."""
+        self.batches.close()
+        if self.eval_batches is not None:
+            self.eval_batches.close()
+        self.tracker.close()
+
     @property
     def finished(self) -> bool:
         """Whether the run has reached its end."""

@@ -37,6 +37,7 @@ _MESSAGES = [
         r"could not create a (?:primitive(?! desc)|memory object)|could not execute a primitive: out of memory",
         r"unable to mmap \d+ bytes.*Cannot allocate memory|mmap.*Cannot allocate memory",
         r"std::bad_alloc",
+        r"PT_DEVMEM Allocation failed",  # Gaudi
         # a loader's worker hands on an error of a type that takes more than a message, such as NumPy's, as this text
         r"^Caught \w*(?:MemoryError|OutOfMemory\w*|MemoryLimitExceeded) in ",
     )
@@ -100,7 +101,8 @@ def _is_one(error: BaseException) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     if isinstance(error, OSError):
-        return error.errno == errno.ENOMEM
+        # a worker hands its text on, and nothing else
+        return error.errno == errno.ENOMEM or (error.errno is None and f"[Errno {errno.ENOMEM}]" in _own_text(error))
     if not isinstance(error, RuntimeError) or isinstance(error, RecursionError):
         return False
     text = _own_text(error)
@@ -137,7 +139,7 @@ def find_executable_batch_size(
     """A decorator that calls `function(batch_size, ...)` again with a smaller batch when memory runs out.
 
     For a training function of your own; the call shape is Accelerate's. The wrapped function is called without its
-    first argument. reduce_batch_size_fn: takes the batch size that failed (or nothing) and returns the next; by
+    first argument. reduce_batch_size_fn: takes nothing, or the batch size that failed, and returns the next; by
     default half. minimum_batch_size: nothing smaller is tried.
 
     Raises TypeError when the caller passes the batch size itself, ValueError for sizes that make no sense, and
@@ -193,7 +195,10 @@ def _reduced(size: int, reduce: Callable[..., int] | None) -> int:
     """The next size. A function that does not get smaller would be called for ever."""
     if reduce is None:
         return size // 2
-    smaller = int(reduce(size) if inspect.signature(reduce).parameters else reduce())
+    needed = [
+        p for p in inspect.signature(reduce).parameters.values() if p.default is p.empty and p.kind < p.VAR_POSITIONAL
+    ]
+    smaller = int(reduce(size) if needed else reduce())
     if smaller >= size:
         raise ValueError(
             f"reduce_batch_size_fn returned {smaller} after batch size {size}: it must return a smaller one"

@@ -67,7 +67,7 @@ def run(config: Config, ranks: Alone | None = None) -> RunResult:
         finally:
             if job.ranks.leads and job.state is not None:
                 remembered.remember(config, job)
-            job.tracker.close()
+            job.close()
         result = _result(job, restarts, time.monotonic() - started)
     if job.ranks.leads:
         if config.mode == "train":
@@ -202,7 +202,7 @@ def _start_again(config: Config, job: Job, failure: Incident, stop: StopRequest)
         f"with {change}"
     )
     recovery.record(job, failure, started)
-    job.tracker.close()
+    job.close()
     job.state = job.meter = job.restore_point = None  # the old model and the new one would not fit together
     memory.release()
     resume = str(path) if path else "none"

@@ -10,6 +10,7 @@ import torch
 
 from trainapp.checkpoint import STATE, Checkpoints, load, read_manifest
 from trainapp.errors import UserError
+from trainapp.optim.optimizers import step_without_effect
 from trainapp.parallel.ranks import Alone
 from trainapp.state import TrainState, rng_state
 
@@ -91,6 +92,8 @@ def restore(state: TrainState, path: Path, ranks: Alone) -> dict[str, Any]:
 
     Raises UserError when it does not fit the model or the optimizer.
     """
+    if len(state.optimizer.state) < len(state.optimizer_parameters()):
+        step_without_effect(state.optimizer)  # an optimizer that makes its state late: something to load into
     try:
         if (path / STATE).is_file():
             saved = load(path)

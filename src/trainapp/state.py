@@ -48,6 +48,10 @@ class TrainState:
     budget: int  # bytes of memory that the sizes were found in
     progress: Progress = field(default_factory=Progress)
 
+    def optimizer_parameters(self) -> list[torch.Tensor]:
+        """What the optimizer trains."""
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
     def tensors(self) -> dict[str, Any]:
         """Model, optimizer and average by parameter name: the tensors themselves, whole or in shards."""
         return {

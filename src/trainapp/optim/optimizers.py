@@ -57,35 +57,44 @@ def lean_optimizer(settings: config.Config, optimizer: torch.optim.Optimizer) ->
     return dataclasses.replace(settings, optimizer=dataclasses.replace(settings.optimizer, arguments=arguments)), True
 
 
-@torch.no_grad()
 def materialise_state(optimizer: torch.optim.Optimizer) -> bool:
     """Make the state that torch's optimizers otherwise make inside their first step. True if it was done.
 
-    Steps once with zero gradients and a rate of zero, which changes no parameter, and sets the step counts back.
-    Whoever keeps anything else than zeros after that (Rprop's step sizes, SGD's dampened momentum, which treats its
-    first step apart) is left to make its state by itself, as are optimizers that torch does not ship.
+    Whoever keeps anything else than zeros after a step that changes nothing (Rprop's step sizes, SGD's dampened
+    momentum, which treats its first step apart) is left to make its state by itself, as are optimizers that torch
+    does not ship.
     """
     if type(optimizer).__module__.partition(".")[0] != "torch" or isinstance(optimizer, torch.optim.LBFGS):
         return False
+    if optimizer.state:  # made by its constructor, as Adagrad's is
+        return True
     if any(group.get("momentum") and group.get("dampening") for group in optimizer.param_groups):
         return False
-    rates = [group["lr"] for group in optimizer.param_groups]
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-    for p in parameters:
-        p.grad = torch.zeros_like(p)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-    clean = True
-    for state in optimizer.state.values():
-        for name, value in state.items():
-            if name == "step":
-                state[name] = value.zero_() if torch.is_tensor(value) else 0
-            elif torch.is_tensor(value) and value.any():
-                clean = False
+    step_without_effect(optimizer)
+    values = [(name, value) for state in optimizer.state.values() for name, value in state.items()]
+    clean = not any(torch.is_tensor(value) and value.any() for name, value in values if name != "step")
     if not clean:
         optimizer.state.clear()
     return clean
+
+
+@torch.no_grad()
+def step_without_effect(optimizer: torch.optim.Optimizer) -> None:
+    """A step with zero gradients, a rate of zero and no decay changes no parameter; step counts are set back to zero.
+
+    All that is left of it is the optimizer's state: to have it in memory, or to load a checkpoint's into.
+    """
+    kept = [{name: group.get(name) for name in ("lr", "weight_decay")} for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        if group.get("weight_decay"):
+            group["weight_decay"] = 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for group, values in zip(optimizer.param_groups, kept, strict=True):
+        group.update({name: value for name, value in values.items() if name in group})
+    for state in optimizer.state.values():
+        if "step" in state:
+            state["step"] = state["step"].zero_() if torch.is_tensor(state["step"]) else 0
