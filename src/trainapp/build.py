@@ -128,7 +128,8 @@ def start_tracking(config: Config, job: Job) -> None:
     """Open the run's files, at the step where it begins or goes on."""
     length = _run_length(config, job.batches, job.batches.steps_per_epoch)
     kind = Tracker if job.ranks.leads else SilentTracker
-    job.tracker = kind(Path(config.run_dir), job.state.progress.step, length.total_steps, job.config)
+    continues = config.mode == "train"
+    job.tracker = kind(Path(config.run_dir), job.state.progress.step, length.total_steps, job.config, continues)
 
 
 def set_global_size(config: Config, job: Job, size: int) -> None:

@@ -49,7 +49,7 @@ class FiniteGuard:
         """Told whether a step was applied; returns it. Raises TrainingStopped after too many that were not."""
         self._skipped = 0 if was else self._skipped + 1
         if self._skipped > MAX_SKIPPED:
-            advice = "use precision=bf16" if self.scaled else "debug=nan finds where they come from"
+            advice = "use precision=bf16" if self.scaled else "debug=nonfinite finds where they come from"
             raise TrainingStopped(
                 f"step {step + 1}: {MAX_SKIPPED} steps in a row were skipped for gradients that are not finite; "
                 f"{advice}; {self._saved()}"
@@ -67,7 +67,7 @@ class FiniteGuard:
     def _stop(self, step: int, name: str, value: float) -> None:
         raise TrainingStopped(
             f"step {step + 1}: the {name} is not finite ({value}); {self._saved()}. A lower optimizer.lr, a longer "
-            "schedule.warmup or train.grad_clip may help; train.nonfinite=skip leaves such steps out; debug=nan "
+            "schedule.warmup or train.grad_clip may help; train.nonfinite=skip leaves such steps out; debug=nonfinite "
             "finds where it comes from"
         )
 

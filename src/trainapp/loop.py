@@ -14,6 +14,7 @@ from torch import Tensor
 
 from trainapp import timeline
 from trainapp.batches import batch_length
+from trainapp.errors import UserError
 from trainapp.finite import gradient_norm
 from trainapp.job import Job, Sums
 from trainapp.meter import spread
@@ -137,6 +138,7 @@ def commit(job: Job, sums: Sums, norm: Tensor) -> bool:
         applied = job.guard.applied(not scaler.is_enabled() or scaler.get_scale() >= scale, progress.step)
     else:
         state.precision.reset_scaler()
+        job.restore_point.restore_buffers()  # BatchNorm has seen what was not finite
     job.note_size()
     job.meter.count(job.batches.step_samples(progress))
     job.batches.advance(progress)
@@ -196,6 +198,8 @@ def evaluate(job: Job) -> None:
     job.meter.pause(time.monotonic() - started)
     job.tracker.evaluated(progress.step, progress.samples, means)
     direction, metric = job.objective
+    if metric not in means:
+        raise UserError(f"objective={direction} {metric}: there is no such metric; there are {', '.join(means)}")
     progress.objective = means[metric]
     if progress.best is None or (means[metric] > progress.best) == (direction == "max"):
         progress.best, progress.best_step = means[metric], progress.step

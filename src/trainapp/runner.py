@@ -74,7 +74,7 @@ def run(config: Config, ranks: Alone | None = None) -> RunResult:
             _write_result(Path(config.run_dir), result)
         _report(config, job, result)
     if job.stopping:
-        if job.ranks.leads:
+        if job.ranks.leads and job.checkpoints.enabled:
             print(f"Resume with:\n  {config.command}", flush=True)
         raise Interrupted(128 + job.stopping)
     return result
@@ -82,8 +82,10 @@ def run(config: Config, ranks: Alone | None = None) -> RunResult:
 
 def prepare(config: Config, stop: StopRequest, ranks: Alone) -> Job:
     """Build everything, then continue from a checkpoint: the one that was asked for, else this directory's own."""
-    job = build.build(config, stop, ranks)
     path = ranks.gather(_checkpoint_to_resume(config) if ranks.leads else None)[0]
+    if config.mode != "train":
+        config = _with_its_average(config, path)
+    job = build.build(config, stop, ranks)
     if config.oom.enabled and remembered.recall(config, job):
         log.info(
             "micro-batch %d, as an earlier run of this job found (oom.remember=clear forgets it)", job.state.micro.size
@@ -94,6 +96,12 @@ def prepare(config: Config, stop: StopRequest, ranks: Alone) -> Job:
     if restarted():
         recovery.take_hint(job)
     return job
+
+
+def _with_its_average(config: Config, path: Path) -> Config:
+    """A run that kept an average of its weights evaluated that: whoever looks at its checkpoint does the same."""
+    kept = read_manifest(path)["config"]["train"]["ema"]
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, ema=kept))
 
 
 def _checkpoint_to_resume(config: Config) -> Path | None:

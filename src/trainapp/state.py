@@ -206,6 +206,11 @@ class RestorePoint:
         """Back to the moment of the last `take`."""
         assert self._rng is not None, "restore() before take()"
         set_rng_state(self._rng, self.device)
+        self.restore_buffers()
+
+    @torch.no_grad()
+    def restore_buffers(self) -> None:
+        """The buffers alone, for a step that is left out for good."""
         for (owner, name), buffer, copy in zip(self._places, self._buffers, self._copies, strict=True):
             owner[name] = buffer
             buffer.copy_(copy)

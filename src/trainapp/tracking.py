@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,20 +21,22 @@ log = logging.getLogger(__name__)
 class Tracker:
     """Writes the run's numbers. A run that continues in its directory goes on after `step`.
 
-    total: the run's steps for the progress bar, or None.
+    total: the run's steps for the progress bar, or None. continues: False only adds to what is there, for a run that
+    looks at a checkpoint and trains nothing.
     """
 
-    def __init__(self, run_dir: Path, step: int, total: int | None, config: Mapping[str, Any]):
+    def __init__(self, run_dir: Path, step: int, total: int | None, config: Mapping[str, Any], continues: bool = True):
         # Late: TensorBoard costs 0.15 s, and only runs that train need it.
         from torch.utils.tensorboard import SummaryWriter
 
         run_dir.mkdir(parents=True, exist_ok=True)
         self.run_dir = run_dir
-        for name in (METRICS, EVALUATIONS):
-            _forget_after(run_dir / name, step)
+        if continues:
+            for name in (METRICS, EVALUATIONS):
+                _forget_after(run_dir / name, step)
         self._metrics = (run_dir / METRICS).open("a")
         self._evaluations = (run_dir / EVALUATIONS).open("a")
-        self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=step + 1 if step else None)
+        self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=step + 1 if step and continues else None)
         self._writer.add_text("config", _as_code(config), step)
         self.progress = Progress(total, step)
 
@@ -106,11 +109,18 @@ def _forget_after(path: Path, step: int) -> None:
     """Drop the lines of steps that will be done again: those between the checkpoint and the end of the old process."""
     if not path.exists():
         return
-    lines = path.read_text().splitlines(keepends=True)
-    kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+    kept = [line for line in path.read_text().splitlines(keepends=True) if _step_of(line) <= step]
     temporary = path.with_suffix(".tmp")
     temporary.write_text("".join(kept))
     os.replace(temporary, path)
+
+
+def _step_of(line: str) -> float:
+    """Of a line of the file; one that a killed process left half written, or that is no JSON, is of no step."""
+    try:
+        return json.loads(line)["step"] if line.endswith("\n") else math.inf
+    except (ValueError, KeyError, TypeError):
+        return math.inf
 
 
 def _as_code(config: Mapping[str, Any]) -> str:
