@@ -1,0 +1,129 @@
+"""The job of `oom_recovery.py`: data whose samples have names, a loss that notes which of them were trained.
+
+A text data set as most are: short sequences and a few long ones, so that memory runs out in the middle of the epoch.
+"""
+
+import functools
+import itertools
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from trainapp import tasks
+from trainapp.data.synthetic import SyntheticTokens
+from trainapp.limits import LiveTensors, MemoryLimitExceeded
+from trainapp.models.gpt import GPT
+from trainapp.validation import NonNegativeInt, PositiveInt
+
+
+class LongTail(SyntheticTokens):
+    """As SyntheticTokens, each sequence `short` tokens long except every `rarity`-th, which fills the context.
+
+    Batches also hold "ids", int64 [B]: the samples' indices.
+    """
+
+    def __init__(
+        self,
+        split: Literal["train", "val"],
+        seed: NonNegativeInt = 0,
+        size: PositiveInt = 640,
+        val_size: PositiveInt = 128,
+        vocab_size: PositiveInt = 256,
+        context_length: PositiveInt = 256,
+        min_length: None = None,
+        short: PositiveInt = 32,
+        rarity: PositiveInt = 160,
+    ):
+        super().__init__(split, seed, size, val_size, vocab_size, context_length)
+        self.short, self.rarity = short, rarity
+
+    def __getitems__(self, indices: Sequence[int]) -> dict[str, Tensor]:
+        """The batch of these sequences, collated, padded to the longest of them."""
+        batch, positions = super().__getitems__(indices), self._positions(indices)
+        lengths = torch.from_numpy(np.where(positions % self.rarity, self.short, self.context_length))
+        longest = int(lengths.max())
+        padding = torch.arange(longest) >= lengths[:, None]
+        inputs, targets = (batch[name][:, :longest] for name in ("inputs", "targets"))
+        return {
+            "inputs": inputs.masked_fill(padding, 0),
+            "targets": targets.masked_fill(padding, tasks.IGNORED),
+            "ids": torch.from_numpy(positions),
+        }
+
+
+class Ledger:
+    """What truly happened, whatever a trainer reports: each optimizer step, the samples in it, and of which model.
+
+    A sample belongs to a step when its gradient was in the parameters as the optimizer stepped.
+    """
+
+    def __init__(self):
+        self.steps: list[tuple[int, list[int]]] = []  # (number of the model, its samples)
+        self._models: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+        self._numbers = itertools.count()
+        self._pending: tuple[int, list[int]] = (0, [])
+        register_optimizer_step_post_hook(self._stepped)
+
+    def saw(self, model: nn.Module, ids: Tensor) -> None:
+        """These samples' gradients will be added to those that are there."""
+        if model not in self._models:
+            self._models[model] = next(self._numbers)
+        number = self._models[model]
+        if all(p.grad is None for p in model.parameters()):
+            self._pending = (number, [])
+        self._pending[1].extend(ids.tolist())
+
+    def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self._pending[1]:  # else the step that makes the optimizer's state
+            self.steps.append(self._pending)
+        self._pending = (0, [])
+
+
+@functools.cache
+def ledger() -> Ledger:
+    """The process's own."""
+    return Ledger()
+
+
+def next_token(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, tasks.Metrics]:
+    """The application's next-token loss, and a note in the ledger."""
+    if torch.is_grad_enabled():
+        ledger().saw(model, batch["ids"])
+    return tasks.next_token(model, batch)
+
+
+def build_model(spec: Mapping[str, int], **arguments: Any) -> GPT:
+    """The model of a plain script, with the weights that trainapp's has."""
+    torch.manual_seed(0)
+    return GPT(**spec, **arguments)
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, data: SyntheticTokens, size: int) -> float:
+    """The mean loss of a token."""
+    model.eval()
+    total, count = 0.0, 0
+    for start in range(0, len(data), size):
+        loss, tokens, _ = tasks.next_token(model, data.__getitems__(range(start, min(len(data), start + size))))
+        total, count = total + float(loss), count + int(tokens)
+    model.train()
+    return total / count
+
+
+class Limit(LiveTensors):
+    """The limit of `memory.limit` around any code, in words that other trainers recognise too.
+
+    `peak` also counts what was refused: it was there for a moment.
+    """
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
+        try:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        except MemoryLimitExceeded as error:
+            self.peak = max(self.peak, self.live)
+            raise torch.OutOfMemoryError(f"CPU out of memory. {error}") from None
