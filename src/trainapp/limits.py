@@ -102,6 +102,18 @@ class LiveTensors(TorchDispatchMode):
         return size
 
 
+class _Tracker(ModuleTracker):
+    """Takes no note of what activation checkpointing computes again: its hooks would keep all of that in memory."""
+
+    def _fw_pre_hook(self, module, inputs) -> None:
+        if not self.is_bw:
+            super()._fw_pre_hook(module, inputs)
+
+    def _fw_post_hook(self, module, inputs, output) -> None:
+        if not self.is_bw:
+            super()._fw_post_hook(module, inputs, output)
+
+
 class ModulePath:
     """Knows in which module an error struck, in forward and in backward. `at_failure` is "" where there was none."""
 
@@ -111,7 +123,7 @@ class ModulePath:
     @contextlib.contextmanager
     def watch(self):
         """Around forward and backward. Costs some microseconds for each module."""
-        with ModuleTracker() as tracker:
+        with _Tracker() as tracker:
             try:
                 yield
             except BaseException:

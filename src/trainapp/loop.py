@@ -53,6 +53,7 @@ def train_step(job: Job) -> None:
     job.ranks.armed = job.votes_on(state.micro)
     logs, draws = job.logs_coming_step, job.draws_coming_step
     watched = logs or draws or not state.micro.proven
+    memory.step_peak = 0
     if watched:
         memory.begin_step()
     state.optimizer.zero_grad(set_to_none=True)
@@ -80,7 +81,7 @@ def accumulate_gradients(job: Job, logs: bool) -> Sums:
     for micro in job.meter.timed(micro_batches):
         with job.strategy.micro_batch(micro.last):
             for batch in state.micro.split(micro.data):
-                watched = logs or state.micro.watched
+                watched = logs or state.micro.watched or job.draws_coming_step
                 with job.memory.watch(job.meter.resident(batch)) if watched else contextlib.nullcontext():
                     backward(job, batch, weight, sums, logs, micro.real)
                 job.phase = "data"

@@ -1,6 +1,7 @@
 """What follows an out-of-memory error: the step is taken back, the size changes, everybody is told."""
 
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -79,12 +80,12 @@ def record(job: Job, failure: Incident, started: float) -> None:
     try:
         path = incident.write(failure, folder, number, job.ranks.world)
         job.memory.dump(path.with_suffix(".snapshot.pickle"))
-        picture = None
+        draw = None
         if failure.events:
             title = f"out of memory at step {failure.step} in {failure.phase}, micro-batch {failure.old_size}"
             file: Path = path.with_suffix(".png")
-            picture = timeline.draw(failure.events, failure.kinds, failure.limit, title, file)
-        job.tracker.incident(incident.report(failure), picture, failure.step)
+            draw = functools.partial(timeline.draw, failure.events, failure.kinds, failure.limit, title, file)
+        job.tracker.incident(incident.report(failure), draw, failure.step)
     except (OSError, MemoryError) as error:  # the run matters more than its record
         log.warning("the incident's record could not be written: %s", error)
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import gc
 import json
 import logging
 import os
@@ -51,6 +52,8 @@ class Interrupted(SystemExit):
 def run(config: Config, ranks: Alone | None = None) -> RunResult:
     """One run from start to end. Raises UserError, and Interrupted after a signal."""
     started = time.monotonic()
+    if not gc.get_freeze_count():  # what was imported stays: to look through it cost 0.14 s for each recovery
+        gc.freeze()
     with StopRequest() as stop, contextlib.ExitStack() as stack:
         job = prepare(config, stop, ranks or Alone())
         if job.state.device.type == "cpu":

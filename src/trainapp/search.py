@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainapp.batches import batch_length, narrow, shape_of
+from trainapp.batches import batch_length, narrow, shape_of, tensors_in
 
 CLOSE_ENOUGH = 0.95  # of the smallest size that failed
 HEADROOM = 0.98  # of the budget: what a prediction may use
@@ -31,6 +31,7 @@ class SizeSearch:
     fails: int | None = None  # the smallest size that failed
     settled: bool = True  # no larger size is worth a try
     smallest: int = 1  # some models cannot train on single samples
+    numbers: int = 0  # in the largest micro-batch that ended well: shapes of one bucket differ up to twofold
 
     @property
     def proven(self) -> bool:
@@ -63,8 +64,11 @@ class SizeSearch:
         if self.fails is None or self.size >= CLOSE_ENOUGH * self.fails or self.fails - self.size <= 1:
             return None
         predicted = self._predicted(base, budget)
-        if len(self.peaks) > 1 and predicted <= self.size:
+        full = self.peaks.get(self.size, 0) >= HEADROOM * budget
+        if predicted <= self.size and (len(self.peaks) > 1 or full):
             return None  # a try that the measured bytes say must fail
+        if self.peaks and predicted <= self.size:
+            predicted = self.size + max(1, self.size // 8)
         return predicted if self.size < predicted < self.fails else (self.size + self.fails) // 2
 
     def _predicted(self, base: int, budget: int) -> int:
@@ -85,8 +89,9 @@ class SizeSearch:
         self.fails = min(self.size, self.fails or self.size)
         if self.works >= self.size:
             self.works = 0  # what fits once need not fit again
-        self.size = self.works or max(self.smallest, self.size // 2)
-        self.clean, self.settled = 0, False
+        # A size that has proven itself before does so again with one clean step.
+        self.clean = self.clean_steps - 1 if self.works else 0
+        self.size, self.settled = self.works or max(self.smallest, self.size // 2), False
         return True
 
 
@@ -105,6 +110,7 @@ class Sizes:
     searches: dict[int, SizeSearch] = field(default_factory=dict)
     current: int | None = None
     ran: dict[int, int] = field(default_factory=dict)  # largest micro-batch of each bucket since the last commit
+    numbers: dict[int, int] = field(default_factory=dict)  # the same in numbers instead of samples
 
     @property
     def size(self) -> int:
@@ -136,6 +142,8 @@ class Sizes:
         bucket, samples = 0 if self.one_shape else shape_of(batch), batch_length(batch)
         size = self.search(bucket).size
         self.current = bucket
+        numbers = sum(t.numel() for t in tensors_in(batch)) * min(size, samples) // max(1, samples)
+        self.numbers[bucket] = max(numbers, self.numbers.get(bucket, 0))
         if samples <= size or not samples:
             self.ran[bucket] = max(samples, self.ran.get(bucket, 0))
             yield batch
@@ -146,17 +154,20 @@ class Sizes:
 
     @property
     def watched(self) -> bool:
-        """Whether the micro-batch at work is of an unproven size."""
-        return not self.search(self.current or 0).proven
+        """Whether the micro-batch at work is of an unproven size, or the longest so far of a proven one."""
+        search = self.search(self.current or 0)
+        return not search.proven or self.numbers.get(self.current or 0, 0) > search.numbers
 
     def succeeded(self, base: int, peak: int, budget: int) -> dict[int, int]:
         """A step (or an evaluation batch) ended well. Returns `{bucket: size}` for what is tried next."""
         grown = {}
         for bucket, ran in self.ran.items():
+            self.searches[bucket].numbers = max(self.searches[bucket].numbers, self.numbers.get(bucket, 0))
             following = self.searches[bucket].succeeded(ran, base, peak, budget)
             if following is not None:
                 grown[bucket] = following
         self.ran.clear()
+        self.numbers.clear()
         return grown
 
     def failed(self) -> tuple[int, int] | None:
@@ -164,6 +175,7 @@ class Sizes:
         search = self.search(self.current if self.current is not None else self._largest_bucket())
         old = search.size
         self.ran.clear()
+        self.numbers.clear()
         return (old, search.size) if search.failed() else None
 
     def _largest_bucket(self) -> int:

@@ -4,7 +4,8 @@ import json
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ class Tracker:
         self._evaluations = (run_dir / EVALUATIONS).open("a")
         self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=step + 1 if step and continues else None)
         self._writer.add_text("config", _as_code(config), step)
+        self._drawing = ThreadPoolExecutor(1)  # a picture takes 0.1 s, the first 0.3 s: training need not wait
         self.progress = Progress(total, step)
 
     def log(self, step: int, samples: int, scalars: Mapping[str, float], metric: str | None) -> None:
@@ -66,11 +68,18 @@ class Tracker:
         log.info("%s", text)
         self._writer.add_text(tag, text, self.progress.step)
 
-    def incident(self, text: str, picture: np.ndarray | None, step: int) -> None:
-        """The record of an out-of-memory error; picture: uint8 [height, width, 3]. Flushed at once."""
+    def incident(self, text: str, draw: Callable[[], np.ndarray] | None, step: int) -> None:
+        """The record of an out-of-memory error, flushed at once; `draw` returns uint8 [height, width, 3], later."""
         self._writer.add_text("out_of_memory", text, step)
-        self.picture("out_of_memory", picture, step)
         self._writer.flush()
+        if draw is not None:
+            self._drawing.submit(self._draw, draw, step)
+
+    def _draw(self, draw: Callable[[], np.ndarray], step: int) -> None:
+        try:
+            self.picture("out_of_memory", draw(), step)
+        except (OSError, MemoryError) as error:  # the run matters more than its record
+            log.warning("the picture of the incident at step %d could not be drawn: %s", step, error)
 
     def picture(self, tag: str, picture: np.ndarray | None, step: int) -> None:
         """An image, uint8 [height, width, 3]; None for none."""
@@ -79,6 +88,7 @@ class Tracker:
 
     def close(self) -> None:
         """Flush everything to disk."""
+        self._drawing.shutdown()
         self.progress.close()
         self._writer.close()
         self._metrics.close()
@@ -92,10 +102,15 @@ class SilentTracker:
         self.run_dir = run_dir
         self.progress = SilentProgress()
 
+    def incident(self, text: str, draw: Callable[[], np.ndarray] | None, step: int) -> None:
+        """The picture lies beside the incident's report."""
+        if draw is not None:
+            draw()
+
     def _nothing(self, *_: Any) -> None:
         pass
 
-    log = evaluated = note = incident = picture = close = _nothing
+    log = evaluated = note = picture = close = _nothing
 
 
 class SilentProgress:
