@@ -1,0 +1,128 @@
+"""README.md: every command in it works, and the output that it shows is what the program prints."""
+
+import re
+import subprocess
+
+import pytest
+from helpers import ROOT, environment, incidents, metrics, result, run_cli
+from markdown import blocks, commands, with_this_python
+
+DOCUMENT = ROOT / "README.md"
+pytestmark = pytest.mark.timeout(900)  # a dozen runs one after the other: half a minute on idle cores
+# What a reader waits for, a test need not: these are appended where a command trains.
+SHORT = {
+    "outputs/first": (),  # resuming has a length of its own
+    "-m": ("train.max_steps=2", "model.width=8"),
+    "eval": (),
+    "": ("train.max_steps=6",),
+}
+TRAINING = ("scripts/train", "trainapp", "python")
+
+
+def shortened(words):
+    if words[0] not in TRAINING:
+        return words
+    return words + list(next(more for part, more in SHORT.items() if part in " ".join(words)))
+
+
+def recovers(words):
+    return any(word.startswith("memory.limit=") for word in words)
+
+
+@pytest.fixture(scope="module")
+def session(tmp_path_factory):
+    """A reader's directory, with what each command of the README did there, in order."""
+    folder = tmp_path_factory.mktemp("reader")
+    env = environment({"TRAINAPP_CACHE": str(folder / "cache")})
+    done = []
+    for words in commands(DOCUMENT):
+        if words[0] == "scripts/test":  # these very tests
+            assert (ROOT / "scripts/test").stat().st_mode & 0o100
+            continue
+        command = with_this_python(shortened(words))
+        if words[0] == "tensorboard":
+            command.append("--inspect")  # reads the same files, then ends
+        before = set(folder.glob("outputs/**/result.json"))
+        process = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
+        new = sorted(path.parent for path in set(folder.glob("outputs/**/result.json")) - before)
+        done.append((words, process, new))
+    return folder, done
+
+
+def find(session, part):
+    """The first command with this part: its process and its run directories."""
+    _, done = session
+    return next((process, runs) for words, process, runs in done if part in " ".join(words))
+
+
+def test_every_command_succeeds(session):
+    _, done = session
+    assert len(done) >= 9
+    for words, process, _ in done:
+        assert process.returncode == 0, f"{words}\n{process.stdout}{process.stderr}"
+
+
+def test_the_second_thing_to_try_meets_a_real_error_and_recovers(session):
+    process, (run,) = find(session, "memory.limit=")
+    halvings = [i for i in incidents(run) if i["new_size"] == i["old_size"] // 2]
+    assert 1 <= len(halvings) <= 2
+    assert result(run)["steps"] == 6
+    assert result(run)["oom_restarts"] == len(incidents(run))
+    assert result(run)["peak_memory_bytes"] <= 48 * 2**20
+    assert [line["batch/global_size"] for line in metrics(run)] == [64]
+    shown = next(text for text in blocks(DOCUMENT, "text") if "out of memory" in text)
+    # What a reader sees before the losses, the README shows word for word.
+    expected = [line for line in process.stderr.splitlines() if "out of memory" in line]
+    assert expected == [line for line in shown.splitlines() if "out of memory" in line][: len(expected)]
+    assert process.stderr.splitlines()[0] == shown.splitlines()[0]
+
+
+def test_sweep_makes_a_directory_for_each_combination(session):
+    _, runs = find(session, "-m model=mlp,resnet")
+    assert len(runs) == 4
+
+
+def test_resuming_goes_on_in_the_same_directory(session):
+    folder, _ = session
+    (first, _), steps = find(session, "outputs/first"), metrics(folder / "outputs/first")
+    assert "resumed" not in first.stderr
+    assert [line["step"] for line in steps] == sorted({line["step"] for line in steps})
+    ended = result(folder / "outputs/first")
+    assert ended["samples"] == 3 * 1437
+    evaluated, _ = find(session, "mode=eval")
+    assert re.search(rf"^eval accuracy +{ended['objective']:.4f}", evaluated.stdout, re.MULTILINE)
+
+
+def test_tensorboard_finds_the_runs(session):
+    process, _ = find(session, "tensorboard")
+    assert "memory/peak" in process.stdout
+
+
+def test_table_of_groups_is_that_of_the_program():
+    table = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", DOCUMENT.read_text(), re.MULTILINE))
+    options = {
+        folder.name: {path.stem for path in folder.glob("*.yaml")}
+        for folder in (ROOT / "conf").iterdir()
+        if folder.is_dir()
+    }
+    assert {group: set(re.findall(r"`(\w+)`", cell)) for group, cell in table.items()} == options
+
+
+def test_every_file_it_points_to_exists():
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", DOCUMENT.read_text())
+    assert links
+    for link in links:
+        assert (ROOT / link).exists(), link
+
+
+@pytest.mark.slow
+def test_the_scarce_run_ends_with_the_same_quality(tmp_path):
+    for name, overrides in (("plenty", []), ("scarce", ["memory.limit=48MiB"])):
+        done = run_cli("model=resnet", *overrides, f"hydra.run.dir={tmp_path / name}", cwd=tmp_path, timeout=290)
+        assert done.returncode == 0, done.stderr
+    plenty, scarce = result(tmp_path / "plenty"), result(tmp_path / "scarce")
+    assert plenty["oom_restarts"] == 0
+    assert scarce["oom_restarts"] >= 1
+    assert scarce["samples"] == plenty["samples"]
+    assert plenty["objective"] >= 0.98
+    assert scarce["objective"] >= 0.98
