@@ -1,0 +1,357 @@
+"""Optimizer steps per second: trainapp's own loop beside loops written by hand that do the same work.
+
+    python benchmarks/overhead.py [--rounds N] [--threads 1] [--cases small wide] [--json FILE]
+
+All loops train the same MLP from the same weights on the same samples (the digits, steps of 2 micro-batches of 32,
+clipped AdamW with a cosine schedule), in one process, by turns. Each round gives one ratio to the hand-written loop;
+the median and the quartiles of these are printed, so that whatever else the machine does weighs on all loops alike.
+Before that, the losses of their first 10 steps have to agree. Accelerate takes part where it is
+installed; it is no dependency.
+"""
+
+import argparse
+import copy
+import importlib.util
+import itertools
+import json
+import logging
+import math
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from _common import machine, quartiles, table
+from hydra import compose, initialize_config_dir
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from trainapp import build, config, loop
+from trainapp.__main__ import CONF
+from trainapp.batching import epoch_order
+from trainapp.job import Job
+from trainapp.parallel.ranks import Alone
+from trainapp.signals import StopRequest
+
+GLOBAL, MICRO = 64, 32
+LEARNING_RATE, WEIGHT_DECAY, CLIP = 3e-3, 0.05, 1.0
+LOG_EVERY = 50
+CHECKED_STEPS, TOLERANCE = 10, 1e-5
+REFERENCE = "hand-written"
+
+
+@dataclass(frozen=True)
+class Case:
+    """An MLP 64-width-width-10; `steps` of each loop in a round, a multiple of LOG_EVERY."""
+
+    width: int
+    steps: int
+    rounds: int
+    target: float
+
+
+CASES = {"small": Case(256, 100, 60, 0.95), "wide": Case(2048, 50, 10, 0.99)}
+
+
+@dataclass
+class Contender:
+    """One loop. `advance` does so many further steps; `losses` gives the mean losses of the steps that it logged."""
+
+    name: str
+    advance: Callable[[int], None]
+    losses: Callable[[], dict[int, float]]
+
+
+def main() -> None:
+    """Measures the cases and prints a table for each."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--rounds", type=int, help="of each case, instead of its own number")
+    parser.add_argument("--steps", type=int, help=f"of each loop in a round; a multiple of {LOG_EVERY}")
+    parser.add_argument("--width", type=int, help="of the hidden layers, instead of the case's")
+    parser.add_argument("--threads", type=int, default=1, help="of torch")
+    parser.add_argument("--only-trainapp", action="store_true", help="leave out all but trainapp and its reference")
+    parser.add_argument("--json", type=Path, help="write the ratios to this file, too")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    print(f"torch {torch.__version__}, {options.threads} thread(s); {machine()}")
+    found = {}
+    for name in options.cases:
+        own = CASES[name]
+        case = Case(options.width or own.width, options.steps or own.steps, options.rounds or own.rounds, own.target)
+        with tempfile.TemporaryDirectory() as folder:
+            found[name] = measure(case, Path(folder), options.only_trainapp)
+        print(f"\n{name}: MLP 64-{case.width}-{case.width}-10, {case.rounds} rounds of {case.steps} steps")
+        print(report(found[name]))
+        ratio = quartiles(found[name]["trainapp"]["ratios"])[1]
+        print(f"trainapp: {ratio:.3f} of hand-written (target: at least {case.target})")
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def measure(case: Case, folder: Path, only_trainapp: bool) -> dict[str, dict[str, list[float]]]:
+    """Seconds for each step and ratios to the reference (of wall and of processor time), by contender and round."""
+    check_same_work(contenders_for(case, CHECKED_STEPS, folder / "check", only_trainapp, log_every=1))
+    total = case.steps * (case.rounds + 1)
+    contenders = contenders_for(case, total, folder / "timed", only_trainapp, log_every=LOG_EVERY)
+    walls: dict[str, list[float]] = {c.name: [] for c in contenders}
+    cpus: dict[str, list[float]] = {c.name: [] for c in contenders}
+    for number in range(case.rounds + 1):
+        # Every other round runs backwards: nobody always follows the same neighbour.
+        for runner in contenders if number % 2 else reversed(contenders):
+            wall, cpu = time.perf_counter(), time.process_time()
+            runner.advance(case.steps)
+            if number:  # the first round warms up; in trainapp's the size is still unproven
+                walls[runner.name].append((time.perf_counter() - wall) / case.steps)
+                cpus[runner.name].append((time.process_time() - cpu) / case.steps)
+    return {
+        name: {"seconds": walls[name], "ratios": ratios(walls, name), "cpu_ratios": ratios(cpus, name)}
+        for name in walls
+    }
+
+
+def ratios(seconds: dict[str, list[float]], name: str) -> list[float]:
+    """Steps per second as a part of the reference's, round by round."""
+    return [reference / own for reference, own in zip(seconds[REFERENCE], seconds[name], strict=True)]
+
+
+def check_same_work(contenders: list[Contender]) -> None:
+    """Trains each for CHECKED_STEPS. Raises RuntimeError where a loss is not the reference's: then it did other work.
+
+    Later steps tell nothing: in the wide case the fused and the plain AdamW agree to 1e-14 after 50 steps in float64
+    and differ by 1.5% in float32, where rounding has grown by then; after 10 steps they agree to 2e-7.
+    """
+    for runner in contenders:
+        runner.advance(CHECKED_STEPS)
+    reference = next(c for c in contenders if c.name == REFERENCE).losses()
+    for runner in contenders:
+        losses = runner.losses()
+        if losses.keys() != reference.keys():
+            raise RuntimeError(f"{runner.name} logged {len(losses)} steps, the reference {len(reference)}")
+        for step, loss in losses.items():
+            if not math.isclose(loss, reference[step], rel_tol=TOLERANCE):
+                raise RuntimeError(f"step {step}: {runner.name} has loss {loss}, the reference {reference[step]}")
+
+
+def report(found: dict[str, dict[str, list[float]]]) -> str:
+    """One row for each loop."""
+    rows = []
+    for name, one in found.items():
+        milliseconds = 1000 * quartiles(one["seconds"])[1]
+        low, middle, high = quartiles(one["ratios"])
+        cpu = quartiles(one["cpu_ratios"])[1]
+        speed = f"{1000 / milliseconds:.0f}"
+        rows.append([name, f"{milliseconds:.3f}", speed, f"{middle:.3f}", f"{low:.3f} - {high:.3f}", f"{cpu:.3f}"])
+    return table(["loop", "ms a step", "steps/s", "of hand-written", "quartiles", "by CPU time"], rows)
+
+
+# --- The loops ------------------------------------------------------------------------------------------------------
+
+
+def names(only_trainapp: bool) -> list[str]:
+    """Those that can run here."""
+    if only_trainapp:
+        return [REFERENCE, "trainapp"]
+    accelerate = ["Accelerate"] if importlib.util.find_spec("accelerate") else []
+    return [REFERENCE, "trainapp", "samples one by one", "one by one, AdamW not fused", *accelerate]
+
+
+def contenders_for(case: Case, total: int, folder: Path, only_trainapp: bool, log_every: int) -> list[Contender]:
+    """Loops over `total` steps that all start at the same weights."""
+    job = trainapp_job(case, total, folder, log_every)
+    return [contender(name, job, total, log_every) for name in names(only_trainapp)]
+
+
+def contender(name: str, job: Job, total: int, log_every: int) -> Contender:
+    """A loop that starts at the weights of `job`, which has not trained yet."""
+    if name == "trainapp":
+        return Contender(name, lambda steps: advance_trainapp(job, steps), lambda: trainapp_losses(job))
+    data, model = job.batches._source.fetcher.dataset, copy.deepcopy(job.state.model)
+    fetch = one_by_one(data) if name.startswith(("samples", "one by one")) else batched(data)
+    optimizer = adamw(model, fused=name != "one by one, AdamW not fused")
+    losses: dict[int, float] = {}
+    loop_of = with_accelerate if name == "Accelerate" else hand_written
+    steps = loop_of(model, optimizer, fetch, epochs(len(data)), total, log_every, losses)
+    return Contender(name, lambda count: consume(steps, count), lambda: losses)
+
+
+def trainapp_job(case: Case, total: int, folder: Path, log_every: int) -> Job:
+    """What `python -m trainapp` builds from the same settings, its tracker writing into `folder`."""
+    overrides = [
+        "data=digits",
+        "data.drop_last=true",
+        "model=mlp",
+        f"model.width={case.width}",
+        "train.device=cpu",
+        "train.max_epochs=null",
+        f"train.max_steps={total}",
+        f"train.grad_clip={CLIP}",
+        f"batch.global_size={GLOBAL}",
+        f"batch.micro_size={MICRO}",
+        f"optimizer.lr={LEARNING_RATE}",
+        f"optimizer.weight_decay={WEIGHT_DECAY}",
+        "optimizer.fused=true",
+        "schedule=cosine",
+        "schedule.warmup=0",
+        f"every.log={log_every}",
+        "every.eval=null",
+        "every.save=null",
+        "checkpointing=off",
+    ]
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        settings = config.from_hydra(compose("train", overrides), str(folder), "")
+    folder.mkdir(parents=True)
+    logging.basicConfig(filename=folder / "log", level=logging.INFO, force=True)  # lines cost as they do in a run
+    job = build.build(settings, StopRequest(), Alone())
+    build.start_tracking(settings, job)
+    return job
+
+
+def advance_trainapp(job: Job, steps: int) -> None:
+    """`loop.train` for so many steps."""
+    job.max_steps = job.state.progress.step + steps
+    loop.train(job)
+
+
+def trainapp_losses(job: Job) -> dict[int, float]:
+    """From metrics.jsonl."""
+    lines = map(json.loads, (job.tracker.run_dir / "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: line["loss"] for line in lines}
+
+
+def consume(steps: Iterator[None], count: int) -> None:
+    """So many further steps of a generator."""
+    for _ in range(count):
+        next(steps)
+
+
+Fetch = Callable[[list[list[int]]], Iterator[Any]]  # the batches of an epoch's micro-batches
+
+
+def batched(data: Dataset) -> Fetch:
+    """trainapp's data path: the data set answers whole batches."""
+    return lambda parts: map(data.__getitems__, parts)
+
+
+def one_by_one(data: Dataset) -> Fetch:
+    """What most people write: a data set of single samples, collated by torch's DataLoader."""
+    everything = data.__getitems__(list(range(len(data))))
+
+    class Samples(Dataset):
+        def __len__(self) -> int:
+            return len(data)
+
+        def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+            return {key: values[index] for key, values in everything.items()}
+
+    samples = Samples()
+    return lambda parts: iter(DataLoader(samples, batch_sampler=parts))
+
+
+def adamw(model: nn.Module, fused: bool) -> torch.optim.AdamW:
+    """No weight decay on biases, as trainapp's."""
+    weights, biases = ([p for p in model.parameters() if (p.ndim > 1) is wanted] for wanted in (True, False))
+    groups = [{"params": weights, "weight_decay": WEIGHT_DECAY}, {"params": biases, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=LEARNING_RATE, fused=fused or None)
+
+
+def epochs(samples: int) -> Iterator[list[list[int]]]:
+    """Each epoch's micro-batches: trainapp's order of the samples, full steps only."""
+    for epoch in itertools.count():
+        order = epoch_order(0, epoch, samples)
+        whole = samples - samples % GLOBAL
+        yield [order[start : start + MICRO] for start in range(0, whole, MICRO)]
+
+
+def cosine(step: int, total: int) -> float:
+    """The learning rate of the step that follows `step` others."""
+    return LEARNING_RATE * 0.5 * (1 + math.cos(math.pi * step / total))
+
+
+def hand_written(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    fetch: Fetch,
+    epochs: Iterator[list[list[int]]],
+    total: int,
+    log_every: int,
+    losses: dict[int, float],
+) -> Iterator[None]:
+    """The loop as one writes it for one job: yields after each step."""
+    step = 0
+    parameters = list(model.parameters())
+    for parts in epochs:
+        batches = fetch(parts)
+        for _ in range(len(parts) // 2):
+            loss_sum = 0.0
+            for batch in itertools.islice(batches, 2):
+                loss = F.cross_entropy(model(batch["inputs"]), batch["targets"], reduction="sum")
+                (loss / GLOBAL).backward()
+                loss_sum += loss.detach()
+            torch.nn.utils.clip_grad_norm_(parameters, CLIP)
+            for group in optimizer.param_groups:
+                group["lr"] = cosine(step, total)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            step += 1
+            if step % log_every == 0:
+                losses[step] = float(loss_sum) / GLOBAL
+            yield
+
+
+def with_accelerate(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    fetch: Fetch,
+    epochs: Iterator[list[list[int]]],
+    total: int,
+    log_every: int,
+    losses: dict[int, float],
+) -> Iterator[None]:
+    """The same with Accelerate's own accumulation, as its guide shows it."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=GLOBAL // MICRO)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    step, loss_sum = 0, 0.0
+    for parts in epochs:
+        for batch in fetch(parts):
+            with accelerator.accumulate(model):
+                loss = F.cross_entropy(model(batch["inputs"]), batch["targets"])  # divided by 2 in backward
+                accelerator.backward(loss)
+                loss_sum += loss.detach()
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), CLIP)
+                    for group in optimizer.param_groups:
+                        group["lr"] = cosine(step, total)
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+            if accelerator.sync_gradients:
+                step += 1
+                if step % log_every == 0:
+                    losses[step] = float(loss_sum) / 2
+                loss_sum = 0.0
+                yield
+
+
+def keep_freed_memory() -> None:
+    """Start again with a malloc that keeps what is freed, where malloc is glibc's.
+
+    Otherwise the loops, which share a heap, decide by their turns who pays for the gradients' pages: in the wide case
+    one of them took 6000 to 8000 page faults a step and the other few, and equal work seemed 1.3 times as fast.
+    """
+    settings = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**33)}
+    if sys.platform == "linux" and not settings.items() <= os.environ.items():
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **settings})
+
+
+if __name__ == "__main__":
+    keep_freed_memory()
+    os.environ.setdefault("TRAINAPP_CACHE", tempfile.mkdtemp())
+    main()

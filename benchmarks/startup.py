@@ -1,0 +1,164 @@
+"""How long until something happens: --help, --cfg job, and the end of the first optimizer step.
+
+    python benchmarks/startup.py [--runs 7] [--json FILE]
+
+The first step of `python -m trainapp model=mlp` is held against a script that imports torch, makes the same model and
+does one step. Times are from the start of the process to the line that it prints; runs take turns. The last table says
+where the difference goes, from one run of each with `-X importtime`, which makes imports a little slower.
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from _common import machine, quartiles, table
+
+APP = ("-m", "trainapp")
+# every.log=1: the line that is waited for ends the first step.
+FIRST_STEP = ("model=mlp", "train.device=cpu", "train.max_steps=1", "train.max_epochs=null", "every.log=1")
+BARE = """
+import torch
+from torch import nn
+
+model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
+optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
+loss = nn.functional.cross_entropy(model(torch.randn(64, 64)), torch.randint(10, (64,)))
+loss.backward()
+nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+optimizer.step()
+print("step 1", flush=True)
+"""
+LIGHT_LIMIT, DIFFERENCE_LIMIT = 1.0, 1.0  # seconds
+
+
+def main() -> None:
+    """Measures and prints the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", type=int, default=7, help="of each command, after one that warms the disk's cache")
+    parser.add_argument("--json", type=Path, help="write the seconds to this file, too")
+    options = parser.parse_args()
+    print(f"{machine()}; median of {options.runs} run(s)\n")
+    with tempfile.TemporaryDirectory() as folder:
+        light = {
+            name: (*APP, *arguments) for name, arguments in (("--help", ["--help"]), ("--cfg job", ["--cfg", "job"]))
+        }
+        seconds, cpu = measure({name: (command, None) for name, command in light.items()}, options.runs, folder)
+        rows = [
+            [
+                f"trainapp {name}",
+                f"{quartiles(seconds[name])[1]:.2f}",
+                f"{quartiles(cpu[name])[1]:.2f}",
+                imports_torch(command, folder),
+            ]
+            for name, command in light.items()
+        ]
+        print(table(["command", "seconds", "CPU seconds", "imports torch"], rows))
+        print(f"target: at most {LIGHT_LIMIT:.0f} s, without torch\n")
+        first = {"bare script": (("-c", BARE), "step 1"), "trainapp model=mlp": ((*APP, *FIRST_STEP), "step 1/")}
+        walls, cpus = measure(first, options.runs, folder)
+        for values in (walls, cpus):
+            bare, app = values.values()
+            values["difference"] = [slow - fast for slow, fast in zip(app, bare, strict=True)]
+        rows = [
+            [name, *(f"{value:.2f}" for value in (*quartiles(walls[name]), quartiles(cpus[name])[1]))] for name in walls
+        ]
+        print(table(["to the end of the first step, s", "lower quartile", "median", "upper quartile", "CPU"], rows))
+        print(f"target: a difference of at most {DIFFERENCE_LIMIT:.0f} s\n")
+        seconds |= walls
+        print(table(["part of the difference", "ms"], breakdown(folder)))
+    if options.json:
+        options.json.write_text(json.dumps(seconds, indent=1) + "\n")
+
+
+def measure(
+    commands: dict[str, tuple[Sequence[str], str | None]], runs: int, folder: str
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Seconds and processor seconds of each run of each command, by turns; until its line (or with None, its end)."""
+    seconds: dict[str, list[float]] = {name: [] for name in commands}
+    cpu: dict[str, list[float]] = {name: [] for name in commands}
+    for number in range(runs + 1):
+        for name, (command, line) in commands.items():
+            elapsed, used, _ = until(command, line, folder)
+            if number:
+                seconds[name].append(elapsed)
+                cpu[name].append(used)
+    return seconds, cpu
+
+
+def until(command: Sequence[str], line: str | None, folder: str) -> tuple[float, float, str]:
+    """Seconds and processor seconds from the start of the process to the line that begins so, and what it printed.
+
+    The process is ended there. Raises RuntimeError when it ends by itself without the line, or fails.
+    """
+    out = Path(tempfile.mkdtemp(dir=folder))
+    arguments = [f"hydra.run.dir={out}"] if line and "trainapp" in command else []
+    started = time.perf_counter()
+    process = subprocess.Popen(
+        [sys.executable, *command, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=folder,
+        env=os.environ | {"TRAINAPP_CACHE": str(out / "cache")},
+    )
+    printed, found = [], False
+    for text in process.stdout:
+        printed.append(text)
+        if line and text.startswith(line):
+            found = True
+            process.kill()
+            break
+    elapsed = time.perf_counter() - started
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    process.stdout.close()
+    if not found and (process.returncode or line):
+        raise RuntimeError(f"python {' '.join(command)} failed:\n{''.join(printed)}")
+    return elapsed, usage.ru_utime + usage.ru_stime, "".join(printed)
+
+
+def import_times(command: Sequence[str], line: str | None, folder: str) -> tuple[float, dict[str, float]]:
+    """Seconds to the line, and of them the own seconds of each imported module."""
+    elapsed, _, printed = until(("-X", "importtime", *command), line, folder)
+    found = re.findall(r"^import time:\s+(\d+) \|\s+\d+ \|\s+(\S+)$", printed, re.MULTILINE)
+    return elapsed, {name: int(microseconds) / 1e6 for microseconds, name in found}
+
+
+def imports_torch(command: Sequence[str], folder: str) -> str:
+    """Whether the command imports torch, in words."""
+    return "yes" if "torch" in import_times(command, None, folder)[1] else "no"
+
+
+def breakdown(folder: str) -> list[list[str]]:
+    """Rows of what trainapp does beyond the bare script: imports by package, and the rest."""
+    bare_total, bare = import_times(("-c", BARE), "step 1", folder)
+    total, app = import_times((*APP, *FIRST_STEP), "step 1/", folder)
+    packages: Counter[str] = Counter()
+    for name, seconds in app.items():
+        if name not in bare:
+            packages[_package(name)] += seconds
+    rows = [[f"import {name}", f"{1000 * seconds:.0f}"] for name, seconds in packages.most_common(12)]
+    others = sum(packages.values()) - sum(seconds for _, seconds in packages.most_common(12))
+    rows.append(["other imports", f"{1000 * others:.0f}"])
+    slower = sum(seconds - bare[name] for name, seconds in app.items() if name in bare)
+    rows.append(["the same modules, slower or faster", f"{1000 * slower:.0f}"])
+    work = (total - sum(app.values())) - (bare_total - sum(bare.values()))
+    rows.append(["work: composing, checking, building, the step", f"{1000 * work:.0f}"])
+    return rows
+
+
+def _package(module: str) -> str:
+    """torch is too large to be one row."""
+    return ".".join(module.split(".")[: 2 if module.startswith("torch.") else 1])
+
+
+if __name__ == "__main__":
+    main()

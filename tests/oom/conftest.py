@@ -1,0 +1,100 @@
+"""Configurations composed once for all tests of this folder: composing costs more than a tiny run."""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from trainapp import config
+from trainapp.__main__ import CONF
+from trainapp.config import Config
+
+TINY = (
+    "train.device=cpu",
+    "train.max_epochs=null",
+    "train.max_steps=4",
+    "train.ema=0.9",
+    "batch.global_size=16",
+    "batch.micro_size=8",
+    "every.log=1",
+    "every.eval=null",
+    "every.save=null",
+    "checkpointing=off",
+    "memory.guard=false",
+    "oom.remember=false",
+    "oom.grow=false",
+)
+MODELS = {
+    "mlp": ("model=mlp", "model.width=16", "model.dropout=0.1", "data=digits"),
+    # BatchNorm's running statistics move in every forward; augmentation draws anew in each epoch.
+    "resnet": ("model=resnet", "model.width=4", "data=digits", "data.augment=true"),
+    # Lengths from 12 to 16: padded, and all in one bucket of shapes.
+    "gpt": (
+        "model=gpt",
+        "model.depth=1",
+        "model.width=16",
+        "model.heads=2",
+        "model.context_length=16",
+        "model.dropout=0.1",
+        "data=synthetic_tokens",
+        "data.vocab_size=32",
+        "data.size=200",
+        "data.val_size=40",
+        "data.min_length=12",
+    ),
+}
+PRECISIONS = {
+    "fp32": ("precision=fp32",),
+    "bf16": ("precision=bf16",),
+    "fp16": ("precision=fp16", "precision.initial_scale=256"),  # low enough that no step is skipped
+}
+
+
+@functools.cache
+def composed(*overrides: str) -> Config:
+    """The configuration of `trainapp OVERRIDES`, once."""
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return config.from_hydra(compose("train", list(overrides)), "", "python -m trainapp")
+
+
+def tiny(
+    run_dir: Path,
+    *overrides: str,
+    schedule: dict[int, int] | None = None,
+    changes: Mapping[str, Any] | None = None,
+) -> Config:
+    """TINY with these overrides and this `oom.schedule`, in `run_dir`.
+
+    changes: settings of sections such as `batch.global_size`, and `data.size` and the like for the constructors, set
+    without composing again.
+    """
+    config = composed(*TINY, *overrides)
+    for name, value in {"oom.schedule": schedule, **(changes or {})}.items():
+        section, key = name.split(".")
+        part = getattr(config, section)
+        if section in ("data", "model"):
+            change = {"arguments": {**part.arguments, key: value}}
+        else:
+            change = {key: value}
+        config = dataclasses.replace(config, **{section: dataclasses.replace(part, **change)})
+    return dataclasses.replace(config, run_dir=str(run_dir))
+
+
+def cell(model: str, precision: str) -> tuple[str, ...]:
+    """The overrides of a model and a precision of the grid."""
+    return (*MODELS[model], *PRECISIONS[precision])
+
+
+@pytest.fixture(autouse=True, scope="session")
+def few_threads():
+    """The machine's cores are shared, and so small tensors gain nothing by threads."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -1,0 +1,190 @@
+"""Makes memory run out at a chosen operation of a chosen phase of a chosen step. Test side only.
+
+A dispatch mode sees every tensor operation before it runs, as an allocator would, and raises torch.OutOfMemoryError
+in its place. Fetching runs no tensor operation on the CPU, so there the data set raises.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trainapp import runner
+from trainapp.config import Config
+from trainapp.incident import Incident
+from trainapp.job import Job
+from trainapp.parallel.ranks import Alone
+from trainapp.signals import StopRequest
+from trainapp.state import rng_state
+
+# The phases of a step, in the order in which they come, then those between two steps.
+PHASES = ("data", "forward", "loss", "backward", "clip", "metric")
+BETWEEN = ("after commit", "weight average", "evaluate")  # what follows a finished step
+
+
+class Injector(TorchDispatchMode):
+    """Raises before operation `operation` (from 0) of `phase` in step `step` (from 1).
+
+    For what comes between two steps, `step` is the one that it follows. "after commit" is the rest of a step once its
+    parameters have changed.
+    above: None raises `times` times; a number raises for as long as the micro-batch is larger than it.
+    `fired` counts the errors; `where` has the job's phase at each.
+    """
+
+    def __init__(self, phase: str, step: int, operation: int = 0, *, times: int = 1, above: int | None = None):
+        super().__init__()
+        self.phase, self.step, self.operation, self.times, self.above = phase, step, operation, times, above
+        self.fired = 0
+        self.where: list[str] = []
+        self.seen = 0
+        self.job: Job | None = None
+        self._in_model = False
+        self._forward_done = False
+
+    def attach(self, job: Job) -> None:
+        """Watch this job: to be called again when a recovery has built a new one."""
+        self.job, self.seen = job, 0
+        job.state.model.register_forward_pre_hook(self._enter)
+        job.state.model.register_forward_hook(self._leave, always_call=True)
+
+    def _enter(self, *_: Any) -> None:
+        self._in_model, self._forward_done = True, False
+
+    def _leave(self, *_: Any) -> None:
+        self._in_model, self._forward_done = False, True
+
+    def arm_attempt(self) -> None:
+        """A new attempt counts its operations from 0."""
+        self.seen, self._in_model, self._forward_done = 0, False, False
+
+    def at(self, phase: str) -> bool:
+        """Whether the error is due, being asked at an operation of `phase`."""
+        state = self.job.state
+        micro = state.eval_micro if phase == "evaluate" else state.micro
+        step = state.progress.step + (phase not in BETWEEN)
+        if phase != self.phase:
+            return False
+        if step != self.step:
+            return False
+        if self.fired >= self.times if self.above is None else micro.size <= self.above:
+            return False
+        self.seen += 1
+        return self.seen > self.operation
+
+    def fail(self) -> None:
+        """Run out of memory."""
+        self.fired += 1
+        self.seen = 0
+        self.where.append(self.job.phase)
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. (injected)")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
+        watching = self.job is not None and self.job.state is not None
+        if watching and not func.is_view and self.at(self._phase()):  # a view takes no memory
+            self.fail()
+        return func(*args, **(kwargs or {}))
+
+    def _phase(self) -> str:
+        """The loss is what follows the model in the forward; the data phase is asked about by the data set alone."""
+        phase = self.job.phase
+        if phase == "forward" and not self._in_model:
+            return "loss" if self._forward_done else "before the model"
+        others = {"data": "between micro-batches"} | dict.fromkeys(("committed", "log", "search"), "after commit")
+        return others.get(phase, phase)
+
+
+class Watched:
+    """A data set that notes which samples are fetched for which step, and runs out of memory when asked to."""
+
+    def __init__(self, dataset: Any, job: Job, injector: Injector | None, fetched: list, changed: Callable | None):
+        self.dataset, self.job, self.injector, self.fetched, self.changed = dataset, job, injector, fetched, changed
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.dataset, name)
+
+    def __getitems__(self, indices: Sequence[int]) -> Any:
+        progress = self.job.state.progress
+        if self.injector is not None and self.job.phase == "data" and self.injector.at("data"):
+            self.injector.fail()
+        self.fetched.append((progress.step, progress.epoch, tuple(indices)))
+        batch = self.dataset.__getitems__(indices)
+        return batch if self.changed is None else self.changed(batch)
+
+
+class Run:
+    """A whole run in this process, by the runner's own parts: prepare, attempt, recover.
+
+    failures: the incidents; fetched: (finished steps, epoch, sample indices) of every micro-batch that was trained on,
+    those of attempts that were given up left out.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        injector: Injector | None = None,
+        between: Callable[[Job], None] | None = None,
+        changed: Callable[[Any], Any] | None = None,
+        most: int = 60,
+    ):
+        self.failures: list[Incident] = []
+        self.fetched: list[tuple[int, int, tuple[int, ...]]] = []
+        self.injector, self.changed = injector, changed
+        stop = StopRequest()
+        self.job = runner.prepare(config, stop, Alone())
+        self._attach()
+        try:
+            while (failure := self._attempt(config)) is not None:
+                self.failures.append(failure)
+                assert len(self.failures) < most, "this never ends"
+                before = self.job
+                self.job = runner.recover(config, self.job, failure, stop)
+                if self.job is not before:
+                    self._attach()
+                done = self.job.state.progress.step
+                self.fetched[:] = [entry for entry in self.fetched if entry[0] < done]
+                if between is not None:
+                    between(self.job)
+        finally:
+            self.job.close()
+
+    def _attach(self) -> None:
+        fetcher = self.job.batches._source.fetcher
+        fetcher.dataset = Watched(fetcher.dataset, self.job, self.injector, self.fetched, self.changed)
+        if self.injector is not None:
+            self.injector.attach(self.job)
+
+    def _attempt(self, config: Config) -> Incident | None:
+        if self.injector is None:
+            return runner.attempt(config, self.job)
+        self.injector.arm_attempt()
+        with self.injector:
+            return runner.attempt(config, self.job)
+
+    def samples(self) -> dict[tuple[int, int], list[int]]:
+        """`{(finished steps, epoch): sample indices in their order}`, however they were cut."""
+        found: dict[tuple[int, int], list[int]] = {}
+        for step, epoch, indices in self.fetched:
+            found.setdefault((step, epoch), []).extend(indices)
+        return found
+
+    def state(self) -> dict[str, Any]:
+        """All that has to be the same after a recovery: everything but the sizes of the search."""
+        state = self.job.state
+        values = state.values([rng_state(state.device)])
+        values.pop("sizes")
+        values["progress"] = {k: v for k, v in values["progress"].items() if k != "evaluated_at"}
+        return {"tensors": state.tensors(), "values": values, "fetched": self.fetched}
+
+
+def logged(run_dir: Path) -> list[dict[str, float]]:
+    """What the log steps say of the training itself."""
+    import json
+
+    names = ("step", "samples", "epoch", "loss", "accuracy", "grad_norm", "lr", "skipped_steps")
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [{name: line[name] for name in names} for line in lines]

@@ -1,0 +1,179 @@
+"""Shapes of several sizes: what is too large for one shape does not shrink the others."""
+
+import textwrap
+
+import pytest
+import torch
+
+from trainapp import timeline
+from trainapp.batches import shape_of
+from trainapp.search import Sizes
+
+from .conftest import tiny
+from .inject import Run
+
+
+@pytest.fixture(autouse=True)
+def without_pictures(monkeypatch):
+    monkeypatch.setattr(timeline, "draw", lambda *_: None)
+
+
+TEXT = (
+    "model=gpt",
+    "model.depth=1",
+    "model.width=16",
+    "model.heads=2",
+    "model.context_length=64",
+    "data=synthetic_tokens",
+    "data.vocab_size=32",
+    "data.size=256",
+    "data.val_size=40",
+    "data.min_length=8",
+    "batch.global_size=16",
+    "train.max_steps=32",
+    "train.ema=null",
+    "every.log=null",
+)
+
+
+def numbers(length: int) -> int:
+    """The bucket of a text of this length: inputs and targets."""
+    return shape_of({"inputs": torch.zeros(1, length), "targets": torch.zeros(1, length)})
+
+
+def test_one_long_batch_does_not_shrink_the_others(tmp_path):
+    calls = {"n": 0}
+
+    def short_but_one(batch):
+        calls["n"] += 1
+        return batch if calls["n"] in (6, 7, 8) else {name: t[:, :16].contiguous() for name, t in batch.items()}
+
+    # What 16 short texts need, and a bit: a long one needs four times as much.
+    changes = {"batch.micro_size": "auto"}
+    peak = Run(
+        tiny(tmp_path / "a", *TEXT, changes={**changes, "train.max_steps": 4}),
+        changed=lambda b: {name: t[:, :16].contiguous() for name, t in b.items()},
+    ).job.memory.peak
+    run = Run(tiny(tmp_path / "b", *TEXT, changes={**changes, "memory.limit": int(1.1 * peak)}), changed=short_but_one)
+    micro = run.job.state.micro
+    assert run.failures
+    assert {f.bucket for f in run.failures} == {numbers(64)}
+    assert micro.searches[numbers(16)].size == 16
+    assert micro.searches[numbers(64)].size < 16
+    assert micro.size == 16  # what is fetched at a time
+    assert run.job.memory.peak <= int(1.1 * peak)
+
+
+IMAGES = textwrap.dedent('''
+    """Images of several sizes, and a network that takes any."""
+
+    import torch
+    from torch import nn
+
+
+    class Images:
+        """Each batch has one size: `sizes` in turn, by the first sample's index."""
+
+        task = "classification"
+        in_memory = True
+        spec = {"num_classes": 4}
+
+        def __init__(self, split, size: int = 64, seed: int = 0):
+            self.size = size
+
+        def __len__(self):
+            return self.size
+
+        def __getitems__(self, indices):
+            side = 32 if 0 in indices else 8
+            generator = torch.Generator().manual_seed(indices[0])
+            images = torch.randn(len(indices), 1, side, side, generator=generator)
+            return {"inputs": images, "targets": torch.tensor(indices) % 4}
+
+
+    class Network(nn.Module):
+        def __init__(self, num_classes: int):
+            super().__init__()
+            self.first, self.last = nn.Conv2d(1, 8, 3, padding=1), nn.Linear(8, num_classes)
+
+        def forward(self, inputs):
+            return self.last(self.first(inputs).relu().mean((2, 3)))
+''')
+
+
+def test_images_of_several_sizes(tmp_path, monkeypatch):
+    (tmp_path / "several_sizes.py").write_text(IMAGES)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    overrides = (
+        "model=mlp",
+        "~model.width",
+        "~model.depth",
+        "~model.dropout",
+        "model._target_=several_sizes.Network",
+        "data=digits",
+        "~data.augment",
+        "data._target_=several_sizes.Images",
+        "user_packages=[several_sizes]",
+        "train.ema=null",
+        "train.max_steps=16",
+        "every.log=null",
+    )
+    limit = 400_000
+    run = Run(tiny(tmp_path / "run", *overrides, changes={"batch.micro_size": "auto", "memory.limit": limit}))
+    small, large = 128, 2048  # 64 and 1024 pixels and a target, up to the next power of two
+    assert set(run.job.state.micro.searches) == {small, large}
+    assert run.job.state.micro.searches[small].size == 16
+    assert run.job.state.micro.searches[large].size < 16
+    assert {f.bucket for f in run.failures} == {large}
+    assert run.job.memory.peak <= limit
+    for epoch in range(4):
+        assert sorted(i for _, e, indices in run.fetched if e == epoch for i in indices) == list(range(64))
+
+
+def batch_of(samples: int, features: int) -> torch.Tensor:
+    return torch.zeros(samples, features)
+
+
+def pieces(sizes: Sizes, batch: torch.Tensor) -> list[int]:
+    return [len(piece) for piece in sizes.split(batch)]
+
+
+def test_a_new_long_shape_begins_where_the_others_experience_puts_it():
+    sizes = Sizes(64)
+    assert pieces(sizes, batch_of(64, 128)) == [64]
+    assert sizes.failed() == (64, 32)
+    # Four times the numbers in a sample: a quarter of the samples.
+    assert pieces(sizes, batch_of(64, 512)) == [8] * 8
+    # A shorter one is not made larger than the start.
+    assert pieces(sizes, batch_of(64, 16)) == [64]
+
+
+def test_only_the_bucket_at_work_fails():
+    sizes = Sizes(64)
+    assert pieces(sizes, batch_of(64, 16)) == [64]
+    assert pieces(sizes, batch_of(64, 1024)) == [64]
+    assert sizes.failed() == (64, 32)
+    assert {bucket: search.size for bucket, search in sizes.searches.items()} == {16: 64, 1024: 32}
+
+
+def test_sizes_survive_a_checkpoint():
+    sizes = Sizes(64)
+    pieces(sizes, batch_of(64, 16))
+    pieces(sizes, batch_of(64, 1024))
+    sizes.failed()
+    loaded = Sizes(64)
+    loaded.load_state_dict(sizes.state_dict())
+    assert {bucket: search.size for bucket, search in loaded.searches.items()} == {16: 64, 1024: 32}
+    assert loaded.searches[1024].fails == 64
+    assert not loaded.proven  # a hint: it still has to prove itself
+
+
+def test_what_is_cut_again_loses_nothing():
+    sizes = Sizes(64)
+    batch = {"inputs": torch.arange(30).reshape(10, 3), "targets": torch.arange(10), "scale": torch.tensor(2.0)}
+    list(sizes.split(batch))
+    sizes.force(4)
+    cut = list(sizes.split(batch))
+    assert [len(piece["targets"]) for piece in cut] == [4, 4, 2]
+    assert torch.equal(torch.cat([piece["inputs"] for piece in cut]), batch["inputs"])
+    assert all(piece["scale"] == 2.0 for piece in cut)

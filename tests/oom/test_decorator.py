@@ -1,0 +1,223 @@
+"""`find_executable_batch_size`: Accelerate's call shape without its faults.
+
+Its behaviour was read in accelerate 1.15, utils/memory.py.
+"""
+
+import functools
+import gc
+import logging
+import weakref
+
+import pytest
+import torch
+
+from trainapp.oom import find_executable_batch_size
+
+
+def fits(limit: int, tried: list[int]):
+    """A training function that fits up to `limit`."""
+
+    def train(batch_size, *args, **kwargs):
+        tried.append(batch_size)
+        if batch_size > limit:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return batch_size, args, kwargs
+
+    return train
+
+
+def test_plain_form_halves():
+    tried: list[int] = []
+    train = find_executable_batch_size(fits(20, tried))
+    assert train("model", lr=1) == (16, ("model",), {"lr": 1})
+    assert tried == [128, 64, 32, 16]
+
+
+def test_with_arguments():
+    tried: list[int] = []
+
+    @find_executable_batch_size(starting_batch_size=50)
+    def train(batch_size, model, scale=1):
+        """Trains."""
+        return fits(20, tried)(batch_size)
+
+    assert train("model")[0] == 12
+    assert tried == [50, 25, 12]
+    assert (train.__name__, train.__doc__) == ("train", "Trains.")
+
+
+def test_positional_and_functional_forms():
+    tried: list[int] = []
+    assert find_executable_batch_size(fits(3, tried), 8)()[0] == 2
+    assert tried == [8, 4, 2]
+
+
+class Reduce:
+    """A reducing function of either kind; notes how it was called."""
+
+    def __init__(self, sizes):
+        self.sizes, self.calls = iter(sizes), []
+
+    def without(self):
+        self.calls.append(())
+        return next(self.sizes)
+
+    def with_size(self, size):
+        self.calls.append((size,))
+        return next(self.sizes)
+
+    def with_default(self, factor=0.5):
+        # Accelerate calls it without arguments: the default is its own business.
+        assert factor == 0.5
+        return self.without()
+
+
+@pytest.mark.parametrize("kind", ["without", "with_size", "with_default"])
+@pytest.mark.parametrize("form", ["decorator", "plain", "partial"])
+def test_reduce_batch_size_fn(kind, form):
+    tried: list[int] = []
+    reduce = Reduce([90, 70, 11])
+    function = fits(20, tried)
+    if form == "decorator":
+        wrapped = find_executable_batch_size(starting_batch_size=100, reduce_batch_size_fn=getattr(reduce, kind))(
+            function
+        )
+    elif form == "plain":
+        wrapped = find_executable_batch_size(function, 100, getattr(reduce, kind))
+    else:
+        wrapped = find_executable_batch_size(
+            function, starting_batch_size=100, reduce_batch_size_fn=functools.partial(getattr(reduce, kind))
+        )
+    assert wrapped()[0] == 11
+    assert tried == [100, 90, 70, 11]
+    wanted = [(100,), (90,), (70,)] if kind == "with_size" else [(), (), ()]
+    assert reduce.calls == wanted
+
+
+def test_a_function_that_does_not_reduce_is_an_error():
+    with pytest.raises(ValueError, match="returned 128 after batch size 128"):
+        find_executable_batch_size(fits(20, []), reduce_batch_size_fn=lambda: 128)()
+
+
+@pytest.mark.parametrize("passed", [(128, "model", "optimizer"), (128, "model", "optimizer", 1)])
+def test_passing_the_batch_size_is_explained(passed):
+    @find_executable_batch_size
+    def train(batch_size, model, optimizer):
+        return batch_size
+
+    with pytest.raises(TypeError) as caught:
+        train(*passed)
+    assert "Batch size was passed into `train` as the first argument when called." in str(caught.value)
+    assert "Remove this" in str(caught.value)
+    assert "`train(model='model', optimizer='optimizer')`" in str(caught.value)
+
+
+def test_passing_it_by_name_is_explained():
+    @find_executable_batch_size
+    def train(batch_size, model=None):
+        return batch_size
+
+    with pytest.raises(TypeError, match="Batch size was passed into `train`"):
+        train(batch_size=64)
+
+
+def test_any_number_of_arguments_is_no_mistake():
+    # Accelerate counts *args as one parameter and refuses the second argument.
+    @find_executable_batch_size(starting_batch_size=4)
+    def train(batch_size, *parts):
+        return batch_size, parts
+
+    assert train("a", "b", "c") == (4, ("a", "b", "c"))
+
+
+def test_zero_ends_it():
+    tried: list[int] = []
+    with pytest.raises(RuntimeError, match="No executable batch size found, reached zero") as caught:
+        find_executable_batch_size(fits(0, tried), starting_batch_size=10)()
+    assert tried == [10, 5, 2, 1]
+    assert "CUDA out of memory. Tried to allocate 2.00 GiB" in str(caught.value)
+
+
+def test_a_minimum_ends_it():
+    tried: list[int] = []
+    with pytest.raises(RuntimeError, match="No executable batch size found, reached 12"):
+        find_executable_batch_size(fits(0, tried), starting_batch_size=100, minimum_batch_size=20)()
+    assert tried == [100, 50, 25]
+    with pytest.raises(ValueError, match="minimum_batch_size=200"):
+        find_executable_batch_size(fits(0, tried), starting_batch_size=100, minimum_batch_size=200)
+
+
+def test_each_call_starts_at_the_start():
+    tried: list[int] = []
+    train = find_executable_batch_size(fits(20, tried), starting_batch_size=32)
+    assert (train()[0], train()[0]) == (16, 16)
+    assert tried == [32, 16, 32, 16]
+
+
+def test_other_errors_pass_through():
+    @find_executable_batch_size
+    def train(batch_size):
+        raise ValueError("CUDA out of memory, says the user")
+
+    with pytest.raises(ValueError, match="says the user"):
+        train()
+
+
+def test_every_retry_is_logged(caplog):
+    with caplog.at_level(logging.WARNING, logger="trainapp.oom"):
+        find_executable_batch_size(fits(20, []))()
+    assert [(r.levelname, *r.args[::2]) for r in caplog.records] == [
+        ("WARNING", 128, 64),
+        ("WARNING", 64, 32),
+        ("WARNING", 32, 16),
+    ]
+    assert all("Tried to allocate 2.00 GiB" in r.getMessage() for r in caplog.records)
+
+
+def test_memory_is_free_before_the_next_try():
+    alive_at_start: list[int] = []
+    failed: list[weakref.ref] = []
+
+    class Graph:
+        """A reference cycle, as models and trainers have: only the collector frees it."""
+
+        def __init__(self, tensor):
+            self.tensor, self.me = tensor, self
+
+    @find_executable_batch_size(starting_batch_size=8)
+    def train(batch_size):
+        alive_at_start.append(sum(ref() is not None for ref in failed))
+        weights = torch.zeros(4, 4, requires_grad=True)
+        activations = [torch.zeros(batch_size, 4) @ weights for _ in range(3)]
+        graph = Graph(torch.zeros(batch_size))
+        failed.extend(weakref.ref(t.untyped_storage()) for t in (weights, *activations, graph.tensor))
+        if batch_size > 2:
+            try:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            except torch.OutOfMemoryError as error:
+                raise RuntimeError("wrapped") from error  # its cause has the frames, too
+        return batch_size
+
+    gc.disable()  # what follows must not depend on when the collector happens to run
+    try:
+        assert train() == 2
+    finally:
+        gc.enable()
+    assert alive_at_start == [0, 0, 0]
+
+
+def test_negative_control_cleaning_up_inside_except_frees_nothing():
+    # The trap that the decorator is there to avoid: the error's frames hold the tensors while it is handled.
+    failed: list[weakref.ref] = []
+
+    def train():
+        tensor = torch.zeros(8)
+        failed.append(weakref.ref(tensor.untyped_storage()))
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    try:
+        train()
+    except torch.OutOfMemoryError:
+        gc.collect()
+        assert failed[0]() is not None
+    assert failed[0]() is None

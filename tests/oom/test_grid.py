@@ -1,0 +1,293 @@
+"""A run that is out of memory at step k is bit-identical to one that was configured to change its size at step k.
+
+Phase x step x model x precision. Every cell asserts that the error did strike, and where.
+"""
+
+import collections
+import functools
+import itertools
+import json
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from runs import differences
+
+from trainapp import loop, recovery, runner, state, timeline
+from trainapp.parallel.ranks import Alone
+from trainapp.signals import StopRequest
+from trainapp.state import RestorePoint
+
+from .conftest import MODELS, PRECISIONS, cell, tiny
+from .inject import BETWEEN, PHASES, Injector, Run, logged
+
+STEPS = (1, 3, 4)  # first, middle, last
+
+
+@pytest.fixture(autouse=True)
+def without_pictures(monkeypatch):
+    """A picture costs more than a whole cell; test_incident.py has them drawn."""
+    monkeypatch.setattr(timeline, "draw", lambda *_: None)
+
+
+class Counts(Injector):
+    """Fires never; counts the operations of each (phase, step)."""
+
+    def __init__(self):
+        super().__init__("", 0, times=0)
+        self.operations: collections.Counter = collections.Counter()
+
+    def at(self, phase: str) -> bool:
+        self.operations[phase, self.job.state.progress.step + (phase not in BETWEEN)] += 1
+        return False
+
+
+@functools.cache
+def operations(model: str, precision: str, *more: str) -> collections.Counter:
+    """How many operations each phase of each step has."""
+    counts = Counts()
+    with tempfile.TemporaryDirectory() as folder:
+        Run(tiny(Path(folder), *cell(model, precision), *more), counts)
+    return counts.operations
+
+
+@functools.cache
+def configured(model: str, precision: str, schedule: tuple[tuple[int, int], ...]) -> tuple[dict, list]:
+    """The run that switches by plan: its state and its logged numbers."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = Run(tiny(Path(folder), *cell(model, precision), schedule=dict(schedule) or None))
+        assert not run.failures
+        return run.state(), logged(Path(folder))
+
+
+def late(model: str, precision: str, phase: str, step: int) -> int:
+    """An operation in the last quarter of the phase: of the second micro-batch, where a step has two."""
+    count = operations(model, precision)[phase, step]
+    assert count, f"{phase} has no operation"
+    return count * 3 // 4
+
+
+def recovered_as_configured(tmp_path: Path, model: str, precision: str, phase: str, step: int) -> list[str]:
+    """Where the recovered run differs from the configured one. Asserts that the error struck once, in its phase."""
+    injector = Injector(phase, step, late(model, precision, phase, step))
+    run = Run(tiny(tmp_path, *cell(model, precision)), injector)
+    assert injector.fired == len(run.failures) == 1
+    (failure,) = run.failures
+    # An average has no size: it is taken up again where it stopped, and the sizes stay.
+    sized = phase != "weight average"
+    assert (failure.step, failure.phase, failure.old_size, failure.new_size) == (step, phase, 8, 4 if sized else 8)
+    wanted, losses = configured(model, precision, ((step, 4),) if sized else ())
+    return differences(run.state(), wanted) + differences(logged(tmp_path), losses)
+
+
+GRID = list(itertools.product(MODELS, PRECISIONS, (*PHASES, "weight average"), STEPS))
+# Every pair of (model, phase), (phase, step), (model, step) and (precision, phase) is in the fast part.
+FAST = [
+    (model, precision, phase, step)
+    for number, (model, precision, phase, step) in enumerate(GRID)
+    if (list(MODELS).index(model) + list(PRECISIONS).index(precision) + STEPS.index(step) + number // 3) % 3 == 0
+    and (list(PRECISIONS).index(precision) + STEPS.index(step) + list(MODELS).index(model)) % 3 == 0
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "precision", "phase", "step"),
+    [pytest.param(*c, marks=() if c in FAST else pytest.mark.slow, id="-".join(map(str, c))) for c in GRID],
+)
+def test_bit_identical_to_a_configured_switch(tmp_path, model, precision, phase, step):
+    assert recovered_as_configured(tmp_path, model, precision, phase, step) == []
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_two_halvings_in_one_step(tmp_path, model):
+    # As long as the micro-batch is above 4: 16 -> 8 -> 4 within step 3, and the oracle goes from 16 to 4 at once.
+    injector = Injector("backward", 3, 5, above=4)
+    run = Run(tiny(tmp_path / "a", *cell(model, "fp32"), "batch.micro_size=16"), injector)
+    assert [(f.step, f.old_size, f.new_size) for f in run.failures] == [(3, 16, 8), (3, 8, 4)]
+    assert injector.fired == 2
+    wanted = Run(tiny(tmp_path / "b", *cell(model, "fp32"), "batch.micro_size=16", schedule={3: 4}))
+    assert differences(run.state(), wanted.state()) == []
+    assert logged(tmp_path / "a") == logged(tmp_path / "b")
+
+
+def test_fetched_ahead_by_a_worker(tmp_path):
+    # The worker has fetched for the old cut already: the retry sees the same samples all the same.
+    overrides = (*cell("resnet", "fp32"), "data.num_workers=1")
+    injector = Injector("forward", 3, 20)
+    run = Run(tiny(tmp_path / "a", *overrides), injector)
+    assert injector.fired == len(run.failures) == 1
+    wanted = Run(tiny(tmp_path / "b", *cell("resnet", "fp32"), schedule={3: 4}))
+    assert differences(run.state()["tensors"], wanted.state()["tensors"]) == []
+    assert differences(run.state()["values"], wanted.state()["values"]) == []
+    assert logged(tmp_path / "a") == logged(tmp_path / "b")
+
+
+EVALUATION = ("every.eval=1", "batch.eval_micro_size=20")
+
+
+def evaluations(run_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "evaluations.jsonl").read_text().splitlines()]
+
+
+@functools.cache
+def evaluated(model: str, precision: str, size: int) -> tuple[dict, list[dict]]:
+    """An undisturbed run that evaluates in batches of `size`."""
+    with tempfile.TemporaryDirectory() as folder:
+        overrides = (*cell(model, precision), *EVALUATION, f"batch.eval_micro_size={size}")
+        run = Run(tiny(Path(folder), *overrides))
+        return run.state(), evaluations(Path(folder))
+
+
+EVALUATION_GRID = list(itertools.product(MODELS, PRECISIONS, STEPS))
+
+
+def evaluation_survives(tmp_path: Path, model: str, precision: str, step: int, operation: int) -> None:
+    """The metrics are those of an evaluation in smaller batches, each sample counted once; training is untouched."""
+    injector = Injector("evaluate", step, operation)
+    overrides = (*cell(model, precision), *EVALUATION)
+    run = Run(tiny(tmp_path, *overrides), injector)
+    assert injector.fired == len(run.failures) == 1
+    (failure,) = run.failures
+    assert (failure.phase, failure.step, failure.old_size, failure.new_size) == ("evaluate", step, 20, 10)
+    assert (run.job.state.micro.size, run.job.state.eval_micro.size) == (8, 10)
+    undisturbed, _ = evaluated(model, precision, 20)
+    assert differences(run.state()["tensors"], undisturbed["tensors"]) == []
+    assert differences(run.state()["values"]["rng"], undisturbed["values"]["rng"]) == []
+    assert run.fetched == undisturbed["fetched"]
+    _, wanted = evaluated(model, precision, 10)
+    found = evaluations(tmp_path)
+    assert [line["step"] for line in found] == [1, 2, 3, 4]
+    for line, other in zip(found, wanted, strict=True):
+        assert line["loss"] == pytest.approx(other["loss"], rel=TOLERANCE[precision])
+        assert line["accuracy"] == pytest.approx(other["accuracy"], abs=1e-9 if precision == "fp32" else 0.006)
+
+
+TOLERANCE = {"fp32": 1e-6, "bf16": 1e-2, "fp16": 1e-3}  # sums over other batches; the matrix products round by shape
+
+
+@pytest.mark.parametrize(
+    ("model", "precision", "step"),
+    [
+        pytest.param(*c, marks=() if number % 3 == 0 else pytest.mark.slow, id="-".join(map(str, c)))
+        for number, c in enumerate(EVALUATION_GRID)
+    ],
+)
+def test_evaluation(tmp_path, model, precision, step):
+    counts = operations(model, precision, *EVALUATION)
+    evaluation_survives(tmp_path, model, precision, step, counts["evaluate", step] // 2)
+
+
+@pytest.mark.parametrize("back", [pytest.param(b, marks=() if b < 7 else pytest.mark.slow) for b in range(20)])
+def test_evaluation_counts_once_wherever_it_fails(tmp_path, back):
+    # From the last operation of an evaluation backwards: loss, metric and count must go up together or not at all.
+    count = operations("mlp", "fp32", *EVALUATION)["evaluate", 3]
+    evaluation_survives(tmp_path, "mlp", "fp32", 3, count - 1 - back)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("step", STEPS)
+def test_commit_goes_back_to_the_start(tmp_path, model, precision, step):
+    injector = Injector("commit", step, late(model, precision, "commit", step))
+    run = Run(tiny(tmp_path, *cell(model, precision)), injector)
+    assert injector.fired == len(run.failures) == 1
+    (failure,) = run.failures
+    assert (failure.phase, failure.step, failure.old_size, failure.new_size) == ("commit", step, 8, 4)
+    assert f"back to the start, from the seed; {step - 1} finished steps are done again" in failure.action
+    wanted, losses = configured(model, precision, ((1, 4),))
+    assert differences(run.state(), wanted) == []
+    assert logged(tmp_path) == losses
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_commit_goes_back_to_the_checkpoint(tmp_path, model):
+    saving = ("checkpointing=standard", "every.save=2")
+    injector = Injector("commit", 4, late(model, "fp32", "commit", 4))
+    run = Run(tiny(tmp_path, *cell(model, "fp32"), *saving), injector)
+    assert injector.fired == len(run.failures) == 1
+    assert "back to the checkpoint of step 2; 1 finished steps are done again" in run.failures[0].action
+    wanted, losses = configured(model, "fp32", ((3, 4),))
+    assert differences(run.state(), wanted) == []
+    assert logged(tmp_path) == losses
+
+
+def test_the_commit_was_torn(tmp_path):
+    # Else the cells above prove nothing: half of the parameters have moved when the error strikes.
+    injector = Injector("commit", 3, late("mlp", "fp32", "commit", 3))
+    config = tiny(tmp_path, *cell("mlp", "fp32"))
+    job = runner.prepare(config, StopRequest(), Alone())
+    injector.attach(job)
+    before = {}
+    commit = loop.commit
+
+    def remembering(*arguments):
+        before.update({n: p.detach().clone() for n, p in job.state.model.named_parameters()})
+        return commit(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch, injector:
+        patch.setattr(loop, "commit", remembering)
+        failure = runner.attempt(config, job)
+    job.close()
+    assert failure.phase == "commit"
+    moved = [not torch.equal(before[n], p) for n, p in job.state.model.named_parameters()]
+    assert 0 < sum(moved) < len(moved)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_after_the_commit_nothing_is_done_twice(tmp_path, precision):
+    # The parameters have moved: whatever fails from here on, the step counts, once.
+    counts = operations("mlp", precision)
+    injector = Injector("after commit", 3, 0)
+    assert counts["after commit", 3]
+    run = Run(tiny(tmp_path, *cell("mlp", precision)), injector)
+    assert injector.fired == len(run.failures) == 1
+    assert differences(run.state(), configured("mlp", precision, ())[0]) == []
+
+
+# Negative controls: what the oracle is there to notice.
+
+
+def test_without_the_generators_the_oracle_fails(tmp_path, monkeypatch):
+    monkeypatch.setattr(state, "set_rng_state", lambda *_: None)
+    assert recovered_as_configured(tmp_path, "mlp", "fp32", "backward", 3) != []
+
+
+def test_without_the_buffers_the_oracle_fails(tmp_path, monkeypatch):
+    monkeypatch.setattr(RestorePoint, "restore", lambda self: state.set_rng_state(self._rng, self.device))
+    assert recovered_as_configured(tmp_path, "resnet", "fp32", "backward", 3) != []
+
+
+def test_with_leaked_gradients_the_oracle_fails(tmp_path, monkeypatch):
+    def keep(job, failure):
+        job.state.model.train()
+        job.restore_point.restore()
+
+    monkeypatch.setattr(recovery, "undo_step", keep)
+    monkeypatch.setattr(torch.optim.Optimizer, "zero_grad", zero_grad_but_not_at(3))
+    assert recovered_as_configured(tmp_path, "mlp", "fp32", "backward", 3) != []
+
+
+def zero_grad_but_not_at(step: int):
+    """Forgets to clear the gradients of one step. torch's own, called as often as the loop calls it."""
+    original, calls = torch.optim.Optimizer.zero_grad, itertools.count()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        full = any(p.grad is not None and p.grad.any() for g in self.param_groups for p in g["params"])
+        if full and next(calls) >= step - 1:
+            return
+        original(self, set_to_none)
+
+    return zero_grad
+
+
+def test_with_other_samples_the_oracle_fails(tmp_path, monkeypatch):
+    # A retry that goes on with the next samples instead of the same ones.
+    recover = recovery.change_size
+
+    def next_samples(config, job, failure):
+        job.batches.advance(job.state.progress)
+        recover(config, job, failure)
+
+    monkeypatch.setattr(recovery, "change_size", next_samples)
+    assert recovered_as_configured(tmp_path, "mlp", "fp32", "backward", 3) != []

@@ -1,0 +1,93 @@
+"""Without `memory.limit`, Linux's own limit turns its OOM killer into an error that the same recovery handles."""
+
+import resource
+import sys
+
+import pytest
+from helpers import incidents, result, train
+
+from trainapp import guard
+from trainapp.config import Memory
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA counts mappings on Linux only")
+
+# 4096 logits for each of 256 tokens: about 16 MiB a sample, a GiB the whole batch.
+HUNGRY = (
+    "model=gpt",
+    "model.depth=1",
+    "model.width=16",
+    "model.heads=2",
+    "model.context_length=256",
+    "data=synthetic_tokens",
+    "data.vocab_size=4096",
+    "data.size=128",
+    "train.device=cpu",
+    "train.max_epochs=null",
+    "train.max_steps=3",
+    "batch.global_size=64",
+    "every.log=1",
+    "every.eval=null",
+    "checkpointing=off",
+    "oom.remember=false",
+)
+
+
+def test_a_run_that_exceeds_it_goes_on(tmp_path):
+    # A reserve larger than the machine leaves the smallest headroom there is: 256 MiB.
+    train(tmp_path / "run", *HUNGRY, "memory.guard_reserve=100000GiB")
+    found = result(tmp_path / "run")
+    assert (found["steps"], found["samples"]) == (3, 3 * 64)
+    assert found["oom_restarts"] >= 2
+    assert 1 <= found["micro_size"] <= 16
+    for record in incidents(tmp_path / "run"):
+        assert record["host"]
+        assert "DefaultCPUAllocator" in record["message"] or "could not create a primitive" in record["message"]
+
+
+def test_without_the_guard_nothing_strikes(tmp_path):
+    # Negative control: it was the guard.
+    train(tmp_path / "run", *HUNGRY, "memory.guard=false", "train.max_steps=1")
+    assert result(tmp_path / "run")["oom_restarts"] == 0
+
+
+def soft() -> int:
+    return resource.getrlimit(resource.RLIMIT_DATA)[0]
+
+
+def test_the_limit_is_taken_back():
+    before, settings = resource.getrlimit(resource.RLIMIT_DATA), Memory(guard_reserve=2**60)
+    with guard.guarded(settings, 2**40):
+        assert soft() == pytest.approx(guard.data_size() + guard.SMALLEST, abs=16 * 2**20)
+        assert resource.getrlimit(resource.RLIMIT_DATA)[1] == before[1]
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
+    with pytest.raises(KeyError), guard.guarded(settings, 2**40):
+        raise KeyError
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
+
+
+def test_a_limit_that_is_there_already_is_not_raised():
+    before, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    own = guard.data_size() + 2**30
+    resource.setrlimit(resource.RLIMIT_DATA, (own, hard))
+    try:
+        with guard.guarded(Memory(guard_reserve=1), guard.available()):
+            assert soft() == min(own, soft()) <= own
+        assert soft() == own
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (before, hard))
+
+
+def test_the_reserve_is_left():
+    total = 2**36
+    with guard.guarded(Memory(guard_reserve="1GiB"), total):
+        some = soft()
+    with guard.guarded(Memory(guard_reserve="2GiB"), total):
+        less = soft()
+    if guard.available() > 3 * 2**30:
+        assert some - less == pytest.approx(2**30, rel=0.25)  # others use the machine meanwhile
+
+
+def test_off_means_off():
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    with guard.guarded(Memory(guard=False), 2**30):
+        assert resource.getrlimit(resource.RLIMIT_DATA) == before

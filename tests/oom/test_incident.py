@@ -1,0 +1,233 @@
+"""The record of an error: where, how much, whose, and what it cost; in files, on the terminal and in TensorBoard."""
+
+import json
+import logging
+import re
+import textwrap
+
+import numpy as np
+import pytest
+import torch
+from helpers import texts
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from trainapp import timeline
+from trainapp.errors import TrainingStopped
+from trainapp.limits import LiveTensors
+
+from .conftest import MODELS, cell, tiny
+from .inject import Injector, Run
+
+# One layer of each needs far more than all the others: in the forward, or in the backward only.
+NETWORKS = textwrap.dedent("""
+    import torch
+    from torch import nn
+
+
+    class Hungry(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, inputs):
+            return inputs * 2
+
+        @staticmethod
+        def backward(ctx, gradient):
+            room = torch.zeros(len(gradient), 4000)
+            return gradient * 2 + room[:, :1] * 0
+
+
+    class HungryBackward(nn.Module):
+        def forward(self, inputs):
+            return Hungry.apply(inputs)
+
+
+    class Network(nn.Module):
+        def __init__(self, image_shape, num_classes: int, hungry: str = "forward"):
+            super().__init__()
+            self.first = nn.Linear(64, 8)
+            wide = [nn.Linear(8, 2000), nn.ReLU(), nn.Linear(2000, 8)]
+            self.blocks_ = nn.ModuleList([nn.Identity(), nn.Sequential(*wide) if hungry == "forward" else HungryBackward()])
+            self.last = nn.Linear(8, num_classes)
+
+        def forward(self, inputs):
+            features = self.first(inputs.flatten(1))
+            for block in self.blocks_:
+                features = block(features)
+            return self.last(features)
+""")
+
+
+@pytest.fixture
+def network(tmp_path, monkeypatch):
+    """Overrides for the networks above."""
+    (tmp_path / "hungry_networks.py").write_text(NETWORKS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    removed = ("~model.width", "~model.depth", "~model.dropout")
+    return (
+        "model=mlp",
+        *removed,
+        "model._target_=hungry_networks.Network",
+        "data=digits",
+        "user_packages=[hungry_networks]",
+        "batch.micro_size=auto",
+        "train.ema=null",
+    )
+
+
+def peak_of(run_dir, overrides, size: int) -> int:
+    return Run(tiny(run_dir, *overrides, changes={"batch.micro_size": size, "train.max_steps": 2})).job.memory.peak
+
+
+@pytest.mark.parametrize(("hungry", "module"), [("forward", "blocks_.1.0"), ("backward", "blocks_.1")])
+def test_the_whole_record(tmp_path, network, hungry, module, caplog):
+    overrides = (*network, f"+model.hungry={hungry}")
+    # Room for 8 and half of what 8 more would need.
+    peaks = [peak_of(tmp_path / f"peak{size}", overrides, size) for size in (8, 16)]
+    limit = sum(peaks) // 2
+    with caplog.at_level(logging.WARNING):
+        run = Run(tiny(tmp_path / "run", *overrides, changes={"memory.limit": limit}))
+    (failure,) = run.failures
+    assert (failure.step, failure.phase, failure.module) == (1, hungry, module)
+    assert (failure.old_size, failure.new_size) == (16, 8)
+    assert failure.used <= limit < failure.used + failure.requested
+    assert failure.seconds_lost > 0
+    model = run.job.state.model
+    parameters = sum(4 * p.numel() for p in model.parameters())
+    assert failure.parts["parameters"] == parameters
+    assert failure.parts["optimizer_state"] == 2 * parameters + 4 * len(list(model.parameters()))
+    assert failure.parts["activations"] > 0
+    assert sum(failure.parts.values()) == failure.used
+
+    folder = tmp_path / "run" / "oom"
+    assert sorted(path.name for path in folder.iterdir()) == [f"001_step_1.{kind}" for kind in ("json", "md", "png")]
+    record = json.loads((folder / "001_step_1.json").read_text())
+    assert (record["phase"], record["module"], record["used"], record["limit"]) == (hungry, module, failure.used, limit)
+    assert record["parts"] == failure.parts
+    assert (folder / "001_step_1.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    report = (folder / "001_step_1.md").read_text()
+    for text in ("# Out of memory at step 1", f"| module | {module} |", "| micro-batch | 16 -> 8 |", "| time lost |"):
+        assert text in report
+    assert "optimizer state" in report
+    assert "hungry_networks.py" in report  # the trace
+
+    lines = [r.getMessage() for r in caplog.records if "out of memory" in r.getMessage()]
+    assert len(lines) == 1
+    for text in ("at step 1", f"in {hungry} ({module})", "micro-batch 16 -> 8"):
+        assert text in lines[0]
+    assert "MemoryLimitExceeded" not in lines[0]
+
+    ((step, text),) = texts(tmp_path / "run")["out_of_memory"]
+    assert step == 1
+    assert text.startswith("# Out of memory at step 1")
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    (image,) = events.Images("out_of_memory")
+    assert (image.step, image.width, image.height) == (1, 1000, 450)
+
+
+def test_phases_outside_the_model(tmp_path):
+    # The optimizer's kernels and the clipping belong to no module.
+    for phase in ("clip", "commit"):
+        run = Run(tiny(tmp_path / phase, *cell("mlp", "fp32")), Injector(phase, 2, 0))
+        (failure,) = run.failures
+        assert (failure.phase, failure.module) == (phase, "")
+
+
+def test_a_module_is_not_remembered_from_an_earlier_error(tmp_path):
+    # The first error is watched, and its module known; the second strikes when nobody watches any more.
+    class Two(Injector):
+        """In the forward of step 1, then in the clipping of step 6."""
+
+        def fail(self):
+            self.phase, self.step, self.times = "clip", 6, 2
+            super().fail()
+
+    injector = Two("backward", 1, 3)
+    run = Run(tiny(tmp_path, *cell("mlp", "fp32"), changes={"train.max_steps": 7, "every.log": None}), injector)
+    assert injector.fired == 2
+    first, second = run.failures
+    assert first.module.startswith("layers") or first.module == "head"
+    assert (second.phase, second.module) == ("clip", "")
+
+
+def test_the_incidents_are_numbered(tmp_path):
+    Run(tiny(tmp_path, *cell("mlp", "fp32")), Injector("forward", 2, 1, above=1))
+    names = sorted(path.name for path in (tmp_path / "oom").glob("*.md"))
+    assert names == ["001_step_2.md", "002_step_2.md", "003_step_2.md"]
+
+
+def test_a_restart_from_the_beginning_keeps_the_record(tmp_path):
+    injector = Injector("commit", 2, 0, times=2)
+    Run(tiny(tmp_path, *cell("mlp", "fp32")), injector)
+    assert injector.fired == 2
+    assert [path.name for path in sorted((tmp_path / "oom").glob("*.md"))] == ["001_step_2.md", "002_step_2.md"]
+
+
+def test_the_last_word(tmp_path):
+    """Not even one sample fits: the parts, and the settings that would help, largest first."""
+    overrides = (*MODELS["gpt"], "model.depth=4", "model.width=32", "batch.micro_size=auto")
+    limit = peak_of(tmp_path / "peak", overrides, 1) - 2000
+    with pytest.raises(TrainingStopped) as caught:
+        Run(tiny(tmp_path / "run", *overrides, changes={"memory.limit": limit}))
+    told = str(caught.value)
+    first = told.splitlines()[0]
+    assert re.fullmatch(r"out of memory in \w+ with micro-batch 1: nothing is left to halve\.", first)
+    for name in ("limit", "parameters", "optimizer state", "weight average"):
+        assert re.search(rf"^{name} +[\d.]+ [KMG]iB$", told, re.MULTILINE), name
+    advice = told.partition("What would help, largest saving first:\n")[2]
+    found = re.findall(r"^ +([\d.]+) (B|KiB|MiB)  (\S+)", advice, re.MULTILINE)
+    sizes = [float(size) * {"B": 1, "KiB": 2**10, "MiB": 2**20}[unit] for size, unit, _ in found]
+    assert len(sizes) >= 3
+    assert sizes == sorted(sizes, reverse=True)
+    settings = [setting for _, _, setting in found]
+    assert "train.ema=null:" in settings
+    assert any(setting.startswith("optimizer=") for setting in settings)
+    # Saving all of Adam's state is worth two copies of the parameters, the average one.
+    parameters = sum(4 * p.numel() for p in Run(tiny(tmp_path / "x", *overrides)).job.state.model.parameters())
+    by_setting = dict(zip(settings, sizes, strict=True))
+    assert by_setting["train.ema=null:"] == pytest.approx(parameters, rel=0.02)
+
+
+def test_the_advice_holds(tmp_path):
+    """What the report promises is measured: the run with the setting needs so much less."""
+    overrides = (*MODELS["gpt"], "model.depth=4", "model.width=32", "model.dropout=0", "batch.micro_size=1")
+    peak = peak_of(tmp_path / "peak", overrides, 1)
+    with pytest.raises(TrainingStopped) as caught:
+        Run(tiny(tmp_path / "run", *overrides, changes={"memory.limit": peak - 2000}))
+    promised = dict(re.findall(r"^ +([\d.]+ \w+)  (train.ema=null)", str(caught.value), re.MULTILINE))
+    assert promised
+    without = peak_of(tmp_path / "without", (*overrides, "train.ema=null"), 1)
+    ((size, _),) = promised.items()
+    assert peak - without == pytest.approx(float(size.split()[0]) * 1024, rel=0.02)
+
+
+def test_a_healthy_step_is_drawn_on_request(tmp_path):
+    config = tiny(tmp_path, *cell("mlp", "fp32"), changes={"memory.timeline": True, "train.max_steps": 6})
+    Run(config)
+    assert (tmp_path / "memory_timeline.png").read_bytes().startswith(b"\x89PNG")
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert len(events.Images("memory_timeline")) == 1
+
+
+def test_the_picture_stacks_what_was_counted():
+    counter = LiveTensors()
+    weights = torch.zeros(100, requires_grad=True)
+    counter.register({"parameters": [weights]})
+    with counter:
+        (weights * torch.zeros(100)).sum().backward()
+        counter.label("gradients", weights.grad)
+    series = timeline.stacked(counter.events, counter.kinds)
+    total = sum(series.values())
+    assert (int(total.max()), int(total[-1])) == (counter.peak, counter.live)
+    assert set(np.unique(series["parameters"])) == {400}
+    assert series["gradients"][-1] == 400
+    assert all((values >= 0).all() for values in series.values())
+
+
+def test_a_record_that_cannot_be_written_does_not_end_the_run(tmp_path, caplog):
+    (tmp_path / "oom").write_text("a file where the folder should be")
+    injector = Injector("forward", 2, 1)
+    run = Run(tiny(tmp_path, *cell("mlp", "fp32")), injector)
+    assert injector.fired == 1
+    assert run.job.state.progress.step == 4
+    assert any("could not be written" in r.getMessage() for r in caplog.records)

@@ -1,0 +1,112 @@
+"""Real limits through the real command line, one model of each kind; and the counter that enforces them."""
+
+import pytest
+import torch
+from helpers import incidents, metrics, result, run_cli, train
+from torch import nn
+
+from trainapp.limits import LiveTensors, MemoryLimitExceeded
+
+MODELS = {
+    "mlp": ("model=mlp", "model.width=64", "data=digits"),
+    "resnet": ("model=resnet", "model.width=4", "model.norm=group", "data=digits", "data.augment=true"),
+    "gpt": (
+        "model=gpt",
+        "model.depth=1",
+        "model.width=32",
+        "model.heads=2",
+        "model.context_length=32",
+        "data=synthetic_tokens",
+        "data.vocab_size=32",
+        "data.size=512",
+        "data.min_length=24",
+    ),
+}
+# Bytes between what 8 and what 16 samples need.
+LIMITS = {"mlp": 173_000, "resnet": 1_000_000, "gpt": 1_870_000}
+COMMON = (
+    "train.device=cpu",
+    "train.max_epochs=null",
+    "train.max_steps=6",
+    "batch.global_size=64",
+    "every.log=1",
+    "every.eval=6",
+    "checkpointing=off",
+)
+
+
+def digest(run_dir) -> list[float]:
+    """The logged numbers, which are functions of the weights."""
+    return [line["loss"] for line in metrics(run_dir)] + [line["grad_norm"] for line in metrics(run_dir)]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_limit_on_the_command_line(tmp_path, model):
+    limited = (*MODELS[model], *COMMON, f"memory.limit={LIMITS[model]}", "oom.grow=false")
+    train(tmp_path / "limited", *limited, env={"TRAINAPP_CACHE": str(tmp_path / "cache")})
+    found = result(tmp_path / "limited")
+    assert found["oom_restarts"] == len(incidents(tmp_path / "limited")) >= 1
+    assert (found["steps"], found["samples"]) == (6, 6 * 64)
+    size = found["micro_size"]
+    assert size == 8
+    assert [record["new_size"] for record in incidents(tmp_path / "limited") if record["phase"] != "evaluate"] == [
+        32,
+        16,
+        8,
+    ]
+    last = metrics(tmp_path / "limited")[-1]
+    assert found["peak_memory_bytes"] <= last["memory/limit"]
+    assert all(record["used"] + record["requested"] > record["limit"] for record in incidents(tmp_path / "limited"))
+    # The same as a run that was told the sizes: bit for bit.
+    schedule = ",".join(f"{step}:{size}" for step, size in found["micro_schedule"].items())
+    train(tmp_path / "told", *MODELS[model], *COMMON, f"oom.schedule={{{schedule}}}", "oom.remember=false")
+    assert digest(tmp_path / "limited") == digest(tmp_path / "told")
+    assert result(tmp_path / "told")["oom_restarts"] == 0
+
+
+def test_a_limit_that_leaves_nothing(tmp_path):
+    done = run_cli(*MODELS["mlp"], *COMMON, "memory.limit=64KiB", f"hydra.run.dir={tmp_path / 'run'}", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "memory.limit=64.0 KiB" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_counter_is_exact():
+    counter = LiveTensors(limit=4 * 1000)
+    with counter:
+        a = torch.empty(500)
+        b = a.view(5, 100)  # no new storage
+        assert counter.live == 2000
+        c = torch.empty(500)
+        assert (counter.live, counter.peak) == (4000, 4000)
+        with pytest.raises(MemoryLimitExceeded) as caught:
+            torch.empty(1)
+        assert (caught.value.requested, caught.value.used, caught.value.limit) == (4, 4000, 4000)
+        del c, caught
+        assert (counter.live, counter.peak) == (2000, 4000)
+        del a
+        assert counter.live == 2000
+        del b
+        assert counter.live == 0
+
+
+def test_the_counter_leaves_autograd_cleanly():
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    inputs = torch.randn(32, 64)
+
+    def step(limit):
+        counter = LiveTensors(limit)
+        counter.register({"parameters": model.parameters(), "batch": [inputs]})
+        with counter:
+            model(inputs).sum().backward()
+        return counter.peak
+
+    peak = step(None)
+    expected = [p.grad.clone() for p in model.parameters()]
+    for limit in (peak - 1, int(0.95 * peak), int(0.9 * peak)):
+        model.zero_grad()
+        with pytest.raises(MemoryLimitExceeded):
+            step(limit)
+    model.zero_grad()
+    assert step(peak) == peak
+    assert all(torch.equal(p.grad, wanted) for p, wanted in zip(model.parameters(), expected, strict=True))

@@ -1,0 +1,116 @@
+"""Whatever the budget, the batch and the data: each sample once an epoch, the size never 0, the search ends."""
+
+import math
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from trainapp import timeline
+from trainapp.errors import UserError
+from trainapp.search import SizeSearch
+
+from .conftest import tiny
+from .inject import Run
+
+QUICK = settings(max_examples=300, deadline=None)
+REAL = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@pytest.fixture(autouse=True)
+def without_pictures(monkeypatch):
+    monkeypatch.setattr(timeline, "draw", lambda *_: None)
+
+
+@QUICK
+@given(
+    start=st.integers(1, 4096),
+    share=st.floats(0.0003, 1.2),
+    base=st.integers(0, 10**9),
+    per_sample=st.integers(1, 10**7),
+    curve=st.floats(0.8, 1.3),
+    clean_steps=st.integers(1, 5),
+    smallest=st.integers(1, 2),
+)
+@example(start=128, share=100.5 / 128, base=0, per_sample=1000, curve=1.0, clean_steps=3, smallest=1)
+def test_the_search_ends(start, share, base, per_sample, curve, clean_steps, smallest):
+    """curve: bytes grow with size ** curve: the prediction, which is linear, is wrong then."""
+
+    def needed(size):
+        return base + int(per_sample * size**curve)
+
+    budget = base + int(per_sample * (start * share) ** curve)
+    search, failures, steps, failed_sizes = SizeSearch(max(start, smallest), clean_steps, smallest=smallest), 0, 0, []
+    while not (search.proven and search.settled):
+        steps += 1
+        assert smallest <= search.size <= max(start, smallest)
+        if needed(search.size) > budget:
+            failures += 1
+            failed_sizes.append(search.size)
+            if not search.failed():
+                assert search.size == smallest
+                return
+        else:
+            search.succeeded(search.size, base, needed(search.size), budget)
+        assert steps < 60 * clean_steps
+    assert needed(search.size) <= budget
+    assert len(failed_sizes) == len(set(failed_sizes)), "no size fails twice"
+    # Halvings, then tries between two bounds that come closer each time.
+    assert failures <= math.ceil(math.log2(max(2, start))) + 6
+    best = max(size for size in range(search.size, max(start, smallest) + 1) if needed(size) <= budget)
+    if abs(curve - 1) < 1e-9:
+        assert search.size >= 0.93 * best - 1
+
+
+@REAL
+@given(
+    samples=st.integers(1, 90),
+    global_size=st.integers(1, 64),
+    kilobytes=st.integers(0, 60),
+    drop_last=st.booleans(),
+    eval_every=st.sampled_from([None, 1, 3]),
+)
+@example(samples=33, global_size=32, kilobytes=6, drop_last=False, eval_every=1)
+def test_real_runs(samples, global_size, kilobytes, drop_last, eval_every):
+    """A real run under a real limit, between nearly nothing and plenty."""
+    static = 3 * 4 * (64 * 8 + 8 + 8 * 10 + 10)  # parameters, gradients and momentum
+    overrides = (
+        "model=mlp",
+        "model.width=8",
+        "model.depth=2",
+        "data=synthetic_images",
+        "data.image_shape=[1,8,8]",
+        f"data.drop_last={str(drop_last).lower()}",
+        "optimizer=sgd",
+        "train.ema=null",
+        "train.max_steps=null",
+        "train.max_epochs=3",
+        "batch.micro_size=auto",
+        "every.log=null",
+        "oom.grow=true",
+        "data.val_size=20",
+    )
+    changes = {
+        "data.size": samples,
+        "batch.global_size": global_size,
+        "memory.limit": static + 3000 + kilobytes * 1024,
+        "every.eval": eval_every,
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        config = tiny(Path(folder), *overrides, changes=changes)
+        try:
+            run = Run(config)
+        except UserError as error:
+            told = str(error)
+            assert "nothing is left to halve" in told or "so no batch is left" in told or "before any batch" in told
+            return
+    assert run.job.state.micro.size >= 1
+    assert run.job.memory.peak <= config.memory.limit
+    epoch_samples = run.job.batches.epoch_samples
+    for epoch in range(3):
+        seen = [i for _, e, indices in run.fetched if e == epoch for i in indices]
+        assert len(seen) == len(set(seen)) == epoch_samples
+    assert run.job.state.progress.samples == 3 * epoch_samples
+    assert run.job.state.progress.step == 3 * run.job.batches.steps_per_epoch

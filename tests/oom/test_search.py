@@ -1,0 +1,157 @@
+"""The search for the size: where it ends, what it costs, that it ends at all."""
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from trainapp import timeline
+from trainapp.search import Sizes, SizeSearch
+
+from .conftest import tiny
+from .inject import Run
+
+# 64 numbers in, two hidden layers: bytes grow linearly with the batch.
+LINEAR = ("model=mlp", "model.width=64", "data=digits", "optimizer=sgd", "train.ema=null", "batch.micro_size=auto")
+
+
+@pytest.fixture(autouse=True)
+def without_pictures(monkeypatch):
+    monkeypatch.setattr(timeline, "draw", lambda *_: None)
+
+
+def peak_at(run_dir: Path, size: int, global_size: int) -> int:
+    """Bytes that a step with this micro-batch uses at most."""
+    changes = {"batch.global_size": global_size, "batch.micro_size": size, "train.max_steps": 2}
+    return Run(tiny(run_dir, *LINEAR, changes=changes)).job.memory.peak
+
+
+def limit_for(run_dir: Path, size: int, global_size: int = 128) -> int:
+    """A limit in which `size` fits and `size` + 1 does not."""
+    peak, more = peak_at(run_dir / "a", size, global_size), peak_at(run_dir / "b", size + 1, global_size)
+    assert more > peak + 2
+    return (peak + more) // 2
+
+
+def each_sample_once(run: Run, epochs: int) -> None:
+    """Every epoch that was finished saw each sample once."""
+    for epoch in range(epochs):
+        seen = sorted(i for _, e, indices in run.fetched if e == epoch for i in indices)
+        assert seen == list(range(run.job.batches.samples))
+
+
+@pytest.mark.parametrize("global_size", [128, 256])
+@pytest.mark.parametrize(("grow", "wanted"), [(True, range(95, 101)), (False, range(64, 65))])
+def test_where_100_fits(tmp_path, global_size, grow, wanted):
+    limit = limit_for(tmp_path, 100, global_size)
+    overrides = (f"batch.global_size={global_size}", f"memory.limit={limit}", f"oom.grow={str(grow).lower()}")
+    run = Run(tiny(tmp_path / "run", *LINEAR, "train.max_steps=null", "train.max_epochs=4", *overrides))
+    micro = run.job.state.micro
+    assert micro.size in wanted
+    halvings = {128: 1, 256: 2}[global_size]
+    assert len(run.failures) <= halvings + (2 if grow else 0)
+    assert run.job.memory.peak <= limit
+    each_sample_once(run, 4)
+    if grow:
+        assert micro.settled
+
+
+def test_the_log_says_where_the_search_ended(tmp_path, caplog):
+    limit = limit_for(tmp_path, 100)
+    overrides = ("batch.global_size=128", f"memory.limit={limit}", "oom.grow=true", "train.max_steps=40")
+    with caplog.at_level(logging.INFO):
+        run = Run(tiny(tmp_path / "run", *LINEAR, *overrides))
+    size = run.job.state.micro.size
+    ended = [r.getMessage() for r in caplog.records if "search" in r.getMessage() and "ended" in r.getMessage()]
+    assert len(ended) == 1
+    assert str(size) in ended[0]
+
+
+def search_with(fits: int, start: int, clean_steps: int = 3, base: int = 0, per_sample: int = 10) -> SizeSearch:
+    """The search on a device where `fits` samples fit, run until it ends."""
+    search, budget = SizeSearch(start, clean_steps), base + fits * per_sample + per_sample // 2
+    search.failures = search.steps = 0
+    for _ in range(500):
+        search.steps += 1
+        needed = base + search.size * per_sample
+        if needed > budget:
+            search.failures += 1
+            assert search.failed()
+        else:
+            search.succeeded(search.size, base, needed, budget)
+            if search.proven and search.settled:
+                return search
+    raise AssertionError("the search did not end")
+
+
+def test_halving_alone_would_leave_a_third_idle():
+    search = search_with(100, 128)
+    assert 95 <= search.size <= 100
+    assert search.failures <= 2
+    assert SizeSearch(128, grow=False).failed() is True
+
+
+def test_what_fits_at_once_is_not_searched():
+    search = search_with(128, 128)
+    assert (search.size, search.failures, search.steps) == (128, 0, 3)
+
+
+def test_fits_once_is_not_fits_again():
+    # Proven, then it fails after all: the search goes down and does not come back to that size.
+    search = SizeSearch(64)
+    for _ in range(3):
+        search.succeeded(64, 0, 640, 1000)
+    assert (search.works, search.proven) == (64, True)
+    assert search.failed()
+    assert (search.size, search.works, search.fails) == (32, 0, 64)
+    sizes = set()
+    for _ in range(40):
+        sizes.add(search.size)
+        search.succeeded(search.size, 0, search.size * 10, 1000)
+    assert max(sizes) < 64
+    assert search.settled
+
+
+def test_a_failed_try_goes_back_to_what_works():
+    search = SizeSearch(128)
+    assert search.failed()
+    assert search.size == 64
+    tried = [search.succeeded(64, 0, 640, 1280) for _ in range(3)][-1]
+    assert 64 < tried < 128
+    assert search.failed()
+    assert (search.size, search.fails) == (64, tried)
+
+
+def test_the_smallest_cannot_fail():
+    search = SizeSearch(4, smallest=2)
+    assert search.failed()
+    assert (search.size, search.failed()) == (2, False)
+
+
+def test_ragged_steps_prove_nothing():
+    search = SizeSearch(64)
+    for _ in range(10):
+        search.succeeded(29, 0, 290, 1000)  # the epoch's last step
+    assert not search.proven
+
+
+def test_a_search_that_stands_still_is_not_measured_by_others():
+    # An unwatched step measures nothing: the peak of an evaluation in between is not the training size's.
+    search = SizeSearch(64)
+    for _ in range(3):
+        search.succeeded(64, 100, 740, 2000)
+    before = dict(search.peaks)
+    sizes = Sizes(64)
+    sizes.searches[1], sizes.ran[1] = search, 64
+    sizes.succeeded(100, 0, 2000)
+    assert search.peaks == before
+
+
+def test_an_evaluation_does_not_spoil_the_measurements(tmp_path):
+    # Evaluation uses far more than a training step of 4 samples: the training size's peak must not say so.
+    overrides = ("batch.global_size=16", "batch.micro_size=4", "every.eval=4", "batch.eval_micro_size=360")
+    run = Run(tiny(tmp_path / "b", *LINEAR, *overrides, "train.max_steps=8", "every.log=null"))
+    (search,) = run.job.state.micro.searches.values()
+    undisturbed = Run(tiny(tmp_path / "a", *LINEAR, "batch.global_size=16", "batch.micro_size=4", "every.log=null"))
+    (wanted,) = undisturbed.job.state.micro.searches.values()
+    assert search.peaks == wanted.peaks

@@ -1,0 +1,219 @@
+import copy
+
+import pytest
+import runs
+import torch
+from torch import nn
+
+from trainapp import config, loop
+from trainapp.errors import UserError
+from trainapp.models.gpt import GPT
+from trainapp.models.resnet import ResNet
+from trainapp.optim.optimizers import build_optimizer, materialise_state, parameter_groups
+
+CPU = torch.device("cpu")
+MATERIALISED = {
+    "AdamW": {},
+    "AdamW amsgrad": {"amsgrad": True, "weight_decay": 0.1},
+    "Adam": {},
+    "Adam decayed": {"weight_decay": 0.1},
+    "SGD momentum": {"momentum": 0.9},
+    "SGD nesterov": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+    "RMSprop": {"momentum": 0.9, "centered": True},
+    "RAdam": {"weight_decay": 0.1},
+    "Adadelta": {},
+    "Adagrad": {"weight_decay": 0.1},
+    "Adafactor": {"lr": 0.1},
+    "Adagrad from 0.1": {"initial_accumulator_value": 0.1},  # made by its constructor
+}
+BY_ITSELF = {
+    "NAdam": {},
+    "Adamax": {},
+    "ASGD": {},
+    "Rprop": {},
+    "SGD dampened": {"momentum": 0.9, "dampening": 0.5},
+    "SGD": {},
+}
+
+
+def model_and_data():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.ReLU(), nn.Linear(7, 3))
+    return model, torch.randn(6, 5, 5), torch.randint(3, (6, 5))
+
+
+def trained(optimizer, model, inputs, targets):
+    for x, y in zip(inputs, targets, strict=True):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    return runs.weights(model)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("name", [*MATERIALISED, *BY_ITSELF])
+def test_state_made_beforehand_changes_no_bit(name, fused):
+    """Six steps of a fresh optimizer and of one whose state was there before the first."""
+    arguments = (MATERIALISED | BY_ITSELF)[name]
+    kind = getattr(torch.optim, name.split()[0])
+    if fused and name.split()[0] not in ("AdamW", "Adam", "SGD", "Adagrad"):
+        pytest.skip("torch has no fused kernel for it")
+    if fused:
+        arguments = {**arguments, "fused": True}
+    ends = []
+    for beforehand in (False, True):
+        model, inputs, targets = model_and_data()
+        start = runs.weights(model)
+        optimizer = kind(model.parameters(), **{"lr": 0.01, **arguments})
+        if beforehand:
+            assert materialise_state(optimizer) == (name in MATERIALISED or name == "SGD")
+            assert torch.equal(runs.weights(model), start)
+            assert all(p.grad is None for p in model.parameters())
+            assert optimizer.param_groups[0]["lr"] == arguments.get("lr", 0.01)
+            if "weight_decay" in arguments:
+                assert optimizer.param_groups[0]["weight_decay"] == arguments["weight_decay"]
+            before = {id(v) for s in optimizer.state.values() for v in s.values() if torch.is_tensor(v)}
+        ends.append(trained(optimizer, model, inputs, targets))
+        if beforehand and name in MATERIALISED:
+            after = {id(v) for s in optimizer.state.values() for v in s.values() if torch.is_tensor(v)}
+            assert before == after  # the first step has allocated no state
+            assert len(after) >= 6
+    assert torch.equal(*ends)
+    assert not torch.equal(ends[0], start)
+
+
+def test_a_zero_gradient_step_that_is_left_in_would_change_it():
+    """Negative control: the counts must be set back, or Adam corrects its bias for a step that was none."""
+    ends = []
+    for extra in (False, True):
+        model, inputs, targets = model_and_data()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0)
+        if extra:
+            for p in model.parameters():
+                p.grad = torch.zeros_like(p)
+            optimizer.step()
+        ends.append(trained(optimizer, model, inputs, targets))
+    assert not torch.equal(*ends)
+
+
+def test_an_optimizer_of_somebody_else_is_left_alone():
+    class Own(torch.optim.SGD):
+        pass
+
+    model, _, _ = model_and_data()
+    optimizer = Own(model.parameters(), lr=0.1, momentum=0.9)
+    assert not materialise_state(optimizer)
+    assert not optimizer.state
+
+
+@pytest.mark.parametrize("kind", ["batch", "group", "gpt"])
+def test_norms_and_biases_do_not_decay(kind):
+    if kind == "gpt":
+        model = GPT(vocab_size=16, context_length=8, depth=2, width=16, heads=2)
+    else:
+        model = ResNet(image_shape=(1, 8, 8), num_classes=10, width=8, norm=kind)
+    decayed, plain = parameter_groups(model, 0.1)
+    assert (decayed["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
+    names = {id(p): name for name, p in model.named_parameters()}
+    norms = {id(p) for m in model.modules() if "Norm" in type(m).__name__ for p in m.parameters(recurse=False)}
+    for p in plain["params"]:
+        assert id(p) in norms or names[id(p)].endswith("bias"), names[id(p)]
+    for p in decayed["params"]:
+        assert id(p) not in norms, names[id(p)]
+        assert names[id(p)].endswith("weight")
+    both = [id(p) for p in [*decayed["params"], *plain["params"]]]
+    assert len(both) == len(set(both)) == len(list(model.parameters()))
+
+
+def test_without_a_gradient_decay_moves_matrices_only():
+    """In numbers: with gradients of zero AdamW shrinks a matrix by lr x decay and leaves the rest."""
+    model, _, _ = model_and_data()
+    settings = config.Optimizer(target="torch.optim.AdamW", lr=0.5, weight_decay=0.1)
+    optimizer = build_optimizer(settings, model, CPU, [])
+    before = copy.deepcopy(model.state_dict())
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.detach(), before[name] * (0.95 if p.ndim == 2 else 1.0))
+
+
+def test_frozen_parameters_are_not_optimized():
+    model, _, _ = model_and_data()
+    model[0].weight.requires_grad_(False)
+    optimizer = build_optimizer(config.Optimizer(target="torch.optim.AdamW", lr=0.5), model, CPU, [])
+    assert id(model[0].weight) not in {id(p) for group in optimizer.param_groups for p in group["params"]}
+
+
+@pytest.mark.parametrize(
+    ("target", "fused", "expected"),
+    [
+        ("torch.optim.AdamW", "auto", True),
+        ("torch.optim.AdamW", False, None),
+        ("torch.optim.SGD", "auto", True),
+        ("torch.optim.RMSprop", "auto", "none"),
+    ],
+)
+def test_fused_where_there_is_a_kernel(target, fused, expected):
+    model, _, _ = model_and_data()
+    optimizer = build_optimizer(config.Optimizer(target=target, lr=0.1, fused=fused), model, CPU, [])
+    assert optimizer.param_groups[0].get("fused", "none") == expected
+
+
+def test_betas_are_a_tuple():
+    model, _, _ = model_and_data()
+    settings = config.Optimizer(target="torch.optim.AdamW", lr=0.1, arguments={"betas": [0.8, 0.9]})
+    assert build_optimizer(settings, model, CPU, []).param_groups[0]["betas"] == (0.8, 0.9)
+
+
+@pytest.mark.parametrize(
+    ("target", "arguments", "message"),
+    [
+        ("torch.optim.AdamX", {}, r"optimizer\._target_=torch\.optim\.AdamX.*did you mean 'Adam"),
+        ("os.system", {}, "not among the packages that may be named here"),
+        ("torch.optim.AdamW", {"bets": 1}, "optimizer.bets: no such setting"),
+        ("torch.optim.AdamW", {"betas": [2.0, 0.9]}, "optimizer: Invalid beta parameter"),
+    ],
+)
+def test_mistakes(target, arguments, message):
+    model, _, _ = model_and_data()
+    with pytest.raises(UserError, match=message):
+        build_optimizer(config.Optimizer(target=target, lr=0.1, arguments=arguments), model, CPU, [])
+
+
+@pytest.mark.parametrize("name", [*MATERIALISED, *BY_ITSELF])
+def test_every_one_trains_and_resumes(tmp_path, name):
+    """Through the application, bit for bit."""
+    arguments = {"weight_decay": 0.0, **(MATERIALISED | BY_ITSELF)[name]}
+    rate = arguments.pop("lr", 0.01)
+    overrides = (
+        *runs.MODELS["mlp"],
+        f"optimizer._target_=torch.optim.{name.split()[0]}",
+        "~optimizer.betas",
+        "~optimizer.eps",
+        f"optimizer.lr={rate}",
+        *(f"++optimizer.{key}={value}" for key, value in arguments.items()),
+    )
+    job = runs.run_until(tmp_path / "a", 4, *overrides)
+    assert job.state.progress.step == 4
+    runs.run_until(tmp_path / "b", 2, *overrides)
+    runs.run(tmp_path / "b", *overrides)
+    for part in ("model", "optimizer"):
+        assert runs.differences(runs.saved(tmp_path / "b", 4)[part], runs.saved(tmp_path / "a", 4)[part]) == []
+
+
+def test_a_skipped_first_step_leaves_no_rubbish_in_the_momentum(tmp_path):
+    """The fused kernel does not write the buffer that it made when the loss scale overflows: it has to be there."""
+    job = runs.prepare(
+        tmp_path,
+        *runs.MODELS["mlp"],
+        "optimizer=sgd",
+        "precision=fp16",
+        "precision.initial_scale=1e8",
+        "train.max_steps=2",
+    )
+    loop.train_step(job)
+    job.tracker.close()
+    assert job.state.progress.skipped == 1
+    for state in job.state.optimizer.state.values():
+        assert not state["momentum_buffer"].any()

@@ -1,0 +1,231 @@
+"""What one rank of a cell does, in a worker of `pool`: a run by the runner's own parts, everything noted."""
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainapp import loop, runner
+from trainapp.config import Config
+from trainapp.errors import UserError
+from trainapp.incident import Incident
+from trainapp.job import Job
+from trainapp.parallel import worker
+from trainapp.parallel.placement import whole
+from trainapp.parallel.ranks import Alone
+from trainapp.signals import StopRequest
+
+from .faults import Fault, injected
+
+
+@dataclass
+class Record:
+    """One rank's view of a run. `gradients` and `weights` are whole vectors, gradients by step, as committed."""
+
+    losses: list[float] = field(default_factory=list)
+    gradients: list[torch.Tensor] = field(default_factory=list)
+    weights: torch.Tensor | None = None
+    sizes: list[int] = field(default_factory=list)
+    samples: dict[int, list[int]] = field(default_factory=dict)
+    evaluated: list[dict[str, float]] = field(default_factory=list)
+    eval_samples: list[int] = field(default_factory=list)
+    failures: list[dict[str, Any]] = field(default_factory=list)
+    scales: list[float] = field(default_factory=list)
+    skipped: int = 0
+    votes: int = 0
+    armed: list[bool] = field(default_factory=list)
+    average: torch.Tensor | None = None
+    error: str | None = None
+    progress: dict[str, Any] = field(default_factory=dict)
+    log: list[str] = field(default_factory=list)
+
+
+def vector(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Whole, flat, in double precision. For all ranks."""
+    return torch.cat([whole(t.detach()).double().flatten().clone() for t in tensors])
+
+
+def train(rank: int, config: Config, faults: Sequence[Fault] = (), folder: str = "", single: bool = False) -> Record:
+    """A run of `config` among the ranks of the cell (or alone), with these faults."""
+    record = Record()
+    handler = _Lines(record.log)
+    logging.getLogger("trainapp").addHandler(handler)
+    logging.getLogger("trainapp").setLevel(logging.INFO)
+    try:
+        with injected(faults, Path(folder)) if faults else _nothing():
+            if single:
+                _run(config, Alone(), record)
+            else:
+                with worker.joined(config) as ranks:
+                    _run(config, ranks, record)
+    except UserError as error:
+        record.error = str(error)
+        _leave_group()
+    finally:
+        logging.getLogger("trainapp").removeHandler(handler)
+    return record
+
+
+def _leave_group() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _nothing():
+    import contextlib
+
+    return contextlib.nullcontext()
+
+
+def _run(config: Config, ranks: Alone, record: Record) -> None:
+    stop = StopRequest()
+    job = runner.prepare(config, stop, ranks)
+    commit = loop.commit
+    try:
+        loop.commit = _noting(commit, record)
+        _watch(job, record)
+        while (failure := runner.attempt(config, job)) is not None:
+            record.failures.append(_facts(failure))
+            assert len(record.failures) < 30, "this never ends"
+            before, job = job, runner.recover(config, job, failure, stop)
+            record.failures[-1] |= {"new": failure.new_size, "old": failure.old_size, "culprits": failure.culprits}
+            if job is not before:
+                _watch(job, record)
+    finally:
+        loop.commit = commit
+        job.tracker.close()
+    state = job.state
+    record.weights = vector(list(state.model.parameters()))
+    if state.average.averages:
+        record.average = vector(state.average.averages)
+    record.skipped = state.progress.skipped
+    record.progress = dataclasses.asdict(state.progress)
+    record.votes = getattr(ranks, "votes", 0)
+
+
+def _facts(failure: Incident) -> dict[str, Any]:
+    names = ("step", "phase", "by_peer", "rank", "module", "message")
+    return {name: getattr(failure, name) for name in names}
+
+
+def _noting(commit: Any, record: Record) -> Any:
+    def noting(job: Job, sums: Any, norm: torch.Tensor) -> bool:
+        gradients = vector([p.grad for p in job.meter.parameters if p.grad is not None])
+        applied = commit(job, sums, norm)
+        record.gradients.append(gradients)
+        record.losses.append(sums.means()["loss"])
+        record.sizes.append(job.state.micro.size)
+        record.armed.append(job.ranks.armed)
+        if job.state.precision.scaler.is_enabled():
+            record.scales.append(job.state.precision.scaler.get_scale())
+        return applied
+
+    return noting
+
+
+class _Watched:
+    """A data set that notes which samples are fetched for which step; those of a step that is given up are dropped."""
+
+    def __init__(self, dataset: Any, job: Job, record: Record, training: bool):
+        self.dataset, self.job, self.record, self.training = dataset, job, record, training
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.dataset, name)
+
+    def __getitems__(self, indices: Sequence[int]) -> Any:
+        return self.dataset.__getitems__(indices)
+
+
+def _watch(job: Job, record: Record) -> None:
+    """Note samples where they are used: real micro-batches of steps that are committed."""
+    batches, advance, pieces = job.batches, job.batches.advance, job.batches._pieces
+
+    def noting_advance(progress: Any) -> None:
+        key = len(record.samples)
+        used = pieces(progress.epoch, progress.consumed, job.state.micro.size, job.accumulation)
+        record.samples[key] = [index for piece in used for index in piece]
+        advance(progress)
+
+    batches.advance = noting_advance
+    evaluated = job.tracker.evaluated
+
+    def noting_evaluation(step: int, samples: int, means: dict[str, float]) -> None:
+        record.evaluated.append(dict(means))
+        evaluated(step, samples, means)
+
+    job.tracker.evaluated = noting_evaluation
+
+
+class _Lines(logging.Handler):
+    def __init__(self, lines: list[str]):
+        super().__init__()
+        self.lines = lines
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+
+
+def train_averaging(rank: int, config: Config, *arguments: Any) -> Record:
+    """A wrong variant: the mean over ranks, which is what DDP and FSDP do by themselves."""
+    clip = loop.clip
+
+    def averaged(job: Job, sums: Any) -> torch.Tensor:
+        torch._foreach_div_([p.grad for p in job.meter.parameters], job.ranks.world)
+        return clip(job, sums)
+
+    loop.clip = averaged
+    try:
+        return train(rank, config, *arguments)
+    finally:
+        loop.clip = clip
+
+
+def train_mean_of_means(rank: int, config: Config, *arguments: Any) -> Record:
+    """A wrong variant: every rank's mean over its own tokens, then the mean over ranks."""
+    backward, clip = loop.backward, loop.clip
+
+    def own_mean(job: Job, batch: Any, weight: torch.Tensor, *rest: Any) -> None:
+        own = (batch["targets"] != -100).sum()
+        backward(job, batch, 1.0 / (own * config.batch.global_size / len(batch["targets"])), *rest)
+
+    def unscaled(job: Job, sums: Any) -> torch.Tensor:
+        sums.count = job.batches.step_samples(job.state.progress)
+        return clip(job, sums)
+
+    loop.backward, loop.clip = own_mean, unscaled
+    try:
+        return train(rank, config, *arguments)
+    finally:
+        loop.backward, loop.clip = backward, clip
+
+
+def train_without_reset(rank: int, config: Config, *arguments: Any) -> Record:
+    """A wrong variant: FSDP2's half-done backward stays as it is."""
+    return _train_giving_up(lambda self: self.model.zero_grad(set_to_none=True), rank, config, *arguments)
+
+
+def train_without_clearing(rank: int, config: Config, *arguments: Any) -> Record:
+    """A wrong variant: gradients are cleared only after the reset."""
+    return _train_giving_up(lambda self: self.model.reset_iter_state(), rank, config, *arguments)
+
+
+def _train_giving_up(give_up: Any, rank: int, config: Config, *arguments: Any) -> Record:
+    from trainapp.parallel.strategies import Sharded
+
+    original = Sharded.give_up
+    Sharded.give_up = give_up
+    try:
+        return train(rank, config, *arguments)
+    finally:
+        Sharded.give_up = original

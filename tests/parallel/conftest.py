@@ -1,0 +1,116 @@
+"""Cells of many ranks: gloo and CPU processes, tiny models, a limit on each."""
+
+import dataclasses
+import functools
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from trainapp import config
+from trainapp.__main__ import CONF
+from trainapp.config import Config
+
+from . import cells
+from .faults import Fault, fired
+from .pool import Pool
+
+os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that are started here
+
+TINY = (
+    "train.device=cpu",
+    "train.max_epochs=null",
+    "train.max_steps=4",
+    "train.grad_clip=null",
+    "batch.global_size=16",
+    "batch.micro_size=4",
+    "optimizer=sgd",
+    "optimizer.fused=false",
+    "optimizer.lr=0.1",
+    "schedule=constant",
+    "every.log=1",
+    "every.eval=null",
+    "every.save=null",
+    "checkpointing=off",
+    "memory.guard=false",
+    "oom.remember=false",
+    "oom.grow=false",
+)
+# Lengths from 4 to 16: other numbers of tokens on each rank.
+GPT = (
+    "model=gpt",
+    "model.depth=2",
+    "model.width=16",
+    "model.heads=2",
+    "model.context_length=16",
+    "data=synthetic_tokens",
+    "data.vocab_size=32",
+    "data.size=96",
+    "data.val_size=37",
+    "data.min_length=4",
+)
+SPREAD = {
+    "ddp": ("parallel=ddp",),
+    "fsdp": ("parallel=fsdp",),
+    "hsdp": ("parallel=hsdp",),
+}
+
+
+@functools.cache
+def composed(overrides: tuple[str, ...]) -> Config:
+    """The configuration of `trainapp OVERRIDES`, once."""
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return config.from_hydra(compose("train", list(overrides)), "", "python -m trainapp")
+
+
+@dataclass
+class Cell:
+    """Runs tiny configurations on ranks of this test's own, in directories of its own."""
+
+    pool: Pool
+    folder: Path
+    number: int = 0
+
+    def directory(self) -> Path:
+        self.number += 1
+        return self.folder / f"run_{self.number}"
+
+    def run(
+        self,
+        world: int,
+        *overrides: str,
+        faults: Sequence[Fault] = (),
+        schedule: dict[int, int] | None = None,
+        run_dir: Path | None = None,
+        limit: float = 60.0,
+        tiny: Sequence[str] = (*TINY, *GPT),
+        function: Any = cells.train,
+        must_fire: str = "all",
+    ) -> list[cells.Record]:
+        """One record for each rank; world 0 is a single process without torch.distributed. Faults must fire."""
+        base = composed((*tiny, f"parallel.timeout={limit / 3}", *overrides))
+        settings = dataclasses.replace(
+            base, run_dir=str(run_dir or self.directory()), oom=dataclasses.replace(base.oom, schedule=schedule)
+        )
+        marks = self.folder / f"fired_{self.number}"
+        marks.mkdir(exist_ok=True)
+        records = self.pool.run(max(1, world), function, settings, faults, str(marks), world == 0, limit=limit)
+        missed = [fault for fault in faults if fired(marks, fault) != fault.times]
+        assert not missed if must_fire == "all" else len(missed) < len(faults), f"did not fire: {missed}"
+        return records
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Pool]:
+    workers = Pool()
+    yield workers
+    workers.close()
+
+
+@pytest.fixture
+def cell(pool: Pool, tmp_path: Path) -> Cell:
+    return Cell(pool, tmp_path)

@@ -1,0 +1,157 @@
+"""`fail_at(rank, step, phase, kind)`: makes a chosen rank fail at a chosen place of a chosen step. Test side only.
+
+`injected` patches the loop of this process: in the workers of `pool`, and, through `saboteur`, in those of the real
+launcher. Every fault that fires leaves a file, so that a cell can assert it and a restarted worker does not fail again.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import resource
+import signal
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trainapp import checkpoint, loop
+from trainapp.job import Job
+from trainapp.parallel.strategies import Replicated
+
+ENVIRONMENT = "TRAINAPP_TEST_FAULTS"  # {"folder": ..., "faults": [...]}
+# Phases of the loop (`job.phase`), told by the tensor operations in them, and places that have a function instead.
+PLACES = ("gather buffer", "reduce buffer", "bucket", "manifest")
+BETWEEN = ("weight average", "evaluate", "save", "manifest")  # follow a finished step
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """`operation`: how many operations of the phase (or calls of the place) come before it; `times` it fires."""
+
+    rank: int
+    step: int
+    phase: str
+    kind: str = "oom"
+    operation: int = 0
+    times: int = 1
+
+    def marker(self, folder: Path, number: int) -> Path:
+        """The file that its `number`-th firing leaves."""
+        place = f"rank_{self.rank}_step_{self.step}_{self.phase}_{self.kind}_{number}".replace(" ", "_")
+        return folder / f"{place}_operation_{self.operation}"
+
+
+def fail_at(rank: int, step: int, phase: str, kind: str = "oom", operation: int = 0, times: int = 1) -> Fault:
+    """One fault. Kinds: oom, exception, kill, freeze, term, usr1, nan, inf, slow, disk full."""
+    return Fault(rank, step, phase, kind, operation, times)
+
+
+def fired(folder: Path, fault: Fault) -> int:
+    """How often a fault struck."""
+    return sum(fault.marker(folder, number).exists() for number in range(fault.times))
+
+
+def environment(folder: Path, *faults: Fault) -> dict[str, str]:
+    """For the workers of the real launcher: see `saboteur`."""
+    plan = {"folder": str(folder), "faults": [dataclasses.asdict(fault) for fault in faults]}
+    path = [str(Path(__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {ENVIRONMENT: json.dumps(plan), "PYTHONPATH": os.pathsep.join(path)}
+
+
+class Injector(TorchDispatchMode):
+    """Sees every tensor operation of the loop before it runs, as an allocator would."""
+
+    def __init__(self, faults: Iterable[Fault], folder: Path):
+        super().__init__()
+        self.faults, self.folder = list(faults), folder
+        self.job: Job | None = None
+        self.seen: dict[Fault, int] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
+        poison = self.strike(self.job.phase) if self.job is not None else None
+        result = func(*args, **(kwargs or {}))
+        if poison is not None and isinstance(result, torch.Tensor) and result.is_floating_point():
+            return result + poison
+        return result
+
+    def strike(self, phase: str) -> float | None:
+        """Called at `phase`: fails where a fault is due. Returns what to add to a result, if anything."""
+        for fault in self.faults:
+            if not self._due(fault, phase):
+                continue
+            number = next((n for n in range(fault.times) if not fault.marker(self.folder, n).exists()), None)
+            if number is None:
+                continue
+            value = self.job.state.progress.step
+            fault.marker(self.folder, number).write_text(f"{value}\n")
+            self.seen[fault] = 0
+            return _do(fault.kind)
+        return None
+
+    def _due(self, fault: Fault, phase: str) -> bool:
+        job = self.job
+        step = job.state.progress.step + (fault.phase not in BETWEEN)
+        if (fault.rank, fault.phase) != (job.ranks.rank, phase) or step != fault.step:
+            return False
+        self.seen[fault] = self.seen.get(fault, 0) + 1
+        return self.seen[fault] > fault.operation
+
+
+def _do(kind: str) -> float | None:
+    if kind == "oom":
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. (injected)")
+    if kind == "exception":
+        raise RuntimeError("injected failure")
+    signals = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP, "term": signal.SIGTERM, "usr1": signal.SIGUSR1}
+    if kind in signals:
+        os.kill(os.getpid(), signals[kind])
+    elif kind == "slow":
+        time.sleep(1.0)
+    elif kind == "disk full":  # the kernel's own refusal, of this process alone
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8192, resource.RLIM_INFINITY))
+    return {"nan": float("nan"), "inf": float("inf")}.get(kind)
+
+
+@contextlib.contextmanager
+def injected(faults: Iterable[Fault], folder: Path) -> Iterator[Injector]:
+    """The loop of this process fails as planned inside the block."""
+    injector = Injector(faults, folder)
+    originals: list[tuple[Any, str, Any]] = []
+
+    def patch(owner: Any, name: str, replacement: Any) -> None:
+        originals.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, replacement)
+
+    train = loop.train
+
+    def watched(job: Job) -> None:
+        injector.job = job
+        injector.seen.clear()
+        with injector:
+            train(job)
+
+    def striking(place: str, function: Any) -> Any:
+        @functools.wraps(function)  # DDP reads a hook's annotations
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if injector.job is not None:
+                injector.strike(place)
+            return function(*args, **kwargs)
+
+        return wrapper
+
+    patch(loop, "train", watched)
+    patch(DefaultAllGather, "allocate", striking("gather buffer", DefaultAllGather.allocate))
+    patch(DefaultReduceScatter, "allocate", striking("reduce buffer", DefaultReduceScatter.allocate))
+    patch(Replicated, "_reduce", striking("bucket", Replicated._reduce))
+    patch(checkpoint, "_write_manifest", striking("manifest", checkpoint._write_manifest))
+    try:
+        yield injector
+    finally:
+        for owner, name, original in reversed(originals):
+            setattr(owner, name, original)

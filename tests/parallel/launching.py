@@ -1,0 +1,140 @@
+"""Runs the real command line with several ranks, watches its processes, and ends them all when time is up."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+from helpers import environment
+
+from .conftest import GPT, TINY
+from .test_checkpoints import everything
+
+LIMIT = 90.0
+LAUNCHED = (
+    *TINY,
+    *GPT,
+    "parallel.devices=2",
+    "parallel.timeout=30",
+    "train.max_steps=6",
+    "every.save=2",
+    "checkpointing=standard",
+    "checkpointing.keep_last=9",
+    "batch.eval_micro_size=20",
+    "every.eval=3",
+)
+SABOTAGED = ("user_packages=[parallel]", "data._target_=parallel.saboteur.MaskedTokens")
+
+
+@dataclass
+class Ended:
+    """How a command ended; `orphans` are processes of its session that outlived it."""
+
+    code: int
+    text: str
+    seconds: float
+    orphans: list[str]
+
+
+class Launched:
+    """A command in a session of its own. Use as a context manager: nothing of it is left afterwards."""
+
+    def __init__(self, command: Sequence[str], cwd: Path, env: Mapping[str, str] | None = None):
+        self.output = cwd / f"output_{time.monotonic_ns()}.txt"
+        self.started = time.monotonic()
+        with self.output.open("w") as file:
+            self.process = subprocess.Popen(
+                command, cwd=cwd, env=environment(env), stdout=file, stderr=file, stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )  # fmt: skip
+        self._family: set[int] = set()
+
+    def __enter__(self) -> "Launched":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for member in self.session():
+            member.kill()
+        self.process.kill()
+        self.process.wait()
+
+    def session(self) -> list[psutil.Process]:
+        """All processes of the session, the command itself left out. It survives whoever started them."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                alive = process.status() != psutil.STATUS_ZOMBIE
+                if alive and process.pid != self.process.pid and os.getsid(process.pid) == self.process.pid:
+                    found.append(process)
+            except (psutil.NoSuchProcess, ProcessLookupError):
+                continue
+        return found
+
+    def workers(self) -> dict[int, int]:
+        """The process of each rank."""
+        found = {}
+        for process in self.session():
+            try:
+                rank = process.environ().get("RANK")
+                if rank is not None and process.ppid() == self.process.pid:
+                    found[int(rank)] = process.pid
+            except psutil.Error:
+                continue
+        return found
+
+    def wait_for(self, path: Path, limit: float = LIMIT) -> None:
+        """Until a file is there."""
+        until = time.monotonic() + limit
+        while not path.exists():
+            assert time.monotonic() < until, f"no {path.name} after {limit} s\n{self.text()}"
+            assert self.process.poll() is None, f"ended before {path.name}\n{self.text()}"
+            time.sleep(0.02)
+
+    def text(self) -> str:
+        return self.output.read_text(errors="replace")
+
+    def end(self, limit: float = LIMIT) -> Ended:
+        """Wait for the end of the command, and a moment for its children's."""
+        try:
+            code = self.process.wait(limit)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"not done after {limit} s\n{self.text()}") from None
+        seconds, until = time.monotonic() - self.started, time.monotonic() + 3
+        while self.session() and time.monotonic() < until:
+            time.sleep(0.05)
+        return Ended(code, self.text(), seconds, [str(process) for process in self.session()])
+
+
+def command(run_dir: Path, *overrides: str) -> list[str]:
+    """`python -m trainapp` with the tiny settings."""
+    return [sys.executable, "-m", "trainapp", *LAUNCHED, *overrides, f"hydra.run.dir={run_dir}"]
+
+
+def launch(run_dir: Path, *overrides: str, env: Mapping[str, str] | None = None, limit: float = LIMIT) -> Ended:
+    """To its end; no process of it may be left."""
+    run_dir.parent.mkdir(parents=True, exist_ok=True)
+    with Launched(command(run_dir, *overrides), run_dir.parent, env) as launched:
+        ended = launched.end(limit)
+    assert ended.orphans == []
+    return ended
+
+
+def checkpoint(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint."""
+    return everything(run_dir / "checkpoints" / f"step_{step:08d}")
+
+
+def different(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> list[str]:
+    """Names of the tensors that are not equal bit for bit."""
+    assert first.keys() == second.keys()
+    return [name for name in first if not torch.equal(first[name], second[name])]
+
+
+SIGNALS = {143: signal.SIGTERM, 138: signal.SIGUSR1, 130: signal.SIGINT}

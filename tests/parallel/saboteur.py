@@ -1,0 +1,59 @@
+"""Data and models that tests name in a configuration (`user_packages=[parallel]`).
+
+Importing it in a worker of the real launcher arms the faults that $TRAINAPP_TEST_FAULTS plans.
+"""
+
+import json
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainapp.data.synthetic import SyntheticTokens
+
+from . import faults
+
+
+class MaskedTokens(SyntheticTokens):
+    """Every `every`-th sequence has nothing to predict at all."""
+
+    def __init__(self, split: str, seed: int = 0, every: int = 3, **options: Any):
+        super().__init__(split, seed, **options)
+        self.every = every
+
+    def __getitems__(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
+        batch = super().__getitems__(indices)
+        nothing = torch.tensor([index % self.every == 0 for index in indices])
+        batch["targets"] = batch["targets"].masked_fill(nothing[:, None], -100)
+        return batch
+
+
+class FragileTokens(SyntheticTokens):
+    """The loader's worker process that is asked for the file's number of batches dies, once."""
+
+    in_memory = False
+
+    def __init__(self, split: str, seed: int = 0, marker: str = "", **options: Any):
+        super().__init__(split, seed, **options)
+        self.marker, self.batches = Path(marker), 0
+
+    def __getitems__(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
+        self.batches += 1
+        info = torch.utils.data.get_worker_info()
+        if info is not None and self.batches == 3 and os.environ.get("RANK") == "1" and not self.marker.exists():
+            self.marker.write_text("fired")
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitems__(indices)
+
+
+def _arm() -> None:
+    plan = json.loads(os.environ[faults.ENVIRONMENT])
+    planned = [faults.Fault(**fault) for fault in plan["faults"]]
+    faults.injected(planned, Path(plan["folder"])).__enter__()  # until this process ends
+
+
+if faults.ENVIRONMENT in os.environ and "TORCHELASTIC_RUN_ID" in os.environ:
+    _arm()

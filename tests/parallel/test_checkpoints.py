@@ -1,0 +1,260 @@
+"""Saved on N ranks, resumed on M: the same samples follow, with the same losses. And what a checkpoint must not do."""
+
+import hashlib
+import io
+import json
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+
+from .cells import Record
+from .conftest import Cell
+from .test_equality import TOLERANCE, error
+
+SAVING = ("checkpointing=standard", "every.save=2", "optimizer=adamw", "optimizer.lr=0.01", "train.ema=0.5")
+
+
+def spread(world: int, strategy: str) -> tuple[int, str]:
+    """One rank of DDP is a plain single process here: its checkpoints are one file."""
+    return (0, "parallel=single") if world == 1 and strategy == "ddp" else (world, f"parallel={strategy}")
+
+
+def resumed(cell: Cell, saver: tuple[int, str], reader: tuple[int, str], *overrides: str) -> tuple[list[Record], Path]:
+    """Two steps by the first, the other two by the second, in one directory."""
+    run_dir = cell.directory()
+    ranks, strategy = spread(*saver)
+    asynchronous = () if ranks == 0 else overrides
+    cell.run(ranks, strategy, *SAVING, *asynchronous, "train.max_steps=2", run_dir=run_dir)
+    ranks, strategy = spread(*reader)
+    return cell.run(ranks, strategy, *SAVING, run_dir=run_dir), run_dir
+
+
+PAIRS = [
+    ((n, a), (m, b)) for a in ("ddp", "fsdp") for b in ("ddp", "fsdp") for n in (1, 2, 3, 4) for m in (1, 2, 3, 4)
+]
+FAST = [
+    ((1, "ddp"), (2, "fsdp")), ((2, "fsdp"), (1, "ddp")), ((1, "ddp"), (3, "ddp")), ((3, "ddp"), (1, "ddp")),
+    ((2, "fsdp"), (4, "fsdp")), ((4, "fsdp"), (3, "fsdp")), ((2, "ddp"), (2, "fsdp")), ((2, "fsdp"), (2, "ddp")),
+    ((1, "fsdp"), (2, "fsdp")), ((2, "fsdp"), (1, "fsdp")), ((1, "fsdp"), (1, "ddp")), ((1, "ddp"), (1, "fsdp")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("saver", "reader"),
+    [
+        pytest.param(*pair, marks=() if pair in FAST else pytest.mark.slow, id="-".join(f"{n}_{s}" for n, s in pair))
+        for pair in PAIRS
+    ],
+)
+def test_saved_on_some_ranks_resumed_on_others(cell, saver, reader):
+    (reference,) = cell.run(0, *SAVING)
+    records, _ = resumed(cell, saver, reader)
+    for record in records:
+        assert record.progress["step"] == 4
+        assert record.losses == pytest.approx(reference.losses[2:], rel=TOLERANCE)
+        assert error(record.weights, reference.weights) < 1e-4  # AdamW divides by small second moments
+        assert error(record.average, reference.average) < 1e-4
+    samples = {k: [i for r in records for i in r.samples[k]] for k in records[0].samples}
+    assert list(samples.values()) == [reference.samples[2], reference.samples[3]]
+
+
+def test_on_as_many_ranks_it_is_bit_identical(cell):
+    for strategy in ("ddp", "fsdp", "hsdp"):
+        undisturbed = cell.run(2, f"parallel={strategy}", *SAVING, "model.dropout=0.1")
+        records, _ = resumed(cell, (2, strategy), (2, strategy), "model.dropout=0.1")
+        run_dir = cell.directory()
+        cell.run(2, f"parallel={strategy}", *SAVING, "model.dropout=0.1", "train.max_steps=2", run_dir=run_dir)
+        records = cell.run(2, f"parallel={strategy}", *SAVING, "model.dropout=0.1", run_dir=run_dir)
+        for record, other in zip(records, undisturbed, strict=True):
+            assert record.losses == other.losses[2:]
+            assert torch.equal(record.weights, other.weights)
+            assert torch.equal(record.average, other.average)
+
+
+def test_another_micro_batch_and_other_workers(cell):
+    (reference,) = cell.run(0, *SAVING)
+    run_dir = cell.directory()
+    cell.run(2, "parallel=fsdp", *SAVING, "train.max_steps=2", run_dir=run_dir)
+    records = cell.run(
+        2, "parallel=fsdp", *SAVING, "batch.micro_size=3", "data.num_workers=1", run_dir=run_dir
+    )
+    for record in records:
+        assert record.losses == pytest.approx(reference.losses[2:], rel=TOLERANCE)
+        assert record.sizes == [3, 3]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_asynchronous_saves_the_same(cell, strategy):
+    # Training goes on while the shards are written: what is saved is the moment of `save`, not a later one.
+    synchronous, asynchronous = cell.directory(), cell.directory()
+    later = ("checkpointing.asynchronous=true", "train.max_steps=8", "checkpointing.keep_last=8", "every.save=1")
+    now = ("train.max_steps=8", "checkpointing.keep_last=8", "every.save=1")
+    cell.run(2, f"parallel={strategy}", *SAVING, *now, run_dir=synchronous)
+    cell.run(2, f"parallel={strategy}", *SAVING, *later, run_dir=asynchronous)
+    names = sorted(path.name for path in (synchronous / "checkpoints").glob("step_*"))
+    assert names == sorted(path.name for path in (asynchronous / "checkpoints").glob("step_*"))
+    assert len(names) == 8
+    for name in names:
+        first, second = (everything(folder / "checkpoints" / name) for folder in (synchronous, asynchronous))
+        assert first.keys() == second.keys()
+        assert [key for key in first if not torch.equal(first[key], second[key])] == []
+
+
+def everything(path: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a sharded checkpoint, whole, read by torch itself."""
+    from torch.distributed.checkpoint.format_utils import _EmptyStateDictLoadPlanner
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    found: dict = {}
+    _load_state_dict(found, storage_reader=FileSystemReader(path), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+    flat: dict[str, torch.Tensor] = {}
+
+    def walk(value: object, name: str) -> None:
+        if isinstance(value, dict):
+            for key, inner in value.items():
+                walk(inner, f"{name}.{key}")
+        elif isinstance(value, torch.Tensor):
+            flat[name] = value
+
+    walk(found, "")
+    assert flat
+    return flat
+
+
+def test_manifest_names_every_file_of_every_rank(cell):
+    _, run_dir = resumed(cell, (2, "fsdp"), (3, "fsdp"))
+    for step, ranks in ((2, 2), (4, 3)):
+        path = run_dir / "checkpoints" / f"step_{step:08d}"
+        manifest = json.loads((path / "manifest.json").read_text())
+        assert manifest["ranks"] == ranks
+        assert set(manifest["files"]) == {p.name for p in path.iterdir()} - {"manifest.json"}
+        assert sum(name.endswith(".distcp") for name in manifest["files"]) == ranks
+        for name, entry in manifest["files"].items():
+            content = (path / name).read_bytes()
+            assert (entry["bytes"], entry["sha256"]) == (len(content), hashlib.sha256(content).hexdigest())
+    assert not list((run_dir / "checkpoints").glob(".tmp*"))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("damage", ["flipped bit", "truncated", "missing"])
+def test_a_damaged_shard_is_named_and_the_one_before_used(cell, damage, world):
+    run_dir = cell.directory()
+    cell.run(2, "parallel=fsdp", *SAVING, run_dir=run_dir)
+    shard = next((run_dir / "checkpoints" / "step_00000004").glob("__1_*.distcp"))
+    content = bytearray(shard.read_bytes())
+    if damage == "missing":
+        shard.unlink()
+    else:
+        content[len(content) // 2] ^= 1
+        shard.write_bytes(content if damage == "flipped bit" else content[:-7])
+    ranks, strategy = spread(world, "fsdp" if world == 2 else "ddp")
+    records = cell.run(ranks, strategy, *SAVING, "train.max_steps=5", run_dir=run_dir)
+    assert [record.progress["step"] for record in records] == [5] * len(records)
+    assert [len(record.losses) for record in records] == [3] * len(records)  # from step 2 on
+    lines = "\n".join(records[0].log)
+    assert shard.name in lines
+    assert "step_00000004 is damaged" in lines
+    assert "using the one before it" in lines
+
+
+class Payload:
+    """What unpickling must never run."""
+
+    def __init__(self, marker: Path):
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.marker),)
+
+
+def plant(path: Path, name: str, content: bytes) -> None:
+    """Put a file into a checkpoint and make the manifest agree."""
+    (path / name).write_bytes(content)
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["files"][name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize("place", [".metadata", "planner_data", "extra.pt", "extra.pt as pickle", "byte item"])
+def test_planted_payloads_do_not_run(cell, place, tmp_path):
+    run_dir, marker = cell.directory(), tmp_path / "ran"
+    cell.run(2, "parallel=fsdp", *SAVING, "train.max_steps=2", run_dir=run_dir)
+    path = run_dir / "checkpoints" / "step_00000002"
+    if place == ".metadata":
+        plant(path, ".metadata", pickle.dumps(Payload(marker)))
+    elif place == "planner_data":
+        metadata = pickle.loads((path / ".metadata").read_bytes())
+        metadata.planner_data = Payload(marker)
+        plant(path, ".metadata", pickle.dumps(metadata))
+    elif place == "byte item":
+        _turn_into_bytes(path, marker)
+    elif place == "extra.pt":
+        content = io.BytesIO()
+        torch.save(torch.load(path / "extra.pt") | {"scaler": Payload(marker)}, content)
+        plant(path, "extra.pt", content.getvalue())
+    else:
+        plant(path, "extra.pt", pickle.dumps(Payload(marker)))
+    records = cell.run(2, "parallel=fsdp", *SAVING, run_dir=run_dir)
+    assert all(record.error is not None for record in records), "it was loaded"
+    assert not marker.exists(), "it ran"
+    assert "step_00000002" in records[0].error
+    # The negative control: torch's own way of reading runs it.
+    if place in (".metadata", "planner_data"):
+        pickle.loads((path / ".metadata").read_bytes())
+        assert marker.exists()
+
+
+def _turn_into_bytes(path: Path, marker: Path) -> None:
+    """One tensor becomes a byte item with a pickle in it, as DCP stores whatever is no tensor."""
+    from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    name = next(n for n in metadata.state_dict_metadata if n.startswith("model."))
+    metadata.state_dict_metadata[name] = BytesStorageMetadata()
+    index = next(i for i in metadata.storage_data if i.fqn == name)
+    info = metadata.storage_data[index]
+    content = io.BytesIO()
+    torch.save(Payload(marker), content)
+    shard = bytearray((path / info.relative_path).read_bytes())
+    place = len(shard)
+    import dataclasses
+
+    changed = dataclasses.replace(info, offset=place, length=len(content.getvalue()))
+    metadata.storage_data = {
+        (dataclasses.replace(i, offset=None, index=None) if i.fqn == name else i): (changed if i.fqn == name else entry)
+        for i, entry in metadata.storage_data.items()
+        if i.fqn != name or i is index
+    }
+    plant(path, info.relative_path, bytes(shard) + content.getvalue())
+    plant(path, ".metadata", pickle.dumps(metadata))
+
+
+@pytest.mark.parametrize("world", [0, 2])
+def test_another_model_is_refused(cell, world):
+    run_dir = cell.directory()
+    cell.run(2, "parallel=fsdp", *SAVING, "train.max_steps=2", run_dir=run_dir)
+    strategy = "parallel=fsdp" if world else "parallel=single"
+    for record in cell.run(world, strategy, *SAVING, "model.width=32", run_dir=run_dir):
+        assert "does not fit this configuration's model or optimizer" in record.error
+        assert record.losses == []
+
+
+@pytest.mark.parametrize("reader", [(2, "fsdp"), (2, "ddp"), (1, "ddp")], ids=lambda r: f"{r[0]}_{r[1]}")
+def test_an_average_that_was_not_saved_begins_at_the_weights(cell, reader):
+    run_dir = cell.directory()
+    without = [text for text in SAVING if "ema" not in text]
+    first = cell.run(2, "parallel=fsdp", *without, "train.max_steps=2", run_dir=run_dir)
+    ranks, strategy = spread(*reader)
+    for record in cell.run(ranks, strategy, *SAVING, "train.ema=0.999999", "train.max_steps=3", run_dir=run_dir):
+        assert error(record.average, first[0].weights) < 1e-5
+
+
+def test_another_optimizer_is_refused_or_begins_anew(cell):
+    run_dir = cell.directory()
+    cell.run(2, "parallel=fsdp", *SAVING, "train.max_steps=2", run_dir=run_dir)
+    for record in cell.run(2, "parallel=fsdp", *SAVING, "optimizer=sgd", "+optimizer.momentum=0.5", run_dir=run_dir):
+        assert record.error is not None

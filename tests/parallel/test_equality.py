@@ -1,0 +1,217 @@
+"""One process == 2 == 4, however the model is spread: losses, gradients, weights and samples of several steps.
+
+TOLERANCE: relative 2-norm error of the weights and of every step's gradient against one process; the same sums in
+another order, in fp32. Every sequence has another number of tokens, so each rank and each micro-batch weighs otherwise.
+"""
+
+import pytest
+import torch
+
+from . import cells
+from .cells import Record
+from .conftest import Cell
+from .faults import fail_at
+
+TOLERANCE = 2e-5
+SPREADS = ("ddp", "fsdp", "hsdp")
+
+
+def error(value: torch.Tensor, reference: torch.Tensor) -> float:
+    """Relative, in the 2-norm."""
+    return float((value - reference).norm() / reference.norm())
+
+
+def errors(record: Record, reference: Record) -> list[float]:
+    """Of the steps' gradients, then of the final weights."""
+    pairs = [*zip(record.gradients, reference.gradients, strict=True), (record.weights, reference.weights)]
+    return [error(a, b) for a, b in pairs]
+
+
+def together(records: list[Record]) -> dict[int, list[int]]:
+    """The samples of each step over all ranks, in the ranks' order."""
+    return {step: [i for r in records for i in r.samples[step]] for step in records[0].samples}
+
+
+def assert_same(records: list[Record], reference: Record, tolerance: float = TOLERANCE) -> None:
+    for record in records:
+        assert record.error is None
+        assert record.losses == pytest.approx(reference.losses, rel=tolerance)
+        assert max(errors(record, reference)) < tolerance
+        assert torch.equal(record.weights, records[0].weights)
+    assert together(records) == reference.samples
+
+
+def as_one(cell: Cell, world: int, spread: str, *overrides: str, tolerance: float = TOLERANCE) -> list[Record]:
+    """Runs the same configuration alone and on `world` ranks; both must agree. Returns the ranks' records."""
+    (reference,) = cell.run(0, *overrides)
+    records = cell.run(world, f"parallel={spread}", *overrides)
+    assert_same(records, reference, tolerance)
+    return records
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("spread", SPREADS)
+def test_as_one_process(cell, spread, world):
+    if spread == "hsdp" and world == 3:
+        world = 1  # shards of one rank
+        as_one(cell, 1, "fsdp")
+        return
+    as_one(cell, world, spread, "train.ema=0.5")
+
+
+@pytest.mark.parametrize("spread", SPREADS)
+def test_averaging_would_be_noticed(cell, spread):
+    # The negative control: gradients averaged over ranks, as DDP and FSDP do by themselves.
+    (reference,) = cell.run(0)
+    for record in cell.run(2, f"parallel={spread}", function=cells.train_averaging):
+        assert min(errors(record, reference)) > 0.01
+        assert error(record.gradients[0], reference.gradients[0]) == pytest.approx(0.5, abs=1e-4)
+
+
+def test_means_of_means_would_be_noticed(cell):
+    # And the mean over ranks of each rank's own mean, the usual mistake with padded tokens.
+    (reference,) = cell.run(0)
+    (first, _) = cell.run(2, "parallel=ddp", function=cells.train_mean_of_means)
+    assert errors(first, reference)[0] > 1e-3
+
+
+MASKED = (
+    "data._target_=parallel.saboteur.MaskedTokens",
+    "user_packages=[parallel]",
+    "batch.global_size=4",
+    "train.max_steps=6",
+)
+
+
+@pytest.mark.parametrize("spread", SPREADS)
+def test_a_rank_without_a_valid_token(cell, spread):
+    records = as_one(cell, 4, spread, *MASKED)
+    without = [index % 3 == 0 for record in records for own in record.samples.values() for index in own]
+    assert sum(without) > 3
+
+
+@pytest.mark.parametrize("spread", ["ddp", "fsdp"])
+def test_no_valid_token_anywhere(cell, spread):
+    overrides = (*MASKED, "+data.every=1", "train.max_steps=2")
+    records = cell.run(2, f"parallel={spread}", *overrides)
+    (reference,) = cell.run(0, *overrides)
+    for record in records:
+        assert record.losses == reference.losses == [0.0, 0.0]
+        assert torch.equal(record.weights, reference.weights)
+
+
+@pytest.mark.parametrize("spread", SPREADS)
+def test_clipping(cell, spread):
+    # Once for each step, by the norm over all ranks.
+    (unclipped,) = cell.run(0)
+    records = as_one(cell, 4 if spread == "hsdp" else 2, spread, "train.grad_clip=0.05")
+    assert errors(records[0], unclipped)[-1] > 1e-3
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("spread", ["ddp", "fsdp"])
+def test_fp16_overflow_on_one_rank(cell, spread, world):
+    fp16 = ("precision=fp16", "precision.initial_scale=256")
+    fault = fail_at(world - 1, 2, "backward", "inf", operation=3)
+    records = cell.run(world, f"parallel={spread}", *fp16, faults=[fault])
+    (undisturbed,) = cell.run(0, *fp16)
+    for record in records:
+        assert record.scales == [256.0, 128.0, 128.0, 128.0, 128.0]  # halved by the skipped step, on all
+        assert record.skipped == 1
+        assert record.progress["step"] == 4
+        assert torch.equal(record.weights, records[0].weights)
+        assert not record.gradients[1].isfinite().all()
+        assert error(record.gradients[0], undisturbed.gradients[0]) < 5e-3
+        # The step's samples are gone; its parameters are as they were: the third attempt's gradient is finite.
+        assert all(gradient.isfinite().all() for gradient in record.gradients[2:])
+
+
+@pytest.mark.parametrize("spread", ["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    ("world", "global_size", "micro_size"),
+    [(2, 7, 2), (4, 7, 2), (4, 3, 1), (2, 1, 1), (2, 9, 4), (2, 13, 6)],
+    ids=lambda value: str(value),
+)
+def test_a_global_batch_that_does_not_divide(cell, spread, world, global_size, micro_size):
+    # 8 steps: long enough for the size to be proven, when votes end on all ranks alike.
+    sizes = (f"batch.global_size={global_size}", f"batch.micro_size={micro_size}", "train.max_steps=8")
+    records = as_one(cell, world, spread, *sizes)
+    assert [r.armed for r in records] == [records[0].armed] * world
+    assert records[0].armed[0]
+    assert len({r.votes for r in records}) == 1
+
+
+@pytest.mark.parametrize("spread", ["ddp", "fsdp"])
+@pytest.mark.parametrize(("world", "samples"), [(2, 37), (4, 37), (4, 3), (4, 5)])
+def test_evaluation_counts_every_sample_once(cell, spread, world, samples):
+    overrides = ("every.eval=1", "batch.eval_micro_size=6", f"data.val_size={samples}", "train.max_steps=5")
+    (reference,) = cell.run(0, *overrides)
+    records = cell.run(world, f"parallel={spread}", *overrides)
+    assert_same(records, reference)
+    for record in records:
+        assert len(record.evaluated) == 5
+        for found, wanted in zip(record.evaluated, reference.evaluated, strict=True):
+            assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
+            assert found["accuracy"] == pytest.approx(wanted["accuracy"], abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("spread", "overrides"),
+    [
+        ("ddp", ("batch.micro_size=1",)),
+        ("ddp", ("accumulation.steps=3", "batch.micro_size=auto")),
+        ("ddp", ("parallel.ddp.bucket_mb=0.001",)),
+        ("ddp", ("parallel.ddp.static_graph=true",)),
+        ("ddp", ("parallel.ddp.find_unused_parameters=true",)),
+        ("fsdp", ("batch.micro_size=1",)),
+        ("fsdp", ("accumulation.steps=3", "batch.micro_size=auto")),
+        ("fsdp", ("parallel.fsdp.sync_every_micro_batch=false",)),
+        ("fsdp", ("parallel.fsdp.reshard_after_forward=false",)),
+        ("fsdp", ("parallel.fsdp.prefetch=2",)),
+        ("fsdp", ("parallel.fsdp.cpu_offload=true",)),
+        ("hsdp", ("parallel.fsdp.sync_every_micro_batch=false", "batch.micro_size=1")),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, tuple) else value,
+)
+def test_settings_that_change_no_result(cell, spread, overrides):
+    shared = tuple(o for o in overrides if not o.startswith("parallel."))
+    (reference,) = cell.run(0, *shared)
+    assert_same(cell.run(2, f"parallel={spread}", *overrides), reference)
+
+
+@pytest.mark.parametrize("spread", SPREADS)
+@pytest.mark.parametrize(
+    "checkpointing", [("full",), ("full", "every=2"), ("selective",)], ids=lambda value: "-".join(value)
+)
+def test_activation_checkpointing(cell, spread, checkpointing):
+    mode, *more = checkpointing
+    chosen = [f"activation_checkpointing={mode}", *(f"activation_checkpointing.{text}" for text in more)]
+    (reference,) = cell.run(0)
+    assert_same(cell.run(2, f"parallel={spread}", *chosen), reference)
+
+
+@pytest.mark.parametrize("spread", SPREADS)
+def test_bf16(cell, spread):
+    # bf16 has 8 bits: matrix products round otherwise in other micro-batches. Far from fp32's tolerance all the same.
+    (reference,) = cell.run(0, "precision=bf16")
+    for record in cell.run(2, f"parallel={spread}", "precision=bf16"):
+        assert record.losses == pytest.approx(reference.losses, rel=2e-3)
+        assert max(errors(record, reference)) < 2e-2
+
+
+def test_batchnorm_buffers_are_the_leaders(cell):
+    # Statistics are each rank's own while training, and rank 0's wherever they matter.
+    digits = ("model=resnet", "model.width=4", "data=digits", "every.eval=2")
+    from .conftest import TINY
+
+    for spread in ("ddp", "fsdp"):
+        records = cell.run(2, f"parallel={spread}", *digits, tiny=TINY)
+        assert records[0].evaluated == records[1].evaluated
+        assert torch.equal(records[0].weights, records[1].weights)
+
+
+def test_adamw_and_dropout_on_many_ranks_are_repeatable(cell):
+    settings = ("optimizer=adamw", "model.dropout=0.1")
+    for spread in ("ddp", "fsdp"):
+        first, second = (cell.run(2, f"parallel={spread}", *settings)[0] for _ in range(2))
+        assert torch.equal(first.weights, second.weights)

@@ -1,0 +1,184 @@
+"""Workers that die, freeze or are told to stop, disks that refuse: through the real launcher, nothing is lost."""
+
+import json
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from helpers import metrics, result
+
+from .faults import environment, fail_at, fired
+from .launching import LAUNCHED, SABOTAGED, Launched, checkpoint, command, different, launch
+
+DDP = ("parallel=ddp", *SABOTAGED)
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory) -> Path:
+    """The undisturbed run."""
+    run_dir = tmp_path_factory.mktemp("reference") / "run"
+    ended = launch(run_dir, *DDP, env={"TRAINAPP_CACHE": str(run_dir / "cache"), **environment(run_dir)})
+    assert ended.code == 0, ended.text
+    return run_dir
+
+
+def last(run_dir: Path) -> int:
+    """The step of the newest checkpoint."""
+    return max(int(path.name[5:]) for path in (run_dir / "checkpoints").glob("step_*"))
+
+
+def test_killed_workers_are_started_again(reference, tmp_path):
+    # In the backward of step 4, and inside the save of step 6 (shards written, no manifest yet): from 2, then from 4.
+    faults = [fail_at(1, 4, "backward", "kill", operation=20), fail_at(0, 6, "manifest", "kill")]
+    ended = launch(tmp_path / "run", *DDP, env=environment(tmp_path, *faults))
+    assert [fired(tmp_path, fault) for fault in faults] == [1, 1]
+    assert ended.code == 0, ended.text
+    assert different(checkpoint(tmp_path / "run", 6), checkpoint(reference, 6)) == []
+    log = (tmp_path / "run" / "trainapp.log").read_text()
+    assert re.findall(r"resumed from \S+step_0*(\d+):", log) == ["2", "4"]
+    lines = metrics(tmp_path / "run")
+    assert [(line["step"], line["loss"]) for line in lines] == [
+        (line["step"], line["loss"]) for line in metrics(reference)
+    ]
+
+
+def test_restarts_are_bounded(tmp_path):
+    fault = fail_at(1, 2, "backward", "exception", times=9)
+    ended = launch(tmp_path / "run", *DDP, "parallel.max_restarts=1", env=environment(tmp_path, fault))
+    assert fired(tmp_path, fault) == 2
+    assert ended.code == 1
+    assert "rank 1 failed" in ended.text
+    assert "after 1 restarts" in ended.text
+    assert "injected failure" in ended.text
+
+
+def test_out_of_memory_where_nobody_votes(reference, tmp_path):
+    # The worker ends with a code of its own; all start again from step 2's checkpoint at half the micro-batch.
+    fault = fail_at(1, 3, "backward", operation=20)
+    ended = launch(tmp_path / "run", *DDP, "parallel.arm=never", env=environment(tmp_path, fault))
+    assert fired(tmp_path, fault) == 1
+    assert ended.code == 0, ended.text
+    assert "exitcode: 82" in ended.text or "exitcode  : 82" in ended.text
+    logs = (tmp_path / "run" / "ranks" / "rank_1.log").read_text()
+    assert "all ranks start again from the last checkpoint with micro-batch 2 instead of 4" in logs
+    assert [line["batch/micro_size"] for line in metrics(tmp_path / "run")] == [4, 4, 2, 2, 2, 2]
+    for line, other in zip(metrics(tmp_path / "run"), metrics(reference), strict=True):
+        assert line["loss"] == pytest.approx(other["loss"], rel=1e-5)
+    (incident,) = (tmp_path / "run" / "oom").glob("*.json")
+    assert json.loads(incident.read_text())["rank"] == 1
+    assert "rank_1" in incident.name
+
+
+def test_out_of_memory_in_the_commit(reference, tmp_path):
+    fault = fail_at(0, 3, "commit", operation=1)
+    ended = launch(tmp_path / "run", *DDP, env=environment(tmp_path, fault))
+    assert fired(tmp_path, fault) == 1
+    assert ended.code == 0, ended.text
+    assert "inside the commit" in (tmp_path / "run" / "trainapp.log").read_text()
+    for line, other in zip(metrics(tmp_path / "run"), metrics(reference), strict=True):
+        assert line["loss"] == pytest.approx(other["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize(("to", "code"), [("launcher", 143), ("launcher", 138), ("rank 1", 143), ("rank 0", 138)])
+def test_a_signal_stops_all_and_the_same_command_goes_on(reference, tmp_path, to, code):
+    number = {143: signal.SIGTERM, 138: signal.SIGUSR1}[code]
+    slow = fail_at(0, 3, "forward", "slow")
+    run_dir = tmp_path / "run"
+    words = command(run_dir, *DDP, "every.save=null")
+    with Launched(words, tmp_path, environment(tmp_path, slow)) as launched:
+        launched.wait_for(slow.marker(tmp_path, 0))
+        target = launched.process.pid if to == "launcher" else launched.workers()[int(to[-1])]
+        os.kill(target, number)
+        ended = launched.end(30)
+    assert ended.code == code, ended.text
+    assert ended.orphans == []
+    assert last(run_dir) == len(list((run_dir / "checkpoints").glob("step_*"))) + 2  # one save, of step 3
+    assert f"hydra.run.dir={run_dir}" in ended.text  # how to go on
+    if to == "launcher" and code == 138:
+        return  # one resume for each kind of target is enough
+    again = launch(run_dir, *DDP, "every.save=null", env=environment(tmp_path, slow))
+    assert again.code == 0, again.text
+    assert different(checkpoint(run_dir, 6), checkpoint(reference, 6)) == []
+
+
+def test_a_disk_that_is_full_on_one_rank(tmp_path):
+    fault = fail_at(1, 4, "save", "disk full")
+    wide = ("model.width=64",)  # a shard larger than what the rank may write
+    ended = launch(tmp_path / "run", *SABOTAGED, "parallel=fsdp", *wide, env=environment(tmp_path, fault))
+    assert fired(tmp_path, fault) == 1
+    assert ended.code == 1
+    assert "the checkpoint of step 4 could not be written" in ended.text
+    assert "rank 1" in ended.text
+    assert "File too large" in ended.text
+    assert "step_00000002" in ended.text  # the last good one
+    assert last(tmp_path / "run") == 2
+    assert checkpoint(tmp_path / "run", 2)
+    assert not list((tmp_path / "run" / "checkpoints").glob(".tmp*"))
+
+
+def test_a_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").write_text("in the way")
+    ended = launch(tmp_path / "run", "parallel=fsdp")
+    assert ended.code == 1
+    assert "the checkpoint of step 2 could not be written" in ended.text
+
+
+def test_a_loader_process_that_dies(tmp_path):
+    fragile = ("user_packages=[parallel]", "data._target_=parallel.saboteur.FragileTokens", "data.num_workers=1")
+    marker = tmp_path / "marker"
+    ended = launch(
+        tmp_path / "run", "parallel=ddp", *fragile, f"+data.marker={marker}", "parallel.max_restarts=0",
+        env=environment(tmp_path),
+    )  # fmt: skip
+    assert marker.exists()
+    assert ended.code == 1
+    assert "DataLoader worker" in ended.text
+    assert "rank 1 failed" in ended.text
+
+
+def test_a_loss_that_is_not_a_number_stops_all(tmp_path):
+    fault = fail_at(1, 3, "forward", "nan", operation=30)
+    ended = launch(tmp_path / "run", *DDP, env=environment(tmp_path, fault))
+    assert fired(tmp_path, fault) == 1
+    assert ended.code == 1
+    assert "step 3: the loss is not finite" in ended.text
+    assert ended.text.count("is not finite") == 1  # said once, and not tried again
+    assert last(tmp_path / "run") == 2
+
+
+@pytest.mark.slow
+def test_a_peer_that_vanishes(tmp_path):
+    fault = fail_at(1, 4, "backward", "freeze", operation=20)
+    started = time.monotonic()
+    ended = launch(
+        tmp_path / "run", *DDP, "parallel.timeout=10", "parallel.max_restarts=0", env=environment(tmp_path, fault)
+    )
+    assert fired(tmp_path, fault) == 1
+    assert ended.code == 1
+    assert "rank 0 failed" in ended.text
+    assert time.monotonic() - started < 80  # 10 s, and torch gives a process 30 s to leave before it is killed
+    assert last(tmp_path / "run") == 2
+    assert checkpoint(tmp_path / "run", 2)
+    assert not list((tmp_path / "run" / "checkpoints").glob("step_00000004"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("asynchronous", ["true", "false"])
+def test_killed_anywhere(tmp_path, strategy, asynchronous):
+    overrides = (*SABOTAGED, f"parallel={strategy}", f"checkpointing.asynchronous={asynchronous}")
+    undisturbed = launch(tmp_path / "undisturbed", *overrides, env=environment(tmp_path))
+    assert undisturbed.code == 0
+    faults = [fail_at(0, 3, "forward", "kill"), fail_at(1, 4, "save", "kill"), fail_at(1, 5, "commit", "kill")]
+    ended = launch(tmp_path / "run", *overrides, env=environment(tmp_path, *faults))
+    assert [fired(tmp_path, fault) for fault in faults] == [1, 1, 1]
+    assert ended.code == 0, ended.text
+    assert different(checkpoint(tmp_path / "run", 6), checkpoint(tmp_path / "undisturbed", 6)) == []
+
+
+__all__ = ["LAUNCHED", "result"]

@@ -1,0 +1,134 @@
+"""One command starts all ranks: one directory, one log of rank 0, the objective; torchrun and Slurm give the same."""
+
+import os
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from helpers import environment, evaluations, metrics, result, scalars
+
+from .launching import LAUNCHED, Launched, checkpoint, command, different, launch
+from .pool import free_port
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory) -> Path:
+    """The undisturbed run of two ranks of DDP."""
+    os.environ["TRAINAPP_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+    run_dir = tmp_path_factory.mktemp("reference") / "run"
+    ended = launch(run_dir, "parallel=ddp")
+    assert ended.code == 0, ended.text
+    return run_dir
+
+
+def test_one_directory_and_one_log(reference):
+    assert {path.name for path in reference.iterdir()} == {
+        ".hydra", "checkpoints", "evaluations.jsonl", "metrics.jsonl", "ranks", "result.json", "tensorboard",
+        "trainapp.log",
+    }  # fmt: skip
+    assert [path.name for path in (reference / "ranks").iterdir()] == ["rank_1.log"]
+    log = (reference / "trainapp.log").read_text()
+    assert log.count("parameters on cpu") == 1
+    assert "x 2 ranks" in log
+    assert [line["step"] for line in metrics(reference)] == [1, 2, 3, 4, 5, 6]
+    assert len(list((reference / "tensorboard").iterdir())) == 1
+    assert result(reference)["objective"] == evaluations(reference)[-1][result(reference)["metric"]]
+
+
+def test_memory_of_every_rank(reference):
+    for line in metrics(reference):
+        assert 0 < line["memory/peak_min"] <= line["memory/peak"] <= line["memory/peak_max"]
+        assert {line["memory/peak_min_rank"], line["memory/peak_max_rank"]} <= {0, 1}
+    tags = scalars(reference)
+    for name in ("memory/peak_min", "memory/peak_max", "memory/peak_max_rank", "memory/peak_min_rank"):
+        assert sorted(tags[name]) == [1, 2, 3, 4, 5, 6]
+
+
+def same_run(run_dir: Path, reference: Path) -> None:
+    assert [line["loss"] for line in metrics(run_dir)] == [line["loss"] for line in metrics(reference)]
+    assert different(checkpoint(run_dir, 6), checkpoint(reference, 6)) == []
+    assert sorted(path.name for path in run_dir.iterdir()) == sorted(path.name for path in reference.iterdir())
+    assert [path.name for path in (run_dir / "ranks").iterdir()] == ["rank_1.log"]
+
+
+def test_torchrun_gives_the_same_run(reference, tmp_path):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", f"--master-port={free_port()}"]
+    with Launched([*torchrun, "-m", "trainapp", *LAUNCHED, "parallel=ddp"], tmp_path) as launched:
+        ended = launched.end()
+    assert ended.code == 0, ended.text
+    assert ended.orphans == []
+    (run_dir,) = (tmp_path / "outputs" / "torchrun").iterdir()
+    same_run(run_dir, reference)
+
+
+def test_a_multirun_inside_torchrun_is_refused(tmp_path):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", f"--master-port={free_port()}"]
+    overrides = ["parallel=ddp", "train.seed=1,2"]
+    with Launched([*torchrun, "-m", "trainapp", "-m", *LAUNCHED, *overrides], tmp_path) as launched:
+        ended = launched.end()
+    assert ended.code != 0
+    assert "python -m trainapp -m" in ended.text
+    assert not list(tmp_path.rglob("metrics.jsonl"))
+
+
+def test_slurm_gives_the_same_run(reference, tmp_path):
+    job = str(20000 + free_port() % 20000)
+    started = []
+    for rank in (0, 1):
+        names = {"SLURM_PROCID": str(rank), "SLURM_NTASKS": "2", "SLURM_LOCALID": str(rank), "SLURM_JOB_ID": job}
+        names |= {"SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1"}
+        started.append(Launched([sys.executable, "-m", "trainapp", *LAUNCHED, "parallel=ddp"], tmp_path, names))
+    with started[0], started[1]:
+        ended = [launched.end() for launched in started]
+    assert [e.code for e in ended] == [0, 0], ended[0].text + ended[1].text
+    same_run(tmp_path / "outputs" / "slurm" / job, reference)
+
+
+def test_multirun_returns_the_objectives(tmp_path, reference):
+    overrides = ["parallel=ddp", "train.seed=0,1", "every.eval=6", "hydra.sweep.dir=sweep", "train.max_steps=6"]
+    with Launched([sys.executable, "-m", "trainapp", "-m", *LAUNCHED, *overrides], tmp_path) as launched:
+        ended = launched.end()
+    assert ended.code == 0, ended.text
+    assert ended.orphans == []
+    found = [result(tmp_path / "sweep" / str(job))["objective"] for job in (0, 1)]
+    assert found[0] == result(reference)["objective"] != found[1]
+
+
+def test_devices_auto_needs_gpus(tmp_path):
+    if torch.cuda.is_available():
+        pytest.skip("this machine has GPUs")
+    ended = launch(tmp_path / "run", "parallel=ddp", "parallel.devices=auto")
+    assert ended.code == 2
+    assert "parallel.devices=N" in ended.text
+
+
+def test_single_inside_torchrun_is_refused(tmp_path):
+    names = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": "none"}
+    done = subprocess.run(
+        [sys.executable, "-m", "trainapp", *LAUNCHED, "parallel=single"], cwd=tmp_path, env=environment(names),
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "choose parallel=ddp or parallel=fsdp" in done.stderr
+
+
+def test_several_nodes_need_names(tmp_path):
+    ended = launch(tmp_path / "run", "parallel=ddp", "parallel.nodes=2")
+    assert ended.code == 2
+    assert "parallel.endpoint=HOST:PORT" in ended.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["fsdp", "hsdp"])
+def test_shards_through_the_launcher(tmp_path, strategy):
+    ended = launch(tmp_path / "run", f"parallel={strategy}")
+    assert ended.code == 0, ended.text
+    assert result(tmp_path / "run")["steps"] == 6
+
+
+__all__ = ["command", "shlex", "time"]

@@ -1,0 +1,128 @@
+"""Runs in this process, composed from the same YAML files as the command line's."""
+
+from pathlib import Path
+
+import torch
+from hydra import compose, initialize_config_dir
+from torch import nn
+
+from trainapp import config, loop, runner
+from trainapp.__main__ import CONF
+from trainapp.config import Config
+from trainapp.job import Job
+from trainapp.parallel.ranks import Alone
+from trainapp.runner import RunResult
+from trainapp.signals import StopRequest
+
+# A tiny run on the CPU: what a test does not say is this.
+TINY = (
+    "train.device=cpu",
+    "train.max_epochs=null",
+    "train.max_steps=4",
+    "batch.global_size=16",
+    "every.log=1",
+    "every.eval=null",
+    "every.save=null",
+    "memory.guard=false",
+)
+MODELS = {
+    "mlp": ("model=mlp", "model.width=16", "data=digits"),
+    "resnet": ("model=resnet", "model.width=4", "data=digits", "data.augment=true"),
+    "gpt": (
+        "model=gpt",
+        "model.depth=1",
+        "model.width=16",
+        "model.heads=2",
+        "model.context_length=16",
+        "model.dropout=0.1",
+        "data=synthetic_tokens",
+        "data.vocab_size=32",
+        "data.size=200",
+        "data.val_size=40",
+    ),
+}
+
+
+def configure(run_dir: Path, *overrides: str) -> Config:
+    """The configuration of `trainapp OVERRIDES hydra.run.dir=RUN_DIR` over TINY."""
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        composed = compose("train", [*TINY, *overrides])
+    return config.from_hydra(composed, str(run_dir), "python -m trainapp")
+
+
+def run(run_dir: Path, *overrides: str) -> RunResult:
+    """A run from start to end."""
+    return runner.run(configure(run_dir, *overrides))
+
+
+def prepare(run_dir: Path, *overrides: str) -> Job:
+    """A run that stands before its next step. The caller closes its tracker."""
+    return runner.prepare(configure(run_dir, *overrides), StopRequest(), Alone())
+
+
+class StopAt(StopRequest):
+    """Asks for a stop as Ctrl-C would, in the course of the step that is to be the last."""
+
+    def __init__(self, step: int):
+        self.step = step
+        self.job: Job | None = None
+        super().__init__()
+
+    @property
+    def signal(self) -> int | None:
+        """SIGINT once `step` steps are done."""
+        return 2 if self.job is not None and self.job.state.progress.step >= self.step else None
+
+    @signal.setter
+    def signal(self, number: int | None) -> None:
+        assert number is None
+
+
+def run_until(run_dir: Path, step: int, *overrides: str) -> Job:
+    """The loop until a request to stop after `step` steps: it saves, as a run that is interrupted does."""
+    stop = StopAt(step)
+    job = runner.prepare(configure(run_dir, *overrides), stop, Alone())
+    stop.job = job
+    try:
+        loop.train(job)
+    finally:
+        job.tracker.close()
+    return job
+
+
+def checkpoint(run_dir: Path, step: int) -> Path:
+    """Where the checkpoint of a step lies."""
+    return run_dir / "checkpoints" / f"step_{step:08d}"
+
+
+def saved(run_dir: Path, step: int) -> dict:
+    """The state in the checkpoint of a step."""
+    return torch.load(checkpoint(run_dir, step) / "state.pt", weights_only=True)
+
+
+def differences(a: object, b: object, path: str = "") -> list[str]:
+    """Where two nested containers of tensors and plain values are not equal bit for bit."""
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return [] if a.dtype == b.dtype and torch.equal(a, b) else [path]
+    if isinstance(a, dict) and isinstance(b, dict):
+        lacking = [f"{path}.{key}" for key in a.keys() ^ b.keys()]
+        return lacking + [d for key in a.keys() & b.keys() for d in differences(a[key], b[key], f"{path}.{key}")]
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        found = [] if len(a) == len(b) else [f"{path} (length)"]
+        return found + [d for i, (x, y) in enumerate(zip(a, b, strict=False)) for d in differences(x, y, f"{path}.{i}")]
+    return [] if type(a) is type(b) and a == b else [path]
+
+
+def weights(model: nn.Module) -> torch.Tensor:
+    """All parameters as one vector, a copy."""
+    return torch.cat([p.detach().flatten().clone() for p in model.parameters()])
+
+
+def gradients(model: nn.Module) -> torch.Tensor:
+    """All gradients as one vector, a copy."""
+    return torch.cat([p.grad.flatten().clone() for p in model.parameters()])
+
+
+def relative_error(value: torch.Tensor, reference: torch.Tensor) -> float:
+    """|value - reference| / |reference|, 2-norms."""
+    return float((value - reference).norm() / reference.norm())

@@ -1,0 +1,250 @@
+import gc
+import random
+import time
+
+import numpy as np
+import pytest
+import runs
+import torch
+from torch.utils.data import Dataset, default_collate
+
+from trainapp.batching import (
+    Batches,
+    EvalBatches,
+    Fetcher,
+    Request,
+    TrainBatches,
+    cut,
+    cut_evenly,
+    epoch_order,
+    worker_count,
+)
+from trainapp.data.digits import Digits
+from trainapp.data.synthetic import SyntheticTokens
+from trainapp.state import Progress
+
+CPU = torch.device("cpu")
+
+
+class Numbers(Dataset):
+    """Sample i is the number i, with what the three global generators of random numbers make of it."""
+
+    task = "classification"
+
+    def __init__(self, samples: int = 50):
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([index, torch.rand(()).item(), np.random.rand(), random.random()])
+
+
+class BatchedNumbers(Numbers):
+    """The same with a fetch of whole batches, and no word on epochs: as Hugging Face's data sets are."""
+
+    def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
+        return [self[index] for index in indices]
+
+
+def indices_of(batches: TrainBatches, steps: int) -> list[list[int]]:
+    progress, seen = Progress(), []
+    for _ in range(steps):
+        seen.append(batches.indices(progress))
+        batches.advance(progress)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("samples", "size", "sizes"),
+    [
+        (10, 3, [3, 3, 2, 2]),
+        (10, 4, [4, 4, 2]),
+        (10, 10, [10]),
+        (10, 16, [10]),
+        (9, 8, [7, 2]),
+        (3, 2, [2, 1]),
+        (1, 4, [1]),
+        (5, 1, [1] * 5),
+    ],
+)
+def test_cut_takes_the_size_and_leaves_no_single_sample(samples, size, sizes):
+    assert [len(part) for part in cut(list(range(samples)), size)] == sizes
+
+
+def test_cut_keeps_every_sample_in_order():
+    for samples in range(1, 40):
+        for size in range(1, 45):
+            parts = cut(list(range(samples)), size)
+            assert [i for part in parts for i in part] == list(range(samples))
+            assert len(parts) == -(-samples // size)
+            assert size <= 2 or samples == 1 or min(map(len, parts)) >= 2
+            assert max(map(len, parts)) <= size
+
+
+def test_cut_evenly_10_in_3_is_4_3_3():
+    assert [len(part) for part in cut_evenly(list(range(10)), 3)] == [4, 3, 3]
+    assert [len(part) for part in cut_evenly([7, 8], 3)] == [1, 1]  # no empty micro-batch
+    for samples in range(1, 30):
+        for parts in range(1, 30):
+            pieces = cut_evenly(list(range(samples)), parts)
+            assert [i for piece in pieces for i in piece] == list(range(samples))
+            assert len(pieces) == min(parts, samples)
+            assert max(map(len, pieces)) - min(map(len, pieces)) <= 1
+
+
+def test_an_epoch_is_a_permutation_of_its_own():
+    orders = {(seed, epoch): epoch_order(seed, epoch, 100) for seed in range(3) for epoch in range(3)}
+    assert all(sorted(order) == list(range(100)) for order in orders.values())
+    assert len({tuple(order) for order in orders.values()}) == 9
+    torch.manual_seed(5)
+    assert epoch_order(1, 2, 100) == orders[1, 2]
+
+
+@pytest.mark.parametrize("size", [7, 16, 64, 1437, 5000])
+def test_the_order_does_not_depend_on_the_batch_size(size):
+    batches = TrainBatches(Digits("train"), global_size=size, seed=3, device=CPU)
+    steps = indices_of(batches, 2 * batches.steps_per_epoch)
+    seen = [i for step in steps for i in step]
+    assert seen == epoch_order(3, 0, 1437) + epoch_order(3, 1, 1437)
+    assert len(steps[batches.steps_per_epoch - 1]) == 1437 - (batches.steps_per_epoch - 1) * size
+
+
+@pytest.mark.parametrize("world", [2, 3, 5])
+def test_the_ranks_parts_together_are_the_steps_samples(world):
+    one = indices_of(TrainBatches(Digits("train"), global_size=64, seed=0, device=CPU), 30)
+    each = [
+        indices_of(TrainBatches(Digits("train"), global_size=64, seed=0, device=CPU, rank=rank, world=world), 30)
+        for rank in range(world)
+    ]
+    for step, whole in enumerate(one):
+        parts = [rank[step] for rank in each]
+        assert [i for part in parts for i in part] == whole
+        assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+def test_drop_last_leaves_the_partial_batch_out():
+    batches = TrainBatches(Digits("train"), global_size=64, seed=0, device=CPU, drop_last=True)
+    steps = indices_of(batches, 23)
+    assert batches.steps_per_epoch == 22
+    assert {len(step) for step in steps} == {64}
+    assert steps[22] == epoch_order(0, 1, 1437)[:64]
+
+
+def test_progress_counts_trained_samples_over_the_end_of_an_epoch():
+    batches, progress = TrainBatches(Digits("train"), global_size=1000, seed=0, device=CPU), Progress()
+    seen = []
+    for _ in range(3):
+        batches.advance(progress)
+        seen.append((progress.epoch, progress.consumed, progress.samples))
+    assert seen == [(0, 1000, 1000), (1, 0, 1437), (1, 1000, 2437)]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_giving_up_in_the_middle_gives_the_same_samples_in_another_cut(workers):
+    batches = TrainBatches(Digits("train", augment=True), global_size=64, seed=0, device=CPU, workers=workers)
+    progress = Progress()
+    whole = next(batches.micro_batches(progress, 64)).data
+    for size in (32, 7, 32):
+        given_up = batches.micro_batches(progress, size)
+        first = next(given_up).data
+        assert torch.equal(first["inputs"], whole["inputs"][: len(first["inputs"])])
+        del given_up
+        again = torch.cat([micro.data["inputs"] for micro in batches.micro_batches(progress, size)])
+        assert torch.equal(again, whole["inputs"])
+    batches.close()
+
+
+@pytest.mark.parametrize("data", ["digits", "tokens", "own"])
+def test_workers_change_nothing(data):
+    """Over the end of an epoch, and whatever the seeds of the process are."""
+    kinds = {"digits": lambda: Digits("train", augment=True), "tokens": lambda: SyntheticTokens("train", size=40)}
+    dataset = kinds.get(data, Numbers)()
+    found = []
+    for workers in (0, 2):
+        torch.manual_seed(workers), np.random.seed(workers), random.seed(workers)
+        size = len(dataset) // 2 + 1
+        batches, progress = TrainBatches(dataset, global_size=size, seed=0, device=CPU, workers=workers), Progress()
+        samples = []
+        for _ in range(3):
+            samples += [micro.data for micro in batches.micro_batches(progress, -(-size // 2))]
+            batches.advance(progress)
+        found.append(samples)
+        batches.close()
+    assert runs.differences(found[0], found[1]) == []
+    assert len(found[0]) == 6
+
+
+@pytest.mark.parametrize("kind", [Numbers, BatchedNumbers])
+def test_random_transforms_make_the_same_sample_again(kind):
+    """With torch's, NumPy's and Python's global generators, in whatever batch and order."""
+    fetcher = Fetcher(kind(), seed=0)
+    torch.manual_seed(1)
+    together = fetcher[Request(0, [3, 4, 5])]
+    torch.manual_seed(2), np.random.seed(2), random.seed(2)
+    apart = torch.cat([fetcher[Request(0, [5])], fetcher[Request(0, [3, 4])]])
+    assert torch.equal(apart, together[[2, 0, 1]])
+    assert not torch.equal(fetcher[Request(1, [3, 4, 5])], together)  # another epoch draws anew
+    assert not torch.equal(Fetcher(kind(), seed=1)[Request(0, [3, 4, 5])], together)
+    assert len(set(together[:, 1:].flatten().tolist())) == 9
+
+
+def test_without_the_fetcher_they_do_not():
+    dataset = Numbers()
+    assert not torch.equal(default_collate([dataset[3], dataset[4]]), default_collate([dataset[3], dataset[4]]))
+
+
+def test_fetching_leaves_the_runs_generators_alone():
+    torch.manual_seed(0), np.random.seed(0), random.seed(0)
+    expected = torch.rand(()).item(), np.random.rand(), random.random()
+    torch.manual_seed(0), np.random.seed(0), random.seed(0)
+    batches = TrainBatches(Numbers(), global_size=8, seed=0, device=CPU)
+    list(batches.micro_batches(Progress(), 3))
+    assert (torch.rand(()).item(), np.random.rand(), random.random()) == expected
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_evaluation_sees_each_sample_once(world):
+    seen = []
+    for rank in range(world):
+        batches = EvalBatches(Numbers(), seed=0, device=CPU, rank=rank, world=world)
+        parts = [micro.data[:, 0].tolist() for micro in batches.from_sample(0, 7)]
+        share = [int(i) for part in parts for i in part]
+        rest = [int(i) for micro in batches.from_sample(5, 4) for i in micro.data[:, 0].tolist()]
+        assert rest == share[5:]
+        seen += share
+    assert seen == list(range(50))
+
+
+def test_workers_end_at_once_when_a_run_is_over():
+    """Left to the collector of reference cycles, each loader would wait five seconds for each of its workers."""
+    batches = TrainBatches(Numbers(), global_size=8, seed=0, device=CPU, workers=2)
+    list(batches.micro_batches(Progress(), 4))
+    started = time.monotonic()
+    batches.close()
+    del batches
+    gc.collect()
+    assert time.monotonic() - started < 3
+
+
+def test_worker_count():
+    assert worker_count(3, Numbers()) == 3
+    assert worker_count(0, Numbers()) == 0
+    assert worker_count("auto", Digits("train")) == 0  # in memory: workers would only cost
+    assert 0 <= worker_count("auto", Numbers()) <= 8
+    assert worker_count("auto", Numbers(), ranks=10_000) == 0
+
+
+def test_batches_without_workers_are_lazy():
+    """A step that is given up has not fetched the rest of the epoch."""
+    fetched = []
+
+    class Watched(Numbers):
+        def __getitem__(self, index):
+            fetched.append(index)
+            return super().__getitem__(index)
+
+    opened = Batches(Watched(), 0, 0, CPU).open(Request(0, [i]) for i in range(50))
+    next(opened)
+    assert fetched == [0]

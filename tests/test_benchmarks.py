@@ -1,0 +1,70 @@
+"""Every benchmark runs with tiny settings and prints its tables. How long things take is not asked here."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+
+
+def run(script: str, *arguments: str) -> str:
+    """What a benchmark prints."""
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / script), *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def rows(printed: str) -> dict[str, list[str]]:
+    """The tables' rows by their first cell."""
+    cells = [[cell.strip() for cell in line.strip("| ").split("|")] for line in printed.splitlines() if "|" in line]
+    return {first: others for first, *others in cells}
+
+
+def test_overhead_compares_loops_that_do_the_same_work(tmp_path):
+    arguments = ["--cases", "small", "--width", "16", "--rounds", "2", "--steps", "50", "--json", str(tmp_path / "j")]
+    found = rows(run("overhead.py", *arguments))
+    for loop in ("trainapp", "samples one by one", "one by one, AdamW not fused"):
+        milliseconds, steps_per_second, ratio, *_ = (float(cell) for cell in found[loop][:3])
+        # Printed with three digits after the point.
+        assert steps_per_second == pytest.approx(1000 / milliseconds, rel=0.02)
+        assert ratio > 0
+    assert found["hand-written"][2] == "1.000"
+    ratios = json.loads((tmp_path / "j").read_text())["small"]["trainapp"]["ratios"]
+    assert len(ratios) == 2
+
+
+def test_a_loop_that_does_other_work_is_found_out(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import overhead
+
+    losses = {1: 0.5, 2: 0.25}
+    same, other, fewer = (
+        overhead.Contender(name, lambda steps: None, lambda found=found: found)
+        for name, found in (("same", {1: 0.5 + 1e-7, 2: 0.25}), ("other", {1: 0.501, 2: 0.25}), ("fewer", {1: 0.5}))
+    )
+    reference = overhead.Contender(overhead.REFERENCE, lambda steps: None, lambda: losses)
+    overhead.check_same_work([reference, same])
+    for wrong in (other, fewer):
+        with pytest.raises(RuntimeError, match=wrong.name):
+            overhead.check_same_work([reference, wrong])
+
+
+def test_startup_prints_its_tables_and_help_is_without_torch():
+    found = rows(run("startup.py", "--runs", "1"))
+    for command in ("trainapp --help", "trainapp --cfg job"):
+        assert found[command][2] == "no", found[command]
+    # One run: the quartiles are its own seconds, printed with two digits.
+    bare, app, difference = (float(found[name][1]) for name in ("bare script", "trainapp model=mlp", "difference"))
+    assert difference == pytest.approx(app - bare, abs=0.011)
+    assert "import hydra" in found
+    assert "import torch" not in found  # the bare script imports it, too

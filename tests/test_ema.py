@@ -1,0 +1,101 @@
+import helpers
+import pytest
+import runs
+import torch
+from torch import nn
+
+from trainapp import loop
+from trainapp.ema import WeightAverage
+
+MLP = runs.MODELS["mlp"]
+
+
+def vector(tensors):
+    return torch.cat([t.detach().flatten() for t in tensors])
+
+
+def test_the_average_by_hand(tmp_path):
+    """After each applied step once: a = 0.9 a + 0.1 w."""
+    job = runs.prepare(tmp_path, *MLP, "train.ema=0.9", "batch.micro_size=4")
+    expected = runs.weights(job.state.model)
+    for _ in range(4):
+        loop.train_step(job)
+        job.state.average.catch_up(job.state.progress.step)
+        expected = 0.9 * expected + 0.1 * runs.weights(job.state.model)
+    job.tracker.close()
+    assert runs.relative_error(vector(job.state.average.averages), expected) < 1e-6
+    assert runs.relative_error(runs.weights(job.state.model), expected) > 1e-3
+
+
+def test_once_for_each_step_however_often_it_is_called():
+    model = nn.Linear(2, 1, bias=False)
+    average = WeightAverage(model, 0.5)
+    start = model.weight.detach().clone()
+    with torch.no_grad():
+        model.weight.add_(1)
+    for _ in range(3):
+        average.catch_up(1)
+    torch.testing.assert_close(average.averages[0], start + 0.5)
+
+
+def test_goes_on_where_memory_ran_out():
+    """In the middle of an update: no tensor is averaged twice."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    average = WeightAverage(model, 0.5)
+    starts = [p.detach().clone() for p in model.parameters()]
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(1)
+        average.averages[0].lerp_(average.weights[0], 0.5)
+    average.position = 1
+    average.catch_up(1)
+    for start, value in zip(starts, average.averages, strict=True):
+        torch.testing.assert_close(value, start + 0.5)
+
+
+def test_evaluation_uses_it_and_training_does_not(tmp_path):
+    job = runs.prepare(tmp_path, *MLP, "train.ema=0.5", "train.max_steps=6", "every.eval=6", "optimizer.lr=0.05")
+    loop.train(job)
+    job.tracker.close()
+    model, average = job.state.model, job.state.average
+    batch = job.eval_batches._source.fetcher.dataset.__getitems__(list(range(360)))
+    weights = runs.weights(model)
+
+    def loss():
+        with torch.no_grad():
+            return float(nn.functional.cross_entropy(model.eval()(batch["inputs"]), batch["targets"]))
+
+    of_weights = loss()
+    with average.in_place_of_weights():
+        of_average = loss()
+    assert torch.equal(runs.weights(model), weights)  # given back
+    assert helpers.evaluations(tmp_path)[-1]["loss"] == pytest.approx(of_average, rel=1e-6)
+    assert abs(of_average - of_weights) > 1e-3
+
+
+def test_training_is_the_same_with_and_without(tmp_path):
+    ends = []
+    for number, setting in enumerate(("train.ema=0.9", "train.ema=null")):
+        runs.run(tmp_path / str(number), *MLP, setting, "every.eval=2")
+        ends.append(runs.saved(tmp_path / str(number), 4))
+    assert runs.differences(ends[0]["model"], ends[1]["model"]) == []
+    assert ends[0]["average"].keys() == dict(ends[0]["model"]).keys()
+    assert ends[1]["average"] == {}
+
+
+def test_begun_on_resume_it_starts_at_the_weights(tmp_path):
+    runs.run_until(tmp_path, 2, *MLP)
+    job = runs.prepare(tmp_path, *MLP, "train.ema=0.9")
+    job.tracker.close()
+    assert torch.equal(vector(job.state.average.averages), runs.weights(job.state.model))
+    assert torch.equal(runs.weights(job.state.model), vector(runs.saved(tmp_path, 2)["model"].values()))
+
+
+def test_a_skipped_step_does_not_count(tmp_path):
+    job = runs.prepare(tmp_path, *MLP, "train.ema=0.5", "precision=fp16", "precision.initial_scale=1e8")
+    before = vector(job.state.average.averages)
+    loop.train_step(job)
+    job.state.average.catch_up(job.state.progress.step)
+    job.tracker.close()
+    assert job.state.progress.skipped == 1
+    assert torch.equal(vector(job.state.average.averages), before)

@@ -1,0 +1,108 @@
+"""Evaluation: the number that training logged, and no trace in training."""
+
+import helpers
+import pytest
+import runs
+import torch
+from torch import nn
+
+from trainapp.errors import UserError
+
+
+@pytest.mark.parametrize("case", runs.MODELS)
+@pytest.mark.parametrize("extra", [(), ("train.ema=0.5",), ("precision=bf16",)], ids=["plain", "ema", "bf16"])
+def test_agrees_with_what_training_logged(tmp_path, case, extra):
+    """To the last bit, at the same batch; to rounding at another. The average is evaluated where training did."""
+    overrides = (*runs.MODELS[case], "optimizer.lr=0.05", "train.max_steps=6", "every.eval=3", "every.save=3")
+    runs.run(tmp_path / "run", *overrides, *extra)
+    logged = {line["step"]: line for line in helpers.evaluations(tmp_path / "run")}
+    told = tuple(o for o in extra if not o.startswith("train.ema"))
+    for step, resume in ((6, tmp_path / "run"), (3, runs.checkpoint(tmp_path / "run", 3))):
+        out = tmp_path / f"eval{step}"
+        runs.run(out, *overrides, *told, "mode=eval", f"checkpointing.resume={resume}")
+        (line,) = helpers.evaluations(out)
+        assert line == logged[step]
+    out = tmp_path / "another_batch"
+    again = runs.run(
+        out, *overrides, *told, "mode=eval", f"checkpointing.resume={tmp_path / 'run'}", "batch.eval_micro_size=7"
+    )
+    (line,) = helpers.evaluations(out)
+    assert line["loss"] == pytest.approx(logged[6]["loss"], rel=1e-2 if extra == ("precision=bf16",) else 1e-5)
+    assert again.objective == pytest.approx(logged[6]["loss" if case == "gpt" else "accuracy"], rel=1e-2)
+    assert logged[3]["loss"] != logged[6]["loss"]
+
+
+def test_agrees_with_plain_pytorch(tmp_path):
+    """The mean over all samples of the validation split, in eval mode, uneven last batch and all."""
+    runs.run(tmp_path, *runs.MODELS["resnet"], "train.max_steps=6", "every.eval=6", "batch.eval_micro_size=100")
+    job = runs.prepare(tmp_path, *runs.MODELS["resnet"], "train.max_steps=6")
+    job.tracker.close()
+    batch = job.eval_batches._source.fetcher.dataset.__getitems__(list(range(360)))
+    model = job.state.model.eval()
+    with torch.no_grad():
+        logits = model(batch["inputs"])
+    (line,) = helpers.evaluations(tmp_path)
+    assert line["loss"] == pytest.approx(float(nn.functional.cross_entropy(logits, batch["targets"])), rel=1e-5)
+    assert line["accuracy"] == int((logits.argmax(-1) == batch["targets"]).sum()) / 360
+    with torch.no_grad():
+        trained = nn.functional.cross_entropy(model.train()(batch["inputs"]), batch["targets"])
+    assert abs(float(trained) - line["loss"]) > 1e-3  # as it would be with the batch's own statistics
+
+
+def test_padded_tokens_weigh_by_their_number(tmp_path):
+    overrides = (*runs.MODELS["gpt"], "data.min_length=1", "every.eval=4")
+    losses = []
+    for size in (40, 7, 1):
+        runs.run(tmp_path / str(size), *overrides, f"batch.eval_micro_size={size}")
+        losses.append(helpers.evaluations(tmp_path / str(size))[-1]["loss"])
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-5)
+
+
+@pytest.mark.parametrize("case", runs.MODELS)
+def test_how_often_it_is_done_changes_nothing_in_training(tmp_path, case):
+    ends = []
+    for every in ("null", "1", "3"):
+        runs.run(tmp_path / every, *runs.MODELS[case], f"every.eval={every}", "train.max_steps=6")
+        state = runs.saved(tmp_path / every, 6)
+        ends.append([state[part] for part in ("model", "optimizer", "rng", "sampler")])
+    assert runs.differences(ends[0], ends[1]) == []
+    assert runs.differences(ends[0], ends[2]) == []
+    assert [len(helpers.evaluations(tmp_path / every)) for every in ("null", "1", "3")] == [0, 6, 2]
+
+
+def test_the_runs_own_files_stay(tmp_path):
+    """Evaluating an older checkpoint in the run's own directory takes none of its lines away."""
+    runs.run(
+        tmp_path, *runs.MODELS["mlp"], "every.save=2", "train.max_steps=8", "every.eval=2", "checkpointing.keep_last=9"
+    )
+    before = (tmp_path / "metrics.jsonl").read_text()
+    result = (tmp_path / "result.json").read_text()
+    evaluations = helpers.evaluations(tmp_path)
+    runs.run(tmp_path, *runs.MODELS["mlp"], "mode=eval", f"checkpointing.resume={runs.checkpoint(tmp_path, 4)}")
+    assert (tmp_path / "metrics.jsonl").read_text() == before
+    assert (tmp_path / "result.json").read_text() == result
+    assert helpers.evaluations(tmp_path)[:4] == evaluations
+
+
+def test_without_a_checkpoint(tmp_path):
+    with pytest.raises(UserError, match=r"mode=eval with checkpointing.resume=auto: name the checkpoint"):
+        runs.run(tmp_path, *runs.MODELS["mlp"], "mode=eval")
+
+
+def test_the_best_is_the_first_of_the_best(tmp_path):
+    job = runs.run_until(tmp_path, 8, *runs.MODELS["mlp"], "train.max_steps=8", "every.eval=1", "optimizer.lr=0.3")
+    accuracies = [line["accuracy"] for line in helpers.evaluations(tmp_path)]
+    assert job.state.progress.best == max(accuracies)
+    assert job.state.progress.best_step == accuracies.index(max(accuracies)) + 1
+    assert job.state.progress.objective == accuracies[-1]
+
+
+@pytest.mark.parametrize(("objective", "best"), [("min loss", min), ("max loss", max)])
+def test_the_objective_is_the_users(tmp_path, objective, best):
+    job = runs.run_until(tmp_path, 4, *runs.MODELS["mlp"], "every.eval=1", f"objective={objective}")
+    assert job.state.progress.best == best(line["loss"] for line in helpers.evaluations(tmp_path))
+
+
+def test_an_objective_that_is_no_metric(tmp_path):
+    with pytest.raises(UserError, match=r"objective=max f1.*accuracy"):
+        runs.run(tmp_path, *runs.MODELS["mlp"], "every.eval=1", "objective=max f1")

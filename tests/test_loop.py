@@ -1,0 +1,223 @@
+"""The step: gradients summed over micro-batches are the big batch's; one clip; one schedule step for each."""
+
+import helpers
+import pytest
+import runs
+import torch
+
+from trainapp import loop, tasks
+
+GPT = (*runs.MODELS["gpt"], "model.dropout=0.0")
+CASES = {
+    "mlp": (runs.MODELS["mlp"], "classification"),
+    "groupnorm": (
+        ("model=resnet", "model.width=8", "model.norm=group", "data=synthetic_images", "data.image_shape=[1,16,16]"),
+        "classification",
+    ),
+    "gpt": (GPT, "next_token"),
+    "padded": ((*GPT, "data.min_length=1"), "next_token"),
+}
+CUTS = {
+    "greedy": ("batch.micro_size=3",),  # 3, 3, 2, 2
+    "evenly": ("accumulation=fixed", "accumulation.steps=3"),  # 4, 3, 3
+    "single": ("batch.micro_size=1",),
+}
+
+
+@pytest.fixture
+def prepare(tmp_path):
+    jobs = []
+
+    def make(*overrides):
+        jobs.append(runs.prepare(tmp_path / str(len(jobs)), *overrides))
+        return jobs[-1]
+
+    yield make
+    for job in jobs:
+        job.tracker.close()
+
+
+def big_batch(job, task):
+    """Loss and gradient of the coming step's samples as one batch, by plain PyTorch."""
+    batch = job.batches._source.fetcher.dataset.__getitems__(job.batches.indices(job.state.progress))
+    job.state.model.zero_grad()
+    loss, count, _ = getattr(tasks, task)(job.state.model, batch)
+    (loss / count).backward()
+    gradient = runs.gradients(job.state.model)
+    job.state.model.zero_grad(set_to_none=True)
+    return float(loss.detach() / count), gradient
+
+
+def mean_of_means(job, task):
+    """What is often done instead: the mean of the micro-batches' mean losses."""
+    job.state.model.zero_grad()
+    parts = list(job.batches.micro_batches(job.state.progress, job.state.micro.size, job.accumulation))
+    for micro in parts:
+        loss, count, _ = getattr(tasks, task)(job.state.model, micro.data)
+        (loss / count / len(parts)).backward()
+    return runs.gradients(job.state.model)
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("case", CASES)
+def test_accumulated_is_the_big_batch(prepare, case, cut):
+    overrides, task = CASES[case]
+    job = prepare(*overrides, *CUTS[cut], "batch.global_size=10", "train.grad_clip=null")
+    loss, expected = big_batch(job, task)
+    sums = loop.accumulate_gradients(job, False)
+    norm = loop.clip(job, sums)
+    assert runs.relative_error(runs.gradients(job.state.model), expected) < 2e-6
+    assert float(norm) == pytest.approx(float(expected.norm()), rel=1e-5)
+    assert sums.means()["loss"] == pytest.approx(loss, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("case", "cut", "wrong"), [("mlp", "greedy", 0.01), ("mlp", "evenly", 0.01), ("padded", "single", 0.1)]
+)
+def test_the_mean_of_means_is_not(prepare, case, cut, wrong):
+    overrides, task = CASES[case]
+    job = prepare(*overrides, *CUTS[cut], "batch.global_size=10", "train.grad_clip=null")
+    _, expected = big_batch(job, task)
+    assert runs.relative_error(mean_of_means(job, task), expected) > wrong
+
+
+def test_batch_norm_depends_on_the_micro_batch(prepare):
+    """As it must: why GroupNorm is the one to choose for a result that does not."""
+    job = prepare(*runs.MODELS["resnet"], "batch.micro_size=4", "batch.global_size=12", "train.grad_clip=null")
+    _, expected = big_batch(job, "classification")
+    loop.clip(job, loop.accumulate_gradients(job, False))
+    assert runs.relative_error(runs.gradients(job.state.model), expected) > 0.05
+
+
+@pytest.mark.parametrize("case", ["mlp", "padded"])
+def test_the_last_partial_step_of_an_epoch(prepare, case):
+    """Divided by the samples that there are, not by those of a full step."""
+    overrides, task = CASES[case]
+    job = prepare(*overrides, "batch.micro_size=3", "train.grad_clip=null")
+    job.state.progress.consumed = (job.batches.samples - 1) // 16 * 16
+    left = job.batches.samples - job.state.progress.consumed
+    assert 0 < left < 16
+    _, expected = big_batch(job, task)
+    loop.clip(job, loop.accumulate_gradients(job, False))
+    actual = runs.gradients(job.state.model)
+    assert runs.relative_error(actual, expected) < 2e-6
+    assert runs.relative_error(actual * left / 16, expected) > 0.1
+    loop.train_step(job)
+    assert (job.state.progress.epoch, job.state.progress.consumed, job.state.progress.samples) == (1, 0, left)
+
+
+def test_weights_after_training_do_not_depend_on_the_micro_batch(prepare):
+    """96 steps over the ends of four epochs; the reference's own rounding error is of the same size."""
+    overrides = (*GPT, "data.min_length=2", "data.size=90", "train.max_steps=24", "optimizer=sgd", "optimizer.lr=0.1")
+    ends = []
+    for micro in (16, 5, 3):
+        job = prepare(*overrides, f"batch.micro_size={micro}")
+        start = runs.weights(job.state.model)
+        loop.train(job)
+        ends.append(runs.weights(job.state.model))
+        assert job.state.progress.epoch == 4
+    moved = float((ends[0] - start).norm())
+    assert moved > 0.1
+    for other in ends[1:]:
+        assert float((other - ends[0]).norm()) / moved < 1e-5
+
+
+@pytest.mark.parametrize("micro", [16, 4])
+def test_one_clip_of_the_whole_gradient(prepare, micro):
+    clip = 0.05
+    job = prepare(*runs.MODELS["mlp"], f"batch.micro_size={micro}", f"train.grad_clip={clip}")
+    _, expected = big_batch(job, "classification")
+    assert float(expected.norm()) > 2 * clip
+    norm = loop.clip(job, loop.accumulate_gradients(job, False))
+    clipped = runs.gradients(job.state.model)
+    assert float(norm) == pytest.approx(float(expected.norm()), rel=1e-5)  # reported as it was before
+    assert float(clipped.norm()) == pytest.approx(clip, rel=1e-4)
+    assert runs.relative_error(clipped, expected * clip / expected.norm()) < 1e-4
+
+
+def test_clipping_each_micro_batch_is_something_else(prepare):
+    clip = 0.05
+    job = prepare(*runs.MODELS["mlp"], "batch.micro_size=4", f"train.grad_clip={clip}")
+    _, expected = big_batch(job, "classification")
+    total = torch.zeros_like(expected)
+    for micro in job.batches.micro_batches(job.state.progress, 4):
+        job.state.model.zero_grad()
+        loss, count, _ = tasks.classification(job.state.model, micro.data)
+        (loss / count).backward()
+        gradient = runs.gradients(job.state.model)
+        total += gradient * min(1.0, clip / float(gradient.norm())) / 4
+    assert runs.relative_error(total, expected * clip / expected.norm()) > 0.01
+
+
+def test_a_small_gradient_is_not_clipped(prepare):
+    job = prepare(*runs.MODELS["mlp"], "train.grad_clip=1000.0")
+    _, expected = big_batch(job, "classification")
+    loop.clip(job, loop.accumulate_gradients(job, False))
+    assert runs.relative_error(runs.gradients(job.state.model), expected) < 1e-6
+
+
+def test_one_schedule_step_for_each_optimizer_step(tmp_path):
+    """However many micro-batches it has."""
+    runs.run(
+        tmp_path,
+        *runs.MODELS["mlp"],
+        "batch.micro_size=4",
+        "schedule=linear",
+        "schedule.warmup=2",
+        "train.max_steps=6",
+        "optimizer.lr=0.1",
+    )
+    rates = [line["lr"] for line in helpers.metrics(tmp_path)]
+    assert rates == pytest.approx([0.05, 0.1, 0.1, 0.075, 0.05, 0.025])
+
+
+def test_adamw_is_the_one_written_by_hand(prepare):
+    """Six steps against torch's own AdamW on the same samples: decay on matrices only, clip, schedule and all."""
+    job = prepare(*runs.MODELS["mlp"], "train.max_steps=6", "batch.micro_size=8", "train.grad_clip=0.5")
+    model, batches = job.state.model, job.batches
+    steps, progress = [], type(job.state.progress)()
+    for _ in range(6):
+        steps.append(batches._source.fetcher.dataset.__getitems__(batches.indices(progress)))
+        batches.advance(progress)
+    twin = type(model)(image_shape=(1, 8, 8), num_classes=10, width=16)
+    twin.load_state_dict(model.state_dict())
+    start = runs.weights(twin)
+    matrices = [p for p in twin.parameters() if p.ndim > 1]
+    others = [p for p in twin.parameters() if p.ndim <= 1]
+    optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": 0.05}, {"params": others, "weight_decay": 0.0}])
+    for step, batch in enumerate(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = 3e-3 * job.schedule(step)
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(twin(batch["inputs"]), batch["targets"]).backward()
+        torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.5)
+        optimizer.step()
+    loop.train(job)
+    moved = float((runs.weights(twin) - start).norm())
+    assert float((runs.weights(model) - runs.weights(twin)).norm()) / moved < 1e-4
+
+
+def test_the_first_of_steps_and_epochs_ends_the_run(tmp_path):
+    by_epochs = runs.run(
+        tmp_path / "a", *runs.MODELS["mlp"], "batch.global_size=500", "train.max_epochs=2", "train.max_steps=100"
+    )
+    assert (by_epochs.steps, by_epochs.samples) == (6, 2 * 1437)
+    by_steps = runs.run(
+        tmp_path / "b", *runs.MODELS["mlp"], "batch.global_size=500", "train.max_epochs=2", "train.max_steps=5"
+    )
+    assert (by_steps.steps, by_steps.samples) == (5, 1437 + 1000)
+
+
+def test_cadences(tmp_path):
+    """Logged, evaluated and saved when due, and at the end."""
+    overrides = (
+        "train.max_steps=7",
+        "every.log=3",
+        "every.eval=2",
+        "every.save=64 samples",
+        "checkpointing.keep_last=9",
+    )
+    runs.run(tmp_path, *runs.MODELS["mlp"], *overrides)
+    assert [line["step"] for line in helpers.metrics(tmp_path)] == [3, 6, 7]
+    assert [line["step"] for line in helpers.evaluations(tmp_path)] == [2, 4, 6, 7]
+    assert sorted(p.name for p in (tmp_path / "checkpoints").glob("step_*")) == ["step_00000004", "step_00000007"]

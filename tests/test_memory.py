@@ -1,0 +1,221 @@
+"""What is reported of memory, against counts of its own."""
+
+import helpers
+import psutil
+import pytest
+import runs
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from trainapp import config, loop, memory
+from trainapp.batches import tensors_in
+from trainapp.errors import UserError
+from trainapp.limits import LiveTensors, MemoryLimitExceeded
+
+TAGS = {
+    "memory/allocated",
+    "memory/reserved",
+    "memory/peak",
+    "memory/limit",
+    "memory/percent_of_limit",
+    "memory/fragmentation",
+    "memory/allocator_retries",
+    "memory/out_of_memory_count",
+    "memory/host_rss",
+    "memory/host_rss_peak",
+    "memory/parameters",
+    "memory/gradients",
+    "memory/optimizer_state",
+    "memory/buffers",
+    "memory/left_for_activations",
+    "batch/micro_size",
+    "batch/accumulation",
+}
+CPU = torch.device("cpu")
+
+
+def test_every_number_at_every_log_step(tmp_path):
+    runs.run(tmp_path, *runs.MODELS["resnet"], "every.log=2", "memory.limit=64MiB")
+    scalars, lines = helpers.scalars(tmp_path), helpers.metrics(tmp_path)
+    for tag in TAGS:
+        assert list(scalars[tag]) == [2, 4]
+        assert all(tag in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("case", "overrides", "copies"),
+    [
+        ("mlp", (), 2),
+        ("mlp", ("optimizer=sgd",), 1),
+        ("mlp", ("optimizer=sgd", "optimizer.momentum=0", "optimizer.nesterov=false"), 0),
+        ("resnet", (), 2),
+        ("gpt", (), 2),
+    ],
+)
+def test_the_static_part_by_kind(tmp_path, case, overrides, copies):
+    """Bytes are 4 for each number; AdamW keeps two copies of the parameters and a count for each, SGD one."""
+    job = runs.prepare(tmp_path, *runs.MODELS[case], *overrides, "train.ema=0.9")
+    loop.train(job)
+    job.tracker.close()
+    model, line = job.state.model, helpers.metrics(tmp_path)[-1]
+    parameters = sum(4 * p.numel() for p in model.parameters())
+    assert line["memory/parameters"] == line["memory/gradients"] == parameters
+    counts = 4 * len(list(model.parameters())) if copies == 2 else 0
+    assert line["memory/optimizer_state"] == copies * parameters + counts
+    assert line["memory/buffers"] == sum(b.numel() * b.element_size() for b in model.buffers())
+    assert line["memory/weight_average"] == parameters
+    static = sum(line[f"memory/{kind}"] for kind in memory.static_bytes(model, job.state.optimizer, []))
+    assert line["memory/left_for_activations"] == line["memory/limit"] - static
+
+
+def profiled_peak(work):
+    """The most bytes allocated at once inside `work()`, by the profiler's record of every allocation and free."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        work()
+    live = peak = 0
+    for event in profiler.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            peak = max(peak, live)
+    return peak
+
+
+@pytest.mark.parametrize(
+    ("case", "micro", "within"),
+    [("mlp", 64, 0.002), ("mlp", 20, 0.002), ("resnet", 64, 0.08), ("gpt", 64, 0.002), ("gpt", 20, 0.002)],
+)
+def test_the_peak_is_the_profilers(tmp_path, case, micro, within):
+    """The profiler also sees what a kernel allocates for itself: oneDNN's convolutions have workspaces."""
+    overrides = (*runs.MODELS[case], "batch.global_size=64", f"batch.micro_size={micro}", "checkpointing.save=false")
+    job = runs.prepare(tmp_path / "a", *overrides)
+    for _ in range(2):
+        loop.train_step(job)
+    job.tracker.close()
+    reported = job.memory.step_peak
+    job = runs.prepare(tmp_path / "b", *overrides, "every.log=null", "oom.clean_steps=1")
+    loop.train_step(job)
+    assert job.state.micro.proven  # else the counter itself would be in the profile
+    job.state.optimizer.zero_grad(set_to_none=True)
+    resident = sum(memory.static_bytes(job.state.model, job.state.optimizer, []).values())
+    resident -= job.meter.static["gradients"]
+    resident += sum(t.nbytes for t in tensors_in(job.batches.example(micro)))  # NumPy's memory, not the allocator's
+    peak = resident + profiled_peak(lambda: loop.train_step(job)) - torch.get_rng_state().nbytes  # the restore point's
+    job.tracker.close()
+    assert reported == pytest.approx(peak, rel=within)
+    assert reported > 1.2 * resident  # the activations and gradients are a part of it
+
+
+def test_values_are_plausible(tmp_path):
+    runs.run(tmp_path, *runs.MODELS["resnet"], "memory.limit=64MiB")
+    for line in helpers.metrics(tmp_path):
+        static = line["memory/parameters"] + line["memory/optimizer_state"] + line["memory/buffers"]
+        assert line["memory/limit"] == 64 * 2**20
+        assert 0 < line["memory/percent_of_limit"] <= 100
+        assert line["memory/percent_of_limit"] == pytest.approx(100 * line["memory/peak"] / line["memory/limit"])
+        assert static <= line["memory/allocated"] <= line["memory/peak"]
+        assert line["memory/allocated"] == pytest.approx(static + line["memory/gradients"], rel=0.1)
+        assert line["memory/fragmentation"] == 0
+        assert line["memory/out_of_memory_count"] == 0
+        assert 50 * 2**20 < line["memory/host_rss"] < psutil.virtual_memory().total
+        assert line["memory/host_rss_peak"] >= line["memory/host_rss"] * 0.9
+
+
+def test_without_a_limit_it_is_what_there_is(tmp_path):
+    runs.run(tmp_path, *runs.MODELS["mlp"])
+    line = helpers.metrics(tmp_path)[-1]
+    assert line["memory/limit"] == memory.available_total() <= psutil.virtual_memory().total
+
+
+def test_the_limit_is_a_size_or_a_fraction():
+    total = memory.available_total()
+    for setting, expected in (
+        (0.5, total // 2),
+        ("1GiB", 2**30),
+        ("500MB", 500_000_000),
+        (123456, 123456),
+        (None, None),
+    ):
+        found = memory.build(config.Memory(limit=setting), CPU).limit
+        assert found == expected or abs(found - expected) <= 1
+    with pytest.raises(UserError, match=r"memory\.limit=100000GiB: .* are more than the"):
+        memory.build(config.Memory(limit="100000GiB"), CPU)
+
+
+def test_a_limit_that_leaves_no_room_for_a_batch(tmp_path):
+    with pytest.raises(UserError, match="before any batch; raise the limit, or use a smaller model") as caught:
+        runs.prepare(tmp_path, "model=mlp", "memory.limit=1MiB")
+    assert "parameters 332.0 KiB" in str(caught.value)
+
+
+def test_live_tensors_count_to_the_byte():
+    with LiveTensors() as counter:
+        a = torch.ones(1000)
+        b = a * 2
+        view = b[:10]
+        del b
+        assert counter.live == 8000  # the view keeps its storage alive
+        del view
+        assert counter.live == 4000
+        for _ in range(5):
+            c = torch.empty(500, dtype=torch.float64)
+        assert counter.live == 8000
+        del c
+        a.add_(1)  # in place: nothing new
+        assert counter.live == 4000
+    assert counter.peak == 12000  # the second empty exists before the first is gone
+    assert sum(size for _, size in counter.events) == 4000
+
+
+def test_live_tensors_count_what_was_there():
+    there = torch.ones(256)
+    counter = LiveTensors(limit=3000)
+    counter.register({"parameters": [there, there[:5]]})  # one storage
+    assert counter.live == 1024
+    with counter:
+        kept = there + 1
+        with pytest.raises(MemoryLimitExceeded, match=r"1.0 KiB with 2.0 KiB of 2.9 KiB in use"):
+            there + 2
+        assert counter.live == 2048  # the failed one is gone with its error
+    assert counter.peak == 2048
+    del kept
+
+
+def test_a_limit_is_exact():
+    """One byte less, and the same work fails; and it fails each time."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 4))
+    data = torch.ones(16, 8)
+
+    def work(limit):
+        model.zero_grad(set_to_none=True)
+        counter = LiveTensors(limit)
+        counter.register({"parameters": model.parameters(), "batch": [data]})
+        with counter:
+            model(data).square().sum().backward()
+        return counter.peak
+
+    peak = work(None)
+    for _ in range(20):
+        assert work(peak) == peak
+        with pytest.raises(torch.OutOfMemoryError):
+            work(peak - 1)
+
+
+def test_watching_changes_no_bit(tmp_path):
+    """Every step watched, against none but the first."""
+    ends = []
+    for number, overrides in enumerate((("every.log=1",), ("every.log=null", "oom.clean_steps=1"))):
+        job = runs.prepare(tmp_path / str(number), *runs.MODELS["gpt"], *overrides)
+        loop.train(job)
+        job.tracker.close()
+        ends.append(runs.weights(job.state.model))
+    assert torch.equal(ends[0], ends[1])
+
+
+def test_the_host_peak_is_of_its_window():
+    host = memory.HostMemory()
+    host.window()
+    block = bytearray(200 * 2**20)
+    block[::4096] = b"x" * len(block[::4096])
+    del block
+    with_block, without = host.window()["memory/host_rss_peak"], host.window()["memory/host_rss_peak"]
+    assert with_block - without > 150 * 2**20

@@ -1,0 +1,237 @@
+"""A run that was stopped and resumed ends like the one that never was, bit for bit."""
+
+import json
+import random
+
+import helpers
+import numpy as np
+import pytest
+import runs
+import torch
+
+from trainapp import loop
+from trainapp.errors import UserError
+
+# Over the end of an epoch: the data are small or the batch is large.
+CASES = {
+    "mlp": (*runs.MODELS["mlp"], "batch.global_size=400", "batch.micro_size=150"),
+    "resnet": (*runs.MODELS["resnet"], "batch.global_size=400", "batch.micro_size=150", "train.ema=0.5"),
+    "gpt": (*runs.MODELS["gpt"], "batch.global_size=60", "batch.micro_size=25"),
+    "gpt_varying": (*runs.MODELS["gpt"], "data.min_length=2", "batch.global_size=60", "batch.micro_size=25"),
+    "sgd": (*runs.MODELS["mlp"], "optimizer=sgd"),
+    "fp16": (*runs.MODELS["mlp"], "precision=fp16", "precision.growth_interval=2"),
+}
+TIMES = ("samples_per_second", "data_wait", "memory/")
+
+
+def losses(run_dir):
+    """Everything in metrics.jsonl that does not measure this process."""
+    return [{k: v for k, v in line.items() if not k.startswith(TIMES)} for line in helpers.metrics(run_dir)]
+
+
+def end(run_dir):
+    """The last checkpoint, less what the search for a micro-batch knows: a hint, to be proven again."""
+    state = runs.saved(run_dir, 6)
+    del state["sizes"]
+    return state
+
+
+def whole(run_dir, case):
+    runs.run(run_dir, *CASES[case], "train.max_steps=6", "every.eval=4")
+    return end(run_dir), losses(run_dir), helpers.evaluations(run_dir)
+
+
+@pytest.mark.parametrize(
+    ("case", "stop", "first", "second"),
+    [
+        ("mlp", 2, 0, 0),
+        ("mlp", 5, 2, 0),
+        ("resnet", 2, 0, 0),
+        ("resnet", 5, 0, 2),
+        ("gpt", 3, 0, 0),
+        ("gpt", 2, 2, 0),
+        ("gpt_varying", 2, 0, 2),
+        ("sgd", 2, 0, 0),
+        ("fp16", 3, 0, 0),
+    ],
+)
+def test_resumed_is_uninterrupted_bit_for_bit(tmp_path, case, stop, first, second):
+    """Weights, buffers, optimizer, average, loss scale, generators, losses and evaluations; first, second: workers."""
+    expected, lines, evaluations = whole(tmp_path / "a", case)
+    overrides = (*CASES[case], "train.max_steps=6", "every.eval=4")
+    runs.run_until(tmp_path / "b", stop, *overrides, f"data.num_workers={first}")
+    stopped = runs.saved(tmp_path / "b", stop)
+    assert stopped["progress"]["step"] == stop
+    runs.run(tmp_path / "b", *overrides, f"data.num_workers={second}")
+    assert runs.differences(end(tmp_path / "b"), expected) == []
+    assert losses(tmp_path / "b") == lines
+    assert helpers.evaluations(tmp_path / "b") == evaluations
+    assert runs.differences(stopped["model"], expected["model"]) != []
+
+
+@pytest.mark.parametrize("case", ["mlp", "gpt"])
+def test_stopped_at_every_step(tmp_path, case):
+    """A process for each step: the same losses."""
+    _, lines, _ = whole(tmp_path / "a", case)
+    for stop in range(1, 7):
+        runs.run_until(tmp_path / "b", stop, *CASES[case], "train.max_steps=6", "every.eval=4")
+    assert losses(tmp_path / "b") == lines
+
+
+@pytest.mark.parametrize(
+    ("case", "lost"),
+    [("gpt", "torch"), ("mlp", "consumed"), ("resnet", "epoch"), ("mlp", "optimizer"), ("resnet", "buffers")],
+)
+def test_each_part_of_the_state_is_needed(tmp_path, case, lost):
+    """Negative controls: with one part lost on the way, the end is another."""
+    expected, _, _ = whole(tmp_path / "a", case)
+    stop = 5  # in the middle of the second epoch
+    overrides = (*CASES[case], "train.max_steps=6", "every.eval=4")
+    runs.run_until(tmp_path / "b", stop, *overrides)
+    for lose in (None, lost):
+        job = runs.prepare(tmp_path / "b", *overrides, "every.save=null", "checkpointing.save=false")
+        state = job.state
+        if lose == "torch":
+            torch.manual_seed(0)
+        elif lose in ("consumed", "epoch"):
+            setattr(state.progress, lose, 0)
+        elif lose == "optimizer":
+            state.optimizer.state[next(state.model.parameters())]["exp_avg"].zero_()
+        elif lose == "buffers":
+            for name, buffer in state.model.named_buffers():
+                if name.endswith("running_mean"):
+                    buffer.zero_()
+        loop.train(job)
+        job.tracker.close()
+        same = runs.differences(state.model.state_dict(), expected["model"]) == []
+        assert same == (lose is None)
+
+
+@pytest.mark.parametrize("library", ["python", "numpy"])
+def test_the_generators_of_python_and_numpy_go_on(tmp_path, library):
+    draw = {"python": random.random, "numpy": np.random.rand}[library]
+    job = runs.run_until(tmp_path, 1, *runs.MODELS["mlp"])
+    expected = [draw() for _ in range(3)]
+    random.seed(99), np.random.seed(99)
+    job = runs.prepare(tmp_path, *runs.MODELS["mlp"])
+    job.tracker.close()
+    assert [draw() for _ in range(3)] == expected
+
+
+def test_the_tail_of_a_killed_process_is_done_again(tmp_path):
+    """Lines and events after the last checkpoint belong to steps that the resumed run repeats."""
+    overrides = (*runs.MODELS["mlp"], "train.max_steps=8")
+    runs.run(tmp_path / "a", *overrides)
+    runs.run_until(tmp_path / "b", 3, *overrides)
+    job = runs.prepare(tmp_path / "b", *overrides)
+    for _ in range(3):
+        loop.train_step(job)
+    job.tracker.close()  # and dies without saving
+    with (tmp_path / "b" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 7, "sam')  # in the middle of a line
+    runs.run(tmp_path / "b", *overrides)
+    assert losses(tmp_path / "b") == losses(tmp_path / "a")
+    assert [line["step"] for line in helpers.metrics(tmp_path / "b")] == list(range(1, 9))
+    assert event_steps(tmp_path / "b") == list(range(1, 9))
+
+
+def test_a_run_that_died_before_its_first_checkpoint_starts_again(tmp_path):
+    job = runs.prepare(tmp_path, *runs.MODELS["mlp"])
+    for _ in range(3):
+        loop.train_step(job)
+    job.tracker.close()
+    runs.run(tmp_path, *runs.MODELS["mlp"])
+    assert [line["step"] for line in helpers.metrics(tmp_path)] == [1, 2, 3, 4]
+    assert event_steps(tmp_path) == [1, 2, 3, 4]
+
+
+def event_steps(run_dir):
+    """The steps of the loss in the event files, doubled ones twice."""
+    return [event.step for event in helpers._events(run_dir).Scalars("train/loss")]
+
+
+def test_a_finished_run_stays_as_it_is(tmp_path):
+    overrides = (*runs.MODELS["mlp"], "every.eval=2")
+    runs.run(tmp_path, *overrides)
+    before = [(tmp_path / name).read_text() for name in ("metrics.jsonl", "evaluations.jsonl", "result.json")]
+    again = runs.run(tmp_path, *overrides)
+    after = [(tmp_path / name).read_text() for name in ("metrics.jsonl", "evaluations.jsonl", "result.json")]
+    assert again.steps == 4
+    assert after[:2] == before[:2]
+    measured = json.loads(after[2])
+    assert measured["samples_per_second"] > 0
+    assert measured["peak_memory_bytes"] > 0
+
+
+def test_a_finished_run_can_be_made_longer(tmp_path):
+    overrides = (*runs.MODELS["mlp"], "schedule=constant")
+    runs.run(tmp_path / "a", *overrides, "train.max_steps=6")
+    runs.run(tmp_path / "b", *overrides, "train.max_steps=4")
+    runs.run(tmp_path / "b", *overrides, "train.max_steps=6")
+    assert runs.differences(end(tmp_path / "b"), end(tmp_path / "a")) == []
+
+
+def test_from_another_runs_checkpoint_into_a_new_directory(tmp_path):
+    overrides = (*runs.MODELS["mlp"], "train.max_steps=6")
+    runs.run(tmp_path / "a", *overrides, "every.save=2", "checkpointing.keep_last=3")
+    for number, path in enumerate(
+        (runs.checkpoint(tmp_path / "a", 2), runs.checkpoint(tmp_path / "a", 4) / "state.pt")
+    ):
+        run_dir = tmp_path / f"b{number}"
+        runs.run(run_dir, *overrides, f"checkpointing.resume={path}")
+        assert runs.differences(end(run_dir), end(tmp_path / "a")) == []
+        assert [line["step"] for line in helpers.metrics(run_dir)] == list(range(3 + 2 * number, 7))
+
+
+def test_another_branch_from_an_older_checkpoint_keeps_its_own(tmp_path):
+    """In the same directory: what the branch saves must outlive what it left behind, and be what resumes."""
+    overrides = (*runs.MODELS["mlp"], "train.max_steps=10")
+    runs.run(tmp_path, *overrides, "every.save=2", "checkpointing.keep_last=9")
+    older = runs.checkpoint(tmp_path, 4)
+    runs.run_until(tmp_path, 5, *overrides, f"checkpointing.resume={older}")
+    assert runs.checkpoint(tmp_path, 5).is_dir()
+    job = runs.prepare(tmp_path, *overrides)
+    job.tracker.close()
+    assert job.state.progress.step == 5
+
+
+def test_resume_none_starts_anew(tmp_path):
+    runs.run_until(tmp_path, 2, *runs.MODELS["mlp"])
+    job = runs.prepare(tmp_path, *runs.MODELS["mlp"], "checkpointing.resume=none")
+    job.tracker.close()
+    assert job.state.progress.step == 0
+
+
+def test_the_samplers_seed_is_part_of_its_state(tmp_path):
+    """Another train.seed must not make the rest of an epoch repeat and leave out samples."""
+    job = runs.run_until(tmp_path, 2, *runs.MODELS["mlp"])
+    expected = job.batches.indices(job.state.progress)
+    job = runs.prepare(tmp_path, *runs.MODELS["mlp"], "train.seed=5")
+    job.tracker.close()
+    assert job.batches.indices(job.state.progress) == expected
+
+
+@pytest.mark.parametrize("change", ["batch.global_size=1000", "data.drop_last=true"])
+def test_another_batch_in_the_middle_of_an_epoch(tmp_path, change):
+    """What is left of the epoch may be less than a batch, or nothing."""
+    runs.run_until(tmp_path, 89, *runs.MODELS["mlp"], "train.max_steps=92")  # 13 samples short of the epoch's end
+    runs.run(tmp_path, *runs.MODELS["mlp"], "train.max_steps=92", change)
+    assert helpers.result(tmp_path)["steps"] == 92
+
+
+def test_a_new_rate_is_taken(tmp_path):
+    overrides = (*runs.MODELS["mlp"], "schedule=constant")
+    runs.run_until(tmp_path, 2, *overrides, "optimizer.lr=0.25")
+    runs.run(tmp_path, *overrides, "optimizer.lr=0.5")
+    assert [line["lr"] for line in helpers.metrics(tmp_path)] == [0.25, 0.25, 0.5, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("change", "named"), [("model.width=32", "layers.0.0.weight"), ("optimizer=sgd", "head.bias.")]
+)
+def test_a_checkpoint_that_does_not_fit(tmp_path, change, named):
+    runs.run_until(tmp_path, 1, *runs.MODELS["mlp"])
+    with pytest.raises(UserError, match="does not fit this configuration") as caught:
+        runs.prepare(tmp_path, *runs.MODELS["mlp"], change)
+    assert "step_00000001" in str(caught.value)
+    assert named in str(caught.value)

@@ -1,0 +1,160 @@
+"""Ctrl-C and SIGTERM, sent to the real program."""
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+
+import helpers
+import pytest
+import runs
+import torch
+
+from trainapp.signals import StopRequest
+
+# The module holds each step for a while, so that a signal strikes in the middle of the run and not at its end.
+SLOW_MODEL = """
+import time
+from trainapp.models.mlp import MLP
+
+
+class SlowMLP(MLP):
+    def __init__(self, image_shape: tuple[int, int, int], num_classes: int, seconds: float = 0.05):
+        super().__init__(image_shape, num_classes, width=16, dropout=0.1)
+        self.seconds = seconds
+
+    def forward(self, images):
+        time.sleep(self.seconds)
+        return super().forward(images)
+"""
+SETTINGS = (
+    "model._target_=slow_model.SlowMLP",
+    "user_packages=[slow_model]",
+    "~model.width",
+    "~model.depth",
+    "~model.dropout",
+    "train.device=cpu",
+    "train.max_epochs=null",
+    "every.eval=null",
+    "every.save=null",
+    "every.log=1",
+)
+
+
+def start(folder, run_dir, *overrides, **options):
+    (folder / "slow_model.py").write_text(SLOW_MODEL)
+    command = [sys.executable, "-m", "trainapp", "model=mlp", *SETTINGS, *overrides, f"hydra.run.dir={run_dir}"]
+    return subprocess.Popen(
+        command,
+        cwd=folder,
+        env=helpers.environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
+
+
+def wait_for_steps(run_dir, steps, process):
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and process.poll() is None:
+        path = run_dir / "metrics.jsonl"
+        if path.exists() and path.read_text().count("\n") >= steps:
+            return
+        time.sleep(0.01)
+    pytest.fail(f"no {steps} steps: {process.communicate()}")
+
+
+@pytest.mark.parametrize(("number", "code", "workers"), [(signal.SIGINT, 130, 0), (signal.SIGTERM, 143, 2)])
+def test_saves_and_continues_as_if_never_stopped(tmp_path, monkeypatch, number, code, workers):
+    """The step is finished and saved; the command that is printed, as it is printed, ends with the same weights."""
+    folder = tmp_path / "with a blank"
+    folder.mkdir()
+    run_dir = folder / "stopped run"
+    process = start(folder, run_dir, "train.max_steps=40", f"data.num_workers={workers}")
+    wait_for_steps(run_dir, 4, process)
+    process.send_signal(number)
+    output, errors = process.communicate(timeout=30)
+    assert process.returncode == code, errors
+    assert "Traceback" not in errors
+    assert f"{signal.Signals(number).name}: finishing the step, then saving" in errors
+    saved = list((run_dir / "checkpoints").glob("step_*"))
+    assert len(saved) == 1
+    step = int(saved[0].name[-8:])
+    assert 4 <= step < 40
+    assert helpers.metrics(run_dir)[-1]["step"] == step
+
+    command = re.search(r"Resume with:\n  (.*)\n", output)[1]
+    program, *arguments = shlex.split(command)
+    assert program == "python"
+    done = helpers.run_cli(*arguments, "+model.seconds=0.0", cwd=folder, command=[sys.executable])
+    assert done.returncode == 0, done.stderr
+    assert f"step {step}" in done.stderr
+    monkeypatch.syspath_prepend(folder)
+    settings = ("batch.global_size=64", "memory.guard=true", "train.max_steps=40", "+model.seconds=0.0")
+    runs.run(folder / "whole", "model=mlp", *SETTINGS, *settings)
+    for part in ("model", "optimizer", "rng", "progress"):
+        assert runs.differences(runs.saved(run_dir, 40)[part], runs.saved(folder / "whole", 40)[part]) == []
+    losses = [[line["loss"] for line in helpers.metrics(path)] for path in (run_dir, folder / "whole")]
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 40
+
+
+def test_a_second_signal_leaves_at_once(tmp_path):
+    """In the middle of a step that takes half a minute, without a checkpoint."""
+    process = start(tmp_path, tmp_path / "run", "train.max_steps=40", "+model.seconds=30")
+    deadline = time.monotonic() + 60
+    while "samples" not in process.stderr.readline():  # the plan: training begins
+        assert time.monotonic() < deadline
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    assert "SIGINT: finishing the step" in process.stderr.readline()
+    assert process.poll() is None
+    sent = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(10) == 130
+    assert time.monotonic() - sent < 2
+    process.communicate()
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_ctrl_c_at_a_terminal_reaches_the_loaders_workers_too(tmp_path):
+    """The whole process group gets the signal: the step must still find its data, and one line tells of it."""
+    process = start(tmp_path, tmp_path / "run", "train.max_steps=60", "data.num_workers=2", start_new_session=True)
+    wait_for_steps(tmp_path / "run", 4, process)
+    sent = time.monotonic()
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130, errors
+    assert "Traceback" not in errors
+    assert len(list((tmp_path / "run" / "checkpoints").glob("step_*"))) == 1
+    assert time.monotonic() - sent < 8
+    assert errors.count("finishing the step") == 1
+
+
+def test_without_checkpoints_no_resume_is_promised(tmp_path):
+    process = start(tmp_path, tmp_path / "run", "train.max_steps=40", "checkpointing=off")
+    wait_for_steps(tmp_path / "run", 2, process)
+    process.send_signal(signal.SIGTERM)
+    output, errors = process.communicate(timeout=30)
+    assert process.returncode == 143, errors
+    assert "Resume with" not in output
+
+
+def test_handlers_are_put_back():
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with StopRequest() as stop:
+        assert stop.signal is None
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.signal == signal.SIGTERM
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_a_stop_in_the_loop_finishes_the_step(tmp_path):
+    job = runs.run_until(tmp_path, 3, *runs.MODELS["mlp"], "train.max_steps=8")
+    assert job.stopping == signal.SIGINT
+    assert job.state.progress.step == 3
+    assert torch.equal(runs.saved(tmp_path, 3)["model"]["head.bias"], job.state.model.head.bias)

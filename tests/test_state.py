@@ -1,0 +1,113 @@
+import random
+
+import numpy as np
+import runs
+import torch
+from torch import nn
+
+from trainapp import loop
+from trainapp.state import RestorePoint, preserved_rng, rng_state, seed_everything, set_rng_state
+
+CPU = torch.device("cpu")
+
+
+def draws():
+    return torch.rand(3).tolist(), np.random.rand(3).tolist(), np.random.randn(), [random.random(), random.gauss(0, 1)]
+
+
+def test_generators_come_back():
+    seed_everything(7)
+    np.random.randn(), random.gauss(0, 1)  # both keep a second number for later
+    state = rng_state(CPU)
+    expected = draws()
+    assert draws() != expected
+    set_rng_state(state, CPU)
+    assert draws() == expected
+
+
+def test_generators_survive_a_file(tmp_path):
+    state = rng_state(CPU)
+    expected = draws()
+    torch.save(state, tmp_path / "rng.pt")
+    set_rng_state(torch.load(tmp_path / "rng.pt", weights_only=True), CPU)
+    assert draws() == expected
+
+
+def test_preserved_rng_leaves_no_trace():
+    seed_everything(1)
+    expected = draws()
+    seed_everything(1)
+    with preserved_rng(CPU):
+        draws()
+    assert draws() == expected
+
+
+def test_seed_0_is_a_seed():
+    seed_everything(0)
+    first = draws()
+    seed_everything(0)
+    assert draws() == first
+    seed_everything(1)
+    assert draws() != first
+
+
+def test_a_step_that_is_given_up_leaves_no_trace(tmp_path):
+    """Buffers and generators as before it; and the step done again is the step done once."""
+    overrides = (*runs.MODELS["resnet"], "batch.micro_size=4", "train.max_steps=3")
+    ends = []
+    for gives_up in (False, True):
+        job = runs.prepare(tmp_path / str(gives_up), *overrides)
+        loop.train_step(job)
+        if gives_up:
+            before, state = {k: v.clone() for k, v in job.state.model.state_dict().items()}, rng_state(CPU)
+            job.restore_point.take()
+            loop.accumulate_gradients(job, False)
+            torch.rand(5), np.random.rand(5), random.random()
+            assert runs.differences(job.state.model.state_dict(), before) != []
+            job.restore_point.restore()
+            assert runs.differences(job.state.model.state_dict(), before) == []
+            assert runs.differences(rng_state(CPU), state) == []
+        loop.train(job)
+        job.tracker.close()
+        ends.append(job.state.model.state_dict())
+    assert runs.differences(*ends) == []
+
+
+def test_constant_buffers_are_copied_once():
+    """A causal mask or rotary table costs nothing in each step."""
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2))
+    model[1].register_buffer("table", torch.ones(1000), persistent=False)
+    point = RestorePoint(model, CPU)
+    point.take()
+    copies = [copy.data_ptr() for copy in point._copies]
+    versions = [copy._version for copy in point._copies]
+    model(torch.randn(4, 2))
+    point.take()
+    assert [copy.data_ptr() for copy in point._copies] == copies
+    moved = [copy._version > version for copy, version in zip(point._copies, versions, strict=True)]
+    assert moved == [True, True, True, False]  # running mean, variance and the number of batches; not the table
+
+
+def test_batch_norm_does_not_count_the_version_of_its_statistics():
+    """Why the version cannot tell whether a buffer has moved."""
+    norm = nn.BatchNorm1d(2)
+    before, version = norm.running_mean.clone(), norm.running_mean._version
+    norm(torch.randn(4, 2))
+    assert not torch.equal(norm.running_mean, before)
+    assert norm.running_mean._version == version
+
+
+def test_a_buffer_that_was_replaced_comes_back():
+    """Some models assign a new tensor rather than write into the old one."""
+    model = nn.Linear(1, 1)
+    model.register_buffer("count", torch.zeros(()))
+    point = RestorePoint(model, CPU)
+    point.take()
+    model.count = model.count + 5
+    point.restore()
+    assert model.count.item() == 0
+    model.count += 1
+    point.take()
+    model.count += 1
+    point.restore()
+    assert model.count.item() == 1

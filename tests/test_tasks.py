@@ -1,0 +1,69 @@
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from trainapp.tasks import classification, evaluate_metrics, next_token
+
+
+class Fixed(nn.Module):
+    """Answers with given logits."""
+
+    def __init__(self, logits):
+        super().__init__()
+        self.logits = logits
+
+    def forward(self, inputs):
+        return self.logits
+
+
+def test_classification_by_hand():
+    model = Fixed(torch.tensor([[2.0, 0.0], [0.0, 1.0], [3.0, 0.0]]))
+    targets = torch.tensor([0, 1, 1])
+    loss, count, metrics = classification(model, {"inputs": torch.zeros(3, 1), "targets": targets})
+    expected = math.log(1 + math.exp(-2)) + math.log(1 + math.exp(-1)) + math.log(1 + math.exp(3))
+    assert float(loss) == pytest.approx(expected, rel=1e-6)  # a sum
+    assert count == 3
+    assert int(evaluate_metrics(metrics)["accuracy"]) == 2
+
+
+def test_a_pair_is_a_batch_too():
+    model, targets = Fixed(torch.randn(3, 2)), torch.tensor([0, 1, 1])
+    named = classification(model, {"inputs": torch.zeros(3, 1), "targets": targets})
+    assert classification(model, (torch.zeros(3, 1), targets))[0] == named[0]
+    assert classification(model, [torch.zeros(3, 1), targets])[0] == named[0]
+
+
+def test_next_token_counts_what_is_not_padding():
+    logits = torch.zeros(2, 3, 4)
+    logits[0, 0, 1] = 5.0
+    targets = torch.tensor([[1, 2, -100], [0, -100, -100]])
+    loss, count, metrics = next_token(Fixed(logits), {"inputs": targets, "targets": targets})
+    right = math.log(1 + 3 * math.exp(-5))
+    assert float(loss) == pytest.approx(right + 2 * math.log(4), rel=1e-5)
+    assert int(count) == 3
+    assert int(evaluate_metrics(metrics)["accuracy"]) == 2  # 1 at the first place; 0 wins a tie of all
+
+
+def test_a_batch_of_padding_alone_counts_nothing():
+    targets = torch.full((2, 3), -100)
+    loss, count, _ = next_token(Fixed(torch.randn(2, 3, 4)), {"inputs": targets, "targets": targets})
+    assert float(loss) == 0
+    assert int(count) == 0
+
+
+def test_the_loss_is_computed_in_fp32():
+    logits = torch.full((4, 8), 20.0, dtype=torch.bfloat16)
+    logits[:, 0] = 20.25
+    targets = torch.zeros(4, dtype=torch.int64)
+    loss, _, _ = classification(Fixed(logits), {"inputs": targets, "targets": targets})
+    assert loss.dtype == torch.float32
+    assert float(loss) == pytest.approx(4 * math.log(1 + 7 * math.exp(-0.25)), rel=1e-6)
+
+
+def test_metrics_hold_no_graph():
+    logits = torch.randn(3, 2, requires_grad=True)
+    targets = torch.tensor([0, 1, 1])
+    _, _, metrics = classification(Fixed(logits), {"inputs": targets, "targets": targets})
+    assert not evaluate_metrics({**metrics, "own": logits.sum()})["own"].requires_grad
