@@ -2,6 +2,7 @@
 
 import json
 import random
+import time
 
 import helpers
 import numpy as np
@@ -123,12 +124,14 @@ def test_the_tail_of_a_killed_process_is_done_again(tmp_path):
     overrides = (*runs.MODELS["mlp"], "train.max_steps=8")
     runs.run(tmp_path / "a", *overrides)
     runs.run_until(tmp_path / "b", 3, *overrides)
+    time.sleep(1.1)
     job = runs.prepare(tmp_path / "b", *overrides)
     for _ in range(3):
         loop.train_step(job)
     job.tracker.close()  # and dies without saving
     with (tmp_path / "b" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 7, "sam')  # in the middle of a line
+    time.sleep(1.1)  # event files are read in the order of their names, which tell seconds
     runs.run(tmp_path / "b", *overrides)
     assert losses(tmp_path / "b") == losses(tmp_path / "a")
     assert [line["step"] for line in helpers.metrics(tmp_path / "b")] == list(range(1, 9))
@@ -140,6 +143,7 @@ def test_a_run_that_died_before_its_first_checkpoint_starts_again(tmp_path):
     for _ in range(3):
         loop.train_step(job)
     job.tracker.close()
+    time.sleep(1.1)  # event files are read in the order of their names, which tell seconds
     runs.run(tmp_path, *runs.MODELS["mlp"])
     assert [line["step"] for line in helpers.metrics(tmp_path)] == [1, 2, 3, 4]
     assert event_steps(tmp_path) == [1, 2, 3, 4]
