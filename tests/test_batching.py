@@ -73,6 +73,11 @@ def test_cut_takes_the_size_and_leaves_no_single_sample(samples, size, sizes):
     assert [len(part) for part in cut(list(range(samples)), size)] == sizes
 
 
+def test_nothing_is_cut_into_nothing():
+    """What is left of an evaluation that ran out of memory after its last batch."""
+    assert cut([], 4) == cut_evenly([], 4) == []
+
+
 def test_cut_keeps_every_sample_in_order():
     for samples in range(1, 40):
         for size in range(1, 45):
