@@ -107,6 +107,11 @@ def main() -> None:
             raise error from None
         console.fail(str(error))
         sys.exit(error.exit_code)
+    except ValueError as error:  # Hydra's own, for `precision=16`: an option must be a name
+        if wants_traces or not str(error).startswith("Config group override"):
+            raise
+        console.fail(f"{error}; `trainapp --help` lists the options of each group")
+        sys.exit(2)
     except (HydraException, OmegaConfBaseException) as error:
         if wants_traces:
             raise

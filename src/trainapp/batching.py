@@ -26,6 +26,8 @@ def cut(indices: list[int], size: int) -> list[list[int]]:
 
     A rest of one sample takes a second one from its neighbour: BatchNorm cannot normalise a single value.
     """
+    if not indices:
+        return []
     starts = list(range(0, len(indices), size))
     ends = [*starts[1:], len(indices)]
     if len(starts) > 1 and ends[-1] - starts[-1] == 1 and size > 2:

@@ -103,6 +103,8 @@ def _place(job: Job, error: BaseException) -> tuple[str, str]:
         if isinstance(owner, nn.Module) and id(owner) in names:
             module, entered = names[id(owner)] or module, True
     phase = "loss" if job.phase == "forward" and not entered else job.phase
+    if phase not in ("forward", "backward", "evaluate"):
+        return phase, module
     return phase, module or job.memory.module_path.at_failure
 
 

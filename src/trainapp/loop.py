@@ -151,14 +151,16 @@ def commit(job: Job, sums: Sums, norm: Tensor) -> bool:
 
 def look_for_larger_size(job: Job) -> None:
     """After clean steps, try a size between what works and what failed; all ranks the same."""
-    micro, memory, searching = job.state.micro, job.memory, not job.state.micro.settled
+    micro, searching = job.state.micro, not job.state.micro.settled
     job.phase = "search"
     before = micro.size
-    micro.succeeded(job.meter.static_bytes, memory.step_peak, memory.budget)
+    micro.succeeded()
     if searching and job.ranks.world > 1:
         micro.agree(job.ranks.smallest)
     if micro.size > before:
         job.tracker.note(f"step {job.state.progress.step + 1} tries a larger micro-batch: {micro.size}")
+    elif searching and micro.settled:
+        job.tracker.note(f"the search ended with micro-batch {micro.size} at step {job.state.progress.step}")
 
 
 def log(job: Job, sums: Sums, norm: Tensor) -> None:
@@ -217,7 +219,7 @@ def evaluate_batch(job: Job, batch: Any, real: bool) -> None:
             loss, count, metrics = job.task(job.strategy.evaluate, batch)
         finished = evaluate_metrics(metrics)
     job.evaluation.add(loss, count, finished, batch_length(batch), real)
-    state.eval_micro.succeeded(job.meter.static_bytes, memory.step_peak, memory.budget)
+    state.eval_micro.succeeded()
 
 
 def draw_timeline(job: Job) -> None:

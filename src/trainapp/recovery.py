@@ -47,7 +47,7 @@ def change_size(config: Config, job: Job, failure: Incident) -> None:
     has_size = failure.evaluating or failure.in_transaction or failure.phase == "commit"
     failure.old_size = failure.new_size = sizes.search(sizes.current or 0).size
     attempt = (failure.step, failure.phase, failure.old_size)
-    may_fit = not has_size or failure.by_peer or failure.unused_cache > (failure.requested or 0) > 0
+    may_fit = not has_size or failure.by_peer or failure.unused_cache > (failure.requested or 0)
     together = int if failure.alone else job.ranks.smallest
     if together(int(may_fit)) and job.retried != attempt:
         job.retried = attempt

@@ -51,18 +51,24 @@ def recall(config: Config, job: Job) -> bool:
         return False
     try:
         known = json.loads(path.read_text())
-        if config.batch.micro_size == "auto":
+        if _is_found(config):
             job.state.micro.load_state_dict(known["micro"])
         if config.batch.eval_micro_size == "auto":
             job.state.eval_micro.load_state_dict(known["eval_micro"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False  # a hint that cannot be read is no hint
-    return True
+    return any(search.fails for search in job.state.micro.searches.values())
+
+
+def _is_found(config: Config) -> bool:
+    """Whether the micro-batch is the search's: one that the user chose is no experience."""
+    fixed = config.accumulation.steps != "auto" or config.oom.schedule is not None
+    return config.batch.micro_size == "auto" and not fixed
 
 
 def remember(config: Config, job: Job) -> None:
     """Write down what the searches know. Quiet when the cache directory cannot be written: it is a hint only."""
-    if config.oom.remember is False or not job.state.micro.searches:
+    if config.oom.remember is False or not job.state.micro.searches or not _is_found(config):
         return
     description = describe(config, job)
     path = _path(description)

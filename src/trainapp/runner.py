@@ -220,6 +220,7 @@ def _start_again(config: Config, job: Job, failure: Incident, stop: StopRequest)
     again = dataclasses.replace(config, checkpointing=dataclasses.replace(config.checkpointing, resume=resume))
     job = prepare(again, stop, job.ranks)
     job.state.micro.force(min(job.state.micro.size, smaller))
+    job.size_plan.clear()  # the plan's sizes are what failed
     job.memory.out_of_memory_count, job.memory.peak = count, peak
     return job
 

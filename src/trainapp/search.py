@@ -1,8 +1,8 @@
 """Finds the micro-batch that fits: halve after a failure, then try what lies between, and remember the bounds.
 
-Halving alone ends at 64 where 100 would fit. After a number of clean steps a larger size is tried: the one that the
-measured peak predicts to fit, or else the middle between the largest that worked and the smallest that failed. A
-failed try costs that one step's retry. The search ends when the two bounds are within 5% of each other.
+Halving alone ends at 64 where 100 would fit. After a number of clean steps a larger size is tried: the middle between
+the largest that worked and the smallest that failed. A failed try costs that one step's retry. The search ends when
+the two bounds are within 5% of each other.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,7 +12,6 @@ from typing import Any
 from trainapp.batches import batch_length, narrow, shape_of, tensors_in
 
 CLOSE_ENOUGH = 0.95  # of the smallest size that failed
-HEADROOM = 0.98  # of the budget: what a prediction may use
 
 
 @dataclass
@@ -26,7 +25,6 @@ class SizeSearch:
     clean_steps: int = 3
     grow: bool = True
     clean: int = 0
-    peaks: dict[int, int] = field(default_factory=dict)  # size: bytes that its steps used at most, where measured
     works: int = 0  # the largest proven size
     fails: int | None = None  # the smallest size that failed
     settled: bool = True  # no larger size is worth a try
@@ -38,49 +36,30 @@ class SizeSearch:
         """Proven sizes are no longer watched, which costs time on the CPU."""
         return self.clean >= self.clean_steps
 
-    def succeeded(self, ran: int, base: int, peak: int, budget: int) -> int | None:
+    def succeeded(self, ran: int, *_: int) -> int | None:
         """A step ended well. Returns the larger size that the next step tries, if it is time for one.
 
-        ran: the largest micro-batch in it; only full ones prove anything (one less: see `batching.cut`).
-        base, peak, budget: bytes that are there without a batch; that the step used (0: not measured); that there are.
+        ran: the largest micro-batch in it; only full ones prove anything (one less: see `batching.cut`). What bytes
+        the step used says little of a larger size: another cut of the same samples has its peak elsewhere.
         """
         if ran < self.size - 1:
             return None
         self.clean += 1
-        if peak:
-            self.peaks[self.size] = max(peak, self.peaks.get(self.size, 0))
         if not self.proven:
             return None
         self.works = max(self.works, self.size)
         if self.settled or not self.grow:
             return None
-        following = self._larger(base, budget)
+        following = self._larger()
         self.settled = following is None
         if following is not None:
             self.size, self.clean = following, 0
         return following
 
-    def _larger(self, base: int, budget: int) -> int | None:
+    def _larger(self) -> int | None:
         if self.fails is None or self.size >= CLOSE_ENOUGH * self.fails or self.fails - self.size <= 1:
             return None
-        predicted = self._predicted(base, budget)
-        full = self.peaks.get(self.size, 0) >= HEADROOM * budget
-        if predicted <= self.size and (len(self.peaks) > 1 or full):
-            return None  # a try that the measured bytes say must fail
-        if self.peaks and predicted <= self.size:
-            predicted = self.size + max(1, self.size // 8)
-        return predicted if self.size < predicted < self.fails else (self.size + self.fails) // 2
-
-    def _predicted(self, base: int, budget: int) -> int:
-        """The size that fills the budget, if bytes grow linearly: through two measured sizes, else through `base`.
-
-        A step needs more than `base` even for one sample (a gradient's temporary copy, say): one measured size alone
-        predicts too little, which costs another try but no failure.
-        """
-        *_, low, high = [(0, base), *sorted(self.peaks.items())] if self.peaks else [(0, base), (0, base)]
-        if high[0] == low[0] or high[1] <= low[1]:
-            return 0
-        return int(low[0] + (HEADROOM * budget - low[1]) * (high[0] - low[0]) / (high[1] - low[1]))
+        return (self.size + self.fails) // 2
 
     def failed(self) -> bool:
         """Memory ran out. Back to the largest size that works, else half. False when nothing is left to halve."""
@@ -132,7 +111,9 @@ class Sizes:
         if bucket not in self.searches:
             size = self.start
             if bucket and any(s.fails for s in self.searches.values()):
-                fitting = min(s.size * known / bucket for known, s in self.searches.items() if known and s.fails)
+                fitting = min(
+                    (s.size * known / bucket for known, s in self.searches.items() if known and s.fails), default=size
+                )
                 size = min(size, max(self.smallest, int(fitting)))
             self.searches[bucket] = SizeSearch(size, self.clean_steps, self.grow, smallest=self.smallest)
         return self.searches[bucket]
@@ -158,12 +139,12 @@ class Sizes:
         search = self.search(self.current or 0)
         return not search.proven or self.numbers.get(self.current or 0, 0) > search.numbers
 
-    def succeeded(self, base: int, peak: int, budget: int) -> dict[int, int]:
+    def succeeded(self) -> dict[int, int]:
         """A step (or an evaluation batch) ended well. Returns `{bucket: size}` for what is tried next."""
         grown = {}
         for bucket, ran in self.ran.items():
             self.searches[bucket].numbers = max(self.searches[bucket].numbers, self.numbers.get(bucket, 0))
-            following = self.searches[bucket].succeeded(ran, base, peak, budget)
+            following = self.searches[bucket].succeeded(ran)
             if following is not None:
                 grown[bucket] = following
         self.ran.clear()
@@ -205,6 +186,9 @@ class Sizes:
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """A hint from an earlier run: sizes still have to prove themselves. Never above `start`."""
         for bucket, (size, works, fails, settled) in saved["buckets"].items():
+            numbers = (size, works, *(() if fails is None else (fails,)))
+            if not all(isinstance(n, int) for n in numbers) or size < 1:
+                raise ValueError(f"no sizes: {saved['buckets']}")
             search = SizeSearch(min(size, self.start), self.clean_steps, self.grow, smallest=self.smallest)
             search.works, search.fails, search.settled = min(works, search.size), fails, settled
             self.searches[int(bucket)] = search

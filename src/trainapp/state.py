@@ -185,21 +185,19 @@ class RestorePoint:
         self._places = [(m._buffers, name) for m in model.modules() for name, b in m._buffers.items() if b is not None]
         self._buffers: list[torch.Tensor] = []
         self._copies: list[torch.Tensor] = []
-        self._versions: list[int] = []
         self._rng: dict[str, Any] | None = None
 
     def take(self) -> None:
-        """Remember this moment. Constant buffers are copied once only: their version tells that they have not moved."""
+        """Remember this moment."""
         self._rng = rng_state(self.device)
         buffers = [owner[name] for owner, name in self._places]
         same = len(self._buffers) == len(buffers) and all(a is b for a, b in zip(self._buffers, buffers, strict=True))
         if not same:
             self._copies = [b.detach().clone() for b in buffers]
-        else:
-            for buffer, copy, version in zip(buffers, self._copies, self._versions, strict=True):
-                if buffer._version != version:
-                    copy.copy_(buffer.detach())
-        self._buffers, self._versions = buffers, [b._version for b in buffers]
+        elif buffers:  # all of them: BatchNorm's kernels do not count their changes in the tensor's version
+            with torch.no_grad():
+                torch._foreach_copy_(self._copies, buffers)
+        self._buffers = buffers
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -214,4 +212,3 @@ class RestorePoint:
         for (owner, name), buffer, copy in zip(self._places, self._buffers, self._copies, strict=True):
             owner[name] = buffer
             buffer.copy_(copy)
-        self._versions = [b._version for b in self._buffers]

@@ -44,6 +44,7 @@ def test_a_run_that_exceeds_it_goes_on(tmp_path):
         assert "DefaultCPUAllocator" in record["message"] or "could not create a primitive" in record["message"]
 
 
+@pytest.mark.slow
 def test_without_the_guard_nothing_strikes(tmp_path):
     # Negative control: it was the guard.
     train(tmp_path / "run", *HUNGRY, "memory.guard=false", "train.max_steps=1")

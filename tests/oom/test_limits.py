@@ -1,11 +1,16 @@
 """Real limits through the real command line, one model of each kind; and the counter that enforces them."""
 
+import dataclasses
+
 import pytest
 import torch
 from helpers import incidents, metrics, result, run_cli, train
 from torch import nn
 
+from trainapp import runner
 from trainapp.limits import LiveTensors, MemoryLimitExceeded
+
+from .conftest import composed
 
 MODELS = {
     "mlp": ("model=mlp", "model.width=64", "data=digits"),
@@ -59,9 +64,9 @@ def test_a_limit_on_the_command_line(tmp_path, model):
     assert all(record["used"] + record["requested"] > record["limit"] for record in incidents(tmp_path / "limited"))
     # The same as a run that was told the sizes: bit for bit.
     schedule = ",".join(f"{step}:{size}" for step, size in found["micro_schedule"].items())
-    train(tmp_path / "told", *MODELS[model], *COMMON, f"oom.schedule={{{schedule}}}", "oom.remember=false")
+    told = composed(*MODELS[model], *COMMON, f"oom.schedule={{{schedule}}}", "oom.remember=false")
+    assert runner.run(dataclasses.replace(told, run_dir=str(tmp_path / "told"))).oom_restarts == 0
     assert digest(tmp_path / "limited") == digest(tmp_path / "told")
-    assert result(tmp_path / "told")["oom_restarts"] == 0
 
 
 def test_a_limit_that_leaves_nothing(tmp_path):

@@ -16,7 +16,7 @@ from .conftest import tiny
 from .inject import Run
 
 QUICK = settings(max_examples=300, deadline=None)
-REAL = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+REAL = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.fixture(autouse=True)
@@ -64,16 +64,16 @@ def test_the_search_ends(start, share, base, per_sample, curve, clean_steps, sma
         assert search.size >= 0.93 * best - 1
 
 
-@REAL
-@given(
-    samples=st.integers(1, 90),
-    global_size=st.integers(1, 64),
-    kilobytes=st.integers(0, 60),
-    drop_last=st.booleans(),
-    eval_every=st.sampled_from([None, 1, 3]),
-)
-@example(samples=33, global_size=32, kilobytes=6, drop_last=False, eval_every=1)
-def test_real_runs(samples, global_size, kilobytes, drop_last, eval_every):
+REAL_ARGUMENTS = {
+    "samples": st.integers(1, 90),
+    "global_size": st.integers(1, 64),
+    "kilobytes": st.integers(0, 60),
+    "drop_last": st.booleans(),
+    "eval_every": st.sampled_from([None, 1, 3]),
+}
+
+
+def real_run(samples, global_size, kilobytes, drop_last, eval_every):
     """A real run under a real limit, between nearly nothing and plenty."""
     static = 3 * 4 * (64 * 8 + 8 + 8 * 10 + 10)  # parameters, gradients and momentum
     overrides = (
@@ -114,3 +114,17 @@ def test_real_runs(samples, global_size, kilobytes, drop_last, eval_every):
         assert len(seen) == len(set(seen)) == epoch_samples
     assert run.job.state.progress.samples == 3 * epoch_samples
     assert run.job.state.progress.step == 3 * run.job.batches.steps_per_epoch
+
+
+@REAL
+@given(**REAL_ARGUMENTS)
+@example(samples=33, global_size=32, kilobytes=6, drop_last=False, eval_every=1)
+def test_real_runs(**drawn):
+    real_run(**drawn)
+
+
+@pytest.mark.slow
+@settings(REAL, max_examples=150)
+@given(**REAL_ARGUMENTS)
+def test_many_real_runs(**drawn):
+    real_run(**drawn)

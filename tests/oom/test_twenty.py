@@ -1,25 +1,40 @@
 """The same limit gives the same outcome, run after run: size, restarts and weights."""
 
+import dataclasses
 import hashlib
 
 import pytest
 import torch
 from helpers import result, train
 
+from trainapp import runner
+
+from .conftest import composed
 from .test_limits import COMMON, LIMITS, MODELS
 
+CHANGES = ("train.max_steps=9", "every.log=null", "every.eval=null", "every.save=null")
 
-def outcome(run_dir, cache, model: str) -> tuple:
+
+def settings(model: str) -> tuple[str, ...]:
+    """A run that meets its limit, searches, and saves its last step."""
+    common = [part for part in COMMON if not part.startswith("checkpointing")]
+    return (*MODELS[model], *common, *CHANGES, "oom.grow=true", f"memory.limit={LIMITS[model]}")
+
+
+def in_a_process(run_dir, cache, model: str) -> tuple:
     """A run in a process of its own."""
-    overrides = [part for part in COMMON if not part.startswith("checkpointing")]
-    overrides += ["train.max_steps=9", "every.log=null", "every.eval=null", "every.save=null", "oom.grow=true"]
-    train(
-        run_dir,
-        *MODELS[model],
-        *overrides,
-        f"memory.limit={LIMITS[model]}",
-        env={"TRAINAPP_CACHE": str(cache), "PYTHONHASHSEED": "random"},
-    )
+    train(run_dir, *settings(model), env={"TRAINAPP_CACHE": str(cache), "PYTHONHASHSEED": "random"})
+    return outcome(run_dir)
+
+
+def here(run_dir, cache, model: str) -> tuple:
+    """A run in this process."""
+    runner.run(dataclasses.replace(composed(*settings(model), "oom.remember=false"), run_dir=str(run_dir)))
+    return outcome(run_dir)
+
+
+def outcome(run_dir) -> tuple:
+    """Size, restarts, sizes used and a digest of the weights."""
     (path,) = (run_dir / "checkpoints").glob("step_*/*.pt")
     saved = torch.load(path, weights_only=True)
     digest = hashlib.sha256()
@@ -30,19 +45,19 @@ def outcome(run_dir, cache, model: str) -> tuple:
     return found["micro_size"], found["oom_restarts"], tuple(found["micro_schedule"].items()), digest.hexdigest()
 
 
-def alike(tmp_path, model: str, times: int) -> None:
-    outcomes = [outcome(tmp_path / f"run{i}", tmp_path / f"cache{i}", model) for i in range(times)]
+def alike(tmp_path, model: str, times: int, run) -> None:
+    outcomes = [run(tmp_path / f"run{i}", tmp_path / f"cache{i}", model) for i in range(times)]
     assert outcomes[0][1] >= 1
     assert len(set(outcomes)) == 1, outcomes
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_three_times_alike(tmp_path, model):
-    alike(tmp_path, model, 3)
+    alike(tmp_path, model, 3, here)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("model", MODELS)
 def test_twenty_times_alike(tmp_path, model):
-    alike(tmp_path, model, 20)
+    alike(tmp_path, model, 20, in_a_process)

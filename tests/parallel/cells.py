@@ -174,8 +174,6 @@ class _Lines(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-
-
 def train_averaging(rank: int, config: Config, *arguments: Any) -> Record:
     """A wrong variant: the mean over ranks, which is what DDP and FSDP do by themselves."""
     clip = loop.clip

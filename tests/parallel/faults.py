@@ -21,12 +21,13 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainapp import checkpoint, loop
+from trainapp.batching import Fetcher
 from trainapp.job import Job
 from trainapp.parallel.strategies import Replicated
 
 ENVIRONMENT = "TRAINAPP_TEST_FAULTS"  # {"folder": ..., "faults": [...]}
 # Phases of the loop (`job.phase`), told by the tensor operations in them, and places that have a function instead.
-PLACES = ("gather buffer", "reduce buffer", "bucket", "manifest")
+PLACES = ("fetch", "gather buffer", "reduce buffer", "bucket", "manifest")
 BETWEEN = ("weight average", "evaluate", "save", "manifest")  # follow a finished step
 
 
@@ -139,7 +140,7 @@ def injected(faults: Iterable[Fault], folder: Path) -> Iterator[Injector]:
     def striking(place: str, function: Any) -> Any:
         @functools.wraps(function)  # DDP reads a hook's annotations
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if injector.job is not None:
+            if injector.job is not None and (place != "fetch" or injector.job.phase == "data"):
                 injector.strike(place)
             return function(*args, **kwargs)
 
@@ -149,6 +150,7 @@ def injected(faults: Iterable[Fault], folder: Path) -> Iterator[Injector]:
     patch(DefaultAllGather, "allocate", striking("gather buffer", DefaultAllGather.allocate))
     patch(DefaultReduceScatter, "allocate", striking("reduce buffer", DefaultReduceScatter.allocate))
     patch(Replicated, "_reduce", striking("bucket", Replicated._reduce))
+    patch(Fetcher, "__getitem__", striking("fetch", Fetcher.__getitem__))
     patch(checkpoint, "_write_manifest", striking("manifest", checkpoint._write_manifest))
     try:
         yield injector

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import psutil
 import torch
-
 from helpers import environment
 
 from .conftest import GPT, TINY

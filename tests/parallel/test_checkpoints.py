@@ -32,9 +32,7 @@ def resumed(cell: Cell, saver: tuple[int, str], reader: tuple[int, str], *overri
     return cell.run(ranks, strategy, *SAVING, run_dir=run_dir), run_dir
 
 
-PAIRS = [
-    ((n, a), (m, b)) for a in ("ddp", "fsdp") for b in ("ddp", "fsdp") for n in (1, 2, 3, 4) for m in (1, 2, 3, 4)
-]
+PAIRS = [((n, a), (m, b)) for a in ("ddp", "fsdp") for b in ("ddp", "fsdp") for n in (1, 2, 3, 4) for m in (1, 2, 3, 4)]
 FAST = [
     ((1, "ddp"), (2, "fsdp")), ((2, "fsdp"), (1, "ddp")), ((1, "ddp"), (3, "ddp")), ((3, "ddp"), (1, "ddp")),
     ((2, "fsdp"), (4, "fsdp")), ((4, "fsdp"), (3, "fsdp")), ((2, "ddp"), (2, "fsdp")), ((2, "fsdp"), (2, "ddp")),
@@ -78,9 +76,7 @@ def test_another_micro_batch_and_other_workers(cell):
     (reference,) = cell.run(0, *SAVING)
     run_dir = cell.directory()
     cell.run(2, "parallel=fsdp", *SAVING, "train.max_steps=2", run_dir=run_dir)
-    records = cell.run(
-        2, "parallel=fsdp", *SAVING, "batch.micro_size=3", "data.num_workers=1", run_dir=run_dir
-    )
+    records = cell.run(2, "parallel=fsdp", *SAVING, "batch.micro_size=3", "data.num_workers=1", run_dir=run_dir)
     for record in records:
         assert record.losses == pytest.approx(reference.losses[2:], rel=TOLERANCE)
         assert record.sizes == [3, 3]
@@ -105,9 +101,9 @@ def test_asynchronous_saves_the_same(cell, strategy):
 
 def everything(path: Path) -> dict[str, torch.Tensor]:
     """All tensors of a sharded checkpoint, whole, read by torch itself."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.format_utils import _EmptyStateDictLoadPlanner
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
 
     found: dict = {}
     _load_state_dict(found, storage_reader=FileSystemReader(path), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
@@ -256,5 +252,5 @@ def test_an_average_that_was_not_saved_begins_at_the_weights(cell, reader):
 def test_another_optimizer_is_refused_or_begins_anew(cell):
     run_dir = cell.directory()
     cell.run(2, "parallel=fsdp", *SAVING, "train.max_steps=2", run_dir=run_dir)
-    for record in cell.run(2, "parallel=fsdp", *SAVING, "optimizer=sgd", "+optimizer.momentum=0.5", run_dir=run_dir):
+    for record in cell.run(2, "parallel=fsdp", *SAVING, "optimizer=sgd", "optimizer.momentum=0.5", run_dir=run_dir):
         assert record.error is not None

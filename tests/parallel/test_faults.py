@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 
 import pytest
-
 from helpers import metrics, result
 
 from .faults import environment, fail_at, fired
