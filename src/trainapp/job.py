@@ -38,9 +38,11 @@ class Sums:
         if not real:
             loss, count, samples = torch.zeros_like(loss), 0, 0
             metrics = {name: torch.zeros_like(value) for name, value in metrics.items()}
-        self.loss, self.count, self.samples = self.loss + loss, self.count + count, self.samples + samples
-        for name, value in metrics.items():
-            self.metrics[name] = self.metrics.get(name, 0) + value
+        # All together or, when memory runs out in one of the sums, not at all.
+        added = {name: self.metrics.get(name, 0) + value for name, value in metrics.items()}
+        loss, count = self.loss + loss, self.count + count
+        self.loss, self.count, self.samples = loss, count, self.samples + samples
+        self.metrics.update(added)
 
     def over(self, ranks: Alone) -> "Sums":
         """The sums over all ranks."""

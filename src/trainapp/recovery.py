@@ -45,7 +45,7 @@ def change_size(config: Config, job: Job, failure: Incident) -> None:
     """
     sizes = job.state.eval_micro if failure.evaluating else job.state.micro
     has_size = failure.evaluating or failure.in_transaction or failure.phase == "commit"
-    failure.old_size = failure.new_size = sizes.search(sizes.current or 0).size
+    failure.old_size = failure.new_size = sizes.size_at_work
     attempt = (failure.step, failure.phase, failure.old_size)
     may_fit = not has_size or failure.by_peer or failure.unused_cache > (failure.requested or 0)
     together = int if failure.alone else job.ranks.smallest

@@ -97,6 +97,11 @@ class Sizes:
         return max((search.size for search in self.searches.values()), default=self.start)
 
     @property
+    def size_at_work(self) -> int:
+        """The size in force for the micro-batch at work."""
+        return self.searches[self.current].size if self.current in self.searches else self.size
+
+    @property
     def proven(self) -> bool:
         """Whether no bucket is being tried."""
         return bool(self.searches) and all(search.proven for search in self.searches.values())
@@ -153,10 +158,13 @@ class Sizes:
 
     def failed(self) -> tuple[int, int] | None:
         """Memory ran out in the micro-batch at work: `(old size, new size)`, or None at the smallest."""
-        search = self.search(self.current if self.current is not None else self._largest_bucket())
-        old = search.size
         self.ran.clear()
         self.numbers.clear()
+        if not self.searches:  # at the very first fetch: no shape is known yet
+            old, self.start = self.start, max(self.smallest, self.start // 2)
+            return None if old <= self.smallest else (old, self.start)
+        search = self.search(self.current if self.current is not None else self._largest_bucket())
+        old = search.size
         return (old, search.size) if search.failed() else None
 
     def _largest_bucket(self) -> int:

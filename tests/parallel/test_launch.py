@@ -109,7 +109,7 @@ def test_devices_auto_needs_gpus(tmp_path):
 def test_single_inside_torchrun_is_refused(tmp_path):
     names = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": "none"}
     done = subprocess.run(
-        [sys.executable, "-m", "trainapp", "parallel=single", "data=digits", "model=mlp"], cwd=tmp_path, env=environment(names),
+        [sys.executable, "-m", "trainapp", "parallel=single", "data=digits", "model=mlp"], cwd=tmp_path, env=environment(names),  # noqa: E501
         capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert done.returncode == 2
