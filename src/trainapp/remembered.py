@@ -51,7 +51,7 @@ def recall(config: Config, job: Job) -> bool:
         return False
     try:
         known = json.loads(path.read_text())
-        if _is_found(config):
+        if _is_found(config) and known["micro"] is not None:
             job.state.micro.load_state_dict(known["micro"])
         if config.batch.eval_micro_size == "auto":
             job.state.eval_micro.load_state_dict(known["eval_micro"])
@@ -68,13 +68,13 @@ def _is_found(config: Config) -> bool:
 
 def remember(config: Config, job: Job) -> None:
     """Write down what the searches know. Quiet when the cache directory cannot be written: it is a hint only."""
-    if config.oom.remember is False or not job.state.micro.searches or not _is_found(config):
+    if config.oom.remember is False or not job.state.micro.searches:
         return
     description = describe(config, job)
     path = _path(description)
     known = {
         "job": description,
-        "micro": job.state.micro.state_dict(),
+        "micro": job.state.micro.state_dict() if _is_found(config) else None,
         "eval_micro": job.state.eval_micro.state_dict(),
     }
     with contextlib.suppress(OSError):
