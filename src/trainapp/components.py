@@ -115,7 +115,7 @@ def model_over_ranks(
             f"model={config.model.target} cannot read data={config.data.target}: it needs {', '.join(lacking)}, and "
             f"the data has {', '.join(spec) or 'no spec'}; choose a model for this kind of data"
         )
-    on_meta = config.parallel.strategy == "fsdp" and config.parallel.fsdp.meta_init
+    on_meta = ranks.world > 1 and config.parallel.strategy == "fsdp" and config.parallel.fsdp.meta_init
     with torch.device("meta") if on_meta else contextlib.nullcontext():
         model = targets.construct(kind, config.model.arguments, "model", config.user_packages, spec)
     if not on_meta:
@@ -161,7 +161,7 @@ def _fill(config: Config, model: nn.Module, ranks: Alone, device: torch.device) 
 
 def _spread(config: Config, model: nn.Module, ranks: Alone, compute: torch.dtype) -> Single:
     """Over the ranks, after activation checkpointing and compilation and before the optimizer."""
-    if ranks.world == 1 and config.parallel.strategy != "fsdp":
+    if ranks.world == 1:
         return Single(model, ranks)
     if config.parallel.strategy == "ddp":
         return Replicated(model, ranks, config.parallel.ddp)

@@ -49,11 +49,10 @@ class FragileTokens(SyntheticTokens):
         return super().__getitems__(indices)
 
 
-def _arm() -> None:
-    plan = json.loads(os.environ[faults.ENVIRONMENT])
-    planned = [faults.Fault(**fault) for fault in plan["faults"]]
-    faults.injected(planned, Path(plan["folder"])).__enter__()  # until this process ends
+def _planned() -> list[faults.Fault]:
+    return [faults.Fault(**fault) for fault in json.loads(os.environ[faults.ENVIRONMENT])["faults"]]
 
 
 if faults.ENVIRONMENT in os.environ and "TORCHELASTIC_RUN_ID" in os.environ:
-    _arm()
+    ARMED = faults.injected(_planned(), Path(json.loads(os.environ[faults.ENVIRONMENT])["folder"]))
+    ARMED.__enter__()  # until this process ends
