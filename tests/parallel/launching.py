@@ -16,7 +16,7 @@ from helpers import environment
 from .conftest import GPT, TINY
 from .test_checkpoints import everything
 
-LIMIT = 90.0
+LIMIT = 180.0
 LAUNCHED = (
     *TINY,
     *GPT,
