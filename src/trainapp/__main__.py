@@ -5,6 +5,7 @@ Torch is not imported here, so that --help, --cfg and TAB stay fast.
 
 import logging
 import os
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -61,8 +62,20 @@ def _command(hydra_config: DictConfig, run_dir: str) -> str:
     overrides = [text for text in hydra_config.overrides.task if not text.startswith("checkpointing.resume=")]
     directories = [f"--config-dir {shlex.quote(folder)}" for folder in _config_directories(hydra_config)]
     return shlex.join(["python", "-m", "trainapp"]) + "".join(
-        f" {part}" for part in [*directories, *(shlex.quote(text) for text in overrides), f"hydra.run.dir={run_dir}"]
+        f" {part}"
+        for part in [
+            *directories,
+            *(shlex.quote(text) for text in overrides),
+            shlex.quote(f"hydra.run.dir={_quoted(run_dir)}"),
+        ]
     )
+
+
+def _quoted(value: str) -> str:
+    """As Hydra's grammar wants it: quotes around what it would not read as one plain word."""
+    if re.fullmatch(r"[\w/.:+-]+", value):
+        return value
+    return "'" + value.replace("'", "\\'") + "'"
 
 
 def _config_directories(hydra_config: DictConfig) -> list[str]:

@@ -7,6 +7,7 @@ so that a retry or a resume may change all three and still see the same samples.
 import itertools
 import os
 import random
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -26,7 +27,7 @@ def cut(indices: list[int], size: int) -> list[list[int]]:
 
     A rest of one sample takes a second one from its neighbour: BatchNorm cannot normalise a single value.
     """
-    if not indices:
+    if not indices:  # an evaluation that was interrupted after its last batch
         return []
     starts = list(range(0, len(indices), size))
     ends = [*starts[1:], len(indices)]
@@ -76,7 +77,8 @@ class Fetcher(Dataset):
     def __init__(self, dataset: Dataset, seed: int):
         self.dataset, self.seed = dataset, seed
         self._epoch: int | None = None
-        self._batched = hasattr(dataset, "__getitems__") and not isinstance(dataset, Subset)
+        promises = hasattr(dataset, "set_epoch") or getattr(dataset, "in_memory", False)
+        self._batched = hasattr(dataset, "__getitems__") and promises and not isinstance(dataset, Subset)
         self._collate = getattr(dataset, "collate", default_collate)
 
     def __getitem__(self, request: Request) -> Any:
@@ -97,6 +99,11 @@ class Fetcher(Dataset):
         np.random.seed(seed % 2**32)
         torch.default_generator.manual_seed(seed)  # the CPU's alone: torch.manual_seed would reach for the device
         return self.dataset[index]
+
+
+def _leave_ctrl_c(worker: int) -> None:
+    """A terminal sends Ctrl-C to workers, too; the step that is to be finished still needs them."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 class _Stream(IterableDataset):
@@ -125,6 +132,7 @@ class Batches:
                 num_workers=workers,
                 pin_memory=self._pinned,
                 persistent_workers=True,
+                worker_init_fn=_leave_ctrl_c,
                 generator=torch.Generator(),  # else it draws from the run's own, and the workers change the result
             )
 

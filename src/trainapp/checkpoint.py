@@ -15,6 +15,7 @@ import logging
 import os
 import pickle
 import platform
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -80,7 +81,7 @@ class Checkpoints:
                 self._point("latest", final)
                 if is_best:
                     self._point("best", final)
-                self._prune()
+                self._prune(final)
 
         self.together(step, temporary, finish)
         return final
@@ -133,9 +134,14 @@ class Checkpoints:
         _fsync(temporary)
         os.replace(temporary, self.folder / name)
 
-    def _prune(self) -> None:
-        best = self.best()
-        for path in list(self._all())[self.keep_last :]:
+    def _prune(self, written: Path) -> None:
+        """Keep the newest up to the one just written, and the best. What is beyond it is damaged, or a branch left."""
+        best, there = self.best(), list(self._all())
+        position = there.index(written)
+        for path in there[:position]:
+            log.warning("checkpoint %s is removed: the run went back before it, and has saved %s", path, written.name)
+            _remove(path)
+        for path in there[position + self.keep_last :]:
             if path != best:
                 _remove(path)
 
@@ -212,7 +218,7 @@ def _refusal(error: BaseException) -> str:
     """What the disk said. torch's writers wrap it; what is no refusal to write is raised."""
     if isinstance(error, CheckpointException):
         error = next(iter(error.failures.values()))[0]
-    if not isinstance(error, OSError) and "write" not in str(error).lower():
+    if not isinstance(error, OSError) and not re.search(r"write|unexpected pos", str(error), re.IGNORECASE):
         raise error
     return str(error)
 

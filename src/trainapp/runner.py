@@ -73,8 +73,8 @@ def run(config: Config, ranks: Alone | None = None) -> RunResult:
             job.close()
         result = _result(job, restarts, time.monotonic() - started)
     if job.ranks.leads:
-        if config.mode == "train":
-            _write_result(Path(config.run_dir), result)
+        if config.mode == "train" and (job.meter.samples or not (Path(config.run_dir) / RESULT).exists()):
+            _write_result(Path(config.run_dir), result)  # not over that of a run which was finished already
         _report(config, job, result)
     if job.stopping:
         if job.ranks.leads and job.checkpoints.enabled:
@@ -86,6 +86,8 @@ def run(config: Config, ranks: Alone | None = None) -> RunResult:
 def prepare(config: Config, stop: StopRequest, ranks: Alone) -> Job:
     """Build everything, then continue from a checkpoint: the one that was asked for, else this directory's own."""
     path = ranks.gather(_checkpoint_to_resume(config) if ranks.leads else None)[0]
+    if path is not None:
+        config = _with_its_seed(config, path)
     if config.mode != "train":
         config = _with_its_average(config, path)
     job = build.build(config, stop, ranks)
@@ -99,6 +101,14 @@ def prepare(config: Config, stop: StopRequest, ranks: Alone) -> Job:
     if restarted():
         recovery.take_hint(job)
     return job
+
+
+def _with_its_seed(config: Config, path: Path) -> Config:
+    """The seed is part of the sampler's state: another one in the middle of an epoch would repeat and omit samples."""
+    kept = read_manifest(path)["config"]["train"]["seed"]
+    if kept != config.train.seed:
+        log.warning("train.seed=%d: the run that goes on has seed %d and keeps it", config.train.seed, kept)
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, seed=kept))
 
 
 def _with_its_average(config: Config, path: Path) -> Config:
@@ -134,6 +144,8 @@ def restore(config: Config, job: Job, path: Path) -> None:
     if not config.oom.keep_global_batch and sizes["global"] < job.state.global_size:
         build.set_global_size(config, job, sizes["global"])
     job.saved_at = progress.step
+    if progress.consumed >= job.batches.epoch_samples:  # another batch size or drop_last leaves nothing of the epoch
+        progress.epoch, progress.consumed = progress.epoch + 1, 0
     log.info("resumed from %s: step %d, epoch %d, %d samples", path, progress.step, progress.epoch, progress.samples)
 
 

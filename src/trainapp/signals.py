@@ -18,6 +18,7 @@ class StopRequest:
 
     def __init__(self):
         self._at = 0.0
+        self._process = os.getpid()  # the loader's workers inherit the handler
         self.signal: int | None = None
         self._workers = "TORCHELASTIC_RUN_ID" in os.environ
         self._previous: dict[int, object] = {}
@@ -38,5 +39,7 @@ class StopRequest:
                 return
             os._exit(128 + number)
         self.signal, self._at = number, time.monotonic()
+        if os.getpid() != self._process:
+            return
         with contextlib.suppress(RuntimeError):  # the signal may have struck inside a write to the same stream
             log.warning("%s: finishing the step, then saving; again to leave at once", signal.Signals(number).name)

@@ -83,7 +83,7 @@ class TrainState:
         for part in ("model", "optimizer"):
             flat, saved_flat = dict(_flat(own[part])), dict(_flat(saved[part]))
             missing += sorted(set(flat) ^ set(saved_flat))
-            for name in set(flat) & set(saved_flat):
+            for name in sorted(set(flat) & set(saved_flat)):
                 if flat[name].shape != saved_flat[name].shape:
                     missing.append(f"{name} {tuple(saved_flat[name].shape)} instead of {tuple(flat[name].shape)}")
                 else:
@@ -182,22 +182,34 @@ class RestorePoint:
 
     def __init__(self, model: nn.Module, device: torch.device):
         self.device = device
-        self._places = [(m._buffers, name) for m in model.modules() for name, b in m._buffers.items() if b is not None]
+        found = [(m, name) for m in model.modules() for name, b in m._buffers.items() if b is not None]
+        self._places = [(m._buffers, name) for m, name in found]
+        # BatchNorm's kernels write its statistics without counting up their version: only what is no part of the
+        # state (rotary tables, masks) may be judged by it.
+        self._constant = [name in m._non_persistent_buffers_set for m, name in found]
         self._buffers: list[torch.Tensor] = []
         self._copies: list[torch.Tensor] = []
+        self._versions: list[int] = []
         self._rng: dict[str, Any] | None = None
 
     def take(self) -> None:
-        """Remember this moment."""
+        """Remember this moment. Buffers outside the state dict are copied again only where their version has moved."""
         self._rng = rng_state(self.device)
         buffers = [owner[name] for owner, name in self._places]
         same = len(self._buffers) == len(buffers) and all(a is b for a, b in zip(self._buffers, buffers, strict=True))
         if not same:
             self._copies = [b.detach().clone() for b in buffers]
-        elif buffers:  # all of them: BatchNorm's kernels do not count their changes in the tensor's version
-            with torch.no_grad():
-                torch._foreach_copy_(self._copies, buffers)
-        self._buffers = buffers
+        else:
+            known = zip(buffers, self._copies, self._versions, self._constant, strict=True)
+            moved = [
+                (copy, buffer)
+                for buffer, copy, version, constant in known
+                if not constant or buffer._version != version
+            ]
+            if moved:
+                with torch.no_grad():
+                    torch._foreach_copy_(*map(list, zip(*moved, strict=True)))
+        self._buffers, self._versions = buffers, [b._version for b in buffers]
 
     @torch.no_grad()
     def restore(self) -> None:

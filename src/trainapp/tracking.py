@@ -37,7 +37,7 @@ class Tracker:
                 _forget_after(run_dir / name, step)
         self._metrics = (run_dir / METRICS).open("a")
         self._evaluations = (run_dir / EVALUATIONS).open("a")
-        self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=step + 1 if step and continues else None)
+        self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=step + 1 if continues else None)
         self._writer.add_text("config", _as_code(config), step)
         self._drawing = ThreadPoolExecutor(1)  # a picture takes 0.1 s, the first 0.3 s: training need not wait
         self.progress = Progress(total, step)

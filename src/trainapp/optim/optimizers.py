@@ -34,7 +34,9 @@ def build_optimizer(
     if "betas" in arguments:
         arguments["betas"] = tuple(arguments["betas"])
     fused = settings.fused if settings.fused != "auto" else device.type in _FUSED_DEVICES
-    if "fused" in takes and fused:
+    # An overflow in the first step leaves the fused kernel's momentum unwritten, and this one is not made beforehand.
+    unwritten = arguments.get("momentum") and arguments.get("dampening")
+    if "fused" in takes and fused and not unwritten:
         arguments["fused"] = True
     groups = parameter_groups(model, settings.weight_decay) if "weight_decay" in takes else list(model.parameters())
     provided = {"params": groups, "lr": settings.lr}
