@@ -8,7 +8,7 @@ import itertools
 import os
 import random
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -299,15 +299,19 @@ class EvalBatches:
     ):
         samples = len(dataset)
         self.start, self.end = (samples * r // world for r in (rank, rank + 1))
-        self.most = max(samples * (r + 1) // world - samples * r // world for r in range(world))
         self.equal = equal
         self._source = Batches(dataset, seed, workers, device)
 
-    def from_sample(self, done: int, size: int) -> Iterator[MicroBatch]:
-        """Batches of this rank's share, after the first `done` samples of it."""
+    def from_sample(self, done: int, size: int, most: Callable[[int], int] = int) -> Iterator[MicroBatch]:
+        """Batches of this rank's share, after the first `done` samples of it.
+
+        most: over ranks, which need not have come equally far when one of them ran out of memory.
+        """
         pieces = cut(list(range(self.start + done, self.end)), size)
         if self.equal:
-            pieces += [[]] * (-(-(self.most - done) // size) - len(pieces))
+            pieces += [[]] * (most(len(pieces)) - len(pieces))
+        elif not pieces:
+            pieces = [[]]  # a rank without a sample must still know the metrics' names
         batches = self._source.open(Request(0, piece or [0]) for piece in pieces)
         for piece, batch in zip(pieces, batches, strict=True):
             yield MicroBatch(batch, last=piece is pieces[-1], real=bool(piece))

@@ -17,7 +17,7 @@ from trainapp.parallel.placement import local
 from trainapp.parallel.ranks import PeerOutOfMemory
 
 # The phases of a step before its commit.
-TRANSACTION = ("data", "forward", "loss", "backward", "metric", "gradients", "clip")
+TRANSACTION = ("data", "forward", "loss", "backward", "metric", "gradients", "unscale", "clip")
 
 
 @dataclass

@@ -18,6 +18,7 @@ from trainapp.errors import UserError
 from trainapp.finite import gradient_norm
 from trainapp.job import Job, Sums
 from trainapp.meter import spread
+from trainapp.parallel.placement import local
 from trainapp.state import preserved_rng
 from trainapp.tasks import evaluate_metrics
 
@@ -45,8 +46,9 @@ def train(job: Job) -> None:
 def train_step(job: Job) -> None:
     """One optimizer step over the global batch."""
     state, progress, memory = job.state, job.state.progress, job.memory
-    job.phase, job.attempt_started = "data", time.monotonic()
+    job.phase, job.attempt_started = "start", time.monotonic()  # no part of the step: nothing to go back to yet
     job.restore_point.take()
+    job.phase = "data"
     if progress.step + 1 in job.size_plan:
         state.micro.force(job.size_plan.pop(progress.step + 1))
     job.ranks.start_agreement(job.flags)
@@ -107,9 +109,10 @@ def backward(job: Job, batch: Any, weight: Tensor, sums: Sums, logs: bool, real:
 
 def clip(job: Job, sums: Sums) -> Tensor:
     """Unscale, divide by the true count, clip once. Returns the gradient norm before clipping."""
-    job.phase = "clip"
+    job.phase = "unscale"
     job.state.precision.unscale(job.state.optimizer, job.strategy.agree_on_overflow)
-    gradients = [p.grad for p in job.meter.parameters if p.grad is not None]
+    job.phase = "clip"
+    gradients = [local(p.grad) for p in job.meter.parameters if p.grad is not None]
     norm, factor = job.strategy.norm(gradient_norm(gradients)), None
     if isinstance(sums.count, Tensor) or sums.count != job.batches.step_samples(job.state.progress):
         count = sums.count.clamp(min=1) if isinstance(sums.count, Tensor) else max(1, sums.count)
@@ -128,6 +131,7 @@ def clip(job: Job, sums: Sums) -> Tensor:
 def commit(job: Job, sums: Sums, norm: Tensor) -> bool:
     """Change the parameters and count the step: the only place. False when a non-finite value left the step out."""
     state, progress, scaler = job.state, job.state.progress, job.state.precision.scaler
+    job.ranks.gate()  # the last moment at which a step can be given up
     applied = job.guard.admits(progress.step, sums.loss, norm)
     if applied:
         for group in state.optimizer.param_groups:
@@ -154,6 +158,8 @@ def look_for_larger_size(job: Job) -> None:
     micro, searching = job.state.micro, not job.state.micro.settled
     job.phase = "search"
     before = micro.size
+    if job.ranks.armed:  # ranks with fewer samples ran smaller micro-batches: a size is proven for all or for none
+        micro.ran = {bucket: -job.ranks.smallest(-ran) for bucket, ran in micro.ran.items()}
     micro.succeeded()
     if searching and job.ranks.world > 1:
         micro.agree(job.ranks.smallest)
@@ -184,13 +190,14 @@ def evaluate(job: Job) -> None:
     state, progress, started = job.state, job.state.progress, time.monotonic()
     job.guard.check()
     job.phase, job.attempt_started = "evaluate", started
-    job.ranks.armed = job.votes_on(state.eval_micro)
-    if job.evaluation is None:
+    if job.evaluation is None:  # not after an error: a rank that evaluates by itself recovers by itself
+        # Each rank proves its size by batches of its own, of which some have more than others: one decides for all.
+        job.ranks.armed = job.ranks.smallest(-int(job.votes_on(state.eval_micro))) < 0
         job.strategy.share_buffers()
         job.evaluation = Sums()
     state.model.eval()
     with preserved_rng(state.device), state.average.in_place_of_weights():
-        for micro in job.eval_batches.from_sample(job.evaluation.samples, state.eval_micro.size):
+        for micro in job.eval_batches.from_sample(job.evaluation.samples, state.eval_micro.size, job.ranks.most):
             for batch in state.eval_micro.split(micro.data):
                 evaluate_batch(job, batch, micro.real)
     if job.strategy.equal_batches:

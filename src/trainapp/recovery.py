@@ -49,7 +49,7 @@ def change_size(config: Config, job: Job, failure: Incident) -> None:
     attempt = (failure.step, failure.phase, failure.old_size)
     may_fit = not has_size or failure.by_peer or failure.unused_cache > (failure.requested or 0)
     together = int if failure.alone else job.ranks.smallest
-    if together(int(may_fit)) and job.retried != attempt:
+    if together(int(may_fit and job.retried != attempt)):  # each rank knows its own phase only
         job.retried = attempt
         failure.action = f"micro-batch {failure.old_size} again, after giving back the allocator's unused cache"
         return

@@ -183,7 +183,8 @@ def together(config: Config, job: Job, failure: Incident) -> None:
     if failure.alone:
         return
     if not failure.by_peer:
-        listened = failure.in_transaction or failure.evaluating
+        # torch unscales shards with a reduction of its own that no vote can stop
+        listened = (failure.in_transaction and failure.phase != "unscale") or failure.evaluating
         if not ranks.armed or not job.strategy.recovers or not listened:
             recovery.leave_for_restart(job, failure)
         ranks.vote(True)

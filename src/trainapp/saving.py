@@ -11,6 +11,7 @@ import torch
 from trainapp.checkpoint import STATE, Checkpoints, load, read_manifest
 from trainapp.errors import UserError
 from trainapp.optim.optimizers import step_without_effect
+from trainapp.parallel.placement import whole
 from trainapp.parallel.ranks import Alone
 from trainapp.state import TrainState, rng_state
 
@@ -60,7 +61,7 @@ class Saver:
         self.checkpoints.commit(pending.folder, pending.step, pending.config, pending.is_best)
 
     def _write_whole(self, folder: Path) -> None:
-        torch.save({**self.state.tensors(), **self._values()}, folder / STATE)
+        torch.save({**_whole(self.state.tensors()), **self._values()}, folder / STATE)
 
     def _write_shards(self, folder: Path) -> None:
         from trainapp.parallel import shards  # late: a single process never needs it
@@ -87,6 +88,14 @@ class Saver:
         return self.state.values(self.ranks.gather(rng_state(self.state.device)))
 
 
+def _whole(values: dict[str, Any]) -> dict[str, Any]:
+    """One rank's shards are all of the tensor; a file of plain tensors opens anywhere."""
+    return {
+        name: _whole(value) if isinstance(value, dict) else whole(value) if torch.is_tensor(value) else value
+        for name, value in values.items()
+    }
+
+
 def restore(state: TrainState, path: Path, ranks: Alone) -> dict[str, Any]:
     """Fill `state` from the checkpoint at `path`, written by any number of ranks. Returns the sizes that it had.
 
@@ -102,9 +111,14 @@ def restore(state: TrainState, path: Path, ranks: Alone) -> dict[str, Any]:
             from trainapp.parallel import shards
 
             own = state.tensors()
-            if not read_manifest(path)["config"]["train"].get("ema"):
+            averaged = read_manifest(path)["config"]["train"].get("ema")
+            if not averaged:
                 own["average"] = {}
             shards.read(shards.tensors_of(own), path, ranks.saving_group)
+            if not averaged:
+                with torch.no_grad():  # it begins here
+                    for average, weight in zip(state.average.averages, state.average.weights, strict=True):
+                        average.copy_(weight)
             saved = load(path, shards.EXTRA)
         state.load_values(saved, ranks.rank, ranks.world)
     except (RuntimeError, ValueError, KeyError) as error:

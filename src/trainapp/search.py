@@ -177,6 +177,7 @@ class Sizes:
             search.settled = not smallest(int(not search.settled))
             if size != search.size:
                 search.size, search.clean = size, 0
+            search.clean = smallest(search.clean)
 
     def force(self, size: int) -> None:
         """Set the size of every shape, as a schedule asks."""

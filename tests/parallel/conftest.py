@@ -114,10 +114,3 @@ def pool() -> Iterator[Pool]:
 @pytest.fixture
 def cell(pool: Pool, tmp_path: Path) -> Cell:
     return Cell(pool, tmp_path)
-
-
-def pytest_collection_modifyitems(items):
-    """Whole runs through the launcher, and what restarts workers, take long: `scripts/test --all` runs them."""
-    for item in items:
-        if item.path.parent.name == "parallel" and item.path.name != "test_equality.py":
-            item.add_marker(pytest.mark.slow)

@@ -43,6 +43,10 @@ class Alone:
         """The least over ranks."""
         return value
 
+    def most(self, value: int) -> int:
+        """The most over ranks, asked inside a step or an evaluation: raises PeerOutOfMemory like a gate."""
+        return value
+
     def gather(self, value: Any) -> list[Any]:
         """Everybody's small Python object, by rank."""
         return [value]
@@ -57,6 +61,9 @@ class Alone:
 
     def drop_agreement(self) -> None:
         """End what a step that was given up had begun."""
+
+    def begin_again(self) -> None:
+        """All have left the step that was given up: the next vote is about another one."""
 
     def barrier(self) -> None:
         """Wait for everybody."""
@@ -78,6 +85,7 @@ class Ranks(Alone):
         self.device = device
         self.armed = True
         self.votes = 0
+        self._given_up = False
         limit = datetime.timedelta(seconds=timeout)
         self._votes = dist.new_group(backend="gloo", timeout=limit)
         self._side = dist.new_group(backend="gloo", timeout=limit)
@@ -87,46 +95,68 @@ class Ranks(Alone):
         self._flags = torch.zeros(2, dtype=torch.int64)
 
     def gate(self) -> None:
-        """Raises PeerOutOfMemory when another rank ran out of memory; its vote is consumed then."""
+        """Raises PeerOutOfMemory when another rank ran out of memory."""
         if self.armed and self.vote(False):
             raise PeerOutOfMemory("another rank ran out of memory")
 
     def vote(self, failed: bool) -> bool:
-        """One integer over gloo: 0.3 to 0.7 ms on two busy cores."""
-        flag = torch.tensor([int(failed)])
-        with _undisturbed():
+        """One integer over gloo: 0.3 to 0.7 ms on two busy cores.
+
+        Once a step is given up nobody asks any more, so that a rank that runs out on its own way out, or meets further
+        gates there, is left with no vote that none of the others would answer.
+        """
+        if self._given_up:
+            return True
+        with undisturbed():
+            flag = torch.tensor([int(failed)])
             dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._votes)
+            self._given_up = bool(flag)
         self.votes += 1
-        return bool(flag)
+        return self._given_up
+
+    def begin_again(self) -> None:
+        """All have left the step that was given up."""
+        self._given_up = False
 
     def total(self, value: torch.Tensor) -> torch.Tensor:
         """The sum over ranks, on the group of the gradients."""
-        value = value.clone()
-        dist.all_reduce(value)
+        self.gate()
+        with undisturbed():
+            value = value.clone()
+            dist.all_reduce(value)
         return value
 
     def smallest(self, value: int) -> int:
         """The least over ranks."""
-        number = torch.tensor([value])
-        dist.all_reduce(number, op=dist.ReduceOp.MIN, group=self._side)
-        return int(number)
+        with undisturbed():
+            number = torch.tensor([value])
+            dist.all_reduce(number, op=dist.ReduceOp.MIN, group=self._side)
+            return int(number)
+
+    def most(self, value: int) -> int:
+        """The most over ranks; gated."""
+        self.gate()
+        return -self.smallest(-value)
 
     def gather(self, value: Any) -> list[Any]:
         """Everybody's small Python object, by rank."""
         found: list[Any] = [None] * self.world
-        dist.all_gather_object(found, value, group=self._side)
+        with undisturbed():
+            dist.all_gather_object(found, value, group=self._side)
         return found
 
     def start_agreement(self, read: Callable[[], tuple[int, int]]) -> None:
         """On a group of its own, in the background: the step hides it."""
         self.drop_agreement()
-        self._flags[0], self._flags[1] = read()
-        self._work = dist.all_reduce(self._flags, op=dist.ReduceOp.MAX, group=self._agreements, async_op=True)
+        with undisturbed():
+            self._flags[0], self._flags[1] = read()
+            self._work = dist.all_reduce(self._flags, op=dist.ReduceOp.MAX, group=self._agreements, async_op=True)
 
     def finish_agreement(self) -> tuple[int, int]:
         """Waits for the others."""
         self.drop_agreement()
-        first, second = self._flags.tolist()
+        with undisturbed():
+            first, second = self._flags.tolist()
         return first, second
 
     def drop_agreement(self) -> None:
@@ -140,6 +170,6 @@ class Ranks(Alone):
         dist.barrier(group=self._side)
 
 
-def _undisturbed():
-    """A vote's own tensor is no part of what is measured."""
+def undisturbed():
+    """Around what ranks say to each other: its few bytes are no part of what is measured and limited."""
     return torch.utils._python_dispatch._disable_current_modes()

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from trainapp.errors import UserError
 
@@ -46,7 +46,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class SafeReader(FileSystemReader):
-    """Reads what `write` wrote. Raises UserError for metadata that holds anything else."""
+    """Reads what `write` wrote: tensors. Raises UserError for metadata that holds anything else."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The plan of the checkpoint."""
@@ -54,10 +54,15 @@ class SafeReader(FileSystemReader):
         try:
             with path.open("rb") as file:
                 metadata = _Unpickler(file).load()
+            others = [
+                n for n, entry in metadata.state_dict_metadata.items() if type(entry) is not TensorStorageMetadata
+            ]
         except (pickle.UnpicklingError, AttributeError, EOFError, IndexError, TypeError) as error:
             raise UserError(
                 f"checkpoint {self.path}: its metadata is not a checkpoint's; not loaded: {error}"
             ) from None
+        if others:  # torch would unpickle them, whatever was asked for
+            raise UserError(f"checkpoint {self.path}: {others[0]} is no tensor; not loaded")
         if getattr(metadata, "storage_meta", None) is None:
             metadata.storage_meta = dcp.metadata.StorageMeta()
         metadata.storage_meta.load_id = self.load_id

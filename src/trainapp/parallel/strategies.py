@@ -14,7 +14,7 @@ from torch import nn
 
 from trainapp import config
 from trainapp.errors import UserError
-from trainapp.parallel.ranks import Alone, Ranks
+from trainapp.parallel.ranks import Alone, Ranks, undisturbed
 
 
 class Single:
@@ -35,6 +35,7 @@ class Single:
 
     def give_up(self) -> None:
         """After a step that some rank could not finish, on every rank: nothing of it is left."""
+        self.ranks.begin_again()
 
     def gradients_ready(self) -> None:
         """After the last micro-batch. Raises PeerOutOfMemory when another rank did not get there."""
@@ -44,7 +45,7 @@ class Single:
         """Before evaluating and saving: every rank has the same statistics."""
 
     def norm(self, norm: torch.Tensor) -> torch.Tensor:
-        """The norm over all ranks' shards."""
+        """The norm of all gradients, from that of this rank's part of them."""
         return norm
 
     def agree_on_overflow(self, found: list[torch.Tensor]) -> None:
@@ -61,7 +62,7 @@ class Replicated(Single):
     def __init__(self, model: nn.Module, ranks: Ranks, settings: config.Ddp):
         super().__init__(model, ranks)
         self.settings = settings
-        self._peer_failed = False
+        self._last = True
         with torch.no_grad():
             for tensor in [*model.parameters(), *model.buffers()]:
                 dist.broadcast(tensor, 0)
@@ -80,11 +81,12 @@ class Replicated(Single):
             init_sync=False,
         )
         self.forward.register_comm_hook(None, self._reduce)
+        # DDP rearranges its buckets in the forward after the first backward, which is a collective. Also free of charge
+        # once the size is proven.
+        self.forward.register_forward_pre_hook(lambda *_: self.ranks.gate())
 
     def _reduce(self, state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        if not self._peer_failed and self.ranks.armed and self.ranks.vote(False):
-            self._peer_failed = True
-        if self._peer_failed:
+        if not self._last or (self.ranks.armed and self.ranks.vote(False)):
             nothing: torch.futures.Future[torch.Tensor] = torch.futures.Future()
             nothing.set_result(bucket.buffer())
             return nothing
@@ -93,28 +95,27 @@ class Replicated(Single):
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
         """No exchange in all but the last micro-batch."""
-        with contextlib.nullcontext() if last else self.forward.no_sync():
+        self._last = last
+        # A static graph wants its bookkeeping in every backward: there the hook alone leaves the exchange out.
+        with contextlib.nullcontext() if last or self.settings.static_graph else self.forward.no_sync():
             yield
 
     def gradients_ready(self) -> None:
-        """A vote that a hook has consumed must not be asked for again."""
-        from trainapp.parallel.ranks import PeerOutOfMemory
-
-        if self._peer_failed:
-            raise PeerOutOfMemory("another rank ran out of memory")
+        """A hook cannot raise what the caller would know: the vote that it consumed raises here."""
         self.ranks.gate()
 
     def give_up(self) -> None:
         """Wrap again: about 3 ms for a toy model, once for each failure."""
-        self._peer_failed = False
+        super().give_up()
         self.model.zero_grad(set_to_none=True)
         self.forward = None
         self._wrap()
 
     def share_buffers(self) -> None:
         """Rank 0's statistics are everybody's."""
-        for buffer in self.model.buffers():
-            dist.broadcast(buffer, 0)
+        with undisturbed():
+            for buffer in self.model.buffers():
+                dist.broadcast(buffer, 0)
 
 
 class Sharded(Single):
@@ -126,10 +127,16 @@ class Sharded(Single):
 
     equal_batches = True
 
-    def __init__(self, model: nn.Module, ranks: Ranks):
+    def __init__(self, model: nn.Module, ranks: Ranks, shards: dist.ProcessGroup):
         super().__init__(model, ranks)
+        self.shards = shards
         # Before torch 2.13 nothing resets a half-done backward: all workers start again instead.
         self.recovers = hasattr(model, "reset_iter_state")
+        self._ran = False
+        model.register_forward_pre_hook(self._note_forward, prepend=True)
+
+    def _note_forward(self, *_: object) -> None:
+        self._ran = True
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
@@ -141,22 +148,28 @@ class Sharded(Single):
 
     def give_up(self) -> None:
         """Both times needed: gradients of gathered parameters leak into the retry without the first (torch 2.13)."""
+        super().give_up()
         self.model.zero_grad(set_to_none=True)
-        self.model.reset_iter_state()
+        if self._ran:  # FSDP2 makes what it resets in its first forward
+            self.model.reset_iter_state()
         self.model.zero_grad(set_to_none=True)
 
     def share_buffers(self) -> None:
         """Buffers are replicated: rank 0's are everybody's."""
-        for buffer in self.model.buffers():
-            dist.broadcast(buffer, 0)
+        with undisturbed():
+            for buffer in self.model.buffers():
+                dist.broadcast(buffer, 0)
 
     def norm(self, norm: torch.Tensor) -> torch.Tensor:
-        """A norm over DTensors is one itself; making it whole is a small reduction."""
+        """Over the ranks among which one copy of the model is sharded."""
         self.ranks.gate()
-        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        squared = norm.square().to(self.ranks.device)  # shards may be kept on the host
+        dist.all_reduce(squared, group=self.shards)
+        return squared.sqrt().to(norm.device)
 
     def agree_on_overflow(self, found: list[torch.Tensor]) -> None:
         """Each rank has seen its own shards only."""
+        self.ranks.gate()
         for flag in found:
             dist.all_reduce(flag, op=dist.ReduceOp.MAX)
 
@@ -201,7 +214,7 @@ def shard(
             module.set_custom_reduce_scatter(reduce)
     _prefetch(blocks, settings.prefetch)
     model.trainapp_syncs_every = settings.sync_every_micro_batch
-    return Sharded(model, ranks)
+    return Sharded(model, ranks, mesh.get_group("shard" if replicas > 1 else 0))
 
 
 def _gated_collectives(gate: Callable[[], None]):
