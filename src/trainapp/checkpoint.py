@@ -92,12 +92,12 @@ class Checkpoints:
         try:
             work()
         except (OSError, RuntimeError, CheckpointException) as error:
-            problem = _refusal(error)
-        problems = {rank: text for rank, text in enumerate(self.ranks.gather(problem)) if text}
+            problem = _refusal(error, self.ranks.rank)
+        problems = [problem for problem in self.ranks.gather(problem) if problem]
         if problems:
             if self.ranks.leads:
                 shutil.rmtree(temporary, ignore_errors=True)
-            rank, text = next(iter(problems.items()))
+            rank, text = problems[0]
             where = f"rank {rank}: " if self.ranks.world > 1 else ""
             raise TrainingStopped(
                 f"the checkpoint of step {step} could not be written to {self.folder}: {where}{text}; "
@@ -214,13 +214,15 @@ def _name(step: int) -> str:
     return f"step_{step:08d}"
 
 
-def _refusal(error: BaseException) -> str:
-    """What the disk said. torch's writers wrap it; what is no refusal to write is raised."""
-    if isinstance(error, CheckpointException):
-        error = next(iter(error.failures.values()))[0]
-    if not isinstance(error, OSError) and not re.search(r"write|unexpected pos", str(error), re.IGNORECASE):
+def _refusal(error: BaseException, rank: int) -> tuple[int, str]:
+    """Which rank's disk, and what it said. torch's writers wrap it; what is no refusal to write is raised."""
+    if isinstance(error, CheckpointException):  # raised on every rank, whoever failed
+        rank, (error, _) = next(iter(error.failures.items()))
+    if isinstance(error, OSError):
+        return rank, str(error)
+    if not re.search(r"write|unexpected pos", str(error), re.IGNORECASE):
         raise error
-    return str(error)
+    return rank, f"a file could not be written to its end; is the disk full? (torch: {str(error).strip()})"
 
 
 def _digests(folder: Path, ranks: Alone) -> dict[str, Any]:

@@ -91,6 +91,10 @@ class Sizes:
     ran: dict[int, int] = field(default_factory=dict)  # largest micro-batch of each bucket since the last commit
     numbers: dict[int, int] = field(default_factory=dict)  # the same in numbers instead of samples
 
+    def __post_init__(self):
+        if self.one_shape:  # from the start, so that a rank which fails before its first batch is no exception
+            self.search(0)
+
     @property
     def size(self) -> int:
         """The largest size in force: what is fetched at a time."""
@@ -193,7 +197,12 @@ class Sizes:
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """A hint from an earlier run: sizes still have to prove themselves. Never above `start`."""
+        """A hint from an earlier run: sizes still have to prove themselves. Never above `start`.
+
+        One of a run that told shapes apart says nothing to one that does not, nor the other way round.
+        """
+        if self.one_shape != (list(saved["buckets"]) in ([0], ["0"])):
+            return
         for bucket, (size, works, fails, settled) in saved["buckets"].items():
             numbers = (size, works, *(() if fails is None else (fails,)))
             if not all(isinstance(n, int) for n in numbers) or size < 1:

@@ -77,16 +77,10 @@ class Launched:
         return found
 
     def workers(self) -> dict[int, int]:
-        """The process of each rank."""
-        found = {}
-        for process in self.session():
-            try:
-                rank = process.environ().get("RANK")
-                if rank is not None and process.ppid() == self.process.pid:
-                    found[int(rank)] = process.pid
-            except psutil.Error:
-                continue
-        return found
+        """The process of each rank: the launcher starts them in this order."""
+        children = psutil.Process(self.process.pid).children()
+        started = [child for child in children if any("spawn_main" in word for word in child.cmdline())]
+        return {rank: child.pid for rank, child in enumerate(sorted(started, key=psutil.Process.create_time))}
 
     def wait_for(self, path: Path, limit: float = LIMIT) -> None:
         """Until a file is there."""

@@ -95,7 +95,8 @@ def test_a_signal_stops_all_and_the_same_command_goes_on(reference, tmp_path, to
         ended = launched.end(30)
     assert ended.code == code, ended.text
     assert ended.orphans == []
-    assert last(run_dir) == len(list((run_dir / "checkpoints").glob("step_*"))) + 2  # one save, of step 3
+    (saved,) = (run_dir / "checkpoints").glob("step_*")  # once: of the step, or the next, which had begun somewhere
+    assert saved.name in ("step_00000003", "step_00000004")
     assert f"hydra.run.dir={run_dir}" in ended.text  # how to go on
     if to == "launcher" and code == 138:
         return  # one resume for each kind of target is enough
@@ -112,7 +113,7 @@ def test_a_disk_that_is_full_on_one_rank(tmp_path):
     assert ended.code == 1
     assert "the checkpoint of step 4 could not be written" in ended.text
     assert "rank 1" in ended.text
-    assert "File too large" in ended.text
+    assert "is the disk full?" in ended.text
     assert "step_00000002" in ended.text  # the last good one
     assert last(tmp_path / "run") == 2
     assert checkpoint(tmp_path / "run", 2)

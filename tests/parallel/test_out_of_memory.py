@@ -74,8 +74,8 @@ GRID = [
 
 
 def is_fast(number: int, spread: str) -> bool:
-    """Of DDP and FSDP each place once, the ranks and steps in turns."""
-    return spread != "hsdp" and number % 4 == (number // 4) % 4
+    """Of DDP and FSDP each place once, the ranks and steps in turns; fewer of HSDP."""
+    return number % 4 == (number // 4) % 4 and (spread != "hsdp" or number % 3 == 0)
 
 
 @pytest.mark.parametrize(
@@ -86,8 +86,10 @@ def is_fast(number: int, spread: str) -> bool:
     ],
 )
 def test_recovered_in_place(cell, spread, rank, step, phase, operation):
-    records = recovers(cell, 2, spread, [fail_at(rank, step, phase, operation=operation)])
-    assert [record.failures[0]["by_peer"] for record in records] == [other != rank for other in (0, 1)]
+    world = 4 if spread == "hsdp" else 2  # two copies in two shards each: on two ranks there is nothing to gather
+    share = f"batch.global_size={8 * world}"
+    records = recovers(cell, world, spread, [fail_at(rank, step, phase, operation=operation)], share)
+    assert [record.failures[0]["by_peer"] for record in records] == [other != rank for other in range(world)]
     found = records[rank].failures[0]["phase"]
     places = {
         "fetch": ("data",),

@@ -191,17 +191,18 @@ def shard(
             "sharded over the same number of ranks"
         )
     kind = ranks.device.type
-    if replicas > 1:
-        mesh = init_device_mesh(kind, (replicas, ranks.world // replicas), mesh_dim_names=("replicate", "shard"))
-    else:
-        mesh = init_device_mesh(kind, (ranks.world,))
+    mesh = init_device_mesh(kind, (replicas, ranks.world // replicas), mesh_dim_names=("replicate", "shard"))
     offload = CPUOffloadPolicy(pin_memory=kind == "cuda") if settings.cpu_offload else OffloadPolicy()
     reduced = torch.float32 if compute != torch.float32 else None
     policy = MixedPrecisionPolicy(param_dtype=compute if reduced else None, reduce_dtype=reduced)
     root = MixedPrecisionPolicy(
         param_dtype=policy.param_dtype, reduce_dtype=reduced, output_dtype=torch.float32 if reduced else None
     )
-    options = {"mesh": mesh, "reshard_after_forward": settings.reshard_after_forward, "offload_policy": offload}
+    options = {
+        "mesh": mesh["shard"],
+        "reshard_after_forward": settings.reshard_after_forward,
+        "offload_policy": offload,
+    }
     for block in blocks:
         fully_shard(block, mp_policy=policy, **options)
     fully_shard(model, mp_policy=root, **options)
@@ -212,9 +213,11 @@ def shard(
             gather, reduce = _gated_collectives(ranks.gate)
             module.set_custom_all_gather(gather)
             module.set_custom_reduce_scatter(reduce)
+            if replicas > 1:
+                module.set_all_reduce_hook(_gated_all_reduce(ranks.gate, mesh.get_group("replicate")))
     _prefetch(blocks, settings.prefetch)
     model.trainapp_syncs_every = settings.sync_every_micro_batch
-    return Sharded(model, ranks, mesh.get_group("shard" if replicas > 1 else 0))
+    return Sharded(model, ranks, mesh.get_group("shard"))
 
 
 def _gated_collectives(gate: Callable[[], None]):
@@ -231,6 +234,16 @@ def _gated_collectives(gate: Callable[[], None]):
             return super().__call__(*args, **kwargs)
 
     return GatedAllGather(), GatedReduceScatter()
+
+
+def _gated_all_reduce(gate: Callable[[], None], replicas: dist.ProcessGroup) -> Callable[[torch.Tensor], None]:
+    """Between the copies of a model. FSDP2's own, for a mesh of two dimensions, cannot be gated."""
+
+    def reduce(gradients: torch.Tensor) -> None:
+        gate()
+        dist.all_reduce(gradients, group=replicas)
+
+    return reduce
 
 
 def _prefetch(blocks: list[nn.Module], depth: int) -> None:

@@ -5,6 +5,7 @@ import datetime
 import logging
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from trainapp.config import Config
 from trainapp.errors import UserError
 from trainapp.parallel.ranks import Alone, Ranks
 
+ASKED_WITHIN = 5.0  # seconds; a launcher that listens does so every 0.1 s
 log = logging.getLogger(__name__)
 
 
@@ -41,7 +43,15 @@ def work(config: Config) -> Outcome:
     except UserError as error:
         return Outcome(error=str(error), exit_code=error.exit_code)
     except runner.Interrupted as error:
+        _leave_soon(error.code)
         return Outcome(exit_code=error.code)
+
+
+def _leave_soon(code: int) -> None:
+    """A launcher that got the signal itself asks no worker for its outcome any more, and each would wait for that."""
+    timer = threading.Timer(ASKED_WITHIN, os._exit, [code])
+    timer.daemon = True
+    timer.start()
 
 
 @contextlib.contextmanager
