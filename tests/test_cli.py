@@ -78,7 +78,11 @@ def test_console_script_and_module_are_the_same_thing(tmp_path):
         ("experiment=x", ["experiment=x: no such option", "gpt_text"]),
         ("model=resnt", ["model=resnt: no such option", "'resnet'", "available: gpt, mlp, resnet"]),
         ("precision=bf17", ["precision=bf17: no such option", "'bf16'", "available: bf16, fp16, fp32, tf32"]),
-        ("precision=16", ["precision=16", "string"]),
+        ("precision=16", ["precision=16: an option is chosen by its name"]),
+        ("train=null", ["train=null: must be"]),
+        ("model.width=${nope}", ["model.width: ", "'nope' not found"]),
+        ("memory.limit=1.5", ["memory.limit=1.5: must be bytes", "1.5GiB"]),
+        ("hydra.run.dir=/dev/null/run", ["/dev/null/run: Not a directory", "hydra.run.dir"]),
         ("train.max_steps=-1", ["train.max_steps=-1: must be greater than 0"]),
         ("train.max_steps=many", ["train.max_steps=many: must be a valid integer"]),
         ("train.max_epochs=null", ["train.max_steps=null and train.max_epochs=null", "never end"]),
@@ -104,6 +108,18 @@ def test_several_mistakes_are_reported_together(tmp_path):
 
 
 # Mistakes that need the classes or the files
+
+
+@pytest.mark.parametrize("name", ["LBFGS", "SparseAdam"])
+def test_an_optimizer_that_takes_no_plain_step(tmp_path, name):
+    arguments = (
+        "optimizer=sgd",
+        f"optimizer._target_=torch.optim.{name}",
+        "~optimizer.momentum",
+        "~optimizer.nesterov",
+    )
+    done = run_cli(*arguments, "model=mlp", cwd=tmp_path)
+    assert_refused(done, tmp_path, f"optimizer._target_=torch.optim.{name}: it cannot take a plain step")
 
 
 def test_wrong_arguments_of_model_and_data_are_reported_together(tmp_path):

@@ -48,7 +48,7 @@ def changed(**settings):
         ({"train__seed": -1}, "train.seed=-1: must be greater than or equal to 0"),
         ({"train__seed": 1.5}, "train.seed=1.5: must be a valid integer"),
         ({"train__max_steps": "10"}, "train.max_steps=10: must be a valid integer"),
-        ({"train__max_steps": True}, "train.max_steps=True: must be a valid integer"),
+        ({"train__max_steps": True}, "train.max_steps=true: must be a valid integer"),
         ({"train__compile": "yes"}, "train.compile=yes: must be a valid boolean"),
         ({"train__grad_clip": 0.0}, "train.grad_clip=0.0: must be greater than 0"),
         ({"train__device": "gpu"}, "train.device=gpu: must be 'auto', 'cpu', 'cuda' or 'mps'"),

@@ -12,6 +12,7 @@ RUN = RunLength(steps_per_epoch=23, global_size=64, total_steps=276)
     [
         (10, 10),
         ("10 steps", 10),
+        ("10", 10),
         ("1 step", 1),
         (0, 0),
         ("0 epochs", 0),

@@ -42,6 +42,7 @@ def test_trains_as_fp32_does(tmp_path, mode, case):
         )
         start = runs.weights(job.state.model)
         loop.train(job)
+        loop.accumulate_gradients(job, logs=False)
         job.tracker.close()
         assert job.state.progress.skipped == 0
         assert {p.dtype for p in job.state.model.parameters()} == {torch.float32}

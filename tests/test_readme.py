@@ -8,9 +8,13 @@ from helpers import ROOT, environment, incidents, metrics, result, run_cli
 from markdown import blocks, commands, with_this_python
 
 DOCUMENT = ROOT / "README.md"
-pytestmark = pytest.mark.timeout(900)  # a dozen runs one after the other: half a minute on idle cores
+pytestmark = [
+    pytest.mark.timeout(900),
+    pytest.mark.xdist_group("readme"),
+]  # a dozen runs one after the other: half a minute on idle cores
 # What a reader waits for, a test need not: these are appended where a command trains.
 SHORT = {
+    "memory.limit=": ("train.max_steps=12",),  # until the search for a size has ended
     "outputs/first": (),  # resuming has a length of its own
     "-m": ("train.max_steps=2", "model.width=8"),
     "eval": (),
@@ -66,17 +70,23 @@ def test_the_second_thing_to_try_meets_a_real_error_and_recovers(session):
     process, (run,) = find(session, "memory.limit=")
     halvings = [i for i in incidents(run) if i["new_size"] == i["old_size"] // 2]
     assert 1 <= len(halvings) <= 2
-    assert result(run)["steps"] == 6
+    assert result(run)["steps"] == 12
     assert result(run)["oom_restarts"] == len(incidents(run))
     assert result(run)["peak_memory_bytes"] <= 48 * 2**20
-    assert [line["batch/global_size"] for line in metrics(run)] == [64]
+    assert {line["batch/global_size"] for line in metrics(run)} == {64}
     shown = next(text for text in blocks(DOCUMENT, "text") if "out of memory" in text)
-    # What a reader sees before the losses, and how it ends, is what the README shows, word for word.
+    # What a reader sees of the recovery, and how it ends, is what the README shows, word for word.
     printed, shown = process.stderr.splitlines(), shown.splitlines()
-    before = next(number for number, line in enumerate(printed) if line.startswith("step 6/6"))
-    assert printed[1:before] == shown[1:before]
+    assert story(printed) == story(shown)
+    assert len(story(shown)) >= 8
     for row in ("micro-batch ", "OOM restarts "):
         assert [x for x in process.stdout.splitlines() if x.startswith(row)] == [x for x in shown if x.startswith(row)]
+
+
+def story(lines):
+    """Lines between the first one, about the plan, and the end of the search; without numbers that depend on time."""
+    end = next(number for number, line in enumerate(lines) if line.startswith("the search ended"))
+    return [line for line in lines[1 : end + 1] if not re.match(r"step \d+/\d+ ", line)]
 
 
 def test_sweep_makes_a_directory_for_each_combination(session):

@@ -8,9 +8,11 @@ import os
 import re
 import shlex
 import sys
+import traceback
 from pathlib import Path
 
 import hydra
+import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
@@ -59,7 +61,8 @@ class _Reported(SystemExit):
 
 def _command(hydra_config: DictConfig, run_dir: str) -> str:
     """The command that continues this run: the same overrides, in the same directory."""
-    overrides = [text for text in hydra_config.overrides.task if not text.startswith("checkpointing.resume=")]
+    given = OmegaConf.to_container(hydra_config.overrides.task, resolve=False)  # one may hold an interpolation
+    overrides = [text for text in given if not text.startswith("checkpointing.resume=")]
     directories = [f"--config-dir {shlex.quote(folder)}" for folder in _config_directories(hydra_config)]
     return shlex.join(["python", "-m", "trainapp"]) + "".join(
         f" {part}"
@@ -107,6 +110,22 @@ def _importable(arguments: list[str]) -> None:
     sys.path[:0] = [folder for folder in folders if folder not in sys.path]
 
 
+def _no_name(arguments: list[str]) -> str:
+    """`precision=16: `, where that is among the arguments; nothing otherwise."""
+    for argument in arguments:
+        group, _, option = argument.partition("=")
+        if (CONF / group.lstrip("+~")).is_dir() and not isinstance(yaml.safe_load(option), str | list):
+            return f"{argument}: "
+    return ""
+
+
+def _inside_job(error: Exception) -> bool:
+    """Whether it comes from a run, and not from Hydra's preparations for one."""
+    return any(
+        frame.filename == __file__ and frame.name == "job" for frame in traceback.extract_tb(error.__traceback__)
+    )
+
+
 def main() -> None:
     """Runs the command line; a user's mistake ends with one message and exit code 2, a fault keeps its trace."""
     _importable(sys.argv[1:])
@@ -120,15 +139,22 @@ def main() -> None:
             raise error from None
         console.fail(str(error))
         sys.exit(error.exit_code)
-    except ValueError as error:  # Hydra's own, for `precision=16`: an option must be a name
+    except ValueError as error:  # Hydra's own, for `precision=16`
         if wants_traces or not str(error).startswith("Config group override"):
             raise
-        console.fail(f"{error}; `trainapp --help` lists the options of each group")
+        console.fail(f"{_no_name(sys.argv[1:])}an option is chosen by its name; `trainapp --help` lists them")
         sys.exit(2)
     except (HydraException, OmegaConfBaseException) as error:
         if wants_traces:
             raise
         console.fail(console.explain_hydra(error, (folder.name for folder in CONF.iterdir() if folder.is_dir())))
+        sys.exit(2)
+    except OSError as error:
+        if wants_traces or _inside_job(error):
+            raise
+        console.fail(
+            f"{error.filename}: {error.strerror}; hydra.run.dir or hydra.sweep.dir must name a folder of yours"
+        )
         sys.exit(2)
 
 

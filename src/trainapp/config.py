@@ -66,6 +66,8 @@ def parse_memory_size(value: int | float | str, total: int) -> int:
     if isinstance(value, bool) or not match or match[2] not in units:
         raise ValueError(rule)
     amount = float(match[1])
+    if not match[2] and not amount.is_integer() and amount > 1:
+        raise ValueError(f"{rule}: {value} of what? Write {value}GiB, or whole bytes")
     if not match[2] and 0 < amount <= 1 and not isinstance(value, int):
         return int(amount * total)
     if amount * units[match[2]] < 1:
@@ -259,7 +261,8 @@ def from_hydra(composed: DictConfig, run_dir: str, command: str) -> Config:
     try:
         plain = OmegaConf.to_container(composed, resolve=True)
     except OmegaConfBaseException as error:
-        raise UserError(str(error).strip()) from None
+        setting = f"{error.full_key}: " if error.full_key else ""
+        raise UserError(f"{setting}{str(error).strip().splitlines()[0]}") from None
     return from_dict(plain, run_dir, command)
 
 

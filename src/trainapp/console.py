@@ -38,7 +38,7 @@ class Progress:
             disable=not self.live,
             dynamic_ncols=True,
             mininterval=0.2,
-            bar_format="{percentage:3.0f}%|{bar:20}| {n}/{total}{postfix} | {remaining} left",
+            bar_format="{percentage:3.0f}%|{bar:20}| {n}/{total} | {desc} | {remaining} left",
         )
         self._started, self._first, self.step = time.monotonic(), step, step
 
@@ -52,7 +52,7 @@ class Progress:
         """Called at a log step with the values to show."""
         text = " | ".join(f"{name} {value}" for name, value in values.items())
         if self.live:
-            self.bar.set_postfix_str(text, refresh=False)
+            self.bar.set_description_str(text, refresh=False)
         else:
             logging.getLogger(__name__).info(
                 "step %d/%s | %s | %s left", step, self.total or "?", text, self._left(step)

@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 
 UNITS = ("steps", "epochs", "samples", "percent")
-_PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*")
+_PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*")
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ def parse(value: int | str) -> tuple[float, str]:
         amount, unit = float(value), "steps"
     else:
         match = _PATTERN.fullmatch(str(value))
-        unit = match[2] if match else ""
-        unit = {"epoch": "epochs", "step": "steps", "sample": "samples"}.get(unit, unit)
+        unit = match[2] if match else "none"
+        unit = {"epoch": "epochs", "": "steps", "step": "steps", "sample": "samples"}.get(unit, unit)
         if not match or unit not in UNITS:
             raise ValueError("must be a number of steps, or like '2 epochs', '10000 samples', '5 percent'")
         amount = float(match[1])

@@ -50,6 +50,10 @@ def guarded(settings: config.Memory, total: int) -> Iterator[None]:
         return
     import resource
 
+    import numpy as np
+
+    # OpenBLAS ends the process when it cannot have its buffer, and a picture of an incident asks for it: now, then.
+    np.linalg.inv(np.eye(3))
     reserve = config.parse_memory_size(settings.guard_reserve, total)
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # the ranks of this machine share what is left
     headroom = max(SMALLEST, (available() - reserve) // processes)

@@ -58,7 +58,6 @@ def train_step(job: Job) -> None:
     memory.step_peak = 0
     if watched:
         memory.begin_step()
-    state.optimizer.zero_grad(set_to_none=True)
     with memory.watch(job.meter.resident()) if watched else contextlib.nullcontext():
         sums = accumulate_gradients(job, logs)
         norm = clip(job, sums)
@@ -68,6 +67,7 @@ def train_step(job: Job) -> None:
         log(job, sums, norm)
     if draws:
         draw_timeline(job)
+    state.optimizer.zero_grad(set_to_none=True)  # now, so that an evaluation has their room
     look_for_larger_size(job)
     job.stopping, still_writing = job.ranks.finish_agreement()
     if not still_writing:

@@ -62,6 +62,7 @@ class Tracker:
         self._evaluations.flush()
         for name, value in scalars.items():
             self._writer.add_scalar(name if "/" in name else f"eval/{name}", value, step)
+        log.info("step %d evaluated | %s", step, " | ".join(f"{name} {value:.4f}" for name, value in scalars.items()))
 
     def note(self, text: str, tag: str = "notes") -> None:
         """Something that happened: on the terminal, and as text in TensorBoard."""

@@ -44,7 +44,7 @@ def messages(error: pydantic.ValidationError, prefix: str, known: Callable[[tupl
         elif item["type"] in ("missing", "missing_argument"):
             start, rule = path, "required, but not set"
         else:
-            start, rule = f"{path}={item['input']}", _rule(item)
+            start, rule = f"{path}={_as_yaml(item['input'])}", _rule(item)
         found = rules.setdefault(start, [])
         if rule not in found:
             found.append(rule)
@@ -52,6 +52,11 @@ def messages(error: pydantic.ValidationError, prefix: str, known: Callable[[tupl
         f"{start}: {' or '.join([first, *(r.removeprefix('must be ') for r in rest)])}"
         for start, (first, *rest) in rules.items()
     ]
+
+
+def _as_yaml(value: Any) -> Any:
+    """As the user writes it."""
+    return {"None": "null", "True": "true", "False": "false"}.get(str(value), value)
 
 
 def _is_type_name(part: str) -> bool:
@@ -91,6 +96,6 @@ def check_arguments(target: Callable, arguments: dict[str, Any], path: str, prov
     try:
         model.model_validate(arguments)
     except pydantic.ValidationError as error:
-        settable = [field.alias for field in model.model_fields.values()]
+        settable = [field.alias for field in model.model_fields.values() if field.alias not in ("params", "self")]
         return messages(error, path, lambda location: settable)
     return []

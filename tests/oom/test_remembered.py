@@ -199,7 +199,6 @@ def test_a_cache_that_cannot_be_written_is_no_error(tmp_path, monkeypatch):
     assert run(tmp_path / "a", changes={"train.max_steps": 2}).failures == []
 
 
-@pytest.mark.xfail(reason="the second run still meets one error in its first evaluation")
 def test_the_evaluation_size_is_remembered_too(tmp_path):
     evaluating = {"every.eval": 12, "batch.eval_micro_size": "auto", "batch.global_size": 180, "oom.grow": False}
     training = {"batch.global_size": 180, "batch.micro_size": 8, "train.max_steps": 2}

@@ -73,3 +73,8 @@ def test_what_does_not_fit_into_the_run():
         at([0], shape="wsd", warmup=90, decay="20 percent")
     with pytest.raises(UserError, match="exceed the run's 100 steps"):
         at([0], shape="cosine", warmup="11 epochs")
+
+
+def test_percentages_fit_into_a_run_of_one_step():
+    one = RunLength(steps_per_epoch=10, global_size=32, total_steps=1)
+    assert at([0], one, shape="wsd", warmup="5 percent", decay="20 percent") == [1.0]

@@ -13,6 +13,8 @@ from helpers import metrics, result
 from .faults import environment, fail_at, fired
 from .launching import LAUNCHED, SABOTAGED, Launched, checkpoint, command, different, launch
 
+pytestmark = pytest.mark.xdist_group("faults")
+
 DDP = ("parallel=ddp", *SABOTAGED)
 
 

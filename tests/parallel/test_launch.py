@@ -14,6 +14,8 @@ from helpers import environment, evaluations, metrics, result, scalars
 from .launching import LAUNCHED, Launched, checkpoint, command, different, launch
 from .pool import free_port
 
+pytestmark = pytest.mark.xdist_group("launch")
+
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory) -> Path:

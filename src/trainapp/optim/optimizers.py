@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from trainapp import config, targets
+from trainapp.errors import UserError
 
 _FUSED_DEVICES = ("cuda", "cpu", "mps")
 
@@ -41,7 +42,13 @@ def build_optimizer(
     groups = parameter_groups(model, settings.weight_decay) if "weight_decay" in takes else list(model.parameters())
     provided = {"params": groups, "lr": settings.lr}
     optimizer = targets.construct(kind, arguments, "optimizer", user_packages, provided)
-    materialise_state(optimizer)
+    try:
+        materialise_state(optimizer)
+    except (RuntimeError, TypeError) as error:  # LBFGS wants a closure, SparseAdam sparse gradients
+        raise UserError(
+            f"optimizer._target_={settings.target}: it cannot take a plain step on this model's gradients ({error}); "
+            "choose another"
+        ) from None
     return optimizer
 
 
@@ -66,7 +73,7 @@ def materialise_state(optimizer: torch.optim.Optimizer) -> bool:
     momentum, which treats its first step apart) is left to make its state by itself, as are optimizers that torch
     does not ship.
     """
-    if type(optimizer).__module__.partition(".")[0] != "torch" or isinstance(optimizer, torch.optim.LBFGS):
+    if type(optimizer).__module__.partition(".")[0] != "torch":
         return False
     if optimizer.state:  # made by its constructor, as Adagrad's is
         return True

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 
 from trainapp import config
-from trainapp.durations import RunLength, to_steps
+from trainapp.durations import RunLength, parse, to_steps
 from trainapp.errors import UserError
 
 Schedule = Callable[[int], float]
@@ -24,6 +24,8 @@ def build(settings: config.Schedule, run: RunLength) -> Schedule:
     total, final = run.total_steps, settings.final
     if total is None and settings.shape != "constant":
         raise UserError(f"schedule={settings.shape} needs a run whose end is known; set train.max_steps or max_epochs")
+    if total is not None and parse(settings.warmup)[1] == parse(settings.decay)[1] == "percent":
+        decay = min(decay, max(0, total - warmup))  # each is rounded up to a step at least
     if total is not None and warmup + decay > total:
         raise UserError(
             f"schedule.warmup={settings.warmup} ({warmup} steps) and decay ({decay} steps) exceed the run's {total} "
