@@ -13,8 +13,6 @@ from helpers import ROOT, environment
 
 from trainapp.limits import LiveTensors
 
-pytestmark = pytest.mark.xdist_group("benchmark_oom")
-
 BENCHMARKS = ROOT / "benchmarks"
 
 

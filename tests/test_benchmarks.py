@@ -59,6 +59,7 @@ def test_a_loop_that_does_other_work_is_found_out(monkeypatch):
             overhead.check_same_work([reference, wrong])
 
 
+@pytest.mark.slow
 def test_startup_prints_its_tables_and_help_is_without_torch():
     found = rows(run("startup.py", "--runs", "1"))
     for command in ("trainapp --help", "trainapp --cfg job"):

@@ -6,8 +6,6 @@ import pytest
 from helpers import ROOT, environment, files, result
 from markdown import commands, with_this_python, write_files
 
-pytestmark = pytest.mark.xdist_group("extending")
-
 DOCUMENT = ROOT / "docs/extending.md"
 
 

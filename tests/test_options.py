@@ -57,7 +57,9 @@ def test_this_walk_sees_the_groups_that_the_root_lists():
     assert all(GROUPS.values())
 
 
-@pytest.mark.parametrize("option", GROUPS.get("parallel", []))
+@pytest.mark.parametrize(
+    "option", [pytest.param(o, marks=pytest.mark.slow) if o == "hsdp" else o for o in GROUPS["parallel"]]
+)
 def test_parallel_option_trains_a_step(tmp_path, option):
     ranks = 1 if option == "single" else 2
     devices = () if option == "single" else (f"parallel.devices={ranks}",)

@@ -18,8 +18,6 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
-pytestmark = pytest.mark.xdist_group("packaging")
-
 if sys.version_info >= (3, 11):
     import tomllib
 else:

@@ -8,10 +8,7 @@ from helpers import ROOT, environment, incidents, metrics, result, run_cli
 from markdown import blocks, commands, with_this_python
 
 DOCUMENT = ROOT / "README.md"
-pytestmark = [
-    pytest.mark.timeout(900),
-    pytest.mark.xdist_group("readme"),
-]  # a dozen runs one after the other: half a minute on idle cores
+pytestmark = pytest.mark.timeout(900)  # a dozen runs one after the other: half a minute on idle cores
 # What a reader waits for, a test need not: these are appended where a command trains.
 SHORT = {
     "memory.limit=": ("train.max_steps=12",),  # until the search for a size has ended

@@ -82,7 +82,7 @@ def test_another_micro_batch_and_other_workers(cell):
         assert record.sizes == [3, 3]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_asynchronous_saves_the_same(cell, strategy):
     # Training goes on while the shards are written: what is saved is the moment of `save`, not a later one.
     synchronous, asynchronous = cell.directory(), cell.directory()

@@ -49,7 +49,12 @@ def as_one(cell: Cell, world: int, spread: str, *overrides: str, tolerance: floa
     return records
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+def slow(*values):
+    """One of many alike."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("world", [2, slow(3), 4])
 @pytest.mark.parametrize("spread", SPREADS)
 def test_as_one_process(cell, spread, world):
     if spread == "hsdp" and world == 3:
@@ -129,7 +134,7 @@ def test_fp16_overflow_on_one_rank(cell, spread, world):
 @pytest.mark.parametrize("spread", ["ddp", "fsdp"])
 @pytest.mark.parametrize(
     ("world", "global_size", "micro_size"),
-    [(2, 7, 2), (4, 7, 2), (4, 3, 1), (2, 1, 1), (2, 9, 4), (2, 13, 6)],
+    [(2, 7, 2), slow(4, 7, 2), slow(4, 3, 1), (2, 1, 1), (2, 9, 4), slow(2, 13, 6)],
     ids=lambda value: str(value),
 )
 def test_a_global_batch_that_does_not_divide(cell, spread, world, global_size, micro_size):
@@ -142,7 +147,7 @@ def test_a_global_batch_that_does_not_divide(cell, spread, world, global_size, m
 
 
 @pytest.mark.parametrize("spread", ["ddp", "fsdp"])
-@pytest.mark.parametrize(("world", "samples"), [(2, 37), (4, 37), (4, 3), (4, 5)])
+@pytest.mark.parametrize(("world", "samples"), [(2, 37), slow(4, 37), (4, 3), slow(4, 5)])
 def test_evaluation_counts_every_sample_once(cell, spread, world, samples):
     overrides = ("every.eval=1", "batch.eval_micro_size=6", f"data.val_size={samples}", "train.max_steps=5")
     (reference,) = cell.run(0, *overrides)
@@ -158,18 +163,18 @@ def test_evaluation_counts_every_sample_once(cell, spread, world, samples):
 @pytest.mark.parametrize(
     ("spread", "overrides"),
     [
-        ("ddp", ("batch.micro_size=1",)),
+        slow("ddp", ("batch.micro_size=1",)),
         ("ddp", ("accumulation.steps=3", "batch.micro_size=auto")),
         ("ddp", ("parallel.ddp.bucket_mb=0.001",)),
         ("ddp", ("parallel.ddp.static_graph=true",)),
-        ("ddp", ("parallel.ddp.find_unused_parameters=true",)),
-        ("fsdp", ("batch.micro_size=1",)),
-        ("fsdp", ("accumulation.steps=3", "batch.micro_size=auto")),
+        slow("ddp", ("parallel.ddp.find_unused_parameters=true",)),
+        slow("fsdp", ("batch.micro_size=1",)),
+        slow("fsdp", ("accumulation.steps=3", "batch.micro_size=auto")),
         ("fsdp", ("parallel.fsdp.sync_every_micro_batch=false",)),
         ("fsdp", ("parallel.fsdp.reshard_after_forward=false",)),
-        ("fsdp", ("parallel.fsdp.prefetch=2",)),
+        slow("fsdp", ("parallel.fsdp.prefetch=2",)),
         ("fsdp", ("parallel.fsdp.cpu_offload=true",)),
-        ("hsdp", ("parallel.fsdp.sync_every_micro_batch=false", "batch.micro_size=1")),
+        slow("hsdp", ("parallel.fsdp.sync_every_micro_batch=false", "batch.micro_size=1")),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, tuple) else value,
 )
@@ -181,7 +186,7 @@ def test_settings_that_change_no_result(cell, spread, overrides):
 
 @pytest.mark.parametrize("spread", SPREADS)
 @pytest.mark.parametrize(
-    "checkpointing", [("full",), ("full", "every=2"), ("selective",)], ids=lambda value: "-".join(value)
+    "checkpointing", [slow(("full",)), ("full", "every=2"), ("selective",)], ids=lambda value: "-".join(value)
 )
 def test_activation_checkpointing(cell, spread, checkpointing):
     mode, *more = checkpointing

@@ -13,8 +13,6 @@ from helpers import metrics, result
 from .faults import environment, fail_at, fired
 from .launching import LAUNCHED, SABOTAGED, Launched, checkpoint, command, different, launch
 
-pytestmark = pytest.mark.xdist_group("faults")
-
 DDP = ("parallel=ddp", *SABOTAGED)
 
 
@@ -47,6 +45,7 @@ def test_killed_workers_are_started_again(reference, tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_restarts_are_bounded(tmp_path):
     fault = fail_at(1, 2, "backward", "exception", times=9)
     ended = launch(tmp_path / "run", *DDP, "parallel.max_restarts=1", env=environment(tmp_path, fault))
@@ -74,6 +73,7 @@ def test_out_of_memory_where_nobody_votes(reference, tmp_path):
     assert "rank_1" in incident.name
 
 
+@pytest.mark.slow
 def test_out_of_memory_in_the_commit(reference, tmp_path):
     fault = fail_at(0, 3, "commit", operation=1)
     ended = launch(tmp_path / "run", *DDP, env=environment(tmp_path, fault))
@@ -84,7 +84,15 @@ def test_out_of_memory_in_the_commit(reference, tmp_path):
         assert line["loss"] == pytest.approx(other["loss"], rel=1e-5)
 
 
-@pytest.mark.parametrize(("to", "code"), [("launcher", 143), ("launcher", 138), ("rank 1", 143), ("rank 0", 138)])
+@pytest.mark.parametrize(
+    ("to", "code"),
+    [
+        ("launcher", 143),
+        pytest.param("launcher", 138, marks=pytest.mark.slow),
+        pytest.param("rank 1", 143, marks=pytest.mark.slow),
+        pytest.param("rank 0", 138, marks=pytest.mark.slow),
+    ],
+)
 def test_a_signal_stops_all_and_the_same_command_goes_on(reference, tmp_path, to, code):
     number = {143: signal.SIGTERM, 138: signal.SIGUSR1}[code]
     slow = fail_at(0, 3, "forward", "slow")
@@ -122,6 +130,7 @@ def test_a_disk_that_is_full_on_one_rank(tmp_path):
     assert not list((tmp_path / "run" / "checkpoints").glob(".tmp*"))
 
 
+@pytest.mark.slow
 def test_a_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "checkpoints").write_text("in the way")
@@ -130,6 +139,7 @@ def test_a_folder_that_cannot_be_made(tmp_path):
     assert "the checkpoint of step 2 could not be written" in ended.text
 
 
+@pytest.mark.slow
 def test_a_loader_process_that_dies(tmp_path):
     fragile = ("user_packages=[parallel]", "data._target_=parallel.saboteur.FragileTokens", "data.num_workers=1")
     marker = tmp_path / "marker"
@@ -143,6 +153,7 @@ def test_a_loader_process_that_dies(tmp_path):
     assert "rank 1 failed" in ended.text
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_a_number_stops_all(tmp_path):
     fault = fail_at(1, 3, "forward", "nan", operation=30)
     ended = launch(tmp_path / "run", *DDP, env=environment(tmp_path, fault))

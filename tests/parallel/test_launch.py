@@ -14,8 +14,6 @@ from helpers import environment, evaluations, metrics, result, scalars
 from .launching import LAUNCHED, Launched, checkpoint, command, different, launch
 from .pool import free_port
 
-pytestmark = pytest.mark.xdist_group("launch")
-
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory) -> Path:
@@ -90,6 +88,7 @@ def test_slurm_gives_the_same_run(reference, tmp_path):
     same_run(tmp_path / "outputs" / "slurm" / job, reference)
 
 
+@pytest.mark.slow
 def test_multirun_returns_the_objectives(tmp_path, reference):
     overrides = ["parallel=ddp", "train.seed=0,1", "every.eval=6", "hydra.sweep.dir=sweep", "train.max_steps=6"]
     with Launched([sys.executable, "-m", "trainapp", "-m", *LAUNCHED, *overrides], tmp_path) as launched:

@@ -74,8 +74,9 @@ GRID = [
 
 
 def is_fast(number: int, spread: str) -> bool:
-    """Of DDP and FSDP each place once, the ranks and steps in turns; fewer of HSDP."""
-    return number % 4 == (number // 4) % 4 and (spread != "hsdp" or number % 3 == 0)
+    """Each place with one of the strategies at least, the ranks and steps in turns; one of HSDP."""
+    of_its_place = number % 4 == (number // 4) % 4
+    return of_its_place and (number // 4 % 4 == 3 if spread == "hsdp" else number // 4 % 2 == (spread == "fsdp"))
 
 
 @pytest.mark.parametrize(
@@ -100,7 +101,11 @@ def test_recovered_in_place(cell, spread, rank, step, phase, operation):
     assert found in places.get(phase, (phase,)) or (phase, found) == ("forward", "loss")
 
 
-@pytest.mark.parametrize("spread", ["ddp", "fsdp"])
+DDP_OR_SLOW = ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)]
+FSDP_OR_SLOW = [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"]
+
+
+@pytest.mark.parametrize("spread", FSDP_OR_SLOW)
 @pytest.mark.parametrize(
     "places",
     [
@@ -126,17 +131,18 @@ def test_several_culprits_at_once(cell, spread, places):
     assert together(records) == together(wanted)
 
 
-@pytest.mark.parametrize("spread", ["ddp", "fsdp"])
+@pytest.mark.parametrize("spread", DDP_OR_SLOW)
 def test_again_and_again(cell, spread):
     # Both culprits, in turns, in the first steps and a later one: 4 -> 2 -> 1.
     recovers(cell, 2, spread, [fail_at(1, 1, "backward", operation=2), fail_at(0, 3, "forward", operation=60)])
 
 
-@pytest.mark.parametrize("spread", ["ddp", "fsdp"])
+@pytest.mark.parametrize("spread", DDP_OR_SLOW)
 def test_four_ranks(cell, spread):
     recovers(cell, 4, spread, [fail_at(2, 2, "backward", operation=60)], "batch.global_size=32")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spread", "overrides"),
     [
@@ -158,13 +164,13 @@ def test_recovered_with_other_settings(cell, spread, overrides):
     recovers(cell, 2, spread, [fail_at(1, 2, "backward", operation=60)], *overrides)
 
 
-@pytest.mark.parametrize("spread", ["ddp", "fsdp"])
+@pytest.mark.parametrize("spread", FSDP_OR_SLOW)
 def test_dropout_is_drawn_again_alike(cell, spread):
     recovers(cell, 2, spread, [fail_at(0, 3, "backward", operation=60)], "model.dropout=0.1")
 
 
-@pytest.mark.parametrize("spread", ["ddp", "fsdp"])
-@pytest.mark.parametrize("phase", ["backward", "clip"])
+@pytest.mark.parametrize("spread", FSDP_OR_SLOW)
+@pytest.mark.parametrize("phase", ["backward", pytest.param("clip", marks=pytest.mark.slow)])
 def test_fp16(cell, spread, phase):
     fault = fail_at(1, 2, phase)
     records = recovers(cell, 2, spread, [fault], "precision=fp16", "precision.initial_scale=256", "train.grad_clip=0.1")
@@ -174,9 +180,9 @@ def test_fp16(cell, spread, phase):
 EVALUATION = ("every.eval=1", "batch.eval_micro_size=8", "data.val_size=37")
 
 
-@pytest.mark.parametrize("spread", ["ddp", "fsdp"])
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("operation", [0, 60, 150, 310])
+@pytest.mark.parametrize("spread", FSDP_OR_SLOW)
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("operation", [pytest.param(0, marks=pytest.mark.slow), 60, 150, 310])
 def test_evaluation(cell, spread, rank, operation):
     # From the first operation to one behind the last forward; every sample counts once, training is not touched.
     wanted = cell.run(2, f"parallel={spread}", *WHOLE, *EVALUATION)
@@ -233,7 +239,7 @@ def test_nothing_left_to_halve(cell):
         assert all("micro-batch" in record.error for record in records)
 
 
-@pytest.mark.parametrize("leak", ["no reset", "no clearing"])
+@pytest.mark.parametrize("leak", ["no reset", pytest.param("no clearing", marks=pytest.mark.slow)])
 def test_without_the_cleaning_gradients_are_wrong(cell, leak):
     # The negative control of all the above: FSDP2's half-done backward is not reset, or not cleared.
     from . import cells
