@@ -1,7 +1,6 @@
 """Batches of any structure: tensors in nested dicts, lists and tuples whose first dimension is the samples."""
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,26 +19,34 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], batch: Any) ->
 
 def shape_of(batch: Any) -> int:
     """The bucket of a batch's shape: the numbers in one sample, rounded up to a power of two. 0 without tensors."""
-    tensors = list(tensors_in(batch))
     samples = batch_length(batch)
     if not samples:
         return 0
-    return 1 << max(0, math.ceil(math.log2(max(1, sum(t.numel() for t in tensors) / samples))))
+    numbers = -(-sum([t.numel() for t in tensors_in(batch)]) // samples)
+    return 1 << (max(1, numbers) - 1).bit_length()
 
 
 def batch_length(batch: Any) -> int:
     """Samples in a batch: the first dimension of its first tensor."""
-    first = next(tensors_in(batch), None)
-    return 0 if first is None or first.ndim == 0 else len(first)
+    tensors = tensors_in(batch)
+    return len(tensors[0]) if tensors and tensors[0].ndim else 0
 
 
-def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
+def tensors_in(batch: Any) -> list[torch.Tensor]:
     """The tensors in nested dicts, lists and tuples."""
     if isinstance(batch, torch.Tensor):
-        yield batch
-    elif isinstance(batch, (dict, list, tuple)):
-        for value in batch.values() if isinstance(batch, dict) else batch:
-            yield from tensors_in(value)
+        return [batch]
+    if isinstance(batch, dict):
+        batch = batch.values()
+    elif not isinstance(batch, (list, tuple)):
+        return []
+    found = []
+    for value in batch:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        else:
+            found += tensors_in(value)
+    return found
 
 
 def narrow(batch: Any, start: int, length: int, samples: int) -> Any:

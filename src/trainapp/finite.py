@@ -13,7 +13,8 @@ MAX_SKIPPED = 100  # in a row: such a run makes no progress, and nothing that is
 
 def gradient_norm(gradients: list[Tensor]) -> Tensor:
     """The 2-norm of all gradients together, a scalar tensor on their device."""
-    return torch.nn.utils.get_total_norm(gradients, foreach=True) if gradients else torch.zeros(())
+    # torch.nn.utils.get_total_norm does the same and sorts the gradients by device and dtype first: 20 microseconds.
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))) if gradients else torch.zeros(())
 
 
 class FiniteGuard:

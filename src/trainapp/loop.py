@@ -54,11 +54,9 @@ def train_step(job: Job) -> None:
     job.ranks.start_agreement(job.flags)
     job.ranks.armed = job.votes_on(state.micro)
     logs, draws = job.logs_coming_step, job.draws_coming_step
-    watched = logs or draws or not state.micro.proven
-    memory.step_peak = 0
-    if watched:
-        memory.begin_step()
-    with memory.watch(job.meter.resident()) if watched else contextlib.nullcontext():
+    unproven = not state.micro.proven
+    watched = logs or draws or unproven
+    with memory.watch(job.meter.resident(), where=unproven) if watched else contextlib.nullcontext():
         sums = accumulate_gradients(job, logs)
         norm = clip(job, sums)
         applied = commit(job, sums, norm)
@@ -67,11 +65,17 @@ def train_step(job: Job) -> None:
         log(job, sums, norm)
     if draws:
         draw_timeline(job)
-    state.optimizer.zero_grad(set_to_none=True)  # now, so that an evaluation has their room
+    drop_gradients(job)  # now, so that an evaluation has their room
     look_for_larger_size(job)
     job.stopping, still_writing = job.ranks.finish_agreement()
     if not still_writing:
         job.saver.finish()
+
+
+def drop_gradients(job: Job) -> None:
+    """As `optimizer.zero_grad(set_to_none=True)`, without the 25 microseconds of its profiler record."""
+    for parameter in job.meter.parameters:
+        parameter.grad = None
 
 
 def accumulate_gradients(job: Job, logs: bool) -> Sums:
@@ -119,9 +123,10 @@ def clip(job: Job, sums: Sums) -> Tensor:
         factor = torch.as_tensor(job.batches.step_samples(job.state.progress) / count, device=norm.device)
         norm = norm * factor
     if job.grad_clip is not None:
-        allowed = (job.grad_clip / (norm + 1e-6)).clamp(max=1.0)
-        # Reading a number is free on the CPU only; there it saves a pass over all gradients.
-        if norm.device.type != "cpu" or allowed < 1:
+        # Reading a number is free on the CPU only; there it saves four tiny operations, or a pass over all gradients.
+        value = norm.item() if norm.device.type == "cpu" else norm
+        if norm.device.type != "cpu" or not value <= job.grad_clip:
+            allowed = (job.grad_clip / (norm + 1e-6)).clamp(max=1.0)
             factor = allowed if factor is None else allowed * factor
     if factor is not None:
         torch._foreach_mul_(gradients, factor.to(norm.device))
@@ -219,8 +224,6 @@ def evaluate_batch(job: Job, batch: Any, real: bool) -> None:
     """One evaluation micro-batch. Its sums count only once all of it is done."""
     state, memory = job.state, job.memory
     watched = state.eval_micro.watched
-    if watched:
-        memory.begin_step()
     with memory.watch(job.meter.resident(batch)) if watched else contextlib.nullcontext():
         with state.precision.autocast:
             loss, count, metrics = job.task(job.strategy.evaluate, batch)

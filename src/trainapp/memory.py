@@ -56,7 +56,6 @@ class DeviceMemory:
             )
         self.peak = 0  # of the whole run
         self.peak_of_window = 0  # the log window that `window` last closed
-        self.step_peak = 0  # since `begin_step`, where it was measured
         self.out_of_memory_count = 0
         self.module_path = ModulePath()
         self.keep_events = False  # of a healthy step, too: for its picture
@@ -66,12 +65,11 @@ class DeviceMemory:
         """The limit, or all there is."""
         return self.limit or self.total
 
-    def begin_step(self) -> None:
-        """Measure the peak of what follows."""
-        self.step_peak = 0
+    def watch(self, resident: Resident, where: bool = True) -> contextlib.AbstractContextManager:
+        """Around work of an unproven size, or which is logged; `resident` is what is in memory before it.
 
-    def watch(self, resident: Resident) -> contextlib.AbstractContextManager:
-        """Around work of an unproven size, or which is logged; `resident` is what is in memory before it."""
+        where: also know in which module memory runs out, which costs hooks in every module.
+        """
         return contextlib.nullcontext()
 
     def events(self, gradients: Iterable[torch.Tensor]) -> tuple[list[tuple[int, int]], dict[int, str]]:
@@ -122,7 +120,7 @@ class CpuMemory(DeviceMemory):
         self._watching = False
 
     @contextlib.contextmanager
-    def watch(self, resident: Resident):
+    def watch(self, resident: Resident, where: bool = True):
         """Counts (and with a limit, enforces) from here to the end of the block."""
         if self._watching:  # inside a watched step: what is new here counts, too
             self.counter.register(resident)
@@ -132,12 +130,12 @@ class CpuMemory(DeviceMemory):
         self._watching = True
         try:
             counter.register(resident)
-            with self.module_path.watch(), counter:
+            with self.module_path.watch() if where else contextlib.nullcontext(), counter:
                 yield
         finally:
             self._watching = False
             self._allocated, self._window_peak = counter.live, max(self._window_peak, counter.peak)
-            self.step_peak, self.peak = max(self.step_peak, counter.peak), max(self.peak, counter.peak)
+            self.peak = max(self.peak, counter.peak)
 
     def events(self, gradients: Iterable[torch.Tensor]) -> tuple[list[tuple[int, int]], dict[int, str]]:
         """What the counter saw; gradients are known as such only now."""
@@ -166,19 +164,12 @@ class CudaMemory(DeviceMemory):
         super().__init__(device, settings, total)
         torch.cuda.set_per_process_memory_fraction((self.limit or total) / total, device)
         torch.cuda.reset_peak_memory_stats(device)
-        self._window_peak = 0
         self._watching = False
         self._resident: list[tuple[str, int, int]] = []
         self._snapshot: dict | None = None
 
-    def begin_step(self) -> None:
-        """Reset the allocator's peak; the log window's is kept here meanwhile."""
-        self._window_peak = max(self._window_peak, torch.cuda.max_memory_allocated(self.device))
-        torch.cuda.reset_peak_memory_stats(self.device)
-        self.step_peak = 0
-
     @contextlib.contextmanager
-    def watch(self, resident: Resident):
+    def watch(self, resident: Resident, where: bool = True):
         """The allocator enforces its cap by itself; the peak is read at the end."""
         if self._watching:
             yield
@@ -189,9 +180,8 @@ class CudaMemory(DeviceMemory):
             (kind, t.data_ptr(), t.nbytes) for kind, tensors in resident.items() for t in map(local, tensors)
         ]
         try:
-            with self.module_path.watch():
+            with self.module_path.watch() if where else contextlib.nullcontext():
                 yield
-            self.step_peak = torch.cuda.max_memory_allocated(self.device)
             if self.keep_events:
                 self._snapshot = torch.cuda.memory._snapshot(self.device)
         except BaseException:
@@ -241,11 +231,10 @@ class CudaMemory(DeviceMemory):
         """The allocator's counters."""
         stats = torch.cuda.memory_stats(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
-        peak, self._window_peak = self._window_peak, 0
         return self._scalars(
             stats["allocated_bytes.all.current"],
             stats["reserved_bytes.all.current"],
-            max(peak, stats["allocated_bytes.all.peak"]),
+            stats["allocated_bytes.all.peak"],
             stats["num_alloc_retries"],
         )
 

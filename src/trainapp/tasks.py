@@ -21,7 +21,7 @@ IGNORED = -100  # a target that is not there: padding
 
 def inputs_and_targets(batch: Any) -> tuple[Tensor, Tensor]:
     """Of a batch `{"inputs": ..., "targets": ...}`, or of a pair as most public data sets give it."""
-    if isinstance(batch, Mapping):
+    if isinstance(batch, (dict, Mapping)):  # dict first: asking an abstract class costs 10 times as much
         return batch["inputs"], batch["targets"]
     inputs, targets = batch
     return inputs, targets

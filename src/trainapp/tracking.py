@@ -46,8 +46,7 @@ class Tracker:
         """One log step: every scalar to TensorBoard and the file, the few that a person watches to the terminal."""
         self._metrics.write(json.dumps({"step": step, "samples": samples, **scalars}) + "\n")
         self._metrics.flush()
-        for name, value in scalars.items():
-            self._writer.add_scalar(name if "/" in name else f"train/{name}", value, step)
+        self._add_scalars("train", scalars, step)
         shown = {"loss": f"{scalars['loss']:.4f}"}
         if metric in scalars:
             shown[metric] = f"{scalars[metric]:.3f}"
@@ -60,9 +59,16 @@ class Tracker:
         """One evaluation."""
         self._evaluations.write(json.dumps({"step": step, "samples": samples, **scalars}) + "\n")
         self._evaluations.flush()
-        for name, value in scalars.items():
-            self._writer.add_scalar(name if "/" in name else f"eval/{name}", value, step)
+        self._add_scalars("eval", scalars, step)
         log.info("step %d evaluated | %s", step, " | ".join(f"{name} {value:.4f}" for name, value in scalars.items()))
+
+    def _add_scalars(self, group: str, scalars: Mapping[str, float], step: int) -> None:
+        """One event for all: one each fills the writer's queue of ten, and then the loop waits for the disk."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        named = {name if "/" in name else f"{group}/{name}": value for name, value in scalars.items()}
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in named.items()]
+        self._writer._get_file_writer().add_summary(Summary(value=values), step)
 
     def note(self, text: str, tag: str = "notes") -> None:
         """Something that happened: on the terminal, and as text in TensorBoard."""

@@ -257,7 +257,7 @@ def test_without_the_generators_the_oracle_fails(tmp_path, monkeypatch):
 
 
 def test_without_the_buffers_the_oracle_fails(tmp_path, monkeypatch):
-    monkeypatch.setattr(RestorePoint, "restore", lambda self: state.set_rng_state(self._rng, self.device))
+    monkeypatch.setattr(RestorePoint, "restore", lambda self: self._generators.restore())
     assert recovered_as_configured(tmp_path, "resnet", "fp32", "backward", 3) != []
 
 
