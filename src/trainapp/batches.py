@@ -17,19 +17,21 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], batch: Any) ->
     return batch
 
 
-def shape_of(batch: Any) -> int:
-    """The bucket of a batch's shape: the numbers in one sample, rounded up to a power of two. 0 without tensors."""
-    samples = batch_length(batch)
-    if not samples:
-        return 0
-    numbers = -(-sum([t.numel() for t in tensors_in(batch)]) // samples)
-    return 1 << (max(1, numbers) - 1).bit_length()
+def measure(batch: Any) -> tuple[int, int]:
+    """Samples in a batch (the first dimension of its first tensor), and the numbers in all its tensors."""
+    tensors = tensors_in(batch)
+    samples = tensors[0].shape[0] if tensors and tensors[0].ndim else 0
+    return samples, sum([t.numel() for t in tensors])
+
+
+def bucket_of(samples: int, numbers: int) -> int:
+    """The bucket of a shape: the numbers in one sample, rounded up to a power of two. 0 without samples."""
+    return 1 << (max(1, -(-numbers // samples)) - 1).bit_length() if samples else 0
 
 
 def batch_length(batch: Any) -> int:
-    """Samples in a batch: the first dimension of its first tensor."""
-    tensors = tensors_in(batch)
-    return len(tensors[0]) if tensors and tensors[0].ndim else 0
+    """Samples in a batch."""
+    return measure(batch)[0]
 
 
 def tensors_in(batch: Any) -> list[torch.Tensor]:

@@ -201,6 +201,7 @@ class TrainBatches:
         self._source = Batches(dataset, seed, workers, device)
         self._order: tuple[int, list[int]] = (-1, [])
         self._open: Iterator[Any] = iter(())
+        self._cuts: tuple[tuple, list[list[int]]] = ((), [])
         self._position: tuple | None = None  # where the open iterator stands; None: nowhere useful
 
     @property
@@ -232,7 +233,7 @@ class TrainBatches:
             self._open = iter(())  # ends the workers' old round before the new one begins
             self._open = self._source.open(self._requests(*here))
         self._position = None  # a step that is given up leaves the iterator in the middle
-        pieces = self._pieces(*here)
+        pieces = self._cut(*here)
         for number, piece in enumerate(pieces, start=1):
             yield MicroBatch(next(self._open), last=number == len(pieces), real=bool(piece))
         self._position = (*self.after(progress.epoch, progress.consumed), size, parts)
@@ -258,9 +259,16 @@ class TrainBatches:
 
     def _requests(self, epoch: int, consumed: int, size: int, parts: int | None) -> Iterator[Request]:
         while True:
-            for piece in self._pieces(epoch, consumed, size, parts):
+            for piece in self._cut(epoch, consumed, size, parts):
                 yield Request(epoch, piece or [0])
             epoch, consumed = self.after(epoch, consumed)
+
+    def _cut(self, *position: Any) -> list[list[int]]:
+        """`_pieces`, kept: without workers the fetcher and the loop ask for the same ones in turn."""
+        key = (*position, self.global_size)
+        if self._cuts[0] != key:
+            self._cuts = (key, self._pieces(*position))
+        return self._cuts[1]
 
     def _pieces(self, epoch: int, consumed: int, size: int, parts: int | None) -> list[list[int]]:
         """This rank's micro-batches: as many as the rank with the most samples has, some of them perhaps empty."""

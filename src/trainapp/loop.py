@@ -55,7 +55,7 @@ def train_step(job: Job) -> None:
     job.ranks.armed = job.votes_on(state.micro)
     logs, draws = job.logs_coming_step, job.draws_coming_step
     unproven = not state.micro.proven
-    watched = logs or draws or unproven
+    watched = (logs and memory.wants_look) or draws or unproven
     with memory.watch(job.meter.resident(), where=unproven) if watched else contextlib.nullcontext():
         sums = accumulate_gradients(job, logs)
         norm = clip(job, sums)
@@ -87,7 +87,7 @@ def accumulate_gradients(job: Job, logs: bool) -> Sums:
     for micro in job.meter.timed(micro_batches):
         with job.strategy.micro_batch(micro.last):
             for batch in state.micro.split(micro.data):
-                watched = logs or state.micro.watched or job.draws_coming_step
+                watched = job.memory.watching or state.micro.watched
                 with job.memory.watch(job.meter.resident(batch)) if watched else contextlib.nullcontext():
                     backward(job, batch, weight, sums, logs, micro.real)
                 job.phase = "data"

@@ -9,6 +9,7 @@ import gc
 import pickle
 import resource
 import sys
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from trainapp import config
 from trainapp.errors import UserError
 from trainapp.limits import LiveTensors, ModulePath, Resident
 from trainapp.parallel.placement import local
+
+LOOK_EVERY = 1.0  # seconds between two watched steps of a proven size on the CPU
 
 
 def static_bytes(model: nn.Module, optimizer: torch.optim.Optimizer, averages: list[torch.Tensor]) -> dict[str, int]:
@@ -58,12 +61,18 @@ class DeviceMemory:
         self.peak_of_window = 0  # the log window that `window` last closed
         self.out_of_memory_count = 0
         self.module_path = ModulePath()
+        self.watching = False
         self.keep_events = False  # of a healthy step, too: for its picture
 
     @property
     def budget(self) -> int:
         """The limit, or all there is."""
         return self.limit or self.total
+
+    @property
+    def wants_look(self) -> bool:
+        """Whether a logged step should be watched to know what it uses, though its size is proven."""
+        return False
 
     def watch(self, resident: Resident, where: bool = True) -> contextlib.AbstractContextManager:
         """Around work of an unproven size, or which is logged; `resident` is what is in memory before it.
@@ -117,23 +126,29 @@ class CpuMemory(DeviceMemory):
         super().__init__(device, settings, available_total())
         self._allocated = self._window_peak = 0
         self.counter: LiveTensors | None = None  # of the last watched block
-        self._watching = False
+        self._last_peak = 0
+        self._looked_at = 0.0  # time.monotonic()
+
+    @property
+    def wants_look(self) -> bool:
+        """Not more often than LOOK_EVERY: watching makes a step of a tiny model several times slower."""
+        return time.monotonic() - self._looked_at > LOOK_EVERY
 
     @contextlib.contextmanager
     def watch(self, resident: Resident, where: bool = True):
         """Counts (and with a limit, enforces) from here to the end of the block."""
-        if self._watching:  # inside a watched step: what is new here counts, too
+        if self.watching:  # inside a watched step: what is new here counts, too
             self.counter.register(resident)
             yield
             return
         counter = self.counter = LiveTensors(self.limit)
-        self._watching = True
+        self.watching = True
         try:
             counter.register(resident)
             with self.module_path.watch() if where else contextlib.nullcontext(), counter:
                 yield
         finally:
-            self._watching = False
+            self.watching, self._looked_at = False, time.monotonic()
             self._allocated, self._window_peak = counter.live, max(self._window_peak, counter.peak)
             self.peak = max(self.peak, counter.peak)
 
@@ -146,8 +161,9 @@ class CpuMemory(DeviceMemory):
         return list(self.counter.events), dict(self.counter.kinds)
 
     def window(self) -> dict[str, float]:
-        """The tensors alive at the end of the last watched step, and the window's peak."""
-        scalars = self._scalars(self._allocated, self._allocated, self._window_peak)
+        """The tensors alive at the end of the last watched step, and the window's peak, or else the one before it."""
+        self._last_peak = self._window_peak or self._last_peak
+        scalars = self._scalars(self._allocated, self._allocated, self._last_peak)
         self._window_peak = 0
         return scalars
 
@@ -164,17 +180,16 @@ class CudaMemory(DeviceMemory):
         super().__init__(device, settings, total)
         torch.cuda.set_per_process_memory_fraction((self.limit or total) / total, device)
         torch.cuda.reset_peak_memory_stats(device)
-        self._watching = False
         self._resident: list[tuple[str, int, int]] = []
         self._snapshot: dict | None = None
 
     @contextlib.contextmanager
     def watch(self, resident: Resident, where: bool = True):
         """The allocator enforces its cap by itself; the peak is read at the end."""
-        if self._watching:
+        if self.watching:
             yield
             return
-        self._watching = True
+        self.watching = True
         torch.cuda.memory._record_memory_history(max_entries=200_000, context="alloc", stacks="python")
         self._resident = [
             (kind, t.data_ptr(), t.nbytes) for kind, tensors in resident.items() for t in map(local, tensors)
@@ -188,7 +203,7 @@ class CudaMemory(DeviceMemory):
             self._snapshot = torch.cuda.memory._snapshot(self.device)
             raise
         finally:
-            self._watching = False
+            self.watching = False
             torch.cuda.memory._record_memory_history(enabled=None)
 
     def events(self, gradients: Iterable[torch.Tensor]) -> tuple[list[tuple[int, int]], dict[int, str]]:
@@ -291,21 +306,13 @@ def available_total() -> int:
 class HostMemory:
     """The process's resident memory and its peak since the last call."""
 
-    def __init__(self):
-        self._process = psutil.Process()
-
     def window(self) -> dict[str, float]:
         """Bytes resident now, and the most since the last call (of the whole process where it cannot be reset)."""
-        peak = self._peak()
-        with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w") as file:
-            file.write("5")  # resets VmHWM
-        return {"memory/host_rss": self._process.memory_info().rss, "memory/host_rss_peak": peak}
-
-    @staticmethod
-    def _peak() -> int:
-        with contextlib.suppress(OSError), open("/proc/self/status") as file:
-            for line in file:
-                if line.startswith("VmHWM"):
-                    return int(line.split()[1]) * 1024
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024
+        with contextlib.suppress(OSError, KeyError), open("/proc/self/status") as file:
+            sizes = dict(line.split(":", 1) for line in file)
+            resident, peak = (int(sizes[name].split()[0]) * 1024 for name in ("VmRSS", "VmHWM"))
+            with open("/proc/self/clear_refs", "w") as reset:
+                reset.write("5")  # resets VmHWM
+            return {"memory/host_rss": resident, "memory/host_rss_peak": peak}
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        return {"memory/host_rss": psutil.Process().memory_info().rss, "memory/host_rss_peak": peak}

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainapp.batches import batch_length, narrow, shape_of, tensors_in
+from trainapp.batches import bucket_of, measure, narrow
 
 CLOSE_ENOUGH = 0.95  # of the smallest size that failed
 
@@ -129,10 +129,11 @@ class Sizes:
 
     def split(self, batch: Any) -> Iterator[Any]:
         """Cut what was fetched to the size in force for its shape. Most often it is one piece already."""
-        bucket, samples = 0 if self.one_shape else shape_of(batch), batch_length(batch)
+        samples, numbers = measure(batch)
+        bucket = 0 if self.one_shape else bucket_of(samples, numbers)
         size = self.search(bucket).size
         self.current = bucket
-        numbers = sum(t.numel() for t in tensors_in(batch)) * min(size, samples) // max(1, samples)
+        numbers = numbers * min(size, samples) // max(1, samples)
         self.numbers[bucket] = max(numbers, self.numbers.get(bucket, 0))
         if samples <= size or not samples:
             self.ran[bucket] = max(samples, self.ran.get(bucket, 0))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from trainapp import timeline
-from trainapp.batches import shape_of
+from trainapp.batches import bucket_of, measure
 from trainapp.search import Sizes
 
 from .conftest import tiny
@@ -38,7 +38,7 @@ TEXT = (
 
 def numbers(length: int) -> int:
     """The bucket of a text of this length: inputs and targets."""
-    return shape_of({"inputs": torch.zeros(1, length), "targets": torch.zeros(1, length)})
+    return bucket_of(*measure({"inputs": torch.zeros(1, length), "targets": torch.zeros(1, length)}))
 
 
 def test_one_long_batch_does_not_shrink_the_others(tmp_path):
