@@ -16,6 +16,9 @@ from trainapp.limits import LiveTensors
 BENCHMARKS = ROOT / "benchmarks"
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory):
     """What the quick benchmark printed, and its rows by trainer."""

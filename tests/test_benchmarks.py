@@ -30,6 +30,7 @@ def rows(printed: str) -> dict[str, list[str]]:
     return {first: others for first, *others in cells}
 
 
+@pytest.mark.slow
 def test_overhead_compares_loops_that_do_the_same_work(tmp_path):
     arguments = ["--cases", "small", "--width", "16", "--rounds", "2", "--steps", "50", "--json", str(tmp_path / "j")]
     found = rows(run("overhead.py", *arguments))
@@ -69,3 +70,18 @@ def test_startup_prints_its_tables_and_help_is_without_torch():
     assert difference == pytest.approx(app - bare, abs=0.011)
     assert "import hydra" in found
     assert "import torch" not in found  # the bare script imports it, too
+
+
+@pytest.mark.slow
+def test_ranks_compares_loops_that_do_the_same_work(tmp_path):
+    found = rows(run("ranks.py", "--rounds", "2", "--steps", "3", "--width", "16", "--json", str(tmp_path / "j")))
+    assert float(found["trainapp, votes"][1]) > 0
+    seconds = json.loads((tmp_path / "j").read_text())
+    assert {len(own) for strategy in ("ddp", "fsdp") for own in seconds[strategy].values()} == {2}
+
+
+@pytest.mark.slow
+def test_soak_ends_as_the_undisturbed_run():
+    printed = run("soak.py", "--kills", "1", "--steps", "60")
+    assert "steps lost 0, steps repeated 0" in printed
+    assert "weights equal bit for bit: True" in printed

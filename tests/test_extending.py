@@ -9,6 +9,9 @@ from markdown import commands, with_this_python, write_files
 DOCUMENT = ROOT / "docs/extending.md"
 
 
+pytestmark = pytest.mark.slow  # half a minute
+
+
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
     """The folder in which `my_project` lies, with what each command did there."""

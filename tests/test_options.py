@@ -58,7 +58,7 @@ def test_this_walk_sees_the_groups_that_the_root_lists():
 
 
 @pytest.mark.parametrize(
-    "option", [pytest.param(o, marks=pytest.mark.slow) if o == "hsdp" else o for o in GROUPS["parallel"]]
+    "option", [pytest.param(o, marks=pytest.mark.slow) if o in ("fsdp", "hsdp") else o for o in GROUPS["parallel"]]
 )
 def test_parallel_option_trains_a_step(tmp_path, option):
     ranks = 1 if option == "single" else 2

@@ -56,6 +56,7 @@ def test_restarts_are_bounded(tmp_path):
     assert "injected failure" in ended.text
 
 
+@pytest.mark.slow
 def test_out_of_memory_where_nobody_votes(reference, tmp_path):
     # The worker ends with a code of its own; all start again from step 2's checkpoint at half the micro-batch.
     fault = fail_at(1, 3, "backward", operation=20)

@@ -76,7 +76,8 @@ GRID = [
 def is_fast(number: int, spread: str) -> bool:
     """Each place with one of the strategies at least, the ranks and steps in turns; one of HSDP."""
     of_its_place = number % 4 == (number // 4) % 4
-    return of_its_place and (number // 4 % 4 == 3 if spread == "hsdp" else number // 4 % 2 == (spread == "fsdp"))
+    place = number // 4
+    return of_its_place and (place == len(GRID) // 4 - 1 if spread == "hsdp" else place % 2 == (spread == "fsdp"))
 
 
 @pytest.mark.parametrize(

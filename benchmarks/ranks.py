@@ -1,0 +1,228 @@
+"""What votes cost, and DDP and FSDP2 in trainapp beside the same written by hand, on the same processes.
+
+    python benchmarks/ranks.py [--ranks 2] [--rounds 12] [--steps 25] [--width 128] [--json FILE]
+
+All loops train the same GPT from the same weights on the same samples, steps of 2 micro-batches on each rank, in the
+same processes, and take turns; a ratio is steps per second against the hand-written loop in the same round. The losses
+of the last step have to agree to 1e-4, or nothing is printed. CPU processes over gloo: what a vote costs beside a
+CPU step says little of a GPU's.
+"""
+
+import argparse
+import contextlib
+import copy
+import json
+import math
+import multiprocessing
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from _common import machine, quartiles, table
+
+SAMPLES, MICRO = 16, 4  # of a step over all ranks; of a micro-batch
+LEARNING_RATE, CLIP = 1e-3, 1.0
+STRATEGIES = ("ddp", "fsdp")
+
+
+def main() -> None:
+    """One table for each strategy."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=25, help="of each loop in a round")
+    parser.add_argument("--width", type=int, default=128, help="of the GPT")
+    parser.add_argument("--json", type=Path, help="write the ratios to this file, too")
+    options = parser.parse_args()
+    print(f"{machine()}; {options.ranks} ranks over gloo, one thread each")
+    found: dict[str, Any] = {}
+    for strategy in STRATEGIES:
+        found[strategy] = measure(strategy, options)
+        print(f"\n{strategy}: GPT, 4 blocks of width {options.width}, {options.rounds} rounds of {options.steps} steps")
+        print(report(found[strategy]))
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1))
+
+
+def report(seconds: dict[str, list[float]]) -> str:
+    """One row for each loop, the hand-written one first."""
+    reference, *_ = seconds.values()
+    rows = []
+    for name, own in seconds.items():
+        low, middle, high = quartiles([one / other for one, other in zip(reference, own, strict=True)])
+        rows.append([name, f"{1000 * quartiles(own)[1]:.2f}", f"{middle:.3f}", f"{low:.3f} - {high:.3f}"])
+    return table(["loop", "ms a step", "of hand-written", "quartiles"], rows)
+
+
+def measure(strategy: str, options: argparse.Namespace) -> dict[str, list[float]]:
+    """Seconds a step of each loop, by round: rank 0's. Raises RuntimeError when a rank fails."""
+    context = multiprocessing.get_context("spawn")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    answers = context.Queue()
+    arguments = (strategy, options, port, answers)
+    ranks = [context.Process(target=work, args=(rank, *arguments)) for rank in range(options.ranks)]
+    for process in ranks:
+        process.start()
+    while not (ended := [process for process in ranks if process.exitcode]) and answers.empty():
+        time.sleep(0.1)
+    if ended:
+        for process in ranks:
+            process.kill()
+        raise RuntimeError(f"a rank of {strategy} ended with exit code {ended[0].exitcode}")
+    found = answers.get()
+    for process in ranks:
+        process.join()
+    return found
+
+
+def work(rank: int, strategy: str, options: argparse.Namespace, port: int, answers: Any) -> None:
+    """One rank: all loops in turns."""
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": options.ranks, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in names.items()}, MASTER_ADDR="127.0.0.1", OMP_NUM_THREADS="1")
+    import torch
+
+    torch.set_num_threads(1)
+    from trainapp.parallel.worker import joined
+
+    total = options.steps * (options.rounds + 1)
+    with tempfile.TemporaryDirectory() as folder:
+        settings = configured(strategy, options, total, Path(folder), "never")
+        with joined(settings) as ranks:
+            loops: dict[str, Callable[[int], None]] = {}
+            losses: dict[str, Callable[[], float]] = {}
+            steps, losses["hand-written"] = hand_written(strategy, settings, ranks, total)
+            loops["hand-written"] = lambda count: [next(steps) for _ in range(count)] and None
+            for name, arm in (("trainapp, no votes", "never"), ("trainapp, votes", "always")):
+                settings = configured(strategy, options, total, Path(folder) / arm, arm)
+                loops[name], losses[name] = trainapp(settings, ranks)
+            seconds: dict[str, list[float]] = {name: [] for name in loops}
+            for number in range(options.rounds + 1):
+                # Every other round runs backwards: nobody always follows the same neighbour.
+                for name in loops if number % 2 else reversed(loops):
+                    ranks.barrier()
+                    began = time.perf_counter()
+                    loops[name](options.steps)
+                    ranks.barrier()
+                    if number:  # the first round warms up; in trainapp's the size is still unproven
+                        seconds[name].append((time.perf_counter() - began) / options.steps)
+            expected = losses["hand-written"]()
+            for name, loss in losses.items():
+                if not math.isclose(loss(), expected, rel_tol=1e-4):
+                    raise RuntimeError(f"{name} ends with loss {loss()}, the hand-written loop with {expected}")
+            if rank == 0:
+                answers.put(seconds)
+            ranks.barrier()
+
+
+def configured(strategy: str, options: argparse.Namespace, total: int, folder: Path, arm: str) -> Any:
+    """The settings of `python -m trainapp`."""
+    from hydra import compose, initialize_config_dir
+
+    from trainapp import config
+    from trainapp.__main__ import CONF
+
+    overrides = [
+        f"parallel={strategy}", f"parallel.arm={arm}", f"parallel.devices={options.ranks}", "train.device=cpu",
+        "model=gpt", "model.depth=4", f"model.width={options.width}", "model.heads=4", "model.context_length=64",
+        "data=synthetic_tokens", "train.max_epochs=null", f"train.max_steps={total}", f"train.grad_clip={CLIP}",
+        f"batch.global_size={SAMPLES}", f"batch.micro_size={MICRO}", f"optimizer.lr={LEARNING_RATE}",
+        "optimizer.weight_decay=0.0", "schedule=constant", "schedule.warmup=0", f"every.log={total}",
+        "every.eval=null", "every.save=null", "checkpointing=off", "oom.remember=false", "oom.grow=false",
+    ]  # fmt: skip
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return config.from_hydra(compose("train", overrides), str(folder), "")
+
+
+def trainapp(settings: Any, ranks: Any) -> tuple[Callable[[int], None], Callable[[], float]]:
+    """What the program does: `advance(steps)` and the last loss."""
+    from trainapp import build, loop
+    from trainapp.signals import StopRequest
+
+    Path(settings.run_dir).mkdir(parents=True, exist_ok=True)
+    job = build.build(settings, StopRequest(), ranks)
+    build.start_tracking(settings, job)
+    found: list[float] = []
+    log = job.tracker.log
+    job.tracker.log = lambda step, samples, scalars, metric: (
+        found.append(scalars["loss"]),
+        log(step, samples, scalars, metric),
+    )
+    total = settings.train.max_steps
+
+    def advance(steps: int) -> None:
+        for _ in range(steps):
+            job.max_steps = total
+            loop.train_step(job)
+
+    return advance, lambda: found[-1]
+
+
+def hand_written(strategy: str, settings: Any, ranks: Any, total: int) -> tuple[Iterator[None], Callable[[], float]]:
+    """As one writes it for this job: no exchange in all but the last micro-batch, one clip, fused AdamW."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn import functional
+
+    from trainapp import build, config
+    from trainapp.batching import epoch_order
+    from trainapp.parallel.ranks import Alone
+    from trainapp.signals import StopRequest
+
+    single = copy.deepcopy(settings)
+    single.parallel = config.Parallel()
+    job = build.build(single, StopRequest(), Alone())
+    data, model, found = job.batches._source.fetcher.dataset, job.state.model, []
+    if strategy == "fsdp":
+        mesh = init_device_mesh("cpu", (ranks.world,))
+        for block in model.blocks():
+            fully_shard(block, mesh=mesh)
+        wrapped = fully_shard(model, mesh=mesh)
+    else:
+        wrapped = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+
+    def steps() -> Iterator[None]:
+        epoch, step, share = 0, 0, SAMPLES // ranks.world
+        while True:
+            order = epoch_order(0, epoch, len(data))
+            epoch += 1
+            for start in range(0, len(order), SAMPLES):
+                chunk = order[start : start + SAMPLES]
+                a, b = (len(chunk) * r // ranks.world for r in (ranks.rank, ranks.rank + 1))
+                own, sums = chunk[a:b], torch.zeros(2)
+                for first in range(0, share, MICRO):
+                    batch = data.__getitems__(own[first : first + MICRO])
+                    last = first + MICRO >= share
+                    quiet = contextlib.nullcontext() if last or strategy == "fsdp" else wrapped.no_sync()
+                    with quiet:
+                        logits = wrapped(batch["inputs"])
+                        loss = functional.cross_entropy(
+                            logits.float().flatten(0, 1), batch["targets"].flatten(), reduction="sum"
+                        )
+                        # Both average over ranks; every sample has as many tokens.
+                        (loss * ranks.world / (len(chunk) * batch["targets"].shape[1])).backward()
+                    sums += torch.tensor([loss.item(), batch["targets"].numel()])
+                torch.nn.utils.clip_grad_norm_(parameters, CLIP)
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+                step += 1
+                if step == total:
+                    dist.all_reduce(sums)
+                    found.append(float(sums[0] / sums[1]))
+                yield
+
+    return steps(), lambda: found[-1]
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TRAINAPP_CACHE", tempfile.mkdtemp())
+    main()
