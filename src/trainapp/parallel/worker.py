@@ -105,4 +105,5 @@ def adopt_slurm() -> None:
     env.setdefault("WORLD_SIZE", env["SLURM_NTASKS"])
     env.setdefault("LOCAL_RANK", env.get("SLURM_LOCALID", "0"))
     env.setdefault("MASTER_ADDR", first)
-    env.setdefault("MASTER_PORT", str(20000 + int(env.get("SLURM_JOB_ID", "0")) % 20000))
+    # Under 32768, from where Linux gives ports to whoever asks for any.
+    env.setdefault("MASTER_PORT", str(20000 + int(env.get("SLURM_JOB_ID", "0")) % 12000))
