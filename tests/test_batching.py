@@ -21,6 +21,7 @@ from trainapp.batching import (
 )
 from trainapp.data.digits import Digits
 from trainapp.data.synthetic import SyntheticTokens
+from trainapp.parallel.ranks import Alone
 from trainapp.state import Progress
 
 CPU = torch.device("cpu")
@@ -214,9 +215,9 @@ def test_evaluation_sees_each_sample_once(world):
     seen = []
     for rank in range(world):
         batches = EvalBatches(Numbers(), seed=0, device=CPU, rank=rank, world=world)
-        parts = [micro.data[:, 0].tolist() for micro in batches.from_sample(0, 7)]
+        parts = [micro.data[:, 0].tolist() for micro in batches.from_sample(0, 7, Alone())]
         share = [int(i) for part in parts for i in part]
-        rest = [int(i) for micro in batches.from_sample(5, 4) for i in micro.data[:, 0].tolist()]
+        rest = [int(i) for micro in batches.from_sample(5, 4, Alone()) for i in micro.data[:, 0].tolist()]
         assert rest == share[5:]
         seen += share
     assert seen == list(range(50))

@@ -1,9 +1,17 @@
 """Batches of any structure: tensors in nested dicts, lists and tuples whose first dimension is the samples."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+
+
+class MicroBatch(NamedTuple):
+    """last: of its step. real: False for one that only keeps this rank in step with ranks that have more samples."""
+
+    data: Any
+    last: bool
+    real: bool
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], batch: Any) -> Any:

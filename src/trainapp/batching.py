@@ -8,15 +8,16 @@ import itertools
 import os
 import random
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, default_collate
 
-from trainapp.batches import map_tensors
+from trainapp.batches import MicroBatch, map_tensors
+from trainapp.parallel.ranks import Alone
 from trainapp.state import Progress, preserved_rng
 
 _CPU = torch.device("cpu")
@@ -56,14 +57,6 @@ class Request:
 
     epoch: int
     indices: list[int]
-
-
-class MicroBatch(NamedTuple):
-    """last: of its step. real: False for one that only keeps this rank in step with ranks that have more samples."""
-
-    data: Any
-    last: bool
-    real: bool
 
 
 class Fetcher(Dataset):
@@ -310,14 +303,14 @@ class EvalBatches:
         self.equal = equal
         self._source = Batches(dataset, seed, workers, device)
 
-    def from_sample(self, done: int, size: int, most: Callable[[int], int] = int) -> Iterator[MicroBatch]:
+    def from_sample(self, done: int, size: int, ranks: Alone) -> Iterator[MicroBatch]:
         """Batches of this rank's share, after the first `done` samples of it.
 
-        most: over ranks, which need not have come equally far when one of them ran out of memory.
+        ranks: those that go forward together; they need not have come equally far when one of them ran out of memory.
         """
         pieces = cut(list(range(self.start + done, self.end)), size)
         if self.equal:
-            pieces += [[]] * (most(len(pieces)) - len(pieces))
+            pieces += [[]] * (ranks.most(len(pieces))[0] - len(pieces))
         elif not pieces:
             pieces = [[]]  # a rank without a sample must still know the metrics' names
         batches = self._source.open(Request(0, piece or [0]) for piece in pieces)

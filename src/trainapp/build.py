@@ -43,8 +43,8 @@ def build(config: Config, stop: StopRequest, ranks: Alone) -> Job:
         optimizer=build_optimizer(config.optimizer, model, device, config.user_packages),
         precision=numerics,
         average=WeightAverage(model, config.train.ema),
-        micro=_sizes(config, _micro_size(config, ranks.world), ranks, getattr(model, "smallest_micro_batch", 1)),
-        eval_micro=_sizes(config, _eval_size(config, eval_data, ranks.world), ranks),
+        micro=_sizes(config, _micro_size(config, ranks.world), getattr(model, "smallest_micro_batch", 1)),
+        eval_micro=_sizes(config, _eval_size(config, eval_data, ranks.world)),
         device=device,
         seed=config.train.seed,
         global_size=config.batch.global_size,
@@ -76,7 +76,6 @@ def build(config: Config, stop: StopRequest, ranks: Alone) -> Job:
         state=state,
         strategy=strategy,
         ranks=ranks,
-        arm=config.parallel.arm,
         task=kinds["task"] or getattr(tasks, train_data.task),
         batches=batches,
         eval_batches=None
@@ -167,7 +166,7 @@ def _short(count: int) -> str:
     return str(count)
 
 
-def _sizes(config: Config, start: int, ranks: Alone, smallest: int = 1) -> Sizes:
+def _sizes(config: Config, start: int, smallest: int = 1) -> Sizes:
     """Where the search begins. A schedule or a fixed number of micro-batches leaves no larger size to be tried."""
     searches = config.oom.grow and config.oom.schedule is None and config.accumulation.steps == "auto"
     return Sizes(
@@ -175,7 +174,6 @@ def _sizes(config: Config, start: int, ranks: Alone, smallest: int = 1) -> Sizes
         config.oom.clean_steps,
         grow=searches and config.oom.keep_global_batch,
         smallest=smallest,
-        one_shape=ranks.world > 1,
     )
 
 

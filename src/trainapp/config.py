@@ -162,7 +162,7 @@ class Oom:
     clean_steps: PositiveInt = 3
     grow: Bool = True
     remember: Literal["clear"] | Bool = True
-    schedule: dict[int, PositiveInt] | None = None
+    schedule: dict[int, PositiveInt | dict[int, PositiveInt]] | None = None
 
 
 @section

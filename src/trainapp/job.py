@@ -15,7 +15,7 @@ from trainapp.optim.schedules import Schedule
 from trainapp.parallel.ranks import Alone
 from trainapp.parallel.strategies import Single
 from trainapp.saving import Saver
-from trainapp.search import Sizes
+from trainapp.search import Plan
 from trainapp.signals import StopRequest
 from trainapp.state import RestorePoint, TrainState, has_batchnorm
 from trainapp.tasks import Task
@@ -88,8 +88,9 @@ class Job:
     save_every: int
     grad_clip: float | None = None
     accumulation: int | None = None  # as many micro-batches as asked; None: what follows from the sizes
-    size_plan: dict[int, int] = field(default_factory=dict)  # `oom.schedule`: the micro-batch from a step on
-    sizes_used: dict[int, int] = field(default_factory=dict)  # the same, as it came out: replays this run
+    size_plan: dict[int, Plan] = field(default_factory=dict)  # `oom.schedule`: the micro-batch from a step on
+    sizes_used: dict[int, Plan] = field(default_factory=dict)  # the same, as it came out: replays this run
+    noted_batchnorm: bool = False  # that its statistics are those of micro-batches
     timeline: bool = False  # draw the memory of one healthy step
     phase: str = "data"
     attempt_started: float = 0.0  # time.monotonic() of the step or evaluation at work
@@ -97,7 +98,6 @@ class Job:
     evaluation: Sums | None = None  # what the evaluation at work has finished; None: none is at work
     saved_at: int = 0
     stopping: int = 0  # the signal that all ranks agreed to stop for
-    arm: str = "unproven"  # when ranks vote on running out of memory
 
     def close(self) -> None:
         """End what runs beside the loop: loader workers, files."""
@@ -130,29 +130,31 @@ class Job:
     @property
     def draws_coming_step(self) -> bool:
         """Whether the coming step's memory is drawn: once, when the size is no longer new."""
-        return self.timeline and self.state.micro.proven
-
-    def votes_on(self, sizes: Sizes) -> bool:
-        """Whether ranks vote before each collective: by default while the size is unproven."""
-        wanted = self.arm == "always" or (self.arm == "unproven" and not sizes.proven)
-        return wanted and self.strategy.recovers
+        return self.timeline and not self.state.micro.trying
 
     def note_size(self) -> None:
         """Remember from which step on the micro-batch was this one, so that `oom.schedule` can replay the run."""
-        size, step = self.state.micro.size, self.state.progress.step + 1
-        if next(reversed(self.sizes_used.values()), None) == size:
+        size, step, sizes = self.state.micro.size, self.state.progress.step + 1, self.state.micro.in_force()
+        if next(reversed(self.sizes_used.values()), None) == sizes:
             return
-        news = all(self.batches.accumulation(earlier, self.accumulation) == 1 for earlier in self.sizes_used.values())
-        self.sizes_used[step] = size
-        if news and self.batches.accumulation(size, self.accumulation) > 1 and has_batchnorm(self.state.model):
+        self.sizes_used[step] = sizes
+        cut = self.batches.accumulation(size, self.accumulation) > 1
+        if cut and not self.noted_batchnorm and has_batchnorm(self.state.model):
+            self.noted_batchnorm = True
             self.tracker.note(
                 f"step {step}: the model has BatchNorm, whose statistics are those of the micro-batch ({size}), not of "
                 "the global batch; GroupNorm (model.norm=group) does not depend on it"
             )
 
-    def flags(self) -> tuple[int, int]:
-        """What ranks agree on in every step: the signal to stop for, and whether one still writes a checkpoint."""
-        return self.stop.signal or 0, int(self.saver.busy)
+    @property
+    def eval_ranks(self) -> Alone:
+        """The ranks that evaluate together: all, or each by itself."""
+        return self.ranks if self.strategy.equal_batches else Alone()
+
+    def flags(self) -> tuple[int, int, int]:
+        """What ranks agree on in every step: the signal to stop for, whether one still writes a checkpoint, and
+        whether one has news for the search."""
+        return self.stop.signal or 0, int(self.saver.busy), int(self.state.micro.has_news)
 
     def due(self, every: int, done_at: int) -> bool:
         """Whether something with this cadence is still to be done at the present step."""

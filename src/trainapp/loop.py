@@ -7,13 +7,12 @@ parameters and optimizer stay as they are, so that giving up is free; then one c
 
 import contextlib
 import time
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from trainapp import timeline
-from trainapp.batches import batch_length
+from trainapp.batches import MicroBatch, batch_length
 from trainapp.errors import UserError
 from trainapp.finite import gradient_norm
 from trainapp.job import Job, Sums
@@ -52,11 +51,10 @@ def train_step(job: Job) -> None:
     if progress.step + 1 in job.size_plan:
         state.micro.force(job.size_plan.pop(progress.step + 1))
     job.ranks.start_agreement(job.flags)
-    job.ranks.armed = job.votes_on(state.micro)
+    job.ranks.arm(state.micro.trying)
     logs, draws = job.logs_coming_step, job.draws_coming_step
-    unproven = not state.micro.proven
-    watched = (logs and memory.wants_look) or draws or unproven
-    with memory.watch(job.meter.resident(), where=unproven) if watched else contextlib.nullcontext():
+    watched = (logs and memory.wants_look) or draws or state.micro.trying
+    with memory.watch(job.meter.resident(), where=state.micro.trying) if watched else contextlib.nullcontext():
         sums = accumulate_gradients(job, logs)
         norm = clip(job, sums)
         applied = commit(job, sums, norm)
@@ -66,8 +64,8 @@ def train_step(job: Job) -> None:
     if draws:
         draw_timeline(job)
     drop_gradients(job)  # now, so that an evaluation has their room
-    look_for_larger_size(job)
-    job.stopping, still_writing = job.ranks.finish_agreement()
+    job.stopping, still_writing, news = job.ranks.finish_agreement()
+    look_for_larger_size(job, bool(news))
     if not still_writing:
         job.saver.finish()
 
@@ -84,19 +82,19 @@ def accumulate_gradients(job: Job, logs: bool) -> Sums:
     # The true count is known at the end only (padding); what was scaled by samples is put right in `clip`.
     weight = job.meter.weight(job.batches.step_samples(state.progress))
     micro_batches = job.batches.micro_batches(state.progress, state.micro.size, job.accumulation)
-    for micro in job.meter.timed(micro_batches):
-        with job.strategy.micro_batch(micro.last):
-            for batch in state.micro.split(micro.data):
-                watched = job.memory.watching or state.micro.watched
-                with job.memory.watch(job.meter.resident(batch)) if watched else contextlib.nullcontext():
-                    backward(job, batch, weight, sums, logs, micro.real)
-                job.phase = "data"
+    for fetched in job.meter.timed(micro_batches):
+        for micro in state.micro.split(fetched, job.ranks):
+            watched = job.memory.watching or state.micro.watched
+            watch = job.memory.watch(job.meter.resident(micro.data)) if watched else contextlib.nullcontext()
+            with job.strategy.micro_batch(micro.last), watch:
+                backward(job, micro, weight, sums, logs)
+            job.phase = "data"
     job.phase = "gradients"
     job.strategy.gradients_ready()
     return sums.over(job.ranks)
 
 
-def backward(job: Job, batch: Any, weight: Tensor, sums: Sums, logs: bool, real: bool) -> None:
+def backward(job: Job, micro: MicroBatch, weight: Tensor, sums: Sums, logs: bool) -> None:
     """Forward, loss and backward of one micro-batch: gradients add up in the parameters.
 
     One that is not real takes part in the ranks' joint work and counts for nothing.
@@ -104,11 +102,11 @@ def backward(job: Job, batch: Any, weight: Tensor, sums: Sums, logs: bool, real:
     precision = job.state.precision
     job.phase = "forward"
     with precision.autocast:
-        loss, count, metrics = job.task(job.strategy.forward, batch)
+        loss, count, metrics = job.task(job.strategy.forward, micro.data)
     job.phase = "backward"
-    precision.scaler.scale(loss).backward(gradient=weight if real else weight * 0)
+    precision.scaler.scale(loss).backward(gradient=weight if micro.real else weight * 0)
     job.phase = "metric"
-    sums.add(loss.detach(), count, evaluate_metrics(metrics) if logs else {}, real=real)
+    sums.add(loss.detach(), count, evaluate_metrics(metrics) if logs else {}, real=micro.real)
 
 
 def clip(job: Job, sums: Sums) -> Tensor:
@@ -158,20 +156,17 @@ def commit(job: Job, sums: Sums, norm: Tensor) -> bool:
     return applied
 
 
-def look_for_larger_size(job: Job) -> None:
-    """After clean steps, try a size between what works and what failed; all ranks the same."""
-    micro, searching = job.state.micro, not job.state.micro.settled
+def look_for_larger_size(job: Job, news: bool) -> None:
+    """After clean steps, try a size between what works and what failed; all ranks the same.
+
+    news: whether any rank has some for the search.
+    """
+    micro, step, searching = job.state.micro, job.state.progress.step, not job.state.micro.settled
     job.phase = "search"
-    before = micro.size
-    if job.ranks.armed:  # ranks with fewer samples ran smaller micro-batches: a size is proven for all or for none
-        micro.ran = {bucket: -job.ranks.smallest(-ran) for bucket, ran in micro.ran.items()}
-    micro.succeeded()
-    if searching and job.ranks.world > 1:
-        micro.agree(job.ranks.smallest)
-    if micro.size > before:
-        job.tracker.note(f"step {job.state.progress.step + 1} tries a larger micro-batch: {micro.size}")
-    elif searching and micro.settled:
-        job.tracker.note(f"the search ended with micro-batch {micro.size} at step {job.state.progress.step}")
+    for size in micro.succeeded(job.ranks, news).values():
+        job.tracker.note(f"step {step + 1} tries a larger micro-batch: {size}")
+    if searching and micro.settled:
+        job.tracker.note(f"the search ended with micro-batch {micro.size} at step {step}")
 
 
 def log(job: Job, sums: Sums, norm: Tensor) -> None:
@@ -197,16 +192,17 @@ def evaluate(job: Job) -> None:
     job.phase, job.attempt_started = "evaluate", started
     if job.evaluation is None:  # not after an error: a rank that evaluates by itself recovers by itself
         # Each rank proves its size by batches of its own, of which some have more than others: one decides for all.
-        job.ranks.armed = job.ranks.smallest(-int(job.votes_on(state.eval_micro))) < 0
+        job.ranks.arm(job.ranks.smallest(-int(state.eval_micro.trying)) < 0)
         job.strategy.share_buffers()
         job.evaluation = Sums()
     state.model.eval()
     with preserved_rng(state.device), state.average.in_place_of_weights():
-        for micro in job.eval_batches.from_sample(job.evaluation.samples, state.eval_micro.size, job.ranks.most):
-            for batch in state.eval_micro.split(micro.data):
-                evaluate_batch(job, batch, micro.real)
+        for fetched in job.eval_batches.from_sample(job.evaluation.samples, state.eval_micro.size, job.ranks):
+            for micro in state.eval_micro.split(fetched, job.eval_ranks):
+                evaluate_batch(job, micro)
     if job.strategy.equal_batches:
         job.strategy.gradients_ready()
+        state.eval_micro.succeeded(job.ranks, news=True)  # some may have met shapes that are new to others
     state.model.train()
     means, job.evaluation = job.evaluation.over(job.ranks).means(), None
     progress.evaluated_at = progress.step
@@ -220,16 +216,16 @@ def evaluate(job: Job) -> None:
         progress.best, progress.best_step = means[metric], progress.step
 
 
-def evaluate_batch(job: Job, batch: Any, real: bool) -> None:
+def evaluate_batch(job: Job, micro: MicroBatch) -> None:
     """One evaluation micro-batch. Its sums count only once all of it is done."""
     state, memory = job.state, job.memory
     watched = state.eval_micro.watched
-    with memory.watch(job.meter.resident(batch)) if watched else contextlib.nullcontext():
+    with memory.watch(job.meter.resident(micro.data)) if watched else contextlib.nullcontext():
         with state.precision.autocast:
-            loss, count, metrics = job.task(job.strategy.evaluate, batch)
+            loss, count, metrics = job.task(job.strategy.evaluate, micro.data)
         finished = evaluate_metrics(metrics)
-    job.evaluation.add(loss, count, finished, batch_length(batch), real)
-    state.eval_micro.succeeded()
+    job.evaluation.add(loss, count, finished, batch_length(micro.data), micro.real)
+    state.eval_micro.succeeded(job.eval_ranks)
 
 
 def draw_timeline(job: Job) -> None:

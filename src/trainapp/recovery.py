@@ -15,7 +15,7 @@ from trainapp.config import Config
 from trainapp.errors import TrainingStopped
 from trainapp.incident import Incident
 from trainapp.job import Job
-from trainapp.parallel.ranks import OUT_OF_MEMORY_EXIT
+from trainapp.parallel.ranks import OUT_OF_MEMORY_EXIT, Alone
 
 RESTART = "restart.json"
 log = logging.getLogger(__name__)
@@ -48,12 +48,12 @@ def change_size(config: Config, job: Job, failure: Incident) -> None:
     failure.old_size = failure.new_size = sizes.size_at_work
     attempt = (failure.step, failure.phase, failure.old_size)
     may_fit = not has_size or failure.by_peer or failure.unused_cache > (failure.requested or 0)
-    together = int if failure.alone else job.ranks.smallest
-    if together(int(may_fit and job.retried != attempt)):  # each rank knows its own phase only
+    ranks = Alone() if failure.alone else job.ranks
+    if ranks.smallest(int(may_fit and job.retried != attempt)):  # each rank knows its own phase only
         job.retried = attempt
         failure.action = f"micro-batch {failure.old_size} again, after giving back the allocator's unused cache"
         return
-    changed = sizes.failed() if has_size else None
+    changed = sizes.failed(ranks, culprit=not failure.by_peer) if has_size else None
     if changed is None:
         raise TrainingStopped(memory_report(config, job, failure))
     failure.old_size, failure.new_size = changed
@@ -93,7 +93,7 @@ def record(job: Job, failure: Incident, started: float) -> None:
 def leave_for_restart(job: Job, failure: Incident) -> NoReturn:
     """End this worker; what the next ones need to know is left in the run directory."""
     search = job.state.eval_micro if failure.evaluating else job.state.micro
-    changed = search.failed()
+    changed = search.failed(Alone())
     if changed is None:
         raise TrainingStopped(f"{incident.one_line(failure)}; nothing is left to halve")
     log.warning(
@@ -104,7 +104,7 @@ def leave_for_restart(job: Job, failure: Incident) -> NoReturn:
         changed[1], changed[0],
     )  # fmt: skip
     incident.write(failure, job.tracker.run_dir / "oom", job.memory.out_of_memory_count, job.ranks.world)
-    hint = {"eval_micro" if failure.evaluating else "micro": changed[1]}
+    hint = {"eval_micro" if failure.evaluating else "micro": search.state_dict()}
     (job.tracker.run_dir / RESTART).write_text(json.dumps(hint))
     logging.shutdown()
     os._exit(OUT_OF_MEMORY_EXIT)
@@ -116,4 +116,5 @@ def take_hint(job: Job) -> None:
         hint = json.loads((job.tracker.run_dir / RESTART).read_text())
         for name, sizes in (("micro", job.state.micro), ("eval_micro", job.state.eval_micro)):
             if name in hint:
-                sizes.force(min(hint[name], sizes.size))
+                sizes.start = min(sizes.start, hint[name]["start"])
+                sizes.load_state_dict(hint[name])

@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from trainapp.data.cache import cache_dir
 from trainapp.job import Job
 
 
-def describe(config: Config, job: Job, world: int = 1) -> dict[str, Any]:
+def describe(config: Config, job: Job) -> dict[str, Any]:
     """All that the fitting size depends on; the shapes of the data are the buckets of the search itself."""
     device, state = job.state.device, job.state
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
@@ -31,7 +32,8 @@ def describe(config: Config, job: Job, world: int = 1) -> dict[str, Any]:
         "compile": config.train.compile,
         "average": config.train.ema is not None,
         "optimizer": [config.optimizer.target, config.optimizer.arguments, config.optimizer.fused],
-        "batch": [config.batch.global_size, config.batch.eval_micro_size, world],
+        "batch": [config.batch.global_size, config.batch.eval_micro_size, job.ranks.world],
+        "parallel": [config.parallel.strategy, asdict(config.parallel.ddp), asdict(config.parallel.fsdp)],
         "device": [name, job.memory.total, job.memory.limit],
         "torch": torch.__version__,
     }
@@ -43,21 +45,30 @@ def _path(description: dict[str, Any]) -> Path:
 
 
 def recall(config: Config, job: Job) -> bool:
-    """Begin the searches where the last run of this job ended. False when nothing is known, or it is not wanted."""
-    path = _path(describe(config, job))
-    if config.oom.remember == "clear":
-        path.unlink(missing_ok=True)
-    if config.oom.remember is not True or not path.is_file():
-        return False
+    """Begin the searches where the last run of this job ended. False when nothing is known, or it is not wanted.
+
+    One rank reads for all: hosts have caches of their own.
+    """
+    known = job.ranks.gather(_read(config, job) if job.ranks.leads else None)[0]
     try:
-        known = json.loads(path.read_text())
         if _is_found(config) and known["micro"] is not None:
             job.state.micro.load_state_dict(known["micro"])
         if config.batch.eval_micro_size == "auto":
             job.state.eval_micro.load_state_dict(known["eval_micro"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         return False  # a hint that cannot be read is no hint
     return any(search.fails for search in job.state.micro.searches.values())
+
+
+def _read(config: Config, job: Job) -> Any:
+    path = _path(describe(config, job))
+    if config.oom.remember == "clear":
+        path.unlink(missing_ok=True)
+    if config.oom.remember is not True or not path.is_file():
+        return None
+    with contextlib.suppress(OSError, ValueError):
+        return json.loads(path.read_text())
+    return None
 
 
 def _is_found(config: Config) -> bool:

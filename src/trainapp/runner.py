@@ -21,6 +21,7 @@ from trainapp.job import Job
 from trainapp.oom import is_device_lost, is_out_of_memory
 from trainapp.optim.optimizers import lean_optimizer
 from trainapp.parallel.ranks import Alone
+from trainapp.search import Plan
 from trainapp.signals import StopRequest
 from trainapp.tracking import RESULT
 
@@ -38,7 +39,7 @@ class RunResult:
     micro_size: int
     accumulation: int
     oom_restarts: int
-    micro_schedule: dict[int, int]  # set as oom.schedule, it replays the sizes of this run
+    micro_schedule: dict[int, Plan]  # set as oom.schedule, it replays the sizes of this run
     peak_memory_bytes: int
     samples_per_second: float
     seconds: float
@@ -185,7 +186,7 @@ def together(config: Config, job: Job, failure: Incident) -> None:
     if not failure.by_peer:
         # torch unscales shards with a reduction of its own that no vote can stop
         listened = (failure.in_transaction and failure.phase != "unscale") or failure.evaluating
-        if not ranks.armed or not job.strategy.recovers or not listened:
+        if not ranks.armed or not listened:
             recovery.leave_for_restart(job, failure)
         ranks.vote(True)
     ranks.drop_agreement()
@@ -219,7 +220,7 @@ def _start_again(config: Config, job: Job, failure: Incident, stop: StopRequest)
     else:
         recovery.change_size(config, job, failure)
         change = f"micro-batch {failure.old_size} -> {failure.new_size}"
-    smaller, started, memory = job.state.micro.size, job.attempt_started, job.memory
+    sizes, started, memory = job.state.micro.state_dict(), job.attempt_started, job.memory
     done = read_manifest(path)["step"] if path else 0
     failure.action = (
         f"the parameters may be half updated, so back to {where}; {lost_from - done} finished steps are done again, "
@@ -232,7 +233,7 @@ def _start_again(config: Config, job: Job, failure: Incident, stop: StopRequest)
     resume = str(path) if path else "none"
     again = dataclasses.replace(config, checkpointing=dataclasses.replace(config.checkpointing, resume=resume))
     job = prepare(again, stop, job.ranks)
-    job.state.micro.force(min(job.state.micro.size, smaller))
+    job.state.micro.load_state_dict(sizes)
     job.size_plan.clear()  # the plan's sizes are what failed
     job.memory.out_of_memory_count, job.memory.peak = count, peak
     return job

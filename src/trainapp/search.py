@@ -5,13 +5,15 @@ the largest that worked and the smallest that failed. A failed try costs that on
 the two bounds are within 5% of each other.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainapp.batches import bucket_of, measure, narrow
+from trainapp.batches import MicroBatch, bucket_of, measure, narrow
+from trainapp.parallel.ranks import Alone
 
 CLOSE_ENOUGH = 0.95  # of the smallest size that failed
+Plan = int | dict[int, int]  # the size of all shapes, or of each by its bucket
 
 
 @dataclass
@@ -29,14 +31,13 @@ class SizeSearch:
     fails: int | None = None  # the smallest size that failed
     settled: bool = True  # no larger size is worth a try
     smallest: int = 1  # some models cannot train on single samples
-    numbers: int = 0  # in the largest micro-batch that ended well: shapes of one bucket differ up to twofold
 
     @property
     def proven(self) -> bool:
         """Proven sizes are no longer watched, which costs time on the CPU."""
         return self.clean >= self.clean_steps
 
-    def succeeded(self, ran: int, *_: int) -> int | None:
+    def succeeded(self, ran: int) -> int | None:
         """A step ended well. Returns the larger size that the next step tries, if it is time for one.
 
         ran: the largest micro-batch in it; only full ones prove anything (one less: see `batching.cut`). What bytes
@@ -70,7 +71,7 @@ class SizeSearch:
             self.works = 0  # what fits once need not fit again
         # A size that has proven itself before does so again with one clean step.
         self.clean = self.clean_steps - 1 if self.works else 0
-        self.size, self.settled = self.works or max(self.smallest, self.size // 2), False
+        self.size, self.settled = self.works or max(self.smallest, self.size // 2), not self.grow
         return True
 
 
@@ -78,22 +79,20 @@ class SizeSearch:
 class Sizes:
     """One search for each shape of data, so that a long batch does not shrink all the others.
 
-    start: the size that a first shape begins with. `current` is the bucket of the micro-batch at work.
+    start: the size that a first shape begins with. `ranks`, in the methods, are those that go forward together. The
+    searches are the same on all of them, for they change only by what all have told each other.
     """
 
     start: int
     clean_steps: int = 3
     grow: bool = True
     smallest: int = 1
-    one_shape: bool = False  # all data in one bucket: ranks could not agree on the buckets of their own batches
     searches: dict[int, SizeSearch] = field(default_factory=dict)
-    current: int | None = None
-    ran: dict[int, int] = field(default_factory=dict)  # largest micro-batch of each bucket since the last commit
+    current: int | None = None  # the bucket of the micro-batch at work
+    ran: dict[int, int] = field(default_factory=dict)  # largest micro-batch of each bucket since all were told
     numbers: dict[int, int] = field(default_factory=dict)  # the same in numbers instead of samples
-
-    def __post_init__(self):
-        if self.one_shape:  # from the start, so that a rank which fails before its first batch is no exception
-            self.search(0)
+    seen: dict[int, int] = field(default_factory=dict)  # the same over all that ended well, on this rank
+    trying: bool = True  # whether what ran last, on any rank, had a size that is not proven
 
     @property
     def size(self) -> int:
@@ -103,91 +102,126 @@ class Sizes:
     @property
     def size_at_work(self) -> int:
         """The size in force for the micro-batch at work."""
-        return self.searches[self.current].size if self.current in self.searches else self.size
+        return self.size if self.current is None else self.search(self.current).size
 
     @property
     def proven(self) -> bool:
         """Whether no bucket is being tried."""
-        return bool(self.searches) and all(search.proven for search in self.searches.values())
+        return bool(self.searches) and all(map(self.covered, self.searches))
 
     @property
     def settled(self) -> bool:
         """Whether no larger size will be tried."""
         return all(search.settled for search in self.searches.values())
 
+    @property
+    def has_news(self) -> bool:
+        """Whether this rank has met a shape whose size is not proven, or might grow."""
+        return not all(self.covered(bucket) and self.search(bucket).settled for bucket in self.ran)
+
+    def covered(self, bucket: int) -> bool:
+        """Whether the size in force for a shape is proven: by itself, or by as many samples of a larger shape."""
+        size = self.search(bucket).size
+        return any(s.proven and s.size >= size for other, s in self.searches.items() if other >= bucket)
+
+    def in_force(self) -> Plan:
+        """The sizes by bucket, or the one for all."""
+        sizes = {bucket: self.search(bucket).size for bucket in sorted({*self.searches, *self.ran})}
+        return sizes if len(set(sizes.values())) > 1 else self.size
+
     def search(self, bucket: int) -> SizeSearch:
         """The search of a bucket. A new one begins where the others' experience puts it: bytes go with numbers."""
-        if bucket not in self.searches:
-            size = self.start
-            if bucket and any(s.fails for s in self.searches.values()):
-                fitting = min(
-                    (s.size * known / bucket for known, s in self.searches.items() if known and s.fails), default=size
-                )
-                size = min(size, max(self.smallest, int(fitting)))
-            self.searches[bucket] = SizeSearch(size, self.clean_steps, self.grow, smallest=self.smallest)
-        return self.searches[bucket]
+        if bucket in self.searches:
+            return self.searches[bucket]
+        size = self.start
+        if bucket:
+            known = [s.size * other / bucket for other, s in self.searches.items() if other and s.fails]
+            size = max(self.smallest, int(min(known, default=size)))
+        return SizeSearch(min(size, self.start), self.clean_steps, self.grow, smallest=self.smallest)
 
-    def split(self, batch: Any) -> Iterator[Any]:
-        """Cut what was fetched to the size in force for its shape. Most often it is one piece already."""
-        samples, numbers = measure(batch)
-        bucket = 0 if self.one_shape else bucket_of(samples, numbers)
-        size = self.search(bucket).size
-        self.current = bucket
-        numbers = numbers * min(size, samples) // max(1, samples)
-        self.numbers[bucket] = max(numbers, self.numbers.get(bucket, 0))
-        if samples <= size or not samples:
-            self.ran[bucket] = max(samples, self.ran.get(bucket, 0))
-            yield batch
+    def split(self, micro: MicroBatch, ranks: Alone) -> Iterator[MicroBatch]:
+        """Cut what was fetched to the size in force for its shape, on every rank into as many pieces. Most often one.
+
+        Ranks need not ask each other where all sizes are proven and alike; a shape that is new to one of them then
+        goes as it is, and has a size of its own as soon as the others have heard of it. Else they also hear at once
+        of a size that is not proven.
+        """
+        samples, numbers = measure(micro.data)
+        self.current = bucket = bucket_of(samples, numbers)
+        pieces = max(1, -(-samples // self.search(bucket).size))
+        if ranks.world > 1:
+            uneven = not self.proven or len({search.size for search in self.searches.values()}) > 1
+            pieces, unproven = ranks.most(pieces, int(not self.covered(bucket))) if uneven else (1, 0)
+            if unproven:
+                ranks.arm(True)
+        length = -(-samples // pieces)
+        self.ran[bucket] = max(length, self.ran.get(bucket, 0))
+        self.numbers[bucket] = max(numbers * length // max(1, samples), self.numbers.get(bucket, 0))
+        if pieces == 1:
+            yield micro
             return
-        self.ran[bucket] = max(size, self.ran.get(bucket, 0))
-        for start in range(0, samples, size):
-            yield narrow(batch, start, size, samples)
+        for piece in range(pieces):
+            real = micro.real and piece * length < samples
+            start = piece * length if real else 0
+            data = narrow(micro.data, start, length if real else 1, samples)
+            yield MicroBatch(data, last=micro.last and piece == pieces - 1, real=real)
 
     @property
     def watched(self) -> bool:
         """Whether the micro-batch at work is of an unproven size, or the longest so far of a proven one."""
-        search = self.search(self.current or 0)
-        return not search.proven or self.numbers.get(self.current or 0, 0) > search.numbers
+        bucket = self.current or 0
+        return not self.covered(bucket) or self.numbers.get(bucket, 0) > self.seen.get(bucket, 0)
 
-    def succeeded(self) -> dict[int, int]:
-        """A step (or an evaluation batch) ended well. Returns `{bucket: size}` for what is tried next."""
-        grown = {}
-        for bucket, ran in self.ran.items():
-            self.searches[bucket].numbers = max(self.searches[bucket].numbers, self.numbers.get(bucket, 0))
-            following = self.searches[bucket].succeeded(ran)
+    def succeeded(self, ranks: Alone, news: bool = False) -> dict[int, int]:
+        """A step (or an evaluation batch) ended well. Returns `{bucket: size}` for what is tried next.
+
+        news: whether any rank `has_news`, as all of them know.
+        """
+        for bucket, numbers in self.numbers.items():
+            self.seen[bucket] = max(numbers, self.seen.get(bucket, 0))
+        self.numbers = {}
+        if not (self.trying or (self.has_news if ranks.world == 1 else news)):
+            return {}
+        told, grown = ranks.gather(self.ran), {}
+        buckets = sorted(set().union(*told))
+        for bucket in buckets:
+            search = self.searches[bucket] = self.search(bucket)
+            # The most over ranks: those with fewer samples run smaller ones, and would never prove anything.
+            following = search.succeeded(max(ran.get(bucket, 0) for ran in told))
             if following is not None:
                 grown[bucket] = following
-        self.ran.clear()
-        self.numbers.clear()
+        self.ran = {}
+        self.trying = not all(map(self.covered, buckets)) if buckets else self.trying
         return grown
 
-    def failed(self) -> tuple[int, int] | None:
-        """Memory ran out in the micro-batch at work: `(old size, new size)`, or None at the smallest."""
-        self.ran.clear()
-        self.numbers.clear()
-        if not self.searches:  # at the very first fetch: no shape is known yet
+    def failed(self, ranks: Alone, culprit: bool = True) -> tuple[int, int] | None:
+        """Memory ran out in the micro-batch at work: `(old size, new size)`, or None at the smallest.
+
+        culprit: whether it did on this rank.
+        """
+        told = ranks.gather(self.current if culprit else None)
+        self.ran, self.numbers, self.trying = {}, {}, True
+        buckets = sorted({bucket for bucket in told if bucket is not None}) or self._largest_bucket()
+        if not buckets:  # at the very first fetch: no shape is known yet
             old, self.start = self.start, max(self.smallest, self.start // 2)
             return None if old <= self.smallest else (old, self.start)
-        search = self.search(self.current if self.current is not None else self._largest_bucket())
-        old = search.size
-        return (old, search.size) if search.failed() else None
+        changes = []
+        for bucket in buckets:
+            search = self.searches[bucket] = self.search(bucket)
+            old = search.size
+            changes.append((old, search.size) if search.failed() else None)
+        return None if None in changes else changes[0]
 
-    def _largest_bucket(self) -> int:
-        return max(self.searches, key=lambda bucket: self.searches[bucket].size, default=0)
+    def _largest_bucket(self) -> list[int]:
+        return sorted(self.searches, key=lambda bucket: self.searches[bucket].size)[-1:]
 
-    def agree(self, smallest: Callable[[int], int]) -> None:
-        """Take the smallest of the ranks' sizes; the search ends for all where it ends for one."""
-        for search in self.searches.values():
-            size = smallest(search.size)
-            search.settled = not smallest(int(not search.settled))
-            if size != search.size:
-                search.size, search.clean = size, 0
-            search.clean = smallest(search.clean)
-
-    def force(self, size: int) -> None:
-        """Set the size of every shape, as a schedule asks."""
-        self.start = size
-        for search in self.searches.values():
+    def force(self, plan: Plan) -> None:
+        """Set the size of every shape, or of each, as a schedule asks."""
+        self.ran, self.trying = {}, True
+        if isinstance(plan, int):
+            self.start, plan = plan, dict.fromkeys(self.searches, plan)
+        for bucket, size in plan.items():
+            search = self.searches[bucket] = self.search(bucket)
             search.size, search.clean = size, 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -198,12 +232,7 @@ class Sizes:
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """A hint from an earlier run: sizes still have to prove themselves. Never above `start`.
-
-        One of a run that told shapes apart says nothing to one that does not, nor the other way round.
-        """
-        if self.one_shape != (list(saved["buckets"]) in ([0], ["0"])):
-            return
+        """A hint from an earlier run: sizes still have to prove themselves. Never above `start`."""
         for bucket, (size, works, fails, settled) in saved["buckets"].items():
             numbers = (size, works, *(() if fails is None else (fails,)))
             if not all(isinstance(n, int) for n in numbers) or size < 1:
@@ -211,3 +240,4 @@ class Sizes:
             search = SizeSearch(min(size, self.start), self.clean_steps, self.grow, smallest=self.smallest)
             search.works, search.fails, search.settled = min(works, search.size), fails, settled
             self.searches[int(bucket)] = search
+        self.trying = True

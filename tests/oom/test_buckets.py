@@ -4,9 +4,11 @@ import textwrap
 
 import pytest
 import torch
+from runs import weights
 
 from trainapp import timeline
-from trainapp.batches import bucket_of, measure
+from trainapp.batches import MicroBatch, bucket_of, measure
+from trainapp.parallel.ranks import Alone
 from trainapp.search import Sizes
 
 from .conftest import tiny
@@ -101,33 +103,56 @@ IMAGES = textwrap.dedent('''
 ''')
 
 
-def test_images_of_several_sizes(tmp_path, monkeypatch):
+LIMIT = 400_000
+OVERRIDES = (
+    "model=mlp",
+    "~model.width",
+    "~model.depth",
+    "~model.dropout",
+    "model._target_=several_sizes.Network",
+    "data=digits",
+    "~data.augment",
+    "data._target_=several_sizes.Images",
+    "user_packages=[several_sizes]",
+    "train.ema=null",
+    "train.max_steps=16",
+    "every.log=null",
+)
+AUTO = {"batch.micro_size": "auto"}
+
+
+@pytest.fixture
+def several_sizes(tmp_path, monkeypatch):
     (tmp_path / "several_sizes.py").write_text(IMAGES)
     monkeypatch.syspath_prepend(str(tmp_path))
-    overrides = (
-        "model=mlp",
-        "~model.width",
-        "~model.depth",
-        "~model.dropout",
-        "model._target_=several_sizes.Network",
-        "data=digits",
-        "~data.augment",
-        "data._target_=several_sizes.Images",
-        "user_packages=[several_sizes]",
-        "train.ema=null",
-        "train.max_steps=16",
-        "every.log=null",
-    )
-    limit = 400_000
-    run = Run(tiny(tmp_path / "run", *overrides, changes={"batch.micro_size": "auto", "memory.limit": limit}))
+
+
+@pytest.mark.usefixtures("several_sizes")
+def test_images_of_several_sizes(tmp_path):
+    run = Run(tiny(tmp_path / "run", *OVERRIDES, changes={**AUTO, "memory.limit": LIMIT}))
     small, large = 128, 2048  # 64 and 1024 pixels and a target, up to the next power of two
     assert set(run.job.state.micro.searches) == {small, large}
     assert run.job.state.micro.searches[small].size == 16
     assert run.job.state.micro.searches[large].size < 16
     assert {f.bucket for f in run.failures} == {large}
-    assert run.job.memory.peak <= limit
+    assert run.job.memory.peak <= LIMIT
     for epoch in range(4):
         assert sorted(i for _, e, indices in run.fetched if e == epoch for i in indices) == list(range(64))
+
+
+@pytest.mark.usefixtures("several_sizes")
+def test_a_schedule_replays_the_sizes_of_each_shape(tmp_path):
+    run = Run(tiny(tmp_path / "a", *OVERRIDES, changes={**AUTO, "memory.limit": LIMIT, "oom.grow": True}))
+    plan = run.job.sizes_used
+    assert run.failures
+    assert any(isinstance(sizes, dict) for sizes in plan.values())
+    again = Run(tiny(tmp_path / "b", *OVERRIDES, schedule=plan, changes=AUTO))
+    assert again.failures == []
+    assert again.job.sizes_used == plan
+    assert torch.equal(weights(run.job.state.model), weights(again.job.state.model))
+    one_size = {step: sizes if isinstance(sizes, int) else min(sizes.values()) for step, sizes in plan.items()}
+    other = Run(tiny(tmp_path / "c", *OVERRIDES, schedule=one_size, changes=AUTO))
+    assert not torch.equal(weights(run.job.state.model), weights(other.job.state.model))
 
 
 def batch_of(samples: int, features: int) -> torch.Tensor:
@@ -135,13 +160,13 @@ def batch_of(samples: int, features: int) -> torch.Tensor:
 
 
 def pieces(sizes: Sizes, batch: torch.Tensor) -> list[int]:
-    return [len(piece) for piece in sizes.split(batch)]
+    return [len(piece.data) for piece in sizes.split(MicroBatch(batch, last=True, real=True), Alone())]
 
 
 def test_a_new_long_shape_begins_where_the_others_experience_puts_it():
     sizes = Sizes(64)
     assert pieces(sizes, batch_of(64, 128)) == [64]
-    assert sizes.failed() == (64, 32)
+    assert sizes.failed(Alone()) == (64, 32)
     # Four times the numbers in a sample: a quarter of the samples.
     assert pieces(sizes, batch_of(64, 512)) == [8] * 8
     # A shorter one is not made larger than the start.
@@ -152,15 +177,43 @@ def test_only_the_bucket_at_work_fails():
     sizes = Sizes(64)
     assert pieces(sizes, batch_of(64, 16)) == [64]
     assert pieces(sizes, batch_of(64, 1024)) == [64]
-    assert sizes.failed() == (64, 32)
+    sizes.succeeded(Alone())
+    pieces(sizes, batch_of(64, 1024))
+    assert sizes.failed(Alone()) == (64, 32)
     assert {bucket: search.size for bucket, search in sizes.searches.items()} == {16: 64, 1024: 32}
+
+
+def test_what_is_proven_for_a_larger_shape_is_proven_for_a_smaller():
+    sizes = Sizes(64)
+    for _ in range(3):
+        assert sizes.trying
+        pieces(sizes, batch_of(64, 1024))
+        sizes.succeeded(Alone())
+    pieces(sizes, batch_of(64, 16))
+    sizes.succeeded(Alone())
+    assert sizes.proven
+    assert not sizes.trying
+    pieces(sizes, batch_of(64, 4096))
+    assert sizes.watched
+    sizes.succeeded(Alone())
+    assert sizes.trying
+
+
+def test_a_rare_long_shape_leaves_the_others_in_peace():
+    sizes = Sizes(64)
+    for features in (16, 16, 16, 1024, 16):
+        pieces(sizes, batch_of(64, features))
+        sizes.succeeded(Alone())
+    assert not sizes.proven  # the long one ran once
+    assert not sizes.trying  # but is not at work
 
 
 def test_sizes_survive_a_checkpoint():
     sizes = Sizes(64)
     pieces(sizes, batch_of(64, 16))
+    sizes.succeeded(Alone())
     pieces(sizes, batch_of(64, 1024))
-    sizes.failed()
+    sizes.failed(Alone())
     loaded = Sizes(64)
     loaded.load_state_dict(sizes.state_dict())
     assert {bucket: search.size for bucket, search in loaded.searches.items()} == {16: 64, 1024: 32}
@@ -171,9 +224,10 @@ def test_sizes_survive_a_checkpoint():
 def test_what_is_cut_again_loses_nothing():
     sizes = Sizes(64)
     batch = {"inputs": torch.arange(30).reshape(10, 3), "targets": torch.arange(10), "scale": torch.tensor(2.0)}
-    list(sizes.split(batch))
+    micro = MicroBatch(batch, last=True, real=True)
+    list(sizes.split(micro, Alone()))
     sizes.force(4)
-    cut = list(sizes.split(batch))
+    cut = [piece.data for piece in sizes.split(micro, Alone())]
     assert [len(piece["targets"]) for piece in cut] == [4, 4, 2]
     assert torch.equal(torch.cat([piece["inputs"] for piece in cut]), batch["inputs"])
     assert all(piece["scale"] == 2.0 for piece in cut)

@@ -53,7 +53,7 @@ def test_the_search_ends(start, share, base, per_sample, curve, clean_steps, sma
                 assert search.size == smallest
                 return
         else:
-            search.succeeded(search.size, base, needed(search.size), budget)
+            search.succeeded(search.size)
         assert steps < 60 * clean_steps
     assert needed(search.size) <= budget
     assert len(failed_sizes) == len(set(failed_sizes)), "no size fails twice"

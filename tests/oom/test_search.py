@@ -78,7 +78,7 @@ def search_with(fits: int, start: int, clean_steps: int = 3, base: int = 0, per_
             search.failures += 1
             assert search.failed()
         else:
-            search.succeeded(search.size, base, needed, budget)
+            search.succeeded(search.size)
             if search.proven and search.settled:
                 return search
     raise AssertionError("the search did not end")
@@ -102,14 +102,14 @@ def test_fits_once_is_not_fits_again():
     # Proven, then it fails after all: the search goes down and does not come back to that size.
     search = SizeSearch(64)
     for _ in range(3):
-        search.succeeded(64, 0, 640, 1000)
+        search.succeeded(64)
     assert (search.works, search.proven) == (64, True)
     assert search.failed()
     assert (search.size, search.works, search.fails) == (32, 0, 64)
     sizes = set()
     for _ in range(40):
         sizes.add(search.size)
-        search.succeeded(search.size, 0, search.size * 10, 1000)
+        search.succeeded(search.size)
     assert max(sizes) < 64
     assert search.settled
 
@@ -118,7 +118,7 @@ def test_a_failed_try_goes_back_to_what_works():
     search = SizeSearch(128)
     assert search.failed()
     assert search.size == 64
-    tried = [search.succeeded(64, 0, 640, 1280) for _ in range(3)][-1]
+    tried = [search.succeeded(64) for _ in range(3)][-1]
     assert 64 < tried < 128
     assert search.failed()
     assert (search.size, search.fails) == (64, tried)
@@ -133,5 +133,5 @@ def test_the_smallest_cannot_fail():
 def test_ragged_steps_prove_nothing():
     search = SizeSearch(64)
     for _ in range(10):
-        search.succeeded(29, 0, 290, 1000)  # the epoch's last step
+        search.succeeded(29)  # the epoch's last step
     assert not search.proven

@@ -1,6 +1,7 @@
 """What one rank of a cell does, in a worker of `pool`: a run by the runner's own parts, everything noted."""
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,6 +11,8 @@ from typing import Any
 import torch
 
 from trainapp import loop, runner
+from trainapp.batches import MicroBatch, map_tensors
+from trainapp.batching import TrainBatches
 from trainapp.config import Config
 from trainapp.errors import UserError
 from trainapp.incident import Incident
@@ -18,6 +21,7 @@ from trainapp.parallel import worker
 from trainapp.parallel.placement import whole
 from trainapp.parallel.ranks import Alone
 from trainapp.signals import StopRequest
+from trainapp.state import Progress
 
 from .faults import Fault, injected
 
@@ -40,6 +44,8 @@ class Record:
     armed: list[bool] = field(default_factory=list)
     average: torch.Tensor | None = None
     error: str | None = None
+    peak: int = 0
+    shapes: dict[int, int] = field(default_factory=dict)  # the micro-batch in force by shape
     progress: dict[str, Any] = field(default_factory=dict)
     log: list[str] = field(default_factory=list)
 
@@ -107,6 +113,8 @@ def _run(config: Config, ranks: Alone, record: Record) -> None:
     record.skipped = state.progress.skipped
     record.progress = dataclasses.asdict(state.progress)
     record.votes = getattr(ranks, "votes", 0)
+    record.peak = max(ranks.gather(job.memory.peak))
+    record.shapes = {bucket: search.size for bucket, search in state.micro.searches.items()}
 
 
 def _facts(failure: Incident) -> dict[str, Any]:
@@ -193,9 +201,10 @@ def train_mean_of_means(rank: int, config: Config, *arguments: Any) -> Record:
     """A wrong variant: every rank's mean over its own tokens, then the mean over ranks."""
     backward, clip = loop.backward, loop.clip
 
-    def own_mean(job: Job, batch: Any, weight: torch.Tensor, *rest: Any) -> None:
-        own = (batch["targets"] != -100).sum()
-        backward(job, batch, 1.0 / (own * config.batch.global_size / len(batch["targets"])), *rest)
+    def own_mean(job: Job, micro: MicroBatch, weight: torch.Tensor, *rest: Any) -> None:
+        targets = micro.data["targets"]
+        own = (targets != -100).sum()
+        backward(job, micro, 1.0 / (own * config.batch.global_size / len(targets)), *rest)
 
     def unscaled(job: Job, sums: Any) -> torch.Tensor:
         sums.count = job.batches.step_samples(job.state.progress)
@@ -227,3 +236,23 @@ def _train_giving_up(give_up: Any, rank: int, config: Config, *arguments: Any) -
         return train(rank, config, *arguments)
     finally:
         Sharded.give_up = original
+
+
+def train_short_but(long_rank: int, steps: Sequence[int]) -> Any:
+    """All texts are cut to 8 tokens, but for those of a rank in these steps."""
+    return functools.partial(_train_short_but, long_rank=long_rank, steps=steps)
+
+
+def _train_short_but(rank: int, config: Config, *arguments: Any, long_rank: int, steps: Sequence[int]) -> Record:
+    fetch = TrainBatches.micro_batches
+
+    def shortened(self: TrainBatches, progress: Progress, *cut: Any) -> Any:
+        for micro in fetch(self, progress, *cut):
+            long = rank == long_rank and progress.step + 1 in steps
+            yield micro if long else micro._replace(data=map_tensors(lambda t: t[:, :8].contiguous(), micro.data))
+
+    TrainBatches.micro_batches = shortened
+    try:
+        return train(rank, config, *arguments)
+    finally:
+        TrainBatches.micro_batches = fetch

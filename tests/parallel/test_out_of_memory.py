@@ -9,13 +9,13 @@ import itertools
 
 import pytest
 
-from .cells import Record
+from .cells import Record, train_short_but
 from .conftest import Cell
 from .faults import Fault, fail_at
 from .test_equality import error, errors, together
 
 EXACT = 1e-6
-WHOLE = ("train.ema=0.5",)
+WHOLE = ("train.ema=0.5", "data.min_length=9")  # all texts of one shape: the plan that is compared with has one size
 
 
 def assert_recovered(records: list[Record], wanted: list[Record], culprits: list[Fault]) -> None:
@@ -206,11 +206,11 @@ def test_evaluation(cell, spread, rank, operation):
 def test_votes_end_when_the_size_is_proven(cell):
     # oom.clean_steps=3: three steps with votes, then none, on all ranks; after a failure they are back.
     for spread in ("ddp", "fsdp"):
-        records = cell.run(2, f"parallel={spread}", "train.max_steps=6")
+        records = cell.run(2, f"parallel={spread}", *WHOLE, "train.max_steps=6")
         assert [record.armed for record in records] == [[True] * 3 + [False] * 3] * 2
         assert len({record.votes for record in records}) == 1
         failing = cell.run(
-            2, f"parallel={spread}", "train.max_steps=7", faults=[fail_at(0, 2, "forward", operation=60)]
+            2, f"parallel={spread}", *WHOLE, "train.max_steps=7", faults=[fail_at(0, 2, "forward", operation=60)]
         )
         assert [record.armed for record in failing] == [[True] * 4 + [False] * 3] * 2
 
@@ -232,6 +232,43 @@ def test_growing_back_alike(cell):
         assert records[0].sizes[0] == 8
         assert max(records[0].sizes) > 8
         assert records[0].armed == records[1].armed
+
+
+SHAPES = ("model.context_length=64", "data.min_length=4", "train.max_steps=8", "oom.grow=true", "oom.clean_steps=1")
+
+
+@pytest.mark.parametrize("spread", ["ddp", "fsdp"])
+def test_one_long_text_does_not_shrink_the_others(cell, spread):
+    # Each rank has texts of other lengths; what is too long for one rank is cut, on all ranks into as many pieces.
+    free = cell.run(2, f"parallel={spread}", *SHAPES, "batch.micro_size=8")
+    wide = cell.run(2, f"parallel={spread}", *SHAPES, "batch.micro_size=2")
+    limit = (free[0].peak + wide[0].peak) // 2
+    records = cell.run(2, f"parallel={spread}", *SHAPES, "batch.micro_size=8", f"memory.limit={limit}")
+    assert [record.error for record in records] == [None, None]
+    assert records[0].failures
+    shapes = records[0].shapes
+    assert shapes == records[1].shapes
+    assert shapes[max(shapes)] < 8 == max(shapes.values())
+    assert records[0].armed == records[1].armed
+    assert together(records) == together(free)
+    for record, other in zip(records, free, strict=True):
+        assert max(errors(record, other)) < 2e-5
+
+
+@pytest.mark.parametrize("spread", ["ddp", "fsdp"])
+def test_a_new_shape_on_one_rank_is_news_to_all(cell, spread):
+    # Rank 1 alone meets long texts: first when no votes are held, later when all know that such a shape exists. From
+    # then on votes are held while one is at work, and an error in it is recovered in place.
+    texts = ("model.context_length=64", "data.min_length=33", "train.max_steps=10", "oom.clean_steps=2")
+    fault = fail_at(1, 9, "backward", operation=2)
+    records = cell.run(
+        2, f"parallel={spread}", *texts, faults=[fault], function=train_short_but(1, steps=(5, 6, 9, 10))
+    )
+    assert [record.error for record in records] == [None, None]
+    assert [[failure["step"] for failure in record.failures] for record in records] == [[9], [9]]
+    assert records[0].shapes == records[1].shapes == {16: 4, 128: 2}
+    wanted = [True] * 2 + [False] * 4 + [True, False, True, True]
+    assert [record.armed for record in records] == [wanted, wanted]
 
 
 def test_nothing_left_to_halve(cell):

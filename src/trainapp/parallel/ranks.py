@@ -24,9 +24,12 @@ class Alone:
     """A single process: agrees with itself at no cost."""
 
     rank, world, local_rank = 0, 1, 0
-    armed = False
+    armed = False  # whether ranks vote before each collective
     device = torch.device("cpu")
     saving_group: dist.ProcessGroup | None = None  # for checkpoints alone
+
+    def arm(self, unproven: bool) -> None:
+        """Vote from here on, or not: by default while a size is at work that is not proven. The same on all ranks."""
 
     def gate(self) -> None:
         """Before a collective: raises PeerOutOfMemory when another rank gave up. Free while not armed."""
@@ -43,19 +46,19 @@ class Alone:
         """The least over ranks."""
         return value
 
-    def most(self, value: int) -> int:
-        """The most over ranks, asked inside a step or an evaluation: raises PeerOutOfMemory like a gate."""
-        return value
+    def most(self, *values: int) -> list[int]:
+        """The most of each over ranks, asked inside a step or an evaluation: raises PeerOutOfMemory like a gate."""
+        return list(values)
 
     def gather(self, value: Any) -> list[Any]:
         """Everybody's small Python object, by rank."""
         return [value]
 
-    def start_agreement(self, read: Callable[[], tuple[int, int]]) -> None:
-        """Begin to find the largest of each of the two values of `read()` over ranks, while the step goes on."""
+    def start_agreement(self, read: Callable[[], tuple[int, int, int]]) -> None:
+        """Begin to find the largest of each of the values of `read()` over ranks, while the step goes on."""
         self._read = read
 
-    def finish_agreement(self) -> tuple[int, int]:
+    def finish_agreement(self) -> tuple[int, int, int]:
         """What was found."""
         return self._read()
 
@@ -78,12 +81,13 @@ class Ranks(Alone):
     """This process among the ranks of a run. Needs torch.distributed to be initialised.
 
     timeout: after how many seconds a peer that does not answer is an error.
+    policy: "unproven", "always" or "never", when `arm` lets the ranks vote.
     """
 
-    def __init__(self, device: torch.device, local_rank: int, timeout: float):
+    def __init__(self, device: torch.device, local_rank: int, timeout: float, policy: str = "unproven"):
         self.rank, self.world, self.local_rank = dist.get_rank(), dist.get_world_size(), local_rank
         self.device = device
-        self.armed = True
+        self.armed, self.policy = True, policy
         self.votes = 0
         self._given_up = False
         limit = datetime.timedelta(seconds=timeout)
@@ -92,7 +96,11 @@ class Ranks(Alone):
         self.saving_group = dist.new_group(backend="gloo", timeout=limit)
         self._agreements = dist.new_group(backend="gloo", timeout=limit)
         self._work: dist.Work | None = None
-        self._flags = torch.zeros(2, dtype=torch.int64)
+        self._flags = torch.zeros(3, dtype=torch.int64)
+
+    def arm(self, unproven: bool) -> None:
+        """Vote from here on, or not."""
+        self.armed = self.policy == "always" or (self.policy == "unproven" and unproven)
 
     def gate(self) -> None:
         """Raises PeerOutOfMemory when another rank ran out of memory."""
@@ -133,10 +141,13 @@ class Ranks(Alone):
             dist.all_reduce(number, op=dist.ReduceOp.MIN, group=self._side)
             return int(number)
 
-    def most(self, value: int) -> int:
-        """The most over ranks; gated."""
+    def most(self, *values: int) -> list[int]:
+        """The most of each over ranks; gated."""
         self.gate()
-        return -self.smallest(-value)
+        with undisturbed():
+            numbers = torch.tensor(values)
+            dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self._side)
+            return numbers.tolist()
 
     def gather(self, value: Any) -> list[Any]:
         """Everybody's small Python object, by rank."""
@@ -145,19 +156,19 @@ class Ranks(Alone):
             dist.all_gather_object(found, value, group=self._side)
         return found
 
-    def start_agreement(self, read: Callable[[], tuple[int, int]]) -> None:
+    def start_agreement(self, read: Callable[[], tuple[int, int, int]]) -> None:
         """On a group of its own, in the background: the step hides it."""
         self.drop_agreement()
         with undisturbed():
-            self._flags[0], self._flags[1] = read()
+            self._flags[:] = torch.tensor(read())
             self._work = dist.all_reduce(self._flags, op=dist.ReduceOp.MAX, group=self._agreements, async_op=True)
 
-    def finish_agreement(self) -> tuple[int, int]:
+    def finish_agreement(self) -> tuple[int, int, int]:
         """Waits for the others."""
         self.drop_agreement()
         with undisturbed():
-            first, second = self._flags.tolist()
-        return first, second
+            first, second, third = self._flags.tolist()
+        return first, second, third
 
     def drop_agreement(self) -> None:
         """Every rank began it with the step, so it ends by itself."""

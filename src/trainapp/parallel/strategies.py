@@ -21,7 +21,6 @@ class Single:
     """One process. `forward` is what a task calls; `model` keeps the parameters and their names."""
 
     equal_batches = False  # whether evaluation needs as many forwards on every rank
-    recovers = True  # whether a step can be given up in place
 
     def __init__(self, model: nn.Module, ranks: Alone):
         self.model, self.ranks = model, ranks
@@ -130,7 +129,8 @@ class Sharded(Single):
         super().__init__(model, ranks)
         self.shards = shards
         # Before torch 2.13 nothing resets a half-done backward: all workers start again instead.
-        self.recovers = hasattr(model, "reset_iter_state")
+        if not hasattr(model, "reset_iter_state"):
+            ranks.policy = "never"
         self._ran = False
         model.register_forward_pre_hook(self._note_forward, prepend=True)
 

@@ -66,7 +66,7 @@ def joined(config: Config) -> Iterator[Alone]:
         device_id=device if device.type == "cuda" else None,
     )
     try:
-        yield Ranks(device, local_rank, timeout)
+        yield Ranks(device, local_rank, timeout, config.parallel.arm)
     finally:
         # After an error a peer may be gone: a clean good-bye would wait for it.
         if sys.exc_info()[0] is None:
