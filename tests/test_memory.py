@@ -91,7 +91,7 @@ def test_the_peak_is_the_profilers(tmp_path, case, micro, within):
     for _ in range(2):
         loop.train_step(job)
     job.tracker.close()
-    reported = job.memory.peak_of_window
+    reported = job.memory.peak
     job = runs.prepare(tmp_path / "b", *overrides, "every.log=null", "oom.clean_steps=1")
     loop.train_step(job)
     assert job.state.micro.proven  # else the counter itself would be in the profile

@@ -69,11 +69,13 @@ def describe(job: Job, error: BaseException) -> Incident:
     phase, module = _place(job, error)
     parts = {kind: size for kind, size in meter.static.items() if kind != "gradients"}
     parts["gradients"] = sum(local(g).untyped_storage().nbytes() for g in meter.gradients())
+    events, kinds = memory.events(meter.gradients())
+    parts["batch"] = sum(size for number, size in events if kinds.get(number) == "batch")
     parts["activations"] = max(0, used - sum(parts.values()))
     if memory.device.type == "cuda":  # what others hold counts there: it is not ours to allocate
         free, total = torch.cuda.mem_get_info(memory.device)
         parts["other_processes"] = max(0, total - free - torch.cuda.memory_reserved(memory.device))
-    incident = Incident(
+    return Incident(
         step=state.progress.step + (phase in TRANSACTION or phase == "commit"),
         phase=phase,
         module=module,
@@ -89,9 +91,9 @@ def describe(job: Job, error: BaseException) -> Incident:
         by_peer=isinstance(error, PeerOutOfMemory),
         host=not isinstance(error, torch.OutOfMemoryError) and memory.device.type == "cpu",
         bucket=(state.eval_micro if phase == "evaluate" else state.micro).current or 0,
+        events=events,
+        kinds=kinds,
     )
-    incident.events, incident.kinds = memory.events(meter.gradients())
-    return incident
 
 
 def _place(job: Job, error: BaseException) -> tuple[str, str]:

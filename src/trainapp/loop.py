@@ -180,7 +180,7 @@ def log(job: Job, sums: Sums, norm: Tensor) -> None:
         "grad_norm": float(norm),
     }
     scalars |= job.meter.scalars(batches.accumulation(job.state.micro.size, job.accumulation))
-    scalars |= spread(job.ranks.gather(job.memory.peak_of_window), "memory/peak")
+    scalars |= spread(scalars, job.ranks)
     job.tracker.log(progress.step, progress.samples, scalars, job.objective[1])
 
 

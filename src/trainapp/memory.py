@@ -58,7 +58,6 @@ class DeviceMemory:
                 f"memory.limit={settings.limit}: {self.limit} bytes are more than the {total} bytes that {device} has"
             )
         self.peak = 0  # of the whole run
-        self.peak_of_window = 0  # the log window that `window` last closed
         self.out_of_memory_count = 0
         self.module_path = ModulePath()
         self.watching = False
@@ -106,7 +105,7 @@ class DeviceMemory:
         gc.collect()
 
     def _scalars(self, allocated: int, reserved: int, peak: int, retries: int = 0) -> dict[str, float]:
-        self.peak, self.peak_of_window = max(self.peak, peak), peak
+        self.peak = max(self.peak, peak)
         return {
             "memory/allocated": allocated,
             "memory/reserved": reserved,
@@ -181,15 +180,17 @@ class CudaMemory(DeviceMemory):
         torch.cuda.set_per_process_memory_fraction((self.limit or total) / total, device)
         torch.cuda.reset_peak_memory_stats(device)
         self._resident: list[tuple[str, int, int]] = []
+        self._kinds: dict[int, str] = {}  # by address, of what a watched step was told of later: its batches
         self._snapshot: dict | None = None
 
     @contextlib.contextmanager
     def watch(self, resident: Resident, where: bool = True):
         """The allocator enforces its cap by itself; the peak is read at the end."""
         if self.watching:
+            self._kinds |= {t.data_ptr(): kind for kind, tensors in resident.items() for t in map(local, tensors)}
             yield
             return
-        self.watching = True
+        self.watching, self._kinds = True, {}
         torch.cuda.memory._record_memory_history(max_entries=200_000, context="alloc", stacks="python")
         self._resident = [
             (kind, t.data_ptr(), t.nbytes) for kind, tensors in resident.items() for t in map(local, tensors)
@@ -210,7 +211,7 @@ class CudaMemory(DeviceMemory):
         """From the allocator's own history of the last watched block."""
         if self._snapshot is None:
             return [], {}
-        kinds_at = {g.data_ptr(): "gradients" for g in map(local, gradients)}
+        kinds_at = self._kinds | {g.data_ptr(): "gradients" for g in map(local, gradients)}
         totals: dict[str, int] = {}
         for kind, _, size in self._resident:
             totals[kind] = totals.get(kind, 0) + size

@@ -8,20 +8,22 @@ import torch
 
 from trainapp.batches import tensors_in
 from trainapp.memory import DeviceMemory, HostMemory, optimizer_tensors, static_bytes
+from trainapp.parallel.ranks import Alone
 from trainapp.state import TrainState
 
+OF_EVERY_RANK = tuple(f"memory/{name}" for name in ("allocated", "reserved", "peak", "host_rss", "host_rss_peak"))
 
-def spread(values: list[float], name: str) -> dict[str, float]:
-    """The least and the most of what each rank measured, and whose it was. Nothing for a single rank."""
-    if len(values) == 1:
+
+def spread(scalars: dict[str, float], ranks: Alone) -> dict[str, float]:
+    """The least and the most memory over ranks, and whose it is. Nothing for a single rank."""
+    if ranks.world == 1:
         return {}
-    least, most = min(values), max(values)
-    return {
-        f"{name}_min": least,
-        f"{name}_min_rank": values.index(least),
-        f"{name}_max": most,
-        f"{name}_max_rank": values.index(most),
-    }
+    found = {}
+    by_rank = ranks.gather([scalars[name] for name in OF_EVERY_RANK])
+    for name, values in zip(OF_EVERY_RANK, zip(*by_rank, strict=True), strict=True):
+        for which, value in (("min", min(values)), ("max", max(values))):
+            found |= {f"{name}_{which}": value, f"{name}_{which}_rank": values.index(value)}
+    return found
 
 
 class Meter:

@@ -251,7 +251,7 @@ def _result(job: Job, restarts: int, seconds: float) -> RunResult:
         accumulation=job.batches.accumulation(size, job.accumulation),
         oom_restarts=restarts,
         micro_schedule=job.sizes_used,
-        peak_memory_bytes=job.memory.peak,
+        peak_memory_bytes=max(job.ranks.gather(job.memory.peak)),
         samples_per_second=job.meter.samples_per_second(),
         seconds=seconds,
         checkpoint=newest,

@@ -96,6 +96,7 @@ def test_the_whole_record(tmp_path, network, hungry, module, caplog):
     parameters = sum(4 * p.numel() for p in model.parameters())
     assert failure.parts["parameters"] == parameters
     assert failure.parts["optimizer_state"] == 2 * parameters + 4 * len(list(model.parameters()))
+    assert failure.parts["batch"] == 16 * (64 * 4 + 8)  # pixels and a target for each sample
     assert failure.parts["activations"] > 0
     assert sum(failure.parts.values()) == failure.used
 

@@ -40,12 +40,17 @@ def test_one_directory_and_one_log(reference):
 
 
 def test_memory_of_every_rank(reference):
-    for line in metrics(reference):
-        assert 0 < line["memory/peak_min"] <= line["memory/peak"] <= line["memory/peak_max"]
-        assert {line["memory/peak_min_rank"], line["memory/peak_max_rank"]} <= {0, 1}
     tags = scalars(reference)
-    for name in ("memory/peak_min", "memory/peak_max", "memory/peak_max_rank", "memory/peak_min_rank"):
-        assert sorted(tags[name]) == [1, 2, 3, 4, 5, 6]
+    for name in ("allocated", "reserved", "peak", "host_rss", "host_rss_peak"):
+        for line in metrics(reference):
+            least, most = line[f"memory/{name}_min"], line[f"memory/{name}_max"]
+            assert 0 < least <= line[f"memory/{name}"] <= most
+            # Rank 0's value stands beside them: whoever has the other one is rank 1.
+            for value, rank in ((least, f"memory/{name}_min_rank"), (most, f"memory/{name}_max_rank")):
+                assert line[rank] == int(value != line[f"memory/{name}"])
+        for which in ("min", "max", "min_rank", "max_rank"):
+            assert sorted(tags[f"memory/{name}_{which}"]) == [1, 2, 3, 4, 5, 6]
+    assert result(reference)["peak_memory_bytes"] == max(line["memory/peak_max"] for line in metrics(reference))
 
 
 def same_run(run_dir: Path, reference: Path) -> None:
