@@ -69,13 +69,14 @@ def main() -> None:
     """Prints a line for each run and exits with 1 when anything was lost."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, help="by default 80 for each kill: about 50 are done between two")
     parser.add_argument("--longest", type=float, default=9.0, help="seconds between two kills at most")
     parser.add_argument("--strategy", default="fsdp", choices=["ddp", "fsdp"])
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    total = options.steps or 80 * options.kills
     base = Path(tempfile.mkdtemp(prefix="soak-"))
-    common = [f"parallel={options.strategy}", f"train.max_steps={options.steps}", "every.save=5"]
+    common = [f"parallel={options.strategy}", f"train.max_steps={total}", "every.save=5"]
 
     calm, rough = base / "calm", base / "rough"
     if start(calm, *common).wait(timeout=3600):
@@ -95,10 +96,10 @@ def main() -> None:
     equal = all((weights[0][name] == weights[1][name]).all() for name in weights[0])
     missing = len(set(steps[0]) - set(steps[1]))
     repeated = len(steps[1]) - len(set(steps[1]))
-    print(f"kills {killed}, {options.steps} steps, {seconds:.0f} s")
+    print(f"kills {killed} of {options.kills}, {total} steps, {seconds:.0f} s")
     print(f"steps lost {missing}, steps repeated {repeated}, samples {samples[1]} of {samples[0]}")
     print(f"losses equal bit for bit: {losses}; weights equal bit for bit: {equal}")
-    if missing or repeated or samples[0] != samples[1] or not losses or not equal:
+    if killed < options.kills or missing or repeated or samples[0] != samples[1] or not losses or not equal:
         sys.exit(1)
 
 
