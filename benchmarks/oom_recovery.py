@@ -232,15 +232,9 @@ def result_of(folder: str) -> dict[str, Any]:
 
 def compose(folder: str, *overrides: list[str]) -> Any:
     """The configuration of a command line."""
-    from hydra import compose as hydra_compose
-    from hydra import initialize_config_dir
+    from trainapp import reading
 
-    from trainapp import config
-    from trainapp.__main__ import CONF
-
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        composed = hydra_compose("train", [text for part in overrides for text in part])
-    return config.from_hydra(composed, folder, "python -m trainapp")
+    return reading.from_command_line([text for part in overrides for text in part], folder)
 
 
 def recovery_table(rows: list[dict[str, Any]], job: dict[str, Any]) -> str:

@@ -28,12 +28,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from _common import machine, quartiles, table
-from hydra import compose, initialize_config_dir
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from trainapp import build, config, loop
-from trainapp.__main__ import CONF
+from trainapp import build, loop, reading
 from trainapp.batching import epoch_order
 from trainapp.job import Job
 from trainapp.parallel.ranks import Alone
@@ -204,8 +202,7 @@ def trainapp_job(case: Case, total: int, folder: Path, log_every: int) -> Job:
         "every.save=null",
         "checkpointing=off",
     ]
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        settings = config.from_hydra(compose("train", overrides), str(folder), "")
+    settings = reading.from_command_line(overrides, str(folder))
     folder.mkdir(parents=True)
     logging.basicConfig(filename=folder / "log", level=logging.INFO, force=True)  # lines cost as they do in a run
     job = build.build(settings, StopRequest(), Alone())

@@ -122,10 +122,7 @@ def work(rank: int, strategy: str, options: argparse.Namespace, port: int, answe
 
 def configured(strategy: str, options: argparse.Namespace, total: int, folder: Path, arm: str) -> Any:
     """The settings of `python -m trainapp`."""
-    from hydra import compose, initialize_config_dir
-
-    from trainapp import config
-    from trainapp.__main__ import CONF
+    from trainapp import reading
 
     overrides = [
         f"parallel={strategy}", f"parallel.arm={arm}", f"parallel.devices={options.ranks}", "train.device=cpu",
@@ -135,8 +132,7 @@ def configured(strategy: str, options: argparse.Namespace, total: int, folder: P
         "optimizer.weight_decay=0.0", "schedule=constant", "schedule.warmup=0", f"every.log={options.steps}",
         "every.eval=null", "every.save=null", "checkpointing=off", "oom.remember=false", "oom.grow=false",
     ]  # fmt: skip
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        return config.from_hydra(compose("train", overrides), str(folder), "")
+    return reading.from_command_line(overrides, str(folder))
 
 
 def trainapp(settings: Any, ranks: Any) -> tuple[Callable[[int], None], Callable[[], float]]:

@@ -3,15 +3,13 @@
 from pathlib import Path
 
 import torch
-from hydra import compose, initialize_config_dir
 from torch import nn
 
-from trainapp import config, loop, runner
-from trainapp.__main__ import CONF
+from trainapp import loop, reading, runner
 from trainapp.config import Config
 from trainapp.job import Job
 from trainapp.parallel.ranks import Alone
-from trainapp.runner import RunResult
+from trainapp.result import RunResult
 from trainapp.signals import StopRequest
 
 # A tiny run on the CPU: what a test does not say is this.
@@ -45,9 +43,7 @@ MODELS = {
 
 def configure(run_dir: Path, *overrides: str) -> Config:
     """The configuration of `trainapp OVERRIDES hydra.run.dir=RUN_DIR` over TINY."""
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        composed = compose("train", [*TINY, *overrides])
-    return config.from_hydra(composed, str(run_dir), "python -m trainapp")
+    return reading.from_command_line([*TINY, *overrides], str(run_dir))
 
 
 def run(run_dir: Path, *overrides: str) -> RunResult:

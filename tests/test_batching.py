@@ -8,19 +8,10 @@ import runs
 import torch
 from torch.utils.data import Dataset, default_collate
 
-from trainapp.batching import (
-    Batches,
-    EvalBatches,
-    Fetcher,
-    Request,
-    TrainBatches,
-    cut,
-    cut_evenly,
-    epoch_order,
-    worker_count,
-)
+from trainapp.batching import EvalBatches, TrainBatches, cut, cut_evenly, epoch_order
 from trainapp.data.digits import Digits
 from trainapp.data.synthetic import SyntheticTokens
+from trainapp.fetching import Batches, Fetcher, Request, worker_count
 from trainapp.parallel.ranks import Alone
 from trainapp.state import Progress
 

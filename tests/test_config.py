@@ -11,9 +11,9 @@ from helpers import ROOT
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from trainapp.__main__ import CONF
-from trainapp.config import Config, from_dict, parse_memory_size
+from trainapp.config import Config, parse_memory_size
 from trainapp.errors import UserError
+from trainapp.reading import CONF, from_dict
 
 DOCUMENT = ROOT / "docs/configuration.md"
 

@@ -7,7 +7,7 @@ import runs
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from trainapp import config, loop, memory
+from trainapp import config, devices, loop, memory
 from trainapp.batches import tensors_in
 from trainapp.errors import UserError
 from trainapp.limits import LiveTensors, MemoryLimitExceeded
@@ -136,10 +136,10 @@ def test_the_limit_is_a_size_or_a_fraction():
         (123456, 123456),
         (None, None),
     ):
-        found = memory.build(config.Memory(limit=setting), CPU).limit
+        found = devices.build(config.Memory(limit=setting), CPU).limit
         assert found == expected or abs(found - expected) <= 1
     with pytest.raises(UserError, match=r"memory\.limit=100000GiB: .* are more than the"):
-        memory.build(config.Memory(limit="100000GiB"), CPU)
+        devices.build(config.Memory(limit="100000GiB"), CPU)
 
 
 def test_a_limit_that_leaves_no_room_for_a_batch(tmp_path):

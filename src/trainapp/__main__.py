@@ -1,4 +1,4 @@
-"""The entry point: Hydra composes the configuration, `config` checks it, `launch` runs it.
+"""The entry point: Hydra composes the configuration, `reading` checks it, `launch` runs it.
 
 Torch is not imported here, so that --help, --cfg and TAB stay fast.
 """
@@ -18,12 +18,9 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from trainapp import config, console, run_name
+from trainapp import console, reading, run_name
 from trainapp.errors import UserError
-
-PACKAGE = Path(__file__).parent
-# An installed wheel carries conf/ inside the package; a checkout has it at its root.
-CONF = next(folder for folder in (PACKAGE / "conf", PACKAGE.parents[1] / "conf") if folder.is_dir())
+from trainapp.reading import CONF
 
 OmegaConf.register_new_resolver("run_name", run_name.of_this_process, use_cache=True, replace=True)
 
@@ -39,7 +36,7 @@ def job(composed: DictConfig) -> float | None:
                 "a multirun inside torchrun or srun would run on every rank: start it as `python -m trainapp -m "
                 "parallel.devices=N ...`, which starts the workers of each job itself"
             )
-        settings = config.from_hydra(composed, run_dir, _command(hydra_config, run_dir))
+        settings = reading.from_hydra(composed, run_dir, _command(hydra_config, run_dir))
         from trainapp import launch  # late: it brings torch
 
         return launch.launch(settings)

@@ -4,14 +4,18 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from trainapp import components, memory, precision, tasks
-from trainapp.batching import EvalBatches, TrainBatches, worker_count
+import torch
+from torch import nn
+
+from trainapp import components, devices, memory, precision, tasks
+from trainapp.batching import EvalBatches, TrainBatches
 from trainapp.checkpoint import Checkpoints
 from trainapp.config import Config
 from trainapp.console import bytes_text
 from trainapp.durations import RunLength, to_steps
 from trainapp.ema import WeightAverage
 from trainapp.errors import UserError
+from trainapp.fetching import worker_count
 from trainapp.finite import FiniteGuard
 from trainapp.job import Job
 from trainapp.meter import Meter
@@ -36,38 +40,9 @@ def build(config: Config, stop: StopRequest, ranks: Alone) -> Job:
     seed_everything(config.train.seed)
     numerics = precision.build(config.precision, device)
     strategy = components.model_over_ranks(config, kinds["model"], spec, ranks, device, numerics.compute_dtype)
-    model = strategy.model
-    device_memory = memory.build(config.memory, device)
-    state = TrainState(
-        model=model,
-        optimizer=build_optimizer(config.optimizer, model, device, config.user_packages),
-        precision=numerics,
-        average=WeightAverage(model, config.train.ema),
-        micro=_sizes(config, _micro_size(config, ranks.world), getattr(model, "smallest_micro_batch", 1)),
-        eval_micro=_sizes(config, _eval_size(config, eval_data, ranks.world)),
-        device=device,
-        seed=config.train.seed,
-        global_size=config.batch.global_size,
-        budget=device_memory.budget,
-    )
-    for group in state.optimizer.param_groups:
-        group["initial_lr"] = group["lr"]
-    workers = worker_count(config.loader.num_workers, train_data, ranks.world // config.parallel.nodes)
-    batches = TrainBatches(
-        train_data,
-        global_size=config.batch.global_size,
-        seed=config.train.seed,
-        device=device,
-        workers=workers,
-        drop_last=config.loader.drop_last,
-        rank=ranks.rank,
-        world=ranks.world,
-    )
-    if batches.epoch_samples == 0:
-        raise UserError(
-            f"data.drop_last=true with batch.global_size={config.batch.global_size}: the data set has only "
-            f"{batches.samples} samples, so no batch is left; use data.drop_last=false"
-        )
+    device_memory = devices.build(config.memory, device)
+    state = _state(config, strategy.model, numerics, device_memory, ranks.world, len(eval_data) if eval_data else 1)
+    batches, eval_batches = _batches(config, train_data, eval_data, device, ranks, strategy.equal_batches)
     require_room(device_memory, state)
     device_memory.keep_events = config.memory.timeline
     checkpoints = Checkpoints(Path(config.run_dir), config.checkpointing.keep_last, config.checkpointing.save, ranks)
@@ -78,17 +53,7 @@ def build(config: Config, stop: StopRequest, ranks: Alone) -> Job:
         ranks=ranks,
         task=kinds["task"] or getattr(tasks, train_data.task),
         batches=batches,
-        eval_batches=None
-        if eval_data is None
-        else EvalBatches(
-            eval_data,
-            seed=config.train.seed,
-            device=device,
-            workers=workers,
-            rank=ranks.rank,
-            world=ranks.world,
-            equal=strategy.equal_batches,
-        ),
+        eval_batches=eval_batches,
         schedule=schedules.build(config.schedule, length),
         memory=device_memory,
         meter=Meter(state, device_memory),
@@ -96,7 +61,7 @@ def build(config: Config, stop: StopRequest, ranks: Alone) -> Job:
         checkpoints=checkpoints,
         saver=Saver(state, checkpoints, ranks, config.checkpointing.asynchronous),
         guard=FiniteGuard(config.train.nonfinite, device, numerics.scaler.is_enabled(), checkpoints.newest_name),
-        restore_point=RestorePoint(model, device),
+        restore_point=RestorePoint(strategy.model, device),
         stop=stop,
         config=config.to_dict(),
         objective=_objective(config, train_data),
@@ -110,6 +75,52 @@ def build(config: Config, stop: StopRequest, ranks: Alone) -> Job:
         size_plan=dict(config.oom.schedule or {}),
         accumulation=None if config.accumulation.steps == "auto" else config.accumulation.steps,
     )
+
+
+def _state(
+    config: Config,
+    model: nn.Module,
+    numerics: precision.Precision,
+    device_memory: memory.DeviceMemory,
+    world: int,
+    evaluated: int,
+) -> TrainState:
+    device = device_memory.device
+    optimizer = build_optimizer(config.optimizer, model, device, config.user_packages)
+    for group in optimizer.param_groups:
+        group["initial_lr"] = group["lr"]
+    return TrainState(
+        model=model,
+        optimizer=optimizer,
+        precision=numerics,
+        average=WeightAverage(model, config.train.ema),
+        micro=_sizes(config, _micro_size(config, world), getattr(model, "smallest_micro_batch", 1)),
+        eval_micro=_sizes(config, _eval_size(config, evaluated, world)),
+        device=device,
+        seed=config.train.seed,
+        global_size=config.batch.global_size,
+        budget=device_memory.budget,
+    )
+
+
+def _batches(
+    config: Config, train_data: Any, eval_data: Any, device: torch.device, ranks: Alone, equal: bool
+) -> tuple[TrainBatches, EvalBatches | None]:
+    share: dict[str, Any] = {
+        "seed": config.train.seed,
+        "device": device,
+        "workers": worker_count(config.loader.num_workers, train_data, ranks.world // config.parallel.nodes),
+        "rank": ranks.rank,
+        "world": ranks.world,
+    }
+    size = config.batch.global_size
+    batches = TrainBatches(train_data, global_size=size, drop_last=config.loader.drop_last, **share)
+    if batches.epoch_samples == 0:
+        raise UserError(
+            f"data.drop_last=true with batch.global_size={size}: the data set has only {batches.samples} samples, so "
+            "no batch is left; use data.drop_last=false"
+        )
+    return batches, None if eval_data is None else EvalBatches(eval_data, equal=equal, **share)
 
 
 def require_room(device_memory: memory.DeviceMemory, state: TrainState) -> None:
@@ -185,12 +196,10 @@ def _micro_size(config: Config, world: int) -> int:
     return share if batch.micro_size == "auto" else min(batch.micro_size, share)
 
 
-def _eval_size(config: Config, data: Any, world: int) -> int:
+def _eval_size(config: Config, samples: int, world: int) -> int:
     """Without gradients more fits: auto starts at twice this rank's part of the global batch."""
     size = config.batch.eval_micro_size
-    return (
-        min(-(-2 * config.batch.global_size // world), len(data) if data is not None else 1) if size == "auto" else size
-    )
+    return min(-(-2 * config.batch.global_size // world), samples) if size == "auto" else size
 
 
 def _run_length(config: Config, batches: TrainBatches, steps_per_epoch: int) -> RunLength:

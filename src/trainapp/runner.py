@@ -3,47 +3,25 @@
 import contextlib
 import dataclasses
 import gc
-import json
 import logging
 import os
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from trainapp import build, export, guard, incident, loop, recovery, remembered, saving
 from trainapp.checkpoint import Checkpoints, read_manifest, resolve
 from trainapp.config import Config, parse_memory_size
-from trainapp.console import bytes_text
 from trainapp.errors import TrainingStopped
 from trainapp.incident import Incident
 from trainapp.job import Job
 from trainapp.oom import is_device_lost, is_out_of_memory
 from trainapp.optim.optimizers import lean_optimizer
 from trainapp.parallel.ranks import Alone
-from trainapp.search import Plan
+from trainapp.result import RunResult, report, result_of, write
 from trainapp.signals import StopRequest
 from trainapp.tracking import RESULT
 
 log = logging.getLogger(__name__)
-
-
-@dataclass
-class RunResult:
-    """How a run ended; written to result.json. Sizes in samples, memory in bytes."""
-
-    objective: float | None
-    metric: str
-    steps: int
-    samples: int
-    micro_size: int
-    accumulation: int
-    oom_restarts: int
-    micro_schedule: dict[int, Plan]  # set as oom.schedule, it replays the sizes of this run
-    peak_memory_bytes: int
-    samples_per_second: float
-    seconds: float
-    checkpoint: str | None
 
 
 class Interrupted(SystemExit):
@@ -72,11 +50,11 @@ def run(config: Config, ranks: Alone | None = None) -> RunResult:
             if job.ranks.leads and job.state is not None:
                 remembered.remember(config, job)
             job.close()
-        result = _result(job, restarts, time.monotonic() - started)
+        result = result_of(job, restarts, time.monotonic() - started)
     if job.ranks.leads:
         if config.mode == "train" and (job.meter.samples or not (Path(config.run_dir) / RESULT).exists()):
-            _write_result(Path(config.run_dir), result)  # not over that of a run which was finished already
-        _report(config, job, result)
+            write(Path(config.run_dir), result)  # not over that of a run which was finished already
+        report(config, job, result)
     if job.stopping:
         if job.ranks.leads and job.checkpoints.enabled:
             print(f"Resume with:\n  {config.command}", flush=True)
@@ -237,52 +215,3 @@ def _start_again(config: Config, job: Job, failure: Incident, stop: StopRequest)
     job.size_plan.clear()  # the plan's sizes are what failed
     job.memory.out_of_memory_count, job.memory.peak = count, peak
     return job
-
-
-def _result(job: Job, restarts: int, seconds: float) -> RunResult:
-    progress, size = job.state.progress, job.state.micro.size
-    newest = job.checkpoints.newest_name() if job.checkpoints.enabled else None
-    return RunResult(
-        objective=progress.objective,
-        metric=job.objective[1],
-        steps=progress.step,
-        samples=progress.samples,
-        micro_size=size,
-        accumulation=job.batches.accumulation(size, job.accumulation),
-        oom_restarts=restarts,
-        micro_schedule=job.sizes_used,
-        peak_memory_bytes=max(job.ranks.gather(job.memory.peak)),
-        samples_per_second=job.meter.samples_per_second(),
-        seconds=seconds,
-        checkpoint=newest,
-    )
-
-
-def _write_result(run_dir: Path, result: RunResult) -> None:
-    (run_dir / RESULT).write_text(json.dumps(dataclasses.asdict(result), indent=1) + "\n")
-
-
-def _report(config: Config, job: Job, result: RunResult) -> None:
-    """The summary that ends a run."""
-    best = job.state.progress.best
-    rows: list[tuple[str, Any]] = []
-    if result.objective is not None:
-        better = f" (best {best:.4f} at step {job.state.progress.best_step})" if best is not None else ""
-        rows.append((f"eval {result.metric}", f"{result.objective:.4f}{better}"))
-    if config.mode == "train":
-        rows += [
-            ("steps", f"{result.steps} ({result.samples} samples)"),
-            ("time", f"{result.seconds:.1f} s"),
-            ("throughput", f"{result.samples_per_second:.0f} samples/s"),
-            ("peak memory", f"{bytes_text(result.peak_memory_bytes)} of {bytes_text(job.memory.budget)}"),
-            ("micro-batch", f"{result.micro_size} x {result.accumulation} accumulated"),
-            ("OOM restarts", result.oom_restarts),
-            ("checkpoint", result.checkpoint or "none"),
-        ]
-    rows.append(("outputs", config.run_dir))
-    with contextlib.suppress(ValueError):
-        run_dir = Path(config.run_dir)
-        shown = run_dir.relative_to(Path.cwd()) if run_dir.is_relative_to(Path.cwd()) else run_dir
-        rows.append(("TensorBoard", f"tensorboard --logdir {shown}"))
-    width = max(len(name) for name, _ in rows)
-    print("\n".join(f"{name:<{width}}  {value}" for name, value in rows), flush=True)

@@ -8,7 +8,7 @@ import pytest
 import runs
 import torch
 
-from trainapp import config, loop, memory
+from trainapp import config, devices, loop
 from trainapp.batching import TrainBatches
 from trainapp.data.digits import Digits
 from trainapp.state import Progress
@@ -199,7 +199,7 @@ def test_the_counters_are_the_allocators(tmp_path):
 
 
 def test_the_cap_is_the_limit():
-    memory.build(config.Memory(limit="512MiB"), torch.device("cuda", 0))
+    devices.build(config.Memory(limit="512MiB"), torch.device("cuda", 0))
     with pytest.raises(torch.OutOfMemoryError):
         torch.empty(600 * MIB, dtype=torch.uint8, device="cuda")
     torch.empty(256 * MIB, dtype=torch.uint8, device="cuda")

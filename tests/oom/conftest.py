@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_dir
 
-from trainapp import config
-from trainapp.__main__ import CONF
+from trainapp import reading
 from trainapp.config import Config
 
 TINY = (
@@ -57,8 +55,7 @@ PRECISIONS = {
 @functools.cache
 def composed(*overrides: str) -> Config:
     """The configuration of `trainapp OVERRIDES`, once."""
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        return config.from_hydra(compose("train", list(overrides)), "", "python -m trainapp")
+    return reading.from_command_line(overrides)
 
 
 def tiny(

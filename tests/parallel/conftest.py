@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_dir
 
-from trainapp import config
-from trainapp.__main__ import CONF
+from trainapp import reading
 from trainapp.config import Config
 
 from . import cells
@@ -63,8 +61,7 @@ SPREAD = {
 @functools.cache
 def composed(overrides: tuple[str, ...]) -> Config:
     """The configuration of `trainapp OVERRIDES`, once."""
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        return config.from_hydra(compose("train", list(overrides)), "", "python -m trainapp")
+    return reading.from_command_line(overrides)
 
 
 @dataclass

@@ -21,7 +21,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainapp import checkpoint, loop
-from trainapp.batching import Fetcher
+from trainapp.fetching import Fetcher
 from trainapp.job import Job
 from trainapp.parallel.strategies import Replicated
 
