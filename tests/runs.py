@@ -23,6 +23,8 @@ TINY = (
     "every.save=null",
     "memory.guard=false",
 )
+# Nothing but its steps, their sizes included, and nothing of it is kept.
+STEPS_ONLY = (*TINY, "checkpointing=off", "oom.remember=false", "oom.grow=false")
 MODELS = {
     "mlp": ("model=mlp", "model.width=16", "data=digits"),
     "resnet": ("model=resnet", "model.width=4", "data=digits", "data.augment=true"),

@@ -7,43 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import runs
 
 from trainapp import reading
 from trainapp.config import Config
 
-TINY = (
-    "train.device=cpu",
-    "train.max_epochs=null",
-    "train.max_steps=4",
-    "train.ema=0.9",
-    "batch.global_size=16",
-    "batch.micro_size=8",
-    "every.log=1",
-    "every.eval=null",
-    "every.save=null",
-    "checkpointing=off",
-    "memory.guard=false",
-    "oom.remember=false",
-    "oom.grow=false",
-)
+TINY = (*runs.STEPS_ONLY, "train.ema=0.9", "batch.micro_size=8")
 MODELS = {
-    "mlp": ("model=mlp", "model.width=16", "model.dropout=0.1", "data=digits"),
+    "mlp": (*runs.MODELS["mlp"], "model.dropout=0.1"),
     # BatchNorm's running statistics move in every forward; augmentation draws anew in each epoch.
-    "resnet": ("model=resnet", "model.width=4", "data=digits", "data.augment=true"),
+    "resnet": runs.MODELS["resnet"],
     # Lengths from 12 to 16: padded, and all in one bucket of shapes.
-    "gpt": (
-        "model=gpt",
-        "model.depth=1",
-        "model.width=16",
-        "model.heads=2",
-        "model.context_length=16",
-        "model.dropout=0.1",
-        "data=synthetic_tokens",
-        "data.vocab_size=32",
-        "data.size=200",
-        "data.val_size=40",
-        "data.min_length=12",
-    ),
+    "gpt": (*runs.MODELS["gpt"], "data.min_length=12"),
 }
 PRECISIONS = {
     "fp32": ("precision=fp32",),

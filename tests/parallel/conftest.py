@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import runs
 
 from trainapp import reading
 from trainapp.config import Config
@@ -20,23 +21,13 @@ from .pool import Pool
 os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that are started here
 
 TINY = (
-    "train.device=cpu",
-    "train.max_epochs=null",
-    "train.max_steps=4",
+    *runs.STEPS_ONLY,
     "train.grad_clip=null",
-    "batch.global_size=16",
     "batch.micro_size=4",
     "optimizer=sgd",
     "optimizer.fused=false",
     "optimizer.lr=0.1",
     "schedule=constant",
-    "every.log=1",
-    "every.eval=null",
-    "every.save=null",
-    "checkpointing=off",
-    "memory.guard=false",
-    "oom.remember=false",
-    "oom.grow=false",
 )
 # Lengths from 4 to 16: other numbers of tokens on each rank.
 GPT = (
