@@ -5,6 +5,7 @@ import pickle
 import resource
 import subprocess
 import sys
+import threading
 import zipfile
 
 import helpers
@@ -12,6 +13,7 @@ import pytest
 import runs
 import torch
 
+from trainapp import loop
 from trainapp.checkpoint import Checkpoints, damage, resolve
 from trainapp.errors import TrainingStopped, UserError
 
@@ -314,6 +316,65 @@ def test_a_disk_that_refuses(tmp_path):
     assert f"the last good one is {runs.checkpoint(tmp_path / 'run', 2)}" in done.stderr
     assert damage(runs.checkpoint(tmp_path / "run", 2)) is None
     assert not [name for name in names(tmp_path / "run") if name.startswith(".tmp")]
+
+
+LATER = "checkpointing.asynchronous=true"
+
+
+def test_in_the_background_the_same_is_saved(tmp_path):
+    """The state of the moment of `save`, not that of a later step, which changes the same tensors in place."""
+    overrides = (
+        *runs.MODELS["gpt"],
+        "train.ema=0.9",
+        "every.save=1",
+        "checkpointing.keep_last=4",
+        "oom.remember=false",
+    )
+    runs.run(tmp_path / "now", *overrides)
+    runs.run(tmp_path / "later", *overrides, LATER)
+    assert names(tmp_path / "now") == names(tmp_path / "later")
+    for step in (1, 2, 3, 4):
+        assert runs.differences(runs.saved(tmp_path / "now", step), runs.saved(tmp_path / "later", step)) == []
+        assert damage(runs.checkpoint(tmp_path / "later", step)) is None
+
+
+def test_training_goes_on_while_it_is_written(tmp_path, monkeypatch):
+    written, may_write = [], threading.Event()
+    write = torch.save
+
+    def slow(values, path):
+        assert may_write.wait(30)
+        write(values, path)
+        written.append(path)
+
+    monkeypatch.setattr(torch, "save", slow)
+    job = runs.prepare(tmp_path, *MLP, LATER, "every.save=1")
+    loop.train_step(job)
+    loop.save(job)
+    for _ in range(3):
+        loop.train_step(job)
+    assert job.state.progress.step == 4
+    assert written == []
+    assert names(tmp_path) == [".tmp-step_00000001"]
+    may_write.set()
+    job.saver.finish()
+    job.tracker.close()
+    assert job.checkpoints.newest().name == "step_00000001"
+
+
+def test_a_disk_that_refuses_in_the_background(tmp_path):
+    overrides = ("model=mlp", "train.max_epochs=null", "train.device=cpu", "every.eval=null", "train.max_steps=4")
+    done = subprocess.run(
+        [sys.executable, "-m", "trainapp", *overrides, LATER, f"hydra.run.dir={tmp_path / 'run'}"],
+        cwd=tmp_path,
+        env=helpers.environment(),
+        preexec_fn=limit_files,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert "the checkpoint of step 4 could not be written to" in done.stderr
 
 
 def test_a_folder_that_cannot_be_made(tmp_path):

@@ -47,9 +47,14 @@ class Checkpoints:
 
         For all ranks. Raises TrainingStopped on all of them when the disk refuses one; what was there is intact.
         """
-        temporary = self.begin(step)
-        self.together(step, temporary, lambda: write(temporary))
-        return self.commit(temporary, step, config, is_best)
+        temporary, digests = self.begin(step), {}
+
+        def work() -> None:
+            write(temporary)
+            digests.update(self.digests(temporary))
+
+        self.together(step, temporary, work)
+        return self.commit(temporary, digests, step, config, is_best)
 
     def begin(self, step: int) -> Path:
         """The empty folder that a checkpoint is written into. For all ranks."""
@@ -63,10 +68,22 @@ class Checkpoints:
         self.together(step, temporary, make)
         return temporary
 
-    def commit(self, temporary: Path, step: int, config: dict[str, Any], is_best: bool) -> Path:
+    def digests(self, folder: Path) -> dict[str, Any]:
+        """Size and digest of the files that this rank wrote: its shards, and for the leader all that is nobody's.
+
+        They are on the disk when it returns.
+        """
+        own = [p for p in sorted(folder.iterdir()) if p.name.startswith(f"__{self.ranks.rank}_")]
+        if self.ranks.leads:
+            own += [p for p in sorted(folder.iterdir()) if not p.name.startswith("__")]
+        for path in own:
+            _fsync(path)
+        return {p.name: {"bytes": p.stat().st_size, "sha256": _digest(p)} for p in own}
+
+    def commit(
+        self, temporary: Path, digests: dict[str, Any], step: int, config: dict[str, Any], is_best: bool
+    ) -> Path:
         """Give the written folder its manifest and its name. For all ranks, once all have written."""
-        digests: dict[str, Any] = {}
-        self.together(step, temporary, lambda: digests.update(_digests(temporary, self.ranks)))
         everybody = {name: entry for part in self.ranks.gather(digests) for name, entry in part.items()}
         final = self.folder / _name(step)
 
@@ -223,16 +240,6 @@ def _refusal(error: BaseException, rank: int) -> tuple[int, str]:
     if not re.search(r"write|unexpected pos", str(error), re.IGNORECASE):
         raise error
     return rank, f"a file could not be written to its end; is the disk full? (torch: {str(error).strip()})"
-
-
-def _digests(folder: Path, ranks: Alone) -> dict[str, Any]:
-    """Size and digest of the files that this rank wrote: its shards, and for the leader all that is nobody's."""
-    own = [p for p in sorted(folder.iterdir()) if p.name.startswith(f"__{ranks.rank}_")]
-    if ranks.leads:
-        own += [p for p in sorted(folder.iterdir()) if not p.name.startswith("__")]
-    for path in own:
-        _fsync(path)
-    return {p.name: {"bytes": p.stat().st_size, "sha256": _digest(p)} for p in own}
 
 
 def _write_manifest(folder: Path, step: int, config: dict[str, Any], files: dict[str, Any], ranks: int) -> None:

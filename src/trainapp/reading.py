@@ -113,8 +113,6 @@ def _conflicts(config: Config) -> list[str]:
             f"accumulation.steps={steps} and batch.micro_size={batch.micro_size}: both fix the micro-batch; "
             "set one of them to auto"
         )
-    if config.checkpointing.asynchronous and config.parallel.strategy == "single":
-        errors.append("checkpointing.asynchronous=true: needs several ranks; choose parallel=ddp or parallel=fsdp")
     if config.mode != "train" and config.checkpointing.resume in ("auto", "none"):
         errors.append(
             f"mode={config.mode} with checkpointing.resume={config.checkpointing.resume}: name the checkpoint or the "

@@ -1,7 +1,8 @@
 """Puts the state of a run into a checkpoint and takes it out again: one file, or shards of many ranks."""
 
 import logging
-from concurrent.futures import Future
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Pending:
-    """A checkpoint that is being written in the background."""
+    """A checkpoint that is being written in the background. The future's result are its files' digests."""
 
     future: Future
     folder: Path
@@ -30,22 +31,22 @@ class Pending:
 
 
 class Saver:
-    """Saves one run's state. With `asynchronous`, shards are written while training goes on, one at a time."""
+    """Saves one run's state. With `asynchronous`, a copy of it is written while training goes on, one at a time."""
 
     def __init__(self, state: TrainState, checkpoints: Checkpoints, ranks: Alone, asynchronous: bool):
         self.state, self.checkpoints, self.ranks = state, checkpoints, ranks
-        self.asynchronous = asynchronous and ranks.world > 1
+        self.asynchronous = asynchronous
         self.pending: Pending | None = None
+        self._background = ThreadPoolExecutor(1, "checkpoint")  # starts no thread before it is needed
 
     def save(self, step: int, config: dict[str, Any], is_best: bool) -> None:
         """For all ranks. Raises TrainingStopped when a disk refuses."""
         self.finish()
-        if self.ranks.world == 1:
-            self.checkpoints.save(self._write_whole, step, config, is_best)
-        elif self.asynchronous:
+        if self.asynchronous:
             self._begin(step, config, is_best)
         else:
-            self.checkpoints.save(self._write_shards, step, config, is_best)
+            write = self._write_whole if self.ranks.world == 1 else self._write_shards
+            self.checkpoints.save(write, step, config, is_best)
 
     @property
     def busy(self) -> bool:
@@ -57,8 +58,9 @@ class Saver:
         pending, self.pending = self.pending, None
         if pending is None:
             return
-        self.checkpoints.together(pending.step, pending.folder, pending.future.result)
-        self.checkpoints.commit(pending.folder, pending.step, pending.config, pending.is_best)
+        digests: dict[str, Any] = {}
+        self.checkpoints.together(pending.step, pending.folder, lambda: digests.update(pending.future.result()))
+        self.checkpoints.commit(pending.folder, digests, pending.step, pending.config, pending.is_best)
 
     def _write_whole(self, folder: Path) -> None:
         torch.save({**_whole(self.state.tensors()), **self._values()}, folder / STATE)
@@ -66,34 +68,54 @@ class Saver:
     def _write_shards(self, folder: Path) -> None:
         from trainapp.parallel import shards  # late: a single process never needs it
 
+        values = self._values()
         shards.write(shards.tensors_of(self.state.tensors()), folder, self.ranks.saving_group)
-        self._write_extra(folder)
+        if self.ranks.leads:
+            torch.save(values, folder / shards.EXTRA)
 
     def _begin(self, step: int, config: dict[str, Any], is_best: bool) -> None:
+        folder = self.checkpoints.begin(step)
+        write = self._write_copy(folder) if self.ranks.world == 1 else self._write_shards_later(folder)
+
+        def work() -> dict[str, Any]:
+            write()
+            return self.checkpoints.digests(folder)
+
+        self.pending = Pending(self._background.submit(work), folder, step, config, is_best)
+
+    def _write_copy(self, folder: Path) -> Callable[[], None]:
+        """What writes the state of this moment: it is copied to host memory now."""
+        tensors, values = _whole(self.state.tensors(), copied=True), self._values()
+        return lambda: torch.save({**tensors, **values}, folder / STATE)
+
+    def _write_shards_later(self, folder: Path) -> Callable[[], None]:
         from trainapp.parallel import shards
 
-        folder = self.checkpoints.begin(step)
-        self._write_extra(folder)
-        future = shards.write_later(shards.tensors_of(self.state.tensors()), folder, self.ranks.saving_group)
-        self.pending = Pending(future, folder, step, config, is_best)
-
-    def _write_extra(self, folder: Path) -> None:
-        from trainapp.parallel.shards import EXTRA
-
         values = self._values()
-        if self.ranks.leads:
-            torch.save(values, folder / EXTRA)
+        copied = shards.write_later(shards.tensors_of(self.state.tensors()), folder, self.ranks.saving_group)
+
+        def write() -> None:
+            copied.result()
+            if self.ranks.leads:
+                torch.save(values, folder / shards.EXTRA)
+
+        return write
 
     def _values(self) -> dict[str, Any]:
         return self.state.values(self.ranks.gather(rng_state(self.state.device)))
 
 
-def _whole(values: dict[str, Any]) -> dict[str, Any]:
-    """One rank's shards are all of the tensor; a file of plain tensors opens anywhere."""
-    return {
-        name: _whole(value) if isinstance(value, dict) else whole(value) if torch.is_tensor(value) else value
-        for name, value in values.items()
-    }
+def _whole(values: dict[str, Any], copied: bool = False) -> dict[str, Any]:
+    """One rank's shards are all of the tensor; a file of plain tensors opens anywhere. `copied` to host memory."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, dict):
+            found[name] = _whole(value, copied)
+        elif torch.is_tensor(value):
+            found[name] = whole(value).detach().to("cpu", copy=True) if copied else whole(value)
+        else:
+            found[name] = value
+    return found
 
 
 def restore(state: TrainState, path: Path, ranks: Alone) -> dict[str, Any]:
