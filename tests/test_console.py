@@ -14,7 +14,8 @@ import pytest
 from helpers import environment
 from runs import MODELS, TINY
 
-from trainapp.console import Progress, bytes_text, explain_hydra, fail
+from trainapp.console import Progress, explain_hydra, fail
+from trainapp.units import bytes_text
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,10 @@ import torch
 
 from trainapp import activation_checkpointing
 from trainapp.config import ActivationCheckpointing, Config
-from trainapp.console import bytes_text
 from trainapp.incident import Incident
 from trainapp.job import Job
 from trainapp.trace import traced_peak
+from trainapp.units import bytes_text
 
 log = logging.getLogger(__name__)
 

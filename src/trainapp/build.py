@@ -11,7 +11,6 @@ from trainapp import components, devices, memory, precision, tasks
 from trainapp.batching import EvalBatches, TrainBatches
 from trainapp.checkpoint import Checkpoints
 from trainapp.config import Config
-from trainapp.console import bytes_text
 from trainapp.durations import RunLength, to_steps
 from trainapp.ema import WeightAverage
 from trainapp.errors import UserError
@@ -27,6 +26,7 @@ from trainapp.search import Sizes
 from trainapp.signals import StopRequest
 from trainapp.state import RestorePoint, TrainState, seed_everything
 from trainapp.tracking import SilentTracker, Tracker
+from trainapp.units import bytes_text
 
 log = logging.getLogger(__name__)
 

@@ -12,6 +12,7 @@ from pydantic import AfterValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from trainapp import durations
+from trainapp.units import parse_memory_size
 from trainapp.validation import (
     Bool,
     NonNegativeFloat,
@@ -43,30 +44,6 @@ def _objective(value: str) -> str:
 Duration = Annotated[int | str, AfterValidator(_duration)]
 MemorySize = Annotated[int | float | str, AfterValidator(_memory_size)]
 Auto = Literal["auto"]
-
-
-def parse_memory_size(value: int | float | str, total: int) -> int:
-    """Bytes of a size: `8589934592`, `8GiB`, `500MB`, or a fraction of `total` (bytes) such as 0.5.
-
-    Raises ValueError, with the rule in it, on anything else.
-    """
-    rule = "must be bytes, a size such as 8GiB or 500MB, or a fraction of the device between 0 and 1"
-    units = {"": 1, "b": 1} | {
-        f"{prefix}{suffix}": base**power
-        for power, prefix in enumerate("kmgt", start=1)
-        for suffix, base in (("ib", 1024), ("b", 1000))
-    }
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([a-z]*)\s*", str(value).lower())
-    if isinstance(value, bool) or not match or match[2] not in units:
-        raise ValueError(rule)
-    amount = float(match[1])
-    if not match[2] and not amount.is_integer() and amount > 1:
-        raise ValueError(f"{rule}: {value} of what? Write {value}GiB, or whole bytes")
-    if not match[2] and 0 < amount <= 1 and not isinstance(value, int):
-        return int(amount * total)
-    if amount * units[match[2]] < 1:
-        raise ValueError(rule)
-    return int(amount * units[match[2]])
 
 
 @section

@@ -105,12 +105,3 @@ def _keys_beside(error: BaseException, key: str) -> list[str]:
         return [str(name) for name in node] if node is not None else []
     except TypeError:
         return []
-
-
-def bytes_text(count: float) -> str:
-    """1536 -> '1.5 KiB'."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024 or unit == "GiB":
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    raise AssertionError("unreachable")

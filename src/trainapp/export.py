@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from trainapp.console import bytes_text
 from trainapp.job import Job
 from trainapp.parallel.placement import whole
+from trainapp.units import bytes_text
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 
 from trainapp import config
-from trainapp.console import bytes_text
+from trainapp.units import bytes_text, parse_memory_size
 
 _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
 SMALLEST = 256 * 2**20  # under this the interpreter cannot even start a thread
@@ -54,7 +54,7 @@ def guarded(settings: config.Memory, total: int) -> Iterator[None]:
 
     # OpenBLAS ends the process when it cannot have its buffer, and a picture of an incident asks for it: now, then.
     np.linalg.inv(np.eye(3))
-    reserve = config.parse_memory_size(settings.guard_reserve, total)
+    reserve = parse_memory_size(settings.guard_reserve, total)
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # the ranks of this machine share what is left
     headroom = max(SMALLEST, (available() - reserve) // processes)
     before, hard = resource.getrlimit(resource.RLIMIT_DATA)

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainapp.console import bytes_text
 from trainapp.job import Job
 from trainapp.oom import requested_bytes
 from trainapp.parallel.placement import local
 from trainapp.parallel.ranks import PeerOutOfMemory
+from trainapp.units import bytes_text
 
 # The phases of a step before its commit.
 TRANSACTION = ("data", "forward", "loss", "backward", "metric", "gradients", "unscale", "clip")

@@ -14,8 +14,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.module_tracker import ModuleTracker
 
-from trainapp.console import bytes_text
 from trainapp.parallel.placement import local
+from trainapp.units import bytes_text
 
 Resident = Mapping[str, Iterable[torch.Tensor]]  # what is in memory between two steps, by kind
 

@@ -11,7 +11,6 @@ import time
 import torch
 from torch import Tensor
 
-from trainapp import timeline
 from trainapp.batches import MicroBatch, batch_length
 from trainapp.errors import UserError
 from trainapp.finite import gradient_norm
@@ -20,6 +19,7 @@ from trainapp.meter import spread
 from trainapp.parallel.placement import local
 from trainapp.state import preserved_rng
 from trainapp.tasks import evaluate_metrics
+from trainapp.timeline import Picture
 
 
 def train(job: Job) -> None:
@@ -236,7 +236,7 @@ def draw_timeline(job: Job) -> None:
     if events:
         path = job.tracker.run_dir / "memory_timeline.png"
         title = f"memory of step {step}, micro-batch {job.state.micro.size}"
-        job.tracker.picture("memory_timeline", timeline.draw(events, kinds, job.memory.budget, title, path), step)
+        job.tracker.picture("memory_timeline", Picture(events, kinds, job.memory.budget, title, path), step)
     job.memory.keep_events = job.timeline = False
     job.meter.pause(time.monotonic() - started)
 

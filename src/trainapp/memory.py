@@ -19,6 +19,7 @@ from trainapp import config
 from trainapp.errors import UserError
 from trainapp.limits import ModulePath, Resident
 from trainapp.parallel.placement import local
+from trainapp.units import parse_memory_size
 
 
 def static_bytes(model: nn.Module, optimizer: torch.optim.Optimizer, averages: list[torch.Tensor]) -> dict[str, int]:
@@ -48,7 +49,7 @@ class DeviceMemory:
 
     def __init__(self, device: torch.device, settings: config.Memory, total: int):
         self.device, self.total = device, total
-        self.limit = None if settings.limit is None else config.parse_memory_size(settings.limit, total)
+        self.limit = None if settings.limit is None else parse_memory_size(settings.limit, total)
         if self.limit is not None and self.limit > total:
             raise UserError(
                 f"memory.limit={settings.limit}: {self.limit} bytes are more than the {total} bytes that {device} has"

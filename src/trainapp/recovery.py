@@ -1,21 +1,20 @@
 """What follows an out-of-memory error: the step is taken back, the size changes, everybody is told."""
 
 import contextlib
-import functools
 import json
 import logging
 import os
 import time
-from pathlib import Path
 from typing import NoReturn
 
-from trainapp import build, incident, timeline
+from trainapp import build, incident
 from trainapp.advice import memory_report
 from trainapp.config import Config
 from trainapp.errors import TrainingStopped
 from trainapp.incident import Incident
 from trainapp.job import Job
 from trainapp.parallel.ranks import OUT_OF_MEMORY_EXIT, Alone
+from trainapp.timeline import Picture
 
 RESTART = "restart.json"
 log = logging.getLogger(__name__)
@@ -80,12 +79,12 @@ def record(job: Job, failure: Incident, started: float) -> None:
     try:
         path = incident.write(failure, folder, number, job.ranks.world)
         job.memory.dump(path.with_suffix(".snapshot.pickle"))
-        draw = None
+        job.tracker.incident(incident.report(failure), failure.step)
         if failure.events:
             title = f"out of memory at step {failure.step} in {failure.phase}, micro-batch {failure.old_size}"
-            file: Path = path.with_suffix(".png")
-            draw = functools.partial(timeline.draw, failure.events, failure.kinds, failure.limit, title, file)
-        job.tracker.incident(incident.report(failure), draw, failure.step)
+            file = path.with_suffix(".png")
+            picture = Picture(failure.events, failure.kinds, failure.limit, title, file)
+            job.tracker.picture("out_of_memory", picture, failure.step)
     except (OSError, MemoryError) as error:  # the run matters more than its record
         log.warning("the incident's record could not be written: %s", error)
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from trainapp.config import Config
-from trainapp.console import bytes_text
 from trainapp.job import Job
 from trainapp.search import Plan
 from trainapp.tracking import RESULT
+from trainapp.units import bytes_text
 
 
 @dataclass

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from trainapp import build, export, guard, incident, loop, recovery, remembered, saving
 from trainapp.checkpoint import Checkpoints, read_manifest, resolve
-from trainapp.config import Config, parse_memory_size
+from trainapp.config import Config
 from trainapp.errors import TrainingStopped
 from trainapp.incident import Incident
 from trainapp.job import Job
@@ -20,6 +20,7 @@ from trainapp.parallel.ranks import Alone
 from trainapp.result import RunResult, report, result_of, write
 from trainapp.signals import StopRequest
 from trainapp.tracking import RESULT
+from trainapp.units import parse_memory_size
 
 log = logging.getLogger(__name__)
 

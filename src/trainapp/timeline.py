@@ -1,13 +1,22 @@
-"""Memory over one step, stacked by kind: the picture of a failing step, or of a healthy one."""
+"""Memory over one step, stacked by kind: the picture of a failing step, or of a healthy one.
 
+`python -m trainapp.timeline` draws what `Drawing` hands it.
+"""
+
+import contextlib
 import io
-import logging
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from trainapp.console import bytes_text
+from trainapp.units import bytes_text
 
 KINDS = ("parameters", "optimizer state", "buffers", "weight average", "batch", "gradients", "activations")
 
@@ -24,15 +33,58 @@ def stacked(events: Sequence[tuple[int, int]], kinds: Mapping[int, str]) -> dict
     return {kind: values.cumsum() for kind, values in changes.items()}
 
 
-def draw(events: Sequence[tuple[int, int]], kinds: Mapping[int, str], limit: int, title: str, path: Path) -> np.ndarray:
-    """Draw to a PNG file, and return the picture: uint8 [height, width, 3].
+@dataclass(frozen=True)
+class Picture:
+    """What is to be drawn. events, kinds: as in `stacked`; limit: bytes, a line where it is not far above the rest."""
 
-    limit: bytes, drawn as a line where it is not far above the rest.
+    events: Sequence[tuple[int, int]]
+    kinds: Mapping[int, str]
+    limit: int
+    title: str
+    path: Path  # of the PNG file
+
+
+class Drawing:
+    """Pictures that a process of its own draws: here matplotlib would take the interpreter from training, for 0.5 s.
+
+    Raises OSError when the process cannot be started.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # late: it costs 0.3 s and few runs need it
+
+    def __init__(self, pictures: Sequence[Picture]):
+        own_path = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+        with tempfile.TemporaryFile() as facts:
+            pickle.dump([(list(p.events), dict(p.kinds), p.limit, p.title, str(p.path)) for p in pictures], facts)
+            facts.seek(0)
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", __name__],
+                stdin=facts,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(own_path)},
+                start_new_session=True,  # Ctrl-C is not meant for it
+            )
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, self._process.pid, 19)  # behind training
+
+    @property
+    def ended(self) -> bool:
+        """Whether there is nothing to wait for."""
+        return self._process.poll() is not None
+
+    def wait(self, seconds: float = 60.0) -> None:
+        """Until it ends; it is ended after `seconds`."""
+        try:
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def draw(events: Sequence[tuple[int, int]], kinds: Mapping[int, str], limit: int, title: str, path: str) -> None:
+    """Draw a `Picture` to its file."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    logging.getLogger("matplotlib").setLevel(logging.WARNING)  # it announces that it looks for fonts
     series = stacked(events, kinds)
     total = sum(series.values())
     scale = 2**20
@@ -53,6 +105,11 @@ def draw(events: Sequence[tuple[int, int]], kinds: Mapping[int, str], limit: int
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small")
     buffer = io.BytesIO()
     canvas.print_png(buffer)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(buffer.getvalue())
-    return np.asarray(canvas.buffer_rgba())[..., :3].copy()
+    temporary = Path(path).with_suffix(".tmp")
+    temporary.write_bytes(buffer.getvalue())
+    os.replace(temporary, path)
+
+
+if __name__ == "__main__":
+    for picture in pickle.load(sys.stdin.buffer):
+        draw(*picture)

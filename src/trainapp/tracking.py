@@ -1,17 +1,18 @@
 """Where numbers go: metrics.jsonl and TensorBoard in the run directory, the line or the bar on the terminal."""
 
+import contextlib
 import json
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+import struct
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from trainapp.console import Progress, bytes_text
+from trainapp.console import Progress
+from trainapp.timeline import Drawing, Picture
+from trainapp.units import bytes_text
 
 METRICS = "metrics.jsonl"
 EVALUATIONS = "evaluations.jsonl"
@@ -39,7 +40,9 @@ class Tracker:
         self._evaluations = (run_dir / EVALUATIONS).open("a")
         self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=step + 1 if continues else None)
         self._writer.add_text("config", _as_code(config), step)
-        self._drawing = ThreadPoolExecutor(1)  # a picture takes 0.1 s, the first 0.3 s: training need not wait
+        self._pictures: list[tuple[str, int, Picture]] = []
+        self._drawing: Drawing | None = None  # of the first of them
+        self._drawn = 0
         self.progress = Progress(total, step)
 
     def log(self, step: int, samples: int, scalars: Mapping[str, float], metric: str | None) -> None:
@@ -47,6 +50,7 @@ class Tracker:
         self._metrics.write(json.dumps({"step": step, "samples": samples, **scalars}) + "\n")
         self._metrics.flush()
         self._add_scalars("train", scalars, step)
+        self._draw()
         shown = {"loss": f"{scalars['loss']:.4f}"}
         if metric in scalars:
             shown[metric] = f"{scalars[metric]:.3f}"
@@ -75,27 +79,47 @@ class Tracker:
         log.info("%s", text)
         self._writer.add_text(tag, text, self.progress.step)
 
-    def incident(self, text: str, draw: Callable[[], np.ndarray] | None, step: int) -> None:
-        """The record of an out-of-memory error, flushed at once; `draw` returns uint8 [height, width, 3], later."""
+    def incident(self, text: str, step: int) -> None:
+        """The record of an out-of-memory error, flushed at once."""
         self._writer.add_text("out_of_memory", text, step)
         self._writer.flush()
-        if draw is not None:
-            self._drawing.submit(self._draw, draw, step)
 
-    def _draw(self, draw: Callable[[], np.ndarray], step: int) -> None:
+    def picture(self, tag: str, picture: Picture, step: int) -> None:
+        """An image: drawn in the background after the next log step, with all others that wait for it."""
+        self._pictures.append((tag, step, picture))
+
+    def _draw(self) -> None:
+        """Take in what is drawn, and begin with what waits."""
+        if self._drawing is not None and self._drawing.ended:
+            for tag, step, picture in self._pictures[: self._drawn]:
+                self._add_image(tag, step, picture.path)
+            self._pictures, self._drawing = self._pictures[self._drawn :], None
+        if self._pictures and self._drawing is None:
+            try:
+                self._drawing = Drawing([picture for _, _, picture in self._pictures])
+                self._drawn = len(self._pictures)
+            except OSError as error:  # the run matters more than its record
+                log.warning("no pictures of memory could be drawn: %s", error)
+                self._pictures.clear()
+
+    def _add_image(self, tag: str, step: int, path: Path) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
         try:
-            self.picture("out_of_memory", draw(), step)
-        except (OSError, MemoryError) as error:  # the run matters more than its record
-            log.warning("the picture of the incident at step %d could not be drawn: %s", step, error)
-
-    def picture(self, tag: str, picture: np.ndarray | None, step: int) -> None:
-        """An image, uint8 [height, width, 3]; None for none."""
-        if picture is not None:
-            self._writer.add_image(tag, picture, step, dataformats="HWC")
+            png = path.read_bytes()
+        except OSError as error:
+            log.warning("the picture of step %d could not be drawn: %s", step, error)
+            return
+        width, height = struct.unpack(">II", png[16:24])  # of the file's header
+        image = Summary.Image(width=width, height=height, colorspace=3, encoded_image_string=png)
+        self._writer._get_file_writer().add_summary(Summary(value=[Summary.Value(tag=tag, image=image)]), step)
 
     def close(self) -> None:
         """Flush everything to disk."""
-        self._drawing.shutdown()
+        while self._pictures:
+            if self._drawing is not None:
+                self._drawing.wait()
+            self._draw()
         self.progress.close()
         self._writer.close()
         self._metrics.close()
@@ -103,21 +127,27 @@ class Tracker:
 
 
 class SilentTracker:
-    """On ranks that do not lead: takes everything and writes nothing."""
+    """On ranks that do not lead: takes everything and writes nothing but pictures, which lie beside the reports."""
 
     def __init__(self, run_dir: Path, *_: Any):
         self.run_dir = run_dir
         self.progress = SilentProgress()
+        self._pictures: list[Picture] = []
 
-    def incident(self, text: str, draw: Callable[[], np.ndarray] | None, step: int) -> None:
-        """The picture lies beside the incident's report."""
-        if draw is not None:
-            draw()
+    def picture(self, tag: str, picture: Picture, step: int) -> None:
+        """Is drawn at the end."""
+        self._pictures.append(picture)
+
+    def close(self) -> None:
+        """Draw the pictures."""
+        with contextlib.suppress(OSError):
+            if self._pictures:
+                Drawing(self._pictures).wait()
 
     def _nothing(self, *_: Any) -> None:
         pass
 
-    log = evaluated = note = picture = close = _nothing
+    log = evaluated = note = incident = _nothing
 
 
 class SilentProgress:

@@ -11,6 +11,7 @@ import runs
 
 from trainapp import reading
 from trainapp.config import Config
+from trainapp.tracking import Tracker
 
 TINY = (*runs.STEPS_ONLY, "train.ema=0.9", "batch.micro_size=8")
 MODELS = {
@@ -59,6 +60,12 @@ def tiny(
 def cell(model: str, precision: str) -> tuple[str, ...]:
     """The overrides of a model and a precision of the grid."""
     return (*MODELS[model], *PRECISIONS[precision])
+
+
+@pytest.fixture
+def without_pictures(monkeypatch):
+    """A picture costs more than a tiny run; test_incident.py has them drawn."""
+    monkeypatch.setattr(Tracker, "picture", lambda *_: None)
 
 
 @pytest.fixture(autouse=True, scope="session")

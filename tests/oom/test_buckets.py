@@ -6,7 +6,6 @@ import pytest
 import torch
 from runs import weights
 
-from trainapp import timeline
 from trainapp.batches import MicroBatch, bucket_of, measure
 from trainapp.parallel.ranks import Alone
 from trainapp.search import Sizes
@@ -14,10 +13,7 @@ from trainapp.search import Sizes
 from .conftest import tiny
 from .inject import Run
 
-
-@pytest.fixture(autouse=True)
-def without_pictures(monkeypatch):
-    monkeypatch.setattr(timeline, "draw", lambda *_: None)
+pytestmark = pytest.mark.usefixtures("without_pictures")
 
 
 TEXT = (

@@ -14,7 +14,7 @@ import pytest
 import torch
 from runs import differences
 
-from trainapp import loop, recovery, runner, state, timeline
+from trainapp import loop, recovery, runner, state
 from trainapp.parallel.ranks import Alone
 from trainapp.signals import StopRequest
 from trainapp.state import RestorePoint
@@ -25,10 +25,7 @@ from .inject import BETWEEN, PHASES, Injector, Run, logged
 STEPS = (1, 3, 4)  # first, middle, last
 
 
-@pytest.fixture(autouse=True)
-def without_pictures(monkeypatch):
-    """A picture costs more than a whole cell; test_incident.py has them drawn."""
-    monkeypatch.setattr(timeline, "draw", lambda *_: None)
+pytestmark = pytest.mark.usefixtures("without_pictures")
 
 
 class Counts(Injector):

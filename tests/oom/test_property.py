@@ -8,7 +8,6 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from trainapp import timeline
 from trainapp.errors import UserError
 from trainapp.search import SizeSearch
 
@@ -19,9 +18,7 @@ QUICK = settings(max_examples=300, deadline=None)
 REAL = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-@pytest.fixture(autouse=True)
-def without_pictures(monkeypatch):
-    monkeypatch.setattr(timeline, "draw", lambda *_: None)
+pytestmark = pytest.mark.usefixtures("without_pictures")
 
 
 @QUICK

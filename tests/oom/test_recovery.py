@@ -9,7 +9,7 @@ import torch
 from runs import relative_error, weights
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainapp import recovery, runner, timeline
+from trainapp import recovery, runner
 from trainapp.config import Config
 from trainapp.errors import TrainingStopped
 from trainapp.limits import LiveTensors
@@ -27,9 +27,7 @@ SAME = {
 }
 
 
-@pytest.fixture(autouse=True)
-def without_pictures(monkeypatch):
-    monkeypatch.setattr(timeline, "draw", lambda *_: None)
+pytestmark = pytest.mark.usefixtures("without_pictures")
 
 
 def limit_between(folder, overrides: tuple[str, ...], fits: int, fails: int) -> int:

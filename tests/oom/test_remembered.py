@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from trainapp import remembered, runner, timeline
+from trainapp import remembered, runner
 from trainapp.data.cache import cache_dir
 from trainapp.parallel.ranks import Alone
 from trainapp.signals import StopRequest
@@ -17,9 +17,7 @@ PLAIN = ("model=mlp", "model.width=32", "data=digits", "train.ema=null", "train.
 CHANGES = {"batch.micro_size": "auto", "batch.global_size": 64, "oom.remember": True, "oom.grow": True}
 
 
-@pytest.fixture(autouse=True)
-def without_pictures(monkeypatch):
-    monkeypatch.setattr(timeline, "draw", lambda *_: None)
+pytestmark = pytest.mark.usefixtures("without_pictures")
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from trainapp import timeline
 from trainapp.search import SizeSearch
 
 from .conftest import tiny
@@ -15,9 +14,7 @@ from .inject import Run
 LINEAR = ("model=mlp", "model.width=64", "data=digits", "optimizer=sgd", "train.ema=null", "batch.micro_size=auto")
 
 
-@pytest.fixture(autouse=True)
-def without_pictures(monkeypatch):
-    monkeypatch.setattr(timeline, "draw", lambda *_: None)
+pytestmark = pytest.mark.usefixtures("without_pictures")
 
 
 def peak_at(run_dir: Path, size: int, global_size: int) -> int:
