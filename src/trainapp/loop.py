@@ -54,7 +54,7 @@ def train_step(job: Job) -> None:
     job.ranks.arm(state.micro.trying)
     logs, draws = job.logs_coming_step, job.draws_coming_step
     watched = (logs and memory.wants_look) or draws or state.micro.trying
-    with memory.watch(job.meter.resident(), where=state.micro.trying) if watched else contextlib.nullcontext():
+    with memory.watch(job.meter.resident(), where=state.micro.untried) if watched else contextlib.nullcontext():
         sums = accumulate_gradients(job, logs)
         norm = clip(job, sums)
         applied = commit(job, sums, norm)

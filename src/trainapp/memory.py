@@ -73,7 +73,7 @@ class DeviceMemory:
     def watch(self, resident: Resident, where: bool = True) -> contextlib.AbstractContextManager:
         """Around work of an unproven size, or which is logged; `resident` is what is in memory before it.
 
-        where: also know in which module memory runs out, which costs hooks in every module.
+        where: also know in which module memory runs out in a backward: hooks in every module cost as much as counting.
         """
         return contextlib.nullcontext()
 

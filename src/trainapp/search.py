@@ -110,6 +110,11 @@ class Sizes:
         return bool(self.searches) and all(map(self.covered, self.searches))
 
     @property
+    def untried(self) -> bool:
+        """Whether a size has not yet ended a step well."""
+        return not all(search.clean for search in self.searches.values()) or not self.searches
+
+    @property
     def settled(self) -> bool:
         """Whether no larger size will be tried."""
         return all(search.settled for search in self.searches.values())
