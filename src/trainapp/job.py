@@ -134,9 +134,10 @@ class Job:
 
     def note_size(self) -> None:
         """Remember from which step on the micro-batch was this one, so that `oom.schedule` can replay the run."""
-        size, step, sizes = self.state.micro.size, self.state.progress.step + 1, self.state.micro.in_force()
+        sizes, step = self.state.micro.in_force(), self.state.progress.step + 1
         if next(reversed(self.sizes_used.values()), None) == sizes:
             return
+        size = self.state.micro.size
         self.sizes_used[step] = sizes
         cut = self.batches.accumulation(size, self.accumulation) > 1
         if cut and not self.noted_batchnorm and has_batchnorm(self.state.model):

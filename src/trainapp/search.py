@@ -126,12 +126,15 @@ class Sizes:
 
     def covered(self, bucket: int) -> bool:
         """Whether the size in force for a shape is proven: by itself, or by as many samples of a larger shape."""
-        size = self.search(bucket).size
-        return any(s.proven and s.size >= size for other, s in self.searches.items() if other >= bucket)
+        own = self.search(bucket)
+        return own.proven or any(
+            s.proven and s.size >= own.size for other, s in self.searches.items() if other >= bucket
+        )
 
     def in_force(self) -> Plan:
         """The sizes by bucket, or the one for all."""
-        sizes = {bucket: self.search(bucket).size for bucket in sorted({*self.searches, *self.ran})}
+        buckets = self.searches.keys() | self.ran.keys()
+        sizes = {bucket: self.search(bucket).size for bucket in sorted(buckets)} if len(buckets) > 1 else {}
         return sizes if len(set(sizes.values())) > 1 else self.size
 
     def search(self, bucket: int) -> SizeSearch:
