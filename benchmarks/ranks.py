@@ -15,6 +15,7 @@ import json
 import math
 import multiprocessing
 import os
+import random
 import socket
 import tempfile
 import time
@@ -27,6 +28,7 @@ from _common import machine, quartiles, table
 SAMPLES, MICRO = 16, 4  # of a step over all ranks; of a micro-batch
 LEARNING_RATE, CLIP = 1e-3, 1.0
 STRATEGIES = ("ddp", "fsdp")
+VOTES = "trainapp, votes"
 
 
 def main() -> None:
@@ -92,19 +94,20 @@ def work(rank: int, strategy: str, options: argparse.Namespace, port: int, answe
 
     total = options.steps * (options.rounds + 2)
     with tempfile.TemporaryDirectory() as folder:
-        settings = configured(strategy, options, total, Path(folder), "never")
+        settings = configured(strategy, options, total, Path(folder))
         with joined(settings) as ranks:
             loops: dict[str, Callable[[int], None]] = {}
             losses: dict[str, Callable[[], float]] = {}
             steps, losses["hand-written"] = hand_written(strategy, settings, ranks, options.steps)
             loops["hand-written"] = lambda count: [next(steps) for _ in range(count)] and None
-            for name, arm in (("trainapp, no votes", "never"), ("trainapp, votes", "always")):
-                settings = configured(strategy, options, total, Path(folder) / arm, arm)
+            for name in ("trainapp, no votes", VOTES):
+                settings = configured(strategy, options, total, Path(folder) / name)
                 loops[name], losses[name] = trainapp(settings, ranks)
             seconds: dict[str, list[float]] = {name: [] for name in loops}
             for number in range(options.rounds + 1):
-                # Every other round runs backwards: nobody always follows the same neighbour.
-                for name in loops if number % 2 else reversed(loops):
+                # All ranks shuffle alike: whoever often follows itself is faster.
+                for name in random.Random(number).sample(list(loops), len(loops)):
+                    ranks.policy = "always" if name == VOTES else "never"
                     ranks.barrier()
                     began = time.perf_counter()
                     loops[name](options.steps)
@@ -120,12 +123,12 @@ def work(rank: int, strategy: str, options: argparse.Namespace, port: int, answe
             ranks.barrier()
 
 
-def configured(strategy: str, options: argparse.Namespace, total: int, folder: Path, arm: str) -> Any:
+def configured(strategy: str, options: argparse.Namespace, total: int, folder: Path) -> Any:
     """The settings of `python -m trainapp`."""
     from trainapp import reading
 
     overrides = [
-        f"parallel={strategy}", f"parallel.arm={arm}", f"parallel.devices={options.ranks}", "train.device=cpu",
+        f"parallel={strategy}", f"parallel.devices={options.ranks}", "train.device=cpu",
         "model=gpt", "model.depth=4", f"model.width={options.width}", "model.heads=4", "model.context_length=64",
         "data=synthetic_tokens", "train.max_epochs=null", f"train.max_steps={total}", f"train.grad_clip={CLIP}",
         f"batch.global_size={SAMPLES}", f"batch.micro_size={MICRO}", f"optimizer.lr={LEARNING_RATE}",
