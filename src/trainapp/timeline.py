@@ -96,6 +96,7 @@ def draw(events: Sequence[tuple[int, int]], kinds: Mapping[int, str], limit: int
         np.arange(len(events)),
         [series[kind] / scale for kind in shown],
         labels=[f"{kind} ({bytes_text(int(series[kind].max()))})" for kind in shown],
+        colors=[f"C{KINDS.index(kind)}" for kind in shown],  # the same in every picture
         step="post",
     )
     highest = int(total.max(initial=0))

@@ -168,6 +168,16 @@ def test_another_optimizer_or_model_is_another_key(tmp_path):
     assert len(files()) == 3
 
 
+def test_other_ranks_or_another_strategy_is_another_key(tmp_path):
+    job = run(tmp_path / "a", changes={"train.max_steps": 1}).job
+    config = tiny(tmp_path / "a", *PLAIN)
+    alone = remembered.describe(config, job)
+    job.ranks.world = 2
+    assert remembered.describe(config, job) != alone
+    ddp = remembered.describe(tiny(tmp_path / "b", *PLAIN, "parallel=ddp"), job)
+    assert ddp != remembered.describe(tiny(tmp_path / "c", *PLAIN, "parallel=fsdp"), job)
+
+
 def test_another_seed_or_length_is_the_same_key(tmp_path):
     run(tmp_path / "a", changes={"train.max_steps": 1})
     run(tmp_path / "b", changes={"train.max_steps": 2, "train.seed": 7})
