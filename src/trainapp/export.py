@@ -31,7 +31,10 @@ def export(job: Job, folder: Path, largest: int) -> list[Path]:
         nonlocal waiting, size
         if waiting and job.ranks.leads:
             path = folder / f".part-{len(parts):05d}.safetensors"
+            path.touch()
+            mode = path.stat().st_mode
             save_file(waiting, path, metadata={"format": "pt"})
+            path.chmod(mode)  # safetensors lets only the owner read
             places.update(dict.fromkeys(waiting, path))
             parts.append(path)
         waiting, size = {}, 0

@@ -157,6 +157,24 @@ def test_a_damaged_shard_is_named_and_the_one_before_used(cell, damage, world):
     assert "using the one before it" in lines
 
 
+def test_exported_from_any_number_of_ranks(cell, tmp_path):
+    run_dir = cell.directory()
+    cell.run(2, "parallel=fsdp", *SAVING, "train.max_steps=2", run_dir=run_dir)
+    folders = [tmp_path / f"export_{number}" for number in range(4)]
+    readers = [(0, "parallel=single"), (2, "parallel=fsdp"), (3, "parallel=fsdp"), (2, "parallel=ddp")]
+    for folder, (world, strategy) in zip(folders, readers, strict=True):
+        overrides = (
+            "mode=export",
+            f"checkpointing.resume={run_dir}",
+            f"export.folder={folder}",
+            "export.file_size=8KB",
+        )
+        cell.run(world, strategy, *overrides)
+    files = [{path.name: path.read_bytes() for path in sorted(folder.iterdir())} for folder in folders]
+    assert len(files[0]) > 2
+    assert all(other == files[0] for other in files)
+
+
 class Payload:
     """What unpickling must never run."""
 

@@ -1,0 +1,94 @@
+"""`mode=export`: the weights of a checkpoint as plain safetensors files."""
+
+import json
+import os
+
+import pytest
+import runs
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from trainapp.errors import UserError
+
+GPT = (*runs.MODELS["gpt"], "oom.remember=false")
+
+
+def export(tmp_path, *overrides):
+    """The folder with the weights of the run in `tmp_path / "run"`."""
+    runs.run(tmp_path / "out", *GPT, "mode=export", f"checkpointing.resume={tmp_path / 'run'}", *overrides)
+    return tmp_path / "out" / "export"
+
+
+def weights(folder) -> dict[str, torch.Tensor]:
+    """What plain safetensors reads."""
+    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
+
+
+def without_tied(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The GPT's output layer is its embedding: written once."""
+    kept, seen = {}, []
+    for name, tensor in state.items():
+        if not any(tensor.shape == other.shape and torch.equal(tensor, other) for other in seen):
+            kept[name] = tensor
+            seen.append(tensor)
+    return kept
+
+
+def test_one_file(tmp_path):
+    runs.run(tmp_path / "run", *GPT)
+    folder = export(tmp_path)
+    assert [path.name for path in folder.iterdir()] == ["model.safetensors"]
+    state = runs.saved(tmp_path / "run", 4)["model"]
+    found = weights(folder)
+    assert set(found) <= set(state)
+    assert all(torch.equal(found[name], state[name]) for name in found)
+    assert set(found) >= set(without_tied(state))
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+    other = tmp_path / "touched"
+    other.touch()
+    assert os.stat(folder / "model.safetensors").st_mode == os.stat(other).st_mode  # not for the owner alone
+
+
+def test_several_files_and_their_index(tmp_path):
+    runs.run(tmp_path / "run", *GPT)
+    whole = weights(export(tmp_path))
+    folder = export(tmp_path, "export.file_size=6000", f"export.folder={tmp_path / 'parts'}") and tmp_path / "parts"
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    files = sorted(path.name for path in folder.glob("*.safetensors"))
+    assert len(files) > 2
+    assert files == [f"model-{n:05d}-of-{len(files):05d}.safetensors" for n in range(1, len(files) + 1)]
+    assert sorted(index["weight_map"]) == sorted(whole)
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in whole.values())
+    for name, file in index["weight_map"].items():
+        assert torch.equal(load_file(folder / file)[name], whole[name])
+    for file in files:
+        own = load_file(folder / file)
+        assert sum(tensor.nbytes for tensor in own.values()) <= 6000 or len(own) == 1
+
+
+def test_the_average_where_the_run_keeps_one(tmp_path):
+    runs.run(tmp_path / "run", *GPT, "train.ema=0.5")
+    state = runs.saved(tmp_path / "run", 4)
+    found = weights(export(tmp_path))
+    averaged = [name for name in state["average"] if name in found]
+    assert averaged
+    for name in averaged:
+        assert torch.equal(found[name], state["average"][name])
+        assert not torch.equal(found[name], state["model"][name])
+
+
+def test_the_next_run_starts_from_it(tmp_path):
+    runs.run(tmp_path / "run", *GPT)
+    folder = export(tmp_path)
+    again = runs.prepare(tmp_path / "again", *GPT, f"model.init_from={folder / 'model.safetensors'}")
+    again.tracker.close()
+    assert torch.equal(runs.weights(again.state.model), torch.cat([
+        runs.saved(tmp_path / "run", 4)["model"][name].flatten() for name, _ in again.state.model.named_parameters()
+    ]))  # fmt: skip
+
+
+def test_it_needs_a_checkpoint(tmp_path):
+    with pytest.raises(UserError, match=r"mode=export with checkpointing\.resume=auto: name the checkpoint"):
+        runs.run(tmp_path, *GPT, "mode=export")
