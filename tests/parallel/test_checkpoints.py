@@ -169,7 +169,8 @@ def test_exported_from_any_number_of_ranks(cell, tmp_path):
             f"export.folder={folder}",
             "export.file_size=8KB",
         )
-        cell.run(world, strategy, *overrides)
+        records = cell.run(world, strategy, *SAVING, *overrides)
+        assert [record.error for record in records] == [None] * len(records)
     files = [{path.name: path.read_bytes() for path in sorted(folder.iterdir())} for folder in folders]
     assert len(files[0]) > 2
     assert all(other == files[0] for other in files)
