@@ -8,7 +8,8 @@ import runs
 import torch
 from torch.utils.data import Dataset, default_collate
 
-from trainapp.batching import EvalBatches, TrainBatches, cut, cut_evenly, epoch_order
+from trainapp.batches import cut, cut_evenly
+from trainapp.batching import EvalBatches, TrainBatches, epoch_order
 from trainapp.data.digits import Digits
 from trainapp.data.synthetic import SyntheticTokens
 from trainapp.fetching import Batches, Fetcher, Request, worker_count

@@ -4,39 +4,16 @@ The sampler's whole state is (seed, epoch, samples consumed): it depends on neit
 so that a retry or a resume may change all three and still see the same samples.
 """
 
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.utils.data import Dataset
 
-from trainapp.batches import MicroBatch
+from trainapp.batches import MicroBatch, cut, cut_evenly
 from trainapp.fetching import Batches, Request
 from trainapp.parallel.ranks import Alone
 from trainapp.state import Progress
-
-
-def cut(indices: list[int], size: int) -> list[list[int]]:
-    """Micro-batches of `size` samples; the last is the ragged rest.
-
-    A rest of one sample takes a second one from its neighbour: BatchNorm cannot normalise a single value.
-    """
-    if not indices:  # an evaluation that was interrupted after its last batch
-        return []
-    starts = list(range(0, len(indices), size))
-    ends = [*starts[1:], len(indices)]
-    if len(starts) > 1 and ends[-1] - starts[-1] == 1 and size > 2:
-        starts[-1] -= 1
-        ends[-2] -= 1
-    return [indices[start:end] for start, end in zip(starts, ends, strict=True)]
-
-
-def cut_evenly(indices: list[int], parts: int) -> list[list[int]]:
-    """As many micro-batches as asked, sizes differing by at most one: 10 in 3 is 4, 3, 3."""
-    short, longer = divmod(len(indices), parts)
-    ends = [short * part + min(part, longer) for part in range(parts + 1)]
-    return [indices[a:b] for a, b in itertools.pairwise(ends) if a < b]
 
 
 def epoch_order(seed: int, epoch: int, samples: int) -> list[int]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainapp.batches import MicroBatch, bucket_of, measure, narrow
+from trainapp.batches import MicroBatch, bucket_of, cut, cut_evenly, measure, narrow
 from trainapp.parallel.ranks import Alone
 
 CLOSE_ENOUGH = 0.95  # of the smallest size that failed
@@ -40,7 +40,7 @@ class SizeSearch:
     def succeeded(self, ran: int) -> int | None:
         """A step ended well. Returns the larger size that the next step tries, if it is time for one.
 
-        ran: the largest micro-batch in it; only full ones prove anything (one less: see `batching.cut`). What bytes
+        ran: the largest micro-batch in it; only full ones prove anything (one less: see `batches.cut`). What bytes
         the step used says little of a larger size: another cut of the same samples has its peak elsewhere.
         """
         if ran < self.size - 1:
@@ -156,23 +156,25 @@ class Sizes:
         """
         samples, numbers = measure(micro.data)
         self.current = bucket = bucket_of(samples, numbers)
-        pieces = max(1, -(-samples // self.search(bucket).size))
+        pieces = cut(range(samples), self.search(bucket).size)
         if ranks.world > 1:
             uneven = not self.proven or len({search.size for search in self.searches.values()}) > 1
-            pieces, unproven = ranks.most(pieces, int(not self.covered(bucket))) if uneven else (1, 0)
+            count, unproven = ranks.most(len(pieces), int(not self.covered(bucket))) if uneven else (1, 0)
             if unproven:
                 ranks.arm(True)
-        length = -(-samples // pieces)
-        self.ran[bucket] = max(length, self.ran.get(bucket, 0))
-        self.numbers[bucket] = max(numbers * length // max(1, samples), self.numbers.get(bucket, 0))
-        if pieces == 1:
+            if count != len(pieces):
+                pieces = cut_evenly(range(samples), count)
+                pieces += [range(0)] * (count - len(pieces))
+        longest = max(map(len, pieces), default=0)
+        self.ran[bucket] = max(longest, self.ran.get(bucket, 0))
+        self.numbers[bucket] = max(numbers * longest // max(1, samples), self.numbers.get(bucket, 0))
+        if len(pieces) <= 1:
             yield micro
             return
-        for piece in range(pieces):
-            real = micro.real and piece * length < samples
-            start = piece * length if real else 0
-            data = narrow(micro.data, start, length if real else 1, samples)
-            yield MicroBatch(data, last=micro.last and piece == pieces - 1, real=real)
+        for number, piece in enumerate(pieces, start=1):
+            start, length = (piece[0], len(piece)) if piece else (0, 1)
+            data = narrow(micro.data, start, length, samples)
+            yield MicroBatch(data, last=micro.last and number == len(pieces), real=micro.real and len(piece) > 0)
 
     @property
     def watched(self) -> bool:

@@ -169,6 +169,18 @@ def test_a_new_long_shape_begins_where_the_others_experience_puts_it():
     assert pieces(sizes, batch_of(64, 16)) == [64]
 
 
+def test_a_shape_that_is_cut_unevenly_proves_its_size():
+    sizes = Sizes(64, grow=False)
+    pieces(sizes, batch_of(64, 16))
+    sizes.succeeded(Alone())
+    sizes.force({16: 64, 1024: 24})
+    for _ in range(3):
+        assert pieces(sizes, batch_of(64, 1024)) == [24, 24, 16]
+        sizes.succeeded(Alone())
+    assert sizes.searches[1024].proven
+    assert pieces(sizes, batch_of(49, 1024)) == [24, 23, 2]  # BatchNorm cannot normalise a single sample
+
+
 def test_only_the_bucket_at_work_fails():
     sizes = Sizes(64)
     assert pieces(sizes, batch_of(64, 16)) == [64]
