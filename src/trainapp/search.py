@@ -156,7 +156,8 @@ class Sizes:
         """
         samples, numbers = measure(micro.data)
         self.current = bucket = bucket_of(samples, numbers)
-        pieces = cut(range(samples), self.search(bucket).size)
+        size = self.search(bucket).size
+        pieces = cut(range(samples), size) if samples > size else [range(samples)]
         if ranks.world > 1:
             uneven = not self.proven or len({search.size for search in self.searches.values()}) > 1
             count, unproven = ranks.most(len(pieces), int(not self.covered(bucket))) if uneven else (1, 0)
@@ -165,10 +166,10 @@ class Sizes:
             if count != len(pieces):
                 pieces = cut_evenly(range(samples), count)
                 pieces += [range(0)] * (count - len(pieces))
-        longest = max(map(len, pieces), default=0)
+        longest = len(pieces[0])
         self.ran[bucket] = max(longest, self.ran.get(bucket, 0))
         self.numbers[bucket] = max(numbers * longest // max(1, samples), self.numbers.get(bucket, 0))
-        if len(pieces) <= 1:
+        if len(pieces) == 1:
             yield micro
             return
         for number, piece in enumerate(pieces, start=1):
