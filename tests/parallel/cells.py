@@ -156,6 +156,7 @@ class _Watched:
 def _watch(job: Job, record: Record) -> None:
     """Note samples where they are used: real micro-batches of steps that are committed."""
     batches, advance, pieces = job.batches, job.batches.advance, job.batches._pieces
+    job.tracker.picture = lambda *_: None  # drawing costs more than the cell; test_faults.py has one drawn
 
     def noting_advance(progress: Any) -> None:
         key = len(record.samples)

@@ -66,12 +66,26 @@ def test_out_of_memory_where_nobody_votes(reference, tmp_path):
     assert "exitcode: 82" in ended.text or "exitcode  : 82" in ended.text
     logs = (tmp_path / "run" / "ranks" / "rank_1.log").read_text()
     assert "all ranks start again from the last checkpoint with micro-batch 2 instead of 4" in logs
-    assert [line["batch/micro_size"] for line in metrics(tmp_path / "run")] == [4, 4, 2, 2, 2, 2]
+    assert sorted(result(tmp_path / "run")["micro_schedule"]["3"].values()) == [2, 4]  # the shape's that failed
     for line, other in zip(metrics(tmp_path / "run"), metrics(reference), strict=True):
         assert line["loss"] == pytest.approx(other["loss"], rel=1e-5)
     (incident,) = (tmp_path / "run" / "oom").glob("*.json")
     assert json.loads(incident.read_text())["rank"] == 1
     assert "rank_1" in incident.name
+
+
+def test_out_of_memory_recovered_in_place_names_its_rank(tmp_path):
+    fault = fail_at(1, 3, "backward", operation=20)
+    ended = launch(tmp_path / "run", *DDP, "data.min_length=9", env=environment(tmp_path, fault))
+    assert fired(tmp_path, fault) == 1
+    assert ended.code == 0, ended.text
+    folder = tmp_path / "run" / "oom"
+    assert sorted(path.name for path in folder.iterdir()) == [
+        f"001_step_3_rank_1.{kind}" for kind in ("json", "md", "png")
+    ]
+    assert (folder / "001_step_3_rank_1.png").read_bytes().startswith(b"\x89PNG")
+    assert "rank 1 ran out of memory at step 3" in (tmp_path / "run" / "trainapp.log").read_text()
+    assert result(tmp_path / "run")["oom_restarts"] == 1
 
 
 @pytest.mark.slow
