@@ -159,7 +159,8 @@ def test_a_loader_process_that_dies(tmp_path):
     fragile = ("user_packages=[parallel]", "data._target_=parallel.saboteur.FragileTokens", "data.num_workers=1")
     marker = tmp_path / "marker"
     ended = launch(
-        tmp_path / "run", "parallel=ddp", *fragile, f"+data.marker={marker}", "parallel.max_restarts=0",
+        tmp_path / "run", "parallel=ddp", *fragile, f"+data.marker={marker}", "data.min_length=null",
+        "parallel.max_restarts=0",
         env=environment(tmp_path),
     )  # fmt: skip
     assert marker.exists()
