@@ -43,6 +43,24 @@ SETTINGS = (
     "every.log=1",
 )
 
+HANDLED_OUTSIDE = """
+import signal
+import sys
+from pathlib import Path
+
+
+def queue_again(number, frame):
+    print("queued again with", len(list(Path("run/checkpoints").glob("step_*"))), "checkpoints", flush=True)
+    sys.exit(7)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGUSR2, queue_again)
+    from trainapp.__main__ import main
+
+    main()
+"""
+
 
 def start(folder, run_dir, *overrides, **options):
     (folder / "slow_model.py").write_text(SLOW_MODEL)
@@ -142,6 +160,24 @@ def test_without_checkpoints_no_resume_is_promised(tmp_path):
     output, errors = process.communicate(timeout=30)
     assert process.returncode == 143, errors
     assert "Resume with" not in output
+
+
+@pytest.mark.parametrize("parallel", [(), pytest.param(("parallel=ddp", "parallel.devices=2"), marks=pytest.mark.slow)])
+def test_who_handled_a_signal_before_gets_it_after_the_save(tmp_path, parallel):
+    """As in a job of submitit, whose own handler queues it again."""
+    (tmp_path / "job.py").write_text(HANDLED_OUTSIDE)
+    (tmp_path / "slow_model.py").write_text(SLOW_MODEL)
+    words = ["model=mlp", *SETTINGS, *parallel, "train.max_steps=400", "hydra.run.dir=run"]
+    process = subprocess.Popen(
+        [sys.executable, "job.py", *words], cwd=tmp_path, env=helpers.environment(), text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    wait_for_steps(tmp_path / "run", 2, process)
+    process.send_signal(signal.SIGUSR2)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 7, output
+    assert len(list((tmp_path / "run" / "checkpoints").glob("step_*"))) == 1
+    assert output.index("Resume with") < output.index("queued again with 1 checkpoints")
 
 
 def test_handlers_are_put_back():

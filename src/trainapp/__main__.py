@@ -18,7 +18,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from trainapp import console, reading, run_name
+from trainapp import console, reading, run_name, scheduler
 from trainapp.errors import UserError
 from trainapp.reading import CONF
 
@@ -31,7 +31,7 @@ def job(composed: DictConfig) -> float | None:
     hydra_config = HydraConfig.get()
     run_dir = str(Path(hydra_config.runtime.output_dir).resolve())
     try:
-        if _is_sweep(hydra_config) and run_name.started_by_a_launcher():
+        if _is_sweep(hydra_config) and scheduler.is_one_of_many() and not scheduler.runs_sweep():
             raise UserError(
                 "a multirun inside torchrun or srun would run on every rank: start it as `python -m trainapp -m "
                 "parallel.devices=N ...`, which starts the workers of each job itself"

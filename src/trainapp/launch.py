@@ -2,10 +2,9 @@
 
 import os
 
-from trainapp import guard
+from trainapp import guard, scheduler
 from trainapp.config import Config
 from trainapp.errors import UserError
-from trainapp.run_name import started_by_a_launcher
 
 
 def launch(config: Config) -> float | None:
@@ -15,7 +14,7 @@ def launch(config: Config) -> float | None:
         # Read once, when CUDA starts. What the user set wins.
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     if config.parallel.strategy == "single":
-        if started_by_a_launcher():
+        if scheduler.is_one_of_many():
             raise UserError(
                 "parallel=single, but torchrun or srun started several processes: choose parallel=ddp or parallel=fsdp"
             )
@@ -24,8 +23,8 @@ def launch(config: Config) -> float | None:
         return runner.run(config).objective
     from trainapp.parallel import launcher, worker
 
-    if started_by_a_launcher():
-        worker.adopt_slurm()
+    if scheduler.is_one_of_many():
+        scheduler.adopt()
         outcome = worker.work(config)
     else:
         outcome = launcher.start(config)

@@ -6,17 +6,14 @@ import secrets
 
 import psutil
 
-
-def started_by_a_launcher() -> bool:
-    """Whether torchrun, or Slurm with several tasks, started this process as one of many."""
-    return "TORCHELASTIC_RUN_ID" in os.environ or int(os.environ.get("SLURM_NTASKS", "1")) > 1
+from trainapp import scheduler
 
 
 def of_this_process(run_id: str | None = None) -> str:
     """`2026-01-31/12-30-00-a1b2c3`; with `parallel.run_id`, or in a worker of torchrun or Slurm, a name from that id.
 
     Seconds alone would let runs that start together share a directory. A launcher's id stays the same when the job is
-    queued again, so that the run goes on in its directory.
+    queued again, so that the run goes on in its directory; for Slurm it is `<job>.<step>`, one for each srun.
     """
     if run_id:
         return f"runs/{run_id}"
@@ -26,6 +23,6 @@ def of_this_process(run_id: str | None = None) -> str:
             started = datetime.datetime.fromtimestamp(psutil.Process(os.getppid()).create_time())
             return f"torchrun/{started:%Y-%m-%d_%H-%M-%S}-{os.getppid()}"
         return f"torchrun/{run_id}"
-    if started_by_a_launcher():
-        return f"slurm/{os.environ.get('SLURM_JOB_ID', '0')}"
+    if scheduler.is_one_of_many():
+        return f"slurm/{scheduler.task().job}"
     return f"{datetime.datetime.now():%Y-%m-%d/%H-%M-%S}-{secrets.token_hex(3)}"

@@ -59,6 +59,7 @@ def run(config: Config, ranks: Alone | None = None) -> RunResult:
     if job.stopping:
         if job.ranks.leads and job.checkpoints.enabled:
             print(f"Resume with:\n  {config.command}", flush=True)
+        stop.pass_on(job.stopping)
         raise Interrupted(128 + job.stopping)
     return result
 

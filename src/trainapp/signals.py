@@ -1,4 +1,6 @@
-"""Ctrl-C, SIGTERM and SIGUSR1 (Slurm's warning): the first asks the run to stop after its step, the second leaves."""
+"""Ctrl-C, SIGTERM, SIGUSR1 and SIGUSR2 (a scheduler's warning): the first asks the run to stop after its step, the
+second leaves.
+"""
 
 import contextlib
 import logging
@@ -6,6 +8,7 @@ import os
 import signal
 import threading
 import time
+from typing import Any
 
 log = logging.getLogger(__name__)
 
@@ -13,7 +16,8 @@ log = logging.getLogger(__name__)
 class StopRequest:
     """`request.signal` is None until a signal asks for a stop. Use as a context manager around the run."""
 
-    SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name))
+    NAMES = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2")
+    SIGNALS = tuple(getattr(signal, name) for name in NAMES if hasattr(signal, name))
     ECHO = 1.0  # seconds: a terminal and the launcher both send the same Ctrl-C to a worker
 
     def __init__(self):
@@ -21,7 +25,7 @@ class StopRequest:
         self._process = os.getpid()  # the loader's workers inherit the handler
         self.signal: int | None = None
         self._workers = "TORCHELASTIC_RUN_ID" in os.environ
-        self._previous: dict[int, object] = {}
+        self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is threading.main_thread():  # others may not set handlers
@@ -33,6 +37,10 @@ class StopRequest:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
+    def pass_on(self, number: int) -> None:
+        """After the run has saved and ended for a signal: see `pass_on`."""
+        pass_on(number, self._previous.get(number))
+
     def _handle(self, number: int, frame: object) -> None:
         if self.signal is not None:
             if self._workers and time.monotonic() - self._at < self.ECHO:
@@ -43,3 +51,9 @@ class StopRequest:
             return
         with contextlib.suppress(RuntimeError):  # the signal may have struck inside a write to the same stream
             log.warning("%s: finishing the step, then saving; again to leave at once", signal.Signals(number).name)
+
+
+def pass_on(number: int, handler: Any) -> None:
+    """Give a signal to whoever handled it before the run did: submitit's handler queues the job again."""
+    if callable(handler) and handler is not signal.default_int_handler:
+        handler(number, None)

@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
+import gc
 import logging
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -237,6 +239,25 @@ def _train_giving_up(give_up: Any, rank: int, config: Config, *arguments: Any) -
         return train(rank, config, *arguments)
     finally:
         Sharded.give_up = original
+
+
+def train_counting_wrappers(rank: int, config: Config, *arguments: Any) -> tuple[int, int]:
+    """How often the model was wrapped for DDP, and how many of the wrappers outlived the run."""
+    from trainapp.parallel.strategies import Replicated
+
+    wrap, wrappers = Replicated._wrap, []
+
+    def noting(self: Replicated) -> None:
+        wrap(self)
+        wrappers.append(weakref.ref(self.forward))
+
+    Replicated._wrap = noting
+    try:
+        train(rank, config, *arguments)
+    finally:
+        Replicated._wrap = wrap
+    gc.collect()
+    return len(wrappers), sum(wrapper() is not None for wrapper in wrappers)
 
 
 def train_short_but(long_rank: int, steps: Sequence[int]) -> Any:

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainapp import checkpoint, loop
 from trainapp.fetching import Fetcher
 from trainapp.job import Job
-from trainapp.parallel.strategies import Replicated
+from trainapp.parallel.strategies import Exchange
 
 ENVIRONMENT = "TRAINAPP_TEST_FAULTS"  # {"folder": ..., "faults": [...]}
 # Phases of the loop (`job.phase`), told by the tensor operations in them, and places that have a function instead.
@@ -149,11 +149,12 @@ def injected(faults: Iterable[Fault], folder: Path) -> Iterator[Injector]:
     patch(loop, "train", watched)
     patch(DefaultAllGather, "allocate", striking("gather buffer", DefaultAllGather.allocate))
     patch(DefaultReduceScatter, "allocate", striking("reduce buffer", DefaultReduceScatter.allocate))
-    patch(Replicated, "_reduce", striking("bucket", Replicated._reduce))
+    patch(Exchange, "reduce", striking("bucket", Exchange.reduce))
     patch(Fetcher, "__getitem__", striking("fetch", Fetcher.__getitem__))
     patch(checkpoint, "_write_manifest", striking("manifest", checkpoint._write_manifest))
     try:
         yield injector
     finally:
+        injector.job = None  # torch's C++ keeps the patched hook
         for owner, name, original in reversed(originals):
             setattr(owner, name, original)

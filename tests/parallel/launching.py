@@ -1,7 +1,6 @@
 """Runs the real command line with several ranks, watches its processes, and ends them all when time is up."""
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -128,6 +127,3 @@ def different(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -
     """Names of the tensors that are not equal bit for bit."""
     assert first.keys() == second.keys()
     return [name for name in first if not torch.equal(first[name], second[name])]
-
-
-SIGNALS = {143: signal.SIGTERM, 138: signal.SIGUSR1, 130: signal.SIGINT}

@@ -11,7 +11,7 @@ import pytest
 from helpers import metrics, result
 
 from .faults import environment, fail_at, fired
-from .launching import LAUNCHED, SABOTAGED, Launched, checkpoint, command, different, launch
+from .launching import SABOTAGED, Launched, checkpoint, command, different, launch
 
 DDP = ("parallel=ddp", *SABOTAGED)
 
@@ -51,9 +51,8 @@ def test_restarts_are_bounded(tmp_path):
     ended = launch(tmp_path / "run", *DDP, "parallel.max_restarts=1", env=environment(tmp_path, fault))
     assert fired(tmp_path, fault) == 2
     assert ended.code == 1
-    assert "rank 1 failed" in ended.text
-    assert "after 1 restarts" in ended.text
-    assert "injected failure" in ended.text
+    assert "rank 1 failed (exit code 1) after 1 restarts: RuntimeError: injected failure; its log is in" in ended.text
+    assert "in strike" in (tmp_path / "run" / "ranks" / "rank_1.log").read_text()  # the trace
 
 
 @pytest.mark.slow
@@ -183,14 +182,14 @@ def test_a_loss_that_is_not_a_number_stops_all(tmp_path):
 @pytest.mark.slow
 def test_a_peer_that_vanishes(tmp_path):
     fault = fail_at(1, 4, "backward", "freeze", operation=20)
-    started = time.monotonic()
     ended = launch(
         tmp_path / "run", *DDP, "parallel.timeout=10", "parallel.max_restarts=0", env=environment(tmp_path, fault)
     )
     assert fired(tmp_path, fault) == 1
     assert ended.code == 1
     assert "rank 0 failed" in ended.text
-    assert time.monotonic() - started < 80  # 10 s, and torch gives a process 30 s to leave before it is killed
+    # 10 s, and torch gives a process 30 s to leave before it is killed
+    assert time.time() - fault.marker(tmp_path, 0).stat().st_mtime < 70
     assert last(tmp_path / "run") == 2
     assert checkpoint(tmp_path / "run", 2)
     assert not list((tmp_path / "run" / "checkpoints").glob("step_00000004"))
@@ -208,6 +207,3 @@ def test_killed_anywhere(tmp_path, strategy, asynchronous):
     assert [fired(tmp_path, fault) for fault in faults] == [1, 1, 1]
     assert ended.code == 0, ended.text
     assert different(checkpoint(tmp_path / "run", 6), checkpoint(tmp_path / "undisturbed", 6)) == []
-
-
-__all__ = ["LAUNCHED", "result"]

@@ -1,17 +1,15 @@
 """One command starts all ranks: one directory, one log of rank 0, the objective; torchrun and Slurm give the same."""
 
 import os
-import shlex
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 from helpers import environment, evaluations, metrics, result, scalars
 
-from .launching import LAUNCHED, Launched, checkpoint, command, different, launch
+from .launching import LAUNCHED, Launched, checkpoint, different, launch
 from .pool import free_port
 
 
@@ -85,12 +83,24 @@ def test_slurm_gives_the_same_run(reference, tmp_path):
     started = []
     for rank in (0, 1):
         names = {"SLURM_PROCID": str(rank), "SLURM_NTASKS": "2", "SLURM_LOCALID": str(rank), "SLURM_JOB_ID": job}
-        names |= {"SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1"}
+        names |= {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1"}
         started.append(Launched([sys.executable, "-m", "trainapp", *LAUNCHED, "parallel=ddp"], tmp_path, names))
     with started[0], started[1]:
         ended = [launched.end() for launched in started]
     assert [e.code for e in ended] == [0, 0], ended[0].text + ended[1].text
-    same_run(tmp_path / "outputs" / "slurm" / job, reference)
+    same_run(tmp_path / "outputs" / "slurm" / f"{job}.0", reference)
+
+
+@pytest.mark.parametrize("tasks", [2, pytest.param(1, marks=pytest.mark.slow)])
+def test_submitit_gives_the_same_run(reference, tmp_path, tasks):
+    """Two tasks are the ranks of the sweep's job; a single one starts its workers itself."""
+    submitit = ["hydra/launcher=submitit_local", f"hydra.launcher.tasks_per_node={tasks}", "hydra.sweep.dir=sweep"]
+    words = [sys.executable, "-m", "trainapp", "-m", *LAUNCHED, "parallel=ddp", *submitit]
+    with Launched(words, tmp_path) as launched:
+        ended = launched.end()
+    assert ended.code == 0, ended.text
+    assert ended.orphans == []
+    same_run(tmp_path / "sweep" / "0", reference)
 
 
 @pytest.mark.slow
@@ -134,6 +144,3 @@ def test_shards_through_the_launcher(tmp_path, strategy):
     ended = launch(tmp_path / "run", f"parallel={strategy}")
     assert ended.code == 0, ended.text
     assert result(tmp_path / "run")["steps"] == 6
-
-
-__all__ = ["command", "shlex", "time"]

@@ -9,7 +9,7 @@ import itertools
 
 import pytest
 
-from .cells import Record, train_short_but
+from .cells import Record, train_counting_wrappers, train_short_but
 from .conftest import Cell
 from .faults import Fault, fail_at
 from .test_equality import error, errors, together
@@ -295,3 +295,10 @@ def test_without_the_cleaning_gradients_are_wrong(cell, leak):
             return
         worst = max(worst, *(max(errors(record, other)) for record, other in zip(records, wanted, strict=True)))
     assert worst > 1e-3
+
+
+def test_nothing_of_the_old_wrapper_stays(cell):
+    """DDP's buckets are as large as the gradients; a circle through its hook, which C++ holds, would never be freed."""
+    faults = [fail_at(1, step, "backward", operation=60) for step in (1, 3)]
+    counts = cell.run(2, "parallel=ddp", *WHOLE, faults=faults, function=train_counting_wrappers)
+    assert counts == [(3, 0), (3, 0)]

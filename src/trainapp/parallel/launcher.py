@@ -2,19 +2,22 @@
 
 import logging
 import os
+import signal
 import socket
 import uuid
 
 import psutil
 import torch
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from trainapp.config import Config
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.parallel.worker import Outcome, work
+from trainapp.signals import StopRequest, pass_on
 
+SIGNALS = (*StopRequest.NAMES, "SIGHUP", "SIGQUIT")  # handed to the workers, which then stop
 log = logging.getLogger(__name__)
 
 
@@ -45,22 +48,30 @@ def start(config: Config) -> Outcome:
         max_restarts=settings.max_restarts,
         monitor_interval=0.1,
         start_method="spawn",
-        signals_to_handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
+        signals_to_handle=",".join(SIGNALS),
     )
     # Else workers that are started again meet the addresses of the dead ones in the launcher's own store (torch 2.13).
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    before = {number: signal.getsignal(number) for number in (getattr(signal, name) for name in SIGNALS)}
     try:
         outcomes = elastic_launch(launch, work)(config)
     except SignalException as error:
+        pass_on(error.sigval, before[error.sigval])
         return Outcome(exit_code=128 + error.sigval)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         raise TrainingStopped(
             f"rank {rank} failed (exit code {failure.exitcode}) after {settings.max_restarts} restarts: "
-            f"{failure.message}; its log is in {config.run_dir}/ranks (rank 0: trainapp.log)"
+            f"{_reason(failure)}; its log is in {config.run_dir}/ranks (rank 0: trainapp.log)"
         ) from None
     ended = list(outcomes.values())
     return next((outcome for outcome in ended if outcome.error or outcome.exit_code), ended[0])
+
+
+def _reason(failure: ProcessFailure) -> str:
+    """The error in one line; its trace is in the rank's log, and elastic has printed it."""
+    message = failure.message
+    return message["message"] if isinstance(message, dict) else message
 
 
 def devices(config: Config) -> int:

@@ -23,7 +23,7 @@ class PeerOutOfMemory(torch.OutOfMemoryError):
 class Alone:
     """A single process: agrees with itself at no cost."""
 
-    rank, world, local_rank = 0, 1, 0
+    rank, world = 0, 1
     armed = False  # whether ranks vote before each collective
     device = torch.device("cpu")
     saving_group: dist.ProcessGroup | None = None  # for checkpoints alone
@@ -84,8 +84,8 @@ class Ranks(Alone):
     policy: "unproven", "always" or "never", when `arm` lets the ranks vote.
     """
 
-    def __init__(self, device: torch.device, local_rank: int, timeout: float, policy: str = "unproven"):
-        self.rank, self.world, self.local_rank = dist.get_rank(), dist.get_world_size(), local_rank
+    def __init__(self, device: torch.device, timeout: float, policy: str = "unproven"):
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.device = device
         self.armed, self.policy = True, policy
         self.votes = 0

@@ -7,6 +7,7 @@ step be given up on all ranks, and knows how to leave no trace of it.
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -50,6 +51,22 @@ class Single:
         """fp16: an overflow on one rank is one on all."""
 
 
+@dataclass
+class Exchange:
+    """What DDP's hook works with. It does not know DDP: C++ holds the hook, a circle that nobody collects."""
+
+    ranks: Ranks
+    due: bool = True
+
+    def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """The sum of a bucket over ranks, or the bucket as it is where no exchange is due or the step is given up."""
+        if not self.due or (self.ranks.armed and self.ranks.vote(False)):
+            nothing: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+            nothing.set_result(bucket.buffer())
+            return nothing
+        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda done: done.value()[0])
+
+
 class Replicated(Single):
     """torch's DistributedDataParallel, its reductions gated by votes.
 
@@ -60,7 +77,7 @@ class Replicated(Single):
     def __init__(self, model: nn.Module, ranks: Ranks, settings: config.Ddp):
         super().__init__(model, ranks)
         self.settings = settings
-        self._last = True
+        self._exchange = Exchange(ranks)
         with torch.no_grad():
             for tensor in [*model.parameters(), *model.buffers()]:
                 dist.broadcast(tensor, 0)
@@ -78,22 +95,15 @@ class Replicated(Single):
             gradient_as_bucket_view=True,
             init_sync=False,
         )
-        self.forward.register_comm_hook(None, self._reduce)
+        self.forward.register_comm_hook(self._exchange, Exchange.reduce)
         # DDP rearranges its buckets in the forward after the first backward, which is a collective. Also free of charge
         # once the size is proven.
         self.forward.register_forward_pre_hook(lambda *_: self.ranks.gate())
 
-    def _reduce(self, state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        if not self._last or (self.ranks.armed and self.ranks.vote(False)):
-            nothing: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-            nothing.set_result(bucket.buffer())
-            return nothing
-        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda done: done.value()[0])
-
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
         """No exchange in all but the last micro-batch."""
-        self._last = last
+        self._exchange.due = last
         # A static graph wants its bookkeeping in every backward: there the hook alone leaves the exchange out.
         with contextlib.nullcontext() if last or self.settings.static_graph else self.forward.no_sync():
             yield

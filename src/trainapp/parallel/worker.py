@@ -45,6 +45,9 @@ def work(config: Config) -> Outcome:
     except runner.Interrupted as error:
         _leave_soon(error.code)
         return Outcome(exit_code=error.code)
+    except Exception:
+        log.exception("this rank failed")
+        raise
 
 
 def _leave_soon(code: int) -> None:
@@ -57,8 +60,7 @@ def _leave_soon(code: int) -> None:
 @contextlib.contextmanager
 def joined(config: Config) -> Iterator[Alone]:
     """Among the ranks that RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT name."""
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    device = _device(config, local_rank)
+    device = _device(config, int(os.environ.get("LOCAL_RANK", 0)))
     timeout = config.parallel.timeout
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
@@ -66,7 +68,7 @@ def joined(config: Config) -> Iterator[Alone]:
         device_id=device if device.type == "cuda" else None,
     )
     try:
-        yield Ranks(device, local_rank, timeout, config.parallel.arm)
+        yield Ranks(device, timeout, config.parallel.arm)
     finally:
         # After an error a peer may be gone: a clean good-bye would wait for it.
         if sys.exc_info()[0] is None:
@@ -76,8 +78,12 @@ def joined(config: Config) -> Iterator[Alone]:
 def _device(config: Config, local_rank: int) -> torch.device:
     wants = config.train.device
     if wants == "cuda" or (wants == "auto" and torch.cuda.is_available()):
-        torch.cuda.set_device(local_rank)
-        return torch.device("cuda", local_rank)
+        there = torch.cuda.device_count()
+        index = local_rank if there > 1 else 0  # srun --gpus-per-task shows each task its own GPU only
+        if index >= there:
+            raise UserError(f"local rank {local_rank}: this machine shows {there} GPUs; start one rank for each")
+        torch.cuda.set_device(index)
+        return torch.device("cuda", index)
     if wants == "mps":
         raise UserError("train.device=mps: one device only; use parallel=single")
     return torch.device("cpu")
@@ -92,18 +98,5 @@ def _log_to(run_dir: Path, rank: int) -> None:
     if rank == 0:
         handlers.append(console.Handler(sys.stderr))
         handlers[1].setFormatter(logging.Formatter("%(message)s"))
+        handlers[1].addFilter(lambda record: record.exc_info is None)  # whoever started this process shows the trace
     logging.basicConfig(level=logging.INFO, handlers=handlers, force=True)
-
-
-def adopt_slurm() -> None:
-    """srun sets names of its own: give torch the ones that it reads."""
-    if "RANK" in os.environ or "SLURM_PROCID" not in os.environ:
-        return
-    env = os.environ
-    first = env.get("SLURM_LAUNCH_NODE_IPADDR") or env.get("SLURMD_NODENAME", "127.0.0.1")
-    env.setdefault("RANK", env["SLURM_PROCID"])
-    env.setdefault("WORLD_SIZE", env["SLURM_NTASKS"])
-    env.setdefault("LOCAL_RANK", env.get("SLURM_LOCALID", "0"))
-    env.setdefault("MASTER_ADDR", first)
-    # Under 32768, from where Linux gives ports to whoever asks for any.
-    env.setdefault("MASTER_PORT", str(20000 + int(env.get("SLURM_JOB_ID", "0")) % 12000))

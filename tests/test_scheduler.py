@@ -1,0 +1,105 @@
+"""Who started a process, from the names that Slurm 22.05 and submitit 1.5 set in reality."""
+
+import os
+import re
+
+import pytest
+
+from trainapp import run_name, scheduler
+
+BATCH = {  # what a batch script with --ntasks=2 sees, before any srun
+    "SLURM_JOB_ID": "12",
+    "SLURM_LOCALID": "0",
+    "SLURM_NTASKS": "2",
+    "SLURM_PROCID": "0",
+    "SLURM_TASKS_PER_NODE": "2",
+}
+STEP = BATCH | {  # its second srun, on the second task
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_ID": "1",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_NUM_NODES": "1",
+    "SLURM_STEP_NODELIST": "gpu7",
+}
+TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture
+def started_by(monkeypatch):
+    """An environment with these names and none of the schedulers' others; it is as it was afterwards."""
+
+    def set_names(names):
+        for name in [n for n in os.environ if n.startswith(("SLURM_", "SUBMITIT_", "TORCHELASTIC_")) or n in TORCH]:
+            monkeypatch.delenv(name)
+        for name in TORCH:  # so that they are taken away again
+            monkeypatch.setenv(name, "")
+            monkeypatch.delenv(name)
+        for name, value in names.items():
+            monkeypatch.setenv(name, value)
+
+    return set_names
+
+
+def test_a_batch_script_without_srun_is_one_process(started_by):
+    started_by(BATCH)
+    assert scheduler.task() is None
+    assert not scheduler.is_one_of_many()
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d-[0-9a-f]{6}", run_name.of_this_process())
+    scheduler.adopt()
+    assert not any(name in os.environ for name in TORCH)
+
+
+def test_a_step_of_srun(started_by):
+    started_by(STEP)
+    assert scheduler.task() == scheduler.Task(rank=1, world=2, local_rank=1, job="12.1", first_host="127.0.0.1")
+    assert scheduler.is_one_of_many()
+    assert run_name.of_this_process() == "slurm/12.1"
+    scheduler.adopt()
+    assert [os.environ[name] for name in TORCH] == ["1", "2", "1", "127.0.0.1", str(20000 + 12 + 1009)]
+
+
+def test_each_step_has_a_port_of_its_own(started_by):
+    ports = set()
+    for step in range(10):
+        started_by(STEP | {"SLURM_STEP_ID": str(step)})
+        scheduler.adopt()
+        ports.add(int(os.environ["MASTER_PORT"]))
+    assert len(ports) == 10
+    assert all(20000 <= port < 32000 for port in ports)
+
+
+def test_one_task_of_srun_starts_its_own_workers(started_by):
+    started_by(STEP | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"})
+    assert not scheduler.is_one_of_many()
+
+
+def test_what_torchrun_set_stays(started_by):
+    started_by(STEP | {"RANK": "5", "TORCHELASTIC_RUN_ID": "name"})
+    assert run_name.of_this_process() == "torchrun/name"
+    scheduler.adopt()
+    assert os.environ["RANK"] == "5"
+    assert "MASTER_ADDR" not in os.environ
+
+
+def test_a_job_of_submitit(started_by):
+    names = {"GLOBALID": "1", "NTASKS": "2", "LOCALID": "1", "JOB_ID": "4711"}
+    started_by({f"SUBMITIT_LOCAL_{name}": value for name, value in names.items()} | {"SUBMITIT_EXECUTOR": "local"})
+    assert scheduler.task() == scheduler.Task(rank=1, world=2, local_rank=1, job="4711", first_host="127.0.0.1")
+    assert scheduler.is_one_of_many()
+    assert scheduler.runs_sweep()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("gpu7", "gpu7"),
+        ("gpu7,gpu9", "gpu7"),
+        ("gpu[003-010,12],cpu1", "gpu003"),
+        ("a[1,5-7]-ib,b2", "a1-ib"),
+        ("r[1-2]n[01-16]", "r1n01"),
+    ],
+)
+def test_rank_0_is_on_the_first_node(started_by, nodes, first):
+    started_by(STEP | {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": nodes})
+    assert scheduler.task().first_host == first
