@@ -1,5 +1,6 @@
 """What one rank of a cell does, in a worker of `pool`: a run by the runner's own parts, everything noted."""
 
+import contextlib
 import dataclasses
 import functools
 import gc
@@ -64,7 +65,7 @@ def train(rank: int, config: Config, faults: Sequence[Fault] = (), folder: str =
     logging.getLogger("trainapp").addHandler(handler)
     logging.getLogger("trainapp").setLevel(logging.INFO)
     try:
-        with injected(faults, Path(folder)) if faults else _nothing():
+        with injected(faults, Path(folder)) if faults else contextlib.nullcontext():
             if single:
                 _run(config, Alone(), record)
             else:
@@ -83,12 +84,6 @@ def _leave_group() -> None:
 
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _nothing():
-    import contextlib
-
-    return contextlib.nullcontext()
 
 
 def _run(config: Config, ranks: Alone, record: Record) -> None:
@@ -258,6 +253,16 @@ def train_counting_wrappers(rank: int, config: Config, *arguments: Any) -> tuple
         Replicated._wrap = wrap
     gc.collect()
     return len(wrappers), sum(wrapper() is not None for wrapper in wrappers)
+
+
+def train_counting_threads(rank: int, config: Config, *arguments: Any) -> int:
+    """How many of gloo's threads there are when the ranks have parted."""
+    train(rank, config, *arguments)
+    names = []
+    for thread in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has just ended
+            names.append((thread / "comm").read_text())
+    return sum("gloo" in name for name in names)
 
 
 def train_short_but(long_rank: int, steps: Sequence[int]) -> Any:

@@ -98,6 +98,11 @@ class Ranks(Alone):
         self._work: dist.Work | None = None
         self._flags = torch.zeros(3, dtype=torch.int64)
 
+    def forget_groups(self) -> None:
+        """At the end, after the last exchange."""
+        self.drop_agreement()
+        self._votes = self._side = self.saving_group = self._agreements = None
+
     def arm(self, unproven: bool) -> None:
         """Vote from here on, or not."""
         self.armed = self.policy == "always" or (self.policy == "unproven" and unproven)

@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import gc
 import logging
 import os
 import sys
@@ -67,12 +68,17 @@ def joined(config: Config) -> Iterator[Alone]:
         timeout=datetime.timedelta(seconds=timeout),
         device_id=device if device.type == "cuda" else None,
     )
+    ranks = Ranks(device, timeout, config.parallel.arm)
     try:
-        yield Ranks(device, timeout, config.parallel.arm)
+        yield ranks
     finally:
         # After an error a peer may be gone: a clean good-bye would wait for it.
         if sys.exc_info()[0] is None:
+            ranks.forget_groups()
             dist.destroy_process_group()
+            # A group ends its threads when nothing refers to it any more, be it a circle around a model. One that still
+            # had a tensor to drop when the interpreter ended would abort the process.
+            gc.collect()
 
 
 def _device(config: Config, local_rank: int) -> torch.device:
