@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import runs
+from torch.distributed.fsdp import FSDPModule
 
 from trainapp import reading
 from trainapp.config import Config
@@ -48,6 +49,10 @@ SPREAD = {
     "hsdp": ("parallel=hsdp",),
 }
 
+# Before torch 2.13 nothing resets FSDP2's half-done backward: there all workers start again, in the real launcher.
+RESETS = hasattr(FSDPModule, "reset_iter_state")
+needs_reset = pytest.mark.skipif(not RESETS, reason="FSDP2 recovers in place from torch 2.13 on")
+
 
 @functools.cache
 def composed(overrides: tuple[str, ...]) -> Config:
@@ -80,6 +85,8 @@ class Cell:
         must_fire: str = "all",
     ) -> list[cells.Record]:
         """One record for each rank; world 0 is a single process without torch.distributed. Faults must fire."""
+        if faults and not RESETS and {"parallel=fsdp", "parallel=hsdp"} & set(overrides):
+            pytest.skip(needs_reset.kwargs["reason"])
         base = composed((*tiny, f"parallel.timeout={limit / 3}", *overrides))
         settings = dataclasses.replace(
             base, run_dir=str(run_dir or self.directory()), oom=dataclasses.replace(base.oom, schedule=schedule)

@@ -10,7 +10,7 @@ import itertools
 import pytest
 
 from .cells import Record, train_counting_wrappers, train_short_but
-from .conftest import Cell
+from .conftest import Cell, needs_reset
 from .faults import Fault, fail_at
 from .test_equality import error, errors, together
 
@@ -203,16 +203,19 @@ def test_evaluation(cell, spread, rank, operation):
             assert found["accuracy"] == pytest.approx(known["accuracy"], abs=1e-9)
 
 
-def test_votes_end_when_the_size_is_proven(cell):
+EITHER = ("ddp", pytest.param("fsdp", marks=needs_reset))
+
+
+@pytest.mark.parametrize("spread", EITHER)
+def test_votes_end_when_the_size_is_proven(cell, spread):
     # oom.clean_steps=3: three steps with votes, then none, on all ranks; after a failure they are back.
-    for spread in ("ddp", "fsdp"):
-        records = cell.run(2, f"parallel={spread}", *WHOLE, "train.max_steps=6")
-        assert [record.armed for record in records] == [[True] * 3 + [False] * 3] * 2
-        assert len({record.votes for record in records}) == 1
-        failing = cell.run(
-            2, f"parallel={spread}", *WHOLE, "train.max_steps=7", faults=[fail_at(0, 2, "forward", operation=60)]
-        )
-        assert [record.armed for record in failing] == [[True] * 4 + [False] * 3] * 2
+    records = cell.run(2, f"parallel={spread}", *WHOLE, "train.max_steps=6")
+    assert [record.armed for record in records] == [[True] * 3 + [False] * 3] * 2
+    assert len({record.votes for record in records}) == 1
+    failing = cell.run(
+        2, f"parallel={spread}", *WHOLE, "train.max_steps=7", faults=[fail_at(0, 2, "forward", operation=60)]
+    )
+    assert [record.armed for record in failing] == [[True] * 4 + [False] * 3] * 2
 
 
 def test_disarmed_there_is_no_vote(cell):
@@ -237,7 +240,7 @@ def test_growing_back_alike(cell):
 SHAPES = ("model.context_length=64", "data.min_length=4", "train.max_steps=8", "oom.grow=true", "oom.clean_steps=1")
 
 
-@pytest.mark.parametrize("spread", ["ddp", "fsdp"])
+@pytest.mark.parametrize("spread", EITHER)
 def test_one_long_text_does_not_shrink_the_others(cell, spread):
     # Each rank has texts of other lengths; what is too long for one rank is cut, on all ranks into as many pieces.
     free = cell.run(2, f"parallel={spread}", *SHAPES, "batch.micro_size=8")
