@@ -4,8 +4,11 @@ import os
 import re
 
 import pytest
+import torch
 
-from trainapp import run_name, scheduler
+from trainapp import reading, run_name, scheduler
+from trainapp.errors import UserError
+from trainapp.parallel import worker
 
 BATCH = {  # what a batch script with --ntasks=2 sees, before any srun
     "SLURM_JOB_ID": "12",
@@ -88,6 +91,33 @@ def test_a_job_of_submitit(started_by):
     assert scheduler.task() == scheduler.Task(rank=1, world=2, local_rank=1, job="4711", first_host="127.0.0.1")
     assert scheduler.is_one_of_many()
     assert scheduler.runs_sweep()
+
+
+def test_a_job_of_submitit_in_a_shell_of_srun(started_by):
+    shell = STEP | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}
+    names = {"GLOBALID": "1", "NTASKS": "2", "LOCALID": "1", "JOB_ID": "4711"}
+    started_by(shell | {f"SUBMITIT_LOCAL_{name}": value for name, value in names.items()})
+    assert scheduler.task().rank == 1
+
+
+def test_torchrun_inside_a_job_of_submitit_runs_no_sweep(started_by):
+    started_by({"SUBMITIT_EXECUTOR": "slurm", "TORCHELASTIC_RUN_ID": "name"})
+    assert not scheduler.runs_sweep()
+
+
+@pytest.mark.parametrize(("names", "there", "expected"), [(STEP, 1, 0), (STEP, 2, 1), ({}, 2, 1), ({}, 1, None)])
+def test_the_gpu_of_a_rank(started_by, monkeypatch, names, there, expected):
+    """Of local rank 1. A task of srun may see its own GPU only; with torchrun there are too few."""
+    started_by(names)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: there)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
+    settings = reading.from_command_line(["train.device=cuda"])
+    if expected is None:
+        with pytest.raises(UserError, match="this machine shows 1 GPUs"):
+            worker._device(settings, 1)
+    else:
+        assert worker._device(settings, 1) == torch.device("cuda", expected)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,8 @@ def launch(config: Config) -> float | None:
     if config.parallel.strategy == "single":
         if scheduler.is_one_of_many():
             raise UserError(
-                "parallel=single, but torchrun or srun started several processes: choose parallel=ddp or parallel=fsdp"
+                "parallel=single, but torchrun, srun or submitit started several processes: choose parallel=ddp or "
+                "parallel=fsdp"
             )
         from trainapp import runner
 

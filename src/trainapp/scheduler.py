@@ -25,6 +25,14 @@ def task() -> Task | None:
     Not from SLURM_NTASKS: a batch script has that, too, and what it runs without srun is one process.
     """
     env = os.environ
+    if "SUBMITIT_LOCAL_GLOBALID" in env:
+        return Task(
+            rank=int(env["SUBMITIT_LOCAL_GLOBALID"]),
+            world=int(env["SUBMITIT_LOCAL_NTASKS"]),
+            local_rank=int(env["SUBMITIT_LOCAL_LOCALID"]),
+            job=env["SUBMITIT_LOCAL_JOB_ID"],
+            first_host="127.0.0.1",
+        )
     if "SLURM_STEP_ID" in env:
         one_node = env["SLURM_STEP_NUM_NODES"] == "1"
         return Task(
@@ -33,14 +41,6 @@ def task() -> Task | None:
             local_rank=int(env["SLURM_LOCALID"]),
             job=f"{env['SLURM_JOB_ID']}.{env['SLURM_STEP_ID']}",
             first_host="127.0.0.1" if one_node else _first_host(env["SLURM_STEP_NODELIST"]),
-        )
-    if "SUBMITIT_LOCAL_GLOBALID" in env:
-        return Task(
-            rank=int(env["SUBMITIT_LOCAL_GLOBALID"]),
-            world=int(env["SUBMITIT_LOCAL_NTASKS"]),
-            local_rank=int(env["SUBMITIT_LOCAL_LOCALID"]),
-            job=env["SUBMITIT_LOCAL_JOB_ID"],
-            first_host="127.0.0.1",
         )
     return None
 
@@ -53,7 +53,7 @@ def is_one_of_many() -> bool:
 
 def runs_sweep() -> bool:
     """Whether this process is a sweep's job that submitit started: with several tasks they are that job's ranks."""
-    return "SUBMITIT_EXECUTOR" in os.environ
+    return "SUBMITIT_EXECUTOR" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ
 
 
 def adopt() -> None:

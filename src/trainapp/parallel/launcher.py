@@ -17,7 +17,7 @@ from trainapp.errors import TrainingStopped, UserError
 from trainapp.parallel.worker import Outcome, work
 from trainapp.signals import StopRequest, pass_on
 
-SIGNALS = (*StopRequest.NAMES, "SIGHUP", "SIGQUIT")  # handed to the workers, which then stop
+SIGNALS = (*StopRequest.NAMES, "SIGHUP", "SIGQUIT")  # what the launcher hands to its workers
 log = logging.getLogger(__name__)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from trainapp import console, guard
+from trainapp import console, guard, scheduler
 from trainapp.config import Config
 from trainapp.errors import UserError
 from trainapp.parallel.ranks import Alone, Ranks
@@ -85,7 +85,8 @@ def _device(config: Config, local_rank: int) -> torch.device:
     wants = config.train.device
     if wants == "cuda" or (wants == "auto" and torch.cuda.is_available()):
         there = torch.cuda.device_count()
-        index = local_rank if there > 1 else 0  # srun --gpus-per-task shows each task its own GPU only
+        own = there == 1 and scheduler.task() is not None  # srun --gpus-per-task shows each task its own GPU only
+        index = 0 if own else local_rank
         if index >= there:
             raise UserError(f"local rank {local_rank}: this machine shows {there} GPUs; start one rank for each")
         torch.cuda.set_device(index)
