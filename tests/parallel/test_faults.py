@@ -102,27 +102,30 @@ def test_out_of_memory_in_the_commit(reference, tmp_path):
     ("to", "code"),
     [
         ("launcher", 143),
+        pytest.param("terminal", 130, marks=pytest.mark.slow),
         pytest.param("launcher", 138, marks=pytest.mark.slow),
         pytest.param("rank 1", 143, marks=pytest.mark.slow),
         pytest.param("rank 0", 138, marks=pytest.mark.slow),
     ],
 )
 def test_a_signal_stops_all_and_the_same_command_goes_on(reference, tmp_path, to, code):
-    number = {143: signal.SIGTERM, 138: signal.SIGUSR1}[code]
+    number = signal.Signals(code - 128)
     slow = fail_at(0, 3, "forward", "slow")
     run_dir = tmp_path / "run"
     words = command(run_dir, *DDP, "every.save=null")
     with Launched(words, tmp_path, environment(tmp_path, slow)) as launched:
         launched.wait_for(slow.marker(tmp_path, 0))
-        target = launched.process.pid if to == "launcher" else launched.workers()[int(to[-1])]
-        os.kill(target, number)
+        if to == "terminal":  # Ctrl-C goes to all of its processes
+            os.killpg(launched.process.pid, number)
+        else:
+            os.kill(launched.process.pid if to == "launcher" else launched.workers()[int(to[-1])], number)
         ended = launched.end(30)
     assert ended.code == code, ended.text
     assert ended.orphans == []
     (saved,) = (run_dir / "checkpoints").glob("step_*")  # once: of the step, or the next, which had begun somewhere
     assert saved.name in ("step_00000003", "step_00000004")
     assert f"hydra.run.dir={run_dir}" in ended.text  # how to go on
-    if to == "launcher" and code == 138:
+    if (to, code) in (("launcher", 138), ("terminal", 130)):
         return  # one resume for each kind of target is enough
     again = launch(run_dir, *DDP, "every.save=null", env=environment(tmp_path, slow))
     assert again.code == 0, again.text
