@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from trainapp import tasks
+from trainapp.config.validation import NonNegativeInt, PositiveInt
 from trainapp.data.synthetic import SyntheticTokens
-from trainapp.limits import LiveTensors, MemoryLimitExceeded
+from trainapp.memory.live_tensors import LiveTensors, MemoryLimitExceeded
 from trainapp.models.gpt import GPT
-from trainapp.validation import NonNegativeInt, PositiveInt
+from trainapp.train import losses
 
 
 class LongTail(SyntheticTokens):
@@ -51,7 +51,7 @@ class LongTail(SyntheticTokens):
         inputs, targets = (batch[name][:, :longest] for name in ("inputs", "targets"))
         return {
             "inputs": inputs.masked_fill(padding, 0),
-            "targets": targets.masked_fill(padding, tasks.IGNORED),
+            "targets": targets.masked_fill(padding, losses.IGNORED),
             "ids": torch.from_numpy(positions),
         }
 
@@ -90,11 +90,11 @@ def ledger() -> Ledger:
     return Ledger()
 
 
-def next_token(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, tasks.Metrics]:
+def next_token(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, losses.Metrics]:
     """The application's next-token loss, and a note in the ledger."""
     if torch.is_grad_enabled():
         ledger().saw(model, batch["ids"])
-    return tasks.next_token(model, batch)
+    return losses.next_token(model, batch)
 
 
 def build_model(spec: Mapping[str, int], **arguments: Any) -> GPT:
@@ -109,7 +109,7 @@ def evaluate(model: nn.Module, data: SyntheticTokens, size: int) -> float:
     model.eval()
     total, count = 0.0, 0
     for start in range(0, len(data), size):
-        loss, tokens, _ = tasks.next_token(model, data.__getitems__(range(start, min(len(data), start + size))))
+        loss, tokens, _ = losses.next_token(model, data.__getitems__(range(start, min(len(data), start + size))))
         total, count = total + float(loss), count + int(tokens)
     model.train()
     return total / count

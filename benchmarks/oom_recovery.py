@@ -98,7 +98,7 @@ def with_trainapp(job: dict[str, Any]) -> dict[str, Any]:
             [f"batch.global_size={job['global_size']}", f"optimizer.lr={LEARNING_RATE}", "optimizer.weight_decay=0"],
             [f"memory.limit={job['limit'] or 'null'}", "checkpointing.save=false"],
         )
-        from trainapp.launch import launch
+        from trainapp.launch.launch import launch
 
         started = time.monotonic()
         with oom_job.Limit() as counter:  # counts only; `memory.limit` enforces
@@ -114,7 +114,7 @@ def with_accelerate(job: dict[str, Any]) -> dict[str, Any]:
     import torch
     from accelerate.utils import find_executable_batch_size
 
-    from trainapp.batching import epoch_order
+    from trainapp.data.sampler import epoch_order
 
     ledger, tries = oom_job.ledger(), Counter()
     train_data, val_data = datasets(job)
@@ -146,7 +146,7 @@ def with_transformers(job: dict[str, Any]) -> dict[str, Any]:
     from torch.utils.data import Sampler
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
-    from trainapp.batching import epoch_order
+    from trainapp.data.sampler import epoch_order
 
     ledger, tries = oom_job.ledger(), Counter()
     train_data, val_data = datasets(job)
@@ -232,9 +232,9 @@ def result_of(folder: str) -> dict[str, Any]:
 
 def compose(folder: str, *overrides: list[str]) -> Any:
     """The configuration of a command line."""
-    from trainapp import reading
+    from trainapp.config import compose
 
-    return reading.from_command_line([text for part in overrides for text in part], folder)
+    return compose.from_command_line([text for part in overrides for text in part], folder)
 
 
 def recovery_table(rows: list[dict[str, Any]], job: dict[str, Any]) -> str:
@@ -290,7 +290,7 @@ def run_once(job: dict[str, Any]) -> dict[str, Any]:
 
     Times are `[seconds on the wall, seconds of processor]`.
     """
-    from trainapp import loop
+    from trainapp.train import loop
 
     failed, train_step = [], loop.train_step
 
@@ -305,7 +305,7 @@ def run_once(job: dict[str, Any]) -> dict[str, Any]:
     loop.train_step = timed
     with tempfile.TemporaryDirectory() as folder:
         config = compose(folder, OVERHEAD[job["name"]], _COMMON, job["overrides"])
-        from trainapp.launch import launch
+        from trainapp.launch.launch import launch
 
         started = _clocks()
         launch(config)

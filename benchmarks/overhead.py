@@ -31,11 +31,12 @@ from _common import machine, quartiles, table
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from trainapp import build, loop, reading
-from trainapp.batching import epoch_order
-from trainapp.job import Job
+from trainapp.config import compose
+from trainapp.data.sampler import epoch_order
 from trainapp.parallel.ranks import Alone
 from trainapp.signals import StopRequest
+from trainapp.train import build, loop
+from trainapp.train.run import Job
 
 GLOBAL, MICRO = 64, 32
 LEARNING_RATE, WEIGHT_DECAY, CLIP = 3e-3, 0.05, 1.0
@@ -202,7 +203,7 @@ def trainapp_job(case: Case, total: int, folder: Path, log_every: int) -> Job:
         "every.save=null",
         "checkpointing=off",
     ]
-    settings = reading.from_command_line(overrides, str(folder))
+    settings = compose.from_command_line(overrides, str(folder))
     folder.mkdir(parents=True)
     logging.basicConfig(filename=folder / "log", level=logging.INFO, force=True)  # lines cost as they do in a run
     job = build.build(settings, StopRequest(), Alone())

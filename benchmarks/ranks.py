@@ -90,7 +90,7 @@ def work(rank: int, strategy: str, options: argparse.Namespace, port: int, answe
     import torch
 
     torch.set_num_threads(1)
-    from trainapp.parallel.worker import joined
+    from trainapp.launch.worker import joined
 
     total = options.steps * (options.rounds + 2)
     with tempfile.TemporaryDirectory() as folder:
@@ -125,7 +125,7 @@ def work(rank: int, strategy: str, options: argparse.Namespace, port: int, answe
 
 def configured(strategy: str, options: argparse.Namespace, total: int, folder: Path) -> Any:
     """The settings of `python -m trainapp`."""
-    from trainapp import reading
+    from trainapp.config import compose
 
     overrides = [
         f"parallel={strategy}", f"parallel.devices={options.ranks}", "train.device=cpu",
@@ -135,13 +135,13 @@ def configured(strategy: str, options: argparse.Namespace, total: int, folder: P
         "optimizer.weight_decay=0.0", "schedule=constant", "schedule.warmup=0", f"every.log={options.steps}",
         "every.eval=null", "every.save=null", "checkpointing=off", "oom.remember=false", "oom.grow=false",
     ]  # fmt: skip
-    return reading.from_command_line(overrides, str(folder))
+    return compose.from_command_line(overrides, str(folder))
 
 
 def trainapp(settings: Any, ranks: Any) -> tuple[Callable[[int], None], Callable[[], float]]:
     """What the program does: `advance(steps)` and the last loss."""
-    from trainapp import build, loop
     from trainapp.signals import StopRequest
+    from trainapp.train import build, loop
 
     Path(settings.run_dir).mkdir(parents=True, exist_ok=True)
     job = build.build(settings, StopRequest(), ranks)
@@ -171,13 +171,14 @@ def hand_written(strategy: str, settings: Any, ranks: Any, checked: int) -> tupl
     from torch.distributed.fsdp import fully_shard
     from torch.nn import functional
 
-    from trainapp import build, config
-    from trainapp.batching import epoch_order
+    from trainapp.config import schema
+    from trainapp.data.sampler import epoch_order
     from trainapp.parallel.ranks import Alone
     from trainapp.signals import StopRequest
+    from trainapp.train import build
 
     single = copy.deepcopy(settings)
-    single.parallel = config.Parallel()
+    single.parallel = schema.Parallel()
     job = build.build(single, StopRequest(), Alone())
     data, model, found = job.batches._source.fetcher.dataset, job.state.model, []
     if strategy == "fsdp":

@@ -5,12 +5,14 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from trainapp import loop, reading, runner
-from trainapp.config import Config
-from trainapp.job import Job
+from trainapp.config import compose
+from trainapp.config.schema import Config
 from trainapp.parallel.ranks import Alone
-from trainapp.result import RunResult
+from trainapp.run import runner
+from trainapp.run.result import RunResult
 from trainapp.signals import StopRequest
+from trainapp.train import loop
+from trainapp.train.run import Job
 
 # A tiny run on the CPU: what a test does not say is this.
 TINY = (
@@ -45,7 +47,7 @@ MODELS = {
 
 def configure(run_dir: Path, *overrides: str) -> Config:
     """The configuration of `trainapp OVERRIDES hydra.run.dir=RUN_DIR` over TINY."""
-    return reading.from_command_line([*TINY, *overrides], str(run_dir))
+    return compose.from_command_line([*TINY, *overrides], str(run_dir))
 
 
 def run(run_dir: Path, *overrides: str) -> RunResult:

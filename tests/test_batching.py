@@ -8,13 +8,13 @@ import runs
 import torch
 from torch.utils.data import Dataset, default_collate
 
-from trainapp.batches import cut, cut_evenly
-from trainapp.batching import EvalBatches, TrainBatches, epoch_order
 from trainapp.data.digits import Digits
+from trainapp.data.loader import Batches, Fetcher, Request, worker_count
+from trainapp.data.micro_batch import cut, cut_evenly
+from trainapp.data.progress import Progress
+from trainapp.data.sampler import EvalBatches, TrainBatches, epoch_order
 from trainapp.data.synthetic import SyntheticTokens
-from trainapp.fetching import Batches, Fetcher, Request, worker_count
 from trainapp.parallel.ranks import Alone
-from trainapp.state import Progress
 
 CPU = torch.device("cpu")
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers import ROOT, environment
 
-from trainapp.limits import LiveTensors
+from trainapp.memory.live_tensors import LiveTensors
 
 BENCHMARKS = ROOT / "benchmarks"
 

@@ -13,9 +13,9 @@ import pytest
 import runs
 import torch
 
-from trainapp import loop
-from trainapp.checkpoint import Checkpoints, damage, resolve
+from trainapp.checkpoint.checkpoints import Checkpoints, damage, resolve
 from trainapp.errors import TrainingStopped, UserError
+from trainapp.train import loop
 
 MLP = runs.MODELS["mlp"]
 

@@ -9,8 +9,9 @@ import runs
 import torch
 from helpers import OWN_FILES, ROOT, files, run_cli
 
-from trainapp import config, precision
+from trainapp.config import schema
 from trainapp.errors import UserError
+from trainapp.optim import precision
 
 CONSOLE_SCRIPT = (str(Path(sys.executable).with_name("trainapp")),)
 RUN_DIR = re.compile(r"outputs/[\d-]+/[\d-]+-[0-9a-f]{6}/")
@@ -40,7 +41,7 @@ def test_help_and_cfg_and_wrong_values_never_import_torch(tmp_path):
     traced = (sys.executable, "-X", "importtime", "-m", "trainapp")
     for arguments in (["--help"], ["--cfg", "job"], ["--cfg", "job", "model=gpt"], ["optimizer.lr=-1"]):
         modules = imported(run_cli(*arguments, cwd=tmp_path, command=traced))
-        assert "trainapp.config" in modules
+        assert "trainapp.config.schema" in modules
         assert not {name for name in modules if name.partition(".")[0] == "torch"}, arguments
     # Control: what needs the model's class brings torch, and the probe sees it.
     assert "torch" in imported(run_cli("model.depth=19", cwd=tmp_path, command=traced))
@@ -150,7 +151,7 @@ def test_target_outside_the_allow_list_on_the_command_line(tmp_path):
 
 
 def test_fp16_on_a_device_that_cannot():
-    settings = config.Precision(mode="fp16")
+    settings = schema.Precision(mode="fp16")
     with pytest.raises(UserError, match=r"precision=fp16: this device \(meta\) cannot compute.*use precision=fp32"):
         precision.build(settings, torch.device("meta"))
     assert precision.build(settings, torch.device("cpu")).scaler.is_enabled()  # this one can

@@ -14,7 +14,8 @@ import pytest
 from helpers import environment
 from runs import MODELS, TINY
 
-from trainapp.console import Progress, explain_hydra, fail
+from trainapp.config.hydra_errors import explain_hydra, fail
+from trainapp.tracking.console import Progress
 from trainapp.units import bytes_text
 
 

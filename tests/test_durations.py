@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainapp.durations import RunLength, parse, to_steps
+from trainapp.config.durations import RunLength, parse, to_steps
 
 RUN = RunLength(steps_per_epoch=23, global_size=64, total_steps=276)
 

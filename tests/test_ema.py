@@ -4,8 +4,8 @@ import runs
 import torch
 from torch import nn
 
-from trainapp import loop
-from trainapp.ema import WeightAverage
+from trainapp.optim.ema import WeightAverage
+from trainapp.train import loop
 
 MLP = runs.MODELS["mlp"]
 

@@ -4,9 +4,9 @@ import pytest
 import runs
 import torch
 
-from trainapp import loop
 from trainapp.errors import TrainingStopped
-from trainapp.finite import MAX_SKIPPED, FiniteGuard, gradient_norm
+from trainapp.optim.nonfinite import MAX_SKIPPED, FiniteGuard, gradient_norm
+from trainapp.train import loop
 
 MLP = runs.MODELS["mlp"]
 

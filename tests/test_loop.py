@@ -5,7 +5,7 @@ import pytest
 import runs
 import torch
 
-from trainapp import loop, tasks
+from trainapp.train import loop, losses
 
 GPT = (*runs.MODELS["gpt"], "model.dropout=0.0")
 CASES = {
@@ -41,7 +41,7 @@ def big_batch(job, task):
     """Loss and gradient of the coming step's samples as one batch, by plain PyTorch."""
     batch = job.batches._source.fetcher.dataset.__getitems__(job.batches.indices(job.state.progress))
     job.state.model.zero_grad()
-    loss, count, _ = getattr(tasks, task)(job.state.model, batch)
+    loss, count, _ = getattr(losses, task)(job.state.model, batch)
     (loss / count).backward()
     gradient = runs.gradients(job.state.model)
     job.state.model.zero_grad(set_to_none=True)
@@ -53,7 +53,7 @@ def mean_of_means(job, task):
     job.state.model.zero_grad()
     parts = list(job.batches.micro_batches(job.state.progress, job.state.micro.size, job.accumulation))
     for micro in parts:
-        loss, count, _ = getattr(tasks, task)(job.state.model, micro.data)
+        loss, count, _ = getattr(losses, task)(job.state.model, micro.data)
         (loss / count / len(parts)).backward()
     return runs.gradients(job.state.model)
 
@@ -142,7 +142,7 @@ def test_clipping_each_micro_batch_is_something_else(prepare):
     total = torch.zeros_like(expected)
     for micro in job.batches.micro_batches(job.state.progress, 4):
         job.state.model.zero_grad()
-        loss, count, _ = tasks.classification(job.state.model, micro.data)
+        loss, count, _ = losses.classification(job.state.model, micro.data)
         (loss / count).backward()
         gradient = runs.gradients(job.state.model)
         total += gradient * min(1.0, clip / float(gradient.norm())) / 4

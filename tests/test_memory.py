@@ -7,10 +7,12 @@ import runs
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from trainapp import config, devices, loop, memory
-from trainapp.batches import tensors_in
+from trainapp.config import schema
+from trainapp.data.batch import tensors_in
 from trainapp.errors import UserError
-from trainapp.limits import LiveTensors, MemoryLimitExceeded
+from trainapp.memory import backends, device
+from trainapp.memory.live_tensors import LiveTensors, MemoryLimitExceeded
+from trainapp.train import loop
 
 TAGS = {
     "memory/allocated",
@@ -64,7 +66,7 @@ def test_the_static_part_by_kind(tmp_path, case, overrides, copies):
     assert line["memory/optimizer_state"] == copies * parameters + counts
     assert line["memory/buffers"] == sum(b.numel() * b.element_size() for b in model.buffers())
     assert line["memory/weight_average"] == parameters
-    static = sum(line[f"memory/{kind}"] for kind in memory.static_bytes(model, job.state.optimizer, []))
+    static = sum(line[f"memory/{kind}"] for kind in device.static_bytes(model, job.state.optimizer, []))
     assert line["memory/left_for_activations"] == line["memory/limit"] - static
 
 
@@ -96,7 +98,7 @@ def test_the_peak_is_the_profilers(tmp_path, case, micro, within):
     loop.train_step(job)
     assert job.state.micro.proven  # else the counter itself would be in the profile
     job.state.optimizer.zero_grad(set_to_none=True)
-    resident = sum(memory.static_bytes(job.state.model, job.state.optimizer, []).values())
+    resident = sum(device.static_bytes(job.state.model, job.state.optimizer, []).values())
     resident -= job.meter.static["gradients"]
     resident += sum(t.nbytes for t in tensors_in(job.batches.example(micro)))  # NumPy's memory, not the allocator's
     job.restore_point.take = lambda: None  # generators' states are no part of what is watched
@@ -124,11 +126,11 @@ def test_values_are_plausible(tmp_path):
 def test_without_a_limit_it_is_what_there_is(tmp_path):
     runs.run(tmp_path, *runs.MODELS["mlp"])
     line = helpers.metrics(tmp_path)[-1]
-    assert line["memory/limit"] == memory.available_total() <= psutil.virtual_memory().total
+    assert line["memory/limit"] == device.available_total() <= psutil.virtual_memory().total
 
 
 def test_the_limit_is_a_size_or_a_fraction():
-    total = memory.available_total()
+    total = device.available_total()
     for setting, expected in (
         (0.5, total // 2),
         ("1GiB", 2**30),
@@ -136,10 +138,10 @@ def test_the_limit_is_a_size_or_a_fraction():
         (123456, 123456),
         (None, None),
     ):
-        found = devices.build(config.Memory(limit=setting), CPU).limit
+        found = backends.build(schema.Memory(limit=setting), CPU).limit
         assert found == expected or abs(found - expected) <= 1
     with pytest.raises(UserError, match=r"memory\.limit=100000GiB: .* are more than the"):
-        devices.build(config.Memory(limit="100000GiB"), CPU)
+        backends.build(schema.Memory(limit="100000GiB"), CPU)
 
 
 def test_a_limit_that_leaves_no_room_for_a_batch(tmp_path):
@@ -213,7 +215,7 @@ def test_watching_changes_no_bit(tmp_path):
 
 
 def test_the_host_peak_is_of_its_window():
-    host = memory.HostMemory()
+    host = device.HostMemory()
     host.window()
     block = bytearray(200 * 2**20)
     block[::4096] = b"x" * len(block[::4096])

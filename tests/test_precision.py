@@ -3,7 +3,9 @@ import pytest
 import runs
 import torch
 
-from trainapp import config, loop, precision
+from trainapp.config import schema
+from trainapp.optim import precision
+from trainapp.train import loop
 
 MLP = runs.MODELS["mlp"]
 
@@ -18,7 +20,7 @@ MLP = runs.MODELS["mlp"]
     ],
 )
 def test_modes(mode, dtype, scaled):
-    built = precision.build(config.Precision(mode=mode), torch.device("cpu"))
+    built = precision.build(schema.Precision(mode=mode), torch.device("cpu"))
     assert built.compute_dtype == dtype
     assert built.scaler.is_enabled() == scaled
     with built.autocast:

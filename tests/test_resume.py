@@ -10,8 +10,8 @@ import pytest
 import runs
 import torch
 
-from trainapp import loop
 from trainapp.errors import UserError
+from trainapp.train import loop
 
 # Over the end of an epoch: the data are small or the batch is large.
 CASES = {

@@ -6,9 +6,9 @@ import re
 import pytest
 import torch
 
-from trainapp import reading, run_name, scheduler
+from trainapp.config import compose
 from trainapp.errors import UserError
-from trainapp.parallel import worker
+from trainapp.launch import environment, run_name, worker
 
 BATCH = {  # what a batch script with --ntasks=2 sees, before any srun
     "SLURM_JOB_ID": "12",
@@ -46,19 +46,19 @@ def started_by(monkeypatch):
 
 def test_a_batch_script_without_srun_is_one_process(started_by):
     started_by(BATCH)
-    assert scheduler.task() is None
-    assert not scheduler.is_one_of_many()
+    assert environment.task() is None
+    assert not environment.is_one_of_many()
     assert re.fullmatch(r"\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d-[0-9a-f]{6}", run_name.of_this_process())
-    scheduler.adopt()
+    environment.adopt()
     assert not any(name in os.environ for name in TORCH)
 
 
 def test_a_step_of_srun(started_by):
     started_by(STEP)
-    assert scheduler.task() == scheduler.Task(rank=1, world=2, local_rank=1, job="12.1", first_host="127.0.0.1")
-    assert scheduler.is_one_of_many()
+    assert environment.task() == environment.Task(rank=1, world=2, local_rank=1, job="12.1", first_host="127.0.0.1")
+    assert environment.is_one_of_many()
     assert run_name.of_this_process() == "slurm/12.1"
-    scheduler.adopt()
+    environment.adopt()
     assert [os.environ[name] for name in TORCH] == ["1", "2", "1", "127.0.0.1", str(20000 + 12 + 1009)]
 
 
@@ -66,7 +66,7 @@ def test_each_step_has_a_port_of_its_own(started_by):
     ports = set()
     for step in range(10):
         started_by(STEP | {"SLURM_STEP_ID": str(step)})
-        scheduler.adopt()
+        environment.adopt()
         ports.add(int(os.environ["MASTER_PORT"]))
     assert len(ports) == 10
     assert all(20000 <= port < 32000 for port in ports)
@@ -74,13 +74,13 @@ def test_each_step_has_a_port_of_its_own(started_by):
 
 def test_one_task_of_srun_starts_its_own_workers(started_by):
     started_by(STEP | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"})
-    assert not scheduler.is_one_of_many()
+    assert not environment.is_one_of_many()
 
 
 def test_what_torchrun_set_stays(started_by):
     started_by(STEP | {"RANK": "5", "TORCHELASTIC_RUN_ID": "name"})
     assert run_name.of_this_process() == "torchrun/name"
-    scheduler.adopt()
+    environment.adopt()
     assert os.environ["RANK"] == "5"
     assert "MASTER_ADDR" not in os.environ
 
@@ -88,21 +88,21 @@ def test_what_torchrun_set_stays(started_by):
 def test_a_job_of_submitit(started_by):
     names = {"GLOBALID": "1", "NTASKS": "2", "LOCALID": "1", "JOB_ID": "4711"}
     started_by({f"SUBMITIT_LOCAL_{name}": value for name, value in names.items()} | {"SUBMITIT_EXECUTOR": "local"})
-    assert scheduler.task() == scheduler.Task(rank=1, world=2, local_rank=1, job="4711", first_host="127.0.0.1")
-    assert scheduler.is_one_of_many()
-    assert scheduler.runs_sweep()
+    assert environment.task() == environment.Task(rank=1, world=2, local_rank=1, job="4711", first_host="127.0.0.1")
+    assert environment.is_one_of_many()
+    assert environment.runs_sweep()
 
 
 def test_a_job_of_submitit_in_a_shell_of_srun(started_by):
     shell = STEP | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}
     names = {"GLOBALID": "1", "NTASKS": "2", "LOCALID": "1", "JOB_ID": "4711"}
     started_by(shell | {f"SUBMITIT_LOCAL_{name}": value for name, value in names.items()})
-    assert scheduler.task().rank == 1
+    assert environment.task().rank == 1
 
 
 def test_torchrun_inside_a_job_of_submitit_runs_no_sweep(started_by):
     started_by({"SUBMITIT_EXECUTOR": "slurm", "TORCHELASTIC_RUN_ID": "name"})
-    assert not scheduler.runs_sweep()
+    assert not environment.runs_sweep()
 
 
 @pytest.mark.parametrize(("names", "there", "expected"), [(STEP, 1, 0), (STEP, 2, 1), ({}, 2, 1), ({}, 1, None)])
@@ -112,7 +112,7 @@ def test_the_gpu_of_a_rank(started_by, monkeypatch, names, there, expected):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: there)
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
-    settings = reading.from_command_line(["train.device=cuda"])
+    settings = compose.from_command_line(["train.device=cuda"])
     if expected is None:
         with pytest.raises(UserError, match="this machine shows 1 GPUs"):
             worker._device(settings, 1)
@@ -132,4 +132,4 @@ def test_the_gpu_of_a_rank(started_by, monkeypatch, names, there, expected):
 )
 def test_rank_0_is_on_the_first_node(started_by, nodes, first):
     started_by(STEP | {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": nodes})
-    assert scheduler.task().first_host == first
+    assert environment.task().first_host == first

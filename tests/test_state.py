@@ -5,8 +5,9 @@ import runs
 import torch
 from torch import nn
 
-from trainapp import loop
-from trainapp.state import RestorePoint, preserved_rng, rng_state, seed_everything, set_rng_state
+from trainapp.rng import preserved_rng, rng_state, seed_everything, set_rng_state
+from trainapp.train import loop
+from trainapp.train.transaction import RestorePoint
 
 CPU = torch.device("cpu")
 

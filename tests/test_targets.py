@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trainapp import targets
+from trainapp.config import targets
 from trainapp.errors import UserError
 from trainapp.models.mlp import MLP
 
@@ -23,7 +23,7 @@ def test_locate_finds_classes_and_functions():
         "torch.hub.load",
         "torchevil.Net",
         "torch.optimism.Net",
-        "trainapp.runner.run",
+        "trainapp.run.runner.run",
         # Names that a module of an allowed package imports are not its own.
         "trainapp.data.cache.Path",
         "trainapp.data.text.UserError",

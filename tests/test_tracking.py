@@ -2,8 +2,8 @@ import helpers
 import pytest
 import runs
 
-from trainapp import loop
-from trainapp.tracking import Tracker
+from trainapp.tracking.tracker import Tracker
+from trainapp.train import loop
 
 LOG = {"loss": 1.5, "samples_per_second": 10.0, "memory/peak": 100, "memory/limit": 200}
 
@@ -96,7 +96,7 @@ def test_a_line_that_cannot_be_read_does_not_stop_a_run(tmp_path):
 def test_plain_lines_where_there_is_no_terminal(tmp_path, caplog):
     caplog.set_level("INFO")
     runs.run(tmp_path, *runs.MODELS["mlp"], "every.log=2")
-    shown = [r.getMessage() for r in caplog.records if r.name == "trainapp.console"]
+    shown = [r.getMessage() for r in caplog.records if r.name == "trainapp.tracking.console"]
     assert len(shown) == 2
     assert shown[0].startswith("step 2/4 | loss ")
     for part in ("accuracy", "samples/s", "memory", "left"):

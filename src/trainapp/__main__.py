@@ -18,9 +18,10 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from trainapp import console, reading, run_name, scheduler
+from trainapp.config import compose, hydra_errors
+from trainapp.config.compose import CONF
 from trainapp.errors import UserError
-from trainapp.reading import CONF
+from trainapp.launch import environment, run_name
 
 OmegaConf.register_new_resolver("run_name", run_name.of_this_process, use_cache=True, replace=True)
 
@@ -31,13 +32,13 @@ def job(composed: DictConfig) -> float | None:
     hydra_config = HydraConfig.get()
     run_dir = str(Path(hydra_config.runtime.output_dir).resolve())
     try:
-        if _is_sweep(hydra_config) and scheduler.is_one_of_many() and not scheduler.runs_sweep():
+        if _is_sweep(hydra_config) and environment.is_one_of_many() and not environment.runs_sweep():
             raise UserError(
                 "a multirun inside torchrun or srun would run on every rank: start it as `python -m trainapp -m "
                 "parallel.devices=N ...`, which starts the workers of each job itself"
             )
-        settings = reading.from_hydra(composed, run_dir, _command(hydra_config, run_dir))
-        from trainapp import launch  # late: it brings torch
+        settings = compose.from_hydra(composed, run_dir, _command(hydra_config, run_dir))
+        from trainapp.launch import launch  # late: it brings torch
 
         return launch.launch(settings)
     except Exception as error:
@@ -134,22 +135,24 @@ def main() -> None:
         error = reported.error if isinstance(reported, _Reported) else reported
         if wants_traces:
             raise error from None
-        console.fail(str(error))
+        hydra_errors.fail(str(error))
         sys.exit(error.exit_code)
     except ValueError as error:  # Hydra's own, for `precision=16`
         if wants_traces or not str(error).startswith("Config group override"):
             raise
-        console.fail(f"{_no_name(sys.argv[1:])}an option is chosen by its name; `trainapp --help` lists them")
+        hydra_errors.fail(f"{_no_name(sys.argv[1:])}an option is chosen by its name; `trainapp --help` lists them")
         sys.exit(2)
     except (HydraException, OmegaConfBaseException) as error:
         if wants_traces:
             raise
-        console.fail(console.explain_hydra(error, (folder.name for folder in CONF.iterdir() if folder.is_dir())))
+        hydra_errors.fail(
+            hydra_errors.explain_hydra(error, (folder.name for folder in CONF.iterdir() if folder.is_dir()))
+        )
         sys.exit(2)
     except OSError as error:
         if wants_traces or _inside_job(error):
             raise
-        console.fail(
+        hydra_errors.fail(
             f"{error.filename}: {error.strerror}; hydra.run.dir or hydra.sweep.dir must name a folder of yours"
         )
         sys.exit(2)

@@ -1,101 +1,13 @@
-"""Checks values against annotations and turns what is wrong into messages a person can act on.
+"""The annotated types with which constructors of users' models and data sets state their rules."""
 
-The annotated types below are the vocabulary of `config.py` and of the constructors of models and data sets:
-`def __init__(self, depth: PositiveInt, dropout: Fraction = 0.0)` is both the signature and the rule.
-"""
+from trainapp.config.validation import (
+    Bool,
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Str,
+)
 
-import difflib
-import inspect
-import typing
-from collections.abc import Callable, Iterable
-from typing import Annotated, Any
-
-import pydantic
-from pydantic import Field
-
-PositiveInt = Annotated[int, Field(gt=0, strict=True)]
-NonNegativeInt = Annotated[int, Field(ge=0, strict=True)]
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]
-NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)]
-Fraction = Annotated[float, Field(ge=0, lt=1, strict=True)]
-Bool = Annotated[bool, Field(strict=True)]
-Str = Annotated[str, Field(strict=True)]
-
-
-def suggest(word: str, choices: Iterable[str]) -> str:
-    """`; did you mean 'depth'?`, or nothing when no choice is close."""
-    close = difflib.get_close_matches(word, list(choices), n=1)
-    return f"; did you mean '{close[0]}'?" if close else ""
-
-
-def messages(error: pydantic.ValidationError, prefix: str, known: Callable[[tuple], Iterable[str]]) -> list[str]:
-    """One line for each thing that is wrong: `prefix.key=value: rule`.
-
-    `known(location)` names the keys that exist at a location, for the suggestion after an unknown one.
-    """
-    rules: dict[str, list[str]] = {}  # a union gives one error for each of its branches: joined by "or"
-    for item in error.errors():
-        location = tuple(part for part in item["loc"] if isinstance(part, int) or not _is_type_name(part))
-        path = ".".join(str(part) for part in (prefix, *location) if str(part))
-        if item["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-            names = list(known(location[:-1]))
-            hint = suggest(str(location[-1]), names) or f"; known here: {', '.join(sorted(names))}"
-            start, rule = path, f"no such setting{hint}"
-        elif item["type"] in ("missing", "missing_argument"):
-            start, rule = path, "required, but not set"
-        else:
-            start, rule = f"{path}={_as_yaml(item['input'])}", _rule(item)
-        found = rules.setdefault(start, [])
-        if rule not in found:
-            found.append(rule)
-    return [
-        f"{start}: {' or '.join([first, *(r.removeprefix('must be ') for r in rest)])}"
-        for start, (first, *rest) in rules.items()
-    ]
-
-
-def _as_yaml(value: Any) -> Any:
-    """As the user writes it."""
-    return {"None": "null", "True": "true", "False": "false"}.get(str(value), value)
-
-
-def _is_type_name(part: str) -> bool:
-    """Whether pydantic put this into the location for a union's branch: it is no key that the user wrote."""
-    return "[" in part or part in ("int", "float", "str", "bool", "constrained-int", "constrained-float")
-
-
-def _rule(item: dict) -> str:
-    text = item["msg"].removeprefix("Value error, ")
-    return text.replace("Input should be", "must be")
-
-
-def check_arguments(target: Callable, arguments: dict[str, Any], path: str, provided: Iterable[str] = ()) -> list[str]:
-    """Errors in calling `target(**arguments)`, judged by its signature and its annotations.
-
-    target: a class or function; parameters without annotation take anything.
-    path: the setting that the arguments come from, such as `model`, for the messages.
-    provided: parameters that the application will fill in by itself when `arguments` lacks them.
-    """
-    function = target.__init__ if inspect.isclass(target) else target
-    hints = typing.get_type_hints(function, include_extras=True)
-    fields: dict[str, Any] = {}
-    open_ended = False
-    for name, parameter in inspect.signature(target).parameters.items():
-        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            open_ended = True
-            continue
-        if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
-            continue
-        optional = parameter.default is not inspect.Parameter.empty or name in provided
-        fields[f"arg_{name}"] = (
-            hints.get(name, Any),
-            Field(default=None if optional else ..., alias=name),
-        )
-    options = pydantic.ConfigDict(extra="allow" if open_ended else "forbid", arbitrary_types_allowed=True)
-    model = pydantic.create_model("Arguments", __config__=options, **fields)
-    try:
-        model.model_validate(arguments)
-    except pydantic.ValidationError as error:
-        settable = [field.alias for field in model.model_fields.values() if field.alias not in ("params", "self")]
-        return messages(error, path, lambda location: settable)
-    return []
+__all__ = ["Bool", "Fraction", "NonNegativeFloat", "NonNegativeInt", "PositiveFloat", "PositiveInt", "Str"]

@@ -3,8 +3,8 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
+from trainapp.config.validation import check_arguments
 from trainapp.data.synthetic import SyntheticImages, SyntheticTokens
-from trainapp.validation import check_arguments
 
 
 def test_images_have_the_configured_shape_and_unit_variance():

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, default_collate
 
+from trainapp import paths
 from trainapp.data import cache
 from trainapp.data.text import Text
 from trainapp.errors import UserError
@@ -202,9 +203,9 @@ def test_no_validation_text(corpus):
 
 
 def test_cache_directory_settings(monkeypatch):
-    assert cache.cache_dir() == Path(os.environ["TRAINAPP_CACHE"])
+    assert paths.cache_dir() == Path(os.environ["TRAINAPP_CACHE"])
     monkeypatch.setenv("TRAINAPP_CACHE", "")
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert cache.cache_dir() == Path("/somewhere/trainapp")
+    assert paths.cache_dir() == Path("/somewhere/trainapp")
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert cache.cache_dir() == Path.home() / ".cache" / "trainapp"
+    assert paths.cache_dir() == Path.home() / ".cache" / "trainapp"

@@ -8,10 +8,12 @@ import pytest
 import runs
 import torch
 
-from trainapp import config, devices, loop
-from trainapp.batching import TrainBatches
+from trainapp.config import schema
 from trainapp.data.digits import Digits
-from trainapp.state import Progress
+from trainapp.data.progress import Progress
+from trainapp.data.sampler import TrainBatches
+from trainapp.memory import backends
+from trainapp.train import loop
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 MIB = 2**20
@@ -199,7 +201,7 @@ def test_the_counters_are_the_allocators(tmp_path):
 
 
 def test_the_cap_is_the_limit():
-    devices.build(config.Memory(limit="512MiB"), torch.device("cuda", 0))
+    backends.build(schema.Memory(limit="512MiB"), torch.device("cuda", 0))
     with pytest.raises(torch.OutOfMemoryError):
         torch.empty(600 * MIB, dtype=torch.uint8, device="cuda")
     torch.empty(256 * MIB, dtype=torch.uint8, device="cuda")

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import runs
 
-from trainapp import reading
-from trainapp.config import Config
-from trainapp.tracking import Tracker
+from trainapp.config import compose
+from trainapp.config.schema import Config
+from trainapp.tracking.tracker import Tracker
 
 TINY = (*runs.STEPS_ONLY, "train.ema=0.9", "batch.micro_size=8")
 MODELS = {
@@ -31,7 +31,7 @@ PRECISIONS = {
 @functools.cache
 def composed(*overrides: str) -> Config:
     """The configuration of `trainapp OVERRIDES`, once."""
-    return reading.from_command_line(overrides)
+    return compose.from_command_line(overrides)
 
 
 def tiny(

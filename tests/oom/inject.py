@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainapp import runner
-from trainapp.config import Config
-from trainapp.incident import Incident
-from trainapp.job import Job
+from trainapp.config.schema import Config
+from trainapp.oom.incident import Incident
 from trainapp.parallel.ranks import Alone
+from trainapp.rng import rng_state
+from trainapp.run import runner
 from trainapp.signals import StopRequest
-from trainapp.state import rng_state
+from trainapp.train.run import Job
 
 # The phases of a step, in the order in which they come, then those between two steps.
 PHASES = ("data", "forward", "loss", "backward", "clip", "metric")

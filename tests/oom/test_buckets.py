@@ -6,9 +6,10 @@ import pytest
 import torch
 from runs import weights
 
-from trainapp.batches import MicroBatch, bucket_of, measure
+from trainapp.data.batch import bucket_of, measure
+from trainapp.data.micro_batch import MicroBatch
+from trainapp.data.micro_batch_sizes import Sizes
 from trainapp.parallel.ranks import Alone
-from trainapp.search import Sizes
 
 from .conftest import tiny
 from .inject import Run

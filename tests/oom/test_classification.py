@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from trainapp.oom import is_device_lost, is_out_of_memory, requested_bytes
+from trainapp.oom.errors import is_device_lost, is_out_of_memory, requested_bytes
 
 # What the driver's errors end with since torch 2.1: it speaks of assertions, which none of them is.
 HINT = (
@@ -163,7 +163,7 @@ class Failing(Dataset):
 
 
 def limit_exceeded():
-    from trainapp.limits import MemoryLimitExceeded
+    from trainapp.memory.live_tensors import MemoryLimitExceeded
 
     raise MemoryLimitExceeded("aten.mm", 1024, 2048, 2050)
 

@@ -11,7 +11,7 @@ import weakref
 import pytest
 import torch
 
-from trainapp.oom import find_executable_batch_size
+from trainapp.oom.decorator import find_executable_batch_size
 
 
 def fits(limit: int, tried: list[int]):
@@ -164,7 +164,7 @@ def test_other_errors_pass_through():
 
 
 def test_every_retry_is_logged(caplog):
-    with caplog.at_level(logging.WARNING, logger="trainapp.oom"):
+    with caplog.at_level(logging.WARNING, logger="trainapp.oom.decorator"):
         find_executable_batch_size(fits(20, []))()
     assert [(r.levelname, *r.args[::2]) for r in caplog.records] == [
         ("WARNING", 128, 64),

@@ -14,10 +14,13 @@ import pytest
 import torch
 from runs import differences
 
-from trainapp import loop, recovery, runner, state
+from trainapp import rng
+from trainapp.oom import recovery
 from trainapp.parallel.ranks import Alone
+from trainapp.run import runner
 from trainapp.signals import StopRequest
-from trainapp.state import RestorePoint
+from trainapp.train import loop
+from trainapp.train.transaction import RestorePoint
 
 from .conftest import MODELS, PRECISIONS, cell, tiny
 from .inject import BETWEEN, PHASES, Injector, Run, logged
@@ -249,7 +252,7 @@ def test_after_the_commit_nothing_is_done_twice(tmp_path, precision):
 
 
 def test_without_the_generators_the_oracle_fails(tmp_path, monkeypatch):
-    monkeypatch.setattr(state, "set_rng_state", lambda *_: None)
+    monkeypatch.setattr(rng, "set_rng_state", lambda *_: None)
     assert recovered_as_configured(tmp_path, "mlp", "fp32", "backward", 3) != []
 
 

@@ -11,9 +11,9 @@ import torch
 from helpers import texts
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from trainapp import timeline
 from trainapp.errors import TrainingStopped
-from trainapp.limits import LiveTensors
+from trainapp.memory import timeline
+from trainapp.memory.live_tensors import LiveTensors
 
 from .conftest import MODELS, cell, tiny
 from .inject import Injector, Run

@@ -7,8 +7,8 @@ import torch
 from helpers import incidents, metrics, result, run_cli, train
 from torch import nn
 
-from trainapp import runner
-from trainapp.limits import LiveTensors, MemoryLimitExceeded
+from trainapp.memory.live_tensors import LiveTensors, MemoryLimitExceeded
+from trainapp.run import runner
 
 from .conftest import composed
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from trainapp.data.size_search import SizeSearch
 from trainapp.errors import UserError
-from trainapp.search import SizeSearch
 
 from .conftest import tiny
 from .inject import Run

@@ -9,11 +9,12 @@ import torch
 from runs import relative_error, weights
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainapp import recovery, runner
-from trainapp.config import Config
+from trainapp.config.schema import Config
 from trainapp.errors import TrainingStopped
-from trainapp.limits import LiveTensors
+from trainapp.memory.live_tensors import LiveTensors
+from trainapp.oom import recovery
 from trainapp.parallel.ranks import Alone
+from trainapp.run import runner
 from trainapp.signals import StopRequest
 
 from .conftest import MODELS, cell, tiny

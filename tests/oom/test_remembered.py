@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from trainapp import remembered, runner
-from trainapp.data.cache import cache_dir
+from trainapp.oom import hints
 from trainapp.parallel.ranks import Alone
+from trainapp.paths import cache_dir
+from trainapp.run import runner
 from trainapp.signals import StopRequest
 
 from .conftest import MODELS, tiny
@@ -31,7 +32,7 @@ def run(run_dir: Path, *overrides: str, changes: dict) -> Run:
     """A run to its end, which then remembers as `runner.run` does."""
     config = tiny(run_dir, *PLAIN, *overrides, changes={**CHANGES, **changes})
     done = Run(config)
-    remembered.remember(config, done.job)
+    hints.remember(config, done.job)
     return done
 
 
@@ -171,11 +172,11 @@ def test_another_optimizer_or_model_is_another_key(tmp_path):
 def test_other_ranks_or_another_strategy_is_another_key(tmp_path):
     job = run(tmp_path / "a", changes={"train.max_steps": 1}).job
     config = tiny(tmp_path / "a", *PLAIN)
-    alone = remembered.describe(config, job)
+    alone = hints.describe(config, job)
     job.ranks.world = 2
-    assert remembered.describe(config, job) != alone
-    ddp = remembered.describe(tiny(tmp_path / "b", *PLAIN, "parallel=ddp"), job)
-    assert ddp != remembered.describe(tiny(tmp_path / "c", *PLAIN, "parallel=fsdp"), job)
+    assert hints.describe(config, job) != alone
+    ddp = hints.describe(tiny(tmp_path / "b", *PLAIN, "parallel=ddp"), job)
+    assert ddp != hints.describe(tiny(tmp_path / "c", *PLAIN, "parallel=fsdp"), job)
 
 
 def test_another_seed_or_length_is_the_same_key(tmp_path):

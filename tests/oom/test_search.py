@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from trainapp.search import SizeSearch
+from trainapp.data.size_search import SizeSearch
 
 from .conftest import tiny
 from .inject import Run

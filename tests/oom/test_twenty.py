@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers import result, train
 
-from trainapp import runner
+from trainapp.run import runner
 
 from .conftest import composed
 from .test_limits import COMMON, LIMITS, MODELS

@@ -5,11 +5,12 @@ import runs
 import torch
 from torch import nn
 
-from trainapp import config, loop
+from trainapp.config import schema
 from trainapp.errors import UserError
 from trainapp.models.gpt import GPT
 from trainapp.models.resnet import ResNet
 from trainapp.optim.optimizers import build_optimizer, materialise_state, parameter_groups
+from trainapp.train import loop
 
 CPU = torch.device("cpu")
 MATERIALISED = {
@@ -128,7 +129,7 @@ def test_norms_and_biases_do_not_decay(kind):
 def test_without_a_gradient_decay_moves_matrices_only():
     """In numbers: with gradients of zero AdamW shrinks a matrix by lr x decay and leaves the rest."""
     model, _, _ = model_and_data()
-    settings = config.Optimizer(target="torch.optim.AdamW", lr=0.5, weight_decay=0.1)
+    settings = schema.Optimizer(target="torch.optim.AdamW", lr=0.5, weight_decay=0.1)
     optimizer = build_optimizer(settings, model, CPU, [])
     before = copy.deepcopy(model.state_dict())
     for p in model.parameters():
@@ -141,7 +142,7 @@ def test_without_a_gradient_decay_moves_matrices_only():
 def test_frozen_parameters_are_not_optimized():
     model, _, _ = model_and_data()
     model[0].weight.requires_grad_(False)
-    optimizer = build_optimizer(config.Optimizer(target="torch.optim.AdamW", lr=0.5), model, CPU, [])
+    optimizer = build_optimizer(schema.Optimizer(target="torch.optim.AdamW", lr=0.5), model, CPU, [])
     assert id(model[0].weight) not in {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
@@ -156,13 +157,13 @@ def test_frozen_parameters_are_not_optimized():
 )
 def test_fused_where_there_is_a_kernel(target, fused, expected):
     model, _, _ = model_and_data()
-    optimizer = build_optimizer(config.Optimizer(target=target, lr=0.1, fused=fused), model, CPU, [])
+    optimizer = build_optimizer(schema.Optimizer(target=target, lr=0.1, fused=fused), model, CPU, [])
     assert optimizer.param_groups[0].get("fused", "none") == expected
 
 
 def test_betas_are_a_tuple():
     model, _, _ = model_and_data()
-    settings = config.Optimizer(target="torch.optim.AdamW", lr=0.1, arguments={"betas": [0.8, 0.9]})
+    settings = schema.Optimizer(target="torch.optim.AdamW", lr=0.1, arguments={"betas": [0.8, 0.9]})
     assert build_optimizer(settings, model, CPU, []).param_groups[0]["betas"] == (0.8, 0.9)
 
 
@@ -178,7 +179,7 @@ def test_betas_are_a_tuple():
 def test_mistakes(target, arguments, message):
     model, _, _ = model_and_data()
     with pytest.raises(UserError, match=message):
-        build_optimizer(config.Optimizer(target=target, lr=0.1, arguments=arguments), model, CPU, [])
+        build_optimizer(schema.Optimizer(target=target, lr=0.1, arguments=arguments), model, CPU, [])
 
 
 @pytest.mark.parametrize("name", [*MATERIALISED, *BY_ITSELF])

@@ -2,8 +2,8 @@ import math
 
 import pytest
 
-from trainapp import config
-from trainapp.durations import RunLength
+from trainapp.config import schema
+from trainapp.config.durations import RunLength
 from trainapp.errors import UserError
 from trainapp.optim.schedules import build
 
@@ -11,7 +11,7 @@ RUN = RunLength(steps_per_epoch=10, global_size=32, total_steps=100)
 
 
 def at(steps, run=RUN, **settings):
-    factor = build(config.Schedule(**settings), run)
+    factor = build(schema.Schedule(**settings), run)
     return [factor(step) for step in steps]
 
 

@@ -13,18 +13,20 @@ from typing import Any
 
 import torch
 
-from trainapp import loop, runner
-from trainapp.batches import MicroBatch, map_tensors
-from trainapp.batching import TrainBatches
-from trainapp.config import Config
+from trainapp.config.schema import Config
+from trainapp.data.batch import map_tensors
+from trainapp.data.micro_batch import MicroBatch
+from trainapp.data.progress import Progress
+from trainapp.data.sampler import TrainBatches
 from trainapp.errors import UserError
-from trainapp.incident import Incident
-from trainapp.job import Job
-from trainapp.parallel import worker
-from trainapp.parallel.placement import whole
+from trainapp.launch import worker
+from trainapp.oom.incident import Incident
+from trainapp.parallel.dtensor import whole
 from trainapp.parallel.ranks import Alone
+from trainapp.run import runner
 from trainapp.signals import StopRequest
-from trainapp.state import Progress
+from trainapp.train import loop, step
+from trainapp.train.run import Job
 
 from .faults import Fault, injected
 
@@ -197,7 +199,7 @@ def train_averaging(rank: int, config: Config, *arguments: Any) -> Record:
 
 def train_mean_of_means(rank: int, config: Config, *arguments: Any) -> Record:
     """A wrong variant: every rank's mean over its own tokens, then the mean over ranks."""
-    backward, clip = loop.backward, loop.clip
+    backward, clip = step.backward, loop.clip
 
     def own_mean(job: Job, micro: MicroBatch, weight: torch.Tensor, *rest: Any) -> None:
         targets = micro.data["targets"]
@@ -208,11 +210,11 @@ def train_mean_of_means(rank: int, config: Config, *arguments: Any) -> Record:
         sums.count = job.batches.step_samples(job.state.progress)
         return clip(job, sums)
 
-    loop.backward, loop.clip = own_mean, unscaled
+    step.backward, loop.clip = own_mean, unscaled
     try:
         return train(rank, config, *arguments)
     finally:
-        loop.backward, loop.clip = backward, clip
+        step.backward, loop.clip = backward, clip
 
 
 def train_without_reset(rank: int, config: Config, *arguments: Any) -> Record:
@@ -226,7 +228,7 @@ def train_without_clearing(rank: int, config: Config, *arguments: Any) -> Record
 
 
 def _train_giving_up(give_up: Any, rank: int, config: Config, *arguments: Any) -> Record:
-    from trainapp.parallel.strategies import Sharded
+    from trainapp.parallel.fsdp import Sharded
 
     original = Sharded.give_up
     Sharded.give_up = give_up
@@ -238,7 +240,7 @@ def _train_giving_up(give_up: Any, rank: int, config: Config, *arguments: Any) -
 
 def train_counting_wrappers(rank: int, config: Config, *arguments: Any) -> tuple[int, int]:
     """How often the model was wrapped for DDP, and how many of the wrappers outlived the run."""
-    from trainapp.parallel.strategies import Replicated
+    from trainapp.parallel.ddp import Replicated
 
     wrap, wrappers = Replicated._wrap, []
 

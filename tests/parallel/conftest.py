@@ -12,8 +12,8 @@ import pytest
 import runs
 from torch.distributed.fsdp import FSDPModule
 
-from trainapp import reading
-from trainapp.config import Config
+from trainapp.config import compose
+from trainapp.config.schema import Config
 
 from . import cells
 from .faults import Fault, fired
@@ -57,7 +57,7 @@ needs_reset = pytest.mark.skipif(not RESETS, reason="FSDP2 recovers in place fro
 @functools.cache
 def composed(overrides: tuple[str, ...]) -> Config:
     """The configuration of `trainapp OVERRIDES`, once."""
-    return reading.from_command_line(overrides)
+    return compose.from_command_line(overrides)
 
 
 @dataclass

@@ -20,10 +20,11 @@ import torch
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainapp import checkpoint, loop
-from trainapp.fetching import Fetcher
-from trainapp.job import Job
-from trainapp.parallel.strategies import Exchange
+from trainapp.checkpoint import checkpoints
+from trainapp.data.loader import Fetcher
+from trainapp.parallel.ddp import Exchange
+from trainapp.train import loop
+from trainapp.train.run import Job
 
 ENVIRONMENT = "TRAINAPP_TEST_FAULTS"  # {"folder": ..., "faults": [...]}
 # Phases of the loop (`job.phase`), told by the tensor operations in them, and places that have a function instead.
@@ -151,7 +152,7 @@ def injected(faults: Iterable[Fault], folder: Path) -> Iterator[Injector]:
     patch(DefaultReduceScatter, "allocate", striking("reduce buffer", DefaultReduceScatter.allocate))
     patch(Exchange, "reduce", striking("bucket", Exchange.reduce))
     patch(Fetcher, "__getitem__", striking("fetch", Fetcher.__getitem__))
-    patch(checkpoint, "_write_manifest", striking("manifest", checkpoint._write_manifest))
+    patch(checkpoints, "_write_manifest", striking("manifest", checkpoints._write_manifest))
     try:
         yield injector
     finally:

@@ -11,14 +11,6 @@ from trainapp.errors import UserError
 CHUNK = 1 << 20  # bytes read at a time
 
 
-def cache_dir() -> Path:
-    """$TRAINAPP_CACHE, or $XDG_CACHE_HOME/trainapp, or ~/.cache/trainapp. It need not exist yet."""
-    if chosen := os.environ.get("TRAINAPP_CACHE"):
-        return Path(chosen).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "trainapp"
-
-
 def read_chunks(paths: Sequence[str]) -> Iterator[bytes]:
     """The files' bytes, one file after the other. Raises UserError for one that cannot be read."""
     for path in paths:

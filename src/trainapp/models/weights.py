@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from trainapp.errors import UserError
-from trainapp.parallel.placement import copy_into
+from trainapp.parallel.dtensor import copy_into
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from trainapp import config, targets
+from trainapp.config import schema, targets
 from trainapp.errors import UserError
 
 _FUSED_DEVICES = ("cuda", "cpu", "mps")
@@ -23,7 +23,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
 
 
 def build_optimizer(
-    settings: config.Optimizer, model: nn.Module, device: torch.device, user_packages: Sequence[str]
+    settings: schema.Optimizer, model: nn.Module, device: torch.device, user_packages: Sequence[str]
 ) -> torch.optim.Optimizer:
     """The optimizer with its state already in memory, so that the first step meets no surprise.
 
@@ -52,7 +52,7 @@ def build_optimizer(
     return optimizer
 
 
-def lean_optimizer(settings: config.Config, optimizer: torch.optim.Optimizer) -> tuple[config.Config, bool]:
+def lean_optimizer(settings: schema.Config, optimizer: torch.optim.Optimizer) -> tuple[schema.Config, bool]:
     """The configuration with `foreach=false` where that would remove temporaries, and whether it would.
 
     The foreach kernels need one more copy of the parameters during the step; the fused ones and the plain loop do not.

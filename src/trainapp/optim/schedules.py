@@ -3,14 +3,14 @@
 import math
 from collections.abc import Callable
 
-from trainapp import config
-from trainapp.durations import RunLength, parse, to_steps
+from trainapp.config import schema
+from trainapp.config.durations import RunLength, parse, to_steps
 from trainapp.errors import UserError
 
 Schedule = Callable[[int], float]
 
 
-def build(settings: config.Schedule, run: RunLength) -> Schedule:
+def build(settings: schema.Schedule, run: RunLength) -> Schedule:
     """`factor(step)`: what the base learning rate is multiplied by in the step that follows `step` applied ones.
 
     All shapes rise linearly over `warmup` first: 1/w, 2/w, ..., 1. Raises UserError for a run without an end where

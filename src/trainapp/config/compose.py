@@ -1,0 +1,121 @@
+"""From what Hydra composed to the typed configuration, with every mistake reported at once. Imports no torch."""
+
+import dataclasses
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pydantic
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import TypeAdapter
+
+from trainapp.config.schema import Config, Loader, Model, Optimizer
+from trainapp.config.validation import messages
+from trainapp.errors import UserError
+
+PACKAGE = Path(__file__).parents[1]
+# An installed wheel carries conf/ inside the package; a checkout has it at its root.
+CONF = next(folder for folder in (PACKAGE / "conf", PACKAGE.parents[1] / "conf") if folder.is_dir())
+
+
+def from_command_line(overrides: Iterable[str], run_dir: str = "") -> Config:
+    """The configuration of `python -m trainapp OVERRIDES`, for notebooks, tests and benchmarks. Raises UserError."""
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return from_hydra(compose("train", list(overrides)), run_dir, "python -m trainapp")
+
+
+def from_hydra(composed: DictConfig, run_dir: str, command: str) -> Config:
+    """The typed configuration of one run. Raises UserError with every mistake in it, one a line."""
+    try:
+        plain = OmegaConf.to_container(composed, resolve=True)
+    except OmegaConfBaseException as error:
+        setting = f"{error.full_key}: " if error.full_key else ""
+        raise UserError(f"{setting}{str(error).strip().splitlines()[0]}") from None
+    return from_dict(plain, run_dir, command)
+
+
+def from_dict(plain: dict[str, Any], run_dir: str = "", command: str = "") -> Config:
+    """As `from_hydra`, from plain containers in the layout of conf/train.yaml."""
+    errors = _unknown_groups(plain)
+    settings = {key: value for key, value in plain.items() if key not in ("data", "model", "optimizer")}
+    settings |= _split_targets(plain, errors)
+    try:
+        config = TypeAdapter(Config).validate_python(settings | {"run_dir": run_dir, "command": command})
+    except pydantic.ValidationError as error:
+        errors += [_as_written(line) for line in messages(error, "", _known_keys)]
+    if not errors:
+        errors = _conflicts(config)
+    if errors:
+        raise UserError("\n".join(errors))
+    return config
+
+
+def _split_targets(plain: dict[str, Any], errors: list[str]) -> dict[str, Any]:
+    """`data`, `model` and `optimizer` hold the application's own keys beside their constructor's arguments."""
+    own_keys = {"data": Loader, "model": Model, "optimizer": Optimizer}
+    found: dict[str, Any] = {}
+    for group, keys in own_keys.items():
+        node = plain.get(group)
+        if not isinstance(node, dict) or "_target_" not in node:
+            errors.append(f"{group}: no {group} is chosen; choose one with {group}=NAME")
+            found[group] = {"target": "", "lr": 1.0} if group == "optimizer" else {"target": ""}
+            continue
+        names = {f.name for f in dataclasses.fields(keys)} - {"target", "arguments"}
+        own = {key: value for key, value in node.items() if key in names}
+        arguments = {key: value for key, value in node.items() if key not in names and key != "_target_"}
+        if group == "data":
+            found["loader"] = own
+            own = {}
+        found[group] = own | {"target": node["_target_"], "arguments": arguments}
+    found.setdefault("loader", {})
+    return found
+
+
+def _unknown_groups(plain: dict[str, Any]) -> list[str]:
+    """`run_dir`, `command` and `loader` are not for the user to set."""
+    return [f"{key}: no such setting" for key in ("run_dir", "command", "loader") if key in plain]
+
+
+def _as_written(line: str) -> str:
+    """The name under which the user knows a setting."""
+    return re.sub(r"^loader\.", "data.", re.sub(r"^(data|model|optimizer)\.target\b", r"\1._target_", line))
+
+
+def _known_keys(location: tuple) -> list[str]:
+    node: Any = Config
+    for part in location:
+        kind = next(f.type for f in dataclasses.fields(node) if f.name == part)
+        node = kind
+    return [f.name for f in dataclasses.fields(node) if f.name not in ("run_dir", "command", "loader")]
+
+
+def _conflicts(config: Config) -> list[str]:
+    """Rules that span several settings."""
+    errors = []
+    train, batch, steps = config.train, config.batch, config.accumulation.steps
+    if config.mode == "train" and train.max_steps is None and train.max_epochs is None:
+        errors.append("train.max_steps=null and train.max_epochs=null: the run would never end; set one of them")
+    if isinstance(batch.micro_size, int) and batch.micro_size > batch.global_size:
+        errors.append(
+            f"batch.micro_size={batch.micro_size}: must be at most batch.global_size={batch.global_size}; "
+            "use batch.micro_size=auto"
+        )
+    if steps != "auto" and steps > batch.global_size:
+        errors.append(
+            f"accumulation.steps={steps}: must be at most batch.global_size={batch.global_size}; "
+            "a micro-batch has at least one sample"
+        )
+    if steps != "auto" and batch.micro_size != "auto":
+        errors.append(
+            f"accumulation.steps={steps} and batch.micro_size={batch.micro_size}: both fix the micro-batch; "
+            "set one of them to auto"
+        )
+    if config.mode != "train" and config.checkpointing.resume in ("auto", "none"):
+        errors.append(
+            f"mode={config.mode} with checkpointing.resume={config.checkpointing.resume}: name the checkpoint or the "
+            "run directory that it is about"
+        )
+    return errors

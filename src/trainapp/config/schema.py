@@ -1,0 +1,220 @@
+"""The configuration: what can be set, of which type, under which rule. Imports neither torch nor the application.
+
+`reading` turns what Hydra composed into these plain dataclasses. Everything after it, workers included, sees only them.
+"""
+
+import dataclasses
+import re
+from dataclasses import field
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, ConfigDict, Field
+from pydantic.dataclasses import dataclass
+
+from trainapp.config import durations
+from trainapp.config.validation import Bool, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Str
+from trainapp.units import parse_memory_size
+
+section = dataclass(config=ConfigDict(extra="forbid"))
+
+
+def _duration(value: int | str) -> int | str:
+    durations.parse(value)
+    return value
+
+
+def _memory_size(value: int | float | str) -> int | float | str:
+    parse_memory_size(value, total=1)
+    return value
+
+
+def _objective(value: str) -> str:
+    if value != "auto" and not re.fullmatch(r"(min|max) \S+", value):
+        raise ValueError("must be auto, or like 'max accuracy' or 'min loss'")
+    return value
+
+
+Duration = Annotated[int | str, AfterValidator(_duration)]
+MemorySize = Annotated[int | float | str, AfterValidator(_memory_size)]
+Auto = Literal["auto"]
+
+
+@section
+class Train:
+    max_steps: PositiveInt | None = None
+    max_epochs: PositiveInt | None = None
+    seed: NonNegativeInt = 0
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    compile: Bool = False
+    deterministic: Bool = False
+    grad_clip: PositiveFloat | None = 1.0
+    nonfinite: Literal["stop", "skip"] = "stop"
+    detect_anomaly: Bool = False
+    ema: Annotated[float, Field(gt=0, lt=1)] | None = None
+
+
+@section
+class Batch:
+    global_size: PositiveInt = 64
+    micro_size: Auto | PositiveInt = "auto"
+    eval_micro_size: Auto | PositiveInt = "auto"
+
+
+@section
+class Every:
+    log: Duration | None = 10
+    eval: Duration | None = "1 epochs"
+    save: Duration | None = "1 epochs"
+
+
+@section
+class Loader:
+    num_workers: Auto | NonNegativeInt = "auto"
+    drop_last: Bool = False
+
+
+@section
+class Precision:
+    mode: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
+    initial_scale: PositiveFloat = 65536.0
+    growth_interval: PositiveInt = 2000
+
+
+@section
+class Schedule:
+    shape: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+    warmup: Duration = 0
+    decay: Duration = "20 percent"
+    final: Annotated[float, Field(ge=0, le=1)] = 0.0
+
+
+@section
+class Optimizer:
+    """The settings that the application reads; `arguments` go to the optimizer class as they are."""
+
+    target: Str
+    lr: PositiveFloat
+    weight_decay: NonNegativeFloat = 0.0
+    fused: Auto | Bool = "auto"
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+@section
+class Accumulation:
+    steps: Auto | PositiveInt = "auto"
+
+
+@section
+class ActivationCheckpointing:
+    mode: Literal["none", "full", "selective"] = "none"
+    every: PositiveInt = 1
+
+
+@section
+class Memory:
+    limit: MemorySize | None = None
+    expandable_segments: Bool = True
+    timeline: Bool = False
+    guard: Bool = True
+    guard_reserve: MemorySize = 0.05
+
+
+@section
+class Oom:
+    enabled: Bool = True
+    keep_global_batch: Bool = True
+    clean_steps: PositiveInt = 3
+    grow: Bool = True
+    remember: Literal["clear"] | Bool = True
+    schedule: dict[int, PositiveInt | dict[int, PositiveInt]] | None = None
+
+
+@section
+class Ddp:
+    bucket_mb: PositiveFloat = 25.0
+    static_graph: Bool = False
+    find_unused_parameters: Bool = False
+
+
+@section
+class Fsdp:
+    reshard_after_forward: Bool = True
+    cpu_offload: Bool = False
+    prefetch: PositiveInt = 1
+    replicas: PositiveInt = 1
+    sync_every_micro_batch: Bool = True
+    meta_init: Bool = False
+
+
+@section
+class Parallel:
+    strategy: Literal["single", "ddp", "fsdp"] = "single"
+    devices: Auto | PositiveInt = "auto"
+    nodes: PositiveInt = 1
+    endpoint: Str | None = None
+    run_id: Str | None = None
+    max_restarts: NonNegativeInt = 3
+    timeout: PositiveFloat = 600.0
+    arm: Literal["unproven", "always", "never"] = "unproven"
+    ddp: Ddp = field(default_factory=Ddp)
+    fsdp: Fsdp = field(default_factory=Fsdp)
+
+
+@section
+class Checkpointing:
+    resume: Str = "auto"
+    save: Bool = True
+    keep_last: PositiveInt = 2
+    asynchronous: Bool = False
+
+
+@section
+class Export:
+    folder: Str | None = None
+    file_size: MemorySize = "5GB"
+
+
+@section
+class Target:
+    """An object to build: a dotted name and the keyword arguments of its constructor."""
+
+    target: Str
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+@section
+class Model(Target):
+    init_from: Str | None = None
+    init_strict: Bool = True
+
+
+@section
+class Config:
+    """One run. `run_dir` is where all of it is written; `command` is what would start it again."""
+
+    data: Target
+    loader: Loader
+    model: Model
+    optimizer: Optimizer
+    mode: Literal["train", "eval", "export"] = "train"
+    task: Str = "auto"
+    objective: Annotated[str, AfterValidator(_objective)] = "auto"
+    user_packages: list[Str] = field(default_factory=list)
+    train: Train = field(default_factory=Train)
+    batch: Batch = field(default_factory=Batch)
+    every: Every = field(default_factory=Every)
+    precision: Precision = field(default_factory=Precision)
+    schedule: Schedule = field(default_factory=Schedule)
+    accumulation: Accumulation = field(default_factory=Accumulation)
+    parallel: Parallel = field(default_factory=Parallel)
+    activation_checkpointing: ActivationCheckpointing = field(default_factory=ActivationCheckpointing)
+    memory: Memory = field(default_factory=Memory)
+    oom: Oom = field(default_factory=Oom)
+    checkpointing: Checkpointing = field(default_factory=Checkpointing)
+    export: Export = field(default_factory=Export)
+    run_dir: str = ""
+    command: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain containers, as written to checkpoints and TensorBoard."""
+        return dataclasses.asdict(self)

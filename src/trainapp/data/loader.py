@@ -1,0 +1,146 @@
+"""How samples become batches on the device: worker processes, augmentation by sample, pinned copies ahead of time."""
+
+import os
+import random
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, default_collate
+
+from trainapp.data.batch import map_tensors
+from trainapp.rng import preserved_rng
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Request:
+    """A micro-batch to fetch: dataset indices, and the epoch for the augmentation."""
+
+    epoch: int
+    indices: list[int]
+
+
+class Fetcher(Dataset):
+    """`fetcher[request]` is a collated batch. Runs in the loader's workers, or in the main process without them.
+
+    A data set with `__getitems__` and `set_epoch` of its own answers whole batches and keeps its promise that a
+    sample depends on (seed, epoch, index) alone. For others every sample is fetched with the global generators seeded
+    from those three, which makes the same sample of the usual random transforms whenever it is fetched again.
+    """
+
+    def __init__(self, dataset: Dataset, seed: int):
+        self.dataset, self.seed = dataset, seed
+        self._epoch: int | None = None
+        promises = hasattr(dataset, "set_epoch") or getattr(dataset, "in_memory", False)
+        self._batched = hasattr(dataset, "__getitems__") and promises and not isinstance(dataset, Subset)
+        self._collate = getattr(dataset, "collate", default_collate)
+
+    def __getitem__(self, request: Request) -> Any:
+        if request.epoch != self._epoch:
+            self._epoch = request.epoch
+            if hasattr(self.dataset, "set_epoch"):
+                self.dataset.set_epoch(request.epoch)
+        if self._batched:
+            samples = self.dataset.__getitems__(request.indices)
+        else:
+            with preserved_rng(_CPU):
+                samples = [self._sample(index) for index in request.indices]
+        return self._collate(samples) if isinstance(samples, list) else samples
+
+    def _sample(self, index: int) -> Any:
+        seed = hash((self.seed, self._epoch, index)) % 2**63
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.default_generator.manual_seed(seed)  # the CPU's alone: torch.manual_seed would reach for the device
+        return self.dataset[index]
+
+
+def _leave_ctrl_c(worker: int) -> None:
+    """A terminal sends Ctrl-C to workers, too; the step that is to be finished still needs them."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+class _Stream(IterableDataset):
+    """Feeds a DataLoader's workers with requests, from wherever the trainer is when it starts to iterate."""
+
+    def __init__(self):
+        self.requests: Iterator[Request] = iter(())
+
+    def __iter__(self) -> Iterator[Request]:
+        return self.requests
+
+
+class Batches:
+    """Turns requests into batches on the device, through worker processes where that pays."""
+
+    def __init__(self, dataset: Dataset, seed: int, workers: int, device: torch.device):
+        self.fetcher, self.device = Fetcher(dataset, seed), device
+        self._pinned = device.type == "cuda"
+        self._stream = _Stream()
+        self._loader = None
+        if workers:
+            self._loader = DataLoader(
+                self.fetcher,
+                batch_size=None,  # a request is a batch already
+                sampler=self._stream,
+                num_workers=workers,
+                pin_memory=self._pinned,
+                persistent_workers=True,
+                worker_init_fn=_leave_ctrl_c,
+                generator=torch.Generator(),  # else it draws from the run's own, and the workers change the result
+            )
+
+    def open(self, requests: Iterator[Request]) -> Iterator[Any]:
+        """Batches on the device, in the order of the requests; a batch ahead on CUDA."""
+        if self._loader is None:
+            fetched = map(self.fetcher.__getitem__, requests)
+            if self._pinned:
+                fetched = (map_tensors(torch.Tensor.pin_memory, batch) for batch in fetched)
+        else:
+            self._stream.requests = requests
+            fetched = iter(self._loader)
+        return self._ahead(fetched) if self._pinned else map(self._move, fetched)
+
+    def close(self) -> None:
+        """End the worker processes; the batches that were fetched ahead are lost."""
+        self._stream.requests = iter(())
+        self._loader = None  # torch ends the workers with the last reference to their iterator
+
+    def _move(self, batch: Any) -> Any:
+        if self.device.type == "cpu":
+            return batch
+        return map_tensors(lambda t: t.to(self.device, non_blocking=self._pinned), batch)
+
+    def _ahead(self, fetched: Iterator[Any]) -> Iterator[Any]:
+        """Copy the next batch on a stream of its own while the current one is worked on."""
+        copies = torch.cuda.Stream(self.device)
+
+        def start() -> Any:
+            host = next(fetched, None)
+            if host is None:
+                return None
+            with torch.cuda.stream(copies):
+                return self._move(host)
+
+        following = start()
+        while following is not None:
+            current = torch.cuda.current_stream(self.device)
+            current.wait_stream(copies)
+            batch = map_tensors(lambda t, s=current: t.record_stream(s) or t, following)
+            following = start()
+            yield batch
+
+
+def worker_count(setting: int | str, dataset: Dataset, ranks: int = 1) -> int:
+    """Loader processes: none for data in memory, else the cores that this rank may use, less one for training."""
+    if setting != "auto":
+        return int(setting)
+    if getattr(dataset, "in_memory", False):
+        return 0
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(0, min(8, cores // ranks - 1))

@@ -1,0 +1,48 @@
+"""Micro-batches, and how samples are cut into them."""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+
+class MicroBatch(NamedTuple):
+    """last: of its step. real: False for one that only keeps this rank in step with ranks that have more samples."""
+
+    data: Any
+    last: bool
+    real: bool
+
+
+def narrow(batch: Any, start: int, length: int, samples: int) -> Any:
+    """Samples [start, start + length) of a batch of `samples`: views, no copies."""
+    if isinstance(batch, torch.Tensor):
+        return batch[start : start + length] if batch.ndim and len(batch) == samples else batch
+    if isinstance(batch, dict):
+        return {key: narrow(value, start, length, samples) for key, value in batch.items()}
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(narrow(value, start, length, samples) for value in batch)
+    return batch
+
+
+def cut(indices: Sequence[int], size: int) -> list[Sequence[int]]:
+    """Micro-batches of `size` samples; the last is the ragged rest.
+
+    A rest of one sample takes a second one from its neighbour: BatchNorm cannot normalise a single value.
+    """
+    if not indices:  # an evaluation that was interrupted after its last batch
+        return []
+    starts = list(range(0, len(indices), size))
+    ends = [*starts[1:], len(indices)]
+    if len(starts) > 1 and ends[-1] - starts[-1] == 1 and size > 2:
+        starts[-1] -= 1
+        ends[-2] -= 1
+    return [indices[start:end] for start, end in zip(starts, ends, strict=True)]
+
+
+def cut_evenly(indices: Sequence[int], parts: int) -> list[Sequence[int]]:
+    """As many micro-batches as asked, sizes differing by at most one: 10 in 3 is 4, 3, 3."""
+    short, longer = divmod(len(indices), parts)
+    ends = [short * part + min(part, longer) for part in range(parts + 1)]
+    return [indices[a:b] for a, b in itertools.pairwise(ends) if a < b]

@@ -1,0 +1,174 @@
+"""Which samples a step trains on, and how they are cut into micro-batches.
+
+The sampler's whole state is (seed, epoch, samples consumed): it depends on neither batch size nor workers nor ranks,
+so that a retry or a resume may change all three and still see the same samples.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+from trainapp.data.loader import Batches, Request
+from trainapp.data.micro_batch import MicroBatch, cut, cut_evenly
+from trainapp.data.progress import Progress
+from trainapp.parallel.ranks import Alone
+
+
+def epoch_order(seed: int, epoch: int, samples: int) -> list[int]:
+    """The order of an epoch: a permutation of range(samples), a pure function of its arguments."""
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
+    return torch.randperm(samples, generator=generator).tolist()
+
+
+class TrainBatches:
+    """The training samples, step by step.
+
+    samples: in the data set; global_size: for each optimizer step over all ranks; rank, world: this process's part.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        *,
+        global_size: int,
+        seed: int,
+        device: torch.device,
+        workers: int = 0,
+        drop_last: bool = False,
+        rank: int = 0,
+        world: int = 1,
+    ):
+        self.global_size, self.seed, self.rank, self.world = global_size, seed, rank, world
+        self.samples = len(dataset)
+        self.epoch_samples = self.samples - self.samples % global_size if drop_last else self.samples
+        self._source = Batches(dataset, seed, workers, device)
+        self._order: tuple[int, list[int]] = (-1, [])
+        self._open: Iterator[Any] = iter(())
+        self._cuts: tuple[tuple, list[list[int]]] = ((), [])
+        self._position: tuple | None = None  # where the open iterator stands; None: nowhere useful
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps; the last may be partial."""
+        return -(-self.epoch_samples // self.global_size)
+
+    def accumulation(self, size: int, parts: int | None = None) -> int:
+        """Micro-batches of a full step on this rank."""
+        local = -(-self.global_size // self.world)
+        return max(-(-local // size), parts or 1)
+
+    def step_samples(self, progress: Progress) -> int:
+        """Samples of the coming step over all ranks."""
+        return min(self.global_size, self.epoch_samples - progress.consumed)
+
+    def indices(self, progress: Progress) -> list[int]:
+        """This rank's samples of the coming step."""
+        return self._local(progress.epoch, progress.consumed)
+
+    def micro_batches(self, progress: Progress, size: int, parts: int | None = None) -> Iterator[MicroBatch]:
+        """The coming step's micro-batches, on the device; as many on every rank.
+
+        parts: cut evenly into at least so many; None cuts off `size` at a time. What was fetched ahead for another
+        position or another cut is dropped: the samples are fetched again.
+        """
+        here = (progress.epoch, progress.consumed, size, parts)
+        if self._position != here:
+            self._open = iter(())  # ends the workers' old round before the new one begins
+            self._open = self._source.open(self._requests(*here))
+        self._position = None  # a step that is given up leaves the iterator in the middle
+        pieces = self._cut(*here)
+        for number, piece in enumerate(pieces, start=1):
+            yield MicroBatch(next(self._open), last=number == len(pieces), real=bool(piece))
+        self._position = (*self.after(progress.epoch, progress.consumed), size, parts)
+
+    def example(self, samples: int) -> Any:
+        """The first samples of the data set as a batch, on the host."""
+        return self._source.fetcher[Request(0, list(range(min(samples, self.samples))))]
+
+    def advance(self, progress: Progress) -> None:
+        """Count the step's samples as trained."""
+        progress.samples += self.step_samples(progress)
+        progress.epoch, progress.consumed = self.after(progress.epoch, progress.consumed)
+
+    def close(self) -> None:
+        """End the worker processes."""
+        self._open, self._position = iter(()), None
+        self._source.close()
+
+    def after(self, epoch: int, consumed: int) -> tuple[int, int]:
+        """Where the sampler stands after the step that begins there."""
+        consumed += self.global_size
+        return (epoch, consumed) if consumed < self.epoch_samples else (epoch + 1, 0)
+
+    def _requests(self, epoch: int, consumed: int, size: int, parts: int | None) -> Iterator[Request]:
+        while True:
+            for piece in self._cut(epoch, consumed, size, parts):
+                yield Request(epoch, piece or [0])
+            epoch, consumed = self.after(epoch, consumed)
+
+    def _cut(self, *position: Any) -> list[list[int]]:
+        """`_pieces`, kept: without workers the fetcher and the loop ask for the same ones in turn."""
+        key = (*position, self.global_size)
+        if self._cuts[0] != key:
+            self._cuts = (key, self._pieces(*position))
+        return self._cuts[1]
+
+    def _pieces(self, epoch: int, consumed: int, size: int, parts: int | None) -> list[list[int]]:
+        """This rank's micro-batches: as many as the rank with the most samples has, some of them perhaps empty."""
+        local = self._local(epoch, consumed)
+        most = -(-min(self.global_size, self.epoch_samples - consumed) // self.world)
+        count = max(-(-most // size), min(parts or 1, most))
+        pieces = cut(local, size) if parts is None else cut_evenly(local, count)
+        if len(pieces) < count:
+            pieces = cut_evenly(local, count)
+        return pieces + [[]] * (count - len(pieces))
+
+    def _local(self, epoch: int, consumed: int) -> list[int]:
+        if self._order[0] != epoch:
+            self._order = (epoch, epoch_order(self.seed, epoch, self.samples))
+        chunk = self._order[1][consumed : min(consumed + self.global_size, self.epoch_samples)]
+        start, end = (len(chunk) * r // self.world for r in (self.rank, self.rank + 1))
+        return chunk[start:end]
+
+
+class EvalBatches:
+    """The evaluation samples in their own order; each rank has its share, and each sample is seen once.
+
+    equal: as many batches on every rank, for models whose forward is a joint work.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        *,
+        seed: int,
+        device: torch.device,
+        workers: int = 0,
+        rank: int = 0,
+        world: int = 1,
+        equal: bool = False,
+    ):
+        samples = len(dataset)
+        self.start, self.end = (samples * r // world for r in (rank, rank + 1))
+        self.equal = equal
+        self._source = Batches(dataset, seed, workers, device)
+
+    def from_sample(self, done: int, size: int, ranks: Alone) -> Iterator[MicroBatch]:
+        """Batches of this rank's share, after the first `done` samples of it.
+
+        ranks: those that go forward together; they need not have come equally far when one of them ran out of memory.
+        """
+        pieces = cut(list(range(self.start + done, self.end)), size)
+        if self.equal:
+            pieces += [[]] * (ranks.most(len(pieces))[0] - len(pieces))
+        elif not pieces:
+            pieces = [[]]  # a rank without a sample must still know the metrics' names
+        batches = self._source.open(Request(0, piece or [0]) for piece in pieces)
+        for piece, batch in zip(pieces, batches, strict=True):
+            yield MicroBatch(batch, last=piece is pieces[-1], real=bool(piece))
+
+    def close(self) -> None:
+        """End the worker processes."""
+        self._source.close()

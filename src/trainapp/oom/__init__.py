@@ -1,0 +1,6 @@
+"""Out-of-memory errors: what counts as one, and what follows. The names here are for users' own code."""
+
+from trainapp.oom.decorator import find_executable_batch_size
+from trainapp.oom.errors import is_device_lost, is_out_of_memory
+
+__all__ = ["find_executable_batch_size", "is_device_lost", "is_out_of_memory"]

@@ -1,0 +1,131 @@
+"""Tells what truly is an out-of-memory error, on every backend; and the same help for loops of your own."""
+
+import contextlib
+import errno
+import logging
+import re
+from collections.abc import Iterator
+
+import torch
+
+log = logging.getLogger(__name__)
+
+
+# Messages of errors that are a plain RuntimeError (or a backend's own type) though they mean that memory ran out.
+# Each is anchored to how its source words it, so that a user's own error which mentions memory does not count.
+_MESSAGES = [
+    re.compile(pattern, re.IGNORECASE | re.MULTILINE)
+    for pattern in (
+        r"^(?:[\w.]*Error: )?(?:CUDA|HIP|XPU|MPS backend|MPS) out of memory",  # torch's caching allocators
+        r"^Invalid buffer size: \d",  # MPS: a single tensor that is too large
+        r"(?:CUDA|HIP|hip) error: out of memory",  # the driver, outside torch's cache
+        r"cuda(?:Malloc|MallocAsync|HostAlloc)\b.*out of memory",
+        r"cudaErrorMemoryAllocation|hipErrorOutOfMemory|CUDA_ERROR_OUT_OF_MEMORY",
+        r"CUBLAS_STATUS_ALLOC_FAILED|HIPBLAS_STATUS_ALLOC_FAILED|CUSOLVER_STATUS_ALLOC_FAILED",
+        r"CUDNN_STATUS_ALLOC_FAILED|CUFFT_ALLOC_FAILED|CUSPARSE_STATUS_ALLOC_FAILED",
+        r"cuDNN error: CUDNN_STATUS_NOT_SUPPORTED",  # also: the workspace does not fit
+        r"MIOPEN_STATUS_ALLOC_FAILED|miopenStatusAllocFailed",
+        r"UR_RESULT_ERROR_OUT_OF_(?:DEVICE|HOST|RESOURCES)|PI_ERROR_OUT_OF_(?:RESOURCES|HOST_MEMORY)",
+        r"NCCL (?:Error|WARN).*(?:out of memory|Cuda failure '?2)|Cuda failure 2? ?'out of memory'",
+        r"NVML_SUCCESS == r INTERNAL ASSERT FAILED",  # a MIG slice out of memory, through NVML's refusal
+        r"DefaultCPUAllocator: (?:can't allocate memory|not enough memory)",  # Linux; Windows
+        # oneDNN; a primitive's descriptor is another matter: it says that there is no such kernel
+        r"could not create a (?:primitive(?! desc)|memory object)|could not execute a primitive: out of memory",
+        r"unable to mmap \d+ bytes.*Cannot allocate memory|mmap.*Cannot allocate memory",
+        r"std::bad_alloc",
+        r"PT_DEVMEM Allocation failed",  # Gaudi
+        # a loader's worker hands on an error of a type that takes more than a message, such as NumPy's, as this text
+        r"^Caught \w*(?:MemoryError|OutOfMemory\w*|MemoryLimitExceeded) in ",
+    )
+]
+
+
+_NOT_MEMORY = re.compile(r"device-side assert triggered|No space left on device", re.IGNORECASE)
+
+
+# Errors that memory may or may not be behind: how full the device is decides.
+_AMBIGUOUS = re.compile(
+    r"CUBLAS_STATUS_(?:NOT_INITIALIZED|EXECUTION_FAILED|INTERNAL_ERROR)"
+    r"|CUDNN_STATUS_(?:NOT_INITIALIZED|EXECUTION_FAILED|INTERNAL_ERROR)"
+    r"|CUSOLVER_STATUS_INTERNAL_ERROR|CUFFT_INTERNAL_ERROR|ncclUnhandledCudaError"
+)
+
+
+_FULL = 256 * 2**20  # bytes free on the device; the libraries' handles and workspaces need about this much
+
+
+# After these every call to the device fails: only another process can use it again.
+_DEVICE_LOST = re.compile(
+    r"device-side assert triggered|an illegal memory access was encountered|an illegal instruction was encountered"
+    r"|unspecified launch failure|misaligned address|invalid program counter|hardware stack error"
+    r"|the launch timed out and was terminated|uncorrectable ECC error|GPU is lost|fallen off the bus"
+    r"|CUDA_ERROR_(?:LAUNCH_FAILED|ILLEGAL_ADDRESS|ASSERT|ECC_UNCORRECTABLE|LAUNCH_TIMEOUT)"
+    r"|hipError(?:LaunchFailure|IllegalAddress|Assert)|HSA_STATUS_ERROR_EXCEPTION|UR_RESULT_ERROR_DEVICE_LOST",
+    re.IGNORECASE,
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether `error` means that memory ran out, on a device or on the host.
+
+    By type first (torch.OutOfMemoryError, MemoryError, OSError with ENOMEM), then by the wording of each backend for
+    plain RuntimeErrors; for the words that say too little, by how full the device is. Follows the cause of an error
+    that was raised from another one. A user's error of another type never counts.
+    """
+    return any(_is_one(e) for e in _chain(error))
+
+
+def is_device_lost(error: BaseException) -> bool:
+    """Whether the device's context is dead after `error`: no retry can help in this process, it must start again."""
+    return any(isinstance(e, RuntimeError) and _DEVICE_LOST.search(_own_text(e)) for e in _chain(error))
+
+
+def requested_bytes(message: str) -> int | None:
+    """What the failed allocation asked for, where the message says so: "Tried to allocate 2.00 GiB"."""
+    match = re.search(r"(?:tried|unable) to allocate (\d+(?:\.\d+)?) ?([KMGTP]i?B)?", message, re.IGNORECASE)
+    if not match:
+        return None
+    unit = (match[2] or "B")[0].upper()  # MPS writes MB for 2**20 bytes
+    return int(float(match[1]) * 2 ** (10 * "BKMGTP".index(unit)))
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """The error and those that it was explicitly raised from."""
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        yield current
+        current = current.__cause__
+
+
+def _is_one(error: BaseException) -> bool:
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    if isinstance(error, OSError):
+        # a worker hands its text on, and nothing else
+        return error.errno == errno.ENOMEM or (error.errno is None and f"[Errno {errno.ENOMEM}]" in _own_text(error))
+    if not isinstance(error, RuntimeError) or isinstance(error, RecursionError):
+        return False
+    text = _own_text(error)
+    if _NOT_MEMORY.search(text):
+        return False
+    if any(pattern.search(text) for pattern in _MESSAGES):
+        return True
+    return bool(_AMBIGUOUS.search(text)) and _device_is_full()
+
+
+def _own_text(error: BaseException) -> str:
+    """The message, without the source lines of the traceback that a loader's worker puts into it."""
+    text = str(error)
+    if not text.startswith("Caught "):
+        return text
+    return "\n".join(line for line in text.splitlines() if not line.startswith("  "))
+
+
+def _device_is_full() -> bool:
+    """By the driver's count, which sees what is allocated outside torch as well."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        with contextlib.suppress(RuntimeError):  # a dead context answers with its own error
+            return torch.cuda.mem_get_info()[0] < _FULL
+    return False

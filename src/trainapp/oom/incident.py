@@ -1,0 +1,166 @@
+"""The record of an out-of-memory error: what is known of it, in words, numbers and a picture."""
+
+import json
+import traceback
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainapp.oom.errors import requested_bytes
+from trainapp.parallel.dtensor import local
+from trainapp.parallel.ranks import PeerOutOfMemory
+from trainapp.train.run import Job
+from trainapp.units import bytes_text
+
+# The phases of a step before its commit.
+TRANSACTION = ("data", "forward", "loss", "backward", "metric", "gradients", "unscale", "clip")
+
+
+@dataclass
+class Incident:
+    """Plain values only: the error and its frames would keep every tensor of the failed step alive.
+
+    Sizes are bytes; `old_size` and `new_size` are micro-batches, `seconds_lost` the time of the attempt and of what
+    it took to go on.
+    """
+
+    step: int
+    phase: str
+    module: str
+    message: str
+    requested: int | None
+    used: int
+    limit: int
+    parts: dict[str, int]
+    trace: str
+    rank: int = 0
+    bucket: int = 0
+    old_size: int = 0
+    new_size: int = 0
+    action: str = ""
+    seconds_lost: float = 0.0
+    unused_cache: int = 0
+    alone: bool = False  # no other rank needs to know: it is not waiting for this one
+    by_peer: bool = False  # another rank ran out of memory, not this one
+    culprits: list[tuple[int, str]] = field(default_factory=list)  # the ranks that did, and what they say
+    host: bool = False  # the system refused, not `memory.limit` or a device
+    events: list[tuple[int, int]] = field(default_factory=list, repr=False)
+    kinds: dict[int, str] = field(default_factory=dict, repr=False)
+
+    @property
+    def evaluating(self) -> bool:
+        """Whether evaluation failed; training's size is none of its business."""
+        return self.phase == "evaluate"
+
+    @property
+    def in_transaction(self) -> bool:
+        """Whether it happened in a step before its commit: the step is taken back and tried with a smaller size."""
+        return self.phase in TRANSACTION
+
+
+def describe(job: Job, error: BaseException) -> Incident:
+    """Called while the error is handled: reads what is gone afterwards. Allocates nothing on the device."""
+    memory, meter, state = job.memory, job.meter, job.state
+    used = getattr(error, "used", None) or memory.used()
+    phase, module = _place(job, error)
+    parts = {kind: size for kind, size in meter.static.items() if kind != "gradients"}
+    parts["gradients"] = sum(local(g).untyped_storage().nbytes() for g in meter.gradients())
+    events, kinds = memory.events(meter.gradients())
+    parts["batch"] = sum(size for number, size in events if kinds.get(number) == "batch")
+    parts["activations"] = max(0, used - sum(parts.values()))
+    if memory.device.type == "cuda":  # what others hold counts there: it is not ours to allocate
+        free, total = torch.cuda.mem_get_info(memory.device)
+        parts["other_processes"] = max(0, total - free - torch.cuda.memory_reserved(memory.device))
+    return Incident(
+        step=state.progress.step + (phase in TRANSACTION or phase == "commit"),
+        phase=phase,
+        module=module,
+        message=str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__,
+        requested=getattr(error, "requested", None) or requested_bytes(str(error)),
+        used=used,
+        limit=memory.budget,
+        parts=parts,
+        trace=traceback.format_exc(),
+        unused_cache=memory.unused_cache(),
+        rank=job.ranks.rank,
+        alone=job.ranks.world == 1 or (phase == "evaluate" and not job.strategy.equal_batches),
+        by_peer=isinstance(error, PeerOutOfMemory),
+        host=not isinstance(error, torch.OutOfMemoryError) and memory.device.type == "cpu",
+        bucket=(state.eval_micro if phase == "evaluate" else state.micro).current or 0,
+        events=events,
+        kinds=kinds,
+    )
+
+
+def _place(job: Job, error: BaseException) -> tuple[str, str]:
+    """`(phase, module path)`: the innermost module among the frames that the error passed through."""
+    names = {id(module): name for name, module in job.state.model.named_modules()}
+    module, entered = "", False
+    for frame in _frames(error.__traceback__):
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module) and id(owner) in names:
+            module, entered = names[id(owner)] or module, True
+    phase = "loss" if job.phase == "forward" and not entered else job.phase
+    if phase not in ("forward", "backward", "evaluate"):
+        return phase, module
+    return phase, module or job.memory.module_path.at_failure
+
+
+def _frames(trace: TracebackType | None):
+    while trace is not None:
+        yield trace.tb_frame
+        trace = trace.tb_next
+
+
+def one_line(incident: Incident) -> str:
+    """For the terminal."""
+    where = f"{incident.phase}{f' ({incident.module})' if incident.module else ''}"
+    asked = f" asking for {bytes_text(incident.requested)}" if incident.requested else ""
+    return (
+        f"out of memory at step {incident.step} in {where}{asked}, {bytes_text(incident.used)} of "
+        f"{bytes_text(incident.limit)} in use: {incident.action}"
+    )
+
+
+def report(incident: Incident) -> str:
+    """The whole record, as Markdown."""
+    parts = sorted(incident.parts.items(), key=lambda item: -item[1])
+    asked = bytes_text(incident.requested) if incident.requested else "unknown"
+    rows = [
+        f"# Out of memory at step {incident.step}",
+        "",
+        f"{one_line(incident)}.",
+        "",
+        "| what | value |",
+        "|---|---|",
+        f"| phase | {incident.phase} |",
+        f"| module | {incident.module or 'not inside a module'} |",
+        f"| rank | {incident.rank} |",
+        f"| requested | {asked} |",
+        f"| used | {bytes_text(incident.used)} |",
+        f"| limit | {bytes_text(incident.limit)} |",
+        *(f"| {kind.replace('_', ' ')} | {bytes_text(size)} |" for kind, size in parts),
+        f"| micro-batch | {incident.old_size} -> {incident.new_size} |",
+        f"| time lost | {incident.seconds_lost:.3f} s |",
+        "",
+        "```",
+        incident.trace.rstrip(),
+        "```",
+        "",
+    ]
+    return "\n".join(rows)
+
+
+def write(incident: Incident, folder: Path, number: int, world: int = 1) -> Path:
+    """`folder/NNN_step_S.md` and `.json`, with the rank where there are several. Returns the Markdown file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rank = f"_rank_{incident.rank}" if world > 1 else ""
+    path = folder / f"{number:03d}_step_{incident.step}{rank}.md"
+    path.write_text(report(incident))
+    facts: dict[str, Any] = {k: v for k, v in asdict(incident).items() if k not in ("events", "kinds")}
+    path.with_suffix(".json").write_text(json.dumps(facts, indent=1) + "\n")
+    return path

@@ -1,0 +1,78 @@
+"""Turns a precision mode into autocast, a loss scaler and dtypes.
+
+| mode | weights | matrix products            | loss scale |
+|------|---------|----------------------------|------------|
+| fp32 | fp32    | fp32                       | none       |
+| tf32 | fp32    | TF32 on NVIDIA, else fp32  | none       |
+| bf16 | fp32    | bfloat16 (autocast)        | none       |
+| fp16 | fp32    | float16 (autocast)         | dynamic    |
+"""
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from trainapp.config import schema
+from trainapp.errors import UserError
+
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass
+class Precision:
+    """`autocast` wraps forward and loss; `scaler` is disabled (every method passes through) unless the mode is fp16."""
+
+    mode: str
+    compute_dtype: torch.dtype
+    autocast: contextlib.AbstractContextManager
+    scaler: torch.amp.GradScaler
+
+    def unscale(self, optimizer: torch.optim.Optimizer, agree: Callable[[list[torch.Tensor]], None]) -> None:
+        """Divide the gradients by the loss scale; `agree` makes an overflow that one rank found known to all."""
+        if self.scaler.is_enabled():
+            self.scaler.unscale_(optimizer)
+            agree(list(self.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()))
+
+    def reset_scaler(self) -> None:
+        """Forget a step that was given up between unscaling and stepping; the scale itself stays."""
+        if self.scaler.is_enabled():
+            self.scaler._per_optimizer_states.clear()  # torch has no public way to abandon a step
+
+
+def build(settings: schema.Precision, device: torch.device) -> Precision:
+    """Raises UserError where the device cannot compute in this mode."""
+    torch.set_float32_matmul_precision("high" if settings.mode == "tf32" else "highest")
+    torch.backends.cudnn.allow_tf32 = settings.mode == "tf32"
+    dtype = _AUTOCAST.get(settings.mode)
+    if dtype is not None:
+        _probe(settings.mode, dtype, device)
+    return Precision(
+        mode=settings.mode,
+        compute_dtype=dtype or torch.float32,
+        autocast=torch.autocast(device.type, dtype=dtype) if dtype else contextlib.nullcontext(),
+        scaler=torch.amp.GradScaler(
+            device.type,
+            enabled=settings.mode == "fp16",
+            init_scale=settings.initial_scale,
+            growth_interval=settings.growth_interval,
+        ),
+    )
+
+
+def _probe(mode: str, dtype: torch.dtype, device: torch.device) -> None:
+    """What a device can do is asked of the device itself: a forward and a backward of the two great kernels."""
+    images = torch.ones(1, 1, 4, 4, device=device, requires_grad=True)
+    kernel = torch.ones(1, 1, 3, 3, device=device, requires_grad=True)
+    try:
+        with torch.autocast(device.type, dtype=dtype):
+            result = torch.nn.functional.conv2d(images, kernel).flatten(1) @ kernel.new_ones(4, 4)
+        result.sum().backward()
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(
+            f"precision={mode}: this device ({device}) cannot compute in {dtype}: {reason}; use precision=fp32"
+        ) from None
+    if result.dtype != dtype:
+        raise UserError(f"precision={mode}: this device ({device}) has no {dtype} autocast; use precision=fp32")

@@ -1,0 +1,70 @@
+"""`mode=export`: the weights of a checkpoint as safetensors, in one file or several, from any number of ranks."""
+
+import json
+import logging
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from trainapp.parallel.dtensor import whole
+from trainapp.train.run import Job
+from trainapp.units import bytes_text
+
+log = logging.getLogger(__name__)
+
+
+def export(job: Job, folder: Path, largest: int) -> list[Path]:
+    """Write `model.safetensors`, or files of at most `largest` bytes with an index in the Hub's layout.
+
+    The weights' average goes out where the run keeps one. Tied weights are written once, under their first name. For
+    all ranks: shards are made whole one tensor at a time, so that rank 0 holds one file's worth at most.
+    """
+    average = job.state.tensors()["average"]
+    folder.mkdir(parents=True, exist_ok=True)
+    parts: list[Path] = []
+    places: dict[str, Path] = {}
+    waiting: dict[str, torch.Tensor] = {}
+    size = total = 0
+
+    def flush() -> None:
+        nonlocal waiting, size
+        if waiting and job.ranks.leads:
+            path = folder / f".part-{len(parts):05d}.safetensors"
+            path.touch()
+            mode = path.stat().st_mode
+            save_file(waiting, path, metadata={"format": "pt"})
+            path.chmod(mode)  # safetensors lets only the owner read
+            places.update(dict.fromkeys(waiting, path))
+            parts.append(path)
+        waiting, size = {}, 0
+
+    seen: set[int] = set()
+    for name, tensor in job.state.model.state_dict(keep_vars=True).items():
+        if id(tensor) in seen:
+            continue
+        seen.add(id(tensor))
+        value = whole(average.get(name, tensor).detach()).cpu().contiguous()
+        if size and size + value.nbytes > largest:
+            flush()
+        if job.ranks.leads:
+            waiting[name] = value.clone()
+        size, total = size + value.nbytes, total + value.nbytes
+    flush()
+    return _name_files(folder, parts, places, total) if job.ranks.leads else []
+
+
+def _name_files(folder: Path, parts: list[Path], places: dict[str, Path], total: int) -> list[Path]:
+    """The final names are known once the number of files is."""
+    names = {
+        part: "model.safetensors" if len(parts) == 1 else f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+        for number, part in enumerate(parts, start=1)
+    }
+    written = [part.rename(folder / names[part]) for part in parts]
+    if len(parts) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": {name: names[part] for name, part in places.items()}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
+    log.info(
+        "exported %s of weights to %s (%d file%s)", bytes_text(total), folder, len(written), "s" * (len(written) > 1)
+    )
+    return written

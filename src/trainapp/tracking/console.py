@@ -1,0 +1,66 @@
+"""What the person at the terminal sees: log lines, the live progress bar, errors. Imports no torch."""
+
+import logging
+import sys
+import time
+from collections.abc import Mapping
+
+from tqdm import tqdm
+
+
+class Handler(logging.StreamHandler):
+    """Log records on a stream, written above the progress bar where there is one."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one record."""
+        try:
+            tqdm.write(self.format(record), file=self.stream)
+        except Exception:
+            self.handleError(record)
+
+
+class Progress:
+    """A live bar on a terminal, plain lines elsewhere.
+
+    total: steps of the whole run, or None where the end is not known in steps; step: where the run starts.
+    """
+
+    def __init__(self, total: int | None, step: int):
+        self.total = total
+        self.live = sys.stderr.isatty()
+        self.bar = tqdm(
+            total=total,
+            initial=step,
+            unit="step",
+            disable=not self.live,
+            dynamic_ncols=True,
+            mininterval=0.2,
+            bar_format="{percentage:3.0f}%|{bar:20}| {n}/{total} | {desc} | {remaining} left",
+        )
+        self._started, self._first, self.step = time.monotonic(), step, step
+
+    def advance(self, step: int) -> None:
+        """Called after every step: cheap."""
+        self.step = step
+        if self.live:
+            self.bar.update(step - self.bar.n)
+
+    def show(self, step: int, values: Mapping[str, str]) -> None:
+        """Called at a log step with the values to show."""
+        text = " | ".join(f"{name} {value}" for name, value in values.items())
+        if self.live:
+            self.bar.set_description_str(text, refresh=False)
+        else:
+            logging.getLogger(__name__).info(
+                "step %d/%s | %s | %s left", step, self.total or "?", text, self._left(step)
+            )
+
+    def _left(self, step: int) -> str:
+        done = step - self._first
+        if not self.total or done <= 0:
+            return "?"
+        return tqdm.format_interval((time.monotonic() - self._started) / done * (self.total - step))
+
+    def close(self) -> None:
+        """Leave the bar as it stands."""
+        self.bar.close()

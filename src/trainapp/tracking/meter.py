@@ -1,0 +1,116 @@
+"""What is measured while training: time, throughput, memory by kind. Keeps the loop free of bookkeeping."""
+
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from trainapp.checkpoint.train_state import TrainState
+from trainapp.data.batch import tensors_in
+from trainapp.memory.device import DeviceMemory, HostMemory, optimizer_tensors, static_bytes
+from trainapp.parallel.ranks import Alone
+
+OF_EVERY_RANK = tuple(f"memory/{name}" for name in ("allocated", "reserved", "peak", "host_rss", "host_rss_peak"))
+
+
+def spread(scalars: dict[str, float], ranks: Alone) -> dict[str, float]:
+    """The least and the most memory over ranks, and whose it is. Nothing for a single rank."""
+    if ranks.world == 1:
+        return {}
+    found = {}
+    by_rank = ranks.gather([scalars[name] for name in OF_EVERY_RANK])
+    for name, values in zip(OF_EVERY_RANK, zip(*by_rank, strict=True), strict=True):
+        for which, value in (("min", min(values)), ("max", max(values))):
+            found |= {f"{name}_{which}": value, f"{name}_{which}_rank": values.index(value)}
+    return found
+
+
+class Meter:
+    """Counts samples and seconds since the last log step, and since the start."""
+
+    def __init__(self, state: TrainState, memory: DeviceMemory):
+        self.state, self.memory, self.host = state, memory, HostMemory()
+        self.parameters = [p for p in state.model.parameters() if p.requires_grad]
+        self.static = static_bytes(state.model, state.optimizer, state.average.averages)
+        self.started = self._window_start = time.monotonic()
+        self.samples = self._window_samples = 0
+        self.paused = self._window_paused = self._waited = 0.0
+        self._weights: dict[int, torch.Tensor] = {}
+
+    def weight(self, samples: int) -> torch.Tensor:
+        """1 / samples, a scalar on the device: made once for each step size, not once for each step."""
+        if samples not in self._weights:
+            self._weights[samples] = torch.tensor(1.0 / samples, device=self.state.device)
+        return self._weights[samples]
+
+    def resident(self, batch: Any = None) -> dict[str, Iterable[torch.Tensor]]:
+        """What is in memory before a piece of work, by kind."""
+        return {
+            "parameters": self.state.model.parameters(),
+            "gradients": self.gradients(),
+            "buffers": self.state.model.buffers(),
+            "optimizer state": optimizer_tensors(self.state.optimizer),
+            "weight average": self.state.average.averages,
+            "batch": tensors_in(batch),  # last, so that it is what does not fit
+        }
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Those that there are."""
+        return [p.grad for p in self.parameters if p.grad is not None]
+
+    def timed(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The batches, the time spent waiting for them counted."""
+        while True:
+            start = time.perf_counter()
+            batch = next(batches, None)
+            self._waited += time.perf_counter() - start
+            if batch is None:
+                return
+            yield batch
+            del batch
+
+    def count(self, samples: int) -> None:
+        """A step is done."""
+        self.samples += samples
+        self._window_samples += samples
+
+    def pause(self, seconds: float) -> None:
+        """Time for evaluation and saving does not count as training time."""
+        self.paused += seconds
+        self._window_paused += seconds
+
+    @property
+    def static_bytes(self) -> int:
+        """All that stays from step to step."""
+        return sum(self.static.values())
+
+    def samples_per_second(self) -> float:
+        """Of this process's whole training time."""
+        return self.samples / max(1e-9, time.monotonic() - self.started - self.paused)
+
+    def scalars(self, accumulation: int) -> dict[str, float]:
+        """What a log step records beside the step's own loss and metrics; starts a new window.
+
+        accumulation: micro-batches of a full step.
+        """
+        now, state = time.monotonic(), self.state
+        seconds = max(1e-9, now - self._window_start - self._window_paused)
+        values = {
+            "samples_per_second": self._window_samples / seconds,
+            "data_wait": self._waited / seconds,
+            "skipped_steps": state.progress.skipped,
+            "batch/global_size": state.global_size,
+            "batch/micro_size": state.micro.size,
+            "batch/accumulation": accumulation,
+            "batch/eval_micro_size": state.eval_micro.size,
+            **self.memory.window(),
+            **{f"memory/{kind}": size for kind, size in self.static.items()},
+            "memory/left_for_activations": max(0, self.memory.budget - self.static_bytes),
+            **self.host.window(),
+        }
+        if state.precision.scaler.is_enabled():
+            values["loss_scale"] = state.precision.scaler.get_scale()
+        self._window_start, self._window_samples = now, 0
+        self._window_paused = self._waited = 0.0
+        return values

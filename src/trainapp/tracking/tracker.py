@@ -1,0 +1,180 @@
+"""Where numbers go: metrics.jsonl and TensorBoard in the run directory, the line or the bar on the terminal."""
+
+import contextlib
+import json
+import logging
+import math
+import os
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trainapp.memory.timeline import Drawing, Picture
+from trainapp.tracking.console import Progress
+from trainapp.units import bytes_text
+
+METRICS = "metrics.jsonl"
+EVALUATIONS = "evaluations.jsonl"
+RESULT = "result.json"
+log = logging.getLogger(__name__)
+
+
+class Tracker:
+    """Writes the run's numbers. A run that continues in its directory goes on after `step`.
+
+    total: the run's steps for the progress bar, or None. continues: False only adds to what is there, for a run that
+    looks at a checkpoint and trains nothing.
+    """
+
+    def __init__(self, run_dir: Path, step: int, total: int | None, config: Mapping[str, Any], continues: bool = True):
+        # Late: TensorBoard costs 0.15 s, and only runs that train need it.
+        from torch.utils.tensorboard import SummaryWriter
+
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self.run_dir = run_dir
+        if continues:
+            for name in (METRICS, EVALUATIONS):
+                _forget_after(run_dir / name, step)
+        self._metrics = (run_dir / METRICS).open("a")
+        self._evaluations = (run_dir / EVALUATIONS).open("a")
+        self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=step + 1 if continues else None)
+        self._writer.add_text("config", _as_code(config), step)
+        self._pictures: list[tuple[str, int, Picture]] = []
+        self._drawing: Drawing | None = None  # of the first of them
+        self._drawn = 0
+        self.progress = Progress(total, step)
+
+    def log(self, step: int, samples: int, scalars: Mapping[str, float], metric: str | None) -> None:
+        """One log step: every scalar to TensorBoard and the file, the few that a person watches to the terminal."""
+        self._metrics.write(json.dumps({"step": step, "samples": samples, **scalars}) + "\n")
+        self._metrics.flush()
+        self._add_scalars("train", scalars, step)
+        self._draw()
+        shown = {"loss": f"{scalars['loss']:.4f}"}
+        if metric in scalars:
+            shown[metric] = f"{scalars[metric]:.3f}"
+        shown["samples/s"] = f"{scalars['samples_per_second']:.0f}"
+        peak, limit = scalars["memory/peak"], scalars["memory/limit"]
+        shown["memory"] = f"{bytes_text(peak)} / {bytes_text(limit)}"
+        self.progress.show(step, shown)
+
+    def evaluated(self, step: int, samples: int, scalars: Mapping[str, float]) -> None:
+        """One evaluation."""
+        self._evaluations.write(json.dumps({"step": step, "samples": samples, **scalars}) + "\n")
+        self._evaluations.flush()
+        self._add_scalars("eval", scalars, step)
+        log.info("step %d evaluated | %s", step, " | ".join(f"{name} {value:.4f}" for name, value in scalars.items()))
+
+    def _add_scalars(self, group: str, scalars: Mapping[str, float], step: int) -> None:
+        """One event for all: one each fills the writer's queue of ten, and then the loop waits for the disk."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        named = {name if "/" in name else f"{group}/{name}": value for name, value in scalars.items()}
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in named.items()]
+        self._writer._get_file_writer().add_summary(Summary(value=values), step)
+
+    def note(self, text: str, tag: str = "notes") -> None:
+        """Something that happened: on the terminal, and as text in TensorBoard."""
+        log.info("%s", text)
+        self._writer.add_text(tag, text, self.progress.step)
+
+    def incident(self, text: str, step: int) -> None:
+        """The record of an out-of-memory error, flushed at once."""
+        self._writer.add_text("out_of_memory", text, step)
+        self._writer.flush()
+
+    def picture(self, tag: str, picture: Picture, step: int) -> None:
+        """An image: drawn in the background after the next log step, with all others that wait for it."""
+        self._pictures.append((tag, step, picture))
+
+    def _draw(self) -> None:
+        """Take in what is drawn, and begin with what waits."""
+        if self._drawing is not None and self._drawing.ended:
+            for tag, step, picture in self._pictures[: self._drawn]:
+                self._add_image(tag, step, picture.path)
+            self._pictures, self._drawing = self._pictures[self._drawn :], None
+        if self._pictures and self._drawing is None:
+            try:
+                self._drawing = Drawing([picture for _, _, picture in self._pictures])
+                self._drawn = len(self._pictures)
+            except OSError as error:  # the run matters more than its record
+                log.warning("no pictures of memory could be drawn: %s", error)
+                self._pictures.clear()
+
+    def _add_image(self, tag: str, step: int, path: Path) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        try:
+            png = path.read_bytes()
+        except OSError as error:
+            log.warning("the picture of step %d could not be drawn: %s", step, error)
+            return
+        width, height = struct.unpack(">II", png[16:24])  # of the file's header
+        image = Summary.Image(width=width, height=height, colorspace=3, encoded_image_string=png)
+        self._writer._get_file_writer().add_summary(Summary(value=[Summary.Value(tag=tag, image=image)]), step)
+
+    def close(self) -> None:
+        """Flush everything to disk."""
+        while self._pictures:
+            if self._drawing is not None:
+                self._drawing.wait()
+            self._draw()
+        self.progress.close()
+        self._writer.close()
+        self._metrics.close()
+        self._evaluations.close()
+
+
+class SilentTracker:
+    """On ranks that do not lead: takes everything and writes nothing but pictures, which lie beside the reports."""
+
+    def __init__(self, run_dir: Path, *_: Any):
+        self.run_dir = run_dir
+        self.progress = SilentProgress()
+        self._pictures: list[Picture] = []
+
+    def picture(self, tag: str, picture: Picture, step: int) -> None:
+        """Is drawn at the end."""
+        self._pictures.append(picture)
+
+    def close(self) -> None:
+        """Draw the pictures."""
+        with contextlib.suppress(OSError):
+            if self._pictures:
+                Drawing(self._pictures).wait()
+
+    def _nothing(self, *_: Any) -> None:
+        pass
+
+    log = evaluated = note = incident = _nothing
+
+
+class SilentProgress:
+    """A progress bar that nobody sees."""
+
+    def advance(self, step: int) -> None:
+        """Nothing."""
+
+
+def _forget_after(path: Path, step: int) -> None:
+    """Drop the lines of steps that will be done again: those between the checkpoint and the end of the old process."""
+    if not path.exists():
+        return
+    kept = [line for line in path.read_text().splitlines(keepends=True) if _step_of(line) <= step]
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text("".join(kept))
+    os.replace(temporary, path)
+
+
+def _step_of(line: str) -> float:
+    """Of a line of the file; one that a killed process left half written, or that is no JSON, is of no step."""
+    try:
+        return json.loads(line)["step"] if line.endswith("\n") else math.inf
+    except (ValueError, KeyError, TypeError):
+        return math.inf
+
+
+def _as_code(config: Mapping[str, Any]) -> str:
+    """Markdown shows indented text as it is."""
+    return "\n".join("    " + line for line in json.dumps(config, indent=2).splitlines())

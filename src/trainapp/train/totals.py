@@ -1,0 +1,47 @@
+"""Sums of loss, count and metrics over micro-batches and ranks."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainapp.parallel.ranks import Alone
+
+
+@dataclass
+class Sums:
+    """Of losses, of what they were averaged over, and of metrics; on the device until somebody asks."""
+
+    loss: Tensor | float = 0.0
+    count: Tensor | int = 0
+    metrics: dict[str, Any] = field(default_factory=dict)
+    samples: int = 0
+
+    def add(
+        self, loss: Tensor, count: Tensor | int, metrics: dict[str, Tensor], samples: int = 0, real: bool = True
+    ) -> None:
+        """One more micro-batch; one that is not real adds its metrics' names only."""
+        if not real:
+            loss, count, samples = torch.zeros_like(loss), 0, 0
+            metrics = {name: torch.zeros_like(value) for name, value in metrics.items()}
+        # All together or, when memory runs out in one of the sums, not at all.
+        added = {name: self.metrics.get(name, 0) + value for name, value in metrics.items()}
+        loss, count = self.loss + loss, self.count + count
+        self.loss, self.count, self.samples = loss, count, self.samples + samples
+        self.metrics.update(added)
+
+    def over(self, ranks: Alone) -> "Sums":
+        """The sums over all ranks."""
+        if ranks.world == 1:
+            return self
+        names = sorted(self.metrics)
+        values = [self.loss, self.count, *(self.metrics[name] for name in names)]
+        numbers = [torch.as_tensor(value, dtype=torch.float64, device=ranks.device) for value in values]
+        loss, count, *metrics = ranks.total(torch.stack(numbers))
+        return Sums(loss, count, dict(zip(names, metrics, strict=True)), self.samples)
+
+    def means(self) -> dict[str, float]:
+        """`{"loss": ..., metric: ...}`. Waits for the device."""
+        count = max(1, int(self.count))
+        return {name: float(value) / count for name, value in {"loss": self.loss, **self.metrics}.items()}
