@@ -33,10 +33,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from trainapp.config import compose
 from trainapp.data.sampler import epoch_order
-from trainapp.parallel.ranks import Alone
+from trainapp.parallel.ranks import SingleRank
 from trainapp.signals import StopRequest
 from trainapp.train import build, loop
-from trainapp.train.run import Job
+from trainapp.train.run import Run
 
 GLOBAL, MICRO = 64, 32
 LEARNING_RATE, WEIGHT_DECAY, CLIP = 3e-3, 0.05, 1.0
@@ -163,15 +163,15 @@ def names(only_trainapp: bool) -> list[str]:
 
 def contenders_for(case: Case, total: int, folder: Path, only_trainapp: bool, log_every: int) -> list[Contender]:
     """Loops over `total` steps that all start at the same weights."""
-    job = trainapp_job(case, total, folder, log_every)
-    return [contender(name, job, total, log_every) for name in names(only_trainapp)]
+    run = trainapp_job(case, total, folder, log_every)
+    return [contender(name, run, total, log_every) for name in names(only_trainapp)]
 
 
-def contender(name: str, job: Job, total: int, log_every: int) -> Contender:
-    """A loop that starts at the weights of `job`, which has not trained yet."""
+def contender(name: str, run: Run, total: int, log_every: int) -> Contender:
+    """A loop that starts at the weights of `run`, which has not trained yet."""
     if name == "trainapp":
-        return Contender(name, lambda steps: advance_trainapp(job, steps), lambda: trainapp_losses(job))
-    data, model = job.batches._source.fetcher.dataset, copy.deepcopy(job.state.model)
+        return Contender(name, lambda steps: advance_trainapp(run, steps), lambda: trainapp_losses(run))
+    data, model = run.batches._source.fetcher.dataset, copy.deepcopy(run.state.model)
     fetch = one_by_one(data) if name.startswith(("samples", "one by one")) else batched(data)
     optimizer = adamw(model, fused=name != "one by one, AdamW not fused")
     losses: dict[int, float] = {}
@@ -180,7 +180,7 @@ def contender(name: str, job: Job, total: int, log_every: int) -> Contender:
     return Contender(name, lambda count: consume(steps, count), lambda: losses)
 
 
-def trainapp_job(case: Case, total: int, folder: Path, log_every: int) -> Job:
+def trainapp_job(case: Case, total: int, folder: Path, log_every: int) -> Run:
     """What `python -m trainapp` builds from the same settings, its tracker writing into `folder`."""
     overrides = [
         "data=digits",
@@ -206,20 +206,20 @@ def trainapp_job(case: Case, total: int, folder: Path, log_every: int) -> Job:
     settings = compose.from_command_line(overrides, str(folder))
     folder.mkdir(parents=True)
     logging.basicConfig(filename=folder / "log", level=logging.INFO, force=True)  # lines cost as they do in a run
-    job = build.build(settings, StopRequest(), Alone())
-    build.start_tracking(settings, job)
-    return job
+    run = build.build(settings, StopRequest(), SingleRank())
+    build.start_tracking(settings, run)
+    return run
 
 
-def advance_trainapp(job: Job, steps: int) -> None:
+def advance_trainapp(run: Run, steps: int) -> None:
     """`loop.train` for so many steps."""
-    job.max_steps = job.state.progress.step + steps
-    loop.train(job)
+    run.max_steps = run.state.progress.step + steps
+    loop.train(run)
 
 
-def trainapp_losses(job: Job) -> dict[int, float]:
+def trainapp_losses(run: Run) -> dict[int, float]:
     """From metrics.jsonl."""
-    lines = map(json.loads, (job.tracker.run_dir / "metrics.jsonl").read_text().splitlines())
+    lines = map(json.loads, (run.tracker.run_dir / "metrics.jsonl").read_text().splitlines())
     return {line["step"]: line["loss"] for line in lines}
 
 
@@ -281,7 +281,7 @@ def hand_written(
     log_every: int,
     losses: dict[int, float],
 ) -> Iterator[None]:
-    """The loop as one writes it for one job: yields after each step."""
+    """The loop as one writes it for one run: yields after each step."""
     step = 0
     parameters = list(model.parameters())
     for parts in epochs:

@@ -144,27 +144,27 @@ def trainapp(settings: Any, ranks: Any) -> tuple[Callable[[int], None], Callable
     from trainapp.train import build, loop
 
     Path(settings.run_dir).mkdir(parents=True, exist_ok=True)
-    job = build.build(settings, StopRequest(), ranks)
-    build.start_tracking(settings, job)
+    run = build.build(settings, StopRequest(), ranks)
+    build.start_tracking(settings, run)
     found: list[float] = []
-    log = job.tracker.log
+    log = run.tracker.log
 
     def once(step: int, samples: int, scalars: dict[str, float], metric: str) -> None:
         found.append(scalars["loss"])
-        job.log_every = 0  # the first round tells whether all do the same work
+        run.log_every = 0  # the first round tells whether all do the same work
         log(step, samples, scalars, metric)
 
-    job.tracker.log = once
+    run.tracker.log = once
 
     def advance(steps: int) -> None:
         for _ in range(steps):
-            loop.train_step(job)
+            loop.train_step(run)
 
     return advance, lambda: found[-1]
 
 
 def hand_written(strategy: str, settings: Any, ranks: Any, checked: int) -> tuple[Iterator[None], Callable[[], float]]:
-    """As one writes it for this job: no exchange in all but the last micro-batch, one clip, fused AdamW."""
+    """As one writes it for this run: no exchange in all but the last micro-batch, one clip, fused AdamW."""
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -173,14 +173,14 @@ def hand_written(strategy: str, settings: Any, ranks: Any, checked: int) -> tupl
 
     from trainapp.config import schema
     from trainapp.data.sampler import epoch_order
-    from trainapp.parallel.ranks import Alone
+    from trainapp.parallel.ranks import SingleRank
     from trainapp.signals import StopRequest
     from trainapp.train import build
 
     single = copy.deepcopy(settings)
     single.parallel = schema.Parallel()
-    job = build.build(single, StopRequest(), Alone())
-    data, model, found = job.batches._source.fetcher.dataset, job.state.model, []
+    run = build.build(single, StopRequest(), SingleRank())
+    data, model, found = run.batches._source.fetcher.dataset, run.state.model, []
     if strategy == "fsdp":
         mesh = init_device_mesh("cpu", (ranks.world,))
         for block in model.blocks():
@@ -199,7 +199,7 @@ def hand_written(strategy: str, settings: Any, ranks: Any, checked: int) -> tupl
             for start in range(0, len(order), SAMPLES):
                 chunk = order[start : start + SAMPLES]
                 a, b = (len(chunk) * r // ranks.world for r in (ranks.rank, ranks.rank + 1))
-                own, sums = chunk[a:b], torch.zeros(2)
+                own, totals = chunk[a:b], torch.zeros(2)
                 for first in range(0, share, MICRO):
                     batch = data.__getitems__(own[first : first + MICRO])
                     last = first + MICRO >= share
@@ -211,14 +211,14 @@ def hand_written(strategy: str, settings: Any, ranks: Any, checked: int) -> tupl
                         )
                         # Both average over ranks; every sample has as many tokens.
                         (loss * ranks.world / (len(chunk) * batch["targets"].shape[1])).backward()
-                    sums += torch.tensor([loss.item(), batch["targets"].numel()])
+                    totals += torch.tensor([loss.item(), batch["targets"].numel()])
                 torch.nn.utils.clip_grad_norm_(parameters, CLIP)
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
                 step += 1
                 if step == checked:
-                    dist.all_reduce(sums)
-                    found.append(float(sums[0] / sums[1]))
+                    dist.all_reduce(totals)
+                    found.append(float(totals[0] / totals[1]))
                 yield
 
     return steps(), lambda: found[-1]

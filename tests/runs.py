@@ -7,12 +7,12 @@ from torch import nn
 
 from trainapp.config import compose
 from trainapp.config.schema import Config
-from trainapp.parallel.ranks import Alone
+from trainapp.parallel.ranks import SingleRank
 from trainapp.run import runner
 from trainapp.run.result import RunResult
 from trainapp.signals import StopRequest
 from trainapp.train import loop
-from trainapp.train.run import Job
+from trainapp.train.run import Run
 
 # A tiny run on the CPU: what a test does not say is this.
 TINY = (
@@ -55,9 +55,9 @@ def run(run_dir: Path, *overrides: str) -> RunResult:
     return runner.run(configure(run_dir, *overrides))
 
 
-def prepare(run_dir: Path, *overrides: str) -> Job:
+def prepare(run_dir: Path, *overrides: str) -> Run:
     """A run that stands before its next step. The caller closes its tracker."""
-    return runner.prepare(configure(run_dir, *overrides), StopRequest(), Alone())
+    return runner.prepare(configure(run_dir, *overrides), StopRequest(), SingleRank())
 
 
 class StopAt(StopRequest):
@@ -65,29 +65,29 @@ class StopAt(StopRequest):
 
     def __init__(self, step: int):
         self.step = step
-        self.job: Job | None = None
+        self.run: Run | None = None
         super().__init__()
 
     @property
     def signal(self) -> int | None:
         """SIGINT once `step` steps are done."""
-        return 2 if self.job is not None and self.job.state.progress.step >= self.step else None
+        return 2 if self.run is not None and self.run.state.progress.step >= self.step else None
 
     @signal.setter
     def signal(self, number: int | None) -> None:
         assert number is None
 
 
-def run_until(run_dir: Path, step: int, *overrides: str) -> Job:
+def run_until(run_dir: Path, step: int, *overrides: str) -> Run:
     """The loop until a request to stop after `step` steps: it saves, as a run that is interrupted does."""
     stop = StopAt(step)
-    job = runner.prepare(configure(run_dir, *overrides), stop, Alone())
-    stop.job = job
+    run = runner.prepare(configure(run_dir, *overrides), stop, SingleRank())
+    stop.run = run
     try:
-        loop.train(job)
+        loop.train(run)
     finally:
-        job.tracker.close()
-    return job
+        run.tracker.close()
+    return run
 
 
 def checkpoint(run_dir: Path, step: int) -> Path:

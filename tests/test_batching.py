@@ -14,7 +14,7 @@ from trainapp.data.micro_batch import cut, cut_evenly
 from trainapp.data.progress import Progress
 from trainapp.data.sampler import EvalBatches, TrainBatches, epoch_order
 from trainapp.data.synthetic import SyntheticTokens
-from trainapp.parallel.ranks import Alone
+from trainapp.parallel.ranks import SingleRank
 
 CPU = torch.device("cpu")
 
@@ -207,9 +207,9 @@ def test_evaluation_sees_each_sample_once(world):
     seen = []
     for rank in range(world):
         batches = EvalBatches(Numbers(), seed=0, device=CPU, rank=rank, world=world)
-        parts = [micro.data[:, 0].tolist() for micro in batches.from_sample(0, 7, Alone())]
+        parts = [micro.data[:, 0].tolist() for micro in batches.from_sample(0, 7, SingleRank())]
         share = [int(i) for part in parts for i in part]
-        rest = [int(i) for micro in batches.from_sample(5, 4, Alone()) for i in micro.data[:, 0].tolist()]
+        rest = [int(i) for micro in batches.from_sample(5, 4, SingleRank()) for i in micro.data[:, 0].tolist()]
         assert rest == share[5:]
         seen += share
     assert seen == list(range(50))

@@ -97,9 +97,9 @@ def test_a_damaged_one_is_named_and_the_one_before_it_used(tmp_path, caplog, fil
     damage_file(runs.checkpoint(tmp_path, 4) / file, how)
     if (file, how) == ("manifest.json", "flipped"):
         pytest.skip("a flipped bit in the manifest may hit a blank or the copy of the configuration")
-    job = runs.prepare(tmp_path, *MLP)
-    job.tracker.close()
-    assert job.state.progress.step == 2
+    run = runs.prepare(tmp_path, *MLP)
+    run.tracker.close()
+    assert run.state.progress.step == 2
     warnings = [record.getMessage() for record in caplog.records if "damaged" in record.getMessage()]
     assert len(warnings) == 1
     assert str(runs.checkpoint(tmp_path, 4)) in warnings[0]
@@ -122,17 +122,17 @@ def test_a_damaged_one_does_not_push_out_a_good_one(tmp_path):
     runs.run_until(tmp_path, 8, *MLP, "train.max_steps=20", "every.save=4", "checkpointing.keep_last=2")
     damage_file(runs.checkpoint(tmp_path, 8) / "state.pt", "flipped")
     runs.run_until(tmp_path, 5, *MLP, "train.max_steps=20", "checkpointing.keep_last=1")
-    job = runs.prepare(tmp_path, *MLP, "train.max_steps=20")
-    job.tracker.close()
-    assert job.state.progress.step == 5
+    run = runs.prepare(tmp_path, *MLP, "train.max_steps=20")
+    run.tracker.close()
+    assert run.state.progress.step == 5
 
 
 def test_all_damaged_starts_anew(tmp_path, caplog):
     runs.run_until(tmp_path, 2, *MLP)
     damage_file(runs.checkpoint(tmp_path, 2) / "state.pt", "truncated")
-    job = runs.prepare(tmp_path, *MLP)
-    job.tracker.close()
-    assert job.state.progress.step == 0
+    run = runs.prepare(tmp_path, *MLP)
+    run.tracker.close()
+    assert run.state.progress.step == 0
     assert "damaged" in caplog.text
 
 
@@ -140,7 +140,7 @@ KILLED = """
 import os, signal, sys, time
 from pathlib import Path
 import torch
-from trainapp.checkpoint import Checkpoints, damage
+from trainapp.checkpoint.checkpoints import Checkpoints, damage
 torch.set_num_threads(1)
 folder, tries, highest = Path(sys.argv[1]), int(sys.argv[2]), 0
 leftovers = 0
@@ -348,18 +348,18 @@ def test_training_goes_on_while_it_is_written(tmp_path, monkeypatch):
         written.append(path)
 
     monkeypatch.setattr(torch, "save", slow)
-    job = runs.prepare(tmp_path, *MLP, LATER, "every.save=1")
-    loop.train_step(job)
-    loop.save(job)
+    run = runs.prepare(tmp_path, *MLP, LATER, "every.save=1")
+    loop.train_step(run)
+    loop.save(run)
     for _ in range(3):
-        loop.train_step(job)
-    assert job.state.progress.step == 4
+        loop.train_step(run)
+    assert run.state.progress.step == 4
     assert written == []
     assert names(tmp_path) == [".tmp-step_00000001"]
     may_write.set()
-    job.saver.finish()
-    job.tracker.close()
-    assert job.checkpoints.newest().name == "step_00000001"
+    run.saver.finish()
+    run.tracker.close()
+    assert run.checkpoints.newest().name == "step_00000001"
 
 
 def test_a_disk_that_refuses_in_the_background(tmp_path):

@@ -66,7 +66,7 @@ def changed(**settings):
         ({"data__num_workers": -1}, "data.num_workers=-1: must be 'auto' or greater than or equal to 0"),
         ({"checkpointing__keep_last": 0}, "checkpointing.keep_last=0: must be greater than 0"),
         ({"checkpointing__resume": 3}, "checkpointing.resume=3: must be a valid string"),
-        ({"oom__schedule": {1: 0}}, "oom.schedule.1=0: must be greater than 0"),
+        ({"batch__micro_schedule": {1: 0}}, "batch.micro_schedule.1=0: must be greater than 0"),
         ({"model__init_strict": 1}, "model.init_strict=1: must be a valid boolean"),
         ({"user_packages": "mine"}, "user_packages=mine: must be a valid list"),
     ],

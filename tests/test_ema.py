@@ -16,15 +16,15 @@ def vector(tensors):
 
 def test_the_average_by_hand(tmp_path):
     """After each applied step once: a = 0.9 a + 0.1 w."""
-    job = runs.prepare(tmp_path, *MLP, "train.ema=0.9", "batch.micro_size=4")
-    expected = runs.weights(job.state.model)
+    run = runs.prepare(tmp_path, *MLP, "train.ema=0.9", "batch.micro_size=4")
+    expected = runs.weights(run.state.model)
     for _ in range(4):
-        loop.train_step(job)
-        job.state.average.catch_up(job.state.progress.step)
-        expected = 0.9 * expected + 0.1 * runs.weights(job.state.model)
-    job.tracker.close()
-    assert runs.relative_error(vector(job.state.average.averages), expected) < 1e-6
-    assert runs.relative_error(runs.weights(job.state.model), expected) > 1e-3
+        loop.train_step(run)
+        run.state.average.catch_up(run.state.progress.step)
+        expected = 0.9 * expected + 0.1 * runs.weights(run.state.model)
+    run.tracker.close()
+    assert runs.relative_error(vector(run.state.average.averages), expected) < 1e-6
+    assert runs.relative_error(runs.weights(run.state.model), expected) > 1e-3
 
 
 def test_once_for_each_step_however_often_it_is_called():
@@ -54,11 +54,11 @@ def test_goes_on_where_memory_ran_out():
 
 
 def test_evaluation_uses_it_and_training_does_not(tmp_path):
-    job = runs.prepare(tmp_path, *MLP, "train.ema=0.5", "train.max_steps=6", "every.eval=6", "optimizer.lr=0.05")
-    loop.train(job)
-    job.tracker.close()
-    model, average = job.state.model, job.state.average
-    batch = job.eval_batches._source.fetcher.dataset.__getitems__(list(range(360)))
+    run = runs.prepare(tmp_path, *MLP, "train.ema=0.5", "train.max_steps=6", "every.eval=6", "optimizer.lr=0.05")
+    loop.train(run)
+    run.tracker.close()
+    model, average = run.state.model, run.state.average
+    batch = run.eval_batches._source.fetcher.dataset.__getitems__(list(range(360)))
     weights = runs.weights(model)
 
     def loss():
@@ -85,17 +85,17 @@ def test_training_is_the_same_with_and_without(tmp_path):
 
 def test_begun_on_resume_it_starts_at_the_weights(tmp_path):
     runs.run_until(tmp_path, 2, *MLP)
-    job = runs.prepare(tmp_path, *MLP, "train.ema=0.9")
-    job.tracker.close()
-    assert torch.equal(vector(job.state.average.averages), runs.weights(job.state.model))
-    assert torch.equal(runs.weights(job.state.model), vector(runs.saved(tmp_path, 2)["model"].values()))
+    run = runs.prepare(tmp_path, *MLP, "train.ema=0.9")
+    run.tracker.close()
+    assert torch.equal(vector(run.state.average.averages), runs.weights(run.state.model))
+    assert torch.equal(runs.weights(run.state.model), vector(runs.saved(tmp_path, 2)["model"].values()))
 
 
 def test_a_skipped_step_does_not_count(tmp_path):
-    job = runs.prepare(tmp_path, *MLP, "train.ema=0.5", "precision=fp16", "precision.initial_scale=1e8")
-    before = vector(job.state.average.averages)
-    loop.train_step(job)
-    job.state.average.catch_up(job.state.progress.step)
-    job.tracker.close()
-    assert job.state.progress.skipped == 1
-    assert torch.equal(vector(job.state.average.averages), before)
+    run = runs.prepare(tmp_path, *MLP, "train.ema=0.5", "precision=fp16", "precision.initial_scale=1e8")
+    before = vector(run.state.average.averages)
+    loop.train_step(run)
+    run.state.average.catch_up(run.state.progress.step)
+    run.tracker.close()
+    assert run.state.progress.skipped == 1
+    assert torch.equal(vector(run.state.average.averages), before)

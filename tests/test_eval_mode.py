@@ -35,10 +35,10 @@ def test_agrees_with_what_training_logged(tmp_path, case, extra):
 def test_agrees_with_plain_pytorch(tmp_path):
     """The mean over all samples of the validation split, in eval mode, uneven last batch and all."""
     runs.run(tmp_path, *runs.MODELS["resnet"], "train.max_steps=6", "every.eval=6", "batch.eval_micro_size=100")
-    job = runs.prepare(tmp_path, *runs.MODELS["resnet"], "train.max_steps=6")
-    job.tracker.close()
-    batch = job.eval_batches._source.fetcher.dataset.__getitems__(list(range(360)))
-    model = job.state.model.eval()
+    run = runs.prepare(tmp_path, *runs.MODELS["resnet"], "train.max_steps=6")
+    run.tracker.close()
+    batch = run.eval_batches._source.fetcher.dataset.__getitems__(list(range(360)))
+    model = run.state.model.eval()
     with torch.no_grad():
         logits = model(batch["inputs"])
     (line,) = helpers.evaluations(tmp_path)
@@ -90,17 +90,17 @@ def test_without_a_checkpoint(tmp_path):
 
 
 def test_the_best_is_the_first_of_the_best(tmp_path):
-    job = runs.run_until(tmp_path, 8, *runs.MODELS["mlp"], "train.max_steps=8", "every.eval=1", "optimizer.lr=0.3")
+    run = runs.run_until(tmp_path, 8, *runs.MODELS["mlp"], "train.max_steps=8", "every.eval=1", "optimizer.lr=0.3")
     accuracies = [line["accuracy"] for line in helpers.evaluations(tmp_path)]
-    assert job.state.progress.best == max(accuracies)
-    assert job.state.progress.best_step == accuracies.index(max(accuracies)) + 1
-    assert job.state.progress.objective == accuracies[-1]
+    assert run.state.progress.best == max(accuracies)
+    assert run.state.progress.best_step == accuracies.index(max(accuracies)) + 1
+    assert run.state.progress.objective == accuracies[-1]
 
 
 @pytest.mark.parametrize(("objective", "best"), [("min loss", min), ("max loss", max)])
 def test_the_objective_is_the_users(tmp_path, objective, best):
-    job = runs.run_until(tmp_path, 4, *runs.MODELS["mlp"], "every.eval=1", f"objective={objective}")
-    assert job.state.progress.best == best(line["loss"] for line in helpers.evaluations(tmp_path))
+    run = runs.run_until(tmp_path, 4, *runs.MODELS["mlp"], "every.eval=1", f"objective={objective}")
+    assert run.state.progress.best == best(line["loss"] for line in helpers.evaluations(tmp_path))
 
 
 def test_an_objective_that_is_no_metric(tmp_path):

@@ -5,19 +5,19 @@ import runs
 import torch
 
 from trainapp.errors import TrainingStopped
-from trainapp.optim.nonfinite import MAX_SKIPPED, FiniteGuard, gradient_norm
+from trainapp.optim.nonfinite import MAX_SKIPPED, NonFiniteCheck, gradient_norm
 from trainapp.train import loop
 
 MLP = runs.MODELS["mlp"]
 
 
-def poison(job, step, value=float("nan")):
+def poison(run, step, value=float("nan")):
     """Make a sample of the step after `step` others one that no loss survives. Returns its index in the data."""
-    data = job.batches._source.fetcher.dataset
-    progress = type(job.state.progress)()
+    data = run.batches._source.fetcher.dataset
+    progress = type(run.state.progress)()
     for _ in range(step):
-        job.batches.advance(progress)
-    index = job.batches.indices(progress)[3]
+        run.batches.advance(progress)
+    index = run.batches.indices(progress)[3]
     if data.augment:
         data._shifted = data._shifted.copy()
         data._shifted[index] = value
@@ -29,87 +29,87 @@ def poison(job, step, value=float("nan")):
 
 @pytest.mark.parametrize("save", [True, False])
 def test_a_bad_loss_stops_with_step_metric_and_checkpoint(tmp_path, save):
-    job = runs.prepare(tmp_path, *MLP, "train.max_steps=8", "every.save=2" if save else "every.save=null")
-    poison(job, 5)
+    run = runs.prepare(tmp_path, *MLP, "train.max_steps=8", "every.save=2" if save else "every.save=null")
+    poison(run, 5)
     with pytest.raises(TrainingStopped) as caught:
-        loop.train(job)
-    job.tracker.close()
+        loop.train(run)
+    run.tracker.close()
     message = str(caught.value)
     assert message.startswith("step 6: the loss is not finite (nan)")
     good = runs.checkpoint(tmp_path, 4) if save else "none"
     assert f"the last good checkpoint is {good}." in message
     assert "optimizer.lr" in message
     assert "train.nonfinite=skip" in message
-    assert job.state.progress.step == 5
-    assert all(torch.isfinite(p).all() for p in job.state.model.parameters())
+    assert run.state.progress.step == 5
+    assert all(torch.isfinite(p).all() for p in run.state.model.parameters())
 
 
 def test_a_bad_gradient_under_a_good_loss_stops_too(tmp_path):
-    job = runs.prepare(tmp_path, *MLP)
-    job.state.model.head.bias.register_hook(lambda gradient: gradient * float("inf"))
-    before = runs.weights(job.state.model)
+    run = runs.prepare(tmp_path, *MLP)
+    run.state.model.head.bias.register_hook(lambda gradient: gradient * float("inf"))
+    before = runs.weights(run.state.model)
     with pytest.raises(TrainingStopped, match=r"step 1: the gradient norm is not finite \((inf|nan)\)"):
-        loop.train(job)
-    job.tracker.close()
-    assert torch.equal(runs.weights(job.state.model), before)
+        loop.train(run)
+    run.tracker.close()
+    assert torch.equal(runs.weights(run.state.model), before)
 
 
 @pytest.mark.parametrize("case", ["mlp", "resnet"])
 def test_skip_leaves_the_step_out(tmp_path, case):
     """Weights, buffers and optimizer are bit for bit what they were; the samples and the run go on."""
-    job = runs.prepare(tmp_path, *runs.MODELS[case], "train.nonfinite=skip", "train.max_steps=6")
-    poison(job, 2)
+    run = runs.prepare(tmp_path, *runs.MODELS[case], "train.nonfinite=skip", "train.max_steps=6")
+    poison(run, 2)
     for _ in range(2):
-        loop.train_step(job)
-    before = {k: v.clone() for k, v in job.state.model.state_dict().items()}
-    moments = [s["exp_avg"].clone() for s in job.state.optimizer.state.values()]
-    loop.train_step(job)
-    assert (job.state.progress.step, job.state.progress.skipped, job.state.progress.samples) == (2, 1, 48)
-    assert runs.differences(job.state.model.state_dict(), before) == []
-    assert runs.differences([s["exp_avg"] for s in job.state.optimizer.state.values()], moments) == []
-    loop.train(job)
-    job.tracker.close()
-    assert (job.state.progress.step, job.state.progress.samples) == (6, 16 * 7)
-    assert all(torch.isfinite(v.float()).all() for v in job.state.model.state_dict().values())
+        loop.train_step(run)
+    before = {k: v.clone() for k, v in run.state.model.state_dict().items()}
+    moments = [s["exp_avg"].clone() for s in run.state.optimizer.state.values()]
+    loop.train_step(run)
+    assert (run.state.progress.step, run.state.progress.skipped, run.state.progress.samples) == (2, 1, 48)
+    assert runs.differences(run.state.model.state_dict(), before) == []
+    assert runs.differences([s["exp_avg"] for s in run.state.optimizer.state.values()], moments) == []
+    loop.train(run)
+    run.tracker.close()
+    assert (run.state.progress.step, run.state.progress.samples) == (6, 16 * 7)
+    assert all(torch.isfinite(v.float()).all() for v in run.state.model.state_dict().values())
 
 
 def test_skipped_is_as_if_the_samples_had_not_been_there(tmp_path):
     """The end is bit for bit that of a run which never saw the bad step."""
     ends = []
     for skips in (True, False):
-        job = runs.prepare(tmp_path / str(skips), *MLP, "train.nonfinite=skip", "train.max_steps=6")
+        run = runs.prepare(tmp_path / str(skips), *MLP, "train.nonfinite=skip", "train.max_steps=6")
         if skips:
-            poison(job, 2)
-            loop.train(job)
+            poison(run, 2)
+            loop.train(run)
         else:
             for _ in range(2):
-                loop.train_step(job)
-            job.batches.advance(job.state.progress)
-            loop.train(job)
-        job.tracker.close()
-        ends.append(runs.weights(job.state.model))
+                loop.train_step(run)
+            run.batches.advance(run.state.progress)
+            loop.train(run)
+        run.tracker.close()
+        ends.append(runs.weights(run.state.model))
     assert torch.equal(*ends)
 
 
 def test_too_many_skipped_in_a_row_stop(tmp_path):
-    job = runs.prepare(tmp_path, *MLP, "train.nonfinite=skip", "train.max_steps=6")
-    loop.train_step(job)
-    data = job.batches._source.fetcher.dataset
+    run = runs.prepare(tmp_path, *MLP, "train.nonfinite=skip", "train.max_steps=6")
+    loop.train_step(run)
+    data = run.batches._source.fetcher.dataset
     data._images = data._images * float("nan")
     with pytest.raises(TrainingStopped, match=rf"step 2: {MAX_SKIPPED} steps in a row were skipped.*debug=nonfinite"):
-        loop.train(job)
-    job.tracker.close()
-    assert job.state.progress.skipped == MAX_SKIPPED
+        loop.train(run)
+    run.tracker.close()
+    assert run.state.progress.skipped == MAX_SKIPPED
 
 
 @pytest.mark.filterwarnings("ignore:Error detected in")
 def test_detect_anomaly_names_the_operation(tmp_path):
     """What debug=nonfinite turns on."""
-    job = runs.prepare(tmp_path, *MLP, "debug=nonfinite", "train.max_steps=4")
-    job.state.model.head.register_forward_hook(lambda module, inputs, output: (output * 0).sqrt())
+    run = runs.prepare(tmp_path, *MLP, "debug=nonfinite", "train.max_steps=4")
+    run.state.model.head.register_forward_hook(lambda module, inputs, output: (output * 0).sqrt())
     with pytest.raises(RuntimeError, match="Function 'MulBackward0' returned nan values"):
-        loop.train(job)
-    job.tracker.close()
+        loop.train(run)
+    run.tracker.close()
     torch.autograd.set_detect_anomaly(False)
     torch.use_deterministic_algorithms(False)
 
@@ -121,7 +121,7 @@ def test_the_norm_is_of_all_gradients_together():
 
 
 def guard(policy="stop", scaled=False, reads=True):
-    built = FiniteGuard(policy, torch.device("cpu"), scaled, lambda: "checkpoints/step_7")
+    built = NonFiniteCheck(policy, torch.device("cpu"), scaled, lambda: "checkpoints/step_7")
     built._reads = reads
     return built
 
@@ -156,10 +156,10 @@ def test_a_scaled_gradient_may_overflow():
 def test_compiled_trains_like_eager(tmp_path):
     ends = []
     for compiled in ("false", "true"):
-        job = runs.prepare(tmp_path / compiled, *MLP, f"train.compile={compiled}", "batch.micro_size=8")
-        start = runs.weights(job.state.model)
-        loop.train(job)
-        job.tracker.close()
-        ends.append(runs.weights(job.state.model))
+        run = runs.prepare(tmp_path / compiled, *MLP, f"train.compile={compiled}", "batch.micro_size=8")
+        start = runs.weights(run.state.model)
+        loop.train(run)
+        run.tracker.close()
+        ends.append(runs.weights(run.state.model))
     assert not any("_orig_mod" in name for name in runs.saved(tmp_path / "true", 4)["model"])
     assert float((ends[1] - ends[0]).norm() / (ends[0] - start).norm()) < 1e-3

@@ -33,42 +33,42 @@ def prepare(tmp_path):
         return jobs[-1]
 
     yield make
-    for job in jobs:
-        job.tracker.close()
+    for run in jobs:
+        run.tracker.close()
 
 
-def big_batch(job, task):
+def big_batch(run, task):
     """Loss and gradient of the coming step's samples as one batch, by plain PyTorch."""
-    batch = job.batches._source.fetcher.dataset.__getitems__(job.batches.indices(job.state.progress))
-    job.state.model.zero_grad()
-    loss, count, _ = getattr(losses, task)(job.state.model, batch)
+    batch = run.batches._source.fetcher.dataset.__getitems__(run.batches.indices(run.state.progress))
+    run.state.model.zero_grad()
+    loss, count, _ = getattr(losses, task)(run.state.model, batch)
     (loss / count).backward()
-    gradient = runs.gradients(job.state.model)
-    job.state.model.zero_grad(set_to_none=True)
+    gradient = runs.gradients(run.state.model)
+    run.state.model.zero_grad(set_to_none=True)
     return float(loss.detach() / count), gradient
 
 
-def mean_of_means(job, task):
+def mean_of_means(run, task):
     """What is often done instead: the mean of the micro-batches' mean losses."""
-    job.state.model.zero_grad()
-    parts = list(job.batches.micro_batches(job.state.progress, job.state.micro.size, job.accumulation))
+    run.state.model.zero_grad()
+    parts = list(run.batches.micro_batches(run.state.progress, run.state.micro.size, run.accumulation))
     for micro in parts:
-        loss, count, _ = getattr(losses, task)(job.state.model, micro.data)
+        loss, count, _ = getattr(losses, task)(run.state.model, micro.data)
         (loss / count / len(parts)).backward()
-    return runs.gradients(job.state.model)
+    return runs.gradients(run.state.model)
 
 
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("case", CASES)
 def test_accumulated_is_the_big_batch(prepare, case, cut):
     overrides, task = CASES[case]
-    job = prepare(*overrides, *CUTS[cut], "batch.global_size=10", "train.grad_clip=null")
-    loss, expected = big_batch(job, task)
-    sums = loop.accumulate_gradients(job, False)
-    norm = loop.clip(job, sums)
-    assert runs.relative_error(runs.gradients(job.state.model), expected) < 2e-6
+    run = prepare(*overrides, *CUTS[cut], "batch.global_size=10", "train.grad_clip=null")
+    loss, expected = big_batch(run, task)
+    totals = loop.accumulate_gradients(run, False)
+    norm = loop.clip(run, totals)
+    assert runs.relative_error(runs.gradients(run.state.model), expected) < 2e-6
     assert float(norm) == pytest.approx(float(expected.norm()), rel=1e-5)
-    assert sums.means()["loss"] == pytest.approx(loss, rel=1e-6)
+    assert totals.means()["loss"] == pytest.approx(loss, rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -76,34 +76,34 @@ def test_accumulated_is_the_big_batch(prepare, case, cut):
 )
 def test_the_mean_of_means_is_not(prepare, case, cut, wrong):
     overrides, task = CASES[case]
-    job = prepare(*overrides, *CUTS[cut], "batch.global_size=10", "train.grad_clip=null")
-    _, expected = big_batch(job, task)
-    assert runs.relative_error(mean_of_means(job, task), expected) > wrong
+    run = prepare(*overrides, *CUTS[cut], "batch.global_size=10", "train.grad_clip=null")
+    _, expected = big_batch(run, task)
+    assert runs.relative_error(mean_of_means(run, task), expected) > wrong
 
 
 def test_batch_norm_depends_on_the_micro_batch(prepare):
     """As it must: why GroupNorm is the one to choose for a result that does not."""
-    job = prepare(*runs.MODELS["resnet"], "batch.micro_size=4", "batch.global_size=12", "train.grad_clip=null")
-    _, expected = big_batch(job, "classification")
-    loop.clip(job, loop.accumulate_gradients(job, False))
-    assert runs.relative_error(runs.gradients(job.state.model), expected) > 0.05
+    run = prepare(*runs.MODELS["resnet"], "batch.micro_size=4", "batch.global_size=12", "train.grad_clip=null")
+    _, expected = big_batch(run, "classification")
+    loop.clip(run, loop.accumulate_gradients(run, False))
+    assert runs.relative_error(runs.gradients(run.state.model), expected) > 0.05
 
 
 @pytest.mark.parametrize("case", ["mlp", "padded"])
 def test_the_last_partial_step_of_an_epoch(prepare, case):
     """Divided by the samples that there are, not by those of a full step."""
     overrides, task = CASES[case]
-    job = prepare(*overrides, "batch.micro_size=3", "train.grad_clip=null")
-    job.state.progress.consumed = (job.batches.samples - 1) // 16 * 16
-    left = job.batches.samples - job.state.progress.consumed
+    run = prepare(*overrides, "batch.micro_size=3", "train.grad_clip=null")
+    run.state.progress.consumed = (run.batches.samples - 1) // 16 * 16
+    left = run.batches.samples - run.state.progress.consumed
     assert 0 < left < 16
-    _, expected = big_batch(job, task)
-    loop.clip(job, loop.accumulate_gradients(job, False))
-    actual = runs.gradients(job.state.model)
+    _, expected = big_batch(run, task)
+    loop.clip(run, loop.accumulate_gradients(run, False))
+    actual = runs.gradients(run.state.model)
     assert runs.relative_error(actual, expected) < 2e-6
     assert runs.relative_error(actual * left / 16, expected) > 0.1
-    loop.train_step(job)
-    assert (job.state.progress.epoch, job.state.progress.consumed, job.state.progress.samples) == (1, 0, left)
+    loop.train_step(run)
+    assert (run.state.progress.epoch, run.state.progress.consumed, run.state.progress.samples) == (1, 0, left)
 
 
 def test_weights_after_training_do_not_depend_on_the_micro_batch(prepare):
@@ -111,11 +111,11 @@ def test_weights_after_training_do_not_depend_on_the_micro_batch(prepare):
     overrides = (*GPT, "data.min_length=2", "data.size=90", "train.max_steps=24", "optimizer=sgd", "optimizer.lr=0.1")
     ends = []
     for micro in (16, 5, 3):
-        job = prepare(*overrides, f"batch.micro_size={micro}")
-        start = runs.weights(job.state.model)
-        loop.train(job)
-        ends.append(runs.weights(job.state.model))
-        assert job.state.progress.epoch == 4
+        run = prepare(*overrides, f"batch.micro_size={micro}")
+        start = runs.weights(run.state.model)
+        loop.train(run)
+        ends.append(runs.weights(run.state.model))
+        assert run.state.progress.epoch == 4
     moved = float((ends[0] - start).norm())
     assert moved > 0.1
     for other in ends[1:]:
@@ -125,11 +125,11 @@ def test_weights_after_training_do_not_depend_on_the_micro_batch(prepare):
 @pytest.mark.parametrize("micro", [16, 4])
 def test_one_clip_of_the_whole_gradient(prepare, micro):
     clip = 0.05
-    job = prepare(*runs.MODELS["mlp"], f"batch.micro_size={micro}", f"train.grad_clip={clip}")
-    _, expected = big_batch(job, "classification")
+    run = prepare(*runs.MODELS["mlp"], f"batch.micro_size={micro}", f"train.grad_clip={clip}")
+    _, expected = big_batch(run, "classification")
     assert float(expected.norm()) > 2 * clip
-    norm = loop.clip(job, loop.accumulate_gradients(job, False))
-    clipped = runs.gradients(job.state.model)
+    norm = loop.clip(run, loop.accumulate_gradients(run, False))
+    clipped = runs.gradients(run.state.model)
     assert float(norm) == pytest.approx(float(expected.norm()), rel=1e-5)  # reported as it was before
     assert float(clipped.norm()) == pytest.approx(clip, rel=1e-4)
     assert runs.relative_error(clipped, expected * clip / expected.norm()) < 1e-4
@@ -137,23 +137,23 @@ def test_one_clip_of_the_whole_gradient(prepare, micro):
 
 def test_clipping_each_micro_batch_is_something_else(prepare):
     clip = 0.05
-    job = prepare(*runs.MODELS["mlp"], "batch.micro_size=4", f"train.grad_clip={clip}")
-    _, expected = big_batch(job, "classification")
+    run = prepare(*runs.MODELS["mlp"], "batch.micro_size=4", f"train.grad_clip={clip}")
+    _, expected = big_batch(run, "classification")
     total = torch.zeros_like(expected)
-    for micro in job.batches.micro_batches(job.state.progress, 4):
-        job.state.model.zero_grad()
-        loss, count, _ = losses.classification(job.state.model, micro.data)
+    for micro in run.batches.micro_batches(run.state.progress, 4):
+        run.state.model.zero_grad()
+        loss, count, _ = losses.classification(run.state.model, micro.data)
         (loss / count).backward()
-        gradient = runs.gradients(job.state.model)
+        gradient = runs.gradients(run.state.model)
         total += gradient * min(1.0, clip / float(gradient.norm())) / 4
     assert runs.relative_error(total, expected * clip / expected.norm()) > 0.01
 
 
 def test_a_small_gradient_is_not_clipped(prepare):
-    job = prepare(*runs.MODELS["mlp"], "train.grad_clip=1000.0")
-    _, expected = big_batch(job, "classification")
-    loop.clip(job, loop.accumulate_gradients(job, False))
-    assert runs.relative_error(runs.gradients(job.state.model), expected) < 1e-6
+    run = prepare(*runs.MODELS["mlp"], "train.grad_clip=1000.0")
+    _, expected = big_batch(run, "classification")
+    loop.clip(run, loop.accumulate_gradients(run, False))
+    assert runs.relative_error(runs.gradients(run.state.model), expected) < 1e-6
 
 
 def test_one_schedule_step_for_each_optimizer_step(tmp_path):
@@ -173,9 +173,9 @@ def test_one_schedule_step_for_each_optimizer_step(tmp_path):
 
 def test_adamw_is_the_one_written_by_hand(prepare):
     """Six steps against torch's own AdamW on the same samples: decay on matrices only, clip, schedule and all."""
-    job = prepare(*runs.MODELS["mlp"], "train.max_steps=6", "batch.micro_size=8", "train.grad_clip=0.5")
-    model, batches = job.state.model, job.batches
-    steps, progress = [], type(job.state.progress)()
+    run = prepare(*runs.MODELS["mlp"], "train.max_steps=6", "batch.micro_size=8", "train.grad_clip=0.5")
+    model, batches = run.state.model, run.batches
+    steps, progress = [], type(run.state.progress)()
     for _ in range(6):
         steps.append(batches._source.fetcher.dataset.__getitems__(batches.indices(progress)))
         batches.advance(progress)
@@ -187,12 +187,12 @@ def test_adamw_is_the_one_written_by_hand(prepare):
     optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": 0.05}, {"params": others, "weight_decay": 0.0}])
     for step, batch in enumerate(steps):
         for group in optimizer.param_groups:
-            group["lr"] = 3e-3 * job.schedule(step)
+            group["lr"] = 3e-3 * run.schedule(step)
         optimizer.zero_grad()
         torch.nn.functional.cross_entropy(twin(batch["inputs"]), batch["targets"]).backward()
         torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.5)
         optimizer.step()
-    loop.train(job)
+    loop.train(run)
     moved = float((runs.weights(twin) - start).norm())
     assert float((runs.weights(model) - runs.weights(twin)).norm()) / moved < 1e-4
 

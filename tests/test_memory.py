@@ -56,17 +56,17 @@ def test_every_number_at_every_log_step(tmp_path):
 )
 def test_the_static_part_by_kind(tmp_path, case, overrides, copies):
     """Bytes are 4 for each number; AdamW keeps two copies of the parameters and a count for each, SGD one."""
-    job = runs.prepare(tmp_path, *runs.MODELS[case], *overrides, "train.ema=0.9")
-    loop.train(job)
-    job.tracker.close()
-    model, line = job.state.model, helpers.metrics(tmp_path)[-1]
+    run = runs.prepare(tmp_path, *runs.MODELS[case], *overrides, "train.ema=0.9")
+    loop.train(run)
+    run.tracker.close()
+    model, line = run.state.model, helpers.metrics(tmp_path)[-1]
     parameters = sum(4 * p.numel() for p in model.parameters())
     assert line["memory/parameters"] == line["memory/gradients"] == parameters
     counts = 4 * len(list(model.parameters())) if copies == 2 else 0
     assert line["memory/optimizer_state"] == copies * parameters + counts
     assert line["memory/buffers"] == sum(b.numel() * b.element_size() for b in model.buffers())
     assert line["memory/weight_average"] == parameters
-    static = sum(line[f"memory/{kind}"] for kind in device.static_bytes(model, job.state.optimizer, []))
+    static = sum(line[f"memory/{kind}"] for kind in device.static_bytes(model, run.state.optimizer, []))
     assert line["memory/left_for_activations"] == line["memory/limit"] - static
 
 
@@ -89,21 +89,21 @@ def profiled_peak(work):
 def test_the_peak_is_the_profilers(tmp_path, case, micro, within):
     """The profiler also sees what a kernel allocates for itself: oneDNN's convolutions have workspaces."""
     overrides = (*runs.MODELS[case], "batch.global_size=64", f"batch.micro_size={micro}", "checkpointing.save=false")
-    job = runs.prepare(tmp_path / "a", *overrides)
+    run = runs.prepare(tmp_path / "a", *overrides)
     for _ in range(2):
-        loop.train_step(job)
-    job.tracker.close()
-    reported = job.memory.peak
-    job = runs.prepare(tmp_path / "b", *overrides, "every.log=null", "oom.clean_steps=1")
-    loop.train_step(job)
-    assert job.state.micro.proven  # else the counter itself would be in the profile
-    job.state.optimizer.zero_grad(set_to_none=True)
-    resident = sum(device.static_bytes(job.state.model, job.state.optimizer, []).values())
-    resident -= job.meter.static["gradients"]
-    resident += sum(t.nbytes for t in tensors_in(job.batches.example(micro)))  # NumPy's memory, not the allocator's
-    job.restore_point.take = lambda: None  # generators' states are no part of what is watched
-    peak = resident + profiled_peak(lambda: loop.train_step(job))
-    job.tracker.close()
+        loop.train_step(run)
+    run.tracker.close()
+    reported = run.memory.peak
+    run = runs.prepare(tmp_path / "b", *overrides, "every.log=null", "oom.clean_steps=1")
+    loop.train_step(run)
+    assert run.state.micro.proven  # else the counter itself would be in the profile
+    run.state.optimizer.zero_grad(set_to_none=True)
+    resident = sum(device.static_bytes(run.state.model, run.state.optimizer, []).values())
+    resident -= run.meter.static["gradients"]
+    resident += sum(t.nbytes for t in tensors_in(run.batches.example(micro)))  # NumPy's memory, not the allocator's
+    run.restore_point.take = lambda: None  # generators' states are no part of what is watched
+    peak = resident + profiled_peak(lambda: loop.train_step(run))
+    run.tracker.close()
     assert reported == pytest.approx(peak, rel=within)
     assert reported > 1.2 * resident  # the activations and gradients are a part of it
 
@@ -207,10 +207,10 @@ def test_watching_changes_no_bit(tmp_path):
     """Every step watched, against none but the first."""
     ends = []
     for number, overrides in enumerate((("every.log=1",), ("every.log=null", "oom.clean_steps=1"))):
-        job = runs.prepare(tmp_path / str(number), *runs.MODELS["gpt"], *overrides)
-        loop.train(job)
-        job.tracker.close()
-        ends.append(runs.weights(job.state.model))
+        run = runs.prepare(tmp_path / str(number), *runs.MODELS["gpt"], *overrides)
+        loop.train(run)
+        run.tracker.close()
+        ends.append(runs.weights(run.state.model))
     assert torch.equal(ends[0], ends[1])
 
 

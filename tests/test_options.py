@@ -96,16 +96,16 @@ OPTIMIZERS = sorted(
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_any_torch_optimizer_by_its_name(tmp_path, name):
     arguments = [f"~optimizer.{key}" for key in ("betas", "eps")]
-    job = runs.prepare(tmp_path, *MODELS["mlp"], f"optimizer._target_=torch.optim.{name}", *arguments)
-    before = runs.weights(job.state.model)
+    run = runs.prepare(tmp_path, *MODELS["mlp"], f"optimizer._target_=torch.optim.{name}", *arguments)
+    before = runs.weights(run.state.model)
     try:
-        assert type(job.state.optimizer).__name__ == name
+        assert type(run.state.optimizer).__name__ == name
         for _ in range(2):
-            runs.loop.train_step(job)
+            runs.loop.train_step(run)
     finally:
-        job.tracker.close()
-    change = (runs.weights(job.state.model) - before).abs().max()
-    assert job.state.progress.step == 2
+        run.tracker.close()
+    change = (runs.weights(run.state.model) - before).abs().max()
+    assert run.state.progress.step == 2
     assert 0 < change < 1
 
 
@@ -140,9 +140,9 @@ def test_accumulation_fixed_and_auto(tmp_path, overrides, expected):
 
 
 def test_a_micro_batch_that_was_asked_for_is_not_remembered_as_one_that_had_to_be(tmp_path):
-    job = (*MODELS["mlp"], "train.max_steps=1")
-    assert runs.run(tmp_path / "asked", *job, "batch.micro_size=4").micro_size == 4
-    assert runs.run(tmp_path / "auto", *job).micro_size == 16
+    run = (*MODELS["mlp"], "train.max_steps=1")
+    assert runs.run(tmp_path / "asked", *run, "batch.micro_size=4").micro_size == 4
+    assert runs.run(tmp_path / "auto", *run).micro_size == 16
 
 
 @pytest.mark.slow

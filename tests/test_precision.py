@@ -35,21 +35,21 @@ def test_trains_as_fp32_does(tmp_path, mode, case):
     ends = {}
     for name in ("fp32", mode):
         scale = "precision.initial_scale=256.0"
-        job = runs.prepare(
+        run = runs.prepare(
             tmp_path / name,
             *runs.MODELS[case],
             f"precision={name}",
             "+" * (name != "fp16") + scale,
             "train.max_steps=3",
         )
-        start = runs.weights(job.state.model)
-        loop.train(job)
-        loop.accumulate_gradients(job, logs=False)
-        job.tracker.close()
-        assert job.state.progress.skipped == 0
-        assert {p.dtype for p in job.state.model.parameters()} == {torch.float32}
-        assert {p.grad.dtype for p in job.state.model.parameters()} == {torch.float32}
-        ends[name] = runs.weights(job.state.model)
+        start = runs.weights(run.state.model)
+        loop.train(run)
+        loop.accumulate_gradients(run, logs=False)
+        run.tracker.close()
+        assert run.state.progress.skipped == 0
+        assert {p.dtype for p in run.state.model.parameters()} == {torch.float32}
+        assert {p.grad.dtype for p in run.state.model.parameters()} == {torch.float32}
+        ends[name] = runs.weights(run.state.model)
     moved = float((ends["fp32"] - start).norm())
     assert float((ends[mode] - ends["fp32"]).norm()) / moved < 0.5
     lines = [[line["loss"] for line in helpers.metrics(tmp_path / name)] for name in ends]
@@ -63,10 +63,10 @@ def test_the_gradient_is_unscaled(tmp_path):
     norms = []
     for scale in ("none", 8.0, 1024.0):
         overrides = ("precision=fp32",) if scale == "none" else ("precision=fp16", f"precision.initial_scale={scale}")
-        job = runs.prepare(tmp_path / str(scale), *MLP, *overrides, "batch.micro_size=5", "train.grad_clip=0.01")
-        norms.append(float(loop.clip(job, loop.accumulate_gradients(job, False))))
-        assert float(runs.gradients(job.state.model).norm()) == pytest.approx(0.01, rel=1e-3)
-        job.tracker.close()
+        run = runs.prepare(tmp_path / str(scale), *MLP, *overrides, "batch.micro_size=5", "train.grad_clip=0.01")
+        norms.append(float(loop.clip(run, loop.accumulate_gradients(run, False))))
+        assert float(runs.gradients(run.state.model).norm()) == pytest.approx(0.01, rel=1e-3)
+        run.tracker.close()
     assert norms[1:] == pytest.approx([norms[0]] * 2, rel=0.01)
 
 
@@ -76,26 +76,26 @@ def test_an_overflow_skips_the_step_and_nothing_else(tmp_path, optimizer):
     overrides = {"adamw": (), "adamw_unfused": ("optimizer.fused=false",), "sgd": ("optimizer=sgd",)}[optimizer]
     scale = 2.0**26
     settings = ("precision=fp16", f"precision.initial_scale={scale}", "schedule=linear", "batch.micro_size=5")
-    job = runs.prepare(tmp_path, *MLP, *overrides, *settings, "train.max_steps=6")
-    progress, scaler, optimizer = job.state.progress, job.state.precision.scaler, job.state.optimizer
+    run = runs.prepare(tmp_path, *MLP, *overrides, *settings, "train.max_steps=6")
+    progress, scaler, optimizer = run.state.progress, run.state.precision.scaler, run.state.optimizer
     skipped = 0
     while progress.step == 0:
-        before = runs.weights(job.state.model)
-        loop.train_step(job)
+        before = runs.weights(run.state.model)
+        loop.train_step(run)
         skipped += progress.step == 0
         assert scaler.get_scale() == scale / 2**skipped
         assert progress.skipped == skipped
         assert progress.consumed == progress.samples == 16 * (skipped + progress.step)  # the samples move on
-        assert torch.equal(runs.weights(job.state.model), before) == (progress.step == 0)
+        assert torch.equal(runs.weights(run.state.model), before) == (progress.step == 0)
         for state in optimizer.state.values():
             assert float(state.get("step", 0)) == (progress.step if "step" in state else 0)
     assert skipped >= 2
-    loop.train(job)
-    job.tracker.close()
+    loop.train(run)
+    run.tracker.close()
     lines = helpers.metrics(tmp_path)
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     rate = optimizer.param_groups[0]["initial_lr"]
-    assert [line["lr"] / rate for line in lines] == pytest.approx([job.schedule(step) for step in range(6)])
+    assert [line["lr"] / rate for line in lines] == pytest.approx([run.schedule(step) for step in range(6)])
     assert lines[-1]["skipped_steps"] == skipped
     assert lines[-1]["loss_scale"] == scale / 2**skipped
     assert lines[-1]["samples"] == 16 * (6 + skipped)
@@ -103,17 +103,17 @@ def test_an_overflow_skips_the_step_and_nothing_else(tmp_path, optimizer):
 
 def test_without_the_skipped_samples_the_end_is_the_same_as_from_a_good_scale(tmp_path):
     """The overflown steps leave no trace but the samples they used up."""
-    job = runs.prepare(tmp_path / "a", *MLP, "precision=fp16", f"precision.initial_scale={2.0**26}")
-    loop.train(job)
-    job.tracker.close()
-    scale, skipped = job.state.precision.scaler.get_scale(), job.state.progress.skipped
+    run = runs.prepare(tmp_path / "a", *MLP, "precision=fp16", f"precision.initial_scale={2.0**26}")
+    loop.train(run)
+    run.tracker.close()
+    scale, skipped = run.state.precision.scaler.get_scale(), run.state.progress.skipped
     good = runs.prepare(tmp_path / "b", *MLP, "precision=fp16", f"precision.initial_scale={scale}")
     good.state.progress.consumed = 16 * skipped
     loop.train(good)
     good.tracker.close()
     assert skipped >= 2
     assert good.state.progress.skipped == 0
-    assert torch.equal(runs.weights(job.state.model), runs.weights(good.state.model))
+    assert torch.equal(runs.weights(run.state.model), runs.weights(good.state.model))
 
 
 def test_the_scale_grows_after_clean_steps(tmp_path):

@@ -90,8 +90,8 @@ def test_each_part_of_the_state_is_needed(tmp_path, case, lost):
     overrides = (*CASES[case], "train.max_steps=6", "every.eval=4")
     runs.run_until(tmp_path / "b", stop, *overrides)
     for lose in (None, lost):
-        job = runs.prepare(tmp_path / "b", *overrides, "every.save=null", "checkpointing.save=false")
-        state = job.state
+        run = runs.prepare(tmp_path / "b", *overrides, "every.save=null", "checkpointing.save=false")
+        state = run.state
         if lose == "torch":
             torch.manual_seed(0)
         elif lose in ("consumed", "epoch"):
@@ -102,8 +102,8 @@ def test_each_part_of_the_state_is_needed(tmp_path, case, lost):
             for name, buffer in state.model.named_buffers():
                 if name.endswith("running_mean"):
                     buffer.zero_()
-        loop.train(job)
-        job.tracker.close()
+        loop.train(run)
+        run.tracker.close()
         same = runs.differences(state.model.state_dict(), expected["model"]) == []
         assert same == (lose is None)
 
@@ -111,11 +111,11 @@ def test_each_part_of_the_state_is_needed(tmp_path, case, lost):
 @pytest.mark.parametrize("library", ["python", "numpy"])
 def test_the_generators_of_python_and_numpy_go_on(tmp_path, library):
     draw = {"python": random.random, "numpy": np.random.rand}[library]
-    job = runs.run_until(tmp_path, 1, *runs.MODELS["mlp"])
+    run = runs.run_until(tmp_path, 1, *runs.MODELS["mlp"])
     expected = [draw() for _ in range(3)]
     random.seed(99), np.random.seed(99)
-    job = runs.prepare(tmp_path, *runs.MODELS["mlp"])
-    job.tracker.close()
+    run = runs.prepare(tmp_path, *runs.MODELS["mlp"])
+    run.tracker.close()
     assert [draw() for _ in range(3)] == expected
 
 
@@ -125,10 +125,10 @@ def test_the_tail_of_a_killed_process_is_done_again(tmp_path):
     runs.run(tmp_path / "a", *overrides)
     runs.run_until(tmp_path / "b", 3, *overrides)
     time.sleep(1.1)
-    job = runs.prepare(tmp_path / "b", *overrides)
+    run = runs.prepare(tmp_path / "b", *overrides)
     for _ in range(3):
-        loop.train_step(job)
-    job.tracker.close()  # and dies without saving
+        loop.train_step(run)
+    run.tracker.close()  # and dies without saving
     with (tmp_path / "b" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 7, "sam')  # in the middle of a line
     time.sleep(1.1)  # event files are read in the order of their names, which tell seconds
@@ -139,10 +139,10 @@ def test_the_tail_of_a_killed_process_is_done_again(tmp_path):
 
 
 def test_a_run_that_died_before_its_first_checkpoint_starts_again(tmp_path):
-    job = runs.prepare(tmp_path, *runs.MODELS["mlp"])
+    run = runs.prepare(tmp_path, *runs.MODELS["mlp"])
     for _ in range(3):
-        loop.train_step(job)
-    job.tracker.close()
+        loop.train_step(run)
+    run.tracker.close()
     time.sleep(1.1)  # event files are read in the order of their names, which tell seconds
     runs.run(tmp_path, *runs.MODELS["mlp"])
     assert [line["step"] for line in helpers.metrics(tmp_path)] == [1, 2, 3, 4]
@@ -194,25 +194,25 @@ def test_another_branch_from_an_older_checkpoint_keeps_its_own(tmp_path):
     older = runs.checkpoint(tmp_path, 4)
     runs.run_until(tmp_path, 5, *overrides, f"checkpointing.resume={older}")
     assert runs.checkpoint(tmp_path, 5).is_dir()
-    job = runs.prepare(tmp_path, *overrides)
-    job.tracker.close()
-    assert job.state.progress.step == 5
+    run = runs.prepare(tmp_path, *overrides)
+    run.tracker.close()
+    assert run.state.progress.step == 5
 
 
 def test_resume_none_starts_anew(tmp_path):
     runs.run_until(tmp_path, 2, *runs.MODELS["mlp"])
-    job = runs.prepare(tmp_path, *runs.MODELS["mlp"], "checkpointing.resume=none")
-    job.tracker.close()
-    assert job.state.progress.step == 0
+    run = runs.prepare(tmp_path, *runs.MODELS["mlp"], "checkpointing.resume=none")
+    run.tracker.close()
+    assert run.state.progress.step == 0
 
 
 def test_the_samplers_seed_is_part_of_its_state(tmp_path):
     """Another train.seed must not make the rest of an epoch repeat and leave out samples."""
-    job = runs.run_until(tmp_path, 2, *runs.MODELS["mlp"])
-    expected = job.batches.indices(job.state.progress)
-    job = runs.prepare(tmp_path, *runs.MODELS["mlp"], "train.seed=5")
-    job.tracker.close()
-    assert job.batches.indices(job.state.progress) == expected
+    run = runs.run_until(tmp_path, 2, *runs.MODELS["mlp"])
+    expected = run.batches.indices(run.state.progress)
+    run = runs.prepare(tmp_path, *runs.MODELS["mlp"], "train.seed=5")
+    run.tracker.close()
+    assert run.batches.indices(run.state.progress) == expected
 
 
 @pytest.mark.parametrize("change", ["batch.global_size=1000", "data.drop_last=true"])

@@ -57,21 +57,21 @@ def test_a_step_that_is_given_up_leaves_no_trace(tmp_path):
     overrides = (*runs.MODELS["resnet"], "batch.micro_size=4", "train.max_steps=3")
     ends = []
     for gives_up in (False, True):
-        job = runs.prepare(tmp_path / str(gives_up), *overrides)
-        loop.train_step(job)
+        run = runs.prepare(tmp_path / str(gives_up), *overrides)
+        loop.train_step(run)
         if gives_up:
-            before, state = {k: v.clone() for k, v in job.state.model.state_dict().items()}, rng_state(CPU)
-            job.restore_point.take()
-            loop.accumulate_gradients(job, False)
+            before, state = {k: v.clone() for k, v in run.state.model.state_dict().items()}, rng_state(CPU)
+            run.restore_point.take()
+            loop.accumulate_gradients(run, False)
             torch.rand(5), np.random.rand(5), random.random()
-            assert runs.differences(job.state.model.state_dict(), before) != []
-            job.restore_point.restore()
-            job.state.optimizer.zero_grad()
-            assert runs.differences(job.state.model.state_dict(), before) == []
+            assert runs.differences(run.state.model.state_dict(), before) != []
+            run.restore_point.restore()
+            run.state.optimizer.zero_grad()
+            assert runs.differences(run.state.model.state_dict(), before) == []
             assert runs.differences(rng_state(CPU), state) == []
-        loop.train(job)
-        job.tracker.close()
-        ends.append(job.state.model.state_dict())
+        loop.train(run)
+        run.tracker.close()
+        ends.append(run.state.model.state_dict())
     assert runs.differences(*ends) == []
 
 

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 
-def cache_dir() -> Path:
+def user_cache_dir() -> Path:
     """$TRAINAPP_CACHE, or $XDG_CACHE_HOME/trainapp, or ~/.cache/trainapp. It need not exist yet."""
     if chosen := os.environ.get("TRAINAPP_CACHE"):
         return Path(chosen).expanduser()

@@ -11,7 +11,7 @@ from trainapp.data.digits import Digits, load, split_indices
 
 
 def test_shipped_arrays_equal_the_source():
-    """The sums and digests were taken from the 1797 x 65 table in the source file, read as uint8."""
+    """The totals and digests were taken from the 1797 x 65 table in the source file, read as uint8."""
     images, labels = load()
     assert images.shape == (1797, 8, 8)
     assert images.dtype == labels.dtype == np.uint8

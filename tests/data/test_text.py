@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, default_collate
 
-from trainapp import paths
 from trainapp.data import cache
 from trainapp.data.text import Text
 from trainapp.errors import UserError
+from trainapp.paths import user_cache_dir
 
 
 @pytest.fixture(autouse=True)
@@ -203,9 +203,9 @@ def test_no_validation_text(corpus):
 
 
 def test_cache_directory_settings(monkeypatch):
-    assert paths.cache_dir() == Path(os.environ["TRAINAPP_CACHE"])
+    assert user_cache_dir() == Path(os.environ["TRAINAPP_CACHE"])
     monkeypatch.setenv("TRAINAPP_CACHE", "")
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert paths.cache_dir() == Path("/somewhere/trainapp")
+    assert user_cache_dir() == Path("/somewhere/trainapp")
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert paths.cache_dir() == Path.home() / ".cache" / "trainapp"
+    assert user_cache_dir() == Path.home() / ".cache" / "trainapp"

@@ -49,10 +49,10 @@ def test_a_real_out_of_memory_error_and_the_recovery_from_it(tmp_path):
     free = runs.run(tmp_path / "free", *LARGE, "train.max_steps=3")
     assert free.oom_restarts == 0
     limit = free.peak_memory_bytes // 2
-    job = runs.prepare(tmp_path / "start", *LARGE)
-    start = runs.weights(job.state.model)
-    job.tracker.close()
-    del job
+    run = runs.prepare(tmp_path / "start", *LARGE)
+    start = runs.weights(run.state.model)
+    run.tracker.close()
+    del run
     gc.collect()
     capped = runs.run(tmp_path / "capped", *LARGE, "train.max_steps=3", f"memory.limit={limit}", "oom.remember=false")
     assert capped.oom_restarts >= 1
@@ -143,7 +143,7 @@ def test_precisions_train(tmp_path, mode, case):
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_an_overflow_skips_the_step(tmp_path, optimizer):
-    job = runs.prepare(
+    run = runs.prepare(
         tmp_path,
         *runs.MODELS["mlp"],
         *ON_GPU,
@@ -151,15 +151,15 @@ def test_an_overflow_skips_the_step(tmp_path, optimizer):
         "precision=fp16",
         "precision.initial_scale=1e9",
     )
-    before = runs.weights(job.state.model)
-    loop.train_step(job)
-    assert (job.state.progress.step, job.state.progress.skipped, job.state.progress.samples) == (0, 1, 16)
-    assert torch.equal(runs.weights(job.state.model), before)
-    assert job.state.precision.scaler.get_scale() == 5e8
-    loop.train(job)
-    job.tracker.close()
-    assert job.state.progress.step == 4
-    assert all(torch.isfinite(p).all() for p in job.state.model.parameters())
+    before = runs.weights(run.state.model)
+    loop.train_step(run)
+    assert (run.state.progress.step, run.state.progress.skipped, run.state.progress.samples) == (0, 1, 16)
+    assert torch.equal(runs.weights(run.state.model), before)
+    assert run.state.precision.scaler.get_scale() == 5e8
+    loop.train(run)
+    run.tracker.close()
+    assert run.state.progress.step == 4
+    assert all(torch.isfinite(p).all() for p in run.state.model.parameters())
 
 
 @pytest.mark.parametrize("case", runs.MODELS)
@@ -178,13 +178,13 @@ def test_a_bad_step_reaches_no_checkpoint(tmp_path):
     """On a GPU it is found only when somebody asks: before anything is saved."""
     from trainapp.errors import TrainingStopped
 
-    job = runs.prepare(tmp_path, *runs.MODELS["mlp"], *ON_GPU, "every.log=null", "every.save=4", "train.max_steps=8")
-    loop.train_step(job)
-    data = job.batches._source.fetcher.dataset
+    run = runs.prepare(tmp_path, *runs.MODELS["mlp"], *ON_GPU, "every.log=null", "every.save=4", "train.max_steps=8")
+    loop.train_step(run)
+    data = run.batches._source.fetcher.dataset
     data._images = data._images * float("nan")
     with pytest.raises(TrainingStopped, match=r"step [23]: the loss is not finite"):
-        loop.train(job)
-    job.tracker.close()
+        loop.train(run)
+    run.tracker.close()
     assert not (tmp_path / "checkpoints").exists()
 
 

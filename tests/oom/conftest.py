@@ -40,13 +40,13 @@ def tiny(
     schedule: dict[int, int] | None = None,
     changes: Mapping[str, Any] | None = None,
 ) -> Config:
-    """TINY with these overrides and this `oom.schedule`, in `run_dir`.
+    """TINY with these overrides and this `batch.micro_schedule`, in `run_dir`.
 
     changes: settings of sections such as `batch.global_size`, and `data.size` and the like for the constructors, set
     without composing again.
     """
     config = composed(*TINY, *overrides)
-    for name, value in {"oom.schedule": schedule, **(changes or {})}.items():
+    for name, value in {"batch.micro_schedule": schedule, **(changes or {})}.items():
         section, key = name.split(".")
         part = getattr(config, section)
         if section in ("data", "model"):

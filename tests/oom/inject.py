@@ -13,11 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainapp.config.schema import Config
 from trainapp.oom.incident import Incident
-from trainapp.parallel.ranks import Alone
+from trainapp.parallel.ranks import SingleRank
 from trainapp.rng import rng_state
 from trainapp.run import runner
 from trainapp.signals import StopRequest
-from trainapp.train.run import Job
+from trainapp.train.run import Run
 
 # The phases of a step, in the order in which they come, then those between two steps.
 PHASES = ("data", "forward", "loss", "backward", "clip", "metric")
@@ -39,15 +39,15 @@ class Injector(TorchDispatchMode):
         self.fired = 0
         self.where: list[str] = []
         self.seen = 0
-        self.job: Job | None = None
+        self.run: Run | None = None
         self._in_model = False
         self._forward_done = False
 
-    def attach(self, job: Job) -> None:
-        """Watch this job: to be called again when a recovery has built a new one."""
-        self.job, self.seen = job, 0
-        job.state.model.register_forward_pre_hook(self._enter)
-        job.state.model.register_forward_hook(self._leave, always_call=True)
+    def attach(self, run: Run) -> None:
+        """Watch this run: to be called again when a recovery has built a new one."""
+        self.run, self.seen = run, 0
+        run.state.model.register_forward_pre_hook(self._enter)
+        run.state.model.register_forward_hook(self._leave, always_call=True)
 
     def _enter(self, *_: Any) -> None:
         self._in_model, self._forward_done = True, False
@@ -61,7 +61,7 @@ class Injector(TorchDispatchMode):
 
     def at(self, phase: str) -> bool:
         """Whether the error is due, being asked at an operation of `phase`."""
-        state = self.job.state
+        state = self.run.state
         micro = state.eval_micro if phase == "evaluate" else state.micro
         step = state.progress.step + (phase not in BETWEEN)
         if phase != self.phase:
@@ -74,21 +74,21 @@ class Injector(TorchDispatchMode):
         return self.seen > self.operation
 
     def fail(self) -> None:
-        """Run out of memory."""
+        """Recorded out of memory."""
         self.fired += 1
         self.seen = 0
-        self.where.append(self.job.phase)
+        self.where.append(self.run.phase)
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. (injected)")
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
-        watching = self.job is not None and self.job.state is not None
+        watching = self.run is not None and self.run.state is not None
         if watching and not func.is_view and self.at(self._phase()):  # a view takes no memory
             self.fail()
         return func(*args, **(kwargs or {}))
 
     def _phase(self) -> str:
         """The loss is what follows the model in the forward; the data phase is asked about by the data set alone."""
-        phase = self.job.phase
+        phase = self.run.phase
         if phase == "forward" and not self._in_model:
             return "loss" if self._forward_done else "before the model"
         others = {"data": "between micro-batches"} | dict.fromkeys(("committed", "log", "search"), "after commit")
@@ -98,8 +98,8 @@ class Injector(TorchDispatchMode):
 class Watched:
     """A data set that notes which samples are fetched for which step, and runs out of memory when asked to."""
 
-    def __init__(self, dataset: Any, job: Job, injector: Injector | None, fetched: list, changed: Callable | None):
-        self.dataset, self.job, self.injector, self.fetched, self.changed = dataset, job, injector, fetched, changed
+    def __init__(self, dataset: Any, run: Run, injector: Injector | None, fetched: list, changed: Callable | None):
+        self.dataset, self.run, self.injector, self.fetched, self.changed = dataset, run, injector, fetched, changed
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -108,15 +108,15 @@ class Watched:
         return getattr(self.dataset, name)
 
     def __getitems__(self, indices: Sequence[int]) -> Any:
-        progress = self.job.state.progress
-        if self.injector is not None and self.job.phase == "data" and self.injector.at("data"):
+        progress = self.run.state.progress
+        if self.injector is not None and self.run.phase == "data" and self.injector.at("data"):
             self.injector.fail()
         self.fetched.append((progress.step, progress.epoch, tuple(indices)))
         batch = self.dataset.__getitems__(indices)
         return batch if self.changed is None else self.changed(batch)
 
 
-class Run:
+class Recorded:
     """A whole run in this process, by the runner's own parts: prepare, attempt, recover.
 
     failures: the incidents; fetched: (finished steps, epoch, sample indices) of every micro-batch that was trained on,
@@ -127,7 +127,7 @@ class Run:
         self,
         config: Config,
         injector: Injector | None = None,
-        between: Callable[[Job], None] | None = None,
+        between: Callable[[Run], None] | None = None,
         changed: Callable[[Any], Any] | None = None,
         most: int = 60,
     ):
@@ -135,35 +135,35 @@ class Run:
         self.fetched: list[tuple[int, int, tuple[int, ...]]] = []
         self.injector, self.changed = injector, changed
         stop = StopRequest()
-        self.job = runner.prepare(config, stop, Alone())
+        self.run = runner.prepare(config, stop, SingleRank())
         self._attach()
         try:
             while (failure := self._attempt(config)) is not None:
                 self.failures.append(failure)
                 assert len(self.failures) < most, "this never ends"
-                before = self.job
-                self.job = runner.recover(config, self.job, failure, stop)
-                if self.job is not before:
+                before = self.run
+                self.run = runner.recover(config, self.run, failure, stop)
+                if self.run is not before:
                     self._attach()
-                done = self.job.state.progress.step
+                done = self.run.state.progress.step
                 self.fetched[:] = [entry for entry in self.fetched if entry[0] < done]
                 if between is not None:
-                    between(self.job)
+                    between(self.run)
         finally:
-            self.job.close()
+            self.run.close()
 
     def _attach(self) -> None:
-        fetcher = self.job.batches._source.fetcher
-        fetcher.dataset = Watched(fetcher.dataset, self.job, self.injector, self.fetched, self.changed)
+        fetcher = self.run.batches._source.fetcher
+        fetcher.dataset = Watched(fetcher.dataset, self.run, self.injector, self.fetched, self.changed)
         if self.injector is not None:
-            self.injector.attach(self.job)
+            self.injector.attach(self.run)
 
     def _attempt(self, config: Config) -> Incident | None:
         if self.injector is None:
-            return runner.attempt(config, self.job)
+            return runner.attempt(config, self.run)
         self.injector.arm_attempt()
         with self.injector:
-            return runner.attempt(config, self.job)
+            return runner.attempt(config, self.run)
 
     def samples(self) -> dict[tuple[int, int], list[int]]:
         """`{(finished steps, epoch): sample indices in their order}`, however they were cut."""
@@ -174,7 +174,7 @@ class Run:
 
     def state(self) -> dict[str, Any]:
         """All that has to be the same after a recovery: everything but the sizes of the search."""
-        state = self.job.state
+        state = self.run.state
         values = state.values([rng_state(state.device)])
         values.pop("sizes")
         values["progress"] = {k: v for k, v in values["progress"].items() if k != "evaluated_at"}

@@ -8,11 +8,11 @@ from runs import weights
 
 from trainapp.data.batch import bucket_of, measure
 from trainapp.data.micro_batch import MicroBatch
-from trainapp.data.micro_batch_sizes import Sizes
-from trainapp.parallel.ranks import Alone
+from trainapp.data.micro_batch_sizes import MicroBatchSizes
+from trainapp.parallel.ranks import SingleRank
 
 from .conftest import tiny
-from .inject import Run
+from .inject import Recorded
 
 pytestmark = pytest.mark.usefixtures("without_pictures")
 
@@ -49,18 +49,20 @@ def test_one_long_batch_does_not_shrink_the_others(tmp_path):
 
     # What 16 short texts need, and a bit: a long one needs four times as much.
     changes = {"batch.micro_size": "auto"}
-    peak = Run(
+    peak = Recorded(
         tiny(tmp_path / "a", *TEXT, changes={**changes, "train.max_steps": 4}),
         changed=lambda b: {name: t[:, :16].contiguous() for name, t in b.items()},
-    ).job.memory.peak
-    run = Run(tiny(tmp_path / "b", *TEXT, changes={**changes, "memory.limit": int(1.1 * peak)}), changed=short_but_one)
-    micro = run.job.state.micro
-    assert run.failures
-    assert {f.bucket for f in run.failures} == {numbers(64)}
+    ).run.memory.peak
+    recorded = Recorded(
+        tiny(tmp_path / "b", *TEXT, changes={**changes, "memory.limit": int(1.1 * peak)}), changed=short_but_one
+    )
+    micro = recorded.run.state.micro
+    assert recorded.failures
+    assert {f.bucket for f in recorded.failures} == {numbers(64)}
     assert micro.searches[numbers(16)].size == 16
     assert micro.searches[numbers(64)].size < 16
     assert micro.size == 16  # what is fetched at a time
-    assert run.job.memory.peak <= int(1.1 * peak)
+    assert recorded.run.memory.peak <= int(1.1 * peak)
 
 
 IMAGES = textwrap.dedent('''
@@ -126,44 +128,44 @@ def several_sizes(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("several_sizes")
 def test_images_of_several_sizes(tmp_path):
-    run = Run(tiny(tmp_path / "run", *OVERRIDES, changes={**AUTO, "memory.limit": LIMIT}))
+    recorded = Recorded(tiny(tmp_path / "run", *OVERRIDES, changes={**AUTO, "memory.limit": LIMIT}))
     small, large = 128, 2048  # 64 and 1024 pixels and a target, up to the next power of two
-    assert set(run.job.state.micro.searches) == {small, large}
-    assert run.job.state.micro.searches[small].size == 16
-    assert run.job.state.micro.searches[large].size < 16
-    assert {f.bucket for f in run.failures} == {large}
-    assert run.job.memory.peak <= LIMIT
+    assert set(recorded.run.state.micro.searches) == {small, large}
+    assert recorded.run.state.micro.searches[small].size == 16
+    assert recorded.run.state.micro.searches[large].size < 16
+    assert {f.bucket for f in recorded.failures} == {large}
+    assert recorded.run.memory.peak <= LIMIT
     for epoch in range(4):
-        assert sorted(i for _, e, indices in run.fetched if e == epoch for i in indices) == list(range(64))
+        assert sorted(i for _, e, indices in recorded.fetched if e == epoch for i in indices) == list(range(64))
 
 
 @pytest.mark.usefixtures("several_sizes")
 def test_a_schedule_replays_the_sizes_of_each_shape(tmp_path):
-    run = Run(tiny(tmp_path / "a", *OVERRIDES, changes={**AUTO, "memory.limit": LIMIT, "oom.grow": True}))
-    plan = run.job.sizes_used
-    assert run.failures
+    recorded = Recorded(tiny(tmp_path / "a", *OVERRIDES, changes={**AUTO, "memory.limit": LIMIT, "oom.grow": True}))
+    plan = recorded.run.sizes_used
+    assert recorded.failures
     assert any(isinstance(sizes, dict) for sizes in plan.values())
-    again = Run(tiny(tmp_path / "b", *OVERRIDES, schedule=plan, changes=AUTO))
+    again = Recorded(tiny(tmp_path / "b", *OVERRIDES, schedule=plan, changes=AUTO))
     assert again.failures == []
-    assert again.job.sizes_used == plan
-    assert torch.equal(weights(run.job.state.model), weights(again.job.state.model))
+    assert again.run.sizes_used == plan
+    assert torch.equal(weights(recorded.run.state.model), weights(again.run.state.model))
     one_size = {step: sizes if isinstance(sizes, int) else min(sizes.values()) for step, sizes in plan.items()}
-    other = Run(tiny(tmp_path / "c", *OVERRIDES, schedule=one_size, changes=AUTO))
-    assert not torch.equal(weights(run.job.state.model), weights(other.job.state.model))
+    other = Recorded(tiny(tmp_path / "c", *OVERRIDES, schedule=one_size, changes=AUTO))
+    assert not torch.equal(weights(recorded.run.state.model), weights(other.run.state.model))
 
 
 def batch_of(samples: int, features: int) -> torch.Tensor:
     return torch.zeros(samples, features)
 
 
-def pieces(sizes: Sizes, batch: torch.Tensor) -> list[int]:
-    return [len(piece.data) for piece in sizes.split(MicroBatch(batch, last=True, real=True), Alone())]
+def pieces(sizes: MicroBatchSizes, batch: torch.Tensor) -> list[int]:
+    return [len(piece.data) for piece in sizes.split(MicroBatch(batch, last=True, real=True), SingleRank())]
 
 
 def test_a_new_long_shape_begins_where_the_others_experience_puts_it():
-    sizes = Sizes(64)
+    sizes = MicroBatchSizes(64)
     assert pieces(sizes, batch_of(64, 128)) == [64]
-    assert sizes.failed(Alone()) == (64, 32)
+    assert sizes.failed(SingleRank()) == (64, 32)
     # Four times the numbers in a sample: a quarter of the samples.
     assert pieces(sizes, batch_of(64, 512)) == [8] * 8
     # A shorter one is not made larger than the start.
@@ -171,59 +173,59 @@ def test_a_new_long_shape_begins_where_the_others_experience_puts_it():
 
 
 def test_a_shape_that_is_cut_unevenly_proves_its_size():
-    sizes = Sizes(64, grow=False)
+    sizes = MicroBatchSizes(64, grow=False)
     pieces(sizes, batch_of(64, 16))
-    sizes.succeeded(Alone())
+    sizes.succeeded(SingleRank())
     sizes.force({16: 64, 1024: 24})
     for _ in range(3):
         assert pieces(sizes, batch_of(64, 1024)) == [24, 24, 16]
-        sizes.succeeded(Alone())
+        sizes.succeeded(SingleRank())
     assert sizes.searches[1024].proven
     assert pieces(sizes, batch_of(49, 1024)) == [24, 23, 2]  # BatchNorm cannot normalise a single sample
 
 
 def test_only_the_bucket_at_work_fails():
-    sizes = Sizes(64)
+    sizes = MicroBatchSizes(64)
     assert pieces(sizes, batch_of(64, 16)) == [64]
     assert pieces(sizes, batch_of(64, 1024)) == [64]
-    sizes.succeeded(Alone())
+    sizes.succeeded(SingleRank())
     pieces(sizes, batch_of(64, 1024))
-    assert sizes.failed(Alone()) == (64, 32)
+    assert sizes.failed(SingleRank()) == (64, 32)
     assert {bucket: search.size for bucket, search in sizes.searches.items()} == {16: 64, 1024: 32}
 
 
 def test_what_is_proven_for_a_larger_shape_is_proven_for_a_smaller():
-    sizes = Sizes(64)
+    sizes = MicroBatchSizes(64)
     for _ in range(3):
         assert sizes.trying
         pieces(sizes, batch_of(64, 1024))
-        sizes.succeeded(Alone())
+        sizes.succeeded(SingleRank())
     pieces(sizes, batch_of(64, 16))
-    sizes.succeeded(Alone())
+    sizes.succeeded(SingleRank())
     assert sizes.proven
     assert not sizes.trying
     pieces(sizes, batch_of(64, 4096))
     assert sizes.watched
-    sizes.succeeded(Alone())
+    sizes.succeeded(SingleRank())
     assert sizes.trying
 
 
 def test_a_rare_long_shape_leaves_the_others_in_peace():
-    sizes = Sizes(64)
+    sizes = MicroBatchSizes(64)
     for features in (16, 16, 16, 1024, 16):
         pieces(sizes, batch_of(64, features))
-        sizes.succeeded(Alone())
+        sizes.succeeded(SingleRank())
     assert not sizes.proven  # the long one ran once
     assert not sizes.trying  # but is not at work
 
 
 def test_sizes_survive_a_checkpoint():
-    sizes = Sizes(64)
+    sizes = MicroBatchSizes(64)
     pieces(sizes, batch_of(64, 16))
-    sizes.succeeded(Alone())
+    sizes.succeeded(SingleRank())
     pieces(sizes, batch_of(64, 1024))
-    sizes.failed(Alone())
-    loaded = Sizes(64)
+    sizes.failed(SingleRank())
+    loaded = MicroBatchSizes(64)
     loaded.load_state_dict(sizes.state_dict())
     assert {bucket: search.size for bucket, search in loaded.searches.items()} == {16: 64, 1024: 32}
     assert loaded.searches[1024].fails == 64
@@ -231,12 +233,12 @@ def test_sizes_survive_a_checkpoint():
 
 
 def test_what_is_cut_again_loses_nothing():
-    sizes = Sizes(64)
+    sizes = MicroBatchSizes(64)
     batch = {"inputs": torch.arange(30).reshape(10, 3), "targets": torch.arange(10), "scale": torch.tensor(2.0)}
     micro = MicroBatch(batch, last=True, real=True)
-    list(sizes.split(micro, Alone()))
+    list(sizes.split(micro, SingleRank()))
     sizes.force(4)
-    cut = [piece.data for piece in sizes.split(micro, Alone())]
+    cut = [piece.data for piece in sizes.split(micro, SingleRank())]
     assert [len(piece["targets"]) for piece in cut] == [4, 4, 2]
     assert torch.equal(torch.cat([piece["inputs"] for piece in cut]), batch["inputs"])
     assert all(piece["scale"] == 2.0 for piece in cut)

@@ -16,14 +16,14 @@ from runs import differences
 
 from trainapp import rng
 from trainapp.oom import recovery
-from trainapp.parallel.ranks import Alone
+from trainapp.parallel.ranks import SingleRank
 from trainapp.run import runner
 from trainapp.signals import StopRequest
 from trainapp.train import loop
 from trainapp.train.transaction import RestorePoint
 
 from .conftest import MODELS, PRECISIONS, cell, tiny
-from .inject import BETWEEN, PHASES, Injector, Run, logged
+from .inject import BETWEEN, PHASES, Injector, Recorded, logged
 
 STEPS = (1, 3, 4)  # first, middle, last
 
@@ -39,7 +39,7 @@ class Counts(Injector):
         self.operations: collections.Counter = collections.Counter()
 
     def at(self, phase: str) -> bool:
-        self.operations[phase, self.job.state.progress.step + (phase not in BETWEEN)] += 1
+        self.operations[phase, self.run.state.progress.step + (phase not in BETWEEN)] += 1
         return False
 
 
@@ -48,7 +48,7 @@ def operations(model: str, precision: str, *more: str) -> collections.Counter:
     """How many operations each phase of each step has."""
     counts = Counts()
     with tempfile.TemporaryDirectory() as folder:
-        Run(tiny(Path(folder), *cell(model, precision), *more), counts)
+        Recorded(tiny(Path(folder), *cell(model, precision), *more), counts)
     return counts.operations
 
 
@@ -56,9 +56,9 @@ def operations(model: str, precision: str, *more: str) -> collections.Counter:
 def configured(model: str, precision: str, schedule: tuple[tuple[int, int], ...]) -> tuple[dict, list]:
     """The run that switches by plan: its state and its logged numbers."""
     with tempfile.TemporaryDirectory() as folder:
-        run = Run(tiny(Path(folder), *cell(model, precision), schedule=dict(schedule) or None))
-        assert not run.failures
-        return run.state(), logged(Path(folder))
+        recorded = Recorded(tiny(Path(folder), *cell(model, precision), schedule=dict(schedule) or None))
+        assert not recorded.failures
+        return recorded.state(), logged(Path(folder))
 
 
 def late(model: str, precision: str, phase: str, step: int) -> int:
@@ -71,14 +71,14 @@ def late(model: str, precision: str, phase: str, step: int) -> int:
 def recovered_as_configured(tmp_path: Path, model: str, precision: str, phase: str, step: int) -> list[str]:
     """Where the recovered run differs from the configured one. Asserts that the error struck once, in its phase."""
     injector = Injector(phase, step, late(model, precision, phase, step))
-    run = Run(tiny(tmp_path, *cell(model, precision)), injector)
-    assert injector.fired == len(run.failures) == 1
-    (failure,) = run.failures
+    recorded = Recorded(tiny(tmp_path, *cell(model, precision)), injector)
+    assert injector.fired == len(recorded.failures) == 1
+    (failure,) = recorded.failures
     # An average has no size: it is taken up again where it stopped, and the sizes stay.
     sized = phase != "weight average"
     assert (failure.step, failure.phase, failure.old_size, failure.new_size) == (step, phase, 8, 4 if sized else 8)
     wanted, losses = configured(model, precision, ((step, 4),) if sized else ())
-    return differences(run.state(), wanted) + differences(logged(tmp_path), losses)
+    return differences(recorded.state(), wanted) + differences(logged(tmp_path), losses)
 
 
 GRID = list(itertools.product(MODELS, PRECISIONS, (*PHASES, "weight average"), STEPS))
@@ -102,11 +102,11 @@ def test_bit_identical_to_a_configured_switch(tmp_path, model, precision, phase,
 def test_two_halvings_in_one_step(tmp_path, model):
     # As long as the micro-batch is above 4: 16 -> 8 -> 4 within step 3, and the oracle goes from 16 to 4 at once.
     injector = Injector("backward", 3, 5, above=4)
-    run = Run(tiny(tmp_path / "a", *cell(model, "fp32"), "batch.micro_size=16"), injector)
-    assert [(f.step, f.old_size, f.new_size) for f in run.failures] == [(3, 16, 8), (3, 8, 4)]
+    recorded = Recorded(tiny(tmp_path / "a", *cell(model, "fp32"), "batch.micro_size=16"), injector)
+    assert [(f.step, f.old_size, f.new_size) for f in recorded.failures] == [(3, 16, 8), (3, 8, 4)]
     assert injector.fired == 2
-    wanted = Run(tiny(tmp_path / "b", *cell(model, "fp32"), "batch.micro_size=16", schedule={3: 4}))
-    assert differences(run.state(), wanted.state()) == []
+    wanted = Recorded(tiny(tmp_path / "b", *cell(model, "fp32"), "batch.micro_size=16", schedule={3: 4}))
+    assert differences(recorded.state(), wanted.state()) == []
     assert logged(tmp_path / "a") == logged(tmp_path / "b")
 
 
@@ -114,11 +114,11 @@ def test_fetched_ahead_by_a_worker(tmp_path):
     # The worker has fetched for the old cut already: the retry sees the same samples all the same.
     overrides = (*cell("resnet", "fp32"), "data.num_workers=1")
     injector = Injector("forward", 3, 20)
-    run = Run(tiny(tmp_path / "a", *overrides), injector)
-    assert injector.fired == len(run.failures) == 1
-    wanted = Run(tiny(tmp_path / "b", *cell("resnet", "fp32"), schedule={3: 4}))
-    assert differences(run.state()["tensors"], wanted.state()["tensors"]) == []
-    assert differences(run.state()["values"], wanted.state()["values"]) == []
+    recorded = Recorded(tiny(tmp_path / "a", *overrides), injector)
+    assert injector.fired == len(recorded.failures) == 1
+    wanted = Recorded(tiny(tmp_path / "b", *cell("resnet", "fp32"), schedule={3: 4}))
+    assert differences(recorded.state()["tensors"], wanted.state()["tensors"]) == []
+    assert differences(recorded.state()["values"], wanted.state()["values"]) == []
     assert logged(tmp_path / "a") == logged(tmp_path / "b")
 
 
@@ -134,8 +134,8 @@ def evaluated(model: str, precision: str, size: int) -> tuple[dict, list[dict]]:
     """An undisturbed run that evaluates in batches of `size`."""
     with tempfile.TemporaryDirectory() as folder:
         overrides = (*cell(model, precision), *EVALUATION, f"batch.eval_micro_size={size}")
-        run = Run(tiny(Path(folder), *overrides))
-        return run.state(), evaluations(Path(folder))
+        recorded = Recorded(tiny(Path(folder), *overrides))
+        return recorded.state(), evaluations(Path(folder))
 
 
 CELLS = list(itertools.product(MODELS, PRECISIONS, STEPS))
@@ -145,15 +145,15 @@ def evaluation_survives(tmp_path: Path, model: str, precision: str, step: int, o
     """The metrics are those of an evaluation in smaller batches, each sample counted once; training is untouched."""
     injector = Injector("evaluate", step, operation)
     overrides = (*cell(model, precision), *EVALUATION)
-    run = Run(tiny(tmp_path, *overrides), injector)
-    assert injector.fired == len(run.failures) == 1
-    (failure,) = run.failures
+    recorded = Recorded(tiny(tmp_path, *overrides), injector)
+    assert injector.fired == len(recorded.failures) == 1
+    (failure,) = recorded.failures
     assert (failure.phase, failure.step, failure.old_size, failure.new_size) == ("evaluate", step, 90, 45)
-    assert (run.job.state.micro.size, run.job.state.eval_micro.size) == (8, 45)
+    assert (recorded.run.state.micro.size, recorded.run.state.eval_micro.size) == (8, 45)
     undisturbed, _ = evaluated(model, precision, 90)
-    assert differences(run.state()["tensors"], undisturbed["tensors"]) == []
-    assert differences(run.state()["values"]["rng"], undisturbed["values"]["rng"]) == []
-    assert run.fetched == undisturbed["fetched"]
+    assert differences(recorded.state()["tensors"], undisturbed["tensors"]) == []
+    assert differences(recorded.state()["values"]["rng"], undisturbed["values"]["rng"]) == []
+    assert recorded.fetched == undisturbed["fetched"]
     _, wanted = evaluated(model, precision, 45)
     found = evaluations(tmp_path)
     assert [line["step"] for line in found] == [1, 2, 3, 4]
@@ -162,7 +162,7 @@ def evaluation_survives(tmp_path: Path, model: str, precision: str, step: int, o
         assert line["accuracy"] == pytest.approx(other["accuracy"], abs=1e-9 if precision == "fp32" else 0.006)
 
 
-TOLERANCE = {"fp32": 1e-6, "bf16": 1e-2, "fp16": 1e-3}  # sums over other batches; the matrix products round by shape
+TOLERANCE = {"fp32": 1e-6, "bf16": 1e-2, "fp16": 1e-3}  # totals over other batches; the matrix products round by shape
 
 
 @pytest.mark.parametrize(
@@ -193,13 +193,13 @@ def test_evaluation_counts_once_wherever_it_fails(tmp_path, back):
 )
 def test_commit_goes_back_to_the_start(tmp_path, model, precision, step):
     injector = Injector("commit", step, late(model, precision, "commit", step))
-    run = Run(tiny(tmp_path, *cell(model, precision)), injector)
-    assert injector.fired == len(run.failures) == 1
-    (failure,) = run.failures
+    recorded = Recorded(tiny(tmp_path, *cell(model, precision)), injector)
+    assert injector.fired == len(recorded.failures) == 1
+    (failure,) = recorded.failures
     assert (failure.phase, failure.step, failure.old_size, failure.new_size) == ("commit", step, 8, 4)
     assert f"back to the start, from the seed; {step - 1} finished steps are done again" in failure.action
     wanted, losses = configured(model, precision, ((1, 4),))
-    assert differences(run.state(), wanted) == []
+    assert differences(recorded.state(), wanted) == []
     assert logged(tmp_path) == losses
 
 
@@ -207,11 +207,11 @@ def test_commit_goes_back_to_the_start(tmp_path, model, precision, step):
 def test_commit_goes_back_to_the_checkpoint(tmp_path, model):
     saving = ("checkpointing=standard", "every.save=2")
     injector = Injector("commit", 4, late(model, "fp32", "commit", 4))
-    run = Run(tiny(tmp_path, *cell(model, "fp32"), *saving), injector)
-    assert injector.fired == len(run.failures) == 1
-    assert "back to the checkpoint of step 2; 1 finished steps are done again" in run.failures[0].action
+    recorded = Recorded(tiny(tmp_path, *cell(model, "fp32"), *saving), injector)
+    assert injector.fired == len(recorded.failures) == 1
+    assert "back to the checkpoint of step 2; 1 finished steps are done again" in recorded.failures[0].action
     wanted, losses = configured(model, "fp32", ((3, 4),))
-    assert differences(run.state(), wanted) == []
+    assert differences(recorded.state(), wanted) == []
     assert logged(tmp_path) == losses
 
 
@@ -219,21 +219,21 @@ def test_the_commit_was_torn(tmp_path):
     # Else the cells above prove nothing: half of the parameters have moved when the error strikes.
     injector = Injector("commit", 3, late("mlp", "fp32", "commit", 3))
     config = tiny(tmp_path, *cell("mlp", "fp32"))
-    job = runner.prepare(config, StopRequest(), Alone())
-    injector.attach(job)
+    run = runner.prepare(config, StopRequest(), SingleRank())
+    injector.attach(run)
     before = {}
     commit = loop.commit
 
     def remembering(*arguments):
-        before.update({n: p.detach().clone() for n, p in job.state.model.named_parameters()})
+        before.update({n: p.detach().clone() for n, p in run.state.model.named_parameters()})
         return commit(*arguments)
 
     with pytest.MonkeyPatch.context() as patch, injector:
         patch.setattr(loop, "commit", remembering)
-        failure = runner.attempt(config, job)
-    job.close()
+        failure = runner.attempt(config, run)
+    run.close()
     assert failure.phase == "commit"
-    moved = [not torch.equal(before[n], p) for n, p in job.state.model.named_parameters()]
+    moved = [not torch.equal(before[n], p) for n, p in run.state.model.named_parameters()]
     assert 0 < sum(moved) < len(moved)
 
 
@@ -243,9 +243,9 @@ def test_after_the_commit_nothing_is_done_twice(tmp_path, precision):
     counts = operations("mlp", precision)
     injector = Injector("after commit", 3, 0)
     assert counts["after commit", 3]
-    run = Run(tiny(tmp_path, *cell("mlp", precision)), injector)
-    assert injector.fired == len(run.failures) == 1
-    assert differences(run.state(), configured("mlp", precision, ())[0]) == []
+    recorded = Recorded(tiny(tmp_path, *cell("mlp", precision)), injector)
+    assert injector.fired == len(recorded.failures) == 1
+    assert differences(recorded.state(), configured("mlp", precision, ())[0]) == []
 
 
 # Negative controls: what the oracle is there to notice.
@@ -262,9 +262,9 @@ def test_without_the_buffers_the_oracle_fails(tmp_path, monkeypatch):
 
 
 def test_with_leaked_gradients_the_oracle_fails(tmp_path, monkeypatch):
-    def keep(job, failure):
-        job.state.model.train()
-        job.restore_point.restore()
+    def keep(run, failure):
+        run.state.model.train()
+        run.restore_point.restore()
 
     monkeypatch.setattr(recovery, "undo_step", keep)
     monkeypatch.setattr(torch.optim.Optimizer, "zero_grad", zero_grad_but_not_at(3))
@@ -288,9 +288,9 @@ def test_with_other_samples_the_oracle_fails(tmp_path, monkeypatch):
     # A retry that goes on with the next samples instead of the same ones.
     recover = recovery.change_size
 
-    def next_samples(config, job, failure):
-        job.batches.advance(job.state.progress)
-        recover(config, job, failure)
+    def next_samples(config, run, failure):
+        run.batches.advance(run.state.progress)
+        recover(config, run, failure)
 
     monkeypatch.setattr(recovery, "change_size", next_samples)
     assert recovered_as_configured(tmp_path, "mlp", "fp32", "backward", 3) != []

@@ -16,7 +16,7 @@ from trainapp.memory import timeline
 from trainapp.memory.live_tensors import LiveTensors
 
 from .conftest import MODELS, cell, tiny
-from .inject import Injector, Run
+from .inject import Injector, Recorded
 
 # One layer of each needs far more than all the others: in the forward, or in the backward only.
 NETWORKS = textwrap.dedent("""
@@ -78,7 +78,7 @@ def network(tmp_path, monkeypatch):
 
 
 def peak_of(run_dir, overrides, size: int) -> int:
-    return Run(tiny(run_dir, *overrides, changes={"batch.micro_size": size, "train.max_steps": 2})).job.memory.peak
+    return Recorded(tiny(run_dir, *overrides, changes={"batch.micro_size": size, "train.max_steps": 2})).run.memory.peak
 
 
 @pytest.mark.parametrize(("hungry", "module"), [("forward", "blocks_.1"), ("backward", "blocks_.1")])
@@ -86,13 +86,13 @@ def test_the_whole_record(tmp_path, network, hungry, module, caplog):
     overrides = (*network, f"+model.hungry={hungry}")
     limit = peak_of(tmp_path / "peak", overrides, 8) + 2000
     with caplog.at_level(logging.WARNING):
-        run = Run(tiny(tmp_path / "run", *overrides, changes={"memory.limit": limit}))
-    (failure,) = run.failures
+        recorded = Recorded(tiny(tmp_path / "run", *overrides, changes={"memory.limit": limit}))
+    (failure,) = recorded.failures
     assert (failure.step, failure.phase, failure.module) == (1, hungry, module)
     assert (failure.old_size, failure.new_size) == (16, 8)
     assert failure.used <= limit < failure.used + failure.requested
     assert failure.seconds_lost > 0
-    model = run.job.state.model
+    model = recorded.run.state.model
     parameters = sum(4 * p.numel() for p in model.parameters())
     assert failure.parts["parameters"] == parameters
     assert failure.parts["optimizer_state"] == 2 * parameters + 4 * len(list(model.parameters()))
@@ -130,8 +130,8 @@ def test_the_whole_record(tmp_path, network, hungry, module, caplog):
 def test_phases_outside_the_model(tmp_path):
     # The optimizer's kernels and the clipping belong to no module.
     for phase in ("clip", "commit"):
-        run = Run(tiny(tmp_path / phase, *cell("mlp", "fp32")), Injector(phase, 2, 0))
-        (failure,) = run.failures
+        recorded = Recorded(tiny(tmp_path / phase, *cell("mlp", "fp32")), Injector(phase, 2, 0))
+        (failure,) = recorded.failures
         assert (failure.phase, failure.module) == (phase, "")
 
 
@@ -145,22 +145,24 @@ def test_a_module_is_not_remembered_from_an_earlier_error(tmp_path):
             super().fail()
 
     injector = Two("backward", 1, 3)
-    run = Run(tiny(tmp_path, *cell("mlp", "fp32"), changes={"train.max_steps": 7, "every.log": None}), injector)
+    recorded = Recorded(
+        tiny(tmp_path, *cell("mlp", "fp32"), changes={"train.max_steps": 7, "every.log": None}), injector
+    )
     assert injector.fired == 2
-    first, second = run.failures
+    first, second = recorded.failures
     assert first.module.startswith("layers") or first.module == "head"
     assert (second.phase, second.module) == ("clip", "")
 
 
 def test_the_incidents_are_numbered(tmp_path):
-    Run(tiny(tmp_path, *cell("mlp", "fp32")), Injector("forward", 2, 1, above=1))
+    Recorded(tiny(tmp_path, *cell("mlp", "fp32")), Injector("forward", 2, 1, above=1))
     names = sorted(path.name for path in (tmp_path / "oom").glob("*.md"))
     assert names == ["001_step_2.md", "002_step_2.md", "003_step_2.md"]
 
 
 def test_a_restart_from_the_beginning_keeps_the_record(tmp_path):
     injector = Injector("commit", 2, 0, times=2)
-    Run(tiny(tmp_path, *cell("mlp", "fp32")), injector)
+    Recorded(tiny(tmp_path, *cell("mlp", "fp32")), injector)
     assert injector.fired == 2
     assert [path.name for path in sorted((tmp_path / "oom").glob("*.md"))] == ["001_step_2.md", "002_step_2.md"]
 
@@ -170,7 +172,7 @@ def test_the_last_word(tmp_path):
     overrides = (*MODELS["gpt"], "model.depth=4", "model.width=32", "batch.micro_size=auto")
     limit = peak_of(tmp_path / "peak", overrides, 1) - 2000
     with pytest.raises(TrainingStopped) as caught:
-        Run(tiny(tmp_path / "run", *overrides, changes={"memory.limit": limit}))
+        Recorded(tiny(tmp_path / "run", *overrides, changes={"memory.limit": limit}))
     told = str(caught.value)
     first = told.splitlines()[0]
     assert re.fullmatch(r"out of memory in \w+ with micro-batch 1: nothing is left to halve\.", first)
@@ -185,7 +187,7 @@ def test_the_last_word(tmp_path):
     assert "train.ema=null:" in settings
     assert any(setting.startswith("optimizer=") for setting in settings)
     # Saving all of Adam's state is worth two copies of the parameters, the average one.
-    parameters = sum(4 * p.numel() for p in Run(tiny(tmp_path / "x", *overrides)).job.state.model.parameters())
+    parameters = sum(4 * p.numel() for p in Recorded(tiny(tmp_path / "x", *overrides)).run.state.model.parameters())
     by_setting = dict(zip(settings, sizes, strict=True))
     assert by_setting["train.ema=null:"] == pytest.approx(parameters, rel=0.02)
 
@@ -195,7 +197,7 @@ def test_the_advice_holds(tmp_path):
     overrides = (*MODELS["gpt"], "model.depth=4", "model.width=32", "model.dropout=0", "batch.micro_size=1")
     peak = peak_of(tmp_path / "peak", overrides, 1)
     with pytest.raises(TrainingStopped) as caught:
-        Run(tiny(tmp_path / "run", *overrides, changes={"memory.limit": peak - 2000}))
+        Recorded(tiny(tmp_path / "run", *overrides, changes={"memory.limit": peak - 2000}))
     promised = dict(re.findall(r"^ +([\d.]+ \w+)  (train.ema=null)", str(caught.value), re.MULTILINE))
     assert promised
     without = peak_of(tmp_path / "without", (*overrides, "train.ema=null"), 1)
@@ -205,7 +207,7 @@ def test_the_advice_holds(tmp_path):
 
 def test_a_healthy_step_is_drawn_on_request(tmp_path):
     config = tiny(tmp_path, *cell("mlp", "fp32"), changes={"memory.timeline": True, "train.max_steps": 6})
-    Run(config)
+    Recorded(config)
     assert (tmp_path / "memory_timeline.png").read_bytes().startswith(b"\x89PNG")
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
@@ -230,7 +232,7 @@ def test_the_picture_stacks_what_was_counted():
 def test_a_record_that_cannot_be_written_does_not_end_the_run(tmp_path, caplog):
     (tmp_path / "oom").write_text("a file where the folder should be")
     injector = Injector("forward", 2, 1)
-    run = Run(tiny(tmp_path, *cell("mlp", "fp32")), injector)
+    recorded = Recorded(tiny(tmp_path, *cell("mlp", "fp32")), injector)
     assert injector.fired == 1
-    assert run.job.state.progress.step == 4
+    assert recorded.run.state.progress.step == 4
     assert any("could not be written" in r.getMessage() for r in caplog.records)

@@ -64,7 +64,7 @@ def test_a_limit_on_the_command_line(tmp_path, model):
     assert all(record["used"] + record["requested"] > record["limit"] for record in incidents(tmp_path / "limited"))
     # The same as a run that was told the sizes: bit for bit.
     schedule = ",".join(f"{step}:{size}" for step, size in found["micro_schedule"].items())
-    told = composed(*MODELS[model], *COMMON, f"oom.schedule={{{schedule}}}", "oom.remember=false")
+    told = composed(*MODELS[model], *COMMON, f"batch.micro_schedule={{{schedule}}}", "oom.remember=false")
     assert runner.run(dataclasses.replace(told, run_dir=str(tmp_path / "told"))).oom_restarts == 0
     assert digest(tmp_path / "limited") == digest(tmp_path / "told")
 

@@ -12,7 +12,7 @@ from trainapp.data.size_search import SizeSearch
 from trainapp.errors import UserError
 
 from .conftest import tiny
-from .inject import Run
+from .inject import Recorded
 
 QUICK = settings(max_examples=300, deadline=None)
 REAL = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -98,19 +98,19 @@ def real_run(samples, global_size, kilobytes, drop_last, eval_every):
     with tempfile.TemporaryDirectory() as folder:
         config = tiny(Path(folder), *overrides, changes=changes)
         try:
-            run = Run(config)
+            recorded = Recorded(config)
         except UserError as error:
             told = str(error)
             assert "nothing is left to halve" in told or "so no batch is left" in told or "before any batch" in told
             return
-    assert run.job.state.micro.size >= 1
-    assert run.job.memory.peak <= config.memory.limit
-    epoch_samples = run.job.batches.epoch_samples
+    assert recorded.run.state.micro.size >= 1
+    assert recorded.run.memory.peak <= config.memory.limit
+    epoch_samples = recorded.run.batches.epoch_samples
     for epoch in range(3):
-        seen = [i for _, e, indices in run.fetched if e == epoch for i in indices]
+        seen = [i for _, e, indices in recorded.fetched if e == epoch for i in indices]
         assert len(seen) == len(set(seen)) == epoch_samples
-    assert run.job.state.progress.samples == 3 * epoch_samples
-    assert run.job.state.progress.step == 3 * run.job.batches.steps_per_epoch
+    assert recorded.run.state.progress.samples == 3 * epoch_samples
+    assert recorded.run.state.progress.step == 3 * recorded.run.batches.steps_per_epoch
 
 
 @REAL

@@ -13,12 +13,12 @@ from trainapp.config.schema import Config
 from trainapp.errors import TrainingStopped
 from trainapp.memory.live_tensors import LiveTensors
 from trainapp.oom import recovery
-from trainapp.parallel.ranks import Alone
+from trainapp.parallel.ranks import SingleRank
 from trainapp.run import runner
 from trainapp.signals import StopRequest
 
 from .conftest import MODELS, cell, tiny
-from .inject import PHASES, Injector, Run, Watched
+from .inject import PHASES, Injector, Recorded, Watched
 
 # Models whose result does not depend on how a batch is cut: no BatchNorm, no dropout.
 SAME = {
@@ -34,9 +34,9 @@ pytestmark = pytest.mark.usefixtures("without_pictures")
 def limit_between(folder, overrides: tuple[str, ...], fits: int, fails: int) -> int:
     """Bytes in which a micro-batch of `fits` has room and one of `fails` has not."""
     peaks = [
-        Run(
+        Recorded(
             tiny(folder / str(size), *overrides, changes={"batch.micro_size": size, "train.max_steps": 2})
-        ).job.memory.peak
+        ).run.memory.peak
         for size in (fits, fails)
     ]
     assert peaks[0] < peaks[1]
@@ -56,18 +56,22 @@ def test_each_sample_once_and_the_same_weights(tmp_path, model):
     )
     sizes = {"batch.global_size": 64}
     limit = limit_between(tmp_path, (*overrides, "batch.global_size=64"), 16, 32)
-    run = Run(tiny(tmp_path / "run", *overrides, changes={**sizes, "batch.micro_size": "auto", "memory.limit": limit}))
-    assert [(f.old_size, f.new_size) for f in run.failures] == [(64, 32), (32, 16)]
-    first_epoch = sorted(i for _, epoch, indices in run.fetched if epoch == 0 for i in indices)
+    recorded = Recorded(
+        tiny(tmp_path / "run", *overrides, changes={**sizes, "batch.micro_size": "auto", "memory.limit": limit})
+    )
+    assert [(f.old_size, f.new_size) for f in recorded.failures] == [(64, 32), (32, 16)]
+    first_epoch = sorted(i for _, epoch, indices in recorded.fetched if epoch == 0 for i in indices)
     assert first_epoch == list(range(samples))
-    second = [i for _, epoch, indices in run.fetched if epoch == 1 for i in indices]
+    second = [i for _, epoch, indices in recorded.fetched if epoch == 1 for i in indices]
     assert len(second) == len(set(second)) > 0
-    plan = {f.step: f.new_size for f in run.failures}
-    configured = Run(tiny(tmp_path / "wanted", *overrides, schedule=plan, changes={**sizes, "batch.micro_size": 64}))
-    assert run.fetched == configured.fetched
-    assert torch.equal(weights(run.job.state.model), weights(configured.job.state.model))
-    whole = Run(tiny(tmp_path / "whole", *overrides, changes={**sizes, "batch.micro_size": 64}))
-    assert relative_error(weights(run.job.state.model), weights(whole.job.state.model)) < 1e-4
+    plan = {f.step: f.new_size for f in recorded.failures}
+    configured = Recorded(
+        tiny(tmp_path / "wanted", *overrides, schedule=plan, changes={**sizes, "batch.micro_size": 64})
+    )
+    assert recorded.fetched == configured.fetched
+    assert torch.equal(weights(recorded.run.state.model), weights(configured.run.state.model))
+    whole = Recorded(tiny(tmp_path / "whole", *overrides, changes={**sizes, "batch.micro_size": 64}))
+    assert relative_error(weights(recorded.run.state.model), weights(whole.run.state.model)) < 1e-4
 
 
 class Storages(TorchDispatchMode):
@@ -104,39 +108,39 @@ def all_bytes() -> int:
 
 
 def failed_attempt(config: Config, step: int, injector: Injector):
-    """A run that fails in `step`: the job, the incident, the bytes before that step, and what the step made."""
-    job = runner.prepare(config, StopRequest(), Alone())
-    fetcher = job.batches._source.fetcher
-    fetcher.dataset = Watched(fetcher.dataset, job, injector, [], None)
-    injector.attach(job)
+    """A run that fails in `step`: the run, the incident, the bytes before that step, and what the step made."""
+    run = runner.prepare(config, StopRequest(), SingleRank())
+    fetcher = run.batches._source.fetcher
+    fetcher.dataset = Watched(fetcher.dataset, run, injector, [], None)
+    injector.attach(run)
     injector.arm_attempt()
     storages, before = Storages(), {}
-    take = job.restore_point.take
+    take = run.restore_point.take
 
     def noting():
         take()
-        if job.state.progress.step + 1 == step:
-            job.state.optimizer.zero_grad(set_to_none=True)
+        if run.state.progress.step + 1 == step:
+            run.state.optimizer.zero_grad(set_to_none=True)
             before["bytes"] = all_bytes()
-            storages.begin(t for tensors in job.meter.resident().values() for t in tensors)
+            storages.begin(t for tensors in run.meter.resident().values() for t in tensors)
 
-    job.restore_point.take = noting
+    run.restore_point.take = noting
     with storages, injector:
-        failure = runner.attempt(config, job)
-    job.restore_point.take = take
-    return job, failure, before["bytes"], storages
+        failure = runner.attempt(config, run)
+    run.restore_point.take = take
+    return run, failure, before["bytes"], storages
 
 
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("model", MODELS)
 def test_memory_is_back_to_what_it_was(tmp_path, model, phase):
     config = tiny(tmp_path, *cell(model, "fp32"))
-    job, failure, before, storages = failed_attempt(config, 2, Injector(phase, 2, 1))
+    run, failure, before, storages = failed_attempt(config, 2, Injector(phase, 2, 1))
     assert failure.phase == phase
     assert storages.seen
-    recovered = runner.recover(config, job, failure, StopRequest())
-    job.close()
-    assert recovered is job
+    recovered = runner.recover(config, run, failure, StopRequest())
+    run.close()
+    assert recovered is run
     assert storages.alive() == 0
     assert all_bytes() == before
 
@@ -145,11 +149,11 @@ def test_a_kept_error_would_keep_the_memory(tmp_path, monkeypatch):
     # Negative control: what the incident must not hold.
     kept = []
     describe = runner.incident.describe
-    monkeypatch.setattr(runner.incident, "describe", lambda job, error: kept.append(error) or describe(job, error))
+    monkeypatch.setattr(runner.incident, "describe", lambda run, error: kept.append(error) or describe(run, error))
     config = tiny(tmp_path, *cell("mlp", "fp32"))
-    job, failure, before, storages = failed_attempt(config, 2, Injector("backward", 2, 1))
-    runner.recover(config, job, failure, StopRequest())
-    job.close()
+    run, failure, before, storages = failed_attempt(config, 2, Injector("backward", 2, 1))
+    runner.recover(config, run, failure, StopRequest())
+    run.close()
     assert storages.alive() > 0
     assert all_bytes() > before
 
@@ -161,66 +165,66 @@ def test_live_storages_under_a_limit(tmp_path, model):
     limit = limit_between(tmp_path, overrides, 4, 8)
     counted = []
 
-    def count(job):
+    def count(run):
         counter = LiveTensors()
-        counter.register(job.meter.resident())
-        counted.append((counter.live, job.meter.static_bytes - job.meter.static["gradients"]))
+        counter.register(run.meter.resident())
+        counted.append((counter.live, run.meter.static_bytes - run.meter.static["gradients"]))
 
-    run = Run(
+    recorded = Recorded(
         tiny(tmp_path / "run", *overrides, changes={"batch.micro_size": "auto", "memory.limit": limit}), between=count
     )
-    assert [f.new_size for f in run.failures] == [8, 4]
+    assert [f.new_size for f in recorded.failures] == [8, 4]
     assert [live for live, _ in counted] == [static for _, static in counted]
 
 
 def test_at_the_first_fetch_of_the_first_step(tmp_path):
     # Nothing has been cut yet, so no shape is known.
     injector = Injector("data", 1, 0)
-    run = Run(tiny(tmp_path, *cell("mlp", "fp32")), injector)
-    assert injector.fired == len(run.failures) == 1
-    assert (run.failures[0].old_size, run.failures[0].new_size) == (8, 4)
-    assert run.job.state.micro.size == 4
-    assert set(run.job.state.micro.searches) == {128}  # of the real shape alone
+    recorded = Recorded(tiny(tmp_path, *cell("mlp", "fp32")), injector)
+    assert injector.fired == len(recorded.failures) == 1
+    assert (recorded.failures[0].old_size, recorded.failures[0].new_size) == (8, 4)
+    assert recorded.run.state.micro.size == 4
+    assert set(recorded.run.state.micro.searches) == {128}  # of the real shape alone
 
 
 def test_the_global_batch_stays(tmp_path):
     injector = Injector("forward", 2, 1)
-    run = Run(tiny(tmp_path, *cell("mlp", "fp32")), injector)
-    assert run.job.state.global_size == 16
-    assert run.job.state.progress.samples == 4 * 16
+    recorded = Recorded(tiny(tmp_path, *cell("mlp", "fp32")), injector)
+    assert recorded.run.state.global_size == 16
+    assert recorded.run.state.progress.samples == 4 * 16
 
 
 def test_the_classic_reaction(tmp_path):
     injector = Injector("forward", 2, 1)
-    run = Run(tiny(tmp_path, *cell("mlp", "fp32"), changes={"oom.keep_global_batch": False}), injector)
-    assert run.job.state.global_size == 8
-    assert run.job.state.progress.samples == 16 + 3 * 8
-    assert "the global batch falls from 16 to 8" in run.failures[0].action
+    recorded = Recorded(tiny(tmp_path, *cell("mlp", "fp32"), changes={"oom.keep_global_batch": False}), injector)
+    assert recorded.run.state.global_size == 8
+    assert recorded.run.state.progress.samples == 16 + 3 * 8
+    assert "the global batch falls from 16 to 8" in recorded.failures[0].action
 
 
 def test_nothing_left_to_halve(tmp_path):
     injector = Injector("forward", 2, 1, above=0)
     with pytest.raises(TrainingStopped, match="nothing is left to halve"):
-        Run(tiny(tmp_path, *cell("mlp", "fp32")), injector)
+        Recorded(tiny(tmp_path, *cell("mlp", "fp32")), injector)
     assert injector.fired == 4  # at 8, 4, 2 and 1
 
 
 def test_commit_that_never_fits_ends(tmp_path):
     injector = Injector("commit", 1, 0, times=100)
     with pytest.raises(TrainingStopped):
-        Run(tiny(tmp_path, *cell("mlp", "fp32")), injector)
+        Recorded(tiny(tmp_path, *cell("mlp", "fp32")), injector)
     assert injector.fired == 4
 
 
 def test_commit_that_never_fits_ends_with_a_schedule_too(tmp_path):
     injector = Injector("commit", 1, 0, times=100)
     with pytest.raises(TrainingStopped):
-        Run(tiny(tmp_path, *cell("mlp", "fp32"), schedule={1: 8}), injector, most=12)
+        Recorded(tiny(tmp_path, *cell("mlp", "fp32"), schedule={1: 8}), injector, most=12)
 
 
 def test_off_lets_it_through(tmp_path):
     with pytest.raises(torch.OutOfMemoryError):
-        Run(tiny(tmp_path, *cell("mlp", "fp32"), changes={"oom.enabled": False}), Injector("forward", 2, 1))
+        Recorded(tiny(tmp_path, *cell("mlp", "fp32"), changes={"oom.enabled": False}), Injector("forward", 2, 1))
 
 
 def test_an_error_of_the_users_passes(tmp_path):
@@ -229,7 +233,7 @@ def test_an_error_of_the_users_passes(tmp_path):
             raise ValueError("out of memory, says the user")
 
     with pytest.raises(ValueError, match="says the user"):
-        Run(tiny(tmp_path, *cell("mlp", "fp32")), Mistake("forward", 2, 1))
+        Recorded(tiny(tmp_path, *cell("mlp", "fp32")), Mistake("forward", 2, 1))
 
 
 class Cache:
@@ -253,13 +257,13 @@ def test_released_cache_may_be_enough(tmp_path, message):
     injector = Outside("forward", 2, 1, times=3)
     attach = injector.attach
 
-    def attach_with_cache(job):
-        attach(job)
-        Cache(job, 2**30)
+    def attach_with_cache(run):
+        attach(run)
+        Cache(run, 2**30)
 
     injector.attach = attach_with_cache
-    run = Run(tiny(tmp_path, *cell("mlp", "fp32")), injector)
-    assert [(f.old_size, f.new_size) for f in run.failures] == [(8, 8), (8, 4), (4, 4)]
+    recorded = Recorded(tiny(tmp_path, *cell("mlp", "fp32")), injector)
+    assert [(f.old_size, f.new_size) for f in recorded.failures] == [(8, 8), (8, 4), (4, 4)]
 
 
 def test_a_schedule_replays_a_run(tmp_path):
@@ -267,13 +271,13 @@ def test_a_schedule_replays_a_run(tmp_path):
     overrides = (*cell("resnet", "fp32"), "batch.global_size=16", "train.max_steps=8")
     limit = limit_between(tmp_path, overrides, 6, 7)
     changes = {"batch.micro_size": "auto", "memory.limit": limit, "oom.grow": True}
-    run = Run(tiny(tmp_path / "a", *overrides, changes=changes))
-    assert run.failures
-    plan = run.job.sizes_used
+    recorded = Recorded(tiny(tmp_path / "a", *overrides, changes=changes))
+    assert recorded.failures
+    plan = recorded.run.sizes_used
     assert len(plan) > 1
-    again = Run(tiny(tmp_path / "b", *overrides, schedule=plan, changes={"batch.micro_size": "auto"}))
-    assert torch.equal(weights(run.job.state.model), weights(again.job.state.model))
-    assert run.fetched == again.fetched
+    again = Recorded(tiny(tmp_path / "b", *overrides, schedule=plan, changes={"batch.micro_size": "auto"}))
+    assert torch.equal(weights(recorded.run.state.model), weights(again.run.state.model))
+    assert recorded.fetched == again.fetched
 
 
 def test_recovery_runs_outside_except(tmp_path, monkeypatch):
@@ -287,5 +291,5 @@ def test_recovery_runs_outside_except(tmp_path, monkeypatch):
         undo(*arguments)
 
     monkeypatch.setattr(recovery, "undo_step", looking)
-    Run(tiny(tmp_path, *cell("mlp", "fp32")), Injector("forward", 2, 1))
+    Recorded(tiny(tmp_path, *cell("mlp", "fp32")), Injector("forward", 2, 1))
     assert handled == [None]

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from trainapp.oom import hints
-from trainapp.parallel.ranks import Alone
+from trainapp.parallel.ranks import SingleRank
 from trainapp.paths import cache_dir
 from trainapp.run import runner
 from trainapp.signals import StopRequest
 
 from .conftest import MODELS, tiny
-from .inject import Run
+from .inject import Recorded
 
 PLAIN = ("model=mlp", "model.width=32", "data=digits", "train.ema=null", "train.max_steps=12", "every.log=null")
 CHANGES = {"batch.micro_size": "auto", "batch.global_size": 64, "oom.remember": True, "oom.grow": True}
@@ -25,20 +25,20 @@ pytestmark = pytest.mark.usefixtures("without_pictures")
 def limit(tmp_path) -> int:
     """Bytes in which 24 samples of 64 fit."""
     changes = {"batch.micro_size": 24, "batch.global_size": 64, "train.max_steps": 2}
-    return Run(tiny(tmp_path / "limit", *PLAIN, changes=changes)).job.memory.peak
+    return Recorded(tiny(tmp_path / "limit", *PLAIN, changes=changes)).run.memory.peak
 
 
-def run(run_dir: Path, *overrides: str, changes: dict) -> Run:
+def run(run_dir: Path, *overrides: str, changes: dict) -> Recorded:
     """A run to its end, which then remembers as `runner.run` does."""
     config = tiny(run_dir, *PLAIN, *overrides, changes={**CHANGES, **changes})
-    done = Run(config)
-    hints.remember(config, done.job)
+    done = Recorded(config)
+    hints.remember(config, done.run)
     return done
 
 
-def sizes(run_: Run) -> list[int]:
+def sizes(run_: Recorded) -> list[int]:
     """The micro-batches of the run, in order."""
-    return list(run_.job.sizes_used.values())
+    return list(run_.run.sizes_used.values())
 
 
 def files() -> list[Path]:
@@ -51,7 +51,7 @@ def test_a_second_run_has_no_errors(tmp_path, limit):
     assert first.failures
     second = run(tmp_path / "b", changes={"memory.limit": limit})
     assert second.failures == []
-    assert sizes(second) == [first.job.state.micro.size]
+    assert sizes(second) == [first.run.state.micro.size]
     assert len(files()) == 1
 
 
@@ -74,7 +74,7 @@ def edit(change) -> None:
 
 def test_a_wrong_hint_costs_one_retry(tmp_path, limit):
     first = run(tmp_path / "a", changes={"memory.limit": limit})
-    size = first.job.state.micro.size
+    size = first.run.state.micro.size
 
     def too_large(buckets):
         for bucket in buckets:
@@ -84,7 +84,7 @@ def test_a_wrong_hint_costs_one_retry(tmp_path, limit):
     second = run(tmp_path / "b", changes={"memory.limit": limit})
     assert [f.old_size for f in second.failures][:1] == [min(64, size + 8)]
     assert len([f for f in second.failures if f.step == 1]) == 1
-    assert second.job.memory.peak <= limit
+    assert second.run.memory.peak <= limit
 
 
 def test_a_hint_that_is_too_small_is_outgrown_or_harmless(tmp_path):
@@ -170,13 +170,13 @@ def test_another_optimizer_or_model_is_another_key(tmp_path):
 
 
 def test_other_ranks_or_another_strategy_is_another_key(tmp_path):
-    job = run(tmp_path / "a", changes={"train.max_steps": 1}).job
+    one = run(tmp_path / "a", changes={"train.max_steps": 1}).run
     config = tiny(tmp_path / "a", *PLAIN)
-    alone = hints.describe(config, job)
-    job.ranks.world = 2
-    assert hints.describe(config, job) != alone
-    ddp = hints.describe(tiny(tmp_path / "b", *PLAIN, "parallel=ddp"), job)
-    assert ddp != hints.describe(tiny(tmp_path / "c", *PLAIN, "parallel=fsdp"), job)
+    alone = hints.describe(config, one)
+    one.ranks.world = 2
+    assert hints.describe(config, one) != alone
+    ddp = hints.describe(tiny(tmp_path / "b", *PLAIN, "parallel=ddp"), one)
+    assert ddp != hints.describe(tiny(tmp_path / "c", *PLAIN, "parallel=fsdp"), one)
 
 
 def test_another_seed_or_length_is_the_same_key(tmp_path):
@@ -187,7 +187,7 @@ def test_another_seed_or_length_is_the_same_key(tmp_path):
 
 @pytest.mark.parametrize(
     "chosen",
-    [{"batch.micro_size": 2}, {"accumulation.steps": 32}, {"oom.schedule": {1: 2}}],
+    [{"batch.micro_size": 2}, {"accumulation.steps": 32}, {"batch.micro_schedule": {1: 2}}],
     ids=lambda c: next(iter(c)),
 )
 def test_a_size_that_the_user_chose_is_no_experience(tmp_path, chosen):
@@ -198,7 +198,7 @@ def test_a_size_that_the_user_chose_is_no_experience(tmp_path, chosen):
 
 def test_a_schedule_is_not_changed_by_experience(tmp_path, limit):
     run(tmp_path / "a", changes={"memory.limit": limit})
-    planned = run(tmp_path / "b", changes={"memory.limit": limit, "oom.schedule": {4: 4}})
+    planned = run(tmp_path / "b", changes={"memory.limit": limit, "batch.micro_schedule": {4: 4}})
     assert [f.old_size for f in planned.failures][:1] == [64]  # it starts as a run without experience would
 
 
@@ -211,21 +211,21 @@ def test_a_cache_that_cannot_be_written_is_no_error(tmp_path, monkeypatch):
 def test_the_evaluation_size_is_remembered_too(tmp_path):
     evaluating = {"every.eval": 12, "batch.eval_micro_size": "auto", "batch.global_size": 180, "oom.grow": False}
     training = {"batch.global_size": 180, "batch.micro_size": 8, "train.max_steps": 2}
-    peak = Run(tiny(tmp_path / "x", *PLAIN, changes=training)).job.memory.peak
+    peak = Recorded(tiny(tmp_path / "x", *PLAIN, changes=training)).run.memory.peak
     first = run(tmp_path / "a", changes={**evaluating, "memory.limit": int(1.1 * peak)})
     assert next(f.old_size for f in first.failures if f.evaluating) == 360  # twice the global batch, and all there is
     second = run(tmp_path / "b", changes={**evaluating, "memory.limit": int(1.1 * peak)})
     assert second.failures == []
-    assert second.job.state.eval_micro.size == first.job.state.eval_micro.size
+    assert second.run.state.eval_micro.size == first.run.state.eval_micro.size
 
 
 def test_it_is_in_the_checkpoint(tmp_path, limit):
     changes = {**CHANGES, "memory.limit": limit, "oom.remember": False, "checkpointing.save": True}
     changes |= {"checkpointing.resume": "auto", "every.save": 12}
-    first = Run(tiny(tmp_path / "a", *PLAIN, changes=changes))
+    first = Recorded(tiny(tmp_path / "a", *PLAIN, changes=changes))
     assert first.failures
     config = tiny(tmp_path / "a", *PLAIN, changes={**changes, "train.max_steps": 14})
-    job = runner.prepare(config, StopRequest(), Alone())
-    job.close()
-    assert job.state.progress.step == 12
-    assert job.state.micro.size == first.job.state.micro.size
+    run = runner.prepare(config, StopRequest(), SingleRank())
+    run.close()
+    assert run.state.progress.step == 12
+    assert run.state.micro.size == first.run.state.micro.size

@@ -8,7 +8,7 @@ import pytest
 from trainapp.data.size_search import SizeSearch
 
 from .conftest import tiny
-from .inject import Run
+from .inject import Recorded
 
 # 64 numbers in, two hidden layers: bytes grow linearly with the batch.
 LINEAR = ("model=mlp", "model.width=64", "data=digits", "optimizer=sgd", "train.ema=null", "batch.micro_size=auto")
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("without_pictures")
 def peak_at(run_dir: Path, size: int, global_size: int) -> int:
     """Bytes that a step with this micro-batch uses at most."""
     changes = {"batch.global_size": global_size, "batch.micro_size": size, "train.max_steps": 2}
-    return Run(tiny(run_dir, *LINEAR, changes=changes)).job.memory.peak
+    return Recorded(tiny(run_dir, *LINEAR, changes=changes)).run.memory.peak
 
 
 def limit_for(run_dir: Path, size: int, global_size: int = 128) -> int:
@@ -30,11 +30,11 @@ def limit_for(run_dir: Path, size: int, global_size: int = 128) -> int:
     return (peak + more) // 2
 
 
-def each_sample_once(run: Run, epochs: int) -> None:
+def each_sample_once(recorded: Recorded, epochs: int) -> None:
     """Every epoch that was finished saw each sample once."""
     for epoch in range(epochs):
-        seen = sorted(i for _, e, indices in run.fetched if e == epoch for i in indices)
-        assert seen == list(range(run.job.batches.samples))
+        seen = sorted(i for _, e, indices in recorded.fetched if e == epoch for i in indices)
+        assert seen == list(range(recorded.run.batches.samples))
 
 
 @pytest.mark.parametrize("global_size", [128, 256])
@@ -42,13 +42,13 @@ def each_sample_once(run: Run, epochs: int) -> None:
 def test_where_100_fits(tmp_path, global_size, grow, wanted):
     limit = limit_for(tmp_path, 100, global_size)
     overrides = (f"batch.global_size={global_size}", f"memory.limit={limit}", f"oom.grow={str(grow).lower()}")
-    run = Run(tiny(tmp_path / "run", *LINEAR, "train.max_steps=null", "train.max_epochs=4", *overrides))
-    micro = run.job.state.micro
+    recorded = Recorded(tiny(tmp_path / "run", *LINEAR, "train.max_steps=null", "train.max_epochs=4", *overrides))
+    micro = recorded.run.state.micro
     assert micro.size in wanted
     halvings = {128: 1, 256: 2}[global_size]
-    assert len(run.failures) <= halvings + (2 if grow else 0)
-    assert run.job.memory.peak <= limit
-    each_sample_once(run, 4)
+    assert len(recorded.failures) <= halvings + (2 if grow else 0)
+    assert recorded.run.memory.peak <= limit
+    each_sample_once(recorded, 4)
     if grow:
         assert micro.settled
 
@@ -57,8 +57,8 @@ def test_the_log_says_where_the_search_ended(tmp_path, caplog):
     limit = limit_for(tmp_path, 100)
     overrides = ("batch.global_size=128", f"memory.limit={limit}", "oom.grow=true", "train.max_steps=40")
     with caplog.at_level(logging.INFO):
-        run = Run(tiny(tmp_path / "run", *LINEAR, *overrides))
-    size = run.job.state.micro.size
+        recorded = Recorded(tiny(tmp_path / "run", *LINEAR, *overrides))
+    size = recorded.run.state.micro.size
     ended = [r.getMessage() for r in caplog.records if "search" in r.getMessage() and "ended" in r.getMessage()]
     assert len(ended) == 1
     assert str(size) in ended[0]

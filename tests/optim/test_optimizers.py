@@ -195,8 +195,8 @@ def test_every_one_trains_and_resumes(tmp_path, name):
         f"optimizer.lr={rate}",
         *(f"++optimizer.{key}={value}" for key, value in arguments.items()),
     )
-    job = runs.run_until(tmp_path / "a", 4, *overrides)
-    assert job.state.progress.step == 4
+    run = runs.run_until(tmp_path / "a", 4, *overrides)
+    assert run.state.progress.step == 4
     runs.run_until(tmp_path / "b", 2, *overrides)
     runs.run(tmp_path / "b", *overrides)
     for part in ("model", "optimizer"):
@@ -205,7 +205,7 @@ def test_every_one_trains_and_resumes(tmp_path, name):
 
 def test_a_skipped_first_step_leaves_no_rubbish_in_the_momentum(tmp_path):
     """The fused kernel does not write the buffer that it made when the loss scale overflows: it has to be there."""
-    job = runs.prepare(
+    run = runs.prepare(
         tmp_path,
         *runs.MODELS["mlp"],
         "optimizer=sgd",
@@ -213,8 +213,8 @@ def test_a_skipped_first_step_leaves_no_rubbish_in_the_momentum(tmp_path):
         "precision.initial_scale=1e8",
         "train.max_steps=2",
     )
-    loop.train_step(job)
-    job.tracker.close()
-    assert job.state.progress.skipped == 1
-    for state in job.state.optimizer.state.values():
+    loop.train_step(run)
+    run.tracker.close()
+    assert run.state.progress.skipped == 1
+    for state in run.state.optimizer.state.values():
         assert not state["momentum_buffer"].any()

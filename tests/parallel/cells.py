@@ -22,11 +22,11 @@ from trainapp.errors import UserError
 from trainapp.launch import worker
 from trainapp.oom.incident import Incident
 from trainapp.parallel.dtensor import whole
-from trainapp.parallel.ranks import Alone
+from trainapp.parallel.ranks import SingleRank
 from trainapp.run import runner
 from trainapp.signals import StopRequest
 from trainapp.train import loop, step
-from trainapp.train.run import Job
+from trainapp.train.run import Run
 
 from .faults import Fault, injected
 
@@ -46,7 +46,7 @@ class Record:
     scales: list[float] = field(default_factory=list)
     skipped: int = 0
     votes: int = 0
-    armed: list[bool] = field(default_factory=list)
+    votes_enabled: list[bool] = field(default_factory=list)
     average: torch.Tensor | None = None
     error: str | None = None
     peak: int = 0
@@ -69,7 +69,7 @@ def train(rank: int, config: Config, faults: Sequence[Fault] = (), folder: str =
     try:
         with injected(faults, Path(folder)) if faults else contextlib.nullcontext():
             if single:
-                _run(config, Alone(), record)
+                _run(config, SingleRank(), record)
             else:
                 with worker.joined(config) as ranks:
                     _run(config, ranks, record)
@@ -88,31 +88,31 @@ def _leave_group() -> None:
         dist.destroy_process_group()
 
 
-def _run(config: Config, ranks: Alone, record: Record) -> None:
+def _run(config: Config, ranks: SingleRank, record: Record) -> None:
     stop = StopRequest()
-    job = runner.prepare(config, stop, ranks)
+    run = runner.prepare(config, stop, ranks)
     commit = loop.commit
     try:
         loop.commit = _noting(commit, record)
-        _watch(job, record)
-        while (failure := runner.attempt(config, job)) is not None:
+        _watch(run, record)
+        while (failure := runner.attempt(config, run)) is not None:
             record.failures.append(_facts(failure))
             assert len(record.failures) < 30, "this never ends"
-            before, job = job, runner.recover(config, job, failure, stop)
+            before, run = run, runner.recover(config, run, failure, stop)
             record.failures[-1] |= {"new": failure.new_size, "old": failure.old_size, "culprits": failure.culprits}
-            if job is not before:
-                _watch(job, record)
+            if run is not before:
+                _watch(run, record)
     finally:
         loop.commit = commit
-        job.tracker.close()
-    state = job.state
+        run.tracker.close()
+    state = run.state
     record.weights = vector(list(state.model.parameters()))
     if state.average.averages:
         record.average = vector(state.average.averages)
     record.skipped = state.progress.skipped
     record.progress = dataclasses.asdict(state.progress)
     record.votes = getattr(ranks, "votes", 0)
-    record.peak = max(ranks.gather(job.memory.peak))
+    record.peak = max(ranks.all_gather_object(run.memory.peak))
     record.shapes = {bucket: search.size for bucket, search in state.micro.searches.items()}
 
 
@@ -122,15 +122,15 @@ def _facts(failure: Incident) -> dict[str, Any]:
 
 
 def _noting(commit: Any, record: Record) -> Any:
-    def noting(job: Job, sums: Any, norm: torch.Tensor) -> bool:
-        gradients = vector([p.grad for p in job.meter.parameters if p.grad is not None])
-        applied = commit(job, sums, norm)
+    def noting(run: Run, totals: Any, norm: torch.Tensor) -> bool:
+        gradients = vector([p.grad for p in run.meter.parameters if p.grad is not None])
+        applied = commit(run, totals, norm)
         record.gradients.append(gradients)
-        record.losses.append(sums.means()["loss"])
-        record.sizes.append(job.state.micro.size)
-        record.armed.append(job.ranks.armed)
-        if job.state.precision.scaler.is_enabled():
-            record.scales.append(job.state.precision.scaler.get_scale())
+        record.losses.append(totals.means()["loss"])
+        record.sizes.append(run.state.micro.size)
+        record.votes_enabled.append(run.ranks.votes_enabled)
+        if run.state.precision.scaler.is_enabled():
+            record.scales.append(run.state.precision.scaler.get_scale())
         return applied
 
     return noting
@@ -139,8 +139,8 @@ def _noting(commit: Any, record: Record) -> Any:
 class _Watched:
     """A data set that notes which samples are fetched for which step; those of a step that is given up are dropped."""
 
-    def __init__(self, dataset: Any, job: Job, record: Record, training: bool):
-        self.dataset, self.job, self.record, self.training = dataset, job, record, training
+    def __init__(self, dataset: Any, run: Run, record: Record, training: bool):
+        self.dataset, self.run, self.record, self.training = dataset, run, record, training
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -152,25 +152,25 @@ class _Watched:
         return self.dataset.__getitems__(indices)
 
 
-def _watch(job: Job, record: Record) -> None:
+def _watch(run: Run, record: Record) -> None:
     """Note samples where they are used: real micro-batches of steps that are committed."""
-    batches, advance, pieces = job.batches, job.batches.advance, job.batches._pieces
-    job.tracker.picture = lambda *_: None  # drawing costs more than the cell; test_faults.py has one drawn
+    batches, advance, pieces = run.batches, run.batches.advance, run.batches._pieces
+    run.tracker.picture = lambda *_: None  # drawing costs more than the cell; test_faults.py has one drawn
 
     def noting_advance(progress: Any) -> None:
         key = len(record.samples)
-        used = pieces(progress.epoch, progress.consumed, job.state.micro.size, job.accumulation)
+        used = pieces(progress.epoch, progress.consumed, run.state.micro.size, run.accumulation)
         record.samples[key] = [index for piece in used for index in piece]
         advance(progress)
 
     batches.advance = noting_advance
-    evaluated = job.tracker.evaluated
+    evaluated = run.tracker.evaluated
 
     def noting_evaluation(step: int, samples: int, means: dict[str, float]) -> None:
         record.evaluated.append(dict(means))
         evaluated(step, samples, means)
 
-    job.tracker.evaluated = noting_evaluation
+    run.tracker.evaluated = noting_evaluation
 
 
 class _Lines(logging.Handler):
@@ -186,9 +186,9 @@ def train_averaging(rank: int, config: Config, *arguments: Any) -> Record:
     """A wrong variant: the mean over ranks, which is what DDP and FSDP do by themselves."""
     clip = loop.clip
 
-    def averaged(job: Job, sums: Any) -> torch.Tensor:
-        torch._foreach_div_([p.grad for p in job.meter.parameters], job.ranks.world)
-        return clip(job, sums)
+    def averaged(run: Run, totals: Any) -> torch.Tensor:
+        torch._foreach_div_([p.grad for p in run.meter.parameters], run.ranks.world)
+        return clip(run, totals)
 
     loop.clip = averaged
     try:
@@ -201,14 +201,14 @@ def train_mean_of_means(rank: int, config: Config, *arguments: Any) -> Record:
     """A wrong variant: every rank's mean over its own tokens, then the mean over ranks."""
     backward, clip = step.backward, loop.clip
 
-    def own_mean(job: Job, micro: MicroBatch, weight: torch.Tensor, *rest: Any) -> None:
+    def own_mean(run: Run, micro: MicroBatch, weight: torch.Tensor, *rest: Any) -> None:
         targets = micro.data["targets"]
         own = (targets != -100).sum()
-        backward(job, micro, 1.0 / (own * config.batch.global_size / len(targets)), *rest)
+        backward(run, micro, 1.0 / (own * config.batch.global_size / len(targets)), *rest)
 
-    def unscaled(job: Job, sums: Any) -> torch.Tensor:
-        sums.count = job.batches.step_samples(job.state.progress)
-        return clip(job, sums)
+    def unscaled(run: Run, totals: Any) -> torch.Tensor:
+        totals.count = run.batches.step_samples(run.state.progress)
+        return clip(run, totals)
 
     step.backward, loop.clip = own_mean, unscaled
     try:
@@ -227,32 +227,32 @@ def train_without_clearing(rank: int, config: Config, *arguments: Any) -> Record
     return _train_giving_up(lambda self: self.model.reset_iter_state(), rank, config, *arguments)
 
 
-def _train_giving_up(give_up: Any, rank: int, config: Config, *arguments: Any) -> Record:
-    from trainapp.parallel.fsdp import Sharded
+def _train_giving_up(abort_step: Any, rank: int, config: Config, *arguments: Any) -> Record:
+    from trainapp.parallel.fsdp import FSDP
 
-    original = Sharded.give_up
-    Sharded.give_up = give_up
+    original = FSDP.abort_step
+    FSDP.abort_step = abort_step
     try:
         return train(rank, config, *arguments)
     finally:
-        Sharded.give_up = original
+        FSDP.abort_step = original
 
 
 def train_counting_wrappers(rank: int, config: Config, *arguments: Any) -> tuple[int, int]:
     """How often the model was wrapped for DDP, and how many of the wrappers outlived the run."""
-    from trainapp.parallel.ddp import Replicated
+    from trainapp.parallel.ddp import DDP
 
-    wrap, wrappers = Replicated._wrap, []
+    wrap, wrappers = DDP._wrap, []
 
-    def noting(self: Replicated) -> None:
+    def noting(self: DDP) -> None:
         wrap(self)
         wrappers.append(weakref.ref(self.forward))
 
-    Replicated._wrap = noting
+    DDP._wrap = noting
     try:
         train(rank, config, *arguments)
     finally:
-        Replicated._wrap = wrap
+        DDP._wrap = wrap
     gc.collect()
     return len(wrappers), sum(wrapper() is not None for wrapper in wrappers)
 

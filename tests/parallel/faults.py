@@ -24,10 +24,10 @@ from trainapp.checkpoint import checkpoints
 from trainapp.data.loader import Fetcher
 from trainapp.parallel.ddp import Exchange
 from trainapp.train import loop
-from trainapp.train.run import Job
+from trainapp.train.run import Run
 
 ENVIRONMENT = "TRAINAPP_TEST_FAULTS"  # {"folder": ..., "faults": [...]}
-# Phases of the loop (`job.phase`), told by the tensor operations in them, and places that have a function instead.
+# Phases of the loop (`run.phase`), told by the tensor operations in them, and places that have a function instead.
 PLACES = ("fetch", "gather buffer", "reduce buffer", "bucket", "manifest")
 BETWEEN = ("weight average", "evaluate", "save", "manifest")  # follow a finished step
 
@@ -72,11 +72,11 @@ class Injector(TorchDispatchMode):
     def __init__(self, faults: Iterable[Fault], folder: Path):
         super().__init__()
         self.faults, self.folder = list(faults), folder
-        self.job: Job | None = None
+        self.run: Run | None = None
         self.seen: dict[Fault, int] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
-        poison = self.strike(self.job.phase) if self.job is not None else None
+        poison = self.strike(self.run.phase) if self.run is not None else None
         result = func(*args, **(kwargs or {}))
         if poison is not None and isinstance(result, torch.Tensor) and result.is_floating_point():
             return result + poison
@@ -90,16 +90,16 @@ class Injector(TorchDispatchMode):
             number = next((n for n in range(fault.times) if not fault.marker(self.folder, n).exists()), None)
             if number is None:
                 continue
-            value = self.job.state.progress.step
+            value = self.run.state.progress.step
             fault.marker(self.folder, number).write_text(f"{value}\n")
             self.seen[fault] = 0
             return _do(fault.kind)
         return None
 
     def _due(self, fault: Fault, phase: str) -> bool:
-        job = self.job
-        step = job.state.progress.step + (fault.phase not in BETWEEN)
-        if (fault.rank, fault.phase) != (job.ranks.rank, phase) or step != fault.step:
+        run = self.run
+        step = run.state.progress.step + (fault.phase not in BETWEEN)
+        if (fault.rank, fault.phase) != (run.ranks.rank, phase) or step != fault.step:
             return False
         self.seen[fault] = self.seen.get(fault, 0) + 1
         return self.seen[fault] > fault.operation
@@ -132,16 +132,16 @@ def injected(faults: Iterable[Fault], folder: Path) -> Iterator[Injector]:
 
     train = loop.train
 
-    def watched(job: Job) -> None:
-        injector.job = job
+    def watched(run: Run) -> None:
+        injector.run = run
         injector.seen.clear()
         with injector:
-            train(job)
+            train(run)
 
     def striking(place: str, function: Any) -> Any:
         @functools.wraps(function)  # DDP reads a hook's annotations
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if injector.job is not None and (place != "fetch" or injector.job.phase == "data"):
+            if injector.run is not None and (place != "fetch" or injector.run.phase == "data"):
                 injector.strike(place)
             return function(*args, **kwargs)
 
@@ -156,6 +156,6 @@ def injected(faults: Iterable[Fault], folder: Path) -> Iterator[Injector]:
     try:
         yield injector
     finally:
-        injector.job = None  # torch's C++ keeps the patched hook
+        injector.run = None  # torch's C++ keeps the patched hook
         for owner, name, original in reversed(originals):
             setattr(owner, name, original)

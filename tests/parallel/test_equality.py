@@ -1,6 +1,6 @@
 """One process == 2 == 4, however the model is spread: losses, gradients, weights and samples of several steps.
 
-TOLERANCE: relative 2-norm error of the weights and of every step's gradient against one process; the same sums in
+TOLERANCE: relative 2-norm error of the weights and of every step's gradient against one process; the same totals in
 another order, in fp32. Every sequence has another number of tokens, so each rank and each micro-batch weighs otherwise.
 """
 
@@ -141,8 +141,8 @@ def test_a_global_batch_that_does_not_divide(cell, spread, world, global_size, m
     # 8 steps: long enough for the size to be proven, when votes end on all ranks alike.
     sizes = (f"batch.global_size={global_size}", f"batch.micro_size={micro_size}", "train.max_steps=8")
     records = as_one(cell, world, spread, *sizes)
-    assert [r.armed for r in records] == [records[0].armed] * world
-    assert records[0].armed[0] == (RESETS or spread == "ddp")
+    assert [r.votes_enabled for r in records] == [records[0].votes_enabled] * world
+    assert records[0].votes_enabled[0] == (RESETS or spread == "ddp")
     assert len({r.votes for r in records}) == 1
 
 

@@ -59,7 +59,7 @@ def test_restarts_are_bounded(tmp_path):
 def test_out_of_memory_where_nobody_votes(reference, tmp_path):
     # The worker ends with a code of its own; all start again from step 2's checkpoint at half the micro-batch.
     fault = fail_at(1, 3, "backward", operation=20)
-    ended = launch(tmp_path / "run", *DDP, "parallel.arm=never", env=environment(tmp_path, fault))
+    ended = launch(tmp_path / "run", *DDP, "parallel.vote_on_oom=never", env=environment(tmp_path, fault))
     assert fired(tmp_path, fault) == 1
     assert ended.code == 0, ended.text
     assert "exitcode: 82" in ended.text or "exitcode  : 82" in ended.text

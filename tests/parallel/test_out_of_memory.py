@@ -1,6 +1,6 @@
 """One rank runs out of memory: all take the step back and do it again, smaller, in place.
 
-The reference is a run on as many ranks that was configured, by `oom.schedule`, to change its size at that step. Every
+The reference is a run on as many ranks whose `batch.micro_schedule` changes its size at that step. Every
 cell asserts that its error did strike, that no step was lost and no sample repeated, that all ranks went on at the
 same size, and that every gradient is the reference's to a relative error below 1e-6.
 """
@@ -210,17 +210,17 @@ EITHER = ("ddp", pytest.param("fsdp", marks=needs_reset))
 def test_votes_end_when_the_size_is_proven(cell, spread):
     # oom.clean_steps=3: three steps with votes, then none, on all ranks; after a failure they are back.
     records = cell.run(2, f"parallel={spread}", *WHOLE, "train.max_steps=6")
-    assert [record.armed for record in records] == [[True] * 3 + [False] * 3] * 2
+    assert [record.votes_enabled for record in records] == [[True] * 3 + [False] * 3] * 2
     assert len({record.votes for record in records}) == 1
     failing = cell.run(
         2, f"parallel={spread}", *WHOLE, "train.max_steps=7", faults=[fail_at(0, 2, "forward", operation=60)]
     )
-    assert [record.armed for record in failing] == [[True] * 4 + [False] * 3] * 2
+    assert [record.votes_enabled for record in failing] == [[True] * 4 + [False] * 3] * 2
 
 
 def test_disarmed_there_is_no_vote(cell):
     for spread in ("ddp", "fsdp"):
-        records = cell.run(2, f"parallel={spread}", "parallel.arm=never")
+        records = cell.run(2, f"parallel={spread}", "parallel.vote_on_oom=never")
         assert [record.votes for record in records] == [0, 0]
 
 
@@ -234,7 +234,7 @@ def test_growing_back_alike(cell):
         assert records[0].sizes == records[1].sizes
         assert records[0].sizes[0] == 8
         assert max(records[0].sizes) > 8
-        assert records[0].armed == records[1].armed
+        assert records[0].votes_enabled == records[1].votes_enabled
 
 
 SHAPES = ("model.context_length=64", "data.min_length=4", "train.max_steps=8", "oom.grow=true", "oom.clean_steps=1")
@@ -252,7 +252,7 @@ def test_one_long_text_does_not_shrink_the_others(cell, spread):
     shapes = records[0].shapes
     assert shapes == records[1].shapes
     assert shapes[max(shapes)] < 8 == max(shapes.values())
-    assert records[0].armed == records[1].armed
+    assert records[0].votes_enabled == records[1].votes_enabled
     assert together(records) == together(free)
     for record, other in zip(records, free, strict=True):
         assert max(errors(record, other)) < 2e-5
@@ -271,7 +271,7 @@ def test_a_new_shape_on_one_rank_is_news_to_all(cell, spread):
     assert [[failure["step"] for failure in record.failures] for record in records] == [[9], [9]]
     assert records[0].shapes == records[1].shapes == {16: 4, 128: 2}
     wanted = [True] * 2 + [False] * 4 + [True, False, True, True]
-    assert [record.armed for record in records] == [wanted, wanted]
+    assert [record.votes_enabled for record in records] == [wanted, wanted]
 
 
 def test_nothing_left_to_halve(cell):

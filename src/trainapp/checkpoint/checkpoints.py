@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from trainapp import __version__
 from trainapp.errors import TrainingStopped, UserError
-from trainapp.parallel.ranks import Alone
+from trainapp.parallel.ranks import SingleRank
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -37,10 +37,10 @@ log = logging.getLogger(__name__)
 class Checkpoints:
     """The checkpoints of one run directory. With several ranks every method here that says so is called by all."""
 
-    def __init__(self, run_dir: Path, keep_last: int, enabled: bool = True, ranks: Alone | None = None):
+    def __init__(self, run_dir: Path, keep_last: int, enabled: bool = True, ranks: SingleRank | None = None):
         self.folder = run_dir / "checkpoints"
         self.keep_last, self.enabled = keep_last, enabled
-        self.ranks = ranks or Alone()
+        self.ranks = ranks or SingleRank()
 
     def save(self, write: Callable[[Path], None], step: int, config: dict[str, Any], is_best: bool) -> Path:
         """A checkpoint of `step`: `write` puts its files into a folder. Then drops those that are no longer kept.
@@ -61,7 +61,7 @@ class Checkpoints:
         temporary = self.folder / f".tmp-{_name(step)}"
 
         def make() -> None:
-            if self.ranks.leads:
+            if self.ranks.is_rank_zero:
                 self._clear_leftovers()
                 temporary.mkdir(parents=True)
 
@@ -74,7 +74,7 @@ class Checkpoints:
         They are on the disk when it returns.
         """
         own = [p for p in sorted(folder.iterdir()) if p.name.startswith(f"__{self.ranks.rank}_")]
-        if self.ranks.leads:
+        if self.ranks.is_rank_zero:
             own += [p for p in sorted(folder.iterdir()) if not p.name.startswith("__")]
         for path in own:
             _fsync(path)
@@ -84,11 +84,11 @@ class Checkpoints:
         self, temporary: Path, digests: dict[str, Any], step: int, config: dict[str, Any], is_best: bool
     ) -> Path:
         """Give the written folder its manifest and its name. For all ranks, once all have written."""
-        everybody = {name: entry for part in self.ranks.gather(digests) for name, entry in part.items()}
+        everybody = {name: entry for part in self.ranks.all_gather_object(digests) for name, entry in part.items()}
         final = self.folder / _name(step)
 
         def finish() -> None:
-            if self.ranks.leads:
+            if self.ranks.is_rank_zero:
                 _write_manifest(temporary, step, config, everybody, self.ranks.world)
                 _fsync(temporary)
                 if final.exists():
@@ -110,9 +110,9 @@ class Checkpoints:
             work()
         except (OSError, RuntimeError, CheckpointException) as error:
             problem = _refusal(error, self.ranks.rank)
-        problems = [problem for problem in self.ranks.gather(problem) if problem]
+        problems = [problem for problem in self.ranks.all_gather_object(problem) if problem]
         if problems:
-            if self.ranks.leads:
+            if self.ranks.is_rank_zero:
                 shutil.rmtree(temporary, ignore_errors=True)
             rank, text = problems[0]
             where = f"rank {rank}: " if self.ranks.world > 1 else ""

@@ -14,7 +14,7 @@ from trainapp.checkpoint.train_state import TrainState
 from trainapp.errors import UserError
 from trainapp.optim.optimizers import step_without_effect
 from trainapp.parallel.dtensor import whole
-from trainapp.parallel.ranks import Alone
+from trainapp.parallel.ranks import SingleRank
 from trainapp.rng import rng_state
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class Pending:
 class Saver:
     """Saves one run's state. With `asynchronous`, a copy of it is written while training goes on, one at a time."""
 
-    def __init__(self, state: TrainState, checkpoints: Checkpoints, ranks: Alone, asynchronous: bool):
+    def __init__(self, state: TrainState, checkpoints: Checkpoints, ranks: SingleRank, asynchronous: bool):
         self.state, self.checkpoints, self.ranks = state, checkpoints, ranks
         self.asynchronous = asynchronous
         self.pending: Pending | None = None
@@ -71,7 +71,7 @@ class Saver:
 
         values = self._values()
         shards.write(shards.tensors_of(self.state.tensors()), folder, self.ranks.saving_group)
-        if self.ranks.leads:
+        if self.ranks.is_rank_zero:
             torch.save(values, folder / shards.EXTRA)
 
     def _begin(self, step: int, config: dict[str, Any], is_best: bool) -> None:
@@ -97,13 +97,13 @@ class Saver:
 
         def write() -> None:
             copied.result()
-            if self.ranks.leads:
+            if self.ranks.is_rank_zero:
                 torch.save(values, folder / shards.EXTRA)
 
         return write
 
     def _values(self) -> dict[str, Any]:
-        return self.state.values(self.ranks.gather(rng_state(self.state.device)))
+        return self.state.values(self.ranks.all_gather_object(rng_state(self.state.device)))
 
 
 def _whole(values: dict[str, Any], copied: bool = False) -> dict[str, Any]:
@@ -119,7 +119,7 @@ def _whole(values: dict[str, Any], copied: bool = False) -> dict[str, Any]:
     return found
 
 
-def restore(state: TrainState, path: Path, ranks: Alone) -> dict[str, Any]:
+def restore(state: TrainState, path: Path, ranks: SingleRank) -> dict[str, Any]:
     """Fill `state` from the checkpoint at `path`, written by any number of ranks. Returns the sizes that it had.
 
     Raises UserError when it does not fit the model or the optimizer.

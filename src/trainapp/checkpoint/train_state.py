@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainapp.data.micro_batch_sizes import Sizes
+from trainapp.data.micro_batch_sizes import MicroBatchSizes
 from trainapp.data.progress import Progress
 from trainapp.optim.ema import WeightAverage
 from trainapp.optim.precision import Precision
@@ -24,8 +24,8 @@ class TrainState:
     optimizer: torch.optim.Optimizer
     precision: Precision
     average: WeightAverage
-    micro: Sizes
-    eval_micro: Sizes
+    micro: MicroBatchSizes
+    eval_micro: MicroBatchSizes
     device: torch.device
     seed: int
     global_size: int

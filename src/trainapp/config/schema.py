@@ -58,6 +58,7 @@ class Batch:
     global_size: PositiveInt = 64
     micro_size: Auto | PositiveInt = "auto"
     eval_micro_size: Auto | PositiveInt = "auto"
+    micro_schedule: dict[PositiveInt, PositiveInt | dict[PositiveInt, PositiveInt]] | None = None
 
 
 @section
@@ -126,7 +127,6 @@ class Oom:
     clean_steps: PositiveInt = 3
     grow: Bool = True
     remember: Literal["clear"] | Bool = True
-    schedule: dict[int, PositiveInt | dict[int, PositiveInt]] | None = None
 
 
 @section
@@ -155,7 +155,7 @@ class Parallel:
     run_id: Str | None = None
     max_restarts: NonNegativeInt = 3
     timeout: PositiveFloat = 600.0
-    arm: Literal["unproven", "always", "never"] = "unproven"
+    vote_on_oom: Literal["unproven", "always", "never"] = "unproven"
     ddp: Ddp = field(default_factory=Ddp)
     fsdp: Fsdp = field(default_factory=Fsdp)
 

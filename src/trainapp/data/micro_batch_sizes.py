@@ -7,13 +7,13 @@ from typing import Any
 from trainapp.data.batch import bucket_of, measure
 from trainapp.data.micro_batch import MicroBatch, cut, cut_evenly, narrow
 from trainapp.data.size_search import SizeSearch
-from trainapp.parallel.ranks import Alone
+from trainapp.parallel.ranks import SingleRank
 
 Plan = int | dict[int, int]  # the size of all shapes, or of each by its bucket
 
 
 @dataclass
-class Sizes:
+class MicroBatchSizes:
     """One search for each shape of data, so that a long batch does not shrink all the others.
 
     start: the size that a first shape begins with. `ranks`, in the methods, are those that go forward together. The
@@ -84,7 +84,7 @@ class Sizes:
             size = max(self.smallest, int(min(known, default=size)))
         return SizeSearch(min(size, self.start), self.clean_steps, self.grow, smallest=self.smallest)
 
-    def split(self, micro: MicroBatch, ranks: Alone) -> Iterator[MicroBatch]:
+    def split(self, micro: MicroBatch, ranks: SingleRank) -> Iterator[MicroBatch]:
         """Cut what was fetched to the size in force for its shape, on every rank into as many pieces. Most often one.
 
         Ranks need not ask each other where all sizes are proven and alike; a shape that is new to one of them then
@@ -97,9 +97,9 @@ class Sizes:
         pieces = cut(range(samples), size) if samples > size else [range(samples)]
         if ranks.world > 1:
             uneven = not self.proven or len({search.size for search in self.searches.values()}) > 1
-            count, unproven = ranks.most(len(pieces), int(not self.covered(bucket))) if uneven else (1, 0)
+            count, unproven = ranks.all_reduce_max(len(pieces), int(not self.covered(bucket))) if uneven else (1, 0)
             if unproven:
-                ranks.arm(True)
+                ranks.enable_votes(True)
             if count != len(pieces):
                 pieces = cut_evenly(range(samples), count)
                 pieces += [range(0)] * (count - len(pieces))
@@ -120,7 +120,7 @@ class Sizes:
         bucket = self.current or 0
         return not self.covered(bucket) or self.numbers.get(bucket, 0) > self.seen.get(bucket, 0)
 
-    def succeeded(self, ranks: Alone, news: bool = False) -> dict[int, int]:
+    def succeeded(self, ranks: SingleRank, news: bool = False) -> dict[int, int]:
         """A step (or an evaluation batch) ended well. Returns `{bucket: size}` for what is tried next.
 
         news: whether any rank `has_news`, as all of them know.
@@ -130,7 +130,7 @@ class Sizes:
         self.numbers = {}
         if not (self.trying or (self.has_news if ranks.world == 1 else news)):
             return {}
-        told, grown = ranks.gather(self.ran), {}
+        told, grown = ranks.all_gather_object(self.ran), {}
         buckets = sorted(set().union(*told))
         for bucket in buckets:
             search = self.searches[bucket] = self.search(bucket)
@@ -142,12 +142,12 @@ class Sizes:
         self.trying = not all(map(self.covered, buckets)) if buckets else self.trying
         return grown
 
-    def failed(self, ranks: Alone, culprit: bool = True) -> tuple[int, int] | None:
+    def failed(self, ranks: SingleRank, culprit: bool = True) -> tuple[int, int] | None:
         """Memory ran out in the micro-batch at work: `(old size, new size)`, or None at the smallest.
 
         culprit: whether it did on this rank.
         """
-        told = ranks.gather(self.current if culprit else None)
+        told = ranks.all_gather_object(self.current if culprit else None)
         self.ran, self.numbers, self.trying = {}, {}, True
         buckets = sorted({bucket for bucket in told if bucket is not None}) or self._largest_bucket()
         if not buckets:  # at the very first fetch: no shape is known yet

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 from trainapp.data.loader import Batches, Request
 from trainapp.data.micro_batch import MicroBatch, cut, cut_evenly
 from trainapp.data.progress import Progress
-from trainapp.parallel.ranks import Alone
+from trainapp.parallel.ranks import SingleRank
 
 
 def epoch_order(seed: int, epoch: int, samples: int) -> list[int]:
@@ -155,14 +155,14 @@ class EvalBatches:
         self.equal = equal
         self._source = Batches(dataset, seed, workers, device)
 
-    def from_sample(self, done: int, size: int, ranks: Alone) -> Iterator[MicroBatch]:
+    def from_sample(self, done: int, size: int, ranks: SingleRank) -> Iterator[MicroBatch]:
         """Batches of this rank's share, after the first `done` samples of it.
 
         ranks: those that go forward together; they need not have come equally far when one of them ran out of memory.
         """
         pieces = cut(list(range(self.start + done, self.end)), size)
         if self.equal:
-            pieces += [[]] * (ranks.most(len(pieces))[0] - len(pieces))
+            pieces += [[]] * (ranks.all_reduce_max(len(pieces))[0] - len(pieces))
         elif not pieces:
             pieces = [[]]  # a rank without a sample must still know the metrics' names
         batches = self._source.open(Request(0, piece or [0]) for piece in pieces)

@@ -27,7 +27,7 @@ class Text(BatchedDataset):
         None is the Python standard library's own top-level modules, so that there is text on every machine
         (it differs between versions of Python). They are joined in the order given, a glob's matches sorted.
     val_fraction: the end of the joined text that is for validation; no window crosses the border.
-    cache_dir: where the joined text is kept and memory-mapped from; see `paths.cache_dir` for the default.
+    cache_dir: where the joined text is kept and memory-mapped from; see `paths.user_cache_dir` for the default.
         Where it cannot be written, the text is held in memory.
 
     Raises UserError for a path that is missing, unreadable or a directory, a glob without a match, and for
@@ -50,7 +50,7 @@ class Text(BatchedDataset):
         self.val_fraction = val_fraction
         self.files = files
         paths = _find(files)
-        directory = paths.cache_dir() if cache_dir is None else Path(cache_dir).expanduser()
+        directory = user_cache_dir() if cache_dir is None else Path(cache_dir).expanduser()
         self._path: Path | None = None
         self._memory: np.ndarray | None = None
         try:

@@ -18,7 +18,7 @@ from trainapp.config.schema import Config
 from trainapp.errors import UserError
 from trainapp.launch import environment
 from trainapp.memory import host_guard
-from trainapp.parallel.ranks import Alone, Ranks
+from trainapp.parallel.ranks import DistributedRanks, SingleRank
 from trainapp.tracking import console
 
 ASKED_WITHIN = 5.0  # seconds; a launcher that listens does so every 0.1 s
@@ -61,7 +61,7 @@ def _leave_soon(code: int) -> None:
 
 
 @contextlib.contextmanager
-def joined(config: Config) -> Iterator[Alone]:
+def joined(config: Config) -> Iterator[SingleRank]:
     """Among the ranks that RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT name."""
     device = _device(config, int(os.environ.get("LOCAL_RANK", 0)))
     timeout = config.parallel.timeout
@@ -70,7 +70,7 @@ def joined(config: Config) -> Iterator[Alone]:
         timeout=datetime.timedelta(seconds=timeout),
         device_id=device if device.type == "cuda" else None,
     )
-    ranks = Ranks(device, timeout, config.parallel.arm)
+    ranks = DistributedRanks(device, timeout, config.parallel.vote_on_oom)
     try:
         yield ranks
     finally:

@@ -10,15 +10,15 @@ from trainapp.config.schema import ActivationCheckpointing, Config
 from trainapp.memory.levers import activation_checkpointing
 from trainapp.oom.incident import Incident
 from trainapp.plan.trace import traced_peak
-from trainapp.train.run import Job
+from trainapp.train.run import Run
 from trainapp.units import bytes_text
 
 log = logging.getLogger(__name__)
 
 
-def memory_report(config: Config, job: Job, failure: Incident) -> str:
+def memory_report(config: Config, run: Run, failure: Incident) -> str:
     """The last word of a run that cannot go on: the parts, then what would help, largest saving first."""
-    static = job.meter.static
+    static = run.meter.static
     parts = sorted(failure.parts.items(), key=lambda item: -item[1])
     kind = "evaluation micro-batch" if failure.evaluating else "micro-batch"
     lines = [
@@ -28,17 +28,17 @@ def memory_report(config: Config, job: Job, failure: Incident) -> str:
         *(f"{name.replace('_', ' '):<18}{bytes_text(size):>12}" for name, size in parts if size),
     ]
     savings = [
-        (saving, text) for saving, text in _savings(config, job, static, failure) if saving > 0.01 * failure.limit
+        (saving, text) for saving, text in _savings(config, run, static, failure) if saving > 0.01 * failure.limit
     ]
     if savings:
         lines.append("What would help, largest saving first:")
         lines += [f"  {bytes_text(saving):>10}  {text}" for saving, text in sorted(savings, reverse=True)]
-    saved = job.checkpoints.newest_name() if job.checkpoints.enabled else None
+    saved = run.checkpoints.newest_name() if run.checkpoints.enabled else None
     lines.append(f"The last checkpoint is {saved}." if saved else "No checkpoint was written yet.")
     return "\n".join(lines)
 
 
-def _savings(config: Config, job: Job, static: dict[str, int], failure: Incident) -> list[tuple[int, str]]:
+def _savings(config: Config, run: Run, static: dict[str, int], failure: Incident) -> list[tuple[int, str]]:
     """`(bytes, setting)`: states from the sizes of their tensors, the rest traced without using memory."""
     state = static["optimizer_state"]
     found = [
@@ -47,9 +47,9 @@ def _savings(config: Config, job: Job, static: dict[str, int], failure: Incident
     ]
     if "Adam" in config.optimizer.target:
         found.append((state // 2, "optimizer=sgd: one moment for each parameter instead of two"))
-    saving = functools.partial(_traced_saving, job, failure.old_size)
-    if job.state.precision.mode in ("fp32", "tf32"):
-        bf16 = torch.autocast(job.state.device.type, torch.bfloat16)
+    saving = functools.partial(_traced_saving, run, failure.old_size)
+    if run.state.precision.mode in ("fp32", "tf32"):
+        bf16 = torch.autocast(run.state.device.type, torch.bfloat16)
         found.append((saving(autocast=bf16), "precision=bf16: smaller activations"))
     if config.activation_checkpointing.mode == "none":
         for mode in ("full", "selective"):
@@ -59,14 +59,14 @@ def _savings(config: Config, job: Job, static: dict[str, int], failure: Incident
     return found
 
 
-def _traced_saving(job: Job, samples: int, **other: Any) -> int:
+def _traced_saving(run: Run, samples: int, **other: Any) -> int:
     """Bytes that a step of `samples` would need less with another autocast or a changed model; 0 if not traceable."""
-    state = job.state
+    state = run.state
     try:
-        batch = job.batches.example(samples)
+        batch = run.batches.example(samples)
         now = {"autocast": state.precision.autocast}
-        before = traced_peak(state.model, job.task, batch, **now)
-        return before - traced_peak(state.model, job.task, batch, **now | other)
+        before = traced_peak(state.model, run.task, batch, **now)
+        return before - traced_peak(state.model, run.task, batch, **now | other)
     except Exception as error:  # a model that looks at its data; the report is worth more than this line of it
         log.debug("the model could not be traced: %s", error)
         return 0

@@ -13,7 +13,7 @@ from torch import nn
 from trainapp.oom.errors import requested_bytes
 from trainapp.parallel.dtensor import local
 from trainapp.parallel.ranks import PeerOutOfMemory
-from trainapp.train.run import Job
+from trainapp.train.run import Run
 from trainapp.units import bytes_text
 
 # The phases of a step before its commit.
@@ -62,11 +62,11 @@ class Incident:
         return self.phase in TRANSACTION
 
 
-def describe(job: Job, error: BaseException) -> Incident:
+def describe(run: Run, error: BaseException) -> Incident:
     """Called while the error is handled: reads what is gone afterwards. Allocates nothing on the device."""
-    memory, meter, state = job.memory, job.meter, job.state
+    memory, meter, state = run.memory, run.meter, run.state
     used = getattr(error, "used", None) or memory.used()
-    phase, module = _place(job, error)
+    phase, module = _place(run, error)
     parts = {kind: size for kind, size in meter.static.items() if kind != "gradients"}
     parts["gradients"] = sum(local(g).untyped_storage().nbytes() for g in meter.gradients())
     events, kinds = memory.events(meter.gradients())
@@ -86,8 +86,8 @@ def describe(job: Job, error: BaseException) -> Incident:
         parts=parts,
         trace=traceback.format_exc(),
         unused_cache=memory.unused_cache(),
-        rank=job.ranks.rank,
-        alone=job.ranks.world == 1 or (phase == "evaluate" and not job.strategy.equal_batches),
+        rank=run.ranks.rank,
+        alone=run.ranks.world == 1 or (phase == "evaluate" and not run.strategy.forward_is_collective),
         by_peer=isinstance(error, PeerOutOfMemory),
         host=not isinstance(error, torch.OutOfMemoryError) and memory.device.type == "cpu",
         bucket=(state.eval_micro if phase == "evaluate" else state.micro).current or 0,
@@ -96,18 +96,18 @@ def describe(job: Job, error: BaseException) -> Incident:
     )
 
 
-def _place(job: Job, error: BaseException) -> tuple[str, str]:
+def _place(run: Run, error: BaseException) -> tuple[str, str]:
     """`(phase, module path)`: the innermost module among the frames that the error passed through."""
-    names = {id(module): name for name, module in job.state.model.named_modules()}
+    names = {id(module): name for name, module in run.state.model.named_modules()}
     module, entered = "", False
     for frame in _frames(error.__traceback__):
         owner = frame.f_locals.get("self")
         if isinstance(owner, nn.Module) and id(owner) in names:
             module, entered = names[id(owner)] or module, True
-    phase = "loss" if job.phase == "forward" and not entered else job.phase
+    phase = "loss" if run.phase == "forward" and not entered else run.phase
     if phase not in ("forward", "backward", "evaluate"):
         return phase, module
-    return phase, module or job.memory.module_path.at_failure
+    return phase, module or run.memory.module_path.at_failure
 
 
 def _frames(trace: TracebackType | None):

@@ -17,7 +17,7 @@ def gradient_norm(gradients: list[Tensor]) -> Tensor:
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))) if gradients else torch.zeros(())
 
 
-class FiniteGuard:
+class NonFiniteCheck:
     """Decides whether a step may be committed.
 
     policy: "stop" ends the run with the step and the metric named; "skip" leaves the step out.

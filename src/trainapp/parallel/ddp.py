@@ -10,34 +10,34 @@ import torch.distributed as dist
 from torch import nn
 
 from trainapp.config import schema
-from trainapp.parallel.ranks import Ranks, undisturbed
-from trainapp.parallel.strategy import Single
+from trainapp.parallel.ranks import DistributedRanks, undisturbed
+from trainapp.parallel.strategy import SingleDevice
 
 
 @dataclass
 class Exchange:
     """What DDP's hook works with. It does not know DDP: C++ holds the hook, a circle that nobody collects."""
 
-    ranks: Ranks
+    ranks: DistributedRanks
     due: bool = True
 
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """The sum of a bucket over ranks, or the bucket as it is where no exchange is due or the step is given up."""
-        if not self.due or (self.ranks.armed and self.ranks.vote(False)):
+        if not self.due or (self.ranks.votes_enabled and self.ranks.vote(False)):
             nothing: torch.futures.Future[torch.Tensor] = torch.futures.Future()
             nothing.set_result(bucket.buffer())
             return nothing
         return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda done: done.value()[0])
 
 
-class Replicated(Single):
+class DDP(SingleDevice):
     """torch's DistributedDataParallel, its reductions gated by votes.
 
     On a vote the backward is finished with reductions that do nothing, and the model is wrapped again on every rank:
     DDP has no way to abandon a backward. Gradients are then dropped.
     """
 
-    def __init__(self, model: nn.Module, ranks: Ranks, settings: schema.Ddp):
+    def __init__(self, model: nn.Module, ranks: DistributedRanks, settings: schema.Ddp):
         super().__init__(model, ranks)
         self.settings = settings
         self._exchange = Exchange(ranks)
@@ -51,7 +51,7 @@ class Replicated(Single):
         self.forward = nn.parallel.DistributedDataParallel(
             self.model,
             device_ids=[device.index] if device.type == "cuda" else None,
-            **_no_buffer_sync(),  # a collective in every forward; `share_buffers` does it when it matters
+            **_no_buffer_sync(),  # a collective in every forward; `broadcast_buffers` does it when it matters
             bucket_cap_mb=self.settings.bucket_mb,
             static_graph=self.settings.static_graph,
             find_unused_parameters=self.settings.find_unused_parameters,
@@ -61,7 +61,7 @@ class Replicated(Single):
         self.forward.register_comm_hook(self._exchange, Exchange.reduce)
         # DDP rearranges its buckets in the forward after the first backward, which is a collective. Also free of charge
         # once the size is proven.
-        self.forward.register_forward_pre_hook(lambda *_: self.ranks.gate())
+        self.forward.register_forward_pre_hook(lambda *_: self.ranks.check_peers())
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
@@ -71,18 +71,18 @@ class Replicated(Single):
         with contextlib.nullcontext() if last or self.settings.static_graph else self.forward.no_sync():
             yield
 
-    def gradients_ready(self) -> None:
+    def finish_accumulation(self) -> None:
         """A hook cannot raise what the caller would know: the vote that it consumed raises here."""
-        self.ranks.gate()
+        self.ranks.check_peers()
 
-    def give_up(self) -> None:
+    def abort_step(self) -> None:
         """Wrap again: about 3 ms for a toy model, once for each failure."""
-        super().give_up()
+        super().abort_step()
         self.model.zero_grad(set_to_none=True)
         self.forward = None
         self._wrap()
 
-    def share_buffers(self) -> None:
+    def broadcast_buffers(self) -> None:
         """Rank 0's statistics are everybody's."""
         with undisturbed():
             for buffer in self.model.buffers():

@@ -9,20 +9,20 @@ from torch import nn
 
 from trainapp.config import schema
 from trainapp.errors import UserError
-from trainapp.parallel.ranks import Ranks, undisturbed
-from trainapp.parallel.strategy import Single
+from trainapp.parallel.ranks import DistributedRanks, undisturbed
+from trainapp.parallel.strategy import SingleDevice
 
 
-class Sharded(Single):
+class FSDP(SingleDevice):
     """FSDP2: parameters, gradients and optimizer state in shards; every gather and reduction gated by a vote.
 
     The votes sit in `__call__` of custom collectives: `allocate` runs before it, so that a buffer that does not fit is
     covered, too.
     """
 
-    equal_batches = True
+    forward_is_collective = True
 
-    def __init__(self, model: nn.Module, ranks: Ranks, shards: dist.ProcessGroup):
+    def __init__(self, model: nn.Module, ranks: DistributedRanks, shards: dist.ProcessGroup):
         super().__init__(model, ranks)
         self.shards = shards
         # Before torch 2.13 nothing resets a half-done backward: all workers start again instead.
@@ -42,37 +42,37 @@ class Sharded(Single):
         self.model.set_is_last_backward(last)
         yield
 
-    def give_up(self) -> None:
+    def abort_step(self) -> None:
         """Both times needed: gradients of gathered parameters leak into the retry without the first (torch 2.13)."""
-        super().give_up()
+        super().abort_step()
         self.model.zero_grad(set_to_none=True)
         if self._ran:  # FSDP2 makes what it resets in its first forward
             self.model.reset_iter_state()
         self.model.zero_grad(set_to_none=True)
 
-    def share_buffers(self) -> None:
+    def broadcast_buffers(self) -> None:
         """Buffers are replicated: rank 0's are everybody's."""
         with undisturbed():
             for buffer in self.model.buffers():
                 dist.broadcast(buffer, 0)
 
-    def norm(self, norm: torch.Tensor) -> torch.Tensor:
+    def grad_norm(self, norm: torch.Tensor) -> torch.Tensor:
         """Over the ranks among which one copy of the model is sharded."""
-        self.ranks.gate()
+        self.ranks.check_peers()
         squared = norm.square().to(self.ranks.device)  # shards may be kept on the host
         dist.all_reduce(squared, group=self.shards)
         return squared.sqrt().to(norm.device)
 
-    def agree_on_overflow(self, found: list[torch.Tensor]) -> None:
+    def all_reduce_found_inf(self, found: list[torch.Tensor]) -> None:
         """Each rank has seen its own shards only."""
-        self.ranks.gate()
+        self.ranks.check_peers()
         for flag in found:
             dist.all_reduce(flag, op=dist.ReduceOp.MAX)
 
 
 def shard(
-    model: nn.Module, blocks: list[nn.Module], ranks: Ranks, settings: schema.Fsdp, compute: torch.dtype
-) -> Sharded:
+    model: nn.Module, blocks: list[nn.Module], ranks: DistributedRanks, settings: schema.Fsdp, compute: torch.dtype
+) -> FSDP:
     """`fully_shard` on the blocks and the root, in place. To be called before the optimizer is made.
 
     compute: the dtype of gathered parameters. Raises UserError for settings that the ranks do not fit.
@@ -106,14 +106,14 @@ def shard(
         if hasattr(module, "set_gradient_divide_factor"):  # not recursive: every module for itself
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-            gather, reduce = _gated_collectives(ranks.gate)
+            gather, reduce = _gated_collectives(ranks.check_peers)
             module.set_custom_all_gather(gather)
             module.set_custom_reduce_scatter(reduce)
             if replicas > 1:
-                module.set_all_reduce_hook(_gated_all_reduce(ranks.gate, mesh.get_group("replicate")))
+                module.set_all_reduce_hook(_gated_all_reduce(ranks.check_peers, mesh.get_group("replicate")))
     _prefetch(blocks, settings.prefetch)
     model.trainapp_syncs_every = settings.sync_every_micro_batch
-    return Sharded(model, ranks, mesh.get_group("shard"))
+    return FSDP(model, ranks, mesh.get_group("shard"))
 
 
 def _gated_collectives(gate: Callable[[], None]):

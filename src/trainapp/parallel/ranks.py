@@ -20,37 +20,37 @@ class PeerOutOfMemory(torch.OutOfMemoryError):
     """Another rank ran out of memory in this step."""
 
 
-class Alone:
+class SingleRank:
     """A single process: agrees with itself at no cost."""
 
     rank, world = 0, 1
-    armed = False  # whether ranks vote before each collective
+    votes_enabled = False  # whether ranks vote before each collective
     device = torch.device("cpu")
     saving_group: dist.ProcessGroup | None = None  # for checkpoints alone
 
-    def arm(self, unproven: bool) -> None:
+    def enable_votes(self, unproven: bool) -> None:
         """Vote from here on, or not: by default while a size is at work that is not proven. The same on all ranks."""
 
-    def gate(self) -> None:
+    def check_peers(self) -> None:
         """Before a collective: raises PeerOutOfMemory when another rank gave up. Free while not armed."""
 
     def vote(self, failed: bool) -> bool:
         """Whether any rank voted that it ran out of memory."""
         return failed
 
-    def total(self, value: torch.Tensor) -> torch.Tensor:
+    def all_reduce_sum(self, value: torch.Tensor) -> torch.Tensor:
         """The sum over ranks."""
         return value
 
-    def smallest(self, value: int) -> int:
+    def all_reduce_min(self, value: int) -> int:
         """The least over ranks."""
         return value
 
-    def most(self, *values: int) -> list[int]:
+    def all_reduce_max(self, *values: int) -> list[int]:
         """The most of each over ranks, asked inside a step or an evaluation: raises PeerOutOfMemory like a gate."""
         return list(values)
 
-    def gather(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         """Everybody's small Python object, by rank."""
         return [value]
 
@@ -65,19 +65,19 @@ class Alone:
     def drop_agreement(self) -> None:
         """End what a step that was given up had begun."""
 
-    def begin_again(self) -> None:
+    def reset_votes(self) -> None:
         """All have left the step that was given up: the next vote is about another one."""
 
     def barrier(self) -> None:
         """Wait for everybody."""
 
     @property
-    def leads(self) -> bool:
+    def is_rank_zero(self) -> bool:
         """Whether this is the rank that writes and speaks for all."""
         return self.rank == 0
 
 
-class Ranks(Alone):
+class DistributedRanks(SingleRank):
     """This process among the ranks of a run. Needs torch.distributed to be initialised.
 
     timeout: after how many seconds a peer that does not answer is an error.
@@ -87,7 +87,7 @@ class Ranks(Alone):
     def __init__(self, device: torch.device, timeout: float, policy: str = "unproven"):
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.device = device
-        self.armed, self.policy = True, policy
+        self.votes_enabled, self.policy = True, policy
         self.votes = 0
         self._given_up = False
         limit = datetime.timedelta(seconds=timeout)
@@ -103,13 +103,13 @@ class Ranks(Alone):
         self.drop_agreement()
         self._votes = self._side = self.saving_group = self._agreements = None
 
-    def arm(self, unproven: bool) -> None:
+    def enable_votes(self, unproven: bool) -> None:
         """Vote from here on, or not."""
-        self.armed = self.policy == "always" or (self.policy == "unproven" and unproven)
+        self.votes_enabled = self.policy == "always" or (self.policy == "unproven" and unproven)
 
-    def gate(self) -> None:
+    def check_peers(self) -> None:
         """Raises PeerOutOfMemory when another rank ran out of memory."""
-        if self.armed and self.vote(False):
+        if self.votes_enabled and self.vote(False):
             raise PeerOutOfMemory("another rank ran out of memory")
 
     def vote(self, failed: bool) -> bool:
@@ -127,34 +127,34 @@ class Ranks(Alone):
         self.votes += 1
         return self._given_up
 
-    def begin_again(self) -> None:
+    def reset_votes(self) -> None:
         """All have left the step that was given up."""
         self._given_up = False
 
-    def total(self, value: torch.Tensor) -> torch.Tensor:
+    def all_reduce_sum(self, value: torch.Tensor) -> torch.Tensor:
         """The sum over ranks, on the group of the gradients."""
-        self.gate()
+        self.check_peers()
         with undisturbed():
             value = value.clone()
             dist.all_reduce(value)
         return value
 
-    def smallest(self, value: int) -> int:
+    def all_reduce_min(self, value: int) -> int:
         """The least over ranks."""
         with undisturbed():
             number = torch.tensor([value])
             dist.all_reduce(number, op=dist.ReduceOp.MIN, group=self._side)
             return int(number)
 
-    def most(self, *values: int) -> list[int]:
+    def all_reduce_max(self, *values: int) -> list[int]:
         """The most of each over ranks; gated."""
-        self.gate()
+        self.check_peers()
         with undisturbed():
             numbers = torch.tensor(values)
             dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self._side)
             return numbers.tolist()
 
-    def gather(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         """Everybody's small Python object, by rank."""
         found: list[Any] = [None] * self.world
         with undisturbed():

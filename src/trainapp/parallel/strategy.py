@@ -9,15 +9,15 @@ import contextlib
 import torch
 from torch import nn
 
-from trainapp.parallel.ranks import Alone
+from trainapp.parallel.ranks import SingleRank
 
 
-class Single:
+class SingleDevice:
     """One process. `forward` is what a task calls; `model` keeps the parameters and their names."""
 
-    equal_batches = False  # whether evaluation needs as many forwards on every rank
+    forward_is_collective = False  # whether evaluation needs as many forwards on every rank
 
-    def __init__(self, model: nn.Module, ranks: Alone):
+    def __init__(self, model: nn.Module, ranks: SingleRank):
         self.model, self.ranks = model, ranks
         self.forward: nn.Module = model
         self.evaluate: nn.Module = model
@@ -26,20 +26,20 @@ class Single:
         """Around forward and backward of a micro-batch; gradients are exchanged in the last one."""
         return contextlib.nullcontext()
 
-    def give_up(self) -> None:
+    def abort_step(self) -> None:
         """After a step that some rank could not finish, on every rank: nothing of it is left."""
-        self.ranks.begin_again()
+        self.ranks.reset_votes()
 
-    def gradients_ready(self) -> None:
+    def finish_accumulation(self) -> None:
         """After the last micro-batch. Raises PeerOutOfMemory when another rank did not get there."""
-        self.ranks.gate()
+        self.ranks.check_peers()
 
-    def share_buffers(self) -> None:
+    def broadcast_buffers(self) -> None:
         """Before evaluating and saving: every rank has the same statistics."""
 
-    def norm(self, norm: torch.Tensor) -> torch.Tensor:
+    def grad_norm(self, norm: torch.Tensor) -> torch.Tensor:
         """The norm of all gradients, from that of this rank's part of them."""
         return norm
 
-    def agree_on_overflow(self, found: list[torch.Tensor]) -> None:
+    def all_reduce_found_inf(self, found: list[torch.Tensor]) -> None:
         """fp16: an overflow on one rank is one on all."""

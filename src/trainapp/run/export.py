@@ -8,19 +8,19 @@ import torch
 from safetensors.torch import save_file
 
 from trainapp.parallel.dtensor import whole
-from trainapp.train.run import Job
+from trainapp.train.run import Run
 from trainapp.units import bytes_text
 
 log = logging.getLogger(__name__)
 
 
-def export(job: Job, folder: Path, largest: int) -> list[Path]:
+def export(run: Run, folder: Path, largest: int) -> list[Path]:
     """Write `model.safetensors`, or files of at most `largest` bytes with an index in the Hub's layout.
 
     The weights' average goes out where the run keeps one. Tied weights are written once, under their first name. For
     all ranks: shards are made whole one tensor at a time, so that rank 0 holds one file's worth at most.
     """
-    average = job.state.tensors()["average"]
+    average = run.state.tensors()["average"]
     folder.mkdir(parents=True, exist_ok=True)
     parts: list[Path] = []
     places: dict[str, Path] = {}
@@ -29,7 +29,7 @@ def export(job: Job, folder: Path, largest: int) -> list[Path]:
 
     def flush() -> None:
         nonlocal waiting, size
-        if waiting and job.ranks.leads:
+        if waiting and run.ranks.is_rank_zero:
             path = folder / f".part-{len(parts):05d}.safetensors"
             path.touch()
             mode = path.stat().st_mode
@@ -40,18 +40,18 @@ def export(job: Job, folder: Path, largest: int) -> list[Path]:
         waiting, size = {}, 0
 
     seen: set[int] = set()
-    for name, tensor in job.state.model.state_dict(keep_vars=True).items():
+    for name, tensor in run.state.model.state_dict(keep_vars=True).items():
         if id(tensor) in seen:
             continue
         seen.add(id(tensor))
         value = whole(average.get(name, tensor).detach()).cpu().contiguous()
         if size and size + value.nbytes > largest:
             flush()
-        if job.ranks.leads:
+        if run.ranks.is_rank_zero:
             waiting[name] = value.clone()
         size, total = size + value.nbytes, total + value.nbytes
     flush()
-    return _name_files(folder, parts, places, total) if job.ranks.leads else []
+    return _name_files(folder, parts, places, total) if run.ranks.is_rank_zero else []
 
 
 def _name_files(folder: Path, parts: list[Path], places: dict[str, Path], total: int) -> list[Path]:

@@ -9,7 +9,7 @@ from typing import Any
 from trainapp.config.schema import Config
 from trainapp.data.micro_batch_sizes import Plan
 from trainapp.tracking.tracker import RESULT
-from trainapp.train.run import Job
+from trainapp.train.run import Run
 from trainapp.units import bytes_text
 
 
@@ -24,28 +24,28 @@ class RunResult:
     micro_size: int
     accumulation: int
     oom_restarts: int
-    micro_schedule: dict[int, Plan]  # set as oom.schedule, it replays the sizes of this run
+    micro_schedule: dict[int, Plan]  # set as batch.micro_schedule, it replays the sizes of this run
     peak_memory_bytes: int
     samples_per_second: float
     seconds: float
     checkpoint: str | None
 
 
-def result_of(job: Job, restarts: int, seconds: float) -> RunResult:
+def result_of(run: Run, restarts: int, seconds: float) -> RunResult:
     """For all ranks."""
-    progress, size = job.state.progress, job.state.micro.size
-    newest = job.checkpoints.newest_name() if job.checkpoints.enabled else None
+    progress, size = run.state.progress, run.state.micro.size
+    newest = run.checkpoints.newest_name() if run.checkpoints.enabled else None
     return RunResult(
         objective=progress.objective,
-        metric=job.objective[1],
+        metric=run.objective[1],
         steps=progress.step,
         samples=progress.samples,
         micro_size=size,
-        accumulation=job.batches.accumulation(size, job.accumulation),
+        accumulation=run.batches.accumulation(size, run.accumulation),
         oom_restarts=restarts,
-        micro_schedule=job.sizes_used,
-        peak_memory_bytes=max(job.ranks.gather(job.memory.peak)),
-        samples_per_second=job.meter.samples_per_second(),
+        micro_schedule=run.sizes_used,
+        peak_memory_bytes=max(run.ranks.all_gather_object(run.memory.peak)),
+        samples_per_second=run.meter.samples_per_second(),
         seconds=seconds,
         checkpoint=newest,
     )
@@ -56,19 +56,19 @@ def write(run_dir: Path, result: RunResult) -> None:
     (run_dir / RESULT).write_text(json.dumps(asdict(result), indent=1) + "\n")
 
 
-def report(config: Config, job: Job, result: RunResult) -> None:
+def report(config: Config, run: Run, result: RunResult) -> None:
     """The summary that ends a run."""
-    best = job.state.progress.best
+    best = run.state.progress.best
     rows: list[tuple[str, Any]] = []
     if result.objective is not None:
-        better = f" (best {best:.4f} at step {job.state.progress.best_step})" if best is not None else ""
+        better = f" (best {best:.4f} at step {run.state.progress.best_step})" if best is not None else ""
         rows.append((f"eval {result.metric}", f"{result.objective:.4f}{better}"))
     if config.mode == "train":
         rows += [
             ("steps", f"{result.steps} ({result.samples} samples)"),
             ("time", f"{result.seconds:.1f} s"),
             ("throughput", f"{result.samples_per_second:.0f} samples/s"),
-            ("peak memory", f"{bytes_text(result.peak_memory_bytes)} of {bytes_text(job.memory.budget)}"),
+            ("peak memory", f"{bytes_text(result.peak_memory_bytes)} of {bytes_text(run.memory.budget)}"),
             ("micro-batch", f"{result.micro_size} x {result.accumulation} accumulated"),
             ("OOM restarts", result.oom_restarts),
             ("checkpoint", result.checkpoint or "none"),

@@ -9,17 +9,17 @@ import torch
 from trainapp.checkpoint.train_state import TrainState
 from trainapp.data.batch import tensors_in
 from trainapp.memory.device import DeviceMemory, HostMemory, optimizer_tensors, static_bytes
-from trainapp.parallel.ranks import Alone
+from trainapp.parallel.ranks import SingleRank
 
 OF_EVERY_RANK = tuple(f"memory/{name}" for name in ("allocated", "reserved", "peak", "host_rss", "host_rss_peak"))
 
 
-def spread(scalars: dict[str, float], ranks: Alone) -> dict[str, float]:
+def spread(scalars: dict[str, float], ranks: SingleRank) -> dict[str, float]:
     """The least and the most memory over ranks, and whose it is. Nothing for a single rank."""
     if ranks.world == 1:
         return {}
     found = {}
-    by_rank = ranks.gather([scalars[name] for name in OF_EVERY_RANK])
+    by_rank = ranks.all_gather_object([scalars[name] for name in OF_EVERY_RANK])
     for name, values in zip(OF_EVERY_RANK, zip(*by_rank, strict=True), strict=True):
         for which, value in (("min", min(values)), ("max", max(values))):
             found |= {f"{name}_{which}": value, f"{name}_{which}_rank": values.index(value)}

@@ -14,17 +14,17 @@ from trainapp.errors import UserError
 from trainapp.memory.levers import activation_checkpointing
 from trainapp.models.inspect import has_batchnorm
 from trainapp.models.weights import load_weights
-from trainapp.parallel.ddp import Replicated
+from trainapp.parallel.ddp import DDP
 from trainapp.parallel.fsdp import shard
-from trainapp.parallel.ranks import Alone
-from trainapp.parallel.strategy import Single
+from trainapp.parallel.ranks import SingleRank
+from trainapp.parallel.strategy import SingleDevice
 from trainapp.rng import seed_everything
 from trainapp.train.components import log
 
 
 def model_over_ranks(
-    config: Config, kind: Any, spec: dict[str, Any], ranks: Alone, device: torch.device, compute: torch.dtype
-) -> Single:
+    config: Config, kind: Any, spec: dict[str, Any], ranks: SingleRank, device: torch.device, compute: torch.dtype
+) -> SingleDevice:
     """The model on its device, spread over the ranks: activation checkpointing, then compilation, then shards.
 
     compute: the dtype of gathered parameters in FSDP.
@@ -64,7 +64,7 @@ def _start_from_weights(config: Config, model: nn.Module) -> None:
             log.warning("model.init_from: not loaded, left as initialised: %s", ", ".join(skipped))
 
 
-def _fill(config: Config, model: nn.Module, ranks: Alone, device: torch.device) -> None:
+def _fill(config: Config, model: nn.Module, ranks: SingleRank, device: torch.device) -> None:
     """Give a model that was built without memory its shards, and draw them.
 
     On the CPU each rank draws its own shards from a seed of its own: other numbers than the whole model would get, of
@@ -84,12 +84,12 @@ def _fill(config: Config, model: nn.Module, ranks: Alone, device: torch.device) 
     seed_everything(config.train.seed)
 
 
-def _spread(config: Config, model: nn.Module, ranks: Alone, compute: torch.dtype) -> Single:
+def _spread(config: Config, model: nn.Module, ranks: SingleRank, compute: torch.dtype) -> SingleDevice:
     """Over the ranks, after activation checkpointing and compilation and before the optimizer."""
     if ranks.world == 1:
-        return Single(model, ranks)
+        return SingleDevice(model, ranks)
     if config.parallel.strategy == "ddp":
-        return Replicated(model, ranks, config.parallel.ddp)
+        return DDP(model, ranks, config.parallel.ddp)
     blocks = activation_checkpointing.blocks_of(model, "parallel=fsdp")
     # BatchNorm wants its parameters in fp32: such models are gathered so, and autocast casts where it computes.
     return shard(model, blocks, ranks, config.parallel.fsdp, torch.float32 if has_batchnorm(model) else compute)

@@ -1,4 +1,4 @@
-"""Turns a checked configuration into a `loop.Job`: device, data, model, optimizer, schedule, sizes, cadences."""
+"""Turns a checked configuration into a `loop.Run`: device, data, model, optimizer, schedule, sizes, cadences."""
 
 import logging
 from pathlib import Path
@@ -13,28 +13,28 @@ from trainapp.checkpoint.train_state import TrainState
 from trainapp.config.durations import RunLength, to_steps
 from trainapp.config.schema import Config
 from trainapp.data.loader import worker_count
-from trainapp.data.micro_batch_sizes import Sizes
+from trainapp.data.micro_batch_sizes import MicroBatchSizes
 from trainapp.data.sampler import EvalBatches, TrainBatches
 from trainapp.errors import UserError
 from trainapp.memory import backends, device
 from trainapp.optim import precision, schedules
 from trainapp.optim.ema import WeightAverage
-from trainapp.optim.nonfinite import FiniteGuard
+from trainapp.optim.nonfinite import NonFiniteCheck
 from trainapp.optim.optimizers import build_optimizer
-from trainapp.parallel.ranks import Alone
+from trainapp.parallel.ranks import SingleRank
 from trainapp.rng import seed_everything
 from trainapp.signals import StopRequest
 from trainapp.tracking.meter import Meter
 from trainapp.tracking.tracker import SilentTracker, Tracker
 from trainapp.train import assemble, components, losses
-from trainapp.train.run import Job
+from trainapp.train.run import Run
 from trainapp.train.transaction import RestorePoint
 from trainapp.units import bytes_text
 
 log = logging.getLogger(__name__)
 
 
-def build(config: Config, stop: StopRequest, ranks: Alone) -> Job:
+def build(config: Config, stop: StopRequest, ranks: SingleRank) -> Run:
     """Everything but the tracker, which needs to know where the run begins. Raises UserError for what does not fit."""
     kinds = components.locate_all(config)
     train_data, eval_data, spec = components.datasets(config, kinds["data"])
@@ -45,12 +45,12 @@ def build(config: Config, stop: StopRequest, ranks: Alone) -> Job:
     strategy = assemble.model_over_ranks(config, kinds["model"], spec, ranks, device, numerics.compute_dtype)
     device_memory = backends.build(config.memory, device)
     state = _state(config, strategy.model, numerics, device_memory, ranks.world, len(eval_data) if eval_data else 1)
-    batches, eval_batches = _batches(config, train_data, eval_data, device, ranks, strategy.equal_batches)
+    batches, eval_batches = _batches(config, train_data, eval_data, device, ranks, strategy.forward_is_collective)
     require_room(device_memory, state)
     device_memory.keep_events = config.memory.timeline
     checkpoints = Checkpoints(Path(config.run_dir), config.checkpointing.keep_last, config.checkpointing.save, ranks)
     length = _run_length(config, batches, batches.steps_per_epoch)
-    return Job(
+    return Run(
         state=state,
         strategy=strategy,
         ranks=ranks,
@@ -63,7 +63,7 @@ def build(config: Config, stop: StopRequest, ranks: Alone) -> Job:
         tracker=None,
         checkpoints=checkpoints,
         saver=Saver(state, checkpoints, ranks, config.checkpointing.asynchronous),
-        guard=FiniteGuard(config.train.nonfinite, device, numerics.scaler.is_enabled(), checkpoints.newest_name),
+        guard=NonFiniteCheck(config.train.nonfinite, device, numerics.scaler.is_enabled(), checkpoints.newest_name),
         restore_point=RestorePoint(strategy.model, device),
         stop=stop,
         config=config.to_dict(),
@@ -75,7 +75,7 @@ def build(config: Config, stop: StopRequest, ranks: Alone) -> Job:
         save_every=_cadence(config, "save", length),
         grad_clip=config.train.grad_clip,
         timeline=config.memory.timeline,
-        size_plan=dict(config.oom.schedule or {}),
+        size_plan=dict(config.batch.micro_schedule or {}),
         accumulation=None if config.accumulation.steps == "auto" else config.accumulation.steps,
     )
 
@@ -107,7 +107,7 @@ def _state(
 
 
 def _batches(
-    config: Config, train_data: Any, eval_data: Any, device: torch.device, ranks: Alone, equal: bool
+    config: Config, train_data: Any, eval_data: Any, device: torch.device, ranks: SingleRank, equal: bool
 ) -> tuple[TrainBatches, EvalBatches | None]:
     share: dict[str, Any] = {
         "seed": config.train.seed,
@@ -137,33 +137,33 @@ def require_room(device_memory: device.DeviceMemory, state: TrainState) -> None:
         )
 
 
-def start_tracking(config: Config, job: Job) -> None:
+def start_tracking(config: Config, run: Run) -> None:
     """Open the run's files, at the step where it begins or goes on."""
-    length = _run_length(config, job.batches, job.batches.steps_per_epoch)
-    kind = Tracker if job.ranks.leads else SilentTracker
+    length = _run_length(config, run.batches, run.batches.steps_per_epoch)
+    kind = Tracker if run.ranks.is_rank_zero else SilentTracker
     continues = config.mode == "train"
-    job.tracker = kind(Path(config.run_dir), job.state.progress.step, length.total_steps, job.config, continues)
+    run.tracker = kind(Path(config.run_dir), run.state.progress.step, length.total_steps, run.config, continues)
 
 
-def set_global_size(config: Config, job: Job, size: int) -> None:
+def set_global_size(config: Config, run: Run, size: int) -> None:
     """The classic reaction to a lack of memory: a smaller batch, hence more steps and a longer schedule."""
-    job.state.global_size = job.batches.global_size = size
-    progress, batches = job.state.progress, job.batches
+    run.state.global_size = run.batches.global_size = size
+    progress, batches = run.state.progress, run.batches
     total = config.train.max_steps
     if config.train.max_epochs is not None:
         left = (config.train.max_epochs - progress.epoch) * batches.epoch_samples - progress.consumed
         by_epochs = progress.step + -(-left // size)
         total = by_epochs if total is None else min(total, by_epochs)
-    job.schedule = schedules.build(config.schedule, RunLength(batches.steps_per_epoch, size, total))
+    run.schedule = schedules.build(config.schedule, RunLength(batches.steps_per_epoch, size, total))
 
 
-def plan_line(config: Config, job: Job) -> str:
+def plan_line(config: Config, run: Run) -> str:
     """What will be done, in one line."""
-    state, batches = job.state, job.batches
+    state, batches = run.state, run.batches
     count = sum(p.numel() for p in state.model.parameters())
     size = micro = state.micro.size
-    parts = batches.accumulation(size, job.accumulation)
-    if job.accumulation:
+    parts = batches.accumulation(size, run.accumulation)
+    if run.accumulation:
         micro = -(-state.global_size // parts)
     name = config.model.target.rpartition(".")[2]
     return (
@@ -180,10 +180,10 @@ def _short(count: int) -> str:
     return str(count)
 
 
-def _sizes(config: Config, start: int, smallest: int = 1) -> Sizes:
+def _sizes(config: Config, start: int, smallest: int = 1) -> MicroBatchSizes:
     """Where the search begins. A schedule or a fixed number of micro-batches leaves no larger size to be tried."""
-    searches = config.oom.grow and config.oom.schedule is None and config.accumulation.steps == "auto"
-    return Sizes(
+    searches = config.oom.grow and config.batch.micro_schedule is None and config.accumulation.steps == "auto"
+    return MicroBatchSizes(
         start,
         config.oom.clean_steps,
         grow=searches and config.oom.keep_global_batch,

@@ -13,107 +13,107 @@ from torch import Tensor
 from trainapp.memory.timeline import Picture
 from trainapp.tracking.meter import spread
 from trainapp.train.evaluate import evaluate
-from trainapp.train.run import Job
+from trainapp.train.run import Run
 from trainapp.train.step import accumulate_gradients, clip, commit, drop_gradients
-from trainapp.train.totals import Sums
+from trainapp.train.totals import Totals
 
 
-def train(job: Job) -> None:
+def train(run: Run) -> None:
     """Steps until the end or a request to stop.
 
-    An error leaves parameters and optimizer as at the last finished step, unless `job.phase` is "commit".
+    An error leaves parameters and optimizer as at the last finished step, unless `run.phase` is "commit".
     """
-    progress = job.state.progress
+    progress = run.state.progress
     while True:
-        job.phase = "weight average"
-        job.state.average.catch_up(progress.step)
-        if job.eval_batches is not None and job.due(job.eval_every, progress.evaluated_at):
-            evaluate(job)
-        ends = job.finished or job.stopping > 0
-        if job.due(job.save_every, job.saved_at) or (ends and job.saved_at != progress.step):
-            save(job)
+        run.phase = "weight average"
+        run.state.average.catch_up(progress.step)
+        if run.eval_batches is not None and run.due(run.eval_every, progress.evaluated_at):
+            evaluate(run)
+        ends = run.finished or run.stopping > 0
+        if run.due(run.save_every, run.saved_at) or (ends and run.saved_at != progress.step):
+            save(run)
         if ends:
-            job.saver.finish()
+            run.saver.finish()
             return
-        train_step(job)
+        train_step(run)
 
 
-def train_step(job: Job) -> None:
+def train_step(run: Run) -> None:
     """One optimizer step over the global batch."""
-    state, progress, memory = job.state, job.state.progress, job.memory
-    job.phase, job.attempt_started = "start", time.monotonic()  # no part of the step: nothing to go back to yet
-    job.restore_point.take()
-    job.phase = "data"
-    if progress.step + 1 in job.size_plan:
-        state.micro.force(job.size_plan.pop(progress.step + 1))
-    job.ranks.start_agreement(job.flags)
-    job.ranks.arm(state.micro.trying)
-    logs, draws = job.logs_coming_step, job.draws_coming_step
+    state, progress, memory = run.state, run.state.progress, run.memory
+    run.phase, run.attempt_started = "start", time.monotonic()  # no part of the step: nothing to go back to yet
+    run.restore_point.take()
+    run.phase = "data"
+    if progress.step + 1 in run.size_plan:
+        state.micro.force(run.size_plan.pop(progress.step + 1))
+    run.ranks.start_agreement(run.flags)
+    run.ranks.enable_votes(state.micro.trying)
+    logs, draws = run.logs_coming_step, run.draws_coming_step
     watched = (logs and memory.wants_look) or draws or state.micro.trying
-    with memory.watch(job.meter.resident(), where=state.micro.untried) if watched else contextlib.nullcontext():
-        sums = accumulate_gradients(job, logs)
-        norm = clip(job, sums)
-        applied = commit(job, sums, norm)
-    job.tracker.progress.advance(progress.step)
+    with memory.watch(run.meter.resident(), where=state.micro.untried) if watched else contextlib.nullcontext():
+        totals = accumulate_gradients(run, logs)
+        norm = clip(run, totals)
+        applied = commit(run, totals, norm)
+    run.tracker.progress.advance(progress.step)
     if applied and logs:
-        log(job, sums, norm)
+        log(run, totals, norm)
     if draws:
-        draw_timeline(job)
-    drop_gradients(job)  # now, so that an evaluation has their room
-    job.stopping, still_writing, news = job.ranks.finish_agreement()
-    look_for_larger_size(job, bool(news))
+        draw_timeline(run)
+    drop_gradients(run)  # now, so that an evaluation has their room
+    run.stopping, still_writing, news = run.ranks.finish_agreement()
+    look_for_larger_size(run, bool(news))
     if not still_writing:
-        job.saver.finish()
+        run.saver.finish()
 
 
-def look_for_larger_size(job: Job, news: bool) -> None:
+def look_for_larger_size(run: Run, news: bool) -> None:
     """After clean steps, try a size between what works and what failed; all ranks the same.
 
     news: whether any rank has some for the search.
     """
-    micro, step, searching = job.state.micro, job.state.progress.step, not job.state.micro.settled
-    job.phase = "search"
-    for size in micro.succeeded(job.ranks, news).values():
-        job.tracker.note(f"step {step + 1} tries a larger micro-batch: {size}")
+    micro, step, searching = run.state.micro, run.state.progress.step, not run.state.micro.settled
+    run.phase = "search"
+    for size in micro.succeeded(run.ranks, news).values():
+        run.tracker.note(f"step {step + 1} tries a larger micro-batch: {size}")
     if searching and micro.settled:
-        job.tracker.note(f"the search ended with micro-batch {micro.size} at step {step}")
+        run.tracker.note(f"the search ended with micro-batch {micro.size} at step {step}")
 
 
-def log(job: Job, sums: Sums, norm: Tensor) -> None:
+def log(run: Run, totals: Totals, norm: Tensor) -> None:
     """The step's numbers. Waits for the device."""
-    job.phase = "log"
-    job.guard.check()
-    progress, batches = job.state.progress, job.batches
-    scalars = sums.means() | {
+    run.phase = "log"
+    run.guard.check()
+    progress, batches = run.state.progress, run.batches
+    scalars = totals.means() | {
         "epoch": progress.samples / batches.epoch_samples,
-        "lr": job.state.optimizer.param_groups[0]["lr"],
+        "lr": run.state.optimizer.param_groups[0]["lr"],
         "grad_norm": float(norm),
     }
-    scalars |= job.meter.scalars(batches.accumulation(job.state.micro.size, job.accumulation))
-    scalars |= spread(scalars, job.ranks)
-    job.tracker.log(progress.step, progress.samples, scalars, job.objective[1])
+    scalars |= run.meter.scalars(batches.accumulation(run.state.micro.size, run.accumulation))
+    scalars |= spread(scalars, run.ranks)
+    run.tracker.log(progress.step, progress.samples, scalars, run.objective[1])
 
 
-def draw_timeline(job: Job) -> None:
+def draw_timeline(run: Run) -> None:
     """The picture of this step's memory, by kind."""
-    job.phase = "log"
-    step, started = job.state.progress.step, time.monotonic()
-    events, kinds = job.memory.events(job.meter.gradients())
+    run.phase = "log"
+    step, started = run.state.progress.step, time.monotonic()
+    events, kinds = run.memory.events(run.meter.gradients())
     if events:
-        path = job.tracker.run_dir / "memory_timeline.png"
-        title = f"memory of step {step}, micro-batch {job.state.micro.size}"
-        job.tracker.picture("memory_timeline", Picture(events, kinds, job.memory.budget, title, path), step)
-    job.memory.keep_events = job.timeline = False
-    job.meter.pause(time.monotonic() - started)
+        path = run.tracker.run_dir / "memory_timeline.png"
+        title = f"memory of step {step}, micro-batch {run.state.micro.size}"
+        run.tracker.picture("memory_timeline", Picture(events, kinds, run.memory.budget, title, path), step)
+    run.memory.keep_events = run.timeline = False
+    run.meter.pause(time.monotonic() - started)
 
 
-def save(job: Job) -> None:
+def save(run: Run) -> None:
     """A checkpoint of the present step."""
-    started, progress = time.monotonic(), job.state.progress
-    job.guard.check()
-    job.phase = "save"
-    if job.checkpoints.enabled:
-        job.strategy.share_buffers()
-        job.saver.save(progress.step, job.config, is_best=progress.best_step == progress.step)
-    job.saved_at = progress.step
-    job.meter.pause(time.monotonic() - started)
+    started, progress = time.monotonic(), run.state.progress
+    run.guard.check()
+    run.phase = "save"
+    if run.checkpoints.enabled:
+        run.strategy.broadcast_buffers()
+        run.saver.save(progress.step, run.config, is_best=progress.best_step == progress.step)
+    run.saved_at = progress.step
+    run.meter.pause(time.monotonic() - started)

@@ -10,25 +10,25 @@ from trainapp.data.micro_batch_sizes import Plan
 from trainapp.data.sampler import EvalBatches, TrainBatches
 from trainapp.memory.device import DeviceMemory
 from trainapp.models.inspect import has_batchnorm
-from trainapp.optim.nonfinite import FiniteGuard
+from trainapp.optim.nonfinite import NonFiniteCheck
 from trainapp.optim.schedules import Schedule
-from trainapp.parallel.ranks import Alone
-from trainapp.parallel.strategy import Single
+from trainapp.parallel.ranks import SingleRank
+from trainapp.parallel.strategy import SingleDevice
 from trainapp.signals import StopRequest
 from trainapp.tracking.meter import Meter
 from trainapp.tracking.tracker import Tracker
 from trainapp.train.losses import Task
-from trainapp.train.totals import Sums
+from trainapp.train.totals import Totals
 from trainapp.train.transaction import RestorePoint
 
 
 @dataclass
-class Job:
+class Run:
     """Everything that the loop works with. `phase` tells where it is, for whoever catches an error."""
 
     state: TrainState
-    strategy: Single
-    ranks: Alone
+    strategy: SingleDevice
+    ranks: SingleRank
     task: Task
     batches: TrainBatches
     eval_batches: EvalBatches | None
@@ -38,7 +38,7 @@ class Job:
     tracker: Tracker
     checkpoints: Checkpoints
     saver: Saver
-    guard: FiniteGuard
+    guard: NonFiniteCheck
     restore_point: RestorePoint
     stop: StopRequest
     config: dict[str, Any]  # as written into checkpoints
@@ -50,14 +50,14 @@ class Job:
     save_every: int
     grad_clip: float | None = None
     accumulation: int | None = None  # as many micro-batches as asked; None: what follows from the sizes
-    size_plan: dict[int, Plan] = field(default_factory=dict)  # `oom.schedule`: the micro-batch from a step on
+    size_plan: dict[int, Plan] = field(default_factory=dict)  # `batch.micro_schedule`: the micro-batch from a step on
     sizes_used: dict[int, Plan] = field(default_factory=dict)  # the same, as it came out: replays this run
     noted_batchnorm: bool = False  # that its statistics are those of micro-batches
     timeline: bool = False  # draw the memory of one healthy step
     phase: str = "data"
     attempt_started: float = 0.0  # time.monotonic() of the step or evaluation at work
     retried: tuple | None = None  # the attempt that was last repeated at its own size
-    evaluation: Sums | None = None  # what the evaluation at work has finished; None: none is at work
+    evaluation: Totals | None = None  # what the evaluation at work has finished; None: none is at work
     saved_at: int = 0
     stopping: int = 0  # the signal that all ranks agreed to stop for
 
@@ -95,7 +95,7 @@ class Job:
         return self.timeline and not self.state.micro.trying
 
     def note_size(self) -> None:
-        """Remember from which step on the micro-batch was this one, so that `oom.schedule` can replay the run."""
+        """Remember from which step on the micro-batch was this one, so that `batch.micro_schedule` replays it."""
         sizes, step = self.state.micro.in_force(), self.state.progress.step + 1
         if next(reversed(self.sizes_used.values()), None) == sizes:
             return
@@ -110,9 +110,9 @@ class Job:
             )
 
     @property
-    def eval_ranks(self) -> Alone:
+    def eval_ranks(self) -> SingleRank:
         """The ranks that evaluate together: all, or each by itself."""
-        return self.ranks if self.strategy.equal_batches else Alone()
+        return self.ranks if self.strategy.forward_is_collective else SingleRank()
 
     def flags(self) -> tuple[int, int, int]:
         """What ranks agree on in every step: the signal to stop for, whether one still writes a checkpoint, and

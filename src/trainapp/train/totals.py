@@ -1,4 +1,4 @@
-"""Sums of loss, count and metrics over micro-batches and ranks."""
+"""Totals of loss, count and metrics over micro-batches and ranks."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainapp.parallel.ranks import Alone
+from trainapp.parallel.ranks import SingleRank
 
 
 @dataclass
-class Sums:
+class Totals:
     """Of losses, of what they were averaged over, and of metrics; on the device until somebody asks."""
 
     loss: Tensor | float = 0.0
@@ -31,15 +31,15 @@ class Sums:
         self.loss, self.count, self.samples = loss, count, self.samples + samples
         self.metrics.update(added)
 
-    def over(self, ranks: Alone) -> "Sums":
-        """The sums over all ranks."""
+    def over(self, ranks: SingleRank) -> "Totals":
+        """The totals over all ranks."""
         if ranks.world == 1:
             return self
         names = sorted(self.metrics)
         values = [self.loss, self.count, *(self.metrics[name] for name in names)]
         numbers = [torch.as_tensor(value, dtype=torch.float64, device=ranks.device) for value in values]
-        loss, count, *metrics = ranks.total(torch.stack(numbers))
-        return Sums(loss, count, dict(zip(names, metrics, strict=True)), self.samples)
+        loss, count, *metrics = ranks.all_reduce_sum(torch.stack(numbers))
+        return Totals(loss, count, dict(zip(names, metrics, strict=True)), self.samples)
 
     def means(self) -> dict[str, float]:
         """`{"loss": ..., metric: ...}`. Waits for the device."""
