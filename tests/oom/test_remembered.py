@@ -7,7 +7,7 @@ import pytest
 
 from trainapp.oom import hints
 from trainapp.parallel.ranks import SingleRank
-from trainapp.paths import cache_dir
+from trainapp.paths import user_cache_dir
 from trainapp.run import runner
 from trainapp.signals import StopRequest
 
@@ -42,7 +42,7 @@ def sizes(run_: Recorded) -> list[int]:
 
 
 def files() -> list[Path]:
-    folder = cache_dir() / "oom"
+    folder = user_cache_dir() / "oom"
     return sorted(folder.glob("*.json")) if folder.is_dir() else []
 
 

@@ -16,6 +16,7 @@ from trainapp.config.validation import Fraction, PositiveInt, Str
 from trainapp.data import cache
 from trainapp.data.batched import BatchedDataset
 from trainapp.errors import UserError
+from trainapp.paths import user_cache_dir
 
 log = logging.getLogger(__name__)
 
