@@ -213,7 +213,7 @@ def trainapp_job(case: Case, total: int, folder: Path, log_every: int) -> Run:
 
 def advance_trainapp(run: Run, steps: int) -> None:
     """`loop.train` for so many steps."""
-    run.max_steps = run.state.progress.step + steps
+    run.config.train.max_steps = run.state.progress.step + steps
     loop.train(run)
 
 

@@ -13,6 +13,8 @@ from trainapp.run.result import RunResult
 from trainapp.signals import StopRequest
 from trainapp.train import loop
 from trainapp.train.run import Run
+from trainapp.train.step import accumulate_gradients, clip_gradients
+from trainapp.train.totals import Totals
 
 # A tiny run on the CPU: what a test does not say is this.
 TINY = (
@@ -58,6 +60,16 @@ def run(run_dir: Path, *overrides: str) -> RunResult:
 def prepare(run_dir: Path, *overrides: str) -> Run:
     """A run that stands before its next step. The caller closes its tracker."""
     return runner.prepare(configure(run_dir, *overrides), StopRequest(), SingleRank())
+
+
+def accumulate(run: Run, is_logged: bool = False) -> Totals:
+    """The gradients of the coming step, not yet clipped."""
+    return accumulate_gradients(run, run.next_step()._replace(is_logged=is_logged))
+
+
+def clip(run: Run) -> torch.Tensor:
+    """The gradients of the coming step, clipped. Returns their norm before."""
+    return clip_gradients(run, run.next_step(), accumulate(run))
 
 
 class StopAt(StopRequest):

@@ -357,9 +357,9 @@ def test_training_goes_on_while_it_is_written(tmp_path, monkeypatch):
     assert written == []
     assert names(tmp_path) == [".tmp-step_00000001"]
     may_write.set()
-    run.saver.finish()
+    run.checkpointer.finish()
     run.tracker.close()
-    assert run.checkpoints.newest().name == "step_00000001"
+    assert run.checkpointer.newest().name == "step_00000001"
 
 
 def test_a_disk_that_refuses_in_the_background(tmp_path):

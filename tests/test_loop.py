@@ -6,6 +6,7 @@ import runs
 import torch
 
 from trainapp.train import loop, losses
+from trainapp.train.step import clip_gradients
 
 GPT = (*runs.MODELS["gpt"], "model.dropout=0.0")
 CASES = {
@@ -51,7 +52,7 @@ def big_batch(run, task):
 def mean_of_means(run, task):
     """What is often done instead: the mean of the micro-batches' mean losses."""
     run.state.model.zero_grad()
-    parts = list(run.batches.micro_batches(run.state.progress, run.state.micro.size, run.accumulation))
+    parts = list(run.batches.micro_batches(run.state.progress, run.sizes.train.size, run.sizes.parts))
     for micro in parts:
         loss, count, _ = getattr(losses, task)(run.state.model, micro.data)
         (loss / count / len(parts)).backward()
@@ -64,8 +65,8 @@ def test_accumulated_is_the_big_batch(prepare, case, cut):
     overrides, task = CASES[case]
     run = prepare(*overrides, *CUTS[cut], "batch.global_size=10", "train.grad_clip=null")
     loss, expected = big_batch(run, task)
-    totals = loop.accumulate_gradients(run, False)
-    norm = loop.clip(run, totals)
+    totals = runs.accumulate(run)
+    norm = clip_gradients(run, run.next_step(), totals)
     assert runs.relative_error(runs.gradients(run.state.model), expected) < 2e-6
     assert float(norm) == pytest.approx(float(expected.norm()), rel=1e-5)
     assert totals.means()["loss"] == pytest.approx(loss, rel=1e-6)
@@ -85,7 +86,7 @@ def test_batch_norm_depends_on_the_micro_batch(prepare):
     """As it must: why GroupNorm is the one to choose for a result that does not."""
     run = prepare(*runs.MODELS["resnet"], "batch.micro_size=4", "batch.global_size=12", "train.grad_clip=null")
     _, expected = big_batch(run, "classification")
-    loop.clip(run, loop.accumulate_gradients(run, False))
+    runs.clip(run)
     assert runs.relative_error(runs.gradients(run.state.model), expected) > 0.05
 
 
@@ -98,7 +99,7 @@ def test_the_last_partial_step_of_an_epoch(prepare, case):
     left = run.batches.samples - run.state.progress.consumed
     assert 0 < left < 16
     _, expected = big_batch(run, task)
-    loop.clip(run, loop.accumulate_gradients(run, False))
+    runs.clip(run)
     actual = runs.gradients(run.state.model)
     assert runs.relative_error(actual, expected) < 2e-6
     assert runs.relative_error(actual * left / 16, expected) > 0.1
@@ -128,7 +129,7 @@ def test_one_clip_of_the_whole_gradient(prepare, micro):
     run = prepare(*runs.MODELS["mlp"], f"batch.micro_size={micro}", f"train.grad_clip={clip}")
     _, expected = big_batch(run, "classification")
     assert float(expected.norm()) > 2 * clip
-    norm = loop.clip(run, loop.accumulate_gradients(run, False))
+    norm = runs.clip(run)
     clipped = runs.gradients(run.state.model)
     assert float(norm) == pytest.approx(float(expected.norm()), rel=1e-5)  # reported as it was before
     assert float(clipped.norm()) == pytest.approx(clip, rel=1e-4)
@@ -152,7 +153,7 @@ def test_clipping_each_micro_batch_is_something_else(prepare):
 def test_a_small_gradient_is_not_clipped(prepare):
     run = prepare(*runs.MODELS["mlp"], "train.grad_clip=1000.0")
     _, expected = big_batch(run, "classification")
-    loop.clip(run, loop.accumulate_gradients(run, False))
+    runs.clip(run)
     assert runs.relative_error(runs.gradients(run.state.model), expected) < 1e-6
 
 

@@ -44,7 +44,7 @@ def test_trains_as_fp32_does(tmp_path, mode, case):
         )
         start = runs.weights(run.state.model)
         loop.train(run)
-        loop.accumulate_gradients(run, logs=False)
+        runs.accumulate(run)
         run.tracker.close()
         assert run.state.progress.skipped == 0
         assert {p.dtype for p in run.state.model.parameters()} == {torch.float32}
@@ -64,7 +64,7 @@ def test_the_gradient_is_unscaled(tmp_path):
     for scale in ("none", 8.0, 1024.0):
         overrides = ("precision=fp32",) if scale == "none" else ("precision=fp16", f"precision.initial_scale={scale}")
         run = runs.prepare(tmp_path / str(scale), *MLP, *overrides, "batch.micro_size=5", "train.grad_clip=0.01")
-        norms.append(float(loop.clip(run, loop.accumulate_gradients(run, False))))
+        norms.append(float(runs.clip(run)))
         assert float(runs.gradients(run.state.model).norm()) == pytest.approx(0.01, rel=1e-3)
         run.tracker.close()
     assert norms[1:] == pytest.approx([norms[0]] * 2, rel=0.01)

@@ -191,6 +191,6 @@ def test_handlers_are_put_back():
 
 def test_a_stop_in_the_loop_finishes_the_step(tmp_path):
     run = runs.run_until(tmp_path, 3, *runs.MODELS["mlp"], "train.max_steps=8")
-    assert run.stopping == signal.SIGINT
+    assert run.stop.agreed == signal.SIGINT
     assert run.state.progress.step == 3
     assert torch.equal(runs.saved(tmp_path, 3)["model"]["head.bias"], run.state.model.head.bias)

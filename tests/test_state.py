@@ -7,7 +7,7 @@ from torch import nn
 
 from trainapp.rng import preserved_rng, rng_state, seed_everything, set_rng_state
 from trainapp.train import loop
-from trainapp.train.transaction import RestorePoint
+from trainapp.train.restore_point import RestorePoint
 
 CPU = torch.device("cpu")
 
@@ -62,7 +62,7 @@ def test_a_step_that_is_given_up_leaves_no_trace(tmp_path):
         if gives_up:
             before, state = {k: v.clone() for k, v in run.state.model.state_dict().items()}, rng_state(CPU)
             run.restore_point.take()
-            loop.accumulate_gradients(run, False)
+            runs.accumulate(run)
             torch.rand(5), np.random.rand(5), random.random()
             assert runs.differences(run.state.model.state_dict(), before) != []
             run.restore_point.restore()

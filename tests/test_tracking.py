@@ -43,7 +43,7 @@ def test_what_is_recorded_beside_memory(tmp_path):
 def test_the_loss_is_recorded_at_full_precision(tmp_path):
     """Read back, it is the very number that the loop had."""
     run = runs.prepare(tmp_path, *runs.MODELS["mlp"], "batch.micro_size=4")
-    totals = loop.accumulate_gradients(run, True)
+    totals = runs.accumulate(run, True)
     run.tracker.close()
     runs.run(tmp_path / "again", *runs.MODELS["mlp"], "batch.micro_size=4")
     assert helpers.metrics(tmp_path / "again")[0]["loss"] == totals.means()["loss"]

@@ -24,6 +24,7 @@ class StopRequest:
         self._at = 0.0
         self._process = os.getpid()  # the loader's workers inherit the handler
         self.signal: int | None = None
+        self.agreed = 0  # the signal that all ranks have agreed to stop for
         self._workers = "TORCHELASTIC_RUN_ID" in os.environ
         self._previous: dict[int, Any] = {}
 

@@ -62,13 +62,13 @@ class Injector(TorchDispatchMode):
     def at(self, phase: str) -> bool:
         """Whether the error is due, being asked at an operation of `phase`."""
         state = self.run.state
-        micro = state.eval_micro if phase == "evaluate" else state.micro
+        sizes = self.run.sizes.evaluation if phase == "evaluate" else self.run.sizes.train
         step = state.progress.step + (phase not in BETWEEN)
         if phase != self.phase:
             return False
         if step != self.step:
             return False
-        if self.fired >= self.times if self.above is None else micro.size <= self.above:
+        if self.fired >= self.times if self.above is None else sizes.size <= self.above:
             return False
         self.seen += 1
         return self.seen > self.operation
@@ -77,18 +77,17 @@ class Injector(TorchDispatchMode):
         """Recorded out of memory."""
         self.fired += 1
         self.seen = 0
-        self.where.append(self.run.phase)
+        self.where.append(self.run.attempt.phase)
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. (injected)")
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
-        watching = self.run is not None and self.run.state is not None
-        if watching and not func.is_view and self.at(self._phase()):  # a view takes no memory
+        if self.run is not None and not func.is_view and self.at(self._phase()):  # a view takes no memory
             self.fail()
         return func(*args, **(kwargs or {}))
 
     def _phase(self) -> str:
         """The loss is what follows the model in the forward; the data phase is asked about by the data set alone."""
-        phase = self.run.phase
+        phase = self.run.attempt.phase
         if phase == "forward" and not self._in_model:
             return "loss" if self._forward_done else "before the model"
         others = {"data": "between micro-batches"} | dict.fromkeys(("committed", "log", "search"), "after commit")
@@ -109,7 +108,7 @@ class Watched:
 
     def __getitems__(self, indices: Sequence[int]) -> Any:
         progress = self.run.state.progress
-        if self.injector is not None and self.run.phase == "data" and self.injector.at("data"):
+        if self.injector is not None and self.run.attempt.phase == "data" and self.injector.at("data"):
             self.injector.fail()
         self.fetched.append((progress.step, progress.epoch, tuple(indices)))
         batch = self.dataset.__getitems__(indices)
@@ -141,9 +140,14 @@ class Recorded:
             while (failure := self._attempt(config)) is not None:
                 self.failures.append(failure)
                 assert len(self.failures) < most, "this never ends"
-                before = self.run
-                self.run = runner.recover(config, self.run, failure, stop)
-                if self.run is not before:
+                carried = runner.recover(self.run, failure)
+                if carried is not None:
+                    self.run.close()
+                    del self.run
+                    if injector is not None:
+                        injector.run = None
+                    carried.memory.release()
+                    self.run = runner.prepare(carried.config, stop, SingleRank(), carried)
                     self._attach()
                 done = self.run.state.progress.step
                 self.fetched[:] = [entry for entry in self.fetched if entry[0] < done]
@@ -160,10 +164,10 @@ class Recorded:
 
     def _attempt(self, config: Config) -> Incident | None:
         if self.injector is None:
-            return runner.attempt(config, self.run)
+            return runner.attempt(self.run)
         self.injector.arm_attempt()
         with self.injector:
-            return runner.attempt(config, self.run)
+            return runner.attempt(self.run)
 
     def samples(self) -> dict[tuple[int, int], list[int]]:
         """`{(finished steps, epoch): sample indices in their order}`, however they were cut."""
@@ -176,7 +180,6 @@ class Recorded:
         """All that has to be the same after a recovery: everything but the sizes of the search."""
         state = self.run.state
         values = state.values([rng_state(state.device)])
-        values.pop("sizes")
         values["progress"] = {k: v for k, v in values["progress"].items() if k != "evaluated_at"}
         return {"tensors": state.tensors(), "values": values, "fetched": self.fetched}
 

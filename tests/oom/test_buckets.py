@@ -56,7 +56,7 @@ def test_one_long_batch_does_not_shrink_the_others(tmp_path):
     recorded = Recorded(
         tiny(tmp_path / "b", *TEXT, changes={**changes, "memory.limit": int(1.1 * peak)}), changed=short_but_one
     )
-    micro = recorded.run.state.micro
+    micro = recorded.run.sizes.train
     assert recorded.failures
     assert {f.bucket for f in recorded.failures} == {numbers(64)}
     assert micro.searches[numbers(16)].size == 16
@@ -130,9 +130,9 @@ def several_sizes(tmp_path, monkeypatch):
 def test_images_of_several_sizes(tmp_path):
     recorded = Recorded(tiny(tmp_path / "run", *OVERRIDES, changes={**AUTO, "memory.limit": LIMIT}))
     small, large = 128, 2048  # 64 and 1024 pixels and a target, up to the next power of two
-    assert set(recorded.run.state.micro.searches) == {small, large}
-    assert recorded.run.state.micro.searches[small].size == 16
-    assert recorded.run.state.micro.searches[large].size < 16
+    assert set(recorded.run.sizes.train.searches) == {small, large}
+    assert recorded.run.sizes.train.searches[small].size == 16
+    assert recorded.run.sizes.train.searches[large].size < 16
     assert {f.bucket for f in recorded.failures} == {large}
     assert recorded.run.memory.peak <= LIMIT
     for epoch in range(4):
@@ -142,12 +142,12 @@ def test_images_of_several_sizes(tmp_path):
 @pytest.mark.usefixtures("several_sizes")
 def test_a_schedule_replays_the_sizes_of_each_shape(tmp_path):
     recorded = Recorded(tiny(tmp_path / "a", *OVERRIDES, changes={**AUTO, "memory.limit": LIMIT, "oom.grow": True}))
-    plan = recorded.run.sizes_used
+    plan = recorded.run.sizes.used
     assert recorded.failures
     assert any(isinstance(sizes, dict) for sizes in plan.values())
     again = Recorded(tiny(tmp_path / "b", *OVERRIDES, schedule=plan, changes=AUTO))
     assert again.failures == []
-    assert again.run.sizes_used == plan
+    assert again.run.sizes.used == plan
     assert torch.equal(weights(recorded.run.state.model), weights(again.run.state.model))
     one_size = {step: sizes if isinstance(sizes, int) else min(sizes.values()) for step, sizes in plan.items()}
     other = Recorded(tiny(tmp_path / "c", *OVERRIDES, schedule=one_size, changes=AUTO))

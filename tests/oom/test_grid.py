@@ -20,7 +20,7 @@ from trainapp.parallel.ranks import SingleRank
 from trainapp.run import runner
 from trainapp.signals import StopRequest
 from trainapp.train import loop
-from trainapp.train.transaction import RestorePoint
+from trainapp.train.restore_point import RestorePoint
 
 from .conftest import MODELS, PRECISIONS, cell, tiny
 from .inject import BETWEEN, PHASES, Injector, Recorded, logged
@@ -149,7 +149,7 @@ def evaluation_survives(tmp_path: Path, model: str, precision: str, step: int, o
     assert injector.fired == len(recorded.failures) == 1
     (failure,) = recorded.failures
     assert (failure.phase, failure.step, failure.old_size, failure.new_size) == ("evaluate", step, 90, 45)
-    assert (recorded.run.state.micro.size, recorded.run.state.eval_micro.size) == (8, 45)
+    assert (recorded.run.sizes.train.size, recorded.run.sizes.evaluation.size) == (8, 45)
     undisturbed, _ = evaluated(model, precision, 90)
     assert differences(recorded.state()["tensors"], undisturbed["tensors"]) == []
     assert differences(recorded.state()["values"]["rng"], undisturbed["values"]["rng"]) == []
@@ -197,7 +197,7 @@ def test_commit_goes_back_to_the_start(tmp_path, model, precision, step):
     assert injector.fired == len(recorded.failures) == 1
     (failure,) = recorded.failures
     assert (failure.phase, failure.step, failure.old_size, failure.new_size) == ("commit", step, 8, 4)
-    assert f"back to the start, from the seed; {step - 1} finished steps are done again" in failure.action
+    assert f"back to the start, from the seed; {step - 1} finished steps are repeated" in failure.action
     wanted, losses = configured(model, precision, ((1, 4),))
     assert differences(recorded.state(), wanted) == []
     assert logged(tmp_path) == losses
@@ -209,7 +209,7 @@ def test_commit_goes_back_to_the_checkpoint(tmp_path, model):
     injector = Injector("commit", 4, late(model, "fp32", "commit", 4))
     recorded = Recorded(tiny(tmp_path, *cell(model, "fp32"), *saving), injector)
     assert injector.fired == len(recorded.failures) == 1
-    assert "back to the checkpoint of step 2; 1 finished steps are done again" in recorded.failures[0].action
+    assert "back to the checkpoint of step 2; 1 finished steps are repeated" in recorded.failures[0].action
     wanted, losses = configured(model, "fp32", ((3, 4),))
     assert differences(recorded.state(), wanted) == []
     assert logged(tmp_path) == losses
@@ -222,15 +222,15 @@ def test_the_commit_was_torn(tmp_path):
     run = runner.prepare(config, StopRequest(), SingleRank())
     injector.attach(run)
     before = {}
-    commit = loop.commit
+    update = loop.update
 
     def remembering(*arguments):
         before.update({n: p.detach().clone() for n, p in run.state.model.named_parameters()})
-        return commit(*arguments)
+        return update(*arguments)
 
     with pytest.MonkeyPatch.context() as patch, injector:
-        patch.setattr(loop, "commit", remembering)
-        failure = runner.attempt(config, run)
+        patch.setattr(loop, "update", remembering)
+        failure = runner.attempt(run)
     run.close()
     assert failure.phase == "commit"
     moved = [not torch.equal(before[n], p) for n, p in run.state.model.named_parameters()]
@@ -262,11 +262,11 @@ def test_without_the_buffers_the_oracle_fails(tmp_path, monkeypatch):
 
 
 def test_with_leaked_gradients_the_oracle_fails(tmp_path, monkeypatch):
-    def keep(run, failure):
+    def keep(run, phase, other_ranks_wait):
         run.state.model.train()
         run.restore_point.restore()
 
-    monkeypatch.setattr(recovery, "undo_step", keep)
+    monkeypatch.setattr(recovery, "rollback", keep)
     monkeypatch.setattr(torch.optim.Optimizer, "zero_grad", zero_grad_but_not_at(3))
     assert recovered_as_configured(tmp_path, "mlp", "fp32", "backward", 3) != []
 
@@ -285,12 +285,12 @@ def zero_grad_but_not_at(step: int):
 
 
 def test_with_other_samples_the_oracle_fails(tmp_path, monkeypatch):
-    # A retry that goes on with the next samples instead of the same ones.
+    # A retry that continues with the next samples instead of the same ones.
     recover = recovery.change_size
 
-    def next_samples(config, run, failure):
+    def next_samples(run, failure):
         run.batches.advance(run.state.progress)
-        recover(config, run, failure)
+        recover(run, failure)
 
     monkeypatch.setattr(recovery, "change_size", next_samples)
     assert recovered_as_configured(tmp_path, "mlp", "fp32", "backward", 3) != []

@@ -103,7 +103,7 @@ def real_run(samples, global_size, kilobytes, drop_last, eval_every):
             told = str(error)
             assert "nothing is left to halve" in told or "so no batch is left" in told or "before any batch" in told
             return
-    assert recorded.run.state.micro.size >= 1
+    assert recorded.run.sizes.train.size >= 1
     assert recorded.run.memory.peak <= config.memory.limit
     epoch_samples = recorded.run.batches.epoch_samples
     for epoch in range(3):

@@ -126,7 +126,7 @@ def failed_attempt(config: Config, step: int, injector: Injector):
 
     run.restore_point.take = noting
     with storages, injector:
-        failure = runner.attempt(config, run)
+        failure = runner.attempt(run)
     run.restore_point.take = take
     return run, failure, before["bytes"], storages
 
@@ -138,9 +138,9 @@ def test_memory_is_back_to_what_it_was(tmp_path, model, phase):
     run, failure, before, storages = failed_attempt(config, 2, Injector(phase, 2, 1))
     assert failure.phase == phase
     assert storages.seen
-    recovered = runner.recover(config, run, failure, StopRequest())
+    recovered = runner.recover(run, failure)
     run.close()
-    assert recovered is run
+    assert recovered is None
     assert storages.alive() == 0
     assert all_bytes() == before
 
@@ -152,7 +152,7 @@ def test_a_kept_error_would_keep_the_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(runner.incident, "describe", lambda run, error: kept.append(error) or describe(run, error))
     config = tiny(tmp_path, *cell("mlp", "fp32"))
     run, failure, before, storages = failed_attempt(config, 2, Injector("backward", 2, 1))
-    runner.recover(config, run, failure, StopRequest())
+    runner.recover(run, failure)
     run.close()
     assert storages.alive() > 0
     assert all_bytes() > before
@@ -183,8 +183,8 @@ def test_at_the_first_fetch_of_the_first_step(tmp_path):
     recorded = Recorded(tiny(tmp_path, *cell("mlp", "fp32")), injector)
     assert injector.fired == len(recorded.failures) == 1
     assert (recorded.failures[0].old_size, recorded.failures[0].new_size) == (8, 4)
-    assert recorded.run.state.micro.size == 4
-    assert set(recorded.run.state.micro.searches) == {128}  # of the real shape alone
+    assert recorded.run.sizes.train.size == 4
+    assert set(recorded.run.sizes.train.searches) == {128}  # of the real shape alone
 
 
 def test_the_global_batch_stays(tmp_path):
@@ -273,7 +273,7 @@ def test_a_schedule_replays_a_run(tmp_path):
     changes = {"batch.micro_size": "auto", "memory.limit": limit, "oom.grow": True}
     recorded = Recorded(tiny(tmp_path / "a", *overrides, changes=changes))
     assert recorded.failures
-    plan = recorded.run.sizes_used
+    plan = recorded.run.sizes.used
     assert len(plan) > 1
     again = Recorded(tiny(tmp_path / "b", *overrides, schedule=plan, changes={"batch.micro_size": "auto"}))
     assert torch.equal(weights(recorded.run.state.model), weights(again.run.state.model))
@@ -284,12 +284,12 @@ def test_recovery_runs_outside_except(tmp_path, monkeypatch):
     import sys
 
     handled = []
-    undo = recovery.undo_step
+    undo = recovery.rollback
 
-    def looking(*arguments):
+    def looking(*arguments, **options):
         handled.append(sys.exc_info()[0])
-        undo(*arguments)
+        undo(*arguments, **options)
 
-    monkeypatch.setattr(recovery, "undo_step", looking)
+    monkeypatch.setattr(recovery, "rollback", looking)
     Recorded(tiny(tmp_path, *cell("mlp", "fp32")), Injector("forward", 2, 1))
     assert handled == [None]

@@ -1,5 +1,6 @@
 """What one run found, the next begins with: a hint that saves its errors, and can cost one retry at most."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -32,13 +33,13 @@ def run(run_dir: Path, *overrides: str, changes: dict) -> Recorded:
     """A run to its end, which then remembers as `runner.run` does."""
     config = tiny(run_dir, *PLAIN, *overrides, changes={**CHANGES, **changes})
     done = Recorded(config)
-    hints.remember(config, done.run)
+    hints.remember(done.run)
     return done
 
 
 def sizes(run_: Recorded) -> list[int]:
     """The micro-batches of the run, in order."""
-    return list(run_.run.sizes_used.values())
+    return list(run_.run.sizes.used.values())
 
 
 def files() -> list[Path]:
@@ -51,7 +52,7 @@ def test_a_second_run_has_no_errors(tmp_path, limit):
     assert first.failures
     second = run(tmp_path / "b", changes={"memory.limit": limit})
     assert second.failures == []
-    assert sizes(second) == [first.run.state.micro.size]
+    assert sizes(second) == [first.run.sizes.train.size]
     assert len(files()) == 1
 
 
@@ -74,7 +75,7 @@ def edit(change) -> None:
 
 def test_a_wrong_hint_costs_one_retry(tmp_path, limit):
     first = run(tmp_path / "a", changes={"memory.limit": limit})
-    size = first.run.state.micro.size
+    size = first.run.sizes.train.size
 
     def too_large(buckets):
         for bucket in buckets:
@@ -172,11 +173,11 @@ def test_another_optimizer_or_model_is_another_key(tmp_path):
 def test_other_ranks_or_another_strategy_is_another_key(tmp_path):
     one = run(tmp_path / "a", changes={"train.max_steps": 1}).run
     config = tiny(tmp_path / "a", *PLAIN)
-    alone = hints.describe(config, one)
+    alone = hints.describe(one)
     one.ranks.world = 2
-    assert hints.describe(config, one) != alone
-    ddp = hints.describe(tiny(tmp_path / "b", *PLAIN, "parallel=ddp"), one)
-    assert ddp != hints.describe(tiny(tmp_path / "c", *PLAIN, "parallel=fsdp"), one)
+    assert hints.describe(one) != alone
+    ddp = hints.describe(dataclasses.replace(one, config=tiny(tmp_path / "b", *PLAIN, "parallel=ddp")))
+    assert ddp != hints.describe(dataclasses.replace(one, config=tiny(tmp_path / "c", *PLAIN, "parallel=fsdp")))
 
 
 def test_another_seed_or_length_is_the_same_key(tmp_path):
@@ -216,7 +217,7 @@ def test_the_evaluation_size_is_remembered_too(tmp_path):
     assert next(f.old_size for f in first.failures if f.evaluating) == 360  # twice the global batch, and all there is
     second = run(tmp_path / "b", changes={**evaluating, "memory.limit": int(1.1 * peak)})
     assert second.failures == []
-    assert second.run.state.eval_micro.size == first.run.state.eval_micro.size
+    assert second.run.sizes.evaluation.size == first.run.sizes.evaluation.size
 
 
 def test_it_is_in_the_checkpoint(tmp_path, limit):
@@ -228,4 +229,4 @@ def test_it_is_in_the_checkpoint(tmp_path, limit):
     run = runner.prepare(config, StopRequest(), SingleRank())
     run.close()
     assert run.state.progress.step == 12
-    assert run.state.micro.size == first.run.state.micro.size
+    assert run.sizes.train.size == first.run.sizes.train.size

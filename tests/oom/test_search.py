@@ -43,7 +43,7 @@ def test_where_100_fits(tmp_path, global_size, grow, wanted):
     limit = limit_for(tmp_path, 100, global_size)
     overrides = (f"batch.global_size={global_size}", f"memory.limit={limit}", f"oom.grow={str(grow).lower()}")
     recorded = Recorded(tiny(tmp_path / "run", *LINEAR, "train.max_steps=null", "train.max_epochs=4", *overrides))
-    micro = recorded.run.state.micro
+    micro = recorded.run.sizes.train
     assert micro.size in wanted
     halvings = {128: 1, 256: 2}[global_size]
     assert len(recorded.failures) <= halvings + (2 if grow else 0)
@@ -58,7 +58,7 @@ def test_the_log_says_where_the_search_ended(tmp_path, caplog):
     overrides = ("batch.global_size=128", f"memory.limit={limit}", "oom.grow=true", "train.max_steps=40")
     with caplog.at_level(logging.INFO):
         recorded = Recorded(tiny(tmp_path / "run", *LINEAR, *overrides))
-    size = recorded.run.state.micro.size
+    size = recorded.run.sizes.train.size
     ended = [r.getMessage() for r in caplog.records if "search" in r.getMessage() and "ended" in r.getMessage()]
     assert len(ended) == 1
     assert str(size) in ended[0]

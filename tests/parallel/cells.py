@@ -26,7 +26,7 @@ from trainapp.parallel.ranks import SingleRank
 from trainapp.run import runner
 from trainapp.signals import StopRequest
 from trainapp.train import loop, step
-from trainapp.train.run import Run
+from trainapp.train.run import Run, Step
 
 from .faults import Fault, injected
 
@@ -91,19 +91,23 @@ def _leave_group() -> None:
 def _run(config: Config, ranks: SingleRank, record: Record) -> None:
     stop = StopRequest()
     run = runner.prepare(config, stop, ranks)
-    commit = loop.commit
+    update = loop.update
     try:
-        loop.commit = _noting(commit, record)
+        loop.update = _noting(update, record)
         _watch(run, record)
-        while (failure := runner.attempt(config, run)) is not None:
+        while (failure := runner.attempt(run)) is not None:
             record.failures.append(_facts(failure))
             assert len(record.failures) < 30, "this never ends"
-            before, run = run, runner.recover(config, run, failure, stop)
+            carried = runner.recover(run, failure)
             record.failures[-1] |= {"new": failure.new_size, "old": failure.old_size, "culprits": failure.culprits}
-            if run is not before:
+            if carried is not None:
+                run.close()
+                del run
+                carried.memory.release()
+                run = runner.prepare(carried.config, stop, ranks, carried)
                 _watch(run, record)
     finally:
-        loop.commit = commit
+        loop.update = update
         run.tracker.close()
     state = run.state
     record.weights = vector(list(state.model.parameters()))
@@ -113,7 +117,7 @@ def _run(config: Config, ranks: SingleRank, record: Record) -> None:
     record.progress = dataclasses.asdict(state.progress)
     record.votes = getattr(ranks, "votes", 0)
     record.peak = max(ranks.all_gather_object(run.memory.peak))
-    record.shapes = {bucket: search.size for bucket, search in state.micro.searches.items()}
+    record.shapes = {bucket: search.size for bucket, search in run.sizes.train.searches.items()}
 
 
 def _facts(failure: Incident) -> dict[str, Any]:
@@ -121,13 +125,13 @@ def _facts(failure: Incident) -> dict[str, Any]:
     return {name: getattr(failure, name) for name in names}
 
 
-def _noting(commit: Any, record: Record) -> Any:
-    def noting(run: Run, totals: Any, norm: torch.Tensor) -> bool:
+def _noting(update: Any, record: Record) -> Any:
+    def noting(run: Run, coming: Step, totals: Any, norm: torch.Tensor) -> bool:
         gradients = vector([p.grad for p in run.meter.parameters if p.grad is not None])
-        applied = commit(run, totals, norm)
+        applied = update(run, coming, totals, norm)
         record.gradients.append(gradients)
         record.losses.append(totals.means()["loss"])
-        record.sizes.append(run.state.micro.size)
+        record.sizes.append(run.sizes.train.size)
         record.votes_enabled.append(run.ranks.votes_enabled)
         if run.state.precision.scaler.is_enabled():
             record.scales.append(run.state.precision.scaler.get_scale())
@@ -159,7 +163,7 @@ def _watch(run: Run, record: Record) -> None:
 
     def noting_advance(progress: Any) -> None:
         key = len(record.samples)
-        used = pieces(progress.epoch, progress.consumed, run.state.micro.size, run.accumulation)
+        used = pieces(progress.epoch, progress.consumed, run.sizes.train.size, run.sizes.parts)
         record.samples[key] = [index for piece in used for index in piece]
         advance(progress)
 
@@ -184,37 +188,37 @@ class _Lines(logging.Handler):
 
 def train_averaging(rank: int, config: Config, *arguments: Any) -> Record:
     """A wrong variant: the mean over ranks, which is what DDP and FSDP do by themselves."""
-    clip = loop.clip
+    clip = loop.clip_gradients
 
-    def averaged(run: Run, totals: Any) -> torch.Tensor:
+    def averaged(run: Run, coming: Step, totals: Any) -> torch.Tensor:
         torch._foreach_div_([p.grad for p in run.meter.parameters], run.ranks.world)
-        return clip(run, totals)
+        return clip(run, coming, totals)
 
-    loop.clip = averaged
+    loop.clip_gradients = averaged
     try:
         return train(rank, config, *arguments)
     finally:
-        loop.clip = clip
+        loop.clip_gradients = clip
 
 
 def train_mean_of_means(rank: int, config: Config, *arguments: Any) -> Record:
     """A wrong variant: every rank's mean over its own tokens, then the mean over ranks."""
-    backward, clip = step.backward, loop.clip
+    backward, clip = step.backward, loop.clip_gradients
 
     def own_mean(run: Run, micro: MicroBatch, weight: torch.Tensor, *rest: Any) -> None:
         targets = micro.data["targets"]
         own = (targets != -100).sum()
         backward(run, micro, 1.0 / (own * config.batch.global_size / len(targets)), *rest)
 
-    def unscaled(run: Run, totals: Any) -> torch.Tensor:
-        totals.count = run.batches.step_samples(run.state.progress)
-        return clip(run, totals)
+    def unscaled(run: Run, coming: Step, totals: Any) -> torch.Tensor:
+        totals.count = coming.samples
+        return clip(run, coming, totals)
 
-    step.backward, loop.clip = own_mean, unscaled
+    step.backward, loop.clip_gradients = own_mean, unscaled
     try:
         return train(rank, config, *arguments)
     finally:
-        step.backward, loop.clip = backward, clip
+        step.backward, loop.clip_gradients = backward, clip
 
 
 def train_without_reset(rank: int, config: Config, *arguments: Any) -> Record:

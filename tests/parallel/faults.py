@@ -27,7 +27,7 @@ from trainapp.train import loop
 from trainapp.train.run import Run
 
 ENVIRONMENT = "TRAINAPP_TEST_FAULTS"  # {"folder": ..., "faults": [...]}
-# Phases of the loop (`run.phase`), told by the tensor operations in them, and places that have a function instead.
+# Phases of the loop (`run.attempt.phase`), told by the tensor operations in them, and places that have a function instead.
 PLACES = ("fetch", "gather buffer", "reduce buffer", "bucket", "manifest")
 BETWEEN = ("weight average", "evaluate", "save", "manifest")  # follow a finished step
 
@@ -76,7 +76,7 @@ class Injector(TorchDispatchMode):
         self.seen: dict[Fault, int] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
-        poison = self.strike(self.run.phase) if self.run is not None else None
+        poison = self.strike(self.run.attempt.phase) if self.run is not None else None
         result = func(*args, **(kwargs or {}))
         if poison is not None and isinstance(result, torch.Tensor) and result.is_floating_point():
             return result + poison
@@ -141,7 +141,7 @@ def injected(faults: Iterable[Fault], folder: Path) -> Iterator[Injector]:
     def striking(place: str, function: Any) -> Any:
         @functools.wraps(function)  # DDP reads a hook's annotations
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if injector.run is not None and (place != "fetch" or injector.run.phase == "data"):
+            if injector.run is not None and (place != "fetch" or injector.run.attempt.phase == "data"):
                 injector.strike(place)
             return function(*args, **kwargs)
 

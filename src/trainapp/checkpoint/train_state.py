@@ -24,12 +24,9 @@ class TrainState:
     optimizer: torch.optim.Optimizer
     precision: Precision
     average: WeightAverage
-    micro: MicroBatchSizes
-    eval_micro: MicroBatchSizes
     device: torch.device
     seed: int
     global_size: int
-    budget: int  # bytes of memory that the sizes were found in
     progress: Progress = field(default_factory=Progress)
 
     def optimizer_parameters(self) -> list[torch.Tensor]:

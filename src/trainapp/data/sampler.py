@@ -41,7 +41,7 @@ class TrainBatches:
         world: int = 1,
     ):
         self.global_size, self.seed, self.rank, self.world = global_size, seed, rank, world
-        self.samples = len(dataset)
+        self.dataset, self.samples = dataset, len(dataset)
         self.epoch_samples = self.samples - self.samples % global_size if drop_last else self.samples
         self._source = Batches(dataset, seed, workers, device)
         self._order: tuple[int, list[int]] = (-1, [])
@@ -150,8 +150,8 @@ class EvalBatches:
         world: int = 1,
         equal: bool = False,
     ):
-        samples = len(dataset)
-        self.start, self.end = (samples * r // world for r in (rank, rank + 1))
+        self.samples = len(dataset)
+        self.start, self.end = (self.samples * r // world for r in (rank, rank + 1))
         self.equal = equal
         self._source = Batches(dataset, seed, workers, device)
 

@@ -39,6 +39,13 @@ def load_weights(model: nn.Module, path: str | Path, strict: bool = True) -> lis
         raise UserError(prefix + str(error)) from error.__cause__
 
 
+def load_initial_weights(model: nn.Module, path: Path, strict: bool) -> None:
+    """`model.init_from`: see `load_weights`. Says what was left as it was initialised."""
+    skipped = load_weights(model, path, strict=strict)
+    if skipped:
+        log.warning("model.init_from: not loaded, left as initialised: %s", ", ".join(skipped))
+
+
 def _load(model: nn.Module, path: Path, strict: bool) -> list[str]:
     own = {name: t for name, t in model.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
     found = _unwrap(_read(path), own)

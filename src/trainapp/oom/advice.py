@@ -1,13 +1,10 @@
-"""When even one sample does not fit: where the memory went, and which settings would make it less."""
+"""When no micro-batch fits: where the memory went, and which settings would need less."""
 
-import functools
 import logging
 from typing import Any
 
-import torch
-
-from trainapp.config.schema import ActivationCheckpointing, Config
-from trainapp.memory.levers import activation_checkpointing
+from trainapp.config.schema import ActivationCheckpointing, Precision
+from trainapp.memory.kinds import MemoryKind
 from trainapp.oom.incident import Incident
 from trainapp.plan.trace import traced_peak
 from trainapp.train.run import Run
@@ -16,57 +13,51 @@ from trainapp.units import bytes_text
 log = logging.getLogger(__name__)
 
 
-def memory_report(config: Config, run: Run, failure: Incident) -> str:
-    """The last word of a run that cannot go on: the parts, then what would help, largest saving first."""
-    static = run.meter.static
+def memory_report(run: Run, failure: Incident) -> str:
+    """The last words of a run that cannot continue: the parts, then what would help, largest saving first."""
     parts = sorted(failure.parts.items(), key=lambda item: -item[1])
     kind = "evaluation micro-batch" if failure.evaluating else "micro-batch"
     lines = [
-        f"out of memory in {failure.phase} with {kind} {failure.old_size}: nothing is left to halve.",
+        f"out of memory in {failure.phase} with {kind} {failure.old_size}: no smaller one can fit.",
         failure.message,
         f"{'limit':<18}{bytes_text(failure.limit):>12}",
-        *(f"{name.replace('_', ' '):<18}{bytes_text(size):>12}" for name, size in parts if size),
+        *(f"{MemoryKind(name).label:<18}{bytes_text(size):>12}" for name, size in parts if size),
     ]
-    savings = [
-        (saving, text) for saving, text in _savings(config, run, static, failure) if saving > 0.01 * failure.limit
-    ]
+    savings = [(saving, text) for saving, text in _savings(run, failure) if saving > 0.01 * failure.limit]
     if savings:
         lines.append("What would help, largest saving first:")
         lines += [f"  {bytes_text(saving):>10}  {text}" for saving, text in sorted(savings, reverse=True)]
-    saved = run.checkpoints.newest_name() if run.checkpoints.enabled else None
+    saved = run.checkpointer.newest_name()
     lines.append(f"The last checkpoint is {saved}." if saved else "No checkpoint was written yet.")
     return "\n".join(lines)
 
 
-def _savings(config: Config, run: Run, static: dict[str, int], failure: Incident) -> list[tuple[int, str]]:
-    """`(bytes, setting)`: states from the sizes of their tensors, the rest traced without using memory."""
-    state = static["optimizer_state"]
+def _savings(run: Run, failure: Incident) -> list[tuple[int, str]]:
+    """`(bytes, setting)`: state from the sizes of its tensors, activations from a traced step."""
+    config, static = run.config, run.meter.static
+    state = static[MemoryKind.OPTIMIZER_STATE]
     found = [
-        (static["weight_average"], "train.ema=null: no average of the weights"),
+        (static[MemoryKind.WEIGHT_AVERAGE], "train.ema=null: no average of the weights"),
         (state, "optimizer=sgd optimizer.momentum=0: no optimizer state"),
     ]
     if "Adam" in config.optimizer.target:
-        found.append((state // 2, "optimizer=sgd: one moment for each parameter instead of two"))
-    saving = functools.partial(_traced_saving, run, failure.old_size)
-    if run.state.precision.mode in ("fp32", "tf32"):
-        bf16 = torch.autocast(run.state.device.type, torch.bfloat16)
-        found.append((saving(autocast=bf16), "precision=bf16: smaller activations"))
+        found.append((state // 2, "optimizer=sgd: one moment per parameter instead of two"))
+    others: list[tuple[str, dict[str, Any]]] = []
+    if config.precision.mode in ("fp32", "tf32"):
+        others.append(("precision=bf16: smaller activations", {"precision": Precision(mode="bf16")}))
     if config.activation_checkpointing.mode == "none":
         for mode in ("full", "selective"):
             settings = ActivationCheckpointing(mode=mode)
-            change = functools.partial(activation_checkpointing.apply, settings=settings)
-            found.append((saving(change=change), f"activation_checkpointing={mode}: computed again, not kept"))
-    return found
+            text = f"activation_checkpointing={mode}: recomputed instead of kept"
+            others.append((text, {"activation_checkpointing": settings}))
+    return found + _traced_savings(run, failure.old_size, others)
 
 
-def _traced_saving(run: Run, samples: int, **other: Any) -> int:
-    """Bytes that a step of `samples` would need less with another autocast or a changed model; 0 if not traceable."""
-    state = run.state
+def _traced_savings(run: Run, samples: int, others: list[tuple[str, dict[str, Any]]]) -> list[tuple[int, str]]:
+    """What a step with micro-batches of `samples` would need less with other settings."""
     try:
-        batch = run.batches.example(samples)
-        now = {"autocast": state.precision.autocast}
-        before = traced_peak(state.model, run.task, batch, **now)
-        return before - traced_peak(state.model, run.task, batch, **now | other)
-    except Exception as error:  # a model that looks at its data; the report is worth more than this line of it
+        now = traced_peak(run, samples)
+        return [(now - traced_peak(run, samples, **settings), text) for text, settings in others]
+    except Exception as error:  # a model that looks at its data; the report is worth more than these lines of it
         log.debug("the model could not be traced: %s", error)
-        return 0
+        return []

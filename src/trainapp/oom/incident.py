@@ -13,12 +13,9 @@ from torch import nn
 from trainapp.oom.errors import requested_bytes
 from trainapp.parallel.dtensor import local
 from trainapp.parallel.ranks import PeerOutOfMemory
+from trainapp.train.phase import Phase
 from trainapp.train.run import Run
 from trainapp.units import bytes_text
-
-# The phases of a step before its commit.
-TRANSACTION = ("data", "forward", "loss", "backward", "metric", "gradients", "unscale", "clip")
-
 
 @dataclass
 class Incident:
@@ -29,7 +26,7 @@ class Incident:
     """
 
     step: int
-    phase: str
+    phase: Phase
     module: str
     message: str
     requested: int | None
@@ -53,13 +50,8 @@ class Incident:
 
     @property
     def evaluating(self) -> bool:
-        """Whether evaluation failed; training's size is none of its business."""
-        return self.phase == "evaluate"
-
-    @property
-    def in_transaction(self) -> bool:
-        """Whether it happened in a step before its commit: the step is taken back and tried with a smaller size."""
-        return self.phase in TRANSACTION
+        """Whether evaluation failed, whose micro-batch is its own."""
+        return self.phase is Phase.EVALUATE
 
 
 def describe(run: Run, error: BaseException) -> Incident:
@@ -76,7 +68,7 @@ def describe(run: Run, error: BaseException) -> Incident:
         free, total = torch.cuda.mem_get_info(memory.device)
         parts["other_processes"] = max(0, total - free - torch.cuda.memory_reserved(memory.device))
     return Incident(
-        step=state.progress.step + (phase in TRANSACTION or phase == "commit"),
+        step=state.progress.step + (phase.can_be_undone or phase.is_torn),
         phase=phase,
         module=module,
         message=str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__,
@@ -87,16 +79,16 @@ def describe(run: Run, error: BaseException) -> Incident:
         trace=traceback.format_exc(),
         unused_cache=memory.unused_cache(),
         rank=run.ranks.rank,
-        alone=run.ranks.world == 1 or (phase == "evaluate" and not run.strategy.forward_is_collective),
+        alone=run.ranks.world == 1 or (phase is Phase.EVALUATE and not run.strategy.forward_is_collective),
         by_peer=isinstance(error, PeerOutOfMemory),
         host=not isinstance(error, torch.OutOfMemoryError) and memory.device.type == "cpu",
-        bucket=(state.eval_micro if phase == "evaluate" else state.micro).current or 0,
+        bucket=(run.sizes.evaluation if phase is Phase.EVALUATE else run.sizes.train).current_bucket or 0,
         events=events,
         kinds=kinds,
     )
 
 
-def _place(run: Run, error: BaseException) -> tuple[str, str]:
+def _place(run: Run, error: BaseException) -> tuple[Phase, str]:
     """`(phase, module path)`: the innermost module among the frames that the error passed through."""
     names = {id(module): name for name, module in run.state.model.named_modules()}
     module, entered = "", False
@@ -104,8 +96,10 @@ def _place(run: Run, error: BaseException) -> tuple[str, str]:
         owner = frame.f_locals.get("self")
         if isinstance(owner, nn.Module) and id(owner) in names:
             module, entered = names[id(owner)] or module, True
-    phase = "loss" if run.phase == "forward" and not entered else run.phase
-    if phase not in ("forward", "backward", "evaluate"):
+    phase = run.attempt.phase
+    if phase is Phase.FORWARD and not entered:
+        phase = Phase.LOSS
+    if phase not in (Phase.FORWARD, Phase.BACKWARD, Phase.EVALUATE):
         return phase, module
     return phase, module or run.memory.module_path.at_failure
 

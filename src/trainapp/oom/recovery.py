@@ -1,75 +1,97 @@
-"""What follows an out-of-memory error: the step is taken back, the size changes, everybody is told."""
+"""What follows an out-of-memory error: all ranks leave the step, it is rolled back, the size changes, it is recorded."""
 
 import contextlib
 import json
 import logging
 import os
 import time
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
 
-from trainapp.config.schema import Config
+from trainapp.data.size_search import Failure
 from trainapp.errors import TrainingStopped
+from trainapp.memory.kinds import MemoryKind
 from trainapp.memory.timeline import Picture
 from trainapp.oom import incident
 from trainapp.oom.advice import memory_report
 from trainapp.oom.incident import Incident
 from trainapp.parallel.ranks import OUT_OF_MEMORY_EXIT, SingleRank
-from trainapp.train import build
+from trainapp.paths import atomic_write
+from trainapp.train.phase import Phase
 from trainapp.train.run import Run
+from trainapp.train.transaction import rollback
 
 RESTART = "restart.json"
 log = logging.getLogger(__name__)
 
 
-def undo_step(run: Run, failure: Incident) -> None:
-    """Back to the start of the step: gradients dropped, memory given back, generators and buffers as they were.
+def abort_on_all_ranks(run: Run, failure: Incident) -> None:
+    """With several ranks: tell the others, and wait until all have left the step.
 
-    What was done after a commit stays: an evaluation restores the generators itself, and moves no buffer.
+    Where the others cannot be told (no votes are held, or inside the commit) this worker ends with an exit code of its
+    own; the launcher then restarts all of them from the last checkpoint, with the smaller size that is left for them in
+    a file.
     """
-    state = run.state
-    if not failure.alone:
-        run.strategy.abort_step()
-    state.optimizer.zero_grad(set_to_none=True)
-    state.precision.reset_scaler()
-    state.model.train()
-    run.memory.release()
-    if failure.in_transaction:
-        run.restore_point.restore()
+    ranks = run.ranks
+    if failure.alone:
+        return
+    if not failure.by_peer:
+        # torch unscales shards with a reduction of its own that no vote can stop
+        others_can_be_told = failure.evaluating or (
+            failure.phase.can_be_undone and failure.phase is not Phase.UNSCALE
+        )
+        if not ranks.votes_enabled or not others_can_be_told:
+            leave_for_restart(run, failure)
+        ranks.vote(True)
+    ranks.cancel_flag_exchange()
+    own = None if failure.by_peer else (ranks.rank, incident.one_line(failure))
+    failure.culprits = [culprit for culprit in ranks.all_gather_object(own) if culprit is not None]
 
 
-def change_size(config: Config, run: Run, failure: Incident) -> None:
-    """Choose the size of the next attempt. Raises TrainingStopped when it was the smallest already.
+def roll_back(run: Run, failure: Incident) -> None:
+    """Leave no trace of the failed attempt; see `transaction.rollback`."""
+    rollback(run, failure.phase, other_ranks_wait=not failure.alone)
+
+
+def change_size(run: Run, failure: Incident) -> None:
+    """Choose the size of the next attempt. Raises TrainingStopped when no smaller one can fit.
 
     The same size again, once, where giving back the allocator's cache may have been enough (cuBLAS and cuDNN allocate
     outside it), and for work that has no size; else what the search says.
     """
-    sizes = run.state.eval_micro if failure.evaluating else run.state.micro
-    has_size = failure.evaluating or failure.in_transaction or failure.phase == "commit"
+    sizes = run.sizes.evaluation if failure.evaluating else run.sizes.train
+    has_size = failure.phase.depends_on_size
     failure.old_size = failure.new_size = sizes.size_at_work
     attempt = (failure.step, failure.phase, failure.old_size)
     may_fit = not has_size or failure.by_peer or failure.unused_cache > (failure.requested or 0)
     ranks = SingleRank() if failure.alone else run.ranks
-    if ranks.all_reduce_min(int(may_fit and run.retried != attempt)):  # each rank knows its own phase only
-        run.retried = attempt
+    if ranks.all_reduce_min(int(may_fit and run.attempt.retried != attempt)):  # each rank knows its own phase only
+        run.attempt.retried = attempt
         failure.action = f"micro-batch {failure.old_size} again, after giving back the allocator's unused cache"
         return
-    changed = sizes.failed(ranks, culprit=not failure.by_peer) if has_size else None
+    changed = sizes.failed(ranks, not failure.by_peer, _outcome(run, failure)) if has_size else None
     if changed is None:
-        raise TrainingStopped(memory_report(config, run, failure))
+        raise TrainingStopped(memory_report(run, failure))
     failure.old_size, failure.new_size = changed
     setting = "evaluation micro-batch" if failure.evaluating else "micro-batch"
-    failure.action = f"{setting} {changed[0]} -> {changed[1]}, the same step again"
-    if not failure.evaluating and not config.oom.keep_global_batch:
-        smaller = max(1, run.state.global_size * changed[1] // changed[0])
+    failure.action = f"{setting} {failure.old_size} -> {failure.new_size}, the same step again"
+    if not failure.evaluating and not run.config.oom.keep_global_batch:
+        smaller = max(1, run.state.global_size * failure.new_size // failure.old_size)
         failure.action += (
             f"; oom.keep_global_batch=false: the global batch falls from {run.state.global_size} to {smaller}"
         )
-        build.set_global_size(config, run, smaller)
+        run.set_global_size(smaller)
 
 
-def record(run: Run, failure: Incident, started: float) -> None:
-    """Tell everybody: the terminal at once, oom/ in the run directory, TensorBoard."""
-    failure.seconds_lost = time.monotonic() - started
+def _outcome(run: Run, failure: Incident) -> Failure:
+    """What the search may learn from the failure. Gradients may not have existed yet, so they do not count as fixed."""
+    fixed = sum(size for kind, size in run.meter.static.items() if kind is not MemoryKind.GRADIENTS)
+    return Failure(requested=failure.requested, fixed_bytes=fixed, limit=failure.limit)
+
+
+def record(run: Run, failure: Incident) -> None:
+    """Report the error: on the terminal at once, in oom/ of the run directory, in TensorBoard."""
+    failure.seconds_lost = time.monotonic() - run.attempt.started
     if failure.by_peer:
         ranks = ", ".join(str(rank) for rank, _ in failure.culprits)
         log.warning("rank %s ran out of memory at step %d: %s", ranks, failure.step, failure.action)
@@ -91,30 +113,32 @@ def record(run: Run, failure: Incident, started: float) -> None:
 
 
 def leave_for_restart(run: Run, failure: Incident) -> NoReturn:
-    """End this worker; what the next ones need to know is left in the run directory."""
-    search = run.state.eval_micro if failure.evaluating else run.state.micro
-    changed = search.failed(SingleRank())
+    """End this worker; the sizes that the restarted ones need are left in the run directory."""
+    sizes = run.sizes.evaluation if failure.evaluating else run.sizes.train
+    changed = sizes.failed(SingleRank(), True, _outcome(run, failure))
     if changed is None:
-        raise TrainingStopped(f"{incident.one_line(failure)}; nothing is left to halve")
+        raise TrainingStopped(f"{incident.one_line(failure)}; no smaller micro-batch can fit")
     log.warning(
-        "rank %d: %s: not recoverable in place (%s): all ranks start again from the last checkpoint with micro-batch "
-        "%d instead of %d",
-        run.ranks.rank, incident.one_line(failure),
-        "inside the commit" if failure.phase == "commit" else "no votes are held for a proven size",
-        changed[1], changed[0],
-    )  # fmt: skip
-    incident.write(failure, run.tracker.run_dir / "oom", run.memory.out_of_memory_count, run.ranks.world)
-    hint = {"eval_micro" if failure.evaluating else "micro": search.state_dict()}
-    (run.tracker.run_dir / RESTART).write_text(json.dumps(hint))
+        "rank %d: %s: not recoverable in place (%s): all ranks restart from the last checkpoint with micro-batch %d "
+        "instead of %d",
+        run.ranks.rank,
+        incident.one_line(failure),
+        "inside the commit" if failure.phase.is_torn else "no votes are held for a proven size",
+        changed[1],
+        changed[0],
+    )
+    run_dir = run.tracker.run_dir
+    incident.write(failure, run_dir / "oom", run.memory.out_of_memory_count, run.ranks.world)
+    hint = {"eval_micro" if failure.evaluating else "micro": sizes.state_dict()}
+    with atomic_write(run_dir / RESTART) as file:
+        file.write(json.dumps(hint).encode())
     logging.shutdown()
     os._exit(OUT_OF_MEMORY_EXIT)
 
 
-def take_hint(run: Run) -> None:
-    """After such a restart: the sizes that were left for this one."""
+def read_hint(run_dir: Path) -> dict[str, Any] | None:
+    """The sizes that `leave_for_restart` left; None where there are none, or they cannot be read."""
     with contextlib.suppress(OSError, ValueError):
-        hint = json.loads((run.tracker.run_dir / RESTART).read_text())
-        for name, sizes in (("micro", run.state.micro), ("eval_micro", run.state.eval_micro)):
-            if name in hint:
-                sizes.start = min(sizes.start, hint[name]["start"])
-                sizes.load_state_dict(hint[name])
+        hint = json.loads((run_dir / RESTART).read_text())
+        return hint if isinstance(hint, dict) else None
+    return None

@@ -21,6 +21,12 @@ class WeightAverage:
         self.position = 0
 
     @torch.no_grad()
+    def restart(self) -> None:
+        """Begin anew at the present weights."""
+        for average, weight in zip(self.averages, self.weights, strict=True):
+            average.copy_(weight)
+
+    @torch.no_grad()
     def catch_up(self, step: int) -> None:
         """Bring the average to the weights of `step`: once for each step, however often it is called."""
         if self.step == step:

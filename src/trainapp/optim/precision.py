@@ -35,6 +35,16 @@ class Precision:
             self.scaler.unscale_(optimizer)
             agree(list(self.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()))
 
+    def step(self, optimizer: torch.optim.Optimizer) -> bool:
+        """The optimizer's step. Whether it was applied: an overflow of scaled gradients leaves it out."""
+        if not self.scaler.is_enabled():
+            optimizer.step()
+            return True
+        scale = self.scaler.get_scale()  # waits for the device
+        self.scaler.step(optimizer)
+        self.scaler.update()
+        return self.scaler.get_scale() >= scale
+
     def reset_scaler(self) -> None:
         """Forget a step that was given up between unscaling and stepping; the scale itself stays."""
         if self.scaler.is_enabled():

@@ -1,48 +1,159 @@
-"""What a forward and backward would use, without using it: traced with fake tensors, which have shapes and no data.
+"""What a step would need, without using it: the program's own build and step on fake tensors, which have shapes and no
+data.
 
 On the CPU the traced peak equals the measured one to the byte; on CUDA the allocator adds its rounding and workspaces.
 """
 
 import contextlib
-import copy
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from trainapp.checkpoint.checkpointer import NullCheckpointer
+from trainapp.config import targets
+from trainapp.config.schema import Config, Memory
 from trainapp.data.batch import map_tensors
-from trainapp.memory.live_tensors import LiveTensors
-from trainapp.train.losses import Task
+from trainapp.data.micro_batch import MicroBatch
+from trainapp.data.progress import Progress
+from trainapp.memory.device import DeviceMemory
+from trainapp.memory.live_tensors import LiveTensors, Resident
+from trainapp.optim import precision
+from trainapp.optim.nonfinite import NonFiniteCheck
+from trainapp.parallel.ranks import SingleRank
+from trainapp.rng import preserved_rng
+from trainapp.signals import StopRequest
+from trainapp.torch_private import FakeTensorMode
+from trainapp.tracking.meter import Meter
+from trainapp.tracking.tracker import SilentTracker
+from trainapp.train.assemble import Assembled, assemble
+from trainapp.train.components import Components
+from trainapp.train.loop import train_step
+from trainapp.train.restore_point import RestorePoint
+from trainapp.train.run import Cadences, Objective, Run
+from trainapp.train.sizes import initial_sizes
 
 
-def traced_peak(
-    model: nn.Module,
-    task: Task,
-    batch: Any,
-    autocast: contextlib.AbstractContextManager | None = None,
-    change: Callable[[nn.Module], None] = lambda model: None,
-) -> int:
-    """Bytes that forward and backward of `batch` need at their peak beyond parameters and buffers, gradients included.
+def traced_peak(run: Run, samples: int, **settings: Any) -> int:
+    """Bytes at the peak of a step of `run` with micro-batches of `samples`, had it these sections of settings.
 
-    change: applied to the traced copy of the model first, to see what it would bring.
-    Raises whatever the model raises on tensors without data: not every model can be traced.
+    That of one rank with the whole model. settings: such as `precision=Precision(mode="bf16")`. Raises whatever the
+    model raises on tensors without data: not every model can be traced.
     """
-    mode = FakeTensorMode()
-    fakes: dict[int, Any] = {}
-    for parameter in model.parameters():
-        fake = mode.from_tensor(parameter.detach())
-        fakes[id(parameter)] = nn.Parameter(fake, parameter.requires_grad)
-    for buffer in model.buffers():
-        fakes[id(buffer)] = mode.from_tensor(buffer)
-    twin = copy.deepcopy(model, fakes)
-    change(twin)
-    fake_batch = map_tensors(mode.from_tensor, batch)
-    counter = LiveTensors(devices=None)
-    counter.register({"static": [*twin.parameters(), *twin.buffers()]})
-    static = counter.live
-    with mode, counter:
-        with autocast or contextlib.nullcontext():
-            loss, _, _ = task(twin, fake_batch)
-        loss.backward()
-    return counter.peak - static
+    config, device = dataclasses.replace(run.config, **settings), run.state.device
+    components = Components(
+        model=targets.locate(config.model.target, "model._target_", config.user_packages),
+        task=run.task,
+        train_data=None,
+        eval_data=None,
+        spec=dict(getattr(run.batches.dataset, "spec", {})),
+    )
+    example = run.batches.example(samples)
+    with preserved_rng(device):
+        numerics = precision.build(config.precision, device)
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode, MadeUpValues():
+            # The second micro-batch meets the gradients of the first, as all later ones do.
+            parts = min(2, run.batches.accumulation(samples))
+            batches = ExampleBatches([map_tensors(mode.from_tensor, example) for _ in range(parts)], samples)
+            assembled = assemble(config, components, SingleRank(), device, numerics, initial_device=str(device))
+            twin = _run_of(config, assembled, batches)
+            train_step(twin)
+    return twin.memory.peak
+
+
+class MadeUpValues(TorchDispatchMode):
+    """Answers reads of tensors without data: False, 1 or 1.0 (zero would divide by zero in Adam)."""
+
+    READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
+        if func in self.READS and getattr(args[0], "constant", None) is None:
+            kind = args[0].dtype
+            return False if kind == torch.bool else 1.0 if kind.is_floating_point else 1
+        return func(*args, **(kwargs or {}))
+
+
+class ExampleBatches:
+    """A step's micro-batches, as `TrainBatches` gives them: the same samples in each step."""
+
+    def __init__(self, parts: list[Any], samples: int):
+        self.parts = parts
+        self.global_size = self.epoch_samples = samples * len(parts)
+
+    def step_samples(self, progress: Progress) -> int:
+        """Samples per step."""
+        return self.global_size
+
+    def accumulation(self, size: int, parts: int | None = None) -> int:
+        """Micro-batches per step."""
+        return len(self.parts)
+
+    def micro_batches(self, progress: Progress, size: int, parts: int | None = None) -> Iterator[MicroBatch]:
+        """All of them."""
+        for number, data in enumerate(self.parts, start=1):
+            yield MicroBatch(data, last=number == len(self.parts), real=True)
+
+    def after(self, epoch: int, consumed: int) -> tuple[int, int]:
+        """Every step is an epoch."""
+        return epoch + 1, 0
+
+    def advance(self, progress: Progress) -> None:
+        """Count the step."""
+        progress.samples += self.global_size
+        progress.epoch += 1
+
+
+class TracedMemory(DeviceMemory):
+    """Counts fake storages on whatever device they claim to be."""
+
+    def __init__(self, device: torch.device):
+        super().__init__(device, Memory(limit=None), total=1)
+
+    @contextlib.contextmanager
+    def watch(self, resident: Resident, where: bool = True):
+        """From here to the end of the block; `peak` is the highest of all blocks."""
+        if self.watching:
+            self._counter.register(resident)
+            yield
+            return
+        self._counter = LiveTensors(devices=None)
+        self.watching = True
+        try:
+            self._counter.register(resident)
+            with self._counter:
+                yield
+        finally:
+            self.watching = False
+            self.peak = max(self.peak, self._counter.peak)
+
+
+def _run_of(config: Config, assembled: Assembled, batches: ExampleBatches) -> Run:
+    """A run of one rank that writes nothing and has no end."""
+    state = assembled.state
+    memory = TracedMemory(state.device)
+    sizes = initial_sizes(config, 1, eval_samples=1)
+    sizes.train.start = batches.global_size  # the parts are cut already
+    is_scaled = state.precision.scaler.is_enabled()
+    return Run(
+        config=config,
+        state=state,
+        strategy=assembled.strategy,
+        ranks=SingleRank(),
+        task=assembled.task,
+        batches=batches,
+        eval_batches=None,
+        schedule=lambda step: 1.0,
+        sizes=sizes,
+        memory=memory,
+        meter=Meter(state, memory),
+        tracker=SilentTracker(Path(config.run_dir)),
+        checkpointer=NullCheckpointer(),
+        nonfinite=NonFiniteCheck(config.train.nonfinite, state.device, is_scaled, lambda: None),
+        restore_point=RestorePoint(state.model, state.device),
+        stop=StopRequest(),
+        cadences=Cadences(log=0, evaluate=0, save=0),
+        objective=Objective("min", "loss"),
+    )

@@ -14,7 +14,7 @@ from trainapp.parallel.ranks import SingleRank
 OF_EVERY_RANK = tuple(f"memory/{name}" for name in ("allocated", "reserved", "peak", "host_rss", "host_rss_peak"))
 
 
-def spread(scalars: dict[str, float], ranks: SingleRank) -> dict[str, float]:
+def spread_over_ranks(scalars: dict[str, float], ranks: SingleRank) -> dict[str, float]:
     """The least and the most memory over ranks, and whose it is. Nothing for a single rank."""
     if ranks.world == 1:
         return {}
@@ -89,21 +89,14 @@ class Meter:
         """Of this process's whole training time."""
         return self.samples / max(1e-9, time.monotonic() - self.started - self.paused)
 
-    def scalars(self, accumulation: int) -> dict[str, float]:
-        """What a log step records beside the step's own loss and metrics; starts a new window.
-
-        accumulation: micro-batches of a full step.
-        """
+    def scalars(self) -> dict[str, float]:
+        """Time, throughput and memory since the last call; starts a new window."""
         now, state = time.monotonic(), self.state
         seconds = max(1e-9, now - self._window_start - self._window_paused)
         values = {
             "samples_per_second": self._window_samples / seconds,
             "data_wait": self._waited / seconds,
             "skipped_steps": state.progress.skipped,
-            "batch/global_size": state.global_size,
-            "batch/micro_size": state.micro.size,
-            "batch/accumulation": accumulation,
-            "batch/eval_micro_size": state.eval_micro.size,
             **self.memory.window(),
             **{f"memory/{kind}": size for kind, size in self.static.items()},
             "memory/left_for_activations": max(0, self.memory.budget - self.static_bytes),

@@ -40,6 +40,7 @@ class Tracker:
         self._evaluations = (run_dir / EVALUATIONS).open("a")
         self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=step + 1 if continues else None)
         self._writer.add_text("config", _as_code(config), step)
+        self._noted: set[str] = set()
         self._pictures: list[tuple[str, int, Picture]] = []
         self._drawing: Drawing | None = None  # of the first of them
         self._drawn = 0
@@ -78,6 +79,12 @@ class Tracker:
         """Something that happened: on the terminal, and as text in TensorBoard."""
         log.info("%s", text)
         self._writer.add_text(tag, text, self.progress.step)
+
+    def note_once(self, text: str, topic: str) -> None:
+        """A note of which one per run is enough."""
+        if topic not in self._noted:
+            self._noted.add(topic)
+            self.note(text)
 
     def incident(self, text: str, step: int) -> None:
         """The record of an out-of-memory error, flushed at once."""
@@ -144,10 +151,10 @@ class SilentTracker:
             if self._pictures:
                 Drawing(self._pictures).wait()
 
-    def _nothing(self, *_: Any) -> None:
+    def _nothing(self, *_: Any, **__: Any) -> None:
         pass
 
-    log = evaluated = note = incident = _nothing
+    log = evaluated = note = note_once = incident = _nothing
 
 
 class SilentProgress:

@@ -1,37 +1,95 @@
-"""The model on its device, spread over the ranks."""
+"""Model, optimizer, strategy and loss from a configuration. Pure: opens no files, sets no limits, probes no device.
+
+Training, advice and plans build with it, on real tensors or on fake ones.
+"""
 
 import contextlib
 import inspect
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from trainapp.checkpoint.train_state import TrainState
 from trainapp.config import targets
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
 from trainapp.memory.levers import activation_checkpointing
-from trainapp.models.inspect import has_batchnorm
-from trainapp.models.weights import load_weights
+from trainapp.models.inspect import blocks_of, has_batchnorm
+from trainapp.optim.ema import WeightAverage
+from trainapp.optim.optimizers import build_optimizer
+from trainapp.optim.precision import Precision
 from trainapp.parallel.ddp import DDP
-from trainapp.parallel.fsdp import shard
-from trainapp.parallel.ranks import SingleRank
+from trainapp.parallel.fsdp import FSDP
+from trainapp.parallel.ranks import DistributedRanks, Ranks
 from trainapp.parallel.strategy import SingleDevice
 from trainapp.rng import seed_everything
-from trainapp.train.components import log
+from trainapp.train import losses
+from trainapp.train.components import Components
 
 
-def model_over_ranks(
-    config: Config, kind: Any, spec: dict[str, Any], ranks: SingleRank, device: torch.device, compute: torch.dtype
-) -> SingleDevice:
-    """The model on its device, spread over the ranks: activation checkpointing, then compilation, then shards.
+@dataclass
+class Assembled:
+    """What takes a step, but for the data."""
 
-    compute: the dtype of gathered parameters in FSDP.
+    state: TrainState
+    strategy: SingleDevice
+    task: losses.Task
+
+
+def assemble(
+    config: Config,
+    components: Components,
+    ranks: Ranks,
+    device: torch.device,
+    precision: Precision,
+    initial_device: str | None = None,
+) -> Assembled:
+    """The model on its device, spread over the ranks, with its optimizer and loss.
+
+    In this order: construction, activation checkpointing, compilation, sharding, optimizer. Draws the parameters from
+    torch's generators.
+    initial_device: where parameters are drawn; None: the CPU, then moved (with `parallel.fsdp.meta_init`: nowhere,
+    then shard by shard). Raises UserError for what does not fit together.
     """
+    is_meta = initial_device is None and _starts_on_meta(config, ranks)
+    place = "meta" if is_meta else initial_device
+    with torch.device(place) if place else contextlib.nullcontext():
+        model = _construct(config, components)
+    if not is_meta and any(t.device.type != device.type for t in (*model.parameters(), *model.buffers())):
+        model.to(device)
+    model.train()
+    activation_checkpointing.apply(model, config.activation_checkpointing)
+    if config.train.compile:
+        model.compile()
+    strategy = _spread(config, model, ranks, precision.compute_dtype)
+    if is_meta:
+        _initialise_shards(config, model, ranks, device)
+    optimizer = build_optimizer(config.optimizer, model, device, config.user_packages)
+    for group in optimizer.param_groups:
+        group["initial_lr"] = group["lr"]
+    state = TrainState(
+        model=model,
+        optimizer=optimizer,
+        precision=precision,
+        average=WeightAverage(model, config.train.ema),
+        device=device,
+        seed=config.train.seed,
+        global_size=config.batch.global_size,
+    )
+    return Assembled(state, strategy, components.task)
+
+
+def _starts_on_meta(config: Config, ranks: Ranks) -> bool:
+    return ranks.world > 1 and config.parallel.strategy == "fsdp" and config.parallel.fsdp.meta_init
+
+
+def _construct(config: Config, components: Components) -> nn.Module:
+    spec = components.spec
     required = [
         name
-        for name, parameter in inspect.signature(kind).parameters.items()
+        for name, parameter in inspect.signature(components.model).parameters.items()
         if parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
     ]
     lacking = [name for name in required if name not in config.model.arguments and name not in spec]
@@ -40,34 +98,25 @@ def model_over_ranks(
             f"model={config.model.target} cannot read data={config.data.target}: it needs {', '.join(lacking)}, and "
             f"the data has {', '.join(spec) or 'no spec'}; choose a model for this kind of data"
         )
-    on_meta = ranks.world > 1 and config.parallel.strategy == "fsdp" and config.parallel.fsdp.meta_init
-    with torch.device("meta") if on_meta else contextlib.nullcontext():
-        model = targets.construct(kind, config.model.arguments, "model", config.user_packages, spec)
-    if not on_meta:
-        _start_from_weights(config, model)
-        model.to(device)
-    model.train()
-    activation_checkpointing.apply(model, config.activation_checkpointing)
-    if config.train.compile:
-        model.compile()
-    strategy = _spread(config, model, ranks, compute)
-    if on_meta:
-        _fill(config, model, ranks, device)
-        _start_from_weights(config, model)
-    return strategy
+    model: Any = targets.construct(components.model, config.model.arguments, "model", config.user_packages, spec)
+    return model
 
 
-def _start_from_weights(config: Config, model: nn.Module) -> None:
-    if config.model.init_from:
-        skipped = load_weights(model, Path(config.model.init_from), strict=config.model.init_strict)
-        if skipped:
-            log.warning("model.init_from: not loaded, left as initialised: %s", ", ".join(skipped))
+def _spread(config: Config, model: nn.Module, ranks: Ranks, compute_dtype: torch.dtype) -> SingleDevice:
+    if not isinstance(ranks, DistributedRanks) or ranks.world == 1:
+        return SingleDevice(model, ranks)
+    if config.parallel.strategy == "ddp":
+        return DDP(model, ranks, config.parallel.ddp)
+    blocks = blocks_of(model, "parallel=fsdp")
+    # BatchNorm needs its parameters in fp32: such models are gathered in fp32, and autocast casts where it computes.
+    dtype = torch.float32 if has_batchnorm(model) else compute_dtype
+    return FSDP(model, blocks, ranks, config.parallel.fsdp, dtype)
 
 
-def _fill(config: Config, model: nn.Module, ranks: SingleRank, device: torch.device) -> None:
-    """Give a model that was built without memory its shards, and draw them.
+def _initialise_shards(config: Config, model: nn.Module, ranks: Ranks, device: torch.device) -> None:
+    """Allocate the shards of a model that was built on the meta device, and draw them.
 
-    On the CPU each rank draws its own shards from a seed of its own: other numbers than the whole model would get, of
+    On the CPU each rank draws its own shards with a seed of its own: other numbers than the whole model would get, from
     the same distribution. On CUDA torch draws shards as parts of the whole.
     """
     if not callable(getattr(model, "init_weights", None)):
@@ -77,19 +126,8 @@ def _fill(config: Config, model: nn.Module, ranks: SingleRank, device: torch.dev
         )
     model.to_empty(device=device)
     if device.type == "cpu":
-        part = ranks.rank % (ranks.world // config.parallel.fsdp.replicas)  # replicas hold the same shards
-        torch.manual_seed((config.train.seed * 1_000_003 + part) % 2**63)
+        shard = ranks.rank % (ranks.world // config.parallel.fsdp.replicas)  # replicas hold the same shards
+        torch.manual_seed((config.train.seed * 1_000_003 + shard) % 2**63)
     with torch.no_grad():
         model.init_weights()
     seed_everything(config.train.seed)
-
-
-def _spread(config: Config, model: nn.Module, ranks: SingleRank, compute: torch.dtype) -> SingleDevice:
-    """Over the ranks, after activation checkpointing and compilation and before the optimizer."""
-    if ranks.world == 1:
-        return SingleDevice(model, ranks)
-    if config.parallel.strategy == "ddp":
-        return DDP(model, ranks, config.parallel.ddp)
-    blocks = activation_checkpointing.blocks_of(model, "parallel=fsdp")
-    # BatchNorm wants its parameters in fp32: such models are gathered so, and autocast casts where it computes.
-    return shard(model, blocks, ranks, config.parallel.fsdp, torch.float32 if has_batchnorm(model) else compute)

@@ -1,8 +1,10 @@
-"""The parts that a configuration names: device, data sets, model. Every mistake in them is a UserError."""
+"""The parts that a configuration names: device, data sets, classes. Every mistake in them is a UserError."""
 
 import inspect
 import logging
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,21 +14,48 @@ from trainapp.config.schema import Config
 from trainapp.errors import UserError
 from trainapp.train import losses
 
+BUILT_IN_TASKS = ("classification", "next_token")
 log = logging.getLogger(__name__)
 
 
+@dataclass
+class Components:
+    """What `_target_`s and `task` name, and the data sets."""
+
+    model: Callable[..., Any]
+    task: losses.Task
+    train_data: Any
+    eval_data: Any  # None where there is none
+    spec: dict[str, Any]  # what the data tells a model's constructor
+
+
+def load_components(config: Config) -> Components:
+    """Find the named classes and open the data sets. Raises UserError with all mistakes in names and arguments."""
+    found = _locate_all(config)
+    train, evaluation = _datasets(config, found["data"])
+    return Components(
+        model=found["model"],
+        task=found["task"] or getattr(losses, train.task),
+        train_data=train,
+        eval_data=evaluation,
+        spec=dict(getattr(train, "spec", {})),
+    )
+
+
 def choose_device(setting: str) -> torch.device:
-    """The device that was asked for; auto takes CUDA, then Apple's MPS, then the CPU. Raises UserError without it."""
-    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-    if setting == "auto":
-        setting = next(name for name, there in available.items() if there)
-    if not available[setting]:
-        there = ", ".join(name for name, is_there in available.items() if is_there)
-        raise UserError(f"train.device={setting}: this machine has no such device; available: auto, {there}")
-    return torch.device("cuda", torch.cuda.current_device()) if setting == "cuda" else torch.device(setting)
+    """The device of `train.device`; auto takes CUDA, then Apple's MPS, then the CPU. Raises UserError without it."""
+    is_available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    available = [name for name, has_it in is_available.items() if has_it]
+    name = available[0] if setting == "auto" else setting
+    if name not in available:
+        raise UserError(
+            f"train.device={setting}: this machine has no such device; available: auto, {', '.join(available)}"
+        )
+    return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device(name)
 
 
 def set_global_switches(config: Config, device: torch.device) -> None:
+    """Determinism, anomaly detection and cuDNN's autotuner, which are global in torch."""
     torch.use_deterministic_algorithms(config.train.deterministic)
     torch.autograd.set_detect_anomaly(config.train.detect_anomaly)
     if device.type == "cuda":
@@ -35,12 +64,11 @@ def set_global_switches(config: Config, device: torch.device) -> None:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
-def locate_all(config: Config) -> dict[str, Any]:
-    """The classes and functions that the configuration names. Every mistake in names and arguments in one error."""
+def _locate_all(config: Config) -> dict[str, Any]:
+    """`data`, `model` and `task` (None: the data set knows). Raises UserError with all mistakes at once."""
     errors: list[str] = []
     found: dict[str, Any] = {"task": None}
-    named = {"data": config.data, "model": config.model}
-    for group, node in named.items():
+    for group, node in {"data": config.data, "model": config.model}.items():
         try:
             found[group] = targets.locate(node.target, f"{group}._target_", config.user_packages)
             open_ended = {"split", "seed"} if group == "data" else set(_parameters(found[group]))
@@ -49,10 +77,10 @@ def locate_all(config: Config) -> dict[str, Any]:
             errors.append(str(error))
     try:
         targets.locate(config.optimizer.target, "optimizer._target_", config.user_packages)
-        if config.task not in ("auto", "classification", "next_token"):
-            found["task"] = targets.locate(config.task, "task", config.user_packages)
-        elif config.task != "auto":
+        if config.task in BUILT_IN_TASKS:
             found["task"] = getattr(losses, config.task)
+        elif config.task != "auto":
+            found["task"] = targets.locate(config.task, "task", config.user_packages)
     except UserError as error:
         errors.append(str(error))
     if errors:
@@ -60,32 +88,32 @@ def locate_all(config: Config) -> dict[str, Any]:
     return found
 
 
-def _parameters(target: Any) -> list[str]:
-    return list(inspect.signature(target).parameters)
-
-
-def datasets(config: Config, kind: Any) -> tuple[Any, Any, dict[str, Any]]:
-    """Training data, evaluation data (None when there is none), and what a model may need to know of them."""
-    takes = _parameters(kind)
-    if "split" not in takes:
+def _datasets(config: Config, kind: Any) -> tuple[Any, Any]:
+    """Training data and evaluation data."""
+    if "split" not in _parameters(kind):
         raise UserError(
             f"data._target_={config.data.target}: its constructor has no parameter `split`; the application asks for "
             'split="train" and split="val"'
         )
-    provided = {"seed": config.train.seed}
-    arguments = config.data.arguments
-    train, val = (
-        targets.construct(kind, arguments, "data", config.user_packages, {"split": split, **provided})
+    train, evaluation = (
+        targets.construct(
+            kind, config.data.arguments, "data", config.user_packages, {"split": split, "seed": config.train.seed}
+        )
         for split in ("train", "val")
     )
-    if config.task == "auto" and getattr(train, "task", None) not in ("classification", "next_token"):
+    if config.task == "auto" and getattr(train, "task", None) not in BUILT_IN_TASKS:
         raise UserError(
             f"task=auto: {config.data.target} does not say what its task is; set task to classification, next_token or "
             "a function of yours"
         )
     if len(train) == 0:
         raise UserError(f"data={config.data.target}: the training split is empty")
-    val = val if val is not None and len(val) else None
-    if val is None and config.mode == "eval":
+    if evaluation is not None and not len(evaluation):
+        evaluation = None
+    if evaluation is None and config.mode == "eval":
         raise UserError(f"mode=eval: data={config.data.target} has no validation split")
-    return train, val, dict(getattr(train, "spec", {}))
+    return train, evaluation
+
+
+def _parameters(target: Any) -> list[str]:
+    return list(inspect.signature(target).parameters)

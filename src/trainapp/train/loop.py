@@ -1,119 +1,120 @@
-"""The inner loop: the page to read. What is done for each optimizer step, and in which order.
+"""The inner loop: the page to read. What happens in each optimizer step, and in which order.
 
-A step is a transaction. Its samples are fixed by the sampler's state; gradients are summed over micro-batches while
-parameters and optimizer stay as they are, so that giving up is free; then one commit changes everything. The caller
-(`runner`) catches an out-of-memory error that leaves `train`, takes the step back and calls `train` again.
+A step is a transaction. Its samples are fixed by the sampler's state. Gradients are summed over micro-batches while
+parameters and optimizer stay as they are, so that aborting is free; then one update changes everything. An
+out-of-memory error leaves `train`; the runner rolls the step back outside `except`, chooses a smaller micro-batch, and
+calls `train` again.
 """
 
-import contextlib
 import time
 
 from torch import Tensor
 
 from trainapp.memory.timeline import Picture
-from trainapp.tracking.meter import spread
+from trainapp.tracking.meter import spread_over_ranks
 from trainapp.train.evaluate import evaluate
+from trainapp.train.phase import Phase
 from trainapp.train.run import Run
-from trainapp.train.step import accumulate_gradients, clip, commit, drop_gradients
+from trainapp.train.step import accumulate_gradients, clip_gradients, drop_gradients, update
 from trainapp.train.totals import Totals
+from trainapp.train.transaction import transaction
 
 
 def train(run: Run) -> None:
-    """Steps until the end or a request to stop.
-
-    An error leaves parameters and optimizer as at the last finished step, unless `run.phase` is "commit".
+    """Steps until the end of the run or an agreed stop. An error leaves parameters and optimizer as they were after
+    the last finished step, unless `run.attempt.phase.is_torn`.
     """
-    progress = run.state.progress
     while True:
-        run.phase = "weight average"
-        run.state.average.catch_up(progress.step)
-        if run.eval_batches is not None and run.due(run.eval_every, progress.evaluated_at):
+        update_weight_average(run)
+        if run.evaluation_is_due:
             evaluate(run)
-        ends = run.finished or run.stopping > 0
-        if run.due(run.save_every, run.saved_at) or (ends and run.saved_at != progress.step):
+        if run.save_is_due:
             save(run)
-        if ends:
-            run.saver.finish()
-            return
+        if run.is_ending:
+            return run.checkpointer.finish()
         train_step(run)
 
 
 def train_step(run: Run) -> None:
-    """One optimizer step over the global batch."""
-    state, progress, memory = run.state, run.state.progress, run.memory
-    run.phase, run.attempt_started = "start", time.monotonic()  # no part of the step: nothing to go back to yet
-    run.restore_point.take()
-    run.phase = "data"
-    if progress.step + 1 in run.size_plan:
-        state.micro.force(run.size_plan.pop(progress.step + 1))
-    run.ranks.start_agreement(run.flags)
-    run.ranks.enable_votes(state.micro.trying)
-    logs, draws = run.logs_coming_step, run.draws_coming_step
-    watched = (logs and memory.wants_look) or draws or state.micro.trying
-    with memory.watch(run.meter.resident(), where=state.micro.untried) if watched else contextlib.nullcontext():
-        totals = accumulate_gradients(run, logs)
-        norm = clip(run, totals)
-        applied = commit(run, totals, norm)
-    run.tracker.progress.advance(progress.step)
-    if applied and logs:
+    """One optimizer step over the global batch. Nothing changes before `update`."""
+    step = run.next_step()
+    with transaction(run, step):  # what a rollback restores; votes; watching memory
+        totals = accumulate_gradients(run, step)
+        norm = clip_gradients(run, step, totals)
+        applied = update(run, step, totals, norm)
+    if applied and step.is_logged:
         log(run, totals, norm)
-    if draws:
+    if step.is_drawn:
         draw_timeline(run)
-    drop_gradients(run)  # now, so that an evaluation has their room
-    run.stopping, still_writing, news = run.ranks.finish_agreement()
-    look_for_larger_size(run, bool(news))
-    if not still_writing:
-        run.saver.finish()
+    finish_step(run)
 
 
-def look_for_larger_size(run: Run, news: bool) -> None:
+def finish_step(run: Run) -> None:
+    """Make room for what comes between two steps, then agree with the other ranks on what that is."""
+    drop_gradients(run)
+    run.tracker.progress.advance(run.state.progress.step)
+    flags = run.ranks.finish_flag_exchange()
+    run.stop.agreed = flags.stop_signal
+    grow_micro_batch(run, flags.search_news > 0)
+    if not flags.still_saving:
+        run.checkpointer.finish()
+
+
+def grow_micro_batch(run: Run, news: bool) -> None:
     """After clean steps, try a size between what works and what failed; all ranks the same.
 
-    news: whether any rank has some for the search.
+    news: whether any rank has met a shape whose size is not proven, or may grow.
     """
-    micro, step, searching = run.state.micro, run.state.progress.step, not run.state.micro.settled
-    run.phase = "search"
-    for size in micro.succeeded(run.ranks, news).values():
+    sizes, step = run.sizes.train, run.state.progress.step
+    was_searching = not sizes.search_has_ended
+    run.attempt.phase = Phase.SEARCH
+    for size in sizes.succeeded(run.ranks, news).values():
         run.tracker.note(f"step {step + 1} tries a larger micro-batch: {size}")
-    if searching and micro.settled:
-        run.tracker.note(f"the search ended with micro-batch {micro.size} at step {step}")
+    if was_searching and sizes.search_has_ended:
+        run.tracker.note(f"the search ended with micro-batch {sizes.size} at step {step}")
+
+
+def update_weight_average(run: Run) -> None:
+    """Between two steps, where an error can resume the update instead of repeating it."""
+    run.attempt.phase = Phase.WEIGHT_AVERAGE
+    run.state.average.catch_up(run.state.progress.step)
 
 
 def log(run: Run, totals: Totals, norm: Tensor) -> None:
     """The step's numbers. Waits for the device."""
-    run.phase = "log"
-    run.guard.check()
+    run.attempt.phase = Phase.LOG
+    run.nonfinite.check()
     progress, batches = run.state.progress, run.batches
     scalars = totals.means() | {
         "epoch": progress.samples / batches.epoch_samples,
         "lr": run.state.optimizer.param_groups[0]["lr"],
         "grad_norm": float(norm),
     }
-    scalars |= run.meter.scalars(batches.accumulation(run.state.micro.size, run.accumulation))
-    scalars |= spread(scalars, run.ranks)
-    run.tracker.log(progress.step, progress.samples, scalars, run.objective[1])
+    scalars |= run.sizes.scalars(batches) | run.meter.scalars()
+    scalars |= spread_over_ranks(scalars, run.ranks)
+    run.tracker.log(progress.step, progress.samples, scalars, run.objective.metric)
 
 
 def draw_timeline(run: Run) -> None:
     """The picture of this step's memory, by kind."""
-    run.phase = "log"
+    run.attempt.phase = Phase.LOG
     step, started = run.state.progress.step, time.monotonic()
     events, kinds = run.memory.events(run.meter.gradients())
     if events:
         path = run.tracker.run_dir / "memory_timeline.png"
-        title = f"memory of step {step}, micro-batch {run.state.micro.size}"
+        title = f"memory of step {step}, micro-batch {run.sizes.train.size}"
         run.tracker.picture("memory_timeline", Picture(events, kinds, run.memory.budget, title, path), step)
-    run.memory.keep_events = run.timeline = False
+    run.memory.keep_events = False
     run.meter.pause(time.monotonic() - started)
 
 
 def save(run: Run) -> None:
     """A checkpoint of the present step."""
+    run.attempt.phase = Phase.SAVE
     started, progress = time.monotonic(), run.state.progress
-    run.guard.check()
-    run.phase = "save"
-    if run.checkpoints.enabled:
-        run.strategy.broadcast_buffers()
-        run.saver.save(progress.step, run.config, is_best=progress.best_step == progress.step)
-    run.saved_at = progress.step
+    run.nonfinite.check()
+    run.strategy.broadcast_buffers()
+    sizes = run.sizes.state_dict() | {"global": run.state.global_size, "budget": run.memory.budget}
+    is_best = progress.best_step == progress.step
+    run.checkpointer.save(progress.step, run.config.to_dict(), sizes, is_best)
     run.meter.pause(time.monotonic() - started)

@@ -1,125 +1,161 @@
-"""What the loop works with: a run's parts, its cadences, and where it is."""
+"""The `Run`: everything that the loop works with, in named parts."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import NamedTuple
 
-from trainapp.checkpoint.checkpoints import Checkpoints
-from trainapp.checkpoint.saver import Saver
+from trainapp.checkpoint.checkpointer import Checkpointer
 from trainapp.checkpoint.train_state import TrainState
-from trainapp.data.micro_batch_sizes import Plan
+from trainapp.config.durations import RunLength, to_steps
+from trainapp.config.schema import Config
 from trainapp.data.sampler import EvalBatches, TrainBatches
 from trainapp.memory.device import DeviceMemory
-from trainapp.models.inspect import has_batchnorm
+from trainapp.optim import schedules
 from trainapp.optim.nonfinite import NonFiniteCheck
 from trainapp.optim.schedules import Schedule
-from trainapp.parallel.ranks import SingleRank
+from trainapp.parallel.ranks import Flags, Ranks, SingleRank
 from trainapp.parallel.strategy import SingleDevice
 from trainapp.signals import StopRequest
 from trainapp.tracking.meter import Meter
 from trainapp.tracking.tracker import Tracker
 from trainapp.train.losses import Task
+from trainapp.train.phase import Phase
+from trainapp.train.restore_point import RestorePoint
+from trainapp.train.sizes import Sizes
 from trainapp.train.totals import Totals
-from trainapp.train.transaction import RestorePoint
+
+
+class Step(NamedTuple):
+    """The coming optimizer step."""
+
+    number: int  # from 1
+    samples: int  # over all ranks
+    is_logged: bool
+    is_drawn: bool  # a picture of its memory is wanted
+
+
+class Objective(NamedTuple):
+    """What "best" means."""
+
+    direction: str  # "max" or "min"
+    metric: str
+
+
+@dataclass
+class Cadences:
+    """How often, in optimizer steps; 0 is never."""
+
+    log: int
+    evaluate: int
+    save: int
+
+    @classmethod
+    def of(cls, config: Config, length: RunLength) -> "Cadences":
+        """From `every.*`. Raises ValueError for a percentage of a run without an end."""
+        every = config.every
+        return cls(to_steps(every.log, length), to_steps(every.eval, length), to_steps(every.save, length))
+
+
+@dataclass
+class Attempt:
+    """The step or evaluation in progress: what recovery needs to know when it fails."""
+
+    phase: Phase = Phase.START
+    started: float = 0.0  # time.monotonic()
+    retried: tuple | None = None  # the attempt that was last repeated at its own size
+    evaluation: Totals | None = None  # of the finished part of an evaluation in progress
 
 
 @dataclass
 class Run:
-    """Everything that the loop works with. `phase` tells where it is, for whoever catches an error."""
+    """Everything that the loop works with."""
 
-    state: TrainState
-    strategy: SingleDevice
-    ranks: SingleRank
+    config: Config
+    state: TrainState  # model, optimizer, precision, weight average, progress
+    strategy: SingleDevice  # how the model is spread over the ranks
+    ranks: Ranks
     task: Task
     batches: TrainBatches
     eval_batches: EvalBatches | None
-    schedule: Schedule
+    schedule: Schedule  # the learning rate's factor, by finished steps
+    sizes: Sizes  # micro-batches
     memory: DeviceMemory
     meter: Meter
     tracker: Tracker
-    checkpoints: Checkpoints
-    saver: Saver
-    guard: NonFiniteCheck
+    checkpointer: Checkpointer
+    nonfinite: NonFiniteCheck
     restore_point: RestorePoint
     stop: StopRequest
-    config: dict[str, Any]  # as written into checkpoints
-    objective: tuple[str, str]  # ("max", "accuracy")
-    max_steps: int | None
-    max_epochs: int | None
-    log_every: int
-    eval_every: int
-    save_every: int
-    grad_clip: float | None = None
-    accumulation: int | None = None  # as many micro-batches as asked; None: what follows from the sizes
-    size_plan: dict[int, Plan] = field(default_factory=dict)  # `batch.micro_schedule`: the micro-batch from a step on
-    sizes_used: dict[int, Plan] = field(default_factory=dict)  # the same, as it came out: replays this run
-    noted_batchnorm: bool = False  # that its statistics are those of micro-batches
-    timeline: bool = False  # draw the memory of one healthy step
-    phase: str = "data"
-    attempt_started: float = 0.0  # time.monotonic() of the step or evaluation at work
-    retried: tuple | None = None  # the attempt that was last repeated at its own size
-    evaluation: Totals | None = None  # what the evaluation at work has finished; None: none is at work
-    saved_at: int = 0
-    stopping: int = 0  # the signal that all ranks agreed to stop for
+    cadences: Cadences
+    objective: Objective
+    attempt: Attempt = field(default_factory=Attempt)
+
+    @property
+    def evaluation_is_due(self) -> bool:
+        """Whether the cadence asks for an evaluation that has not been done at this step."""
+        return self.eval_batches is not None and self._is_due(self.cadences.evaluate, self.state.progress.evaluated_at)
+
+    @property
+    def save_is_due(self) -> bool:
+        """Whether the cadence, or the end of the run, asks for a checkpoint of this step."""
+        saved_at = self.checkpointer.saved_at
+        return self._is_due(self.cadences.save, saved_at) or (
+            self.is_ending and saved_at != self.state.progress.step
+        )
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether the run has reached its end, or all ranks have agreed to stop."""
+        return self.is_finished or self.stop.agreed > 0
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the run has reached its end."""
+        progress = self.state.progress
+        return self._is_end(progress.step, progress.epoch)
+
+    def next_step(self) -> Step:
+        """The coming optimizer step. Logged are the steps of the cadence, and the run's last."""
+        progress, every = self.state.progress, self.cadences.log
+        number = progress.step + 1
+        is_logged = every > 0 and (
+            number % every == 0 or self._is_end(number, self.batches.after(progress.epoch, progress.consumed)[0])
+        )
+        # Only when the size is no longer new: the picture is of a step as all later ones are.
+        is_drawn = self.memory.keep_events and not self.sizes.train.is_unproven
+        return Step(number, self.batches.step_samples(progress), is_logged, is_drawn)
+
+    @property
+    def eval_ranks(self) -> Ranks:
+        """The ranks that evaluate together: all, or each by itself."""
+        return self.ranks if self.strategy.forward_is_collective else SingleRank()
+
+    def flags(self) -> Flags:
+        """What this rank has to say to the others in every step."""
+        return Flags(self.stop.signal or 0, int(self.checkpointer.busy), int(self.sizes.train.has_news))
+
+    def set_global_size(self, size: int) -> None:
+        """`oom.keep_global_batch=false`: a smaller global batch, hence more steps and a longer schedule."""
+        self.state.global_size = self.batches.global_size = size
+        progress, batches, train = self.state.progress, self.batches, self.config.train
+        total = train.max_steps
+        if train.max_epochs is not None:
+            left = (train.max_epochs - progress.epoch) * batches.epoch_samples - progress.consumed
+            by_epochs = progress.step + -(-left // size)
+            total = by_epochs if total is None else min(total, by_epochs)
+        self.schedule = schedules.build(self.config.schedule, RunLength(batches.steps_per_epoch, size, total))
 
     def close(self) -> None:
-        """End what runs beside the loop: loader workers, files."""
+        """End loader workers and close files."""
         self.batches.close()
         if self.eval_batches is not None:
             self.eval_batches.close()
         self.tracker.close()
 
-    @property
-    def finished(self) -> bool:
-        """Whether the run has reached its end."""
-        progress = self.state.progress
-        done = self.max_steps is not None and progress.step >= self.max_steps
-        return done or (self.max_epochs is not None and progress.epoch >= self.max_epochs)
+    def _is_end(self, step: int, epoch: int) -> bool:
+        train = self.config.train
+        by_steps = train.max_steps is not None and step >= train.max_steps
+        return by_steps or (train.max_epochs is not None and epoch >= train.max_epochs)
 
-    @property
-    def on_last_step(self) -> bool:
-        """Whether the coming step is the run's last."""
-        progress = self.state.progress
-        last = self.max_steps is not None and progress.step + 1 >= self.max_steps
-        epoch = self.batches.after(progress.epoch, progress.consumed)[0]
-        return last or (self.max_epochs is not None and epoch >= self.max_epochs)
-
-    @property
-    def logs_coming_step(self) -> bool:
-        """Whether the coming step's numbers are recorded: at the cadence, and at the end."""
-        due = self.log_every and (self.state.progress.step + 1) % self.log_every == 0
-        return bool(due) or (self.log_every > 0 and self.on_last_step)
-
-    @property
-    def draws_coming_step(self) -> bool:
-        """Whether the coming step's memory is drawn: once, when the size is no longer new."""
-        return self.timeline and not self.state.micro.trying
-
-    def note_size(self) -> None:
-        """Remember from which step on the micro-batch was this one, so that `batch.micro_schedule` replays it."""
-        sizes, step = self.state.micro.in_force(), self.state.progress.step + 1
-        if next(reversed(self.sizes_used.values()), None) == sizes:
-            return
-        size = self.state.micro.size
-        self.sizes_used[step] = sizes
-        cut = self.batches.accumulation(size, self.accumulation) > 1
-        if cut and not self.noted_batchnorm and has_batchnorm(self.state.model):
-            self.noted_batchnorm = True
-            self.tracker.note(
-                f"step {step}: the model has BatchNorm, whose statistics are those of the micro-batch ({size}), not of "
-                "the global batch; GroupNorm (model.norm=group) does not depend on it"
-            )
-
-    @property
-    def eval_ranks(self) -> SingleRank:
-        """The ranks that evaluate together: all, or each by itself."""
-        return self.ranks if self.strategy.forward_is_collective else SingleRank()
-
-    def flags(self) -> tuple[int, int, int]:
-        """What ranks agree on in every step: the signal to stop for, whether one still writes a checkpoint, and
-        whether one has news for the search."""
-        return self.stop.signal or 0, int(self.saver.busy), int(self.state.micro.has_news)
-
-    def due(self, every: int, done_at: int) -> bool:
-        """Whether something with this cadence is still to be done at the present step."""
+    def _is_due(self, every: int, done_at: int) -> bool:
         step = self.state.progress.step
-        return bool(every) and step != done_at and (step % every == 0 or self.finished)
+        return every > 0 and step != done_at and (step % every == 0 or self.is_finished)

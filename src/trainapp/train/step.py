@@ -6,94 +6,121 @@ import torch
 from torch import Tensor
 
 from trainapp.data.micro_batch import MicroBatch
+from trainapp.models.inspect import has_batchnorm
 from trainapp.optim.nonfinite import gradient_norm
 from trainapp.parallel.dtensor import local
 from trainapp.train.losses import evaluate_metrics
-from trainapp.train.run import Run
+from trainapp.train.phase import Phase
+from trainapp.train.run import Run, Step
 from trainapp.train.totals import Totals
+
+
+def accumulate_gradients(run: Run, step: Step) -> Totals:
+    """The gradients of the step's loss, summed over its micro-batches. Returns the step's totals over all ranks."""
+    sizes, totals = run.sizes, Totals()
+    # The true count is known only at the end (padding); `clip_gradients` corrects what was scaled by samples.
+    weight = run.meter.weight(step.samples)
+    micro_batches = run.batches.micro_batches(run.state.progress, sizes.train.size, sizes.parts)
+    for fetched in run.meter.timed(micro_batches):
+        for micro in sizes.train.cut(fetched, run.ranks):
+            watched = run.memory.watching or sizes.train.needs_watching
+            watch = run.memory.watch(run.meter.resident(micro.data)) if watched else contextlib.nullcontext()
+            with run.strategy.micro_batch(micro.last), watch:
+                backward(run, micro, weight, totals, step.is_logged)
+            run.attempt.phase = Phase.DATA
+    run.attempt.phase = Phase.GRADIENTS
+    run.strategy.finish_accumulation()
+    return totals.over(run.ranks)
+
+
+def backward(run: Run, micro: MicroBatch, weight: Tensor, totals: Totals, is_logged: bool) -> None:
+    """Forward, loss and backward of one micro-batch: gradients add up in the parameters.
+
+    weight: what the sum of losses is multiplied by, a scalar. A micro-batch that is not real keeps this rank in step
+    with the others and counts for nothing.
+    """
+    precision = run.state.precision
+    run.attempt.phase = Phase.FORWARD
+    with precision.autocast:
+        loss, count, metrics = run.task(run.strategy.forward, micro.data)
+    run.attempt.phase = Phase.BACKWARD
+    precision.scaler.scale(loss).backward(gradient=weight if micro.real else weight * 0)
+    run.attempt.phase = Phase.METRIC
+    totals.add(loss.detach(), count, evaluate_metrics(metrics) if is_logged else {}, real=micro.real)
+
+
+def clip_gradients(run: Run, step: Step, totals: Totals) -> Tensor:
+    """Unscale, divide by the true count, clip to `train.grad_clip`. Returns the gradient norm before clipping."""
+    run.attempt.phase = Phase.UNSCALE
+    run.state.precision.unscale(run.state.optimizer, run.strategy.all_reduce_found_inf)
+    run.attempt.phase = Phase.CLIP
+    gradients = [local(p.grad) for p in run.meter.parameters if p.grad is not None]
+    norm = run.strategy.grad_norm(gradient_norm(gradients))
+    factor = count_factor(totals.count, step.samples, norm)
+    if factor is not None:
+        norm = norm * factor
+    clipping = clip_factor(norm, run.config.train.grad_clip)
+    if clipping is not None:
+        factor = clipping if factor is None else clipping * factor
+    if factor is not None:  # both in one pass over the gradients
+        torch._foreach_mul_(gradients, factor.to(norm.device))
+    return norm
+
+
+def count_factor(count: Tensor | int, samples: int, norm: Tensor) -> Tensor | None:
+    """What turns gradients divided by `samples` into gradients divided by `count`; None where the two are equal."""
+    if not isinstance(count, Tensor) and count == samples:
+        return None
+    true_count = count.clamp(min=1) if isinstance(count, Tensor) else max(1, count)
+    return torch.as_tensor(samples / true_count, device=norm.device)
+
+
+def clip_factor(norm: Tensor, limit: float | None) -> Tensor | None:
+    """What brings gradients of this norm to at most `limit`; None where they need no clipping."""
+    if limit is None:
+        return None
+    # Reading a number is free only on the CPU; there it saves four tiny operations, or a pass over all gradients.
+    if norm.device.type == "cpu" and norm.item() <= limit:
+        return None
+    return (limit / (norm + 1e-6)).clamp(max=1.0)
+
+
+def update(run: Run, step: Step, totals: Totals, norm: Tensor) -> bool:
+    """Change the parameters and count the step: the only place. False when a non-finite value left the step out."""
+    state, progress = run.state, run.state.progress
+    run.ranks.check_peers()  # the last moment at which a step can be aborted
+    applied = run.nonfinite.allows_update(progress.step, totals.loss, norm)
+    if applied:
+        for group in state.optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * run.schedule(progress.step)
+        run.attempt.phase = Phase.COMMIT
+        applied = state.precision.step(state.optimizer)
+        run.nonfinite.count(applied, progress.step)
+    else:
+        state.precision.reset_scaler()
+        run.restore_point.restore_buffers()  # BatchNorm has seen what was not finite
+    if run.sizes.record(step.number):
+        note_batchnorm(run, step)
+    run.meter.count(step.samples)
+    run.batches.advance(progress)
+    progress.step += applied
+    progress.skipped += not applied
+    run.attempt.phase = Phase.COMMITTED
+    return applied
+
+
+def note_batchnorm(run: Run, step: Step) -> None:
+    """Say once what a micro-batch smaller than the global batch does change."""
+    size = run.sizes.train.size
+    if run.batches.accumulation(size, run.sizes.parts) > 1 and has_batchnorm(run.state.model):
+        run.tracker.note_once(
+            f"step {step.number}: the model has BatchNorm, whose statistics are those of the micro-batch ({size}), not "
+            "of the global batch; GroupNorm (model.norm=group) does not depend on it",
+            topic="batchnorm",
+        )
 
 
 def drop_gradients(run: Run) -> None:
     """As `optimizer.zero_grad(set_to_none=True)`, without the 25 microseconds of its profiler record."""
     for parameter in run.meter.parameters:
         parameter.grad = None
-
-
-def accumulate_gradients(run: Run, logs: bool) -> Totals:
-    """Gradients of the step's loss, summed over its micro-batches; totals of loss, count and (if logged) metrics."""
-    state, totals = run.state, Totals()
-    # The true count is known at the end only (padding); what was scaled by samples is put right in `clip`.
-    weight = run.meter.weight(run.batches.step_samples(state.progress))
-    micro_batches = run.batches.micro_batches(state.progress, state.micro.size, run.accumulation)
-    for fetched in run.meter.timed(micro_batches):
-        for micro in state.micro.split(fetched, run.ranks):
-            watched = run.memory.watching or state.micro.watched
-            watch = run.memory.watch(run.meter.resident(micro.data)) if watched else contextlib.nullcontext()
-            with run.strategy.micro_batch(micro.last), watch:
-                backward(run, micro, weight, totals, logs)
-            run.phase = "data"
-    run.phase = "gradients"
-    run.strategy.finish_accumulation()
-    return totals.over(run.ranks)
-
-
-def backward(run: Run, micro: MicroBatch, weight: Tensor, totals: Totals, logs: bool) -> None:
-    """Forward, loss and backward of one micro-batch: gradients add up in the parameters.
-
-    One that is not real takes part in the ranks' joint work and counts for nothing.
-    """
-    precision = run.state.precision
-    run.phase = "forward"
-    with precision.autocast:
-        loss, count, metrics = run.task(run.strategy.forward, micro.data)
-    run.phase = "backward"
-    precision.scaler.scale(loss).backward(gradient=weight if micro.real else weight * 0)
-    run.phase = "metric"
-    totals.add(loss.detach(), count, evaluate_metrics(metrics) if logs else {}, real=micro.real)
-
-
-def clip(run: Run, totals: Totals) -> Tensor:
-    """Unscale, divide by the true count, clip once. Returns the gradient norm before clipping."""
-    run.phase = "unscale"
-    run.state.precision.unscale(run.state.optimizer, run.strategy.all_reduce_found_inf)
-    run.phase = "clip"
-    gradients = [local(p.grad) for p in run.meter.parameters if p.grad is not None]
-    norm, factor = run.strategy.grad_norm(gradient_norm(gradients)), None
-    if isinstance(totals.count, Tensor) or totals.count != run.batches.step_samples(run.state.progress):
-        count = totals.count.clamp(min=1) if isinstance(totals.count, Tensor) else max(1, totals.count)
-        factor = torch.as_tensor(run.batches.step_samples(run.state.progress) / count, device=norm.device)
-        norm = norm * factor
-    if run.grad_clip is not None:
-        # Reading a number is free on the CPU only; there it saves four tiny operations, or a pass over all gradients.
-        value = norm.item() if norm.device.type == "cpu" else norm
-        if norm.device.type != "cpu" or not value <= run.grad_clip:
-            allowed = (run.grad_clip / (norm + 1e-6)).clamp(max=1.0)
-            factor = allowed if factor is None else allowed * factor
-    if factor is not None:
-        torch._foreach_mul_(gradients, factor.to(norm.device))
-    return norm
-
-
-def commit(run: Run, totals: Totals, norm: Tensor) -> bool:
-    """Change the parameters and count the step: the only place. False when a non-finite value left the step out."""
-    state, progress, scaler = run.state, run.state.progress, run.state.precision.scaler
-    run.ranks.check_peers()  # the last moment at which a step can be given up
-    applied = run.guard.admits(progress.step, totals.loss, norm)
-    if applied:
-        for group in state.optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * run.schedule(progress.step)
-        run.phase = "commit"
-        scale = scaler.get_scale() if scaler.is_enabled() else 0.0  # waits for the device, in fp16 only
-        scaler.step(state.optimizer)
-        scaler.update()
-        applied = run.guard.applied(not scaler.is_enabled() or scaler.get_scale() >= scale, progress.step)
-    else:
-        state.precision.reset_scaler()
-        run.restore_point.restore_buffers()  # BatchNorm has seen what was not finite
-    run.note_size()
-    run.meter.count(run.batches.step_samples(progress))
-    run.batches.advance(progress)
-    progress.step += applied
-    progress.skipped += not applied
-    run.phase = "committed"
-    return applied

@@ -1,57 +1,49 @@
-"""What a step remembers, so that it can be rolled back."""
+"""A step is a transaction: until its commit, `rollback` leaves no trace of it.
 
-import torch
-from torch import nn
+Parameters and optimizer state need no copies: nothing before the commit touches them.
+"""
 
-from trainapp.rng import Generators
+import contextlib
+import time
+from collections.abc import Iterator
+
+from trainapp.train.phase import Phase
+from trainapp.train.run import Run, Step
 
 
-class RestorePoint:
-    """The start of a step: random generators and module buffers (BatchNorm's statistics and the like).
+@contextlib.contextmanager
+def transaction(run: Run, step: Step) -> Iterator[None]:
+    """Around a step, up to and including its commit.
 
-    Parameters and optimizer state are not in it: nothing before the commit touches them.
+    Remembered: random generators and module buffers. Voted on, while the size is unproven: whether any rank ran out of
+    memory, before each collective. Watched: memory, while the size is unproven and in logged or drawn steps.
     """
+    attempt, sizes, memory = run.attempt, run.sizes, run.memory
+    attempt.phase, attempt.started = Phase.START, time.monotonic()  # an error here has nothing to return to
+    run.restore_point.take()
+    attempt.phase = Phase.DATA
+    sizes.follow_schedule(step.number)
+    run.ranks.start_flag_exchange(run.flags)  # in the background: the step hides it
+    run.ranks.enable_votes(sizes.train.is_unproven)
+    if sizes.train.is_unproven or step.is_drawn or (step.is_logged and memory.wants_look):
+        with memory.watch(run.meter.resident(), where=sizes.train.is_untried):
+            yield
+    else:
+        yield
 
-    def __init__(self, model: nn.Module, device: torch.device):
-        self.device = device
-        found = [(m, name) for m in model.modules() for name, b in m._buffers.items() if b is not None]
-        self._places = [(m._buffers, name) for m, name in found]
-        # BatchNorm's kernels write its statistics without counting up their version: only what is no part of the
-        # state (rotary tables, masks) may be judged by it.
-        self._constant = [name in m._non_persistent_buffers_set for m, name in found]
-        self._buffers: list[torch.Tensor] = []
-        self._copies: list[torch.Tensor] = []
-        self._versions: list[int] = []
-        self._generators = Generators(device)
 
-    def take(self) -> None:
-        """Remember this moment. Buffers outside the state dict are copied again only where their version has moved."""
-        self._generators.take()
-        buffers = [owner[name] for owner, name in self._places]
-        same = len(self._buffers) == len(buffers) and all(a is b for a, b in zip(self._buffers, buffers, strict=True))
-        if not same:
-            self._copies = [b.detach().clone() for b in buffers]
-        else:
-            known = zip(buffers, self._copies, self._versions, self._constant, strict=True)
-            moved = [
-                (copy, buffer)
-                for buffer, copy, version, constant in known
-                if not constant or buffer._version != version
-            ]
-            if moved:
-                with torch.no_grad():
-                    torch._foreach_copy_(*map(list, zip(*moved, strict=True)))
-        self._buffers, self._versions = buffers, [b._version for b in buffers]
+def rollback(run: Run, phase: Phase, other_ranks_wait: bool) -> None:
+    """Return to where `phase` can be tried again: to the start of the step, or to the end of the one before.
 
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Back to the moment of the last `take`."""
-        self._generators.restore()
-        self.restore_buffers()
-
-    @torch.no_grad()
-    def restore_buffers(self) -> None:
-        """The buffers alone, for a step that is left out for good."""
-        for (owner, name), buffer, copy in zip(self._places, self._buffers, self._copies, strict=True):
-            owner[name] = buffer
-            buffer.copy_(copy)
+    Gradients are dropped and memory is given back. After a commit the generators and buffers stay: evaluation restores
+    the generators itself and changes no buffer. To be called outside `except`, whose traceback keeps tensors alive.
+    other_ranks_wait: whether the ranks were in the step together; then all of them call this.
+    """
+    if other_ranks_wait:
+        run.strategy.abort_step()
+    run.state.optimizer.zero_grad(set_to_none=True)
+    run.state.precision.reset_scaler()
+    run.state.model.train()
+    run.memory.release()
+    if phase.can_be_undone:
+        run.restore_point.restore()

@@ -1,0 +1,58 @@
+"""What the terminal shows of a run: one line at its start, a table at its end."""
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+from trainapp.run.result import RunResult
+from trainapp.train.run import Run
+from trainapp.units import bytes_text
+
+
+def opening_line(run: Run) -> str:
+    """Model, device, precision, and how the global batch is cut."""
+    state, batches, parts = run.state, run.batches, run.sizes.parts
+    parameters = sum(p.numel() for p in state.model.parameters())
+    micro_size = run.sizes.train.size
+    count = batches.accumulation(micro_size, parts)
+    if parts:
+        micro_size = -(-state.global_size // count)
+    name = run.config.model.target.rpartition(".")[2]
+    return (
+        f"{name} with {_count_text(parameters)} parameters on {state.device}, {state.precision.mode}; global batch "
+        f"{state.global_size} = micro-batch {micro_size} x {count} accumulated x {batches.world} "
+        f"rank{'s' * (batches.world > 1)}; {batches.samples} samples, {batches.steps_per_epoch} steps per epoch"
+    )
+
+
+def print_summary(run: Run, result: RunResult) -> None:
+    """The table that ends a run."""
+    config, progress = run.config, run.state.progress
+    rows: list[tuple[str, Any]] = []
+    if result.objective is not None:
+        best = f" (best {progress.best:.4f} at step {progress.best_step})" if progress.best is not None else ""
+        rows.append((f"eval {result.metric}", f"{result.objective:.4f}{best}"))
+    if config.mode == "train":
+        rows += [
+            ("steps", f"{result.steps} ({result.samples} samples)"),
+            ("time", f"{result.seconds:.1f} s"),
+            ("throughput", f"{result.samples_per_second:.0f} samples/s"),
+            ("peak memory", f"{bytes_text(result.peak_memory_bytes)} of {bytes_text(run.memory.budget)}"),
+            ("micro-batch", f"{result.micro_size} x {result.accumulation} accumulated"),
+            ("OOM restarts", result.oom_restarts),
+            ("checkpoint", result.checkpoint or "none"),
+        ]
+    rows.append(("outputs", config.run_dir))
+    with contextlib.suppress(ValueError):
+        run_dir = Path(config.run_dir)
+        shown = run_dir.relative_to(Path.cwd()) if run_dir.is_relative_to(Path.cwd()) else run_dir
+        rows.append(("TensorBoard", f"tensorboard --logdir {shown}"))
+    width = max(len(name) for name, _ in rows)
+    print("\n".join(f"{name:<{width}}  {value}" for name, value in rows), flush=True)
+
+
+def _count_text(count: int) -> str:
+    for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
+        if count >= size:
+            return f"{count / size:.2f}{unit}"
+    return str(count)

@@ -1,0 +1,56 @@
+"""Where a run is: what an error at this point means for the step, and what can be done about it."""
+
+from enum import Enum
+
+
+class Phase(str, Enum):
+    """The phases of a run, in the order of a step. Incidents name them by their values."""
+
+    WEIGHT_AVERAGE = "weight average"
+    EVALUATE = "evaluate"
+    SAVE = "save"
+    START = "start"
+    DATA = "data"
+    FORWARD = "forward"
+    LOSS = "loss"
+    BACKWARD = "backward"
+    METRIC = "metric"
+    GRADIENTS = "gradients"
+    UNSCALE = "unscale"
+    CLIP = "clip"
+    COMMIT = "commit"
+    COMMITTED = "committed"
+    SEARCH = "search"
+    LOG = "log"
+
+    def __str__(self) -> str:
+        return self.value
+
+    @property
+    def can_be_undone(self) -> bool:
+        """Whether the step has not changed anything yet: rolling back drops gradients and restores buffers."""
+        return self in _BEFORE_COMMIT
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether parameters and optimizer may be half updated: only a checkpoint is safe."""
+        return self is Phase.COMMIT
+
+    @property
+    def depends_on_size(self) -> bool:
+        """Whether a smaller micro-batch needs less memory here."""
+        return self in _BEFORE_COMMIT or self in (Phase.COMMIT, Phase.EVALUATE)
+
+
+_BEFORE_COMMIT = frozenset(
+    {
+        Phase.DATA,
+        Phase.FORWARD,
+        Phase.LOSS,
+        Phase.BACKWARD,
+        Phase.METRIC,
+        Phase.GRADIENTS,
+        Phase.UNSCALE,
+        Phase.CLIP,
+    }
+)

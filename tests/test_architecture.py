@@ -1,0 +1,59 @@
+"""The shape that docs/architecture.md promises."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+from helpers import ROOT
+
+SOURCES = sorted((ROOT / "src" / "trainapp").rglob("*.py"))
+LOOP = ROOT / "src" / "trainapp" / "train" / "loop.py"
+
+
+def functions(path: Path) -> list[ast.FunctionDef]:
+    return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
+
+
+def types_of(function: ast.FunctionDef) -> set[str]:
+    """The classes that the parameters' annotations name."""
+    arguments = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+    texts = [ast.unparse(a.annotation) for a in arguments if a.annotation is not None]
+    return {name for text in texts for name in re.findall(r"\w+", text)}
+
+
+def takes_config_and_run(path: Path) -> list[str]:
+    return [f"{path.name}:{f.lineno} {f.name}" for f in functions(path) if {"Config", "Run"} <= types_of(f)]
+
+
+def test_no_function_takes_both_a_config_and_a_run():
+    found = [line for path in SOURCES for line in takes_config_and_run(path)]
+    assert not found
+
+
+def test_a_function_that_takes_both_is_found(tmp_path):
+    path = tmp_path / "wrong.py"
+    path.write_text("def f(config: Config, *, run: Run | None = None): ...\ndef g(config: Config): ...\n")
+    assert [line.split()[-1] for line in takes_config_and_run(path)] == ["f"]
+
+
+@pytest.mark.parametrize(("name", "most"), [("train", 20), ("train_step", 20)])
+def test_the_loop_reads_on_one_screen(name, most):
+    (function,) = [f for f in functions(LOOP) if f.name == name]
+    assert function.end_lineno - function.lineno + 1 <= most
+    assert len(LOOP.read_text().splitlines()) <= 150
+
+
+def test_files_and_functions_stay_short():
+    assert not [f"{p.name}: {n}" for p in SOURCES if (n := len(p.read_text().splitlines())) > 280]
+    long = [(p.name, f.name) for p in SOURCES for f in functions(p) if f.end_lineno - f.lineno >= 80]
+    assert not long
+
+
+def test_the_architecture_page_names_every_room_and_only_real_files():
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    rooms = {p.name for p in (ROOT / "src" / "trainapp").iterdir() if p.is_dir() and p.name != "__pycache__"}
+    assert not {room for room in rooms if f"`{room}/`" not in page}
+    for name in re.findall(r"`([a-z_/]+\.(?:py|yaml))`", page):
+        places = (ROOT, ROOT / "src" / "trainapp")
+        assert any((place / name).exists() for place in places), name

@@ -1,0 +1,103 @@
+"""Which micro-batch a run begins with: every source in its place."""
+
+import pytest
+
+from trainapp.config.compose import from_command_line
+from trainapp.train.sizes import initial_sizes
+
+
+def known(size: int) -> dict:
+    """As an earlier run, a checkpoint or a restart leave it: of one shape, proven, twice the size failed."""
+    return {"start": 64, "buckets": {"64": [size, size, 2 * size, True]}}
+
+
+SOURCES = {
+    "hint": {"micro": known(7), "eval_micro": known(9)},
+    "saved": {"micro": known(11), "eval_micro": known(13)},
+    "remembered": {"micro": known(17), "eval_micro": known(19)},
+}
+SCHEDULE = "batch.micro_schedule={1: 23, 5: 29}"
+
+
+def begin(*overrides: str, sources: tuple[str, ...] = (), world: int = 1, **options):
+    config = from_command_line(["batch.global_size=64", *overrides])
+    return initial_sizes(config, world, 1000, **{name: SOURCES[name] for name in sources}, **options)
+
+
+# In their order of precedence: what is set or known, and the training size that follows.
+ORDER = [
+    (("hint",), (), 7, "hint"),
+    ((), (SCHEDULE,), 23, "schedule"),
+    ((), ("batch.micro_size=31",), 31, "given"),
+    (("saved",), (), 11, "saved"),
+    (("remembered",), (), 17, "remembered"),
+    ((), (), 64, "share"),
+]
+
+
+@pytest.mark.parametrize("first", range(len(ORDER)))
+@pytest.mark.parametrize("second", range(len(ORDER)))
+def test_the_first_that_is_known_decides(first, second):
+    (sources, overrides, size, origin) = ORDER[min(first, second)]
+    (others, more, _, _) = ORDER[max(first, second)]
+    sizes = begin(*{*overrides, *more}, sources=tuple({*sources, *others}))
+    sizes.follow_schedule(1)
+    assert (sizes.train.size, sizes.origin) == (size, origin)
+
+
+@pytest.mark.parametrize(
+    ("sources", "overrides", "size"),
+    [
+        (("hint", "saved", "remembered"), ("batch.eval_micro_size=5",), 9),
+        (("saved", "remembered"), ("batch.eval_micro_size=5",), 5),
+        (("saved", "remembered"), (), 13),
+        (("saved", "remembered"), ("batch.micro_size=3",), 13),
+        (("remembered",), (), 19),
+        ((), (), 128),
+    ],
+)
+def test_evaluation(sources, overrides, size):
+    assert begin(*overrides, sources=sources).evaluation.size == size
+
+
+def test_the_share_of_a_rank():
+    assert begin(world=3).train.size == 22
+    assert begin("accumulation.steps=3", world=2).train.size == 11
+    assert begin("batch.micro_size=50", world=2).train.size == 32
+    assert begin(world=3).evaluation.size == 43
+
+
+@pytest.mark.parametrize(
+    ("step", "by_step"),
+    [
+        (0, {1: 23, 4: 23, 5: 29, 9: 29}),
+        (2, {3: 23, 4: 23, 5: 29}),  # resumed between two entries: the one before is in force
+        (4, {5: 29, 6: 29}),
+        (7, {8: 29, 9: 29}),
+    ],
+)
+def test_a_schedule_after_a_resume(step, by_step):
+    sizes = begin(SCHEDULE, step=step)
+    for coming in range(step + 1, 10):
+        sizes.follow_schedule(coming)
+        if coming in by_step:
+            assert sizes.train.size == by_step[coming]
+
+
+def test_what_failed_is_not_scheduled_again():
+    sizes = begin(SCHEDULE, sources=("hint",), step=3)
+    for coming in range(4, 8):
+        sizes.follow_schedule(coming)
+    assert sizes.train.size == 7
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [{}, {"micro": None}, {"micro": {}}, {"micro": {"start": 64, "buckets": {"64": ["x"]}}}, {"micro": []},
+     {"micro": {"start": 0, "buckets": {"64": [4, 4, None, True]}}},
+     {"micro": {"start": 64, "buckets": {"64": [-4, 4, None, True]}}}],
+)  # fmt: skip
+def test_a_damaged_source_is_passed_over(damaged):
+    config = from_command_line(["batch.global_size=64"])
+    sizes = initial_sizes(config, 1, 1000, saved=damaged, remembered=SOURCES["remembered"])
+    assert (sizes.train.size, sizes.origin) == (17, "remembered")
