@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from trainapp.config.schema import ActivationCheckpointing, Config
+from trainapp.memory.kinds import MemoryKind
 from trainapp.memory.levers import activation_checkpointing
 from trainapp.oom.incident import Incident
 from trainapp.plan.trace import traced_peak
@@ -20,12 +21,12 @@ def memory_report(config: Config, run: Run, failure: Incident) -> str:
     """The last word of a run that cannot go on: the parts, then what would help, largest saving first."""
     static = run.meter.static
     parts = sorted(failure.parts.items(), key=lambda item: -item[1])
-    kind = "evaluation micro-batch" if failure.evaluating else "micro-batch"
+    setting = "evaluation micro-batch" if failure.evaluating else "micro-batch"
     lines = [
-        f"out of memory in {failure.phase} with {kind} {failure.old_size}: nothing is left to halve.",
+        f"out of memory in {failure.phase} with {setting} {failure.old_size}: nothing is left to halve.",
         failure.message,
         f"{'limit':<18}{bytes_text(failure.limit):>12}",
-        *(f"{name.replace('_', ' '):<18}{bytes_text(size):>12}" for name, size in parts if size),
+        *(f"{kind.label:<18}{bytes_text(size):>12}" for kind, size in parts if size),
     ]
     savings = [
         (saving, text) for saving, text in _savings(config, run, static, failure) if saving > 0.01 * failure.limit
@@ -38,11 +39,11 @@ def memory_report(config: Config, run: Run, failure: Incident) -> str:
     return "\n".join(lines)
 
 
-def _savings(config: Config, run: Run, static: dict[str, int], failure: Incident) -> list[tuple[int, str]]:
+def _savings(config: Config, run: Run, static: dict[MemoryKind, int], failure: Incident) -> list[tuple[int, str]]:
     """`(bytes, setting)`: states from the sizes of their tensors, the rest traced without using memory."""
-    state = static["optimizer_state"]
+    state = static[MemoryKind.OPTIMIZER_STATE]
     found = [
-        (static["weight_average"], "train.ema=null: no average of the weights"),
+        (static[MemoryKind.WEIGHT_AVERAGE], "train.ema=null: no average of the weights"),
         (state, "optimizer=sgd optimizer.momentum=0: no optimizer state"),
     ]
     if "Adam" in config.optimizer.target:

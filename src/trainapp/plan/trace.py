@@ -9,9 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from trainapp import torch_private
 from trainapp.data.batch import map_tensors
+from trainapp.memory.kinds import MemoryKind
 from trainapp.memory.live_tensors import LiveTensors
 from trainapp.train.losses import Task
 
@@ -28,7 +29,7 @@ def traced_peak(
     change: applied to the traced copy of the model first, to see what it would bring.
     Raises whatever the model raises on tensors without data: not every model can be traced.
     """
-    mode = FakeTensorMode()
+    mode = torch_private.fake_tensor_mode()
     fakes: dict[int, Any] = {}
     for parameter in model.parameters():
         fake = mode.from_tensor(parameter.detach())
@@ -39,7 +40,7 @@ def traced_peak(
     change(twin)
     fake_batch = map_tensors(mode.from_tensor, batch)
     counter = LiveTensors(devices=None)
-    counter.register({"static": [*twin.parameters(), *twin.buffers()]})
+    counter.register({MemoryKind.PARAMETERS: twin.parameters(), MemoryKind.BUFFERS: twin.buffers()})
     static = counter.live
     with mode, counter:
         with autocast or contextlib.nullcontext():

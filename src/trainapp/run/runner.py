@@ -17,7 +17,7 @@ from trainapp.oom import hints, incident, recovery
 from trainapp.oom.errors import is_device_lost, is_out_of_memory
 from trainapp.oom.incident import Incident
 from trainapp.optim.optimizers import lean_optimizer
-from trainapp.parallel.ranks import SingleRank
+from trainapp.parallel.ranks import Ranks, SingleRank
 from trainapp.run import export
 from trainapp.run.result import RunResult, report, result_of, write
 from trainapp.signals import StopRequest
@@ -33,7 +33,7 @@ class Interrupted(SystemExit):
     """A signal ended the run after its step was finished and saved. Ends a sweep, too."""
 
 
-def run(config: Config, ranks: SingleRank | None = None) -> RunResult:
+def run(config: Config, ranks: Ranks | None = None) -> RunResult:
     """One run from start to end. Raises UserError, and Interrupted after a signal."""
     started = time.monotonic()
     if not gc.get_freeze_count():  # what was imported stays: to look through it cost 0.14 s for each recovery
@@ -68,7 +68,7 @@ def run(config: Config, ranks: SingleRank | None = None) -> RunResult:
     return result
 
 
-def prepare(config: Config, stop: StopRequest, ranks: SingleRank) -> Run:
+def prepare(config: Config, stop: StopRequest, ranks: Ranks) -> Run:
     """Build everything, then continue from a checkpoint: the one that was asked for, else this directory's own."""
     path = ranks.all_gather_object(_checkpoint_to_resume(config) if ranks.is_rank_zero else None)[0]
     if path is not None:
@@ -173,7 +173,7 @@ def together(config: Config, run: Run, failure: Incident) -> None:
         if not ranks.votes_enabled or not listened:
             recovery.leave_for_restart(run, failure)
         ranks.vote(True)
-    ranks.drop_agreement()
+    ranks.cancel_flag_exchange()
     told = ranks.all_gather_object(None if failure.by_peer else (ranks.rank, incident.one_line(failure)))
     failure.culprits = [text for text in told if text is not None]
 

@@ -12,18 +12,18 @@ from trainapp.config import targets
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
 from trainapp.memory.levers import activation_checkpointing
-from trainapp.models.inspect import has_batchnorm
+from trainapp.models.inspect import blocks_of, has_batchnorm
 from trainapp.models.weights import load_weights
 from trainapp.parallel.ddp import DDP
-from trainapp.parallel.fsdp import shard
-from trainapp.parallel.ranks import SingleRank
+from trainapp.parallel.fsdp import FSDP
+from trainapp.parallel.ranks import Ranks
 from trainapp.parallel.strategy import SingleDevice
 from trainapp.rng import seed_everything
 from trainapp.train.components import log
 
 
 def model_over_ranks(
-    config: Config, kind: Any, spec: dict[str, Any], ranks: SingleRank, device: torch.device, compute: torch.dtype
+    config: Config, kind: Any, spec: dict[str, Any], ranks: Ranks, device: torch.device, compute: torch.dtype
 ) -> SingleDevice:
     """The model on its device, spread over the ranks: activation checkpointing, then compilation, then shards.
 
@@ -51,6 +51,8 @@ def model_over_ranks(
     if config.train.compile:
         model.compile()
     strategy = _spread(config, model, ranks, compute)
+    if not strategy.recovers_in_place:
+        ranks.disable_votes()
     if on_meta:
         _fill(config, model, ranks, device)
         _start_from_weights(config, model)
@@ -64,7 +66,7 @@ def _start_from_weights(config: Config, model: nn.Module) -> None:
             log.warning("model.init_from: not loaded, left as initialised: %s", ", ".join(skipped))
 
 
-def _fill(config: Config, model: nn.Module, ranks: SingleRank, device: torch.device) -> None:
+def _fill(config: Config, model: nn.Module, ranks: Ranks, device: torch.device) -> None:
     """Give a model that was built without memory its shards, and draw them.
 
     On the CPU each rank draws its own shards from a seed of its own: other numbers than the whole model would get, of
@@ -84,12 +86,12 @@ def _fill(config: Config, model: nn.Module, ranks: SingleRank, device: torch.dev
     seed_everything(config.train.seed)
 
 
-def _spread(config: Config, model: nn.Module, ranks: SingleRank, compute: torch.dtype) -> SingleDevice:
+def _spread(config: Config, model: nn.Module, ranks: Ranks, compute: torch.dtype) -> SingleDevice:
     """Over the ranks, after activation checkpointing and compilation and before the optimizer."""
     if ranks.world == 1:
         return SingleDevice(model, ranks)
     if config.parallel.strategy == "ddp":
         return DDP(model, ranks, config.parallel.ddp)
-    blocks = activation_checkpointing.blocks_of(model, "parallel=fsdp")
-    # BatchNorm wants its parameters in fp32: such models are gathered so, and autocast casts where it computes.
-    return shard(model, blocks, ranks, config.parallel.fsdp, torch.float32 if has_batchnorm(model) else compute)
+    blocks = blocks_of(model, "parallel=fsdp")
+    # BatchNorm needs its parameters in fp32: such models are gathered in it, and autocast casts where it computes.
+    return FSDP(model, blocks, ranks, config.parallel.fsdp, torch.float32 if has_batchnorm(model) else compute)

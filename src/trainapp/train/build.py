@@ -21,7 +21,7 @@ from trainapp.optim import precision, schedules
 from trainapp.optim.ema import WeightAverage
 from trainapp.optim.nonfinite import NonFiniteCheck
 from trainapp.optim.optimizers import build_optimizer
-from trainapp.parallel.ranks import SingleRank
+from trainapp.parallel.ranks import Ranks
 from trainapp.rng import seed_everything
 from trainapp.signals import StopRequest
 from trainapp.tracking.meter import Meter
@@ -34,7 +34,7 @@ from trainapp.units import bytes_text
 log = logging.getLogger(__name__)
 
 
-def build(config: Config, stop: StopRequest, ranks: SingleRank) -> Run:
+def build(config: Config, stop: StopRequest, ranks: Ranks) -> Run:
     """Everything but the tracker, which needs to know where the run begins. Raises UserError for what does not fit."""
     kinds = components.locate_all(config)
     train_data, eval_data, spec = components.datasets(config, kinds["data"])
@@ -107,7 +107,7 @@ def _state(
 
 
 def _batches(
-    config: Config, train_data: Any, eval_data: Any, device: torch.device, ranks: SingleRank, equal: bool
+    config: Config, train_data: Any, eval_data: Any, device: torch.device, ranks: Ranks, equal: bool
 ) -> tuple[TrainBatches, EvalBatches | None]:
     share: dict[str, Any] = {
         "seed": config.train.seed,
@@ -130,7 +130,7 @@ def require_room(device_memory: device.DeviceMemory, state: TrainState) -> None:
     """Raises UserError when a limit leaves nothing for a batch at all: no micro-batch is small enough."""
     sizes = device.static_bytes(state.model, state.optimizer, state.average.averages)
     if device_memory.limit is not None and sum(sizes.values()) >= device_memory.limit:
-        parts = ", ".join(f"{kind.replace('_', ' ')} {bytes_text(size)}" for kind, size in sizes.items() if size)
+        parts = ", ".join(f"{kind.label} {bytes_text(size)}" for kind, size in sizes.items() if size)
         raise UserError(
             f"memory.limit={bytes_text(device_memory.limit)}: {parts} need {bytes_text(sum(sizes.values()))} before "
             "any batch; raise the limit, or use a smaller model"

@@ -46,11 +46,11 @@ def train_step(run: Run) -> None:
     run.phase = "data"
     if progress.step + 1 in run.size_plan:
         state.micro.force(run.size_plan.pop(progress.step + 1))
-    run.ranks.start_agreement(run.flags)
+    run.ranks.start_flag_exchange(run.flags)
     run.ranks.enable_votes(state.micro.trying)
     logs, draws = run.logs_coming_step, run.draws_coming_step
-    watched = (logs and memory.wants_look) or draws or state.micro.trying
-    with memory.watch(run.meter.resident(), where=state.micro.untried) if watched else contextlib.nullcontext():
+    watched = (logs and memory.watch_is_due) or draws or state.micro.trying
+    with memory.watch(run.meter.resident(), track_modules=state.micro.untried) if watched else contextlib.nullcontext():
         totals = accumulate_gradients(run, logs)
         norm = clip(run, totals)
         applied = commit(run, totals, norm)
@@ -60,9 +60,10 @@ def train_step(run: Run) -> None:
     if draws:
         draw_timeline(run)
     drop_gradients(run)  # now, so that an evaluation has their room
-    run.stopping, still_writing, news = run.ranks.finish_agreement()
-    look_for_larger_size(run, bool(news))
-    if not still_writing:
+    flags = run.ranks.finish_flag_exchange()
+    run.stopping = flags.stop_signal
+    look_for_larger_size(run, flags.search_news)
+    if not flags.still_saving:
         run.saver.finish()
 
 

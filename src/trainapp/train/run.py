@@ -12,7 +12,7 @@ from trainapp.memory.device import DeviceMemory
 from trainapp.models.inspect import has_batchnorm
 from trainapp.optim.nonfinite import NonFiniteCheck
 from trainapp.optim.schedules import Schedule
-from trainapp.parallel.ranks import SingleRank
+from trainapp.parallel.ranks import Flags, Ranks, SingleRank
 from trainapp.parallel.strategy import SingleDevice
 from trainapp.signals import StopRequest
 from trainapp.tracking.meter import Meter
@@ -28,7 +28,7 @@ class Run:
 
     state: TrainState
     strategy: SingleDevice
-    ranks: SingleRank
+    ranks: Ranks
     task: Task
     batches: TrainBatches
     eval_batches: EvalBatches | None
@@ -110,14 +110,13 @@ class Run:
             )
 
     @property
-    def eval_ranks(self) -> SingleRank:
+    def eval_ranks(self) -> Ranks:
         """The ranks that evaluate together: all, or each by itself."""
         return self.ranks if self.strategy.forward_is_collective else SingleRank()
 
-    def flags(self) -> tuple[int, int, int]:
-        """What ranks agree on in every step: the signal to stop for, whether one still writes a checkpoint, and
-        whether one has news for the search."""
-        return self.stop.signal or 0, int(self.saver.busy), int(self.state.micro.has_news)
+    def flags(self) -> Flags:
+        """What the ranks agree on in every step."""
+        return Flags(self.stop.signal or 0, self.saver.busy, self.state.micro.has_news)
 
     def due(self, every: int, done_at: int) -> bool:
         """Whether something with this cadence is still to be done at the present step."""

@@ -8,6 +8,7 @@ from torch import Tensor
 from trainapp.data.micro_batch import MicroBatch
 from trainapp.optim.nonfinite import gradient_norm
 from trainapp.parallel.dtensor import local
+from trainapp.torch_private import foreach_mul_
 from trainapp.train.losses import evaluate_metrics
 from trainapp.train.run import Run
 from trainapp.train.totals import Totals
@@ -70,23 +71,21 @@ def clip(run: Run, totals: Totals) -> Tensor:
             allowed = (run.grad_clip / (norm + 1e-6)).clamp(max=1.0)
             factor = allowed if factor is None else allowed * factor
     if factor is not None:
-        torch._foreach_mul_(gradients, factor.to(norm.device))
+        foreach_mul_(gradients, factor.to(norm.device))
     return norm
 
 
 def commit(run: Run, totals: Totals, norm: Tensor) -> bool:
     """Change the parameters and count the step: the only place. False when a non-finite value left the step out."""
-    state, progress, scaler = run.state, run.state.progress, run.state.precision.scaler
+    state, progress = run.state, run.state.progress
     run.ranks.check_peers()  # the last moment at which a step can be given up
-    applied = run.guard.admits(progress.step, totals.loss, norm)
+    applied = run.guard.allows_update(progress.step, totals.loss, norm)
     if applied:
         for group in state.optimizer.param_groups:
             group["lr"] = group["initial_lr"] * run.schedule(progress.step)
         run.phase = "commit"
-        scale = scaler.get_scale() if scaler.is_enabled() else 0.0  # waits for the device, in fp16 only
-        scaler.step(state.optimizer)
-        scaler.update()
-        applied = run.guard.applied(not scaler.is_enabled() or scaler.get_scale() >= scale, progress.step)
+        applied = state.precision.step(state.optimizer)
+        run.guard.count(applied, progress.step)
     else:
         state.precision.reset_scaler()
         run.restore_point.restore_buffers()  # BatchNorm has seen what was not finite
