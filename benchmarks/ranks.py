@@ -91,6 +91,7 @@ def work(rank: int, strategy: str, options: argparse.Namespace, port: int, answe
 
     torch.set_num_threads(1)
     from trainapp.launch.worker import joined
+    from trainapp.parallel.ranks import DistributedRanks
 
     total = options.steps * (options.rounds + 2)
     with tempfile.TemporaryDirectory() as folder:
@@ -100,14 +101,15 @@ def work(rank: int, strategy: str, options: argparse.Namespace, port: int, answe
             losses: dict[str, Callable[[], float]] = {}
             steps, losses["hand-written"] = hand_written(strategy, settings, ranks, options.steps)
             loops["hand-written"] = lambda count: [next(steps) for _ in range(count)] and None
-            for name in ("trainapp, no votes", VOTES):
+            own_ranks = []
+            for name, vote_on_oom in (("trainapp, no votes", "never"), (VOTES, "always")):
                 settings = configured(strategy, options, total, Path(folder) / name)
-                loops[name], losses[name] = trainapp(settings, ranks)
+                own_ranks.append(DistributedRanks(ranks.device, settings.parallel.timeout, vote_on_oom))
+                loops[name], losses[name] = trainapp(settings, own_ranks[-1])
             seconds: dict[str, list[float]] = {name: [] for name in loops}
             for number in range(options.rounds + 1):
                 # All ranks shuffle alike: whoever often follows itself is faster.
                 for name in random.Random(number).sample(list(loops), len(loops)):
-                    ranks.policy = "always" if name == VOTES else "never"
                     ranks.barrier()
                     began = time.perf_counter()
                     loops[name](options.steps)
@@ -121,6 +123,8 @@ def work(rank: int, strategy: str, options: argparse.Namespace, port: int, answe
             if rank == 0:
                 answers.put(seconds)
             ranks.barrier()
+            for other in own_ranks:
+                other.release_groups()
 
 
 def configured(strategy: str, options: argparse.Namespace, total: int, folder: Path) -> Any:

@@ -5,15 +5,11 @@ import logging
 import re
 import textwrap
 
-import numpy as np
 import pytest
-import torch
 from helpers import texts
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from trainapp.errors import TrainingStopped
-from trainapp.memory import timeline
-from trainapp.memory.live_tensors import LiveTensors
 
 from .conftest import MODELS, cell, tiny
 from .inject import Injector, Recorded
@@ -212,21 +208,6 @@ def test_a_healthy_step_is_drawn_on_request(tmp_path):
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert len(events.Images("memory_timeline")) == 1
-
-
-def test_the_picture_stacks_what_was_counted():
-    counter = LiveTensors()
-    weights = torch.zeros(100, requires_grad=True)
-    counter.register({"parameters": [weights]})
-    with counter:
-        (weights * torch.zeros(100)).sum().backward()
-        counter.label("gradients", weights.grad)
-    series = timeline.stacked(counter.events, counter.kinds)
-    total = sum(series.values())
-    assert (int(total.max()), int(total[-1])) == (counter.peak, counter.live)
-    assert set(np.unique(series["parameters"])) == {400}
-    assert series["gradients"][-1] == 400
-    assert all((values >= 0).all() for values in series.values())
 
 
 def test_a_record_that_cannot_be_written_does_not_end_the_run(tmp_path, caplog):

@@ -1,13 +1,10 @@
-"""Real limits through the real command line, one model of each kind; and the counter that enforces them."""
+"""Real limits through the real command line, one model of each kind."""
 
 import dataclasses
 
 import pytest
-import torch
 from helpers import incidents, metrics, result, run_cli, train
-from torch import nn
 
-from trainapp.memory.live_tensors import LiveTensors, MemoryLimitExceeded
 from trainapp.run import runner
 
 from .conftest import composed
@@ -74,44 +71,3 @@ def test_a_limit_that_leaves_nothing(tmp_path):
     assert done.returncode == 2
     assert "memory.limit=64.0 KiB" in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_the_counter_is_exact():
-    counter = LiveTensors(limit=4 * 1000)
-    with counter:
-        a = torch.empty(500)
-        b = a.view(5, 100)  # no new storage
-        assert counter.live == 2000
-        c = torch.empty(500)
-        assert (counter.live, counter.peak) == (4000, 4000)
-        with pytest.raises(MemoryLimitExceeded) as caught:
-            torch.empty(1)
-        assert (caught.value.requested, caught.value.used, caught.value.limit) == (4, 4000, 4000)
-        del c, caught
-        assert (counter.live, counter.peak) == (2000, 4000)
-        del a
-        assert counter.live == 2000
-        del b
-        assert counter.live == 0
-
-
-def test_the_counter_leaves_autograd_cleanly():
-    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
-    inputs = torch.randn(32, 64)
-
-    def step(limit):
-        counter = LiveTensors(limit)
-        counter.register({"parameters": model.parameters(), "batch": [inputs]})
-        with counter:
-            model(inputs).sum().backward()
-        return counter.peak
-
-    peak = step(None)
-    expected = [p.grad.clone() for p in model.parameters()]
-    for limit in (peak - 1, int(0.95 * peak), int(0.9 * peak)):
-        model.zero_grad()
-        with pytest.raises(MemoryLimitExceeded):
-            step(limit)
-    model.zero_grad()
-    assert step(peak) == peak
-    assert all(torch.equal(p.grad, wanted) for p, wanted in zip(model.parameters(), expected, strict=True))

@@ -22,7 +22,7 @@ from trainapp.errors import UserError
 from trainapp.launch import worker
 from trainapp.oom.incident import Incident
 from trainapp.parallel.dtensor import whole
-from trainapp.parallel.ranks import SingleRank
+from trainapp.parallel.ranks import Ranks, SingleRank
 from trainapp.run import runner
 from trainapp.signals import StopRequest
 from trainapp.train import loop, step
@@ -88,7 +88,7 @@ def _leave_group() -> None:
         dist.destroy_process_group()
 
 
-def _run(config: Config, ranks: SingleRank, record: Record) -> None:
+def _run(config: Config, ranks: Ranks, record: Record) -> None:
     stop = StopRequest()
     run = runner.prepare(config, stop, ranks)
     update = loop.update

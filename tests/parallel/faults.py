@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainapp.checkpoint import checkpoints
 from trainapp.data.loader import Fetcher
 from trainapp.parallel.ddp import Exchange
+from trainapp.torch_private import fsdp_collectives
 from trainapp.train import loop
 from trainapp.train.run import Run
 
@@ -148,8 +148,9 @@ def injected(faults: Iterable[Fault], folder: Path) -> Iterator[Injector]:
         return wrapper
 
     patch(loop, "train", watched)
-    patch(DefaultAllGather, "allocate", striking("gather buffer", DefaultAllGather.allocate))
-    patch(DefaultReduceScatter, "allocate", striking("reduce buffer", DefaultReduceScatter.allocate))
+    all_gather, reduce_scatter = fsdp_collectives()
+    patch(all_gather, "allocate", striking("gather buffer", all_gather.allocate))
+    patch(reduce_scatter, "allocate", striking("reduce buffer", reduce_scatter.allocate))
     patch(Exchange, "reduce", striking("bucket", Exchange.reduce))
     patch(Fetcher, "__getitem__", striking("fetch", Fetcher.__getitem__))
     patch(checkpoints, "_write_manifest", striking("manifest", checkpoints._write_manifest))

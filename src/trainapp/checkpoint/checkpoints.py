@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from trainapp import __version__
 from trainapp.errors import TrainingStopped, UserError
-from trainapp.parallel.ranks import SingleRank
+from trainapp.parallel.ranks import Ranks, SingleRank
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 class Checkpoints:
     """The checkpoints of one run directory. With several ranks every method here that says so is called by all."""
 
-    def __init__(self, run_dir: Path, keep_last: int, enabled: bool = True, ranks: SingleRank | None = None):
+    def __init__(self, run_dir: Path, keep_last: int, enabled: bool = True, ranks: Ranks | None = None):
         self.folder = run_dir / "checkpoints"
         self.keep_last, self.enabled = keep_last, enabled
         self.ranks = ranks or SingleRank()

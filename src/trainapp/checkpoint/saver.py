@@ -14,7 +14,7 @@ from trainapp.checkpoint.train_state import TrainState
 from trainapp.errors import UserError
 from trainapp.optim.optimizers import step_without_effect
 from trainapp.parallel.dtensor import whole
-from trainapp.parallel.ranks import SingleRank
+from trainapp.parallel.ranks import Ranks
 from trainapp.rng import rng_state
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class Pending:
 class Saver:
     """Saves one run's state. With `asynchronous`, a copy of it is written while training goes on, one at a time."""
 
-    def __init__(self, state: TrainState, checkpoints: Checkpoints, ranks: SingleRank, asynchronous: bool):
+    def __init__(self, state: TrainState, checkpoints: Checkpoints, ranks: Ranks, asynchronous: bool):
         self.state, self.checkpoints, self.ranks = state, checkpoints, ranks
         self.asynchronous = asynchronous
         self.pending: Pending | None = None
@@ -119,7 +119,7 @@ def _whole(values: dict[str, Any], copied: bool = False) -> dict[str, Any]:
     return found
 
 
-def restore(state: TrainState, path: Path, ranks: SingleRank) -> dict[str, Any]:
+def restore(state: TrainState, path: Path, ranks: Ranks) -> dict[str, Any]:
     """Fill `state` from the checkpoint at `path`, written by any number of ranks. Returns the sizes that it had.
 
     Raises UserError when it does not fit the model or the optimizer.

@@ -7,7 +7,7 @@ from typing import Any
 from trainapp.data.batch import bucket_of, measure
 from trainapp.data.micro_batch import MicroBatch, cut, cut_evenly, narrow
 from trainapp.data.size_search import SizeSearch
-from trainapp.parallel.ranks import SingleRank
+from trainapp.parallel.ranks import Ranks
 
 Plan = int | dict[int, int]  # the size of all shapes, or of each by its bucket
 
@@ -84,7 +84,7 @@ class MicroBatchSizes:
             size = max(self.smallest, int(min(known, default=size)))
         return SizeSearch(min(size, self.start), self.clean_steps, self.grow, smallest=self.smallest)
 
-    def split(self, micro: MicroBatch, ranks: SingleRank) -> Iterator[MicroBatch]:
+    def split(self, micro: MicroBatch, ranks: Ranks) -> Iterator[MicroBatch]:
         """Cut what was fetched to the size in force for its shape, on every rank into as many pieces. Most often one.
 
         Ranks need not ask each other where all sizes are proven and alike; a shape that is new to one of them then
@@ -120,7 +120,7 @@ class MicroBatchSizes:
         bucket = self.current or 0
         return not self.covered(bucket) or self.numbers.get(bucket, 0) > self.seen.get(bucket, 0)
 
-    def succeeded(self, ranks: SingleRank, news: bool = False) -> dict[int, int]:
+    def succeeded(self, ranks: Ranks, news: bool = False) -> dict[int, int]:
         """A step (or an evaluation batch) ended well. Returns `{bucket: size}` for what is tried next.
 
         news: whether any rank `has_news`, as all of them know.
@@ -142,7 +142,7 @@ class MicroBatchSizes:
         self.trying = not all(map(self.covered, buckets)) if buckets else self.trying
         return grown
 
-    def failed(self, ranks: SingleRank, culprit: bool = True) -> tuple[int, int] | None:
+    def failed(self, ranks: Ranks, culprit: bool = True) -> tuple[int, int] | None:
         """Memory ran out in the micro-batch at work: `(old size, new size)`, or None at the smallest.
 
         culprit: whether it did on this rank.

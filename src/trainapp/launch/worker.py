@@ -18,7 +18,7 @@ from trainapp.config.schema import Config
 from trainapp.errors import UserError
 from trainapp.launch import environment
 from trainapp.memory import host_guard
-from trainapp.parallel.ranks import DistributedRanks, SingleRank
+from trainapp.parallel.ranks import DistributedRanks, Ranks
 from trainapp.tracking import console
 
 ASKED_WITHIN = 5.0  # seconds; a launcher that listens does so every 0.1 s
@@ -61,7 +61,7 @@ def _leave_soon(code: int) -> None:
 
 
 @contextlib.contextmanager
-def joined(config: Config) -> Iterator[SingleRank]:
+def joined(config: Config) -> Iterator[Ranks]:
     """Among the ranks that RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT name."""
     device = _device(config, int(os.environ.get("LOCAL_RANK", 0)))
     timeout = config.parallel.timeout
@@ -76,7 +76,7 @@ def joined(config: Config) -> Iterator[SingleRank]:
     finally:
         # After an error a peer may be gone: a clean good-bye would wait for it.
         if sys.exc_info()[0] is None:
-            ranks.forget_groups()
+            ranks.release_groups()
             dist.destroy_process_group()
             # A group ends its threads when nothing refers to it any more, be it a circle around a model. One that still
             # had a tensor to drop when the interpreter ended would abort the process.

@@ -1,15 +1,16 @@
-"""The memory of each kind of device: how it is watched, limited and measured. One class for each, alike to callers."""
+"""Chooses the class that measures and limits a device's memory."""
 
 import torch
 
-from trainapp.config import schema
+from trainapp.config.schema import Memory
 from trainapp.memory.cpu import CpuMemory
 from trainapp.memory.cuda import CudaMemory
 from trainapp.memory.device import DeviceMemory
 from trainapp.memory.mps import MpsMemory
 
+_BACKENDS: dict[str, type[DeviceMemory]] = {"cpu": CpuMemory, "cuda": CudaMemory, "mps": MpsMemory}
 
-def build(settings: schema.Memory, device: torch.device) -> DeviceMemory:
-    """The device's memory, its limit in force from here on."""
-    kinds = {"cpu": CpuMemory, "cuda": CudaMemory, "mps": MpsMemory}
-    return kinds[device.type](device, settings)
+
+def build(settings: Memory, device: torch.device) -> DeviceMemory:
+    """The device's memory, with `memory.limit` in force. Raises UserError for a limit above what the device has."""
+    return _BACKENDS[device.type](device, settings)

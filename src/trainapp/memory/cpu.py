@@ -2,36 +2,39 @@
 
 import contextlib
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
+from torch import Tensor
 
-from trainapp.config import schema
-from trainapp.memory.device import DeviceMemory, available_total
-from trainapp.memory.live_tensors import LiveTensors, Resident
+from trainapp.config.schema import Memory
+from trainapp.memory.device import DeviceMemory
+from trainapp.memory.host_memory import total_bytes
+from trainapp.memory.kinds import MemoryKind
+from trainapp.memory.live_tensors import Events, Kinds, LiveTensors, Resident
 
-LOOK_EVERY = 1.0  # seconds between two watched steps of a proven size on the CPU
+WATCH_INTERVAL = 1.0  # seconds between watched steps of a proven size
 
 
 class CpuMemory(DeviceMemory):
-    """Live tensor storages; the limit is enforced by counting them."""
+    """Counts live tensor storages, and enforces the limit on that count."""
 
-    def __init__(self, device: torch.device, settings: schema.Memory):
-        super().__init__(device, settings, available_total())
+    def __init__(self, device: torch.device, settings: Memory):
+        super().__init__(device, settings, total_bytes())
         self._allocated = self._window_peak = 0
         self.counter: LiveTensors | None = None  # of the last watched block
         self._last_peak = 0
-        self._looked_at = 0.0  # time.monotonic()
+        self._watched_at = 0.0  # time.monotonic()
 
     @property
-    def wants_look(self) -> bool:
-        """Not more often than LOOK_EVERY: watching makes a step of a tiny model several times slower."""
-        return time.monotonic() - self._looked_at > LOOK_EVERY
+    def watch_is_due(self) -> bool:
+        """At most once per WATCH_INTERVAL: watching makes a step of a tiny model several times slower."""
+        return time.monotonic() - self._watched_at > WATCH_INTERVAL
 
     @contextlib.contextmanager
-    def watch(self, resident: Resident, where: bool = True):
-        """Counts (and with a limit, enforces) from here to the end of the block."""
-        if self.watching:  # inside a watched step: what is new here counts, too
+    def watch(self, resident: Resident, track_modules: bool = True) -> Iterator[None]:
+        """Counts, and with a limit enforces it, until the end of the outermost block."""
+        if self.watching:  # nested: only count what is new
             self.counter.register(resident)
             yield
             return
@@ -39,23 +42,23 @@ class CpuMemory(DeviceMemory):
         self.watching = True
         try:
             counter.register(resident)
-            with self.module_path.watch() if where else contextlib.nullcontext(), counter:
+            with self.module_path.watch() if track_modules else contextlib.nullcontext(), counter:
                 yield
         finally:
-            self.watching, self._looked_at = False, time.monotonic()
+            self.watching, self._watched_at = False, time.monotonic()
             self._allocated, self._window_peak = counter.live, max(self._window_peak, counter.peak)
             self.peak = max(self.peak, counter.peak)
 
-    def events(self, gradients: Iterable[torch.Tensor]) -> tuple[list[tuple[int, int]], dict[int, str]]:
-        """What the counter saw; gradients are known as such only now."""
+    def events(self, gradients: Iterable[Tensor]) -> tuple[Events, Kinds]:
+        """The counter's record. A storage is known to be a gradient only once it has reached its parameter."""
         if self.counter is None:
             return [], {}
         for gradient in gradients:
-            self.counter.label("gradients", gradient)
+            self.counter.label(MemoryKind.GRADIENTS, gradient)
         return list(self.counter.events), dict(self.counter.kinds)
 
     def window(self) -> dict[str, float]:
-        """The tensors alive at the end of the last watched step, and the window's peak, or else the one before it."""
+        """Live bytes at the end of the last watched step; the window's peak, or the last one known."""
         self._last_peak = self._window_peak or self._last_peak
         scalars = self._scalars(self._allocated, self._allocated, self._last_peak)
         self._window_peak = 0

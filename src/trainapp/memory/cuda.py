@@ -3,75 +3,85 @@
 import contextlib
 import gc
 import pickle
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from trainapp.config import schema
+from trainapp.config.schema import Memory
 from trainapp.memory.device import DeviceMemory
-from trainapp.memory.live_tensors import Resident
+from trainapp.memory.kinds import MemoryKind
+from trainapp.memory.live_tensors import Events, Kinds, Resident
 from trainapp.parallel.dtensor import local
+from trainapp.torch_private import memory_snapshot, start_memory_history, stop_memory_history
+
+MAX_HISTORY = 200_000  # allocations and frees of one step that are recorded
 
 
 class CudaMemory(DeviceMemory):
-    """The caching allocator's own counters; the limit is the allocator's cap."""
+    """Reads the caching allocator's counters; the limit is the allocator's own cap."""
 
-    def __init__(self, device: torch.device, settings: schema.Memory):
+    def __init__(self, device: torch.device, settings: Memory):
         total = torch.cuda.get_device_properties(device).total_memory
         super().__init__(device, settings, total)
         torch.cuda.set_per_process_memory_fraction((self.limit or total) / total, device)
         torch.cuda.reset_peak_memory_stats(device)
-        self._resident: list[tuple[str, int, int]] = []
-        self._kinds: dict[int, str] = {}  # by address, of what a watched step was told of later: its batches
-        self._snapshot: dict | None = None
+        self._resident: list[tuple[MemoryKind, int, int]] = []  # kind, address, bytes
+        self._kind_at: dict[int, MemoryKind] = {}  # by address, of tensors registered inside the block: its batches
+        self._snapshot: dict[str, Any] | None = None
 
     @contextlib.contextmanager
-    def watch(self, resident: Resident, where: bool = True):
-        """The allocator enforces its cap by itself; the peak is read at the end."""
+    def watch(self, resident: Resident, track_modules: bool = True) -> Iterator[None]:
+        """Records the allocator's history. The cap is enforced inside and outside the block."""
         if self.watching:
-            self._kinds |= {t.data_ptr(): kind for kind, tensors in resident.items() for t in map(local, tensors)}
+            self._kind_at |= {t.data_ptr(): kind for kind, tensors in resident.items() for t in map(local, tensors)}
             yield
             return
-        self.watching, self._kinds = True, {}
-        torch.cuda.memory._record_memory_history(max_entries=200_000, context="alloc", stacks="python")
+        self.watching, self._kind_at = True, {}
+        start_memory_history(MAX_HISTORY)
         self._resident = [
             (kind, t.data_ptr(), t.nbytes) for kind, tensors in resident.items() for t in map(local, tensors)
         ]
         try:
-            with self.module_path.watch() if where else contextlib.nullcontext():
+            with self.module_path.watch() if track_modules else contextlib.nullcontext():
                 yield
             if self.keep_events:
-                self._snapshot = torch.cuda.memory._snapshot(self.device)
+                self._snapshot = memory_snapshot(self.device)
         except BaseException:
-            self._snapshot = torch.cuda.memory._snapshot(self.device)
+            self._snapshot = memory_snapshot(self.device)
             raise
         finally:
             self.watching = False
-            torch.cuda.memory._record_memory_history(enabled=None)
+            stop_memory_history()
 
-    def events(self, gradients: Iterable[torch.Tensor]) -> tuple[list[tuple[int, int]], dict[int, str]]:
-        """From the allocator's own history of the last watched block."""
+    def events(self, gradients: Iterable[Tensor]) -> tuple[Events, Kinds]:
+        """From the allocator's history of the last watched block that failed or was kept.
+
+        Resident tensors come first, as one allocation per kind with a negative number.
+        """
         if self._snapshot is None:
             return [], {}
-        kinds_at = self._kinds | {g.data_ptr(): "gradients" for g in map(local, gradients)}
-        totals: dict[str, int] = {}
+        kind_at = self._kind_at | {g.data_ptr(): MemoryKind.GRADIENTS for g in map(local, gradients)}
+        totals: dict[MemoryKind, int] = {}
         for kind, _, size in self._resident:
             totals[kind] = totals.get(kind, 0) + size
         events = [(-1 - i, size) for i, size in enumerate(totals.values())]
         kinds = {-1 - i: kind for i, kind in enumerate(totals)}
-        address_kind = {address: kind for kind, address, _ in self._resident}
-        numbers: dict[int, int] = {}
+        resident_at = {address: kind for kind, address, _ in self._resident}
+        number_at: dict[int, int] = {}
         for number, entry in enumerate(self._snapshot["device_traces"][self.device.index or 0]):
+            address = entry["addr"]
             if entry["action"] == "alloc":
-                numbers[entry["addr"]] = number
-                kinds[number] = kinds_at.get(entry["addr"], "activations")
+                number_at[address] = number
+                kinds[number] = kind_at.get(address, MemoryKind.ACTIVATIONS)
                 events.append((number, entry["size"]))
             elif entry["action"] == "free_completed":
-                known = numbers.pop(entry["addr"], None)
-                if known is None:
-                    known, kinds[number] = number, address_kind.get(entry["addr"], "activations")
-                events.append((known, -entry["size"]))
+                freed = number_at.pop(address, None)
+                if freed is None:  # allocated before the block
+                    freed, kinds[number] = number, resident_at.get(address, MemoryKind.ACTIVATIONS)
+                events.append((freed, -entry["size"]))
         return events, kinds
 
     def dump(self, path: Path) -> bool:
@@ -83,7 +93,7 @@ class CudaMemory(DeviceMemory):
         return True
 
     def unused_cache(self) -> int:
-        """Reserved, but not allocated."""
+        """Bytes reserved but not allocated."""
         return torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
 
     def window(self) -> dict[str, float]:
@@ -102,7 +112,7 @@ class CudaMemory(DeviceMemory):
         return torch.cuda.memory_allocated(self.device)
 
     def release(self) -> None:
-        """Reference cycles, then the allocator's unused blocks."""
+        """Free reference cycles, then the allocator's cache."""
         self.peak = max(self.peak, torch.cuda.max_memory_allocated(self.device))
         gc.collect()
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""Where the memory is: what is allocated, its peak, its limit, and the static part by kind.
+"""What all devices have in common: the limit, the peak, and the memory that stays from step to step, by kind.
 
 Sizes are bytes. On CUDA they are the allocator's; on the CPU they are live tensor storages, counted in watched steps
 only. The limit and the peak are in the same terms.
@@ -6,48 +6,50 @@ only. The limit and the peak are in the same terms.
 
 import contextlib
 import gc
-import resource
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-import psutil
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from trainapp.config import schema
+from trainapp.config.schema import Memory
 from trainapp.errors import UserError
-from trainapp.memory.live_tensors import ModulePath, Resident
+from trainapp.memory.kinds import MemoryKind
+from trainapp.memory.live_tensors import Events, Kinds, ModulePath, Resident
 from trainapp.parallel.dtensor import local
+from trainapp.torch_private import storage_id
 from trainapp.units import parse_memory_size
 
 
-def static_bytes(model: nn.Module, optimizer: torch.optim.Optimizer, averages: list[torch.Tensor]) -> dict[str, int]:
-    """Bytes that stay from step to step, by kind. Gradients are counted as large as what they belong to."""
+def static_bytes(model: nn.Module, optimizer: torch.optim.Optimizer, averages: list[Tensor]) -> dict[MemoryKind, int]:
+    """Bytes that stay from step to step, by kind. Gradients are counted in full, whether or not they exist now."""
     parameters = list(model.parameters())
     return {
-        "parameters": _size(parameters),
-        "gradients": _size(p for p in parameters if p.requires_grad),
-        "optimizer_state": _size(optimizer_tensors(optimizer)),
-        "buffers": _size(model.buffers()),
-        "weight_average": _size(averages),
+        MemoryKind.PARAMETERS: _size(parameters),
+        MemoryKind.GRADIENTS: _size(p for p in parameters if p.requires_grad),
+        MemoryKind.OPTIMIZER_STATE: _size(optimizer_tensors(optimizer)),
+        MemoryKind.BUFFERS: _size(model.buffers()),
+        MemoryKind.WEIGHT_AVERAGE: _size(averages),
     }
 
 
-def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Every tensor in the optimizer's state."""
     return [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
 
 
-def _size(tensors: Iterable[torch.Tensor]) -> int:
-    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in map(local, tensors)}
-    return sum(storages.values())  # tied weights share a storage
+def _size(tensors: Iterable[Tensor]) -> int:
+    storages = [local(tensor).untyped_storage() for tensor in tensors]
+    return sum({storage_id(storage): storage.nbytes() for storage in storages}.values())  # tied weights share one
 
 
 class DeviceMemory:
-    """What all devices have in common. `limit` is None when the user set none; `total` is what there is."""
+    """The memory of one device. Subclasses measure it and enforce the limit.
 
-    def __init__(self, device: torch.device, settings: schema.Memory, total: int):
+    `limit` is None where the user set none; `total` is what the device has. Raises UserError for a limit above it.
+    """
+
+    def __init__(self, device: torch.device, settings: Memory, total: int):
         self.device, self.total = device, total
         self.limit = None if settings.limit is None else parse_memory_size(settings.limit, total)
         if self.limit is not None and self.limit > total:
@@ -58,47 +60,48 @@ class DeviceMemory:
         self.out_of_memory_count = 0
         self.module_path = ModulePath()
         self.watching = False
-        self.keep_events = False  # of a healthy step, too: for its picture
+        self.keep_events = False  # also of a step that succeeds, for a picture of it
 
     @property
     def budget(self) -> int:
-        """The limit, or all there is."""
+        """The limit, or the device's total where there is none."""
         return self.limit or self.total
 
     @property
-    def wants_look(self) -> bool:
-        """Whether a logged step should be watched to know what it uses, though its size is proven."""
+    def watch_is_due(self) -> bool:
+        """Whether a logged step of a proven size should be watched, because its use is not known otherwise."""
         return False
 
-    def watch(self, resident: Resident, where: bool = True) -> contextlib.AbstractContextManager:
-        """Around work of an unproven size, or which is logged; `resident` is what is in memory before it.
+    def watch(self, resident: Resident, track_modules: bool = True) -> contextlib.AbstractContextManager[None]:
+        """Measure the work inside the block and enforce the limit on it. Blocks may be nested.
 
-        where: also know in which module memory runs out in a backward: hooks in every module cost as much as counting.
+        resident: the tensors that exist before it. track_modules: also note which module is at work, so that an error
+        in a backward names it; hooks in every module cost as much as counting.
         """
         return contextlib.nullcontext()
 
-    def events(self, gradients: Iterable[torch.Tensor]) -> tuple[list[tuple[int, int]], dict[int, str]]:
-        """Allocations and frees of the last watched block and the kinds of their storages, for `timeline`."""
+    def events(self, gradients: Iterable[Tensor]) -> tuple[Events, Kinds]:
+        """Allocations and frees of the last watched block, and the kinds of their storages, for `timeline`."""
         return [], {}
 
     def dump(self, path: Path) -> bool:
-        """Write the allocator's own record of the last watched block; False where it keeps none."""
+        """Write the allocator's own record of the last watched block. False where there is none."""
         return False
 
     def unused_cache(self) -> int:
-        """Bytes that the allocator holds and nobody uses: giving them back may be all that a retry needs."""
+        """Bytes that the allocator holds in its cache. Releasing them may be all that a retry needs."""
         return 0
 
     def window(self) -> dict[str, float]:
-        """Scalars since the last call: allocated, peak, limit and so on. Resets the window's peak."""
+        """Scalars since the last call: memory allocated, its peak, the limit and so on. Resets the window's peak."""
         raise NotImplementedError
 
     def used(self) -> int:
-        """Bytes in use now, or at the last moment that was watched."""
+        """Bytes in use now, or at the end of the last watched block."""
         raise NotImplementedError
 
     def release(self) -> None:
-        """Give back what nothing refers to any more: reference cycles first, then the allocator's cache."""
+        """Free reference cycles, then the allocator's cache."""
         gc.collect()
 
     def _scalars(self, allocated: int, reserved: int, peak: int, retries: int = 0) -> dict[str, float]:
@@ -113,27 +116,3 @@ class DeviceMemory:
             "memory/allocator_retries": retries,
             "memory/out_of_memory_count": self.out_of_memory_count,
         }
-
-
-def available_total() -> int:
-    """Bytes of memory that this machine has, or the process's cgroup if that is less."""
-    total = psutil.virtual_memory().total
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        with contextlib.suppress(OSError, ValueError), open(path) as file:
-            total = min(total, int(file.read()))  # "max" means no limit
-    return total
-
-
-class HostMemory:
-    """The process's resident memory and its peak since the last call."""
-
-    def window(self) -> dict[str, float]:
-        """Bytes resident now, and the most since the last call (of the whole process where it cannot be reset)."""
-        with contextlib.suppress(OSError, KeyError), open("/proc/self/status") as file:
-            sizes = dict(line.split(":", 1) for line in file)
-            resident, peak = (int(sizes[name].split()[0]) * 1024 for name in ("VmRSS", "VmHWM"))
-            with open("/proc/self/clear_refs", "w") as reset:
-                reset.write("5")  # resets VmHWM
-            return {"memory/host_rss": resident, "memory/host_rss_peak": peak}
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-        return {"memory/host_rss": psutil.Process().memory_info().rss, "memory/host_rss_peak": peak}

@@ -1,8 +1,8 @@
-"""Keeps Linux's OOM killer away from a run on the CPU: memory ends with an error instead, which can be recovered from.
+"""Turns Linux's OOM killer into an error for a run on the CPU, which can be recovered from.
 
-Without it, a process that asks for more than there is gets it, and is killed without a word when it uses it. The guard
-is RLIMIT_DATA at what the machine (or the cgroup) has left, less a reserve: close to the limit some libraries crash
-rather than fail.
+Without the guard, Linux grants more memory than the machine has, and kills the process when it uses it. The guard sets
+RLIMIT_DATA to what the machine (or the cgroup) has left, less a reserve: close to the limit some libraries crash rather
+than fail.
 
 Source of malloc's parameters: mallopt(3).
 """
@@ -17,24 +17,24 @@ from pathlib import Path
 
 import psutil
 
-from trainapp.config import schema
+from trainapp.config.schema import Memory
 from trainapp.units import bytes_text, parse_memory_size
 
 _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
-SMALLEST = 256 * 2**20  # under this the interpreter cannot even start a thread
+SMALLEST = 256 * 2**20  # bytes of headroom; with less the interpreter cannot start a thread
 log = logging.getLogger(__name__)
 
 
 def prepare_allocator() -> None:
-    """One arena: what a thread frees, another can use. To be called before torch is imported."""
+    """Use one arena, so that memory freed by one thread serves another. Call before torch is imported."""
     _mallopt(_M_ARENA_MAX, 1)
 
 
 def give_memory_back() -> None:
-    """After the host ran out: return what is free, and from now on whatever is freed, to the system.
+    """After the host ran out: return free memory to the system, and from now on all memory that is freed.
 
-    Without it the freed memory stays with malloc in pieces, and a job that fits at 512 falls to 8. Costs speed (a
-    step took 1.7 times as long where all its allocations were new mappings), so a run pays only once it had to.
+    Without it freed memory stays with malloc in fragments, and a run that fits at 512 falls to 8. It costs speed (a
+    step took 1.7 times as long where every allocation was a new mapping), hence only after an out-of-memory error.
     """
     _mallopt(_M_MMAP_THRESHOLD, 64 * 1024)
     if sys.platform == "linux":
@@ -43,8 +43,8 @@ def give_memory_back() -> None:
 
 
 @contextlib.contextmanager
-def guarded(settings: schema.Memory, total: int) -> Iterator[None]:
-    """RLIMIT_DATA inside the block, if `memory.guard` is set and this is Linux. total: bytes of the machine."""
+def guarded(settings: Memory, total: int) -> Iterator[None]:
+    """Sets RLIMIT_DATA inside the block, where `memory.guard` is set, on Linux. total: bytes of the machine."""
     if not settings.guard or sys.platform != "linux":
         yield
         return
@@ -52,17 +52,17 @@ def guarded(settings: schema.Memory, total: int) -> Iterator[None]:
 
     import numpy as np
 
-    # OpenBLAS ends the process when it cannot have its buffer, and a picture of an incident asks for it: now, then.
+    # OpenBLAS exits the process when it cannot allocate its buffer, which drawing an incident needs: allocate it now.
     np.linalg.inv(np.eye(3))
     reserve = parse_memory_size(settings.guard_reserve, total)
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # the ranks of this machine share what is left
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # ranks of this machine share the headroom
     headroom = max(SMALLEST, (available() - reserve) // processes)
     before, hard = resource.getrlimit(resource.RLIMIT_DATA)
     wanted = data_size() + headroom
     if before != resource.RLIM_INFINITY:
         wanted = min(wanted, before)
-    resource.setrlimit(resource.RLIMIT_DATA, (wanted, hard))  # the soft one only: it can be taken back
-    log.debug("memory.guard: at most %s more than now", bytes_text(headroom))
+    resource.setrlimit(resource.RLIMIT_DATA, (wanted, hard))  # the soft limit alone can be raised again
+    log.debug("memory.guard: headroom of %s", bytes_text(headroom))
     try:
         yield
     finally:
@@ -70,7 +70,7 @@ def guarded(settings: schema.Memory, total: int) -> Iterator[None]:
 
 
 def available() -> int:
-    """Bytes that this process could still use before the machine or its cgroup runs out."""
+    """Bytes that this process can still use before the machine or its cgroup runs out."""
     free = psutil.virtual_memory().available
     group = Path("/sys/fs/cgroup")
     with contextlib.suppress(OSError, ValueError):

@@ -1,27 +1,30 @@
 """Counts the live tensors of the CPU and enforces a limit on them.
 
-The CPU's allocator knows no limit, and the system's own (RLIMIT_DATA) can crash oneDNN when it strikes. Counting live
-storages in a dispatch mode is exact, acts alike every time and leaves autograd cleanly. It costs about 8 microseconds
-for each operation, so it is worn only while a size is unproven and in steps that are logged.
+The CPU's allocator has no limit of its own, and the system's (RLIMIT_DATA) can crash oneDNN when it is reached.
+Counting live storages in a dispatch mode is exact and repeatable, and an error raised from it leaves autograd intact.
+It costs about 8 microseconds per operation, so it is enabled only while a size is unproven and in logged steps.
 """
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.module_tracker import ModuleTracker
+from torch import Tensor
 
+from trainapp.memory.kinds import MemoryKind
 from trainapp.parallel.dtensor import local
+from trainapp.torch_private import DispatchMode, ForwardModuleTracker, storage_id
 from trainapp.units import bytes_text
 
-Resident = Mapping[str, Iterable[torch.Tensor]]  # what is in memory between two steps, by kind
+Resident = Mapping[MemoryKind, Iterable[Tensor]]  # the tensors that exist before a piece of work
+Events = list[tuple[int, int]]  # (storage number, bytes) per allocation, (storage number, -bytes) per free
+Kinds = dict[int, MemoryKind]  # by storage number; a number without a kind is an activation
 
 
 class MemoryLimitExceeded(torch.OutOfMemoryError):
-    """The tensors that are alive exceed `memory.limit`. Sizes are in bytes."""
+    """The live tensors exceed `memory.limit`. Sizes are in bytes."""
 
     def __init__(self, operation: str, requested: int, used: int, limit: int):
         super().__init__(
@@ -31,65 +34,61 @@ class MemoryLimitExceeded(torch.OutOfMemoryError):
         self.operation, self.requested, self.used, self.limit = operation, requested, used, limit
 
 
-class LiveTensors(TorchDispatchMode):
-    """While active, counts the bytes of CPU storages that operations create, until they are freed.
+class LiveTensors(DispatchMode):
+    """While active, counts the bytes of the storages that operations create, until they are freed.
 
-    limit: bytes, or None to count only; devices: those that count, None for all.
-    Attributes: `live` and `peak`, in bytes, with what `register` was given;
-    `events`, `(storage number, bytes)` for each allocation and `(number, -bytes)` for each free; `kinds`, the kind of
-    those storages that are known.
+    limit: bytes, or None to count only; devices: the types whose storages count, None for all.
+    Attributes: `live` and `peak`, in bytes, including what `register` was given; `events` and `kinds`, the record of
+    every allocation and free.
     """
 
     def __init__(self, limit: int | None = None, devices: tuple[str, ...] | None = ("cpu",)):
         super().__init__()
         self.limit, self.devices = limit, devices
         self.live = self.peak = 0
-        self.events: list[tuple[int, int]] = []
-        self.kinds: dict[int, str] = {}
+        self.events: Events = []
+        self.kinds: Kinds = {}
         self._alive: dict[int, tuple[int, weakref.ref]] = {}
         self._number = 0
 
     def register(self, resident: Resident) -> None:
-        """Count tensors that exist already. Raises MemoryLimitExceeded when they alone are too many."""
+        """Count tensors that exist already. Raises MemoryLimitExceeded when they alone exceed the limit."""
         for kind, tensors in resident.items():
             before, first = self.live, len(self.events)
             for tensor in tensors:
                 self._count(tensor)
                 self.label(kind, tensor)
-            if self.live > before:  # one event for all of a kind: they were there from the start
+            if self.live > before:  # one event per kind: they all existed from the start
                 self.events[first:] = [(self._number, self.live - before)]
             if self.limit is not None and self.live > self.limit:
-                raise MemoryLimitExceeded(f"the {kind}", self.live - before, before, self.limit)
+                raise MemoryLimitExceeded(f"the {kind.label}", self.live - before, before, self.limit)
         self.peak = max(self.peak, self.live)
 
-    def label(self, kind: str, tensor: torch.Tensor) -> None:
-        """Say what a live tensor is: gradients are known as such only once they have reached their parameter."""
-        known = self._alive.get(local(tensor).untyped_storage()._cdata)
-        if known is not None:
-            self.kinds[known[0]] = kind
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # else torch wraps what follows once more, 3 microseconds for each operation
+    def label(self, kind: MemoryKind, tensor: Tensor) -> None:
+        """Set the kind of a live tensor; nothing if it is not counted."""
+        counted = self._alive.get(storage_id(local(tensor).untyped_storage()))
+        if counted is not None:
+            self.kinds[counted[0]] = kind
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
         result = func(*args, **(kwargs or {}))
         added = 0
-        if isinstance(result, torch.Tensor):
+        if isinstance(result, Tensor):
             added = self._count(result)
         elif isinstance(result, (tuple, list)):
-            added = sum(self._count(item) for item in result if isinstance(item, torch.Tensor))
+            added = sum(self._count(item) for item in result if isinstance(item, Tensor))
         if added:
             if self.limit is not None and self.live > self.limit:
                 raise MemoryLimitExceeded(str(func), added, self.live - added, self.limit)
             self.peak = max(self.peak, self.live)
         return result
 
-    def _count(self, tensor: torch.Tensor) -> int:
+    def _count(self, tensor: Tensor) -> int:
+        """Bytes that are new with this tensor: 0 where its storage is counted already."""
         if self.devices is not None and tensor.device.type not in self.devices:
             return 0
         storage = local(tensor).untyped_storage()
-        key = storage._cdata
+        key = storage_id(storage)
         if key in self._alive:
             return 0
         size = storage.nbytes()
@@ -106,28 +105,16 @@ class LiveTensors(TorchDispatchMode):
         return size
 
 
-class _Tracker(ModuleTracker):
-    """Takes no note of what activation checkpointing computes again: its hooks would keep all of that in memory."""
-
-    def _fw_pre_hook(self, module, inputs) -> None:
-        if not self.is_bw:
-            super()._fw_pre_hook(module, inputs)
-
-    def _fw_post_hook(self, module, inputs, output) -> None:
-        if not self.is_bw:
-            super()._fw_post_hook(module, inputs, output)
-
-
 class ModulePath:
-    """Knows in which module an error struck, in forward and in backward. `at_failure` is "" where there was none."""
+    """The module in which an error was raised, in forward or backward: `at_failure`, "" where there was none."""
 
     def __init__(self):
         self.at_failure = ""
 
     @contextlib.contextmanager
-    def watch(self):
-        """Around forward and backward. Costs some microseconds for each module."""
-        with _Tracker() as tracker:
+    def watch(self) -> Iterator[None]:
+        """Around forward and backward. Costs some microseconds per module."""
+        with ForwardModuleTracker() as tracker:
             try:
                 yield
             except BaseException:

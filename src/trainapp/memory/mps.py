@@ -4,14 +4,14 @@ import gc
 
 import torch
 
-from trainapp.config import schema
+from trainapp.config.schema import Memory
 from trainapp.memory.device import DeviceMemory
 
 
 class MpsMemory(DeviceMemory):
-    """Apple's Metal: no peak is kept by the driver, so the current value stands for it."""
+    """Metal's driver keeps no peak, so the current value is reported in its place."""
 
-    def __init__(self, device: torch.device, settings: schema.Memory):
+    def __init__(self, device: torch.device, settings: Memory):
         total = torch.mps.recommended_max_memory()
         super().__init__(device, settings, total)
         if self.limit:
@@ -27,6 +27,6 @@ class MpsMemory(DeviceMemory):
         return torch.mps.current_allocated_memory()
 
     def release(self) -> None:
-        """Reference cycles, then the allocator's unused blocks."""
+        """Free reference cycles, then the allocator's cache."""
         gc.collect()
         torch.mps.empty_cache()

@@ -1,6 +1,6 @@
-"""Memory over one step, stacked by kind: the picture of a failing step, or of a healthy one.
+"""A picture of memory over one step, stacked by kind: of a step that failed, or of a healthy one.
 
-`python -m trainapp.memory.timeline` draws what `Drawing` hands it.
+`python -m trainapp.memory.timeline` is the process that `Drawing` starts.
 """
 
 import contextlib
@@ -16,63 +16,64 @@ from pathlib import Path
 
 import numpy as np
 
+from trainapp.memory.kinds import MemoryKind
 from trainapp.units import bytes_text
 
-KINDS = ("parameters", "optimizer state", "buffers", "weight average", "batch", "gradients", "activations")
+KINDS = tuple(kind for kind in MemoryKind if kind is not MemoryKind.OTHER_PROCESSES)
 
 
-def stacked(events: Sequence[tuple[int, int]], kinds: Mapping[int, str]) -> dict[str, np.ndarray]:
-    """Bytes by kind after each event; all arrays are as long as `events`.
+def stacked(events: Sequence[tuple[int, int]], kinds: Mapping[int, MemoryKind]) -> dict[MemoryKind, np.ndarray]:
+    """Bytes by kind after each event; all arrays have the length of `events`.
 
-    events: `(storage number, bytes)`, negative when freed; kinds: of the numbers that are known, the others being
+    events: `(storage number, bytes)`, negative when freed. kinds: by storage number; storages without a kind are
     activations.
     """
     changes = {kind: np.zeros(len(events), dtype=np.int64) for kind in KINDS}
     for position, (number, size) in enumerate(events):
-        changes[kinds.get(number, "activations")][position] = size
+        changes[kinds.get(number, MemoryKind.ACTIVATIONS)][position] = size
     return {kind: values.cumsum() for kind, values in changes.items()}
 
 
 @dataclass(frozen=True)
 class Picture:
-    """What is to be drawn. events, kinds: as in `stacked`; limit: bytes, a line where it is not far above the rest."""
+    """What to draw. events, kinds: as in `stacked`. limit: bytes, drawn as a line unless far above the peak."""
 
     events: Sequence[tuple[int, int]]
-    kinds: Mapping[int, str]
+    kinds: Mapping[int, MemoryKind]
     limit: int
     title: str
     path: Path  # of the PNG file
 
 
 class Drawing:
-    """Pictures that a process of its own draws: here matplotlib would take the interpreter from training, for 0.5 s.
+    """Draws pictures in the background, in a process: in a thread matplotlib would hold the interpreter for 0.5 s.
 
     Raises OSError when the process cannot be started.
     """
 
     def __init__(self, pictures: Sequence[Picture]):
         own_path = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-        with tempfile.TemporaryFile() as facts:
-            pickle.dump([(list(p.events), dict(p.kinds), p.limit, p.title, str(p.path)) for p in pictures], facts)
-            facts.seek(0)
+        with tempfile.TemporaryFile() as handed_over:
+            pickle.dump([(list(p.events), dict(p.kinds), p.limit, p.title, str(p.path)) for p in pictures], handed_over)
+            handed_over.seek(0)
             self._process = subprocess.Popen(
                 [sys.executable, "-m", __name__],
-                stdin=facts,
+                stdin=handed_over,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(own_path)},
-                start_new_session=True,  # Ctrl-C is not meant for it
+                start_new_session=True,  # keeps Ctrl-C from it
             )
         with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, self._process.pid, 19)  # behind training
+            os.setpriority(os.PRIO_PROCESS, self._process.pid, 19)  # training comes first
 
     @property
     def ended(self) -> bool:
-        """Whether there is nothing to wait for."""
+        """Whether the process has ended."""
         return self._process.poll() is not None
 
     def wait(self, seconds: float = 60.0) -> None:
-        """Until it ends; it is ended after `seconds`."""
+        """Wait for the process, and kill it after `seconds`."""
         try:
             self._process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -80,8 +81,8 @@ class Drawing:
             self._process.wait()
 
 
-def draw(events: Sequence[tuple[int, int]], kinds: Mapping[int, str], limit: int, title: str, path: str) -> None:
-    """Draw a `Picture` to its file."""
+def draw(events: Sequence[tuple[int, int]], kinds: Mapping[int, MemoryKind], limit: int, title: str, path: str) -> None:
+    """Draw a `Picture` to its file, as a PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -95,8 +96,8 @@ def draw(events: Sequence[tuple[int, int]], kinds: Mapping[int, str], limit: int
     axes.stackplot(
         np.arange(len(events)),
         [series[kind] / scale for kind in shown],
-        labels=[f"{kind} ({bytes_text(int(series[kind].max()))})" for kind in shown],
-        colors=[f"C{KINDS.index(kind)}" for kind in shown],  # the same in every picture
+        labels=[f"{kind.label} ({bytes_text(int(series[kind].max()))})" for kind in shown],
+        colors=[f"C{KINDS.index(kind)}" for kind in shown],  # one color per kind in every picture
         step="post",
     )
     highest = int(total.max(initial=0))

@@ -11,14 +11,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainapp.config.validation import Bool, Fraction, PositiveFloat, PositiveInt
+from trainapp.torch_private import KeepsBufferDtypes
 
 INIT_STD = 0.02  # unit-normal tied embeddings make the backward on a CPU 50 times slower, through denormals
 
 
-class Rotary(nn.Module):
+class Rotary(KeepsBufferDtypes):
     """Rotates the two halves of each head by angles that grow with the position, in float32.
 
-    The scores of rotated queries and keys depend on the distance of their positions only.
+    The scores of rotated queries and keys depend on the distance of their positions only. The tables stay in float32
+    under `model.to(bfloat16)`: in 8 bits many neighbouring positions look alike.
     """
 
     def __init__(self, head_size: int, context_length: int, base: float):
@@ -36,15 +38,6 @@ class Rotary(nn.Module):
         angles = torch.outer(positions, self.base ** (-steps / self.head_size))
         self.cos.copy_(angles.cos())
         self.sin.copy_(angles.sin())
-
-    def _apply(self, fn, recurse=True):
-        # model.to(bfloat16) moves the tables but must not round them: in 8 bits many neighbouring
-        # positions look alike
-        cos, sin = self.cos, self.sin
-        super()._apply(fn, recurse)
-        if self.cos.dtype != torch.float32:
-            self.cos, self.sin = cos.to(self.cos.device), sin.to(self.sin.device)
-        return self
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, heads, T, head_size], whose tokens are at positions 0 to T - 1, to the same shape and dtype."""

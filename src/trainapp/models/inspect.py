@@ -3,11 +3,12 @@
 from torch import nn
 
 from trainapp.errors import UserError
+from trainapp.torch_private import BatchNorm
 
 
 def has_batchnorm(model: nn.Module) -> bool:
     """Whether the model normalises over the samples of a micro-batch."""
-    return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+    return any(isinstance(module, BatchNorm) for module in model.modules())
 
 
 def blocks_of(model: nn.Module, setting: str) -> list[nn.Module]:

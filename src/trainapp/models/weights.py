@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from trainapp.errors import UserError
 from trainapp.parallel.dtensor import copy_into
+from trainapp.torch_private import COMPILED_PREFIX
 
 log = logging.getLogger(__name__)
 
 WRAPPER_KEYS = ("model", "state_dict", "model_state_dict")  # where training checkpoints keep the weights
-WRAPPER_PREFIXES = ("module.", "_orig_mod.")  # put before every name by DDP and torch.compile
+WRAPPER_PREFIXES = ("module.", COMPILED_PREFIX)  # put before every name by DDP and torch.compile
 NAMES_SHOWN = 3
 
 

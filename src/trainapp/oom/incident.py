@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainapp.memory.kinds import MemoryKind
 from trainapp.oom.errors import requested_bytes
 from trainapp.parallel.dtensor import local
 from trainapp.parallel.ranks import PeerOutOfMemory
@@ -32,7 +33,7 @@ class Incident:
     requested: int | None
     used: int
     limit: int
-    parts: dict[str, int]
+    parts: dict[MemoryKind, int]
     trace: str
     rank: int = 0
     bucket: int = 0
@@ -46,7 +47,7 @@ class Incident:
     culprits: list[tuple[int, str]] = field(default_factory=list)  # the ranks that did, and what they say
     host: bool = False  # the system refused, not `memory.limit` or a device
     events: list[tuple[int, int]] = field(default_factory=list, repr=False)
-    kinds: dict[int, str] = field(default_factory=dict, repr=False)
+    kinds: dict[int, MemoryKind] = field(default_factory=dict, repr=False)
 
     @property
     def evaluating(self) -> bool:
@@ -59,14 +60,14 @@ def describe(run: Run, error: BaseException) -> Incident:
     memory, meter, state = run.memory, run.meter, run.state
     used = getattr(error, "used", None) or memory.used()
     phase, module = _place(run, error)
-    parts = {kind: size for kind, size in meter.static.items() if kind != "gradients"}
-    parts["gradients"] = sum(local(g).untyped_storage().nbytes() for g in meter.gradients())
+    parts = {kind: size for kind, size in meter.static.items() if kind is not MemoryKind.GRADIENTS}
+    parts[MemoryKind.GRADIENTS] = sum(local(g).untyped_storage().nbytes() for g in meter.gradients())
     events, kinds = memory.events(meter.gradients())
-    parts["batch"] = sum(size for number, size in events if kinds.get(number) == "batch")
-    parts["activations"] = max(0, used - sum(parts.values()))
+    parts[MemoryKind.BATCH] = sum(size for number, size in events if kinds.get(number) is MemoryKind.BATCH)
+    parts[MemoryKind.ACTIVATIONS] = max(0, used - sum(parts.values()))
     if memory.device.type == "cuda":  # what others hold counts there: it is not ours to allocate
         free, total = torch.cuda.mem_get_info(memory.device)
-        parts["other_processes"] = max(0, total - free - torch.cuda.memory_reserved(memory.device))
+        parts[MemoryKind.OTHER_PROCESSES] = max(0, total - free - torch.cuda.memory_reserved(memory.device))
     return Incident(
         step=state.progress.step + (phase.can_be_undone or phase.is_torn),
         phase=phase,
@@ -137,7 +138,7 @@ def report(incident: Incident) -> str:
         f"| requested | {asked} |",
         f"| used | {bytes_text(incident.used)} |",
         f"| limit | {bytes_text(incident.limit)} |",
-        *(f"| {kind.replace('_', ' ')} | {bytes_text(size)} |" for kind, size in parts),
+        *(f"| {kind.label} | {bytes_text(size)} |" for kind, size in parts),
         f"| micro-batch | {incident.old_size} -> {incident.new_size} |",
         f"| time lost | {incident.seconds_lost:.3f} s |",
         "",

@@ -8,9 +8,9 @@ from torch import nn
 
 
 class WeightAverage:
-    """`average = decay * average + (1 - decay) * weights` after each optimizer step. `decay` None: none is kept.
+    """`average = decay * average + (1 - decay) * weights` after each optimizer step. `decay=None` keeps no average.
 
-    An update that memory runs out in goes on where it stopped: `position` counts the tensors that are done.
+    An update that runs out of memory resumes where it stopped: `position` counts the tensors that are done.
     """
 
     def __init__(self, model: nn.Module, decay: float | None):
@@ -28,7 +28,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def catch_up(self, step: int) -> None:
-        """Bring the average to the weights of `step`: once for each step, however often it is called."""
+        """Update the average with the weights of `step`: once per step, however often it is called."""
         if self.step == step:
             return
         while self.position < len(self.weights):
@@ -38,7 +38,7 @@ class WeightAverage:
 
     @contextlib.contextmanager
     def in_place_of_weights(self) -> Iterator[None]:
-        """The model evaluates with the averages inside the block. Swaps without copies."""
+        """The model has the averages as its weights inside the block. Swaps them without copies."""
         self._swap()
         try:
             yield

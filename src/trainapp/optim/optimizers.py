@@ -1,4 +1,4 @@
-"""Builds the optimizer: parameter groups, the fused kernel where there is one, state made before the first step."""
+"""Builds the optimizer: parameter groups, the fused kernel where there is one, state before the first step."""
 
 import dataclasses
 import inspect
@@ -7,14 +7,15 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from trainapp.config import schema, targets
+from trainapp.config import targets
+from trainapp.config.schema import Config, Optimizer
 from trainapp.errors import UserError
 
 _FUSED_DEVICES = ("cuda", "cpu", "mps")
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    """Two groups: weights of two or more dimensions decay, norms and biases (one dimension or none) do not."""
+    """Two groups: weights with two or more dimensions decay, norms and biases (at most one dimension) do not."""
     trained = [p for p in model.parameters() if p.requires_grad]
     decayed = [p for p in trained if p.ndim >= 2]
     plain = [p for p in trained if p.ndim < 2]
@@ -23,11 +24,11 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
 
 
 def build_optimizer(
-    settings: schema.Optimizer, model: nn.Module, device: torch.device, user_packages: Sequence[str]
+    settings: Optimizer, model: nn.Module, device: torch.device, user_packages: Sequence[str]
 ) -> torch.optim.Optimizer:
-    """The optimizer with its state already in memory, so that the first step meets no surprise.
+    """The optimizer, with its state already allocated: the first step needs no more memory than later ones.
 
-    Raises UserError for a class that is not allowed, or for arguments that it does not take.
+    Raises UserError for a class that is not allowed, and for arguments that it does not take.
     """
     kind = targets.locate(settings.target, "optimizer._target_", user_packages)
     takes = inspect.signature(kind).parameters
@@ -35,16 +36,17 @@ def build_optimizer(
     if "betas" in arguments:
         arguments["betas"] = tuple(arguments["betas"])
     fused = settings.fused if settings.fused != "auto" else device.type in _FUSED_DEVICES
-    # An overflow in the first step leaves the fused kernel's momentum unwritten, and this one is not made beforehand.
-    unwritten = arguments.get("momentum") and arguments.get("dampening")
-    if "fused" in takes and fused and not unwritten:
+    # The fused kernel leaves dampened momentum unwritten when the first step overflows, and `materialise_state` cannot
+    # create it beforehand.
+    dampened = arguments.get("momentum") and arguments.get("dampening")
+    if "fused" in takes and fused and not dampened:
         arguments["fused"] = True
     groups = parameter_groups(model, settings.weight_decay) if "weight_decay" in takes else list(model.parameters())
     provided = {"params": groups, "lr": settings.lr}
     optimizer = targets.construct(kind, arguments, "optimizer", user_packages, provided)
     try:
         materialise_state(optimizer)
-    except (RuntimeError, TypeError) as error:  # LBFGS wants a closure, SparseAdam sparse gradients
+    except (RuntimeError, TypeError) as error:  # LBFGS needs a closure, SparseAdam sparse gradients
         raise UserError(
             f"optimizer._target_={settings.target}: it cannot take a plain step on this model's gradients ({error}); "
             "choose another"
@@ -52,30 +54,29 @@ def build_optimizer(
     return optimizer
 
 
-def lean_optimizer(settings: schema.Config, optimizer: torch.optim.Optimizer) -> tuple[schema.Config, bool]:
-    """The configuration with `foreach=false` where that would remove temporaries, and whether it would.
+def lean_optimizer(config: Config, optimizer: torch.optim.Optimizer) -> tuple[Config, bool]:
+    """The configuration with `foreach=false` where that saves memory, and whether it does.
 
-    The foreach kernels need one more copy of the parameters during the step; the fused ones and the plain loop do not.
+    The foreach kernels allocate a further copy of the parameters in the step; the fused ones and the plain loop do not.
     """
     group = optimizer.param_groups[0]
     on_device = any(p.device.type != "cpu" for p in group["params"])
     uses_foreach = group.get("foreach") or (group.get("foreach", False) is None and on_device)
     if not uses_foreach or group.get("fused"):
-        return settings, False
-    arguments = {**settings.optimizer.arguments, "foreach": False}
-    return dataclasses.replace(settings, optimizer=dataclasses.replace(settings.optimizer, arguments=arguments)), True
+        return config, False
+    arguments = {**config.optimizer.arguments, "foreach": False}
+    return dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, arguments=arguments)), True
 
 
 def materialise_state(optimizer: torch.optim.Optimizer) -> bool:
-    """Make the state that torch's optimizers otherwise make inside their first step. True if it was done.
+    """Allocate the state that torch's optimizers otherwise create in their first step. Whether that was possible.
 
-    Whoever keeps anything else than zeros after a step that changes nothing (Rprop's step sizes, SGD's dampened
-    momentum, which treats its first step apart) is left to make its state by itself, as are optimizers that torch
-    does not ship.
+    It is not where the state is not zero after a step without effect (Rprop's step sizes), for SGD's dampened momentum,
+    which treats the first step differently, nor for optimizers that torch does not ship.
     """
     if type(optimizer).__module__.partition(".")[0] != "torch":
         return False
-    if optimizer.state:  # made by its constructor, as Adagrad's is
+    if optimizer.state:  # created by the constructor, as in Adagrad
         return True
     if any(group.get("momentum") and group.get("dampening") for group in optimizer.param_groups):
         return False
@@ -89,9 +90,9 @@ def materialise_state(optimizer: torch.optim.Optimizer) -> bool:
 
 @torch.no_grad()
 def step_without_effect(optimizer: torch.optim.Optimizer) -> None:
-    """A step with zero gradients, a rate of zero and no decay changes no parameter; step counts are set back to zero.
+    """A step with zero gradients, rate and decay, which changes no parameter. Step counts are reset to zero.
 
-    All that is left of it is the optimizer's state: to have it in memory, or to load a checkpoint's into.
+    What remains is the optimizer's state: allocated, or ready for a checkpoint's to be loaded into.
     """
     kept = [{name: group.get(name) for name in ("lr", "weight_decay")} for group in optimizer.param_groups]
     for group in optimizer.param_groups:

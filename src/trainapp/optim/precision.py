@@ -13,9 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from trainapp.config import schema
 from trainapp.errors import UserError
+from trainapp.torch_private import forget_unscaling, found_inf
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -29,11 +31,24 @@ class Precision:
     autocast: contextlib.AbstractContextManager
     scaler: torch.amp.GradScaler
 
-    def unscale(self, optimizer: torch.optim.Optimizer, agree: Callable[[list[torch.Tensor]], None]) -> None:
-        """Divide the gradients by the loss scale; `agree` makes an overflow that one rank found known to all."""
+    def unscale(self, optimizer: torch.optim.Optimizer, all_reduce_found_inf: Callable[[list[Tensor]], None]) -> None:
+        """Divide the gradients by the loss scale. The reduction makes an overflow on one rank an overflow on all."""
         if self.scaler.is_enabled():
             self.scaler.unscale_(optimizer)
-            agree(list(self.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()))
+            all_reduce_found_inf(found_inf(self.scaler, optimizer))
+
+    def step(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Step the optimizer and adjust the loss scale. False when an overflow made the scaler skip the step.
+
+        Waits for the device, in fp16 only.
+        """
+        if not self.scaler.is_enabled():
+            optimizer.step()
+            return True
+        scale = self.scaler.get_scale()
+        self.scaler.step(optimizer)
+        self.scaler.update()
+        return self.scaler.get_scale() >= scale  # it falls after an overflow, and only then
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
         """The optimizer's step. Whether it was applied: an overflow of scaled gradients leaves it out."""
@@ -46,13 +61,13 @@ class Precision:
         return self.scaler.get_scale() >= scale
 
     def reset_scaler(self) -> None:
-        """Forget a step that was given up between unscaling and stepping; the scale itself stays."""
+        """Abandon a step after unscaling and before stepping. The loss scale is unchanged."""
         if self.scaler.is_enabled():
-            self.scaler._per_optimizer_states.clear()  # torch has no public way to abandon a step
+            forget_unscaling(self.scaler)
 
 
 def build(settings: schema.Precision, device: torch.device) -> Precision:
-    """Raises UserError where the device cannot compute in this mode."""
+    """Also sets torch's global switches for TF32. Raises UserError where the device cannot compute in this mode."""
     torch.set_float32_matmul_precision("high" if settings.mode == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = settings.mode == "tf32"
     dtype = _AUTOCAST.get(settings.mode)
@@ -72,7 +87,7 @@ def build(settings: schema.Precision, device: torch.device) -> Precision:
 
 
 def _probe(mode: str, dtype: torch.dtype, device: torch.device) -> None:
-    """What a device can do is asked of the device itself: a forward and a backward of the two great kernels."""
+    """Run a forward and a backward of convolution and matmul: no table of devices knows what this one supports."""
     images = torch.ones(1, 1, 4, 4, device=device, requires_grad=True)
     kernel = torch.ones(1, 1, 3, 3, device=device, requires_grad=True)
     try:

@@ -11,10 +11,10 @@ Schedule = Callable[[int], float]
 
 
 def build(settings: schema.Schedule, run: RunLength) -> Schedule:
-    """`factor(step)`: what the base learning rate is multiplied by in the step that follows `step` applied ones.
+    """`factor(step)`: multiplies the base learning rate in the step that follows `step` applied ones.
 
-    All shapes rise linearly over `warmup` first: 1/w, 2/w, ..., 1. Raises UserError for a run without an end where
-    the shape needs one, and for a warm-up and a decay that do not fit into the run.
+    All shapes rise linearly over `warmup` first: 1/w, 2/w, ..., 1. Raises UserError where the shape needs a run with
+    an end and there is none, and for a warm-up and a decay that do not fit into the run.
     """
     try:
         warmup = to_steps(settings.warmup, run)
@@ -25,7 +25,7 @@ def build(settings: schema.Schedule, run: RunLength) -> Schedule:
     if total is None and settings.shape != "constant":
         raise UserError(f"schedule={settings.shape} needs a run whose end is known; set train.max_steps or max_epochs")
     if total is not None and parse(settings.warmup)[1] == parse(settings.decay)[1] == "percent":
-        decay = min(decay, max(0, total - warmup))  # each is rounded up to a step at least
+        decay = min(decay, max(0, total - warmup))  # each was rounded up to at least one step
     if total is not None and warmup + decay > total:
         raise UserError(
             f"schedule.warmup={settings.warmup} ({warmup} steps) and decay ({decay} steps) exceed the run's {total} "

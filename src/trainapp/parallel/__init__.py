@@ -1,1 +1,1 @@
-"""Many ranks: the groups they talk in, how the model is spread over them, and how their processes are started."""
+"""Several ranks: the groups in which they communicate, and how the model is spread over them."""

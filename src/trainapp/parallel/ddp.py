@@ -9,35 +9,39 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trainapp.config import schema
-from trainapp.parallel.ranks import DistributedRanks, undisturbed
+from trainapp.config.schema import Ddp
+from trainapp.parallel.ranks import DistributedRanks
 from trainapp.parallel.strategy import SingleDevice
+from trainapp.torch_private import outside_dispatch_modes
 
 
 @dataclass
 class Exchange:
-    """What DDP's hook works with. It does not know DDP: C++ holds the hook, a circle that nobody collects."""
+    """The state of DDP's communication hook.
+
+    It holds no reference to DDP: C++ holds the hook, and such a cycle would never be collected.
+    """
 
     ranks: DistributedRanks
-    due: bool = True
+    due: bool = True  # False in all but the last micro-batch
 
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """The sum of a bucket over ranks, or the bucket as it is where no exchange is due or the step is given up."""
+        """The sum of a bucket over ranks; the bucket unchanged where no exchange is due or the step is aborted."""
         if not self.due or (self.ranks.votes_enabled and self.ranks.vote(False)):
-            nothing: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-            nothing.set_result(bucket.buffer())
-            return nothing
+            unchanged: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+            unchanged.set_result(bucket.buffer())
+            return unchanged
         return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda done: done.value()[0])
 
 
 class DDP(SingleDevice):
-    """torch's DistributedDataParallel, its reductions gated by votes.
+    """torch's DistributedDataParallel, with a vote before each of its reductions.
 
-    On a vote the backward is finished with reductions that do nothing, and the model is wrapped again on every rank:
-    DDP has no way to abandon a backward. Gradients are then dropped.
+    DDP cannot abandon a backward. After a vote to abort, the backward runs to its end with reductions that do nothing;
+    then gradients are dropped and the model is wrapped anew on every rank.
     """
 
-    def __init__(self, model: nn.Module, ranks: DistributedRanks, settings: schema.Ddp):
+    def __init__(self, model: nn.Module, ranks: DistributedRanks, settings: Ddp):
         super().__init__(model, ranks)
         self.settings = settings
         self._exchange = Exchange(ranks)
@@ -51,7 +55,7 @@ class DDP(SingleDevice):
         self.forward = nn.parallel.DistributedDataParallel(
             self.model,
             device_ids=[device.index] if device.type == "cuda" else None,
-            **_no_buffer_sync(),  # a collective in every forward; `broadcast_buffers` does it when it matters
+            **_no_buffer_sync(),  # `broadcast_buffers` does it when it matters; DDP would in every forward
             bucket_cap_mb=self.settings.bucket_mb,
             static_graph=self.settings.static_graph,
             find_unused_parameters=self.settings.find_unused_parameters,
@@ -59,37 +63,37 @@ class DDP(SingleDevice):
             init_sync=False,
         )
         self.forward.register_comm_hook(self._exchange, Exchange.reduce)
-        # DDP rearranges its buckets in the forward after the first backward, which is a collective. Also free of charge
-        # once the size is proven.
+        # In the forward after the first backward DDP rearranges its buckets, which is a collective: vote before it.
+        # Costs nothing once the size is proven.
         self.forward.register_forward_pre_hook(lambda *_: self.ranks.check_peers())
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
-        """No exchange in all but the last micro-batch."""
+        """Exchanges gradients in the last micro-batch only."""
         self._exchange.due = last
-        # A static graph wants its bookkeeping in every backward: there the hook alone leaves the exchange out.
+        # A static graph needs DDP's bookkeeping in every backward: there the hook alone skips the exchange.
         with contextlib.nullcontext() if last or self.settings.static_graph else self.forward.no_sync():
             yield
 
     def finish_accumulation(self) -> None:
-        """A hook cannot raise what the caller would know: the vote that it consumed raises here."""
+        """A hook cannot raise through DDP, so the result of its last vote is raised here."""
         self.ranks.check_peers()
 
     def abort_step(self) -> None:
-        """Wrap again: about 3 ms for a toy model, once for each failure."""
+        """Wraps the model anew: about 3 ms for a toy model, once per failure."""
         super().abort_step()
         self.model.zero_grad(set_to_none=True)
         self.forward = None
         self._wrap()
 
     def broadcast_buffers(self) -> None:
-        """Rank 0's statistics are everybody's."""
-        with undisturbed():
+        """BatchNorm's statistics are each rank's own until here."""
+        with outside_dispatch_modes():
             for buffer in self.model.buffers():
                 dist.broadcast(buffer, 0)
 
 
 def _no_buffer_sync() -> dict[str, bool]:
     """The parameter has another name from torch 2.13 on."""
-    takes = inspect.signature(nn.parallel.DistributedDataParallel).parameters
-    return {"forward_sync_buffers" if "forward_sync_buffers" in takes else "broadcast_buffers": False}
+    parameters = inspect.signature(nn.parallel.DistributedDataParallel).parameters
+    return {"forward_sync_buffers" if "forward_sync_buffers" in parameters else "broadcast_buffers": False}

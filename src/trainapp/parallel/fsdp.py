@@ -1,149 +1,180 @@
 """FSDP2: parameters, gradients and optimizer state in shards over the ranks."""
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from trainapp.config import schema
+from trainapp.config.schema import Fsdp
 from trainapp.errors import UserError
-from trainapp.parallel.ranks import DistributedRanks, undisturbed
+from trainapp.parallel.ranks import DistributedRanks
 from trainapp.parallel.strategy import SingleDevice
+from trainapp.torch_private import fsdp_collectives, outside_dispatch_modes
 
 
 class FSDP(SingleDevice):
-    """FSDP2: parameters, gradients and optimizer state in shards; every gather and reduction gated by a vote.
+    """`fully_shard` on the blocks and the root, in place, with a vote before each gather and reduction.
 
-    The votes sit in `__call__` of custom collectives: `allocate` runs before it, so that a buffer that does not fit is
-    covered, too.
+    Build it before the optimizer. compute_dtype: of gathered parameters. Raises UserError where the number of ranks
+    does not fit the settings.
+
+    The votes are held in `__call__` of custom collectives. `allocate` runs before it, so a buffer that does not fit is
+    covered too.
     """
 
     forward_is_collective = True
 
-    def __init__(self, model: nn.Module, ranks: DistributedRanks, shards: dist.ProcessGroup):
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: list[nn.Module],
+        ranks: DistributedRanks,
+        settings: Fsdp,
+        compute_dtype: torch.dtype,
+    ):
         super().__init__(model, ranks)
-        self.shards = shards
-        # Before torch 2.13 nothing resets a half-done backward: all workers start again instead.
-        if not hasattr(model, "reset_iter_state"):
-            ranks.policy = "never"
-        self._ran = False
+        self.settings = settings
+        mesh = _mesh(ranks, settings.replicas)
+        self._shard_group = mesh.get_group("shard")
+        _shard(model, blocks, mesh["shard"], settings, compute_dtype)
+        replicas = mesh.get_group("replicate") if settings.replicas > 1 else None
+        _gate_collectives(model, ranks.check_peers, replicas)
+        _prefetch(blocks, settings.prefetch)
+        self._has_run = False
         model.register_forward_pre_hook(self._note_forward, prepend=True)
 
     def _note_forward(self, *_: object) -> None:
-        self._ran = True
+        self._has_run = True
+
+    @property
+    def recovers_in_place(self) -> bool:
+        """Before torch 2.13 nothing resets a backward that was left halfway."""
+        return hasattr(self.model, "reset_iter_state")
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
-        """Every micro-batch reduces its gradients into the shards, or only the last (`sync_every_micro_batch`)."""
-        if not self.model.trainapp_syncs_every:
+        """Reduces gradients into the shards in every micro-batch, or in the last (`sync_every_micro_batch=false`)."""
+        if not self.settings.sync_every_micro_batch:
             self.model.set_requires_gradient_sync(last)
         self.model.set_is_last_backward(last)
         yield
 
     def abort_step(self) -> None:
-        """Both times needed: gradients of gathered parameters leak into the retry without the first (torch 2.13)."""
+        """Resets a half-done backward.
+
+        Gradients are cleared on both sides of the reset: without the first, those of gathered parameters leak into the
+        retry (torch 2.13).
+        """
         super().abort_step()
         self.model.zero_grad(set_to_none=True)
-        if self._ran:  # FSDP2 makes what it resets in its first forward
+        if self._has_run:  # FSDP2 creates in its first forward what the reset needs
             self.model.reset_iter_state()
         self.model.zero_grad(set_to_none=True)
 
     def broadcast_buffers(self) -> None:
-        """Buffers are replicated: rank 0's are everybody's."""
-        with undisturbed():
+        """Buffers are replicated; BatchNorm's statistics are each rank's own until here."""
+        with outside_dispatch_modes():
             for buffer in self.model.buffers():
                 dist.broadcast(buffer, 0)
 
     def grad_norm(self, norm: torch.Tensor) -> torch.Tensor:
-        """Over the ranks among which one copy of the model is sharded."""
+        """Over the ranks that share one copy of the model."""
         self.ranks.check_peers()
         squared = norm.square().to(self.ranks.device)  # shards may be kept on the host
-        dist.all_reduce(squared, group=self.shards)
+        dist.all_reduce(squared, group=self._shard_group)
         return squared.sqrt().to(norm.device)
 
     def all_reduce_found_inf(self, found: list[torch.Tensor]) -> None:
-        """Each rank has seen its own shards only."""
+        """Each rank has checked its own shards only."""
         self.ranks.check_peers()
         for flag in found:
             dist.all_reduce(flag, op=dist.ReduceOp.MAX)
 
 
-def shard(
-    model: nn.Module, blocks: list[nn.Module], ranks: DistributedRanks, settings: schema.Fsdp, compute: torch.dtype
-) -> FSDP:
-    """`fully_shard` on the blocks and the root, in place. To be called before the optimizer is made.
-
-    compute: the dtype of gathered parameters. Raises UserError for settings that the ranks do not fit.
-    """
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-
-    replicas = settings.replicas
+def _mesh(ranks: DistributedRanks, replicas: int) -> DeviceMesh:
     if ranks.world % replicas:
         raise UserError(
             f"parallel.fsdp.replicas={replicas}: must divide the number of ranks, {ranks.world}; each replica is "
             "sharded over the same number of ranks"
         )
-    kind = ranks.device.type
-    mesh = init_device_mesh(kind, (replicas, ranks.world // replicas), mesh_dim_names=("replicate", "shard"))
-    offload = CPUOffloadPolicy(pin_memory=kind == "cuda") if settings.cpu_offload else OffloadPolicy()
-    reduced = torch.float32 if compute != torch.float32 else None
-    policy = MixedPrecisionPolicy(param_dtype=compute if reduced else None, reduce_dtype=reduced)
-    root = MixedPrecisionPolicy(
-        param_dtype=policy.param_dtype, reduce_dtype=reduced, output_dtype=torch.float32 if reduced else None
-    )
-    options = {
-        "mesh": mesh["shard"],
+    shape = (replicas, ranks.world // replicas)
+    return init_device_mesh(ranks.device.type, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def _shard(
+    model: nn.Module,
+    blocks: list[nn.Module],
+    mesh: DeviceMesh,
+    settings: Fsdp,
+    compute_dtype: torch.dtype,
+) -> None:
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+    mixed = compute_dtype != torch.float32
+    param_dtype, reduce_dtype = (compute_dtype, torch.float32) if mixed else (None, None)
+    options: dict[str, Any] = {
+        "mesh": mesh,
         "reshard_after_forward": settings.reshard_after_forward,
-        "offload_policy": offload,
+        "offload_policy": (
+            CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if settings.cpu_offload else OffloadPolicy()
+        ),
     }
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     for block in blocks:
         fully_shard(block, mp_policy=policy, **options)
-    fully_shard(model, mp_policy=root, **options)
+    policy = dataclasses.replace(policy, output_dtype=reduce_dtype)  # the root's output enters the loss
+    fully_shard(model, mp_policy=policy, **options)
+
+
+def _gate_collectives(model: nn.Module, check_peers: Callable[[], None], replicas: dist.ProcessGroup | None) -> None:
+    """Vote before every gather and reduction, and sum gradients instead of averaging them.
+
+    replicas: the ranks that hold the same shard, where there is more than one copy of the model.
+    """
     for module in model.modules():
-        if hasattr(module, "set_gradient_divide_factor"):  # not recursive: every module for itself
+        if hasattr(module, "set_gradient_divide_factor"):  # not recursive: each module has its own
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-            gather, reduce = _gated_collectives(ranks.check_peers)
+            gather, reduce = _gated_collectives(check_peers)
             module.set_custom_all_gather(gather)
             module.set_custom_reduce_scatter(reduce)
-            if replicas > 1:
-                module.set_all_reduce_hook(_gated_all_reduce(ranks.check_peers, mesh.get_group("replicate")))
-    _prefetch(blocks, settings.prefetch)
-    model.trainapp_syncs_every = settings.sync_every_micro_batch
-    return FSDP(model, ranks, mesh.get_group("shard"))
+            if replicas is not None:
+                module.set_all_reduce_hook(_gated_all_reduce(check_peers, replicas))
 
 
-def _gated_collectives(gate: Callable[[], None]):
-    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+def _gated_collectives(check_peers: Callable[[], None]) -> tuple[Any, Any]:
+    all_gather, reduce_scatter = fsdp_collectives()
 
-    class GatedAllGather(DefaultAllGather):
+    class GatedAllGather(all_gather):
         def __call__(self, *args, **kwargs):
-            gate()
+            check_peers()
             return super().__call__(*args, **kwargs)
 
-    class GatedReduceScatter(DefaultReduceScatter):
+    class GatedReduceScatter(reduce_scatter):
         def __call__(self, *args, **kwargs):
-            gate()
+            check_peers()
             return super().__call__(*args, **kwargs)
 
     return GatedAllGather(), GatedReduceScatter()
 
 
-def _gated_all_reduce(gate: Callable[[], None], replicas: dist.ProcessGroup) -> Callable[[torch.Tensor], None]:
-    """Between the copies of a model. FSDP2's own, for a mesh of two dimensions, cannot be gated."""
+def _gated_all_reduce(check_peers: Callable[[], None], replicas: dist.ProcessGroup) -> Callable[[torch.Tensor], None]:
+    """The sum over copies of the model. FSDP2's own, for a mesh of two dimensions, cannot be gated."""
 
     def reduce(gradients: torch.Tensor) -> None:
-        gate()
+        check_peers()
         dist.all_reduce(gradients, group=replicas)
 
     return reduce
 
 
 def _prefetch(blocks: list[nn.Module], depth: int) -> None:
-    """Gather `depth` blocks ahead: overlaps with computing, costs their memory. 1 is what FSDP2 does by itself."""
+    """Gather `depth` blocks ahead: overlaps with compute and costs their memory. FSDP2 does 1 by itself."""
     if depth > 1:
         for position, block in enumerate(blocks):
             block.set_modules_to_forward_prefetch(blocks[position + 1 : position + 1 + depth])

@@ -1,17 +1,19 @@
-"""How the ranks of a run talk beside the gradients: votes on running out of memory, sums, agreements.
+"""How the ranks of a run communicate, apart from gradients: votes on running out of memory, reductions, flags.
 
 Votes have a gloo group of their own. A rank that runs out of memory leaves its forward or backward at a place that no
-other rank knows of; the others would wait for it in the next collective for ever. So, while a size is unproven, every
-rank asks the group before each collective: healthy ranks vote 0; the one that ran out votes 1 exactly once, from its
-handler, which pairs with the others' next vote; and everybody leaves the step together.
+other rank knows; the others would wait for it in their next collective forever. So, while a size is unproven, all ranks
+vote before each collective: healthy ranks vote 0, and the one that ran out votes 1 exactly once, from its handler. That
+vote pairs with the others' next one, and all ranks leave the step together.
 """
 
 import datetime
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
+
+from trainapp.torch_private import outside_dispatch_modes
 
 OUT_OF_MEMORY_EXIT = 82  # a worker's exit code: memory ran out where it could not be recovered in place
 
@@ -20,172 +22,235 @@ class PeerOutOfMemory(torch.OutOfMemoryError):
     """Another rank ran out of memory in this step."""
 
 
-class SingleRank:
-    """A single process: agrees with itself at no cost."""
+class Flags(NamedTuple):
+    """What a rank tells the others once per step. After the exchange: the maximum of each over all ranks."""
 
-    rank, world = 0, 1
-    votes_enabled = False  # whether ranks vote before each collective
-    device = torch.device("cpu")
-    saving_group: dist.ProcessGroup | None = None  # for checkpoints alone
+    stop_signal: int = 0  # the number of the signal to stop for, or 0
+    still_saving: bool = False  # a checkpoint is being written in the background
+    search_news: bool = False  # the search for a micro-batch size has something to share
 
-    def enable_votes(self, unproven: bool) -> None:
-        """Vote from here on, or not: by default while a size is at work that is not proven. The same on all ranks."""
 
-    def check_peers(self) -> None:
-        """Before a collective: raises PeerOutOfMemory when another rank gave up. Free while not armed."""
+class Ranks(Protocol):
+    """The ranks of a run, as one of them sees them. "Collective" means: call on every rank, in the same order."""
 
-    def vote(self, failed: bool) -> bool:
-        """Whether any rank voted that it ran out of memory."""
-        return failed
-
-    def all_reduce_sum(self, value: torch.Tensor) -> torch.Tensor:
-        """The sum over ranks."""
-        return value
-
-    def all_reduce_min(self, value: int) -> int:
-        """The least over ranks."""
-        return value
-
-    def all_reduce_max(self, *values: int) -> list[int]:
-        """The most of each over ranks, asked inside a step or an evaluation: raises PeerOutOfMemory like a gate."""
-        return list(values)
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        """Everybody's small Python object, by rank."""
-        return [value]
-
-    def start_agreement(self, read: Callable[[], tuple[int, int, int]]) -> None:
-        """Begin to find the largest of each of the values of `read()` over ranks, while the step goes on."""
-        self._read = read
-
-    def finish_agreement(self) -> tuple[int, int, int]:
-        """What was found."""
-        return self._read()
-
-    def drop_agreement(self) -> None:
-        """End what a step that was given up had begun."""
-
-    def reset_votes(self) -> None:
-        """All have left the step that was given up: the next vote is about another one."""
-
-    def barrier(self) -> None:
-        """Wait for everybody."""
+    rank: int
+    world: int
+    device: torch.device
+    votes_enabled: bool  # whether ranks vote before each collective
+    saving_group: dist.ProcessGroup | None  # for checkpoints alone
 
     @property
     def is_rank_zero(self) -> bool:
-        """Whether this is the rank that writes and speaks for all."""
-        return self.rank == 0
-
-
-class DistributedRanks(SingleRank):
-    """This process among the ranks of a run. Needs torch.distributed to be initialised.
-
-    timeout: after how many seconds a peer that does not answer is an error.
-    policy: "unproven", "always" or "never", when `arm` lets the ranks vote.
-    """
-
-    def __init__(self, device: torch.device, timeout: float, policy: str = "unproven"):
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self.device = device
-        self.votes_enabled, self.policy = True, policy
-        self.votes = 0
-        self._given_up = False
-        limit = datetime.timedelta(seconds=timeout)
-        self._votes = dist.new_group(backend="gloo", timeout=limit)
-        self._side = dist.new_group(backend="gloo", timeout=limit)
-        self.saving_group = dist.new_group(backend="gloo", timeout=limit)
-        self._agreements = dist.new_group(backend="gloo", timeout=limit)
-        self._work: dist.Work | None = None
-        self._flags = torch.zeros(3, dtype=torch.int64)
-
-    def forget_groups(self) -> None:
-        """At the end, after the last exchange."""
-        self.drop_agreement()
-        self._votes = self._side = self.saving_group = self._agreements = None
+        """Whether this rank writes the run's files and its messages."""
+        ...
 
     def enable_votes(self, unproven: bool) -> None:
-        """Vote from here on, or not."""
-        self.votes_enabled = self.policy == "always" or (self.policy == "unproven" and unproven)
+        """Decide whether to vote from here on. unproven: whether a size in use is not proven; the same on all ranks."""
+
+    def disable_votes(self) -> None:
+        """Hold no votes in this run, whatever `parallel.vote_on_oom` says: the strategy cannot recover in place."""
 
     def check_peers(self) -> None:
-        """Raises PeerOutOfMemory when another rank ran out of memory."""
+        """Before a collective: raises PeerOutOfMemory when another rank aborted the step. Free without votes."""
+
+    def vote(self, failed: bool) -> bool:
+        """Whether any rank voted that it ran out of memory. Collective."""
+        ...
+
+    def reset_votes(self) -> None:
+        """After all ranks have left an aborted step: the next vote is about another one."""
+
+    def all_reduce_sum(self, value: torch.Tensor) -> torch.Tensor:
+        """The sum over ranks. Collective; raises PeerOutOfMemory as `check_peers` does."""
+        ...
+
+    def all_reduce_min(self, value: int) -> int:
+        """The minimum over ranks. Collective, and never preceded by a vote."""
+        ...
+
+    def all_reduce_max(self, *values: int) -> list[int]:
+        """The maximum of each over ranks. Collective; raises PeerOutOfMemory as `check_peers` does."""
+        ...
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """A small Python object of every rank, by rank. Collective."""
+        ...
+
+    def start_flag_exchange(self, read: Callable[[], Flags]) -> None:
+        """Start to exchange what `read()` returns, in the background of a step. Collective."""
+
+    def finish_flag_exchange(self) -> Flags:
+        """The maximum of each flag over ranks. Waits for the slowest rank."""
+        ...
+
+    def cancel_flag_exchange(self) -> None:
+        """End the exchange that an aborted step has started."""
+
+    def barrier(self) -> None:
+        """Wait for all ranks. Collective."""
+
+
+class SingleRank:
+    """A single process: every collective is the identity."""
+
+    rank, world = 0, 1
+    device = torch.device("cpu")
+    votes_enabled = False
+    saving_group: dist.ProcessGroup | None = None
+    is_rank_zero = True
+
+    def enable_votes(self, unproven: bool) -> None:
+        """A single rank never votes."""
+
+    def disable_votes(self) -> None:
+        """A single rank never votes."""
+
+    def check_peers(self) -> None:
+        """There are no peers."""
+
+    def vote(self, failed: bool) -> bool:
+        return failed
+
+    def reset_votes(self) -> None:
+        """A single rank never votes."""
+
+    def all_reduce_sum(self, value: torch.Tensor) -> torch.Tensor:
+        return value
+
+    def all_reduce_min(self, value: int) -> int:
+        return value
+
+    def all_reduce_max(self, *values: int) -> list[int]:
+        return list(values)
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        return [value]
+
+    def start_flag_exchange(self, read: Callable[[], Flags]) -> None:
+        self._read_flags = read
+
+    def finish_flag_exchange(self) -> Flags:
+        """Reads the flags only now, so that a signal during the step is seen at its end."""
+        return self._read_flags()
+
+    def cancel_flag_exchange(self) -> None:
+        """Nothing runs in the background."""
+
+    def barrier(self) -> None:
+        """There are no peers."""
+
+
+class DistributedRanks:
+    """This process among the ranks of a run. Needs torch.distributed to be initialised.
+
+    timeout: seconds after which a peer that does not answer is an error. vote_on_oom: "unproven", "always" or "never",
+    when `enable_votes` lets the ranks vote.
+    """
+
+    def __init__(self, device: torch.device, timeout: float, vote_on_oom: str = "unproven"):
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.device = device
+        self.votes = 0  # held so far
+        self._vote_on_oom = vote_on_oom
+        self._aborted = False
+        self.enable_votes(True)
+        limit = datetime.timedelta(seconds=timeout)
+        self._vote_group = dist.new_group(backend="gloo", timeout=limit)
+        self._side_group = dist.new_group(backend="gloo", timeout=limit)
+        self.saving_group = dist.new_group(backend="gloo", timeout=limit)
+        self._flag_group = dist.new_group(backend="gloo", timeout=limit)
+        self._flag_work: dist.Work | None = None
+        self._flags = torch.zeros(len(Flags()), dtype=torch.int64)
+
+    @property
+    def is_rank_zero(self) -> bool:
+        """Whether this rank writes the run's files and its messages."""
+        return self.rank == 0
+
+    def release_groups(self) -> None:
+        """At the end, after the last collective."""
+        self._wait_for_flags()
+        self._vote_group = self._side_group = self.saving_group = self._flag_group = None
+
+    def enable_votes(self, unproven: bool) -> None:
+        """As `vote_on_oom` says."""
+        self.votes_enabled = self._vote_on_oom == "always" or (self._vote_on_oom == "unproven" and unproven)
+
+    def disable_votes(self) -> None:
+        """For the rest of the run."""
+        self._vote_on_oom, self.votes_enabled = "never", False
+
+    def check_peers(self) -> None:
+        """Votes that this rank is healthy. Raises PeerOutOfMemory when another one is not."""
         if self.votes_enabled and self.vote(False):
             raise PeerOutOfMemory("another rank ran out of memory")
 
     def vote(self, failed: bool) -> bool:
         """One integer over gloo: 0.3 to 0.7 ms on two busy cores.
 
-        Once a step is given up nobody asks any more, so that a rank that runs out on its own way out, or meets further
-        gates there, is left with no vote that none of the others would answer.
+        In an aborted step there are no further votes: a rank that runs out of memory, or reaches another collective, on
+        its way out of the step would wait for votes that no other rank casts.
         """
-        if self._given_up:
+        if self._aborted:
             return True
-        with undisturbed():
+        with outside_dispatch_modes():
             flag = torch.tensor([int(failed)])
-            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._votes)
-            self._given_up = bool(flag)
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._vote_group)
+            self._aborted = bool(flag)
         self.votes += 1
-        return self._given_up
+        return self._aborted
 
     def reset_votes(self) -> None:
-        """All have left the step that was given up."""
-        self._given_up = False
+        self._aborted = False
 
     def all_reduce_sum(self, value: torch.Tensor) -> torch.Tensor:
-        """The sum over ranks, on the group of the gradients."""
+        """On the gradients' group, so that the value may be on the device."""
         self.check_peers()
-        with undisturbed():
+        with outside_dispatch_modes():
             value = value.clone()
             dist.all_reduce(value)
         return value
 
     def all_reduce_min(self, value: int) -> int:
-        """The least over ranks."""
-        with undisturbed():
+        with outside_dispatch_modes():
             number = torch.tensor([value])
-            dist.all_reduce(number, op=dist.ReduceOp.MIN, group=self._side)
+            dist.all_reduce(number, op=dist.ReduceOp.MIN, group=self._side_group)
             return int(number)
 
     def all_reduce_max(self, *values: int) -> list[int]:
-        """The most of each over ranks; gated."""
         self.check_peers()
-        with undisturbed():
+        with outside_dispatch_modes():
             numbers = torch.tensor(values)
-            dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self._side)
+            dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self._side_group)
             return numbers.tolist()
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Everybody's small Python object, by rank."""
-        found: list[Any] = [None] * self.world
-        with undisturbed():
-            dist.all_gather_object(found, value, group=self._side)
-        return found
+        by_rank: list[Any] = [None] * self.world
+        with outside_dispatch_modes():
+            dist.all_gather_object(by_rank, value, group=self._side_group)
+        return by_rank
 
-    def start_agreement(self, read: Callable[[], tuple[int, int, int]]) -> None:
-        """On a group of its own, in the background: the step hides it."""
-        self.drop_agreement()
-        with undisturbed():
-            self._flags[:] = torch.tensor(read())
-            self._work = dist.all_reduce(self._flags, op=dist.ReduceOp.MAX, group=self._agreements, async_op=True)
+    def start_flag_exchange(self, read: Callable[[], Flags]) -> None:
+        """Asynchronous, on a group of its own: the step hides its time."""
+        self._wait_for_flags()
+        with outside_dispatch_modes():
+            self._flags[:] = torch.tensor(read(), dtype=torch.int64)
+            self._flag_work = dist.all_reduce(self._flags, op=dist.ReduceOp.MAX, group=self._flag_group, async_op=True)
 
-    def finish_agreement(self) -> tuple[int, int, int]:
-        """Waits for the others."""
-        self.drop_agreement()
-        with undisturbed():
-            first, second, third = self._flags.tolist()
-        return first, second, third
+    def finish_flag_exchange(self) -> Flags:
+        self._wait_for_flags()
+        with outside_dispatch_modes():
+            stop_signal, still_saving, search_news = self._flags.tolist()
+        return Flags(stop_signal, bool(still_saving), bool(search_news))
 
-    def drop_agreement(self) -> None:
-        """Every rank began it with the step, so it ends by itself."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
+    def cancel_flag_exchange(self) -> None:
+        """Every rank has started it with the step, so it ends by itself. Its result is dropped."""
+        self._wait_for_flags()
+
+    def _wait_for_flags(self) -> None:
+        if self._flag_work is not None:
+            self._flag_work.wait()
+            self._flag_work = None
 
     def barrier(self) -> None:
-        """Wait for everybody, on the side group."""
-        dist.barrier(group=self._side)
-
-
-def undisturbed():
-    """Around what ranks say to each other: its few bytes are no part of what is measured and limited."""
-    return torch.utils._python_dispatch._disable_current_modes()
+        dist.barrier(group=self._side_group)

@@ -1,7 +1,7 @@
 """How the model is spread over the ranks: not at all, replicated (DDP), or in shards (FSDP2).
 
-Each strategy sums gradients over the ranks (it never averages: the loop divides by the true global count), lets a
-step be given up on all ranks, and knows how to leave no trace of it.
+A strategy sums gradients over the ranks (it never averages them: the step divides by the true global count), and can
+abort a step on all ranks without a trace of it.
 """
 
 import contextlib
@@ -9,37 +9,38 @@ import contextlib
 import torch
 from torch import nn
 
-from trainapp.parallel.ranks import SingleRank
+from trainapp.parallel.ranks import Ranks
 
 
 class SingleDevice:
-    """One process. `forward` is what a task calls; `model` keeps the parameters and their names."""
+    """One process. `forward` is what a task calls; `model` holds the parameters and their names."""
 
-    forward_is_collective = False  # whether evaluation needs as many forwards on every rank
+    forward_is_collective = False  # whether every rank must evaluate the same number of batches
+    recovers_in_place = True  # whether `abort_step` works; otherwise all workers restart after an out-of-memory error
 
-    def __init__(self, model: nn.Module, ranks: SingleRank):
+    def __init__(self, model: nn.Module, ranks: Ranks):
         self.model, self.ranks = model, ranks
         self.forward: nn.Module = model
         self.evaluate: nn.Module = model
 
-    def micro_batch(self, last: bool) -> contextlib.AbstractContextManager:
-        """Around forward and backward of a micro-batch; gradients are exchanged in the last one."""
+    def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[None]:
+        """Around forward and backward of a micro-batch. Gradients are exchanged in the last one."""
         return contextlib.nullcontext()
-
-    def abort_step(self) -> None:
-        """After a step that some rank could not finish, on every rank: nothing of it is left."""
-        self.ranks.reset_votes()
 
     def finish_accumulation(self) -> None:
         """After the last micro-batch. Raises PeerOutOfMemory when another rank did not get there."""
         self.ranks.check_peers()
 
+    def abort_step(self) -> None:
+        """Leave no trace of a step that some rank could not finish. Call on every rank."""
+        self.ranks.reset_votes()
+
     def broadcast_buffers(self) -> None:
-        """Before evaluating and saving: every rank has the same statistics."""
+        """Give every rank the buffers of rank 0, before evaluating and saving. Collective: call on every rank."""
 
     def grad_norm(self, norm: torch.Tensor) -> torch.Tensor:
-        """The norm of all gradients, from that of this rank's part of them."""
+        """The norm of all gradients, from the norm of this rank's part of them. Collective."""
         return norm
 
     def all_reduce_found_inf(self, found: list[torch.Tensor]) -> None:
-        """fp16: an overflow on one rank is one on all."""
+        """Turn an fp16 overflow on one rank into an overflow on all: the loss scaler's flags, in place. Collective."""

@@ -8,8 +8,10 @@ import torch
 
 from trainapp.checkpoint.train_state import TrainState
 from trainapp.data.batch import tensors_in
-from trainapp.memory.device import DeviceMemory, HostMemory, optimizer_tensors, static_bytes
-from trainapp.parallel.ranks import SingleRank
+from trainapp.memory.device import DeviceMemory, optimizer_tensors, static_bytes
+from trainapp.memory.host_memory import HostMemory
+from trainapp.memory.kinds import MemoryKind
+from trainapp.parallel.ranks import Ranks
 
 OF_EVERY_RANK = tuple(f"memory/{name}" for name in ("allocated", "reserved", "peak", "host_rss", "host_rss_peak"))
 
@@ -44,15 +46,15 @@ class Meter:
             self._weights[samples] = torch.tensor(1.0 / samples, device=self.state.device)
         return self._weights[samples]
 
-    def resident(self, batch: Any = None) -> dict[str, Iterable[torch.Tensor]]:
+    def resident(self, batch: Any = None) -> dict[MemoryKind, Iterable[torch.Tensor]]:
         """What is in memory before a piece of work, by kind."""
         return {
-            "parameters": self.state.model.parameters(),
-            "gradients": self.gradients(),
-            "buffers": self.state.model.buffers(),
-            "optimizer state": optimizer_tensors(self.state.optimizer),
-            "weight average": self.state.average.averages,
-            "batch": tensors_in(batch),  # last, so that it is what does not fit
+            MemoryKind.PARAMETERS: self.state.model.parameters(),
+            MemoryKind.GRADIENTS: self.gradients(),
+            MemoryKind.BUFFERS: self.state.model.buffers(),
+            MemoryKind.OPTIMIZER_STATE: optimizer_tensors(self.state.optimizer),
+            MemoryKind.WEIGHT_AVERAGE: self.state.average.averages,
+            MemoryKind.BATCH: tensors_in(batch),  # last, so that it is what does not fit
         }
 
     def gradients(self) -> list[torch.Tensor]:

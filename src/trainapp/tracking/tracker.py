@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trainapp.memory.timeline import Drawing, Picture
+from trainapp.torch_private import add_summary
 from trainapp.tracking.console import Progress
 from trainapp.units import bytes_text
 
@@ -73,7 +74,7 @@ class Tracker:
 
         named = {name if "/" in name else f"{group}/{name}": value for name, value in scalars.items()}
         values = [Summary.Value(tag=tag, simple_value=value) for tag, value in named.items()]
-        self._writer._get_file_writer().add_summary(Summary(value=values), step)
+        add_summary(self._writer, Summary(value=values), step)
 
     def note(self, text: str, tag: str = "notes") -> None:
         """Something that happened: on the terminal, and as text in TensorBoard."""
@@ -119,7 +120,7 @@ class Tracker:
             return
         width, height = struct.unpack(">II", png[16:24])  # of the file's header
         image = Summary.Image(width=width, height=height, colorspace=3, encoded_image_string=png)
-        self._writer._get_file_writer().add_summary(Summary(value=[Summary.Value(tag=tag, image=image)]), step)
+        add_summary(self._writer, Summary(value=[Summary.Value(tag=tag, image=image)]), step)
 
     def close(self) -> None:
         """Flush everything to disk."""

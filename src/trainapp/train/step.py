@@ -9,6 +9,7 @@ from trainapp.data.micro_batch import MicroBatch
 from trainapp.models.inspect import has_batchnorm
 from trainapp.optim.nonfinite import gradient_norm
 from trainapp.parallel.dtensor import local
+from trainapp.torch_private import foreach_mul_
 from trainapp.train.losses import evaluate_metrics
 from trainapp.train.phase import Phase
 from trainapp.train.run import Run, Step

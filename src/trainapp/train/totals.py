@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainapp.parallel.ranks import SingleRank
+from trainapp.parallel.ranks import Ranks
 
 
 @dataclass
@@ -31,7 +31,7 @@ class Totals:
         self.loss, self.count, self.samples = loss, count, self.samples + samples
         self.metrics.update(added)
 
-    def over(self, ranks: SingleRank) -> "Totals":
+    def over(self, ranks: Ranks) -> "Totals":
         """The totals over all ranks."""
         if ranks.world == 1:
             return self

@@ -1,31 +1,30 @@
-"""Trades time for memory: activations of a block are computed again in the backward instead of kept.
+"""Activation checkpointing trades time for memory: a block's activations are recomputed in the backward, not kept.
 
-Source: Chen et al. 2016, "Training deep nets with sublinear memory cost"; which operations "selective" keeps follows
-Korthikanti et al. 2022, "Reducing activation recomputation in large transformer models".
+Source: Chen et al. 2016, "Training deep nets with sublinear memory cost". The operations whose results "selective"
+keeps follow Korthikanti et al. 2022, "Reducing activation recomputation in large transformer models".
 """
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from trainapp.config import schema
+from trainapp.config.schema import ActivationCheckpointing
 from trainapp.models.inspect import blocks_of
+from trainapp.torch_private import ATTENTION_OPERATORS
 
-_KEPT = (
-    "mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
-    "_scaled_dot_product_flash_attention_for_cpu",
-)  # fmt: skip
+_KEPT = frozenset({"mm", "addmm", "bmm", "baddbmm", "convolution", *ATTENTION_OPERATORS})
 
 
-def apply(model: nn.Module, settings: schema.ActivationCheckpointing) -> None:
-    """Checkpoint every `settings.every`-th block of the model. Parameter names stay as they are.
+def apply(model: nn.Module, settings: ActivationCheckpointing) -> None:
+    """Checkpoint every `settings.every`-th block of the model. Parameter names are unchanged.
 
-    Raises UserError for a model that does not say what its blocks are.
+    Raises UserError for a model without blocks.
     """
     if settings.mode == "none":
         return
@@ -33,21 +32,21 @@ def apply(model: nn.Module, settings: schema.ActivationCheckpointing) -> None:
         block.forward = functools.partial(_checkpointed, block, block.forward, settings.mode == "selective")
 
 
-def _checkpointed(block: nn.Module, forward, selective: bool, *inputs, **options):
+def _checkpointed(block: nn.Module, forward: Callable[..., Any], selective: bool, *inputs: Any, **options: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*inputs, **options)
     contexts = functools.partial(_contexts, block, selective)
     return checkpoint(forward, *inputs, use_reentrant=False, context_fn=contexts, **options)
 
 
-def _contexts(block: nn.Module, selective: bool):
-    """The contexts of the first and of the second computation."""
-    first, again = (
+def _contexts(block: nn.Module, selective: bool) -> tuple[AbstractContextManager, AbstractContextManager]:
+    """The contexts of the forward and of the recomputation."""
+    forward, recompute = (
         create_selective_checkpoint_contexts(_policy)
         if selective
         else (contextlib.nullcontext(), contextlib.nullcontext())
     )
-    return first, _both(_buffers_kept(block), again)  # in this order: `again` must not see the copies
+    return forward, _nested(_buffers_restored(block), recompute)  # in this order: `recompute` must not see the copies
 
 
 def _policy(context, operation, *args, **kwargs) -> CheckpointPolicy:
@@ -56,14 +55,14 @@ def _policy(context, operation, *args, **kwargs) -> CheckpointPolicy:
 
 
 @contextlib.contextmanager
-def _both(first, second) -> Iterator[None]:
-    with first, second:
+def _nested(outer: AbstractContextManager, inner: AbstractContextManager) -> Iterator[None]:
+    with outer, inner:
         yield
 
 
 @contextlib.contextmanager
-def _buffers_kept(block: nn.Module) -> Iterator[None]:
-    """BatchNorm moves its statistics in every forward: the second one must leave no trace."""
+def _buffers_restored(block: nn.Module) -> Iterator[None]:
+    """BatchNorm updates its statistics in every forward; the recomputation must not update them a second time."""
     buffers = [(buffer, buffer.clone()) for buffer in block.buffers()]
     try:
         yield

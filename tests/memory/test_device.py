@@ -1,4 +1,4 @@
-"""What is reported of memory, against counts of its own."""
+"""The memory that a run reports, against independent counts."""
 
 import helpers
 import psutil
@@ -11,7 +11,8 @@ from trainapp.config import schema
 from trainapp.data.batch import tensors_in
 from trainapp.errors import UserError
 from trainapp.memory import backends, device
-from trainapp.memory.live_tensors import LiveTensors, MemoryLimitExceeded
+from trainapp.memory.host_memory import total_bytes
+from trainapp.memory.kinds import MemoryKind
 from trainapp.train import loop
 
 TAGS = {
@@ -99,7 +100,7 @@ def test_the_peak_is_the_profilers(tmp_path, case, micro, within):
     assert run.sizes.train.proven  # else the counter itself would be in the profile
     run.state.optimizer.zero_grad(set_to_none=True)
     resident = sum(device.static_bytes(run.state.model, run.state.optimizer, []).values())
-    resident -= run.meter.static["gradients"]
+    resident -= run.meter.static[MemoryKind.GRADIENTS]
     resident += sum(t.nbytes for t in tensors_in(run.batches.example(micro)))  # NumPy's memory, not the allocator's
     run.restore_point.take = lambda: None  # generators' states are no part of what is watched
     peak = resident + profiled_peak(lambda: loop.train_step(run))
@@ -126,11 +127,11 @@ def test_values_are_plausible(tmp_path):
 def test_without_a_limit_it_is_what_there_is(tmp_path):
     runs.run(tmp_path, *runs.MODELS["mlp"])
     line = helpers.metrics(tmp_path)[-1]
-    assert line["memory/limit"] == device.available_total() <= psutil.virtual_memory().total
+    assert line["memory/limit"] == total_bytes() <= psutil.virtual_memory().total
 
 
 def test_the_limit_is_a_size_or_a_fraction():
-    total = device.available_total()
+    total = total_bytes()
     for setting, expected in (
         (0.5, total // 2),
         ("1GiB", 2**30),
@@ -150,59 +151,6 @@ def test_a_limit_that_leaves_no_room_for_a_batch(tmp_path):
     assert "parameters 332.0 KiB" in str(caught.value)
 
 
-def test_live_tensors_count_to_the_byte():
-    with LiveTensors() as counter:
-        a = torch.ones(1000)
-        b = a * 2
-        view = b[:10]
-        del b
-        assert counter.live == 8000  # the view keeps its storage alive
-        del view
-        assert counter.live == 4000
-        for _ in range(5):
-            c = torch.empty(500, dtype=torch.float64)
-        assert counter.live == 8000
-        del c
-        a.add_(1)  # in place: nothing new
-        assert counter.live == 4000
-    assert counter.peak == 12000  # the second empty exists before the first is gone
-    assert sum(size for _, size in counter.events) == 4000
-
-
-def test_live_tensors_count_what_was_there():
-    there = torch.ones(256)
-    counter = LiveTensors(limit=3000)
-    counter.register({"parameters": [there, there[:5]]})  # one storage
-    assert counter.live == 1024
-    with counter:
-        kept = there + 1
-        with pytest.raises(MemoryLimitExceeded, match=r"1.0 KiB with 2.0 KiB of 2.9 KiB in use"):
-            there + 2
-        assert counter.live == 2048  # the failed one is gone with its error
-    assert counter.peak == 2048
-    del kept
-
-
-def test_a_limit_is_exact():
-    """One byte less, and the same work fails; and it fails each time."""
-    model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 4))
-    data = torch.ones(16, 8)
-
-    def work(limit):
-        model.zero_grad(set_to_none=True)
-        counter = LiveTensors(limit)
-        counter.register({"parameters": model.parameters(), "batch": [data]})
-        with counter:
-            model(data).square().sum().backward()
-        return counter.peak
-
-    peak = work(None)
-    for _ in range(20):
-        assert work(peak) == peak
-        with pytest.raises(torch.OutOfMemoryError):
-            work(peak - 1)
-
-
 def test_watching_changes_no_bit(tmp_path):
     """Every step watched, against none but the first."""
     ends = []
@@ -212,13 +160,3 @@ def test_watching_changes_no_bit(tmp_path):
         run.tracker.close()
         ends.append(runs.weights(run.state.model))
     assert torch.equal(ends[0], ends[1])
-
-
-def test_the_host_peak_is_of_its_window():
-    host = device.HostMemory()
-    host.window()
-    block = bytearray(200 * 2**20)
-    block[::4096] = b"x" * len(block[::4096])
-    del block
-    with_block, without = host.window()["memory/host_rss_peak"], host.window()["memory/host_rss_peak"]
-    assert with_block - without > 150 * 2**20

@@ -122,34 +122,34 @@ def test_the_norm_is_of_all_gradients_together():
 
 def guard(policy="stop", scaled=False, reads=True):
     built = NonFiniteCheck(policy, torch.device("cpu"), scaled, lambda: "checkpoints/step_7")
-    built._reads = reads
+    built._reads_every_step = reads
     return built
 
 
-def test_on_a_gpu_the_first_bad_step_is_remembered_until_somebody_asks():
-    """The way without waiting for the device, walked on the CPU."""
+def test_on_a_gpu_the_first_bad_step_is_remembered_until_checked():
+    """The code path that does not wait for the device, on the CPU."""
     watch, good, bad = guard(reads=False), torch.tensor(1.0), torch.tensor(float("nan"))
-    assert watch.admits(3, good, good)
+    assert watch.allows_update(3, good, good)
     watch.check()
-    assert watch.admits(4, good, bad)
-    assert watch.admits(5, bad, bad)
+    assert watch.allows_update(4, good, bad)
+    assert watch.allows_update(5, bad, bad)
     with pytest.raises(
         TrainingStopped,
         match=re.escape("step 6: the loss is not finite (nan); the last good checkpoint is checkpoints/step_7"),
     ):
         watch.check()
     later = guard(reads=False)
-    later.admits(4, good, bad)
-    later.admits(9, good, bad)
+    later.allows_update(4, good, bad)
+    later.allows_update(9, good, bad)
     with pytest.raises(TrainingStopped, match="step 5: the gradient norm"):
         later.check()
 
 
 def test_a_scaled_gradient_may_overflow():
     watch = guard(scaled=True)
-    assert watch.admits(0, torch.tensor(1.0), torch.tensor(float("inf")))
+    assert watch.allows_update(0, torch.tensor(1.0), torch.tensor(float("inf")))
     with pytest.raises(TrainingStopped, match="the loss"):
-        watch.admits(0, torch.tensor(float("inf")), torch.tensor(1.0))
+        watch.allows_update(0, torch.tensor(float("inf")), torch.tensor(1.0))
 
 
 @pytest.mark.slow

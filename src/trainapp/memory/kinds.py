@@ -1,0 +1,27 @@
+"""The kinds of memory that a run uses."""
+
+from enum import Enum
+
+
+class MemoryKind(str, Enum):
+    """What a piece of memory holds. In the order in which a picture stacks them.
+
+    The value is the name in metrics, as in `memory/optimizer_state`, and in an incident's JSON; `label` is for people.
+    """
+
+    PARAMETERS = "parameters"
+    OPTIMIZER_STATE = "optimizer_state"
+    BUFFERS = "buffers"
+    WEIGHT_AVERAGE = "weight_average"
+    BATCH = "batch"
+    GRADIENTS = "gradients"
+    ACTIVATIONS = "activations"  # whatever is not one of the others
+    OTHER_PROCESSES = "other_processes"  # on the same GPU
+
+    def __str__(self) -> str:  # Enum's own differs between Python 3.10 and 3.12 inside an f-string
+        return self.value
+
+    @property
+    def label(self) -> str:
+        """The name with spaces: `optimizer state`."""
+        return self.value.replace("_", " ")

@@ -1,0 +1,174 @@
+"""Every private, underscored or undocumented part of torch that the program uses, each with its reason.
+
+Used on torch 2.11 and 2.13; `tests/test_torch_private.py` tests each of them and fails when torch changes one.
+Functions on the hot path are bound rather than wrapped, so that a name here costs nothing there.
+"""
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.module_tracker import ModuleTracker
+
+# --- tensors and storages
+
+# One kernel for a whole list of tensors. torch.nn.utils.get_total_norm uses them too, but first sorts the gradients by
+# device and dtype, which takes 20 microseconds; a loop over tensors launches a kernel for each.
+foreach_norm = torch._foreach_norm
+foreach_mul_ = torch._foreach_mul_
+foreach_copy_ = torch._foreach_copy_
+
+# storage -> int. The address of a storage's C++ object: equal for tensors that share memory. `data_ptr()` does not
+# serve, being 0 for every empty storage and an error for tensors without data.
+storage_id = operator.attrgetter("_cdata")
+
+# tensor -> int. Counts the in-place writes to a tensor, except those of some kernels (BatchNorm's running statistics).
+version_of = operator.attrgetter("_version")
+
+
+# --- modules
+
+# The base class of every BatchNorm: 1d, 2d, 3d, synchronised and lazy.
+BatchNorm = nn.modules.batchnorm._BatchNorm
+
+# `torch.compile(model)` puts this before every name in the state dict.
+COMPILED_PREFIX = "_orig_mod."
+
+
+def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """The module's own buffers by name, as the dictionary that holds them: assigning to it replaces a buffer.
+
+    `named_buffers()` only lists them, and `setattr` takes the module's slow path.
+    """
+    return module._buffers
+
+
+def non_persistent_buffers(module: nn.Module) -> set[str]:
+    """The names of the module's own buffers that are not in its state dict. torch has no public way to ask."""
+    return module._non_persistent_buffers_set
+
+
+class KeepsBufferDtypes(nn.Module):
+    """A module whose own buffers follow `model.to(...)` to another device, but never to another dtype.
+
+    `_apply` is what `to`, `half`, `cuda` and the like call on every submodule; none of them has a public hook.
+    """
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "KeepsBufferDtypes":
+        before = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, old in before.items():
+            new = self._buffers[name]
+            if old is not None and new.dtype != old.dtype:
+                self._buffers[name] = old.to(new.device)
+        return self
+
+
+class ForwardModuleTracker(ModuleTracker):
+    """torch's ModuleTracker, except that it ignores forwards that run inside a backward.
+
+    Activation checkpointing recomputes blocks there, and the tracker's hooks on the recomputed tensors would keep all
+    of them in memory. `_fw_pre_hook` and `_fw_post_hook` are what it registers for every module.
+    """
+
+    def _fw_pre_hook(self, module: nn.Module, inputs: Any) -> None:
+        if not self.is_bw:
+            super()._fw_pre_hook(module, inputs)
+
+    def _fw_post_hook(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        if not self.is_bw:
+            super()._fw_post_hook(module, inputs, output)
+
+
+# --- dispatch modes
+
+
+class DispatchMode(TorchDispatchMode):
+    """Base of modes whose `__torch_dispatch__` sees every tensor operation, below autograd.
+
+    The class is documented, but its module is private.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # True, torch's default, wraps `__torch_dispatch__` and costs 3 microseconds per operation
+
+
+# () -> context manager. Operations inside it are not seen by any dispatch mode, such as the counter of live tensors.
+outside_dispatch_modes = _disable_current_modes
+
+
+def fake_tensor_mode() -> Any:
+    """A FakeTensorMode: tensors under it have shapes and dtypes, but no memory. Imported on use: it takes 0.1 s."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode()
+
+
+# Attention kernels whose results selective activation checkpointing keeps. Every backend has an operator of its own.
+ATTENTION_OPERATORS = (
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+)
+
+
+# --- the loss scaler
+
+
+def found_inf(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Per device, the flag that `scaler.unscale_(optimizer)` has just set: 1.0 where a gradient is not finite.
+
+    Shards of a gradient overflow on one rank alone, and GradScaler has no public way to share its verdict.
+    """
+    return list(scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
+
+
+def forget_unscaling(scaler: torch.amp.GradScaler) -> None:
+    """Abandon a step between `unscale_` and `step`: otherwise the next `unscale_` raises. The scale is unchanged."""
+    scaler._per_optimizer_states.clear()
+
+
+# --- FSDP2
+
+
+def fsdp_collectives() -> tuple[type, type]:
+    """The classes of FSDP2's own all-gather and reduce-scatter.
+
+    `set_custom_all_gather` and `set_custom_reduce_scatter` are public, but what they replace can only be extended.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+
+    return DefaultAllGather, DefaultReduceScatter
+
+
+# --- CUDA's record of allocations: documented under "Understanding CUDA Memory Usage", but underscored
+
+
+def start_memory_history(max_entries: int) -> None:
+    """Record every allocation with its Python stack. Entries beyond `max_entries` replace the oldest."""
+    torch.cuda.memory._record_memory_history(max_entries=max_entries, context="alloc", stacks="python")
+
+
+def stop_memory_history() -> None:
+    """Stop recording."""
+    torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def memory_snapshot(device: torch.device) -> dict[str, Any]:
+    """The allocator's segments and its record since `start_memory_history`, as pytorch.org/memory_viz reads them."""
+    return torch.cuda.memory._snapshot(device)
+
+
+# --- TensorBoard
+
+
+def add_summary(writer: Any, summary: Any, step: int) -> None:
+    """Write a whole Summary of `torch.utils.tensorboard.SummaryWriter` as one event.
+
+    The public `add_scalar` queues one event each; the writer's queue holds ten, and beyond it waits for the disk.
+    """
+    writer._get_file_writer().add_summary(summary, step)

@@ -1,0 +1,102 @@
+"""The counter of live tensors, and the limit that it enforces."""
+
+import pytest
+import torch
+from torch import nn
+
+from trainapp.memory.kinds import MemoryKind
+from trainapp.memory.live_tensors import LiveTensors, MemoryLimitExceeded
+
+
+def test_live_tensors_count_to_the_byte():
+    with LiveTensors() as counter:
+        a = torch.ones(1000)
+        b = a * 2
+        view = b[:10]
+        del b
+        assert counter.live == 8000  # the view keeps its storage alive
+        del view
+        assert counter.live == 4000
+        for _ in range(5):
+            c = torch.empty(500, dtype=torch.float64)
+        assert counter.live == 8000
+        del c
+        a.add_(1)  # in place: nothing new
+        assert counter.live == 4000
+    assert counter.peak == 12000  # the second empty exists before the first is gone
+    assert sum(size for _, size in counter.events) == 4000
+
+
+def test_live_tensors_count_what_was_there():
+    there = torch.ones(256)
+    counter = LiveTensors(limit=3000)
+    counter.register({MemoryKind.PARAMETERS: [there, there[:5]]})  # one storage
+    assert counter.live == 1024
+    with counter:
+        kept = there + 1
+        with pytest.raises(MemoryLimitExceeded, match=r"1.0 KiB with 2.0 KiB of 2.9 KiB in use"):
+            there + 2
+        assert counter.live == 2048  # the failed one is gone with its error
+    assert counter.peak == 2048
+    del kept
+
+
+def test_a_limit_is_exact():
+    """One byte less, and the same work fails; and it fails each time."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 4))
+    data = torch.ones(16, 8)
+
+    def work(limit):
+        model.zero_grad(set_to_none=True)
+        counter = LiveTensors(limit)
+        counter.register({MemoryKind.PARAMETERS: model.parameters(), MemoryKind.BATCH: [data]})
+        with counter:
+            model(data).square().sum().backward()
+        return counter.peak
+
+    peak = work(None)
+    for _ in range(20):
+        assert work(peak) == peak
+        with pytest.raises(torch.OutOfMemoryError):
+            work(peak - 1)
+
+
+def test_the_counter_is_exact():
+    counter = LiveTensors(limit=4 * 1000)
+    with counter:
+        a = torch.empty(500)
+        b = a.view(5, 100)  # no new storage
+        assert counter.live == 2000
+        c = torch.empty(500)
+        assert (counter.live, counter.peak) == (4000, 4000)
+        with pytest.raises(MemoryLimitExceeded) as caught:
+            torch.empty(1)
+        assert (caught.value.requested, caught.value.used, caught.value.limit) == (4, 4000, 4000)
+        del c, caught
+        assert (counter.live, counter.peak) == (2000, 4000)
+        del a
+        assert counter.live == 2000
+        del b
+        assert counter.live == 0
+
+
+def test_the_counter_leaves_autograd_cleanly():
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    inputs = torch.randn(32, 64)
+
+    def step(limit):
+        counter = LiveTensors(limit)
+        counter.register({MemoryKind.PARAMETERS: model.parameters(), MemoryKind.BATCH: [inputs]})
+        with counter:
+            model(inputs).sum().backward()
+        return counter.peak
+
+    peak = step(None)
+    expected = [p.grad.clone() for p in model.parameters()]
+    for limit in (peak - 1, int(0.95 * peak), int(0.9 * peak)):
+        model.zero_grad()
+        with pytest.raises(MemoryLimitExceeded):
+            step(limit)
+    model.zero_grad()
+    assert step(peak) == peak
+    assert all(torch.equal(p.grad, wanted) for p, wanted in zip(model.parameters(), expected, strict=True))

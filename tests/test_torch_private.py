@@ -1,0 +1,331 @@
+"""One test of each private part of torch that the program uses: it fails when torch changes it."""
+
+import ast
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from trainapp import torch_private
+from trainapp.torch_private import (
+    ATTENTION_OPERATORS,
+    COMPILED_PREFIX,
+    BatchNorm,
+    DispatchMode,
+    ForwardModuleTracker,
+    KeepsBufferDtypes,
+    add_summary,
+    buffers_of,
+    fake_tensor_mode,
+    foreach_copy_,
+    foreach_mul_,
+    foreach_norm,
+    forget_unscaling,
+    found_inf,
+    fsdp_collectives,
+    memory_snapshot,
+    non_persistent_buffers,
+    outside_dispatch_modes,
+    start_memory_history,
+    stop_memory_history,
+    storage_id,
+    version_of,
+)
+
+
+class Seen(DispatchMode):
+    """Notes the name of every operation."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_foreach_kernels():
+    tensors = [torch.tensor([3.0, 4.0]), torch.full((2, 2), 1.0)]
+    assert [float(norm) for norm in foreach_norm(tensors)] == [5.0, 2.0]
+    foreach_mul_(tensors, torch.tensor(2.0))
+    assert tensors[0].tolist() == [6.0, 8.0]
+    copies = [torch.zeros(2), torch.zeros(2, 2)]
+    foreach_copy_(copies, tensors)
+    assert torch.equal(copies[1], tensors[1])
+
+
+def test_foreach_kernels_are_one_operation():
+    with Seen() as seen:
+        foreach_norm([torch.ones(2), torch.ones(3)])
+    assert seen.names.count("_foreach_norm") == 1
+
+
+def test_storage_id_is_of_the_storage():
+    tensor, other = torch.zeros(4), torch.zeros(4)
+    assert storage_id(tensor.untyped_storage()) == storage_id(tensor[2:].untyped_storage())
+    assert storage_id(tensor.untyped_storage()) != storage_id(other.untyped_storage())
+    empty = [torch.zeros(0), torch.zeros(0)]  # the address of their data is the same: none
+    assert len({storage_id(t.untyped_storage()) for t in empty}) == 2
+    assert len({t.data_ptr() for t in empty}) == 1
+
+
+def test_version_counts_writes():
+    tensor = torch.zeros(3)
+    before = version_of(tensor)
+    tensor + 1
+    assert version_of(tensor) == before
+    tensor.add_(1)
+    assert version_of(tensor) > before
+
+
+def test_version_does_not_count_batchnorms_writes():
+    """Why the version alone does not tell that a buffer of the state is unchanged."""
+    norm = nn.BatchNorm1d(2)
+    mean, before = norm.running_mean.clone(), version_of(norm.running_mean)
+    norm(torch.randn(4, 2))
+    assert not torch.equal(norm.running_mean, mean)
+    assert version_of(norm.running_mean) == before
+
+
+@pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.LazyBatchNorm1d])
+def test_every_batchnorm_is_one(kind):
+    assert issubclass(kind, BatchNorm)
+    assert not issubclass(nn.LayerNorm, BatchNorm)
+    assert not issubclass(nn.GroupNorm, BatchNorm)
+
+
+def test_the_prefix_of_a_compiled_model():
+    compiled = torch.compile(nn.Linear(1, 1, bias=False))
+    assert list(compiled.state_dict()) == [f"{COMPILED_PREFIX}weight"]
+
+
+def module_with_buffers(kind=nn.Module):
+    module = kind()
+    module.register_buffer("state", torch.ones(2))
+    module.register_buffer("table", torch.ones(2), persistent=False)
+    module.register_buffer("none", None)
+    return module
+
+
+def test_buffers_of_is_the_modules_dictionary():
+    module = module_with_buffers()
+    assert list(buffers_of(module)) == ["state", "table", "none"]
+    replacement = torch.zeros(2)
+    buffers_of(module)["state"] = replacement
+    assert module.state is replacement
+
+
+def test_non_persistent_buffers():
+    module = module_with_buffers()
+    assert non_persistent_buffers(module) == {"table"}
+    assert list(module.state_dict()) == ["state"]
+
+
+@pytest.mark.parametrize("convert", [lambda m: m.to(torch.bfloat16), lambda m: m.half(), lambda m: m.double()])
+def test_buffers_keep_their_dtype(convert):
+    module = module_with_buffers(KeepsBufferDtypes)
+    module.table.mul_(1 + 2**-20)  # no other dtype that it is converted to has this value and comes back
+    table, model = module.table.clone(), nn.Sequential(module, nn.Linear(1, 1))
+    convert(model)
+    assert model[1].weight.dtype != torch.float32
+    assert (module.state.dtype, module.table.dtype) == (torch.float32, torch.float32)
+    assert torch.equal(module.table, table)
+    assert model.to("meta")[0].table.device.type == "meta"
+
+
+def tracked(tracker_class):
+    """Whether each hook of the tracker ran inside a backward, in a model with a checkpointed block."""
+    block, inputs = nn.Linear(2, 2), torch.ones(1, 2, requires_grad=True)
+    with tracker_class() as tracker:
+        loss = checkpoint(block, inputs, use_reentrant=False).sum()
+        hooks = len(tracker._hooks)
+        loss.backward()
+        return len(tracker._hooks) - hooks
+
+
+def test_the_tracker_ignores_recomputed_forwards():
+    from torch.utils.module_tracker import ModuleTracker
+
+    assert tracked(ModuleTracker) > 0  # what the subclass is for
+    assert tracked(ForwardModuleTracker) == 0
+
+
+def test_the_tracker_names_modules_in_forward_and_backward():
+    class Noting(torch.autograd.Function):
+        parents = None
+
+        @staticmethod
+        def forward(context, x):
+            Noting.parents = [set(tracker.parents)]
+            return x.clone()
+
+        @staticmethod
+        def backward(context, gradient):
+            Noting.parents.append(set(tracker.parents))
+            return gradient
+
+    class Inner(nn.Module):
+        def forward(self, x):
+            return Noting.apply(x)
+
+    model = nn.Sequential(nn.Linear(2, 2), Inner())
+    with ForwardModuleTracker() as tracker:
+        model(torch.ones(1, 2)).sum().backward()
+    assert all("Sequential.1" in parents and "Sequential.0" not in parents for parents in Noting.parents)
+    assert len(Noting.parents) == 2
+
+
+def test_a_dispatch_mode_sees_forward_and_backward():
+    weight = torch.ones(2, requires_grad=True)
+    with Seen() as seen:
+        (weight * 3).sum().backward()
+    assert {"mul", "sum", "expand"} <= set(seen.names)
+    assert seen.names.count("mul") == 2  # one of them in the backward
+
+
+def test_a_dispatch_mode_is_not_wrapped():
+    """torch's default puts a wrapper around `__torch_dispatch__`, which costs time in every operation."""
+    assert Seen.__torch_dispatch__.__code__.co_filename == __file__
+
+
+def test_outside_dispatch_modes():
+    with Seen() as seen:
+        torch.ones(1)
+        with outside_dispatch_modes():
+            torch.zeros(1)
+        torch.full((1,), 2.0)
+    assert seen.names == ["ones", "full"]
+
+
+def test_fake_tensors_have_no_memory():
+    mode = fake_tensor_mode()
+    weight = mode.from_tensor(torch.ones(3, 4))
+    with mode:
+        result = weight @ torch.ones(4, 2**40)
+    assert result.shape == (3, 2**40)
+
+
+def test_importing_it_imports_nothing_that_is_slow():
+    code = """
+import sys, torch
+before = set(sys.modules)
+import trainapp.torch_private
+print([name for name in ("torch._subclasses.fake_tensor", "torch.distributed.fsdp", "tensorboard") if name in
+       set(sys.modules) - before])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_attention_operators():
+    for name in ATTENTION_OPERATORS:
+        assert getattr(torch.ops.aten, name).__name__ == name
+    heads = torch.ones(1, 1, 4, 8)
+    with Seen() as seen:
+        nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+    assert set(seen.names) & set(ATTENTION_OPERATORS)
+
+
+def overflown():
+    """A loss scaler that has just unscaled a gradient that is not finite."""
+    weight = torch.ones(1, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    weight.grad = torch.tensor([float("inf")])
+    scaler.scale(torch.ones(1))  # creates the scale, as a loss does
+    scaler.unscale_(optimizer)
+    return weight, optimizer, scaler
+
+
+def test_found_inf_is_the_flag_that_the_scaler_reads():
+    weight, optimizer, scaler = overflown()
+    (flag,) = found_inf(scaler, optimizer)
+    assert float(flag) == 1.0
+    weight.grad.fill_(1.0)
+    flag.zero_()  # the step now counts as one without an overflow, as an all-reduce could decide
+    scaler.step(optimizer)
+    assert weight.tolist() == [0.0]
+
+
+def test_forget_unscaling():
+    _, optimizer, scaler = overflown()
+    with pytest.raises(RuntimeError, match="already been called"):
+        scaler.unscale_(optimizer)
+    forget_unscaling(scaler)
+    scaler.unscale_(optimizer)
+    assert scaler.get_scale() == 4.0
+
+
+def test_fsdps_collectives_can_be_extended():
+    """`allocate` for the buffer, then the call; both are what FSDP2's custom collectives have to provide."""
+    from torch.distributed.fsdp import FSDPModule
+
+    gather, reduce = fsdp_collectives()
+    for collective in (gather, reduce):
+        assert callable(collective.allocate)
+        assert "__call__" in vars(collective)
+        collective()  # no arguments
+    assert "comm" in inspect.signature(FSDPModule.set_custom_all_gather).parameters
+    assert "comm" in inspect.signature(FSDPModule.set_custom_reduce_scatter).parameters
+
+
+def test_memory_history_takes_these_arguments():
+    """Without a GPU; `test_memory_history_of_a_gpu` calls it."""
+    recording = inspect.signature(torch.cuda.memory._record_memory_history)
+    recording.bind(max_entries=1, context="alloc", stacks="python")
+    recording.bind(enabled=None)
+    inspect.signature(torch.cuda.memory._snapshot).bind(torch.device("cuda", 0))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_memory_history_of_a_gpu():
+    device = torch.device("cuda", torch.cuda.current_device())
+    start_memory_history(1000)
+    block = torch.empty(2**20, device=device)
+    address = block.data_ptr()
+    del block
+    snapshot = memory_snapshot(device)
+    stop_memory_history()
+    actions = [e["action"] for e in snapshot["device_traces"][device.index] if e["addr"] == address and e["size"]]
+    assert actions.index("alloc") < actions.index("free_completed")
+
+
+def test_a_summary_is_one_event(tmp_path):
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(str(tmp_path))
+    add_summary(writer, Summary(value=[Summary.Value(tag=tag, simple_value=1.0) for tag in ("a", "b")]), 7)
+    writer.close()
+    (path,) = tmp_path.iterdir()
+    events = [event for event in EventFileLoader(str(path)).Load() if event.step == 7]
+    assert [[value.tag for value in event.summary.value] for event in events] == [["a", "b"]]
+
+
+def private_uses(source):
+    """The private attributes of torch's objects that a file reads, and the private modules that it imports."""
+    scaler, optimizer = torch.amp.GradScaler("cpu"), torch.optim.SGD([torch.zeros(1)])
+    owners = [torch, torch.Tensor, torch.UntypedStorage, nn.Module(), nn.modules.batchnorm, torch.cuda.memory]
+    private = {name for owner in (*owners, scaler, optimizer) for name in dir(owner) if name.startswith("_")}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
+            yield from (name.name for name in node.names if f".{node.module}.{name.name}".count("._"))
+        elif isinstance(node, ast.Attribute) and node.attr in private and not node.attr.endswith("__"):
+            own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls", "os")
+            if not own:
+                yield node.attr
+
+
+def test_nothing_private_is_used_elsewhere():
+    planted = "from torch._subclasses import fake_tensor\ntorch._foreach_norm(tensor._version, self._version)"
+    assert list(private_uses(planted)) == ["fake_tensor", "_foreach_norm", "_version"]
+    own = Path(torch_private.__file__)
+    found = {path.name: list(private_uses(path.read_text())) for path in own.parent.rglob("*.py") if path != own}
+    assert {name: uses for name, uses in found.items() if uses} == {}
