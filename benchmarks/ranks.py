@@ -96,7 +96,7 @@ def work(rank: int, strategy: str, options: argparse.Namespace, port: int, answe
     total = options.steps * (options.rounds + 2)
     with tempfile.TemporaryDirectory() as folder:
         settings = configured(strategy, options, total, Path(folder))
-        with joined(settings) as ranks:
+        with process_group(settings) as ranks:
             loops: dict[str, Callable[[int], None]] = {}
             losses: dict[str, Callable[[], float]] = {}
             steps, losses["hand-written"] = hand_written(strategy, settings, ranks, options.steps)

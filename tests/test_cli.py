@@ -72,7 +72,10 @@ def test_console_script_and_module_are_the_same_thing(tmp_path):
     ("arguments", "parts"),
     [
         ("batch.micro_sze=3", ["batch.micro_sze: no such setting", "'micro_size'"]),
-        ("+batch.foo=1", ["batch.foo: no such setting", "known here: eval_micro_size, global_size, micro_size"]),
+        (
+            "+batch.foo=1",
+            ["batch.foo: no such setting", "known here: eval_micro_size, global_size, micro_schedule, micro_size"],
+        ),
         ("++batch.foo=1", ["batch.foo: no such setting"]),
         ("+foo=1", ["foo: no such setting"]),
         ("experment=x", ["experment: no such setting", "'experiment'"]),

@@ -56,6 +56,10 @@ MESSAGES = {
     "NCCL": "NCCL error in: ../torch/csrc/distributed/c10d/NCCLUtils.hpp:275, unhandled cuda error (run with "
     "NCCL_DEBUG=INFO for details), NCCL version 2.20.5\nncclUnhandledCudaError: Call to CUDA function failed.\nLast "
     "error:\nCuda failure 2 'out of memory'",
+    # THUDM/slime#956
+    "NCCL's own buffers": "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, unhandled cuda error "
+    "(run with NCCL_DEBUG=INFO for details), NCCL version 2.27.3\nncclUnhandledCudaError: Call to CUDA function "
+    "failed.\nLast error:\nFailed to CUDA calloc async 608 bytes",
     # vllm-project/vllm#9824, pytorch/pytorch#121899
     "MIG": 'NVML_SUCCESS == r INTERNAL ASSERT FAILED at "../c10/cuda/CUDACachingAllocator.cpp":838, please report a '
     "bug to PyTorch. ",
@@ -96,6 +100,8 @@ ASYNC_ALLOCATOR = (
         torch.OutOfMemoryError(""),
         torch.cuda.OutOfMemoryError("any words"),
         torch.distributed.DistBackendError(MESSAGES["NCCL"]),
+        RuntimeError(MESSAGES["CUDA caching allocator"], {"step": 3}),  # str() of it is a tuple's
+        RuntimeError(MESSAGES["MPS"], "while training"),
         MemoryError(),
         OSError(errno.ENOMEM, "Cannot allocate memory"),  # os.fork, for a loader's worker
     ],
@@ -232,6 +238,10 @@ def test_decoys_provoked_here(function):
         KeyError("DefaultCPUAllocator: can't allocate memory"),
         RuntimeError("this model would run out of memory on images of 512 x 512: use 256"),
         RuntimeError("memory bank is full"),
+        RuntimeError("memory bank is full", "CUDA out of memory. Tried to allocate 2.00 GiB"),
+        RuntimeError("my kernel: Failed to CUDA calloc async 608 bytes of shared memory: use a smaller tile"),
+        RuntimeError("calloc of the ring buffer failed: it takes 608 bytes"),
+        RuntimeError("NCCL error in: NCCLUtils.cpp:94, invalid usage, NCCL version 2.27.3\nLast error:\nDuplicate GPU"),
         RuntimeError("mat1 and mat2 shapes cannot be multiplied (4x3 and 4x5)"),
         RuntimeError("could not create a primitive descriptor for a convolution forward propagation primitive"),
         RuntimeError("unable to write to file </torch_1_2_3>: No space left on device (28)"),

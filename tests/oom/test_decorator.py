@@ -145,6 +145,18 @@ def test_a_minimum_ends_it():
     assert tried == [100, 50, 25]
     with pytest.raises(ValueError, match="minimum_batch_size=200"):
         find_executable_batch_size(fits(0, tried), starting_batch_size=100, minimum_batch_size=200)
+    with pytest.raises(ValueError, match="minimum_batch_size=0: the minimum must be at least 1"):
+        find_executable_batch_size(fits(0, tried), minimum_batch_size=0)
+
+
+@pytest.mark.parametrize("start", [0, -4])
+@pytest.mark.parametrize("kind", [RuntimeError, ValueError])
+def test_a_start_at_zero_is_an_error_of_the_call_as_it_is_accelerates(start, kind):
+    tried: list[int] = []
+    train = find_executable_batch_size(starting_batch_size=start)(fits(8, tried))
+    with pytest.raises(kind, match=r"^No executable batch size found, reached zero\."):
+        train()
+    assert tried == []
 
 
 def test_each_call_starts_at_the_start():

@@ -71,7 +71,7 @@ def train(rank: int, config: Config, faults: Sequence[Fault] = (), folder: str =
             if single:
                 _run(config, SingleRank(), record)
             else:
-                with worker.joined(config) as ranks:
+                with worker.process_group(config) as ranks:
                     _run(config, ranks, record)
     except UserError as error:
         record.error = str(error)

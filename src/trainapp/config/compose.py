@@ -1,10 +1,10 @@
-"""From what Hydra composed to the typed configuration, with every mistake reported at once. Imports no torch."""
+"""Turns what Hydra composed into the typed configuration and reports all mistakes at once. Imports no torch."""
 
 import dataclasses
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pydantic
 from hydra import compose, initialize_config_dir
@@ -28,9 +28,9 @@ def from_command_line(overrides: Iterable[str], run_dir: str = "") -> Config:
 
 
 def from_hydra(composed: DictConfig, run_dir: str, command: str) -> Config:
-    """The typed configuration of one run. Raises UserError with every mistake in it, one a line."""
+    """The typed configuration of one run. Raises UserError with all mistakes, one per line."""
     try:
-        plain = OmegaConf.to_container(composed, resolve=True)
+        plain = cast(dict[str, Any], OmegaConf.to_container(composed, resolve=True))
     except OmegaConfBaseException as error:
         setting = f"{error.full_key}: " if error.full_key else ""
         raise UserError(f"{setting}{str(error).strip().splitlines()[0]}") from None
@@ -55,23 +55,23 @@ def from_dict(plain: dict[str, Any], run_dir: str = "", command: str = "") -> Co
 
 def _split_targets(plain: dict[str, Any], errors: list[str]) -> dict[str, Any]:
     """`data`, `model` and `optimizer` hold the application's own keys beside their constructor's arguments."""
-    own_keys = {"data": Loader, "model": Model, "optimizer": Optimizer}
-    found: dict[str, Any] = {}
+    own_keys: dict[str, Any] = {"data": Loader, "model": Model, "optimizer": Optimizer}
+    sections: dict[str, Any] = {}
     for group, keys in own_keys.items():
         node = plain.get(group)
         if not isinstance(node, dict) or "_target_" not in node:
             errors.append(f"{group}: no {group} is chosen; choose one with {group}=NAME")
-            found[group] = {"target": "", "lr": 1.0} if group == "optimizer" else {"target": ""}
+            sections[group] = {"target": "", "lr": 1.0} if group == "optimizer" else {"target": ""}
             continue
         names = {f.name for f in dataclasses.fields(keys)} - {"target", "arguments"}
         own = {key: value for key, value in node.items() if key in names}
         arguments = {key: value for key, value in node.items() if key not in names and key != "_target_"}
         if group == "data":
-            found["loader"] = own
+            sections["loader"] = own
             own = {}
-        found[group] = own | {"target": node["_target_"], "arguments": arguments}
-    found.setdefault("loader", {})
-    return found
+        sections[group] = own | {"target": node["_target_"], "arguments": arguments}
+    sections.setdefault("loader", {})
+    return sections
 
 
 def _unknown_groups(plain: dict[str, Any]) -> list[str]:
@@ -84,7 +84,7 @@ def _as_written(line: str) -> str:
     return re.sub(r"^loader\.", "data.", re.sub(r"^(data|model|optimizer)\.target\b", r"\1._target_", line))
 
 
-def _known_keys(location: tuple) -> list[str]:
+def _known_keys(location: tuple[Any, ...]) -> list[str]:
     node: Any = Config
     for part in location:
         kind = next(f.type for f in dataclasses.fields(node) if f.name == part)

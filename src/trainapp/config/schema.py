@@ -1,6 +1,6 @@
 """The configuration: what can be set, of which type, under which rule. Imports neither torch nor the application.
 
-`reading` turns what Hydra composed into these plain dataclasses. Everything after it, workers included, sees only them.
+`compose` turns what Hydra composed into these plain dataclasses. Everything after it, workers included, sees only them.
 """
 
 import dataclasses
@@ -8,14 +8,14 @@ import re
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field
+from pydantic import AfterValidator, ConfigDict, Field, PlainValidator
 from pydantic.dataclasses import dataclass
 
 from trainapp.config import durations
 from trainapp.config.validation import Bool, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Str
 from trainapp.units import parse_memory_size
 
-section = dataclass(config=ConfigDict(extra="forbid"))
+STRICT = ConfigDict(extra="forbid")
 
 
 def _duration(value: int | str) -> int | str:
@@ -34,12 +34,54 @@ def _objective(value: str) -> str:
     return value
 
 
+def _micro_schedule(value: Any) -> Any:
+    """Refuses, each with a message of its own, what a union of types would refuse with the names of its branches."""
+    if not isinstance(value, dict) or not value:
+        raise ValueError("must give sizes by the step from which they hold, such as {1: 64, 30: 32}; null for none")
+    rules: list[str] = []
+    for step, sizes in value.items():
+        if not _is_whole(step):
+            rules.append(f"{step!r} is not a step: write a whole number")
+        elif step < 1:
+            rules.append("steps start at 1")
+        elif isinstance(sizes, dict):
+            rules += _shape_rules(step, sizes)
+        else:
+            rules += _size_rules(f"step {step}", sizes)
+    if rules:
+        raise ValueError("; ".join(dict.fromkeys(rules)))
+    return value
+
+
+def _shape_rules(step: int, sizes: dict[Any, Any]) -> list[str]:
+    if not sizes:
+        return [f"step {step} has no size"]
+    rules: list[str] = []
+    for shape, size in sizes.items():
+        if not _is_whole(shape) or shape < 1 or shape & (shape - 1):
+            rules.append(f"{shape!r} at step {step} is not a shape: those are the numbers in a sample as powers of two")
+        else:
+            rules += _size_rules(f"shape {shape} at step {step}", size)
+    return rules
+
+
+def _size_rules(place: str, size: Any) -> list[str]:
+    if not _is_whole(size):
+        return [f"the size for {place} must be a whole number, not {size!r}"]
+    return [] if size >= 1 else [f"the size for {place} must be at least 1"]
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 Duration = Annotated[int | str, AfterValidator(_duration)]
 MemorySize = Annotated[int | float | str, AfterValidator(_memory_size)]
+MicroSchedule = Annotated[dict[int, int | dict[int, int]], PlainValidator(_micro_schedule)]
 Auto = Literal["auto"]
 
 
-@section
+@dataclass(config=STRICT)
 class Train:
     max_steps: PositiveInt | None = None
     max_epochs: PositiveInt | None = None
@@ -53,35 +95,35 @@ class Train:
     ema: Annotated[float, Field(gt=0, lt=1)] | None = None
 
 
-@section
+@dataclass(config=STRICT)
 class Batch:
     global_size: PositiveInt = 64
     micro_size: Auto | PositiveInt = "auto"
     eval_micro_size: Auto | PositiveInt = "auto"
-    micro_schedule: dict[PositiveInt, PositiveInt | dict[PositiveInt, PositiveInt]] | None = None
+    micro_schedule: MicroSchedule | None = None
 
 
-@section
+@dataclass(config=STRICT)
 class Every:
     log: Duration | None = 10
     eval: Duration | None = "1 epochs"
     save: Duration | None = "1 epochs"
 
 
-@section
+@dataclass(config=STRICT)
 class Loader:
     num_workers: Auto | NonNegativeInt = "auto"
     drop_last: Bool = False
 
 
-@section
+@dataclass(config=STRICT)
 class Precision:
     mode: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
     initial_scale: PositiveFloat = 65536.0
     growth_interval: PositiveInt = 2000
 
 
-@section
+@dataclass(config=STRICT)
 class Schedule:
     shape: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
     warmup: Duration = 0
@@ -89,7 +131,7 @@ class Schedule:
     final: Annotated[float, Field(ge=0, le=1)] = 0.0
 
 
-@section
+@dataclass(config=STRICT)
 class Optimizer:
     """The settings that the application reads; `arguments` go to the optimizer class as they are."""
 
@@ -100,18 +142,18 @@ class Optimizer:
     arguments: dict[str, Any] = field(default_factory=dict)
 
 
-@section
+@dataclass(config=STRICT)
 class Accumulation:
     steps: Auto | PositiveInt = "auto"
 
 
-@section
+@dataclass(config=STRICT)
 class ActivationCheckpointing:
     mode: Literal["none", "full", "selective"] = "none"
     every: PositiveInt = 1
 
 
-@section
+@dataclass(config=STRICT)
 class Memory:
     limit: MemorySize | None = None
     expandable_segments: Bool = True
@@ -120,7 +162,7 @@ class Memory:
     guard_reserve: MemorySize = 0.05
 
 
-@section
+@dataclass(config=STRICT)
 class Oom:
     enabled: Bool = True
     keep_global_batch: Bool = True
@@ -129,14 +171,14 @@ class Oom:
     remember: Literal["clear"] | Bool = True
 
 
-@section
+@dataclass(config=STRICT)
 class Ddp:
     bucket_mb: PositiveFloat = 25.0
     static_graph: Bool = False
     find_unused_parameters: Bool = False
 
 
-@section
+@dataclass(config=STRICT)
 class Fsdp:
     reshard_after_forward: Bool = True
     cpu_offload: Bool = False
@@ -146,7 +188,7 @@ class Fsdp:
     meta_init: Bool = False
 
 
-@section
+@dataclass(config=STRICT)
 class Parallel:
     strategy: Literal["single", "ddp", "fsdp"] = "single"
     devices: Auto | PositiveInt = "auto"
@@ -160,7 +202,7 @@ class Parallel:
     fsdp: Fsdp = field(default_factory=Fsdp)
 
 
-@section
+@dataclass(config=STRICT)
 class Checkpointing:
     resume: Str = "auto"
     save: Bool = True
@@ -168,13 +210,13 @@ class Checkpointing:
     asynchronous: Bool = False
 
 
-@section
+@dataclass(config=STRICT)
 class Export:
     folder: Str | None = None
     file_size: MemorySize = "5GB"
 
 
-@section
+@dataclass(config=STRICT)
 class Target:
     """An object to build: a dotted name and the keyword arguments of its constructor."""
 
@@ -182,15 +224,15 @@ class Target:
     arguments: dict[str, Any] = field(default_factory=dict)
 
 
-@section
+@dataclass(config=STRICT)
 class Model(Target):
     init_from: Str | None = None
     init_strict: Bool = True
 
 
-@section
+@dataclass(config=STRICT)
 class Config:
-    """One run. `run_dir` is where all of it is written; `command` is what would start it again."""
+    """One run. `run_dir` is where all of it is written; `command` is the shell command that resumes it."""
 
     data: Target
     loader: Loader

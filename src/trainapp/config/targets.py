@@ -1,6 +1,6 @@
-"""Builds what `_target_` names: only from packages that are allowed, only with arguments that fit.
+"""Builds what `_target_` names: only from allowed packages, only with arguments that fit.
 
-Hydra's own block-list is no security boundary (torch.load and os._exit pass it): this is an allow-list.
+Hydra's own block-list is no security boundary (torch.load and os._exit pass it), so this is an allow-list.
 """
 
 import importlib
@@ -23,11 +23,11 @@ ALLOWED_PACKAGES = (
 )
 
 
-def locate(target: str, setting: str, user_packages: Sequence[str]) -> Callable:
+def locate(target: str, setting: str, user_packages: Sequence[str]) -> Callable[..., Any]:
     """The class or function that a dotted name means.
 
     setting: where the name was given, for the messages; user_packages: allowed beside the application's own.
-    Raises UserError when it is not allowed or does not exist.
+    Raises UserError when it is not allowed, does not exist, or its module cannot be imported.
     """
     allowed = (*ALLOWED_PACKAGES, *user_packages)
     _require_allowed(target, target, setting, allowed)
@@ -41,14 +41,14 @@ def locate(target: str, setting: str, user_packages: Sequence[str]) -> Callable:
             f"{setting}={target}: there is no module {module_name}; modules are found in the working directory, "
             "beside --config-dir, and on PYTHONPATH"
         ) from None
-    found = getattr(module, name, None)
-    if not callable(found):
+    located = getattr(module, name, None)
+    if not callable(located):
         raise UserError(
             f"{setting}={target}: {module_name} has no class or function {name}{suggest(name, dir(module))}"
         )
     # A module's namespace also holds what it imports: judge the object by where it comes from.
-    _require_allowed(f"{getattr(found, '__module__', '')}.{name}", target, setting, allowed)
-    return found
+    _require_allowed(f"{getattr(located, '__module__', '')}.{name}", target, setting, allowed)
+    return located
 
 
 def _require_allowed(name: str, target: str, setting: str, allowed: Sequence[str]) -> None:
@@ -60,19 +60,19 @@ def _require_allowed(name: str, target: str, setting: str, allowed: Sequence[str
         )
 
 
-def check(target: Callable, arguments: dict[str, Any], setting: str, provided: dict[str, Any]) -> list[str]:
+def check(target: Callable[..., Any], arguments: dict[str, Any], setting: str, provided: dict[str, Any]) -> list[str]:
     """Errors in building `target` from `arguments`; `provided` is what the application could fill in."""
     return check_arguments(target, arguments, setting, provided)
 
 
 def construct(
-    target: Callable,
+    target: Callable[..., Any],
     arguments: dict[str, Any],
     setting: str,
     user_packages: Sequence[str],
     provided: dict[str, Any] | None = None,
 ) -> Any:
-    """`target(**arguments)`, the parameters that arguments lack filled in from `provided` where the target has them.
+    """`target(**arguments)`; parameters of the target that `arguments` lacks are filled in from `provided`.
 
     Nested `_target_` nodes in the arguments are built first. Raises UserError for arguments that do not fit.
     """
@@ -89,8 +89,7 @@ def construct(
         raise UserError(str(error) if str(error).startswith(setting) else f"{setting}: {error}") from error
 
 
-def _parameters(target: Callable) -> Sequence[str]:
-
+def _parameters(target: Callable[..., Any]) -> Sequence[str]:
     return list(inspect.signature(target).parameters)
 
 

@@ -1,6 +1,6 @@
-"""Checks values against annotations and turns what is wrong into messages a person can act on.
+"""Checks values against annotations and words each mistake as a message that says what to change.
 
-The annotated types below are the vocabulary of `config.py` and of the constructors of models and data sets:
+The annotated types below are the vocabulary of `schema` and of the constructors of models and data sets:
 `def __init__(self, depth: PositiveInt, dropout: Fraction = 0.0)` is both the signature and the rule.
 """
 
@@ -28,12 +28,14 @@ def suggest(word: str, choices: Iterable[str]) -> str:
     return f"; did you mean '{close[0]}'?" if close else ""
 
 
-def messages(error: pydantic.ValidationError, prefix: str, known: Callable[[tuple], Iterable[str]]) -> list[str]:
-    """One line for each thing that is wrong: `prefix.key=value: rule`.
+def messages(
+    error: pydantic.ValidationError, prefix: str, known: Callable[[tuple[Any, ...]], Iterable[str]]
+) -> list[str]:
+    """One line per mistake: `prefix.key=value: rule`.
 
     `known(location)` names the keys that exist at a location, for the suggestion after an unknown one.
     """
-    rules: dict[str, list[str]] = {}  # a union gives one error for each of its branches: joined by "or"
+    rules: dict[str, list[str]] = {}  # a union gives one error per branch: joined by "or"
     for item in error.errors():
         location = tuple(part for part in item["loc"] if isinstance(part, int) or not _is_type_name(part))
         path = ".".join(str(part) for part in (prefix, *location) if str(part))
@@ -44,10 +46,10 @@ def messages(error: pydantic.ValidationError, prefix: str, known: Callable[[tupl
         elif item["type"] in ("missing", "missing_argument"):
             start, rule = path, "required, but not set"
         else:
-            start, rule = f"{path}={_as_yaml(item['input'])}", _rule(item)
-        found = rules.setdefault(start, [])
-        if rule not in found:
-            found.append(rule)
+            start, rule = f"{path}={_as_yaml(item['input'])}", _rule(item["msg"])
+        alternatives = rules.setdefault(start, [])
+        if rule not in alternatives:
+            alternatives.append(rule)
     return [
         f"{start}: {' or '.join([first, *(r.removeprefix('must be ') for r in rest)])}"
         for start, (first, *rest) in rules.items()
@@ -55,26 +57,28 @@ def messages(error: pydantic.ValidationError, prefix: str, known: Callable[[tupl
 
 
 def _as_yaml(value: Any) -> Any:
-    """As the user writes it."""
+    """The value as a user writes it."""
     return {"None": "null", "True": "true", "False": "false"}.get(str(value), value)
 
 
 def _is_type_name(part: str) -> bool:
-    """Whether pydantic put this into the location for a union's branch: it is no key that the user wrote."""
+    """Whether this part of a location names the branch of a union rather than a key of the user's."""
     return "[" in part or part in ("int", "float", "str", "bool", "constrained-int", "constrained-float")
 
 
-def _rule(item: dict) -> str:
-    text = item["msg"].removeprefix("Value error, ")
+def _rule(message: str) -> str:
+    text = message.removeprefix("Value error, ")
     return text.replace("Input should be", "must be")
 
 
-def check_arguments(target: Callable, arguments: dict[str, Any], path: str, provided: Iterable[str] = ()) -> list[str]:
+def check_arguments(
+    target: Callable[..., Any], arguments: dict[str, Any], path: str, provided: Iterable[str] = ()
+) -> list[str]:
     """Errors in calling `target(**arguments)`, judged by its signature and its annotations.
 
-    target: a class or function; parameters without annotation take anything.
+    target: a class or function; parameters without an annotation accept anything.
     path: the setting that the arguments come from, such as `model`, for the messages.
-    provided: parameters that the application will fill in by itself when `arguments` lacks them.
+    provided: parameters that the application fills in when `arguments` lacks them.
     """
     function = target.__init__ if inspect.isclass(target) else target
     hints = typing.get_type_hints(function, include_extras=True)

@@ -1,4 +1,4 @@
-"""Starts the workers of a run through torch's elastic launcher, and starts them again when one dies."""
+"""Starts the workers of a run through torch's elastic launcher, which restarts all of them when one dies."""
 
 import logging
 import os
@@ -14,31 +14,35 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from trainapp.config.schema import Config
 from trainapp.errors import TrainingStopped, UserError
-from trainapp.launch.worker import Outcome, work
+from trainapp.launch.worker import Outcome, run_worker
 from trainapp.signals import StopRequest, pass_on
 
-SIGNALS = (*StopRequest.NAMES, "SIGHUP", "SIGQUIT")  # what the launcher hands to its workers
+SIGNALS = (*StopRequest.NAMES, "SIGHUP", "SIGQUIT")  # forwarded to the workers
 log = logging.getLogger(__name__)
 
 
-def start(config: Config) -> Outcome:
-    """Run the workers of this node to their end. Raises TrainingStopped when they failed too often."""
+def run_workers(config: Config) -> Outcome:
+    """Run the workers of this node until they end.
+
+    Raises UserError for settings that do not fit together or this machine, and TrainingStopped when a worker failed
+    more than `parallel.max_restarts` times.
+    """
     settings = config.parallel
     if settings.nodes > 1 and not (settings.endpoint and settings.run_id):
         raise UserError(
             f"parallel.nodes={settings.nodes}: set parallel.endpoint=HOST:PORT (the first node) and "
-            "parallel.run_id=NAME alike on every node"
+            "parallel.run_id=NAME, both the same on every node"
         )
     endpoint = settings.endpoint or "127.0.0.1:0"
     host, address = None, None
     if settings.nodes > 1:
-        address, interface = _towards(endpoint)
-        host = _is_here(endpoint)
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # else gloo takes what the host's name resolves to
+        address, interface = _local_address_towards(endpoint)
+        host = _is_own_address(endpoint)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # gloo's default is what the host name resolves to
     launch = LaunchConfig(
         min_nodes=settings.nodes,
         max_nodes=settings.nodes,
-        nproc_per_node=devices(config),
+        nproc_per_node=workers_per_node(config),
         run_id=settings.run_id or uuid.uuid4().hex,
         rdzv_backend="c10d",
         rdzv_endpoint=endpoint,
@@ -50,13 +54,13 @@ def start(config: Config) -> Outcome:
         start_method="spawn",
         signals_to_handle=",".join(SIGNALS),
     )
-    # Else workers that are started again meet the addresses of the dead ones in the launcher's own store (torch 2.13).
+    # With the launcher's own store shared, restarted workers would find the addresses of the dead ones (torch 2.13).
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    before = {number: signal.getsignal(number) for number in (getattr(signal, name) for name in SIGNALS)}
+    handlers = {number: signal.getsignal(number) for number in (getattr(signal, name) for name in SIGNALS)}
     try:
-        outcomes = elastic_launch(launch, work)(config)
+        outcomes: dict[int, Outcome] = elastic_launch(launch, run_worker)(config)
     except SignalException as error:
-        pass_on(error.sigval, before[error.sigval])
+        pass_on(error.sigval, handlers[error.sigval])
         return Outcome(exit_code=128 + error.sigval)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
@@ -69,42 +73,41 @@ def start(config: Config) -> Outcome:
 
 
 def _reason(failure: ProcessFailure) -> str:
-    """The error in one line; its trace is in the rank's log, and elastic has printed it."""
+    """The error in one line. Its traceback is in the rank's log, and elastic has printed it."""
     message = failure.message
     return message["message"] if isinstance(message, dict) else message
 
 
-def devices(config: Config) -> int:
-    """Processes on this node. Raises UserError for more than there are GPUs."""
+def workers_per_node(config: Config) -> int:
+    """How many processes to start on this node: one per GPU, or `parallel.devices`. Raises UserError for too many."""
     wanted = config.parallel.devices
     if config.train.device == "cpu" or not torch.cuda.is_available():
         if wanted == "auto":
             raise UserError(
-                "parallel.devices=auto: this machine has no GPUs to take; set parallel.devices=N for N processes on "
-                "the CPU"
+                "parallel.devices=auto: this machine has no GPUs; set parallel.devices=N for N processes on the CPU"
             )
         return wanted
-    there = torch.cuda.device_count()
-    if wanted != "auto" and wanted > there:
-        raise UserError(f"parallel.devices={wanted}: this machine has {there} GPUs")
-    return there if wanted == "auto" else wanted
+    available = torch.cuda.device_count()
+    if wanted != "auto" and wanted > available:
+        raise UserError(f"parallel.devices={wanted}: this machine has {available} GPUs")
+    return available if wanted == "auto" else wanted
 
 
-def _towards(endpoint: str) -> tuple[str, str]:
-    """This machine's own address, and its interface, on the way to `endpoint`. Sends nothing."""
-    host, port = _split(endpoint)
+def _local_address_towards(endpoint: str) -> tuple[str, str]:
+    """The address and the interface with which this machine reaches `endpoint`. Sends nothing."""
+    host, port = _host_and_port(endpoint)
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((host, port))
             address = probe.getsockname()[0]
     except OSError as error:
-        raise UserError(f"parallel.endpoint={endpoint}: this machine has no way there: {error}") from None
+        raise UserError(f"parallel.endpoint={endpoint}: this machine has no route to it: {error}") from None
     return address, next((name for name, addresses in _interfaces() if address in addresses), "lo")
 
 
-def _is_here(endpoint: str) -> bool:
-    """Whether the endpoint is one of this machine's addresses: this node then hosts the rendezvous."""
-    host = socket.gethostbyname(_split(endpoint)[0])
+def _is_own_address(endpoint: str) -> bool:
+    """Whether the endpoint is on this machine, which then hosts the rendezvous."""
+    host = socket.gethostbyname(_host_and_port(endpoint)[0])
     return any(host in addresses for _, addresses in _interfaces())
 
 
@@ -112,7 +115,7 @@ def _interfaces() -> list[tuple[str, set[str]]]:
     return [(name, {entry.address for entry in entries}) for name, entries in psutil.net_if_addrs().items()]
 
 
-def _split(endpoint: str) -> tuple[str, int]:
+def _host_and_port(endpoint: str) -> tuple[str, int]:
     host, _, port = endpoint.rpartition(":")
     if not host or not port.isdigit():
         raise UserError(f"parallel.endpoint={endpoint}: must be HOST:PORT of the first node")

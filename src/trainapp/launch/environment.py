@@ -1,6 +1,6 @@
-"""Who started this process: torchrun, or srun or submitit as one of several tasks. Imports no torch.
+"""What the launcher of this process says in its environment: torchrun, Slurm's srun, submitit. Imports no torch.
 
-Source of srun's names: srun(1), output environment variables.
+Source of Slurm's names: srun(1), "Output environment variables".
 """
 
 import os
@@ -9,24 +9,24 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Task:
-    """This process among the tasks of a job."""
+class SchedulerTask:
+    """This process among the tasks that a scheduler started together."""
 
     rank: int
-    world: int
+    world: int  # the number of tasks
     local_rank: int
-    job: str  # the same when the job is queued again
-    first_host: str  # where rank 0 is
+    job: str  # an id that survives requeueing
+    first_host: str  # the host of rank 0
 
 
-def task() -> Task | None:
-    """From what srun or submitit's local executor has set; None in a process that neither of them started.
+def scheduler_task() -> SchedulerTask | None:
+    """What srun or submitit's local executor has set; None in a process that neither of them started.
 
-    Not from SLURM_NTASKS: a batch script has that, too, and what it runs without srun is one process.
+    SLURM_NTASKS is not read: a batch script has it as well, and what the script runs without srun is one process.
     """
     env = os.environ
     if "SUBMITIT_LOCAL_GLOBALID" in env:
-        return Task(
+        return SchedulerTask(
             rank=int(env["SUBMITIT_LOCAL_GLOBALID"]),
             world=int(env["SUBMITIT_LOCAL_NTASKS"]),
             local_rank=int(env["SUBMITIT_LOCAL_LOCALID"]),
@@ -35,7 +35,7 @@ def task() -> Task | None:
         )
     if "SLURM_STEP_ID" in env:
         one_node = env["SLURM_STEP_NUM_NODES"] == "1"
-        return Task(
+        return SchedulerTask(
             rank=int(env["SLURM_PROCID"]),
             world=int(env["SLURM_STEP_NUM_TASKS"]),
             local_rank=int(env["SLURM_LOCALID"]),
@@ -45,35 +45,35 @@ def task() -> Task | None:
     return None
 
 
-def is_one_of_many() -> bool:
-    """Whether torchrun started this process, or a scheduler as one of several tasks."""
-    own = task()
-    return "TORCHELASTIC_RUN_ID" in os.environ or (own is not None and own.world > 1)
+def is_one_of_many_ranks() -> bool:
+    """Whether torchrun started this process, or a scheduler started it as one of several tasks."""
+    task = scheduler_task()
+    return "TORCHELASTIC_RUN_ID" in os.environ or (task is not None and task.world > 1)
 
 
-def runs_sweep() -> bool:
-    """Whether this process is a sweep's job that submitit started: with several tasks they are that job's ranks."""
+def is_submitit_job() -> bool:
+    """Whether submitit started this process as a job of a sweep. The tasks of such a job are its ranks."""
     return "SUBMITIT_EXECUTOR" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ
 
 
-def adopt() -> None:
-    """Give torch the names that it reads: RANK, WORLD_SIZE and so on."""
-    own = task()
-    if "RANK" in os.environ or own is None:
+def export_torch_variables() -> None:
+    """Set the variables that torch reads, RANK, WORLD_SIZE and so on, from the scheduler's. torchrun's are kept."""
+    task = scheduler_task()
+    if "RANK" in os.environ or task is None:
         return
-    job, _, step = own.job.partition(".")
-    names = {
-        "RANK": own.rank,
-        "WORLD_SIZE": own.world,
-        "LOCAL_RANK": own.local_rank,
-        "MASTER_ADDR": own.first_host,
-        # Under 32768, from where Linux gives ports to whoever asks for any.
+    job, _, step = task.job.partition(".")
+    variables = {
+        "RANK": task.rank,
+        "WORLD_SIZE": task.world,
+        "LOCAL_RANK": task.local_rank,
+        "MASTER_ADDR": task.first_host,
+        # Below 32768, where Linux's ephemeral ports start; different for the steps of one job.
         "MASTER_PORT": 20000 + (int(job) + 1009 * int(step or 0)) % 12000,
     }
-    for name, value in names.items():
+    for name, value in variables.items():
         os.environ.setdefault(name, str(value))
 
 
 def _first_host(nodes: str) -> str:
-    """`gpu[003-010,12],cpu1` begins with gpu003."""
+    """The first host of Slurm's node list: gpu003 of `gpu[003-010,12],cpu1`."""
     return re.sub(r"\[([^],-]+)[^]]*\]", r"\1", nodes).partition(",")[0]

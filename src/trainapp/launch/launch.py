@@ -1,4 +1,4 @@
-"""Starts the process or processes of a run. Torch is imported from here on."""
+"""Starts the processes of a run: this one, workers of its own, or a worker of torchrun's or Slurm's. Imports torch."""
 
 import os
 
@@ -9,13 +9,18 @@ from trainapp.memory import host_guard
 
 
 def launch(config: Config) -> float | None:
-    """Run in this process, in workers that it starts, or as the worker that this process is. Returns the objective."""
+    """Train, evaluate or export as `config` says, with as many processes as it asks for. Returns the objective.
+
+    The run takes place in this process (parallel=single), in workers that this process starts, or, where torchrun,
+    srun or submitit started this process as one of several, in it as one of the ranks. Raises UserError for mistakes
+    and SystemExit when a signal ended the run.
+    """
     host_guard.prepare_allocator()
     if config.memory.expandable_segments:
-        # Read once, when CUDA starts. What the user set wins.
+        # Read once, when CUDA starts. A value that the user has set wins.
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     if config.parallel.strategy == "single":
-        if environment.is_one_of_many():
+        if environment.is_one_of_many_ranks():
             raise UserError(
                 "parallel=single, but torchrun, srun or submitit started several processes: choose parallel=ddp or "
                 "parallel=fsdp"
@@ -25,11 +30,11 @@ def launch(config: Config) -> float | None:
         return runner.run(config).objective
     from trainapp.launch import elastic, worker
 
-    if environment.is_one_of_many():
-        environment.adopt()
-        outcome = worker.work(config)
+    if environment.is_one_of_many_ranks():
+        environment.export_torch_variables()
+        outcome = worker.run_worker(config)
     else:
-        outcome = elastic.start(config)
+        outcome = elastic.run_workers(config)
     if outcome.error:
         error = UserError(outcome.error)
         error.exit_code = outcome.exit_code

@@ -1,4 +1,4 @@
-"""Names the directory of a run: alike on all ranks of one run, different from every other run's. Imports no torch."""
+"""The name of a run's directory: the same on all ranks of a run, unique among runs. Imports no torch."""
 
 import datetime
 import os
@@ -9,20 +9,21 @@ import psutil
 from trainapp.launch import environment
 
 
-def of_this_process(run_id: str | None = None) -> str:
+def default_run_name(run_id: str | None = None) -> str:
     """`2026-01-31/12-30-00-a1b2c3`; with `parallel.run_id`, or in a worker of torchrun or Slurm, a name from that id.
 
-    Seconds alone would let runs that start together share a directory. A launcher's id stays the same when the job is
-    queued again, so that the run goes on in its directory; for Slurm it is `<job>.<step>`, one for each srun.
+    Seconds alone would let runs that start together share a directory. A launcher's id survives requeueing, so that
+    the run resumes in its directory; for Slurm it is `<job>.<step>`, one per srun.
     """
     if run_id:
         return f"runs/{run_id}"
     if "TORCHELASTIC_RUN_ID" in os.environ:
         run_id = os.environ["TORCHELASTIC_RUN_ID"]
-        if run_id in ("", "none"):  # torchrun without --rdzv-id: its process tells this run from the next
+        if run_id in ("", "none"):  # torchrun without --rdzv-id: its process is what identifies the run
             started = datetime.datetime.fromtimestamp(psutil.Process(os.getppid()).create_time())
             return f"torchrun/{started:%Y-%m-%d_%H-%M-%S}-{os.getppid()}"
         return f"torchrun/{run_id}"
-    if environment.is_one_of_many():
-        return f"slurm/{environment.task().job}"
+    task = environment.scheduler_task()
+    if task is not None and task.world > 1:
+        return f"slurm/{task.job}"
     return f"{datetime.datetime.now():%Y-%m-%d/%H-%M-%S}-{secrets.token_hex(3)}"

@@ -1,4 +1,4 @@
-"""What each process of a run with several ranks does: join the others, then run as a single process would."""
+"""One rank of a distributed run: joins the process group, then runs as a single process would."""
 
 import contextlib
 import datetime
@@ -21,41 +21,42 @@ from trainapp.memory import host_guard
 from trainapp.parallel.ranks import DistributedRanks, Ranks
 from trainapp.tracking import console
 
-ASKED_WITHIN = 5.0  # seconds; a launcher that listens does so every 0.1 s
+COLLECTED_WITHIN = 5.0  # seconds; a launcher that still collects outcomes looks every 0.1 s
 log = logging.getLogger(__name__)
 
 
 @dataclass
 class Outcome:
-    """How a worker ended, in plain values that travel to the parent. `error` is for the user, without a trace."""
+    """How a worker ended, in plain values that can be sent to the parent. `error`: a message for the user."""
 
     objective: float | None = None
     error: str | None = None
     exit_code: int = 0
 
 
-def work(config: Config) -> Outcome:
-    """The entry point of a worker that the launcher started; its environment tells the rank."""
+def run_worker(config: Config) -> Outcome:
+    """Entry point of a worker. Its rank and those of its peers come from the environment: RANK, WORLD_SIZE, ..."""
     host_guard.prepare_allocator()
     _log_to(Path(config.run_dir), int(os.environ["RANK"]))
     from trainapp.run import runner
 
     try:
-        with joined(config) as ranks:
+        with process_group(config) as ranks:
             return Outcome(objective=runner.run(config, ranks).objective)
     except UserError as error:
         return Outcome(error=str(error), exit_code=error.exit_code)
     except runner.Interrupted as error:
-        _leave_soon(error.code)
-        return Outcome(exit_code=error.code)
+        code = int(error.code or 0)
+        _exit_if_not_collected(code)
+        return Outcome(exit_code=code)
     except Exception:
         log.exception("this rank failed")
         raise
 
 
-def _leave_soon(code: int) -> None:
-    """A launcher that got the signal itself asks no worker for its outcome any more, and each would wait for that."""
-    timer = threading.Timer(ASKED_WITHIN, os._exit, [code])
+def _exit_if_not_collected(code: int) -> None:
+    """End this process soon: a launcher that got the signal, too, collects no outcomes, and the worker would wait."""
+    timer = threading.Timer(COLLECTED_WITHIN, os._exit, [code])
     timer.daemon = True
     timer.start()
 
@@ -74,32 +75,33 @@ def joined(config: Config) -> Iterator[Ranks]:
     try:
         yield ranks
     finally:
-        # After an error a peer may be gone: a clean good-bye would wait for it.
+        # After an error a peer may be gone, and destroying the group would wait for it.
         if sys.exc_info()[0] is None:
             ranks.release_groups()
             dist.destroy_process_group()
-            # A group ends its threads when nothing refers to it any more, be it a circle around a model. One that still
-            # had a tensor to drop when the interpreter ended would abort the process.
+            # A group's threads end with the last reference to it, which may be in a cycle around a model. A thread that
+            # frees a tensor while the interpreter ends aborts the process.
             gc.collect()
 
 
 def _device(config: Config, local_rank: int) -> torch.device:
-    wants = config.train.device
-    if wants == "cuda" or (wants == "auto" and torch.cuda.is_available()):
-        there = torch.cuda.device_count()
-        own = there == 1 and environment.task() is not None  # srun --gpus-per-task shows each task its own GPU only
-        index = 0 if own else local_rank
-        if index >= there:
-            raise UserError(f"local rank {local_rank}: this machine shows {there} GPUs; start one rank for each")
+    wanted = config.train.device
+    if wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available()):
+        available = torch.cuda.device_count()
+        # srun --gpus-per-task makes only its own GPU visible to each task.
+        is_own = available == 1 and environment.scheduler_task() is not None
+        index = 0 if is_own else local_rank
+        if index >= available:
+            raise UserError(f"local rank {local_rank}: this machine shows {available} GPUs; start one rank per GPU")
         torch.cuda.set_device(index)
         return torch.device("cuda", index)
-    if wants == "mps":
+    if wanted == "mps":
         raise UserError("train.device=mps: one device only; use parallel=single")
     return torch.device("cpu")
 
 
 def _log_to(run_dir: Path, rank: int) -> None:
-    """Rank 0 writes the run's log and speaks on the terminal, the others beside it in ranks/."""
+    """Rank 0 logs to the run's log and to the terminal, every other rank to a file in ranks/ beside it."""
     path = run_dir / "trainapp.log" if rank == 0 else run_dir / "ranks" / f"rank_{rank}.log"
     path.parent.mkdir(parents=True, exist_ok=True)
     handlers: list[logging.Handler] = [logging.FileHandler(path)]
@@ -107,5 +109,5 @@ def _log_to(run_dir: Path, rank: int) -> None:
     if rank == 0:
         handlers.append(console.Handler(sys.stderr))
         handlers[1].setFormatter(logging.Formatter("%(message)s"))
-        handlers[1].addFilter(lambda record: record.exc_info is None)  # whoever started this process shows the trace
+        handlers[1].addFilter(lambda record: record.exc_info is None)  # the parent shows the traceback
     logging.basicConfig(level=logging.INFO, handlers=handlers, force=True)

@@ -1,4 +1,4 @@
-"""Help for loops of your own: `find_executable_batch_size`."""
+"""`find_executable_batch_size`, for training functions outside trainapp."""
 
 import functools
 import gc
@@ -12,22 +12,29 @@ import torch
 from trainapp.oom.errors import is_out_of_memory, log
 
 
+class NoExecutableBatchSize(ValueError, RuntimeError):
+    """Even the smallest batch size ran out of memory, or there was none to try.
+
+    Accelerate's callers catch RuntimeError, and sizes that make no sense are a ValueError: this is both.
+    """
+
+
 def find_executable_batch_size(
-    function: Callable | None = None,
+    function: Callable[..., Any] | None = None,
     starting_batch_size: int = 128,
     reduce_batch_size_fn: Callable[..., int] | None = None,
     *,
     minimum_batch_size: int = 1,
-) -> Callable:
+) -> Callable[..., Any]:
     """A decorator that calls `function(batch_size, ...)` again with a smaller batch when memory runs out.
 
-    For a training function of your own; the call shape is Accelerate's. The wrapped function is called without its
-    first argument. reduce_batch_size_fn: takes nothing, or the batch size that failed, and returns the next; by
-    default half. minimum_batch_size: nothing smaller is tried.
+    For a training function of your own, with Accelerate's signature. The wrapped function is called without its first
+    argument and starts from its beginning each time, unlike a step of `python -m trainapp`.
+    reduce_batch_size_fn: takes nothing, or the batch size that failed, and returns the next; by default half.
+    minimum_batch_size: nothing smaller is tried.
 
-    Raises TypeError when the caller passes the batch size itself, ValueError for sizes that make no sense, and
-    RuntimeError when the smallest size failed too. Whatever is no out-of-memory error passes through. Unlike `python
-    -m trainapp`, the function starts from its beginning each time.
+    Raises ValueError for a minimum below 1 or above the start. When called, raises TypeError if the caller passes the
+    batch size itself and NoExecutableBatchSize (a RuntimeError) if no size is left. Errors of other kinds pass through.
     """
     if function is None:
         return functools.partial(
@@ -36,7 +43,7 @@ def find_executable_batch_size(
             reduce_batch_size_fn=reduce_batch_size_fn,
             minimum_batch_size=minimum_batch_size,
         )
-    if starting_batch_size < minimum_batch_size or minimum_batch_size < 1:
+    if not 1 <= minimum_batch_size <= max(1, starting_batch_size):
         raise ValueError(
             f"starting_batch_size={starting_batch_size} and minimum_batch_size={minimum_batch_size}: the minimum must "
             "be at least 1 and not above the start"
@@ -54,6 +61,8 @@ def find_executable_batch_size(
                 f"the decorator already does so: `{function.__name__}({shown})`"
             )
         size = starting_batch_size
+        if size < 1:  # only now: Accelerate accepts it until the call
+            raise NoExecutableBatchSize(f"{_none_found(size)} It is starting_batch_size={size}")
         while True:
             try:
                 return function(size, *args, **kwargs)
@@ -64,18 +73,20 @@ def find_executable_batch_size(
             _release()
             smaller = _reduced(size, reduce_batch_size_fn)
             if smaller < minimum_batch_size:
-                raise RuntimeError(
-                    f"No executable batch size found, reached {'zero' if smaller < 1 else smaller}. The last error, "
-                    f"with batch size {size}: {reason}"
-                )
+                raise NoExecutableBatchSize(f"{_none_found(smaller)} The last error, with batch size {size}: {reason}")
             log.warning("out of memory with batch size %d (%s); trying %d", size, reason, smaller)
             size = smaller
 
     return wrapper
 
 
+def _none_found(size: int) -> str:
+    """Accelerate's words, which its callers may look for."""
+    return f"No executable batch size found, reached {'zero' if size < 1 else size}."
+
+
 def _reduced(size: int, reduce: Callable[..., int] | None) -> int:
-    """The next size. A function that does not get smaller would be called for ever."""
+    """The next size. Raises ValueError for one that is not smaller, with which the search would never end."""
     if reduce is None:
         return size // 2
     needed = [

@@ -1,4 +1,4 @@
-"""Tells what truly is an out-of-memory error, on every backend; and the same help for loops of your own."""
+"""Classifies errors: out of memory, on every backend, or a lost device."""
 
 import contextlib
 import errno
@@ -11,8 +11,8 @@ import torch
 log = logging.getLogger(__name__)
 
 
-# Messages of errors that are a plain RuntimeError (or a backend's own type) though they mean that memory ran out.
-# Each is anchored to how its source words it, so that a user's own error which mentions memory does not count.
+# Messages of out-of-memory errors that are a plain RuntimeError (or a backend's own type).
+# Each is anchored to the wording of its source, so that a user's own error that mentions memory does not count.
 _MESSAGES = [
     re.compile(pattern, re.IGNORECASE | re.MULTILINE)
     for pattern in (
@@ -27,6 +27,8 @@ _MESSAGES = [
         r"MIOPEN_STATUS_ALLOC_FAILED|miopenStatusAllocFailed",
         r"UR_RESULT_ERROR_OUT_OF_(?:DEVICE|HOST|RESOURCES)|PI_ERROR_OUT_OF_(?:RESOURCES|HOST_MEMORY)",
         r"NCCL (?:Error|WARN).*(?:out of memory|Cuda failure '?2)|Cuda failure 2? ?'out of memory'",
+        # NCCL's own buffers (NVIDIA/nccl, src/include/alloc.h); the words as torch passes them on
+        r"NCCL error in: [\s\S]*Failed to CUDA (?:host alloc|malloc|calloc(?: async)?) \d+ bytes",
         r"NVML_SUCCESS == r INTERNAL ASSERT FAILED",  # a MIG slice out of memory, through NVML's refusal
         r"DefaultCPUAllocator: (?:can't allocate memory|not enough memory)",  # Linux; Windows
         # oneDNN; a primitive's descriptor is another matter: it says that there is no such kernel
@@ -34,7 +36,7 @@ _MESSAGES = [
         r"unable to mmap \d+ bytes.*Cannot allocate memory|mmap.*Cannot allocate memory",
         r"std::bad_alloc",
         r"PT_DEVMEM Allocation failed",  # Gaudi
-        # a loader's worker hands on an error of a type that takes more than a message, such as NumPy's, as this text
+        # how a loader's worker reports an error whose type takes more than a message, such as NumPy's
         r"^Caught \w*(?:MemoryError|OutOfMemory\w*|MemoryLimitExceeded) in ",
     )
 ]
@@ -43,7 +45,7 @@ _MESSAGES = [
 _NOT_MEMORY = re.compile(r"device-side assert triggered|No space left on device", re.IGNORECASE)
 
 
-# Errors that memory may or may not be behind: how full the device is decides.
+# Errors with several causes, memory among them: how full the device is decides.
 _AMBIGUOUS = re.compile(
     r"CUBLAS_STATUS_(?:NOT_INITIALIZED|EXECUTION_FAILED|INTERNAL_ERROR)"
     r"|CUDNN_STATUS_(?:NOT_INITIALIZED|EXECUTION_FAILED|INTERNAL_ERROR)"
@@ -54,7 +56,7 @@ _AMBIGUOUS = re.compile(
 _FULL = 256 * 2**20  # bytes free on the device; the libraries' handles and workspaces need about this much
 
 
-# After these every call to the device fails: only another process can use it again.
+# After these every call to the device fails, and only another process can use it.
 _DEVICE_LOST = re.compile(
     r"device-side assert triggered|an illegal memory access was encountered|an illegal instruction was encountered"
     r"|unspecified launch failure|misaligned address|invalid program counter|hardware stack error"
@@ -68,20 +70,20 @@ _DEVICE_LOST = re.compile(
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether `error` means that memory ran out, on a device or on the host.
 
-    By type first (torch.OutOfMemoryError, MemoryError, OSError with ENOMEM), then by the wording of each backend for
-    plain RuntimeErrors; for the words that say too little, by how full the device is. Follows the cause of an error
-    that was raised from another one. A user's error of another type never counts.
+    By type first (torch.OutOfMemoryError, MemoryError, OSError with ENOMEM), then by each backend's wording for plain
+    RuntimeErrors; where the wording is ambiguous, by how full the device is. Follows the explicit cause of an error.
+    Other types of error never count.
     """
     return any(_is_one(e) for e in _chain(error))
 
 
 def is_device_lost(error: BaseException) -> bool:
-    """Whether the device's context is dead after `error`: no retry can help in this process, it must start again."""
+    """Whether `error` left the device's context unusable: only a new process can continue."""
     return any(isinstance(e, RuntimeError) and _DEVICE_LOST.search(_own_text(e)) for e in _chain(error))
 
 
 def requested_bytes(message: str) -> int | None:
-    """What the failed allocation asked for, where the message says so: "Tried to allocate 2.00 GiB"."""
+    """The size of the failed allocation, if the message has it: "Tried to allocate 2.00 GiB"."""
     match = re.search(r"(?:tried|unable) to allocate (\d+(?:\.\d+)?) ?([KMGTP]i?B)?", message, re.IGNORECASE)
     if not match:
         return None
@@ -90,7 +92,7 @@ def requested_bytes(message: str) -> int | None:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error and those that it was explicitly raised from."""
+    """The error and the errors that it was explicitly raised from."""
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:
@@ -103,7 +105,7 @@ def _is_one(error: BaseException) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     if isinstance(error, OSError):
-        # a worker hands its text on, and nothing else
+        # a loader's worker passes on the text only
         return error.errno == errno.ENOMEM or (error.errno is None and f"[Errno {errno.ENOMEM}]" in _own_text(error))
     if not isinstance(error, RuntimeError) or isinstance(error, RecursionError):
         return False
@@ -116,15 +118,18 @@ def _is_one(error: BaseException) -> bool:
 
 
 def _own_text(error: BaseException) -> str:
-    """The message, without the source lines of the traceback that a loader's worker puts into it."""
-    text = str(error)
+    """The message, without the source lines of the traceback that a loader's worker includes.
+
+    That is the first of several arguments: `str(error)` is then the repr of a tuple.
+    """
+    text = str(error) if len(error.args) < 2 else str(error.args[0])
     if not text.startswith("Caught "):
         return text
     return "\n".join(line for line in text.splitlines() if not line.startswith("  "))
 
 
 def _device_is_full() -> bool:
-    """By the driver's count, which sees what is allocated outside torch as well."""
+    """By the driver's count, which includes what is allocated outside torch."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         with contextlib.suppress(RuntimeError):  # a dead context answers with its own error
             return torch.cuda.mem_get_info()[0] < _FULL

@@ -1,4 +1,4 @@
-"""What the person at the terminal sees: log lines, the live progress bar, errors. Imports no torch."""
+"""The terminal: log lines and the live progress bar. Imports no torch."""
 
 import logging
 import sys
@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from tqdm import tqdm
 
 
-class Handler(logging.StreamHandler):
-    """Log records on a stream, written above the progress bar where there is one."""
+class Handler(logging.StreamHandler):  # type: ignore[type-arg] # no generic before Python 3.11
+    """Writes log records to a stream, above the progress bar if there is one."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write one record."""
@@ -22,7 +22,7 @@ class Handler(logging.StreamHandler):
 class Progress:
     """A live bar on a terminal, plain lines elsewhere.
 
-    total: steps of the whole run, or None where the end is not known in steps; step: where the run starts.
+    total: steps of the whole run, or None when it has no known end; step: optimizer steps already done.
     """
 
     def __init__(self, total: int | None, step: int):
@@ -40,13 +40,13 @@ class Progress:
         self._started, self._first, self.step = time.monotonic(), step, step
 
     def advance(self, step: int) -> None:
-        """Called after every step: cheap."""
+        """Call after every optimizer step: cheap."""
         self.step = step
         if self.live:
             self.bar.update(step - self.bar.n)
 
     def show(self, step: int, values: Mapping[str, str]) -> None:
-        """Called at a log step with the values to show."""
+        """Call at a log step with the values to show."""
         text = " | ".join(f"{name} {value}" for name, value in values.items())
         if self.live:
             self.bar.set_description_str(text, refresh=False)
@@ -62,5 +62,5 @@ class Progress:
         return tqdm.format_interval((time.monotonic() - self._started) / done * (self.total - step))
 
     def close(self) -> None:
-        """Leave the bar as it stands."""
+        """Leave the bar on the terminal as it is."""
         self.bar.close()

@@ -1,4 +1,4 @@
-"""What the person at the terminal sees: the live bar on a terminal, lines elsewhere, Hydra's errors in few words."""
+"""The terminal: a live bar there, lines elsewhere."""
 
 import fcntl
 import logging
@@ -10,34 +10,10 @@ import subprocess
 import sys
 import termios
 
-import pytest
 from helpers import environment
 from runs import MODELS, TINY
 
-from trainapp.config.hydra_errors import explain_hydra, fail
 from trainapp.tracking.console import Progress
-from trainapp.units import bytes_text
-
-
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (1536, "1.5 KiB"),
-        (2**20, "1.0 MiB"),
-        (5.25 * 2**30, "5.2 GiB"),
-        (2**43, "8192.0 GiB"),
-        (-2048, "-2.0 KiB"),
-    ],
-)
-def test_bytes_as_text(count, text):
-    assert bytes_text(count) == text
-
-
-def test_fail_is_one_message(capsys):
-    fail("first\nsecond")
-    assert capsys.readouterr().err == "trainapp: first\n          second\n"
 
 
 def test_lines_where_there_is_no_terminal(caplog):
@@ -48,10 +24,6 @@ def test_lines_where_there_is_no_terminal(caplog):
     assert re.fullmatch(r"step 15/20 \| loss 0\.5 \| memory 1 MiB / 2 MiB \| \d\d:\d\d left", caplog.messages[-1])
     Progress(total=None, step=0).show(3, {"loss": "0.5"})
     assert caplog.messages[-1] == "step 3/? | loss 0.5 | ? left"
-
-
-def test_unknown_error_of_hydra_keeps_its_words():
-    assert explain_hydra(ValueError("something else")) == "something else"
 
 
 def on_a_terminal(command, cwd):

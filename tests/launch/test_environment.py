@@ -46,19 +46,21 @@ def started_by(monkeypatch):
 
 def test_a_batch_script_without_srun_is_one_process(started_by):
     started_by(BATCH)
-    assert environment.task() is None
-    assert not environment.is_one_of_many()
-    assert re.fullmatch(r"\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d-[0-9a-f]{6}", run_name.of_this_process())
-    environment.adopt()
+    assert environment.scheduler_task() is None
+    assert not environment.is_one_of_many_ranks()
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d-[0-9a-f]{6}", run_name.default_run_name())
+    environment.export_torch_variables()
     assert not any(name in os.environ for name in TORCH)
 
 
 def test_a_step_of_srun(started_by):
     started_by(STEP)
-    assert environment.task() == environment.Task(rank=1, world=2, local_rank=1, job="12.1", first_host="127.0.0.1")
-    assert environment.is_one_of_many()
-    assert run_name.of_this_process() == "slurm/12.1"
-    environment.adopt()
+    assert environment.scheduler_task() == environment.SchedulerTask(
+        rank=1, world=2, local_rank=1, job="12.1", first_host="127.0.0.1"
+    )
+    assert environment.is_one_of_many_ranks()
+    assert run_name.default_run_name() == "slurm/12.1"
+    environment.export_torch_variables()
     assert [os.environ[name] for name in TORCH] == ["1", "2", "1", "127.0.0.1", str(20000 + 12 + 1009)]
 
 
@@ -66,7 +68,7 @@ def test_each_step_has_a_port_of_its_own(started_by):
     ports = set()
     for step in range(10):
         started_by(STEP | {"SLURM_STEP_ID": str(step)})
-        environment.adopt()
+        environment.export_torch_variables()
         ports.add(int(os.environ["MASTER_PORT"]))
     assert len(ports) == 10
     assert all(20000 <= port < 32000 for port in ports)
@@ -74,13 +76,13 @@ def test_each_step_has_a_port_of_its_own(started_by):
 
 def test_one_task_of_srun_starts_its_own_workers(started_by):
     started_by(STEP | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"})
-    assert not environment.is_one_of_many()
+    assert not environment.is_one_of_many_ranks()
 
 
 def test_what_torchrun_set_stays(started_by):
     started_by(STEP | {"RANK": "5", "TORCHELASTIC_RUN_ID": "name"})
-    assert run_name.of_this_process() == "torchrun/name"
-    environment.adopt()
+    assert run_name.default_run_name() == "torchrun/name"
+    environment.export_torch_variables()
     assert os.environ["RANK"] == "5"
     assert "MASTER_ADDR" not in os.environ
 
@@ -88,21 +90,23 @@ def test_what_torchrun_set_stays(started_by):
 def test_a_job_of_submitit(started_by):
     names = {"GLOBALID": "1", "NTASKS": "2", "LOCALID": "1", "JOB_ID": "4711"}
     started_by({f"SUBMITIT_LOCAL_{name}": value for name, value in names.items()} | {"SUBMITIT_EXECUTOR": "local"})
-    assert environment.task() == environment.Task(rank=1, world=2, local_rank=1, job="4711", first_host="127.0.0.1")
-    assert environment.is_one_of_many()
-    assert environment.runs_sweep()
+    assert environment.scheduler_task() == environment.SchedulerTask(
+        rank=1, world=2, local_rank=1, job="4711", first_host="127.0.0.1"
+    )
+    assert environment.is_one_of_many_ranks()
+    assert environment.is_submitit_job()
 
 
 def test_a_job_of_submitit_in_a_shell_of_srun(started_by):
     shell = STEP | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}
     names = {"GLOBALID": "1", "NTASKS": "2", "LOCALID": "1", "JOB_ID": "4711"}
     started_by(shell | {f"SUBMITIT_LOCAL_{name}": value for name, value in names.items()})
-    assert environment.task().rank == 1
+    assert environment.scheduler_task().rank == 1
 
 
-def test_torchrun_inside_a_job_of_submitit_runs_no_sweep(started_by):
+def test_torchrun_inside_a_job_of_submitit_is_no_job_of_a_sweep(started_by):
     started_by({"SUBMITIT_EXECUTOR": "slurm", "TORCHELASTIC_RUN_ID": "name"})
-    assert not environment.runs_sweep()
+    assert not environment.is_submitit_job()
 
 
 @pytest.mark.parametrize(("names", "there", "expected"), [(STEP, 1, 0), (STEP, 2, 1), ({}, 2, 1), ({}, 1, None)])
@@ -132,4 +136,4 @@ def test_the_gpu_of_a_rank(started_by, monkeypatch, names, there, expected):
 )
 def test_rank_0_is_on_the_first_node(started_by, nodes, first):
     started_by(STEP | {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": nodes})
-    assert environment.task().first_host == first
+    assert environment.scheduler_task().first_host == first

@@ -66,7 +66,31 @@ def changed(**settings):
         ({"data__num_workers": -1}, "data.num_workers=-1: must be 'auto' or greater than or equal to 0"),
         ({"checkpointing__keep_last": 0}, "checkpointing.keep_last=0: must be greater than 0"),
         ({"checkpointing__resume": 3}, "checkpointing.resume=3: must be a valid string"),
-        ({"batch__micro_schedule": {1: 0}}, "batch.micro_schedule.1=0: must be greater than 0"),
+        ({"batch__micro_schedule": {0: 4}}, "batch.micro_schedule={0: 4}: steps start at 1"),
+        ({"batch__micro_schedule": {-1: 4, 1: 8}}, "batch.micro_schedule={-1: 4, 1: 8}: steps start at 1"),
+        ({"batch__micro_schedule": {"1": 4}}, "batch.micro_schedule={'1': 4}: '1' is not a step: write a whole number"),
+        ({"batch__micro_schedule": {1: 0}}, "batch.micro_schedule={1: 0}: the size for step 1 must be at least 1"),
+        (
+            {"batch__micro_schedule": {1: 64, 9: "small"}},
+            "batch.micro_schedule={1: 64, 9: 'small'}: the size for step 9 must be a whole number, not 'small'",
+        ),
+        (
+            {"batch__micro_schedule": {1: 2.5, 9: True}},
+            "batch.micro_schedule={1: 2.5, 9: True}: the size for step 1 must be a whole number, not 2.5; "
+            "the size for step 9 must be a whole number, not True",
+        ),
+        (
+            {"batch__micro_schedule": {1: {64: 0}}},
+            "batch.micro_schedule={1: {64: 0}}: the size for shape 64 at step 1 must be at least 1",
+        ),
+        (
+            {"batch__micro_schedule": {1: {100: 8}}},
+            "batch.micro_schedule={1: {100: 8}}: 100 at step 1 is not a shape: those are the numbers in a sample as "
+            "powers of two",
+        ),
+        ({"batch__micro_schedule": {1: {}}}, "batch.micro_schedule={1: {}}: step 1 has no size"),
+        ({"batch__micro_schedule": {}}, "batch.micro_schedule={}: must give sizes by the step from which they hold"),
+        ({"batch__micro_schedule": 32}, "batch.micro_schedule=32: must give sizes by the step from which they hold"),
         ({"model__init_strict": 1}, "model.init_strict=1: must be a valid boolean"),
         ({"user_packages": "mine"}, "user_packages=mine: must be a valid list"),
     ],
@@ -89,6 +113,12 @@ def test_the_default_is_accepted_and_keeps_its_values():
     assert set(config.optimizer.arguments) == {"betas", "eps"}
     assert config.data.arguments == {"augment": PLAIN["data"]["augment"]}
     assert config.loader.num_workers == "auto"
+
+
+@pytest.mark.parametrize("schedule", [None, {1: 64}, {1: 64, 30: 32}, {30: 32}, {1: {64: 8}}, {1: 16, 3: {128: 16}}])
+def test_schedule_of_micro_batches(schedule):
+    """One that starts later than step 1 leaves the size before that to `batch.micro_size`."""
+    assert from_dict(changed(batch__micro_schedule=schedule)).batch.micro_schedule == schedule
 
 
 def test_all_mistakes_are_in_one_error():

@@ -1,0 +1,54 @@
+"""What the command line says beside the settings: where users' modules are, and how to repeat it. Imports no torch."""
+
+import os
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from typing import cast
+
+from hydra.conf import HydraConf
+from omegaconf import ListConfig, OmegaConf
+
+
+def add_import_paths(arguments: Sequence[str]) -> None:
+    """Let users' own modules be imported from the working directory and from beside their --config-dir.
+
+    `python -m` puts the working directory on the path and a console script does not; this makes them equal.
+    """
+    folders = [os.getcwd()]
+    for position, argument in enumerate(arguments):
+        if argument in ("--config-dir", "-cd") and position + 1 < len(arguments):
+            folders.append(os.path.abspath(arguments[position + 1]))
+        elif argument.startswith("--config-dir="):
+            folders.append(os.path.abspath(argument.partition("=")[2]))
+    sys.path[:0] = [folder for folder in folders if folder not in sys.path]
+
+
+def resume_command(hydra_config: HydraConf, run_dir: str) -> str:
+    """The shell command that continues this run: the same overrides, in the same directory."""
+    return " ".join(
+        [
+            "python -m trainapp",
+            *(f"--config-dir {shlex.quote(folder)}" for folder in _config_directories(hydra_config)),
+            *(shlex.quote(override) for override in _overrides(hydra_config)),
+            shlex.quote(f"hydra.run.dir={_hydra_quoted(run_dir)}"),
+        ]
+    )
+
+
+def _config_directories(hydra_config: HydraConf) -> list[str]:
+    return [source.path for source in hydra_config.runtime.config_sources if source.provider == "command-line"]
+
+
+def _overrides(hydra_config: HydraConf) -> list[str]:
+    task = cast(ListConfig, hydra_config.overrides.task)
+    given = OmegaConf.to_container(task, resolve=False)  # one may hold an interpolation
+    return [text for text in cast(list[str], given) if not text.startswith("checkpointing.resume=")]
+
+
+def _hydra_quoted(value: str) -> str:
+    """`value` with the quotes that Hydra's grammar needs for what it would not read as one plain word."""
+    if re.fullmatch(r"[\w/.:+-]+", value):
+        return value
+    return "'" + value.replace("'", "\\'") + "'"

@@ -1,0 +1,21 @@
+"""Sizes in words."""
+
+import pytest
+
+from trainapp.units import bytes_text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1536, "1.5 KiB"),
+        (2**20, "1.0 MiB"),
+        (5.25 * 2**30, "5.2 GiB"),
+        (2**43, "8192.0 GiB"),
+        (-2048, "-2.0 KiB"),
+    ],
+)
+def test_bytes_as_text(count, text):
+    assert bytes_text(count) == text
