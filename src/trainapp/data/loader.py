@@ -60,6 +60,10 @@ class Fetcher(Dataset):
         return self.dataset[index]
 
 
+def _unchanged(batch: Any) -> Any:
+    return batch
+
+
 def _leave_ctrl_c(worker: int) -> None:
     """A terminal sends Ctrl-C to workers, too; the step that is to be finished still needs them."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -87,6 +91,7 @@ class Batches:
             self._loader = DataLoader(
                 self.fetcher,
                 batch_size=None,  # a request is a batch already
+                collate_fn=_unchanged,  # torch's default makes lists of tuples, and loses attributes of mappings
                 sampler=self._stream,
                 num_workers=workers,
                 pin_memory=self._pinned,

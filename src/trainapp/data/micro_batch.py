@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
+from trainapp.data.batch import map_tensors
 
 
 class MicroBatch(NamedTuple):
@@ -16,14 +16,9 @@ class MicroBatch(NamedTuple):
 
 
 def narrow(batch: Any, start: int, length: int, samples: int) -> Any:
-    """Samples [start, start + length) of a batch of `samples`: views, no copies."""
-    if isinstance(batch, torch.Tensor):
-        return batch[start : start + length] if batch.ndim and len(batch) == samples else batch
-    if isinstance(batch, dict):
-        return {key: narrow(value, start, length, samples) for key, value in batch.items()}
-    if isinstance(batch, (list, tuple)):
-        return type(batch)(narrow(value, start, length, samples) for value in batch)
-    return batch
+    """Samples [start, start + length) of a batch of `samples`: views, no copies. Other tensors stay whole."""
+    end = start + length
+    return map_tensors(lambda t: t[start:end] if t.ndim and len(t) == samples else t, batch)
 
 
 def cut(indices: Sequence[int], size: int) -> list[Sequence[int]]:

@@ -1,0 +1,205 @@
+"""A batch {"inputs", "targets"} in each kind of container that a data set may return."""
+
+from collections import OrderedDict, UserDict, defaultdict, deque
+from collections.abc import Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils.data import default_collate
+
+from trainapp.data.digits import Digits
+
+
+class Encoding(UserDict):
+    """As Hugging Face's BatchEncoding: a UserDict with attributes, whose items can be read as attributes too."""
+
+    def __init__(self, data: dict[str, Any], encodings: Any = None):
+        super().__init__(data)
+        self.encodings = encodings
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.__dict__["data"][name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+class AttributeDict(dict):
+    """The items are the attributes."""
+
+    def __init__(self, *arguments: Any, **items: Any):
+        super().__init__(*arguments, **items)
+        self.__dict__ = self
+
+
+class NamedDict(dict):
+    """A dict with an attribute, and a constructor of its own."""
+
+    def __init__(self, name: str, items: dict[str, Any]):
+        super().__init__(items)
+        self.name = name
+
+
+class Fixed(Mapping):
+    """Cannot be changed, has an attribute, and is not built from a dict."""
+
+    def __init__(self, name: str, **items: Any):
+        self.name, self._items = name, items
+
+    def __getitem__(self, key: str) -> Any:
+        return self._items[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+
+class Store(Fixed, MutableMapping):
+    """Can be changed; a plain copy shares its items."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._items[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self._items[key]
+
+
+class Slotted(Mapping):
+    """Keeps its items in a slot, and is built from a dict."""
+
+    __slots__ = ("items_",)
+
+    def __init__(self, items: dict[str, Any]):
+        self.items_ = tuple(items.items())
+
+    def __getitem__(self, key: str) -> Any:
+        return dict(self.items_)[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict(self.items_))
+
+    def __len__(self) -> int:
+        return len(self.items_)
+
+
+class Pair(NamedTuple):
+    """The targets first: only their names tell which is which."""
+
+    targets: Tensor
+    inputs: Tensor
+
+
+@dataclass
+class Plain:
+    inputs: Tensor
+    targets: Tensor
+    name: str = "plain"
+
+
+@dataclass(frozen=True)
+class Frozen:
+    inputs: Tensor
+    targets: Tensor
+    name: str = "frozen"
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenSlots:
+    inputs: Tensor
+    targets: Tensor
+    name: str = "slots"
+
+
+@dataclass
+class Derived:
+    """`total` is made by the constructor, `unset` by nothing, and the constructor takes neither."""
+
+    inputs: Tensor
+    targets: Tensor
+    total: Tensor = field(init=False)
+    unset: Tensor = field(init=False)
+
+    def __post_init__(self):
+        self.total = self.inputs.sum()
+
+
+class TensorBag:
+    """Registered with torch's pytrees: its tensors and the rest, which is kept."""
+
+    def __init__(self, tensors: dict[str, Tensor], device: str = "here"):
+        self.tensors, self.device = tensors, device
+
+    @property
+    def inputs(self) -> Tensor:
+        return self.tensors["inputs"]
+
+    @property
+    def targets(self) -> Tensor:
+        return self.tensors["targets"]
+
+
+pytree.register_pytree_node(
+    TensorBag,
+    lambda bag: (list(bag.tensors.values()), (list(bag.tensors), bag.device)),
+    lambda values, context: TensorBag(dict(zip(context[0], values, strict=True)), context[1]),
+)
+
+KINDS = {
+    "dict": dict,
+    "ordered dict": OrderedDict,
+    "default dict": lambda batch: defaultdict(list, batch),
+    "attribute dict": AttributeDict,
+    "named dict": lambda batch: NamedDict("named", batch),
+    "user dict": UserDict,
+    "encoding": lambda batch: Encoding(batch, encodings=["kept"]),
+    "mapping proxy": MappingProxyType,
+    "fixed mapping": lambda batch: Fixed("fixed", **batch),
+    "mutable mapping": lambda batch: Store("store", **batch),
+    "slotted mapping": Slotted,
+    "list": lambda batch: [batch["inputs"], batch["targets"]],
+    "tuple": lambda batch: (batch["inputs"], batch["targets"]),
+    "deque": lambda batch: deque([batch["inputs"], batch["targets"]]),
+    "namedtuple": lambda batch: Pair(inputs=batch["inputs"], targets=batch["targets"]),
+    "dataclass": lambda batch: Plain(**batch),
+    "frozen dataclass": lambda batch: Frozen(**batch),
+    "frozen dataclass with slots": lambda batch: FrozenSlots(**batch),
+    "dataclass with derived fields": lambda batch: Derived(**batch),
+    "registered type": TensorBag,
+}
+# What they hold besides the two tensors, and must not lose.
+ATTRIBUTES = {
+    "default dict": ("default_factory", list),
+    "named dict": ("name", "named"),
+    "encoding": ("encodings", ["kept"]),
+    "fixed mapping": ("name", "fixed"),
+    "mutable mapping": ("name", "store"),
+    "dataclass": ("name", "plain"),
+    "frozen dataclass": ("name", "frozen"),
+    "frozen dataclass with slots": ("name", "slots"),
+    "registered type": ("device", "here"),
+}
+
+
+class DigitsInKind:
+    """The digits, collated into batches of one kind."""
+
+    task = "classification"
+    in_memory = True
+
+    def __init__(self, split: str, kind: str = "dict"):
+        self.digits, self.kind = Digits(split), kind
+        self.spec = self.digits.spec
+
+    def __len__(self) -> int:
+        return len(self.digits)
+
+    def __getitems__(self, indices: list[int]) -> list[dict[str, Tensor]]:
+        return [self.digits[index] for index in indices]
+
+    def collate(self, samples: list[dict[str, Tensor]]) -> Any:
+        return KINDS[self.kind](default_collate(samples))

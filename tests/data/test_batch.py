@@ -1,0 +1,172 @@
+"""Batches in every kind of container: read, mapped, cut, fetched by workers."""
+
+from collections import OrderedDict, UserDict
+
+import pytest
+import runs
+import torch
+from batch_kinds import ATTRIBUTES, KINDS, Encoding, Fixed, Frozen, Pair, Plain, Store
+from torch.utils.data import Dataset, default_collate
+
+from trainapp.data.batch import batch_length, map_tensors, measure, tensors_in
+from trainapp.data.micro_batch import narrow
+from trainapp.data.progress import Progress
+from trainapp.data.sampler import TrainBatches
+from trainapp.train.losses import inputs_and_targets
+
+CPU = torch.device("cpu")
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    return {"inputs": torch.arange(30.0).reshape(10, 3), "targets": torch.arange(10)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_is_read_mapped_and_cut(kind):
+    batch, plain = KINDS[kind](tensors()), tensors()
+    held = tensors_in(batch)
+    assert len(held) >= 2
+    doubled = map_tensors(lambda t: t * 2, batch)
+    assert type(doubled) is type(batch)
+    inputs, targets = inputs_and_targets(doubled)
+    assert torch.equal(inputs, plain["inputs"] * 2)
+    assert torch.equal(targets, plain["targets"] * 2)
+    assert all(torch.equal(a, b * 2) for a, b in zip(tensors_in(doubled), held, strict=True))
+    # The original is as it was.
+    inputs, targets = inputs_and_targets(batch)
+    assert torch.equal(inputs, plain["inputs"])
+    assert torch.equal(targets, plain["targets"])
+    assert all(a is b for a, b in zip(tensors_in(batch), held, strict=True))
+    assert measure(batch) == (10, sum(t.numel() for t in held))
+    assert batch_length(batch) == 10
+    piece = narrow(batch, 4, 3, 10)
+    inputs, targets = inputs_and_targets(piece)
+    assert torch.equal(inputs, plain["inputs"][4:7])
+    assert torch.equal(targets, plain["targets"][4:7])
+    assert batch_length(piece) == 3
+    if kind in ATTRIBUTES:
+        name, value = ATTRIBUTES[kind]
+        assert getattr(doubled, name) == getattr(piece, name) == value
+
+
+def test_items_that_are_attributes_change_with_the_items():
+    batch = KINDS["attribute dict"](tensors())
+    piece = narrow(batch, 0, 2, 10)
+    assert piece.inputs is piece["inputs"]
+    assert len(piece.inputs) == 2
+    assert len(narrow(KINDS["encoding"](tensors()), 0, 2, 10).inputs) == 2
+
+
+def test_nested_anyhow():
+    t = torch.zeros(4)
+    batch = [{"a": (t, UserDict(b=Pair(t, Frozen(t, [t])))), "c": Encoding({"d": OrderedDict(e=t)})}, Store("s", f=t)]
+    assert len(tensors_in(batch)) == 6
+    ones = map_tensors(lambda t: t + 1, batch)
+    assert [float(t[0]) for t in tensors_in(ones)] == [1.0] * 6
+    assert [float(t[0]) for t in tensors_in(batch)] == [0.0] * 6
+    assert type(ones[0]["a"][1]["b"].inputs) is Frozen
+    assert type(ones[1]) is Store
+
+
+def test_what_is_no_tensor_stays_the_same_object():
+    class Unknown:
+        tensor = torch.zeros(3)
+
+    kept = {
+        "string": "abc",
+        "none": None,
+        "number": 1.5,
+        "object": Unknown(),
+        "set": {1, 2},
+        "dataclass": Plain(1, 2),
+        "type": Plain,
+    }
+    batch = {**kept, "inputs": torch.zeros(2)}
+    mapped = map_tensors(lambda t: t + 1, batch)
+    assert all(mapped[key] is value for key, value in kept.items())
+    assert len(tensors_in(batch)) == 1
+
+
+def test_a_mapping_that_cannot_be_rebuilt_is_an_error():
+    class Odd(Fixed):
+        def __init__(self, a: torch.Tensor, b: int):
+            self.a = a
+
+        def __getitem__(self, key):
+            return self.a
+
+        def __iter__(self):
+            return iter("a")
+
+    with pytest.raises(TypeError, match="Odd.*register_pytree_node"):
+        map_tensors(lambda t: t + 1, Odd(torch.zeros(2), 0))
+
+
+def test_samples_are_counted_by_the_first_tensor_that_has_them():
+    assert measure({"temperature": torch.tensor(1.0), "inputs": torch.zeros(5, 2)}) == (5, 11)
+    assert measure({"temperature": torch.tensor(1.0)}) == (0, 1)
+    assert measure("no tensor") == (0, 0)
+
+
+class InKind(Dataset):
+    """Sample i is the number i; its batches are of one kind."""
+
+    task = "classification"
+
+    def __init__(self, kind: str):
+        self.kind = kind
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"inputs": torch.full((2,), float(index)), "targets": torch.tensor(index)}
+
+    def collate(self, samples: list[dict[str, torch.Tensor]]):
+        return KINDS[self.kind]({name: torch.stack([s[name] for s in samples]) for name in samples[0]})
+
+
+# A worker's batch is pickled, which the language forbids a mapping proxy.
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "mapping proxy"])
+def test_a_worker_hands_on_every_kind(kind):
+    found = []
+    for workers in (0, 1):
+        batches = TrainBatches(InKind(kind), global_size=12, seed=0, device=CPU, workers=workers)
+        micro = next(batches.micro_batches(Progress(), 12))
+        batches.close()
+        assert type(micro.data) is type(KINDS[kind](tensors()))
+        found.append(tensors_in(micro.data))
+        if kind in ATTRIBUTES:
+            name, value = ATTRIBUTES[kind]
+            assert getattr(micro.data, name) == value
+    assert runs.differences(found[0], found[1]) == []
+
+
+class SamplesInKind(InKind):
+    """Its single samples are of one kind, for torch's own collation."""
+
+    collate = staticmethod(default_collate)
+
+    def __getitem__(self, index: int):
+        return KINDS[self.kind](super().__getitem__(index))
+
+
+@pytest.mark.parametrize("kind", ["dict", "ordered dict", "user dict", "encoding", "slotted mapping", "namedtuple"])
+def test_torch_collates_samples_of_these_kinds(kind):
+    found = []
+    for workers in (0, 1):
+        batches = TrainBatches(SamplesInKind(kind), global_size=12, seed=0, device=CPU, workers=workers)
+        micro = next(batches.micro_batches(Progress(), 12))
+        batches.close()
+        assert type(micro.data) is type(KINDS[kind](tensors()))
+        assert batch_length(micro.data) == 12
+        found.append(tensors_in(micro.data))
+    assert runs.differences(found[0], found[1]) == []
+
+
+@pytest.mark.parametrize("kind", ["dataclass", "registered type"])
+def test_torch_refuses_to_collate_the_others(kind):
+    """A data set of these has to bring a `collate` of its own, and is told so."""
+    batches = TrainBatches(SamplesInKind(kind), global_size=12, seed=0, device=CPU)
+    with pytest.raises(TypeError, match="batch must contain tensors"):
+        next(batches.micro_batches(Progress(), 12))
