@@ -3,7 +3,6 @@ import pytest
 import runs
 
 from trainapp.tracking.tracker import Tracker
-from trainapp.train import loop
 
 LOG = {"loss": 1.5, "samples_per_second": 10.0, "memory/peak": 100, "memory/limit": 200}
 

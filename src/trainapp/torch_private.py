@@ -101,10 +101,17 @@ outside_dispatch_modes = _disable_current_modes
 
 
 def fake_tensor_mode() -> Any:
-    """A FakeTensorMode: tensors under it have shapes and dtypes, but no memory. Imported on use: it takes 0.1 s."""
+    """A FakeTensorMode: tensors under it have shapes and dtypes, but no memory. Imported on use: it takes 0.1 s.
+
+    Real tensors may take part: generators' states and constants that a model holds on to.
+    """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    return FakeTensorMode()
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+# What `tensor.item()` and `bool(tensor)` dispatch to.
+READ_OPERATORS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default)
 
 
 # Attention kernels whose results selective activation checkpointing keeps. Every backend has an operator of its own.

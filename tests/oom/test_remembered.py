@@ -172,7 +172,6 @@ def test_another_optimizer_or_model_is_another_key(tmp_path):
 
 def test_other_ranks_or_another_strategy_is_another_key(tmp_path):
     one = run(tmp_path / "a", changes={"train.max_steps": 1}).run
-    config = tiny(tmp_path / "a", *PLAIN)
     alone = hints.describe(one)
     one.ranks.world = 2
     assert hints.describe(one) != alone

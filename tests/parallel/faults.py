@@ -27,7 +27,7 @@ from trainapp.train import loop
 from trainapp.train.run import Run
 
 ENVIRONMENT = "TRAINAPP_TEST_FAULTS"  # {"folder": ..., "faults": [...]}
-# Phases of the loop (`run.attempt.phase`), told by the tensor operations in them, and places that have a function instead.
+# Phases of the loop (`run.attempt.phase`), recognised by the tensor operations in them, and places with a function.
 PLACES = ("fetch", "gather buffer", "reduce buffer", "bucket", "manifest")
 BETWEEN = ("weight average", "evaluate", "save", "manifest")  # follow a finished step
 

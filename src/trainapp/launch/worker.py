@@ -62,7 +62,7 @@ def _exit_if_not_collected(code: int) -> None:
 
 
 @contextlib.contextmanager
-def joined(config: Config) -> Iterator[Ranks]:
+def process_group(config: Config) -> Iterator[Ranks]:
     """Among the ranks that RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT name."""
     device = _device(config, int(os.environ.get("LOCAL_RANK", 0)))
     timeout = config.parallel.timeout

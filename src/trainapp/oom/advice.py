@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 def memory_report(run: Run, failure: Incident) -> str:
     """The last words of a run that cannot continue: the parts, then what would help, largest saving first."""
     parts = sorted(failure.parts.items(), key=lambda item: -item[1])
-    setting = "evaluation micro-batch" if failure.evaluating else "micro-batch"
+    kind = "evaluation micro-batch" if failure.evaluating else "micro-batch"
     lines = [
         f"out of memory in {failure.phase} with {kind} {failure.old_size}: no smaller one can fit.",
         failure.message,

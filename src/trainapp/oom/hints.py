@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from trainapp.paths import atomic_write, user_cache_dir
+from trainapp.files import atomic_write
+from trainapp.paths import user_cache_dir
 from trainapp.train.run import Run
 
 
@@ -60,7 +61,7 @@ def remember(run: Run) -> None:
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path) as file:
-            file.write(text.encode())
+            file.write(text)
 
 
 def _is_searched(run: Run) -> bool:

@@ -18,6 +18,7 @@ from trainapp.train.phase import Phase
 from trainapp.train.run import Run
 from trainapp.units import bytes_text
 
+
 @dataclass
 class Incident:
     """Plain values only: the error and its frames would keep every tensor of the failed step alive.

@@ -1,4 +1,4 @@
-"""What follows an out-of-memory error: all ranks leave the step, it is rolled back, the size changes, it is recorded."""
+"""After an out-of-memory error: all ranks leave the step, it is rolled back, the size changes, it is recorded."""
 
 import contextlib
 import json
@@ -10,13 +10,13 @@ from typing import Any, NoReturn
 
 from trainapp.data.size_search import Failure
 from trainapp.errors import TrainingStopped
+from trainapp.files import atomic_write
 from trainapp.memory.kinds import MemoryKind
 from trainapp.memory.timeline import Picture
 from trainapp.oom import incident
 from trainapp.oom.advice import memory_report
 from trainapp.oom.incident import Incident
 from trainapp.parallel.ranks import OUT_OF_MEMORY_EXIT, SingleRank
-from trainapp.paths import atomic_write
 from trainapp.train.phase import Phase
 from trainapp.train.run import Run
 from trainapp.train.transaction import rollback
@@ -37,9 +37,7 @@ def abort_on_all_ranks(run: Run, failure: Incident) -> None:
         return
     if not failure.by_peer:
         # torch unscales shards with a reduction of its own that no vote can stop
-        others_can_be_told = failure.evaluating or (
-            failure.phase.can_be_undone and failure.phase is not Phase.UNSCALE
-        )
+        others_can_be_told = failure.evaluating or (failure.phase.can_be_undone and failure.phase is not Phase.UNSCALE)
         if not ranks.votes_enabled or not others_can_be_told:
             leave_for_restart(run, failure)
         ranks.vote(True)
@@ -131,7 +129,7 @@ def leave_for_restart(run: Run, failure: Incident) -> NoReturn:
     incident.write(failure, run_dir / "oom", run.memory.out_of_memory_count, run.ranks.world)
     hint = {"eval_micro" if failure.evaluating else "micro": sizes.state_dict()}
     with atomic_write(run_dir / RESTART) as file:
-        file.write(json.dumps(hint).encode())
+        json.dump(hint, file)
     logging.shutdown()
     os._exit(OUT_OF_MEMORY_EXIT)
 

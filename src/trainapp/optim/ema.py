@@ -8,9 +8,9 @@ from torch import nn
 
 
 class WeightAverage:
-    """`average = decay * average + (1 - decay) * weights` after each optimizer step. `decay=None` keeps no average.
+    """`average = decay * average + (1 - decay) * weights` after each optimizer step. `decay` None: none is kept.
 
-    An update that runs out of memory resumes where it stopped: `position` counts the tensors that are done.
+    An update that memory runs out in goes on where it stopped: `position` counts the tensors that are done.
     """
 
     def __init__(self, model: nn.Module, decay: float | None):
@@ -21,14 +21,8 @@ class WeightAverage:
         self.position = 0
 
     @torch.no_grad()
-    def restart(self) -> None:
-        """Begin anew at the present weights."""
-        for average, weight in zip(self.averages, self.weights, strict=True):
-            average.copy_(weight)
-
-    @torch.no_grad()
     def catch_up(self, step: int) -> None:
-        """Update the average with the weights of `step`: once per step, however often it is called."""
+        """Bring the average to the weights of `step`: once for each step, however often it is called."""
         if self.step == step:
             return
         while self.position < len(self.weights):
@@ -36,9 +30,15 @@ class WeightAverage:
             self.position += 1
         self.step, self.position = step, 0
 
+    @torch.no_grad()
+    def start_at_weights(self) -> None:
+        """Begin anew: the average is the weights."""
+        for average, weight in zip(self.averages, self.weights, strict=True):
+            average.copy_(weight)
+
     @contextlib.contextmanager
     def in_place_of_weights(self) -> Iterator[None]:
-        """The model has the averages as its weights inside the block. Swaps them without copies."""
+        """The model evaluates with the averages inside the block. Swaps without copies."""
         self._swap()
         try:
             yield

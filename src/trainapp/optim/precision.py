@@ -50,16 +50,6 @@ class Precision:
         self.scaler.update()
         return self.scaler.get_scale() >= scale  # it falls after an overflow, and only then
 
-    def step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """The optimizer's step. Whether it was applied: an overflow of scaled gradients leaves it out."""
-        if not self.scaler.is_enabled():
-            optimizer.step()
-            return True
-        scale = self.scaler.get_scale()  # waits for the device
-        self.scaler.step(optimizer)
-        self.scaler.update()
-        return self.scaler.get_scale() >= scale
-
     def reset_scaler(self) -> None:
         """Abandon a step after unscaling and before stepping. The loss scale is unchanged."""
         if self.scaler.is_enabled():

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainapp.checkpoint.checkpointer import NullCheckpointer
 from trainapp.config import targets
@@ -26,7 +25,7 @@ from trainapp.optim.nonfinite import NonFiniteCheck
 from trainapp.parallel.ranks import SingleRank
 from trainapp.rng import preserved_rng
 from trainapp.signals import StopRequest
-from trainapp.torch_private import FakeTensorMode
+from trainapp.torch_private import READ_OPERATORS, DispatchMode, fake_tensor_mode
 from trainapp.tracking.meter import Meter
 from trainapp.tracking.tracker import SilentTracker
 from trainapp.train.assemble import Assembled, assemble
@@ -54,7 +53,7 @@ def traced_peak(run: Run, samples: int, **settings: Any) -> int:
     example = run.batches.example(samples)
     with preserved_rng(device):
         numerics = precision.build(config.precision, device)
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode, MadeUpValues():
+        with fake_tensor_mode() as mode, MadeUpValues():
             # The second micro-batch meets the gradients of the first, as all later ones do.
             parts = min(2, run.batches.accumulation(samples))
             batches = ExampleBatches([map_tensors(mode.from_tensor, example) for _ in range(parts)], samples)
@@ -64,13 +63,11 @@ def traced_peak(run: Run, samples: int, **settings: Any) -> int:
     return twin.memory.peak
 
 
-class MadeUpValues(TorchDispatchMode):
+class MadeUpValues(DispatchMode):
     """Answers reads of tensors without data: False, 1 or 1.0 (zero would divide by zero in Adam)."""
 
-    READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default)
-
     def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
-        if func in self.READS and getattr(args[0], "constant", None) is None:
+        if func in READ_OPERATORS and getattr(args[0], "constant", None) is None:
             kind = args[0].dtype
             return False if kind == torch.bool else 1.0 if kind.is_floating_point else 1
         return func(*args, **(kwargs or {}))
@@ -113,7 +110,7 @@ class TracedMemory(DeviceMemory):
         super().__init__(device, Memory(limit=None), total=1)
 
     @contextlib.contextmanager
-    def watch(self, resident: Resident, where: bool = True):
+    def watch(self, resident: Resident, track_modules: bool = True):
         """From here to the end of the block; `peak` is the highest of all blocks."""
         if self.watching:
             self._counter.register(resident)

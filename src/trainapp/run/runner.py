@@ -155,7 +155,7 @@ def _as_saved(config: Config, path: Path) -> Config:
 def _checkpoint_to_resume(config: Config) -> Path | None:
     """The checkpoint that was asked for, else the run directory's own newest one."""
     resume = config.checkpointing.resume
-    own = CheckpointDirectory(Path(config.run_dir), 1)
+    own = CheckpointDirectory(Path(config.run_dir), 1, SingleRank())
     if _has_restarted() and own.newest_name():
         return own.newest()
     if resume not in ("auto", "none"):

@@ -16,7 +16,7 @@ from trainapp.parallel.ranks import Ranks
 OF_EVERY_RANK = tuple(f"memory/{name}" for name in ("allocated", "reserved", "peak", "host_rss", "host_rss_peak"))
 
 
-def spread_over_ranks(scalars: dict[str, float], ranks: SingleRank) -> dict[str, float]:
+def spread_over_ranks(scalars: dict[str, float], ranks: Ranks) -> dict[str, float]:
     """The least and the most memory over ranks, and whose it is. Nothing for a single rank."""
     if ranks.world == 1:
         return {}

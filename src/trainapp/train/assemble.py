@@ -64,6 +64,8 @@ def assemble(
     if config.train.compile:
         model.compile()
     strategy = _spread(config, model, ranks, precision.compute_dtype)
+    if not strategy.recovers_in_place:
+        ranks.disable_votes()
     if is_meta:
         _initialise_shards(config, model, ranks, device)
     optimizer = build_optimizer(config.optimizer, model, device, config.user_packages)

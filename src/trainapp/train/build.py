@@ -46,7 +46,7 @@ def build(config: Config, stop: StopRequest, ranks: Ranks, memory: DeviceMemory 
     state, strategy = assembled.state, assembled.strategy
     if config.model.init_from:
         load_initial_weights(state.model, Path(config.model.init_from), config.model.init_strict)
-        state.average.restart()
+        state.average.start_at_weights()
     memory = memory or backends.build(config.memory, device)
     memory.keep_events = config.memory.timeline
     require_room(memory, state)

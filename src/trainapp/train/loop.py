@@ -55,7 +55,7 @@ def finish_step(run: Run) -> None:
     run.tracker.progress.advance(run.state.progress.step)
     flags = run.ranks.finish_flag_exchange()
     run.stop.agreed = flags.stop_signal
-    grow_micro_batch(run, flags.search_news > 0)
+    grow_micro_batch(run, flags.search_news)
     if not flags.still_saving:
         run.checkpointer.finish()
 

@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from trainapp.rng import Generators
+from trainapp.torch_private import buffers_of, foreach_copy_, non_persistent_buffers, version_of
 
 
 class RestorePoint:
@@ -14,11 +15,11 @@ class RestorePoint:
 
     def __init__(self, model: nn.Module, device: torch.device):
         self.device = device
-        found = [(m, name) for m in model.modules() for name, b in m._buffers.items() if b is not None]
-        self._places = [(m._buffers, name) for m, name in found]
+        found = [(m, name) for m in model.modules() for name, b in buffers_of(m).items() if b is not None]
+        self._places = [(buffers_of(m), name) for m, name in found]
         # BatchNorm's kernels write its statistics without counting up their version: only what is no part of the
         # state (rotary tables, masks) may be judged by it.
-        self._constant = [name in m._non_persistent_buffers_set for m, name in found]
+        self._constant = [name in non_persistent_buffers(m) for m, name in found]
         self._buffers: list[torch.Tensor] = []
         self._copies: list[torch.Tensor] = []
         self._versions: list[int] = []
@@ -36,12 +37,12 @@ class RestorePoint:
             moved = [
                 (copy, buffer)
                 for buffer, copy, version, constant in known
-                if not constant or buffer._version != version
+                if not constant or version_of(buffer) != version
             ]
             if moved:
                 with torch.no_grad():
-                    torch._foreach_copy_(*map(list, zip(*moved, strict=True)))
-        self._buffers, self._versions = buffers, [b._version for b in buffers]
+                    foreach_copy_(*map(list, zip(*moved, strict=True)))
+        self._buffers, self._versions = buffers, list(map(version_of, buffers))
 
     @torch.no_grad()
     def restore(self) -> None:

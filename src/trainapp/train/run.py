@@ -98,9 +98,7 @@ class Run:
     def save_is_due(self) -> bool:
         """Whether the cadence, or the end of the run, asks for a checkpoint of this step."""
         saved_at = self.checkpointer.saved_at
-        return self._is_due(self.cadences.save, saved_at) or (
-            self.is_ending and saved_at != self.state.progress.step
-        )
+        return self._is_due(self.cadences.save, saved_at) or (self.is_ending and saved_at != self.state.progress.step)
 
     @property
     def is_ending(self) -> bool:
@@ -131,7 +129,7 @@ class Run:
 
     def flags(self) -> Flags:
         """What this rank has to say to the others in every step."""
-        return Flags(self.stop.signal or 0, int(self.checkpointer.busy), int(self.sizes.train.has_news))
+        return Flags(self.stop.signal or 0, self.checkpointer.busy, self.sizes.train.has_news)
 
     def set_global_size(self, size: int) -> None:
         """`oom.keep_global_batch=false`: a smaller global batch, hence more steps and a longer schedule."""

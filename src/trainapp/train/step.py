@@ -64,7 +64,7 @@ def clip_gradients(run: Run, step: Step, totals: Totals) -> Tensor:
     if clipping is not None:
         factor = clipping if factor is None else clipping * factor
     if factor is not None:  # both in one pass over the gradients
-        torch._foreach_mul_(gradients, factor.to(norm.device))
+        foreach_mul_(gradients, factor.to(norm.device))
     return norm
 
 

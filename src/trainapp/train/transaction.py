@@ -25,8 +25,8 @@ def transaction(run: Run, step: Step) -> Iterator[None]:
     sizes.follow_schedule(step.number)
     run.ranks.start_flag_exchange(run.flags)  # in the background: the step hides it
     run.ranks.enable_votes(sizes.train.is_unproven)
-    if sizes.train.is_unproven or step.is_drawn or (step.is_logged and memory.wants_look):
-        with memory.watch(run.meter.resident(), where=sizes.train.is_untried):
+    if sizes.train.is_unproven or step.is_drawn or (step.is_logged and memory.watch_is_due):
+        with memory.watch(run.meter.resident(), track_modules=sizes.train.is_untried):
             yield
     else:
         yield
