@@ -98,7 +98,7 @@ def test_a_mapping_that_cannot_be_rebuilt_is_an_error():
         def __iter__(self):
             return iter("a")
 
-    with pytest.raises(TypeError, match="Odd.*register_pytree_node"):
+    with pytest.raises(TypeError, match=r"Odd.*register_pytree_node"):
         map_tensors(lambda t: t + 1, Odd(torch.zeros(2), 0))
 
 

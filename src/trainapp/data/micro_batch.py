@@ -1,7 +1,7 @@
 """Micro-batches, and how samples are cut into them."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from trainapp.data.batch import map_tensors
@@ -41,3 +41,17 @@ def cut_evenly(indices: Sequence[int], parts: int) -> list[Sequence[int]]:
     short, longer = divmod(len(indices), parts)
     ends = [short * part + min(part, longer) for part in range(parts + 1)]
     return [indices[a:b] for a, b in itertools.pairwise(ends) if a < b]
+
+
+def pieces_of(micro: MicroBatch, ranges: Sequence[range], samples: int) -> Iterator[MicroBatch]:
+    """The micro-batches that hold these ranges of a larger one's samples.
+
+    An empty range gives a sample that is not real, for a forward and backward that other ranks wait for.
+    """
+    if len(ranges) == 1:
+        yield micro
+        return
+    for number, piece in enumerate(ranges, start=1):
+        start, length = (piece.start, len(piece)) if piece else (0, 1)
+        data = narrow(micro.data, start, length, samples)
+        yield MicroBatch(data, last=micro.last and number == len(ranges), real=micro.real and len(piece) > 0)

@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainapp.data.batch import bucket_of, measure
-from trainapp.data.micro_batch import MicroBatch, cut, cut_evenly, narrow
-from trainapp.data.size_search import SizeSearch
+from trainapp.data.micro_batch import MicroBatch, cut, cut_evenly, pieces_of
+from trainapp.data.size_agreement import failed_buckets, largest_micro_batches, number_of_pieces
+from trainapp.data.size_search import Failure, SizeSearch
 from trainapp.parallel.ranks import SingleRank
 
 Plan = int | dict[int, int]  # the size of all shapes, or of each by its bucket
@@ -14,10 +15,10 @@ Plan = int | dict[int, int]  # the size of all shapes, or of each by its bucket
 
 @dataclass
 class MicroBatchSizes:
-    """One search for each shape of data, so that a long batch does not shrink all the others.
+    """One search per shape of data, so that a long batch does not shrink all the others.
 
-    start: the size that a first shape begins with. `ranks`, in the methods, are those that go forward together. The
-    searches are the same on all of them, for they change only by what all have told each other.
+    start: the size that a first shape begins with. `ranks`, in the methods, are those that go forward together. Their
+    searches are the same, for they change only by what all ranks have exchanged (see `size_agreement`).
     """
 
     start: int
@@ -25,11 +26,14 @@ class MicroBatchSizes:
     grow: bool = True
     smallest: int = 1
     searches: dict[int, SizeSearch] = field(default_factory=dict)
-    current: int | None = None  # the bucket of the micro-batch at work
-    ran: dict[int, int] = field(default_factory=dict)  # largest micro-batch of each bucket since all were told
-    numbers: dict[int, int] = field(default_factory=dict)  # the same in numbers instead of samples
-    seen: dict[int, int] = field(default_factory=dict)  # the same over all that ended well, on this rank
-    trying: bool = True  # whether what ran last, on any rank, had a size that is not proven
+    current_bucket: int | None = None  # of the micro-batch at work
+    # This rank's largest micro-batches by bucket: of the attempt at work, in samples and in elements;
+    attempt_samples: dict[int, int] = field(default_factory=dict)
+    attempt_elements: dict[int, int] = field(default_factory=dict)
+    # of all clean steps since the ranks last exchanged them, in samples; of all clean steps, in elements.
+    largest_run: dict[int, int] = field(default_factory=dict)
+    clean_elements: dict[int, int] = field(default_factory=dict)
+    is_unproven: bool = True  # whether what ran last, on any rank, had a size that is not proven
 
     @property
     def size(self) -> int:
@@ -39,43 +43,47 @@ class MicroBatchSizes:
     @property
     def size_at_work(self) -> int:
         """The size in force for the micro-batch at work."""
-        return self.size if self.current is None else self.search(self.current).size
+        return self.size if self.current_bucket is None else self.search(self.current_bucket).size
 
     @property
-    def proven(self) -> bool:
-        """Whether no bucket is being tried."""
-        return bool(self.searches) and all(map(self.covered, self.searches))
+    def all_proven(self) -> bool:
+        """Whether every bucket met so far has a proven size."""
+        return bool(self.searches) and all(map(self.is_proven, self.searches))
 
     @property
-    def untried(self) -> bool:
-        """Whether a size has not yet ended a step well."""
+    def is_untried(self) -> bool:
+        """Whether some size has not had a clean step yet."""
         return not all(search.clean for search in self.searches.values()) or not self.searches
 
     @property
-    def settled(self) -> bool:
+    def search_has_ended(self) -> bool:
         """Whether no larger size will be tried."""
-        return all(search.settled for search in self.searches.values())
+        return all(search.search_has_ended for search in self.searches.values())
 
     @property
     def has_news(self) -> bool:
         """Whether this rank has met a shape whose size is not proven, or might grow."""
-        return not all(self.covered(bucket) and self.search(bucket).settled for bucket in self.ran)
-
-    def covered(self, bucket: int) -> bool:
-        """Whether the size in force for a shape is proven: by itself, or by as many samples of a larger shape."""
-        own = self.search(bucket)
-        return own.proven or any(
-            s.proven and s.size >= own.size for other, s in self.searches.items() if other >= bucket
+        return not all(
+            self.is_proven(bucket) and self.search(bucket).search_has_ended
+            for bucket in self.largest_run.keys() | self.attempt_samples.keys()
         )
 
-    def in_force(self) -> Plan:
-        """The sizes by bucket, or the one for all."""
-        buckets = self.searches.keys() | self.ran.keys()
-        sizes = {bucket: self.search(bucket).size for bucket in sorted(buckets)} if len(buckets) > 1 else {}
-        return sizes if len(set(sizes.values())) > 1 else self.size
+    @property
+    def needs_watching(self) -> bool:
+        """Whether the micro-batch at work is of an unproven size, or the longest so far of a proven one."""
+        bucket = self.current_bucket or 0
+        longest = self.attempt_elements.get(bucket, 0) > self.clean_elements.get(bucket, 0)
+        return longest or not self.is_proven(bucket)
+
+    def is_proven(self, bucket: int) -> bool:
+        """Whether the size in force for a shape is proven: by itself, or by as many samples of a larger shape."""
+        own = self.search(bucket)
+        return own.is_proven or any(
+            s.is_proven and s.size >= own.size for other, s in self.searches.items() if other >= bucket
+        )
 
     def search(self, bucket: int) -> SizeSearch:
-        """The search of a bucket. A new one begins where the others' experience puts it: bytes go with numbers."""
+        """The search of a bucket. A new one begins where the failures of others put it: bytes grow with elements."""
         if bucket in self.searches:
             return self.searches[bucket]
         size = self.start
@@ -84,108 +92,107 @@ class MicroBatchSizes:
             size = max(self.smallest, int(min(known, default=size)))
         return SizeSearch(min(size, self.start), self.clean_steps, self.grow, smallest=self.smallest)
 
-    def split(self, micro: MicroBatch, ranks: SingleRank) -> Iterator[MicroBatch]:
-        """Cut what was fetched to the size in force for its shape, on every rank into as many pieces. Most often one.
+    def as_plan(self) -> Plan:
+        """The sizes in force by bucket, or the one size of all."""
+        buckets = self.searches.keys() | self.largest_run.keys() | self.attempt_samples.keys()
+        sizes = {bucket: self.search(bucket).size for bucket in sorted(buckets)} if len(buckets) > 1 else {}
+        return sizes if len(set(sizes.values())) > 1 else self.size
 
-        Ranks need not ask each other where all sizes are proven and alike; a shape that is new to one of them then
-        goes as it is, and has a size of its own as soon as the others have heard of it. Else they also hear at once
-        of a size that is not proven.
-        """
-        samples, numbers = measure(micro.data)
-        self.current = bucket = bucket_of(samples, numbers)
-        size = self.search(bucket).size
-        pieces = cut(range(samples), size) if samples > size else [range(samples)]
-        if ranks.world > 1:
-            uneven = not self.proven or len({search.size for search in self.searches.values()}) > 1
-            count, unproven = ranks.all_reduce_max(len(pieces), int(not self.covered(bucket))) if uneven else (1, 0)
-            if unproven:
-                ranks.enable_votes(True)
-            if count != len(pieces):
-                pieces = cut_evenly(range(samples), count)
-                pieces += [range(0)] * (count - len(pieces))
-        longest = len(pieces[0])
-        self.ran[bucket] = max(longest, self.ran.get(bucket, 0))
-        self.numbers[bucket] = max(numbers * longest // max(1, samples), self.numbers.get(bucket, 0))
-        if len(pieces) == 1:
-            yield micro
-            return
-        for number, piece in enumerate(pieces, start=1):
-            start, length = (piece[0], len(piece)) if piece else (0, 1)
-            data = narrow(micro.data, start, length, samples)
-            yield MicroBatch(data, last=micro.last and number == len(pieces), real=micro.real and len(piece) > 0)
-
-    @property
-    def watched(self) -> bool:
-        """Whether the micro-batch at work is of an unproven size, or the longest so far of a proven one."""
-        bucket = self.current or 0
-        return not self.covered(bucket) or self.numbers.get(bucket, 0) > self.seen.get(bucket, 0)
-
-    def succeeded(self, ranks: SingleRank, news: bool = False) -> dict[int, int]:
-        """A step (or an evaluation batch) ended well. Returns `{bucket: size}` for what is tried next.
-
-        news: whether any rank `has_news`, as all of them know.
-        """
-        for bucket, numbers in self.numbers.items():
-            self.seen[bucket] = max(numbers, self.seen.get(bucket, 0))
-        self.numbers = {}
-        if not (self.trying or (self.has_news if ranks.world == 1 else news)):
-            return {}
-        told, grown = ranks.all_gather_object(self.ran), {}
-        buckets = sorted(set().union(*told))
-        for bucket in buckets:
-            search = self.searches[bucket] = self.search(bucket)
-            # The most over ranks: those with fewer samples run smaller ones, and would never prove anything.
-            following = search.succeeded(max(ran.get(bucket, 0) for ran in told))
-            if following is not None:
-                grown[bucket] = following
-        self.ran = {}
-        self.trying = not all(map(self.covered, buckets)) if buckets else self.trying
-        return grown
-
-    def failed(self, ranks: SingleRank, culprit: bool = True) -> tuple[int, int] | None:
-        """Memory ran out in the micro-batch at work: `(old size, new size)`, or None at the smallest.
-
-        culprit: whether it did on this rank.
-        """
-        told = ranks.all_gather_object(self.current if culprit else None)
-        self.ran, self.numbers, self.trying = {}, {}, True
-        buckets = sorted({bucket for bucket in told if bucket is not None}) or self._largest_bucket()
-        if not buckets:  # at the very first fetch: no shape is known yet
-            old, self.start = self.start, max(self.smallest, self.start // 2)
-            return None if old <= self.smallest else (old, self.start)
-        changes = []
-        for bucket in buckets:
-            search = self.searches[bucket] = self.search(bucket)
-            old = search.size
-            changes.append((old, search.size) if search.failed() else None)
-        return None if None in changes else changes[0]
-
-    def _largest_bucket(self) -> list[int]:
-        return sorted(self.searches, key=lambda bucket: self.searches[bucket].size)[-1:]
-
-    def force(self, plan: Plan) -> None:
-        """Set the size of every shape, or of each, as a schedule asks."""
-        self.ran, self.trying = {}, True
+    def follow(self, plan: Plan) -> None:
+        """Set the size of every shape, or of each by its bucket, as a schedule asks."""
+        self._forget_attempt()
         if isinstance(plan, int):
             self.start, plan = plan, dict.fromkeys(self.searches, plan)
         for bucket, size in plan.items():
             search = self.searches[bucket] = self.search(bucket)
             search.size, search.clean = size, 0
 
+    def cut(self, micro: MicroBatch, ranks: SingleRank) -> Iterator[MicroBatch]:
+        """Cut what was fetched to the size in force for its shape, on every rank into as many pieces. Most often one.
+
+        Ranks need not ask each other where all sizes are proven and equal; a shape that is new to one of them is then
+        left whole, and has a size of its own as soon as the others have heard of it.
+        """
+        samples, elements = measure(micro.data)
+        self.current_bucket = bucket = bucket_of(samples, elements)
+        size = self.search(bucket).size
+        pieces = cut(range(samples), size) if samples > size else [range(samples)]
+        if ranks.world > 1:
+            ask = not self.all_proven or len({search.size for search in self.searches.values()}) > 1
+            count = number_of_pieces(ranks, len(pieces), not self.is_proven(bucket)) if ask else 1
+            if count != len(pieces):
+                pieces = cut_evenly(range(samples), count)
+                pieces += [range(0)] * (count - len(pieces))
+        longest = len(pieces[0])
+        elements = elements * longest // max(1, samples)
+        self.attempt_samples[bucket] = max(longest, self.attempt_samples.get(bucket, 0))
+        self.attempt_elements[bucket] = max(elements, self.attempt_elements.get(bucket, 0))
+        yield from pieces_of(micro, pieces, samples)
+
+    def succeeded(self, ranks: SingleRank, news: bool = False) -> dict[int, int]:
+        """A step (or an evaluation batch) was clean. Returns `{bucket: size}` for what is tried next.
+
+        news: whether any rank `has_news`, the same on all ranks.
+        """
+        for bucket, samples in self.attempt_samples.items():
+            self.largest_run[bucket] = max(samples, self.largest_run.get(bucket, 0))
+        for bucket, elements in self.attempt_elements.items():
+            self.clean_elements[bucket] = max(elements, self.clean_elements.get(bucket, 0))
+        self.attempt_samples, self.attempt_elements = {}, {}
+        if not (self.is_unproven or (self.has_news if ranks.world == 1 else news)):
+            return {}
+        # The largest over ranks: those with fewer samples run smaller ones, and would never prove anything.
+        largest, grown = largest_micro_batches(ranks, self.largest_run), {}
+        for bucket, samples in largest.items():
+            search = self.searches[bucket] = self.search(bucket)
+            next_size = search.succeeded(samples)
+            if next_size is not None:
+                grown[bucket] = next_size
+        self.largest_run = {}
+        self.is_unproven = not all(map(self.is_proven, largest)) if largest else self.is_unproven
+        return grown
+
+    def failed(self, ranks: SingleRank, culprit: bool = True, failure: Failure | None = None) -> tuple[int, int] | None:
+        """Memory ran out in the micro-batch at work: `(what ran, new size)`, or None if no smaller size can fit.
+
+        culprit: whether it did on this rank; failure: how.
+        """
+        bucket = self.current_bucket if culprit else None
+        largest, failures = failed_buckets(ranks, self.attempt_samples, bucket, failure if culprit else None)
+        self._forget_attempt()
+        if not failures:
+            failures = dict.fromkeys(self._largest_bucket())
+        if not failures:  # at the very first fetch: no shape is known yet
+            old, self.start = self.start, max(self.smallest, self.start // 2)
+            return None if old <= self.smallest else (old, self.start)
+        changes = []
+        for bucket, why in failures.items():
+            search = self.searches[bucket] = self.search(bucket)
+            ran = largest.get(bucket) or search.size  # nothing ran where the fetch failed
+            changes.append((ran, search.size) if search.failed(ran, why) else None)
+        return None if None in changes else changes[0]
+
+    def _forget_attempt(self) -> None:
+        self.attempt_samples, self.attempt_elements, self.largest_run = {}, {}, {}
+        self.is_unproven = True
+
+    def _largest_bucket(self) -> list[int]:
+        return sorted(self.searches, key=lambda bucket: self.searches[bucket].size)[-1:]
+
     def state_dict(self) -> dict[str, Any]:
         """Primitives only."""
         return {
             "start": self.start,
-            "buckets": {b: [s.size, s.works, s.fails, s.settled] for b, s in self.searches.items()},
+            "buckets": {b: [s.size, s.works, s.fails, s.search_has_ended] for b, s in self.searches.items()},
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """A hint from an earlier run: sizes still have to prove themselves. Never above `start`."""
-        for bucket, (size, works, fails, settled) in saved["buckets"].items():
+        for bucket, (size, works, fails, ended) in saved["buckets"].items():
             numbers = (size, works, *(() if fails is None else (fails,)))
             if not all(isinstance(n, int) for n in numbers) or size < 1:
                 raise ValueError(f"no sizes: {saved['buckets']}")
             search = SizeSearch(min(size, self.start), self.clean_steps, self.grow, smallest=self.smallest)
-            search.works, search.fails, search.settled = min(works, search.size), fails, settled
+            search.works, search.fails, search.search_has_ended = min(works, search.size), fails, ended
             self.searches[int(bucket)] = search
-        self.trying = True
+        self.is_unproven = True

@@ -90,7 +90,7 @@ def describe(run: Run, error: BaseException) -> Incident:
         alone=run.ranks.world == 1 or (phase == "evaluate" and not run.strategy.forward_is_collective),
         by_peer=isinstance(error, PeerOutOfMemory),
         host=not isinstance(error, torch.OutOfMemoryError) and memory.device.type == "cpu",
-        bucket=(state.eval_micro if phase == "evaluate" else state.micro).current or 0,
+        bucket=(state.eval_micro if phase == "evaluate" else state.micro).current_bucket or 0,
         events=events,
         kinds=kinds,
     )

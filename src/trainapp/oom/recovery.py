@@ -8,6 +8,7 @@ import time
 from typing import NoReturn
 
 from trainapp.config.schema import Config
+from trainapp.data.size_search import Failure
 from trainapp.errors import TrainingStopped
 from trainapp.memory.timeline import Picture
 from trainapp.oom import incident
@@ -53,7 +54,9 @@ def change_size(config: Config, run: Run, failure: Incident) -> None:
         run.retried = attempt
         failure.action = f"micro-batch {failure.old_size} again, after giving back the allocator's unused cache"
         return
-    changed = sizes.failed(ranks, culprit=not failure.by_peer) if has_size else None
+    fixed = sum(size for kind, size in run.meter.static.items() if kind != "gradients")  # those are dropped by now
+    why = Failure(failure.requested, fixed, failure.limit)
+    changed = sizes.failed(ranks, culprit=not failure.by_peer, failure=why) if has_size else None
     if changed is None:
         raise TrainingStopped(memory_report(config, run, failure))
     failure.old_size, failure.new_size = changed

@@ -22,13 +22,13 @@ def evaluate(run: Run) -> None:
     run.phase, run.attempt_started = "evaluate", started
     if run.evaluation is None:  # not after an error: a rank that evaluates by itself recovers by itself
         # Each rank proves its size by batches of its own, of which some have more than others: one decides for all.
-        run.ranks.enable_votes(run.ranks.all_reduce_min(-int(state.eval_micro.trying)) < 0)
+        run.ranks.enable_votes(run.ranks.all_reduce_min(-int(state.eval_micro.is_unproven)) < 0)
         run.strategy.broadcast_buffers()
         run.evaluation = Totals()
     state.model.eval()
     with preserved_rng(state.device), state.average.in_place_of_weights():
         for fetched in run.eval_batches.from_sample(run.evaluation.samples, state.eval_micro.size, run.ranks):
-            for micro in state.eval_micro.split(fetched, run.eval_ranks):
+            for micro in state.eval_micro.cut(fetched, run.eval_ranks):
                 evaluate_batch(run, micro)
     if run.strategy.forward_is_collective:
         run.strategy.finish_accumulation()
@@ -49,7 +49,7 @@ def evaluate(run: Run) -> None:
 def evaluate_batch(run: Run, micro: MicroBatch) -> None:
     """One evaluation micro-batch. Its sums count only once all of it is done."""
     state, memory = run.state, run.memory
-    watched = state.eval_micro.watched
+    watched = state.eval_micro.needs_watching
     with memory.watch(run.meter.resident(micro.data)) if watched else contextlib.nullcontext():
         with state.precision.autocast:
             loss, count, metrics = run.task(run.strategy.evaluate, micro.data)

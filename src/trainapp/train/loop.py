@@ -45,12 +45,12 @@ def train_step(run: Run) -> None:
     run.restore_point.take()
     run.phase = "data"
     if progress.step + 1 in run.size_plan:
-        state.micro.force(run.size_plan.pop(progress.step + 1))
+        state.micro.follow(run.size_plan.pop(progress.step + 1))
     run.ranks.start_agreement(run.flags)
-    run.ranks.enable_votes(state.micro.trying)
+    run.ranks.enable_votes(state.micro.is_unproven)
     logs, draws = run.logs_coming_step, run.draws_coming_step
-    watched = (logs and memory.wants_look) or draws or state.micro.trying
-    with memory.watch(run.meter.resident(), where=state.micro.untried) if watched else contextlib.nullcontext():
+    watched = (logs and memory.wants_look) or draws or state.micro.is_unproven
+    with memory.watch(run.meter.resident(), where=state.micro.is_untried) if watched else contextlib.nullcontext():
         totals = accumulate_gradients(run, logs)
         norm = clip(run, totals)
         applied = commit(run, totals, norm)
@@ -71,11 +71,11 @@ def look_for_larger_size(run: Run, news: bool) -> None:
 
     news: whether any rank has some for the search.
     """
-    micro, step, searching = run.state.micro, run.state.progress.step, not run.state.micro.settled
+    micro, step, searching = run.state.micro, run.state.progress.step, not run.state.micro.search_has_ended
     run.phase = "search"
     for size in micro.succeeded(run.ranks, news).values():
         run.tracker.note(f"step {step + 1} tries a larger micro-batch: {size}")
-    if searching and micro.settled:
+    if searching and micro.search_has_ended:
         run.tracker.note(f"the search ended with micro-batch {micro.size} at step {step}")
 
 

@@ -92,11 +92,11 @@ class Run:
     @property
     def draws_coming_step(self) -> bool:
         """Whether the coming step's memory is drawn: once, when the size is no longer new."""
-        return self.timeline and not self.state.micro.trying
+        return self.timeline and not self.state.micro.is_unproven
 
     def note_size(self) -> None:
         """Remember from which step on the micro-batch was this one, so that `batch.micro_schedule` replays it."""
-        sizes, step = self.state.micro.in_force(), self.state.progress.step + 1
+        sizes, step = self.state.micro.as_plan(), self.state.progress.step + 1
         if next(reversed(self.sizes_used.values()), None) == sizes:
             return
         size = self.state.micro.size

@@ -26,8 +26,8 @@ def accumulate_gradients(run: Run, logs: bool) -> Totals:
     weight = run.meter.weight(run.batches.step_samples(state.progress))
     micro_batches = run.batches.micro_batches(state.progress, state.micro.size, run.accumulation)
     for fetched in run.meter.timed(micro_batches):
-        for micro in state.micro.split(fetched, run.ranks):
-            watched = run.memory.watching or state.micro.watched
+        for micro in state.micro.cut(fetched, run.ranks):
+            watched = run.memory.watching or state.micro.needs_watching
             watch = run.memory.watch(run.meter.resident(micro.data)) if watched else contextlib.nullcontext()
             with run.strategy.micro_batch(micro.last), watch:
                 backward(run, micro, weight, totals, logs)

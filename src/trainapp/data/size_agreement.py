@@ -1,0 +1,40 @@
+"""What the ranks exchange about their micro-batches, so that every rank makes the same decision about sizes.
+
+Collective: call each function on every rank. A single rank agrees with itself at no cost.
+"""
+
+from trainapp.data.size_search import Failure
+from trainapp.parallel.ranks import SingleRank
+
+
+def number_of_pieces(ranks: SingleRank, pieces: int, unproven: bool) -> int:
+    """The most pieces that any rank cuts. Turns on votes if any rank's size is unproven: it may run out of memory."""
+    most, any_unproven = ranks.all_reduce_max(pieces, int(unproven))
+    if any_unproven:
+        ranks.enable_votes(True)
+    return most
+
+
+def largest_micro_batches(ranks: SingleRank, largest: dict[int, int]) -> dict[int, int]:
+    """`{bucket: samples}`, the largest over ranks, by ascending bucket."""
+    return _largest(ranks.all_gather_object(largest))
+
+
+def failed_buckets(
+    ranks: SingleRank, largest: dict[int, int], bucket: int | None, failure: Failure | None
+) -> tuple[dict[int, int], dict[int, Failure | None]]:
+    """The largest micro-batches of the attempt over ranks, and the first rank's failure of each bucket that failed.
+
+    bucket: the one that ran out of memory on this rank, None if none did.
+    """
+    by_rank = ranks.all_gather_object((largest, bucket, failure))
+    failures: dict[int, Failure | None] = {}
+    for _, failed_bucket, why in by_rank:
+        if failed_bucket is not None and failures.get(failed_bucket) is None:
+            failures[failed_bucket] = why
+    return _largest([samples for samples, _, _ in by_rank]), dict(sorted(failures.items()))
+
+
+def _largest(by_rank: list[dict[int, int]]) -> dict[int, int]:
+    buckets = sorted(set().union(*by_rank))
+    return {bucket: max(samples.get(bucket, 0) for samples in by_rank) for bucket in buckets}
