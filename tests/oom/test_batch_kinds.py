@@ -63,7 +63,7 @@ def test_a_run_is_the_same_for_every_kind(tmp_path, kind, phase, step, sizes):
         right = (model(batch["inputs"]).argmax(-1) == batch["targets"]).sum().item()
     assert evaluation["accuracy"] == pytest.approx(right / len(digits), abs=1e-9)
     # A batch that is not looked into would be neither measured nor cut.
-    assert set(recorded.run.state.micro.searches) == {128}
+    assert set(recorded.run.sizes.train.searches) == {128}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -76,4 +76,4 @@ def test_a_limit_counts_and_cuts_every_kind(tmp_path, kind):
         peaks.append(recorded.run.memory.peak)
     assert peaks[1] <= 60_000 < peaks[0]
     assert recorded.failures
-    assert recorded.run.state.micro.size < 64
+    assert recorded.run.sizes.train.size < 64

@@ -159,7 +159,7 @@ def batch_of(samples: int, features: int) -> torch.Tensor:
 
 
 def pieces(sizes: MicroBatchSizes, batch: torch.Tensor) -> list[int]:
-    return [len(piece.data) for piece in sizes.split(MicroBatch(batch, last=True, real=True), SingleRank())]
+    return [len(piece.data) for piece in sizes.cut(MicroBatch(batch, last=True, real=True), SingleRank())]
 
 
 def test_a_new_long_shape_begins_where_the_others_experience_puts_it():
@@ -176,11 +176,11 @@ def test_a_shape_that_is_cut_unevenly_proves_its_size():
     sizes = MicroBatchSizes(64, grow=False)
     pieces(sizes, batch_of(64, 16))
     sizes.succeeded(SingleRank())
-    sizes.force({16: 64, 1024: 24})
+    sizes.follow({16: 64, 1024: 24})
     for _ in range(3):
         assert pieces(sizes, batch_of(64, 1024)) == [24, 24, 16]
         sizes.succeeded(SingleRank())
-    assert sizes.searches[1024].proven
+    assert sizes.searches[1024].is_proven
     assert pieces(sizes, batch_of(49, 1024)) == [24, 23, 2]  # BatchNorm cannot normalise a single sample
 
 
@@ -197,17 +197,17 @@ def test_only_the_bucket_at_work_fails():
 def test_what_is_proven_for_a_larger_shape_is_proven_for_a_smaller():
     sizes = MicroBatchSizes(64)
     for _ in range(3):
-        assert sizes.trying
+        assert sizes.is_unproven
         pieces(sizes, batch_of(64, 1024))
         sizes.succeeded(SingleRank())
     pieces(sizes, batch_of(64, 16))
     sizes.succeeded(SingleRank())
-    assert sizes.proven
-    assert not sizes.trying
+    assert sizes.all_proven
+    assert not sizes.is_unproven
     pieces(sizes, batch_of(64, 4096))
-    assert sizes.watched
+    assert sizes.needs_watching
     sizes.succeeded(SingleRank())
-    assert sizes.trying
+    assert sizes.is_unproven
 
 
 def test_a_rare_long_shape_leaves_the_others_in_peace():
@@ -215,8 +215,8 @@ def test_a_rare_long_shape_leaves_the_others_in_peace():
     for features in (16, 16, 16, 1024, 16):
         pieces(sizes, batch_of(64, features))
         sizes.succeeded(SingleRank())
-    assert not sizes.proven  # the long one ran once
-    assert not sizes.trying  # but is not at work
+    assert not sizes.all_proven  # the long one ran once
+    assert not sizes.is_unproven  # but is not at work
 
 
 def test_sizes_survive_a_checkpoint():
@@ -229,16 +229,16 @@ def test_sizes_survive_a_checkpoint():
     loaded.load_state_dict(sizes.state_dict())
     assert {bucket: search.size for bucket, search in loaded.searches.items()} == {16: 64, 1024: 32}
     assert loaded.searches[1024].fails == 64
-    assert not loaded.proven  # a hint: it still has to prove itself
+    assert not loaded.all_proven  # a hint: it still has to prove itself
 
 
 def test_what_is_cut_again_loses_nothing():
     sizes = MicroBatchSizes(64)
     batch = {"inputs": torch.arange(30).reshape(10, 3), "targets": torch.arange(10), "scale": torch.tensor(2.0)}
     micro = MicroBatch(batch, last=True, real=True)
-    list(sizes.split(micro, SingleRank()))
-    sizes.force(4)
-    cut = [piece.data for piece in sizes.split(micro, SingleRank())]
+    list(sizes.cut(micro, SingleRank()))
+    sizes.follow(4)
+    cut = [piece.data for piece in sizes.cut(micro, SingleRank())]
     assert [len(piece["targets"]) for piece in cut] == [4, 4, 2]
     assert torch.equal(torch.cat([piece["inputs"] for piece in cut]), batch["inputs"])
     assert all(piece["scale"] == 2.0 for piece in cut)

@@ -40,13 +40,13 @@ def test_the_search_ends(start, share, base, per_sample, curve, clean_steps, sma
 
     budget = base + int(per_sample * (start * share) ** curve)
     search, failures, steps, failed_sizes = SizeSearch(max(start, smallest), clean_steps, smallest=smallest), 0, 0, []
-    while not (search.proven and search.settled):
+    while not (search.is_proven and search.search_has_ended):
         steps += 1
         assert smallest <= search.size <= max(start, smallest)
         if needed(search.size) > budget:
             failures += 1
             failed_sizes.append(search.size)
-            if not search.failed():
+            if not search.failed(search.size):
                 assert search.size == smallest
                 return
         else:

@@ -50,7 +50,7 @@ def test_where_100_fits(tmp_path, global_size, grow, wanted):
     assert recorded.run.memory.peak <= limit
     each_sample_once(recorded, 4)
     if grow:
-        assert micro.settled
+        assert micro.search_has_ended
 
 
 def test_the_log_says_where_the_search_ended(tmp_path, caplog):
@@ -73,10 +73,10 @@ def search_with(fits: int, start: int, clean_steps: int = 3, base: int = 0, per_
         needed = base + search.size * per_sample
         if needed > budget:
             search.failures += 1
-            assert search.failed()
+            assert search.failed(search.size)
         else:
             search.succeeded(search.size)
-            if search.proven and search.settled:
+            if search.is_proven and search.search_has_ended:
                 return search
     raise AssertionError("the search did not end")
 
@@ -87,7 +87,7 @@ def test_halving_alone_would_leave_a_third_idle(start, base):
     search = search_with(100, start, base=base)
     assert 95 <= search.size <= 100
     assert search.failures <= (1 if start == 128 else 2) + 2
-    assert SizeSearch(128, grow=False).failed() is True
+    assert SizeSearch(128, grow=False).failed(128) is True
 
 
 def test_what_fits_at_once_is_not_searched():
@@ -100,35 +100,35 @@ def test_fits_once_is_not_fits_again():
     search = SizeSearch(64)
     for _ in range(3):
         search.succeeded(64)
-    assert (search.works, search.proven) == (64, True)
-    assert search.failed()
+    assert (search.works, search.is_proven) == (64, True)
+    assert search.failed(search.size)
     assert (search.size, search.works, search.fails) == (32, 0, 64)
     sizes = set()
     for _ in range(40):
         sizes.add(search.size)
         search.succeeded(search.size)
     assert max(sizes) < 64
-    assert search.settled
+    assert search.search_has_ended
 
 
 def test_a_failed_try_goes_back_to_what_works():
     search = SizeSearch(128)
-    assert search.failed()
+    assert search.failed(search.size)
     assert search.size == 64
     tried = [search.succeeded(64) for _ in range(3)][-1]
     assert 64 < tried < 128
-    assert search.failed()
+    assert search.failed(search.size)
     assert (search.size, search.fails) == (64, tried)
 
 
 def test_the_smallest_cannot_fail():
     search = SizeSearch(4, smallest=2)
-    assert search.failed()
-    assert (search.size, search.failed()) == (2, False)
+    assert search.failed(search.size)
+    assert (search.size, search.failed(search.size)) == (2, False)
 
 
 def test_ragged_steps_prove_nothing():
     search = SizeSearch(64)
     for _ in range(10):
         search.succeeded(29)  # the epoch's last step
-    assert not search.proven
+    assert not search.is_proven

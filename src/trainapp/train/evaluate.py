@@ -26,7 +26,8 @@ def evaluate(run: Run) -> None:
     attempt.phase, attempt.started = Phase.EVALUATE, started
     if attempt.evaluation is None:  # after an error, a rank that evaluates by itself recovers by itself
         # Each rank proves its size with batches of its own, of which some have more than others: agree once.
-        run.ranks.enable_votes(run.ranks.all_reduce_max(int(sizes.is_unproven))[0] > 0)
+        all_proven = run.ranks.all_reduce_min(int(not sizes.is_unproven)) == 1
+        run.ranks.enable_votes(not all_proven)
         run.strategy.broadcast_buffers()
         attempt.evaluation = Totals()
     state.model.eval()
