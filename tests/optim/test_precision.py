@@ -28,6 +28,33 @@ def test_modes(mode, dtype, scaled):
     assert torch.get_float32_matmul_precision() == ("high" if mode == "tf32" else "highest")
 
 
+def stepped(mode, gradient):
+    """`(whether the step was applied, the weight, the loss scale)` of SGD with a rate of 1 from a weight of 1."""
+    weight = torch.ones(1, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    built = precision.build(schema.Precision(mode=mode, initial_scale=4.0), torch.device("cpu"))
+    weight.grad = built.scaler.scale(torch.tensor([gradient]))
+    built.unscale(optimizer, lambda found: None)
+    return built.step(optimizer), weight.item(), built.scaler.get_scale()
+
+
+def test_step_tells_whether_it_was_applied():
+    assert stepped("fp16", 0.5) == (True, 0.5, 4.0)
+    assert stepped("fp16", float("inf")) == (False, 1.0, 2.0)
+    assert stepped("fp32", 0.5) == (True, 0.5, 1.0)
+    assert stepped("fp32", float("inf"))[0]  # without a loss scaler, NonFiniteCheck decides
+
+
+def test_an_overflow_on_another_rank_is_an_overflow_here():
+    weight = torch.ones(1, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    built = precision.build(schema.Precision(mode="fp16"), torch.device("cpu"))
+    weight.grad = built.scaler.scale(torch.tensor([0.5]))
+    built.unscale(optimizer, lambda found: [flag.fill_(1.0) for flag in found])
+    assert not built.step(optimizer)
+    assert weight.item() == 1.0
+
+
 @pytest.mark.parametrize("case", runs.MODELS)
 @pytest.mark.parametrize("mode", ["tf32", "bf16", "fp16"])
 def test_trains_as_fp32_does(tmp_path, mode, case):

@@ -242,6 +242,18 @@ def _train_giving_up(abort_step: Any, rank: int, config: Config, *arguments: Any
         FSDP.abort_step = original
 
 
+def train_without_recovery(rank: int, config: Config, *arguments: Any) -> Record:
+    """As before torch 2.13: nothing can reset FSDP2's half-done backward."""
+    from trainapp.parallel.fsdp import FSDP
+
+    original = FSDP.recovers_in_place
+    FSDP.recovers_in_place = False
+    try:
+        return train(rank, config, *arguments)
+    finally:
+        FSDP.recovers_in_place = original
+
+
 def train_counting_wrappers(rank: int, config: Config, *arguments: Any) -> tuple[int, int]:
     """How often the model was wrapped for DDP, and how many of the wrappers outlived the run."""
     from trainapp.parallel.ddp import DDP

@@ -88,9 +88,8 @@ class Cell:
         if faults and not RESETS and {"parallel=fsdp", "parallel=hsdp"} & set(overrides):
             pytest.skip(needs_reset.kwargs["reason"])
         base = composed((*tiny, f"parallel.timeout={limit / 3}", *overrides))
-        settings = dataclasses.replace(
-            base, run_dir=str(run_dir or self.directory()), oom=dataclasses.replace(base.oom, schedule=schedule)
-        )
+        batch = dataclasses.replace(base.batch, micro_schedule=schedule)
+        settings = dataclasses.replace(base, run_dir=str(run_dir or self.directory()), batch=batch)
         marks = self.folder / f"fired_{self.number}"
         marks.mkdir(exist_ok=True)
         records = self.pool.run(max(1, world), function, settings, faults, str(marks), world == 0, limit=limit)

@@ -9,7 +9,7 @@ import itertools
 
 import pytest
 
-from .cells import Record, train_counting_wrappers, train_short_but
+from .cells import Record, train_counting_wrappers, train_short_but, train_without_recovery
 from .conftest import Cell, needs_reset
 from .faults import Fault, fail_at
 from .test_equality import error, errors, together
@@ -222,6 +222,12 @@ def test_disarmed_there_is_no_vote(cell):
     for spread in ("ddp", "fsdp"):
         records = cell.run(2, f"parallel={spread}", "parallel.vote_on_oom=never")
         assert [record.votes for record in records] == [0, 0]
+
+
+def test_without_recovery_in_place_there_is_no_vote(cell):
+    records = cell.run(2, "parallel=fsdp", "every.eval=2", function=train_without_recovery)
+    assert [record.votes for record in records] == [0, 0]
+    assert [record.votes_enabled for record in records] == [[False] * 4] * 2
 
 
 def test_growing_back_alike(cell):
