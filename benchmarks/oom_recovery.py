@@ -88,16 +88,7 @@ def with_trainapp(job: dict[str, Any]) -> dict[str, Any]:
 
     ledger = oom_job.ledger()
     with tempfile.TemporaryDirectory() as folder:
-        data = [f"++data.{name}={job[name]}" for name in ("size", "val_size", "context_length", "rarity")]
-        config = compose(
-            folder,
-            ["data=synthetic_tokens", "data._target_=oom_job.LongTail", *data],
-            ["model=gpt", f"model.context_length={job['context_length']}"],
-            [f"model.{name}={value}" for name, value in MODEL.items()],
-            ["task=oom_job.next_token", "user_packages=[oom_job]", "train.max_epochs=1", "schedule=constant"],
-            [f"batch.global_size={job['global_size']}", f"optimizer.lr={LEARNING_RATE}", "optimizer.weight_decay=0"],
-            [f"memory.limit={job['limit'] or 'null'}", "checkpointing.save=false"],
-        )
+        config = compose(folder, overrides(job))
         from trainapp.launch.launch import launch
 
         started = time.monotonic()
@@ -106,6 +97,27 @@ def with_trainapp(job: dict[str, Any]) -> dict[str, Any]:
         result = result_of(folder)
     reported, loss, restarts = result["steps"], result["objective"], result["oom_restarts"]
     return findings(ledger, job, reported, loss, started, counter.peak, restarts)
+
+
+def overrides(job: dict[str, Any]) -> list[str]:
+    """The job as arguments of `python -m trainapp`, where `oom_job` can be imported."""
+    return [
+        "data=synthetic_tokens",
+        "data._target_=oom_job.LongTail",
+        *(f"++data.{name}={job[name]}" for name in ("size", "val_size", "context_length", "rarity")),
+        "model=gpt",
+        f"model.context_length={job['context_length']}",
+        *(f"model.{name}={value}" for name, value in MODEL.items()),
+        "task=oom_job.next_token",
+        "user_packages=[oom_job]",
+        "train.max_epochs=1",
+        "schedule=constant",
+        f"batch.global_size={job['global_size']}",
+        f"optimizer.lr={LEARNING_RATE}",
+        "optimizer.weight_decay=0",
+        f"memory.limit={job['limit'] or 'null'}",
+        "checkpointing.save=false",
+    ]
 
 
 def with_accelerate(job: dict[str, Any]) -> dict[str, Any]:

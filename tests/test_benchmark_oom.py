@@ -6,10 +6,11 @@ import logging
 import re
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 import torch
-from helpers import ROOT, environment
+from helpers import ROOT, environment, incidents, result, train
 
 from trainapp.memory.live_tensors import LiveTensors
 
@@ -107,6 +108,33 @@ def test_a_new_model_begins_a_new_count(monkeypatch):
     assert (row["steps_done"], row["steps_in_weights"], row["samples_in_weights"]) == (2, 1, 3)
 
 
+def test_the_picture_shows_what_the_run_did(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import oom_recovery
+    import recovery_picture
+
+    overrides = (*oom_recovery.overrides(oom_recovery.QUICK), "every.log=1", "train.device=cpu")
+    train(tmp_path / "run", *overrides, cwd=BENCHMARKS)
+    recovery_picture.draw(tmp_path / "run", tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+    axes = Recorder()
+    recovery_picture.draw_micro_batches(axes, result(tmp_path / "run"), incidents(tmp_path / "run"))
+    (short, long), (crosses,) = axes.calls["step"], axes.calls["plot"]
+    assert set(short[1]) == {16}  # the sizes in force for short samples: the global batch
+    assert max(long[1]) < 16
+    assert crosses[:2] == ([4] * len(crosses[0]), [16, 8][: len(crosses[0])])
+
+
+class Recorder:
+    """Stands in for axes: notes the positional arguments of every call by the method's name."""
+
+    def __init__(self):
+        self.calls, self.xaxis, self.spines = {}, mock.MagicMock(), mock.MagicMock()
+
+    def __getattr__(self, name):
+        return lambda *arguments, **options: self.calls.setdefault(name, []).append(arguments)
+
+
 def test_the_example_in_the_documentation_runs(caplog):
     """The plain PyTorch script of docs/oom.md, under a real limit."""
     text = (ROOT / "docs" / "oom.md").read_text()
@@ -118,8 +146,8 @@ def test_the_example_in_the_documentation_runs(caplog):
 
 
 def test_the_pictures_in_the_documentation_are_there():
-    for name in ("oom.md", "memory.md"):
-        for picture in re.findall(r"!\[[^]]*\]\(([^)]+)\)", (ROOT / "docs" / name).read_text()):
-            content = (ROOT / "docs" / picture).read_bytes()
+    for document in (ROOT / "README.md", ROOT / "docs/oom.md", ROOT / "docs/memory.md"):
+        for picture in re.findall(r"!\[[^]]*\]\(([^)]+)\)", document.read_text()):
+            content = (document.parent / picture).read_bytes()
             assert content.startswith(b"\x89PNG")
             assert len(content) < 60_000
