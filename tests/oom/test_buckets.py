@@ -9,6 +9,8 @@ from runs import weights
 from trainapp.data.batch import bucket_of, measure
 from trainapp.data.micro_batch import MicroBatch
 from trainapp.data.micro_batch_sizes import MicroBatchSizes
+from trainapp.data.size_agreement import failed_buckets
+from trainapp.data.size_search import Failure
 from trainapp.parallel.ranks import SingleRank
 
 from .conftest import tiny
@@ -192,6 +194,40 @@ def test_only_the_bucket_at_work_fails():
     pieces(sizes, batch_of(64, 1024))
     assert sizes.failed(SingleRank()) == (64, 32)
     assert {bucket: search.size for bucket, search in sizes.searches.items()} == {16: 64, 1024: 32}
+
+
+def test_the_largest_micro_batch_of_the_attempt_is_what_failed():
+    sizes = MicroBatchSizes(64)
+    assert pieces(sizes, batch_of(40, 16)) == [40]
+    sizes.succeeded(SingleRank())
+    assert pieces(sizes, batch_of(20, 16)) == [20]
+    assert pieces(sizes, batch_of(10, 16)) == [10]
+    assert sizes.failed(SingleRank()) == (20, 10)
+    assert sizes.searches[16].fails == 20
+
+
+class ThreeRanks(SingleRank):
+    """The second of three ranks, with what the others say."""
+
+    rank, world = 1, 3
+
+    def __init__(self, first, third):
+        self.first, self.third = first, third
+
+    def all_gather_object(self, value):
+        return [self.first, value, self.third]
+
+
+def test_ranks_agree_on_what_ran_and_on_who_failed():
+    first_failure, third_failure = Failure(10, 20, 30), Failure(11, 20, 30)
+    first, third = ({16: 30}, 16, first_failure), ({16: 31, 1024: 7}, 1024, third_failure)
+    largest, failures = failed_buckets(ThreeRanks(first, third), {16: 32}, None, None)
+    assert largest == {16: 32, 1024: 7}
+    assert failures == {16: first_failure, 1024: third_failure}
+    sizes = MicroBatchSizes(64)
+    sizes.attempt_samples = {16: 32}
+    assert sizes.failed(ThreeRanks(first, third), culprit=False) == (32, 16)
+    assert {bucket: (s.size, s.fails) for bucket, s in sizes.searches.items()} == {16: (16, 32), 1024: (3, 7)}
 
 
 def test_what_is_proven_for_a_larger_shape_is_proven_for_a_smaller():

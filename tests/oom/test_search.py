@@ -132,3 +132,41 @@ def test_ragged_steps_prove_nothing():
     for _ in range(10):
         search.succeeded(29)  # the epoch's last step
     assert not search.is_proven
+
+
+def test_failures_with_the_same_samples_are_one_failure():
+    """With 1,024 samples in the step, 4096 and 2048 run the same micro-batch."""
+    search, failures = SizeSearch(4096), 0
+    while search.failed(min(search.size, 1024)):
+        failures += 1
+        assert search.size == 1024 >> failures
+    assert failures == 10  # 512, 256, ... 1; the eleventh attempt, with 1, is the last
+    search = SizeSearch(4096)
+    search.failed(1024)
+    assert (search.size, search.fails) == (512, 1024)
+
+
+def test_what_failed_with_few_samples_is_not_tried_with_them_again():
+    """What is proven for more samples says nothing any more, and the same few would run again."""
+    search = SizeSearch(64)
+    for _ in range(3):
+        search.succeeded(64)
+    assert search.failed(29)
+    assert (search.size, search.works, search.fails) == (14, 0, 29)
+
+
+def test_more_than_the_size_may_have_run():
+    """A shape that is new to one rank alone is not cut; its size has not failed yet."""
+    search = SizeSearch(8)
+    assert search.failed(64)
+    assert (search.size, search.fails) == (8, 64)
+
+
+def test_an_evaluation_that_is_one_batch_fails_once_for_it(tmp_path):
+    """The 360 digits are one batch for every size above."""
+    changes = {"batch.eval_micro_size": 2880, "batch.micro_size": 8, "batch.global_size": 8, "every.eval": 1}
+    changes["train.max_steps"] = 1
+    peak = Recorded(tiny(tmp_path / "a", *LINEAR, changes=changes | {"batch.eval_micro_size": 180})).run.memory.peak
+    recorded = Recorded(tiny(tmp_path / "b", *LINEAR, changes=changes | {"memory.limit": peak}))
+    assert [(f.phase, f.old_size, f.new_size) for f in recorded.failures] == [("evaluate", 360, 180)]
+    assert recorded.run.memory.peak <= peak
