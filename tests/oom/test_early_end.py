@@ -2,7 +2,6 @@
 
 import pytest
 
-from trainapp.data.size_search import Failure, SizeSearch
 from trainapp.errors import TrainingStopped
 from trainapp.oom.incident import Incident
 from trainapp.run import runner
@@ -11,58 +10,6 @@ from .conftest import tiny
 from .inject import Recorded
 
 pytestmark = pytest.mark.usefixtures("without_pictures")
-
-TOO_MUCH = Failure(requested=90, fixed_bytes=20, limit=100)  # 90 + 20 > 100
-ENOUGH_ALONE = Failure(requested=70, fixed_bytes=20, limit=100)
-
-
-def sizes_tried(start: int, fits, failure_at, smallest: int = 1, grow: bool = False) -> tuple[list[int], bool]:
-    """Every size that is tried until the first proven one (or until none is left), and whether one fits."""
-    search, tried = SizeSearch(start, grow=grow, smallest=smallest), []
-    while not search.is_proven:
-        tried.append(search.size)
-        assert len(tried) < 50
-        if fits(search.size):
-            search.succeeded(search.size)
-        elif not search.failed(search.size, failure_at(search.size)):
-            return tried, False
-    return tried, True
-
-
-def test_the_same_request_twice_is_followed_by_the_smallest_size():
-    never = lambda size: False  # noqa: E731
-    assert sizes_tried(1024, never, lambda size: TOO_MUCH) == ([1024, 512, 1], False)
-    assert sizes_tried(1024, never, lambda size: TOO_MUCH, smallest=2) == ([1024, 512, 2], False)
-    # Halving is what happens otherwise.
-    halving = [1024 >> n for n in range(11)]
-    assert sizes_tried(1024, never, lambda size: None) == (halving, False)
-    assert sizes_tried(1024, never, lambda size: Failure(None, 20, 100)) == (halving, False)
-    assert sizes_tried(1024, never, lambda size: ENOUGH_ALONE) == (halving, False)
-    assert sizes_tried(1024, never, lambda size: Failure(size * 90, 20, 100)) == (halving, False)
-
-
-@pytest.mark.parametrize("grow", [False, True])
-def test_a_run_that_fits_is_not_stopped_by_a_coincidence(grow):
-    """A layer of twice the width asks for the same at half the size."""
-    tried, fits = sizes_tried(1024, lambda size: size <= 200, lambda size: TOO_MUCH, grow=grow)
-    assert fits
-    assert tried[:7] == [1024, 512, 1, 256, 128, 128, 128]
-    assert (190 <= tried[-1] <= 200) if grow else len(tried) == 7
-
-
-def test_a_success_in_between_makes_it_another_matter():
-    search = SizeSearch(64)
-    assert search.failed(64, TOO_MUCH)
-    search.succeeded(32)
-    assert search.failed(32, TOO_MUCH)
-    assert search.size == 16
-
-
-def test_the_same_size_twice_shows_nothing():
-    search = SizeSearch(64)
-    assert search.failed(64, TOO_MUCH)
-    assert search.failed(64, TOO_MUCH)
-    assert search.size == 32
 
 
 @pytest.fixture
