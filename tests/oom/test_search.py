@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from trainapp.data.size_search import SizeSearch
-
 from .conftest import tiny
 from .inject import Recorded
 
@@ -64,71 +62,11 @@ def test_the_log_says_where_the_search_ended(tmp_path, caplog):
     assert str(size) in ended[0]
 
 
-def search_with(fits: int, start: int, clean_steps: int = 3, base: int = 0, per_sample: int = 10) -> SizeSearch:
-    """The search on a device where `fits` samples fit, run until it ends."""
-    search, budget = SizeSearch(start, clean_steps), base + fits * per_sample + per_sample // 2
-    search.failures = search.steps = 0
-    for _ in range(500):
-        search.steps += 1
-        needed = base + search.size * per_sample
-        if needed > budget:
-            search.failures += 1
-            assert search.failed(search.size)
-        else:
-            search.succeeded(search.size)
-            if search.is_proven and search.search_has_ended:
-                return search
-    raise AssertionError("the search did not end")
-
-
-@pytest.mark.parametrize("base", [0, 1000, 9000, 100_000])  # the last: a model that fills 99% of the device
-@pytest.mark.parametrize("start", [128, 256])
-def test_halving_alone_would_leave_a_third_idle(start, base):
-    search = search_with(100, start, base=base)
-    assert 95 <= search.size <= 100
-    assert search.failures <= (1 if start == 128 else 2) + 2
-    assert SizeSearch(128, grow=False).failed(128) is True
-
-
-def test_what_fits_at_once_is_not_searched():
-    search = search_with(128, 128)
-    assert (search.size, search.failures, search.steps) == (128, 0, 3)
-
-
-def test_fits_once_is_not_fits_again():
-    # Proven, then it fails after all: the search goes down and does not come back to that size.
-    search = SizeSearch(64)
-    for _ in range(3):
-        search.succeeded(64)
-    assert (search.works, search.is_proven) == (64, True)
-    assert search.failed(search.size)
-    assert (search.size, search.works, search.fails) == (32, 0, 64)
-    sizes = set()
-    for _ in range(40):
-        sizes.add(search.size)
-        search.succeeded(search.size)
-    assert max(sizes) < 64
-    assert search.search_has_ended
-
-
-def test_a_failed_try_goes_back_to_what_works():
-    search = SizeSearch(128)
-    assert search.failed(search.size)
-    assert search.size == 64
-    tried = [search.succeeded(64) for _ in range(3)][-1]
-    assert 64 < tried < 128
-    assert search.failed(search.size)
-    assert (search.size, search.fails) == (64, tried)
-
-
-def test_the_smallest_cannot_fail():
-    search = SizeSearch(4, smallest=2)
-    assert search.failed(search.size)
-    assert (search.size, search.failed(search.size)) == (2, False)
-
-
-def test_ragged_steps_prove_nothing():
-    search = SizeSearch(64)
-    for _ in range(10):
-        search.succeeded(29)  # the epoch's last step
-    assert not search.is_proven
+def test_an_evaluation_that_is_one_batch_fails_once_for_it(tmp_path):
+    """The 360 digits are one batch for every size above."""
+    changes = {"batch.eval_micro_size": 2880, "batch.micro_size": 8, "batch.global_size": 8, "every.eval": 1}
+    changes["train.max_steps"] = 1
+    peak = Recorded(tiny(tmp_path / "a", *LINEAR, changes=changes | {"batch.eval_micro_size": 180})).run.memory.peak
+    recorded = Recorded(tiny(tmp_path / "b", *LINEAR, changes=changes | {"memory.limit": peak}))
+    assert [(f.phase, f.old_size, f.new_size) for f in recorded.failures] == [("evaluate", 360, 180)]
+    assert recorded.run.memory.peak <= peak

@@ -1,4 +1,4 @@
-"""How samples become batches on the device: worker processes, augmentation by sample, pinned copies ahead of time."""
+"""Fetches batches and moves them to the device: worker processes, per-sample seeds, pinned copies ahead of time."""
 
 import os
 import random
@@ -19,7 +19,7 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Request:
-    """A micro-batch to fetch: dataset indices, and the epoch for the augmentation."""
+    """A micro-batch to fetch: indices into the data set, and the epoch, which augmentation depends on."""
 
     epoch: int
     indices: list[int]
@@ -28,9 +28,9 @@ class Request:
 class Fetcher(Dataset):
     """`fetcher[request]` is a collated batch. Runs in the loader's workers, or in the main process without them.
 
-    A data set with `__getitems__` and `set_epoch` of its own answers whole batches and keeps its promise that a
-    sample depends on (seed, epoch, index) alone. For others every sample is fetched with the global generators seeded
-    from those three, which makes the same sample of the usual random transforms whenever it is fetched again.
+    A data set with `__getitems__` that also has `set_epoch` (or is `in_memory`) returns whole batches, and promises
+    that a sample depends on (seed, epoch, index) alone. For others the global generators are seeded from those three
+    before each sample, so that the usual random transforms give the same sample every time it is fetched.
     """
 
     def __init__(self, dataset: Dataset, seed: int):
@@ -65,12 +65,12 @@ def _unchanged(batch: Any) -> Any:
 
 
 def _leave_ctrl_c(worker: int) -> None:
-    """A terminal sends Ctrl-C to workers, too; the step that is to be finished still needs them."""
+    """A terminal sends Ctrl-C to workers too, but the step that is being finished still needs them."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 class _Stream(IterableDataset):
-    """Feeds a DataLoader's workers with requests, from wherever the trainer is when it starts to iterate."""
+    """The requests for a DataLoader's workers. Set `requests` before each iteration over the loader."""
 
     def __init__(self):
         self.requests: Iterator[Request] = iter(())
@@ -79,8 +79,11 @@ class _Stream(IterableDataset):
         return self.requests
 
 
-class Batches:
-    """Turns requests into batches on the device, through worker processes where that pays."""
+class BatchLoader:
+    """Turns requests into batches on the device.
+
+    workers: processes that fetch; 0 fetches in this process.
+    """
 
     def __init__(self, dataset: Dataset, seed: int, workers: int, device: torch.device):
         self.fetcher, self.device = Fetcher(dataset, seed), device
@@ -97,11 +100,11 @@ class Batches:
                 pin_memory=self._pinned,
                 persistent_workers=True,
                 worker_init_fn=_leave_ctrl_c,
-                generator=torch.Generator(),  # else it draws from the run's own, and the workers change the result
+                generator=torch.Generator(),  # the default draws from the run's, so that workers change the result
             )
 
-    def open(self, requests: Iterator[Request]) -> Iterator[Any]:
-        """Batches on the device, in the order of the requests; a batch ahead on CUDA."""
+    def batches(self, requests: Iterator[Request]) -> Iterator[Any]:
+        """Batches on the device, in the order of the requests; on CUDA the next one is copied ahead."""
         if self._loader is None:
             fetched = map(self.fetcher.__getitem__, requests)
             if self._pinned:
@@ -112,7 +115,7 @@ class Batches:
         return self._ahead(fetched) if self._pinned else map(self._move, fetched)
 
     def close(self) -> None:
-        """End the worker processes; the batches that were fetched ahead are lost."""
+        """End the worker processes. Batches fetched ahead are lost."""
         self._stream.requests = iter(())
         self._loader = None  # torch ends the workers with the last reference to their iterator
 
@@ -122,27 +125,30 @@ class Batches:
         return map_tensors(lambda t: t.to(self.device, non_blocking=self._pinned), batch)
 
     def _ahead(self, fetched: Iterator[Any]) -> Iterator[Any]:
-        """Copy the next batch on a stream of its own while the current one is worked on."""
-        copies = torch.cuda.Stream(self.device)
+        """Copy the next batch on a stream of its own while the current one is in use."""
+        copy_stream = torch.cuda.Stream(self.device)
 
-        def start() -> Any:
-            host = next(fetched, None)
-            if host is None:
+        def start_copy() -> Any:
+            batch = next(fetched, None)
+            if batch is None:
                 return None
-            with torch.cuda.stream(copies):
-                return self._move(host)
+            with torch.cuda.stream(copy_stream):
+                return self._move(batch)
 
-        following = start()
-        while following is not None:
+        next_batch = start_copy()
+        while next_batch is not None:
             current = torch.cuda.current_stream(self.device)
-            current.wait_stream(copies)
-            batch = map_tensors(lambda t, s=current: t.record_stream(s) or t, following)
-            following = start()
+            current.wait_stream(copy_stream)
+            batch = map_tensors(lambda t, s=current: t.record_stream(s) or t, next_batch)
+            next_batch = start_copy()
             yield batch
 
 
 def worker_count(setting: int | str, dataset: Dataset, ranks: int = 1) -> int:
-    """Loader processes: none for data in memory, else the cores that this rank may use, less one for training."""
+    """Worker processes per rank: none for data in memory, else this rank's share of the cores, less one for training.
+
+    setting: `data.num_workers`, a number or "auto"; ranks: on this machine.
+    """
     if setting != "auto":
         return int(setting)
     if getattr(dataset, "in_memory", False):

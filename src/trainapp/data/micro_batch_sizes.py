@@ -165,9 +165,11 @@ class MicroBatchSizes:
         if not failures:  # at the very first fetch: no shape is known yet
             old, self.start = self.start, max(self.smallest, self.start // 2)
             return None if old <= self.smallest else (old, self.start)
+        # All as they were when they failed: a first change would be experience for a search that is made after it.
+        self.searches |= {bucket: self.search(bucket) for bucket in failures}
         changes = []
         for bucket, why in failures.items():
-            search = self.searches[bucket] = self.search(bucket)
+            search = self.searches[bucket]
             ran = largest.get(bucket) or search.size  # nothing ran where the fetch failed
             changes.append((ran, search.size) if search.failed(ran, why) else None)
         return None if None in changes else changes[0]

@@ -1,7 +1,7 @@
 """Which samples a step trains on, and how they are cut into micro-batches.
 
 The sampler's whole state is (seed, epoch, samples consumed): it depends on neither batch size nor workers nor ranks,
-so that a retry or a resume may change all three and still see the same samples.
+so a retry or a resume may change all three and still see the same samples.
 """
 
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from trainapp.data.loader import Batches, Request
+from trainapp.data.loader import BatchLoader, Request
 from trainapp.data.micro_batch import MicroBatch, cut, cut_evenly
 from trainapp.data.progress import Progress
 from trainapp.parallel.ranks import SingleRank
@@ -25,7 +25,8 @@ def epoch_order(seed: int, epoch: int, samples: int) -> list[int]:
 class TrainBatches:
     """The training samples, step by step.
 
-    samples: in the data set; global_size: for each optimizer step over all ranks; rank, world: this process's part.
+    global_size: samples per optimizer step over all ranks. rank, world: which part of each step is this process's.
+    Attributes: `samples` in the data set, `epoch_samples` in an epoch (fewer where `drop_last` leaves some out).
     """
 
     def __init__(
@@ -43,15 +44,15 @@ class TrainBatches:
         self.global_size, self.seed, self.rank, self.world = global_size, seed, rank, world
         self.dataset, self.samples = dataset, len(dataset)
         self.epoch_samples = self.samples - self.samples % global_size if drop_last else self.samples
-        self._source = Batches(dataset, seed, workers, device)
+        self._source = BatchLoader(dataset, seed, workers, device)
         self._order: tuple[int, list[int]] = (-1, [])
         self._open: Iterator[Any] = iter(())
         self._cuts: tuple[tuple, list[list[int]]] = ((), [])
-        self._position: tuple | None = None  # where the open iterator stands; None: nowhere useful
+        self._position: tuple | None = None  # of the open iterator: `micro_batches`' next arguments; None: unknown
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimizer steps; the last may be partial."""
+        """Optimizer steps per epoch; the last may have fewer samples."""
         return -(-self.epoch_samples // self.global_size)
 
     def accumulation(self, size: int, parts: int | None = None) -> int:
@@ -68,23 +69,23 @@ class TrainBatches:
         return self._local(progress.epoch, progress.consumed)
 
     def micro_batches(self, progress: Progress, size: int, parts: int | None = None) -> Iterator[MicroBatch]:
-        """The coming step's micro-batches, on the device; as many on every rank.
+        """The coming step's micro-batches, on the device; the same number on every rank.
 
-        parts: cut evenly into at least so many; None cuts off `size` at a time. What was fetched ahead for another
-        position or another cut is dropped: the samples are fetched again.
+        parts: cut evenly into at least this many; None cuts off `size` at a time. Batches fetched ahead for another
+        position or another cut are dropped, and their samples fetched again.
         """
-        here = (progress.epoch, progress.consumed, size, parts)
-        if self._position != here:
-            self._open = iter(())  # ends the workers' old round before the new one begins
-            self._open = self._source.open(self._requests(*here))
-        self._position = None  # a step that is given up leaves the iterator in the middle
-        pieces = self._cut(*here)
+        position = (progress.epoch, progress.consumed, size, parts)
+        if self._position != position:
+            self._open = iter(())  # ends the workers' iteration before the next one begins
+            self._open = self._source.batches(self._requests(*position))
+        self._position = None  # an aborted step leaves the iterator in the middle
+        pieces = self._cut(*position)
         for number, piece in enumerate(pieces, start=1):
             yield MicroBatch(next(self._open), last=number == len(pieces), real=bool(piece))
         self._position = (*self.after(progress.epoch, progress.consumed), size, parts)
 
     def example(self, samples: int) -> Any:
-        """The first samples of the data set as a batch, on the host."""
+        """The first `samples` samples of the data set as a batch, on the CPU."""
         return self._source.fetcher[Request(0, list(range(min(samples, self.samples))))]
 
     def advance(self, progress: Progress) -> None:
@@ -98,7 +99,7 @@ class TrainBatches:
         self._source.close()
 
     def after(self, epoch: int, consumed: int) -> tuple[int, int]:
-        """Where the sampler stands after the step that begins there."""
+        """`(epoch, consumed)` after the step that begins at the given position."""
         consumed += self.global_size
         return (epoch, consumed) if consumed < self.epoch_samples else (epoch + 1, 0)
 
@@ -109,17 +110,17 @@ class TrainBatches:
             epoch, consumed = self.after(epoch, consumed)
 
     def _cut(self, *position: Any) -> list[list[int]]:
-        """`_pieces`, kept: without workers the fetcher and the loop ask for the same ones in turn."""
+        """`_pieces`, cached: without workers, the fetcher and the loop ask for the same ones in turn."""
         key = (*position, self.global_size)
         if self._cuts[0] != key:
             self._cuts = (key, self._pieces(*position))
         return self._cuts[1]
 
     def _pieces(self, epoch: int, consumed: int, size: int, parts: int | None) -> list[list[int]]:
-        """This rank's micro-batches: as many as the rank with the most samples has, some of them perhaps empty."""
+        """This rank's micro-batches: as many as the rank with the most samples has, so that some may be empty."""
         local = self._local(epoch, consumed)
-        most = -(-min(self.global_size, self.epoch_samples - consumed) // self.world)
-        count = max(-(-most // size), min(parts or 1, most))
+        largest_share = -(-min(self.global_size, self.epoch_samples - consumed) // self.world)
+        count = max(-(-largest_share // size), min(parts or 1, largest_share))
         pieces = cut(local, size) if parts is None else cut_evenly(local, count)
         if len(pieces) < count:
             pieces = cut_evenly(local, count)
@@ -134,9 +135,9 @@ class TrainBatches:
 
 
 class EvalBatches:
-    """The evaluation samples in their own order; each rank has its share, and each sample is seen once.
+    """The evaluation samples in the data set's order, in equal shares over the ranks; each sample is seen once.
 
-    equal: as many batches on every rank, for models whose forward is a joint work.
+    equal: the same number of batches on every rank, for models whose forward is collective.
     """
 
     def __init__(
@@ -153,19 +154,19 @@ class EvalBatches:
         self.samples = len(dataset)
         self.start, self.end = (self.samples * r // world for r in (rank, rank + 1))
         self.equal = equal
-        self._source = Batches(dataset, seed, workers, device)
+        self._source = BatchLoader(dataset, seed, workers, device)
 
     def from_sample(self, done: int, size: int, ranks: SingleRank) -> Iterator[MicroBatch]:
         """Batches of this rank's share, after the first `done` samples of it.
 
-        ranks: those that go forward together; they need not have come equally far when one of them ran out of memory.
+        ranks: those that evaluate together; `done` may differ between them after one of them ran out of memory.
         """
         pieces = cut(list(range(self.start + done, self.end)), size)
         if self.equal:
             pieces += [[]] * (ranks.all_reduce_max(len(pieces))[0] - len(pieces))
         elif not pieces:
             pieces = [[]]  # a rank without a sample must still know the metrics' names
-        batches = self._source.open(Request(0, piece or [0]) for piece in pieces)
+        batches = self._source.batches(Request(0, piece or [0]) for piece in pieces)
         for piece, batch in zip(pieces, batches, strict=True):
             yield MicroBatch(batch, last=piece is pieces[-1], real=bool(piece))
 

@@ -1,3 +1,5 @@
+"""Which samples a step trains on, how they are cut, and that fetching them is the same in every way."""
+
 import gc
 import random
 import time
@@ -9,8 +11,7 @@ import torch
 from torch.utils.data import Dataset, default_collate
 
 from trainapp.data.digits import Digits
-from trainapp.data.loader import Batches, Fetcher, Request, worker_count
-from trainapp.data.micro_batch import cut, cut_evenly
+from trainapp.data.loader import BatchLoader, Fetcher, Request, worker_count
 from trainapp.data.progress import Progress
 from trainapp.data.sampler import EvalBatches, TrainBatches, epoch_order
 from trainapp.data.synthetic import SyntheticTokens
@@ -47,49 +48,6 @@ def indices_of(batches: TrainBatches, steps: int) -> list[list[int]]:
         seen.append(batches.indices(progress))
         batches.advance(progress)
     return seen
-
-
-@pytest.mark.parametrize(
-    ("samples", "size", "sizes"),
-    [
-        (10, 3, [3, 3, 2, 2]),
-        (10, 4, [4, 4, 2]),
-        (10, 10, [10]),
-        (10, 16, [10]),
-        (9, 8, [7, 2]),
-        (3, 2, [2, 1]),
-        (1, 4, [1]),
-        (5, 1, [1] * 5),
-    ],
-)
-def test_cut_takes_the_size_and_leaves_no_single_sample(samples, size, sizes):
-    assert [len(part) for part in cut(list(range(samples)), size)] == sizes
-
-
-def test_nothing_is_cut_into_nothing():
-    """What is left of an evaluation that ran out of memory after its last batch."""
-    assert cut([], 4) == cut_evenly([], 4) == []
-
-
-def test_cut_keeps_every_sample_in_order():
-    for samples in range(1, 40):
-        for size in range(1, 45):
-            parts = cut(list(range(samples)), size)
-            assert [i for part in parts for i in part] == list(range(samples))
-            assert len(parts) == -(-samples // size)
-            assert size <= 2 or samples == 1 or min(map(len, parts)) >= 2
-            assert max(map(len, parts)) <= size
-
-
-def test_cut_evenly_10_in_3_is_4_3_3():
-    assert [len(part) for part in cut_evenly(list(range(10)), 3)] == [4, 3, 3]
-    assert [len(part) for part in cut_evenly([7, 8], 3)] == [1, 1]  # no empty micro-batch
-    for samples in range(1, 30):
-        for parts in range(1, 30):
-            pieces = cut_evenly(list(range(samples)), parts)
-            assert [i for piece in pieces for i in piece] == list(range(samples))
-            assert len(pieces) == min(parts, samples)
-            assert max(map(len, pieces)) - min(map(len, pieces)) <= 1
 
 
 def test_an_epoch_is_a_permutation_of_its_own():
@@ -140,15 +98,15 @@ def test_progress_counts_trained_samples_over_the_end_of_an_epoch():
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_giving_up_in_the_middle_gives_the_same_samples_in_another_cut(workers):
+def test_aborting_in_the_middle_gives_the_same_samples_in_another_cut(workers):
     batches = TrainBatches(Digits("train", augment=True), global_size=64, seed=0, device=CPU, workers=workers)
     progress = Progress()
     whole = next(batches.micro_batches(progress, 64)).data
     for size in (32, 7, 32):
-        given_up = batches.micro_batches(progress, size)
-        first = next(given_up).data
+        aborted = batches.micro_batches(progress, size)
+        first = next(aborted).data
         assert torch.equal(first["inputs"], whole["inputs"][: len(first["inputs"])])
-        del given_up
+        del aborted
         again = torch.cat([micro.data["inputs"] for micro in batches.micro_batches(progress, size)])
         assert torch.equal(again, whole["inputs"])
     batches.close()
@@ -235,7 +193,7 @@ def test_worker_count():
 
 
 def test_batches_without_workers_are_lazy():
-    """A step that is given up has not fetched the rest of the epoch."""
+    """An aborted step has not fetched the rest of the epoch."""
     fetched = []
 
     class Watched(Numbers):
@@ -243,6 +201,6 @@ def test_batches_without_workers_are_lazy():
             fetched.append(index)
             return super().__getitem__(index)
 
-    opened = Batches(Watched(), 0, 0, CPU).open(Request(0, [i]) for i in range(50))
+    opened = BatchLoader(Watched(), 0, 0, CPU).batches(Request(0, [i]) for i in range(50))
     next(opened)
     assert fetched == [0]

@@ -1,0 +1,85 @@
+"""What no smaller micro-batch can help: found in a few attempts, and never assumed of a run that could fit."""
+
+import pytest
+
+from trainapp.errors import TrainingStopped
+from trainapp.oom.incident import Incident
+from trainapp.run import runner
+
+from .conftest import tiny
+from .inject import Recorded
+
+pytestmark = pytest.mark.usefixtures("without_pictures")
+
+
+@pytest.fixture
+def attempts(monkeypatch) -> list[Incident]:
+    """The incidents of all attempts, the last one of a run that is stopped among them."""
+    incidents, attempt = [], runner.attempt
+
+    def noting(config, run):
+        incident = attempt(config, run)
+        if incident is not None:
+            incidents.append((incident, (run.state.eval_micro if incident.evaluating else run.state.micro).size))
+        return incident
+
+    monkeypatch.setattr(runner, "attempt", noting)
+    return incidents
+
+
+def own(model: str, **arguments: int) -> tuple[str, ...]:
+    """A run with a model of `own_models`, 256 samples in a step."""
+    return (
+        "model=mlp",
+        "~model.width",
+        "~model.depth",
+        "~model.dropout",
+        f"model._target_=own_models.{model}",
+        *(f"+model.{name}={value}" for name, value in arguments.items()),
+        "user_packages=[own_models]",
+        "data=digits",
+        "optimizer=sgd",
+        "train.ema=null",
+        "batch.micro_size=auto",
+        "batch.global_size=256",
+        "train.max_steps=2",
+        "every.log=null",
+    )
+
+
+def test_an_allocation_that_does_not_shrink_stops_the_run_early(tmp_path, attempts):
+    config = tiny(tmp_path, *own("Scratch", scratch=100_000), changes={"memory.limit": 300_000})
+    with pytest.raises(TrainingStopped) as stopped:
+        Recorded(config)
+    assert [size for _, size in attempts] == [256, 128, 1]
+    assert {incident.requested for incident, _ in attempts} == {400_000}
+    assert "micro-batch 1: nothing is left to halve" in str(stopped.value)
+    assert "tried to allocate 390.6 KiB" in str(stopped.value)
+
+
+def test_so_does_one_in_evaluation(tmp_path, attempts):
+    changes = {"memory.limit": 300_000, "batch.eval_micro_size": 128, "every.eval": 2}
+    config = tiny(tmp_path, *own("ScratchInEvaluation", scratch=100_000), changes=changes)
+    with pytest.raises(TrainingStopped):
+        Recorded(config)
+    assert [(incident.phase, size) for incident, size in attempts] == [("evaluate", n) for n in (128, 64, 1)]
+
+
+def test_the_scratch_buffer_alone_would_fit(tmp_path, attempts):
+    """Under a limit that leaves room for it, smaller micro-batches do help: the run is not stopped."""
+    config = tiny(tmp_path, *own("Scratch", scratch=100_000), changes={"memory.limit": 430_000})
+    recorded = Recorded(config)
+    assert recorded.run.state.progress.step == 2
+    assert [size for _, size in attempts] == [256, 128]
+    assert len({incident.requested for incident, _ in attempts}) == 1
+
+
+def test_a_coincidence_does_not_stop_a_run_that_fits(tmp_path, attempts):
+    """The first layer fails at 256 and the second at 128, asking for the same bytes; 64 fits."""
+    width = 1000
+    config = tiny(tmp_path, *own("Widening", width=width), changes={"memory.limit": 4 * 200 * width})
+    recorded = Recorded(config)
+    assert [(size, incident.requested) for incident, size in attempts] == [(256, 1_024_000), (128, 1_024_000)]
+    assert attempts[1][0].new_size == 1  # what fits alone is tried, and then
+    assert recorded.run.state.micro.size == 64
+    assert recorded.run.state.progress.step == 2
