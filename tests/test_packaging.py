@@ -1,4 +1,4 @@
-"""The wheel runs without its checkout, constraints.txt pins everything, and scripts/ set up what they say."""
+"""The wheel runs without its checkout, constraints.txt pins everything, scripts/ and CI set up what they say."""
 
 import os
 import re
@@ -14,6 +14,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
@@ -75,7 +76,7 @@ def test_wheel_holds_the_package_its_configuration_and_its_data(wheel):
     configuration = {f"conf/{name}" for name in files_under(ROOT / "conf")}
     sources = files_under(ROOT / "src/trainapp", skip=(".pyc",))
     assert package == configuration | sources
-    assert {"conf/train.yaml", "conf/data/digits.yaml", "__main__.py"} <= package
+    assert {"conf/train.yaml", "conf/data/digits.yaml", "__main__.py", "py.typed"} <= package
     assert any(re.fullmatch(r"data/.*digits.*", name) and not name.endswith(".py") for name in package)
     assert {n.split("/")[0] for n in names} == {
         "trainapp",
@@ -209,6 +210,41 @@ def test_a_python_out_of_range_is_refused_with_the_reason(tmp_path, minor, messa
     assert f"{python} {message}" in done.stderr
     assert "PYTHON=/path/to/python3.13" in done.stderr
     assert not (scripts.parent / ".venv").exists()
+
+
+# What contributors and CI use
+
+
+def test_the_workflow_runs_ci_on_the_oldest_and_the_newest_python():
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+    assert set(workflow[True]) == {"push", "pull_request"}  # YAML 1.1 reads `on` as true
+    (job,) = workflow["jobs"].values()
+    assert job["strategy"]["matrix"]["python"] == [SUPPORTED[0], SUPPORTED[-1]]
+    (step,) = (step for step in job["steps"] if "run" in step)
+    assert step == {"run": ".ci/run", "env": {"PYTHON": "python${{ matrix.python }}"}}
+    assert os.access(ROOT / ".ci/run", os.X_OK)
+
+
+def test_hooks_run_the_pinned_tools_and_download_nothing():
+    (repository,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    assert repository["repo"] == "local"
+    for hook in repository["hooks"]:
+        assert hook["language"] == "system"
+        command = [str(Path(sys.executable).with_name(hook["entry"].split()[0])), *hook["entry"].split()[1:]]
+        done = run(
+            *command, *(["src"] if hook.get("pass_filenames", True) else []), cwd=ROOT, PYTHONPATH=str(ROOT / "src")
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_path_that_contributing_names_exists():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    named = set(re.findall(r"`((?:\.ci|conf|docs|scripts|src|tests)/[^` ]*)", text)) | set(
+        re.findall(r"\]\(([^)]+)\)", text)
+    )
+    named |= set(re.findall(r"^((?:scripts|\.ci)/\w+)", text, re.MULTILINE))
+    assert len(named) >= 15
+    assert {path for path in named if not (ROOT / path).exists()} == set()
 
 
 # A project with the real scripts and nothing to download; its app prints where and how it was started.
