@@ -18,7 +18,7 @@ def memory_report(run: Run, failure: Incident) -> str:
     parts = sorted(failure.parts.items(), key=lambda item: -item[1])
     kind = "evaluation micro-batch" if failure.evaluating else "micro-batch"
     lines = [
-        f"out of memory in {failure.phase} with {kind} {failure.old_size}: no smaller one can fit.",
+        f"out of memory in {failure.phase} with {kind} {failure.old_size}: nothing is left to halve.",
         failure.message,
         f"{'limit':<18}{bytes_text(failure.limit):>12}",
         *(f"{MemoryKind(name).label:<18}{bytes_text(size):>12}" for name, size in parts if size),

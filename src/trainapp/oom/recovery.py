@@ -72,7 +72,7 @@ def change_size(run: Run, failure: Incident) -> None:
         raise TrainingStopped(memory_report(run, failure))
     failure.old_size, failure.new_size = changed
     setting = "evaluation micro-batch" if failure.evaluating else "micro-batch"
-    failure.action = f"{setting} {failure.old_size} -> {failure.new_size}, the same step again"
+    failure.action = f"{setting} {failure.old_size} -> {failure.new_size}, retrying the step"
     if not failure.evaluating and not run.config.oom.keep_global_batch:
         smaller = max(1, run.state.global_size * failure.new_size // failure.old_size)
         failure.action += (
