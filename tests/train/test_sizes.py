@@ -48,7 +48,8 @@ def test_the_first_that_is_known_decides(first, second):
 @pytest.mark.parametrize(
     ("sources", "overrides", "size"),
     [
-        (("hint", "saved", "remembered"), ("batch.eval_micro_size=5",), 9),
+        (("hint", "saved", "remembered"), ("batch.eval_micro_size=10",), 9),
+        (("hint",), ("batch.eval_micro_size=5",), 5),  # a hint never exceeds what is set
         (("saved", "remembered"), ("batch.eval_micro_size=5",), 5),
         (("saved", "remembered"), (), 13),
         (("saved", "remembered"), ("batch.micro_size=3",), 13),

@@ -20,9 +20,11 @@ IGNORED = -100  # a target that is not there: padding
 
 
 def inputs_and_targets(batch: Any) -> tuple[Tensor, Tensor]:
-    """Of a batch `{"inputs": ..., "targets": ...}`, or of a pair as most public data sets give it."""
+    """Of a mapping with the keys "inputs" and "targets", an object with such attributes, or else a pair."""
     if isinstance(batch, (dict, Mapping)):  # dict first: asking an abstract class costs 10 times as much
         return batch["inputs"], batch["targets"]
+    if hasattr(batch, "inputs") and hasattr(batch, "targets"):  # a dataclass; a namedtuple, in whatever order
+        return batch.inputs, batch.targets
     inputs, targets = batch
     return inputs, targets
 
