@@ -20,7 +20,7 @@ import torch
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainapp.checkpoint import checkpoints
+from trainapp.checkpoint import manifest
 from trainapp.data.loader import Fetcher
 from trainapp.parallel.ddp import Exchange
 from trainapp.train import loop
@@ -152,7 +152,7 @@ def injected(faults: Iterable[Fault], folder: Path) -> Iterator[Injector]:
     patch(DefaultReduceScatter, "allocate", striking("reduce buffer", DefaultReduceScatter.allocate))
     patch(Exchange, "reduce", striking("bucket", Exchange.reduce))
     patch(Fetcher, "__getitem__", striking("fetch", Fetcher.__getitem__))
-    patch(checkpoints, "_write_manifest", striking("manifest", checkpoints._write_manifest))
+    patch(manifest, "write_manifest", striking("manifest", manifest.write_manifest))
     try:
         yield injector
     finally:

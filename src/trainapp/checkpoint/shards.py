@@ -1,11 +1,13 @@
-"""Checkpoints of many ranks: each writes its own shards through torch.distributed.checkpoint; any number may read them.
+"""The tensors of a checkpoint, through torch.distributed.checkpoint: one format for one process and for many.
 
-torch's reader unpickles its metadata and loads whatever bytes are in a file. Here metadata is read by an unpickler that
-knows a handful of classes, and nothing but tensors is ever asked for (their loader is `weights_only`).
+Each rank writes its shards into one file; any number of ranks may read them. torch's own reader unpickles the metadata,
+and would run what is planted there. Here an unpickler that knows a handful of classes reads it, and only tensors are
+ever asked for, which torch loads with `weights_only`.
 """
 
 import pickle
-from concurrent.futures import Future
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,6 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from trainapp.errors import UserError
 
 METADATA = ".metadata"
-EXTRA = "extra.pt"
 _MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
 _OTHERS = {
     ("torch", "Size"),
@@ -29,6 +30,8 @@ _OTHERS = {
     ("pathlib._local", "PosixPath"),
     ("builtins", "set"),
 }
+# torch says so even where `no_dist` asks for it; the filter is global because saving runs in a thread.
+warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
 
 
 class _Unpickler(pickle.Unpickler):
@@ -54,10 +57,9 @@ class SafeReader(FileSystemReader):
         try:
             with path.open("rb") as file:
                 metadata = _Unpickler(file).load()
-            others = [
-                n for n, entry in metadata.state_dict_metadata.items() if type(entry) is not TensorStorageMetadata
-            ]
-        except (pickle.UnpicklingError, AttributeError, EOFError, IndexError, TypeError) as error:
+            entries = metadata.state_dict_metadata.items()
+            others = [name for name, entry in entries if type(entry) is not TensorStorageMetadata]
+        except Exception as error:  # planted or damaged bytes raise nearly anything
             raise UserError(
                 f"checkpoint {self.path}: its metadata is not a checkpoint's; not loaded: {error}"
             ) from None
@@ -69,40 +71,74 @@ class SafeReader(FileSystemReader):
         return metadata
 
 
-def tensors_of(values: dict[str, Any]) -> dict[str, Any]:
-    """The tensors in nested dicts, flat: `{"model.fc.weight": ...}`."""
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        if isinstance(value, dict):
-            flat |= {f"{name}.{inner}": tensor for inner, tensor in tensors_of(value).items()}
-        elif isinstance(value, torch.Tensor):
-            flat[name] = value
-    return flat
+def copy_to_host(tensors: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """A copy of nested dicts of tensors in host memory, for `write` to save while training changes the originals."""
+    return _writer(folder).stage(_tensors_only(tensors))
 
 
 def write(tensors: dict[str, Any], folder: Path, group: dist.ProcessGroup | None) -> None:
-    """Every rank writes its part into the existing `folder`. Collective over `group`."""
-    dcp.save(tensors, storage_writer=_writer(folder), process_group=group, no_dist=group is None)
+    """Write the tensors in nested dicts into the existing `folder`, each rank its part. Collective over `group`.
 
-
-def write_later(tensors: dict[str, Any], folder: Path, group: dist.ProcessGroup) -> Future:
-    """The same in the background: tensors are copied to host memory first, then training may go on.
-
-    group: one that nothing else uses; async_save hangs on a shared one.
+    group: one that nothing else uses, for this may run in a thread beside training; None for a single process.
+    Raises CheckpointException, a BaseException, on every rank when one could not write.
     """
-    return dcp.async_save(tensors, storage_writer=_writer(folder), process_group=group)
+    dcp.save(_tensors_only(tensors), storage_writer=_writer(folder), process_group=group, no_dist=group is None)
+
+
+def names(folder: Path) -> set[str]:
+    """The names of the saved tensors: `model.fc.weight`. Raises UserError for metadata that holds anything else."""
+    return set(SafeReader(str(folder)).read_metadata().state_dict_metadata)
 
 
 def read(tensors: dict[str, Any], folder: Path, group: dist.ProcessGroup | None) -> None:
-    """Fill `tensors`, of whatever sharding, in place. Raises UserError where the checkpoint lacks or differs."""
+    """Fill the tensors in nested dicts, of whatever sharding, in place. Collective over `group`.
+
+    Of each part that `tensors` has (its outermost keys) the checkpoint must hold exactly the same names and shapes;
+    other parts of it are not read. Raises UserError otherwise.
+    """
+    reader = SafeReader(str(folder))
+    own = dict(_flat(tensors))
+    saved = {
+        name: entry.size
+        for name, entry in reader.read_metadata().state_dict_metadata.items()
+        if name.partition(".")[0] in tensors
+    }
+    differences = sorted(own.keys() ^ saved.keys()) + [
+        f"{name} {tuple(saved[name])} instead of {tuple(own[name].shape)}"
+        for name in sorted(own.keys() & saved.keys())
+        if saved[name] != own[name].shape
+    ]
+    if differences:
+        raise _misfit(folder, f"{len(differences)} tensors differ: {', '.join(differences[:4])}")
     try:
-        dcp.load(tensors, storage_reader=SafeReader(str(folder)), process_group=group, no_dist=group is None)
+        dcp.load(_tensors_only(tensors), storage_reader=reader, process_group=group, no_dist=group is None)
     except dcp.api.CheckpointException as error:  # a BaseException
         first = next(iter(error.failures.values()))[0]
-        if isinstance(first, UserError):
-            raise first from None
-        raise UserError(f"checkpoint {folder} does not fit this configuration's model or optimizer: {first}") from None
+        raise (first if isinstance(first, UserError) else _misfit(folder, first)) from None
+
+
+def _misfit(folder: Path, reason: object) -> UserError:
+    return UserError(f"checkpoint {folder} does not fit this configuration's model or optimizer: {reason}")
 
 
 def _writer(folder: Path) -> FileSystemWriter:
-    return FileSystemWriter(str(folder), single_file_per_rank=True, sync_files=True)
+    # The caller syncs the files: torch syncs its metadata before the buffer is flushed.
+    return FileSystemWriter(str(folder), single_file_per_rank=True, sync_files=False)
+
+
+def _tensors_only(values: dict[str, Any]) -> dict[str, Any]:
+    """Without other leaves, which torch would pickle, and without dicts that are empty then."""
+    kept = {name: _tensors_only(value) if isinstance(value, dict) else value for name, value in values.items()}
+    return {
+        name: value
+        for name, value in kept.items()
+        if isinstance(value, torch.Tensor) or (value and isinstance(value, dict))
+    }
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        elif isinstance(value, torch.Tensor):
+            yield prefix + name, value

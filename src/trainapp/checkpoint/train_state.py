@@ -1,7 +1,6 @@
-"""What a run is made of between two steps, and how to return there."""
+"""The state of a run between two steps: what a checkpoint holds."""
 
 import dataclasses
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +11,6 @@ from trainapp.data.micro_batch_sizes import MicroBatchSizes
 from trainapp.data.progress import Progress
 from trainapp.optim.ema import WeightAverage
 from trainapp.optim.precision import Precision
-from trainapp.parallel.dtensor import copy_into
 from trainapp.rng import seed_everything, set_rng_state
 
 
@@ -37,48 +35,34 @@ class TrainState:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def tensors(self) -> dict[str, Any]:
-        """Model, optimizer and average by parameter name: the tensors themselves, whole or in shards."""
+        """Model, optimizer and average by parameter name: the tensors themselves, whole or in shards.
+
+        A tensor that the model has under several names, as tied weights are, is here under the first.
+        """
+        model: dict[str, torch.Tensor] = {}
+        seen: set[int] = set()
+        for name, tensor in self.model.state_dict(keep_vars=True).items():
+            if torch.is_tensor(tensor) and id(tensor) not in seen:
+                seen.add(id(tensor))
+                model[name] = tensor.detach()
         return {
-            "model": self.model.state_dict(),
+            "model": model,
             "optimizer": optimizer_state(self.model, self.optimizer),
             "average": dict(zip(_trained_names(self.model), self.average.averages, strict=False)),
         }
 
     def values(self, rng: list[dict[str, Any]]) -> dict[str, Any]:
-        """All else: primitives and small tensors. rng: the generators of every rank."""
+        """Everything else: plain values and small tensors. rng: the generators of every rank."""
         return {
             "scaler": self.precision.scaler.state_dict(),
             "rng": rng,
             "progress": dataclasses.asdict(self.progress),
             "average_step": self.average.step,
             "sampler": {"seed": self.seed, "epoch": self.progress.epoch, "consumed": self.progress.consumed},
-            "sizes": {
-                "micro": self.micro.state_dict(),
-                "eval_micro": self.eval_micro.state_dict(),
-                "global": self.global_size,
-                "budget": self.budget,
-            },
         }
 
-    @torch.no_grad()
-    def load_whole(self, saved: dict[str, Any]) -> None:
-        """Copy whole tensors, as one process saved them, into this state's own, which may be shards."""
-        own, missing = self.tensors(), []
-        for part in ("model", "optimizer"):
-            flat, saved_flat = dict(_flat(own[part])), dict(_flat(saved[part]))
-            missing += sorted(set(flat) ^ set(saved_flat))
-            for name in sorted(set(flat) & set(saved_flat)):
-                if flat[name].shape != saved_flat[name].shape:
-                    missing.append(f"{name} {tuple(saved_flat[name].shape)} instead of {tuple(flat[name].shape)}")
-                else:
-                    copy_into(flat[name], saved_flat[name])
-        if missing:
-            raise ValueError(f"{len(missing)} tensors differ: {', '.join(missing[:4])}")
-        for name, average in own["average"].items():
-            copy_into(average, saved["average"].get(name, own["model"][name]))
-
     def load_values(self, saved: dict[str, Any], rank: int = 0, world: int = 1) -> None:
-        """Continue from `saved`. Sizes are taken by whoever resumes: they may differ from the saved run's."""
+        """Continue from `saved`, the `values` of a run on any number of ranks."""
         if self.precision.scaler.is_enabled() and saved["scaler"]:
             self.precision.scaler.load_state_dict(saved["scaler"])
         self.progress = Progress(**saved["progress"])
@@ -86,7 +70,7 @@ class TrainState:
         self.average.step, self.average.position = saved["average_step"], 0
         if len(saved["rng"]) == world:
             set_rng_state(saved["rng"][rank], self.device)
-        else:  # another number of ranks: none of the streams that there were can go on
+        else:  # on another number of ranks none of the saved streams can continue
             seed_everything(hash((self.seed, self.progress.step, rank)) % 2**63)
 
 
@@ -98,11 +82,3 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
 
 def _trained_names(model: nn.Module) -> list[str]:
     return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    for name, value in values.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{name}.")
-        elif torch.is_tensor(value):
-            yield prefix + name, value

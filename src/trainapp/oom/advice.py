@@ -33,7 +33,7 @@ def memory_report(config: Config, run: Run, failure: Incident) -> str:
     if savings:
         lines.append("What would help, largest saving first:")
         lines += [f"  {bytes_text(saving):>10}  {text}" for saving, text in sorted(savings, reverse=True)]
-    saved = run.checkpoints.newest_name() if run.checkpoints.enabled else None
+    saved = run.checkpointer.newest_name()
     lines.append(f"The last checkpoint is {saved}." if saved else "No checkpoint was written yet.")
     return "\n".join(lines)
 

@@ -6,7 +6,6 @@ One small JSON file for each run in the user's cache directory. A wrong hint cos
 import contextlib
 import hashlib
 import json
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 
 from trainapp.config.schema import Config
+from trainapp.files import atomic_write
 from trainapp.paths import user_cache_dir
 from trainapp.train.run import Run
 
@@ -90,6 +90,5 @@ def remember(config: Config, run: Run) -> None:
     }
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(f".{os.getpid()}.tmp")
-        temporary.write_text(json.dumps(known, indent=1, default=str))
-        os.replace(temporary, path)
+        with atomic_write(path) as file:
+            json.dump(known, file, indent=1, default=str)

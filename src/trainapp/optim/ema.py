@@ -30,6 +30,12 @@ class WeightAverage:
             self.position += 1
         self.step, self.position = step, 0
 
+    @torch.no_grad()
+    def start_at_weights(self) -> None:
+        """Begin anew: the average is the weights."""
+        for average, weight in zip(self.averages, self.weights, strict=True):
+            average.copy_(weight)
+
     @contextlib.contextmanager
     def in_place_of_weights(self) -> Iterator[None]:
         """The model evaluates with the averages inside the block. Swaps without copies."""

@@ -34,7 +34,6 @@ class RunResult:
 def result_of(run: Run, restarts: int, seconds: float) -> RunResult:
     """For all ranks."""
     progress, size = run.state.progress, run.state.micro.size
-    newest = run.checkpoints.newest_name() if run.checkpoints.enabled else None
     return RunResult(
         objective=progress.objective,
         metric=run.objective[1],
@@ -47,7 +46,7 @@ def result_of(run: Run, restarts: int, seconds: float) -> RunResult:
         peak_memory_bytes=max(run.ranks.all_gather_object(run.memory.peak)),
         samples_per_second=run.meter.samples_per_second(),
         seconds=seconds,
-        checkpoint=newest,
+        checkpoint=run.checkpointer.newest_name(),
     )
 
 

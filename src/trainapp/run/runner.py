@@ -8,8 +8,9 @@ import os
 import time
 from pathlib import Path
 
-from trainapp.checkpoint import saver
-from trainapp.checkpoint.checkpoints import Checkpoints, read_manifest, resolve
+from trainapp.checkpoint import checkpointer
+from trainapp.checkpoint.directory import CheckpointDirectory, resolve
+from trainapp.checkpoint.manifest import read_manifest
 from trainapp.config.schema import Config
 from trainapp.errors import TrainingStopped
 from trainapp.memory import host_guard
@@ -61,7 +62,7 @@ def run(config: Config, ranks: SingleRank | None = None) -> RunResult:
             write(Path(config.run_dir), result)  # not over that of a run which was finished already
         report(config, run, result)
     if run.stopping:
-        if run.ranks.is_rank_zero and run.checkpoints.enabled:
+        if run.ranks.is_rank_zero and config.checkpointing.save:
             print(f"Resume with:\n  {config.command}", flush=True)
         stop.pass_on(run.stopping)
         raise Interrupted(128 + run.stopping)
@@ -104,7 +105,7 @@ def _with_its_average(config: Config, path: Path) -> Config:
 
 def _checkpoint_to_resume(config: Config) -> Path | None:
     resume = config.checkpointing.resume
-    own = Checkpoints(Path(config.run_dir), 1)
+    own = CheckpointDirectory(Path(config.run_dir), 1, SingleRank())
     if restarted() and own.newest_name():
         return own.newest()
     if resume not in ("auto", "none"):
@@ -119,7 +120,7 @@ def restarted() -> bool:
 
 def restore(config: Config, run: Run, path: Path) -> None:
     """Continue `run` from the checkpoint at `path`. Raises UserError when it does not fit the model."""
-    sizes = saver.restore(run.state, path, run.ranks)
+    sizes = checkpointer.restore(run.state, path, run.ranks)
     progress = run.state.progress
     if sizes["budget"] == run.state.budget:  # what fitted into another amount of memory says nothing about this one
         if config.batch.micro_size == "auto" and config.accumulation.steps == "auto":
@@ -128,7 +129,7 @@ def restore(config: Config, run: Run, path: Path) -> None:
             run.state.eval_micro.load_state_dict(sizes["eval_micro"])
     if not config.oom.keep_global_batch and sizes["global"] < run.state.global_size:
         build.set_global_size(config, run, sizes["global"])
-    run.saved_at = progress.step
+    run.checkpointer.saved_at = progress.step
     if progress.consumed >= run.batches.epoch_samples:  # another batch size or drop_last leaves nothing of the epoch
         progress.epoch, progress.consumed = progress.epoch + 1, 0
     log.info("resumed from %s: step %d, epoch %d, %d samples", path, progress.step, progress.epoch, progress.samples)
@@ -196,7 +197,7 @@ def _start_again(config: Config, run: Run, failure: Incident, stop: StopRequest)
     """An error inside the commit may have torn the optimizer: back to the last checkpoint, or to the start."""
     lost_from, count, peak = run.state.progress.step, run.memory.out_of_memory_count, run.memory.peak
     config, lean = lean_optimizer(config, run.state.optimizer)
-    path = run.checkpoints.newest() if run.checkpoints.enabled else None
+    path = run.checkpointer.newest()
     where = f"the checkpoint of step {read_manifest(path)['step']}" if path else "the start, from the seed"
     if lean:
         failure.old_size = failure.new_size = run.state.micro.size

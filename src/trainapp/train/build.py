@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainapp.checkpoint.checkpoints import Checkpoints
-from trainapp.checkpoint.saver import Saver
+from trainapp.checkpoint.checkpointer import Checkpointer, NullCheckpointer
+from trainapp.checkpoint.directory import CheckpointDirectory
 from trainapp.checkpoint.train_state import TrainState
 from trainapp.config.durations import RunLength, to_steps
 from trainapp.config.schema import Config
@@ -48,7 +48,7 @@ def build(config: Config, stop: StopRequest, ranks: SingleRank) -> Run:
     batches, eval_batches = _batches(config, train_data, eval_data, device, ranks, strategy.forward_is_collective)
     require_room(device_memory, state)
     device_memory.keep_events = config.memory.timeline
-    checkpoints = Checkpoints(Path(config.run_dir), config.checkpointing.keep_last, config.checkpointing.save, ranks)
+    checkpointer = _checkpointer(config, state, ranks)
     length = _run_length(config, batches, batches.steps_per_epoch)
     return Run(
         state=state,
@@ -61,9 +61,8 @@ def build(config: Config, stop: StopRequest, ranks: SingleRank) -> Run:
         memory=device_memory,
         meter=Meter(state, device_memory),
         tracker=None,
-        checkpoints=checkpoints,
-        saver=Saver(state, checkpoints, ranks, config.checkpointing.asynchronous),
-        guard=NonFiniteCheck(config.train.nonfinite, device, numerics.scaler.is_enabled(), checkpoints.newest_name),
+        checkpointer=checkpointer,
+        guard=NonFiniteCheck(config.train.nonfinite, device, numerics.scaler.is_enabled(), checkpointer.newest_name),
         restore_point=RestorePoint(strategy.model, device),
         stop=stop,
         config=config.to_dict(),
@@ -104,6 +103,13 @@ def _state(
         global_size=config.batch.global_size,
         budget=device_memory.budget,
     )
+
+
+def _checkpointer(config: Config, state: TrainState, ranks: SingleRank) -> Checkpointer | NullCheckpointer:
+    if not config.checkpointing.save:
+        return NullCheckpointer()
+    directory = CheckpointDirectory(Path(config.run_dir), config.checkpointing.keep_last, ranks)
+    return Checkpointer(state, directory, ranks, config.checkpointing.asynchronous)
 
 
 def _batches(

@@ -7,6 +7,7 @@ parameters and optimizer stay as they are, so that giving up is free; then one c
 
 import contextlib
 import time
+from typing import Any
 
 from torch import Tensor
 
@@ -30,10 +31,10 @@ def train(run: Run) -> None:
         if run.eval_batches is not None and run.due(run.eval_every, progress.evaluated_at):
             evaluate(run)
         ends = run.finished or run.stopping > 0
-        if run.due(run.save_every, run.saved_at) or (ends and run.saved_at != progress.step):
+        if run.due(run.save_every, run.checkpointer.saved_at) or (ends and run.checkpointer.saved_at != progress.step):
             save(run)
         if ends:
-            run.saver.finish()
+            run.checkpointer.finish()
             return
         train_step(run)
 
@@ -63,7 +64,7 @@ def train_step(run: Run) -> None:
     run.stopping, still_writing, news = run.ranks.finish_agreement()
     look_for_larger_size(run, bool(news))
     if not still_writing:
-        run.saver.finish()
+        run.checkpointer.finish()
 
 
 def look_for_larger_size(run: Run, news: bool) -> None:
@@ -112,8 +113,17 @@ def save(run: Run) -> None:
     started, progress = time.monotonic(), run.state.progress
     run.guard.check()
     run.phase = "save"
-    if run.checkpoints.enabled:
-        run.strategy.broadcast_buffers()
-        run.saver.save(progress.step, run.config, is_best=progress.best_step == progress.step)
-    run.saved_at = progress.step
+    run.strategy.broadcast_buffers()
+    run.checkpointer.save(progress.step, run.config, sizes(run), is_best=progress.best_step == progress.step)
     run.meter.pause(time.monotonic() - started)
+
+
+def sizes(run: Run) -> dict[str, Any]:
+    """The sizes in a checkpoint: plain values, in samples and bytes. The run that resumes decides which it takes."""
+    state = run.state
+    return {
+        "micro": state.micro.state_dict(),
+        "eval_micro": state.eval_micro.state_dict(),
+        "global": state.global_size,
+        "budget": state.budget,
+    }

@@ -3,8 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainapp.checkpoint.checkpoints import Checkpoints
-from trainapp.checkpoint.saver import Saver
+from trainapp.checkpoint.checkpointer import Checkpointer, NullCheckpointer
 from trainapp.checkpoint.train_state import TrainState
 from trainapp.data.micro_batch_sizes import Plan
 from trainapp.data.sampler import EvalBatches, TrainBatches
@@ -36,8 +35,7 @@ class Run:
     memory: DeviceMemory
     meter: Meter
     tracker: Tracker
-    checkpoints: Checkpoints
-    saver: Saver
+    checkpointer: Checkpointer | NullCheckpointer
     guard: NonFiniteCheck
     restore_point: RestorePoint
     stop: StopRequest
@@ -58,7 +56,6 @@ class Run:
     attempt_started: float = 0.0  # time.monotonic() of the step or evaluation at work
     retried: tuple | None = None  # the attempt that was last repeated at its own size
     evaluation: Totals | None = None  # what the evaluation at work has finished; None: none is at work
-    saved_at: int = 0
     stopping: int = 0  # the signal that all ranks agreed to stop for
 
     def close(self) -> None:
@@ -117,7 +114,7 @@ class Run:
     def flags(self) -> tuple[int, int, int]:
         """What ranks agree on in every step: the signal to stop for, whether one still writes a checkpoint, and
         whether one has news for the search."""
-        return self.stop.signal or 0, int(self.saver.busy), int(self.state.micro.has_news)
+        return self.stop.signal or 0, int(self.checkpointer.busy), int(self.state.micro.has_news)
 
     def due(self, every: int, done_at: int) -> bool:
         """Whether something with this cadence is still to be done at the present step."""

@@ -1,0 +1,162 @@
+"""Saves the state of a run into checkpoints, at once or in the background, and restores it from one."""
+
+import functools
+import logging
+import pickle
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainapp.checkpoint import shards
+from trainapp.checkpoint.directory import CheckpointDirectory
+from trainapp.checkpoint.manifest import describe
+from trainapp.checkpoint.train_state import TrainState
+from trainapp.errors import UserError
+from trainapp.files import fsync
+from trainapp.optim.optimizers import step_without_effect
+from trainapp.parallel.ranks import SingleRank
+from trainapp.rng import rng_state
+
+VALUES = "values.pt"  # what is no tensor of the model, the optimizer or the average
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Pending:
+    """A checkpoint that is being written in the background. The future's result describes this rank's files."""
+
+    future: Future
+    folder: Path
+    step: int
+    config: dict[str, Any]
+    is_best: bool
+
+
+class Checkpointer:
+    """Saves one run's state into its checkpoint directory.
+
+    asynchronous: `save` copies the state to host memory and a thread writes it while training continues, one checkpoint
+    at a time. A checkpoint gets its name in `finish`, which every `save` begins with.
+    """
+
+    def __init__(self, state: TrainState, directory: CheckpointDirectory, ranks: SingleRank, asynchronous: bool):
+        self.state, self.directory, self.ranks = state, directory, ranks
+        self.asynchronous = asynchronous
+        self.saved_at = 0  # the step of the last save; set by a resume, too
+        self._pending: Pending | None = None
+        self._background = ThreadPoolExecutor(1, "checkpoint")  # starts no thread before it is needed
+
+    def save(self, step: int, config: dict[str, Any], sizes: dict[str, Any], is_best: bool) -> None:
+        """A checkpoint of the state at `step`. Collective. Raises TrainingStopped when a disk refuses it.
+
+        config: goes into the manifest. sizes: plain values that `restore` returns.
+        """
+        self.finish()
+        folder = self.directory.begin(step)
+        values = self.state.values(self.ranks.all_gather_object(rng_state(self.state.device))) | {"sizes": sizes}
+        tensors = self.state.tensors()
+        if self.asynchronous:
+            tensors = shards.copy_to_host(tensors, folder)
+            future = self._background.submit(self._write, folder, tensors, values)
+            self._pending = Pending(future, folder, step, config, is_best)
+        else:  # in this thread: CUDA's current device is one thread's own
+            self._commit(functools.partial(self._write, folder, tensors, values), folder, step, config, is_best)
+        self.saved_at = step
+
+    @property
+    def busy(self) -> bool:
+        """Whether this rank is still writing."""
+        return self._pending is not None and not self._pending.future.done()
+
+    def finish(self) -> None:
+        """Wait for the checkpoint in the background, if any, and commit it. Collective."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            self._commit(pending.future.result, pending.folder, pending.step, pending.config, pending.is_best)
+
+    def newest(self) -> Path | None:
+        """The newest checkpoint that verifies, or None."""
+        return self.directory.newest()
+
+    def newest_name(self) -> str | None:
+        """The newest checkpoint's path, not verified, or None."""
+        return self.directory.newest_name()
+
+    def _commit(
+        self, write: Callable[[], dict[str, Any]], folder: Path, step: int, config: dict[str, Any], is_best: bool
+    ) -> None:
+        files: dict[str, Any] = {}
+        self.directory.on_all_ranks(step, folder, lambda: files.update(write()))
+        self.directory.commit(folder, files, step, config, is_best)
+
+    def _write(self, folder: Path, tensors: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+        """Write this rank's files and describe them: its shards, and on rank 0 also those that belong to no rank."""
+        shards.write(tensors, folder, self.ranks.saving_group)
+        own = list(folder.glob(f"__{self.ranks.rank}_*"))
+        if self.ranks.is_rank_zero:
+            torch.save(values, folder / VALUES)
+            own += [folder / shards.METADATA, folder / VALUES]
+        for path in own:
+            fsync(path)
+        fsync(folder)
+        return describe(sorted(own))
+
+
+class NullCheckpointer:
+    """A Checkpointer that writes nothing: `checkpointing.save=false`."""
+
+    busy = False
+
+    def __init__(self):
+        self.saved_at = 0
+
+    def save(self, step: int, config: dict[str, Any], sizes: dict[str, Any], is_best: bool) -> None:
+        """Only notes the step."""
+        self.saved_at = step
+
+    def finish(self) -> None:
+        """Nothing to wait for."""
+
+    def newest(self) -> None:
+        """None: this run has no checkpoint."""
+
+    def newest_name(self) -> None:
+        """None: this run has no checkpoint."""
+
+
+def restore(state: TrainState, path: Path, ranks: SingleRank) -> dict[str, Any]:
+    """Fill `state` from the checkpoint at `path`, written by any number of ranks. Returns its `sizes`. Collective.
+
+    An average of the weights that was not saved starts at the weights. Raises UserError when the checkpoint does not
+    fit the model or the optimizer, or holds anything but tensors and plain values.
+    """
+    values = _load_values(path)
+    if len(state.optimizer.state) < len(state.optimizer_parameters()):
+        step_without_effect(state.optimizer)  # an optimizer that makes its state late: something to load into
+    tensors = state.tensors()
+    has_average = any(name.startswith("average.") for name in shards.names(path))
+    if not (has_average and state.average.averages):
+        del tensors["average"]
+    shards.read(tensors, path, ranks.saving_group)
+    if not has_average:
+        state.average.start_at_weights()
+    try:
+        state.load_values(values, ranks.rank, ranks.world)
+        return values["sizes"]
+    except (RuntimeError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"checkpoint {path} does not fit this configuration: {VALUES}: {error}") from None
+
+
+def _load_values(path: Path) -> dict[str, Any]:
+    """On the CPU. Executes nothing from the file."""
+    try:
+        return torch.load(path / VALUES, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"checkpoint {path} holds more than tensors and plain values; not loaded: {reason}") from None
+    except (OSError, RuntimeError, ValueError, KeyError, EOFError) as error:
+        raise UserError(f"checkpoint {path}: {VALUES} cannot be read: {error}") from None
