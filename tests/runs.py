@@ -108,8 +108,22 @@ def checkpoint(run_dir: Path, step: int) -> Path:
 
 
 def saved(run_dir: Path, step: int) -> dict:
-    """The state in the checkpoint of a step."""
-    return torch.load(checkpoint(run_dir, step) / "state.pt", weights_only=True)
+    """The state in the checkpoint of a step: `{"model": {...}, "optimizer": {...}, "average": {...}, ...values}`."""
+    path = checkpoint(run_dir, step)
+    parts = {"model": {}, "optimizer": {}, "average": {}}  # an empty one has no files
+    return {**parts, **tensors(path), **torch.load(path / "values.pt", weights_only=True)}
+
+
+def tensors(path: Path) -> dict[str, dict]:
+    """All tensors of a checkpoint, whole and by part, read by torch itself."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.format_utils import _EmptyStateDictLoadPlanner
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+    found: dict = {}
+    _load_state_dict(found, storage_reader=FileSystemReader(path), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+    assert found
+    return found
 
 
 def differences(a: object, b: object, path: str = "") -> list[str]:

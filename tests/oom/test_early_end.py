@@ -20,7 +20,7 @@ def attempts(monkeypatch) -> list[Incident]:
     def noting(config, run):
         incident = attempt(config, run)
         if incident is not None:
-            incidents.append((incident, (run.state.eval_micro if incident.evaluating else run.state.micro).size))
+            incidents.append((incident, (run.sizes.evaluation if incident.evaluating else run.sizes.train).size))
         return incident
 
     monkeypatch.setattr(runner, "attempt", noting)
@@ -81,5 +81,5 @@ def test_a_coincidence_does_not_stop_a_run_that_fits(tmp_path, attempts):
     recorded = Recorded(config)
     assert [(size, incident.requested) for incident, size in attempts] == [(256, 1_024_000), (128, 1_024_000)]
     assert attempts[1][0].new_size == 1  # what fits alone is tried, and then
-    assert recorded.run.state.micro.size == 64
+    assert recorded.run.sizes.train.size == 64
     assert recorded.run.state.progress.step == 2

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainapp.checkpoint import checkpoints
+from trainapp.checkpoint import manifest
 from trainapp.data.loader import Fetcher
 from trainapp.parallel.ddp import Exchange
 from trainapp.torch_private import fsdp_collectives
@@ -153,7 +153,7 @@ def injected(faults: Iterable[Fault], folder: Path) -> Iterator[Injector]:
     patch(reduce_scatter, "allocate", striking("reduce buffer", reduce_scatter.allocate))
     patch(Exchange, "reduce", striking("bucket", Exchange.reduce))
     patch(Fetcher, "__getitem__", striking("fetch", Fetcher.__getitem__))
-    patch(checkpoints, "_write_manifest", striking("manifest", checkpoints._write_manifest))
+    patch(manifest, "write_manifest", striking("manifest", manifest.write_manifest))
     try:
         yield injector
     finally:

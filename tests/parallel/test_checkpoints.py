@@ -8,6 +8,7 @@ import pickle
 from pathlib import Path
 
 import pytest
+import runs
 import torch
 
 from .cells import Record
@@ -18,7 +19,7 @@ SAVING = ("checkpointing=standard", "every.save=2", "optimizer=adamw", "optimize
 
 
 def spread(world: int, strategy: str) -> tuple[int, str]:
-    """One rank of DDP is a plain single process here: its checkpoints are one file."""
+    """One rank of DDP is a plain single process here."""
     return (0, "parallel=single") if world == 1 and strategy == "ddp" else (world, f"parallel={strategy}")
 
 
@@ -26,8 +27,7 @@ def resumed(cell: Cell, saver: tuple[int, str], reader: tuple[int, str], *overri
     """Two steps by the first, the other two by the second, in one directory."""
     run_dir = cell.directory()
     ranks, strategy = spread(*saver)
-    asynchronous = () if ranks == 0 else overrides
-    cell.run(ranks, strategy, *SAVING, *asynchronous, "train.max_steps=2", run_dir=run_dir)
+    cell.run(ranks, strategy, *SAVING, *overrides, "train.max_steps=2", run_dir=run_dir)
     ranks, strategy = spread(*reader)
     return cell.run(ranks, strategy, *SAVING, run_dir=run_dir), run_dir
 
@@ -100,13 +100,7 @@ def test_asynchronous_saves_the_same(cell, strategy):
 
 
 def everything(path: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a sharded checkpoint, whole, read by torch itself."""
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.format_utils import _EmptyStateDictLoadPlanner
-    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
-
-    found: dict = {}
-    _load_state_dict(found, storage_reader=FileSystemReader(path), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+    """All tensors of a checkpoint by their full names."""
     flat: dict[str, torch.Tensor] = {}
 
     def walk(value: object, name: str) -> None:
@@ -116,7 +110,7 @@ def everything(path: Path) -> dict[str, torch.Tensor]:
         elif isinstance(value, torch.Tensor):
             flat[name] = value
 
-    walk(found, "")
+    walk(runs.tensors(path), "")
     assert flat
     return flat
 
@@ -194,7 +188,7 @@ def plant(path: Path, name: str, content: bytes) -> None:
     (path / "manifest.json").write_text(json.dumps(manifest))
 
 
-@pytest.mark.parametrize("place", [".metadata", "planner_data", "extra.pt", "extra.pt as pickle", "byte item"])
+@pytest.mark.parametrize("place", [".metadata", "planner_data", "values.pt", "values.pt as pickle", "byte item"])
 def test_planted_payloads_do_not_run(cell, place, tmp_path):
     run_dir, marker = cell.directory(), tmp_path / "ran"
     cell.run(2, "parallel=fsdp", *SAVING, "train.max_steps=2", run_dir=run_dir)
@@ -207,12 +201,12 @@ def test_planted_payloads_do_not_run(cell, place, tmp_path):
         plant(path, ".metadata", pickle.dumps(metadata))
     elif place == "byte item":
         _turn_into_bytes(path, marker)
-    elif place == "extra.pt":
+    elif place == "values.pt":
         content = io.BytesIO()
-        torch.save(torch.load(path / "extra.pt") | {"scaler": Payload(marker)}, content)
-        plant(path, "extra.pt", content.getvalue())
+        torch.save(torch.load(path / "values.pt") | {"scaler": Payload(marker)}, content)
+        plant(path, "values.pt", content.getvalue())
     else:
-        plant(path, "extra.pt", pickle.dumps(Payload(marker)))
+        plant(path, "values.pt", pickle.dumps(Payload(marker)))
     records = cell.run(2, "parallel=fsdp", *SAVING, run_dir=run_dir)
     assert all(record.error is not None for record in records), "it was loaded"
     assert not marker.exists(), "it ran"

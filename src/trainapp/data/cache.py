@@ -1,12 +1,11 @@
 """Files that the app derives from the user's data and keeps for the next run."""
 
 import hashlib
-import os
-import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from trainapp.errors import UserError
+from trainapp.files import publish, temporary_file
 
 CHUNK = 1 << 20  # bytes read at a time
 
@@ -28,7 +27,7 @@ def concatenate(paths: Sequence[str], directory: Path) -> Path:
     """The cache file that holds the bytes of all `paths` in order; written only where it is not there yet.
 
     It is named by the SHA-256 of its content, so changed files get a new one and equal content shares one.
-    Several processes may do this at once: each writes a name of its own, and the rename is atomic.
+    Several processes may do this at once: each writes a temporary file of its own, and the rename is atomic.
     Raises UserError for a source that cannot be read, OSError where the directory cannot be written.
     """
     digest, size = hashlib.sha256(), 0
@@ -39,17 +38,11 @@ def concatenate(paths: Sequence[str], directory: Path) -> Path:
     if target.is_file() and target.stat().st_size == size:
         return target
     directory.mkdir(parents=True, exist_ok=True)
-    temporary = directory / f".text-{uuid.uuid4().hex}.tmp"
-    try:
-        digest = hashlib.sha256()  # once more: a source may have changed since it was first read
-        with open(temporary, "xb") as file:
-            for chunk in read_chunks(paths):
-                digest.update(chunk)
-                file.write(chunk)
-            file.flush()
-            os.fsync(file.fileno())
+    digest = hashlib.sha256()  # once more: a source may have changed since it was first read
+    with temporary_file(directory, "wb") as file:
+        for chunk in read_chunks(paths):
+            digest.update(chunk)
+            file.write(chunk)
         target = directory / f"text-{digest.hexdigest()}.bin"
-        os.replace(temporary, target)
-    finally:
-        temporary.unlink(missing_ok=True)
+        publish(file, target, sync=True)
     return target

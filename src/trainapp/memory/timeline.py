@@ -4,7 +4,6 @@
 """
 
 import contextlib
-import io
 import os
 import pickle
 import subprocess
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from trainapp.files import atomic_write
 from trainapp.memory.kinds import MemoryKind
 from trainapp.units import bytes_text
 
@@ -105,11 +105,8 @@ def draw(events: Sequence[tuple[int, int]], kinds: Mapping[int, MemoryKind], lim
         axes.axhline(limit / scale, color="black", linestyle="--", label=f"limit ({bytes_text(limit)})")
     axes.set(title=title, xlabel="allocations and frees, in order", ylabel="MiB", xlim=(0, max(1, len(events) - 1)))
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small")
-    buffer = io.BytesIO()
-    canvas.print_png(buffer)
-    temporary = Path(path).with_suffix(".tmp")
-    temporary.write_bytes(buffer.getvalue())
-    os.replace(temporary, path)
+    with atomic_write(Path(path), "wb") as file:
+        canvas.print_png(file)
 
 
 if __name__ == "__main__":

@@ -73,6 +73,12 @@ def _load(model: nn.Module, path: Path, strict: bool) -> list[str]:
 def _read(path: Path) -> Mapping[str, Any]:
     if not path.exists():
         raise UserError("there is no such file")
+    folder = path if path.is_dir() else path.parent
+    if (folder / ".metadata").is_file():  # as torch.distributed.checkpoint leaves it
+        raise UserError(
+            f"is a training checkpoint; write its weights to a file first, with mode=export "
+            f"checkpointing.resume={folder} and the model's settings, and give that model.safetensors"
+        )
     if not path.is_file():
         raise UserError("is not a file; give the .safetensors or .pt file with the weights")
     try:

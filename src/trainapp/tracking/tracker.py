@@ -4,12 +4,12 @@ import contextlib
 import json
 import logging
 import math
-import os
 import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from trainapp.files import atomic_write
 from trainapp.memory.timeline import Drawing, Picture
 from trainapp.torch_private import add_summary
 from trainapp.tracking.console import Progress
@@ -170,9 +170,8 @@ def _forget_after(path: Path, step: int) -> None:
     if not path.exists():
         return
     kept = [line for line in path.read_text().splitlines(keepends=True) if _step_of(line) <= step]
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(kept))
-    os.replace(temporary, path)
+    with atomic_write(path) as file:
+        file.writelines(kept)
 
 
 def _step_of(line: str) -> float:

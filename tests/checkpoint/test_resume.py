@@ -104,7 +104,7 @@ def test_each_part_of_the_state_is_needed(tmp_path, case, lost):
                     buffer.zero_()
         loop.train(run)
         run.tracker.close()
-        same = runs.differences(state.model.state_dict(), expected["model"]) == []
+        same = runs.differences(state.tensors()["model"], expected["model"]) == []
         assert same == (lose is None)
 
 
@@ -179,7 +179,7 @@ def test_from_another_runs_checkpoint_into_a_new_directory(tmp_path):
     overrides = (*runs.MODELS["mlp"], "train.max_steps=6")
     runs.run(tmp_path / "a", *overrides, "every.save=2", "checkpointing.keep_last=3")
     for number, path in enumerate(
-        (runs.checkpoint(tmp_path / "a", 2), runs.checkpoint(tmp_path / "a", 4) / "state.pt")
+        (runs.checkpoint(tmp_path / "a", 2), runs.checkpoint(tmp_path / "a", 4) / "values.pt")
     ):
         run_dir = tmp_path / f"b{number}"
         runs.run(run_dir, *overrides, f"checkpointing.resume={path}")

@@ -1,0 +1,76 @@
+"""A state of one tensor, to save and find again; and how to damage a checkpoint."""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import runs
+import torch
+
+from trainapp.checkpoint.checkpointer import Checkpointer
+from trainapp.checkpoint.directory import CheckpointDirectory
+from trainapp.parallel.ranks import SingleRank
+
+SHARD, METADATA, VALUES, MANIFEST = "__0_0.distcp", ".metadata", "values.pt", "manifest.json"
+
+
+class OneTensor:
+    """What a Checkpointer needs of a TrainState."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, value: float, floats: int = 1000):
+        self.value = torch.full((floats,), float(value))
+
+    def tensors(self) -> dict[str, Any]:
+        """Its one tensor."""
+        return {"model": {"value": self.value}}
+
+    def values(self, rng: list[Any]) -> dict[str, Any]:
+        """Nothing but the generators."""
+        return {"rng": rng}
+
+
+def directory(run_dir: Path, keep_last: int = 2) -> CheckpointDirectory:
+    """The checkpoints of a single process."""
+    return CheckpointDirectory(run_dir, keep_last, SingleRank())
+
+
+def save(run_dir: Path, step: int, is_best: bool = False, keep_last: int = 2, floats: int = 1000) -> None:
+    """A checkpoint whose tensor tells its step."""
+    saver = Checkpointer(OneTensor(step, floats), directory(run_dir, keep_last), SingleRank(), asynchronous=False)
+    saver.save(step, {}, {}, is_best)
+
+
+def value(path: Path) -> torch.Tensor:
+    """The tensor of such a checkpoint."""
+    return runs.tensors(path)["model"]["value"]
+
+
+def names(run_dir: Path) -> list[str]:
+    """Everything in the folder of checkpoints."""
+    return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+
+
+def damage_file(path: Path, how: str) -> None:
+    """missing, truncated, empty or flipped (one bit)."""
+    if how == "missing":
+        path.unlink()
+    elif how == "truncated":
+        os.truncate(path, path.stat().st_size // 2)
+    elif how == "empty":
+        os.truncate(path, 0)
+    else:
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+
+
+def vouch_for(path: Path, name: str) -> None:
+    """Make the manifest agree with a file that was changed."""
+    content = (path / name).read_bytes()
+    manifest = json.loads((path / MANIFEST).read_text())
+    manifest["files"][name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (path / MANIFEST).write_text(json.dumps(manifest))

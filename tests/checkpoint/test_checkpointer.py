@@ -1,0 +1,216 @@
+"""What a checkpoint holds, saving at once and in the background, and disks that refuse."""
+
+import hashlib
+import json
+import resource
+import subprocess
+import sys
+import threading
+
+import helpers
+import pytest
+import runs
+import torch
+from states import METADATA, SHARD, VALUES, OneTensor, directory, names
+
+from trainapp.checkpoint.checkpointer import Checkpointer, NullCheckpointer
+from trainapp.checkpoint.manifest import damage
+from trainapp.errors import UserError
+from trainapp.parallel.ranks import SingleRank
+from trainapp.train import loop
+
+MLP = runs.MODELS["mlp"]
+LATER = "checkpointing.asynchronous=true"
+
+
+def test_what_is_in_one(tmp_path):
+    runs.run(tmp_path, *MLP)
+    folder = runs.checkpoint(tmp_path, 4)
+    assert (tmp_path / "checkpoints" / "latest").read_text() == "step_00000004\n"
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert manifest["files"].keys() == {SHARD, METADATA, VALUES} == helpers.files(folder) - {"manifest.json"}
+    for name, entry in manifest["files"].items():
+        content = (folder / name).read_bytes()
+        assert entry == {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    assert manifest["step"] == 4
+    assert manifest["ranks"] == 1
+    assert manifest["config"]["model"]["arguments"]["width"] == 16
+    assert manifest["versions"]["torch"] == torch.__version__
+    state = runs.saved(tmp_path, 4)
+    assert {"model", "optimizer", "scaler", "rng", "progress", "sampler", "sizes", "average"} <= state.keys()
+    assert state["sampler"] == {"seed": 0, "epoch": 0, "consumed": 64}
+    assert state["sizes"]["micro"]["start"] == 16
+    assert damage(folder) is None
+
+
+def test_nothing_in_it_but_tensors_and_plain_values(tmp_path):
+    """Whatever weights_only refuses would make a checkpoint that cannot be loaded."""
+
+    def kinds(value):
+        if isinstance(value, dict):
+            return set().union(*map(kinds, value.keys()), *map(kinds, value.values()))
+        if isinstance(value, (list, tuple)):
+            return set().union(*map(kinds, value)) if value else set()
+        return {type(value)}
+
+    runs.run(tmp_path, *runs.MODELS["resnet"], "precision=fp16", "train.ema=0.9", "every.eval=2")
+    assert kinds(runs.saved(tmp_path, 4)) <= {torch.Tensor, int, float, str, bool, type(None)}
+
+
+def test_tied_weights_are_saved_once_and_stay_tied(tmp_path):
+    run = runs.run_until(tmp_path, 2, *runs.MODELS["gpt"])
+    own = run.state.model.state_dict(keep_vars=True)
+    saved = runs.saved(tmp_path, 2)["model"]
+    (tied,) = own.keys() - saved.keys()
+    (first,) = [name for name in saved if own[name] is own[tied]]
+    assert torch.equal(saved[first], own[tied])
+    again = runs.prepare(tmp_path, *runs.MODELS["gpt"])
+    again.tracker.close()
+    restored = again.state.model.state_dict(keep_vars=True)
+    assert restored[first] is restored[tied]
+    assert runs.differences(again.state.model.state_dict(), run.state.model.state_dict()) == []
+
+
+def test_torchs_own_converter_makes_weights_to_start_from(tmp_path):
+    """The layout is torch's: its tool writes one file of it, whose `model` is a state dict."""
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    run = runs.run_until(tmp_path / "run", 2, *MLP)
+    dcp_to_torch_save(runs.checkpoint(tmp_path / "run", 2), tmp_path / "weights.pt")
+    again = runs.prepare(tmp_path / "again", *MLP, "train.seed=1", f"model.init_from={tmp_path / 'weights.pt'}")
+    again.tracker.close()
+    assert runs.differences(again.state.model.state_dict(), run.state.model.state_dict()) == []
+
+
+@pytest.mark.parametrize("inside", ["", SHARD, VALUES])
+def test_a_checkpoint_is_no_file_of_weights(tmp_path, inside):
+    """The message tells how to get one."""
+    runs.run_until(tmp_path / "run", 1, *MLP)
+    path = runs.checkpoint(tmp_path / "run", 1)
+    with pytest.raises(UserError, match=f"mode=export checkpointing.resume={path}"):
+        runs.prepare(tmp_path / "again", *MLP, f"model.init_from={path / inside}")
+
+
+def limit_files():
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))
+
+
+def test_a_disk_that_refuses(tmp_path):
+    """The system's own limit on a file's size, in the second save of a run: one message, the first one intact."""
+    overrides = ("model=mlp", "train.max_epochs=null", "train.device=cpu", "every.eval=null")
+    runs.run(tmp_path / "run", *overrides, "batch.global_size=64", "train.max_steps=2")
+    done = subprocess.run(
+        [sys.executable, "-m", "trainapp", *overrides, "train.max_steps=4", f"hydra.run.dir={tmp_path / 'run'}"],
+        cwd=tmp_path,
+        env=helpers.environment(),
+        preexec_fn=limit_files,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert "the checkpoint of step 4 could not be written to" in done.stderr
+    assert f"the last good one is {runs.checkpoint(tmp_path / 'run', 2)}" in done.stderr
+    assert damage(runs.checkpoint(tmp_path / "run", 2)) is None
+    assert not [name for name in names(tmp_path / "run") if name.startswith(".tmp")]
+
+
+def test_a_disk_that_refuses_in_the_background(tmp_path):
+    overrides = ("model=mlp", "train.max_epochs=null", "train.device=cpu", "every.eval=null", "train.max_steps=4")
+    done = subprocess.run(
+        [sys.executable, "-m", "trainapp", *overrides, LATER, f"hydra.run.dir={tmp_path / 'run'}"],
+        cwd=tmp_path,
+        env=helpers.environment(),
+        preexec_fn=limit_files,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert "the checkpoint of step 4 could not be written to" in done.stderr
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_an_error_that_is_not_the_disks_is_not_hidden(tmp_path, monkeypatch, asynchronous):
+    def fails(*_):
+        raise RuntimeError("a mistake in the model")
+
+    monkeypatch.setattr(torch, "save", fails)
+    checkpointer = Checkpointer(OneTensor(1), directory(tmp_path), SingleRank(), asynchronous)
+    with pytest.raises(RuntimeError, match="a mistake in the model"):
+        checkpointer.save(1, {}, {}, False)
+        checkpointer.finish()
+
+
+def test_in_the_background_the_same_is_saved(tmp_path):
+    """The state of the moment of `save`, not that of a later step, which changes the same tensors in place."""
+    overrides = (
+        *runs.MODELS["gpt"],
+        "train.ema=0.9",
+        "every.save=1",
+        "checkpointing.keep_last=4",
+        "oom.remember=false",
+    )
+    runs.run(tmp_path / "now", *overrides)
+    runs.run(tmp_path / "later", *overrides, LATER)
+    assert names(tmp_path / "now") == names(tmp_path / "later")
+    for step in (1, 2, 3, 4):
+        assert runs.differences(runs.saved(tmp_path / "now", step), runs.saved(tmp_path / "later", step)) == []
+        assert damage(runs.checkpoint(tmp_path / "later", step)) is None
+
+
+def test_training_goes_on_while_it_is_written(tmp_path, monkeypatch):
+    written, may_write = [], threading.Event()
+    write = torch.save
+
+    def slow(values, path):
+        assert may_write.wait(30)
+        write(values, path)
+        written.append(path)
+
+    monkeypatch.setattr(torch, "save", slow)
+    run = runs.prepare(tmp_path, *MLP, LATER, "every.save=1")
+    loop.train_step(run)
+    loop.save(run)
+    assert run.checkpointer.saved_at == 1
+    for _ in range(3):
+        loop.train_step(run)
+    assert run.state.progress.step == 4
+    assert written == []
+    assert run.checkpointer.busy
+    assert run.checkpointer.newest() is None
+    assert names(tmp_path) == [".tmp-step_00000001"]
+    may_write.set()
+    run.checkpointer.finish()
+    run.tracker.close()
+    assert not run.checkpointer.busy
+    assert run.checkpointer.newest().name == "step_00000001"
+
+
+def test_save_false_writes_nothing(tmp_path):
+    result = runs.run(tmp_path, *MLP, "checkpointing.save=false", "every.save=1")
+    assert not (tmp_path / "checkpoints").exists()
+    assert result.checkpoint is None
+
+
+def test_save_false_passes_over_what_was_saved_before(tmp_path):
+    """It resumes from a checkpoint, and neither reports it nor saves after it."""
+    runs.run_until(tmp_path, 2, *MLP)
+    run = runs.prepare(tmp_path, *MLP, "checkpointing.save=false")
+    run.tracker.close()
+    assert isinstance(run.checkpointer, NullCheckpointer)
+    assert (run.state.progress.step, run.checkpointer.saved_at) == (2, 2)
+    assert (run.checkpointer.newest(), run.checkpointer.newest_name(), run.checkpointer.busy) == (None, None, False)
+    run.checkpointer.save(3, {}, {}, False)
+    run.checkpointer.finish()
+    assert run.checkpointer.saved_at == 3
+    assert [name for name in names(tmp_path) if name.startswith("step_")] == ["step_00000002"]
+
+
+@pytest.mark.parametrize("mode", ["eval", "export"])
+def test_a_named_checkpoint_is_read_where_none_is_saved(tmp_path, mode):
+    runs.run_until(tmp_path / "run", 2, *MLP)
+    resume = f"checkpointing.resume={tmp_path / 'run'}"
+    result = runs.run(tmp_path / "out", *MLP, f"mode={mode}", resume, "checkpointing=off", "every.eval=2")
+    assert result.steps == 2
+    assert not (tmp_path / "out" / "checkpoints").exists()

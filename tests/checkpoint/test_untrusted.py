@@ -1,0 +1,85 @@
+"""Nothing in a checkpoint runs, whatever its manifest vouches for."""
+
+import io
+import os
+import pickle
+import zipfile
+
+import pytest
+import runs
+import torch
+from states import METADATA, VALUES, vouch_for
+
+from trainapp.checkpoint.manifest import damage
+from trainapp.errors import UserError
+
+MLP = runs.MODELS["mlp"]
+
+
+class Payload:
+    """What unpickling must never run: it makes a directory."""
+
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.marker),)
+
+
+def plant(path, file, marker):
+    """Put the payload into one of the checkpoint's two files that hold pickles."""
+    if file == VALUES:
+        torch.save({**torch.load(path / VALUES, weights_only=True), "extra": Payload(marker)}, path / VALUES)
+    else:
+        metadata = pickle.loads((path / METADATA).read_bytes())
+        metadata.planner_data = Payload(marker)
+        (path / METADATA).write_bytes(pickle.dumps(metadata))
+    vouch_for(path, file)
+
+
+@pytest.mark.parametrize("file", [VALUES, METADATA])
+@pytest.mark.parametrize("setting", ["auto", "path", "eval"])
+def test_a_planted_payload_does_not_run(tmp_path, setting, file):
+    run_dir, marker = tmp_path / "run", tmp_path / "payload-ran"
+    runs.run_until(run_dir, 2, *MLP)
+    path = runs.checkpoint(run_dir, 2)
+    plant(path, file, marker)
+    assert damage(path) is None
+    extra = {
+        "auto": (),
+        "path": (f"checkpointing.resume={path}",),
+        "eval": (f"checkpointing.resume={run_dir}", "mode=eval"),
+    }[setting]
+    message = {VALUES: "more than tensors and plain values", METADATA: "its metadata is not a checkpoint's"}[file]
+    with pytest.raises(UserError, match=message) as caught:
+        runs.run(run_dir if setting == "auto" else tmp_path / "other", *MLP, *extra)
+    assert str(path) in str(caught.value)
+    assert not marker.exists()
+    if file == VALUES:  # the payload is a live one
+        torch.load(path / VALUES, weights_only=False)
+    else:
+        pickle.loads((path / METADATA).read_bytes())
+    assert marker.exists()
+
+
+@pytest.mark.parametrize("file", [VALUES, METADATA])
+@pytest.mark.parametrize("kind", ["plain pickle", "legacy", "not a checkpoint", "zip of something else"])
+def test_other_files_in_its_place(tmp_path, kind, file):
+    """What passes for a checkpoint by its manifest, and is none."""
+    runs.run_until(tmp_path, 1, *MLP)
+    path, marker = runs.checkpoint(tmp_path, 1), tmp_path / "payload-ran"
+    content = io.BytesIO()
+    if kind == "plain pickle":
+        content.write(pickle.dumps(Payload(marker)))
+    elif kind == "legacy":
+        torch.save({"extra": Payload(marker)}, content, _use_new_zipfile_serialization=False)
+    elif kind == "not a checkpoint":
+        content.write(b"hello " * 100)
+    else:
+        with zipfile.ZipFile(content, "w") as archive:
+            archive.writestr("a/hello.txt", "hello")
+    (path / file).write_bytes(content.getvalue())
+    vouch_for(path, file)
+    with pytest.raises(UserError, match="step_00000001"):
+        runs.prepare(tmp_path, *MLP)
+    assert not marker.exists()

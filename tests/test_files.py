@@ -1,0 +1,119 @@
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import helpers
+import pytest
+
+from trainapp.files import atomic_write, publish, temporary_file
+
+
+def test_the_new_content_replaces_the_old_at_the_end(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("old")
+    with atomic_write(path) as file:
+        file.write("new")
+        file.flush()
+        assert path.read_text() == "old"
+        assert Path(file.name).parent == tmp_path  # a rename across file systems is a copy
+    assert path.read_text() == "new"
+    assert os.listdir(tmp_path) == ["a.txt"]
+
+
+def test_bytes(tmp_path):
+    with atomic_write(tmp_path / "a.bin", "wb") as file:
+        file.write(b"\x00\xff")
+    assert (tmp_path / "a.bin").read_bytes() == b"\x00\xff"
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_after_an_error_all_is_as_before(tmp_path, error):
+    path = tmp_path / "a.txt"
+    path.write_text("old")
+    with pytest.raises(error), atomic_write(path) as file:
+        file.write("new")
+        raise error
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["a.txt"]
+
+
+def test_a_file_that_may_not_be_replaced(tmp_path):
+    (tmp_path / "a").mkdir()
+    with pytest.raises(IsADirectoryError), atomic_write(tmp_path / "a") as file:
+        file.write("new")
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_as_readable_as_any_other_file(tmp_path):
+    with atomic_write(tmp_path / "a.txt"):
+        pass
+    (tmp_path / "b.txt").touch()
+    modes = [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("a.txt", "b.txt")]
+    assert modes[0] == modes[1]
+
+
+def test_sync_writes_the_content_before_the_name(tmp_path, monkeypatch):
+    calls = []
+    for name in ("fsync", "replace"):
+        original = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *args, n=name, call=original: (calls.append(n), call(*args)))
+    with atomic_write(tmp_path / "a.txt", sync=True) as file:
+        file.write("new")
+    assert calls == ["fsync", "replace", "fsync"]  # the file, its name, the directory
+    with atomic_write(tmp_path / "a.txt") as file:
+        file.write("new")
+    assert calls[3:] == ["replace"]
+
+
+def test_the_name_may_depend_on_the_content(tmp_path):
+    with temporary_file(tmp_path) as file:
+        file.write("abc")
+        publish(file, tmp_path / "3.txt")
+    with temporary_file(tmp_path) as file:
+        file.write("dropped")
+    assert os.listdir(tmp_path) == ["3.txt"]
+    assert (tmp_path / "3.txt").read_text() == "abc"
+
+
+WRITERS = """
+import sys
+from pathlib import Path
+from trainapp.files import atomic_write
+path, content = Path(sys.argv[1]), sys.argv[2] * 2_000_000
+while True:
+    if sys.argv[3] == "atomic":
+        with atomic_write(path) as file:
+            file.write(content)
+    else:
+        path.write_text(content)
+"""
+
+
+@pytest.mark.parametrize("way", ["atomic", "plain"])
+def test_several_processes_that_are_killed_leave_one_whole(tmp_path, way):
+    """Readers never see a part or a mixture; with a plain write they do."""
+    path = tmp_path / "a.txt"
+    command = [sys.executable, "-c", WRITERS, str(path)]
+    writers = [subprocess.Popen([*command, letter, way], env=helpers.environment()) for letter in "ab"]
+    seen, torn = set(), 0
+    until = time.monotonic() + 30
+    while time.monotonic() < until and not (torn or (way == "atomic" and len(seen) == 2 and sum(counts) > 100)):
+        try:
+            text = path.read_text()
+        except FileNotFoundError:
+            counts = [0]
+            continue
+        torn += len(text) != 2_000_000 or len(set(text)) > 1
+        seen.add(text[:1])
+        counts = [*counts, 1]
+    for writer in writers:
+        os.kill(writer.pid, signal.SIGKILL)
+        writer.wait()
+    assert bool(torn) == (way == "plain")
+    if way == "atomic":
+        assert seen == {"a", "b"}
+        assert path.read_text() in ("a" * 2_000_000, "b" * 2_000_000)
