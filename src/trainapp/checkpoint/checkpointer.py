@@ -18,7 +18,7 @@ from trainapp.checkpoint.train_state import TrainState
 from trainapp.errors import UserError
 from trainapp.files import fsync
 from trainapp.optim.optimizers import step_without_effect
-from trainapp.parallel.ranks import SingleRank
+from trainapp.parallel.ranks import Ranks
 from trainapp.rng import rng_state
 
 VALUES = "values.pt"  # what is no tensor of the model, the optimizer or the average
@@ -43,7 +43,7 @@ class Checkpointer:
     at a time. A checkpoint gets its name in `finish`, which every `save` begins with.
     """
 
-    def __init__(self, state: TrainState, directory: CheckpointDirectory, ranks: SingleRank, asynchronous: bool):
+    def __init__(self, state: TrainState, directory: CheckpointDirectory, ranks: Ranks, asynchronous: bool):
         self.state, self.directory, self.ranks = state, directory, ranks
         self.asynchronous = asynchronous
         self.saved_at = 0  # the step of the last save; set by a resume, too
@@ -128,7 +128,7 @@ class NullCheckpointer:
         """None: this run has no checkpoint."""
 
 
-def restore(state: TrainState, path: Path, ranks: SingleRank) -> dict[str, Any]:
+def restore(state: TrainState, path: Path, ranks: Ranks) -> dict[str, Any]:
     """Fill `state` from the checkpoint at `path`, written by any number of ranks. Returns its `sizes`. Collective.
 
     An average of the weights that was not saved starts at the weights. Raises UserError when the checkpoint does not

@@ -25,7 +25,7 @@ from trainapp.checkpoint import manifest
 from trainapp.checkpoint.manifest import MANIFEST, damage
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.files import atomic_write, fsync
-from trainapp.parallel.ranks import SingleRank
+from trainapp.parallel.ranks import Ranks, SingleRank
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class CheckpointDirectory:
     keep_last: how many of the newest to keep, beside the best.
     """
 
-    def __init__(self, run_dir: Path, keep_last: int, ranks: SingleRank):
+    def __init__(self, run_dir: Path, keep_last: int, ranks: Ranks):
         self.folder = run_dir / "checkpoints"
         self.keep_last, self.ranks = keep_last, ranks
 

@@ -8,7 +8,7 @@ from trainapp.data.batch import bucket_of, measure
 from trainapp.data.micro_batch import MicroBatch, cut, cut_evenly, pieces_of
 from trainapp.data.size_agreement import failed_buckets, largest_micro_batches, number_of_pieces
 from trainapp.data.size_search import Failure, SizeSearch
-from trainapp.parallel.ranks import SingleRank
+from trainapp.parallel.ranks import Ranks
 
 Plan = int | dict[int, int]  # the size of all shapes, or of each by its bucket
 
@@ -107,7 +107,7 @@ class MicroBatchSizes:
             search = self.searches[bucket] = self.search(bucket)
             search.size, search.clean = size, 0
 
-    def cut(self, micro: MicroBatch, ranks: SingleRank) -> Iterator[MicroBatch]:
+    def cut(self, micro: MicroBatch, ranks: Ranks) -> Iterator[MicroBatch]:
         """Cut what was fetched to the size in force for its shape, on every rank into as many pieces. Most often one.
 
         Ranks need not ask each other where all sizes are proven and equal; a shape that is new to one of them is then
@@ -129,7 +129,7 @@ class MicroBatchSizes:
         self.attempt_elements[bucket] = max(elements, self.attempt_elements.get(bucket, 0))
         yield from pieces_of(micro, pieces, samples)
 
-    def succeeded(self, ranks: SingleRank, news: bool = False) -> dict[int, int]:
+    def succeeded(self, ranks: Ranks, news: bool = False) -> dict[int, int]:
         """A step (or an evaluation batch) was clean. Returns `{bucket: size}` for what is tried next.
 
         news: whether any rank `has_news`, the same on all ranks.
@@ -152,7 +152,7 @@ class MicroBatchSizes:
         self.is_unproven = not all(map(self.is_proven, largest)) if largest else self.is_unproven
         return grown
 
-    def failed(self, ranks: SingleRank, culprit: bool = True, failure: Failure | None = None) -> tuple[int, int] | None:
+    def failed(self, ranks: Ranks, culprit: bool = True, failure: Failure | None = None) -> tuple[int, int] | None:
         """Memory ran out in the micro-batch at work: `(what ran, new size)`, or None if no smaller size can fit.
 
         culprit: whether it did on this rank; failure: how.

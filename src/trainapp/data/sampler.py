@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 from trainapp.data.loader import BatchLoader, Request
 from trainapp.data.micro_batch import MicroBatch, cut, cut_evenly
 from trainapp.data.progress import Progress
-from trainapp.parallel.ranks import SingleRank
+from trainapp.parallel.ranks import Ranks
 
 
 def epoch_order(seed: int, epoch: int, samples: int) -> list[int]:
@@ -156,7 +156,7 @@ class EvalBatches:
         self.equal = equal
         self._source = BatchLoader(dataset, seed, workers, device)
 
-    def from_sample(self, done: int, size: int, ranks: SingleRank) -> Iterator[MicroBatch]:
+    def from_sample(self, done: int, size: int, ranks: Ranks) -> Iterator[MicroBatch]:
         """Batches of this rank's share, after the first `done` samples of it.
 
         ranks: those that evaluate together; `done` may differ between them after one of them ran out of memory.

@@ -4,10 +4,10 @@ Collective: call each function on every rank. A single rank agrees with itself a
 """
 
 from trainapp.data.size_search import Failure
-from trainapp.parallel.ranks import SingleRank
+from trainapp.parallel.ranks import Ranks
 
 
-def number_of_pieces(ranks: SingleRank, pieces: int, unproven: bool) -> int:
+def number_of_pieces(ranks: Ranks, pieces: int, unproven: bool) -> int:
     """The most pieces that any rank cuts. Turns on votes if any rank's size is unproven: it may run out of memory."""
     most, any_unproven = ranks.all_reduce_max(pieces, int(unproven))
     if any_unproven:
@@ -15,13 +15,13 @@ def number_of_pieces(ranks: SingleRank, pieces: int, unproven: bool) -> int:
     return most
 
 
-def largest_micro_batches(ranks: SingleRank, largest: dict[int, int]) -> dict[int, int]:
+def largest_micro_batches(ranks: Ranks, largest: dict[int, int]) -> dict[int, int]:
     """`{bucket: samples}`, the largest over ranks, by ascending bucket."""
     return _largest(ranks.all_gather_object(largest))
 
 
 def failed_buckets(
-    ranks: SingleRank, largest: dict[int, int], bucket: int | None, failure: Failure | None
+    ranks: Ranks, largest: dict[int, int], bucket: int | None, failure: Failure | None
 ) -> tuple[dict[int, int], dict[int, Failure | None]]:
     """The largest micro-batches of the attempt over ranks, and the first rank's failure of each bucket that failed.
 
