@@ -61,7 +61,7 @@ class KeepsBufferDtypes(nn.Module):
         super()._apply(fn, recurse)
         for name, old in before.items():
             new = self._buffers[name]
-            if old is not None and new.dtype != old.dtype:
+            if old is not None and new is not None and new.dtype != old.dtype:
                 self._buffers[name] = old.to(new.device)
         return self
 

@@ -247,7 +247,7 @@ def train_without_recovery(rank: int, config: Config, *arguments: Any) -> Record
     from trainapp.parallel.fsdp import FSDP
 
     original = FSDP.recovers_in_place
-    FSDP.recovers_in_place = False
+    FSDP.recovers_in_place = property(lambda self: False)
     try:
         return train(rank, config, *arguments)
     finally:

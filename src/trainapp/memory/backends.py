@@ -1,5 +1,7 @@
 """Chooses the class that measures and limits a device's memory."""
 
+from collections.abc import Callable
+
 import torch
 
 from trainapp.config.schema import Memory
@@ -8,7 +10,11 @@ from trainapp.memory.cuda import CudaMemory
 from trainapp.memory.device import DeviceMemory
 from trainapp.memory.mps import MpsMemory
 
-_BACKENDS: dict[str, type[DeviceMemory]] = {"cpu": CpuMemory, "cuda": CudaMemory, "mps": MpsMemory}
+_BACKENDS: dict[str, Callable[[torch.device, Memory], DeviceMemory]] = {
+    "cpu": CpuMemory,
+    "cuda": CudaMemory,
+    "mps": MpsMemory,
+}
 
 
 def build(settings: Memory, device: torch.device) -> DeviceMemory:

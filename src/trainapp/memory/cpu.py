@@ -34,7 +34,7 @@ class CpuMemory(DeviceMemory):
     @contextlib.contextmanager
     def watch(self, resident: Resident, track_modules: bool = True) -> Iterator[None]:
         """Counts, and with a limit enforces it, until the end of the outermost block."""
-        if self.watching:  # nested: only count what is new
+        if self.watching and self.counter is not None:  # nested: only count what is new
             self.counter.register(resident)
             yield
             return

@@ -48,7 +48,7 @@ class LiveTensors(DispatchMode):
         self.live = self.peak = 0
         self.events: Events = []
         self.kinds: Kinds = {}
-        self._alive: dict[int, tuple[int, weakref.ref]] = {}
+        self._alive: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
         self._number = 0
 
     def register(self, resident: Resident) -> None:
@@ -70,7 +70,9 @@ class LiveTensors(DispatchMode):
         if counted is not None:
             self.kinds[counted[0]] = kind
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         result = func(*args, **(kwargs or {}))
         added = 0
         if isinstance(result, Tensor):
@@ -94,7 +96,7 @@ class LiveTensors(DispatchMode):
         size = storage.nbytes()
         number = self._number = self._number + 1
 
-        def freed(_: weakref.ref, key: int = key, size: int = size, number: int = number) -> None:
+        def freed(_: weakref.ref[torch.UntypedStorage], key: int = key, size: int = size, number: int = number) -> None:
             if self._alive.pop(key, None) is not None:
                 self.live -= size
                 self.events.append((number, -size))
@@ -108,7 +110,7 @@ class LiveTensors(DispatchMode):
 class ModulePath:
     """The module in which an error was raised, in forward or backward: `at_failure`, "" where there was none."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.at_failure = ""
 
     @contextlib.contextmanager

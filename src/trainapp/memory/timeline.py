@@ -19,7 +19,7 @@ from trainapp.files import atomic_write
 from trainapp.memory.kinds import MemoryKind
 from trainapp.units import bytes_text
 
-KINDS = tuple(kind for kind in MemoryKind if kind is not MemoryKind.OTHER_PROCESSES)
+KINDS: tuple[MemoryKind, ...] = tuple(kind for kind in MemoryKind if kind is not MemoryKind.OTHER_PROCESSES)
 
 
 def stacked(events: Sequence[tuple[int, int]], kinds: Mapping[int, MemoryKind]) -> dict[MemoryKind, np.ndarray]:
@@ -28,7 +28,7 @@ def stacked(events: Sequence[tuple[int, int]], kinds: Mapping[int, MemoryKind]) 
     events: `(storage number, bytes)`, negative when freed. kinds: by storage number; storages without a kind are
     activations.
     """
-    changes = {kind: np.zeros(len(events), dtype=np.int64) for kind in KINDS}
+    changes: dict[MemoryKind, np.ndarray] = {kind: np.zeros(len(events), dtype=np.int64) for kind in KINDS}
     for position, (number, size) in enumerate(events):
         changes[kinds.get(number, MemoryKind.ACTIVATIONS)][position] = size
     return {kind: values.cumsum() for kind, values in changes.items()}
@@ -87,7 +87,7 @@ def draw(events: Sequence[tuple[int, int]], kinds: Mapping[int, MemoryKind], lim
     from matplotlib.figure import Figure
 
     series = stacked(events, kinds)
-    total = sum(series.values())
+    total = np.sum(list(series.values()), axis=0)
     scale = 2**20
     figure = Figure(figsize=(10, 4.5), dpi=100, layout="constrained")
     canvas = FigureCanvasAgg(figure)

@@ -25,7 +25,7 @@ class WeightAverage:
         """Bring the average to the weights of `step`: once for each step, however often it is called."""
         if self.step == step:
             return
-        while self.position < len(self.weights):
+        while self.decay is not None and self.position < len(self.weights):
             self.averages[self.position].lerp_(self.weights[self.position], 1 - self.decay)
             self.position += 1
         self.step, self.position = step, 0

@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,7 +15,7 @@ from trainapp.errors import UserError
 _FUSED_DEVICES = ("cuda", "cpu", "mps")
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Two groups: weights with two or more dimensions decay, norms and biases (at most one dimension) do not."""
     trained = [p for p in model.parameters() if p.requires_grad]
     decayed = [p for p in trained if p.ndim >= 2]

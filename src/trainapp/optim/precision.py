@@ -11,6 +11,7 @@
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ class Precision:
 
     mode: str
     compute_dtype: torch.dtype
-    autocast: contextlib.AbstractContextManager
+    autocast: contextlib.AbstractContextManager[Any]
     scaler: torch.amp.GradScaler
 
     def unscale(self, optimizer: torch.optim.Optimizer, all_reduce_found_inf: Callable[[list[Tensor]], None]) -> None:

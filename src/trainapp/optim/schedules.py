@@ -32,18 +32,20 @@ def build(settings: schema.Schedule, run: RunLength) -> Schedule:
             "steps; make them shorter"
         )
 
-    def progress(step: int, start: int, end: int) -> float:
+    end = total or 0  # a constant rate needs none
+
+    def progress(step: int, start: int) -> float:
         return min(1.0, max(0.0, (step - start) / max(1, end - start)))
 
     def factor(step: int) -> float:
         if step < warmup:
             return (step + 1) / warmup
         if settings.shape == "linear":
-            return 1 - (1 - final) * progress(step, warmup, total)
+            return 1 - (1 - final) * progress(step, warmup)
         if settings.shape == "cosine":
-            return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * progress(step, warmup, total)))
+            return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * progress(step, warmup)))
         if settings.shape == "wsd":
-            return 1 - (1 - final) * math.sqrt(progress(step, total - decay, total))
+            return 1 - (1 - final) * math.sqrt(progress(step, end - decay))
         return 1.0
 
     return factor

@@ -4,6 +4,7 @@ import contextlib
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,7 @@ class Exchange:
     ranks: DistributedRanks
     due: bool = True  # False in all but the last micro-batch
 
-    def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
         """The sum of a bucket over ranks; the bucket unchanged where no exchange is due or the step is aborted."""
         if not self.due or (self.ranks.votes_enabled and self.ranks.vote(False)):
             unchanged: torch.futures.Future[torch.Tensor] = torch.futures.Future()
@@ -40,6 +41,8 @@ class DDP(SingleDevice):
     DDP cannot abandon a backward. After a vote to abort, the backward runs to its end with reductions that do nothing;
     then gradients are dropped and the model is wrapped anew on every rank.
     """
+
+    forward: nn.parallel.DistributedDataParallel
 
     def __init__(self, model: nn.Module, ranks: DistributedRanks, settings: Ddp):
         super().__init__(model, ranks)
@@ -83,7 +86,7 @@ class DDP(SingleDevice):
         """Wraps the model anew: about 3 ms for a toy model, once per failure."""
         super().abort_step()
         self.model.zero_grad(set_to_none=True)
-        self.forward = None
+        del self.forward  # before the new wrapper allocates its buckets
         self._wrap()
 
     def broadcast_buffers(self) -> None:
@@ -93,7 +96,7 @@ class DDP(SingleDevice):
                 dist.broadcast(buffer, 0)
 
 
-def _no_buffer_sync() -> dict[str, bool]:
+def _no_buffer_sync() -> dict[str, Any]:
     """The parameter has another name from torch 2.13 on."""
     parameters = inspect.signature(nn.parallel.DistributedDataParallel).parameters
     return {"forward_sync_buffers" if "forward_sync_buffers" in parameters else "broadcast_buffers": False}

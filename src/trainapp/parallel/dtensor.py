@@ -1,20 +1,22 @@
 """Tensors that may be whole or this rank's shard of one (a DTensor), and conversions between the two."""
 
+from typing import Any
+
 import torch
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
+def local(tensor: Any) -> torch.Tensor:
     """The part of the tensor in this rank's memory."""
     return tensor.to_local() if hasattr(tensor, "device_mesh") else tensor
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def whole(tensor: Any) -> torch.Tensor:
     """The whole tensor. Collective for a shard: call on every rank."""
     return tensor.full_tensor() if hasattr(tensor, "device_mesh") else tensor
 
 
 @torch.no_grad()
-def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
+def copy_into(target: Any, source: torch.Tensor) -> None:
     """Copy a whole tensor into one that may be a shard. No communication: every rank has the whole source."""
     if hasattr(target, "device_mesh"):
         from torch.distributed.tensor import distribute_tensor

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,9 @@ from trainapp.errors import UserError
 from trainapp.parallel.ranks import DistributedRanks
 from trainapp.parallel.strategy import SingleDevice
 from trainapp.torch_private import fsdp_collectives, outside_dispatch_modes
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule  # imported on use: FSDP2 takes time that other strategies save
 
 
 class FSDP(SingleDevice):
@@ -41,10 +44,10 @@ class FSDP(SingleDevice):
         self.settings = settings
         mesh = _mesh(ranks, settings.replicas)
         self._shard_group = mesh.get_group("shard")
-        _shard(model, blocks, mesh["shard"], settings, compute_dtype)
+        self._root, sharded = _shard(model, blocks, mesh["shard"], settings, compute_dtype)
         replicas = mesh.get_group("replicate") if settings.replicas > 1 else None
         _gate_collectives(model, ranks.check_peers, replicas)
-        _prefetch(blocks, settings.prefetch)
+        _prefetch(sharded, settings.prefetch)
         self._has_run = False
         model.register_forward_pre_hook(self._note_forward, prepend=True)
 
@@ -54,14 +57,14 @@ class FSDP(SingleDevice):
     @property
     def recovers_in_place(self) -> bool:
         """Before torch 2.13 nothing resets a backward that was left halfway."""
-        return hasattr(self.model, "reset_iter_state")
+        return hasattr(self._root, "reset_iter_state")
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
         """Reduces gradients into the shards in every micro-batch, or in the last (`sync_every_micro_batch=false`)."""
         if not self.settings.sync_every_micro_batch:
-            self.model.set_requires_gradient_sync(last)
-        self.model.set_is_last_backward(last)
+            self._root.set_requires_gradient_sync(last)
+        self._root.set_is_last_backward(last)
         yield
 
     def abort_step(self) -> None:
@@ -73,7 +76,7 @@ class FSDP(SingleDevice):
         super().abort_step()
         self.model.zero_grad(set_to_none=True)
         if self._has_run:  # FSDP2 creates in its first forward what the reset needs
-            self.model.reset_iter_state()
+            self._root.reset_iter_state()
         self.model.zero_grad(set_to_none=True)
 
     def broadcast_buffers(self) -> None:
@@ -112,7 +115,8 @@ def _shard(
     mesh: DeviceMesh,
     settings: Fsdp,
     compute_dtype: torch.dtype,
-) -> None:
+) -> tuple["FSDPModule", list["FSDPModule"]]:
+    """The root and the blocks, which are now FSDPModules."""
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     mixed = compute_dtype != torch.float32
@@ -125,10 +129,9 @@ def _shard(
         ),
     }
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
-    for block in blocks:
-        fully_shard(block, mp_policy=policy, **options)
+    sharded = [fully_shard(block, mp_policy=policy, **options) for block in blocks]
     policy = dataclasses.replace(policy, output_dtype=reduce_dtype)  # the root's output enters the loss
-    fully_shard(model, mp_policy=policy, **options)
+    return fully_shard(model, mp_policy=policy, **options), sharded
 
 
 def _gate_collectives(model: nn.Module, check_peers: Callable[[], None], replicas: dist.ProcessGroup | None) -> None:
@@ -136,8 +139,10 @@ def _gate_collectives(model: nn.Module, check_peers: Callable[[], None], replica
 
     replicas: the ranks that hold the same shard, where there is more than one copy of the model.
     """
+    from torch.distributed.fsdp import FSDPModule
+
     for module in model.modules():
-        if hasattr(module, "set_gradient_divide_factor"):  # not recursive: each module has its own
+        if isinstance(module, FSDPModule):  # these methods are not recursive
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             gather, reduce = _gated_collectives(check_peers)
@@ -150,13 +155,13 @@ def _gate_collectives(model: nn.Module, check_peers: Callable[[], None], replica
 def _gated_collectives(check_peers: Callable[[], None]) -> tuple[Any, Any]:
     all_gather, reduce_scatter = fsdp_collectives()
 
-    class GatedAllGather(all_gather):
-        def __call__(self, *args, **kwargs):
+    class GatedAllGather(all_gather):  # type: ignore[misc, valid-type]
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
             check_peers()
             return super().__call__(*args, **kwargs)
 
-    class GatedReduceScatter(reduce_scatter):
-        def __call__(self, *args, **kwargs):
+    class GatedReduceScatter(reduce_scatter):  # type: ignore[misc, valid-type]
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
             check_peers()
             return super().__call__(*args, **kwargs)
 
@@ -173,7 +178,7 @@ def _gated_all_reduce(check_peers: Callable[[], None], replicas: dist.ProcessGro
     return reduce
 
 
-def _prefetch(blocks: list[nn.Module], depth: int) -> None:
+def _prefetch(blocks: list["FSDPModule"], depth: int) -> None:
     """Gather `depth` blocks ahead: overlaps with compute and costs their memory. FSDP2 does 1 by itself."""
     if depth > 1:
         for position, block in enumerate(blocks):

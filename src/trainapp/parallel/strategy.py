@@ -16,12 +16,16 @@ class SingleDevice:
     """One process. `forward` is what a task calls; `model` holds the parameters and their names."""
 
     forward_is_collective = False  # whether every rank must evaluate the same number of batches
-    recovers_in_place = True  # whether `abort_step` works; otherwise all workers restart after an out-of-memory error
 
     def __init__(self, model: nn.Module, ranks: Ranks):
         self.model, self.ranks = model, ranks
         self.forward: nn.Module = model
         self.evaluate: nn.Module = model
+
+    @property
+    def recovers_in_place(self) -> bool:
+        """Whether `abort_step` works. Where it does not, all workers restart after an out-of-memory error."""
+        return True
 
     def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[None]:
         """Around forward and backward of a micro-batch. Gradients are exchanged in the last one."""

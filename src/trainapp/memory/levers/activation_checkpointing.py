@@ -39,7 +39,7 @@ def _checkpointed(block: nn.Module, forward: Callable[..., Any], selective: bool
     return checkpoint(forward, *inputs, use_reentrant=False, context_fn=contexts, **options)
 
 
-def _contexts(block: nn.Module, selective: bool) -> tuple[AbstractContextManager, AbstractContextManager]:
+def _contexts(block: nn.Module, selective: bool) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """The contexts of the forward and of the recomputation."""
     forward, recompute = (
         create_selective_checkpoint_contexts(_policy)
@@ -49,13 +49,13 @@ def _contexts(block: nn.Module, selective: bool) -> tuple[AbstractContextManager
     return forward, _nested(_buffers_restored(block), recompute)  # in this order: `recompute` must not see the copies
 
 
-def _policy(context, operation, *args, **kwargs) -> CheckpointPolicy:
+def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     kept = operation.overloadpacket.__name__ in _KEPT
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 @contextlib.contextmanager
-def _nested(outer: AbstractContextManager, inner: AbstractContextManager) -> Iterator[None]:
+def _nested(outer: AbstractContextManager[None], inner: AbstractContextManager[None]) -> Iterator[None]:
     with outer, inner:
         yield
 
