@@ -14,7 +14,7 @@ class WeightAverage:
     """
 
     def __init__(self, model: nn.Module, decay: float | None):
-        self.decay = decay
+        self._share = 0.0 if decay is None else 1 - decay  # of the new weights
         self.weights = [p for p in model.parameters() if p.requires_grad] if decay is not None else []
         self.averages = [p.detach().clone() for p in self.weights]
         self.step = 0
@@ -25,8 +25,8 @@ class WeightAverage:
         """Bring the average to the weights of `step`: once for each step, however often it is called."""
         if self.step == step:
             return
-        while self.decay is not None and self.position < len(self.weights):
-            self.averages[self.position].lerp_(self.weights[self.position], 1 - self.decay)
+        while self.position < len(self.weights):
+            self.averages[self.position].lerp_(self.weights[self.position], self._share)
             self.position += 1
         self.step, self.position = step, 0
 
