@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -18,10 +19,10 @@ def seed_everything(seed: int) -> None:
 
 def rng_state(device: torch.device) -> dict[str, Any]:
     """The generators of Python, NumPy, torch's CPU and the device, as primitives and tensors."""
-    kind, keys, *rest = np.random.get_state()
+    kind, keys, *rest = np.random.get_state(legacy=True)
     state: dict[str, Any] = {
         "python": random.getstate(),
-        "numpy": (kind, torch.from_numpy(keys.astype(np.int64)), *rest),
+        "numpy": (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest),
     }
     return state | device_rng_state(device)
 
@@ -50,7 +51,7 @@ def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
 
 
 @contextlib.contextmanager
-def preserved_rng(device: torch.device):
+def preserved_rng(device: torch.device) -> Iterator[None]:
     """What draws random numbers inside the block leaves no trace outside it."""
     state = rng_state(device)
     try:
@@ -89,7 +90,7 @@ class Generators:
     @staticmethod
     def _numpy_words() -> bytes:
         """The Mersenne twister's words and its position; nothing where another generator has been put in its place."""
-        generator = np.random.get_bit_generator()
+        generator = np.random.get_bit_generator()  # type: ignore[attr-defined]  # numpy forgets to export it
         if type(generator) is not np.random.MT19937:
             return b""
         return ctypes.string_at(generator.ctypes.state_address, 625 * 4)  # uint32 key[624]; int pos

@@ -20,7 +20,7 @@ class StopRequest:
     SIGNALS = tuple(getattr(signal, name) for name in NAMES if hasattr(signal, name))
     ECHO = 1.0  # seconds: a terminal and the launcher both send the same Ctrl-C to a worker
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._at = 0.0
         self._process = os.getpid()  # the loader's workers inherit the handler
         self.signal: int | None = None

@@ -111,7 +111,7 @@ class NullCheckpointer:
 
     busy = False
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.saved_at = 0
 
     def save(self, step: int, config: dict[str, Any], sizes: dict[str, Any], is_best: bool) -> None:

@@ -16,6 +16,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from trainapp.errors import UserError
 
@@ -82,7 +84,7 @@ def write(tensors: dict[str, Any], folder: Path, group: dist.ProcessGroup | None
     group: one that nothing else uses, for this may run in a thread beside training; None for a single process.
     Raises CheckpointException, a BaseException, on every rank when one could not write.
     """
-    dcp.save(_tensors_only(tensors), storage_writer=_writer(folder), process_group=group, no_dist=group is None)
+    save(_tensors_only(tensors), storage_writer=_writer(folder), process_group=group, no_dist=group is None)
 
 
 def names(folder: Path) -> set[str]:
@@ -99,7 +101,7 @@ def read(tensors: dict[str, Any], folder: Path, group: dist.ProcessGroup | None)
     reader = SafeReader(str(folder))
     own = dict(_flat(tensors))
     saved = {
-        name: entry.size
+        name: entry.size  # type: ignore[union-attr]  # the reader refuses entries that are no tensors
         for name, entry in reader.read_metadata().state_dict_metadata.items()
         if name.partition(".")[0] in tensors
     }
@@ -111,7 +113,7 @@ def read(tensors: dict[str, Any], folder: Path, group: dist.ProcessGroup | None)
     if differences:
         raise _misfit(folder, f"{len(differences)} tensors differ: {', '.join(differences[:4])}")
     try:
-        dcp.load(_tensors_only(tensors), storage_reader=reader, process_group=group, no_dist=group is None)
+        load(_tensors_only(tensors), storage_reader=reader, process_group=group, no_dist=group is None)
     except dcp.api.CheckpointException as error:  # a BaseException
         first = next(iter(error.failures.values()))[0]
         raise (first if isinstance(first, UserError) else _misfit(folder, first)) from None

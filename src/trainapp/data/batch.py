@@ -130,7 +130,8 @@ def _mapping_with_items(mapping: Mapping, values: list[Any]) -> Mapping:
             object.__setattr__(new, name, _copy_with_items(held, [items[key] for key in held]))
             return new
     try:
-        return type(mapping)(items)
+        rebuilt: Any = type(mapping)
+        return rebuilt(items)
     except TypeError as error:
         name = type(mapping).__name__
         raise TypeError(
@@ -153,7 +154,7 @@ def _dataclass_with_values(instance: Any, values: list[Any]) -> Any:
     names = _field_names(instance)
     if all(getattr(instance, name) is value for name, value in zip(names, values, strict=True)):
         return instance  # without a tensor in it: some other object of the program
-    new = type(instance).__new__(type(instance))
+    new = object.__new__(type(instance))
     if hasattr(instance, "__dict__"):
         new.__dict__.update(instance.__dict__)
     for name, value in zip(names, values, strict=True):

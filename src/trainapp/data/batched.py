@@ -12,6 +12,12 @@ class BatchedDataset(torch.utils.data.Dataset):
     # Whether fetching is so cheap that loader workers would only cost.
     in_memory = True
 
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def __getitems__(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
+        raise NotImplementedError
+
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         """One sample: the batch of it alone, without the batch dimension. Raises IndexError beyond the data."""
         return {key: value[0] for key, value in self.__getitems__([index]).items()}

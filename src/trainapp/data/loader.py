@@ -1,9 +1,10 @@
 """Fetches batches and moves them to the device: worker processes, per-sample seeds, pinned copies ahead of time."""
 
+import functools
 import os
 import random
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,7 @@ class Request:
     """A micro-batch to fetch: indices into the data set, and the epoch, which augmentation depends on."""
 
     epoch: int
-    indices: list[int]
+    indices: Sequence[int]
 
 
 class Fetcher(Dataset):
@@ -33,7 +34,7 @@ class Fetcher(Dataset):
     before each sample, so that the usual random transforms give the same sample every time it is fetched.
     """
 
-    def __init__(self, dataset: Dataset, seed: int):
+    def __init__(self, dataset: Any, seed: int):
         self.dataset, self.seed = dataset, seed
         self._epoch: int | None = None
         promises = hasattr(dataset, "set_epoch") or getattr(dataset, "in_memory", False)
@@ -72,7 +73,7 @@ def _leave_ctrl_c(worker: int) -> None:
 class _Stream(IterableDataset):
     """The requests for a DataLoader's workers. Set `requests` before each iteration over the loader."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.requests: Iterator[Request] = iter(())
 
     def __iter__(self) -> Iterator[Request]:
@@ -105,6 +106,7 @@ class BatchLoader:
 
     def batches(self, requests: Iterator[Request]) -> Iterator[Any]:
         """Batches on the device, in the order of the requests; on CUDA the next one is copied ahead."""
+        fetched: Iterator[Any]
         if self._loader is None:
             fetched = map(self.fetcher.__getitem__, requests)
             if self._pinned:
@@ -139,9 +141,15 @@ class BatchLoader:
         while next_batch is not None:
             current = torch.cuda.current_stream(self.device)
             current.wait_stream(copy_stream)
-            batch = map_tensors(lambda t, s=current: t.record_stream(s) or t, next_batch)
+            batch = map_tensors(functools.partial(_used_on, current), next_batch)
             next_batch = start_copy()
             yield batch
+
+
+def _used_on(stream: torch.cuda.Stream, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, whose memory is not reused before `stream` has got here."""
+    tensor.record_stream(stream)
+    return tensor
 
 
 def worker_count(setting: int | str, dataset: Dataset, ranks: int = 1) -> int:

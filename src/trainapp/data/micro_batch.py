@@ -43,7 +43,7 @@ def cut_evenly(indices: Sequence[int], parts: int) -> list[Sequence[int]]:
     return [indices[a:b] for a, b in itertools.pairwise(ends) if a < b]
 
 
-def pieces_of(micro: MicroBatch, ranges: Sequence[range], samples: int) -> Iterator[MicroBatch]:
+def pieces_of(micro: MicroBatch, ranges: Sequence[Sequence[int]], samples: int) -> Iterator[MicroBatch]:
     """The micro-batches that hold these ranges of a larger one's samples.
 
     An empty range gives a sample that is not real, for a forward and backward that other ranks wait for.

@@ -1,6 +1,6 @@
 """The micro-batch size of each shape of data, the same on all ranks."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -116,7 +116,7 @@ class MicroBatchSizes:
         samples, elements = measure(micro.data)
         self.current_bucket = bucket = bucket_of(samples, elements)
         size = self.search(bucket).size
-        pieces = cut(range(samples), size) if samples > size else [range(samples)]
+        pieces: list[Sequence[int]] = cut(range(samples), size) if samples > size else [range(samples)]
         if ranks.world > 1:
             ask = not self.all_proven or len({search.size for search in self.searches.values()}) > 1
             count = number_of_pieces(ranks, len(pieces), not self.is_proven(bucket)) if ask else 1

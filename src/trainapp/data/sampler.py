@@ -4,11 +4,10 @@ The sampler's whole state is (seed, epoch, samples consumed): it depends on neit
 so a retry or a resume may change all three and still see the same samples.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset
 
 from trainapp.data.loader import BatchLoader, Request
 from trainapp.data.micro_batch import MicroBatch, cut, cut_evenly
@@ -31,7 +30,7 @@ class TrainBatches:
 
     def __init__(
         self,
-        dataset: Dataset,
+        dataset: Any,
         *,
         global_size: int,
         seed: int,
@@ -47,7 +46,7 @@ class TrainBatches:
         self._source = BatchLoader(dataset, seed, workers, device)
         self._order: tuple[int, list[int]] = (-1, [])
         self._open: Iterator[Any] = iter(())
-        self._cuts: tuple[tuple, list[list[int]]] = ((), [])
+        self._cuts: tuple[tuple, list[Sequence[int]]] = ((), [])
         self._position: tuple | None = None  # of the open iterator: `micro_batches`' next arguments; None: unknown
 
     @property
@@ -109,14 +108,14 @@ class TrainBatches:
                 yield Request(epoch, piece or [0])
             epoch, consumed = self.after(epoch, consumed)
 
-    def _cut(self, *position: Any) -> list[list[int]]:
+    def _cut(self, *position: Any) -> list[Sequence[int]]:
         """`_pieces`, cached: without workers, the fetcher and the loop ask for the same ones in turn."""
         key = (*position, self.global_size)
         if self._cuts[0] != key:
             self._cuts = (key, self._pieces(*position))
         return self._cuts[1]
 
-    def _pieces(self, epoch: int, consumed: int, size: int, parts: int | None) -> list[list[int]]:
+    def _pieces(self, epoch: int, consumed: int, size: int, parts: int | None) -> list[Sequence[int]]:
         """This rank's micro-batches: as many as the rank with the most samples has, so that some may be empty."""
         local = self._local(epoch, consumed)
         largest_share = -(-min(self.global_size, self.epoch_samples - consumed) // self.world)
@@ -142,7 +141,7 @@ class EvalBatches:
 
     def __init__(
         self,
-        dataset: Dataset,
+        dataset: Any,
         *,
         seed: int,
         device: torch.device,

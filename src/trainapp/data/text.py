@@ -69,7 +69,9 @@ class Text(BatchedDataset):
             self._open()
 
     def _open(self) -> None:
+        text: np.ndarray
         if self._path is None:
+            assert self._memory is not None, "neither a file nor its content"
             text = self._memory
         elif self._path.stat().st_size == 0:
             text = np.empty(0, dtype=np.uint8)  # an empty file cannot be mapped

@@ -2,9 +2,10 @@
 
 import json
 import traceback
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -61,7 +62,9 @@ def describe(run: Run, error: BaseException) -> Incident:
     memory, meter, state = run.memory, run.meter, run.state
     used = getattr(error, "used", None) or memory.used()
     phase, module = _place(run, error)
-    parts = {kind: size for kind, size in meter.static.items() if kind is not MemoryKind.GRADIENTS}
+    parts: dict[MemoryKind, int] = {
+        kind: size for kind, size in meter.static.items() if kind is not MemoryKind.GRADIENTS
+    }
     parts[MemoryKind.GRADIENTS] = sum(local(g).untyped_storage().nbytes() for g in meter.gradients())
     events, kinds = memory.events(meter.gradients())
     parts[MemoryKind.BATCH] = sum(size for number, size in events if kinds.get(number) is MemoryKind.BATCH)
@@ -106,7 +109,7 @@ def _place(run: Run, error: BaseException) -> tuple[Phase, str]:
     return phase, module or run.memory.module_path.at_failure
 
 
-def _frames(trace: TracebackType | None):
+def _frames(trace: TracebackType | None) -> Iterator[FrameType]:
     while trace is not None:
         yield trace.tb_frame
         trace = trace.tb_next

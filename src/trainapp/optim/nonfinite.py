@@ -35,7 +35,7 @@ class NonFiniteCheck:
         self._first_bad = torch.full((2,), -1, dtype=torch.int64, device=device)  # step of the first bad loss, gradient
         self._skipped = 0  # steps in a row
 
-    def allows_update(self, step: int, loss: Tensor, norm: Tensor) -> bool:
+    def allows_update(self, step: int, loss: Tensor | float, norm: Tensor) -> bool:
         """Whether the step may be applied. A scaled gradient may overflow: the loss scaler skips that step itself.
 
         step: steps applied before this one. Raises TrainingStopped for "stop", or after too many skipped steps.
@@ -49,7 +49,7 @@ class NonFiniteCheck:
                     return False
             return True
         norm = norm.new_zeros(()) if self.scaled else norm
-        finite = torch.stack([torch.isfinite(loss), torch.isfinite(norm)])
+        finite = torch.stack([torch.isfinite(torch.as_tensor(loss, device=norm.device)), torch.isfinite(norm)])
         self._first_bad = torch.where(finite | (self._first_bad >= 0), self._first_bad, step)
         return True
 

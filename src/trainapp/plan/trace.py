@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -18,6 +18,7 @@ from trainapp.config.schema import Config, Memory
 from trainapp.data.batch import map_tensors
 from trainapp.data.micro_batch import MicroBatch
 from trainapp.data.progress import Progress
+from trainapp.data.sampler import TrainBatches
 from trainapp.memory.device import DeviceMemory
 from trainapp.memory.live_tensors import LiveTensors, Resident
 from trainapp.optim import precision
@@ -66,7 +67,7 @@ def traced_peak(run: Run, samples: int, **settings: Any) -> int:
 class MadeUpValues(DispatchMode):
     """Answers reads of tensors without data: False, 1 or 1.0 (zero would divide by zero in Adam)."""
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in READ_OPERATORS and getattr(args[0], "constant", None) is None:
             kind = args[0].dtype
             return False if kind == torch.bool else 1.0 if kind.is_floating_point else 1
@@ -108,9 +109,10 @@ class TracedMemory(DeviceMemory):
 
     def __init__(self, device: torch.device):
         super().__init__(device, Memory(limit=None), total=1)
+        self._counter = LiveTensors(devices=None)
 
     @contextlib.contextmanager
-    def watch(self, resident: Resident, track_modules: bool = True):
+    def watch(self, resident: Resident, track_modules: bool = True) -> Iterator[None]:
         """From here to the end of the block; `peak` is the highest of all blocks."""
         if self.watching:
             self._counter.register(resident)
@@ -140,7 +142,7 @@ def _run_of(config: Config, assembled: Assembled, batches: ExampleBatches) -> Ru
         strategy=assembled.strategy,
         ranks=SingleRank(),
         task=assembled.task,
-        batches=batches,
+        batches=cast(TrainBatches, batches),  # it has what a step asks for
         eval_batches=None,
         schedule=lambda step: 1.0,
         sizes=sizes,

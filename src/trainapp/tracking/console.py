@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from tqdm import tqdm
 
 
-class Handler(logging.StreamHandler):  # type: ignore[type-arg] # no generic before Python 3.11
+class Handler(logging.StreamHandler):
     """Writes log records to a stream, above the progress bar if there is one."""
 
     def emit(self, record: logging.LogRecord) -> None:

@@ -20,7 +20,7 @@ def spread_over_ranks(scalars: dict[str, float], ranks: Ranks) -> dict[str, floa
     """The least and the most memory over ranks, and whose it is. Nothing for a single rank."""
     if ranks.world == 1:
         return {}
-    found = {}
+    found: dict[str, float] = {}
     by_rank = ranks.all_gather_object([scalars[name] for name in OF_EVERY_RANK])
     for name, values in zip(OF_EVERY_RANK, zip(*by_rank, strict=True), strict=True):
         for which, value in (("min", min(values)), ("max", max(values))):

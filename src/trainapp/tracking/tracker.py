@@ -47,7 +47,7 @@ class Tracker:
         self._drawn = 0
         self.progress = Progress(total, step)
 
-    def log(self, step: int, samples: int, scalars: Mapping[str, float], metric: str | None) -> None:
+    def log(self, step: int, samples: int, scalars: Mapping[str, float], metric: str) -> None:
         """One log step: every scalar to TensorBoard and the file, the few that a person watches to the terminal."""
         self._metrics.write(json.dumps({"step": step, "samples": samples, **scalars}) + "\n")
         self._metrics.flush()

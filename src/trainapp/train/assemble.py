@@ -130,6 +130,7 @@ def _initialise_shards(config: Config, model: nn.Module, ranks: Ranks, device: t
     if device.type == "cpu":
         shard = ranks.rank % (ranks.world // config.parallel.fsdp.replicas)  # replicas hold the same shards
         torch.manual_seed((config.train.seed * 1_000_003 + shard) % 2**63)
+    initialise: Any = model.init_weights
     with torch.no_grad():
-        model.init_weights()
+        initialise()
     seed_everything(config.train.seed)

@@ -22,6 +22,7 @@ def evaluate(run: Run) -> None:
     """
     state, progress, started = run.state, run.state.progress, time.monotonic()
     sizes, attempt = run.sizes.evaluation, run.attempt
+    assert run.eval_batches is not None, "evaluation without evaluation data"
     run.nonfinite.check()
     attempt.phase, attempt.started = Phase.EVALUATE, started
     if attempt.evaluation is None:  # after an error, a rank that evaluates by itself recovers by itself
@@ -34,7 +35,7 @@ def evaluate(run: Run) -> None:
     with preserved_rng(state.device), state.average.in_place_of_weights():
         for fetched in run.eval_batches.from_sample(attempt.evaluation.samples, sizes.size, run.ranks):
             for micro in sizes.cut(fetched, run.eval_ranks):
-                evaluate_batch(run, micro)
+                evaluate_batch(run, micro, attempt.evaluation)
     if run.strategy.forward_is_collective:
         run.strategy.finish_accumulation()
         sizes.succeeded(run.ranks, news=True)  # some may have met shapes that are new to others
@@ -46,15 +47,15 @@ def evaluate(run: Run) -> None:
     record_objective(run, means)
 
 
-def evaluate_batch(run: Run, micro: MicroBatch) -> None:
-    """One evaluation micro-batch. Its totals count only once all of it is done."""
+def evaluate_batch(run: Run, micro: MicroBatch, totals: Totals) -> None:
+    """One evaluation micro-batch. It is added to `totals` only once all of it is done."""
     sizes = run.sizes.evaluation
     watch = run.memory.watch(run.meter.resident(micro.data)) if sizes.needs_watching else contextlib.nullcontext()
     with watch:
         with run.state.precision.autocast:
             loss, count, metrics = run.task(run.strategy.evaluate, micro.data)
         finished = evaluate_metrics(metrics)
-    run.attempt.evaluation.add(loss, count, finished, batch_length(micro.data), micro.real)
+    totals.add(loss, count, finished, batch_length(micro.data), micro.real)
     sizes.succeeded(run.eval_ranks)
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from trainapp.checkpoint.checkpointer import Checkpointer
+from trainapp.checkpoint.checkpointer import Checkpointer, NullCheckpointer
 from trainapp.checkpoint.train_state import TrainState
 from trainapp.config.durations import RunLength, to_steps
 from trainapp.config.schema import Config
@@ -16,7 +16,7 @@ from trainapp.parallel.ranks import Flags, Ranks, SingleRank
 from trainapp.parallel.strategy import SingleDevice
 from trainapp.signals import StopRequest
 from trainapp.tracking.meter import Meter
-from trainapp.tracking.tracker import Tracker
+from trainapp.tracking.tracker import SilentTracker, Tracker
 from trainapp.train.losses import Task
 from trainapp.train.phase import Phase
 from trainapp.train.restore_point import RestorePoint
@@ -80,8 +80,8 @@ class Run:
     sizes: Sizes  # micro-batches
     memory: DeviceMemory
     meter: Meter
-    tracker: Tracker
-    checkpointer: Checkpointer
+    tracker: Tracker | SilentTracker
+    checkpointer: Checkpointer | NullCheckpointer
     nonfinite: NonFiniteCheck
     restore_point: RestorePoint
     stop: StopRequest

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 from trainapp.config.schema import Config
 from trainapp.data.micro_batch_sizes import MicroBatchSizes, Plan
@@ -123,7 +123,7 @@ def _from_step(schedule: Mapping[int, Plan], step: int) -> dict[int, Plan]:
     return later if in_force is None else {step: schedule[in_force], **later}
 
 
-def _is_known(source: dict[str, Any] | None, name: str) -> bool:
+def _is_known(source: dict[str, Any] | None, name: str) -> TypeGuard[dict[str, Any]]:
     """Whether a source has sizes of any shape, and sound ones: it may be a damaged file."""
     try:
         sizes = source[name] if source else None

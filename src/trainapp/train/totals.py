@@ -11,7 +11,7 @@ from trainapp.parallel.ranks import Ranks
 
 @dataclass
 class Totals:
-    """Of losses, of what they were averaged over, and of metrics; on the device until somebody asks."""
+    """Sums of losses, of what they are averaged over, and of metrics. They stay on the device until `means`."""
 
     loss: Tensor | float = 0.0
     count: Tensor | int = 0
