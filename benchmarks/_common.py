@@ -1,4 +1,4 @@
-"""What the benchmarks share: statistics over repeated measurements, tables in Markdown, the machine in words."""
+"""Shared by the benchmarks: statistics over repeated measurements, Markdown tables, a description of the machine."""
 
 import os
 import platform
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """The lower quartile, the median and the upper quartile; of a single value, three times itself."""
+    """Lower quartile, median and upper quartile; a single value is returned three times."""
     if len(values) == 1:
         return values[0], values[0], values[0]
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -15,7 +15,7 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table, its first column to the left and the others to the right, padded for the terminal."""
+    """A Markdown table, first column left-aligned, the others right-aligned, padded for the terminal."""
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
 
     def line(cells: Sequence[str]) -> str:
@@ -27,7 +27,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def machine() -> str:
-    """Processor, cores and Python, for the line over a table."""
+    """Processor, cores, load and Python version, for the line above a table."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     load = f", load {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
     return f"{platform.machine()}, {cores} cores{load}, Python {platform.python_version()}"

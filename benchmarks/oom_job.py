@@ -1,6 +1,6 @@
-"""The job of `oom_recovery.py`: data whose samples have names, a loss that notes which of them were trained.
+"""The workload of `oom_recovery.py`: data with sample ids, and a loss that records which samples were trained.
 
-A text data set as most are: short sequences and a few long ones, so that memory runs out in the middle of the epoch.
+Like most text data sets it has short sequences and a few long ones, so memory runs out in the middle of the epoch.
 """
 
 import functools
@@ -22,9 +22,9 @@ from trainapp.train import losses
 
 
 class LongTail(SyntheticTokens):
-    """As SyntheticTokens, each sequence `short` tokens long except every `rarity`-th, which fills the context.
+    """SyntheticTokens with sequences of `short` tokens, except every `rarity`-th, which fills the context.
 
-    Batches also hold "ids", int64 [B]: the samples' indices.
+    Batches also hold "ids", int64 [B]: the sample indices.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class LongTail(SyntheticTokens):
         self.short, self.rarity = short, rarity
 
     def __getitems__(self, indices: Sequence[int]) -> dict[str, Tensor]:
-        """The batch of these sequences, collated, padded to the longest of them."""
+        """The collated batch of these sequences, padded to the longest."""
         batch, positions = super().__getitems__(indices), self._positions(indices)
         lengths = torch.from_numpy(np.where(positions % self.rarity, self.short, self.context_length))
         longest = int(lengths.max())
@@ -57,20 +57,20 @@ class LongTail(SyntheticTokens):
 
 
 class Ledger:
-    """What truly happened, whatever a trainer reports: each optimizer step, the samples in it, and of which model.
+    """Records every optimizer step, its samples and its model, independently of what a trainer reports.
 
-    A sample belongs to a step when its gradient was in the parameters as the optimizer stepped.
+    A sample belongs to a step if its gradient was in the parameters when the optimizer stepped.
     """
 
     def __init__(self):
-        self.steps: list[tuple[int, list[int]]] = []  # (number of the model, its samples)
+        self.steps: list[tuple[int, list[int]]] = []  # (model number, sample ids)
         self._models: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self._numbers = itertools.count()
         self._pending: tuple[int, list[int]] = (0, [])
         register_optimizer_step_post_hook(self._stepped)
 
     def saw(self, model: nn.Module, ids: Tensor) -> None:
-        """These samples' gradients will be added to those that are there."""
+        """Record that the gradients of these samples will be added to the current ones."""
         if model not in self._models:
             self._models[model] = next(self._numbers)
         number = self._models[model]
@@ -79,33 +79,33 @@ class Ledger:
         self._pending[1].extend(ids.tolist())
 
     def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if self._pending[1]:  # else the step that makes the optimizer's state
+        if self._pending[1]:  # empty in the step that only allocates optimizer state
             self.steps.append(self._pending)
         self._pending = (0, [])
 
 
 @functools.cache
 def ledger() -> Ledger:
-    """The process's own."""
+    """The ledger of this process."""
     return Ledger()
 
 
 def next_token(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, losses.Metrics]:
-    """The application's next-token loss, and a note in the ledger."""
+    """trainapp's next-token loss, recorded in the ledger."""
     if torch.is_grad_enabled():
         ledger().saw(model, batch["ids"])
     return losses.next_token(model, batch)
 
 
 def build_model(spec: Mapping[str, int], **arguments: Any) -> GPT:
-    """The model of a plain script, with the weights that trainapp's has."""
+    """The model for a plain script, with the same initial weights as in trainapp."""
     torch.manual_seed(0)
     return GPT(**spec, **arguments)
 
 
 @torch.no_grad()
 def evaluate(model: nn.Module, data: SyntheticTokens, size: int) -> float:
-    """The mean loss of a token."""
+    """The mean loss per token."""
     model.eval()
     total, count = 0.0, 0
     for start in range(0, len(data), size):
@@ -116,9 +116,9 @@ def evaluate(model: nn.Module, data: SyntheticTokens, size: int) -> float:
 
 
 class Limit(LiveTensors):
-    """The limit of `memory.limit` around any code, in words that other trainers recognise too.
+    """`memory.limit` for any code, with an error message that other trainers recognise, too.
 
-    `peak` also counts what was refused: it was there for a moment.
+    `peak` includes the refused allocation, which existed briefly.
     """
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:

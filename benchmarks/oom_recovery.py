@@ -1,11 +1,11 @@
-"""The same job under the same memory limit, with three trainers: what does an out-of-memory error cost?
+"""The cost of out-of-memory errors: the same training run under the same memory limit, with three trainers.
 
     python benchmarks/oom_recovery.py [--quick] [--json FILE]
 
-Accelerate and the Transformers Trainer take part where they are installed (`pip install accelerate transformers`);
-they are no dependencies. Every trainer runs in a process of its own, once without a limit and once with it; all of them
-inside the same counter of live tensors, so that times compare and the peak is known. Then the second table: what the
-recovery of `python -m trainapp` costs beside a run that was started at the micro-batch where the other ended.
+Accelerate and the Transformers Trainer are included if installed (`pip install accelerate transformers`); they are not
+dependencies. Each trainer runs in its own process, once without the limit and once with it, always inside the same
+counter of live tensors, so that times are comparable and the peak is known. The second table gives the cost of recovery
+in `python -m trainapp` relative to a run that starts at the micro-batch where the first one ended.
 """
 
 import argparse
@@ -35,11 +35,11 @@ MODEL = {"depth": 2, "width": 64, "heads": 4}
 
 
 def main() -> None:
-    """Runs everything and prints the tables."""
+    """Run everything and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a tiny job, for tests")
-    parser.add_argument("--json", type=Path, help="write the rows to this file, too")
-    parser.add_argument("--repeats", type=int, default=3, help="pairs of runs for the second table; 0 leaves it out")
+    parser.add_argument("--quick", action="store_true", help="a tiny workload, for tests")
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    parser.add_argument("--repeats", type=int, default=3, help="pairs of runs for the second table; 0 omits it")
     parser.add_argument("--worker", choices=(*TRAINERS, "overhead"), help=argparse.SUPPRESS)
     parser.add_argument("--job", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def compare(trainer: str, job: dict[str, int]) -> dict[str, Any]:
-    """The row of one trainer: its limited run, held against its own run without a limit."""
+    """One trainer's row: its run with the limit, and its own run without."""
     packages = {"transformers": ("transformers", "accelerate"), "accelerate": ("accelerate",)}.get(trainer, ())
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
@@ -69,7 +69,7 @@ def compare(trainer: str, job: dict[str, int]) -> dict[str, Any]:
 
 
 def in_process(worker: str, job: dict[str, Any]) -> dict[str, Any]:
-    """The worker's findings, from a process of its own: no cache, imports and memory shared with the next."""
+    """Run a worker in its own process, so that workers share no cache, imports or memory. Returns its findings."""
     with tempfile.TemporaryDirectory() as cache:
         environment = {"OMP_NUM_THREADS": "1", **os.environ, "TRAINAPP_CACHE": cache, "TQDM_DISABLE": "1"}
         command = [sys.executable, str(HERE / "oom_recovery.py"), "--worker", worker, "--job", json.dumps(job)]
@@ -79,11 +79,11 @@ def in_process(worker: str, job: dict[str, Any]) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-# --- The three trainers. Imports are late: each process needs its own only. -----------------------------------------
+# --- The three trainers. Late imports: each process needs only its own. ----------------------------------------------
 
 
 def with_trainapp(job: dict[str, Any]) -> dict[str, Any]:
-    """`python -m trainapp`, called in this process to count its steps."""
+    """`python -m trainapp`, run in this process so that its steps can be counted."""
     import oom_job
 
     ledger = oom_job.ledger()
@@ -121,7 +121,7 @@ def overrides(job: dict[str, Any]) -> list[str]:
 
 
 def with_accelerate(job: dict[str, Any]) -> dict[str, Any]:
-    """Accelerate's decorator around the training function of a plain script."""
+    """A plain script whose training function has Accelerate's decorator."""
     import oom_job
     import torch
     from accelerate.utils import find_executable_batch_size
@@ -209,8 +209,8 @@ def with_transformers(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def findings(ledger, job, reported, loss, started, peak, failures) -> dict[str, Any]:
-    """What a run did, by the ledger; what it says that it did; seconds and bytes."""
-    survivor = ledger.steps[-1][0]  # Accelerate's function builds a new model for each try
+    """What a run did according to the ledger, what it reported, and its time and peak (seconds, bytes)."""
+    survivor = ledger.steps[-1][0]  # under Accelerate, each attempt builds a new model
     kept = [samples for model, samples in ledger.steps if model == survivor]
     seen = Counter(sample for samples in kept for sample in samples)
     return {
@@ -230,7 +230,7 @@ def findings(ledger, job, reported, loss, started, peak, failures) -> dict[str, 
 
 
 def datasets(job: dict[str, Any]) -> tuple[Any, Any]:
-    """Training and validation split, as trainapp builds them."""
+    """The training and validation splits, as trainapp builds them."""
     import oom_job
 
     names = ("size", "val_size", "context_length", "rarity")
@@ -238,7 +238,7 @@ def datasets(job: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def result_of(folder: str) -> dict[str, Any]:
-    """What a run of trainapp says of itself."""
+    """The result.json of a trainapp run."""
     return json.loads(Path(folder, "result.json").read_text())
 
 
@@ -253,7 +253,7 @@ def recovery_table(rows: list[dict[str, Any]], job: dict[str, Any]) -> str:
     """The first table, as Markdown."""
     header = [
         "trainer", "OOM errors", "optimizer steps: done / kept / reported", "samples trained / in the epoch",
-        "repeated, skipped", "global batch", "eval loss", "its change", "peak MiB", "seconds", "without a limit",
+        "repeated, skipped", "global batch", "eval loss", "change", "peak MiB", "seconds", "seconds, no limit",
     ]  # fmt: skip
     cells = []
     for row in rows:
@@ -281,7 +281,7 @@ def recovery_table(rows: list[dict[str, Any]], job: dict[str, Any]) -> str:
     return f"{heading}\n\n{table(header, cells)}\n"
 
 
-# --- The second table: the whole cost of recovering. ----------------------------------------------------------------
+# --- The second table: the total cost of recovery. -------------------------------------------------------------------
 
 _COMMON = ["checkpointing.save=false", "oom.remember=false", "every.eval=null", "train.max_epochs=null"]
 OVERHEAD = {
@@ -298,9 +298,9 @@ OVERHEAD = {
 
 
 def run_once(job: dict[str, Any]) -> dict[str, Any]:
-    """One run of trainapp: its time, the micro-batch where it ended, and the time of each attempt that failed.
+    """One run of trainapp: its time, its final micro-batch, and the time of each failed attempt.
 
-    Times are `[seconds on the wall, seconds of processor]`.
+    Times are `[wall seconds, CPU seconds]`.
     """
     from trainapp.train import loop
 
@@ -334,7 +334,7 @@ def _since(started: tuple[float, float]) -> list[float]:
 
 
 def overhead(name: str, repeats: int) -> dict[str, Any]:
-    """Pairs of runs, one after the other: one that has to find its micro-batch, one that starts where it ended."""
+    """Pairs of consecutive runs: one that searches for its micro-batch, one that starts where the first ended."""
     pairs = []
     for _ in range(repeats):
         found = in_process("overhead", {"name": name, "overrides": []})
@@ -344,7 +344,7 @@ def overhead(name: str, repeats: int) -> dict[str, Any]:
 
 
 def ratios(row: dict[str, Any], clock: int) -> list[float]:
-    """Of each pair: the run that had to find its size, over the other one and the failed attempts together."""
+    """Per pair: time of the searching run / (time of the other run + time of the failed attempts)."""
     return [
         found["total"][clock] / (known["total"][clock] + sum(attempt[clock] for attempt in found["failed"]))
         for found, known in row["pairs"]
@@ -352,9 +352,9 @@ def ratios(row: dict[str, Any], clock: int) -> list[float]:
 
 
 def overhead_table(rows: list[dict[str, Any]]) -> str:
-    """The second table, as Markdown: medians over the pairs, and their range."""
-    header = ["job", "micro-batch from step", "OOM errors", "s, found", "s, known", "s, failed attempts",
-              "ratio by the clock", "ratio by processor time"]  # fmt: skip
+    """The second table, as Markdown: medians over the pairs, with their range."""
+    header = ["model", "micro-batch from step", "OOM errors", "s, searching", "s, size known", "s, failed attempts",
+              "ratio by wall time", "ratio by CPU time"]  # fmt: skip
     cells = []
     for row in rows:
         first = row["pairs"][0][0]
@@ -364,7 +364,7 @@ def overhead_table(rows: list[dict[str, Any]]) -> str:
         seconds = [f"{value:.2f}" for value in (found, known, failed)]
         spreads = [_spread(ratios(row, clock)) for clock in (0, 1)]
         cells.append([row["name"], sizes, str(len(first["failed"])), *seconds, *spreads])
-    return f"The whole of a run that had to find its size ({machine()}):\n\n{table(header, cells)}\n"
+    return f"Total time of a run that searches for its size ({machine()}):\n\n{table(header, cells)}\n"
 
 
 def _spread(values: list[float]) -> str:

@@ -1,12 +1,11 @@
-"""Optimizer steps per second: trainapp's own loop beside loops written by hand that do the same work.
+"""Optimizer steps per second of trainapp's loop, compared with hand-written loops that do the same work.
 
     python benchmarks/overhead.py [--rounds N] [--threads 1] [--cases small wide] [--json FILE]
 
 All loops train the same MLP from the same weights on the same samples (the digits, steps of 2 micro-batches of 32,
-clipped AdamW with a cosine schedule), in one process, by turns. Each round gives one ratio to the hand-written loop;
-the median and the quartiles of these are printed, so that whatever else the machine does weighs on all loops alike.
-Before that, the losses of their first 10 steps have to agree. Accelerate takes part where it is
-installed; it is no dependency.
+clipped AdamW with a cosine schedule), taking turns in one process. Each round gives one ratio to the hand-written loop;
+median and quartiles over rounds are printed, so that other load on the machine affects all loops alike. The losses of
+the first 10 steps must agree before anything is timed. Accelerate is included if installed; it is not a dependency.
 """
 
 import argparse
@@ -47,7 +46,7 @@ REFERENCE = "hand-written"
 
 @dataclass(frozen=True)
 class Case:
-    """An MLP 64-width-width-10; `steps` of each loop in a round, a multiple of LOG_EVERY."""
+    """An MLP 64-width-width-10. steps: per loop and round, a multiple of LOG_EVERY."""
 
     width: int
     steps: int
@@ -60,7 +59,7 @@ CASES = {"small": Case(256, 100, 60, 0.95), "wide": Case(2048, 50, 10, 0.99)}
 
 @dataclass
 class Contender:
-    """One loop. `advance` does so many further steps; `losses` gives the mean losses of the steps that it logged."""
+    """One loop. `advance(n)` runs n more steps; `losses()` returns the mean loss of each logged step."""
 
     name: str
     advance: Callable[[int], None]
@@ -68,15 +67,15 @@ class Contender:
 
 
 def main() -> None:
-    """Measures the cases and prints a table for each."""
+    """Measure the cases and print one table per case."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--rounds", type=int, help="of each case, instead of its own number")
-    parser.add_argument("--steps", type=int, help=f"of each loop in a round; a multiple of {LOG_EVERY}")
-    parser.add_argument("--width", type=int, help="of the hidden layers, instead of the case's")
-    parser.add_argument("--threads", type=int, default=1, help="of torch")
-    parser.add_argument("--only-trainapp", action="store_true", help="leave out all but trainapp and its reference")
-    parser.add_argument("--json", type=Path, help="write the ratios to this file, too")
+    parser.add_argument("--rounds", type=int, help="rounds per case (default: set by the case)")
+    parser.add_argument("--steps", type=int, help=f"steps per loop and round, a multiple of {LOG_EVERY}")
+    parser.add_argument("--width", type=int, help="width of the hidden layers (default: set by the case)")
+    parser.add_argument("--threads", type=int, default=1, help="number of torch threads")
+    parser.add_argument("--only-trainapp", action="store_true", help="run only trainapp and the reference")
+    parser.add_argument("--json", type=Path, help="also write the ratios to this file")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     print(f"torch {torch.__version__}, {options.threads} thread(s); {machine()}")
@@ -95,18 +94,18 @@ def main() -> None:
 
 
 def measure(case: Case, folder: Path, only_trainapp: bool) -> dict[str, dict[str, list[float]]]:
-    """Seconds for each step and ratios to the reference (of wall and of processor time), by contender and round."""
+    """Seconds per step and ratios to the reference (by wall and CPU time), by contender and round."""
     check_same_work(contenders_for(case, CHECKED_STEPS, folder / "check", only_trainapp, log_every=1))
     total = case.steps * (case.rounds + 1)
     contenders = contenders_for(case, total, folder / "timed", only_trainapp, log_every=LOG_EVERY)
     walls: dict[str, list[float]] = {c.name: [] for c in contenders}
     cpus: dict[str, list[float]] = {c.name: [] for c in contenders}
     for number in range(case.rounds + 1):
-        # Every other round runs backwards: nobody always follows the same neighbour.
+        # Every other round runs backwards, so that no loop always follows the same neighbour.
         for runner in contenders if number % 2 else reversed(contenders):
             wall, cpu = time.perf_counter(), time.process_time()
             runner.advance(case.steps)
-            if number:  # the first round warms up; in trainapp's the size is still unproven
+            if number:  # the first round is warm-up; in it, trainapp's size is still unproven
                 walls[runner.name].append((time.perf_counter() - wall) / case.steps)
                 cpus[runner.name].append((time.process_time() - cpu) / case.steps)
     return {
@@ -116,15 +115,15 @@ def measure(case: Case, folder: Path, only_trainapp: bool) -> dict[str, dict[str
 
 
 def ratios(seconds: dict[str, list[float]], name: str) -> list[float]:
-    """Steps per second as a part of the reference's, round by round."""
+    """Steps per second relative to the reference, by round."""
     return [reference / own for reference, own in zip(seconds[REFERENCE], seconds[name], strict=True)]
 
 
 def check_same_work(contenders: list[Contender]) -> None:
-    """Trains each for CHECKED_STEPS. Raises RuntimeError where a loss is not the reference's: then it did other work.
+    """Train each loop for CHECKED_STEPS. Raises RuntimeError if a loss differs from the reference: not the same work.
 
-    Later steps tell nothing: in the wide case the fused and the plain AdamW agree to 1e-14 after 50 steps in float64
-    and differ by 1.5% in float32, where rounding has grown by then; after 10 steps they agree to 2e-7.
+    Later steps prove nothing: after 50 steps of the wide case, fused and plain AdamW agree to 1e-14 in float64 but
+    differ by 1.5% in float32, because rounding accumulates; after 10 steps they agree to 2e-7.
     """
     for runner in contenders:
         runner.advance(CHECKED_STEPS)
@@ -139,7 +138,7 @@ def check_same_work(contenders: list[Contender]) -> None:
 
 
 def report(found: dict[str, dict[str, list[float]]]) -> str:
-    """One row for each loop."""
+    """One row per loop."""
     rows = []
     for name, one in found.items():
         milliseconds = 1000 * quartiles(one["seconds"])[1]
@@ -147,14 +146,14 @@ def report(found: dict[str, dict[str, list[float]]]) -> str:
         cpu = quartiles(one["cpu_ratios"])[1]
         speed = f"{1000 / milliseconds:.0f}"
         rows.append([name, f"{milliseconds:.3f}", speed, f"{middle:.3f}", f"{low:.3f} - {high:.3f}", f"{cpu:.3f}"])
-    return table(["loop", "ms a step", "steps/s", "of hand-written", "quartiles", "by CPU time"], rows)
+    return table(["loop", "ms/step", "steps/s", "vs hand-written", "quartiles", "by CPU time"], rows)
 
 
 # --- The loops ------------------------------------------------------------------------------------------------------
 
 
 def names(only_trainapp: bool) -> list[str]:
-    """Those that can run here."""
+    """Names of the loops that can run here."""
     if only_trainapp:
         return [REFERENCE, "trainapp"]
     accelerate = ["Accelerate"] if importlib.util.find_spec("accelerate") else []
@@ -162,13 +161,13 @@ def names(only_trainapp: bool) -> list[str]:
 
 
 def contenders_for(case: Case, total: int, folder: Path, only_trainapp: bool, log_every: int) -> list[Contender]:
-    """Loops over `total` steps that all start at the same weights."""
-    run = trainapp_job(case, total, folder, log_every)
+    """Loops over `total` steps that all start from the same weights."""
+    run = trainapp_run(case, total, folder, log_every)
     return [contender(name, run, total, log_every) for name in names(only_trainapp)]
 
 
 def contender(name: str, run: Run, total: int, log_every: int) -> Contender:
-    """A loop that starts at the weights of `run`, which has not trained yet."""
+    """A loop that starts from the weights of `run`, which is still untrained."""
     if name == "trainapp":
         return Contender(name, lambda steps: advance_trainapp(run, steps), lambda: trainapp_losses(run))
     data, model = run.batches._source.fetcher.dataset, copy.deepcopy(run.state.model)
@@ -180,8 +179,8 @@ def contender(name: str, run: Run, total: int, log_every: int) -> Contender:
     return Contender(name, lambda count: consume(steps, count), lambda: losses)
 
 
-def trainapp_job(case: Case, total: int, folder: Path, log_every: int) -> Run:
-    """What `python -m trainapp` builds from the same settings, its tracker writing into `folder`."""
+def trainapp_run(case: Case, total: int, folder: Path, log_every: int) -> Run:
+    """The run that `python -m trainapp` builds from these settings; its tracker writes to `folder`."""
     overrides = [
         "data=digits",
         "data.drop_last=true",
@@ -205,7 +204,7 @@ def trainapp_job(case: Case, total: int, folder: Path, log_every: int) -> Run:
     ]
     settings = compose.from_command_line(overrides, str(folder))
     folder.mkdir(parents=True)
-    logging.basicConfig(filename=folder / "log", level=logging.INFO, force=True)  # lines cost as they do in a run
+    logging.basicConfig(filename=folder / "log", level=logging.INFO, force=True)  # so that log lines cost as in a run
     run = build.build(settings, StopRequest(), SingleRank())
     build.start_tracking(settings, run)
     return run
@@ -218,27 +217,27 @@ def advance_trainapp(run: Run, steps: int) -> None:
 
 
 def trainapp_losses(run: Run) -> dict[int, float]:
-    """From metrics.jsonl."""
+    """Loss by step, from metrics.jsonl."""
     lines = map(json.loads, (run.tracker.run_dir / "metrics.jsonl").read_text().splitlines())
     return {line["step"]: line["loss"] for line in lines}
 
 
 def consume(steps: Iterator[None], count: int) -> None:
-    """So many further steps of a generator."""
+    """Advance a generator by `count` steps."""
     for _ in range(count):
         next(steps)
 
 
-Fetch = Callable[[list[list[int]]], Iterator[Any]]  # the batches of an epoch's micro-batches
+Fetch = Callable[[list[list[int]]], Iterator[Any]]  # from the indices of an epoch's micro-batches to their batches
 
 
 def batched(data: Dataset) -> Fetch:
-    """trainapp's data path: the data set answers whole batches."""
+    """trainapp's data path: the data set returns whole batches."""
     return lambda parts: map(data.__getitems__, parts)
 
 
 def one_by_one(data: Dataset) -> Fetch:
-    """What most people write: a data set of single samples, collated by torch's DataLoader."""
+    """The usual code: a data set of single samples, collated by torch's DataLoader."""
     everything = data.__getitems__(list(range(len(data))))
 
     class Samples(Dataset):
@@ -253,14 +252,14 @@ def one_by_one(data: Dataset) -> Fetch:
 
 
 def adamw(model: nn.Module, fused: bool) -> torch.optim.AdamW:
-    """No weight decay on biases, as trainapp's."""
+    """AdamW without weight decay on biases, as in trainapp."""
     weights, biases = ([p for p in model.parameters() if (p.ndim > 1) is wanted] for wanted in (True, False))
     groups = [{"params": weights, "weight_decay": WEIGHT_DECAY}, {"params": biases, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=LEARNING_RATE, fused=fused or None)
 
 
 def epochs(samples: int) -> Iterator[list[list[int]]]:
-    """Each epoch's micro-batches: trainapp's order of the samples, full steps only."""
+    """Each epoch's micro-batches: trainapp's sample order, full steps only."""
     for epoch in itertools.count():
         order = epoch_order(0, epoch, samples)
         whole = samples - samples % GLOBAL
@@ -268,7 +267,7 @@ def epochs(samples: int) -> Iterator[list[list[int]]]:
 
 
 def cosine(step: int, total: int) -> float:
-    """The learning rate of the step that follows `step` others."""
+    """The learning rate of a step, counted from 0."""
     return LEARNING_RATE * 0.5 * (1 + math.cos(math.pi * step / total))
 
 
@@ -281,7 +280,7 @@ def hand_written(
     log_every: int,
     losses: dict[int, float],
 ) -> Iterator[None]:
-    """The loop as one writes it for one run: yields after each step."""
+    """A loop written for this one run; yields after each step."""
     step = 0
     parameters = list(model.parameters())
     for parts in epochs:
@@ -312,7 +311,7 @@ def with_accelerate(
     log_every: int,
     losses: dict[int, float],
 ) -> Iterator[None]:
-    """The same with Accelerate's own accumulation, as its guide shows it."""
+    """The same with Accelerate's gradient accumulation, as in its guide."""
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=GLOBAL // MICRO)
@@ -339,10 +338,10 @@ def with_accelerate(
 
 
 def keep_freed_memory() -> None:
-    """Start again with a malloc that keeps what is freed, where malloc is glibc's.
+    """Re-execute with a malloc that keeps freed memory, if malloc is glibc's.
 
-    Otherwise the loops, which share a heap, decide by their turns who pays for the gradients' pages: in the wide case
-    one of them took 6000 to 8000 page faults a step and the other few, and equal work seemed 1.3 times as fast.
+    The loops share a heap, and otherwise their order decides which one pays for the gradients' pages: in the wide case
+    one took 6000 to 8000 page faults per step and another few, and equal work seemed 1.3 times as fast.
     """
     settings = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**33)}
     if sys.platform == "linux" and not settings.items() <= os.environ.items():

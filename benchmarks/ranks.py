@@ -1,11 +1,11 @@
-"""What votes cost, and DDP and FSDP2 in trainapp beside the same written by hand, on the same processes.
+"""The cost of votes; and DDP and FSDP2 in trainapp, compared with hand-written loops in the same processes.
 
     python benchmarks/ranks.py [--ranks 2] [--rounds 12] [--steps 25] [--width 128] [--json FILE]
 
-All loops train the same GPT from the same weights on the same samples, steps of 2 micro-batches on each rank, in the
-same processes, and take turns; a ratio is steps per second against the hand-written loop in the same round. The losses
-after the first round have to agree to 1e-4, or nothing is printed. CPU processes over gloo: what a vote costs beside a
-CPU step says little of a GPU's.
+All loops train the same GPT from the same weights on the same samples, with 2 micro-batches per step and rank, taking
+turns in the same processes. A ratio is steps per second relative to the hand-written loop in the same round. If the
+losses after the first round do not agree to 1e-4, the benchmark fails. It uses CPU processes over gloo: the relative
+cost of a vote in a CPU step says little about a GPU step.
 """
 
 import argparse
@@ -25,20 +25,20 @@ from typing import Any
 
 from _common import machine, quartiles, table
 
-SAMPLES, MICRO = 16, 4  # of a step over all ranks; of a micro-batch
+SAMPLES, MICRO = 16, 4  # samples per step over all ranks; per micro-batch
 LEARNING_RATE, CLIP = 1e-3, 1.0
 STRATEGIES = ("ddp", "fsdp")
 VOTES = "trainapp, votes"
 
 
 def main() -> None:
-    """One table for each strategy."""
+    """Print one table per strategy."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--steps", type=int, default=25, help="of each loop in a round")
-    parser.add_argument("--width", type=int, default=128, help="of the GPT")
-    parser.add_argument("--json", type=Path, help="write the ratios to this file, too")
+    parser.add_argument("--steps", type=int, default=25, help="steps per loop and round")
+    parser.add_argument("--width", type=int, default=128, help="width of the GPT")
+    parser.add_argument("--json", type=Path, help="also write the ratios to this file")
     options = parser.parse_args()
     print(f"{machine()}; {options.ranks} ranks over gloo, one thread each")
     found: dict[str, Any] = {}
@@ -51,17 +51,17 @@ def main() -> None:
 
 
 def report(seconds: dict[str, list[float]]) -> str:
-    """One row for each loop, the hand-written one first."""
+    """One row per loop, the hand-written one first."""
     reference, *_ = seconds.values()
     rows = []
     for name, own in seconds.items():
         low, middle, high = quartiles([one / other for one, other in zip(reference, own, strict=True)])
         rows.append([name, f"{1000 * quartiles(own)[1]:.2f}", f"{middle:.3f}", f"{low:.3f} - {high:.3f}"])
-    return table(["loop", "ms a step", "of hand-written", "quartiles"], rows)
+    return table(["loop", "ms/step", "vs hand-written", "quartiles"], rows)
 
 
 def measure(strategy: str, options: argparse.Namespace) -> dict[str, list[float]]:
-    """Seconds a step of each loop, by round: rank 0's. Raises RuntimeError when a rank fails."""
+    """Seconds per step of each loop, by round, on rank 0. Raises RuntimeError if a rank fails."""
     context = multiprocessing.get_context("spawn")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -84,7 +84,7 @@ def measure(strategy: str, options: argparse.Namespace) -> dict[str, list[float]
 
 
 def work(rank: int, strategy: str, options: argparse.Namespace, port: int, answers: Any) -> None:
-    """One rank: all loops in turns."""
+    """One rank: all loops, taking turns."""
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": options.ranks, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in names.items()}, MASTER_ADDR="127.0.0.1", OMP_NUM_THREADS="1")
     import torch
@@ -108,13 +108,13 @@ def work(rank: int, strategy: str, options: argparse.Namespace, port: int, answe
                 loops[name], losses[name] = trainapp(settings, own_ranks[-1])
             seconds: dict[str, list[float]] = {name: [] for name in loops}
             for number in range(options.rounds + 1):
-                # All ranks shuffle alike: whoever often follows itself is faster.
+                # Shuffled, since a loop that follows itself is faster; the same order on all ranks.
                 for name in random.Random(number).sample(list(loops), len(loops)):
                     ranks.barrier()
                     began = time.perf_counter()
                     loops[name](options.steps)
                     ranks.barrier()
-                    if number:  # the first round warms up; in trainapp's the size is still unproven
+                    if number:  # the first round is warm-up; in it, trainapp's size is still unproven
                         seconds[name].append((time.perf_counter() - began) / options.steps)
             expected = losses["hand-written"]()
             for name, loss in losses.items():
@@ -143,7 +143,7 @@ def configured(strategy: str, options: argparse.Namespace, total: int, folder: P
 
 
 def trainapp(settings: Any, ranks: Any) -> tuple[Callable[[int], None], Callable[[], float]]:
-    """What the program does: `advance(steps)` and the last loss."""
+    """trainapp's loop: `advance(steps)` and a function that returns the last loss."""
     from trainapp.signals import StopRequest
     from trainapp.train import build, loop
 
@@ -168,7 +168,7 @@ def trainapp(settings: Any, ranks: Any) -> tuple[Callable[[int], None], Callable
 
 
 def hand_written(strategy: str, settings: Any, ranks: Any, checked: int) -> tuple[Iterator[None], Callable[[], float]]:
-    """As one writes it for this run: no exchange in all but the last micro-batch, one clip, fused AdamW."""
+    """A loop written for this one run: gradients reduced in the last micro-batch only, one clip, fused AdamW."""
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -213,7 +213,7 @@ def hand_written(strategy: str, settings: Any, ranks: Any, checked: int) -> tupl
                         loss = functional.cross_entropy(
                             logits.float().flatten(0, 1), batch["targets"].flatten(), reduction="sum"
                         )
-                        # Both average over ranks; every sample has as many tokens.
+                        # DDP and FSDP2 average over ranks; all samples have the same number of tokens.
                         (loss * ranks.world / (len(chunk) * batch["targets"].shape[1])).backward()
                     totals += torch.tensor([loss.item(), batch["targets"].numel()])
                 torch.nn.utils.clip_grad_norm_(parameters, CLIP)

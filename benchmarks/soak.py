@@ -1,10 +1,10 @@
-"""Kills workers at random moments and checks that the run ends as if nothing had happened.
+"""Kill workers at random moments and check that the run ends as if nothing had happened.
 
     python benchmarks/soak.py --kills 50
 
-A run over two ranks is killed (-9, a random worker, at a random moment, also while it saves or starts) again and
-again. In the end its weights must equal those of an undisturbed run bit for bit, and its log must hold every step
-once: then no sample was lost and none was trained twice.
+In a run over two ranks, random workers are killed (-9) at random moments, including while they start or save. At the
+end the weights must equal those of an undisturbed run bit for bit, and the log must hold every step exactly once: then
+no sample was lost or trained twice.
 """
 
 import argparse
@@ -27,14 +27,14 @@ JOB = [
 
 
 def start(folder: Path, *overrides: str) -> subprocess.Popen:
-    """The real command line, its output in a file beside the run."""
+    """Start the real command line; its output goes to a file next to the run."""
     command = [sys.executable, "-m", "trainapp", *JOB, *overrides, f"hydra.run.dir={folder}"]
     with folder.with_suffix(".out").open("ab") as out:
         return subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
 
 
 def workers(launcher: int) -> list[psutil.Process]:
-    """The ranks' processes; empty while they are being started again."""
+    """The processes of the ranks; empty during a restart."""
     try:
         children = psutil.Process(launcher).children()
         return [child for child in children if "spawn_main" in " ".join(child.cmdline())]
@@ -43,7 +43,7 @@ def workers(launcher: int) -> list[psutil.Process]:
 
 
 def disturb(launcher: subprocess.Popen, kills: int, longest: float, generator: random.Random) -> int:
-    """Kill a random worker at random moments until the run ends or enough were killed. Returns how many were."""
+    """Kill random workers at random moments, `kills` times or until the run ends. Returns the number of kills."""
     done = 0
     while done < kills and launcher.poll() is None:
         time.sleep(generator.uniform(0.2, longest))
@@ -58,7 +58,7 @@ def disturb(launcher: subprocess.Popen, kills: int, longest: float, generator: r
 
 
 def exported(run: Path, folder: Path, strategy: str) -> dict:
-    """The weights at the end of a run."""
+    """The final weights of a run."""
     status = start(folder, f"parallel={strategy}", "mode=export", f"checkpointing.resume={run}").wait(timeout=300)
     if status:
         sys.exit(f"export failed: {folder.with_suffix('.out').read_text()[-2000:]}")
@@ -66,11 +66,11 @@ def exported(run: Path, folder: Path, strategy: str) -> dict:
 
 
 def main() -> None:
-    """Prints a line for each run and exits with 1 when anything was lost."""
+    """Print the outcome; exit with 1 if anything was lost."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--steps", type=int, help="by default 80 for each kill: about 50 are done between two")
-    parser.add_argument("--longest", type=float, default=9.0, help="seconds between two kills at most")
+    parser.add_argument("--steps", type=int, help="default: 80 per kill; about 50 run between two kills")
+    parser.add_argument("--longest", type=float, default=9.0, help="maximum seconds between two kills")
     parser.add_argument("--strategy", default="fsdp", choices=["ddp", "fsdp"])
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()

@@ -1,10 +1,10 @@
-"""How long until something happens: --help, --cfg job, and the end of the first optimizer step.
+"""Startup time: --help, --cfg job, and until the first optimizer step ends.
 
     python benchmarks/startup.py [--runs 7] [--json FILE]
 
-The first step of `python -m trainapp model=mlp` is held against a script that imports torch, makes the same model and
-does one step. Times are from the start of the process to the line that it prints; runs take turns. The last table says
-where the difference goes, from one run of each with `-X importtime`, which makes imports a little slower.
+The first step of `python -m trainapp model=mlp` is compared with a script that imports torch, builds the same model and
+runs one step. Times are from the start of the process to the line it prints; the commands take turns. The last table
+breaks the difference down, from one run of each with `-X importtime`, which makes imports a little slower.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from pathlib import Path
 from _common import machine, quartiles, table
 
 APP = ("-m", "trainapp")
-# every.log=1: the line that is waited for ends the first step.
+# every.log=1: the first step ends with the line that `until` waits for.
 FIRST_STEP = ("model=mlp", "train.device=cpu", "train.max_steps=1", "train.max_epochs=null", "every.log=1")
 BARE = """
 import torch
@@ -40,10 +40,10 @@ LIGHT_LIMIT, DIFFERENCE_LIMIT = 1.0, 1.0  # seconds
 
 
 def main() -> None:
-    """Measures and prints the tables."""
+    """Measure and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--runs", type=int, default=7, help="of each command, after one that warms the disk's cache")
-    parser.add_argument("--json", type=Path, help="write the seconds to this file, too")
+    parser.add_argument("--runs", type=int, default=7, help="runs per command, after one that warms the disk cache")
+    parser.add_argument("--json", type=Path, help="also write the seconds to this file")
     options = parser.parse_args()
     print(f"{machine()}; median of {options.runs} run(s)\n")
     with tempfile.TemporaryDirectory() as folder:
@@ -70,7 +70,7 @@ def main() -> None:
         rows = [
             [name, *(f"{value:.2f}" for value in (*quartiles(walls[name]), quartiles(cpus[name])[1]))] for name in walls
         ]
-        print(table(["to the end of the first step, s", "lower quartile", "median", "upper quartile", "CPU"], rows))
+        print(table(["until the first step ends, s", "lower quartile", "median", "upper quartile", "CPU"], rows))
         print(f"target: a difference of at most {DIFFERENCE_LIMIT:.0f} s\n")
         seconds |= walls
         print(table(["part of the difference", "ms"], breakdown(folder)))
@@ -81,7 +81,7 @@ def main() -> None:
 def measure(
     commands: dict[str, tuple[Sequence[str], str | None]], runs: int, folder: str
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Seconds and processor seconds of each run of each command, by turns; until its line (or with None, its end)."""
+    """Wall and CPU seconds of each run of each command, until its line (None: until it ends). Commands take turns."""
     seconds: dict[str, list[float]] = {name: [] for name in commands}
     cpu: dict[str, list[float]] = {name: [] for name in commands}
     for number in range(runs + 1):
@@ -94,9 +94,9 @@ def measure(
 
 
 def until(command: Sequence[str], line: str | None, folder: str) -> tuple[float, float, str]:
-    """Seconds and processor seconds from the start of the process to the line that begins so, and what it printed.
+    """Wall and CPU seconds from the start of the process to the first line that starts with `line`, and its output.
 
-    The process is ended there. Raises RuntimeError when it ends by itself without the line, or fails.
+    The process is then killed. Raises RuntimeError if it fails, or ends without printing the line.
     """
     out = Path(tempfile.mkdtemp(dir=folder))
     arguments = [f"hydra.run.dir={out}"] if line and "trainapp" in command else []
@@ -126,19 +126,19 @@ def until(command: Sequence[str], line: str | None, folder: str) -> tuple[float,
 
 
 def import_times(command: Sequence[str], line: str | None, folder: str) -> tuple[float, dict[str, float]]:
-    """Seconds to the line, and of them the own seconds of each imported module."""
+    """Seconds until the line, and the self time of each imported module in seconds."""
     elapsed, _, printed = until(("-X", "importtime", *command), line, folder)
     found = re.findall(r"^import time:\s+(\d+) \|\s+\d+ \|\s+(\S+)$", printed, re.MULTILINE)
     return elapsed, {name: int(microseconds) / 1e6 for microseconds, name in found}
 
 
 def imports_torch(command: Sequence[str], folder: str) -> str:
-    """Whether the command imports torch, in words."""
+    """Whether the command imports torch: "yes" or "no"."""
     return "yes" if "torch" in import_times(command, None, folder)[1] else "no"
 
 
 def breakdown(folder: str) -> list[list[str]]:
-    """Rows of what trainapp does beyond the bare script: imports by package, and the rest."""
+    """Table rows for what trainapp does beyond the bare script: imports by package, and the rest."""
     bare_total, bare = import_times(("-c", BARE), "step 1", folder)
     total, app = import_times((*APP, *FIRST_STEP), "step 1/", folder)
     packages: Counter[str] = Counter()
@@ -151,12 +151,12 @@ def breakdown(folder: str) -> list[list[str]]:
     slower = sum(seconds - bare[name] for name, seconds in app.items() if name in bare)
     rows.append(["the same modules, slower or faster", f"{1000 * slower:.0f}"])
     work = (total - sum(app.values())) - (bare_total - sum(bare.values()))
-    rows.append(["work: composing, checking, building, the step", f"{1000 * work:.0f}"])
+    rows.append(["work: composing, validating, building, the step", f"{1000 * work:.0f}"])
     return rows
 
 
 def _package(module: str) -> str:
-    """torch is too large to be one row."""
+    """The row of a module: its package, but torch is split by subpackage."""
     return ".".join(module.split(".")[: 2 if module.startswith("torch.") else 1])
 
 

@@ -34,11 +34,11 @@ def script(name, folder, *overrides):
 @needs("ip")
 def test_two_hosts(tmp_path):
     settings = ("model=mlp", "train.max_epochs=null", "train.max_steps=4", "every.eval=null", "oom.remember=false")
-    assert "both nodes ended well" in script("two_hosts", tmp_path, *settings)
+    assert "both nodes succeeded" in script("two_hosts", tmp_path, *settings)
 
 
 @needs("slurmctld", "slurmd", "srun", "munged")
 def test_one_slurm(tmp_path):
     told = script("one_slurm", tmp_path)
-    assert "stopped, queued again, resumed from" in told
-    assert "two jobs of two tasks ended well" in told
+    assert "stopped, requeued, resumed from" in told
+    assert "two jobs of two tasks succeeded" in told

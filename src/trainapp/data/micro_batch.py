@@ -52,6 +52,6 @@ def pieces_of(micro: MicroBatch, ranges: Sequence[Sequence[int]], samples: int) 
         yield micro
         return
     for number, piece in enumerate(ranges, start=1):
-        start, length = (piece.start, len(piece)) if piece else (0, 1)
+        start, length = (piece[0], len(piece)) if piece else (0, 1)
         data = narrow(micro.data, start, length, samples)
         yield MicroBatch(data, last=micro.last and number == len(ranges), real=micro.real and len(piece) > 0)
