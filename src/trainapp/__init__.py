@@ -1,3 +1,3 @@
-"""trainapp trains any PyTorch model on whatever memory there is, with the same result."""
+"""trainapp trains any PyTorch model in whatever memory is available, with the same result."""
 
 __version__ = "0.1.0"

@@ -1,3 +1,5 @@
+"""What a step remembers: generators and buffers."""
+
 import random
 
 import numpy as np
@@ -5,61 +7,21 @@ import runs
 import torch
 from torch import nn
 
-from trainapp.rng import preserved_rng, rng_state, seed_everything, set_rng_state
+from trainapp.rng import rng_state
 from trainapp.train import loop
 from trainapp.train.restore_point import RestorePoint
 
 CPU = torch.device("cpu")
 
 
-def draws():
-    return torch.rand(3).tolist(), np.random.rand(3).tolist(), np.random.randn(), [random.random(), random.gauss(0, 1)]
-
-
-def test_generators_come_back():
-    seed_everything(7)
-    np.random.randn(), random.gauss(0, 1)  # both keep a second number for later
-    state = rng_state(CPU)
-    expected = draws()
-    assert draws() != expected
-    set_rng_state(state, CPU)
-    assert draws() == expected
-
-
-def test_generators_survive_a_file(tmp_path):
-    state = rng_state(CPU)
-    expected = draws()
-    torch.save(state, tmp_path / "rng.pt")
-    set_rng_state(torch.load(tmp_path / "rng.pt", weights_only=True), CPU)
-    assert draws() == expected
-
-
-def test_preserved_rng_leaves_no_trace():
-    seed_everything(1)
-    expected = draws()
-    seed_everything(1)
-    with preserved_rng(CPU):
-        draws()
-    assert draws() == expected
-
-
-def test_seed_0_is_a_seed():
-    seed_everything(0)
-    first = draws()
-    seed_everything(0)
-    assert draws() == first
-    seed_everything(1)
-    assert draws() != first
-
-
-def test_a_step_that_is_given_up_leaves_no_trace(tmp_path):
-    """Buffers and generators as before it; and the step done again is the step done once."""
+def test_an_aborted_step_leaves_no_trace(tmp_path):
+    """Buffers and generators as before it; and the repeated step equals the step done once."""
     overrides = (*runs.MODELS["resnet"], "batch.micro_size=4", "train.max_steps=3")
     ends = []
-    for gives_up in (False, True):
-        run = runs.prepare(tmp_path / str(gives_up), *overrides)
+    for aborts in (False, True):
+        run = runs.prepare(tmp_path / str(aborts), *overrides)
         loop.train_step(run)
-        if gives_up:
+        if aborts:
             before, state = {k: v.clone() for k, v in run.state.model.state_dict().items()}, rng_state(CPU)
             run.restore_point.take()
             runs.accumulate(run)
@@ -99,7 +61,7 @@ def test_batch_norm_does_not_count_the_version_of_its_statistics():
     assert norm.running_mean._version == version
 
 
-def test_a_buffer_that_was_replaced_comes_back():
+def test_a_replaced_buffer_is_restored():
     """Some models assign a new tensor rather than write into the old one."""
     model = nn.Linear(1, 1)
     model.register_buffer("count", torch.zeros(()))
