@@ -234,6 +234,7 @@ def recover(run: Run, failure: Incident) -> CarriedOver | None:
 def _carry_over(run: Run, failure: Incident) -> CarriedOver:
     """Parameters may be half updated: back to the last checkpoint, or to the start."""
     config, is_leaner = lean_optimizer(run.config, run.state.optimizer)
+    run.checkpointer.finish()  # what is still being written in the background may be the newest
     path = run.checkpointer.newest()
     checkpoint_step = read_manifest(path)["step"] if path else 0
     place = f"the checkpoint of step {checkpoint_step}" if path else "the start, from the seed"
