@@ -15,6 +15,7 @@ from trainapp import torch_private
 from trainapp.torch_private import (
     ATTENTION_OPERATORS,
     COMPILED_PREFIX,
+    READ_OPERATORS,
     BatchNorm,
     DispatchMode,
     ForwardModuleTracker,
@@ -31,6 +32,7 @@ from trainapp.torch_private import (
     memory_snapshot,
     non_persistent_buffers,
     outside_dispatch_modes,
+    pytree_functions,
     start_memory_history,
     stop_memory_history,
     storage_id,
@@ -48,6 +50,38 @@ class Seen(DispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.names.append(func.overloadpacket.__name__)
         return func(*args, **(kwargs or {}))
+
+
+def test_a_registered_container_is_opened_and_rebuilt():
+    class Pair:
+        def __init__(self, first, second):
+            self.first, self.second = first, second
+
+    assert pytree_functions(Pair) is None
+    torch.utils._pytree.register_pytree_node(
+        Pair, lambda pair: ([pair.first, pair.second], "context"), lambda values, context: Pair(*values)
+    )
+    flatten, unflatten = pytree_functions(Pair)
+    values, context = flatten(Pair(1, 2))
+    assert (list(values), context) == ([1, 2], "context")
+    assert unflatten([3, 4], context).second == 4
+
+
+def test_reads_of_values_are_these_operations():
+    class Reads(DispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.seen = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Reads() as reads:
+        torch.ones(()).item()
+        bool(torch.ones(()) > 0)
+        float(torch.ones(()))
+    assert sum(func in READ_OPERATORS for func in reads.seen) == 3
 
 
 def test_foreach_kernels():

@@ -5,11 +5,13 @@ Functions on the hot path are bound rather than wrapped, so that a name here cos
 """
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import SUPPORTED_NODES
 from torch.utils.module_tracker import ModuleTracker
 
 # --- tensors and storages
@@ -80,6 +82,20 @@ class ForwardModuleTracker(ModuleTracker):
     def _fw_post_hook(self, module: nn.Module, inputs: Any, output: Any) -> None:
         if not self.is_bw:
             super()._fw_post_hook(module, inputs, output)
+
+
+# --- containers
+
+
+def pytree_functions(
+    kind: type,
+) -> tuple[Callable[[Any], tuple[list[Any], Any]], Callable[[list[Any], Any], Any]] | None:
+    """`(flatten, unflatten)` of a type that was registered with torch's pytrees, such as TensorDict; else None.
+
+    The table is the only one that says what a registered type holds: torch has no public one.
+    """
+    node = SUPPORTED_NODES.get(kind)
+    return None if node is None else (node.flatten_fn, node.unflatten_fn)
 
 
 # --- dispatch modes

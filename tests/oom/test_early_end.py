@@ -17,8 +17,8 @@ def attempts(monkeypatch) -> list[Incident]:
     """The incidents of all attempts, the last one of a run that is stopped among them."""
     incidents, attempt = [], runner.attempt
 
-    def noting(config, run):
-        incident = attempt(config, run)
+    def noting(run):
+        incident = attempt(run)
         if incident is not None:
             incidents.append((incident, (run.sizes.evaluation if incident.evaluating else run.sizes.train).size))
         return incident

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils import _pytree as pytree
+
+from trainapp.torch_private import pytree_functions
 
 
 class NodeType(NamedTuple):
@@ -86,9 +87,9 @@ def node_type(batch: Any) -> NodeType | None:
 
 
 def _find_node_type(kind: type) -> NodeType | None:
-    registered = pytree.SUPPORTED_NODES.get(kind)
-    if registered is not None:  # the only table that says what a registered type holds; torch has no public one
-        flatten, unflatten = registered.flatten_fn, registered.unflatten_fn
+    registered = pytree_functions(kind)
+    if registered is not None:
+        flatten, unflatten = registered
         return NodeType(lambda node: flatten(node)[0], lambda node, values: unflatten(values, flatten(node)[1]))
     if issubclass(kind, (dict, UserDict)):
         return NodeType(_values, _copy_with_items)

@@ -150,7 +150,7 @@ class EvalBatches:
         world: int = 1,
         equal: bool = False,
     ):
-        self.samples = len(dataset)
+        self.dataset, self.samples = dataset, len(dataset)
         self.start, self.end = (self.samples * r // world for r in (rank, rank + 1))
         self.equal = equal
         self._source = BatchLoader(dataset, seed, workers, device)
