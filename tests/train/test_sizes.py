@@ -21,7 +21,7 @@ SCHEDULE = "batch.micro_schedule={1: 23, 5: 29}"
 
 def begin(*overrides: str, sources: tuple[str, ...] = (), world: int = 1, **options):
     config = from_command_line(["batch.global_size=64", *overrides])
-    return initial_sizes(config, world, 1000, **{name: SOURCES[name] for name in sources}, **options)
+    return initial_sizes(config, world, 64, 1000, **{name: SOURCES[name] for name in sources}, **options)
 
 
 # In their order of precedence: what is set or known, and the training size that follows.
@@ -65,7 +65,8 @@ def test_the_share_of_a_rank():
     assert begin(world=3).train.size == 22
     assert begin("accumulation.steps=3", world=2).train.size == 11
     assert begin("batch.micro_size=50", world=2).train.size == 32
-    assert begin(world=3).evaluation.size == 43
+    assert begin(world=3).evaluation.size == 44
+    assert begin("batch.eval_micro_size=400", world=3).evaluation.size == 334  # all that a rank has
 
 
 @pytest.mark.parametrize(
@@ -100,5 +101,5 @@ def test_what_failed_is_not_scheduled_again():
 )  # fmt: skip
 def test_a_damaged_source_is_passed_over(damaged):
     config = from_command_line(["batch.global_size=64"])
-    sizes = initial_sizes(config, 1, 1000, saved=damaged, remembered=SOURCES["remembered"])
+    sizes = initial_sizes(config, 1, 64, 1000, saved=damaged, remembered=SOURCES["remembered"])
     assert (sizes.train.size, sizes.origin) == (17, "remembered")

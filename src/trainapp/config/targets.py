@@ -39,7 +39,7 @@ def locate(target: str, setting: str, user_packages: Sequence[str]) -> Callable[
             raise UserError(f"{setting}={target}: importing {module_name} failed: {error}") from error
         raise UserError(
             f"{setting}={target}: there is no module {module_name}; modules are found in the working directory, "
-            "beside --config-dir, and on PYTHONPATH"
+            "in --config-dir, and on PYTHONPATH"
         ) from None
     located = getattr(module, name, None)
     if not callable(located):

@@ -126,10 +126,13 @@ def leave_for_restart(run: Run, failure: Incident) -> NoReturn:
         changed[0],
     )
     run_dir = run.tracker.run_dir
-    incident.write(failure, run_dir / "oom", run.memory.out_of_memory_count, run.ranks.world)
     hint = {"eval_micro" if failure.evaluating else "micro": sizes.state_dict()}
-    with atomic_write(run_dir / RESTART) as file:
-        json.dump(hint, file)
+    try:
+        with atomic_write(run_dir / RESTART) as file:
+            json.dump(hint, file)
+        incident.write(failure, run_dir / "oom", run.memory.out_of_memory_count, run.ranks.world)
+    except OSError as error:  # the restart matters more than its record
+        log.warning("the incident's record could not be written: %s", error)
     logging.shutdown()
     os._exit(OUT_OF_MEMORY_EXIT)
 

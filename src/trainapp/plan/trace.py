@@ -133,8 +133,7 @@ def _run_of(config: Config, assembled: Assembled, batches: ExampleBatches) -> Ru
     """A run of one rank that writes nothing and has no end."""
     state = assembled.state
     memory = TracedMemory(state.device)
-    sizes = initial_sizes(config, 1, eval_samples=1)
-    sizes.train.start = batches.global_size  # the parts are cut already
+    sizes = initial_sizes(config, 1, batches.global_size, eval_samples=1)
     is_scaled = state.precision.scaler.is_enabled()
     return Run(
         config=config,

@@ -14,7 +14,7 @@ from trainapp.checkpoint import checkpointer
 from trainapp.checkpoint.directory import CheckpointDirectory, resolve
 from trainapp.checkpoint.manifest import read_manifest
 from trainapp.config.schema import Config
-from trainapp.errors import TrainingStopped
+from trainapp.errors import TrainingStopped, UserError
 from trainapp.memory import host_guard
 from trainapp.memory.device import DeviceMemory
 from trainapp.oom import hints, incident, recovery
@@ -111,7 +111,7 @@ def _report(run: Run, result: RunResult) -> None:
 
 def prepare(config: Config, stop: StopRequest, ranks: Ranks, carried: CarriedOver | None = None) -> Run:
     """A run that stands before its next step: built, filled from a checkpoint, its sizes decided, its files open."""
-    path = ranks.all_gather_object(_checkpoint_to_resume(config) if ranks.is_rank_zero else None)[0]
+    path = _agreed_checkpoint(config, ranks)
     if path is not None:
         config = _as_saved(config, path)
     run = build.build(config, stop, ranks, carried.memory if carried else None)
@@ -122,8 +122,9 @@ def prepare(config: Config, stop: StopRequest, ranks: Ranks, carried: CarriedOve
     run.sizes = initial_sizes(
         config,
         ranks.world,
+        run.state.global_size,
         build.eval_samples(run.eval_batches),
-        build.smallest_micro_batch(run.state.model),
+        smallest=build.smallest_micro_batch(run.state.model),
         step=run.state.progress.step,
         hint=hint,
         saved=saved,
@@ -150,6 +151,20 @@ def _as_saved(config: Config, path: Path) -> Config:
     if config.mode != "train":
         changes["ema"] = saved["ema"]
     return dataclasses.replace(config, train=dataclasses.replace(config.train, **changes))
+
+
+def _agreed_checkpoint(config: Config, ranks: Ranks) -> Path | None:
+    """Rank 0 looks for the checkpoint. What is wrong with it is raised on all ranks: none waits for another."""
+    path, problem = None, None
+    if ranks.is_rank_zero:
+        try:
+            path = _checkpoint_to_resume(config)
+        except UserError as error:
+            problem = error
+    path, problem = ranks.all_gather_object((path, problem))[0]
+    if problem is not None:
+        raise problem
+    return path
 
 
 def _checkpoint_to_resume(config: Config) -> Path | None:

@@ -62,7 +62,7 @@ def build(config: Config, stop: StopRequest, ranks: Ranks, memory: DeviceMemory 
         batches=batches,
         eval_batches=eval_batches,
         schedule=schedules.build(config.schedule, length),
-        sizes=initial_sizes(config, ranks.world, eval_samples(eval_batches), smallest_micro_batch(state.model)),
+        sizes=initial_sizes(config, ranks.world, state.global_size, eval_samples(eval_batches)),
         memory=memory,
         meter=Meter(state, memory),
         tracker=SilentTracker(Path(config.run_dir)),

@@ -1,6 +1,7 @@
 """Evaluation: the whole evaluation set, each sample once."""
 
 import contextlib
+import math
 import time
 
 import torch
@@ -65,5 +66,9 @@ def record_objective(run: Run, means: dict[str, float]) -> None:
     if metric not in means:
         raise UserError(f"objective={direction} {metric}: there is no such metric; there are {', '.join(means)}")
     progress.objective = value = means[metric]
-    if progress.best is None or (value > progress.best) == (direction == "max"):
+    best = progress.best
+    # A comparison with NaN is false either way: it never becomes the best.
+    if (best is None and not math.isnan(value)) or (
+        best is not None and (value > best if direction == "max" else value < best)
+    ):
         progress.best, progress.best_step = value, progress.step

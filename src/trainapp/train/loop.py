@@ -31,7 +31,7 @@ def train(run: Run) -> None:
         if run.save_is_due:
             save(run)
         if run.is_ending:
-            return run.checkpointer.finish()
+            return finish_saving(run)
         train_step(run)
 
 
@@ -57,7 +57,7 @@ def finish_step(run: Run) -> None:
     run.stop.agreed = flags.stop_signal
     grow_micro_batch(run, flags.search_news)
     if not flags.still_saving:
-        run.checkpointer.finish()
+        finish_saving(run)
 
 
 def grow_micro_batch(run: Run, news: bool) -> None:
@@ -118,3 +118,9 @@ def save(run: Run) -> None:
     is_best = progress.best_step == progress.step
     run.checkpointer.save(progress.step, run.config.to_dict(), sizes, is_best)
     run.meter.pause(time.monotonic() - started)
+
+
+def finish_saving(run: Run) -> None:
+    """Commit the checkpoint that was written in the background, if any."""
+    run.attempt.phase = Phase.SAVE
+    run.checkpointer.finish()

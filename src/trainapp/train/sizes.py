@@ -50,9 +50,10 @@ class Sizes:
 def initial_sizes(
     config: Config,
     world: int,
+    global_size: int,
     eval_samples: int,
-    smallest: int = 1,
     *,
+    smallest: int = 1,
     step: int = 0,
     hint: dict[str, Any] | None = None,
     saved: dict[str, Any] | None = None,
@@ -70,12 +71,12 @@ def initial_sizes(
     In evaluation: `hint`, `batch.eval_micro_size=N`, `saved`, `remembered`, twice this rank's share (without gradients
     more fits).
 
-    step: finished optimizer steps. smallest: some models cannot train on single samples. hint, saved, remembered: as
+    global_size: samples per optimizer step over all ranks. eval_samples: the same of an evaluation. step: finished
+    optimizer steps. smallest: some models cannot train on single samples. hint, saved, remembered: as
     `Sizes.state_dict` returns them, `hint` perhaps with one of the two only; a damaged one is ignored.
     """
     batch, parts, hint = config.batch, config.accumulation.steps, hint or {}
-    share = -(-batch.global_size // world)
-    start = share
+    start = share = -(-global_size // world)
     if parts != "auto":
         start = -(-share // parts)
     elif batch.micro_size != "auto":
@@ -83,7 +84,9 @@ def initial_sizes(
     grows = config.oom.grow and config.oom.keep_global_batch and batch.micro_schedule is None and parts == "auto"
     sizes = Sizes(
         train=MicroBatchSizes(start, config.oom.clean_steps, grow=grows, smallest=smallest),
-        evaluation=MicroBatchSizes(_eval_start(config, eval_samples, world), config.oom.clean_steps, grow=grows),
+        evaluation=MicroBatchSizes(
+            _eval_start(config, share, -(-eval_samples // world)), config.oom.clean_steps, grow=grows
+        ),
         parts=None if parts == "auto" else parts,
     )
     if _is_known(hint, "micro"):
@@ -111,9 +114,10 @@ def initial_sizes(
     return sizes
 
 
-def _eval_start(config: Config, samples: int, world: int) -> int:
+def _eval_start(config: Config, share: int, eval_share: int) -> int:
+    """Never more than this rank has: a size that is never reached is never proven."""
     size = config.batch.eval_micro_size
-    return min(-(-2 * config.batch.global_size // world), samples) if size == "auto" else size
+    return min(2 * share if size == "auto" else size, eval_share)
 
 
 def _from_step(schedule: Mapping[int, Plan], step: int) -> dict[int, Plan]:

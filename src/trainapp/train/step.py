@@ -100,13 +100,13 @@ def update(run: Run, step: Step, totals: Totals, norm: Tensor) -> bool:
     else:
         state.precision.reset_scaler()
         run.restore_point.restore_buffers()  # BatchNorm has seen what was not finite
-    if run.sizes.record(step.number):
-        note_batchnorm(run, step)
     run.meter.count(step.samples)
     run.batches.advance(progress)
     progress.step += applied
     progress.skipped += not applied
     run.attempt.phase = Phase.COMMITTED
+    if run.sizes.record(step.number):
+        note_batchnorm(run, step)
     return applied
 
 
