@@ -34,7 +34,7 @@ def job(composed: DictConfig) -> float | None:
                 "parallel.devices=N ...`, which starts the workers of each job itself"
             )
         config = compose.from_hydra(composed, run_dir, command_line.resume_command(hydra_config, run_dir))
-        from trainapp.launch import launch  # late: it brings torch
+        from trainapp.launch import launch  # late: it imports torch
 
         return launch.launch(config)
     except Exception as error:
@@ -62,7 +62,7 @@ class _Reported(SystemExit):
 
 
 def main() -> None:
-    """Run the command line. A user's mistake ends with one message and exit code 2; a fault keeps its traceback."""
+    """Run the command line.A UserError ends it with one message and its exit code; others keep their traceback."""
     command_line.add_import_paths(sys.argv[1:])
     wants_traceback = "HYDRA_FULL_ERROR" in os.environ
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its errors instead of printing them its own way

@@ -8,6 +8,6 @@ class UserError(Exception):
 
 
 class TrainingStopped(UserError):
-    """Training cannot go on (a non-finite loss, no memory left to halve); nothing that was saved is lost."""
+    """Training cannot continue (a non-finite loss, no smaller micro-batch to try); saved checkpoints are kept."""
 
     exit_code = 1

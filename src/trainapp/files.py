@@ -36,7 +36,7 @@ def temporary_file(directory: Path, mode: str = "w") -> Iterator[IO[Any]]:
 def publish(file: IO[Any], path: Path, sync: bool = False) -> None:
     """Close a temporary file and rename it to `path`, which must be in the same directory.
 
-    sync: make it last through a power cut, too: waits for the disk, typically some milliseconds.
+    sync: survive a power cut: waits for the disk, typically a few milliseconds.
     """
     file.flush()
     if sync:

@@ -11,7 +11,7 @@ import torch
 
 
 def seed_everything(seed: int) -> None:
-    """Python, NumPy and torch on every device."""
+    """Seed Python, NumPy and torch on every device."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -38,7 +38,7 @@ def device_rng_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
-    """The inverse of `rng_state`. A state that was taken on another kind of device sets what both have."""
+    """The inverse of `rng_state`. A state that was taken on another kind of device sets only what both have."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     kind, keys, *rest = state["numpy"]
@@ -52,7 +52,7 @@ def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
 
 @contextlib.contextmanager
 def preserved_rng(device: torch.device) -> Iterator[None]:
-    """What draws random numbers inside the block leaves no trace outside it."""
+    """Restore all random generators after the block."""
     state = rng_state(device)
     try:
         yield
@@ -64,7 +64,7 @@ class Generators:
     """The random generators at the start of a step.
 
     `rng_state` costs 80 microseconds in a training loop, nearly all of it for copying NumPy's 624 words one by one,
-    which nobody has touched in most runs. So they are copied as raw memory to see that they stand where they stood.
+    which most runs never touch. A copy as raw memory is enough to see that they have not changed.
     """
 
     def __init__(self, device: torch.device):
@@ -73,7 +73,7 @@ class Generators:
         self._full: dict[str, Any] | None = None
 
     def take(self) -> None:
-        """Remember this moment."""
+        """Record the current state."""
         words = self._numpy_words()
         if self._full is None or not words or words != self._words or self._full["numpy"][3]:
             self._full = rng_state(self.device)  # a cached Gaussian may be used up without moving the words
@@ -83,13 +83,13 @@ class Generators:
         self._words = words
 
     def restore(self) -> None:
-        """Back to the last `take`."""
+        """Return to the last `take`."""
         assert self._full is not None, "restore() before take()"
         set_rng_state(self._full, self.device)
 
     @staticmethod
     def _numpy_words() -> bytes:
-        """The Mersenne twister's words and its position; nothing where another generator has been put in its place."""
+        """The Mersenne Twister's words and position; empty if another generator has replaced it."""
         generator = np.random.get_bit_generator()  # type: ignore[attr-defined]  # numpy forgets to export it
         if type(generator) is not np.random.MT19937:
             return b""

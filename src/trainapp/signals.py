@@ -29,7 +29,7 @@ class StopRequest:
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> "StopRequest":
-        if threading.current_thread() is threading.main_thread():  # others may not set handlers
+        if threading.current_thread() is threading.main_thread():  # only the main thread may set handlers
             for number in self.SIGNALS:
                 self._previous[number] = signal.signal(number, self._handle)
         return self
@@ -50,11 +50,11 @@ class StopRequest:
         self.signal, self._at = number, time.monotonic()
         if os.getpid() != self._process:
             return
-        with contextlib.suppress(RuntimeError):  # the signal may have struck inside a write to the same stream
+        with contextlib.suppress(RuntimeError):  # the signal may have arrived during a write to the same stream
             log.warning("%s: finishing the step, then saving; again to leave at once", signal.Signals(number).name)
 
 
 def pass_on(number: int, handler: Any) -> None:
-    """Give a signal to whoever handled it before the run did: submitit's handler queues the job again."""
+    """Pass a signal to the handler installed before the run's own: submitit's requeues the job."""
     if callable(handler) and handler is not signal.default_int_handler:
         handler(number, None)

@@ -6,7 +6,7 @@ import re
 def parse_memory_size(value: int | float | str, total: int) -> int:
     """Bytes of a size: `8589934592`, `8GiB`, `500MB`, or a fraction of `total` (bytes) such as 0.5.
 
-    Raises ValueError, with the rule in it, on anything else.
+    Raises a ValueError that states the rule for anything else.
     """
     rule = "must be bytes, a size such as 8GiB or 500MB, or a fraction of the device between 0 and 1"
     units = {"": 1, "b": 1} | {

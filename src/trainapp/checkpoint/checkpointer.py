@@ -1,4 +1,4 @@
-"""Saves the state of a run into checkpoints, at once or in the background, and restores it from one."""
+"""Saves the state of a run into checkpoints, synchronously or in the background, and restores it from one."""
 
 import functools
 import logging
@@ -21,7 +21,7 @@ from trainapp.optim.optimizers import step_without_effect
 from trainapp.parallel.ranks import Ranks
 from trainapp.rng import rng_state
 
-VALUES = "values.pt"  # what is no tensor of the model, the optimizer or the average
+VALUES = "values.pt"  # everything but the tensors of model, optimizer and average
 log = logging.getLogger(__name__)
 
 
@@ -46,12 +46,12 @@ class Checkpointer:
     def __init__(self, state: TrainState, directory: CheckpointDirectory, ranks: Ranks, asynchronous: bool):
         self.state, self.directory, self.ranks = state, directory, ranks
         self.asynchronous = asynchronous
-        self.saved_at = 0  # the step of the last save; set by a resume, too
+        self.saved_at = 0  # the step of the last save or resume
         self._pending: Pending | None = None
         self._background = ThreadPoolExecutor(1, "checkpoint")  # starts no thread before it is needed
 
     def save(self, step: int, config: dict[str, Any], sizes: dict[str, Any], is_best: bool) -> None:
-        """A checkpoint of the state at `step`. Collective. Raises TrainingStopped when a disk refuses it.
+        """Save the state at `step`. Collective. Raises TrainingStopped when a disk refuses the write.
 
         config: goes into the manifest. sizes: plain values that `restore` returns.
         """
@@ -63,7 +63,7 @@ class Checkpointer:
             tensors = shards.copy_to_host(tensors, folder)
             future = self._background.submit(self._write, folder, tensors, values)
             self._pending = Pending(future, folder, step, config, is_best)
-        else:  # in this thread: CUDA's current device is one thread's own
+        else:  # in this thread: CUDA's current device is set per thread
             self._commit(functools.partial(self._write, folder, tensors, values), folder, step, config, is_best)
         self.saved_at = step
 
@@ -94,7 +94,7 @@ class Checkpointer:
         self.directory.commit(folder, files, step, config, is_best)
 
     def _write(self, folder: Path, tensors: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
-        """Write this rank's files and describe them: its shards, and on rank 0 also those that belong to no rank."""
+        """Write this rank's files and describe them: its shards, and on rank 0 the files that belong to no rank."""
         shards.write(tensors, folder, self.ranks.saving_group)
         own = list(folder.glob(f"__{self.ranks.rank}_*"))
         if self.ranks.is_rank_zero:
@@ -131,12 +131,12 @@ class NullCheckpointer:
 def restore(state: TrainState, path: Path, ranks: Ranks) -> dict[str, Any]:
     """Fill `state` from the checkpoint at `path`, written by any number of ranks. Returns its `sizes`. Collective.
 
-    An average of the weights that was not saved starts at the weights. Raises UserError when the checkpoint does not
+    A weight average that was not saved is reset to the weights. Raises UserError when the checkpoint does not
     fit the model or the optimizer, or holds anything but tensors and plain values.
     """
     values = _load_values(path)
     if len(state.optimizer.state) < len(state.optimizer_parameters()):
-        step_without_effect(state.optimizer)  # an optimizer that makes its state late: something to load into
+        step_without_effect(state.optimizer)  # creates the state of an optimizer that allocates it lazily
     tensors = state.tensors()
     has_average = any(name.startswith("average.") for name in shards.names(path))
     if not (has_average and state.average.averages):
@@ -152,7 +152,7 @@ def restore(state: TrainState, path: Path, ranks: Ranks) -> dict[str, Any]:
 
 
 def _load_values(path: Path) -> dict[str, Any]:
-    """On the CPU. Executes nothing from the file."""
+    """Load the values onto the CPU. Executes nothing from the file."""
     try:
         return torch.load(path / VALUES, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:

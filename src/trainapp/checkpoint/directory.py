@@ -1,4 +1,4 @@
-"""The checkpoints of a run on disk: written whole or not at all, verified before use, damaged ones passed over.
+"""The checkpoints of a run on disk: written whole or not at all, verified before use, skipped if damaged.
 
     <run directory>/checkpoints/step_00000100/    one checkpoint
         __<rank>_0.distcp, .metadata              tensors, as torch.distributed.checkpoint writes them (`shards`)
@@ -125,7 +125,7 @@ class CheckpointDirectory:
             file.write(target.name + "\n")
 
     def _prune(self, written: Path) -> None:
-        """Keep the best, and the newest up to the one just written: those past it are damaged or of a left branch."""
+        """Keep the best and the newest up to `written`; later ones are damaged or from an abandoned branch."""
         best, present = self.best(), self._newest_first()
         position = present.index(written)
         for path in present[:position]:
@@ -142,9 +142,9 @@ class CheckpointDirectory:
 
 
 def resolve(setting: str) -> Path:
-    """The checkpoint that `checkpointing.resume=PATH` means: that one, or the newest good one of a run directory.
+    """The checkpoint at `checkpointing.resume=PATH`, or the newest good one if PATH is a run directory.
 
-    Raises UserError when there is none, and when a checkpoint that is named itself cannot be used.
+    Raises UserError when there is none, and when the named checkpoint cannot be used.
     """
     path = Path(setting)
     name = f"checkpointing.resume={setting}"
@@ -182,7 +182,7 @@ def _refusal(error: BaseException, rank: int) -> tuple[int, str]:
 
 
 def _remove(path: Path) -> None:
-    """Rename it first, so that it disappears as a whole."""
+    """Rename it first, so that it disappears at once."""
     hidden = path.with_name(f".tmp-removed-{path.name}-{os.getpid()}")
     os.replace(path, hidden)
     shutil.rmtree(hidden)

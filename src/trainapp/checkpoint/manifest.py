@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: what it holds, and the size and digest of each file, by which damage is found."""
+"""The manifest of a checkpoint: what it holds, and the size and digest of each file, which reveal damage."""
 
 import hashlib
 import json
@@ -41,7 +41,7 @@ def describe(paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
 
 
 def damage(path: Path) -> str | None:
-    """Why the checkpoint at `path` cannot be used, as the rest of a sentence that names it; None when it can.
+    """Why the checkpoint at `path` cannot be used, as a predicate ("is damaged ..."); None if it can.
 
     Every file must be present with the size and digest in the manifest. Reads all of it: about 3 s per GB.
     """

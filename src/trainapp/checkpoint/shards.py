@@ -1,7 +1,7 @@
 """The tensors of a checkpoint, through torch.distributed.checkpoint: one format for one process and for many.
 
 Each rank writes its shards into one file; any number of ranks may read them. torch's own reader unpickles the metadata,
-and would run what is planted there. Here an unpickler that knows a handful of classes reads it, and only tensors are
+and would run code planted there. Here an unpickler that knows a handful of classes reads it, and only tensors are
 ever asked for, which torch loads with `weights_only`.
 """
 
@@ -37,7 +37,7 @@ warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or
 
 
 class _Unpickler(pickle.Unpickler):
-    """Finds the classes of a checkpoint's metadata and dtypes, nothing that could run."""
+    """Resolves only the classes of checkpoint metadata, and dtypes: nothing that could run."""
 
     def find_class(self, module: str, name: str) -> Any:
         allowed = module in _MODULES and isinstance(self._found(module, name), type)
@@ -54,7 +54,7 @@ class SafeReader(FileSystemReader):
     """Reads what `write` wrote: tensors. Raises UserError for metadata that holds anything else."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The plan of the checkpoint."""
+        """The checkpoint's metadata."""
         path = Path(self.path) / METADATA
         try:
             with path.open("rb") as file:
@@ -129,7 +129,7 @@ def _writer(folder: Path) -> FileSystemWriter:
 
 
 def _tensors_only(values: dict[str, Any]) -> dict[str, Any]:
-    """Without other leaves, which torch would pickle, and without dicts that are empty then."""
+    """Drop other leaves, which torch would pickle, and dicts that are then empty."""
     kept = {name: _tensors_only(value) if isinstance(value, dict) else value for name, value in values.items()}
     return {
         name: value

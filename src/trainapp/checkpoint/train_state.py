@@ -27,13 +27,13 @@ class TrainState:
     progress: Progress = field(default_factory=Progress)
 
     def optimizer_parameters(self) -> list[torch.Tensor]:
-        """What the optimizer trains."""
+        """The parameters that the optimizer trains."""
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def tensors(self) -> dict[str, Any]:
         """Model, optimizer and average by parameter name: the tensors themselves, whole or in shards.
 
-        A tensor that the model has under several names, as tied weights are, is here under the first.
+        A tensor with several names, such as tied weights, is listed under the first.
         """
         model: dict[str, torch.Tensor] = {}
         seen: set[int] = set()
@@ -66,12 +66,12 @@ class TrainState:
         self.average.step, self.average.position = saved["average_step"], 0
         if len(saved["rng"]) == world:
             set_rng_state(saved["rng"][rank], self.device)
-        else:  # on another number of ranks none of the saved streams can continue
+        else:  # with another number of ranks none of the saved streams can continue
             seed_everything(hash((self.seed, self.progress.step, rank)) % 2**63)
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
-    """The optimizer's state by parameter name: names outlast another grouping or sharding of the parameters."""
+    """The optimizer's state by parameter name: names survive regrouping or resharding."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return {names[id(parameter)]: state for parameter, state in optimizer.state.items()}
 

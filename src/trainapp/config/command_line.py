@@ -1,4 +1,4 @@
-"""What the command line says beside the settings: where users' modules are, and how to repeat it. Imports no torch."""
+"""Import paths for users' modules, and the command that resumes a run. Imports no torch."""
 
 import os
 import re
@@ -12,9 +12,9 @@ from omegaconf import ListConfig, OmegaConf
 
 
 def add_import_paths(arguments: Sequence[str]) -> None:
-    """Let users' own modules be imported from the working directory and from beside their --config-dir.
+    """Make users' modules importable from the working directory and from their --config-dir.
 
-    `python -m` puts the working directory on the path and a console script does not; this makes them equal.
+    `python -m` puts the working directory on the path and a console script does not; this makes the two behave alike.
     """
     folders = [os.getcwd()]
     for position, argument in enumerate(arguments):
@@ -43,12 +43,12 @@ def _config_directories(hydra_config: HydraConf) -> list[str]:
 
 def _overrides(hydra_config: HydraConf) -> list[str]:
     task = cast(ListConfig, hydra_config.overrides.task)
-    given = OmegaConf.to_container(task, resolve=False)  # one may hold an interpolation
+    given = OmegaConf.to_container(task, resolve=False)  # an override may contain an interpolation
     return [text for text in cast(list[str], given) if not text.startswith("checkpointing.resume=")]
 
 
 def _hydra_quoted(value: str) -> str:
-    """`value` with the quotes that Hydra's grammar needs for what it would not read as one plain word."""
+    """`value`, quoted where Hydra's grammar would not read it as one plain word."""
     if re.fullmatch(r"[\w/.:+-]+", value):
         return value
     return "'" + value.replace("'", "\\'") + "'"

@@ -75,12 +75,12 @@ def _split_targets(plain: dict[str, Any], errors: list[str]) -> dict[str, Any]:
 
 
 def _unknown_groups(plain: dict[str, Any]) -> list[str]:
-    """`run_dir`, `command` and `loader` are not for the user to set."""
+    """Settings that the program fills in itself: `run_dir`, `command` and `loader`."""
     return [f"{key}: no such setting" for key in ("run_dir", "command", "loader") if key in plain]
 
 
 def _as_written(line: str) -> str:
-    """The name under which the user knows a setting."""
+    """The message, with settings named as the user writes them."""
     return re.sub(r"^loader\.", "data.", re.sub(r"^(data|model|optimizer)\.target\b", r"\1._target_", line))
 
 

@@ -1,6 +1,6 @@
 """One notation for every duration: a number of steps, `2 epochs`, `10000 samples` or `5 percent` (of the run).
 
-All of them become steps once, at the start (the idea of one helper for this is big_vision's).
+All are converted to steps once, at the start (one helper for this: big_vision's idea).
 """
 
 import math
@@ -13,7 +13,7 @@ _PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*")
 
 @dataclass(frozen=True)
 class RunLength:
-    """What durations are measured against. `total_steps` is None in a run that has no end known in steps."""
+    """What durations are measured against. `total_steps` is None when the run's end is not known in steps."""
 
     steps_per_epoch: int
     global_size: int
@@ -21,7 +21,7 @@ class RunLength:
 
 
 def parse(value: int | str) -> tuple[float, str]:
-    """`(amount, unit)` of a duration. Raises ValueError, with the rule in it, on anything else."""
+    """`(amount, unit)` of a duration. Raises a ValueError that states the rule for anything else."""
     if isinstance(value, int) and not isinstance(value, bool):
         amount, unit = float(value), "steps"
     else:
@@ -39,7 +39,7 @@ def parse(value: int | str) -> tuple[float, str]:
 
 
 def to_steps(value: int | str | None, run: RunLength) -> int:
-    """A duration in optimizer steps, rounded to the nearest and at least 1 unless it is zero; None is 0, never."""
+    """A duration in optimizer steps, rounded to the nearest, at least 1 unless it is zero. None gives 0: never."""
     if value is None:
         return 0
     amount, unit = parse(value)

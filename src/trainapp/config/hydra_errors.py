@@ -21,7 +21,7 @@ def fail(text: str) -> None:
 
 
 def explain(error: BaseException, arguments: Sequence[str] = ()) -> str | None:
-    """The message for a mistake on the command line that ended Hydra, or None for a fault that needs its traceback.
+    """The message for a mistake on the command line that ended Hydra, or None for an error that needs its traceback.
 
     arguments: the command line, searched for the one that the error does not name.
     """
@@ -35,7 +35,7 @@ def explain(error: BaseException, arguments: Sequence[str] = ()) -> str | None:
 
 
 def _explain_composition(error: Exception) -> str:
-    """Hydra's own words, without its advice to force the unknown key in."""
+    """Hydra's message, without its advice to add the unknown key with `+`."""
     text = str(error).strip().partition("\nConfig search path:")[0].strip()
     option = re.search(r"Could not find '([^']+)/([^'/]+)'", text)
     if option:
@@ -64,12 +64,12 @@ def _keys_beside(error: BaseException) -> list[str]:
 
 
 def _groups() -> Iterable[str]:
-    """The config groups, one of which a misspelt first word was perhaps meant to be."""
+    """The config groups, as candidates for a misspelt first word."""
     return (folder.name for folder in CONF.iterdir() if folder.is_dir())
 
 
 def _argument_without_name(arguments: Sequence[str]) -> str:
-    """`precision=16: `, where that is among the arguments; else nothing."""
+    """`precision=16: ` if such an argument was given, else an empty string."""
     for argument in arguments:
         group, _, option = argument.partition("=")
         if (CONF / group.lstrip("+~")).is_dir() and not isinstance(yaml.safe_load(option), str | list):
@@ -78,6 +78,6 @@ def _argument_without_name(arguments: Sequence[str]) -> str:
 
 
 def _raised_in_job(error: BaseException) -> bool:
-    """Whether the error comes from a run, and not from Hydra's preparations for one."""
+    """Whether the error was raised by a run rather than by Hydra's set-up."""
     frames = traceback.extract_tb(error.__traceback__)
     return any(frame.name == "job" and Path(frame.filename) == PACKAGE / "__main__.py" for frame in frames)

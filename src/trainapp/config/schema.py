@@ -1,6 +1,7 @@
-"""The configuration: what can be set, of which type, under which rule. Imports neither torch nor the application.
+"""The configuration: every setting with its type and its rule. Imports no torch.
 
-`compose` turns what Hydra composed into these plain dataclasses. Everything after it, workers included, sees only them.
+`compose` turns what Hydra composed into these plain dataclasses. Everything
+downstream, workers included, sees only these.
 """
 
 import dataclasses
@@ -35,7 +36,7 @@ def _objective(value: str) -> str:
 
 
 def _micro_schedule(value: Any) -> Any:
-    """Refuses, each with a message of its own, what a union of types would refuse with the names of its branches."""
+    """Checked by hand: pydantic's errors for a union name its branches, which mean nothing to a user."""
     if not isinstance(value, dict) or not value:
         raise ValueError("must give sizes by the step from which they hold, such as {1: 64, 30: 32}; null for none")
     rules: list[str] = []
@@ -133,7 +134,7 @@ class Schedule:
 
 @dataclass(config=STRICT)
 class Optimizer:
-    """The settings that the application reads; `arguments` go to the optimizer class as they are."""
+    """The settings that the application reads; `arguments` go to the optimizer class unchanged."""
 
     target: Str
     lr: PositiveFloat
@@ -232,7 +233,7 @@ class Model(Target):
 
 @dataclass(config=STRICT)
 class Config:
-    """One run. `run_dir` is where all of it is written; `command` is the shell command that resumes it."""
+    """One run. `run_dir` is where the run writes its files; `command` is the shell command that resumes it."""
 
     data: Target
     loader: Loader

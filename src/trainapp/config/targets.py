@@ -24,9 +24,9 @@ ALLOWED_PACKAGES = (
 
 
 def locate(target: str, setting: str, user_packages: Sequence[str]) -> Callable[..., Any]:
-    """The class or function that a dotted name means.
+    """The class or function that a dotted name refers to.
 
-    setting: where the name was given, for the messages; user_packages: allowed beside the application's own.
+    setting: the setting that gave the name, for messages; user_packages: allowed in addition to trainapp's own.
     Raises UserError when it is not allowed, does not exist, or its module cannot be imported.
     """
     allowed = (*ALLOWED_PACKAGES, *user_packages)
@@ -61,7 +61,7 @@ def _require_allowed(name: str, target: str, setting: str, allowed: Sequence[str
 
 
 def check(target: Callable[..., Any], arguments: dict[str, Any], setting: str, provided: dict[str, Any]) -> list[str]:
-    """Errors in building `target` from `arguments`; `provided` is what the application could fill in."""
+    """Errors in building `target` from `arguments`; `provided` is what the application can fill in."""
     return check_arguments(target, arguments, setting, provided)
 
 

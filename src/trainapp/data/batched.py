@@ -1,4 +1,4 @@
-"""The base of the built-in data sets: a vectorised fetch of a batch, from which that of one sample follows."""
+"""The base of the built-in data sets: it fetches whole batches, and a single sample as a batch of one."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ import torch
 class BatchedDataset(torch.utils.data.Dataset):
     """Derived classes write `__len__` and `__getitems__`, which returns a batch that is already collated."""
 
-    # Whether fetching is so cheap that loader workers would only cost.
+    # Fetching is so cheap that loader workers would only add overhead.
     in_memory = True
 
     def __len__(self) -> int:
@@ -19,16 +19,16 @@ class BatchedDataset(torch.utils.data.Dataset):
         raise NotImplementedError
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        """One sample: the batch of it alone, without the batch dimension. Raises IndexError beyond the data."""
+        """One sample, without the batch dimension. Raises IndexError beyond the data."""
         return {key: value[0] for key, value in self.__getitems__([index]).items()}
 
     def _positions(self, indices: Sequence[int]) -> np.ndarray:
         """`indices` as int64 [B]. Raises IndexError for one that is not in [0, len(self)).
 
-        Negative ones are refused: a sample's random numbers are drawn from its index, so it has only one.
+        Negative indices are refused: a sample's random numbers depend on its index, so it must have only one.
         """
         positions = np.asarray(indices, dtype=np.int64)
-        # Seen as unsigned, a negative index is a huge one: one pass finds both kinds.
+        # Viewed as unsigned, a negative index is huge: one comparison catches both kinds.
         if positions.size and positions.view(np.uint64).max() >= len(self):
             raise IndexError(f"sample indices must lie in [0, {len(self)}), got {list(indices)}")
         return positions

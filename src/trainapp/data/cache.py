@@ -1,4 +1,4 @@
-"""Files that the app derives from the user's data and keeps for the next run."""
+"""Files that trainapp derives from the user's data and keeps for the next run."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -24,7 +24,7 @@ def read_chunks(paths: Sequence[str]) -> Iterator[bytes]:
 
 
 def concatenate(paths: Sequence[str], directory: Path) -> Path:
-    """The cache file that holds the bytes of all `paths` in order; written only where it is not there yet.
+    """The cache file that holds the bytes of all `paths` in order; written only if it does not exist yet.
 
     It is named by the SHA-256 of its content, so changed files get a new one and equal content shares one.
     Several processes may do this at once: each writes a temporary file of its own, and the rename is atomic.

@@ -15,7 +15,7 @@ _WORD = 2**64
 
 
 def splitmix64(state: np.ndarray) -> np.ndarray:
-    """The output function of splitmix64: a bijective hash of uint64 values, elementwise; `state` is kept."""
+    """The output function of splitmix64: a bijective hash of uint64 values, elementwise; `state` is unchanged."""
     z = state ^ (state >> np.uint64(30))
     z *= np.uint64(0xBF58476D1CE4E5B9)
     z ^= z >> np.uint64(27)
@@ -38,7 +38,7 @@ def _steps(count: int) -> np.ndarray:
 def uniform(seed: int, epoch: int, indices: Sequence[int] | np.ndarray, count: int) -> np.ndarray:
     """Random numbers in [0, 1): float64 [len(indices), count], row i a function of (seed, epoch, indices[i]).
 
-    A larger `count` appends columns and leaves the first ones as they were. seed and epoch may be any integers,
+    A larger `count` appends columns and leaves the first ones unchanged. seed and epoch may be any integers,
     taken modulo 2**64.
     """
     index = np.asarray(indices, dtype=np.int64).astype(np.uint64)

@@ -41,7 +41,7 @@ class Digits(BatchedDataset):
 
     seed: of the augmentation; which images are for training or validation does not depend on it.
     augment: shift each training image by up to 1 pixel each way (zeros move in) and scale its intensity by
-        0.9 to 1.1, anew in each epoch. Off by default: the digits are centred already, and in runs of 5 to 40
+        0.9 to 1.1, differently in each epoch. Off by default: the digits are centred already, and in runs of 5 to 40
         epochs it cost small networks 0.7 to 7.5 points of validation accuracy.
 
     Source: E. Alpaydin, C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning

@@ -30,8 +30,8 @@ class Fetcher(Dataset):
     """`fetcher[request]` is a collated batch. Runs in the loader's workers, or in the main process without them.
 
     A data set with `__getitems__` that also has `set_epoch` (or is `in_memory`) returns whole batches, and promises
-    that a sample depends on (seed, epoch, index) alone. For others the global generators are seeded from those three
-    before each sample, so that the usual random transforms give the same sample every time it is fetched.
+    that a sample depends on (seed, epoch, index) alone. For other data sets the global generators are seeded from those
+    three before each sample, so that the usual random transforms give the same sample every time it is fetched.
     """
 
     def __init__(self, dataset: Any, seed: int):
@@ -57,7 +57,7 @@ class Fetcher(Dataset):
         seed = hash((self.seed, self._epoch, index)) % 2**63
         random.seed(seed)
         np.random.seed(seed % 2**32)
-        torch.default_generator.manual_seed(seed)  # the CPU's alone: torch.manual_seed would reach for the device
+        torch.default_generator.manual_seed(seed)  # the CPU generator only: torch.manual_seed would touch the device
         return self.dataset[index]
 
 
@@ -147,7 +147,7 @@ class BatchLoader:
 
 
 def _used_on(stream: torch.cuda.Stream, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, whose memory is not reused before `stream` has got here."""
+    """Mark the tensor as in use on `stream`, so that its memory is not reused too early. Returns it."""
     tensor.record_stream(stream)
     return tensor
 

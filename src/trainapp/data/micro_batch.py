@@ -8,7 +8,7 @@ from trainapp.data.batch import map_tensors
 
 
 class MicroBatch(NamedTuple):
-    """last: of its step. real: False for one that only keeps this rank in step with ranks that have more samples."""
+    """last: the last of its step. real: False for a dummy that keeps this rank in step with the others."""
 
     data: Any
     last: bool
@@ -22,9 +22,9 @@ def narrow(batch: Any, start: int, length: int, samples: int) -> Any:
 
 
 def cut(indices: Sequence[int], size: int) -> list[Sequence[int]]:
-    """Micro-batches of `size` samples; the last is the ragged rest.
+    """Micro-batches of `size` samples; the last holds the remainder.
 
-    A rest of one sample takes a second one from its neighbour: BatchNorm cannot normalise a single value.
+    A remainder of one sample takes a second one from its neighbour: BatchNorm cannot normalise a single value.
     """
     if not indices:  # an evaluation that was interrupted after its last batch
         return []
@@ -37,7 +37,7 @@ def cut(indices: Sequence[int], size: int) -> list[Sequence[int]]:
 
 
 def cut_evenly(indices: Sequence[int], parts: int) -> list[Sequence[int]]:
-    """As many micro-batches as asked, sizes differing by at most one: 10 in 3 is 4, 3, 3."""
+    """Up to `parts` micro-batches, whose sizes differ by at most one: 10 in 3 gives 4, 3, 3."""
     short, longer = divmod(len(indices), parts)
     ends = [short * part + min(part, longer) for part in range(parts + 1)]
     return [indices[a:b] for a, b in itertools.pairwise(ends) if a < b]
@@ -46,7 +46,7 @@ def cut_evenly(indices: Sequence[int], parts: int) -> list[Sequence[int]]:
 def pieces_of(micro: MicroBatch, ranges: Sequence[Sequence[int]], samples: int) -> Iterator[MicroBatch]:
     """The micro-batches that hold these ranges of a larger one's samples.
 
-    An empty range gives a sample that is not real, for a forward and backward that other ranks wait for.
+    An empty range gives a dummy sample (`real=False`) for a forward and backward that other ranks wait for.
     """
     if len(ranges) == 1:
         yield micro

@@ -10,7 +10,7 @@ from trainapp.data.size_agreement import failed_buckets, largest_micro_batches, 
 from trainapp.data.size_search import Failure, SizeSearch
 from trainapp.parallel.ranks import Ranks
 
-Plan = int | dict[int, int]  # the size of all shapes, or of each by its bucket
+Plan = int | dict[int, int]  # one size for all shapes, or a size per bucket
 
 
 @dataclass
@@ -26,7 +26,7 @@ class MicroBatchSizes:
     grow: bool = True
     smallest: int = 1
     searches: dict[int, SizeSearch] = field(default_factory=dict)
-    current_bucket: int | None = None  # of the micro-batch at work
+    current_bucket: int | None = None  # the bucket of the current micro-batch
     # This rank's largest micro-batches by bucket: of the attempt at work, in samples and in elements;
     attempt_samples: dict[int, int] = field(default_factory=dict)
     attempt_elements: dict[int, int] = field(default_factory=dict)
@@ -37,17 +37,17 @@ class MicroBatchSizes:
 
     @property
     def size(self) -> int:
-        """The largest size in force: what is fetched at a time."""
+        """The largest current size: how many samples are fetched at a time."""
         return max((search.size for search in self.searches.values()), default=self.start)
 
     @property
     def size_at_work(self) -> int:
-        """The size in force for the micro-batch at work."""
+        """The size for the current micro-batch's bucket."""
         return self.size if self.current_bucket is None else self.search(self.current_bucket).size
 
     @property
     def all_proven(self) -> bool:
-        """Whether every bucket met so far has a proven size."""
+        """Whether every bucket seen so far has a proven size."""
         return bool(self.searches) and all(map(self.is_proven, self.searches))
 
     @property
@@ -62,7 +62,7 @@ class MicroBatchSizes:
 
     @property
     def has_news(self) -> bool:
-        """Whether this rank has met a shape whose size is not proven, or might grow."""
+        """Whether this rank has seen a shape whose size is unproven or may still grow."""
         return not all(
             self.is_proven(bucket) and self.search(bucket).search_has_ended
             for bucket in self.largest_run.keys() | self.attempt_samples.keys()
@@ -70,20 +70,20 @@ class MicroBatchSizes:
 
     @property
     def needs_watching(self) -> bool:
-        """Whether the micro-batch at work is of an unproven size, or the longest so far of a proven one."""
+        """Whether the current micro-batch has an unproven size, or more elements than any clean one of its bucket."""
         bucket = self.current_bucket or 0
         longest = self.attempt_elements.get(bucket, 0) > self.clean_elements.get(bucket, 0)
         return longest or not self.is_proven(bucket)
 
     def is_proven(self, bucket: int) -> bool:
-        """Whether the size in force for a shape is proven: by itself, or by as many samples of a larger shape."""
+        """Whether a bucket's size is proven, by itself or by at least as many samples of a larger bucket."""
         own = self.search(bucket)
         return own.is_proven or any(
             s.is_proven and s.size >= own.size for other, s in self.searches.items() if other >= bucket
         )
 
     def search(self, bucket: int) -> SizeSearch:
-        """The search of a bucket. A new one begins where the failures of others put it: bytes grow with elements."""
+        """A bucket's search. A new one starts from other buckets' failures, scaled by their elements."""
         if bucket in self.searches:
             return self.searches[bucket]
         size = self.start
@@ -93,13 +93,13 @@ class MicroBatchSizes:
         return SizeSearch(min(size, self.start), self.clean_steps, self.grow, smallest=self.smallest)
 
     def as_plan(self) -> Plan:
-        """The sizes in force by bucket, or the one size of all."""
+        """The current sizes by bucket, or one number if all are equal."""
         buckets = self.searches.keys() | self.largest_run.keys() | self.attempt_samples.keys()
         sizes = {bucket: self.search(bucket).size for bucket in sorted(buckets)} if len(buckets) > 1 else {}
         return sizes if len(set(sizes.values())) > 1 else self.size
 
     def follow(self, plan: Plan) -> None:
-        """Set the size of every shape, or of each by its bucket, as a schedule asks."""
+        """Set one size for all shapes, or a size per bucket, as a schedule asks."""
         self._forget_attempt()
         if isinstance(plan, int):
             self.start, plan = plan, dict.fromkeys(self.searches, plan)
@@ -108,10 +108,10 @@ class MicroBatchSizes:
             search.size, search.clean = size, 0
 
     def cut(self, micro: MicroBatch, ranks: Ranks) -> Iterator[MicroBatch]:
-        """Cut what was fetched to the size in force for its shape, on every rank into as many pieces. Most often one.
+        """Cut a fetched micro-batch to its bucket's size, into the same number of pieces on every rank, usually one.
 
-        Ranks need not ask each other where all sizes are proven and equal; a shape that is new to one of them is then
-        left whole, and has a size of its own as soon as the others have heard of it.
+        Where all sizes are proven and equal, ranks skip the exchange: a shape that is new to one rank is then left
+        whole, and gets its own size once the ranks have exchanged it.
         """
         samples, elements = measure(micro.data)
         self.current_bucket = bucket = bucket_of(samples, elements)
@@ -130,7 +130,7 @@ class MicroBatchSizes:
         yield from pieces_of(micro, pieces, samples)
 
     def succeeded(self, ranks: Ranks, news: bool = False) -> dict[int, int]:
-        """A step (or an evaluation batch) was clean. Returns `{bucket: size}` for what is tried next.
+        """Record a clean step or evaluation batch. Returns `{bucket: size}` of the larger sizes to try next.
 
         news: whether any rank `has_news`, the same on all ranks.
         """
@@ -141,7 +141,7 @@ class MicroBatchSizes:
         self.attempt_samples, self.attempt_elements = {}, {}
         if not (self.is_unproven or (self.has_news if ranks.world == 1 else news)):
             return {}
-        # The largest over ranks: those with fewer samples run smaller ones, and would never prove anything.
+        # The largest over ranks: a rank with fewer samples runs smaller micro-batches and would never prove a size.
         largest, grown = largest_micro_batches(ranks, self.largest_run), {}
         for bucket, samples in largest.items():
             search = self.searches[bucket] = self.search(bucket)
@@ -153,9 +153,9 @@ class MicroBatchSizes:
         return grown
 
     def failed(self, ranks: Ranks, culprit: bool = True, failure: Failure | None = None) -> tuple[int, int] | None:
-        """Memory ran out in the micro-batch at work: `(what ran, new size)`, or None if no smaller size can fit.
+        """Memory ran out: returns `(size that ran, new size)`, or None if no smaller size can fit.
 
-        culprit: whether it did on this rank; failure: how.
+        culprit: whether memory ran out on this rank; failure: what is known of it.
         """
         bucket = self.current_bucket if culprit else None
         largest, failures = failed_buckets(ranks, self.attempt_samples, bucket, failure if culprit else None)
@@ -165,7 +165,7 @@ class MicroBatchSizes:
         if not failures:  # at the very first fetch: no shape is known yet
             old, self.start = self.start, max(self.smallest, self.start // 2)
             return None if old <= self.smallest else (old, self.start)
-        # All as they were when they failed: a first change would be experience for a search that is made after it.
+        # Create all searches before changing any: a new one starts from the failures of the others.
         self.searches |= {bucket: self.search(bucket) for bucket in failures}
         changes = []
         for bucket, why in failures.items():
@@ -189,11 +189,11 @@ class MicroBatchSizes:
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """A hint from an earlier run: sizes still have to prove themselves. Never above `start`."""
+        """Start from saved sizes, capped at `start`, as unproven. Raises ValueError if they are malformed."""
         for bucket, (size, works, fails, ended) in saved["buckets"].items():
             numbers = (size, works, *(() if fails is None else (fails,)))
             if not all(isinstance(n, int) for n in numbers) or size < 1:
-                raise ValueError(f"no sizes: {saved['buckets']}")
+                raise ValueError(f"not micro-batch sizes: {saved['buckets']}")
             search = SizeSearch(min(size, self.start), self.clean_steps, self.grow, smallest=self.smallest)
             search.works, search.fails, search.search_has_ended = min(works, search.size), fails, ended
             self.searches[int(bucket)] = search

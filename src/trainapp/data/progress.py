@@ -1,11 +1,11 @@
-"""How far a run is."""
+"""How far a run has got."""
 
 from dataclasses import dataclass
 
 
 @dataclass
 class Progress:
-    """How far the run is. With the seed, `epoch` and `consumed` are the sampler's whole state."""
+    """The run's progress. With the seed, `epoch` and `consumed` are the sampler's whole state."""
 
     step: int = 0  # applied optimizer steps
     epoch: int = 0

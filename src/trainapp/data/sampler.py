@@ -77,7 +77,7 @@ class TrainBatches:
         if self._position != position:
             self._open = iter(())  # ends the workers' iteration before the next one begins
             self._open = self._source.batches(self._requests(*position))
-        self._position = None  # an aborted step leaves the iterator in the middle
+        self._position = None  # an aborted step leaves the iterator mid-step
         pieces = self._cut(*position)
         for number, piece in enumerate(pieces, start=1):
             yield MicroBatch(next(self._open), last=number == len(pieces), real=bool(piece))
@@ -134,7 +134,7 @@ class TrainBatches:
 
 
 class EvalBatches:
-    """The evaluation samples in the data set's order, in equal shares over the ranks; each sample is seen once.
+    """The evaluation samples in the data set's order, split evenly over the ranks; each sample is seen once.
 
     equal: the same number of batches on every rank, for models whose forward is collective.
     """
@@ -164,7 +164,7 @@ class EvalBatches:
         if self.equal:
             pieces += [[]] * (ranks.all_reduce_max(len(pieces))[0] - len(pieces))
         elif not pieces:
-            pieces = [[]]  # a rank without a sample must still know the metrics' names
+            pieces = [[]]  # a rank without samples still needs the metrics' names
         batches = self._source.batches(Request(0, piece or [0]) for piece in pieces)
         for piece, batch in zip(pieces, batches, strict=True):
             yield MicroBatch(batch, last=piece is pieces[-1], real=bool(piece))

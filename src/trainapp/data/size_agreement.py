@@ -1,6 +1,6 @@
 """What the ranks exchange about their micro-batches, so that every rank makes the same decision about sizes.
 
-Collective: call each function on every rank. A single rank agrees with itself at no cost.
+Collective: call each function on every rank. Free for a single rank.
 """
 
 from trainapp.data.size_search import Failure
@@ -8,7 +8,7 @@ from trainapp.parallel.ranks import Ranks
 
 
 def number_of_pieces(ranks: Ranks, pieces: int, unproven: bool) -> int:
-    """The most pieces that any rank cuts. Turns on votes if any rank's size is unproven: it may run out of memory."""
+    """The largest piece count of any rank. Enables votes if any rank's size is unproven and may run out of memory."""
     most, any_unproven = ranks.all_reduce_max(pieces, int(unproven))
     if any_unproven:
         ranks.enable_votes(True)
@@ -25,7 +25,7 @@ def failed_buckets(
 ) -> tuple[dict[int, int], dict[int, Failure | None]]:
     """The largest micro-batches of the attempt over ranks, and the first rank's failure of each bucket that failed.
 
-    bucket: the one that ran out of memory on this rank, None if none did.
+    bucket: the bucket that ran out of memory on this rank, or None.
     """
     by_rank = ranks.all_gather_object((largest, bucket, failure))
     failures: dict[int, Failure | None] = {}

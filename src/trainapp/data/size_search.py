@@ -1,10 +1,10 @@
-"""Finds the micro-batch that fits: halve after a failure, then try what lies between, and remember the bounds.
+"""Finds the micro-batch size that fits: halves after a failure, then bisects between the bounds.
 
 Halving alone ends at 64 where 100 would fit. After a number of clean steps a larger size is tried: the middle between
 the largest that worked and the smallest that failed. A failed attempt costs that one step's retry. The search ends
 when the two bounds are within 5% of each other.
 
-Halving is also the slow way to find that nothing fits. Two failures in a row that ask for the same number of bytes,
+Halving is also a slow way to find out that nothing fits. Two failures in a row that ask for the same number of bytes,
 more than is free without any batch, suggest an allocation that does not shrink with the micro-batch. They do not prove
 it: the second may be a layer twice as wide. So the smallest size is tried next. If it fails, no size fits; if it fits,
 halving continues where it stopped.
@@ -19,7 +19,7 @@ CLOSE_ENOUGH = 0.95  # of the smallest size that failed
 class Failure:
     """An allocation that failed. Sizes are bytes.
 
-    requested: None where the error does not say. fixed_bytes: in memory whatever the micro-batch is. limit: of memory.
+    requested: None if the error does not say. fixed_bytes: in use whatever the micro-batch. limit: the memory limit.
     """
 
     requested: int | None
@@ -34,7 +34,7 @@ class Failure:
 
 @dataclass
 class SizeSearch:
-    """The size in force for one kind of work on one shape of data. Sizes are samples per forward on one rank.
+    """The micro-batch size for one kind of work on one shape of data. Sizes are samples per forward on one rank.
 
     clean_steps: successes in a row until a size is proven, and a larger one is tried if `grow`.
     """
@@ -44,19 +44,19 @@ class SizeSearch:
     grow: bool = True
     clean: int = 0
     works: int = 0  # the largest proven size
-    fails: int | None = None  # the fewest samples that ran at once and failed
-    search_has_ended: bool = True  # no larger size is worth a try
+    fails: int | None = None  # the smallest micro-batch that failed
+    search_has_ended: bool = True  # no larger size is worth trying
     smallest: int = 1  # some models cannot train on single samples
     last_failure: tuple[int, Failure | None] | None = None  # samples that ran, and why; None after a success
-    halve_on_from: int | None = None  # the size to continue with if the smallest, tried ahead of its turn, fits
+    halve_on_from: int | None = None  # where to resume halving if the smallest size, tried early, fits
 
     @property
     def is_proven(self) -> bool:
-        """Proven sizes are no longer watched, which costs time on the CPU."""
+        """Whether the size is proven: it is then no longer watched, since watching costs time on the CPU."""
         return self.clean >= self.clean_steps
 
     def succeeded(self, ran: int) -> int | None:
-        """A step was clean. Returns the larger size that the next step tries, if it is time for one.
+        """Record a clean step. Returns the larger size to try next, or None.
 
         ran: the largest micro-batch in it; only full ones prove anything (one less: see `micro_batch.cut`). The bytes
         that the step used say little about a larger size: another cut of the same samples peaks elsewhere.
@@ -85,7 +85,7 @@ class SizeSearch:
         return (self.size + self.fails) // 2
 
     def failed(self, ran: int, failure: Failure | None = None) -> bool:
-        """Memory ran out: back to the largest size that works, else to half of what ran. False if nothing can fit.
+        """Memory ran out: fall back to the largest proven size, else to half of what ran. False if none can fit.
 
         ran: the largest micro-batch of the attempt. It is less than `size` where the step has fewer samples, and then
         the sizes in between would run the same samples at once and fail again.
@@ -95,8 +95,8 @@ class SizeSearch:
         before, self.last_failure = self.last_failure, (ran, failure)
         self.fails = min(ran, self.fails or ran)
         if self.works >= ran:
-            self.works = 0  # what fits once need not fit again
-        # A size that has proven itself before does so again with one clean step.
+            self.works = 0  # a size that fitted once need not fit again
+        # A size that was proven before needs only one clean step.
         self.clean = self.clean_steps - 1 if self.works else 0
         self.size = self.works or max(self.smallest, min(self.size, ran // 2))
         self.search_has_ended = not self.grow

@@ -1,4 +1,4 @@
-"""Learnable data out of nothing, for tests, benchmarks and trying out sizes. Each sample is a function of
+"""Generated, learnable data for tests, benchmarks and trying out sizes. Each sample is a function of
 (seed, split, index) and is generated when it is fetched, so a data set of any size costs no memory."""
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ PROBABILITIES = np.array([0.7, 0.2, 0.1])
 
 
 class SyntheticImages(BatchedDataset):
-    """One random prototype for each class plus noise: inputs float32 [B, C, H, W] of about unit variance,
+    """One random prototype per class plus noise: inputs float32 [B, C, H, W] of about unit variance,
     targets int64 [B]. Sample i has the class i modulo num_classes.
 
     size, val_size: samples in the two splits.

@@ -28,7 +28,7 @@ class Text(BatchedDataset):
         None is the Python standard library's own top-level modules, so that there is text on every machine
         (it differs between versions of Python). They are joined in the order given, a glob's matches sorted.
     val_fraction: the end of the joined text that is for validation; no window crosses the border.
-    cache_dir: where the joined text is kept and memory-mapped from; see `paths.user_cache_dir` for the default.
+    cache_dir: where the joined text is stored and memory-mapped; see `paths.user_cache_dir` for the default.
         Where it cannot be written, the text is held in memory.
 
     Raises UserError for a path that is missing, unreadable or a directory, a glob without a match, and for
@@ -111,7 +111,7 @@ class Text(BatchedDataset):
 
 
 def _find(files: str | Sequence[str] | None) -> list[str]:
-    """The files meant, each once. Raises UserError for one that is missing, a directory, a glob with no match."""
+    """The files that `files` names, each once. Raises UserError for a missing one, a directory, a glob with no match."""
     if files is None:
         # Escaped, because only the last part is a pattern.
         files = os.path.join(glob.escape(sysconfig.get_path("stdlib")), "*.py")

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 def run_workers(config: Config) -> Outcome:
     """Run the workers of this node until they end.
 
-    Raises UserError for settings that do not fit together or this machine, and TrainingStopped when a worker failed
+    Raises UserError for settings that conflict or do not suit this machine, and TrainingStopped when a worker failed
     more than `parallel.max_restarts` times.
     """
     settings = config.parallel

@@ -1,4 +1,4 @@
-"""What the launcher of this process says in its environment: torchrun, Slurm's srun, submitit. Imports no torch.
+"""What this process's launcher put into its environment: torchrun, Slurm's srun, submitit. Imports no torch.
 
 Source of Slurm's names: srun(1), "Output environment variables".
 """
@@ -22,7 +22,7 @@ class SchedulerTask:
 def scheduler_task() -> SchedulerTask | None:
     """What srun or submitit's local executor has set; None in a process that neither of them started.
 
-    SLURM_NTASKS is not read: a batch script has it as well, and what the script runs without srun is one process.
+    SLURM_NTASKS is not read: it is also set in a batch script, where a command without srun is a single process.
     """
     env = os.environ
     if "SUBMITIT_LOCAL_GLOBALID" in env:
@@ -57,7 +57,7 @@ def is_submitit_job() -> bool:
 
 
 def export_torch_variables() -> None:
-    """Set the variables that torch reads, RANK, WORLD_SIZE and so on, from the scheduler's. torchrun's are kept."""
+    """Set the variables that torch reads, RANK, WORLD_SIZE and so on, from the scheduler's. Keeps torchrun's."""
     task = scheduler_task()
     if "RANK" in os.environ or task is None:
         return

@@ -1,4 +1,4 @@
-"""Starts the processes of a run: this one, workers of its own, or a worker of torchrun's or Slurm's. Imports torch."""
+"""Runs in this process, in workers started here, or as a rank that torchrun or Slurm started. Imports torch."""
 
 import os
 

@@ -19,7 +19,7 @@ def default_run_name(run_id: str | None = None) -> str:
         return f"runs/{run_id}"
     if "TORCHELASTIC_RUN_ID" in os.environ:
         run_id = os.environ["TORCHELASTIC_RUN_ID"]
-        if run_id in ("", "none"):  # torchrun without --rdzv-id: its process is what identifies the run
+        if run_id in ("", "none"):  # torchrun without --rdzv-id: its process identifies the run
             started = datetime.datetime.fromtimestamp(psutil.Process(os.getppid()).create_time())
             return f"torchrun/{started:%Y-%m-%d_%H-%M-%S}-{os.getppid()}"
         return f"torchrun/{run_id}"

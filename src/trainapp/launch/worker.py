@@ -63,7 +63,7 @@ def _exit_if_not_collected(code: int) -> None:
 
 @contextlib.contextmanager
 def process_group(config: Config) -> Iterator[Ranks]:
-    """Among the ranks that RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT name."""
+    """Join the group that RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT describe. Yields the ranks."""
     device = _device(config, int(os.environ.get("LOCAL_RANK", 0)))
     timeout = config.parallel.timeout
     dist.init_process_group(

@@ -18,5 +18,5 @@ _BACKENDS: dict[str, Callable[[torch.device, Memory], DeviceMemory]] = {
 
 
 def build(settings: Memory, device: torch.device) -> DeviceMemory:
-    """The device's memory, with `memory.limit` in force. Raises UserError for a limit above what the device has."""
+    """The device's memory, with `memory.limit` enforced. Raises UserError for a limit above what the device has."""
     return _BACKENDS[device.type](device, settings)

@@ -1,4 +1,4 @@
-"""Memory of the CPU: live tensor storages."""
+"""CPU memory: live tensor storages."""
 
 import contextlib
 import time
@@ -33,7 +33,7 @@ class CpuMemory(DeviceMemory):
 
     @contextlib.contextmanager
     def watch(self, resident: Resident, track_modules: bool = True) -> Iterator[None]:
-        """Counts, and with a limit enforces it, until the end of the outermost block."""
+        """Count storages, and enforce the limit if there is one, until the outermost block ends."""
         if self.watching and self.counter is not None:  # nested: only count what is new
             self.counter.register(resident)
             yield

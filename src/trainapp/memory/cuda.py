@@ -1,4 +1,4 @@
-"""Memory of CUDA: the caching allocator's counters."""
+"""CUDA memory: the caching allocator's counters."""
 
 import contextlib
 import gc
@@ -57,7 +57,7 @@ class CudaMemory(DeviceMemory):
             stop_memory_history()
 
     def events(self, gradients: Iterable[Tensor]) -> tuple[Events, Kinds]:
-        """From the allocator's history of the last watched block that failed or was kept.
+        """From the allocator's history of the last watched block that failed, or was recorded for a timeline.
 
         Resident tensors come first, as one allocation per kind with a negative number.
         """

@@ -1,7 +1,7 @@
-"""What all devices have in common: the limit, the peak, and the memory that stays from step to step, by kind.
+"""What all devices have in common: the limit, the peak, and the memory that persists between steps, by kind.
 
 Sizes are bytes. On CUDA they are the allocator's; on the CPU they are live tensor storages, counted in watched steps
-only. The limit and the peak are in the same terms.
+only. The limit and the peak are measured the same way.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from trainapp.units import parse_memory_size
 
 
 def static_bytes(model: nn.Module, optimizer: torch.optim.Optimizer, averages: list[Tensor]) -> dict[MemoryKind, int]:
-    """Bytes that stay from step to step, by kind. Gradients are counted in full, whether or not they exist now."""
+    """Bytes that persist between steps, by kind. Gradients are counted in full, whether or not they exist now."""
     parameters = list(model.parameters())
     return {
         MemoryKind.PARAMETERS: _size(parameters),
@@ -60,7 +60,7 @@ class DeviceMemory:
         self.out_of_memory_count = 0
         self.module_path = ModulePath()
         self.watching = False
-        self.keep_events = False  # also of a step that succeeds, for a picture of it
+        self.keep_events = False  # keep a successful step's events too, for its timeline
 
     @property
     def budget(self) -> int:
@@ -69,13 +69,13 @@ class DeviceMemory:
 
     @property
     def watch_is_due(self) -> bool:
-        """Whether a logged step of a proven size should be watched, because its use is not known otherwise."""
+        """Whether a logged step of a proven size should be watched, because its memory use is not known otherwise."""
         return False
 
     def watch(self, resident: Resident, track_modules: bool = True) -> contextlib.AbstractContextManager[None]:
         """Measure the work inside the block and enforce the limit on it. Blocks may be nested.
 
-        resident: the tensors that exist before it. track_modules: also note which module is at work, so that an error
+        resident: the tensors that exist before it. track_modules: also note which module is running, so that an error
         in a backward names it; hooks in every module cost as much as counting.
         """
         return contextlib.nullcontext()

@@ -1,4 +1,4 @@
-"""Turns Linux's OOM killer into an error for a run on the CPU, which can be recovered from.
+"""Replaces the Linux OOM killer by an error that a CPU run can recover from.
 
 Without the guard, Linux grants more memory than the machine has, and kills the process when it uses it. The guard sets
 RLIMIT_DATA to what the machine (or the cgroup) has left, less a reserve: close to the limit some libraries crash rather
@@ -31,7 +31,7 @@ def prepare_allocator() -> None:
 
 
 def give_memory_back() -> None:
-    """After the host ran out: return free memory to the system, and from now on all memory that is freed.
+    """After the host ran out of memory: return freed memory to the system, now and from here on.
 
     Without it freed memory stays with malloc in fragments, and a run that fits at 512 falls to 8. It costs speed (a
     step took 1.7 times as long where every allocation was a new mapping), hence only after an out-of-memory error.
@@ -44,7 +44,7 @@ def give_memory_back() -> None:
 
 @contextlib.contextmanager
 def guarded(settings: Memory, total: int) -> Iterator[None]:
-    """Sets RLIMIT_DATA inside the block, where `memory.guard` is set, on Linux. total: bytes of the machine."""
+    """Set RLIMIT_DATA inside the block: on Linux, if `memory.guard` is set. total: the machine's memory in bytes."""
     if not settings.guard or sys.platform != "linux":
         yield
         return
@@ -55,7 +55,7 @@ def guarded(settings: Memory, total: int) -> Iterator[None]:
     # OpenBLAS exits the process when it cannot allocate its buffer, which drawing an incident needs: allocate it now.
     np.linalg.inv(np.eye(3))
     reserve = parse_memory_size(settings.guard_reserve, total)
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # ranks of this machine share the headroom
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # ranks on this machine share the headroom
     headroom = max(SMALLEST, (available() - reserve) // processes)
     before, hard = resource.getrlimit(resource.RLIMIT_DATA)
     wanted = data_size() + headroom

@@ -1,4 +1,4 @@
-"""Counts the live tensors of the CPU and enforces a limit on them.
+"""Counts live CPU tensors and enforces a limit on them.
 
 The CPU's allocator has no limit of its own, and the system's (RLIMIT_DATA) can crash oneDNN when it is reached.
 Counting live storages in a dispatch mode is exact and repeatable, and an error raised from it leaves autograd intact.
@@ -65,7 +65,7 @@ class LiveTensors(DispatchMode):
         self.peak = max(self.peak, self.live)
 
     def label(self, kind: MemoryKind, tensor: Tensor) -> None:
-        """Set the kind of a live tensor; nothing if it is not counted."""
+        """Set the kind of a live tensor; no effect if it is not counted."""
         counted = self._alive.get(storage_id(local(tensor).untyped_storage()))
         if counted is not None:
             self.kinds[counted[0]] = kind
@@ -86,7 +86,7 @@ class LiveTensors(DispatchMode):
         return result
 
     def _count(self, tensor: Tensor) -> int:
-        """Bytes that are new with this tensor: 0 where its storage is counted already."""
+        """Bytes that this tensor adds: 0 if its storage is already counted."""
         if self.devices is not None and tensor.device.type not in self.devices:
             return 0
         storage = local(tensor).untyped_storage()
@@ -115,7 +115,7 @@ class ModulePath:
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
-        """Around forward and backward. Costs some microseconds per module."""
+        """Use around forward and backward. Costs a few microseconds per module."""
         with ForwardModuleTracker() as tracker:
             try:
                 yield

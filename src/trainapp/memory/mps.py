@@ -1,4 +1,4 @@
-"""Memory of Apple's Metal."""
+"""Apple Metal memory."""
 
 import gc
 

@@ -1,4 +1,4 @@
-"""A picture of memory over one step, stacked by kind: of a step that failed, or of a healthy one.
+"""A plot of memory over one step, stacked by kind, for a failed step or a healthy one.
 
 `python -m trainapp.memory.timeline` is the process that `Drawing` starts.
 """
@@ -46,7 +46,7 @@ class Picture:
 
 
 class Drawing:
-    """Draws pictures in the background, in a process: in a thread matplotlib would hold the interpreter for 0.5 s.
+    """Draws pictures in the background, in a separate process: in a thread matplotlib would hold the GIL for 0.5 s.
 
     Raises OSError when the process cannot be started.
     """
@@ -62,7 +62,7 @@ class Drawing:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(own_path)},
-                start_new_session=True,  # keeps Ctrl-C from it
+                start_new_session=True,  # shields it from Ctrl-C
             )
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, self._process.pid, 19)  # training comes first

@@ -40,7 +40,7 @@ class Rotary(KeepsBufferDtypes):
         self.sin.copy_(angles.sin())
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, heads, T, head_size], whose tokens are at positions 0 to T - 1, to the same shape and dtype."""
+        """Rotate [B, heads, T, head_size] at positions 0 to T - 1. Returns the same shape and dtype."""
         cos, sin = self.cos[: x.shape[-2]], self.sin[: x.shape[-2]]
         first, second = x.float().chunk(2, dim=-1)
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
@@ -56,7 +56,7 @@ def _native_gqa(query: Tensor) -> bool:
 
 
 class Attention(nn.Module):
-    """Causal self-attention, [B, T, width] to the same, with `kv_heads` keys and values shared by `heads`."""
+    """Causal self-attention, [B, T, width] to the same shape; `heads` share `kv_heads` keys and values."""
 
     def __init__(self, width: int, heads: int, kv_heads: int, dropout: float, rotary: Rotary):
         super().__init__()
@@ -88,7 +88,7 @@ class Attention(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """A gated feed-forward layer, [B, T, width] to the same."""
+    """A gated feed-forward layer, [B, T, width] to the same shape."""
 
     def __init__(self, width: int, hidden: int):
         super().__init__()
@@ -101,7 +101,7 @@ class SwiGLU(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each normalised before and added after."""
+    """Attention and feed-forward, each with a norm before it and a residual connection around it."""
 
     def __init__(self, attention: Attention, mlp: SwiGLU, width: int, dropout: float):
         super().__init__()
@@ -119,13 +119,13 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Maps token ids, int64 [B, T], to next-token logits, [B, T, vocab_size].
 
-    context_length: the most tokens of a sequence; T may be less.
+    context_length: the maximum sequence length; T may be less.
     kv_heads: keys and values that the heads share in groups; None gives every head its own.
     mlp_ratio: hidden features of SwiGLU over width, rounded to a multiple of 32. The default, 8/3, has the
     parameters of a plain feed-forward layer of ratio 4.
     dropout: of attention weights, of each branch before it is added, and of the embeddings.
     tie_embeddings: whether the output layer is the embedding.
-    Raises ValueError for settings that do not divide, and for inputs that are not [B, T <= context_length].
+    Raises ValueError for sizes that do not divide evenly, and for inputs that are not [B, T <= context_length].
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Ties the embeddings, draws every parameter anew and fills the rotary tables.
+        """Ties the embeddings, redraws every parameter and fills the rotary tables.
 
         Standard deviation 0.02, and 0.02 / sqrt(2 * depth) for the layers that write to the residual stream
         (GPT-2), so that its variance does not grow with depth.

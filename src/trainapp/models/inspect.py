@@ -1,4 +1,4 @@
-"""What the program asks of a model it does not know."""
+"""What the program reads from a model of any class."""
 
 from torch import nn
 
@@ -12,7 +12,7 @@ def has_batchnorm(model: nn.Module) -> bool:
 
 
 def blocks_of(model: nn.Module, setting: str) -> list[nn.Module]:
-    """The repeated blocks that a model names by its method `blocks()`. Raises UserError without it."""
+    """The repeated blocks that a model's `blocks()` returns. Raises UserError for a model without that method."""
     if not callable(getattr(model, "blocks", None)):
         raise UserError(
             f"{setting}: {type(model).__name__} does not say what its blocks are; give it a method "

@@ -24,7 +24,7 @@ def _conv(channels_in: int, channels_out: int, kernel: int, stride: int = 1) -> 
 
 
 def _group_norm(channels: int) -> nn.GroupNorm:
-    """32 groups (Wu and He, arXiv:1803.08494), or the most below that which divide the channels."""
+    """As many groups as the greatest common divisor of 32 (Wu and He, arXiv:1803.08494) and the channels."""
     return nn.GroupNorm(math.gcd(32, channels), channels)
 
 
@@ -32,7 +32,7 @@ Norm = Callable[[int], nn.Module]
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions around a shortcut."""
+    """Two 3x3 convolutions with a shortcut around them."""
 
     expansion = 1
 
@@ -56,7 +56,7 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3 and 1x1 convolutions around a shortcut; the stride is in the 3x3."""
+    """1x1, 3x3 and 1x1 convolutions with a shortcut around them; the stride is in the 3x3."""
 
     expansion = 4
 

@@ -1,4 +1,4 @@
-"""Starts a model from weights in a file."""
+"""Loads a model's initial weights from a file."""
 
 import logging
 import pickle
@@ -27,10 +27,10 @@ def load_weights(model: nn.Module, path: str | Path, strict: bool = True) -> lis
     """Copies the tensors of a file into the model's parameters and buffers of the same names.
 
     path: `*.safetensors`, or what `torch.save(state_dict)` wrote. The state dict may be wrapped as
-    `{"model": ...}` or `{"state_dict": ...}`, and its names by DDP or torch.compile. No code in it is run.
-    strict: whether every name and shape must fit. False leaves parameters that the file lacks, or has in
+    `{"model": ...}` or `{"state_dict": ...}`, and its names by DDP or torch.compile. No code in the file is executed.
+    strict: whether every name and shape must match. False leaves parameters that the file lacks, or has in
     another shape, as they are, and passes over what the model lacks.
-    Returns the model's names that kept their values: empty when strict.
+    Returns the model's names that were not loaded: empty when strict.
     Raises UserError, before anything is copied, with one message that begins with `model.init_from=<path>: `.
     """
     prefix = f"model.init_from={path}: "
@@ -41,7 +41,7 @@ def load_weights(model: nn.Module, path: str | Path, strict: bool = True) -> lis
 
 
 def load_initial_weights(model: nn.Module, path: Path, strict: bool) -> None:
-    """`model.init_from`: see `load_weights`. Says what was left as it was initialised."""
+    """`model.init_from`: see `load_weights`. Warns about what was left as initialised."""
     skipped = load_weights(model, path, strict=strict)
     if skipped:
         log.warning("model.init_from: not loaded, left as initialised: %s", ", ".join(skipped))

@@ -1,4 +1,4 @@
-"""Out-of-memory errors: what counts as one, and what follows. The names here are for users' code."""
+"""Out-of-memory errors: what counts as one, and how to recover. These names are for users' code."""
 
 from trainapp.oom.decorator import NoExecutableBatchSize, find_executable_batch_size
 from trainapp.oom.errors import is_device_lost, is_out_of_memory

@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 def memory_report(run: Run, failure: Incident) -> str:
-    """The last words of a run that cannot continue: the parts, then what would help, largest saving first."""
+    """The final message of a run that cannot continue: memory by kind, then what would help, largest saving first."""
     parts = sorted(failure.parts.items(), key=lambda item: -item[1])
     kind = "evaluation micro-batch" if failure.evaluating else "micro-batch"
     lines = [
@@ -54,10 +54,10 @@ def _savings(run: Run, failure: Incident) -> list[tuple[int, str]]:
 
 
 def _traced_savings(run: Run, samples: int, others: list[tuple[str, dict[str, Any]]]) -> list[tuple[int, str]]:
-    """What a step with micro-batches of `samples` would need less with other settings."""
+    """How much less memory a step with micro-batches of `samples` would need with other settings."""
     try:
         now = traced_peak(run, samples)
         return [(now - traced_peak(run, samples, **settings), text) for text, settings in others]
-    except Exception as error:  # a model that looks at its data; the report is worth more than these lines of it
+    except Exception as error:  # some models cannot be traced; the rest of the report still helps
         log.debug("the model could not be traced: %s", error)
         return []

@@ -26,7 +26,7 @@ def find_executable_batch_size(
     *,
     minimum_batch_size: int = 1,
 ) -> Callable[..., Any]:
-    """A decorator that calls `function(batch_size, ...)` again with a smaller batch when memory runs out.
+    """A decorator that retries `function(batch_size, ...)` with a smaller batch when memory runs out.
 
     For a training function of your own, with Accelerate's signature. The wrapped function is called without its first
     argument and starts from its beginning each time, unlike a step of `python -m trainapp`.
@@ -81,7 +81,7 @@ def find_executable_batch_size(
 
 
 def _none_found(size: int) -> str:
-    """Accelerate's words, which its callers may look for."""
+    """Accelerate's wording, which callers may match."""
     return f"No executable batch size found, reached {'zero' if size < 1 else size}."
 
 

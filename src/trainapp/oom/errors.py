@@ -31,7 +31,7 @@ _MESSAGES = [
         r"NCCL error in: [\s\S]*Failed to CUDA (?:host alloc|malloc|calloc(?: async)?) \d+ bytes",
         r"NVML_SUCCESS == r INTERNAL ASSERT FAILED",  # a MIG slice out of memory, through NVML's refusal
         r"DefaultCPUAllocator: (?:can't allocate memory|not enough memory)",  # Linux; Windows
-        # oneDNN; a primitive's descriptor is another matter: it says that there is no such kernel
+        # oneDNN; not for a primitive descriptor, whose failure means that no kernel exists
         r"could not create a (?:primitive(?! desc)|memory object)|could not execute a primitive: out of memory",
         r"unable to mmap \d+ bytes.*Cannot allocate memory|mmap.*Cannot allocate memory",
         r"std::bad_alloc",
@@ -129,8 +129,8 @@ def _own_text(error: BaseException) -> str:
 
 
 def _device_is_full() -> bool:
-    """By the driver's count, which includes what is allocated outside torch."""
+    """Whether little device memory is free, by the driver's count, which includes allocations outside torch."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        with contextlib.suppress(RuntimeError):  # a dead context answers with its own error
+        with contextlib.suppress(RuntimeError):  # a lost context raises its own error
             return torch.cuda.mem_get_info()[0] < _FULL
     return False

@@ -1,4 +1,4 @@
-"""What fitted is remembered for the next run of the same configuration: a hint that saves its out-of-memory errors.
+"""Remembers which sizes fitted, so that the next run of the same configuration avoids those out-of-memory errors.
 
 One small JSON file per configuration in the user's cache directory. A wrong hint costs one retry.
 """
@@ -47,9 +47,9 @@ def recall(run: Run) -> dict[str, Any] | None:
 
 
 def remember(run: Run) -> None:
-    """Write down what the searches know. Silent when the cache directory cannot be written: it is only a hint.
+    """Store the sizes that the searches found. A cache directory that cannot be written is ignored.
 
-    A micro-batch that the user chose is no experience and is not written.
+    A micro-batch size that the user set is not stored: it proves nothing.
     """
     if run.config.oom.remember is False or not run.sizes.train.searches:
         return

@@ -25,7 +25,7 @@ class Incident:
     """Plain values only: the error and its frames would keep every tensor of the failed step alive.
 
     Sizes are bytes; `old_size` and `new_size` are micro-batches, `seconds_lost` the time of the attempt and of what
-    it took to go on.
+    it took to recover.
     """
 
     step: int
@@ -44,21 +44,21 @@ class Incident:
     action: str = ""
     seconds_lost: float = 0.0
     unused_cache: int = 0
-    alone: bool = False  # no other rank needs to know: it is not waiting for this one
+    alone: bool = False  # no other rank waits for this one, so none needs to be told
     by_peer: bool = False  # another rank ran out of memory, not this one
-    culprits: list[tuple[int, str]] = field(default_factory=list)  # the ranks that did, and what they say
-    host: bool = False  # the system refused, not `memory.limit` or a device
+    culprits: list[tuple[int, str]] = field(default_factory=list)  # (rank, message) of the ranks that ran out
+    host: bool = False  # the host ran out, not a device or `memory.limit`
     events: list[tuple[int, int]] = field(default_factory=list, repr=False)
     kinds: dict[int, MemoryKind] = field(default_factory=dict, repr=False)
 
     @property
     def evaluating(self) -> bool:
-        """Whether evaluation failed, whose micro-batch is its own."""
+        """Whether it happened in evaluation, which has its own micro-batch size."""
         return self.phase is Phase.EVALUATE
 
 
 def describe(run: Run, error: BaseException) -> Incident:
-    """Called while the error is handled: reads what is gone afterwards. Allocates nothing on the device."""
+    """Call while the error is handled: reads state that is gone afterwards. Allocates nothing on the device."""
     memory, meter, state = run.memory, run.meter, run.state
     used = getattr(error, "used", None) or memory.used()
     phase, module = _place(run, error)
@@ -69,7 +69,7 @@ def describe(run: Run, error: BaseException) -> Incident:
     events, kinds = memory.events(meter.gradients())
     parts[MemoryKind.BATCH] = sum(size for number, size in events if kinds.get(number) is MemoryKind.BATCH)
     parts[MemoryKind.ACTIVATIONS] = max(0, used - sum(parts.values()))
-    if memory.device.type == "cuda":  # what others hold counts there: it is not ours to allocate
+    if memory.device.type == "cuda":  # memory held by other processes cannot be allocated
         free, total = torch.cuda.mem_get_info(memory.device)
         parts[MemoryKind.OTHER_PROCESSES] = max(0, total - free - torch.cuda.memory_reserved(memory.device))
     return Incident(
@@ -116,7 +116,7 @@ def _frames(trace: TracebackType | None) -> Iterator[FrameType]:
 
 
 def one_line(incident: Incident) -> str:
-    """For the terminal."""
+    """The incident in one line, for the terminal."""
     where = f"{incident.phase}{f' ({incident.module})' if incident.module else ''}"
     asked = f" asking for {bytes_text(incident.requested)}" if incident.requested else ""
     return (
@@ -155,7 +155,7 @@ def report(incident: Incident) -> str:
 
 
 def write(incident: Incident, folder: Path, number: int, world: int = 1) -> Path:
-    """`folder/NNN_step_S.md` and `.json`, with the rank where there are several. Returns the Markdown file."""
+    """Write `folder/NNN_step_S.md` and `.json`, with the rank if there are several. Returns the Markdown file."""
     folder.mkdir(parents=True, exist_ok=True)
     rank = f"_rank_{incident.rank}" if world > 1 else ""
     path = folder / f"{number:03d}_step_{incident.step}{rank}.md"

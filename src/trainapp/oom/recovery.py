@@ -54,8 +54,8 @@ def roll_back(run: Run, failure: Incident) -> None:
 def change_size(run: Run, failure: Incident) -> None:
     """Choose the size of the next attempt. Raises TrainingStopped when no smaller one can fit.
 
-    The same size again, once, where giving back the allocator's cache may have been enough (cuBLAS and cuDNN allocate
-    outside it), and for work that has no size; else what the search says.
+    Retries the same size once where releasing the allocator's cache may be enough (cuBLAS and cuDNN allocate
+    outside it), and for work that has no size; otherwise follows the search.
     """
     sizes = run.sizes.evaluation if failure.evaluating else run.sizes.train
     has_size = failure.phase.depends_on_size
@@ -63,7 +63,7 @@ def change_size(run: Run, failure: Incident) -> None:
     attempt = (failure.step, failure.phase, failure.old_size)
     may_fit = not has_size or failure.by_peer or failure.unused_cache > (failure.requested or 0)
     ranks = SingleRank() if failure.alone else run.ranks
-    if ranks.all_reduce_min(int(may_fit and run.attempt.retried != attempt)):  # each rank knows its own phase only
+    if ranks.all_reduce_min(int(may_fit and run.attempt.retried != attempt)):  # ranks may be in different phases
         run.attempt.retried = attempt
         failure.action = f"micro-batch {failure.old_size} again, after giving back the allocator's unused cache"
         return
@@ -111,7 +111,7 @@ def record(run: Run, failure: Incident) -> None:
 
 
 def leave_for_restart(run: Run, failure: Incident) -> NoReturn:
-    """End this worker; the sizes that the restarted ones need are left in the run directory."""
+    """End this worker, leaving the sizes for the restarted workers in the run directory."""
     sizes = run.sizes.evaluation if failure.evaluating else run.sizes.train
     changed = sizes.failed(SingleRank(), True, _outcome(run, failure))
     if changed is None:
@@ -138,7 +138,7 @@ def leave_for_restart(run: Run, failure: Incident) -> NoReturn:
 
 
 def read_hint(run_dir: Path) -> dict[str, Any] | None:
-    """The sizes that `leave_for_restart` left; None where there are none, or they cannot be read."""
+    """The sizes that `leave_for_restart` left; None if there are none or they are unreadable."""
     with contextlib.suppress(OSError, ValueError):
         hint = json.loads((run_dir / RESTART).read_text())
         return hint if isinstance(hint, dict) else None

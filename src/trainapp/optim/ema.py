@@ -10,7 +10,7 @@ from torch import nn
 class WeightAverage:
     """`average = decay * average + (1 - decay) * weights` after each optimizer step. `decay` None: none is kept.
 
-    An update that memory runs out in goes on where it stopped: `position` counts the tensors that are done.
+    An update interrupted by an out-of-memory error resumes where it stopped: `position` counts the updated tensors.
     """
 
     def __init__(self, model: nn.Module, decay: float | None):
@@ -22,7 +22,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def catch_up(self, step: int) -> None:
-        """Bring the average to the weights of `step`: once for each step, however often it is called."""
+        """Update the average with the weights of `step`. Repeated calls for one step have no effect."""
         if self.step == step:
             return
         while self.position < len(self.weights):
@@ -32,13 +32,13 @@ class WeightAverage:
 
     @torch.no_grad()
     def start_at_weights(self) -> None:
-        """Begin anew: the average is the weights."""
+        """Reset the average to the current weights."""
         for average, weight in zip(self.averages, self.weights, strict=True):
             average.copy_(weight)
 
     @contextlib.contextmanager
     def in_place_of_weights(self) -> Iterator[None]:
-        """The model evaluates with the averages inside the block. Swaps without copies."""
+        """Swap the averages into the model inside the block, without copies."""
         self._swap()
         try:
             yield

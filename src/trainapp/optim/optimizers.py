@@ -1,4 +1,4 @@
-"""Builds the optimizer: parameter groups, the fused kernel where there is one, state before the first step."""
+"""Builds the optimizer: parameter groups, the fused kernel where available, state allocated before the first step."""
 
 import dataclasses
 import inspect
@@ -93,7 +93,7 @@ def materialise_state(optimizer: torch.optim.Optimizer) -> bool:
 def step_without_effect(optimizer: torch.optim.Optimizer) -> None:
     """A step with zero gradients, rate and decay, which changes no parameter. Step counts are reset to zero.
 
-    What remains is the optimizer's state: allocated, or ready for a checkpoint's to be loaded into.
+    Leaves the optimizer's state allocated, ready to load a checkpoint into.
     """
     kept = [{name: group.get(name) for name in ("lr", "weight_decay")} for group in optimizer.param_groups]
     for group in optimizer.param_groups:

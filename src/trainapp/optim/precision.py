@@ -78,7 +78,7 @@ def build(settings: schema.Precision, device: torch.device) -> Precision:
 
 
 def _probe(mode: str, dtype: torch.dtype, device: torch.device) -> None:
-    """Run a forward and a backward of convolution and matmul: no table of devices knows what this one supports."""
+    """Run a forward and a backward of convolution and matmul: no table says what a device supports."""
     images = torch.ones(1, 1, 4, 4, device=device, requires_grad=True)
     kernel = torch.ones(1, 1, 3, 3, device=device, requires_grad=True)
     try:

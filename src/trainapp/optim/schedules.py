@@ -32,7 +32,7 @@ def build(settings: schema.Schedule, run: RunLength) -> Schedule:
             "steps; make them shorter"
         )
 
-    end = total or 0  # a constant rate needs none
+    end = total or 0  # a constant rate does not use it
 
     def progress(step: int, start: int) -> float:
         return min(1.0, max(0.0, (step - start) / max(1, end - start)))

@@ -1,4 +1,4 @@
-"""DDP: a whole copy of the model on every rank, gradients summed in buckets."""
+"""DDP: a full copy of the model on every rank, gradients summed in buckets."""
 
 import contextlib
 import inspect
@@ -39,7 +39,7 @@ class DDP(SingleDevice):
     """torch's DistributedDataParallel, with a vote before each of its reductions.
 
     DDP cannot abandon a backward. After a vote to abort, the backward runs to its end with reductions that do nothing;
-    then gradients are dropped and the model is wrapped anew on every rank.
+    then gradients are dropped and the model is rewrapped on every rank.
     """
 
     forward: nn.parallel.DistributedDataParallel
@@ -83,7 +83,7 @@ class DDP(SingleDevice):
         self.ranks.check_peers()
 
     def abort_step(self) -> None:
-        """Wraps the model anew: about 3 ms for a toy model, once per failure."""
+        """Rewraps the model: about 3 ms for a toy model, once per failure."""
         super().abort_step()
         self.model.zero_grad(set_to_none=True)
         del self.forward  # before the new wrapper allocates its buckets
@@ -97,6 +97,6 @@ class DDP(SingleDevice):
 
 
 def _no_buffer_sync() -> dict[str, Any]:
-    """The parameter has another name from torch 2.13 on."""
+    """torch 2.13 renamed the parameter."""
     parameters = inspect.signature(nn.parallel.DistributedDataParallel).parameters
     return {"forward_sync_buffers" if "forward_sync_buffers" in parameters else "broadcast_buffers": False}

@@ -86,7 +86,7 @@ class FSDP(SingleDevice):
                 dist.broadcast(buffer, 0)
 
     def grad_norm(self, norm: torch.Tensor) -> torch.Tensor:
-        """Over the ranks that share one copy of the model."""
+        """The norm over the ranks that share one copy of the model."""
         self.ranks.check_peers()
         squared = norm.square().to(self.ranks.device)  # shards may be kept on the host
         dist.all_reduce(squared, group=self._shard_group)
@@ -179,7 +179,7 @@ def _gated_all_reduce(check_peers: Callable[[], None], replicas: dist.ProcessGro
 
 
 def _prefetch(blocks: list["FSDPModule"], depth: int) -> None:
-    """Gather `depth` blocks ahead: overlaps with compute and costs their memory. FSDP2 does 1 by itself."""
+    """Gather `depth` blocks ahead: overlaps with compute and costs their memory. FSDP2 itself gathers one ahead."""
     if depth > 1:
         for position, block in enumerate(blocks):
             block.set_modules_to_forward_prefetch(blocks[position + 1 : position + 1 + depth])

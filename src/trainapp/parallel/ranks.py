@@ -58,7 +58,7 @@ class Ranks(Protocol):
         ...
 
     def reset_votes(self) -> None:
-        """After all ranks have left an aborted step: the next vote is about another one."""
+        """Call after all ranks have left an aborted step, before the next vote."""
 
     def all_reduce_sum(self, value: torch.Tensor) -> torch.Tensor:
         """The sum over ranks. Collective; raises PeerOutOfMemory as `check_peers` does."""
@@ -73,7 +73,7 @@ class Ranks(Protocol):
         ...
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """A small Python object of every rank, by rank. Collective."""
+        """Every rank's `value`, a small Python object, ordered by rank. Collective."""
         ...
 
     def start_flag_exchange(self, read: Callable[[], Flags]) -> None:
@@ -168,16 +168,16 @@ class DistributedRanks:
         return self.rank == 0
 
     def release_groups(self) -> None:
-        """At the end, after the last collective."""
+        """Drop the process groups, after the last collective."""
         self._wait_for_flags()
         self._vote_group = self._side_group = self.saving_group = self._flag_group = None
 
     def enable_votes(self, unproven: bool) -> None:
-        """As `vote_on_oom` says."""
+        """Decide by `vote_on_oom`."""
         self.votes_enabled = self._vote_on_oom == "always" or (self._vote_on_oom == "unproven" and unproven)
 
     def disable_votes(self) -> None:
-        """For the rest of the run."""
+        """Hold no votes for the rest of the run."""
         self._vote_on_oom, self.votes_enabled = "never", False
 
     def check_peers(self) -> None:
@@ -204,7 +204,7 @@ class DistributedRanks:
         self._aborted = False
 
     def all_reduce_sum(self, value: torch.Tensor) -> torch.Tensor:
-        """On the gradients' group, so that the value may be on the device."""
+        """Runs on the gradients' group, so that the value may be on the device."""
         self.check_peers()
         with outside_dispatch_modes():
             value = value.clone()
@@ -231,7 +231,7 @@ class DistributedRanks:
         return by_rank
 
     def start_flag_exchange(self, read: Callable[[], Flags]) -> None:
-        """Asynchronous, on a group of its own: the step hides its time."""
+        """Asynchronous, on a group of its own: the step hides its latency."""
         self._wait_for_flags()
         with outside_dispatch_modes():
             self._flags[:] = torch.tensor(read(), dtype=torch.int64)

@@ -28,11 +28,11 @@ class SingleDevice:
         return True
 
     def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[None]:
-        """Around forward and backward of a micro-batch. Gradients are exchanged in the last one."""
+        """Use around the forward and backward of a micro-batch. Gradients are exchanged in the last one."""
         return contextlib.nullcontext()
 
     def finish_accumulation(self) -> None:
-        """After the last micro-batch. Raises PeerOutOfMemory when another rank did not get there."""
+        """Call after the last micro-batch. Raises PeerOutOfMemory if another rank aborted the step."""
         self.ranks.check_peers()
 
     def abort_step(self) -> None:

@@ -1,5 +1,5 @@
-"""What a step would need, without using it: the program's own build and step on fake tensors, which have shapes and no
-data.
+"""The memory that a step would need, without allocating it: the real build and step run on fake tensors, which have
+shapes but no data.
 
 On the CPU the traced peak equals the measured one to the byte; on CUDA the allocator adds its rounding and workspaces.
 """
@@ -38,9 +38,9 @@ from trainapp.train.sizes import initial_sizes
 
 
 def traced_peak(run: Run, samples: int, **settings: Any) -> int:
-    """Bytes at the peak of a step of `run` with micro-batches of `samples`, had it these sections of settings.
+    """Peak bytes of a step of `run` with micro-batches of `samples` and the given sections of settings.
 
-    That of one rank with the whole model. settings: such as `precision=Precision(mode="bf16")`. Raises whatever the
+    For one rank with the whole model. settings: such as `precision=Precision(mode="bf16")`. Raises whatever the
     model raises on tensors without data: not every model can be traced.
     """
     config, device = dataclasses.replace(run.config, **settings), run.state.device
@@ -55,7 +55,7 @@ def traced_peak(run: Run, samples: int, **settings: Any) -> int:
     with preserved_rng(device):
         numerics = precision.build(config.precision, device)
         with fake_tensor_mode() as mode, MadeUpValues():
-            # The second micro-batch meets the gradients of the first, as all later ones do.
+            # Two micro-batches: from the second on, gradients are already in memory.
             parts = min(2, run.batches.accumulation(samples))
             batches = ExampleBatches([map_tensors(mode.from_tensor, example) for _ in range(parts)], samples)
             assembled = assemble(config, components, SingleRank(), device, numerics, initial_device=str(device))
@@ -90,7 +90,7 @@ class ExampleBatches:
         return len(self.parts)
 
     def micro_batches(self, progress: Progress, size: int, parts: int | None = None) -> Iterator[MicroBatch]:
-        """All of them."""
+        """The same micro-batches in every step."""
         for number, data in enumerate(self.parts, start=1):
             yield MicroBatch(data, last=number == len(self.parts), real=True)
 
@@ -105,7 +105,7 @@ class ExampleBatches:
 
 
 class TracedMemory(DeviceMemory):
-    """Counts fake storages on whatever device they claim to be."""
+    """Counts fake storages, whatever device they claim to be on."""
 
     def __init__(self, device: torch.device):
         super().__init__(device, Memory(limit=None), total=1)
@@ -113,7 +113,7 @@ class TracedMemory(DeviceMemory):
 
     @contextlib.contextmanager
     def watch(self, resident: Resident, track_modules: bool = True) -> Iterator[None]:
-        """From here to the end of the block; `peak` is the highest of all blocks."""
+        """Count until the end of the block; `peak` is the highest of all blocks."""
         if self.watching:
             self._counter.register(resident)
             yield
@@ -141,7 +141,7 @@ def _run_of(config: Config, assembled: Assembled, batches: ExampleBatches) -> Ru
         strategy=assembled.strategy,
         ranks=SingleRank(),
         task=assembled.task,
-        batches=cast(TrainBatches, batches),  # it has what a step asks for
+        batches=cast(TrainBatches, batches),  # it has the methods that a step calls
         eval_batches=None,
         schedule=lambda step: 1.0,
         sizes=sizes,

@@ -17,8 +17,8 @@ log = logging.getLogger(__name__)
 def export(run: Run, folder: Path, largest: int) -> list[Path]:
     """Write `model.safetensors`, or files of at most `largest` bytes with an index in the Hub's layout.
 
-    The weights' average goes out where the run keeps one. Tied weights are written once, under their first name. For
-    all ranks: shards are made whole one tensor at a time, so that rank 0 holds one file's worth at most.
+    Exports the weight average if the run keeps one. Tied weights are written once, under their first name.
+    Collective: shards are gathered one tensor at a time, so that rank 0 holds at most one file's worth.
     """
     average = run.state.tensors()["average"]
     folder.mkdir(parents=True, exist_ok=True)
@@ -55,7 +55,7 @@ def export(run: Run, folder: Path, largest: int) -> list[Path]:
 
 
 def _name_files(folder: Path, parts: list[Path], places: dict[str, Path], total: int) -> list[Path]:
-    """The final names are known once the number of files is."""
+    """Rename the parts: their final names include the number of files. Returns the paths."""
     names = {
         part: "model.safetensors" if len(parts) == 1 else f"model-{number:05d}-of-{len(parts):05d}.safetensors"
         for number, part in enumerate(parts, start=1)

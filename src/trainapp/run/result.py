@@ -28,7 +28,7 @@ class RunResult:
 
 
 def result_of(run: Run, oom_restarts: int, seconds: float) -> RunResult:
-    """Collective: call on every rank."""
+    """The run's result. Collective: call on every rank."""
     progress, size = run.state.progress, run.sizes.train.size
     return RunResult(
         objective=progress.objective,
@@ -47,5 +47,5 @@ def result_of(run: Run, oom_restarts: int, seconds: float) -> RunResult:
 
 
 def write(run_dir: Path, result: RunResult) -> None:
-    """To result.json."""
+    """Write result.json."""
     (run_dir / RESULT).write_text(json.dumps(asdict(result), indent=1) + "\n")

@@ -43,7 +43,7 @@ class Interrupted(SystemExit):
 
 @dataclass
 class CarriedOver:
-    """What remains of a run whose commit was torn, for the one that starts again in the same process."""
+    """What a run with a torn commit hands to its successor in the same process."""
 
     config: Config  # names the checkpoint to start from
     hint: dict[str, Any]  # micro-batch sizes
@@ -52,7 +52,7 @@ class CarriedOver:
 
 @dataclass
 class Clock:
-    """Since when, and how often memory ran out: over all starts of a run in this process."""
+    """The run's start time and OOM restarts, over all rebuilds in this process."""
 
     started: float
     oom_restarts: int = 0
@@ -78,7 +78,7 @@ def run(config: Config, ranks: Ranks | None = None) -> RunResult:
 def _run_until_torn(
     config: Config, stop: StopRequest, ranks: Ranks, clock: Clock, carried: CarriedOver | None = None
 ) -> RunResult | CarriedOver:
-    """To the end of the run, or to an error that tore the commit: then a new `Run` is needed."""
+    """Run to the end, or to an error inside the commit, after which a new `Run` must be built."""
     current = prepare(config, stop, ranks, carried)
     with contextlib.ExitStack() as stack:
         stack.callback(current.close)
@@ -101,7 +101,7 @@ def _run_until_torn(
 
 def _report(run: Run, result: RunResult) -> None:
     run_dir = Path(run.config.run_dir)
-    # Not over the result of a run that was finished already.
+    # Keep the result of a run that had already finished.
     if run.config.mode == "train" and (run.meter.samples or not (run_dir / RESULT).exists()):
         write(run_dir, result)
     print_summary(run, result)
@@ -110,7 +110,7 @@ def _report(run: Run, result: RunResult) -> None:
 
 
 def prepare(config: Config, stop: StopRequest, ranks: Ranks, carried: CarriedOver | None = None) -> Run:
-    """A run that stands before its next step: built, filled from a checkpoint, its sizes decided, its files open."""
+    """A run ready for its next step: built, restored from a checkpoint, micro-batch sizes chosen, files open."""
     path = _agreed_checkpoint(config, ranks)
     if path is not None:
         config = _as_saved(config, path)
@@ -140,9 +140,9 @@ def prepare(config: Config, stop: StopRequest, ranks: Ranks, carried: CarriedOve
 
 
 def _as_saved(config: Config, path: Path) -> Config:
-    """The seed is part of the sampler's state: another one in the middle of an epoch would repeat and omit samples.
+    """The configuration with the checkpoint's seed: another seed mid-epoch would repeat and omit samples.
 
-    A run that kept an average of its weights evaluated that; evaluating or exporting its checkpoint does the same.
+    With mode=eval or export also its `ema`: a run with a weight average was evaluated on the average.
     """
     saved = read_manifest(path)["config"]["train"]
     if saved["seed"] != config.train.seed:
@@ -168,7 +168,7 @@ def _agreed_checkpoint(config: Config, ranks: Ranks) -> Path | None:
 
 
 def _checkpoint_to_resume(config: Config) -> Path | None:
-    """The checkpoint that was asked for, else the run directory's own newest one."""
+    """The requested checkpoint, else the newest one in the run directory."""
     resume = config.checkpointing.resume
     own = CheckpointDirectory(Path(config.run_dir), 1, SingleRank())
     if _has_restarted() and own.newest_name():
@@ -192,14 +192,14 @@ def restore(run: Run, path: Path) -> dict[str, Any] | None:
         run.set_global_size(sizes["global"])
     progress = run.state.progress
     run.checkpointer.saved_at = progress.step
-    if progress.consumed >= run.batches.epoch_samples:  # another batch size or drop_last leaves nothing of the epoch
+    if progress.consumed >= run.batches.epoch_samples:  # another batch size or drop_last may leave nothing
         progress.epoch, progress.consumed = progress.epoch + 1, 0
     log.info("resumed from %s: step %d, epoch %d, %d samples", path, progress.step, progress.epoch, progress.samples)
     return sizes if sizes["budget"] == run.memory.budget else None
 
 
 def attempt(run: Run) -> Incident | None:
-    """The inner loop. Returns what is known of an out-of-memory error once nothing holds its tensors any more."""
+    """Run the inner loop. Returns a description of an out-of-memory error, once nothing holds its tensors."""
     try:
         work(run)
     except Exception as error:
@@ -217,7 +217,7 @@ def attempt(run: Run) -> Incident | None:
 
 
 def work(run: Run) -> None:
-    """What `mode` asks for."""
+    """Train, evaluate or export, as `mode` says."""
     config = run.config
     if config.mode == "eval":
         evaluate(run)
@@ -229,9 +229,9 @@ def work(run: Run) -> None:
 
 
 def recover(run: Run, failure: Incident) -> CarriedOver | None:
-    """Roll the step back and make the size smaller. Runs outside `except`.
+    """Roll the step back and reduce the micro-batch size. Call outside `except`.
 
-    Returns what a new run takes over where this one cannot continue. Raises TrainingStopped when nothing is left to
+    Returns what a new run needs if this one cannot continue. Raises TrainingStopped when no smaller size is left to
     try.
     """
     run.memory.out_of_memory_count += 1
@@ -247,7 +247,7 @@ def recover(run: Run, failure: Incident) -> CarriedOver | None:
 
 
 def _carry_over(run: Run, failure: Incident) -> CarriedOver:
-    """Parameters may be half updated: back to the last checkpoint, or to the start."""
+    """Parameters may be half updated: restart from the last checkpoint, or from the beginning."""
     config, is_leaner = lean_optimizer(run.config, run.state.optimizer)
     run.checkpointer.finish()  # what is still being written in the background may be the newest
     path = run.checkpointer.newest()

@@ -62,5 +62,5 @@ class Progress:
         return tqdm.format_interval((time.monotonic() - self._started) / done * (self.total - step))
 
     def close(self) -> None:
-        """Leave the bar on the terminal as it is."""
+        """Close the bar, leaving it on the terminal."""
         self.bar.close()

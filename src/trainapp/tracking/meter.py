@@ -17,7 +17,7 @@ OF_EVERY_RANK = tuple(f"memory/{name}" for name in ("allocated", "reserved", "pe
 
 
 def spread_over_ranks(scalars: dict[str, float], ranks: Ranks) -> dict[str, float]:
-    """The least and the most memory over ranks, and whose it is. Nothing for a single rank."""
+    """The minimum and maximum of each memory scalar over ranks, with their ranks. Empty for a single rank."""
     if ranks.world == 1:
         return {}
     found: dict[str, float] = {}
@@ -41,28 +41,28 @@ class Meter:
         self._weights: dict[int, torch.Tensor] = {}
 
     def weight(self, samples: int) -> torch.Tensor:
-        """1 / samples, a scalar on the device: made once for each step size, not once for each step."""
+        """1 / samples, a scalar on the device: created once per step size, not once per step."""
         if samples not in self._weights:
             self._weights[samples] = torch.tensor(1.0 / samples, device=self.state.device)
         return self._weights[samples]
 
     def resident(self, batch: Any = None) -> dict[MemoryKind, Iterable[torch.Tensor]]:
-        """What is in memory before a piece of work, by kind."""
+        """The tensors in memory before a forward and backward, by kind."""
         return {
             MemoryKind.PARAMETERS: self.state.model.parameters(),
             MemoryKind.GRADIENTS: self.gradients(),
             MemoryKind.BUFFERS: self.state.model.buffers(),
             MemoryKind.OPTIMIZER_STATE: optimizer_tensors(self.state.optimizer),
             MemoryKind.WEIGHT_AVERAGE: self.state.average.averages,
-            MemoryKind.BATCH: tensors_in(batch),  # last, so that it is what does not fit
+            MemoryKind.BATCH: tensors_in(batch),  # last, so that an error names it
         }
 
     def gradients(self) -> list[torch.Tensor]:
-        """Those that there are."""
+        """Gradients that currently exist."""
         return [p.grad for p in self.parameters if p.grad is not None]
 
     def timed(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The batches, the time spent waiting for them counted."""
+        """Yields the batches and counts the time spent waiting for them."""
         while True:
             start = time.perf_counter()
             batch = next(batches, None)
@@ -73,22 +73,22 @@ class Meter:
             del batch
 
     def count(self, samples: int) -> None:
-        """A step is done."""
+        """Count a finished step's samples."""
         self.samples += samples
         self._window_samples += samples
 
     def pause(self, seconds: float) -> None:
-        """Time for evaluation and saving does not count as training time."""
+        """Exclude `seconds`, spent on evaluation or saving, from training time."""
         self.paused += seconds
         self._window_paused += seconds
 
     @property
     def static_bytes(self) -> int:
-        """All that stays from step to step."""
+        """Bytes that persist between steps."""
         return sum(self.static.values())
 
     def samples_per_second(self) -> float:
-        """Of this process's whole training time."""
+        """Samples per second over this process's training time."""
         return self.samples / max(1e-9, time.monotonic() - self.started - self.paused)
 
     def scalars(self) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Where numbers go: metrics.jsonl and TensorBoard in the run directory, the line or the bar on the terminal."""
+"""Where metrics go: metrics.jsonl and TensorBoard in the run directory, a line or progress bar on the terminal."""
 
 import contextlib
 import json
@@ -22,14 +22,14 @@ log = logging.getLogger(__name__)
 
 
 class Tracker:
-    """Writes the run's numbers. A run that continues in its directory goes on after `step`.
+    """Writes the run's numbers. A resumed run continues after `step`.
 
     total: the run's steps for the progress bar, or None. continues: False only adds to what is there, for a run that
     looks at a checkpoint and trains nothing.
     """
 
     def __init__(self, run_dir: Path, step: int, total: int | None, config: Mapping[str, Any], continues: bool = True):
-        # Late: TensorBoard costs 0.15 s, and only runs that train need it.
+        # Late: importing TensorBoard takes 0.15 s.
         from torch.utils.tensorboard import SummaryWriter
 
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -43,12 +43,12 @@ class Tracker:
         self._writer.add_text("config", _as_code(config), step)
         self._noted: set[str] = set()
         self._pictures: list[tuple[str, int, Picture]] = []
-        self._drawing: Drawing | None = None  # of the first of them
+        self._drawing: Drawing | None = None  # of the first `_drawn` pictures
         self._drawn = 0
         self.progress = Progress(total, step)
 
     def log(self, step: int, samples: int, scalars: Mapping[str, float], metric: str) -> None:
-        """One log step: every scalar to TensorBoard and the file, the few that a person watches to the terminal."""
+        """One log step: every scalar to TensorBoard and the file, the main ones to the terminal."""
         self._metrics.write(json.dumps({"step": step, "samples": samples, **scalars}) + "\n")
         self._metrics.flush()
         self._add_scalars("train", scalars, step)
@@ -62,14 +62,14 @@ class Tracker:
         self.progress.show(step, shown)
 
     def evaluated(self, step: int, samples: int, scalars: Mapping[str, float]) -> None:
-        """One evaluation."""
+        """Record one evaluation."""
         self._evaluations.write(json.dumps({"step": step, "samples": samples, **scalars}) + "\n")
         self._evaluations.flush()
         self._add_scalars("eval", scalars, step)
         log.info("step %d evaluated | %s", step, " | ".join(f"{name} {value:.4f}" for name, value in scalars.items()))
 
     def _add_scalars(self, group: str, scalars: Mapping[str, float], step: int) -> None:
-        """One event for all: one each fills the writer's queue of ten, and then the loop waits for the disk."""
+        """A single event: one each would fill the writer's queue of ten and make the loop wait for the disk."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         named = {name if "/" in name else f"{group}/{name}": value for name, value in scalars.items()}
@@ -82,7 +82,7 @@ class Tracker:
         self._writer.add_text(tag, text, self.progress.step)
 
     def note_once(self, text: str, topic: str) -> None:
-        """A note of which one per run is enough."""
+        """A note that is written at most once per run and topic."""
         if topic not in self._noted:
             self._noted.add(topic)
             self.note(text)
@@ -93,11 +93,11 @@ class Tracker:
         self._writer.flush()
 
     def picture(self, tag: str, picture: Picture, step: int) -> None:
-        """An image: drawn in the background after the next log step, with all others that wait for it."""
+        """Queue a picture: drawn in the background after the next log step, together with all others queued."""
         self._pictures.append((tag, step, picture))
 
     def _draw(self) -> None:
-        """Take in what is drawn, and begin with what waits."""
+        """Write finished pictures to TensorBoard and start drawing queued ones."""
         if self._drawing is not None and self._drawing.ended:
             for tag, step, picture in self._pictures[: self._drawn]:
                 self._add_image(tag, step, picture.path)
@@ -107,7 +107,7 @@ class Tracker:
                 self._drawing = Drawing([picture for _, _, picture in self._pictures])
                 self._drawn = len(self._pictures)
             except OSError as error:  # the run matters more than its record
-                log.warning("no pictures of memory could be drawn: %s", error)
+                log.warning("memory pictures could not be drawn: %s", error)
                 self._pictures.clear()
 
     def _add_image(self, tag: str, step: int, path: Path) -> None:
@@ -118,7 +118,7 @@ class Tracker:
         except OSError as error:
             log.warning("the picture of step %d could not be drawn: %s", step, error)
             return
-        width, height = struct.unpack(">II", png[16:24])  # of the file's header
+        width, height = struct.unpack(">II", png[16:24])  # from the PNG header
         image = Summary.Image(width=width, height=height, colorspace=3, encoded_image_string=png)
         add_summary(self._writer, Summary(value=[Summary.Value(tag=tag, image=image)]), step)
 
@@ -135,7 +135,7 @@ class Tracker:
 
 
 class SilentTracker:
-    """On ranks that do not lead: takes everything and writes nothing but pictures, which lie beside the reports."""
+    """For ranks other than 0: writes nothing but pictures, which go beside the incident reports."""
 
     def __init__(self, run_dir: Path, *_: Any):
         self.run_dir = run_dir
@@ -143,7 +143,7 @@ class SilentTracker:
         self._pictures: list[Picture] = []
 
     def picture(self, tag: str, picture: Picture, step: int) -> None:
-        """Is drawn at the end."""
+        """Queue a picture: drawn when the run closes."""
         self._pictures.append(picture)
 
     def close(self) -> None:
@@ -159,14 +159,14 @@ class SilentTracker:
 
 
 class SilentProgress:
-    """A progress bar that nobody sees."""
+    """A progress bar that shows nothing."""
 
     def advance(self, step: int) -> None:
-        """Nothing."""
+        """Does nothing."""
 
 
 def _forget_after(path: Path, step: int) -> None:
-    """Drop the lines of steps that will be done again: those between the checkpoint and the end of the old process."""
+    """Drop the lines of steps that will be repeated: those after the checkpoint."""
     if not path.exists():
         return
     kept = [line for line in path.read_text().splitlines(keepends=True) if _step_of(line) <= step]
@@ -175,7 +175,7 @@ def _forget_after(path: Path, step: int) -> None:
 
 
 def _step_of(line: str) -> float:
-    """Of a line of the file; one that a killed process left half written, or that is no JSON, is of no step."""
+    """The step of a line; infinity for a half-written line or one that is not JSON."""
     try:
         return json.loads(line)["step"] if line.endswith("\n") else math.inf
     except (ValueError, KeyError, TypeError):
@@ -183,5 +183,5 @@ def _step_of(line: str) -> float:
 
 
 def _as_code(config: Mapping[str, Any]) -> str:
-    """Markdown shows indented text as it is."""
+    """As indented text, which Markdown shows verbatim."""
     return "\n".join("    " + line for line in json.dumps(config, indent=2).splitlines())

@@ -1,6 +1,6 @@
-"""Model, optimizer, strategy and loss from a configuration. Pure: opens no files, sets no limits, probes no device.
+"""Model, optimizer, strategy and loss from a configuration. Opens no files, sets no memory limit, probes no device.
 
-Training, advice and plans build with it, on real tensors or on fake ones.
+Used for training on real tensors and for memory traces on fake ones.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from trainapp.train.components import Components
 
 @dataclass
 class Assembled:
-    """What takes a step, but for the data."""
+    """Everything a step needs except the data."""
 
     state: TrainState
     strategy: SingleDevice
@@ -50,8 +50,8 @@ def assemble(
 
     In this order: construction, activation checkpointing, compilation, sharding, optimizer. Draws the parameters from
     torch's generators.
-    initial_device: where parameters are drawn; None: the CPU, then moved (with `parallel.fsdp.meta_init`: nowhere,
-    then shard by shard). Raises UserError for what does not fit together.
+    initial_device: where parameters are initialised; None: on the CPU, then moved (with `parallel.fsdp.meta_init`: on
+    the meta device, then shard by shard). Raises UserError for parts that do not fit together.
     """
     is_meta = initial_device is None and _starts_on_meta(config, ranks)
     place = "meta" if is_meta else initial_device

@@ -1,4 +1,4 @@
-"""Turns a checked configuration into a `Run`: the assembled model, and the plumbing around it."""
+"""Turns a checked configuration into a `Run`: the assembled model plus data, memory and files."""
 
 from pathlib import Path
 from typing import Any
@@ -32,10 +32,10 @@ from trainapp.units import bytes_text
 
 
 def build(config: Config, stop: StopRequest, ranks: Ranks, memory: DeviceMemory | None = None) -> Run:
-    """A run that stands before its first step and writes nothing yet: see `start_tracking`.
+    """A run ready for its first step that writes nothing yet: see `start_tracking`.
 
-    memory: that of the run before this one in the same process, whose limit is in force and whose counters continue.
-    Raises UserError for what does not fit together.
+    memory: the previous run's in the same process, with its limit and counters; None builds a new one.
+    Raises UserError for parts that do not fit together.
     """
     components = load_components(config)
     device = ranks.device if ranks.world > 1 else choose_device(config.train.device)
@@ -100,12 +100,12 @@ def eval_samples(batches: EvalBatches | None) -> int:
 
 
 def smallest_micro_batch(model: torch.nn.Module) -> int:
-    """Some models cannot train on single samples, and say so."""
+    """The model's `smallest_micro_batch`, 1 by default: some models cannot train on single samples."""
     return getattr(model, "smallest_micro_batch", 1)
 
 
 def require_room(memory: DeviceMemory, state: TrainState) -> None:
-    """Raises UserError when a limit leaves nothing for a batch at all: no micro-batch is small enough."""
+    """Raises UserError when the limit leaves no memory for any batch, however small."""
     sizes = static_bytes(state.model, state.optimizer, state.average.averages)
     if memory.limit is not None and sum(sizes.values()) >= memory.limit:
         parts = ", ".join(f"{kind.label} {bytes_text(size)}" for kind, size in sizes.items() if size)

@@ -20,13 +20,13 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Components:
-    """What `_target_`s and `task` name, and the data sets."""
+    """The classes that `_target_`s and `task` name, and the data sets."""
 
     model: Callable[..., Any]
     task: losses.Task
     train_data: Any
     eval_data: Any  # None where there is none
-    spec: dict[str, Any]  # what the data tells a model's constructor
+    spec: dict[str, Any]  # arguments that the data provides to the model's constructor
 
 
 def load_components(config: Config) -> Components:
@@ -43,7 +43,7 @@ def load_components(config: Config) -> Components:
 
 
 def choose_device(setting: str) -> torch.device:
-    """The device of `train.device`; auto takes CUDA, then Apple's MPS, then the CPU. Raises UserError without it."""
+    """The device of `train.device`; auto prefers CUDA, then MPS, then the CPU. Raises UserError if it is missing."""
     is_available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     available = [name for name, has_it in is_available.items() if has_it]
     name = available[0] if setting == "auto" else setting
@@ -65,7 +65,7 @@ def set_global_switches(config: Config, device: torch.device) -> None:
 
 
 def _locate_all(config: Config) -> dict[str, Any]:
-    """`data`, `model` and `task` (None: the data set knows). Raises UserError with all mistakes at once."""
+    """`data`, `model` and `task` (None: from the data set). Raises UserError with all mistakes at once."""
     errors: list[str] = []
     found: dict[str, Any] = {"task": None}
     for group, node in {"data": config.data, "model": config.model}.items():

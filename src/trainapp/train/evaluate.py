@@ -26,8 +26,8 @@ def evaluate(run: Run) -> None:
     assert run.eval_batches is not None, "evaluation without evaluation data"
     run.nonfinite.check()
     attempt.phase, attempt.started = Phase.EVALUATE, started
-    if attempt.evaluation is None:  # after an error, a rank that evaluates by itself recovers by itself
-        # Each rank proves its size with batches of its own, of which some have more than others: agree once.
+    if attempt.evaluation is None:  # not on a retry: a rank that evaluates alone recovers alone
+        # Each rank proves its size on its own batches, whose number differs: agree once.
         all_proven = run.ranks.all_reduce_min(int(not sizes.is_unproven)) == 1
         run.ranks.enable_votes(not all_proven)
         run.strategy.broadcast_buffers()
@@ -39,7 +39,7 @@ def evaluate(run: Run) -> None:
                 evaluate_batch(run, micro, attempt.evaluation)
     if run.strategy.forward_is_collective:
         run.strategy.finish_accumulation()
-        sizes.succeeded(run.ranks, news=True)  # some may have met shapes that are new to others
+        sizes.succeeded(run.ranks, news=True)  # a rank may have seen shapes that are new to others
     state.model.train()
     means, attempt.evaluation = attempt.evaluation.over(run.ranks).means(), None
     progress.evaluated_at = progress.step
@@ -49,7 +49,7 @@ def evaluate(run: Run) -> None:
 
 
 def evaluate_batch(run: Run, micro: MicroBatch, totals: Totals) -> None:
-    """One evaluation micro-batch. It is added to `totals` only once all of it is done."""
+    """One evaluation micro-batch. Added to `totals` only when complete."""
     sizes = run.sizes.evaluation
     watch = run.memory.watch(run.meter.resident(micro.data)) if sizes.needs_watching else contextlib.nullcontext()
     with watch:
@@ -61,7 +61,7 @@ def evaluate_batch(run: Run, micro: MicroBatch, totals: Totals) -> None:
 
 
 def record_objective(run: Run, means: dict[str, float]) -> None:
-    """The objective of this evaluation, and whether it is the best so far."""
+    """Record this evaluation's objective, and the best so far."""
     progress, (direction, metric) = run.state.progress, run.objective
     if metric not in means:
         raise UserError(f"objective={direction} {metric}: there is no such metric; there are {', '.join(means)}")

@@ -1,7 +1,7 @@
-"""The inner loop: the page to read. What happens in each optimizer step, and in which order.
+"""The inner loop: what happens in each optimizer step, in order.
 
 A step is a transaction. Its samples are fixed by the sampler's state. Gradients are summed over micro-batches while
-parameters and optimizer stay as they are, so that aborting is free; then one update changes everything. An
+parameters and optimizer stay unchanged, so that aborting is free; then one update changes everything. An
 out-of-memory error leaves `train`; the runner rolls the step back outside `except`, chooses a smaller micro-batch, and
 calls `train` again.
 """
@@ -38,7 +38,7 @@ def train(run: Run) -> None:
 def train_step(run: Run) -> None:
     """One optimizer step over the global batch. Nothing changes before `update`."""
     step = run.next_step()
-    with transaction(run, step):  # what a rollback restores; votes; watching memory
+    with transaction(run, step):  # saves what `rollback` restores; an error passes through
         totals = accumulate_gradients(run, step)
         norm = clip_gradients(run, step, totals)
         applied = update(run, step, totals, norm)
@@ -50,7 +50,7 @@ def train_step(run: Run) -> None:
 
 
 def finish_step(run: Run) -> None:
-    """Make room for what comes between two steps, then agree with the other ranks on what that is."""
+    """Free the gradients, exchange flags with the other ranks, and act on them."""
     drop_gradients(run)
     run.tracker.progress.advance(run.state.progress.step)
     flags = run.ranks.finish_flag_exchange()
@@ -61,9 +61,9 @@ def finish_step(run: Run) -> None:
 
 
 def grow_micro_batch(run: Run, news: bool) -> None:
-    """After clean steps, try a size between what works and what failed; all ranks the same.
+    """After clean steps, try a size between the largest that worked and the smallest that failed, equal on all ranks.
 
-    news: whether any rank has met a shape whose size is not proven, or may grow.
+    news: whether any rank has seen a shape whose size is unproven or may grow.
     """
     sizes, step = run.sizes.train, run.state.progress.step
     was_searching = not sizes.search_has_ended
@@ -75,13 +75,13 @@ def grow_micro_batch(run: Run, news: bool) -> None:
 
 
 def update_weight_average(run: Run) -> None:
-    """Between two steps, where an error can resume the update instead of repeating it."""
+    """Runs between steps, so that a retry resumes the update instead of repeating it."""
     run.attempt.phase = Phase.WEIGHT_AVERAGE
     run.state.average.catch_up(run.state.progress.step)
 
 
 def log(run: Run, totals: Totals, norm: Tensor) -> None:
-    """The step's numbers. Waits for the device."""
+    """Write the step's metrics. Waits for the device."""
     run.attempt.phase = Phase.LOG
     run.nonfinite.check()
     progress, batches = run.state.progress, run.batches
@@ -96,7 +96,7 @@ def log(run: Run, totals: Totals, norm: Tensor) -> None:
 
 
 def draw_timeline(run: Run) -> None:
-    """The picture of this step's memory, by kind."""
+    """Queue a plot of this step's memory, by kind."""
     run.attempt.phase = Phase.LOG
     step, started = run.state.progress.step, time.monotonic()
     events, kinds = run.memory.events(run.meter.gradients())
@@ -109,7 +109,7 @@ def draw_timeline(run: Run) -> None:
 
 
 def save(run: Run) -> None:
-    """A checkpoint of the present step."""
+    """Save a checkpoint of the current step."""
     run.attempt.phase = Phase.SAVE
     started, progress = time.monotonic(), run.state.progress
     run.nonfinite.check()

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 Metrics = Mapping[str, Tensor | Callable[[], Tensor]]
 Task = Callable[[nn.Module, Any], tuple[Tensor, "Tensor | int", Metrics]]
 
-IGNORED = -100  # a target that is not there: padding
+IGNORED = -100  # the target of padding
 
 
 def inputs_and_targets(batch: Any) -> tuple[Tensor, Tensor]:
-    """Of a mapping with the keys "inputs" and "targets", an object with such attributes, or else a pair."""
-    if isinstance(batch, (dict, Mapping)):  # dict first: asking an abstract class costs 10 times as much
+    """From a mapping with keys "inputs" and "targets", an object with those attributes, or a pair."""
+    if isinstance(batch, (dict, Mapping)):  # dict first: isinstance with an ABC takes 10 times as long
         return batch["inputs"], batch["targets"]
     if hasattr(batch, "inputs") and hasattr(batch, "targets"):  # a dataclass; a namedtuple, in whatever order
         return batch.inputs, batch.targets
@@ -39,7 +39,7 @@ def classification(model: nn.Module, batch: Any) -> tuple[Tensor, int, Metrics]:
 
 
 def next_token(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor, Metrics]:
-    """Cross-entropy of logits [B, T, vocabulary] against int64 targets [B, T], -100 where there is none."""
+    """Cross-entropy of logits [B, T, vocabulary] against int64 targets [B, T], -100 for padding."""
     inputs, targets = inputs_and_targets(batch)
     logits = model(inputs)
     loss_sum = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
@@ -48,6 +48,6 @@ def next_token(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor, Metrics]:
 
 
 def evaluate_metrics(metrics: Metrics) -> dict[str, Tensor]:
-    """The metrics' sums, the functions among them called."""
+    """The metrics' sums; metrics given as functions are called."""
     with torch.no_grad():
         return {name: value() if callable(value) else value.detach() for name, value in metrics.items()}

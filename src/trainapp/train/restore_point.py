@@ -26,7 +26,7 @@ class RestorePoint:
         self._generators = Generators(device)
 
     def take(self) -> None:
-        """Remember this moment. Buffers outside the state dict are copied again only where their version has moved."""
+        """Record the current state. Buffers outside the state dict are copied again only if their version has moved."""
         self._generators.take()
         buffers: list[Tensor] = [owner[name] for owner, name in self._places]  # type: ignore[misc]  # none is None
         same = len(self._buffers) == len(buffers) and all(a is b for a, b in zip(self._buffers, buffers, strict=True))
@@ -46,7 +46,7 @@ class RestorePoint:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Back to the moment of the last `take`."""
+        """Return to the last `take`."""
         self._generators.restore()
         self.restore_buffers()
 

@@ -30,7 +30,7 @@ class Step(NamedTuple):
     number: int  # from 1
     samples: int  # over all ranks
     is_logged: bool
-    is_drawn: bool  # a picture of its memory is wanted
+    is_drawn: bool  # plot its memory
 
 
 class Objective(NamedTuple):
@@ -61,8 +61,8 @@ class Attempt:
 
     phase: Phase = Phase.START
     started: float = 0.0  # time.monotonic()
-    retried: tuple | None = None  # the attempt that was last repeated at its own size
-    evaluation: Totals | None = None  # of the finished part of an evaluation in progress
+    retried: tuple | None = None  # the attempt last retried at the same size
+    evaluation: Totals | None = None  # totals so far of an evaluation in progress
 
 
 @dataclass
@@ -112,23 +112,23 @@ class Run:
         return self._is_end(progress.step, progress.epoch)
 
     def next_step(self) -> Step:
-        """The coming optimizer step. Logged are the steps of the cadence, and the run's last."""
+        """The coming optimizer step. Steps on the cadence are logged, and the run's last."""
         progress, every = self.state.progress, self.cadences.log
         number = progress.step + 1
         is_logged = every > 0 and (
             number % every == 0 or self._is_end(number, self.batches.after(progress.epoch, progress.consumed)[0])
         )
-        # Only when the size is no longer new: the picture is of a step as all later ones are.
+        # Only once the size is proven, so that the plot shows a typical step.
         is_drawn = self.memory.keep_events and not self.sizes.train.is_unproven
         return Step(number, self.batches.step_samples(progress), is_logged, is_drawn)
 
     @property
     def eval_ranks(self) -> Ranks:
-        """The ranks that evaluate together: all, or each by itself."""
+        """The ranks that evaluate together: all of them, or this one alone."""
         return self.ranks if self.strategy.forward_is_collective else SingleRank()
 
     def flags(self) -> Flags:
-        """What this rank has to say to the others in every step."""
+        """What this rank sends to the others once per step."""
         return Flags(self.stop.signal or 0, self.checkpointer.busy, self.sizes.train.has_news)
 
     def set_global_size(self, size: int) -> None:

@@ -1,4 +1,4 @@
-"""The micro-batch sizes of a run: where they begin, the schedule they follow, and how they came out."""
+"""The micro-batch sizes of a run: initial values, schedule, and the sizes used."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,18 +15,20 @@ class Sizes:
 
     train: MicroBatchSizes
     evaluation: MicroBatchSizes
-    parts: int | None = None  # `accumulation.steps`: at least so many micro-batches per step
-    schedule: dict[int, Plan] = field(default_factory=dict)  # `batch.micro_schedule`: the size from a step on
-    used: dict[int, Plan] = field(default_factory=dict)  # the same as it came out: set as schedule, it replays the run
+    parts: int | None = None  # `accumulation.steps`: the minimum number of micro-batches per step
+    schedule: dict[int, Plan] = field(
+        default_factory=dict
+    )  # `batch.micro_schedule`: sizes by the step from which they apply
+    used: dict[int, Plan] = field(default_factory=dict)  # the sizes actually used: as a schedule, they replay the run
     origin: str = "share"  # what decided the training size: see `initial_sizes`
 
     def follow_schedule(self, step: int) -> None:
-        """Take the size that the schedule has for this step, if it has one."""
+        """Apply the schedule's entry for this step, if any."""
         if step in self.schedule:
             self.train.follow(self.schedule.pop(step))
 
     def record(self, step: int) -> bool:
-        """Note the size of a finished step. Whether it differs from that of the step before."""
+        """Record the size of a finished step. Returns whether it differs from the step before."""
         plan = self.train.as_plan()
         if next(reversed(self.used.values()), None) == plan:
             return False
@@ -59,21 +61,21 @@ def initial_sizes(
     saved: dict[str, Any] | None = None,
     remembered: dict[str, Any] | None = None,
 ) -> Sizes:
-    """The micro-batch sizes that a run begins with. The first of these that is known decides, in training:
+    """The micro-batch sizes that a run starts with. For training, the first of these that is known:
 
     1. `hint`: what a restart of this run left behind. The size that it replaces has just failed.
-    2. `batch.micro_schedule`: the entry in force at the coming step.
+    2. `batch.micro_schedule`: the entry that applies to the coming step.
     3. `batch.micro_size=N` or `accumulation.steps=N`.
-    4. `saved`: the checkpoint's, found in the same amount of memory (the caller passes none that was not).
+    4. `saved`: the checkpoint's, found in the same amount of memory (the caller passes None otherwise).
     5. `remembered`: where an earlier run of the same configuration ended.
     6. This rank's share of the global batch.
 
-    In evaluation: `hint`, `batch.eval_micro_size=N`, `saved`, `remembered`, twice this rank's share (without gradients
+    For evaluation: `hint`, `batch.eval_micro_size=N`, `saved`, `remembered`, twice this rank's share (without gradients
     more fits).
 
     global_size: samples per optimizer step over all ranks. eval_samples: the same of an evaluation. step: finished
     optimizer steps. smallest: some models cannot train on single samples. hint, saved, remembered: as
-    `Sizes.state_dict` returns them, `hint` perhaps with one of the two only; a damaged one is ignored.
+    `Sizes.state_dict` returns them, `hint` may have only one of the two; damaged ones are ignored.
     """
     batch, parts, hint = config.batch, config.accumulation.steps, hint or {}
     start = share = -(-global_size // world)
@@ -121,14 +123,14 @@ def _eval_start(config: Config, share: int, eval_share: int) -> int:
 
 
 def _from_step(schedule: Mapping[int, Plan], step: int) -> dict[int, Plan]:
-    """The rest of a schedule: what is in force at `step`, and what comes later."""
+    """The rest of a schedule: what applies at `step`, and what comes later."""
     later = {entry: plan for entry, plan in schedule.items() if entry > step}
     in_force = max((entry for entry in schedule if entry <= step), default=None)
     return later if in_force is None else {step: schedule[in_force], **later}
 
 
 def _is_known(source: dict[str, Any] | None, name: str) -> TypeGuard[dict[str, Any]]:
-    """Whether a source has sizes of any shape, and sound ones: it may be a damaged file."""
+    """Whether a source has valid sizes: it may be a damaged file."""
     try:
         sizes = source[name] if source else None
         if not sizes or not sizes["buckets"]:

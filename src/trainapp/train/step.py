@@ -35,10 +35,10 @@ def accumulate_gradients(run: Run, step: Step) -> Totals:
 
 
 def backward(run: Run, micro: MicroBatch, weight: Tensor, totals: Totals, is_logged: bool) -> None:
-    """Forward, loss and backward of one micro-batch: gradients add up in the parameters.
+    """Forward, loss and backward of one micro-batch: gradients accumulate in `p.grad`.
 
-    weight: what the sum of losses is multiplied by, a scalar. A micro-batch that is not real keeps this rank in step
-    with the others and counts for nothing.
+    weight: the scalar that multiplies the loss sum. A dummy micro-batch (`real=False`) keeps this rank in step
+    with the others and adds nothing.
     """
     precision = run.state.precision
     run.attempt.phase = Phase.FORWARD
@@ -69,7 +69,7 @@ def clip_gradients(run: Run, step: Step, totals: Totals) -> Tensor:
 
 
 def count_factor(count: Tensor | int, samples: int, norm: Tensor) -> Tensor | None:
-    """What turns gradients divided by `samples` into gradients divided by `count`; None where the two are equal."""
+    """The factor from gradients divided by `samples` to gradients divided by `count`; None if the two are equal."""
     if not isinstance(count, Tensor) and count == samples:
         return None
     true_count = count.clamp(min=1) if isinstance(count, Tensor) else max(1, count)
@@ -77,7 +77,7 @@ def count_factor(count: Tensor | int, samples: int, norm: Tensor) -> Tensor | No
 
 
 def clip_factor(norm: Tensor, limit: float | None) -> Tensor | None:
-    """What brings gradients of this norm to at most `limit`; None where they need no clipping."""
+    """The factor that clips gradients of this norm to `limit`; None where they need no clipping."""
     if limit is None:
         return None
     # Reading a number is free only on the CPU; there it saves four tiny operations, or a pass over all gradients.
@@ -87,7 +87,7 @@ def clip_factor(norm: Tensor, limit: float | None) -> Tensor | None:
 
 
 def update(run: Run, step: Step, totals: Totals, norm: Tensor) -> bool:
-    """Change the parameters and count the step: the only place. False when a non-finite value left the step out."""
+    """Update the parameters and count the step; nothing else does. False if a non-finite value skips the step."""
     state, progress = run.state, run.state.progress
     run.ranks.check_peers()  # the last moment at which a step can be aborted
     applied = run.nonfinite.allows_update(progress.step, totals.loss, norm)
@@ -99,7 +99,7 @@ def update(run: Run, step: Step, totals: Totals, norm: Tensor) -> bool:
         run.nonfinite.count(applied, progress.step)
     else:
         state.precision.reset_scaler()
-        run.restore_point.restore_buffers()  # BatchNorm has seen what was not finite
+        run.restore_point.restore_buffers()  # BatchNorm's statistics have seen non-finite values
     run.meter.count(step.samples)
     run.batches.advance(progress)
     progress.step += applied
@@ -111,7 +111,7 @@ def update(run: Run, step: Step, totals: Totals, norm: Tensor) -> bool:
 
 
 def note_batchnorm(run: Run, step: Step) -> None:
-    """Say once what a micro-batch smaller than the global batch does change."""
+    """Note once that BatchNorm depends on the micro-batch."""
     size = run.sizes.train.size
     if run.batches.accumulation(size, run.sizes.parts) > 1 and has_batchnorm(run.state.model):
         run.tracker.note_once(

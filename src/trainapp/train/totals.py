@@ -21,7 +21,7 @@ class Totals:
     def add(
         self, loss: Tensor, count: Tensor | int, metrics: dict[str, Tensor], samples: int = 0, real: bool = True
     ) -> None:
-        """One more micro-batch; one that is not real adds its metrics' names only."""
+        """Add a micro-batch; a dummy (`real=False`) adds only its metrics' names."""
         if not real:
             loss, count, samples = torch.zeros_like(loss), 0, 0
             metrics = {name: torch.zeros_like(value) for name, value in metrics.items()}

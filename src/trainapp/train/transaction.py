@@ -13,13 +13,13 @@ from trainapp.train.run import Run, Step
 
 @contextlib.contextmanager
 def transaction(run: Run, step: Step) -> Iterator[None]:
-    """Around a step, up to and including its commit.
+    """Use around a step, up to and including its commit. An error passes through: the runner calls `rollback`.
 
-    Remembered: random generators and module buffers. Voted on, while the size is unproven: whether any rank ran out of
-    memory, before each collective. Watched: memory, while the size is unproven and in logged or drawn steps.
+    Saves random generators and module buffers. While the size is unproven, enables votes before each collective on
+    whether any rank ran out of memory, and watches memory; it also watches logged and drawn steps.
     """
     attempt, sizes, memory = run.attempt, run.sizes, run.memory
-    attempt.phase, attempt.started = Phase.START, time.monotonic()  # an error here has nothing to return to
+    attempt.phase, attempt.started = Phase.START, time.monotonic()  # no restore point yet
     run.restore_point.take()
     attempt.phase = Phase.DATA
     sizes.follow_schedule(step.number)
@@ -33,10 +33,10 @@ def transaction(run: Run, step: Step) -> Iterator[None]:
 
 
 def rollback(run: Run, phase: Phase, other_ranks_wait: bool) -> None:
-    """Return to where `phase` can be tried again: to the start of the step, or to the end of the one before.
+    """Return to where `phase` can be retried: to the start of the step, or to the end of the one before.
 
-    Gradients are dropped and memory is given back. After a commit the generators and buffers stay: evaluation restores
-    the generators itself and changes no buffer. To be called outside `except`, whose traceback keeps tensors alive.
+    Drops gradients and releases memory. After a commit the generators and buffers stay: evaluation restores
+    the generators itself and changes no buffer. Call outside `except`, whose traceback keeps tensors alive.
     other_ranks_wait: whether the ranks were in the step together; then all of them call this.
     """
     if other_ranks_wait:

@@ -1,4 +1,4 @@
-"""Activation checkpointing trades time for memory: a block's activations are recomputed in the backward, not kept.
+"""Activation checkpointing trades time for memory: a block's activations are recomputed in backward, not stored.
 
 Source: Chen et al. 2016, "Training deep nets with sublinear memory cost". The operations whose results "selective"
 keeps follow Korthikanti et al. 2022, "Reducing activation recomputation in large transformer models".
