@@ -111,7 +111,7 @@ class Text(BatchedDataset):
 
 
 def _find(files: str | Sequence[str] | None) -> list[str]:
-    """The files that `files` names, each once. Raises UserError for a missing one, a directory, a glob with no match."""
+    """The files that `files` names, each once. Raises UserError for a missing one, a directory, an empty glob."""
     if files is None:
         # Escaped, because only the last part is a pattern.
         files = os.path.join(glob.escape(sysconfig.get_path("stdlib")), "*.py")

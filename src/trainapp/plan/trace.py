@@ -65,10 +65,22 @@ def traced_peak(run: Run, samples: int, **settings: Any) -> int:
 
 
 class MadeUpValues(DispatchMode):
-    """Answers reads of tensors without data: False, 1 or 1.0 (zero would divide by zero in Adam)."""
+    """Answers reads of tensors without data: False, 1 or 1.0 (zero would divide by zero in Adam).
+
+    Raises RuntimeError after MOST_READS of them: a model that iterates until it converges would do so forever.
+    """
+
+    MOST_READS = 1000
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in READ_OPERATORS and getattr(args[0], "constant", None) is None:
+            self.reads += 1
+            if self.reads > self.MOST_READS:
+                raise RuntimeError("the model reads values without end: it cannot be traced")
             kind = args[0].dtype
             return False if kind == torch.bool else 1.0 if kind.is_floating_point else 1
         return func(*args, **(kwargs or {}))
