@@ -29,7 +29,7 @@ def test_gradients_of_an_earlier_micro_batch_count(tmp_path):
     traced = traced_peak(run, 4)
     loop.train_step(run)
     run.close()
-    assert traced == run.memory.peak
+    assert traced == pytest.approx(run.memory.peak, abs=64)  # the sums of loss and count
     assert traced > traced_peak(run, 2)
 
 
