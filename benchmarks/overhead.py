@@ -206,7 +206,7 @@ def trainapp_run(case: Case, total: int, folder: Path, log_every: int) -> Run:
     folder.mkdir(parents=True)
     logging.basicConfig(filename=folder / "log", level=logging.INFO, force=True)  # so that log lines cost as in a run
     run = build.build(settings, StopRequest(), SingleRank())
-    build.start_tracking(settings, run)
+    build.start_tracking(run)
     return run
 
 

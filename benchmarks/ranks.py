@@ -149,7 +149,7 @@ def trainapp(settings: Any, ranks: Any) -> tuple[Callable[[int], None], Callable
 
     Path(settings.run_dir).mkdir(parents=True, exist_ok=True)
     run = build.build(settings, StopRequest(), ranks)
-    build.start_tracking(settings, run)
+    build.start_tracking(run)
     found: list[float] = []
     log = run.tracker.log
 

@@ -1,8 +1,10 @@
 """Random generators: seeding, and going back to an earlier state."""
 
+import _random
 import contextlib
 import ctypes
 import random
+import struct
 from collections.abc import Iterator
 from typing import Any
 
@@ -63,34 +65,58 @@ def preserved_rng(device: torch.device) -> Iterator[None]:
 class Generators:
     """The random generators at the start of a step.
 
-    `rng_state` costs 80 microseconds in a training loop, nearly all of it for copying NumPy's 624 words one by one,
-    which most runs never touch. A copy as raw memory is enough to see that they have not changed.
+    `rng_state` costs 80 microseconds in a training loop, nearly all of it for copying the 624 words of Python's and of
+    NumPy's generator one by one, which most runs never touch. A copy as raw memory is enough to see that they have not
+    changed.
     """
 
     def __init__(self, device: torch.device):
         self.device = device
-        self._words = b""
+        self._numpy_seen = self._python_seen = b""
         self._full: dict[str, Any] | None = None
 
     def take(self) -> None:
         """Record the current state."""
-        words = self._numpy_words()
-        if self._full is None or not words or words != self._words or self._full["numpy"][3]:
-            self._full = rng_state(self.device)  # a cached Gaussian may be used up without moving the words
+        numpy_words, python_words = _numpy_words(), _python_words()
+        # A cached Gaussian may be used up without moving the words.
+        if self._full is None or not numpy_words or numpy_words != self._numpy_seen or self._full["numpy"][3]:
+            self._full = rng_state(self.device)
         else:
-            self._full["python"] = random.getstate()
+            if not python_words or python_words != self._python_seen or self._full["python"][2] is not None:
+                self._full["python"] = random.getstate()
             self._full |= device_rng_state(self.device)
-        self._words = words
+        self._numpy_seen, self._python_seen = numpy_words, python_words
 
     def restore(self) -> None:
         """Return to the last `take`."""
         assert self._full is not None, "restore() before take()"
         set_rng_state(self._full, self.device)
 
-    @staticmethod
-    def _numpy_words() -> bytes:
-        """The Mersenne Twister's words and position; empty if another generator has replaced it."""
-        generator = np.random.get_bit_generator()  # type: ignore[attr-defined]  # numpy forgets to export it
-        if type(generator) is not np.random.MT19937:
-            return b""
-        return ctypes.string_at(generator.ctypes.state_address, 625 * 4)  # uint32 key[624]; int pos
+
+def _numpy_words() -> bytes:
+    """The Mersenne Twister's words and position; empty if another generator has replaced it."""
+    generator = np.random.get_bit_generator()  # type: ignore[attr-defined]  # numpy forgets to export it
+    if type(generator) is not np.random.MT19937:
+        return b""
+    return ctypes.string_at(generator.ctypes.state_address, 625 * 4)  # uint32 key[624]; int pos
+
+
+def _python_words() -> bytes:
+    """The same of Python's global generator; empty where its memory is laid out differently."""
+    return ctypes.string_at(_PYTHON_STATE, 625 * 4) if _PYTHON_STATE else b""
+
+
+def _python_state_address() -> int:
+    """Where CPython keeps `int index; uint32 state[624]` of the global generator; 0 where it does not.
+
+    Source: RandomObject in CPython's Modules/_randommodule.c, compared with what `getstate` says.
+    """
+    generator = getattr(random, "_inst", None)
+    if type(generator) is not random.Random or _random.Random.__basicsize__ < object.__basicsize__ + 625 * 4:
+        return 0
+    address = id(generator) + object.__basicsize__
+    index, *words = struct.unpack("=i624I", ctypes.string_at(address, 625 * 4))
+    return address if (*words, index) == random.getstate()[1] else 0
+
+
+_PYTHON_STATE = _python_state_address()

@@ -62,6 +62,25 @@ def test_a_planted_payload_does_not_run(tmp_path, setting, file):
     assert marker.exists()
 
 
+@pytest.mark.parametrize(
+    "name", ["Popen", "cli_function_profiler.subprocess.Popen", "Metadata.__init__", "Metadata.__class__", "dataclass"]
+)
+@pytest.mark.parametrize("module", ["torch._strobelight", "torch.distributed.checkpoint.metadata", "torch"])
+def test_only_the_classes_of_metadata_by_their_exact_names(tmp_path, module, name):
+    """A dotted name reaches whatever an allowed module has imported: `metadata` + `torch....subprocess.Popen`."""
+    runs.run_until(tmp_path, 1, *MLP)
+    path, marker = runs.checkpoint(tmp_path, 1), tmp_path / "payload-ran"
+    names = [name, f"torch._strobelight.{name}", f"os.{name}"]
+    for spelled in names:
+        arguments = pickle.dumps((["touch", str(marker)],), protocol=4)[2:-1]
+        content = b"\x80\x04" + b"c" + module.encode() + b"\n" + spelled.encode() + b"\n" + arguments + b"R."
+        (path / METADATA).write_bytes(content)
+        vouch_for(path, METADATA)
+        with pytest.raises(UserError, match="its metadata is not a checkpoint's"):
+            runs.run(tmp_path, *MLP)
+        assert not marker.exists()
+
+
 @pytest.mark.parametrize("file", [VALUES, METADATA])
 @pytest.mark.parametrize("kind", ["plain pickle", "legacy", "not a checkpoint", "zip of something else"])
 def test_other_files_in_its_place(tmp_path, kind, file):

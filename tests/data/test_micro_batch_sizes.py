@@ -72,7 +72,7 @@ class ThreeRanks(SingleRank):
 
 
 def test_ranks_agree_on_what_ran_and_on_who_failed():
-    first_failure, third_failure = Failure(10, 20, 30), Failure(11, 20, 30)
+    first_failure, third_failure = Failure(("forward", ""), 10, 20, 30), Failure(("forward", ""), 11, 20, 30)
     first, third = ({16: 30}, 16, first_failure), ({16: 31, 1024: 7}, 1024, third_failure)
     largest, failures = failed_buckets(ThreeRanks(first, third), {16: 32}, None, None)
     assert largest == {16: 32, 1024: 7}

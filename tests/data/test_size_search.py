@@ -103,9 +103,9 @@ def test_more_than_the_size_may_have_run():
     assert (search.size, search.fails) == (8, 64)
 
 
-TOO_MUCH = Failure(requested=90, fixed_bytes=20, limit=100)  # 90 + 20 > 100
-
-ENOUGH_ALONE = Failure(requested=70, fixed_bytes=20, limit=100)
+HERE = ("forward", "head")
+TOO_MUCH = Failure(HERE, requested=90, fixed_bytes=20, limit=100)  # 90 + 20 > 100
+ENOUGH_ALONE = Failure(HERE, requested=70, fixed_bytes=20, limit=100)
 
 
 def sizes_tried(start: int, fits, failure_at, smallest: int = 1, grow: bool = False) -> tuple[list[int], bool]:
@@ -121,25 +121,33 @@ def sizes_tried(start: int, fits, failure_at, smallest: int = 1, grow: bool = Fa
     return tried, True
 
 
-def test_the_same_request_twice_is_followed_by_the_smallest_size():
+def test_three_alike_failures_end_the_search():
     never = lambda size: False  # noqa: E731
-    assert sizes_tried(1024, never, lambda size: TOO_MUCH) == ([1024, 512, 1], False)
-    assert sizes_tried(1024, never, lambda size: TOO_MUCH, smallest=2) == ([1024, 512, 2], False)
+    assert sizes_tried(1024, never, lambda size: TOO_MUCH) == ([1024, 512, 256], False)
     # Halving is what happens otherwise.
     halving = [1024 >> n for n in range(11)]
     assert sizes_tried(1024, never, lambda size: None) == (halving, False)
-    assert sizes_tried(1024, never, lambda size: Failure(None, 20, 100)) == (halving, False)
+    assert sizes_tried(1024, never, lambda size: Failure(HERE, None, 20, 100)) == (halving, False)
     assert sizes_tried(1024, never, lambda size: ENOUGH_ALONE) == (halving, False)
-    assert sizes_tried(1024, never, lambda size: Failure(size * 90, 20, 100)) == (halving, False)
+    assert sizes_tried(1024, never, lambda size: Failure(HERE, size * 90, 20, 100)) == (halving, False)
+    assert sizes_tried(1024, never, lambda size: Failure(("forward", str(size)), 90, 20, 100)) == (halving, False)
+
+
+def test_the_same_size_again_is_the_same_failure():
+    search = SizeSearch(4096)
+    assert all(search.failed(1024, TOO_MUCH) for _ in range(3))
 
 
 @pytest.mark.parametrize("grow", [False, True])
 def test_a_run_that_fits_is_not_stopped_by_a_coincidence(grow):
-    """A layer of twice the width asks for the same at half the size."""
-    tried, fits = sizes_tried(1024, lambda size: size <= 200, lambda size: TOO_MUCH, grow=grow)
+    """Each layer is twice as wide as the one before, and asks for the same at half the size."""
+    at = {1024: "first", 512: "second", 256: "third"}
+    tried, fits = sizes_tried(
+        1024, lambda size: size <= 200, lambda size: Failure(("forward", at.get(size, "")), 90, 20, 100), grow=grow
+    )
     assert fits
-    assert tried[:7] == [1024, 512, 1, 256, 128, 128, 128]
-    assert (190 <= tried[-1] <= 200) if grow else len(tried) == 7
+    assert tried[:6] == [1024, 512, 256, 128, 128, 128]
+    assert (190 <= tried[-1] <= 200) if grow else len(tried) == 6
 
 
 def test_a_success_in_between_makes_it_another_matter():

@@ -96,6 +96,7 @@ def test_what_failed_is_not_scheduled_again():
 @pytest.mark.parametrize(
     "damaged",
     [{}, {"micro": None}, {"micro": {}}, {"micro": {"start": 64, "buckets": {"64": ["x"]}}}, {"micro": []},
+     {"micro": {"start": 1.5, "buckets": {"64": [4, 4, None, True]}}},
      {"micro": {"start": 0, "buckets": {"64": [4, 4, None, True]}}},
      {"micro": {"start": 64, "buckets": {"64": [-4, 4, None, True]}}}],
 )  # fmt: skip
@@ -103,3 +104,10 @@ def test_a_damaged_source_is_passed_over(damaged):
     config = from_command_line(["batch.global_size=64"])
     sizes = initial_sizes(config, 1, 64, 1000, saved=damaged, remembered=SOURCES["remembered"])
     assert (sizes.train.size, sizes.origin) == (17, "remembered")
+
+
+def test_a_hint_from_before_any_shape_was_known():
+    """Memory ran out in the very first fetch: there are no buckets yet."""
+    config = from_command_line(["batch.global_size=64"])
+    sizes = initial_sizes(config, 1, 64, 1000, hint={"micro": {"start": 16, "buckets": {}}})
+    assert (sizes.train.size, sizes.origin) == (16, "hint")

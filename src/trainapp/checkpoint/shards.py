@@ -22,8 +22,22 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from trainapp.errors import UserError
 
 METADATA = ".metadata"
-_MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
-_OTHERS = {
+_ALLOWED = {
+    *(
+        ("torch.distributed.checkpoint.metadata", name)
+        for name in (
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        )
+    ),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"),
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
     ("collections", "OrderedDict"),
@@ -40,14 +54,11 @@ class _Unpickler(pickle.Unpickler):
     """Resolves only the classes of checkpoint metadata, and dtypes: nothing that could run."""
 
     def find_class(self, module: str, name: str) -> Any:
-        allowed = module in _MODULES and isinstance(self._found(module, name), type)
+        # By exact name: a dotted one would reach whatever an allowed module or class has imported.
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if allowed or is_dtype or (module, name) in _OTHERS:
-            return self._found(module, name)
+        if is_dtype or (module, name) in _ALLOWED:
+            return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it names {module}.{name}")
-
-    def _found(self, module: str, name: str) -> Any:
-        return super().find_class(module, name)
 
 
 class SafeReader(FileSystemReader):

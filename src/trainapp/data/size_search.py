@@ -4,24 +4,26 @@ Halving alone ends at 64 where 100 would fit. After a number of clean steps a la
 the largest that worked and the smallest that failed. A failed attempt costs that one step's retry. The search ends
 when the two bounds are within 5% of each other.
 
-Halving is also a slow way to find out that nothing fits. Two failures in a row that ask for the same number of bytes,
-more than is free without any batch, suggest an allocation that does not shrink with the micro-batch. They do not prove
-it: the second may be a layer twice as wide. So the smallest size is tried next. If it fails, no size fits; if it fits,
-halving continues where it stopped.
+Halving is also a slow way to find out that nothing fits. Where three sizes in a row fail at the same place and ask for
+the same number of bytes, more than is free without any batch, the allocation does not shrink with the micro-batch: no
+size fits. (Two are not enough: a layer twice as wide asks for the same bytes at half the size.)
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 CLOSE_ENOUGH = 0.95  # of the smallest size that failed
+ALIKE = 3  # failures that show that an allocation does not shrink
 
 
 @dataclass(frozen=True)
 class Failure:
     """An allocation that failed. Sizes are bytes.
 
-    requested: None if the error does not say. fixed_bytes: in use whatever the micro-batch. limit: the memory limit.
+    place: phase and module. requested: None if the error does not say. fixed_bytes: in use whatever the micro-batch.
+    limit: the memory limit.
     """
 
+    place: tuple[str, str]
     requested: int | None
     fixed_bytes: int
     limit: int
@@ -30,6 +32,10 @@ class Failure:
     def exceeds_limit_alone(self) -> bool:
         """Whether the allocation would fail with nothing else of the batch in memory."""
         return self.requested is not None and self.fixed_bytes + self.requested > self.limit
+
+    def is_alike(self, other: "Failure") -> bool:
+        """Whether both asked for the same number of bytes at the same place."""
+        return (self.place, self.requested) == (other.place, other.requested)
 
 
 @dataclass
@@ -47,8 +53,7 @@ class SizeSearch:
     fails: int | None = None  # the smallest micro-batch that failed
     search_has_ended: bool = True  # no larger size is worth trying
     smallest: int = 1  # some models cannot train on single samples
-    last_failure: tuple[int, Failure | None] | None = None  # samples that ran, and why; None after a success
-    halve_on_from: int | None = None  # where to resume halving if the smallest size, tried early, fits
+    alike: list[tuple[int, Failure]] = field(default_factory=list)  # samples that ran and failed alike, in a row
 
     @property
     def is_proven(self) -> bool:
@@ -61,10 +66,7 @@ class SizeSearch:
         ran: the largest micro-batch in it; only full ones prove anything (one less: see `micro_batch.cut`). The bytes
         that the step used say little about a larger size: another cut of the same samples peaks elsewhere.
         """
-        self.last_failure = None
-        if self.halve_on_from is not None:
-            self.size, self.halve_on_from = self.halve_on_from, None
-            return self.size
+        self.alike = []
         if ran < self.size - 1:
             return None
         self.clean += 1
@@ -90,9 +92,8 @@ class SizeSearch:
         ran: the largest micro-batch of the attempt. It is less than `size` where the step has fewer samples, and then
         the sizes in between would run the same samples at once and fail again.
         """
-        if ran <= self.smallest:
+        if ran <= self.smallest or self._cannot_shrink(ran, failure):
             return False
-        before, self.last_failure = self.last_failure, (ran, failure)
         self.fails = min(ran, self.fails or ran)
         if self.works >= ran:
             self.works = 0  # a size that fitted once need not fit again
@@ -100,14 +101,17 @@ class SizeSearch:
         self.clean = self.clean_steps - 1 if self.works else 0
         self.size = self.works or max(self.smallest, min(self.size, ran // 2))
         self.search_has_ended = not self.grow
-        if not self.works and before is not None and _ask_for_the_same(before, self.last_failure):
-            self.halve_on_from, self.size = self.size, self.smallest
         return True
 
-
-def _ask_for_the_same(a: tuple[int, Failure | None], b: tuple[int, Failure | None]) -> bool:
-    """Whether two failures at different sizes asked for the same bytes, which are too many without any batch."""
-    (ran_a, failure_a), (ran_b, failure_b) = a, b
-    if ran_a == ran_b or failure_a is None or failure_b is None:
-        return False
-    return failure_a.requested == failure_b.requested and failure_b.exceeds_limit_alone
+    def _cannot_shrink(self, ran: int, failure: Failure | None) -> bool:
+        """Whether sizes keep failing for an allocation that does not depend on them."""
+        if failure is None or not failure.exceeds_limit_alone:
+            self.alike = []
+        elif self.alike and (self.alike[-1][1].place, self.alike[-1][1].requested) == (
+            failure.place,
+            failure.requested,
+        ):
+            self.alike += [(ran, failure)] if self.alike[-1][0] != ran else []
+        else:
+            self.alike = [(ran, failure)]
+        return len(self.alike) >= ALIKE

@@ -18,7 +18,7 @@ def memory_report(run: Run, failure: Incident) -> str:
     parts = sorted(failure.parts.items(), key=lambda item: -item[1])
     kind = "evaluation micro-batch" if failure.evaluating else "micro-batch"
     lines = [
-        f"out of memory in {failure.phase} with {kind} {failure.old_size}: nothing is left to halve.",
+        f"out of memory in {failure.phase} with {kind} {failure.old_size}: {_why_no_smaller(run, failure)}.",
         failure.message,
         f"{'limit':<18}{bytes_text(failure.limit):>12}",
         *(f"{MemoryKind(name).label:<18}{bytes_text(size):>12}" for name, size in parts if size),
@@ -32,6 +32,13 @@ def memory_report(run: Run, failure: Incident) -> str:
     return "\n".join(lines)
 
 
+def _why_no_smaller(run: Run, failure: Incident) -> str:
+    sizes = run.sizes.evaluation if failure.evaluating else run.sizes.train
+    if failure.old_size <= sizes.smallest:
+        return "nothing is left to halve"
+    return "a smaller one cannot help, since what fails asks for the same memory at every size"
+
+
 def _savings(run: Run, failure: Incident) -> list[tuple[int, str]]:
     """`(bytes, setting)`: state from the sizes of its tensors, activations from a traced step."""
     config, static = run.config, run.meter.static
@@ -42,6 +49,8 @@ def _savings(run: Run, failure: Incident) -> list[tuple[int, str]]:
     ]
     if "Adam" in config.optimizer.target:
         found.append((state // 2, "optimizer=sgd: one moment per parameter instead of two"))
+    if failure.evaluating:  # the rest is of a training step
+        return found
     others: list[tuple[str, dict[str, Any]]] = []
     if config.precision.mode in ("fp32", "tf32"):
         others.append(("precision=bf16: smaller activations", {"precision": Precision(mode="bf16")}))

@@ -84,7 +84,8 @@ def change_size(run: Run, failure: Incident) -> None:
 def _outcome(run: Run, failure: Incident) -> Failure:
     """What the search may learn from the failure. Gradients may not have existed yet, so they do not count as fixed."""
     fixed = sum(size for kind, size in run.meter.static.items() if kind is not MemoryKind.GRADIENTS)
-    return Failure(requested=failure.requested, fixed_bytes=fixed, limit=failure.limit)
+    place = (failure.phase.value, failure.module)
+    return Failure(place=place, requested=failure.requested, fixed_bytes=fixed, limit=failure.limit)
 
 
 def record(run: Run, failure: Incident) -> None:

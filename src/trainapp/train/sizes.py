@@ -91,7 +91,7 @@ def initial_sizes(
         ),
         parts=None if parts == "auto" else parts,
     )
-    if _is_known(hint, "micro"):
+    if _is_valid(hint, "micro"):
         sizes.train.start = min(start, hint["micro"]["start"])
         sizes.train.load_state_dict(hint["micro"])
         sizes.origin = "hint"
@@ -106,7 +106,7 @@ def initial_sizes(
     elif _is_known(remembered, "micro"):
         sizes.train.load_state_dict(remembered["micro"])
         sizes.origin = "remembered"
-    if _is_known(hint, "eval_micro"):
+    if _is_valid(hint, "eval_micro"):
         sizes.evaluation.start = min(sizes.evaluation.start, hint["eval_micro"]["start"])
         sizes.evaluation.load_state_dict(hint["eval_micro"])
     elif batch.eval_micro_size == "auto":
@@ -130,12 +130,17 @@ def _from_step(schedule: Mapping[int, Plan], step: int) -> dict[int, Plan]:
 
 
 def _is_known(source: dict[str, Any] | None, name: str) -> TypeGuard[dict[str, Any]]:
+    """Whether a source has valid sizes, and of any shape."""
+    return _is_valid(source, name) and bool(source[name]["buckets"])
+
+
+def _is_valid(source: dict[str, Any] | None, name: str) -> TypeGuard[dict[str, Any]]:
     """Whether a source has valid sizes: it may be a damaged file."""
     try:
-        sizes = source[name] if source else None
-        if not sizes or not sizes["buckets"]:
+        if not source or not source[name]:
             return False
-        MicroBatchSizes(1).load_state_dict(sizes)
-        return sizes["start"] >= 1
+        MicroBatchSizes(1).load_state_dict(source[name])
+        start = source[name]["start"]
+        return type(start) is int and start >= 1
     except (ValueError, KeyError, TypeError, AttributeError):
         return False

@@ -27,7 +27,9 @@ class Totals:
             metrics = {name: torch.zeros_like(value) for name, value in metrics.items()}
         # All together or, when memory runs out in one of the sums, not at all.
         added = {name: self.metrics.get(name, 0) + value for name, value in metrics.items()}
-        loss, count = self.loss + loss, self.count + count
+        if isinstance(self.loss, Tensor):  # not for the first: saves an operation per step
+            loss = self.loss + loss
+        count = self.count + count
         self.loss, self.count, self.samples = loss, count, self.samples + samples
         self.metrics.update(added)
 
