@@ -64,7 +64,7 @@ def test_out_of_memory_where_nobody_votes(reference, tmp_path):
     assert ended.code == 0, ended.text
     assert "exitcode: 82" in ended.text or "exitcode  : 82" in ended.text
     logs = (tmp_path / "run" / "ranks" / "rank_1.log").read_text()
-    assert "all ranks start again from the last checkpoint with micro-batch 2 instead of 4" in logs
+    assert "all ranks restart from the last checkpoint with micro-batch 2 instead of 4" in logs
     assert sorted(result(tmp_path / "run")["micro_schedule"]["3"].values()) == [2, 4]  # the shape's that failed
     for line, other in zip(metrics(tmp_path / "run"), metrics(reference), strict=True):
         assert line["loss"] == pytest.approx(other["loss"], rel=1e-5)
