@@ -32,7 +32,7 @@ class MaskedTokens(SyntheticTokens):
 
 
 class FragileTokens(SyntheticTokens):
-    """The loader worker that is asked for as many batches as the file says dies, once."""
+    """Rank 1's loader worker dies at its third batch, once: the marker file records it."""
 
     in_memory = False
 
