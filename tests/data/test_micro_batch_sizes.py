@@ -36,7 +36,7 @@ def test_a_shape_that_is_cut_unevenly_proves_its_size():
         assert pieces(sizes, batch_of(64, 1024)) == [24, 24, 16]
         sizes.succeeded(SingleRank())
     assert sizes.searches[1024].is_proven
-    assert pieces(sizes, batch_of(49, 1024)) == [24, 23, 2]  # BatchNorm cannot normalize a single sample
+    assert pieces(sizes, batch_of(49, 1024)) == [24, 23, 2]  # BatchNorm cannot normalise a single sample
 
 
 def test_only_the_bucket_at_work_fails():

@@ -36,7 +36,7 @@ class Numbers(Dataset):
 
 
 class BatchedNumbers(Numbers):
-    """The same, but fetches whole batches and ignores epochs, as Hugging Face's data sets do."""
+    """The same, but fetches whole batches and has no notion of epochs, as Hugging Face's data sets do."""
 
     def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
         return [self[index] for index in indices]

@@ -1,6 +1,6 @@
 """`find_executable_batch_size`: Accelerate's call signature without its faults.
 
-Accelerate's behavior is that of version 1.15, utils/memory.py.
+Accelerate's behaviour is that of version 1.15, utils/memory.py.
 """
 
 import functools

@@ -204,7 +204,7 @@ def test_every_one_trains_and_resumes(tmp_path, name):
 
 
 def test_a_skipped_first_step_leaves_no_rubbish_in_the_momentum(tmp_path):
-    """On overflow the fused kernel leaves a buffer that it allocates uninitialized: it must exist beforehand."""
+    """On overflow the fused kernel leaves a buffer that it allocates uninitialised: it must exist beforehand."""
     run = runs.prepare(
         tmp_path,
         *runs.MODELS["mlp"],

@@ -27,7 +27,7 @@ from trainapp.train import loop
 from trainapp.train.run import Run
 
 ENVIRONMENT = "TRAINAPP_TEST_FAULTS"  # {"folder": ..., "faults": [...]}
-# Phases of the loop (`run.attempt.phase`), recognized by their tensor operations, and places that are functions.
+# Phases of the loop (`run.attempt.phase`), recognised by their tensor operations, and places that are functions.
 PLACES = ("fetch", "gather buffer", "reduce buffer", "bucket", "manifest")
 BETWEEN = ("weight average", "evaluate", "save", "manifest")  # these follow a finished step
 
