@@ -1,4 +1,4 @@
-"""A batch {"inputs", "targets"} in each kind of container that a data set may return."""
+"""A batch {"inputs", "targets"} in every kind of container that a data set may return."""
 
 from collections import OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Iterator, Mapping, MutableMapping
@@ -14,7 +14,7 @@ from trainapp.data.digits import Digits
 
 
 class Encoding(UserDict):
-    """As Hugging Face's BatchEncoding: a UserDict with attributes, whose items can be read as attributes too."""
+    """Like Hugging Face's BatchEncoding: a UserDict with attributes, whose items also read as attributes."""
 
     def __init__(self, data: dict[str, Any], encodings: Any = None):
         super().__init__(data)
@@ -36,7 +36,7 @@ class AttributeDict(dict):
 
 
 class NamedDict(dict):
-    """A dict with an attribute, and a constructor of its own."""
+    """A dict with an attribute and a custom constructor."""
 
     def __init__(self, name: str, items: dict[str, Any]):
         super().__init__(items)
@@ -44,7 +44,7 @@ class NamedDict(dict):
 
 
 class Fixed(Mapping):
-    """Cannot be changed, has an attribute, and is not built from a dict."""
+    """Immutable, has an attribute, and is not built from a dict."""
 
     def __init__(self, name: str, **items: Any):
         self.name, self._items = name, items
@@ -60,7 +60,7 @@ class Fixed(Mapping):
 
 
 class Store(Fixed, MutableMapping):
-    """Can be changed; a plain copy shares its items."""
+    """Mutable; a plain copy shares its items."""
 
     def __setitem__(self, key: str, value: Any) -> None:
         self._items[key] = value
@@ -88,7 +88,7 @@ class Slotted(Mapping):
 
 
 class Pair(NamedTuple):
-    """The targets first: only their names tell which is which."""
+    """The targets come first: only the names tell which is which."""
 
     targets: Tensor
     inputs: Tensor
@@ -117,7 +117,7 @@ class FrozenSlots:
 
 @dataclass
 class Derived:
-    """`total` is made by the constructor, `unset` by nothing, and the constructor takes neither."""
+    """The constructor sets `total`, nothing sets `unset`, and the constructor takes neither as an argument."""
 
     inputs: Tensor
     targets: Tensor
@@ -129,7 +129,7 @@ class Derived:
 
 
 class TensorBag:
-    """Registered with torch's pytrees: its tensors and the rest, which is kept."""
+    """Registered with torch's pytrees: tensors plus the rest, which is kept."""
 
     def __init__(self, tensors: dict[str, Tensor], device: str = "here"):
         self.tensors, self.device = tensors, device

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-# What Hydra and the log write by themselves before a run does anything.
+# What Hydra and the log write before a run does anything.
 OWN_FILES = {".hydra/config.yaml", ".hydra/hydra.yaml", ".hydra/overrides.yaml", "trainapp.log"}
 
 
 def environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
-    """This process's environment with one thread for each run, and `env` over it."""
+    """This process's environment with one thread per run, updated with `env`."""
     return {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **(env or {})}
 
 
@@ -26,7 +26,7 @@ def run_cli(
     timeout: float = 120,
     command: Sequence[str] = (sys.executable, "-m", "trainapp"),
 ) -> subprocess.CompletedProcess:
-    """`python -m trainapp OVERRIDES` in `cwd`, to its end. Never raises for its exit code."""
+    """Run `python -m trainapp OVERRIDES` in `cwd` to the end. A nonzero exit code does not raise."""
     return subprocess.run(
         [*command, *overrides],
         cwd=cwd,
@@ -38,7 +38,7 @@ def run_cli(
 
 
 def train(run_dir: Path, *overrides: str, **options: Any) -> subprocess.CompletedProcess:
-    """A run in `run_dir` that has to succeed."""
+    """A run in `run_dir` that must succeed."""
     run_dir.parent.mkdir(parents=True, exist_ok=True)
     options.setdefault("cwd", run_dir.parent)
     done = run_cli(*overrides, f"hydra.run.dir={run_dir}", **options)
@@ -47,17 +47,17 @@ def train(run_dir: Path, *overrides: str, **options: Any) -> subprocess.Complete
 
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """The log steps, one dictionary each."""
+    """The log steps, one dict each."""
     return _lines(run_dir / "metrics.jsonl")
 
 
 def evaluations(run_dir: Path) -> list[dict[str, Any]]:
-    """The evaluations, one dictionary each."""
+    """The evaluations, one dict each."""
     return _lines(run_dir / "evaluations.jsonl")
 
 
 def result(run_dir: Path) -> dict[str, Any]:
-    """How the run ended."""
+    """The contents of result.json."""
     return json.loads((run_dir / "result.json").read_text())
 
 
@@ -67,7 +67,7 @@ def incidents(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def scalars(run_dir: Path) -> dict[str, dict[int, float]]:
-    """`{tag: {step: value}}` from TensorBoard's event files; values are 32-bit floats there."""
+    """`{tag: {step: value}}` from TensorBoard's event files, where values are 32-bit floats."""
     accumulator = _events(run_dir)
     return {
         tag: {event.step: event.value for event in accumulator.Scalars(tag)} for tag in accumulator.Tags()["scalars"]
@@ -95,7 +95,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _events(run_dir: Path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # late: a second
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # slow: a second
 
     accumulator = EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"scalars": 0, "tensors": 0})
     accumulator.Reload()

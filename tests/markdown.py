@@ -7,12 +7,12 @@ from pathlib import Path
 
 
 def blocks(document: Path, language: str) -> list[str]:
-    """The contents of the blocks that are marked as `language`, in order."""
+    """The contents of the blocks marked as `language`, in order."""
     return re.findall(rf"^```{language}\n(.*?)^```$", document.read_text(), re.MULTILINE | re.DOTALL)
 
 
 def write_files(document: Path, folder: Path) -> set[str]:
-    """Write the blocks that have a line with their path before them. Returns the paths."""
+    """Write the blocks that are preceded by a line with their path. Returns the paths."""
     named = re.findall(r"^`(\S+)`\n```(?:python|yaml)\n(.*?)^```$", document.read_text(), re.MULTILINE | re.DOTALL)
     for path, block in named:
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
@@ -27,7 +27,7 @@ def commands(document: Path) -> list[list[str]]:
 
 
 def with_this_python(words: list[str]) -> list[str]:
-    """The same command in the environment of the tests: no set-up, no activation."""
+    """The same command in the test environment: no set-up, no activation."""
     beside = Path(sys.executable).parent
     if words[:3] == ["python", "-m", "trainapp"]:
         return [sys.executable, *words[1:]]

@@ -1,11 +1,11 @@
-"""Models with an allocation of a size that a test chooses."""
+"""Models whose allocation has a size chosen by the test."""
 
 import torch
 from torch import Tensor, nn
 
 
 class Scratch(nn.Module):
-    """A linear model that also fills a buffer, whose size does not depend on the batch, in every forward."""
+    """A linear model that also fills a buffer in every forward; the buffer's size does not depend on the batch."""
 
     def __init__(self, num_classes: int, scratch: int = 1):
         super().__init__()
@@ -16,14 +16,14 @@ class Scratch(nn.Module):
 
 
 class ScratchInEvaluation(Scratch):
-    """The same in evaluation alone."""
+    """The same, but only in evaluation."""
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.linear(inputs.flatten(1)) if self.training else super().forward(inputs)
 
 
 class Widening(nn.Module):
-    """A second layer of twice the width: at half the batch it asks for what the first asked for."""
+    """A second layer of twice the width: at half the batch it requests what the first requested."""
 
     def __init__(self, num_classes: int, width: int = 64):
         super().__init__()

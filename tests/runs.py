@@ -16,7 +16,7 @@ from trainapp.train.run import Run
 from trainapp.train.step import accumulate_gradients, clip_gradients
 from trainapp.train.totals import Totals
 
-# A tiny run on the CPU: what a test does not say is this.
+# A tiny run on the CPU: the defaults for every test.
 TINY = (
     "train.device=cpu",
     "train.max_epochs=null",
@@ -27,7 +27,7 @@ TINY = (
     "every.save=null",
     "memory.guard=false",
 )
-# Nothing but its steps, their sizes included, and nothing of it is kept.
+# Only its training steps and their sizes; nothing is saved or remembered.
 STEPS_ONLY = (*TINY, "checkpointing=off", "oom.remember=false", "oom.grow=false")
 MODELS = {
     "mlp": ("model=mlp", "model.width=16", "data=digits"),
@@ -58,22 +58,22 @@ def run(run_dir: Path, *overrides: str) -> RunResult:
 
 
 def prepare(run_dir: Path, *overrides: str) -> Run:
-    """A run that stands before its next step. The caller closes its tracker."""
+    """A run that is ready for its next step. The caller closes its tracker."""
     return runner.prepare(configure(run_dir, *overrides), StopRequest(), SingleRank())
 
 
 def accumulate(run: Run, is_logged: bool = False) -> Totals:
-    """The gradients of the coming step, not yet clipped."""
+    """Accumulate the gradients of the next step, without clipping them."""
     return accumulate_gradients(run, run.next_step()._replace(is_logged=is_logged))
 
 
 def clip(run: Run) -> torch.Tensor:
-    """The gradients of the coming step, clipped. Returns their norm before."""
+    """Accumulate and clip the gradients of the next step. Returns their norm before clipping."""
     return clip_gradients(run, run.next_step(), accumulate(run))
 
 
 class StopAt(StopRequest):
-    """Asks for a stop as Ctrl-C would, in the course of the step that is to be the last."""
+    """Requests a stop, as Ctrl-C would, during the step that is to be the last."""
 
     def __init__(self, step: int):
         self.step = step
@@ -91,7 +91,7 @@ class StopAt(StopRequest):
 
 
 def run_until(run_dir: Path, step: int, *overrides: str) -> Run:
-    """The loop until a request to stop after `step` steps: it saves, as a run that is interrupted does."""
+    """The loop until a stop request after `step` steps, which makes it save, as an interrupted run does."""
     stop = StopAt(step)
     run = runner.prepare(configure(run_dir, *overrides), stop, SingleRank())
     stop.run = run
@@ -103,7 +103,7 @@ def run_until(run_dir: Path, step: int, *overrides: str) -> Run:
 
 
 def checkpoint(run_dir: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies."""
+    """The path of a step's checkpoint."""
     return run_dir / "checkpoints" / f"step_{step:08d}"
 
 
@@ -115,7 +115,7 @@ def saved(run_dir: Path, step: int) -> dict:
 
 
 def tensors(path: Path) -> dict[str, dict]:
-    """All tensors of a checkpoint, whole and by part, read by torch itself."""
+    """All tensors of a checkpoint, full and by part, read by torch itself."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.format_utils import _EmptyStateDictLoadPlanner
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
@@ -127,7 +127,7 @@ def tensors(path: Path) -> dict[str, dict]:
 
 
 def differences(a: object, b: object, path: str = "") -> list[str]:
-    """Where two nested containers of tensors and plain values are not equal bit for bit."""
+    """Where two nested containers of tensors and plain values are not bit-identical."""
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return [] if a.dtype == b.dtype and torch.equal(a, b) else [path]
     if isinstance(a, dict) and isinstance(b, dict):
@@ -140,12 +140,12 @@ def differences(a: object, b: object, path: str = "") -> list[str]:
 
 
 def weights(model: nn.Module) -> torch.Tensor:
-    """All parameters as one vector, a copy."""
+    """All parameters as one vector (a copy)."""
     return torch.cat([p.detach().flatten().clone() for p in model.parameters()])
 
 
 def gradients(model: nn.Module) -> torch.Tensor:
-    """All gradients as one vector, a copy."""
+    """All gradients as one vector (a copy)."""
     return torch.cat([p.grad.flatten().clone() for p in model.parameters()])
 
 

@@ -1,4 +1,4 @@
-"""The shape that docs/architecture.md promises."""
+"""The structure that docs/architecture.md promises."""
 
 import ast
 import re
@@ -16,7 +16,7 @@ def functions(path: Path) -> list[ast.FunctionDef]:
 
 
 def types_of(function: ast.FunctionDef) -> set[str]:
-    """The classes that the parameters' annotations name."""
+    """The classes named in the parameters' annotations."""
     arguments = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
     texts = [ast.unparse(a.annotation) for a in arguments if a.annotation is not None]
     return {name for text in texts for name in re.findall(r"\w+", text)}

@@ -35,7 +35,7 @@ def test_an_out_of_memory_error_changes_nothing(quick):
     _, job, rows = quick
     row = rows["trainapp"]
     steps = job["size"] // job["global_size"]
-    assert row["out_of_memory"] > 0  # else there is nothing to see
+    assert row["out_of_memory"] > 0  # otherwise nothing is tested
     assert row["undisturbed"]["out_of_memory"] == 0
     assert row["steps_done"] == row["steps_in_weights"] == row["steps_reported"] == steps
     assert row["samples_trained"] == row["samples_in_weights"] == job["size"]
@@ -60,7 +60,7 @@ def test_the_others_take_part_where_they_are_installed(quick, trainer, packages)
     if any(importlib.util.find_spec(name) is None for name in names):
         assert row["missing"].startswith("pip install ")
         return
-    # Both do more steps than they report.
+    # Both perform more steps than they report.
     assert row["out_of_memory"] > 0
     assert row["steps_done"] > row["steps_reported"]
     assert row["samples_trained"] > job["size"]
@@ -68,7 +68,7 @@ def test_the_others_take_part_where_they_are_installed(quick, trainer, packages)
 
 
 def test_the_ledger_tells_repeated_and_skipped_samples(monkeypatch):
-    """A trainer that takes an aborted step's samples again, or drops some, does not pass."""
+    """A trainer that repeats or drops an aborted step's samples does not pass."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import oom_job
     import oom_recovery
@@ -84,7 +84,7 @@ def test_the_ledger_tells_repeated_and_skipped_samples(monkeypatch):
             model(torch.ones(1, 1)).sum().backward()
         optimizer.step()
 
-    ledger.saw(model, torch.tensor([9]))  # given up before its backward: belongs to no step
+    ledger.saw(model, torch.tensor([9]))  # aborted before its backward: belongs to no step
     step([0, 1], [2])
     step([2], [3])
     row = oom_recovery.findings(ledger, {"size": 6}, 2, 0.0, 0.0, 0, 0)
@@ -128,7 +128,7 @@ def test_the_picture_shows_what_the_run_did(tmp_path, monkeypatch):
 
 
 class Recorder:
-    """Stands in for axes: notes the positional arguments of every call by the method's name."""
+    """Stands in for axes: records the positional arguments of every call by method name."""
 
     def __init__(self):
         self.calls, self.xaxis, self.spines = {}, mock.MagicMock(), mock.MagicMock()

@@ -1,4 +1,4 @@
-"""Every benchmark runs with tiny settings and prints its tables. How long things take is not asked here."""
+"""Every benchmark runs with tiny settings and prints its tables. Timings are not asserted."""
 
 import json
 import os
@@ -36,7 +36,7 @@ def test_overhead_compares_loops_that_do_the_same_work(tmp_path):
     found = rows(run("overhead.py", *arguments))
     for loop in ("trainapp", "samples one by one", "one by one, AdamW not fused"):
         milliseconds, steps_per_second, ratio, *_ = (float(cell) for cell in found[loop][:3])
-        # Printed with three digits after the point.
+        # Printed with three digits after the decimal point.
         assert steps_per_second == pytest.approx(1000 / milliseconds, rel=0.02)
         assert ratio > 0
     assert found["hand-written"][2] == "1.000"
@@ -65,7 +65,7 @@ def test_startup_prints_its_tables_and_help_is_without_torch():
     found = rows(run("startup.py", "--runs", "1"))
     for command in ("trainapp --help", "trainapp --cfg job"):
         assert found[command][2] == "no", found[command]
-    # One run: the quartiles are its own seconds, printed with two digits.
+    # With one run the quartiles equal its seconds, printed with two digits.
     bare, app, difference = (float(found[name][1]) for name in ("bare script", "trainapp model=mlp", "difference"))
     assert difference == pytest.approx(app - bare, abs=0.011)
     assert "import hydra" in found

@@ -1,4 +1,4 @@
-"""The command line as a user meets it: help without torch, and every mistake as one message without a trace."""
+"""The command line as a user meets it: help without torch, and every mistake as one message without a traceback."""
 
 import re
 import sys
@@ -18,7 +18,7 @@ RUN_DIR = re.compile(r"outputs/[\d-]+/[\d-]+-[0-9a-f]{6}/")
 
 
 def assert_refused(done, cwd, *parts, written=frozenset()):
-    """One message on stderr that has all `parts`, exit code 2, and no file but Hydra's own and those in `written`."""
+    """One message on stderr with all `parts`, exit code 2, and no files except Hydra's own and those in `written`."""
     first, *rest = done.stderr.splitlines()
     assert done.returncode == 2, done.stderr
     assert first.startswith("trainapp: "), done.stderr
@@ -33,7 +33,7 @@ def assert_refused(done, cwd, *parts, written=frozenset()):
 
 
 def imported(done):
-    """Modules that a process under `-X importtime` has imported."""
+    """The modules imported by a process that ran under `-X importtime`."""
     return {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
 
 
@@ -43,7 +43,7 @@ def test_help_and_cfg_and_wrong_values_never_import_torch(tmp_path):
         modules = imported(run_cli(*arguments, cwd=tmp_path, command=traced))
         assert "trainapp.config.schema" in modules
         assert not {name for name in modules if name.partition(".")[0] == "torch"}, arguments
-    # Control: what needs the model's class brings torch, and the probe sees it.
+    # Control: anything that needs the model's class imports torch, and the probe detects it.
     assert "torch" in imported(run_cli("model.depth=19", cwd=tmp_path, command=traced))
 
 
@@ -111,7 +111,7 @@ def test_several_mistakes_are_reported_together(tmp_path):
     assert len(done.stderr.splitlines()) == 4
 
 
-# Mistakes that need the classes or the files
+# Mistakes that need the classes or the files to be detected
 
 
 @pytest.mark.parametrize("name", ["LBFGS", "SparseAdam"])
@@ -157,7 +157,7 @@ def test_fp16_on_a_device_that_cannot():
     settings = schema.Precision(mode="fp16")
     with pytest.raises(UserError, match=r"precision=fp16: this device \(meta\) cannot compute.*use precision=fp32"):
         precision.build(settings, torch.device("meta"))
-    assert precision.build(settings, torch.device("cpu")).scaler.is_enabled()  # this one can
+    assert precision.build(settings, torch.device("cpu")).scaler.is_enabled()  # the CPU can
 
 
 def test_device_that_is_not_there(tmp_path):
@@ -221,7 +221,7 @@ def test_memory_limit_that_leaves_nothing_or_exceeds_the_machine(tmp_path):
         runs.run(tmp_path / "run", "memory.limit=900GiB")
 
 
-# Faults that are not the user's typing
+# Faults that are not typing mistakes
 
 
 def test_fault_in_a_users_model_keeps_its_trace(tmp_path):

@@ -1,4 +1,4 @@
-"""The contracts on imports in pyproject.toml catch what they are for. scripts/test checks that the code keeps them."""
+"""The import contracts in pyproject.toml catch what they are for. scripts/test checks that the code keeps them."""
 
 import shutil
 import subprocess

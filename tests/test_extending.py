@@ -1,4 +1,4 @@
-"""docs/extending.md: its files and its commands, as they stand there."""
+"""The files and commands of docs/extending.md work as printed."""
 
 import subprocess
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow  # half a minute
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
-    """The folder in which `my_project` lies, with what each command did there."""
+    """The folder that contains `my_project`, and what each command did there."""
     folder = tmp_path_factory.mktemp("reader")
     written = write_files(DOCUMENT, folder)
     assert written == files(folder)

@@ -100,7 +100,7 @@ while True:
 
 @pytest.mark.parametrize("way", ["atomic", "plain"])
 def test_several_processes_that_are_killed_leave_one_whole(tmp_path, way):
-    """Readers never see a part or a mixture; with a plain write they do."""
+    """Readers never see a partial or mixed file; with a plain write they do."""
     path = tmp_path / "a.txt"
     command = [sys.executable, "-c", WRITERS, str(path)]
     writers = [subprocess.Popen([*command, letter, way], env=helpers.environment()) for letter in "ab"]

@@ -15,7 +15,7 @@ GROUPS = {
     if folder.is_dir()
 }
 IN_PROCESS = [(group, option) for group, options in GROUPS.items() for option in options if group != "parallel"]
-# What an option needs to be quick, or beside it to make sense. All others train an mlp on the digits.
+# What an option needs to be quick or to be valid. All others train an mlp on the digits.
 BESIDE = {
     ("model", "resnet"): MODELS["resnet"][1:],
     ("model", "gpt"): MODELS["gpt"][1:],
@@ -84,7 +84,7 @@ def test_every_precision_with_every_model(tmp_path, mode, model):
     assert [("loss_scale" in line) for line in lines] == [mode == "fp16"] * 2
 
 
-# LBFGS wants to call the model again, SparseAdam sparse gradients, Muon matrices only.
+# LBFGS needs to call the model again, SparseAdam needs sparse gradients, Muon takes only matrices.
 UNSUITED = ("Optimizer", "LBFGS", "SparseAdam", "Muon")
 OPTIMIZERS = sorted(
     name
@@ -112,7 +112,7 @@ def test_any_torch_optimizer_by_its_name(tmp_path, name):
 @pytest.mark.parametrize(
     ("shape", "factors"),
     [
-        # 10 steps, a warm-up of 2, down to a tenth at the end: what the rate is multiplied by, worked out by hand.
+        # 10 steps, a warm-up of 2, down to a tenth at the end: the multipliers of the rate, worked out by hand.
         ("constant", [0.5, 1, 1, 1, 1, 1, 1, 1, 1, 1]),
         ("linear", [0.5, 1] + [1 - 0.9 * k / 8 for k in range(8)]),
         ("cosine", [0.5, 1] + [0.1 + 0.45 * (1 + math.cos(math.pi * k / 8)) for k in range(8)]),
@@ -150,7 +150,7 @@ def test_a_micro_batch_that_was_asked_for_is_not_remembered_as_one_that_had_to_b
 def test_compiled_model_learns_as_the_plain_one(tmp_path, model):
     overrides = (*MODELS[model], "train.max_steps=2", "every.eval=2")
     if model == "gpt":
-        overrides += ("model.dropout=0",)  # compiled dropout draws other numbers
+        overrides += ("model.dropout=0",)  # compiled dropout draws different random numbers
     torch.compiler.reset()
     for name in ("false", "true"):
         runs.run(tmp_path / name, *overrides, f"train.compile={name}")
@@ -166,7 +166,7 @@ def test_checkpointing_off_writes_none(tmp_path):
         assert json.loads((tmp_path / option / "result.json").read_text())["checkpoint"] == ended.checkpoint
 
 
-# 512 samples at once need 3.1 MiB, of which 1.3 are there whatever the micro-batch is.
+# 512 samples at once need 3.1 MiB, of which 1.3 do not depend on the micro-batch.
 SCARCE = ("model=mlp", "data=digits", "batch.global_size=512", "memory.limit=2.5MiB", "train.max_steps=2")
 
 

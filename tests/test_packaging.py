@@ -55,13 +55,13 @@ def wheel(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def installed(wheel, tmp_path_factory):
-    """The bin folder of a new environment with the wheel, which sees this environment's other packages."""
+    """The bin folder of a new environment that has the wheel and can see this environment's other packages."""
     home = tmp_path_factory.mktemp("installed") / "env"
     venv.create(home, with_pip=True)
     pip = run(home / "bin/python", "-m", "pip", "install", "-q", "--no-index", "--no-deps", wheel, cwd=home)
     assert pip.returncode == 0, pip.stderr
     (site,) = home.glob("lib/python*/site-packages")
-    # A path added so is searched last and its own .pth files are not read: an editable install is not seen.
+    # A path added this way is searched last and its .pth files are not read: an editable install stays invisible.
     (site / "outer.pth").write_text("\n".join({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}) + "\n")
     return home / "bin"
 
@@ -138,7 +138,7 @@ def direct_requirements():
 def unpinned(pinned):
     """Names of the project's installed dependencies, direct and indirect, that have no pin in `pinned`.
 
-    What another package requires at one exact version, as torch does with its CUDA packages, counts as pinned.
+    A package that another one requires at an exact version, as torch does its CUDA packages, counts as pinned.
     """
     todo, seen, exact = [(r, "") for r in direct_requirements()], set(), set()
     while todo:
@@ -161,7 +161,7 @@ CONSTRAINTS = (ROOT / "constraints.txt").read_text()
 def test_every_installed_dependency_is_pinned():
     pinned = pins(CONSTRAINTS, f"3.{sys.version_info.minor}")
     assert unpinned(pinned) == set()
-    # Controls: a direct, an indirect and a test's dependency are missed when their pins are gone.
+    # Controls: the check detects a direct, an indirect and a test dependency whose pin is removed.
     for name in ("psutil", "markupsafe", "pluggy"):
         assert unpinned({k: v for k, v in pinned.items() if k != name}) == {name}
 
@@ -310,7 +310,7 @@ def test_train_installs_when_needed_and_runs_where_it_was_called(checkout, tmp_p
     assert train(checkout, here) == (0, expected, True)
     assert train(checkout, here) == (0, expected, False)
 
-    # An install that fails is shown, is not taken for done, and nothing runs.
+    # A failed install is reported and not taken for done, and nothing runs.
     backend = (checkout / "backend.py").read_text()
     (checkout / "backend.py").write_text("def build_editable(*_, **__): raise OSError('no space for this wheel')\n")
     (checkout / "constraints.txt").write_text("")

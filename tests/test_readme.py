@@ -1,4 +1,4 @@
-"""README.md: every command in it works, and the output that it shows is what the program prints."""
+"""README.md: every command in it works, and the output it shows is what the program prints."""
 
 import re
 import subprocess
@@ -8,11 +8,11 @@ from helpers import ROOT, environment, incidents, metrics, result, run_cli
 from markdown import blocks, commands, with_this_python
 
 DOCUMENT = ROOT / "README.md"
-pytestmark = pytest.mark.timeout(900)  # a dozen runs one after the other: half a minute on idle cores
-# What a reader waits for, a test need not: these are appended where a command trains.
+pytestmark = pytest.mark.timeout(900)  # a dozen runs in a row: half a minute on idle cores
+# A test need not wait as long as a reader: these are appended to commands that train.
 SHORT = {
     "memory.limit=": ("train.max_steps=12",),  # until the search for a size has ended
-    "outputs/first": (),  # resuming has a length of its own
+    "outputs/first": (),  # resuming has its own length
     "-m": ("train.max_steps=2", "model.width=8"),
     "eval": (),
     "": ("train.max_steps=6",),
@@ -32,17 +32,17 @@ def recovers(words):
 
 @pytest.fixture(scope="module")
 def session(tmp_path_factory):
-    """A reader's directory, with what each command of the README did there, in order."""
+    """A reader's directory, and what each command of the README did there, in order."""
     folder = tmp_path_factory.mktemp("reader")
     env = environment({"TRAINAPP_CACHE": str(folder / "cache")})
     done = []
     for words in commands(DOCUMENT):
-        if words[0] == "scripts/test":  # these very tests
+        if words[0] == "scripts/test":  # this very test suite
             assert (ROOT / "scripts/test").stat().st_mode & 0o100
             continue
         command = with_this_python(shortened(words))
         if words[0] == "tensorboard":
-            command.append("--inspect")  # reads the same files, then ends
+            command.append("--inspect")  # reads the same files, then exits
         before = set(folder.glob("outputs/**/result.json"))
         process = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
         new = sorted(path.parent for path in set(folder.glob("outputs/**/result.json")) - before)
@@ -51,7 +51,7 @@ def session(tmp_path_factory):
 
 
 def find(session, part):
-    """The first command with this part: its process and its run directories."""
+    """The first command that contains this part: its process and its run directories."""
     _, done = session
     return next((process, runs) for words, process, runs in done if part in " ".join(words))
 
@@ -72,7 +72,7 @@ def test_the_second_thing_to_try_meets_a_real_error_and_recovers(session):
     assert result(run)["peak_memory_bytes"] <= 48 * 2**20
     assert {line["batch/global_size"] for line in metrics(run)} == {64}
     shown = next(text for text in blocks(DOCUMENT, "text") if "out of memory" in text)
-    # What a reader sees of the recovery, and how it ends, is what the README shows, word for word.
+    # The README shows word for word what a reader sees of the recovery and of its result.
     printed, shown = process.stderr.splitlines(), shown.splitlines()
     assert story(printed) == story(shown)
     assert len(story(shown)) >= 8
@@ -81,7 +81,7 @@ def test_the_second_thing_to_try_meets_a_real_error_and_recovers(session):
 
 
 def story(lines):
-    """Lines between the first one, about the plan, and the end of the search; without numbers that depend on time."""
+    """Lines between the first, about the plan, and the end of the search; without numbers that depend on time."""
     end = next(number for number, line in enumerate(lines) if line.startswith("the search ended"))
     return [line for line in lines[1 : end + 1] if not re.match(r"step \d+/\d+ ", line)]
 

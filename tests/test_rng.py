@@ -1,4 +1,4 @@
-"""Random generators: seeding, and returning to an earlier state."""
+"""Random generators: seeding, and restoring an earlier state."""
 
 import random
 
@@ -56,7 +56,7 @@ def test_seed_0_is_a_seed():
 @pytest.mark.parametrize("first", ["random", "gauss", "seed", "nothing"])
 @pytest.mark.parametrize("second", ["random", "gauss", "seed", "numpy", "nothing"])
 def test_generators_return_to_the_last_take(first, second):
-    """Whatever was drawn between two takes, and after the last one."""
+    """Whatever is drawn between two takes and after the last one."""
     draw = {
         "random": random.random,
         "gauss": lambda: random.gauss(0, 1),
@@ -77,7 +77,7 @@ def test_generators_return_to_the_last_take(first, second):
 
 
 def test_the_state_of_pythons_generator_is_found_in_memory():
-    """Else every step copies it word by word: 20 microseconds. True of every CPython that trainapp supports."""
+    """Otherwise every step copies it word by word, 20 microseconds. Holds for every CPython that trainapp supports."""
     before = _python_words()
     assert len(before) == 625 * 4
     random.random()

@@ -15,7 +15,7 @@ import torch
 
 from trainapp.signals import StopRequest
 
-# The module holds each step for a while, so that a signal strikes in the middle of the run and not at its end.
+# The module slows each step down, so that a signal arrives in the middle of the run, not after it.
 SLOW_MODEL = """
 import time
 from trainapp.models.mlp import MLP
@@ -88,7 +88,7 @@ def wait_for_steps(run_dir, steps, process):
 
 @pytest.mark.parametrize(("number", "code", "workers"), [(signal.SIGINT, 130, 0), (signal.SIGTERM, 143, 2)])
 def test_saves_and_continues_as_if_never_stopped(tmp_path, monkeypatch, number, code, workers):
-    """The step is finished and saved; the command that is printed, as it is printed, ends with the same weights."""
+    """The step is finished and saved; the printed command, run verbatim, ends with the same weights."""
     folder = tmp_path / "with a blank"
     folder.mkdir()
     run_dir = folder / "stopped run"
@@ -122,10 +122,10 @@ def test_saves_and_continues_as_if_never_stopped(tmp_path, monkeypatch, number, 
 
 
 def test_a_second_signal_leaves_at_once(tmp_path):
-    """In the middle of a step that takes half a minute, without a checkpoint."""
+    """In the middle of a step that takes half a minute, with no checkpoint."""
     process = start(tmp_path, tmp_path / "run", "train.max_steps=40", "+model.seconds=30")
     deadline = time.monotonic() + 60
-    while "samples" not in process.stderr.readline():  # the plan: training begins
+    while "samples" not in process.stderr.readline():  # the plan: training is about to begin
         assert time.monotonic() < deadline
     time.sleep(0.5)
     process.send_signal(signal.SIGINT)
@@ -140,7 +140,7 @@ def test_a_second_signal_leaves_at_once(tmp_path):
 
 
 def test_ctrl_c_at_a_terminal_reaches_the_loaders_workers_too(tmp_path):
-    """The whole process group gets the signal: the step must still find its data, and one line tells of it."""
+    """The whole process group gets the signal: the step must still get its data, and one line reports the signal."""
     process = start(tmp_path, tmp_path / "run", "train.max_steps=60", "data.num_workers=2", start_new_session=True)
     wait_for_steps(tmp_path / "run", 4, process)
     sent = time.monotonic()
@@ -164,7 +164,7 @@ def test_without_checkpoints_no_resume_is_promised(tmp_path):
 
 @pytest.mark.parametrize("parallel", [(), pytest.param(("parallel=ddp", "parallel.devices=2"), marks=pytest.mark.slow)])
 def test_who_handled_a_signal_before_gets_it_after_the_save(tmp_path, parallel):
-    """As in a job of submitit, whose own handler queues it again."""
+    """As in a submitit job, whose own handler requeues it."""
     (tmp_path / "job.py").write_text(HANDLED_OUTSIDE)
     (tmp_path / "slow_model.py").write_text(SLOW_MODEL)
     words = ["model=mlp", *SETTINGS, *parallel, "train.max_steps=400", "hydra.run.dir=run"]

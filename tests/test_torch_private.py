@@ -1,4 +1,4 @@
-"""One test of each private part of torch that the program uses: it fails when torch changes it."""
+"""One test of each private part of torch that the program uses: it fails when torch changes that part."""
 
 import ast
 import inspect
@@ -41,7 +41,7 @@ from trainapp.torch_private import (
 
 
 class Seen(DispatchMode):
-    """Notes the name of every operation."""
+    """Records the name of every operation."""
 
     def __init__(self):
         super().__init__()
@@ -104,7 +104,7 @@ def test_storage_id_is_of_the_storage():
     tensor, other = torch.zeros(4), torch.zeros(4)
     assert storage_id(tensor.untyped_storage()) == storage_id(tensor[2:].untyped_storage())
     assert storage_id(tensor.untyped_storage()) != storage_id(other.untyped_storage())
-    empty = [torch.zeros(0), torch.zeros(0)]  # the address of their data is the same: none
+    empty = [torch.zeros(0), torch.zeros(0)]  # both have the same (null) data address
     assert len({storage_id(t.untyped_storage()) for t in empty}) == 2
     assert len({t.data_ptr() for t in empty}) == 1
 
@@ -119,7 +119,7 @@ def test_version_counts_writes():
 
 
 def test_version_does_not_count_batchnorms_writes():
-    """Why the version alone does not tell that a buffer of the state is unchanged."""
+    """Why the version alone does not show that a buffer of the state is unchanged."""
     norm = nn.BatchNorm1d(2)
     mean, before = norm.running_mean.clone(), version_of(norm.running_mean)
     norm(torch.randn(4, 2))
@@ -164,7 +164,7 @@ def test_non_persistent_buffers():
 @pytest.mark.parametrize("convert", [lambda m: m.to(torch.bfloat16), lambda m: m.half(), lambda m: m.double()])
 def test_buffers_keep_their_dtype(convert):
     module = module_with_buffers(KeepsBufferDtypes)
-    module.table.mul_(1 + 2**-20)  # no other dtype that it is converted to has this value and comes back
+    module.table.mul_(1 + 2**-20)  # a value that no conversion to another dtype and back preserves
     table, model = module.table.clone(), nn.Sequential(module, nn.Linear(1, 1))
     convert(model)
     assert model[1].weight.dtype != torch.float32
@@ -186,7 +186,7 @@ def tracked(tracker_class):
 def test_the_tracker_ignores_recomputed_forwards():
     from torch.utils.module_tracker import ModuleTracker
 
-    assert tracked(ModuleTracker) > 0  # what the subclass is for
+    assert tracked(ModuleTracker) > 0  # the reason for the subclass
     assert tracked(ForwardModuleTracker) == 0
 
 
@@ -224,7 +224,7 @@ def test_a_dispatch_mode_sees_forward_and_backward():
 
 
 def test_a_dispatch_mode_is_not_wrapped():
-    """torch's default puts a wrapper around `__torch_dispatch__`, which costs time in every operation."""
+    """torch by default wraps `__torch_dispatch__`, which costs time in every operation."""
     assert Seen.__torch_dispatch__.__code__.co_filename == __file__
 
 
@@ -267,12 +267,12 @@ def test_attention_operators():
 
 
 def overflown():
-    """A loss scaler that has just unscaled a gradient that is not finite."""
+    """A loss scaler that has just unscaled a non-finite gradient."""
     weight = torch.ones(1, requires_grad=True)
     optimizer = torch.optim.SGD([weight], lr=1.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     weight.grad = torch.tensor([float("inf")])
-    scaler.scale(torch.ones(1))  # creates the scale, as a loss does
+    scaler.scale(torch.ones(1))  # creates the scale, as scaling a loss does
     scaler.unscale_(optimizer)
     return weight, optimizer, scaler
 
@@ -282,7 +282,7 @@ def test_found_inf_is_the_flag_that_the_scaler_reads():
     (flag,) = found_inf(scaler, optimizer)
     assert float(flag) == 1.0
     weight.grad.fill_(1.0)
-    flag.zero_()  # the step now counts as one without an overflow, as an all-reduce could decide
+    flag.zero_()  # the step now counts as one without overflow, as an all-reduce could decide
     scaler.step(optimizer)
     assert weight.tolist() == [0.0]
 
@@ -297,20 +297,20 @@ def test_forget_unscaling():
 
 
 def test_fsdps_collectives_can_be_extended():
-    """`allocate` for the buffer, then the call; both are what FSDP2's custom collectives have to provide."""
+    """`allocate` for the buffer, then the call: FSDP2's custom collectives must provide both."""
     from torch.distributed.fsdp import FSDPModule
 
     gather, reduce = fsdp_collectives()
     for collective in (gather, reduce):
         assert callable(collective.allocate)
         assert "__call__" in vars(collective)
-        collective()  # no arguments
+        collective()  # takes no arguments
     assert "comm" in inspect.signature(FSDPModule.set_custom_all_gather).parameters
     assert "comm" in inspect.signature(FSDPModule.set_custom_reduce_scatter).parameters
 
 
 def test_memory_history_takes_these_arguments():
-    """Without a GPU; `test_memory_history_of_a_gpu` calls it."""
+    """Only the signature: needs no GPU. `test_memory_history_of_a_gpu` calls it."""
     recording = inspect.signature(torch.cuda.memory._record_memory_history)
     recording.bind(max_entries=1, context="alloc", stacks="python")
     recording.bind(enabled=None)
@@ -344,7 +344,7 @@ def test_a_summary_is_one_event(tmp_path):
 
 
 def private_uses(source):
-    """The private attributes of torch's objects that a file reads, and the private modules that it imports."""
+    """The private attributes of torch objects that a file reads, and the private modules that it imports."""
     scaler, optimizer = torch.amp.GradScaler("cpu"), torch.optim.SGD([torch.zeros(1)])
     owners = [torch, torch.Tensor, torch.UntypedStorage, nn.Module(), nn.modules.batchnorm, torch.cuda.memory]
     private = {name for owner in (*owners, scaler, optimizer) for name in dir(owner) if name.startswith("_")}

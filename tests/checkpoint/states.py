@@ -1,4 +1,4 @@
-"""A state of one tensor, to save and find again; and how to damage a checkpoint."""
+"""A state of one tensor to save and reload, and ways to damage a checkpoint."""
 
 import hashlib
 import json
@@ -17,7 +17,7 @@ SHARD, METADATA, VALUES, MANIFEST = "__0_0.distcp", ".metadata", "values.pt", "m
 
 
 class OneTensor:
-    """What a Checkpointer needs of a TrainState."""
+    """The parts of a TrainState that a Checkpointer needs."""
 
     device = torch.device("cpu")
 
@@ -25,11 +25,11 @@ class OneTensor:
         self.value = torch.full((floats,), float(value))
 
     def tensors(self) -> dict[str, Any]:
-        """Its one tensor."""
+        """Its only tensor."""
         return {"model": {"value": self.value}}
 
     def values(self, rng: list[Any]) -> dict[str, Any]:
-        """Nothing but the generators."""
+        """Only the generators."""
         return {"rng": rng}
 
 
@@ -39,7 +39,7 @@ def directory(run_dir: Path, keep_last: int = 2) -> CheckpointDirectory:
 
 
 def save(run_dir: Path, step: int, is_best: bool = False, keep_last: int = 2, floats: int = 1000) -> None:
-    """A checkpoint whose tensor tells its step."""
+    """Save a checkpoint whose tensor encodes its step."""
     saver = Checkpointer(OneTensor(step, floats), directory(run_dir, keep_last), SingleRank(), asynchronous=False)
     saver.save(step, {}, {}, is_best)
 
@@ -50,7 +50,7 @@ def value(path: Path) -> torch.Tensor:
 
 
 def names(run_dir: Path) -> list[str]:
-    """Everything in the folder of checkpoints."""
+    """All names in the folder of checkpoints."""
     return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
 
 
@@ -69,7 +69,7 @@ def damage_file(path: Path, how: str) -> None:
 
 
 def vouch_for(path: Path, name: str) -> None:
-    """Make the manifest agree with a file that was changed."""
+    """Update the manifest to match a changed file."""
     content = (path / name).read_bytes()
     manifest = json.loads((path / MANIFEST).read_text())
     manifest["files"][name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}

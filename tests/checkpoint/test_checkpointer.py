@@ -1,4 +1,4 @@
-"""What a checkpoint holds, saving at once and in the background, and disks that refuse."""
+"""What a checkpoint holds, saving synchronously and in the background, and full disks."""
 
 import hashlib
 import json
@@ -44,7 +44,7 @@ def test_what_is_in_one(tmp_path):
 
 
 def test_nothing_in_it_but_tensors_and_plain_values(tmp_path):
-    """Whatever weights_only refuses would make a checkpoint that cannot be loaded."""
+    """A value that weights_only refuses would make a checkpoint that cannot be loaded."""
 
     def kinds(value):
         if isinstance(value, dict):
@@ -72,7 +72,7 @@ def test_tied_weights_are_saved_once_and_stay_tied(tmp_path):
 
 
 def test_torchs_own_converter_makes_weights_to_start_from(tmp_path):
-    """The layout is torch's: its tool writes one file of it, whose `model` is a state dict."""
+    """The layout is torch's: its tool converts it to one file whose `model` is a state dict."""
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
     run = runs.run_until(tmp_path / "run", 2, *MLP)
@@ -84,7 +84,7 @@ def test_torchs_own_converter_makes_weights_to_start_from(tmp_path):
 
 @pytest.mark.parametrize("inside", ["", SHARD, VALUES])
 def test_a_checkpoint_is_no_file_of_weights(tmp_path, inside):
-    """The message tells how to get one."""
+    """The message says how to get a file of weights."""
     runs.run_until(tmp_path / "run", 1, *MLP)
     path = runs.checkpoint(tmp_path / "run", 1)
     with pytest.raises(UserError, match=f"mode=export checkpointing.resume={path}"):
@@ -96,7 +96,7 @@ def limit_files():
 
 
 def test_a_disk_that_refuses(tmp_path):
-    """The system's own limit on a file's size, in the second save of a run: one message, the first one intact."""
+    """The system's limit on file size strikes in a run's second save: one message, and the first one stays intact."""
     overrides = ("model=mlp", "train.max_epochs=null", "train.device=cpu", "every.eval=null")
     runs.run(tmp_path / "run", *overrides, "batch.global_size=64", "train.max_steps=2")
     done = subprocess.run(
@@ -144,7 +144,7 @@ def test_an_error_that_is_not_the_disks_is_not_hidden(tmp_path, monkeypatch, asy
 
 
 def test_in_the_background_the_same_is_saved(tmp_path):
-    """The state of the moment of `save`, not that of a later step, which changes the same tensors in place."""
+    """The state at the time of `save`, not that of a later step, which changes the same tensors in place."""
     overrides = (
         *runs.MODELS["gpt"],
         "train.ema=0.9",
@@ -195,7 +195,7 @@ def test_save_false_writes_nothing(tmp_path):
 
 
 def test_save_false_passes_over_what_was_saved_before(tmp_path):
-    """It resumes from a checkpoint, and neither reports it nor saves after it."""
+    """It resumes from a checkpoint, but neither reports it nor saves one."""
     runs.run_until(tmp_path, 2, *MLP)
     run = runs.prepare(tmp_path, *MLP, "checkpointing.save=false")
     run.tracker.close()

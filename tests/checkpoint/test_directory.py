@@ -1,4 +1,4 @@
-"""Checkpoints on disk: kept, removed, found again, passed over when damaged; and a kill at any moment."""
+"""Checkpoints on disk: kept, removed, found, skipped when damaged; and a kill at any moment."""
 
 import json
 import os
@@ -20,12 +20,12 @@ MLP = runs.MODELS["mlp"]
 
 
 def own_messages(caplog):
-    """The warnings of this project: torch logs the paths of its checkpoints, which name the test."""
+    """This project's warnings only: torch logs the paths of its checkpoints, which contain the test's name."""
     return [r.getMessage() for r in caplog.records if r.name.startswith("trainapp") and r.levelname == "WARNING"]
 
 
 def test_the_last_and_the_best_are_kept(tmp_path):
-    """The best by the objective, and as many of the newest as asked."""
+    """The best by the objective, and as many of the newest as configured."""
     found = []
     for step, is_best in ((1, True), (2, False), (3, True), (4, False), (5, False), (6, False)):
         save(tmp_path, step, is_best, keep_last=2)
@@ -50,7 +50,7 @@ def test_the_best_of_a_run(tmp_path):
     )
     accuracies = {line["step"]: line["accuracy"] for line in helpers.evaluations(tmp_path)}
     best = max(accuracies, key=lambda step: (accuracies[step], -step))
-    assert best not in (1, 8)  # else this proves nothing
+    assert best not in (1, 8)  # otherwise this proves nothing
     assert directory(tmp_path).best().name == f"step_{best:08d}"
     assert {name for name in names(tmp_path) if name.startswith("step_")} == {f"step_{best:08d}", "step_00000008"}
 
@@ -83,7 +83,7 @@ def test_after_a_damaged_one_the_run_ends_as_it_would_have(tmp_path):
 
 
 def test_a_damaged_one_does_not_push_out_a_good_one(tmp_path):
-    """The newest by its number may be the one that cannot be read."""
+    """The checkpoint with the highest step may be the one that cannot be read."""
     runs.run_until(tmp_path, 8, *MLP, "train.max_steps=20", "every.save=4", "checkpointing.keep_last=2")
     damage_file(runs.checkpoint(tmp_path, 8) / SHARD, "flipped")
     runs.run_until(tmp_path, 5, *MLP, "train.max_steps=20", "checkpointing.keep_last=1")
@@ -102,7 +102,7 @@ def test_all_damaged_starts_anew(tmp_path, caplog):
 
 
 def test_another_format_is_refused_by_name_and_passed_over(tmp_path, caplog):
-    """What an older version wrote: intact, but in files that this one does not read."""
+    """A checkpoint of an older version: intact, but in files that this version does not read."""
     save(tmp_path, 1)
     save(tmp_path, 2)
     old = runs.checkpoint(tmp_path, 2)
@@ -152,7 +152,7 @@ print(leftovers, highest)
 
 
 def test_killed_while_saving_leaves_a_good_one(tmp_path):
-    """kill -9 at twelve moments; every checkpoint that has its name is whole, and the newest goes forward."""
+    """kill -9 at twelve moments; every checkpoint under its final name is complete, and the newest step advances."""
     path = [Path(__file__).parent, Path(__file__).parents[1], *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
         [sys.executable, "-c", KILLED, str(tmp_path), "12"],
@@ -162,7 +162,7 @@ def test_killed_while_saving_leaves_a_good_one(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     leftovers, highest = map(int, done.stdout.split())
-    assert leftovers >= 4  # most of them struck in the middle of a save
+    assert leftovers >= 4  # most of the kills struck in the middle of a save
     assert highest >= 24
     save(tmp_path, highest + 1)
     assert not [name for name in names(tmp_path) if name.startswith(".tmp")]

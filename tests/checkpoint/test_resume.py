@@ -1,4 +1,4 @@
-"""A run that was stopped and resumed ends like the one that never was, bit for bit."""
+"""A run that was stopped and resumed ends bit-identical to an uninterrupted one."""
 
 import json
 import random
@@ -13,7 +13,7 @@ import torch
 from trainapp.errors import UserError
 from trainapp.train import loop
 
-# Over the end of an epoch: the data are small or the batch is large.
+# All cross the end of an epoch: the data set is small or the batch is large.
 CASES = {
     "mlp": (*runs.MODELS["mlp"], "batch.global_size=400", "batch.micro_size=150"),
     "resnet": (*runs.MODELS["resnet"], "batch.global_size=400", "batch.micro_size=150", "train.ema=0.5"),
@@ -26,12 +26,12 @@ TIMES = ("samples_per_second", "data_wait", "memory/")
 
 
 def losses(run_dir):
-    """Everything in metrics.jsonl that does not measure this process."""
+    """Everything in metrics.jsonl except measurements of this process."""
     return [{k: v for k, v in line.items() if not k.startswith(TIMES)} for line in helpers.metrics(run_dir)]
 
 
 def end(run_dir):
-    """The last checkpoint, less what the search for a micro-batch knows: a hint, to be proven again."""
+    """The last checkpoint without the state of the micro-batch search, a hint that must be proven again."""
     state = runs.saved(run_dir, 6)
     del state["sizes"]
     return state
@@ -72,7 +72,7 @@ def test_resumed_is_uninterrupted_bit_for_bit(tmp_path, case, stop, first, secon
 
 @pytest.mark.parametrize("case", ["mlp", "gpt"])
 def test_stopped_at_every_step(tmp_path, case):
-    """A process for each step: the same losses."""
+    """A separate process for each step: the same losses."""
     _, lines, _ = whole(tmp_path / "a", case)
     for stop in range(1, 7):
         runs.run_until(tmp_path / "b", stop, *CASES[case], "train.max_steps=6", "every.eval=4")
@@ -84,7 +84,7 @@ def test_stopped_at_every_step(tmp_path, case):
     [("gpt", "torch"), ("mlp", "consumed"), ("resnet", "epoch"), ("mlp", "optimizer"), ("resnet", "buffers")],
 )
 def test_each_part_of_the_state_is_needed(tmp_path, case, lost):
-    """Negative controls: with one part lost on the way, the end is another."""
+    """Negative controls: with one part of the state lost, the result differs."""
     expected, _, _ = whole(tmp_path / "a", case)
     stop = 5  # in the middle of the second epoch
     overrides = (*CASES[case], "train.max_steps=6", "every.eval=4")
@@ -128,10 +128,10 @@ def test_the_tail_of_a_killed_process_is_done_again(tmp_path):
     run = runs.prepare(tmp_path / "b", *overrides)
     for _ in range(3):
         loop.train_step(run)
-    run.tracker.close()  # and dies without saving
+    run.tracker.close()  # the process dies without saving
     with (tmp_path / "b" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 7, "sam')  # in the middle of a line
-    time.sleep(1.1)  # event files are read in the order of their names, which tell seconds
+    time.sleep(1.1)  # event files are read in the order of their names, which have a resolution of one second
     runs.run(tmp_path / "b", *overrides)
     assert losses(tmp_path / "b") == losses(tmp_path / "a")
     assert [line["step"] for line in helpers.metrics(tmp_path / "b")] == list(range(1, 9))
@@ -143,14 +143,14 @@ def test_a_run_that_died_before_its_first_checkpoint_starts_again(tmp_path):
     for _ in range(3):
         loop.train_step(run)
     run.tracker.close()
-    time.sleep(1.1)  # event files are read in the order of their names, which tell seconds
+    time.sleep(1.1)  # event files are read in the order of their names, which have a resolution of one second
     runs.run(tmp_path, *runs.MODELS["mlp"])
     assert [line["step"] for line in helpers.metrics(tmp_path)] == [1, 2, 3, 4]
     assert event_steps(tmp_path) == [1, 2, 3, 4]
 
 
 def event_steps(run_dir):
-    """The steps of the loss in the event files, doubled ones twice."""
+    """The steps of the loss in the event files, repeated ones twice."""
     return [event.step for event in helpers._events(run_dir).Scalars("train/loss")]
 
 
@@ -188,7 +188,7 @@ def test_from_another_runs_checkpoint_into_a_new_directory(tmp_path):
 
 
 def test_another_branch_from_an_older_checkpoint_keeps_its_own(tmp_path):
-    """In the same directory: what the branch saves must outlive what it left behind, and be what resumes."""
+    """In the same directory: the new branch's checkpoints outlive the old branch's, and resuming uses them."""
     overrides = (*runs.MODELS["mlp"], "train.max_steps=10")
     runs.run(tmp_path, *overrides, "every.save=2", "checkpointing.keep_last=9")
     older = runs.checkpoint(tmp_path, 4)
@@ -207,7 +207,7 @@ def test_resume_none_starts_anew(tmp_path):
 
 
 def test_the_samplers_seed_is_part_of_its_state(tmp_path):
-    """Another train.seed must not make the rest of an epoch repeat and leave out samples."""
+    """A different train.seed must not make the rest of an epoch repeat or omit samples."""
     run = runs.run_until(tmp_path, 2, *runs.MODELS["mlp"])
     expected = run.batches.indices(run.state.progress)
     run = runs.prepare(tmp_path, *runs.MODELS["mlp"], "train.seed=5")
@@ -217,8 +217,8 @@ def test_the_samplers_seed_is_part_of_its_state(tmp_path):
 
 @pytest.mark.parametrize("change", ["batch.global_size=1000", "data.drop_last=true"])
 def test_another_batch_in_the_middle_of_an_epoch(tmp_path, change):
-    """What is left of the epoch may be less than a batch, or nothing."""
-    runs.run_until(tmp_path, 89, *runs.MODELS["mlp"], "train.max_steps=92")  # 13 samples short of the epoch's end
+    """The rest of the epoch may be less than a batch, or empty."""
+    runs.run_until(tmp_path, 89, *runs.MODELS["mlp"], "train.max_steps=92")  # 13 samples before the end of the epoch
     runs.run(tmp_path, *runs.MODELS["mlp"], "train.max_steps=92", change)
     assert helpers.result(tmp_path)["steps"] == 92
 

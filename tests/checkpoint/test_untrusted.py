@@ -1,4 +1,4 @@
-"""Nothing in a checkpoint runs, whatever its manifest vouches for."""
+"""Nothing in a checkpoint is executed, even if its manifest matches."""
 
 import io
 import os
@@ -17,7 +17,7 @@ MLP = runs.MODELS["mlp"]
 
 
 class Payload:
-    """What unpickling must never run: it makes a directory."""
+    """A pickle that must never run: it makes a directory."""
 
     def __init__(self, marker):
         self.marker = marker
@@ -55,7 +55,7 @@ def test_a_planted_payload_does_not_run(tmp_path, setting, file):
         runs.run(run_dir if setting == "auto" else tmp_path / "other", *MLP, *extra)
     assert str(path) in str(caught.value)
     assert not marker.exists()
-    if file == VALUES:  # the payload is a live one
+    if file == VALUES:  # shows that the payload does run
         torch.load(path / VALUES, weights_only=False)
     else:
         pickle.loads((path / METADATA).read_bytes())
@@ -67,7 +67,7 @@ def test_a_planted_payload_does_not_run(tmp_path, setting, file):
 )
 @pytest.mark.parametrize("module", ["torch._strobelight", "torch.distributed.checkpoint.metadata", "torch"])
 def test_only_the_classes_of_metadata_by_their_exact_names(tmp_path, module, name):
-    """A dotted name reaches whatever an allowed module has imported: `metadata` + `torch....subprocess.Popen`."""
+    """A dotted name reaches anything that an allowed module imports: `metadata` + `torch....subprocess.Popen`."""
     runs.run_until(tmp_path, 1, *MLP)
     path, marker = runs.checkpoint(tmp_path, 1), tmp_path / "payload-ran"
     names = [name, f"torch._strobelight.{name}", f"os.{name}"]
@@ -84,7 +84,7 @@ def test_only_the_classes_of_metadata_by_their_exact_names(tmp_path, module, nam
 @pytest.mark.parametrize("file", [VALUES, METADATA])
 @pytest.mark.parametrize("kind", ["plain pickle", "legacy", "not a checkpoint", "zip of something else"])
 def test_other_files_in_its_place(tmp_path, kind, file):
-    """What passes for a checkpoint by its manifest, and is none."""
+    """Files that match the manifest but are not a checkpoint's."""
     runs.run_until(tmp_path, 1, *MLP)
     path, marker = runs.checkpoint(tmp_path, 1), tmp_path / "payload-ran"
     content = io.BytesIO()

@@ -1,4 +1,4 @@
-"""Durations in every unit, as steps."""
+"""Durations in every unit, converted to steps."""
 
 import pytest
 
@@ -19,8 +19,8 @@ RUN = RunLength(steps_per_epoch=23, global_size=64, total_steps=276)
         (None, 0),
         ("2 epochs", 46),
         ("1 epoch", 23),
-        ("0.5 epochs", 12),  # 11.5: the nearest, halves upwards
-        ("0.01 epochs", 1),  # never to nothing
+        ("0.5 epochs", 12),  # 11.5: rounds to the nearest, halves up
+        ("0.01 epochs", 1),  # never to zero
         ("640 samples", 10),
         ("10000 samples", 156),  # 156.25
         ("10032 samples", 157),  # 156.75

@@ -1,4 +1,4 @@
-"""Hydra's errors as messages. tests/test_cli.py has the mistakes themselves, as a user makes them."""
+"""Hydra's errors as messages. tests/test_cli.py tests the mistakes themselves, as a user makes them."""
 
 import pytest
 from hydra.errors import HydraException
@@ -29,7 +29,7 @@ def test_an_option_without_a_name_is_named_where_it_can_be():
 
 def test_an_error_of_the_file_system_is_about_the_run_directory_unless_a_run_met_it(tmp_path):
     assert explain(FileNotFoundError(2, "No such file or directory", "/nowhere")).startswith("/nowhere: No such file")
-    # The same error with a traceback through the job: a fault that keeps it.
+    # The same error with a traceback through the job function: a bug, so the traceback is kept.
     code = compile("def job():\n    open('/nowhere/file')\n", str(PACKAGE / "__main__.py"), "exec")
     names: dict = {}
     exec(code, names)

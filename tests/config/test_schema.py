@@ -1,4 +1,4 @@
-"""The typed configuration: rules, messages, sizes; and that docs/configuration.md has every setting."""
+"""The typed configuration: rules, messages, sizes; docs/configuration.md has every setting."""
 
 import copy
 import dataclasses
@@ -20,7 +20,7 @@ DOCUMENT = ROOT / "docs/configuration.md"
 
 
 def composed(*overrides):
-    """What the YAML files make of overrides, as plain containers."""
+    """The configuration that the YAML files give for these overrides, as plain containers."""
     with initialize_config_dir(str(CONF), version_base="1.3"):
         return OmegaConf.to_container(compose("train", list(overrides)), resolve=True)
 
@@ -117,7 +117,7 @@ def test_the_default_is_accepted_and_keeps_its_values():
 
 @pytest.mark.parametrize("schedule", [None, {1: 64}, {1: 64, 30: 32}, {30: 32}, {1: {64: 8}}, {1: 16, 3: {128: 16}}])
 def test_schedule_of_micro_batches(schedule):
-    """One that starts later than step 1 leaves the size before that to `batch.micro_size`."""
+    """A schedule that starts after step 1 leaves the size before that to `batch.micro_size`."""
     assert from_dict(changed(batch__micro_schedule=schedule)).batch.micro_schedule == schedule
 
 
@@ -222,7 +222,7 @@ def test_document_has_every_setting_of_models_data_and_optimizers(group, option)
 
 
 def default_of(name):
-    """What a setting is when nobody sets it: from conf/, or else from the dataclass that reads it."""
+    """A setting's default: from conf/, or else from the dataclass that reads it."""
     node = dataclasses.asdict(from_dict(PLAIN))
     for part in name.split("."):
         node = node[part]

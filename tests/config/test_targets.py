@@ -1,4 +1,4 @@
-"""What `_target_` may name: only allowed packages, only what is defined in them, only arguments that fit."""
+"""What `_target_` may name: only allowed packages, only names defined in them, only arguments that fit."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def test_locate_finds_classes_and_functions():
         "torchevil.Net",
         "torch.optimism.Net",
         "trainapp.run.runner.run",
-        # Names that a module of an allowed package imports are not its own.
+        # Names that a module of an allowed package merely imports do not belong to it.
         "trainapp.data.cache.Path",
         "trainapp.data.text.UserError",
         "torch.optim.lr_scheduler.partial",

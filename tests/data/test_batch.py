@@ -32,7 +32,7 @@ def test_every_kind_is_read_mapped_and_cut(kind):
     assert torch.equal(inputs, plain["inputs"] * 2)
     assert torch.equal(targets, plain["targets"] * 2)
     assert all(torch.equal(a, b * 2) for a, b in zip(tensors_in(doubled), held, strict=True))
-    # The original is as it was.
+    # The original is unchanged.
     inputs, targets = inputs_and_targets(batch)
     assert torch.equal(inputs, plain["inputs"])
     assert torch.equal(targets, plain["targets"])
@@ -109,7 +109,7 @@ def test_samples_are_counted_by_the_first_tensor_that_has_them():
 
 
 class InKind(Dataset):
-    """Sample i is the number i; its batches are of one kind."""
+    """Sample i is the number i; its batches are of one container kind."""
 
     task = "classification"
 
@@ -126,7 +126,7 @@ class InKind(Dataset):
         return KINDS[self.kind]({name: torch.stack([s[name] for s in samples]) for name in samples[0]})
 
 
-# A worker's batch is pickled, which the language forbids a mapping proxy.
+# A worker's batch is pickled, which Python does not allow for a mapping proxy.
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "mapping proxy"])
 def test_a_worker_hands_on_every_kind(kind):
     found = []
@@ -143,7 +143,7 @@ def test_a_worker_hands_on_every_kind(kind):
 
 
 class SamplesInKind(InKind):
-    """Its single samples are of one kind, for torch's own collation."""
+    """Its individual samples are of one container kind, for torch's own collation."""
 
     collate = staticmethod(default_collate)
 
@@ -166,7 +166,7 @@ def test_torch_collates_samples_of_these_kinds(kind):
 
 @pytest.mark.parametrize("kind", ["dataclass", "registered type"])
 def test_torch_refuses_to_collate_the_others(kind):
-    """A data set of these has to bring a `collate` of its own, and is told so."""
+    """A data set of these needs its own `collate`, and the error says so."""
     batches = TrainBatches(SamplesInKind(kind), global_size=12, seed=0, device=CPU)
     with pytest.raises(TypeError, match="batch must contain tensors"):
         next(batches.micro_batches(Progress(), 12))

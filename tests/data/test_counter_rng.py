@@ -8,7 +8,7 @@ def test_splitmix64_gives_the_published_outputs_for_state_0():
     states = np.array([1, 2, 3], dtype=np.uint64) * np.uint64(GAMMA)
     expected = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
     assert splitmix64(states).tolist() == expected
-    assert states[0] == GAMMA  # the argument is kept
+    assert states[0] == GAMMA  # the argument is unchanged
 
 
 def test_uniform_in_mean_variance_and_histogram():

@@ -79,7 +79,7 @@ def test_augmentation_is_a_function_of_seed_epoch_and_index():
         assert torch.equal(data.__getitems__(batch.tolist())["inputs"], whole[batch])
     copy = pickle.loads(pickle.dumps(data))
     assert torch.equal(copy.__getitems__([9])["inputs"], whole[[9]])
-    # Negative control: another epoch or seed gives nearly every image another form.
+    # Negative control: another epoch or seed transforms nearly every image differently.
     other_seed = Digits("train", seed=8, augment=True)
     other_seed.set_epoch(3)
     for other in (other_epoch, other_seed.__getitems__(range(1437))["inputs"]):

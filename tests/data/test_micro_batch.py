@@ -23,7 +23,7 @@ def test_cut_takes_the_size_and_leaves_no_single_sample(samples, size, sizes):
 
 
 def test_nothing_is_cut_into_nothing():
-    """What is left of an evaluation that ran out of memory after its last batch."""
+    """The remainder of an evaluation that ran out of memory after its last batch."""
     assert cut([], 4) == cut_evenly([], 4) == []
 
 

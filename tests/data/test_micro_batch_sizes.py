@@ -1,4 +1,4 @@
-"""The sizes of several shapes, and what ranks agree on; without a run."""
+"""The sizes of several shapes, and agreement between ranks; without a run."""
 
 import torch
 
@@ -21,9 +21,9 @@ def test_a_new_long_shape_begins_where_the_others_experience_puts_it():
     sizes = MicroBatchSizes(64)
     assert pieces(sizes, batch_of(64, 128)) == [64]
     assert sizes.failed(SingleRank()) == (64, 32)
-    # Four times the numbers in a sample: a quarter of the samples.
+    # Four times the numbers per sample: a quarter of the samples.
     assert pieces(sizes, batch_of(64, 512)) == [8] * 8
-    # A shorter one is not made larger than the start.
+    # A shorter shape does not get more than the start size.
     assert pieces(sizes, batch_of(64, 16)) == [64]
 
 
@@ -60,7 +60,7 @@ def test_the_largest_micro_batch_of_the_attempt_is_what_failed():
 
 
 class ThreeRanks(SingleRank):
-    """The second of three ranks, with what the others say."""
+    """The second of three ranks, with given messages from the others."""
 
     rank, world = 1, 3
 
@@ -104,8 +104,8 @@ def test_a_rare_long_shape_leaves_the_others_in_peace():
     for features in (16, 16, 16, 1024, 16):
         pieces(sizes, batch_of(64, features))
         sizes.succeeded(SingleRank())
-    assert not sizes.all_proven  # the long one ran once
-    assert not sizes.is_unproven  # but is not at work
+    assert not sizes.all_proven  # the long shape ran once
+    assert not sizes.is_unproven  # but is not in use
 
 
 def test_sizes_survive_a_checkpoint():
@@ -118,7 +118,7 @@ def test_sizes_survive_a_checkpoint():
     loaded.load_state_dict(sizes.state_dict())
     assert {bucket: search.size for bucket, search in loaded.searches.items()} == {16: 64, 1024: 32}
     assert loaded.searches[1024].fails == 64
-    assert not loaded.all_proven  # a hint: it still has to prove itself
+    assert not loaded.all_proven  # only a hint: it must still be proven
 
 
 def test_what_is_cut_again_loses_nothing():

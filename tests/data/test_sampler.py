@@ -1,4 +1,4 @@
-"""Which samples a step trains on, how they are cut, and that fetching them is the same in every way."""
+"""Which samples a step trains on, how they are cut, and that every way of fetching them gives the same."""
 
 import gc
 import random
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 class Numbers(Dataset):
-    """Sample i is the number i, with what the three global generators of random numbers make of it."""
+    """Sample i is the number i, plus one draw from each of the three global random generators."""
 
     task = "classification"
 
@@ -36,7 +36,7 @@ class Numbers(Dataset):
 
 
 class BatchedNumbers(Numbers):
-    """The same with a fetch of whole batches, and no word on epochs: as Hugging Face's data sets are."""
+    """The same, but fetches whole batches and has no notion of epochs, as Hugging Face's data sets do."""
 
     def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
         return [self[index] for index in indices]
@@ -114,7 +114,7 @@ def test_aborting_in_the_middle_gives_the_same_samples_in_another_cut(workers):
 
 @pytest.mark.parametrize("data", ["digits", "tokens", "own"])
 def test_workers_change_nothing(data):
-    """Over the end of an epoch, and whatever the seeds of the process are."""
+    """Across the end of an epoch, and for any seeds of the process."""
     kinds = {"digits": lambda: Digits("train", augment=True), "tokens": lambda: SyntheticTokens("train", size=40)}
     dataset = kinds.get(data, Numbers)()
     found = []
@@ -134,14 +134,14 @@ def test_workers_change_nothing(data):
 
 @pytest.mark.parametrize("kind", [Numbers, BatchedNumbers])
 def test_random_transforms_make_the_same_sample_again(kind):
-    """With torch's, NumPy's and Python's global generators, in whatever batch and order."""
+    """With torch's, NumPy's and Python's global generators, in any batch and order."""
     fetcher = Fetcher(kind(), seed=0)
     torch.manual_seed(1)
     together = fetcher[Request(0, [3, 4, 5])]
     torch.manual_seed(2), np.random.seed(2), random.seed(2)
     apart = torch.cat([fetcher[Request(0, [5])], fetcher[Request(0, [3, 4])]])
     assert torch.equal(apart, together[[2, 0, 1]])
-    assert not torch.equal(fetcher[Request(1, [3, 4, 5])], together)  # another epoch draws anew
+    assert not torch.equal(fetcher[Request(1, [3, 4, 5])], together)  # another epoch draws new numbers
     assert not torch.equal(Fetcher(kind(), seed=1)[Request(0, [3, 4, 5])], together)
     assert len(set(together[:, 1:].flatten().tolist())) == 9
 
@@ -174,7 +174,7 @@ def test_evaluation_sees_each_sample_once(world):
 
 
 def test_workers_end_at_once_when_a_run_is_over():
-    """Left to the collector of reference cycles, each loader would wait five seconds for each of its workers."""
+    """If left to the garbage collector, each loader would wait five seconds for each of its workers."""
     batches = TrainBatches(Numbers(), global_size=8, seed=0, device=CPU, workers=2)
     list(batches.micro_batches(Progress(), 4))
     started = time.monotonic()
@@ -187,7 +187,7 @@ def test_workers_end_at_once_when_a_run_is_over():
 def test_worker_count():
     assert worker_count(3, Numbers()) == 3
     assert worker_count(0, Numbers()) == 0
-    assert worker_count("auto", Digits("train")) == 0  # in memory: workers would only cost
+    assert worker_count("auto", Digits("train")) == 0  # in memory: workers would only add overhead
     assert 0 <= worker_count("auto", Numbers()) <= 8
     assert worker_count("auto", Numbers(), ranks=10_000) == 0
 

@@ -1,4 +1,4 @@
-"""The policy alone: which size comes next, where the search ends, that it ends at all."""
+"""The policy alone: which size comes next, where the search ends, and that it always ends."""
 
 import pytest
 
@@ -37,7 +37,7 @@ def test_what_fits_at_once_is_not_searched():
 
 
 def test_fits_once_is_not_fits_again():
-    # Proven, then it fails after all: the search goes down and does not come back to that size.
+    # Proven, but then it fails: the search goes down and does not return to that size.
     search = SizeSearch(64)
     for _ in range(3):
         search.succeeded(64)
@@ -76,7 +76,7 @@ def test_ragged_steps_prove_nothing():
 
 
 def test_failures_with_the_same_samples_are_one_failure():
-    """With 1,024 samples in the step, 4096 and 2048 run the same micro-batch."""
+    """With 1,024 samples per step, 4096 and 2048 run the same micro-batch."""
     search, failures = SizeSearch(4096), 0
     while search.failed(min(search.size, 1024)):
         failures += 1
@@ -88,7 +88,7 @@ def test_failures_with_the_same_samples_are_one_failure():
 
 
 def test_what_failed_with_few_samples_is_not_tried_with_them_again():
-    """What is proven for more samples says nothing any more, and the same few would run again."""
+    """A success with more samples no longer counts, or the same few samples would run again."""
     search = SizeSearch(64)
     for _ in range(3):
         search.succeeded(64)
@@ -97,7 +97,7 @@ def test_what_failed_with_few_samples_is_not_tried_with_them_again():
 
 
 def test_more_than_the_size_may_have_run():
-    """A shape that is new to one rank alone is not cut; its size has not failed yet."""
+    """A shape that is new on only one rank is not cut; its size has not failed yet."""
     search = SizeSearch(8)
     assert search.failed(64)
     assert (search.size, search.fails) == (8, 64)
@@ -109,7 +109,7 @@ ENOUGH_ALONE = Failure(HERE, requested=70, fixed_bytes=20, limit=100)
 
 
 def sizes_tried(start: int, fits, failure_at, smallest: int = 1, grow: bool = False) -> tuple[list[int], bool]:
-    """Every size that is tried until the first proven one (or until none is left), and whether one fits."""
+    """Every size tried until the first proven one (or until none is left), and whether one fits."""
     search, tried = SizeSearch(start, grow=grow, smallest=smallest), []
     while not search.is_proven:
         tried.append(search.size)
@@ -124,7 +124,7 @@ def sizes_tried(start: int, fits, failure_at, smallest: int = 1, grow: bool = Fa
 def test_three_alike_failures_end_the_search():
     never = lambda size: False  # noqa: E731
     assert sizes_tried(1024, never, lambda size: TOO_MUCH) == ([1024, 512, 256], False)
-    # Halving is what happens otherwise.
+    # In all other cases the search halves.
     halving = [1024 >> n for n in range(11)]
     assert sizes_tried(1024, never, lambda size: None) == (halving, False)
     assert sizes_tried(1024, never, lambda size: Failure(HERE, None, 20, 100)) == (halving, False)
@@ -140,7 +140,7 @@ def test_the_same_size_again_is_the_same_failure():
 
 @pytest.mark.parametrize("grow", [False, True])
 def test_a_run_that_fits_is_not_stopped_by_a_coincidence(grow):
-    """Each layer is twice as wide as the one before, and asks for the same at half the size."""
+    """Each layer is twice as wide as the one before, so it requests the same amount at half the size."""
     at = {1024: "first", 512: "second", 256: "third"}
     tried, fits = sizes_tried(
         1024, lambda size: size <= 200, lambda size: Failure(("forward", at.get(size, "")), 90, 20, 100), grow=grow

@@ -30,7 +30,7 @@ def test_image_shape_is_checked_from_the_signature():
 
 
 def test_images_can_be_learned_and_carry_over_to_validation():
-    """The nearest class mean of the training split, a linear classifier, on the other split."""
+    """Classify the other split by the nearest class mean of the training split, a linear classifier."""
     train, val = SyntheticImages("train"), SyntheticImages("val")
     seen, unseen = train.__getitems__(range(1024)), val.__getitems__(range(256))
     means = torch.stack([seen["inputs"][seen["targets"] == c].mean(0) for c in range(10)]).flatten(1)

@@ -34,7 +34,7 @@ def corpus(tmp_path):
 
 
 def joined(data):
-    """The bytes that the windows of a split hold, put together again."""
+    """The bytes in the windows of a split, rejoined."""
     batch = data.__getitems__(range(len(data)))
     assert torch.equal(batch["inputs"][:, 1:], batch["targets"][:, :-1])
     assert torch.equal(batch["inputs"][1:, 0], batch["targets"][:-1, -1])
@@ -92,7 +92,7 @@ def test_cache_is_kept_for_equal_content_and_new_for_changed(corpus, cache_direc
     assert first.name == f"text-{hashlib.sha256(content).hexdigest()}.bin"
     assert first.read_bytes() == content
     before = first.stat()
-    (folder / "deeper" / "b.txt").rename(folder / "c.txt")  # another name, the same text
+    (folder / "deeper" / "b.txt").rename(folder / "c.txt")  # another name, same text
     Text("val", **settings)
     after = first.stat()
     assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
@@ -132,7 +132,7 @@ def test_several_processes_build_the_cache_at_once(tmp_path):
         process.join()
     assert [process.exitcode for process in processes] == [0] * 4
     assert len(targets) == 1
-    assert list((tmp_path / "shared").iterdir()) == list(targets)  # and no temporary file is left
+    assert list((tmp_path / "shared").iterdir()) == list(targets)  # no temporary file is left
     assert targets.pop().read_bytes() == content
 
 

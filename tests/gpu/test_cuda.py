@@ -18,7 +18,7 @@ from trainapp.train import loop
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 MIB = 2**20
 ON_GPU = ("train.device=cuda",)
-# GroupNorm: the result does not depend on the micro-batch that is found.
+# GroupNorm: the result does not depend on the micro-batch that the search finds.
 LARGE = (
     "model=resnet",
     "model.width=32",
@@ -36,7 +36,7 @@ LARGE = (
 
 @pytest.fixture(autouse=True)
 def clean_device():
-    """No memory of an earlier test, no cap from it."""
+    """Free the memory of earlier tests and remove their cap."""
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -71,7 +71,7 @@ def test_a_real_out_of_memory_error_and_the_recovery_from_it(tmp_path):
 
 
 def test_memory_is_given_back(tmp_path):
-    """After a recovery nothing of the failed step is left on the device."""
+    """After a recovery no tensor of the failed step is left on the device."""
     free = runs.run(tmp_path / "free", *LARGE, "train.max_steps=1")
     gc.collect()
     torch.cuda.empty_cache()
@@ -114,7 +114,7 @@ def test_the_same_error_every_time(tmp_path):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_prefetching_changes_no_batch(workers):
-    """Pinned memory, a stream of its own, a batch ahead: the tensors are the host's, over an epoch's end too."""
+    """Pinned memory, a separate stream, one batch ahead: the tensors equal the host's, also across an epoch's end."""
     data, found = Digits("train", augment=True), {}
     for device in (torch.device("cpu"), torch.device("cuda")):
         batches = TrainBatches(data, global_size=500, seed=0, device=device, workers=workers)
@@ -164,7 +164,7 @@ def test_an_overflow_skips_the_step(tmp_path, optimizer):
 
 @pytest.mark.parametrize("case", runs.MODELS)
 def test_resumed_is_uninterrupted(tmp_path, case):
-    """With deterministic kernels, to the bit, the GPU's own generator included."""
+    """With deterministic kernels, bit-identical, including the GPU's own generator."""
     overrides = (*runs.MODELS[case], *ON_GPU, "train.deterministic=true", "train.max_steps=6", "data.num_workers=0")
     runs.run(tmp_path / "a", *overrides)
     runs.run_until(tmp_path / "b", 3, *overrides)
@@ -175,7 +175,7 @@ def test_resumed_is_uninterrupted(tmp_path, case):
 
 
 def test_a_bad_step_reaches_no_checkpoint(tmp_path):
-    """On a GPU it is found only when somebody asks: before anything is saved."""
+    """On a GPU it is detected only at a check, which happens before anything is saved."""
     from trainapp.errors import TrainingStopped
 
     run = runs.prepare(tmp_path, *runs.MODELS["mlp"], *ON_GPU, "every.log=null", "every.save=4", "train.max_steps=8")

@@ -1,4 +1,4 @@
-"""Who started a process, from the names that Slurm 22.05 and submitit 1.5 set in reality."""
+"""Which launcher started a process, by the names that Slurm 22.05 and submitit 1.5 actually set."""
 
 import os
 import re
@@ -30,12 +30,12 @@ TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 @pytest.fixture
 def started_by(monkeypatch):
-    """An environment with these names and none of the schedulers' others; it is as it was afterwards."""
+    """Sets these names and none of the schedulers' others; restored afterwards."""
 
     def set_names(names):
         for name in [n for n in os.environ if n.startswith(("SLURM_", "SUBMITIT_", "TORCHELASTIC_")) or n in TORCH]:
             monkeypatch.delenv(name)
-        for name in TORCH:  # so that they are taken away again
+        for name in TORCH:  # registers them for removal afterwards
             monkeypatch.setenv(name, "")
             monkeypatch.delenv(name)
         for name, value in names.items():
@@ -111,7 +111,7 @@ def test_torchrun_inside_a_job_of_submitit_is_no_job_of_a_sweep(started_by):
 
 @pytest.mark.parametrize(("names", "there", "expected"), [(STEP, 1, 0), (STEP, 2, 1), ({}, 2, 1), ({}, 1, None)])
 def test_the_gpu_of_a_rank(started_by, monkeypatch, names, there, expected):
-    """Of local rank 1. A task of srun may see its own GPU only; with torchrun there are too few."""
+    """The GPU of local rank 1. A task of srun may see only its own GPU; with torchrun there are too few."""
     started_by(names)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: there)

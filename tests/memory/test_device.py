@@ -1,4 +1,4 @@
-"""The memory that a run reports, against independent counts."""
+"""The memory that a run reports, compared with independent counts."""
 
 import helpers
 import psutil
@@ -56,7 +56,7 @@ def test_every_number_at_every_log_step(tmp_path):
     ],
 )
 def test_the_static_part_by_kind(tmp_path, case, overrides, copies):
-    """Bytes are 4 for each number; AdamW keeps two copies of the parameters and a count for each, SGD one."""
+    """4 bytes per number; AdamW keeps two copies of the parameters and a step count for each, SGD one copy."""
     run = runs.prepare(tmp_path, *runs.MODELS[case], *overrides, "train.ema=0.9")
     loop.train(run)
     run.tracker.close()
@@ -72,7 +72,7 @@ def test_the_static_part_by_kind(tmp_path, case, overrides, copies):
 
 
 def profiled_peak(work):
-    """The most bytes allocated at once inside `work()`, by the profiler's record of every allocation and free."""
+    """The peak of allocated bytes inside `work()`, by the profiler's record of every allocation and free."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         work()
     live = peak = 0
@@ -88,7 +88,7 @@ def profiled_peak(work):
     [("mlp", 64, 0.002), ("mlp", 20, 0.002), ("resnet", 64, 0.08), ("gpt", 64, 0.002), ("gpt", 20, 0.002)],
 )
 def test_the_peak_is_the_profilers(tmp_path, case, micro, within):
-    """The profiler also sees what a kernel allocates for itself: oneDNN's convolutions have workspaces."""
+    """The profiler also sees a kernel's internal allocations: oneDNN's convolutions have workspaces."""
     overrides = (*runs.MODELS[case], "batch.global_size=64", f"batch.micro_size={micro}", "checkpointing.save=false")
     run = runs.prepare(tmp_path / "a", *overrides)
     for _ in range(2):
@@ -97,16 +97,16 @@ def test_the_peak_is_the_profilers(tmp_path, case, micro, within):
     reported = run.memory.peak
     run = runs.prepare(tmp_path / "b", *overrides, "every.log=null", "oom.clean_steps=1")
     loop.train_step(run)
-    assert run.sizes.train.all_proven  # else the counter itself would be in the profile
+    assert run.sizes.train.all_proven  # otherwise the counter itself would be in the profile
     run.state.optimizer.zero_grad(set_to_none=True)
     resident = sum(device.static_bytes(run.state.model, run.state.optimizer, []).values())
     resident -= run.meter.static[MemoryKind.GRADIENTS]
     resident += sum(t.nbytes for t in tensors_in(run.batches.example(micro)))  # NumPy's memory, not the allocator's
-    run.restore_point.take = lambda: None  # generators' states are no part of what is watched
+    run.restore_point.take = lambda: None  # generator states are not part of the measurement
     peak = resident + profiled_peak(lambda: loop.train_step(run))
     run.tracker.close()
     assert reported == pytest.approx(peak, rel=within)
-    assert reported > 1.2 * resident  # the activations and gradients are a part of it
+    assert reported > 1.2 * resident  # this includes activations and gradients
 
 
 def test_values_are_plausible(tmp_path):
@@ -152,7 +152,7 @@ def test_a_limit_that_leaves_no_room_for_a_batch(tmp_path):
 
 
 def test_watching_changes_no_bit(tmp_path):
-    """Every step watched, against none but the first."""
+    """Every step measured, compared with only the first."""
     ends = []
     for number, overrides in enumerate((("every.log=1",), ("every.log=null", "oom.clean_steps=1"))):
         run = runs.prepare(tmp_path / str(number), *runs.MODELS["gpt"], *overrides)

@@ -11,7 +11,7 @@ from trainapp.memory import host_guard
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA counts mappings on Linux only")
 
-# 4096 logits for each of 256 tokens: about 16 MiB a sample, a GiB the whole batch.
+# 4096 logits for each of 256 tokens: about 16 MiB per sample, 1 GiB for the whole batch.
 HUNGRY = (
     "model=gpt",
     "model.depth=1",
@@ -33,7 +33,7 @@ HUNGRY = (
 
 
 def test_a_run_that_exceeds_it_goes_on(tmp_path):
-    # A reserve larger than the machine leaves the smallest headroom there is: 256 MiB.
+    # A reserve larger than the machine leaves the minimum headroom: 256 MiB.
     train(tmp_path / "run", *HUNGRY, "memory.guard_reserve=100000GiB")
     found = result(tmp_path / "run")
     assert (found["steps"], found["samples"]) == (3, 3 * 64)
@@ -46,7 +46,7 @@ def test_a_run_that_exceeds_it_goes_on(tmp_path):
 
 @pytest.mark.slow
 def test_without_the_guard_nothing_strikes(tmp_path):
-    # Negative control: it was the guard.
+    # Negative control: the guard made the difference.
     train(tmp_path / "run", *HUNGRY, "memory.guard=false", "train.max_steps=1")
     assert result(tmp_path / "run")["oom_restarts"] == 0
 
@@ -85,7 +85,7 @@ def test_the_reserve_is_left():
     with host_guard.guarded(Memory(guard_reserve="2GiB"), total):
         less = soft()
     if host_guard.available() > 3 * 2**30:
-        assert some - less == pytest.approx(2**30, rel=0.25)  # others use the machine meanwhile
+        assert some - less == pytest.approx(2**30, rel=0.25)  # other processes use the machine meanwhile
 
 
 def test_off_means_off():

@@ -7,7 +7,7 @@ from trainapp.memory.kinds import MemoryKind
 
 @pytest.mark.parametrize("kind", MemoryKind)
 def test_one_name_for_files_and_one_for_people(kind):
-    """A metric, a key of JSON and a dictionary's key are all the value, on every version of Python."""
+    """A metric name, a JSON key and a dict key all equal the value, on every version of Python."""
     assert f"memory/{kind}" == f"memory/{kind.value}"
     assert json.loads(json.dumps({kind: 1})) == {kind.value: 1}
     assert {kind: 1}[kind.value] == 1

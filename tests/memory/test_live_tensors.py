@@ -1,4 +1,4 @@
-"""The counter of live tensors, and the limit that it enforces."""
+"""The counter of live tensors and the limit that it enforces."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def test_live_tensors_count_to_the_byte():
         del c
         a.add_(1)  # in place: nothing new
         assert counter.live == 4000
-    assert counter.peak == 12000  # the second empty exists before the first is gone
+    assert counter.peak == 12000  # the second empty is allocated before the first is freed
     assert sum(size for _, size in counter.events) == 4000
 
 
@@ -36,13 +36,13 @@ def test_live_tensors_count_what_was_there():
         kept = there + 1
         with pytest.raises(MemoryLimitExceeded, match=r"1.0 KiB with 2.0 KiB of 2.9 KiB in use"):
             there + 2
-        assert counter.live == 2048  # the failed one is gone with its error
+        assert counter.live == 2048  # the failed tensor is freed with its error
     assert counter.peak == 2048
     del kept
 
 
 def test_a_limit_is_exact():
-    """One byte less, and the same work fails; and it fails each time."""
+    """With one byte less the same work fails, every time."""
     model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 4))
     data = torch.ones(16, 8)
 

@@ -117,7 +117,7 @@ def test_grouped_queries_equal_heads_with_repeated_keys_and_values(kv_heads, nat
     full.load_state_dict({"qkv.weight": torch.cat((query, *repeat)), "output.weight": grouped.output.weight})
     x = torch.randn(2, 16, 32)
     torch.testing.assert_close(grouped(x), full(x))
-    tiled = [w.repeat(4 // kv_heads, 1) for w in (key, value)]  # the wrong order: equal for one group only
+    tiled = [w.repeat(4 // kv_heads, 1) for w in (key, value)]  # the wrong order: equal only for one group
     full.load_state_dict({"qkv.weight": torch.cat((query, *tiled)), "output.weight": grouped.output.weight})
     assert torch.allclose(grouped(x), full(x), atol=1e-5) == (kv_heads == 1)
 

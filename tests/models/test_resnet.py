@@ -120,7 +120,7 @@ def test_group_norm_is_independent_of_the_micro_batch_and_batch_norm_is_not():
     for norm in ("group", "batch"):
         torch.manual_seed(0)
         model = ResNet((1, 16, 16), 10, norm=norm, width=8)
-        for block in model.blocks():  # else the blocks pass their input through
+        for block in model.blocks():  # otherwise the blocks pass their input through
             nn.init.ones_(block.last_norm().weight)
         whole, halves = model(x), torch.cat([model(x[:4]), model(x[4:])])
         difference[norm] = ((whole - halves).norm() / whole.norm()).item()

@@ -33,7 +33,7 @@ def assert_same(model: nn.Module, other: nn.Module):
 
 
 def refusal(model, path, **options) -> str:
-    """The one message, after which the model is as it was."""
+    """The message of a refused load; asserts that the model is unchanged after it."""
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with pytest.raises(UserError) as caught:
         load_weights(model, path, **options)
@@ -131,7 +131,7 @@ def test_another_head_is_explained(tmp_path):
     message = refusal(resnet(), path)
     assert "only the head differs: fc has 7 classes in the file and 10 in the model" in message
     assert "model.init_strict=false" in message
-    # not when anything else differs as well, or when there is nothing else
+    # not if anything else differs as well, or if nothing else is left
     assert "only the head" not in refusal(resnet(norm="group"), path)
     path = save(MLP((1, 8, 8), 7, depth=1).state_dict(), tmp_path / "linear.pt")
     assert "only the head" not in refusal(MLP((1, 8, 8), 10, depth=1), path)
@@ -185,7 +185,7 @@ def test_a_planted_payload_is_refused_and_does_not_run(tmp_path, form):
     state = {"fc.weight": Payload(planted)}
     if form.startswith("torch"):
         torch.save(state, path, _use_new_zipfile_serialization=form == "torch")
-        with pytest.raises(FileNotFoundError):  # negative control: the payload is live
+        with pytest.raises(FileNotFoundError):  # negative control: the payload does run
             torch.load(save({"x": Payload(planted / "a" / "b")}, tmp_path / "live.pt"), weights_only=False)
     else:
         path = path if form == "pickle" else tmp_path / "w.safetensors"

@@ -1,4 +1,4 @@
-"""Configurations composed once for all tests of this folder: composing costs more than a tiny run."""
+"""Configurations, composed once for all tests of this folder: composing costs more than a tiny run."""
 
 import dataclasses
 import functools
@@ -16,9 +16,9 @@ from trainapp.tracking.tracker import Tracker
 TINY = (*runs.STEPS_ONLY, "train.ema=0.9", "batch.micro_size=8")
 MODELS = {
     "mlp": (*runs.MODELS["mlp"], "model.dropout=0.1"),
-    # BatchNorm's running statistics move in every forward; augmentation draws anew in each epoch.
+    # BatchNorm's running statistics change in every forward; augmentation is redrawn every epoch.
     "resnet": runs.MODELS["resnet"],
-    # Lengths from 12 to 16: padded, and all in one bucket of shapes.
+    # Lengths from 12 to 16: padded, and all in one shape bucket.
     "gpt": (*runs.MODELS["gpt"], "data.min_length=12"),
 }
 PRECISIONS = {
@@ -30,7 +30,7 @@ PRECISIONS = {
 
 @functools.cache
 def composed(*overrides: str) -> Config:
-    """The configuration of `trainapp OVERRIDES`, once."""
+    """The configuration of `trainapp OVERRIDES`, cached."""
     return compose.from_command_line(overrides)
 
 
@@ -42,8 +42,8 @@ def tiny(
 ) -> Config:
     """TINY with these overrides and this `batch.micro_schedule`, in `run_dir`.
 
-    changes: settings of sections such as `batch.global_size`, and `data.size` and the like for the constructors, set
-    without composing again.
+    changes: settings of sections such as `batch.global_size`, and constructor arguments such as `data.size`, set
+    without recomposing.
     """
     config = composed(*TINY, *overrides)
     for name, value in {"batch.micro_schedule": schedule, **(changes or {})}.items():
@@ -64,13 +64,13 @@ def cell(model: str, precision: str) -> tuple[str, ...]:
 
 @pytest.fixture
 def without_pictures(monkeypatch):
-    """A picture costs more than a tiny run; test_incident.py has them drawn."""
+    """Drawing a picture costs more than a tiny run; test_incident.py covers the drawing."""
     monkeypatch.setattr(Tracker, "picture", lambda *_: None)
 
 
 @pytest.fixture(autouse=True, scope="session")
 def few_threads():
-    """The machine's cores are shared, and so small tensors gain nothing by threads."""
+    """The cores are shared with other tests, and small tensors gain nothing from threads."""
     import torch
 
     before = torch.get_num_threads()

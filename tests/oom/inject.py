@@ -1,7 +1,7 @@
-"""Makes memory run out at a chosen operation of a chosen phase of a chosen step. Test side only.
+"""Raises out of memory at a chosen operation of a chosen phase of a chosen step. Test side only.
 
 A dispatch mode sees every tensor operation before it runs, as an allocator would, and raises torch.OutOfMemoryError
-in its place. Fetching runs no tensor operation on the CPU, so there the data set raises.
+in its place. Fetching runs no tensor operation on the CPU, so the data set raises there.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,18 +19,18 @@ from trainapp.run import runner
 from trainapp.signals import StopRequest
 from trainapp.train.run import Run
 
-# The phases of a step, in the order in which they come, then those between two steps.
+# The phases of a step in order, then those between two steps.
 PHASES = ("data", "forward", "loss", "backward", "clip", "metric")
-BETWEEN = ("after commit", "weight average", "evaluate")  # what follows a finished step
+BETWEEN = ("after commit", "weight average", "evaluate")  # these follow a finished step
 
 
 class Injector(TorchDispatchMode):
     """Raises before operation `operation` (from 0) of `phase` in step `step` (from 1).
 
-    For what comes between two steps, `step` is the one that it follows. "after commit" is the rest of a step once its
-    parameters have changed.
-    above: None raises `times` times; a number raises for as long as the micro-batch is larger than it.
-    `fired` counts the errors; `where` has the job's phase at each.
+    Between two steps, `step` is the step just finished. "after commit" is the rest of a step once its parameters have
+    changed.
+    above: None raises `times` times; a number raises while the micro-batch is larger than it.
+    `fired` counts the errors; `where` has the run's phase at each.
     """
 
     def __init__(self, phase: str, step: int, operation: int = 0, *, times: int = 1, above: int | None = None):
@@ -44,7 +44,7 @@ class Injector(TorchDispatchMode):
         self._forward_done = False
 
     def attach(self, run: Run) -> None:
-        """Watch this run: to be called again when a recovery has built a new one."""
+        """Watch this run. Call again when a recovery has built a new one."""
         self.run, self.seen = run, 0
         run.state.model.register_forward_pre_hook(self._enter)
         run.state.model.register_forward_hook(self._leave, always_call=True)
@@ -56,11 +56,11 @@ class Injector(TorchDispatchMode):
         self._in_model, self._forward_done = False, True
 
     def arm_attempt(self) -> None:
-        """A new attempt counts its operations from 0."""
+        """Restart the operation count: each attempt counts from 0."""
         self.seen, self._in_model, self._forward_done = 0, False, False
 
     def at(self, phase: str) -> bool:
-        """Whether the error is due, being asked at an operation of `phase`."""
+        """Whether the error is due at an operation of `phase`."""
         state = self.run.state
         sizes = self.run.sizes.evaluation if phase == "evaluate" else self.run.sizes.train
         step = state.progress.step + (phase not in BETWEEN)
@@ -74,7 +74,7 @@ class Injector(TorchDispatchMode):
         return self.seen > self.operation
 
     def fail(self) -> None:
-        """Recorded out of memory."""
+        """Raise out of memory and record it."""
         self.fired += 1
         self.seen = 0
         self.where.append(self.run.attempt.phase)
@@ -86,7 +86,7 @@ class Injector(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _phase(self) -> str:
-        """The loss is what follows the model in the forward; the data phase is asked about by the data set alone."""
+        """The loss follows the model in the forward; the data phase is checked only by the data set."""
         phase = self.run.attempt.phase
         if phase == "forward" and not self._in_model:
             return "loss" if self._forward_done else "before the model"
@@ -95,7 +95,7 @@ class Injector(TorchDispatchMode):
 
 
 class Watched:
-    """A data set that notes which samples are fetched for which step, and runs out of memory when asked to."""
+    """A data set that records which samples are fetched for which step, and runs out of memory on request."""
 
     def __init__(self, dataset: Any, run: Run, injector: Injector | None, fetched: list, changed: Callable | None):
         self.dataset, self.run, self.injector, self.fetched, self.changed = dataset, run, injector, fetched, changed
@@ -116,10 +116,10 @@ class Watched:
 
 
 class Recorded:
-    """A whole run in this process, by the runner's own parts: prepare, attempt, recover.
+    """A whole run in this process, built from the runner's own parts: prepare, attempt, recover.
 
     failures: the incidents; fetched: (finished steps, epoch, sample indices) of every micro-batch that was trained on,
-    those of attempts that were given up left out.
+    without those of aborted attempts.
     """
 
     def __init__(
@@ -170,14 +170,14 @@ class Recorded:
             return runner.attempt(self.run)
 
     def samples(self) -> dict[tuple[int, int], list[int]]:
-        """`{(finished steps, epoch): sample indices in their order}`, however they were cut."""
+        """`{(finished steps, epoch): sample indices in order}`, however they were cut."""
         found: dict[tuple[int, int], list[int]] = {}
         for step, epoch, indices in self.fetched:
             found.setdefault((step, epoch), []).extend(indices)
         return found
 
     def state(self) -> dict[str, Any]:
-        """All that has to be the same after a recovery: everything but the sizes of the search."""
+        """All that must survive a recovery unchanged: everything except the sizes of the search."""
         state = self.run.state
         values = state.values([rng_state(state.device)])
         values["progress"] = {k: v for k, v in values["progress"].items() if k != "evaluated_at"}
@@ -185,7 +185,7 @@ class Recorded:
 
 
 def logged(run_dir: Path) -> list[dict[str, float]]:
-    """What the log steps say of the training itself."""
+    """The training values in the log steps."""
     import json
 
     names = ("step", "samples", "epoch", "loss", "accuracy", "grad_norm", "lr", "skipped_steps")

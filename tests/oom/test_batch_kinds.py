@@ -1,4 +1,4 @@
-"""Whatever container a batch is in: the run is the same, with memory running out in training and in evaluation."""
+"""For every kind of batch container the run is the same when memory runs out in training and in evaluation."""
 
 import functools
 import json
@@ -56,19 +56,19 @@ def test_a_run_is_the_same_for_every_kind(tmp_path, kind, phase, step, sizes):
     state, by_dicts = trained_on_dicts(phase, step)
     assert differences(recorded.state(), state) == []
     assert evaluation == by_dicts
-    # Each sample once: the mean over the whole evaluation set, found in one piece.
+    # Each sample counts once: the mean equals that over the whole evaluation set in one batch.
     model, digits = recorded.run.state.model.eval(), Digits("val")
     batch = digits.__getitems__(range(len(digits)))
     with torch.no_grad(), recorded.run.state.average.in_place_of_weights():
         right = (model(batch["inputs"]).argmax(-1) == batch["targets"]).sum().item()
     assert evaluation["accuracy"] == pytest.approx(right / len(digits), abs=1e-9)
-    # A batch that is not looked into would be neither measured nor cut.
+    # A batch whose contents are opaque would be neither measured nor cut.
     assert set(recorded.run.sizes.train.searches) == {128}
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_limit_counts_and_cuts_every_kind(tmp_path, kind):
-    """Under a real limit: what is fetched at once does not fit, as a dict or as anything else."""
+    """Under a real limit the first fetch does not fit, whether it is a dict or another container."""
     changes = {"data.kind": kind, "batch.micro_size": "auto", "batch.global_size": 64, "every.eval": None}
     peaks = []
     for limit in (None, 60_000):

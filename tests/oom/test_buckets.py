@@ -1,4 +1,4 @@
-"""Shapes of several sizes: what is too large for one shape does not shrink the others."""
+"""Inputs of several shapes: a size too large for one shape does not shrink the others."""
 
 import textwrap
 
@@ -33,7 +33,7 @@ TEXT = (
 
 
 def numbers(length: int) -> int:
-    """The bucket of a text of this length: inputs and targets."""
+    """The bucket of a text of this length, inputs and targets."""
     return bucket_of(*measure({"inputs": torch.zeros(1, length), "targets": torch.zeros(1, length)}))
 
 
@@ -44,7 +44,7 @@ def test_one_long_batch_does_not_shrink_the_others(tmp_path):
         calls["n"] += 1
         return batch if calls["n"] in (6, 7, 8) else {name: t[:, :16].contiguous() for name, t in batch.items()}
 
-    # What 16 short texts need, and a bit: a long one needs four times as much.
+    # Slightly more than 16 short texts need; a long text needs four times as much as a short one.
     changes = {"batch.micro_size": "auto"}
     peak = Recorded(
         tiny(tmp_path / "a", *TEXT, changes={**changes, "train.max_steps": 4}),
@@ -58,7 +58,7 @@ def test_one_long_batch_does_not_shrink_the_others(tmp_path):
     assert {f.bucket for f in recorded.failures} == {numbers(64)}
     assert micro.searches[numbers(16)].size == 16
     assert micro.searches[numbers(64)].size < 16
-    assert micro.size == 16  # what is fetched at a time
+    assert micro.size == 16  # the fetch size
     assert recorded.run.memory.peak <= int(1.1 * peak)
 
 
@@ -126,7 +126,7 @@ def several_sizes(tmp_path, monkeypatch):
 @pytest.mark.usefixtures("several_sizes")
 def test_images_of_several_sizes(tmp_path):
     recorded = Recorded(tiny(tmp_path / "run", *OVERRIDES, changes={**AUTO, "memory.limit": LIMIT}))
-    small, large = 128, 2048  # 64 and 1024 pixels and a target, up to the next power of two
+    small, large = 128, 2048  # 64 and 1024 pixels plus a target, rounded up to a power of two
     assert set(recorded.run.sizes.train.searches) == {small, large}
     assert recorded.run.sizes.train.searches[small].size == 16
     assert recorded.run.sizes.train.searches[large].size < 16

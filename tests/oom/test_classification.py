@@ -1,4 +1,4 @@
-"""Which errors mean that memory ran out. Real ones are provoked where this machine can; the others' words are copied
+"""Which errors mean out of memory. Real ones are provoked where this machine can; the other messages are copied
 from the threads and sources named beside them."""
 
 import errno
@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from trainapp.oom.errors import is_device_lost, is_out_of_memory, requested_bytes
 
-# What the driver's errors end with since torch 2.1: it speaks of assertions, which none of them is.
+# The driver's errors end with this since torch 2.1; it mentions assertions, although none of them is one.
 HINT = (
     "\nCUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be "
     "incorrect.\nFor debugging consider passing CUDA_LAUNCH_BLOCKING=1\nCompile with `TORCH_USE_CUDA_DSA` to enable "
@@ -86,7 +86,7 @@ def test_there_are_enough_of_them():
     assert len(MESSAGES) + len(PROVOKED) >= 17
 
 
-# EvilBT/ComfyUI_SLK_joy_caption_two#28: the words of the asynchronous allocator mention memory at their end only
+# EvilBT/ComfyUI_SLK_joy_caption_two#28: the asynchronous allocator mentions memory only at the end of its message
 ASYNC_ALLOCATOR = (
     "Allocation on device 0 would exceed allowed memory. (out of memory)\nCurrently allocated     : 15.16 GiB\n"
     "Requested               : 512.00 KiB\nDevice limit            : 15.99 GiB\nFree (according to CUDA): 0 bytes"
@@ -100,7 +100,7 @@ ASYNC_ALLOCATOR = (
         torch.OutOfMemoryError(""),
         torch.cuda.OutOfMemoryError("any words"),
         torch.distributed.DistBackendError(MESSAGES["NCCL"]),
-        RuntimeError(MESSAGES["CUDA caching allocator"], {"step": 3}),  # str() of it is a tuple's
+        RuntimeError(MESSAGES["CUDA caching allocator"], {"step": 3}),  # its str() is that of a tuple
         RuntimeError(MESSAGES["MPS"], "while training"),
         MemoryError(),
         OSError(errno.ENOMEM, "Cannot allocate memory"),  # os.fork, for a loader's worker
@@ -112,7 +112,7 @@ def test_types(error):
 
 
 def accelerator_error(text: str) -> Exception:
-    """torch's own type for the driver's errors, where this version has it."""
+    """torch's own type for driver errors, where this version has it."""
     return getattr(torch, "AcceleratorError", RuntimeError)(text)
 
 
@@ -156,7 +156,7 @@ def test_provoked_here(name):
 
 
 class Failing(Dataset):
-    """Raises in the loader's worker."""
+    """Raises in a loader worker."""
 
     def __init__(self, function):
         self.function = function
@@ -187,7 +187,7 @@ def through_worker(function) -> BaseException:
     try:
         return raised_by(lambda: next(batches))
     finally:
-        batches._shutdown_workers()  # left to the collector it may wait for five seconds
+        batches._shutdown_workers()  # garbage collection may wait five seconds for it
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems promise more than they have")
@@ -201,7 +201,7 @@ def test_handed_on_by_a_worker(function):
 
 
 def decoy_value():
-    raise ValueError("out of memory: the replay buffer holds 10 episodes")  # and not "CUDA out of memory"
+    raise ValueError("out of memory: the replay buffer holds 10 episodes")  # not "CUDA out of memory"
 
 
 def decoy_source_line():
@@ -316,7 +316,7 @@ AMBIGUOUS = [
 
 @pytest.mark.parametrize("message", AMBIGUOUS)
 def test_the_devices_counters_decide_what_words_do_not(message, monkeypatch):
-    # The only stand-in of this file: a full GPU cannot be had everywhere. tests/gpu has the real one.
+    # The only mock in this file: not every machine has a GPU to fill. tests/gpu has the real one.
     error = RuntimeError(message)
     assert not is_out_of_memory(error)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

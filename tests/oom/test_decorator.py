@@ -1,6 +1,6 @@
-"""`find_executable_batch_size`: Accelerate's call shape without its faults.
+"""`find_executable_batch_size`: Accelerate's call signature without its faults.
 
-Its behaviour was read in accelerate 1.15, utils/memory.py.
+Accelerate's behaviour is that of version 1.15, utils/memory.py.
 """
 
 import functools
@@ -53,7 +53,7 @@ def test_positional_and_functional_forms():
 
 
 class Reduce:
-    """A reducing function of either kind; notes how it was called."""
+    """A reducing function with or without a parameter; records how it was called."""
 
     def __init__(self, sizes):
         self.sizes, self.calls = iter(sizes), []
@@ -67,7 +67,7 @@ class Reduce:
         return next(self.sizes)
 
     def with_default(self, factor=0.5):
-        # Accelerate calls it without arguments: the default is its own business.
+        # Accelerate calls it without arguments: the default must stay untouched.
         assert factor == 0.5
         return self.without()
 
@@ -191,7 +191,7 @@ def test_memory_is_free_before_the_next_try():
     failed: list[weakref.ref] = []
 
     class Graph:
-        """A reference cycle, as models and trainers have: only the collector frees it."""
+        """A reference cycle, as models and trainers have: only the garbage collector frees it."""
 
         def __init__(self, tensor):
             self.tensor, self.me = tensor, self
@@ -207,10 +207,10 @@ def test_memory_is_free_before_the_next_try():
             try:
                 raise torch.OutOfMemoryError("CUDA out of memory.")
             except torch.OutOfMemoryError as error:
-                raise RuntimeError("wrapped") from error  # its cause has the frames, too
+                raise RuntimeError("wrapped") from error  # the cause's traceback holds the frames, too
         return batch_size
 
-    gc.disable()  # what follows must not depend on when the collector happens to run
+    gc.disable()  # the result must not depend on when the garbage collector runs
     try:
         assert train() == 2
     finally:
@@ -219,7 +219,7 @@ def test_memory_is_free_before_the_next_try():
 
 
 def test_negative_control_cleaning_up_inside_except_frees_nothing():
-    # The trap that the decorator is there to avoid: the error's frames hold the tensors while it is handled.
+    # The trap that the decorator avoids: while the error is handled, its frames hold the tensors.
     failed: list[weakref.ref] = []
 
     def train():

@@ -1,4 +1,4 @@
-"""What no smaller micro-batch can help: found in a few attempts, and never assumed of a run that could fit."""
+"""When no smaller micro-batch can help, the run stops within a few attempts; a run that could fit is never stopped."""
 
 import pytest
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("without_pictures")
 
 @pytest.fixture
 def attempts(monkeypatch) -> list[Incident]:
-    """The incidents of all attempts, the last one of a run that is stopped among them."""
+    """The incidents of all attempts, including the last one of a run that is stopped."""
     incidents, attempt = [], runner.attempt
 
     def noting(run):
@@ -28,7 +28,7 @@ def attempts(monkeypatch) -> list[Incident]:
 
 
 def own(model: str, **arguments: int) -> tuple[str, ...]:
-    """A run with a model of `own_models`, 256 samples in a step."""
+    """A run of a model in `own_models`, 256 samples per step."""
     return (
         "model=mlp",
         "~model.width",
@@ -66,7 +66,7 @@ def test_so_does_one_in_evaluation(tmp_path, attempts):
 
 
 def test_the_scratch_buffer_alone_would_fit(tmp_path, attempts):
-    """Under a limit that leaves room for it, smaller micro-batches do help: the run is not stopped."""
+    """Under a limit that leaves enough room, smaller micro-batches do help: the run is not stopped."""
     config = tiny(tmp_path, *own("Scratch", scratch=100_000), changes={"memory.limit": 430_000})
     recorded = Recorded(config)
     assert recorded.run.state.progress.step == 2
@@ -75,7 +75,7 @@ def test_the_scratch_buffer_alone_would_fit(tmp_path, attempts):
 
 
 def test_a_coincidence_does_not_stop_a_run_that_fits(tmp_path, attempts):
-    """The first layer fails at 256 and the second at 128, asking for the same bytes; 64 fits."""
+    """The first layer fails at 256 and the second at 128, both asking for the same bytes; 64 fits."""
     width = 1000
     config = tiny(tmp_path, *own("Widening", width=width), changes={"memory.limit": 4 * 200 * width})
     recorded = Recorded(config)

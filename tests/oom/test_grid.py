@@ -1,6 +1,6 @@
-"""A run that is out of memory at step k is bit-identical to one that was configured to change its size at step k.
+"""A run that is out of memory at step k is bit-identical to one configured to change its size at step k.
 
-Phase x step x model x precision. Every cell asserts that the error did strike, and where.
+Phase x step x model x precision. Every cell asserts that the error struck, and where.
 """
 
 import collections
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("without_pictures")
 
 
 class Counts(Injector):
-    """Fires never; counts the operations of each (phase, step)."""
+    """Never fires; counts the operations of each (phase, step)."""
 
     def __init__(self):
         super().__init__("", 0, times=0)
@@ -45,7 +45,7 @@ class Counts(Injector):
 
 @functools.cache
 def operations(model: str, precision: str, *more: str) -> collections.Counter:
-    """How many operations each phase of each step has."""
+    """The number of operations in each phase of each step."""
     counts = Counts()
     with tempfile.TemporaryDirectory() as folder:
         Recorded(tiny(Path(folder), *cell(model, precision), *more), counts)
@@ -54,7 +54,7 @@ def operations(model: str, precision: str, *more: str) -> collections.Counter:
 
 @functools.cache
 def configured(model: str, precision: str, schedule: tuple[tuple[int, int], ...]) -> tuple[dict, list]:
-    """The run that switches by plan: its state and its logged numbers."""
+    """The state and logged numbers of the run that switches sizes by configuration."""
     with tempfile.TemporaryDirectory() as folder:
         recorded = Recorded(tiny(Path(folder), *cell(model, precision), schedule=dict(schedule) or None))
         assert not recorded.failures
@@ -62,7 +62,7 @@ def configured(model: str, precision: str, schedule: tuple[tuple[int, int], ...]
 
 
 def late(model: str, precision: str, phase: str, step: int) -> int:
-    """An operation in the last quarter of the phase: of the second micro-batch, where a step has two."""
+    """An operation in the last quarter of the phase: in the second micro-batch, if the step has two."""
     count = operations(model, precision)[phase, step]
     assert count, f"{phase} has no operation"
     return count * 3 // 4
@@ -74,7 +74,7 @@ def recovered_as_configured(tmp_path: Path, model: str, precision: str, phase: s
     recorded = Recorded(tiny(tmp_path, *cell(model, precision)), injector)
     assert injector.fired == len(recorded.failures) == 1
     (failure,) = recorded.failures
-    # An average has no size: it is taken up again where it stopped, and the sizes stay.
+    # Averaging has no micro-batch: it resumes where it stopped, and the sizes stay.
     sized = phase != "weight average"
     assert (failure.step, failure.phase, failure.old_size, failure.new_size) == (step, phase, 8, 4 if sized else 8)
     wanted, losses = configured(model, precision, ((step, 4),) if sized else ())
@@ -82,7 +82,7 @@ def recovered_as_configured(tmp_path: Path, model: str, precision: str, phase: s
 
 
 GRID = list(itertools.product(MODELS, PRECISIONS, (*PHASES, "weight average"), STEPS))
-# Every pair of model, phase, step and precision is in the fast part.
+# The fast tests cover every pair of model, phase, step and precision.
 FAST = {
     (model, list(PRECISIONS)[(2 * i + j) % 3], phase, STEPS[(i + j) % 3])
     for i, model in enumerate(MODELS)
@@ -100,7 +100,7 @@ def test_bit_identical_to_a_configured_switch(tmp_path, model, precision, phase,
 
 @pytest.mark.parametrize("model", MODELS)
 def test_two_halvings_in_one_step(tmp_path, model):
-    # As long as the micro-batch is above 4: 16 -> 8 -> 4 within step 3, and the oracle goes from 16 to 4 at once.
+    # Fails while the micro-batch is above 4: 16 -> 8 -> 4 within step 3; the oracle goes from 16 to 4 at once.
     injector = Injector("backward", 3, 5, above=4)
     recorded = Recorded(tiny(tmp_path / "a", *cell(model, "fp32"), "batch.micro_size=16"), injector)
     assert [(f.step, f.old_size, f.new_size) for f in recorded.failures] == [(3, 16, 8), (3, 8, 4)]
@@ -111,7 +111,7 @@ def test_two_halvings_in_one_step(tmp_path, model):
 
 
 def test_fetched_ahead_by_a_worker(tmp_path):
-    # The worker has fetched for the old cut already: the retry sees the same samples all the same.
+    # The worker has already fetched for the old cut: the retry still sees the same samples.
     overrides = (*cell("resnet", "fp32"), "data.num_workers=1")
     injector = Injector("forward", 3, 20)
     recorded = Recorded(tiny(tmp_path / "a", *overrides), injector)
@@ -142,13 +142,13 @@ CELLS = list(itertools.product(MODELS, PRECISIONS, STEPS))
 
 
 def evaluation_survives(tmp_path: Path, model: str, precision: str, step: int, operation: int) -> None:
-    """The metrics are those of an evaluation in smaller batches, each sample counted once; training is untouched."""
+    """The metrics equal those of an evaluation in smaller batches, each sample counted once; training is untouched."""
     injector = Injector("evaluate", step, operation)
     overrides = (*cell(model, precision), *EVALUATION)
     recorded = Recorded(tiny(tmp_path, *overrides), injector)
     assert injector.fired == len(recorded.failures) == 1
     (failure,) = recorded.failures
-    ran = min(90, len(recorded.run.eval_batches.dataset))  # what failed is what ran, and half of that comes next
+    ran = min(90, len(recorded.run.eval_batches.dataset))  # the size that ran and failed, halved next
     assert (failure.phase, failure.step, failure.old_size, failure.new_size) == ("evaluate", step, ran, ran // 2)
     assert (recorded.run.sizes.train.size, recorded.run.sizes.evaluation.size) == (8, ran // 2)
     undisturbed, _ = evaluated(model, precision, 90)
@@ -163,7 +163,7 @@ def evaluation_survives(tmp_path: Path, model: str, precision: str, step: int, o
         assert line["accuracy"] == pytest.approx(other["accuracy"], abs=1e-9 if precision == "fp32" else 0.006)
 
 
-TOLERANCE = {"fp32": 1e-6, "bf16": 1e-2, "fp16": 1e-3}  # totals over other batches; the matrix products round by shape
+TOLERANCE = {"fp32": 1e-6, "bf16": 1e-2, "fp16": 1e-3}  # totals over other batches; matmuls round by shape
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_evaluation(tmp_path, model, precision, step):
 
 @pytest.mark.parametrize("back", [pytest.param(b, marks=() if b < 7 else pytest.mark.slow) for b in range(20)])
 def test_evaluation_counts_once_wherever_it_fails(tmp_path, back):
-    # From the last operation of an evaluation backwards: loss, metric and count must go up together or not at all.
+    # From the last operation of an evaluation backwards: loss, metric and count must be added together or not at all.
     count = operations("mlp", "fp32", *EVALUATION)["evaluate", 3]
     evaluation_survives(tmp_path, "mlp", "fp32", 3, count - 1 - back)
 
@@ -217,7 +217,7 @@ def test_commit_goes_back_to_the_checkpoint(tmp_path, model):
 
 
 def test_the_commit_was_torn(tmp_path):
-    # Else the cells above prove nothing: half of the parameters have moved when the error strikes.
+    # Otherwise the cells above prove nothing: half of the parameters have changed when the error strikes.
     injector = Injector("commit", 3, late("mlp", "fp32", "commit", 3))
     config = tiny(tmp_path, *cell("mlp", "fp32"))
     run = runner.prepare(config, StopRequest(), SingleRank())
@@ -240,7 +240,7 @@ def test_the_commit_was_torn(tmp_path):
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_after_the_commit_nothing_is_done_twice(tmp_path, precision):
-    # The parameters have moved: whatever fails from here on, the step counts, once.
+    # The parameters have changed: whatever fails from here on, the step counts, exactly once.
     counts = operations("mlp", precision)
     injector = Injector("after commit", 3, 0)
     assert counts["after commit", 3]
@@ -249,7 +249,7 @@ def test_after_the_commit_nothing_is_done_twice(tmp_path, precision):
     assert differences(recorded.state(), configured("mlp", precision, ())[0]) == []
 
 
-# Negative controls: what the oracle is there to notice.
+# Negative controls: faults that the oracle must detect.
 
 
 def test_without_the_generators_the_oracle_fails(tmp_path, monkeypatch):
@@ -273,7 +273,7 @@ def test_with_leaked_gradients_the_oracle_fails(tmp_path, monkeypatch):
 
 
 def zero_grad_but_not_at(step: int):
-    """Forgets to clear the gradients of one step. torch's own, called as often as the loop calls it."""
+    """torch's `zero_grad`, except that it skips clearing one step's gradients; counts the loop's calls."""
     original, calls = torch.optim.Optimizer.zero_grad, itertools.count()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -286,7 +286,7 @@ def zero_grad_but_not_at(step: int):
 
 
 def test_with_other_samples_the_oracle_fails(tmp_path, monkeypatch):
-    # A retry that continues with the next samples instead of the same ones.
+    # A retry that continues with the next samples instead of repeating the same ones.
     recover = recovery.change_size
 
     def next_samples(run, failure):

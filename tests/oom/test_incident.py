@@ -1,4 +1,4 @@
-"""The record of an error: where, how much, whose, and what it cost; in files, on the terminal and in TensorBoard."""
+"""The record of an error: where, how much memory, which parts, and its cost; in files, terminal and TensorBoard."""
 
 import json
 import logging
@@ -14,7 +14,7 @@ from trainapp.errors import TrainingStopped
 from .conftest import MODELS, cell, tiny
 from .inject import Injector, Recorded
 
-# One layer of each needs far more than all the others: in the forward, or in the backward only.
+# One layer of each needs far more memory than all the others: in the forward, or only in the backward.
 NETWORKS = textwrap.dedent("""
     import torch
     from torch import nn
@@ -92,7 +92,7 @@ def test_the_whole_record(tmp_path, network, hungry, module, caplog):
     parameters = sum(4 * p.numel() for p in model.parameters())
     assert failure.parts["parameters"] == parameters
     assert failure.parts["optimizer_state"] == 2 * parameters + 4 * len(list(model.parameters()))
-    assert failure.parts["batch"] == 16 * (64 * 4 + 8)  # pixels and a target for each sample
+    assert failure.parts["batch"] == 16 * (64 * 4 + 8)  # pixels and a target per sample
     assert failure.parts["activations"] > 0
     assert sum(failure.parts.values()) == failure.used
 
@@ -106,7 +106,7 @@ def test_the_whole_record(tmp_path, network, hungry, module, caplog):
     for text in ("# Out of memory at step 1", f"| module | {module} |", "| micro-batch | 16 -> 8 |", "| time lost |"):
         assert text in report
     assert "optimizer state" in report
-    assert "hungry_networks.py" in report  # the trace
+    assert "hungry_networks.py" in report  # the traceback
 
     lines = [r.getMessage() for r in caplog.records if "out of memory" in r.getMessage()]
     assert len(lines) == 1
@@ -132,7 +132,7 @@ def test_phases_outside_the_model(tmp_path):
 
 
 def test_a_module_is_not_remembered_from_an_earlier_error(tmp_path):
-    # The first error is watched, and its module known; the second strikes when nobody watches any more.
+    # The first error is traced to its module; at the second, tracking is off.
     class Two(Injector):
         """In the forward of step 1, then in the clipping of step 6."""
 
@@ -164,7 +164,7 @@ def test_a_restart_from_the_beginning_keeps_the_record(tmp_path):
 
 
 def test_the_last_word(tmp_path):
-    """Not even one sample fits: the parts, and the settings that would help, largest first."""
+    """Not even one sample fits: the report lists the parts, and the settings that would help, largest first."""
     overrides = (*MODELS["gpt"], "model.depth=4", "model.width=32", "batch.micro_size=auto")
     limit = peak_of(tmp_path / "peak", overrides, 1) - 2000
     with pytest.raises(TrainingStopped) as caught:
@@ -182,14 +182,14 @@ def test_the_last_word(tmp_path):
     settings = [setting for _, _, setting in found]
     assert "train.ema=null:" in settings
     assert any(setting.startswith("optimizer=") for setting in settings)
-    # Saving all of Adam's state is worth two copies of the parameters, the average one.
+    # Dropping Adam's state saves two copies of the parameters, dropping the average saves one.
     parameters = sum(4 * p.numel() for p in Recorded(tiny(tmp_path / "x", *overrides)).run.state.model.parameters())
     by_setting = dict(zip(settings, sizes, strict=True))
     assert by_setting["train.ema=null:"] == pytest.approx(parameters, rel=0.02)
 
 
 def test_the_advice_holds(tmp_path):
-    """What the report promises is measured: the run with the setting needs so much less."""
+    """Each saving in the report is measured: the run with the setting needs that much less."""
     overrides = (*MODELS["gpt"], "model.depth=4", "model.width=32", "model.dropout=0", "batch.micro_size=1")
     peak = peak_of(tmp_path / "peak", overrides, 1)
     with pytest.raises(TrainingStopped) as caught:

@@ -1,4 +1,4 @@
-"""Real limits through the real command line, one model of each kind."""
+"""Real limits through the real command line, with one model of each kind."""
 
 import dataclasses
 
@@ -24,7 +24,7 @@ MODELS = {
         "data.min_length=24",
     ),
 }
-# Bytes between what 8 and what 16 samples need.
+# Bytes between the needs of 8 and of 16 samples.
 LIMITS = {"mlp": 173_000, "resnet": 1_000_000, "gpt": 1_870_000}
 COMMON = (
     "train.device=cpu",
@@ -38,7 +38,7 @@ COMMON = (
 
 
 def digest(run_dir) -> list[float]:
-    """The logged numbers, which are functions of the weights."""
+    """The logged numbers that are functions of the weights."""
     return [line["loss"] for line in metrics(run_dir)] + [line["grad_norm"] for line in metrics(run_dir)]
 
 
@@ -59,7 +59,7 @@ def test_a_limit_on_the_command_line(tmp_path, model):
     last = metrics(tmp_path / "limited")[-1]
     assert found["peak_memory_bytes"] <= last["memory/limit"]
     assert all(record["used"] + record["requested"] > record["limit"] for record in incidents(tmp_path / "limited"))
-    # The same as a run that was told the sizes: bit for bit.
+    # Bit-identical to a run configured with these sizes.
     schedule = ",".join(f"{step}:{size}" for step, size in found["micro_schedule"].items())
     told = composed(*MODELS[model], *COMMON, f"batch.micro_schedule={{{schedule}}}", "oom.remember=false")
     assert runner.run(dataclasses.replace(told, run_dir=str(tmp_path / "told"))).oom_restarts == 0

@@ -1,4 +1,4 @@
-"""Whatever the budget, the batch and the data: each sample once an epoch, the size never 0, the search ends."""
+"""For any budget, batch and data: each sample once per epoch, the size never 0, the search ends."""
 
 import math
 import tempfile
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("without_pictures")
 )
 @example(start=128, share=100.5 / 128, base=0, per_sample=1000, curve=1.0, clean_steps=3, smallest=1)
 def test_the_search_ends(start, share, base, per_sample, curve, clean_steps, smallest):
-    """curve: bytes grow with size ** curve: the prediction, which is linear, is wrong then."""
+    """curve: bytes grow with size ** curve; unless it is 1, the linear prediction is wrong."""
 
     def needed(size):
         return base + int(per_sample * size**curve)
@@ -54,7 +54,7 @@ def test_the_search_ends(start, share, base, per_sample, curve, clean_steps, sma
         assert steps < 60 * clean_steps
     assert needed(search.size) <= budget
     assert len(failed_sizes) == len(set(failed_sizes)), "no size fails twice"
-    # Halvings, then tries between two bounds that come closer each time.
+    # Halvings, then tries between two converging bounds.
     assert failures <= math.ceil(math.log2(max(2, start))) + 6
     best = max(size for size in range(search.size, max(start, smallest) + 1) if needed(size) <= budget)
     if abs(curve - 1) < 1e-9:
@@ -71,7 +71,7 @@ REAL_ARGUMENTS = {
 
 
 def real_run(samples, global_size, kilobytes, drop_last, eval_every):
-    """A real run under a real limit, between nearly nothing and plenty."""
+    """A real run under a real limit, from almost nothing to plenty."""
     static = 3 * 4 * (64 * 8 + 8 + 8 * 10 + 10)  # parameters, gradients and momentum
     overrides = (
         "model=mlp",

@@ -1,4 +1,4 @@
-"""What a recovery leaves behind: no sample lost or doubled, no tensor of the failed step, the same weights."""
+"""After a recovery: no sample lost or repeated, no tensor of the failed step left, the same weights."""
 
 import gc
 import weakref
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("without_pictures")
 
 
 def limit_between(folder, overrides: tuple[str, ...], fits: int, fails: int) -> int:
-    """Bytes in which a micro-batch of `fits` has room and one of `fails` has not."""
+    """A limit in bytes under which a micro-batch of `fits` fits and one of `fails` does not."""
     peaks = [
         Recorded(
             tiny(folder / str(size), *overrides, changes={"batch.micro_size": size, "train.max_steps": 2})
@@ -45,7 +45,7 @@ def limit_between(folder, overrides: tuple[str, ...], fits: int, fails: int) -> 
 
 @pytest.mark.parametrize("model", SAME)
 def test_each_sample_once_and_the_same_weights(tmp_path, model):
-    # The default sizes: one and a half epochs, so that a partial step and a new order are in it.
+    # The default sizes run for one and a half epochs, which covers a partial step and a reshuffle.
     samples = 1437 if "data=digits" in SAME[model] else 200
     overrides = (
         *SAME[model],
@@ -75,7 +75,7 @@ def test_each_sample_once_and_the_same_weights(tmp_path, model):
 
 
 class Storages(TorchDispatchMode):
-    """Weak references to the storage of every tensor that an operation made since `begin`."""
+    """Weak references to the storage of every tensor that an operation has made since `begin`."""
 
     def __init__(self):
         super().__init__()
@@ -83,7 +83,7 @@ class Storages(TorchDispatchMode):
         self.seen: dict[int, weakref.ref] = {}
 
     def begin(self, resident: Iterable[torch.Tensor]) -> None:
-        """Forget what was seen; views of these tensors do not count."""
+        """Reset the record; views of `resident` tensors do not count."""
         self.seen.clear()
         self.before = {tensor.untyped_storage()._cdata for tensor in resident}
 
@@ -101,14 +101,14 @@ class Storages(TorchDispatchMode):
 
 
 def all_bytes() -> int:
-    """Of every tensor that the collector knows."""
+    """Total bytes of all tensors that the garbage collector tracks."""
     gc.collect()
     tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 def failed_attempt(config: Config, step: int, injector: Injector):
-    """A run that fails in `step`: the run, the incident, the bytes before that step, and what the step made."""
+    """A run that fails in `step`: the run, the incident, the bytes before that step, and the tensors the step made."""
     run = runner.prepare(config, StopRequest(), SingleRank())
     fetcher = run.batches._source.fetcher
     fetcher.dataset = Watched(fetcher.dataset, run, injector, [], None)
@@ -160,7 +160,7 @@ def test_a_kept_error_would_keep_the_memory(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("model", MODELS)
 def test_live_storages_under_a_limit(tmp_path, model):
-    """The same, by the counter that enforces the limit: after a recovery it counts what is resident and no more."""
+    """The same, by the counter that enforces the limit: after a recovery it counts only resident tensors."""
     overrides = (*cell(model, "fp32"), "batch.global_size=16")
     limit = limit_between(tmp_path, overrides, 4, 8)
     counted = []
@@ -184,7 +184,7 @@ def test_at_the_first_fetch_of_the_first_step(tmp_path):
     assert injector.fired == len(recorded.failures) == 1
     assert (recorded.failures[0].old_size, recorded.failures[0].new_size) == (8, 4)
     assert recorded.run.sizes.train.size == 4
-    assert set(recorded.run.sizes.train.searches) == {128}  # of the real shape alone
+    assert set(recorded.run.sizes.train.searches) == {128}  # only the real shape
 
 
 def test_the_global_batch_stays(tmp_path):
@@ -237,7 +237,7 @@ def test_an_error_of_the_users_passes(tmp_path):
 
 
 class Cache:
-    """What an allocator that keeps freed memory would report."""
+    """Stands in for an allocator that keeps freed memory."""
 
     def __init__(self, run_job, unused: int):
         self.unused = unused
@@ -246,7 +246,7 @@ class Cache:
 
 @pytest.mark.parametrize("message", ["CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"])
 def test_released_cache_may_be_enough(tmp_path, message):
-    """cuBLAS and cuDNN allocate outside the cache and name no size: the same size again, once for each size."""
+    """cuBLAS and cuDNN allocate outside the cache and name no size: the same size is retried, once per size."""
 
     class Outside(Injector):
         def fail(self):

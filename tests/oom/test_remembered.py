@@ -1,4 +1,4 @@
-"""What one run found, the next begins with: a hint that saves its errors, and can cost one retry at most."""
+"""The next run begins with what an earlier one found: a hint that avoids its errors and costs at most one retry."""
 
 import dataclasses
 import json
@@ -24,13 +24,13 @@ pytestmark = pytest.mark.usefixtures("without_pictures")
 
 @pytest.fixture
 def limit(tmp_path) -> int:
-    """Bytes in which 24 samples of 64 fit."""
+    """A limit in bytes under which 24 samples of 64 fit."""
     changes = {"batch.micro_size": 24, "batch.global_size": 64, "train.max_steps": 2}
     return Recorded(tiny(tmp_path / "limit", *PLAIN, changes=changes)).run.memory.peak
 
 
 def run(run_dir: Path, *overrides: str, changes: dict) -> Recorded:
-    """A run to its end, which then remembers as `runner.run` does."""
+    """A complete run, which then stores its sizes as `runner.run` does."""
     config = tiny(run_dir, *PLAIN, *overrides, changes={**CHANGES, **changes})
     done = Recorded(config)
     hints.remember(done.run)
@@ -66,7 +66,7 @@ def test_the_command_line_remembers(tmp_path, limit):
 
 
 def edit(change) -> None:
-    """Change the one file there is."""
+    """Edit the only file in the cache."""
     (path,) = files()
     known = json.loads(path.read_text())
     change(known["micro"]["buckets"])
@@ -89,7 +89,7 @@ def test_a_wrong_hint_costs_one_retry(tmp_path, limit):
 
 
 def test_a_hint_that_is_too_small_is_outgrown_or_harmless(tmp_path):
-    # Nothing ever failed at 64: whoever starts below it because of an old hint tries again.
+    # Nothing ever failed at 64: a run that starts below it because of an old hint tries it again.
     run(tmp_path / "a", changes={})
     edit(lambda buckets: buckets.update({bucket: [16, 16, 24, False] for bucket in buckets}))
     second = run(tmp_path / "b", changes={})
@@ -191,7 +191,7 @@ def test_another_seed_or_length_is_the_same_key(tmp_path):
     ids=lambda c: next(iter(c)),
 )
 def test_a_size_that_the_user_chose_is_no_experience(tmp_path, chosen):
-    # Nothing failed: that 2 worked says nothing against 64.
+    # Nothing failed: success at 2 is no evidence against 64.
     run(tmp_path / "a", changes=chosen)
     assert sizes(run(tmp_path / "b", changes={})) == [64]
 
@@ -199,7 +199,7 @@ def test_a_size_that_the_user_chose_is_no_experience(tmp_path, chosen):
 def test_a_schedule_is_not_changed_by_experience(tmp_path, limit):
     run(tmp_path / "a", changes={"memory.limit": limit})
     planned = run(tmp_path / "b", changes={"memory.limit": limit, "batch.micro_schedule": {4: 4}})
-    assert [f.old_size for f in planned.failures][:1] == [64]  # it starts as a run without experience would
+    assert [f.old_size for f in planned.failures][:1] == [64]  # it starts like a run without a hint
 
 
 def test_a_cache_that_cannot_be_written_is_no_error(tmp_path, monkeypatch):
@@ -213,7 +213,7 @@ def test_the_evaluation_size_is_remembered_too(tmp_path):
     training = {"batch.global_size": 180, "batch.micro_size": 8, "train.max_steps": 2}
     peak = Recorded(tiny(tmp_path / "x", *PLAIN, changes=training)).run.memory.peak
     first = run(tmp_path / "a", changes={**evaluating, "memory.limit": int(1.1 * peak)})
-    assert next(f.old_size for f in first.failures if f.evaluating) == 360  # twice the global batch, and all there is
+    assert next(f.old_size for f in first.failures if f.evaluating) == 360  # twice the global batch: the whole split
     second = run(tmp_path / "b", changes={**evaluating, "memory.limit": int(1.1 * peak)})
     assert second.failures == []
     assert second.run.sizes.evaluation.size == first.run.sizes.evaluation.size

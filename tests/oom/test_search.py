@@ -1,4 +1,4 @@
-"""The search for the size: where it ends, what it costs, that it ends at all."""
+"""The search for the size: where it ends, what it costs, and that it always ends."""
 
 import logging
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 from .conftest import tiny
 from .inject import Recorded
 
-# 64 numbers in, two hidden layers: bytes grow linearly with the batch.
+# 64 inputs, two hidden layers: bytes grow linearly with the batch.
 LINEAR = ("model=mlp", "model.width=64", "data=digits", "optimizer=sgd", "train.ema=null", "batch.micro_size=auto")
 
 
@@ -16,20 +16,20 @@ pytestmark = pytest.mark.usefixtures("without_pictures")
 
 
 def peak_at(run_dir: Path, size: int, global_size: int) -> int:
-    """Bytes that a step with this micro-batch uses at most."""
+    """Peak bytes of a step with this micro-batch."""
     changes = {"batch.global_size": global_size, "batch.micro_size": size, "train.max_steps": 2}
     return Recorded(tiny(run_dir, *LINEAR, changes=changes)).run.memory.peak
 
 
 def limit_for(run_dir: Path, size: int, global_size: int = 128) -> int:
-    """A limit in which `size` fits and `size` + 1 does not."""
+    """A limit under which `size` fits and `size` + 1 does not."""
     peak, more = peak_at(run_dir / "a", size, global_size), peak_at(run_dir / "b", size + 1, global_size)
     assert more > peak + 2
     return (peak + more) // 2
 
 
 def each_sample_once(recorded: Recorded, epochs: int) -> None:
-    """Every epoch that was finished saw each sample once."""
+    """Every finished epoch saw each sample once."""
     for epoch in range(epochs):
         seen = sorted(i for _, e, indices in recorded.fetched if e == epoch for i in indices)
         assert seen == list(range(recorded.run.batches.samples))
@@ -63,7 +63,7 @@ def test_the_log_says_where_the_search_ended(tmp_path, caplog):
 
 
 def test_an_evaluation_that_is_one_batch_fails_once_for_it(tmp_path):
-    """The 360 digits are one batch for every size above."""
+    """Every size above 360 evaluates the 360 digits as one batch."""
     changes = {"batch.eval_micro_size": 2880, "batch.micro_size": 8, "batch.global_size": 8, "every.eval": 1}
     changes["train.max_steps"] = 1
     peak = Recorded(tiny(tmp_path / "a", *LINEAR, changes=changes | {"batch.eval_micro_size": 180})).run.memory.peak

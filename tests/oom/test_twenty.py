@@ -1,4 +1,4 @@
-"""The same limit gives the same outcome, run after run: size, restarts and weights."""
+"""The same limit gives the same outcome every time: size, restarts and weights."""
 
 import dataclasses
 import hashlib
@@ -16,13 +16,13 @@ CHANGES = ("train.max_steps=9", "every.log=null", "every.eval=null", "every.save
 
 
 def settings(model: str) -> tuple[str, ...]:
-    """A run that meets its limit, searches, and saves its last step."""
+    """A run that hits its limit, searches, and saves its last step."""
     common = [part for part in COMMON if not part.startswith("checkpointing")]
     return (*MODELS[model], *common, *CHANGES, "oom.grow=true", f"memory.limit={LIMITS[model]}")
 
 
 def in_a_process(run_dir, cache, model: str) -> tuple:
-    """A run in a process of its own."""
+    """A run in a separate process."""
     train(run_dir, *settings(model), env={"TRAINAPP_CACHE": str(cache), "PYTHONHASHSEED": "random"})
     return outcome(run_dir)
 

@@ -15,7 +15,7 @@ def vector(tensors):
 
 
 def test_the_average_by_hand(tmp_path):
-    """After each applied step once: a = 0.9 a + 0.1 w."""
+    """Once after each applied step: a = 0.9 a + 0.1 w."""
     run = runs.prepare(tmp_path, *MLP, "train.ema=0.9", "batch.micro_size=4")
     expected = runs.weights(run.state.model)
     for _ in range(4):
@@ -68,7 +68,7 @@ def test_evaluation_uses_it_and_training_does_not(tmp_path):
     of_weights = loss()
     with average.in_place_of_weights():
         of_average = loss()
-    assert torch.equal(runs.weights(model), weights)  # given back
+    assert torch.equal(runs.weights(model), weights)  # restored
     assert helpers.evaluations(tmp_path)[-1]["loss"] == pytest.approx(of_average, rel=1e-6)
     assert abs(of_average - of_weights) > 1e-3
 

@@ -12,7 +12,7 @@ MLP = runs.MODELS["mlp"]
 
 
 def poison(run, step, value=float("nan")):
-    """Make a sample of the step after `step` others one that no loss survives. Returns its index in the data."""
+    """Make one sample of the step after `step` others produce a non-finite loss. Returns its index in the data."""
     data = run.batches._source.fetcher.dataset
     progress = type(run.state.progress)()
     for _ in range(step):
@@ -56,7 +56,7 @@ def test_a_bad_gradient_under_a_good_loss_stops_too(tmp_path):
 
 @pytest.mark.parametrize("case", ["mlp", "resnet"])
 def test_skip_leaves_the_step_out(tmp_path, case):
-    """Weights, buffers and optimizer are bit for bit what they were; the samples and the run go on."""
+    """Weights, buffers and optimizer stay bit-identical; the samples advance and the run continues."""
     run = runs.prepare(tmp_path, *runs.MODELS[case], "train.nonfinite=skip", "train.max_steps=6")
     poison(run, 2)
     for _ in range(2):
@@ -74,7 +74,7 @@ def test_skip_leaves_the_step_out(tmp_path, case):
 
 
 def test_skipped_is_as_if_the_samples_had_not_been_there(tmp_path):
-    """The end is bit for bit that of a run which never saw the bad step."""
+    """The result is bit-identical to that of a run that never saw the bad step."""
     ends = []
     for skips in (True, False):
         run = runs.prepare(tmp_path / str(skips), *MLP, "train.nonfinite=skip", "train.max_steps=6")
@@ -104,7 +104,7 @@ def test_too_many_skipped_in_a_row_stop(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:Error detected in")
 def test_detect_anomaly_names_the_operation(tmp_path):
-    """What debug=nonfinite turns on."""
+    """The effect of debug=nonfinite."""
     run = runs.prepare(tmp_path, *MLP, "debug=nonfinite", "train.max_steps=4")
     run.state.model.head.register_forward_hook(lambda module, inputs, output: (output * 0).sqrt())
     with pytest.raises(RuntimeError, match="Function 'MulBackward0' returned nan values"):
@@ -127,7 +127,7 @@ def guard(policy="stop", scaled=False, reads=True):
 
 
 def test_on_a_gpu_the_first_bad_step_is_remembered_until_checked():
-    """The code path that does not wait for the device, on the CPU."""
+    """The code path that does not wait for the device, exercised on the CPU."""
     watch, good, bad = guard(reads=False), torch.tensor(1.0), torch.tensor(float("nan"))
     assert watch.allows_update(3, good, good)
     watch.check()

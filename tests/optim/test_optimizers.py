@@ -25,7 +25,7 @@ MATERIALISED = {
     "Adadelta": {},
     "Adagrad": {"weight_decay": 0.1},
     "Adafactor": {"lr": 0.1},
-    "Adagrad from 0.1": {"initial_accumulator_value": 0.1},  # made by its constructor
+    "Adagrad from 0.1": {"initial_accumulator_value": 0.1},  # allocated by its constructor
 }
 BY_ITSELF = {
     "NAdam": {},
@@ -54,7 +54,7 @@ def trained(optimizer, model, inputs, targets):
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("name", [*MATERIALISED, *BY_ITSELF])
 def test_state_made_beforehand_changes_no_bit(name, fused):
-    """Six steps of a fresh optimizer and of one whose state was there before the first."""
+    """Six steps of a fresh optimizer and of one whose state was allocated before the first step."""
     arguments = (MATERIALISED | BY_ITSELF)[name]
     kind = getattr(torch.optim, name.split()[0])
     if fused and name.split()[0] not in ("AdamW", "Adam", "SGD", "Adagrad"):
@@ -84,7 +84,7 @@ def test_state_made_beforehand_changes_no_bit(name, fused):
 
 
 def test_a_zero_gradient_step_that_is_left_in_would_change_it():
-    """Negative control: the counts must be set back, or Adam corrects its bias for a step that was none."""
+    """Negative control: the counts must be reset, or Adam's bias correction includes a step that never happened."""
     ends = []
     for extra in (False, True):
         model, inputs, targets = model_and_data()
@@ -127,7 +127,7 @@ def test_norms_and_biases_do_not_decay(kind):
 
 
 def test_without_a_gradient_decay_moves_matrices_only():
-    """In numbers: with gradients of zero AdamW shrinks a matrix by lr x decay and leaves the rest."""
+    """In numbers: with zero gradients AdamW shrinks a matrix by lr x decay and leaves the rest unchanged."""
     model, _, _ = model_and_data()
     settings = schema.Optimizer(target="torch.optim.AdamW", lr=0.5, weight_decay=0.1)
     optimizer = build_optimizer(settings, model, CPU, [])
@@ -204,7 +204,7 @@ def test_every_one_trains_and_resumes(tmp_path, name):
 
 
 def test_a_skipped_first_step_leaves_no_rubbish_in_the_momentum(tmp_path):
-    """The fused kernel does not write the buffer that it made when the loss scale overflows: it has to be there."""
+    """On overflow the fused kernel leaves a buffer that it allocates uninitialised: it must exist beforehand."""
     run = runs.prepare(
         tmp_path,
         *runs.MODELS["mlp"],

@@ -58,7 +58,7 @@ def test_an_overflow_on_another_rank_is_an_overflow_here():
 @pytest.mark.parametrize("case", runs.MODELS)
 @pytest.mark.parametrize("mode", ["tf32", "bf16", "fp16"])
 def test_trains_as_fp32_does(tmp_path, mode, case):
-    """Near to it, and on weights, gradients and optimizer state of 32 bits."""
+    """Close to it, with weights, gradients and optimizer state in 32 bits."""
     ends = {}
     for name in ("fp32", mode):
         scale = "precision.initial_scale=256.0"
@@ -86,7 +86,7 @@ def test_trains_as_fp32_does(tmp_path, mode, case):
 
 
 def test_the_gradient_is_unscaled(tmp_path):
-    """Its norm is that of fp32 whatever the scale."""
+    """Its norm equals that of fp32 at any scale."""
     norms = []
     for scale in ("none", 8.0, 1024.0):
         overrides = ("precision=fp32",) if scale == "none" else ("precision=fp16", f"precision.initial_scale={scale}")
@@ -99,7 +99,7 @@ def test_the_gradient_is_unscaled(tmp_path):
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw_unfused", "sgd"])
 def test_an_overflow_skips_the_step_and_nothing_else(tmp_path, optimizer):
-    """Real ones, of a loss scale that is far too large: it halves until the gradients fit, then the run goes on."""
+    """Real overflows, from a loss scale far too large: it halves until the gradients fit, then the run continues."""
     overrides = {"adamw": (), "adamw_unfused": ("optimizer.fused=false",), "sgd": ("optimizer=sgd",)}[optimizer]
     scale = 2.0**26
     settings = ("precision=fp16", f"precision.initial_scale={scale}", "schedule=linear", "batch.micro_size=5")
@@ -112,7 +112,7 @@ def test_an_overflow_skips_the_step_and_nothing_else(tmp_path, optimizer):
         skipped += progress.step == 0
         assert scaler.get_scale() == scale / 2**skipped
         assert progress.skipped == skipped
-        assert progress.consumed == progress.samples == 16 * (skipped + progress.step)  # the samples move on
+        assert progress.consumed == progress.samples == 16 * (skipped + progress.step)  # the samples advance
         assert torch.equal(runs.weights(run.state.model), before) == (progress.step == 0)
         for state in optimizer.state.values():
             assert float(state.get("step", 0)) == (progress.step if "step" in state else 0)
@@ -129,7 +129,7 @@ def test_an_overflow_skips_the_step_and_nothing_else(tmp_path, optimizer):
 
 
 def test_without_the_skipped_samples_the_end_is_the_same_as_from_a_good_scale(tmp_path):
-    """The overflown steps leave no trace but the samples they used up."""
+    """The overflowed steps have no effect except for the samples they used up."""
     run = runs.prepare(tmp_path / "a", *MLP, "precision=fp16", f"precision.initial_scale={2.0**26}")
     loop.train(run)
     run.tracker.close()

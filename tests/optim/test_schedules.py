@@ -39,7 +39,7 @@ def test_cosine():
 
 
 def test_warmup_stable_decay():
-    """1 - sqrt over the last part: a quarter of the way down it has fallen by half."""
+    """1 - sqrt over the last part: a quarter of the way through it the rate has halved."""
     assert at([9, 10, 50, 80, 85, 100], shape="wsd", warmup=10, decay=20) == pytest.approx([1, 1, 1, 1, 0.5, 0])
     assert at([85, 100], shape="wsd", decay=20, final=0.2) == pytest.approx([0.6, 0.2])
 

@@ -1,4 +1,4 @@
-"""What one rank of a cell does, in a worker of `pool`: a run by the runner's own parts, everything noted."""
+"""What one rank of a cell does in a worker of `pool`: a run built from the runner's own parts, fully recorded."""
 
 import contextlib
 import dataclasses
@@ -34,7 +34,7 @@ from .faults import Fault, injected
 
 @dataclass
 class Record:
-    """One rank's view of a run. `gradients` and `weights` are whole vectors, gradients by step, as committed."""
+    """One rank's view of a run. `gradients` (by step, as committed) and `weights` are full vectors."""
 
     losses: list[float] = field(default_factory=list)
     gradients: list[torch.Tensor] = field(default_factory=list)
@@ -51,18 +51,18 @@ class Record:
     average: torch.Tensor | None = None
     error: str | None = None
     peak: int = 0
-    shapes: dict[int, int] = field(default_factory=dict)  # the micro-batch in force by shape
+    shapes: dict[int, int] = field(default_factory=dict)  # the current micro-batch by shape
     progress: dict[str, Any] = field(default_factory=dict)
     log: list[str] = field(default_factory=list)
 
 
 def vector(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Whole, flat, in double precision. For all ranks."""
+    """Full, flat, in double precision. Collective: call on every rank."""
     return torch.cat([whole(t.detach()).double().flatten().clone() for t in tensors])
 
 
 def train(rank: int, config: Config, faults: Sequence[Fault] = (), folder: str = "", single: bool = False) -> Record:
-    """A run of `config` among the ranks of the cell (or alone), with these faults."""
+    """A run of `config` on the ranks of the cell (or alone), with these faults."""
     record = Record()
     handler = _Lines(record.log)
     logging.getLogger("trainapp").addHandler(handler)
@@ -128,7 +128,7 @@ def _facts(failure: Incident) -> dict[str, Any]:
 
 def _noting(update: Any, record: Record) -> Any:
     def noting(run: Run, coming: Step, totals: Any, norm: torch.Tensor) -> bool:
-        if isinstance(totals.loss, FakeTensor):  # a step that is traced for the advice
+        if isinstance(totals.loss, FakeTensor):  # a step traced for the advice
             return update(run, coming, totals, norm)
         gradients = vector([p.grad for p in run.meter.parameters if p.grad is not None])
         applied = update(run, coming, totals, norm)
@@ -144,7 +144,7 @@ def _noting(update: Any, record: Record) -> Any:
 
 
 class _Watched:
-    """A data set that notes which samples are fetched for which step; those of a step that is given up are dropped."""
+    """A data set that records which samples are fetched for which step, without those of aborted steps."""
 
     def __init__(self, dataset: Any, run: Run, record: Record, training: bool):
         self.dataset, self.run, self.record, self.training = dataset, run, record, training
@@ -160,9 +160,9 @@ class _Watched:
 
 
 def _watch(run: Run, record: Record) -> None:
-    """Note samples where they are used: real micro-batches of steps that are committed."""
+    """Record samples where they are used: real micro-batches of committed steps."""
     batches, advance, pieces = run.batches, run.batches.advance, run.batches._pieces
-    run.tracker.picture = lambda *_: None  # drawing costs more than the cell; test_faults.py has one drawn
+    run.tracker.picture = lambda *_: None  # drawing costs more than the cell; test_faults.py covers it
 
     def noting_advance(progress: Any) -> None:
         key = len(record.samples)
@@ -190,7 +190,7 @@ class _Lines(logging.Handler):
 
 
 def train_averaging(rank: int, config: Config, *arguments: Any) -> Record:
-    """A wrong variant: the mean over ranks, which is what DDP and FSDP do by themselves."""
+    """A wrong variant: the mean over ranks, DDP's and FSDP's default."""
     clip = loop.clip_gradients
 
     def averaged(run: Run, coming: Step, totals: Any) -> torch.Tensor:
@@ -205,7 +205,7 @@ def train_averaging(rank: int, config: Config, *arguments: Any) -> Record:
 
 
 def train_mean_of_means(rank: int, config: Config, *arguments: Any) -> Record:
-    """A wrong variant: every rank's mean over its own tokens, then the mean over ranks."""
+    """A wrong variant: each rank's mean over its own tokens, then the mean over ranks."""
     backward, clip = step.backward, loop.clip_gradients
 
     def own_mean(run: Run, micro: MicroBatch, weight: torch.Tensor, *rest: Any) -> None:
@@ -225,7 +225,7 @@ def train_mean_of_means(rank: int, config: Config, *arguments: Any) -> Record:
 
 
 def train_without_reset(rank: int, config: Config, *arguments: Any) -> Record:
-    """A wrong variant: FSDP2's half-done backward stays as it is."""
+    """A wrong variant: FSDP2's half-done backward is not reset."""
     return _train_giving_up(lambda self: self.model.zero_grad(set_to_none=True), rank, config, *arguments)
 
 
@@ -246,7 +246,7 @@ def _train_giving_up(abort_step: Any, rank: int, config: Config, *arguments: Any
 
 
 def train_without_recovery(rank: int, config: Config, *arguments: Any) -> Record:
-    """As before torch 2.13: nothing can reset FSDP2's half-done backward."""
+    """As before torch 2.13: FSDP2's half-done backward cannot be reset."""
     from trainapp.parallel.fsdp import FSDP
 
     original = FSDP.recovers_in_place
@@ -277,17 +277,17 @@ def train_counting_wrappers(rank: int, config: Config, *arguments: Any) -> tuple
 
 
 def train_counting_threads(rank: int, config: Config, *arguments: Any) -> int:
-    """How many of gloo's threads there are when the ranks have parted."""
+    """The number of gloo threads after the ranks have disconnected."""
     train(rank, config, *arguments)
     names = []
     for thread in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):  # it has just ended
+        with contextlib.suppress(OSError):  # the thread has just ended
             names.append((thread / "comm").read_text())
     return sum("gloo" in name for name in names)
 
 
 def train_short_but(long_rank: int, steps: Sequence[int]) -> Any:
-    """All texts are cut to 8 tokens, but for those of a rank in these steps."""
+    """All texts are cut to 8 tokens, except those of one rank in these steps."""
     return functools.partial(_train_short_but, long_rank=long_rank, steps=steps)
 
 

@@ -1,4 +1,4 @@
-"""Cells of many ranks: gloo and CPU processes, tiny models, a limit on each."""
+"""Cells of several ranks: gloo and CPU processes, tiny models, a time limit on each."""
 
 import dataclasses
 import functools
@@ -19,7 +19,7 @@ from . import cells
 from .faults import Fault, fired
 from .pool import Pool
 
-os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that are started here
+os.environ["OMP_NUM_THREADS"] = "1"  # for the processes started here
 
 TINY = (
     *runs.STEPS_ONLY,
@@ -30,7 +30,7 @@ TINY = (
     "optimizer.lr=0.1",
     "schedule=constant",
 )
-# Lengths from 4 to 16: other numbers of tokens on each rank.
+# Lengths from 4 to 16: the number of tokens differs between ranks.
 GPT = (
     "model=gpt",
     "model.depth=2",
@@ -49,20 +49,20 @@ SPREAD = {
     "hsdp": ("parallel=hsdp",),
 }
 
-# Before torch 2.13 nothing resets FSDP2's half-done backward: there all workers start again, in the real launcher.
+# Before torch 2.13 FSDP2's half-done backward cannot be reset: there, in the real launcher, all workers restart.
 RESETS = hasattr(FSDPModule, "reset_iter_state")
 needs_reset = pytest.mark.skipif(not RESETS, reason="FSDP2 recovers in place from torch 2.13 on")
 
 
 @functools.cache
 def composed(overrides: tuple[str, ...]) -> Config:
-    """The configuration of `trainapp OVERRIDES`, once."""
+    """The configuration of `trainapp OVERRIDES`, cached."""
     return compose.from_command_line(overrides)
 
 
 @dataclass
 class Cell:
-    """Runs tiny configurations on ranks of this test's own, in directories of its own."""
+    """Runs tiny configurations on ranks dedicated to this test, in separate directories."""
 
     pool: Pool
     folder: Path
@@ -84,7 +84,7 @@ class Cell:
         function: Any = cells.train,
         must_fire: str = "all",
     ) -> list[cells.Record]:
-        """One record for each rank; world 0 is a single process without torch.distributed. Faults must fire."""
+        """One record per rank; world 0 is a single process without torch.distributed. All faults must fire."""
         if faults and not RESETS and {"parallel=fsdp", "parallel=hsdp"} & set(overrides):
             pytest.skip(needs_reset.kwargs["reason"])
         base = composed((*tiny, f"parallel.timeout={limit / 3}", *overrides))

@@ -1,7 +1,7 @@
-"""`fail_at(rank, step, phase, kind)`: makes a chosen rank fail at a chosen place of a chosen step. Test side only.
+"""`fail_at(rank, step, phase, kind)`: a chosen rank fails at a chosen place of a chosen step. Test side only.
 
-`injected` patches the loop of this process: in the workers of `pool`, and, through `saboteur`, in those of the real
-launcher. Every fault that fires leaves a file, so that a cell can assert it and a restarted worker does not fail again.
+`injected` patches the loop of this process: in the workers of `pool` and, through `saboteur`, in those of the real
+launcher. Every fault that fires leaves a file, so that a cell can assert it and a restarted worker does not refire it.
 """
 
 import contextlib
@@ -27,14 +27,14 @@ from trainapp.train import loop
 from trainapp.train.run import Run
 
 ENVIRONMENT = "TRAINAPP_TEST_FAULTS"  # {"folder": ..., "faults": [...]}
-# Phases of the loop (`run.attempt.phase`), recognised by the tensor operations in them, and places with a function.
+# Phases of the loop (`run.attempt.phase`), recognised by their tensor operations, and places that are functions.
 PLACES = ("fetch", "gather buffer", "reduce buffer", "bucket", "manifest")
-BETWEEN = ("weight average", "evaluate", "save", "manifest")  # follow a finished step
+BETWEEN = ("weight average", "evaluate", "save", "manifest")  # these follow a finished step
 
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """`operation`: how many operations of the phase (or calls of the place) come before it; `times` it fires."""
+    """`operation`: how many operations of the phase (or calls of the place) precede it; `times`: how often it fires."""
 
     rank: int
     step: int
@@ -44,7 +44,7 @@ class Fault:
     times: int = 1
 
     def marker(self, folder: Path, number: int) -> Path:
-        """The file that its `number`-th firing leaves."""
+        """The file left by its `number`-th firing."""
         place = f"rank_{self.rank}_step_{self.step}_{self.phase}_{self.kind}_{number}".replace(" ", "_")
         return folder / f"{place}_operation_{self.operation}"
 
@@ -55,7 +55,7 @@ def fail_at(rank: int, step: int, phase: str, kind: str = "oom", operation: int 
 
 
 def fired(folder: Path, fault: Fault) -> int:
-    """How often a fault struck."""
+    """How often a fault fired."""
     return sum(fault.marker(folder, number).exists() for number in range(fault.times))
 
 
@@ -83,7 +83,7 @@ class Injector(TorchDispatchMode):
         return result
 
     def strike(self, phase: str) -> float | None:
-        """Called at `phase`: fails where a fault is due. Returns what to add to a result, if anything."""
+        """Called at `phase`: fails if a fault is due. Returns what to add to a result, if anything."""
         for fault in self.faults:
             if not self._due(fault, phase):
                 continue
@@ -115,14 +115,14 @@ def _do(kind: str) -> float | None:
         os.kill(os.getpid(), signals[kind])
     elif kind == "slow":
         time.sleep(1.0)
-    elif kind == "disk full":  # the kernel's own refusal, of this process alone
+    elif kind == "disk full":  # a real refusal by the kernel, for this process only
         resource.setrlimit(resource.RLIMIT_FSIZE, (8192, resource.RLIM_INFINITY))
     return {"nan": float("nan"), "inf": float("inf")}.get(kind)
 
 
 @contextlib.contextmanager
 def injected(faults: Iterable[Fault], folder: Path) -> Iterator[Injector]:
-    """The loop of this process fails as planned inside the block."""
+    """Inside the block, the loop of this process fails as planned."""
     injector = Injector(faults, folder)
     originals: list[tuple[Any, str, Any]] = []
 
@@ -139,7 +139,7 @@ def injected(faults: Iterable[Fault], folder: Path) -> Iterator[Injector]:
             train(run)
 
     def striking(place: str, function: Any) -> Any:
-        @functools.wraps(function)  # DDP reads a hook's annotations
+        @functools.wraps(function)  # DDP reads the annotations of a hook
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             if injector.run is not None and (place != "fetch" or injector.run.attempt.phase == "data"):
                 injector.strike(place)

@@ -1,4 +1,4 @@
-"""Runs the real command line with several ranks, watches its processes, and ends them all when time is up."""
+"""Runs the real command line on several ranks, watches its processes, and kills them all at the time limit."""
 
 import os
 import subprocess
@@ -42,7 +42,7 @@ class Ended:
 
 
 class Launched:
-    """A command in a session of its own. Use as a context manager: nothing of it is left afterwards."""
+    """A command in a separate session. Use as a context manager: no process of it is left on exit."""
 
     def __init__(self, command: Sequence[str], cwd: Path, env: Mapping[str, str] | None = None):
         self.output = cwd / f"output_{time.monotonic_ns()}.txt"
@@ -64,7 +64,7 @@ class Launched:
         self.process.wait()
 
     def session(self) -> list[psutil.Process]:
-        """All processes of the session, the command itself left out. It survives whoever started them."""
+        """All processes of the session except the command itself, including those whose parent has exited."""
         found = []
         for process in psutil.process_iter():
             try:
@@ -76,13 +76,13 @@ class Launched:
         return found
 
     def workers(self) -> dict[int, int]:
-        """The process of each rank: the launcher starts them in this order."""
+        """The process id of each rank: the launcher starts them in rank order."""
         children = psutil.Process(self.process.pid).children()
         started = [child for child in children if any("spawn_main" in word for word in child.cmdline())]
         return {rank: child.pid for rank, child in enumerate(sorted(started, key=psutil.Process.create_time))}
 
     def wait_for(self, path: Path, limit: float = LIMIT) -> None:
-        """Until a file is there."""
+        """Wait until a file exists."""
         until = time.monotonic() + limit
         while not path.exists():
             assert time.monotonic() < until, f"no {path.name} after {limit} s\n{self.text()}"
@@ -93,7 +93,7 @@ class Launched:
         return self.output.read_text(errors="replace")
 
     def end(self, limit: float = LIMIT) -> Ended:
-        """Wait for the end of the command, and a moment for its children's."""
+        """Wait for the command to end, and briefly for its children."""
         try:
             code = self.process.wait(limit)
         except subprocess.TimeoutExpired:
@@ -110,7 +110,7 @@ def command(run_dir: Path, *overrides: str) -> list[str]:
 
 
 def launch(run_dir: Path, *overrides: str, env: Mapping[str, str] | None = None, limit: float = LIMIT) -> Ended:
-    """To its end; no process of it may be left."""
+    """Run to the end; no process of it may be left."""
     run_dir.parent.mkdir(parents=True, exist_ok=True)
     with Launched(command(run_dir, *overrides), run_dir.parent, env) as launched:
         ended = launched.end(limit)
@@ -124,6 +124,6 @@ def checkpoint(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
 
 
 def different(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> list[str]:
-    """Names of the tensors that are not equal bit for bit."""
+    """Names of the tensors that are not bit-identical."""
     assert first.keys() == second.keys()
     return [name for name in first if not torch.equal(first[name], second[name])]

@@ -1,6 +1,6 @@
-"""Worker processes that stay: importing torch costs more than a tiny run. Each cell joins a process group anew.
+"""Persistent worker processes: importing torch costs more than a tiny run. Each cell joins a new process group.
 
-A cell that does not end within its limit, or that loses a worker, has its processes killed; the next gets new ones.
+If a cell exceeds its time limit or loses a worker, its processes are killed; the next cell gets new ones.
 """
 
 import multiprocessing
@@ -18,11 +18,11 @@ import psutil
 
 
 class CellFailed(AssertionError):
-    """What each rank of a cell that did not end well says."""
+    """The report of each rank of a failed cell."""
 
 
 class Hang(CellFailed):
-    """A cell did not end within its limit."""
+    """A cell exceeded its time limit."""
 
 
 class Pool:
@@ -59,7 +59,7 @@ class Pool:
                     try:
                         if pipe.poll(0.005):
                             answers[rank] = pipe.recv()
-                            if answers[rank][0] != "result":  # the others may wait for it until their time-out
+                            if answers[rank][0] != "result":  # the others may wait for it until their timeout
                                 until = min(until, time.monotonic() + 5)
                     except (EOFError, ConnectionError):
                         process.join(5)
@@ -67,7 +67,7 @@ class Pool:
         return [answer or ("hang", "") for answer in answers]
 
     def _stack(self, rank: int, traces: Path) -> str:
-        """Where a worker stands: it writes its stack on SIGUSR2."""
+        """The worker's current stack, which it writes on SIGUSR2."""
         process = self._workers[rank][0]
         import signal
 
@@ -77,7 +77,7 @@ class Pool:
         return path.read_text() if path.exists() else ""
 
     def close(self) -> None:
-        """Kill all workers and what they started."""
+        """Kill all workers and their child processes."""
         for process, pipe in self._workers:
             family = [process, *_children(process.pid)]
             for member in family:
@@ -88,7 +88,7 @@ class Pool:
 
 
 def _explain(answers: list[tuple[str, Any]]) -> str:
-    """Whole for the ranks that failed by themselves; one line for those that only lost a peer."""
+    """In full for the ranks that failed on their own; one line for those that only lost a peer."""
     lines = []
     for rank, (kind, value) in enumerate(answers):
         text = "" if kind == "result" else str(value).strip()
@@ -135,16 +135,16 @@ def _serve(pipe: Connection, rank: int) -> None:
             except BaseException:
                 answer = ("error", traceback.format_exc())
             faulthandler.unregister(signal.SIGUSR2)
-        gc.collect()  # else each cell's groups stay, with threads that wake a hundred times a second: 1,900 of them
+        gc.collect()  # otherwise each cell's groups stay, with threads that wake 100 times a second: 1,900 of them
         if not gc.get_freeze_count():
-            gc.freeze()  # what was imported need not be looked through again
+            gc.freeze()  # imported objects need not be scanned again
         pipe.send(answer)
-        if answer[0] == "error":  # its process group is in no state to go on
+        if answer[0] == "error":  # its process group cannot be reused
             os._exit(1)
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """An unused port."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         return server.getsockname()[1]

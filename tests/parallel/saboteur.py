@@ -1,6 +1,6 @@
 """Data and models that tests name in a configuration (`user_packages=[parallel]`).
 
-Importing it in a worker of the real launcher arms the faults that $TRAINAPP_TEST_FAULTS plans.
+Importing it in a worker of the real launcher arms the faults planned in $TRAINAPP_TEST_FAULTS.
 """
 
 import json
@@ -18,7 +18,7 @@ from . import faults
 
 
 class MaskedTokens(SyntheticTokens):
-    """Every `every`-th sequence has nothing to predict at all."""
+    """Every `every`-th sequence has no targets at all."""
 
     def __init__(self, split: str, seed: int = 0, every: int = 3, **options: Any):
         super().__init__(split, seed, **options)
@@ -32,7 +32,7 @@ class MaskedTokens(SyntheticTokens):
 
 
 class FragileTokens(SyntheticTokens):
-    """The loader's worker process that is asked for the file's number of batches dies, once."""
+    """Rank 1's loader worker dies at its third batch, once: the marker file records it."""
 
     in_memory = False
 

@@ -1,4 +1,4 @@
-"""Saved on N ranks, resumed on M: the same samples follow, with the same losses. And what a checkpoint must not do."""
+"""Saved on N ranks, resumed on M: same samples, same losses. And what a checkpoint must not do."""
 
 import hashlib
 import io
@@ -24,7 +24,7 @@ def spread(world: int, strategy: str) -> tuple[int, str]:
 
 
 def resumed(cell: Cell, saver: tuple[int, str], reader: tuple[int, str], *overrides: str) -> tuple[list[Record], Path]:
-    """Two steps by the first, the other two by the second, in one directory."""
+    """Two steps on the first, the other two on the second, in one directory."""
     run_dir = cell.directory()
     ranks, strategy = spread(*saver)
     cell.run(ranks, strategy, *SAVING, *overrides, "train.max_steps=2", run_dir=run_dir)
@@ -84,7 +84,7 @@ def test_another_micro_batch_and_other_workers(cell):
 
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_asynchronous_saves_the_same(cell, strategy):
-    # Training goes on while the shards are written: what is saved is the moment of `save`, not a later one.
+    # Training continues while the shards are written: the state saved is that at the time of `save`.
     synchronous, asynchronous = cell.directory(), cell.directory()
     later = ("checkpointing.asynchronous=true", "train.max_steps=8", "checkpointing.keep_last=8", "every.save=1")
     now = ("train.max_steps=8", "checkpointing.keep_last=8", "every.save=1")
@@ -181,7 +181,7 @@ class Payload:
 
 
 def plant(path: Path, name: str, content: bytes) -> None:
-    """Put a file into a checkpoint and make the manifest agree."""
+    """Put a file into a checkpoint and update the manifest to match."""
     (path / name).write_bytes(content)
     manifest = json.loads((path / "manifest.json").read_text())
     manifest["files"][name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
@@ -211,14 +211,14 @@ def test_planted_payloads_do_not_run(cell, place, tmp_path):
     assert all(record.error is not None for record in records), "it was loaded"
     assert not marker.exists(), "it ran"
     assert "step_00000002" in records[0].error
-    # The negative control: torch's own way of reading runs it.
+    # Negative control: torch's own loader runs it.
     if place in (".metadata", "planner_data"):
         pickle.loads((path / ".metadata").read_bytes())
         assert marker.exists()
 
 
 def _turn_into_bytes(path: Path, marker: Path) -> None:
-    """One tensor becomes a byte item with a pickle in it, as DCP stores whatever is no tensor."""
+    """Turn one tensor into a byte item that holds a pickle, as DCP stores anything that is not a tensor."""
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
     metadata = pickle.loads((path / ".metadata").read_bytes())

@@ -1,7 +1,8 @@
-"""One process == 2 == 4, however the model is spread: losses, gradients, weights and samples of several steps.
+"""One process == 2 == 4 for every strategy: losses, gradients, weights and samples of several steps.
 
-TOLERANCE: relative 2-norm error of the weights and of every step's gradient against one process; the same totals in
-another order, in fp32. Every sequence has another number of tokens, so each rank and each micro-batch weighs otherwise.
+TOLERANCE: relative 2-norm error of the weights and of every step's gradient against one process; the same sums in
+another order, in fp32. Every sequence has a different number of tokens, so each rank and micro-batch has a different
+weight.
 """
 
 import pytest
@@ -17,18 +18,18 @@ SPREADS = ("ddp", "fsdp", "hsdp")
 
 
 def error(value: torch.Tensor, reference: torch.Tensor) -> float:
-    """Relative, in the 2-norm."""
+    """Relative error in the 2-norm."""
     return float((value - reference).norm() / reference.norm())
 
 
 def errors(record: Record, reference: Record) -> list[float]:
-    """Of the steps' gradients, then of the final weights."""
+    """Errors of each step's gradient, then of the final weights."""
     pairs = [*zip(record.gradients, reference.gradients, strict=True), (record.weights, reference.weights)]
     return [error(a, b) for a, b in pairs]
 
 
 def together(records: list[Record]) -> dict[int, list[int]]:
-    """The samples of each step over all ranks, in the ranks' order."""
+    """The samples of each step over all ranks, in rank order."""
     return {step: [i for r in records for i in r.samples[step]] for step in records[0].samples}
 
 
@@ -50,7 +51,7 @@ def as_one(cell: Cell, world: int, spread: str, *overrides: str, tolerance: floa
 
 
 def slow(*values):
-    """One of many alike."""
+    """Marks all but one of several similar cases as slow."""
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
@@ -66,7 +67,7 @@ def test_as_one_process(cell, spread, world):
 
 @pytest.mark.parametrize("spread", SPREADS)
 def test_averaging_would_be_noticed(cell, spread):
-    # The negative control: gradients averaged over ranks, as DDP and FSDP do by themselves.
+    # Negative control: gradients averaged over ranks, as DDP and FSDP do by default.
     (reference,) = cell.run(0)
     for record in cell.run(2, f"parallel={spread}", function=cells.train_averaging):
         assert min(errors(record, reference)) > 0.01
@@ -74,7 +75,7 @@ def test_averaging_would_be_noticed(cell, spread):
 
 
 def test_means_of_means_would_be_noticed(cell):
-    # And the mean over ranks of each rank's own mean, the usual mistake with padded tokens.
+    # Likewise the mean over ranks of each rank's own mean, the usual mistake with padded tokens.
     (reference,) = cell.run(0)
     (first, _) = cell.run(2, "parallel=ddp", function=cells.train_mean_of_means)
     assert errors(first, reference)[0] > 1e-3
@@ -107,7 +108,7 @@ def test_no_valid_token_anywhere(cell, spread):
 
 @pytest.mark.parametrize("spread", SPREADS)
 def test_clipping(cell, spread):
-    # Once for each step, by the norm over all ranks.
+    # Once per step, by the norm over all ranks.
     (unclipped,) = cell.run(0)
     records = as_one(cell, 4 if spread == "hsdp" else 2, spread, "train.grad_clip=0.05")
     assert errors(records[0], unclipped)[-1] > 1e-3
@@ -121,13 +122,13 @@ def test_fp16_overflow_on_one_rank(cell, spread, world):
     records = cell.run(world, f"parallel={spread}", *fp16, faults=[fault])
     (undisturbed,) = cell.run(0, *fp16)
     for record in records:
-        assert record.scales == [256.0, 128.0, 128.0, 128.0, 128.0]  # halved by the skipped step, on all
+        assert record.scales == [256.0, 128.0, 128.0, 128.0, 128.0]  # halved by the skipped step, on all ranks
         assert record.skipped == 1
         assert record.progress["step"] == 4
         assert torch.equal(record.weights, records[0].weights)
         assert not record.gradients[1].isfinite().all()
         assert error(record.gradients[0], undisturbed.gradients[0]) < 5e-3
-        # The step's samples are gone; its parameters are as they were: the third attempt's gradient is finite.
+        # The step's samples are used up; its parameters are unchanged: the third attempt's gradient is finite.
         assert all(gradient.isfinite().all() for gradient in record.gradients[2:])
 
 
@@ -138,7 +139,7 @@ def test_fp16_overflow_on_one_rank(cell, spread, world):
     ids=lambda value: str(value),
 )
 def test_a_global_batch_that_does_not_divide(cell, spread, world, global_size, micro_size):
-    # 8 steps: long enough for the size to be proven, when votes end on all ranks alike.
+    # 8 steps: long enough for the size to be proven, when voting ends on all ranks at the same step.
     sizes = (f"batch.global_size={global_size}", f"batch.micro_size={micro_size}", "train.max_steps=8")
     records = as_one(cell, world, spread, *sizes)
     assert [r.votes_enabled for r in records] == [records[0].votes_enabled] * world
@@ -197,7 +198,7 @@ def test_activation_checkpointing(cell, spread, checkpointing):
 
 @pytest.mark.parametrize("spread", SPREADS)
 def test_bf16(cell, spread):
-    # bf16 has 8 bits: matrix products round otherwise in other micro-batches. Far from fp32's tolerance all the same.
+    # bf16 has 8 bits: matmuls round differently in other micro-batches. Still, far from fp32's tolerance.
     (reference,) = cell.run(0, "precision=bf16")
     for record in cell.run(2, f"parallel={spread}", "precision=bf16"):
         assert record.losses == pytest.approx(reference.losses, rel=2e-3)
@@ -205,7 +206,7 @@ def test_bf16(cell, spread):
 
 
 def test_batchnorm_buffers_are_the_leaders(cell):
-    # Statistics are each rank's own while training, and rank 0's wherever they matter.
+    # Each rank trains with its own statistics; wherever they matter, rank 0's are used.
     digits = ("model=resnet", "model.width=4", "data=digits", "every.eval=2")
     from .conftest import TINY
 

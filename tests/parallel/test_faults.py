@@ -1,4 +1,4 @@
-"""Workers that die, freeze or are told to stop, disks that refuse: through the real launcher, nothing is lost."""
+"""Workers that die, freeze or are stopped, full disks: through the real launcher, nothing is lost."""
 
 import json
 import os
@@ -52,12 +52,12 @@ def test_restarts_are_bounded(tmp_path):
     assert fired(tmp_path, fault) == 2
     assert ended.code == 1
     assert "rank 1 failed (exit code 1) after 1 restarts: RuntimeError: injected failure; its log is in" in ended.text
-    assert "in strike" in (tmp_path / "run" / "ranks" / "rank_1.log").read_text()  # the trace
+    assert "in strike" in (tmp_path / "run" / "ranks" / "rank_1.log").read_text()  # the traceback
 
 
 @pytest.mark.slow
 def test_out_of_memory_where_nobody_votes(reference, tmp_path):
-    # The worker ends with a code of its own; all start again from step 2's checkpoint at half the micro-batch.
+    # The worker exits with a dedicated code; all restart from step 2's checkpoint at half the micro-batch.
     fault = fail_at(1, 3, "backward", operation=20)
     ended = launch(tmp_path / "run", *DDP, "parallel.vote_on_oom=never", env=environment(tmp_path, fault))
     assert fired(tmp_path, fault) == 1
@@ -65,7 +65,7 @@ def test_out_of_memory_where_nobody_votes(reference, tmp_path):
     assert "exitcode: 82" in ended.text or "exitcode  : 82" in ended.text
     logs = (tmp_path / "run" / "ranks" / "rank_1.log").read_text()
     assert "all ranks restart from the last checkpoint with micro-batch 2 instead of 4" in logs
-    assert sorted(result(tmp_path / "run")["micro_schedule"]["3"].values()) == [2, 4]  # the shape's that failed
+    assert sorted(result(tmp_path / "run")["micro_schedule"]["3"].values()) == [2, 4]  # of the shape that failed
     for line, other in zip(metrics(tmp_path / "run"), metrics(reference), strict=True):
         assert line["loss"] == pytest.approx(other["loss"], rel=1e-5)
     (incident,) = (tmp_path / "run" / "oom").glob("*.json")
@@ -122,11 +122,11 @@ def test_a_signal_stops_all_and_the_same_command_goes_on(reference, tmp_path, to
         ended = launched.end(30)
     assert ended.code == code, ended.text
     assert ended.orphans == []
-    (saved,) = (run_dir / "checkpoints").glob("step_*")  # once: of the step, or the next, which had begun somewhere
+    (saved,) = (run_dir / "checkpoints").glob("step_*")  # one save: of this step, or of the next if a rank had begun it
     assert saved.name in ("step_00000003", "step_00000004")
-    assert f"hydra.run.dir={run_dir}" in ended.text  # how to go on
+    assert f"hydra.run.dir={run_dir}" in ended.text  # the command to resume
     if (to, code) in (("launcher", 138), ("terminal", 130)):
-        return  # one resume for each kind of target is enough
+        return  # one resume per kind of target is enough
     again = launch(run_dir, *DDP, "every.save=null", env=environment(tmp_path, slow))
     assert again.code == 0, again.text
     assert different(checkpoint(run_dir, 6), checkpoint(reference, 6)) == []
@@ -134,14 +134,14 @@ def test_a_signal_stops_all_and_the_same_command_goes_on(reference, tmp_path, to
 
 def test_a_disk_that_is_full_on_one_rank(tmp_path):
     fault = fail_at(1, 4, "save", "disk full")
-    wide = ("model.width=64",)  # a shard larger than what the rank may write
+    wide = ("model.width=64",)  # a shard larger than the rank may write
     ended = launch(tmp_path / "run", *SABOTAGED, "parallel=fsdp", *wide, env=environment(tmp_path, fault))
     assert fired(tmp_path, fault) == 1
     assert ended.code == 1
     assert "the checkpoint of step 4 could not be written" in ended.text
     assert "rank 1" in ended.text
     assert "is the disk full?" in ended.text
-    assert "step_00000002" in ended.text  # the last good one
+    assert "step_00000002" in ended.text  # the last intact one
     assert last(tmp_path / "run") == 2
     assert checkpoint(tmp_path / "run", 2)
     assert not list((tmp_path / "run" / "checkpoints").glob(".tmp*"))
@@ -178,7 +178,7 @@ def test_a_loss_that_is_not_a_number_stops_all(tmp_path):
     assert fired(tmp_path, fault) == 1
     assert ended.code == 1
     assert "step 3: the loss is not finite" in ended.text
-    assert ended.text.count("is not finite") == 1  # said once, and not tried again
+    assert ended.text.count("is not finite") == 1  # reported once, not retried
     assert last(tmp_path / "run") == 2
 
 
@@ -191,7 +191,7 @@ def test_a_peer_that_vanishes(tmp_path):
     assert fired(tmp_path, fault) == 1
     assert ended.code == 1
     assert "rank 0 failed" in ended.text
-    # 10 s, and torch gives a process 30 s to leave before it is killed
+    # 10 s, plus torch's 30 s for a process to exit before it is killed
     assert time.time() - fault.marker(tmp_path, 0).stat().st_mtime < 70
     assert last(tmp_path / "run") == 2
     assert checkpoint(tmp_path / "run", 2)

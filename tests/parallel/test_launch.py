@@ -1,4 +1,4 @@
-"""One command starts all ranks: one directory, one log of rank 0, the objective; torchrun and Slurm give the same."""
+"""One command starts all ranks: one directory, rank 0's log, the objective; torchrun and Slurm give the same."""
 
 import os
 import subprocess
@@ -45,7 +45,7 @@ def test_memory_of_every_rank(reference):
         for line in metrics(reference):
             least, most = line[f"memory/{name}_min"], line[f"memory/{name}_max"]
             assert 0 < least <= line[f"memory/{name}"] <= most
-            # Rank 0's value stands beside them: whoever has the other one is rank 1.
+            # The line also has rank 0's value: if the extreme differs from it, it is rank 1's.
             for value, rank in ((least, f"memory/{name}_min_rank"), (most, f"memory/{name}_max_rank")):
                 assert line[rank] == int(value != line[f"memory/{name}"])
         for which in ("min", "max", "min_rank", "max_rank"):
@@ -73,12 +73,12 @@ def test_torchrun_gives_the_same_run(reference, tmp_path):
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs Linux's /proc")
 @pytest.mark.parametrize(("strategy", "kept"), [("ddp", 0), ("fsdp", 2)])
 def test_no_thread_outlives_the_ranks(tmp_path, strategy, kept):
-    """One that still has a tensor to drop when the interpreter ends aborts the process.
+    """A thread that still has a tensor to free when the interpreter exits aborts the process.
 
     Torch's cache of sharded operations keeps the two groups of FSDP2's mesh, which have long been idle by then.
     """
-    threads = 3  # of a group
-    fresh = Pool()  # the others' workers may hold groups of earlier cells
+    threads = 3  # per group
+    fresh = Pool()  # workers of the shared pool may hold groups of earlier cells
     try:
         found = Cell(fresh, tmp_path).run(2, f"parallel={strategy}", function=train_counting_threads)
     finally:
@@ -111,7 +111,7 @@ def test_slurm_gives_the_same_run(reference, tmp_path):
 
 @pytest.mark.parametrize("tasks", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_submitit_gives_the_same_run(reference, tmp_path, tasks):
-    """Two tasks are the ranks of the sweep's job; a single one starts its workers itself."""
+    """Two tasks are the ranks of the sweep's job; a single task starts its workers itself."""
     submitit = ["hydra/launcher=submitit_local", f"hydra.launcher.tasks_per_node={tasks}", "hydra.sweep.dir=sweep"]
     words = [sys.executable, "-m", "trainapp", "-m", *LAUNCHED, "parallel=ddp", *submitit]
     with Launched(words, tmp_path) as launched:

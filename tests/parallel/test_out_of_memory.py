@@ -1,8 +1,8 @@
-"""One rank runs out of memory: all take the step back and do it again, smaller, in place.
+"""One rank runs out of memory: all ranks roll the step back and repeat it with a smaller micro-batch, in place.
 
-The reference is a run on as many ranks whose `batch.micro_schedule` changes its size at that step. Every
-cell asserts that its error did strike, that no step was lost and no sample repeated, that all ranks went on at the
-same size, and that every gradient is the reference's to a relative error below 1e-6.
+The reference is a run on the same number of ranks whose `batch.micro_schedule` changes its size at that step. Every
+cell asserts that its error struck, that no step was lost and no sample repeated, that all ranks resumed at the same
+size, and that every gradient matches the reference to a relative error below 1e-6.
 """
 
 import itertools
@@ -15,7 +15,7 @@ from .faults import Fault, fail_at
 from .test_equality import error, errors, together
 
 EXACT = 1e-6
-WHOLE = ("train.ema=0.5", "data.min_length=9")  # all texts of one shape: the plan that is compared with has one size
+WHOLE = ("train.ema=0.5", "data.min_length=9")  # all texts of one shape: the reference schedule has one size
 
 
 def assert_recovered(records: list[Record], wanted: list[Record], culprits: list[Fault]) -> None:
@@ -34,7 +34,7 @@ def assert_recovered(records: list[Record], wanted: list[Record], culprits: list
 
 
 def recovers(cell: Cell, world: int, spread: str, faults: list[Fault], *overrides: str) -> list[Record]:
-    """Runs with the faults, and the run that was configured so. Returns the records of the first."""
+    """Runs with the faults, and the run configured to match. Returns the records of the first."""
     sizes = itertools.accumulate([4, *[2] * len({fault.step for fault in faults})], lambda size, _: size // 2)
     schedule = dict(zip(sorted({fault.step for fault in faults}), itertools.islice(sizes, 1, None), strict=True))
     wanted = cell.run(world, f"parallel={spread}", *WHOLE, *overrides, schedule=schedule)
@@ -74,7 +74,7 @@ GRID = [
 
 
 def is_fast(number: int, spread: str) -> bool:
-    """Each place with one of the strategies at least, the ranks and steps in turns; one of HSDP."""
+    """Each place with at least one of the strategies, alternating ranks and steps; one of HSDP."""
     of_its_place = number % 4 == (number // 4) % 4
     place = number // 4
     return of_its_place and (place == len(GRID) // 4 - 1 if spread == "hsdp" else place % 2 == (spread == "fsdp"))
@@ -88,7 +88,7 @@ def is_fast(number: int, spread: str) -> bool:
     ],
 )
 def test_recovered_in_place(cell, spread, rank, step, phase, operation):
-    world = 4 if spread == "hsdp" else 2  # two copies in two shards each: on two ranks there is nothing to gather
+    world = 4 if spread == "hsdp" else 2  # two replicas of two shards each: on two ranks there is nothing to gather
     share = f"batch.global_size={8 * world}"
     records = recovers(cell, world, spread, [fail_at(rank, step, phase, operation=operation)], share)
     assert [record.failures[0]["by_peer"] for record in records] == [other != rank for other in range(world)]
@@ -118,13 +118,13 @@ FSDP_OR_SLOW = [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"]
     ids=lambda places: "-".join(f"{rank}_{phase}_{n}" for rank, phase, n in places),
 )
 def test_several_culprits_at_once(cell, spread, places):
-    # The second fires only where its rank gets so far before it is told; both must come out of it all the same.
+    # The second fires only if its rank gets that far before it learns of the first; both must recover either way.
     first, second = (fail_at(rank, 2, phase, operation=operation) for rank, phase, operation in places)
     wanted = cell.run(2, f"parallel={spread}", *WHOLE, schedule={2: 2})
     records = cell.run(2, f"parallel={spread}", *WHOLE, faults=[first, second], must_fire="any")
     for record, other in zip(records, wanted, strict=True):
         steps = [failure["step"] for failure in record.failures]
-        assert steps in ([2], [2, 2])  # what did not fire in the first attempt does in the second
+        assert steps in ([2], [2, 2])  # a fault that did not fire in the first attempt fires in the second
         if steps == [2]:
             assert record.sizes == other.sizes
         assert max(errors(record, other)) < (EXACT if steps == [2] else 2e-5)
@@ -134,7 +134,7 @@ def test_several_culprits_at_once(cell, spread, places):
 
 @pytest.mark.parametrize("spread", DDP_OR_SLOW)
 def test_again_and_again(cell, spread):
-    # Both culprits, in turns, in the first steps and a later one: 4 -> 2 -> 1.
+    # Each rank fails in turn, in the first step and in a later one: 4 -> 2 -> 1.
     recovers(cell, 2, spread, [fail_at(1, 1, "backward", operation=2), fail_at(0, 3, "forward", operation=60)])
 
 
@@ -185,14 +185,14 @@ EVALUATION = ("every.eval=1", "batch.eval_micro_size=8", "data.val_size=37")
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("operation", [pytest.param(0, marks=pytest.mark.slow), 60, 150, 310])
 def test_evaluation(cell, spread, rank, operation):
-    # From the first operation to one behind the last forward; every sample counts once, training is not touched.
+    # From the first operation to one after the last forward; every sample counts once, training is unaffected.
     wanted = cell.run(2, f"parallel={spread}", *WHOLE, *EVALUATION)
     records = cell.run(
         2, f"parallel={spread}", *WHOLE, *EVALUATION, faults=[fail_at(rank, 2, "evaluate", operation=operation)]
     )
     for record, other in zip(records, wanted, strict=True):
         assert record.error is None
-        # DDP's forward without gradients is each rank's own business: nobody else needs to know.
+        # DDP's forward without gradients is local to each rank: the others need not know.
         knows = spread == "fsdp" or record is records[rank]
         wanted_failures = [(2, "evaluate", 8, 4)] if knows else []
         assert [(f["step"], f["phase"], f["old"], f["new"]) for f in record.failures] == wanted_failures
@@ -208,7 +208,7 @@ EITHER = ("ddp", pytest.param("fsdp", marks=needs_reset))
 
 @pytest.mark.parametrize("spread", EITHER)
 def test_votes_end_when_the_size_is_proven(cell, spread):
-    # oom.clean_steps=3: three steps with votes, then none, on all ranks; after a failure they are back.
+    # oom.clean_steps=3: three steps with votes, then none, on all ranks; after a failure they are enabled again.
     records = cell.run(2, f"parallel={spread}", *WHOLE, "train.max_steps=6")
     assert [record.votes_enabled for record in records] == [[True] * 3 + [False] * 3] * 2
     assert len({record.votes for record in records}) == 1
@@ -231,7 +231,7 @@ def test_without_recovery_in_place_there_is_no_vote(cell):
 
 
 def test_growing_back_alike(cell):
-    # The search goes on after a failure; every size is the same on all ranks at every step.
+    # The search continues after a failure; every size is the same on all ranks at every step.
     for spread in ("ddp", "fsdp"):
         records = cell.run(
             2, f"parallel={spread}", "oom.grow=true", "oom.clean_steps=1", "batch.global_size=32", "batch.micro_size=16",  # noqa: E501
@@ -248,7 +248,7 @@ SHAPES = ("model.context_length=64", "data.min_length=4", "train.max_steps=8", "
 
 @pytest.mark.parametrize("spread", EITHER)
 def test_one_long_text_does_not_shrink_the_others(cell, spread):
-    # Each rank has texts of other lengths; what is too long for one rank is cut, on all ranks into as many pieces.
+    # Text lengths differ by rank; what is too long for one rank is cut, into equally many pieces on all ranks.
     free = cell.run(2, f"parallel={spread}", *SHAPES, "batch.micro_size=8")
     wide = cell.run(2, f"parallel={spread}", *SHAPES, "batch.micro_size=2")
     limit = (free[0].peak + wide[0].peak) // 2
@@ -266,8 +266,8 @@ def test_one_long_text_does_not_shrink_the_others(cell, spread):
 
 @pytest.mark.parametrize("spread", ["ddp", "fsdp"])
 def test_a_new_shape_on_one_rank_is_news_to_all(cell, spread):
-    # Rank 1 alone meets long texts: first when no votes are held, later when all know that such a shape exists. From
-    # then on votes are held while one is at work, and an error in it is recovered in place.
+    # Only rank 1 gets long texts: first while voting is off, later when all ranks know that such a shape exists. From
+    # then on votes are held while that shape is in use, and an error in it is recovered in place.
     texts = ("model.context_length=64", "data.min_length=33", "train.max_steps=10", "oom.clean_steps=2")
     fault = fail_at(1, 9, "backward", operation=2)
     records = cell.run(
@@ -299,7 +299,7 @@ def test_without_the_cleaning_gradients_are_wrong(cell, leak):
         try:
             records = cell.run(2, "parallel=fsdp", faults=[fault], function=function, limit=15)
         except AssertionError:
-            return  # an error, or ranks that wait for each other: noticed, too
+            return  # an error or a deadlock between ranks is detected, too
         if any(record.error for record in records):
             return
         worst = max(worst, *(max(errors(record, other)) for record, other in zip(records, wanted, strict=True)))
@@ -307,7 +307,7 @@ def test_without_the_cleaning_gradients_are_wrong(cell, leak):
 
 
 def test_nothing_of_the_old_wrapper_stays(cell):
-    """DDP's buckets are as large as the gradients; a circle through its hook, which C++ holds, would never be freed."""
+    """DDP's buckets are as large as the gradients; a cycle through its hook, held by C++, would never be freed."""
     faults = [fail_at(1, step, "backward", operation=60) for step in (1, 3)]
     counts = cell.run(2, "parallel=ddp", *WHOLE, faults=faults, function=train_counting_wrappers)
     assert counts == [(3, 0), (3, 0)]

@@ -1,4 +1,4 @@
-"""One process and many offer the same interface."""
+"""One process and many have the same interface."""
 
 import inspect
 

@@ -1,4 +1,4 @@
-"""The scripts that try what one machine can stand in for: two hosts, and a Slurm. Where the rights and tools exist."""
+"""The scripts that simulate two hosts and a Slurm on one machine. Run where permissions and tools allow."""
 
 import os
 import shutil

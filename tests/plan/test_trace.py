@@ -55,7 +55,7 @@ def test_a_trace_leaves_nothing_behind(tmp_path):
 
 
 class Solver(nn.Module):
-    """Iterates until it converges, as an implicit layer does."""
+    """Iterates to convergence, as an implicit layer does."""
 
     def __init__(self, model: nn.Module):
         super().__init__()

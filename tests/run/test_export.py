@@ -15,18 +15,18 @@ GPT = (*runs.MODELS["gpt"], "oom.remember=false")
 
 
 def export(tmp_path, *overrides):
-    """The folder with the weights of the run in `tmp_path / "run"`."""
+    """The folder with the exported weights of the run in `tmp_path / "run"`."""
     runs.run(tmp_path / "out", *GPT, "mode=export", f"checkpointing.resume={tmp_path / 'run'}", *overrides)
     return tmp_path / "out" / "export"
 
 
 def weights(folder) -> dict[str, torch.Tensor]:
-    """What plain safetensors reads."""
+    """The tensors as plain safetensors reads them."""
     return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
 
 
 def without_tied(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The GPT's output layer is its embedding: written once."""
+    """The GPT's output layer shares the embedding's weight, which is written once."""
     kept, seen = {}, []
     for name, tensor in state.items():
         if not any(tensor.shape == other.shape and torch.equal(tensor, other) for other in seen):
@@ -48,7 +48,7 @@ def test_one_file(tmp_path):
         assert file.metadata() == {"format": "pt"}
     other = tmp_path / "touched"
     other.touch()
-    assert os.stat(folder / "model.safetensors").st_mode == os.stat(other).st_mode  # not for the owner alone
+    assert os.stat(folder / "model.safetensors").st_mode == os.stat(other).st_mode  # not readable by the owner only
 
 
 def test_several_files_and_their_index(tmp_path):

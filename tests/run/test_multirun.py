@@ -1,4 +1,4 @@
-"""Sweeps: a directory for each job, failures that stay where they belong, counters that start afresh."""
+"""Sweeps: a directory per job, failures that stay in their job, counters that restart."""
 
 import re
 import subprocess
@@ -11,12 +11,12 @@ SWEEP = ("-m", *TINY, "train.max_steps=2", "checkpointing=off")
 
 
 def sweeps(cwd):
-    """The directories of the sweeps that were started there."""
+    """The directories of the sweeps started in `cwd`."""
     return sorted((cwd / "outputs/multirun").glob("*/*"))
 
 
 def jobs(sweep):
-    """The directories of a sweep's jobs, in their order."""
+    """The directories of a sweep's jobs, in order."""
     return sorted((path for path in sweep.iterdir() if path.name.isdigit()), key=lambda path: int(path.name))
 
 
@@ -28,7 +28,7 @@ def test_every_combination_has_a_directory_of_its_own(tmp_path):
     for folder in jobs(sweep):
         log = (folder / "trainapp.log").read_text()
         seen.append(re.search(r"(MLP|ResNet) with .* on cpu, (\w+);", log).groups())
-        assert log.count("global batch") == 1  # nobody else's lines
+        assert log.count("global batch") == 1  # no lines of other jobs
         assert [line["step"] for line in metrics(folder)] == [1, 2]
         assert result(folder)["steps"] == 2
         assert any("tfevents" in name for name in files(folder))
@@ -79,7 +79,7 @@ def test_a_failing_job_leaves_its_trace_in_its_own_log_and_the_rest_go_on(tmp_pa
     ]
     assert "Traceback" in logs[1]
     assert "raise TypeError('five is too many')" in logs[1]
-    # A user's mistake needs no trace, in a sweep either.
+    # A user's mistake needs no traceback, in a sweep either.
     assert "model.width=-6: must be greater than 0" in logs[2]
     assert "Traceback" not in logs[2]
     assert not any("Traceback" in logs[job] or "five" in logs[job] for job in (0, 3))
@@ -106,10 +106,10 @@ def test_memory_counters_do_not_leak_from_job_to_job(tmp_path):
         assert result(folder)["oom_restarts"] == 0
         assert result(folder)["micro_size"] == 512
         assert [line["memory/out_of_memory_count"] for line in metrics(folder)] == [0, 0]
-    # Without the scarcity it is 3.1 MiB: the peak is that of all samples at once, in both jobs that follow.
+    # Without the low limit it is 3.1 MiB: in both later jobs the peak is that of all samples at once.
     assert result(plenty)["peak_memory_bytes"] > 2.5 * 2**20
     assert result(large)["peak_memory_bytes"] == result(plenty)["peak_memory_bytes"]
-    # In the other order: a peak of an earlier job is not the later one's.
+    # In the opposite order: an earlier job's peak does not carry over to the later one.
     done = run_cli(*SWEEP, *wide, "memory.limit=1GiB,2.5MiB", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     last = jobs(sweeps(tmp_path)[-1])[-1]

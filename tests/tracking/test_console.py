@@ -1,4 +1,4 @@
-"""The terminal: a live bar there, lines elsewhere."""
+"""The terminal: a live bar on a terminal, lines elsewhere."""
 
 import fcntl
 import logging
@@ -27,7 +27,7 @@ def test_lines_where_there_is_no_terminal(caplog):
 
 
 def on_a_terminal(command, cwd):
-    """What a command shows on a terminal of its own, and its exit code."""
+    """The output of a command on a dedicated terminal, and its exit code."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 160, 0, 0))  # rows, columns
     process = subprocess.Popen(command, cwd=cwd, env=environment(), stdin=theirs, stdout=theirs, stderr=theirs)
@@ -69,6 +69,6 @@ def test_live_bar_and_summary_on_a_terminal(tmp_path):
         "TensorBoard",
     ):
         assert re.search(rf"^{row} +\S", shown, re.MULTILINE), row
-    assert not re.search(r"^step \d+/200", shown, re.MULTILINE)  # those are for where there is no bar
+    assert not re.search(r"^step \d+/200", shown, re.MULTILINE)  # these lines are only for output without a bar
     command = re.search(r"^TensorBoard +tensorboard --logdir (\S+)", shown, re.MULTILINE)[1]
     assert (tmp_path / command / "tensorboard").is_dir()

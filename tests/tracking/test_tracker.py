@@ -36,11 +36,11 @@ def test_what_is_recorded_beside_memory(tmp_path):
     assert 0 <= line["data_wait"] < 1
     assert line["epoch"] == 64 / 1437
     assert (line["batch/global_size"], line["batch/micro_size"], line["batch/accumulation"]) == (16, 4, 4)
-    assert line["lr"] == pytest.approx(3e-3 * 0.25)  # the last of one warm-up step and three of the cosine
+    assert line["lr"] == pytest.approx(3e-3 * 0.25)  # the last step of one warm-up step and three of the cosine
 
 
 def test_the_loss_is_recorded_at_full_precision(tmp_path):
-    """Read back, it is the very number that the loop had."""
+    """Read back, it is exactly the number in the loop."""
     run = runs.prepare(tmp_path, *runs.MODELS["mlp"], "batch.micro_size=4")
     totals = runs.accumulate(run, True)
     run.tracker.close()
@@ -76,7 +76,7 @@ def test_going_on_drops_the_lines_that_come_again(tmp_path):
         tracker.evaluated(step, step, {"loss": 1.0})
     tracker.close()
     with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 4, "lo')  # killed while it wrote
+        file.write('{"step": 4, "lo')  # killed while writing
     tracker = Tracker(tmp_path, 2, 10, {})
     tracker.log(3, 3, {**LOG, "loss": 2.5}, None)
     tracker.close()
@@ -86,7 +86,7 @@ def test_going_on_drops_the_lines_that_come_again(tmp_path):
 
 
 def test_a_line_that_cannot_be_read_does_not_stop_a_run(tmp_path):
-    """After a power cut a file may hold zeros."""
+    """After a power failure a file may contain zeros."""
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n\0\0\0\n{"step": 2}\n')
     Tracker(tmp_path, 2, 10, {}).close()
     assert [line["step"] for line in helpers.metrics(tmp_path)] == [1, 2]

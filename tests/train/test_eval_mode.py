@@ -1,4 +1,4 @@
-"""Evaluation: the number that training logged, and no trace in training."""
+"""Evaluation: reproduces the number that training logged, and has no effect on training."""
 
 import helpers
 import pytest
@@ -12,7 +12,7 @@ from trainapp.errors import UserError
 @pytest.mark.parametrize("case", runs.MODELS)
 @pytest.mark.parametrize("extra", [(), ("train.ema=0.5",), ("precision=bf16",)], ids=["plain", "ema", "bf16"])
 def test_agrees_with_what_training_logged(tmp_path, case, extra):
-    """To the last bit, at the same batch; to rounding at another. The average is evaluated where training did."""
+    """Bit-identical at the same batch size, up to rounding at another. The average is evaluated where training did."""
     overrides = (*runs.MODELS[case], "optimizer.lr=0.05", "train.max_steps=6", "every.eval=3", "every.save=3")
     runs.run(tmp_path / "run", *overrides, *extra)
     logged = {line["step"]: line for line in helpers.evaluations(tmp_path / "run")}
@@ -33,7 +33,7 @@ def test_agrees_with_what_training_logged(tmp_path, case, extra):
 
 
 def test_agrees_with_plain_pytorch(tmp_path):
-    """The mean over all samples of the validation split, in eval mode, uneven last batch and all."""
+    """The mean over all samples of the validation split, in eval mode, including an uneven last batch."""
     runs.run(tmp_path, *runs.MODELS["resnet"], "train.max_steps=6", "every.eval=6", "batch.eval_micro_size=100")
     run = runs.prepare(tmp_path, *runs.MODELS["resnet"], "train.max_steps=6")
     run.tracker.close()
@@ -46,7 +46,7 @@ def test_agrees_with_plain_pytorch(tmp_path):
     assert line["accuracy"] == int((logits.argmax(-1) == batch["targets"]).sum()) / 360
     with torch.no_grad():
         trained = nn.functional.cross_entropy(model.train()(batch["inputs"]), batch["targets"])
-    assert abs(float(trained) - line["loss"]) > 1e-3  # as it would be with the batch's own statistics
+    assert abs(float(trained) - line["loss"]) > 1e-3  # train mode uses the batch's own statistics
 
 
 def test_padded_tokens_weigh_by_their_number(tmp_path):
@@ -71,7 +71,7 @@ def test_how_often_it_is_done_changes_nothing_in_training(tmp_path, case):
 
 
 def test_the_runs_own_files_stay(tmp_path):
-    """Evaluating an older checkpoint in the run's own directory takes none of its lines away."""
+    """Evaluating an older checkpoint in the run's own directory removes none of its lines."""
     runs.run(
         tmp_path, *runs.MODELS["mlp"], "every.save=2", "train.max_steps=8", "every.eval=2", "checkpointing.keep_last=9"
     )

@@ -1,4 +1,4 @@
-"""The step: gradients summed over micro-batches are the big batch's; one clip; one schedule step for each."""
+"""The step: gradients summed over micro-batches equal the big batch's; one clip and one schedule step per step."""
 
 import helpers
 import pytest
@@ -39,7 +39,7 @@ def prepare(tmp_path):
 
 
 def big_batch(run, task):
-    """Loss and gradient of the coming step's samples as one batch, by plain PyTorch."""
+    """Loss and gradient of the next step's samples as one batch, by plain PyTorch."""
     batch = run.batches._source.fetcher.dataset.__getitems__(run.batches.indices(run.state.progress))
     run.state.model.zero_grad()
     loss, count, _ = getattr(losses, task)(run.state.model, batch)
@@ -50,7 +50,7 @@ def big_batch(run, task):
 
 
 def mean_of_means(run, task):
-    """What is often done instead: the mean of the micro-batches' mean losses."""
+    """A common mistake: the mean of the micro-batches' mean losses."""
     run.state.model.zero_grad()
     parts = list(run.batches.micro_batches(run.state.progress, run.sizes.train.size, run.sizes.parts))
     for micro in parts:
@@ -83,7 +83,7 @@ def test_the_mean_of_means_is_not(prepare, case, cut, wrong):
 
 
 def test_batch_norm_depends_on_the_micro_batch(prepare):
-    """As it must: why GroupNorm is the one to choose for a result that does not."""
+    """This is inherent: for a result that does not, choose GroupNorm."""
     run = prepare(*runs.MODELS["resnet"], "batch.micro_size=4", "batch.global_size=12", "train.grad_clip=null")
     _, expected = big_batch(run, "classification")
     runs.clip(run)
@@ -92,7 +92,7 @@ def test_batch_norm_depends_on_the_micro_batch(prepare):
 
 @pytest.mark.parametrize("case", ["mlp", "padded"])
 def test_the_last_partial_step_of_an_epoch(prepare, case):
-    """Divided by the samples that there are, not by those of a full step."""
+    """Divided by the actual number of samples, not by that of a full step."""
     overrides, task = CASES[case]
     run = prepare(*overrides, "batch.micro_size=3", "train.grad_clip=null")
     run.state.progress.consumed = (run.batches.samples - 1) // 16 * 16
@@ -108,7 +108,7 @@ def test_the_last_partial_step_of_an_epoch(prepare, case):
 
 
 def test_weights_after_training_do_not_depend_on_the_micro_batch(prepare):
-    """96 steps over the ends of four epochs; the reference's own rounding error is of the same size."""
+    """96 steps across the ends of four epochs; the reference's own rounding error is of the same size."""
     overrides = (*GPT, "data.min_length=2", "data.size=90", "train.max_steps=24", "optimizer=sgd", "optimizer.lr=0.1")
     ends = []
     for micro in (16, 5, 3):
@@ -131,7 +131,7 @@ def test_one_clip_of_the_whole_gradient(prepare, micro):
     assert float(expected.norm()) > 2 * clip
     norm = runs.clip(run)
     clipped = runs.gradients(run.state.model)
-    assert float(norm) == pytest.approx(float(expected.norm()), rel=1e-5)  # reported as it was before
+    assert float(norm) == pytest.approx(float(expected.norm()), rel=1e-5)  # the norm before clipping is reported
     assert float(clipped.norm()) == pytest.approx(clip, rel=1e-4)
     assert runs.relative_error(clipped, expected * clip / expected.norm()) < 1e-4
 
@@ -158,7 +158,7 @@ def test_a_small_gradient_is_not_clipped(prepare):
 
 
 def test_one_schedule_step_for_each_optimizer_step(tmp_path):
-    """However many micro-batches it has."""
+    """Regardless of the number of micro-batches."""
     runs.run(
         tmp_path,
         *runs.MODELS["mlp"],
@@ -173,7 +173,7 @@ def test_one_schedule_step_for_each_optimizer_step(tmp_path):
 
 
 def test_adamw_is_the_one_written_by_hand(prepare):
-    """Six steps against torch's own AdamW on the same samples: decay on matrices only, clip, schedule and all."""
+    """Six steps against torch's own AdamW on the same samples: decay on matrices only, clipping and schedule."""
     run = prepare(*runs.MODELS["mlp"], "train.max_steps=6", "batch.micro_size=8", "train.grad_clip=0.5")
     model, batches = run.state.model, run.batches
     steps, progress = [], type(run.state.progress)()

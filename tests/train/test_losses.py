@@ -8,7 +8,7 @@ from trainapp.train.losses import classification, evaluate_metrics, next_token
 
 
 class Fixed(nn.Module):
-    """Answers with given logits."""
+    """Returns the given logits."""
 
     def __init__(self, logits):
         super().__init__()
@@ -43,7 +43,7 @@ def test_next_token_counts_what_is_not_padding():
     right = math.log(1 + 3 * math.exp(-5))
     assert float(loss) == pytest.approx(right + 2 * math.log(4), rel=1e-5)
     assert int(count) == 3
-    assert int(evaluate_metrics(metrics)["accuracy"]) == 2  # 1 at the first place; 0 wins a tie of all
+    assert int(evaluate_metrics(metrics)["accuracy"]) == 2  # 1 at the first position; index 0 wins a tie of all
 
 
 def test_a_batch_of_padding_alone_counts_nothing():

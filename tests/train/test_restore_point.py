@@ -1,4 +1,4 @@
-"""What a step remembers: generators and buffers."""
+"""The state that a step can restore: generators and buffers."""
 
 import random
 
@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 def test_an_aborted_step_leaves_no_trace(tmp_path):
-    """Buffers and generators as before it; and the repeated step equals the step done once."""
+    """Buffers and generators are as before the step, and repeating the step gives the same result as doing it once."""
     overrides = (*runs.MODELS["resnet"], "batch.micro_size=4", "train.max_steps=3")
     ends = []
     for aborts in (False, True):
@@ -38,7 +38,7 @@ def test_an_aborted_step_leaves_no_trace(tmp_path):
 
 
 def test_constant_buffers_are_copied_once():
-    """A causal mask or rotary table costs nothing in each step."""
+    """A causal mask or rotary table costs nothing per step."""
     model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2))
     model[1].register_buffer("table", torch.ones(1000), persistent=False)
     point = RestorePoint(model, CPU)
@@ -49,11 +49,11 @@ def test_constant_buffers_are_copied_once():
     point.take()
     assert [copy.data_ptr() for copy in point._copies] == copies
     moved = [copy._version > version for copy, version in zip(point._copies, versions, strict=True)]
-    assert moved == [True, True, True, False]  # running mean, variance and the number of batches; not the table
+    assert moved == [True, True, True, False]  # running mean, variance and batch count; not the table
 
 
 def test_batch_norm_does_not_count_the_version_of_its_statistics():
-    """Why the version cannot tell whether a buffer has moved."""
+    """Why the version cannot tell whether a buffer has changed."""
     norm = nn.BatchNorm1d(2)
     before, version = norm.running_mean.clone(), norm.running_mean._version
     norm(torch.randn(4, 2))
@@ -62,7 +62,7 @@ def test_batch_norm_does_not_count_the_version_of_its_statistics():
 
 
 def test_a_replaced_buffer_is_restored():
-    """Some models assign a new tensor rather than write into the old one."""
+    """Some models assign a new tensor instead of writing in place."""
     model = nn.Linear(1, 1)
     model.register_buffer("count", torch.zeros(()))
     point = RestorePoint(model, CPU)

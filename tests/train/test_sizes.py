@@ -1,4 +1,4 @@
-"""Which micro-batch a run begins with: every source in its place."""
+"""The micro-batch that a run begins with: the precedence of all sources."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from trainapp.train.sizes import initial_sizes
 
 
 def known(size: int) -> dict:
-    """As an earlier run, a checkpoint or a restart leave it: of one shape, proven, twice the size failed."""
+    """The state left by an earlier run, a checkpoint or a restart: one shape, proven; twice the size failed."""
     return {"start": 64, "buckets": {"64": [size, size, 2 * size, True]}}
 
 
@@ -24,7 +24,7 @@ def begin(*overrides: str, sources: tuple[str, ...] = (), world: int = 1, **opti
     return initial_sizes(config, world, 64, 1000, **{name: SOURCES[name] for name in sources}, **options)
 
 
-# In their order of precedence: what is set or known, and the training size that follows.
+# In order of precedence: what is set or known, and the resulting training size.
 ORDER = [
     (("hint",), (), 7, "hint"),
     ((), (SCHEDULE,), 23, "schedule"),
@@ -49,7 +49,7 @@ def test_the_first_that_is_known_decides(first, second):
     ("sources", "overrides", "size"),
     [
         (("hint", "saved", "remembered"), ("batch.eval_micro_size=10",), 9),
-        (("hint",), ("batch.eval_micro_size=5",), 5),  # a hint never exceeds what is set
+        (("hint",), ("batch.eval_micro_size=5",), 5),  # a hint never exceeds the setting
         (("saved", "remembered"), ("batch.eval_micro_size=5",), 5),
         (("saved", "remembered"), (), 13),
         (("saved", "remembered"), ("batch.micro_size=3",), 13),
@@ -66,14 +66,14 @@ def test_the_share_of_a_rank():
     assert begin("accumulation.steps=3", world=2).train.size == 11
     assert begin("batch.micro_size=50", world=2).train.size == 32
     assert begin(world=3).evaluation.size == 44
-    assert begin("batch.eval_micro_size=400", world=3).evaluation.size == 334  # all that a rank has
+    assert begin("batch.eval_micro_size=400", world=3).evaluation.size == 334  # all samples of one rank
 
 
 @pytest.mark.parametrize(
     ("step", "by_step"),
     [
         (0, {1: 23, 4: 23, 5: 29, 9: 29}),
-        (2, {3: 23, 4: 23, 5: 29}),  # resumed between two entries: the one before is in force
+        (2, {3: 23, 4: 23, 5: 29}),  # resumed between two entries: the earlier one applies
         (4, {5: 29, 6: 29}),
         (7, {8: 29, 9: 29}),
     ],
@@ -107,7 +107,7 @@ def test_a_damaged_source_is_passed_over(damaged):
 
 
 def test_a_hint_from_before_any_shape_was_known():
-    """Memory ran out in the very first fetch: there are no buckets yet."""
+    """Memory ran out in the very first fetch: no buckets exist yet."""
     config = from_command_line(["batch.global_size=64"])
     sizes = initial_sizes(config, 1, 64, 1000, hint={"micro": {"start": 16, "buckets": {}}})
     assert (sizes.train.size, sizes.origin) == (16, "hint")
