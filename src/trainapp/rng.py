@@ -66,8 +66,8 @@ class Generators:
     """The random generators at the start of a step.
 
     `rng_state` costs 80 microseconds in a training loop, nearly all of it for copying the 624 words of Python's and of
-    NumPy's generator one by one, which most runs never touch. A copy as raw memory is enough to see that they have not
-    changed.
+    NumPy's generator one by one, which most runs never touch. Their positions tell whether they have moved: each draw
+    moves it, and four words beside it tell where exactly 624 draws, or a new seed, have led back to the same one.
     """
 
     def __init__(self, device: torch.device):
@@ -77,15 +77,15 @@ class Generators:
 
     def take(self) -> None:
         """Record the current state."""
-        numpy_words, python_words = _numpy_words(), _python_words()
-        # A cached Gaussian may be used up without moving the words.
-        if self._full is None or not numpy_words or numpy_words != self._numpy_seen or self._full["numpy"][3]:
+        numpy_position, python_position = _numpy_position(), _python_position()
+        # A cached Gaussian may be used up without moving the position.
+        if self._full is None or not numpy_position or numpy_position != self._numpy_seen or self._full["numpy"][3]:
             self._full = rng_state(self.device)
         else:
-            if not python_words or python_words != self._python_seen or self._full["python"][2] is not None:
+            if not python_position or python_position != self._python_seen or self._full["python"][2] is not None:
                 self._full["python"] = random.getstate()
             self._full |= device_rng_state(self.device)
-        self._numpy_seen, self._python_seen = numpy_words, python_words
+        self._numpy_seen, self._python_seen = numpy_position, python_position
 
     def restore(self) -> None:
         """Return to the last `take`."""
@@ -93,17 +93,17 @@ class Generators:
         set_rng_state(self._full, self.device)
 
 
-def _numpy_words() -> bytes:
-    """The Mersenne Twister's words and position; empty if another generator has replaced it."""
+def _numpy_position() -> bytes:
+    """The last four words and the position of NumPy's Mersenne Twister; empty if another generator has replaced it."""
     generator = np.random.get_bit_generator()  # type: ignore[attr-defined]  # numpy forgets to export it
     if type(generator) is not np.random.MT19937:
         return b""
-    return ctypes.string_at(generator.ctypes.state_address, 625 * 4)  # uint32 key[624]; int pos
+    return ctypes.string_at(generator.ctypes.state_address + 620 * 4, 5 * 4)  # uint32 key[624]; int pos
 
 
-def _python_words() -> bytes:
-    """The same of Python's global generator; empty where its memory is laid out differently."""
-    return ctypes.string_at(_PYTHON_STATE, 625 * 4) if _PYTHON_STATE else b""
+def _python_position() -> bytes:
+    """The position and the first four words of Python's; empty where its memory is laid out differently."""
+    return ctypes.string_at(_PYTHON_STATE, 5 * 4) if _PYTHON_STATE else b""
 
 
 def _python_state_address() -> int:

@@ -1,7 +1,7 @@
 """Micro-batches, and how samples are cut into them."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from trainapp.data.batch import map_tensors
@@ -43,14 +43,15 @@ def cut_evenly(indices: Sequence[int], parts: int) -> list[Sequence[int]]:
     return [indices[a:b] for a, b in itertools.pairwise(ends) if a < b]
 
 
-def pieces_of(micro: MicroBatch, ranges: Sequence[Sequence[int]], samples: int) -> Iterator[MicroBatch]:
+def pieces_of(micro: MicroBatch, ranges: Sequence[Sequence[int]], samples: int) -> Iterable[MicroBatch]:
     """The micro-batches that hold these ranges of a larger one's samples.
 
     An empty range gives a dummy sample (`real=False`) for a forward and backward that other ranks wait for.
     """
-    if len(ranges) == 1:
-        yield micro
-        return
+    return [micro] if len(ranges) == 1 else _narrowed(micro, ranges, samples)
+
+
+def _narrowed(micro: MicroBatch, ranges: Sequence[Sequence[int]], samples: int) -> Iterator[MicroBatch]:
     for number, piece in enumerate(ranges, start=1):
         start, length = (piece[0], len(piece)) if piece else (0, 1)
         data = narrow(micro.data, start, length, samples)

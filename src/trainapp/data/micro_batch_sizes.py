@@ -1,6 +1,6 @@
 """The micro-batch size of each shape of data, the same on all ranks."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -107,7 +107,7 @@ class MicroBatchSizes:
             search = self.searches[bucket] = self.search(bucket)
             search.size, search.clean = size, 0
 
-    def cut(self, micro: MicroBatch, ranks: Ranks) -> Iterator[MicroBatch]:
+    def cut(self, micro: MicroBatch, ranks: Ranks) -> Iterable[MicroBatch]:
         """Cut a fetched micro-batch to its bucket's size, into the same number of pieces on every rank, usually one.
 
         Where all sizes are proven and equal, ranks skip the exchange: a shape that is new to one rank is then left
@@ -127,7 +127,7 @@ class MicroBatchSizes:
         elements = elements * longest // max(1, samples)
         self.attempt_samples[bucket] = max(longest, self.attempt_samples.get(bucket, 0))
         self.attempt_elements[bucket] = max(elements, self.attempt_elements.get(bucket, 0))
-        yield from pieces_of(micro, pieces, samples)
+        return pieces_of(micro, pieces, samples)
 
     def succeeded(self, ranks: Ranks, news: bool = False) -> dict[int, int]:
         """Record a clean step or evaluation batch. Returns `{bucket: size}` of the larger sizes to try next.

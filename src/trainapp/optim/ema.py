@@ -20,14 +20,15 @@ class WeightAverage:
         self.step = 0
         self.position = 0
 
-    @torch.no_grad()
     def catch_up(self, step: int) -> None:
         """Update the average with the weights of `step`. Repeated calls for one step have no effect."""
         if self.step == step:
             return
-        while self.position < len(self.weights):
-            self.averages[self.position].lerp_(self.weights[self.position], self._share)
-            self.position += 1
+        if self.weights:
+            with torch.no_grad():
+                while self.position < len(self.weights):
+                    self.averages[self.position].lerp_(self.weights[self.position], self._share)
+                    self.position += 1
         self.step, self.position = step, 0
 
     @torch.no_grad()
