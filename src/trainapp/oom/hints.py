@@ -75,7 +75,7 @@ def _read(run: Run) -> dict[str, Any] | None:
         path.unlink(missing_ok=True)
     if run.config.oom.remember is not True:
         return None
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, RecursionError):
         known = json.loads(path.read_text())
         return known if isinstance(known, dict) else None
     return None

@@ -16,7 +16,7 @@ from trainapp.memory.timeline import Picture
 from trainapp.oom import incident
 from trainapp.oom.advice import memory_report
 from trainapp.oom.incident import Incident
-from trainapp.parallel.ranks import OUT_OF_MEMORY_EXIT, SingleRank
+from trainapp.parallel.ranks import OUT_OF_MEMORY_EXIT, Ranks, SingleRank
 from trainapp.train.phase import Phase
 from trainapp.train.run import Run
 from trainapp.train.transaction import rollback
@@ -97,7 +97,7 @@ def record(run: Run, failure: Incident) -> None:
         return
     prefix = f"rank {failure.rank}: " if run.ranks.world > 1 else ""
     log.warning("%s%s", prefix, incident.one_line(failure))
-    folder, number = run.tracker.run_dir / "oom", run.memory.out_of_memory_count
+    folder, number = run.tracker.run_dir / "oom", run.sizes.oom_restarts
     try:
         path = incident.write(failure, folder, number, run.ranks.world)
         run.memory.dump(path.with_suffix(".snapshot.pickle"))
@@ -127,20 +127,30 @@ def leave_for_restart(run: Run, failure: Incident) -> NoReturn:
         changed[0],
     )
     run_dir = run.tracker.run_dir
-    hint = {"eval_micro" if failure.evaluating else "micro": sizes.state_dict()}
+    hint = {
+        "eval_micro" if failure.evaluating else "micro": sizes.state_dict(),
+        "oom_restarts": run.sizes.oom_restarts,
+    }
     try:
         with atomic_write(run_dir / RESTART) as file:
             json.dump(hint, file)
-        incident.write(failure, run_dir / "oom", run.memory.out_of_memory_count, run.ranks.world)
+        incident.write(failure, run_dir / "oom", run.sizes.oom_restarts, run.ranks.world)
     except OSError as error:  # the restart matters more than its record
         log.warning("the incident's record could not be written: %s", error)
     logging.shutdown()
     os._exit(OUT_OF_MEMORY_EXIT)
 
 
-def read_hint(run_dir: Path) -> dict[str, Any] | None:
-    """The sizes that `leave_for_restart` left; None if there are none or they are unreadable."""
-    with contextlib.suppress(OSError, ValueError):
-        hint = json.loads((run_dir / RESTART).read_text())
-        return hint if isinstance(hint, dict) else None
-    return None
+def take_hint(run_dir: Path, has_restarted: bool, ranks: Ranks) -> dict[str, Any] | None:
+    """The sizes that `leave_for_restart` left, once: the file is removed. None if there are none, or unreadable ones.
+
+    Collective: rank 0 reads for all. has_restarted: False only removes what an earlier start has left.
+    """
+    hint = None
+    if ranks.is_rank_zero:
+        with contextlib.suppress(OSError, ValueError, RecursionError):
+            hint = json.loads((run_dir / RESTART).read_text())
+        with contextlib.suppress(OSError):
+            (run_dir / RESTART).unlink(missing_ok=True)
+    hint = ranks.all_gather_object(hint)[0]
+    return hint if has_restarted and isinstance(hint, dict) else None

@@ -7,6 +7,7 @@ from pathlib import Path
 from trainapp.data.micro_batch_sizes import Plan
 from trainapp.tracking.tracker import RESULT
 from trainapp.train.run import Run
+from trainapp.train.sizes import as_schedule
 
 
 @dataclass
@@ -19,7 +20,7 @@ class RunResult:
     samples: int
     micro_size: int
     accumulation: int
-    oom_restarts: int
+    oom_restarts: int  # since the run began, in whatever process
     micro_schedule: dict[int, Plan]  # set as batch.micro_schedule, it replays the sizes of this run
     peak_memory_bytes: int
     samples_per_second: float
@@ -27,9 +28,10 @@ class RunResult:
     checkpoint: str | None
 
 
-def result_of(run: Run, oom_restarts: int, seconds: float) -> RunResult:
+def result_of(run: Run, seconds: float) -> RunResult:
     """The run's result. Collective: call on every rank."""
     progress, size = run.state.progress, run.sizes.train.size
+    history = run.sizes.history(run.ranks)
     return RunResult(
         objective=progress.objective,
         metric=run.objective.metric,
@@ -37,8 +39,8 @@ def result_of(run: Run, oom_restarts: int, seconds: float) -> RunResult:
         samples=progress.samples,
         micro_size=size,
         accumulation=run.batches.accumulation(size, run.sizes.parts),
-        oom_restarts=oom_restarts,
-        micro_schedule=run.sizes.used,
+        oom_restarts=history["oom_restarts"],
+        micro_schedule=as_schedule(history["used"]),
         peak_memory_bytes=max(run.ranks.all_gather_object(run.memory.peak)),
         samples_per_second=run.meter.samples_per_second(),
         seconds=seconds,
