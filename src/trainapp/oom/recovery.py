@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn
 
+from trainapp import strict_json
 from trainapp.data.size_search import Failure
 from trainapp.errors import TrainingStopped
 from trainapp.files import atomic_write
@@ -133,7 +134,7 @@ def leave_for_restart(run: Run, failure: Incident) -> NoReturn:
     }
     try:
         with atomic_write(run_dir / RESTART) as file:
-            json.dump(hint, file)
+            file.write(strict_json.dumps(hint))
         incident.write(failure, run_dir / "oom", run.sizes.oom_restarts, run.ranks.world)
     except OSError as error:  # the restart matters more than its record
         log.warning("the incident's record could not be written: %s", error)

@@ -98,6 +98,8 @@ def _report(run: Run, result: RunResult) -> None:
     # Keep the result of a run that had already finished.
     if run.config.mode == "train" and (run.meter.samples or not (run_dir / RESULT).exists()):
         write(run_dir, result)
+    if result.objective_note:
+        log.warning("eval %s is %s", result.metric, result.objective_note)
     print_summary(run, result)
     if run.stop.agreed and run.config.checkpointing.save:
         print(f"Resume with:\n  {run.config.command}", flush=True)

@@ -50,7 +50,7 @@ def print_summary(run: Run, result: RunResult) -> None:
     rows: list[tuple[str, Any]] = []
     if result.objective is not None:
         best = f" (best {progress.best:.4f} at step {progress.best_step})" if progress.best is not None else ""
-        rows.append((f"eval {result.metric}", f"{result.objective:.4f}{best}"))
+        rows.append((f"eval {result.metric}", (result.objective_note or f"{result.objective:.4f}") + best))
     if config.mode == "train":
         rows += [
             ("steps", f"{result.steps} ({result.samples} samples)"),

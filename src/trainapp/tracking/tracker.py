@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from trainapp import strict_json
 from trainapp.files import atomic_write
 from trainapp.memory.timeline import Drawing, Picture
 from trainapp.torch_private import add_summary
@@ -49,7 +50,7 @@ class Tracker:
 
     def log(self, step: int, samples: int, scalars: Mapping[str, float], metric: str) -> None:
         """One log step: every scalar to TensorBoard and the file, the main ones to the terminal."""
-        self._metrics.write(json.dumps({"step": step, "samples": samples, **scalars}) + "\n")
+        self._metrics.write(strict_json.dumps({"step": step, "samples": samples, **scalars}) + "\n")
         self._metrics.flush()
         self._add_scalars("train", scalars, step)
         self._draw()
@@ -63,7 +64,7 @@ class Tracker:
 
     def evaluated(self, step: int, samples: int, scalars: Mapping[str, float]) -> None:
         """Record one evaluation."""
-        self._evaluations.write(json.dumps({"step": step, "samples": samples, **scalars}) + "\n")
+        self._evaluations.write(strict_json.dumps({"step": step, "samples": samples, **scalars}) + "\n")
         self._evaluations.flush()
         self._add_scalars("eval", scalars, step)
         log.info("step %d evaluated | %s", step, " | ".join(f"{name} {value:.4f}" for name, value in scalars.items()))
