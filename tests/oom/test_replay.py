@@ -28,7 +28,12 @@ from .inject import Injector, Recorded
 
 pytestmark = pytest.mark.usefixtures("without_pictures")
 
-SAVING = {"checkpointing.save": True, "checkpointing.resume": "auto", "checkpointing.keep_last": 9, "train.max_steps": 6}
+SAVING = {
+    "checkpointing.save": True,
+    "checkpointing.resume": "auto",
+    "checkpointing.keep_last": 9,
+    "train.max_steps": 6,
+}
 # Dropout and BatchNorm's running statistics: a step cut in another way has other bits.
 OVERRIDES = cell("resnet", "fp32")
 GPT = (
@@ -241,7 +246,9 @@ def test_it_says_what_wins(tmp_path):
     assert "= micro-batch 4 x 4" in told
     assert "batch.micro_schedule is in force: 8 from step 3, 2 from step 9" in told
     assert "batch.micro_size=16 is not used" in told
-    assert "batch.micro_size=16 holds before step 3" in line("batch.micro_schedule={3: 8}", "batch.micro_size=16", "task=auto")
+    assert "batch.micro_size=16 holds before step 3" in line(
+        "batch.micro_schedule={3: 8}", "batch.micro_size=16", "task=auto"
+    )
     assert "micro_schedule" not in line()
 
 

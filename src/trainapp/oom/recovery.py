@@ -109,7 +109,7 @@ def record(run: Run, failure: Incident) -> None:
             picture = Picture(failure.events, failure.kinds, failure.limit, title, file)
             run.tracker.picture("out_of_memory", picture, failure.step)
     except (OSError, MemoryError) as error:  # the run matters more than its record
-        log.warning("the incident's record could not be written: %s", error)
+        run.tracker.complain(folder, error)
 
 
 def leave_for_restart(run: Run, failure: Incident) -> NoReturn:

@@ -97,7 +97,10 @@ def _report(run: Run, result: RunResult) -> None:
     run_dir = Path(run.config.run_dir)
     # Keep the result of a run that had already finished.
     if run.config.mode == "train" and (run.meter.samples or not (run_dir / RESULT).exists()):
-        write(run_dir, result)
+        try:
+            write(run_dir, result)
+        except OSError as error:
+            run.tracker.complain(run_dir / RESULT, error)
     if result.objective_note:
         log.warning("eval %s is %s", result.metric, result.objective_note)
     print_summary(run, result)

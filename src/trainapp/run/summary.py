@@ -40,7 +40,9 @@ def _schedule_text(run: Run) -> str:
         text += f" (at most this rank's share, {share})"
     first = min(batch.micro_schedule)
     if batch.micro_size != "auto":
-        text += f"; batch.micro_size={batch.micro_size} " + (f"holds before step {first}" if first > 1 else "is not used")
+        text += f"; batch.micro_size={batch.micro_size} " + (
+            f"holds before step {first}" if first > 1 else "is not used"
+        )
     return text
 
 
