@@ -3,9 +3,7 @@
 Each run here has out-of-memory errors and something else that changes the process, the step or its number.
 """
 
-import dataclasses
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 

@@ -107,7 +107,8 @@ def _conflicts(config: Config) -> list[str]:
         largest = max(sizes.values()) if isinstance(sizes, dict) else sizes
         if largest > batch.global_size:
             errors.append(
-                f"batch.micro_schedule: {largest} from step {step} must be at most batch.global_size={batch.global_size}"
+                f"batch.micro_schedule: {largest} from step {step} must be at most "
+                f"batch.global_size={batch.global_size}"
             )
     if steps != "auto" and steps > batch.global_size:
         errors.append(

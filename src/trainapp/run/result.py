@@ -6,8 +6,8 @@ from pathlib import Path
 
 from trainapp import strict_json
 from trainapp.data.micro_batch_sizes import Plan
-from trainapp.files import atomic_write
 from trainapp.data.progress import Progress
+from trainapp.files import atomic_write
 from trainapp.tracking.tracker import RESULT
 from trainapp.train.run import Run
 from trainapp.train.sizes import as_schedule

@@ -26,7 +26,7 @@ class LogFile(logging.FileHandler):
 
     _has_complained = False
 
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # logging's name
+    def handleError(self, record: logging.LogRecord) -> None:  # logging's name
         """Called inside `except`."""
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
