@@ -23,7 +23,11 @@ log = logging.getLogger(__name__)
 
 @hydra.main(version_base="1.3", config_path=str(compose.CONF), config_name="train")
 def job(composed: DictConfig) -> float | None:
-    """One run, or one job of a sweep. Returns the objective, for Hydra's optimizing sweepers."""
+    """One run, or one job of a sweep. Returns the objective, for Hydra's optimizing sweepers.
+
+    Sweepers need a float, so nan and inf are returned as they are. Optuna's counts nan as a failed trial; its older
+    versions end the sweep there (Hydra's issue 2237).
+    """
     hydra_config = HydraConfig.get()
     is_sweep = hydra_config.mode == RunMode.MULTIRUN
     run_dir = str(Path(hydra_config.runtime.output_dir).resolve())

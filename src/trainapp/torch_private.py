@@ -195,3 +195,26 @@ def add_summary(writer: Any, summary: Any, step: int) -> None:
     The public `add_scalar` queues one event each; the writer's queue holds ten, and beyond it waits for the disk.
     """
     writer._get_file_writer().add_summary(summary, step)
+
+
+def guard_event_file(writer: Any, failed: Callable[[Exception], None]) -> None:
+    """Where a SummaryWriter's file cannot be written, call `failed` once and drop all that follows.
+
+    Otherwise the error ends the writer's thread, which prints a traceback, and every later call raises it.
+    """
+    records = writer._get_file_writer().event_writer._async_writer._writer
+    errors: list[Exception] = []
+
+    def guarded(function: Callable[..., None]) -> Callable[..., None]:
+        def attempt(*args: Any) -> None:
+            try:
+                if not errors:
+                    function(*args)
+            except Exception as error:  # TensorFlow, where it is installed, raises errors of its own
+                errors.append(error)
+                failed(error)
+
+        return attempt
+
+    for name in ("write", "flush", "close"):
+        setattr(records, name, guarded(getattr(records, name)))

@@ -68,7 +68,10 @@ def changed(**settings):
         ({"checkpointing__resume": 3}, "checkpointing.resume=3: must be a valid string"),
         ({"batch__micro_schedule": {0: 4}}, "batch.micro_schedule={0: 4}: steps start at 1"),
         ({"batch__micro_schedule": {-1: 4, 1: 8}}, "batch.micro_schedule={-1: 4, 1: 8}: steps start at 1"),
-        ({"batch__micro_schedule": {"1": 4}}, "batch.micro_schedule={'1': 4}: '1' is not a step: write a whole number"),
+        ({"batch__micro_schedule": {"one": 4}}, "batch.micro_schedule={'one': 4}: 'one' is not a step: write a whole"),
+        ({"batch__micro_schedule": {"1": 4, 1: 8}}, "batch.micro_schedule={'1': 4, 1: 8}: 1 is given twice"),
+        ({"batch__micro_schedule": "32"}, "batch.micro_schedule=32: must give sizes by the step from which they hold"),
+        ({"batch__micro_schedule": {1: {64: 99}}}, "batch.micro_schedule: 99 from step 1 must be at most batch.global"),
         ({"batch__micro_schedule": {1: 0}}, "batch.micro_schedule={1: 0}: the size for step 1 must be at least 1"),
         (
             {"batch__micro_schedule": {1: 64, 9: "small"}},

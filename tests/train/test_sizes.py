@@ -79,7 +79,7 @@ def test_the_share_of_a_rank():
     ],
 )
 def test_a_schedule_after_a_resume(step, by_step):
-    sizes = begin(SCHEDULE, step=step)
+    sizes = begin(SCHEDULE, attempts=step)
     for coming in range(step + 1, 10):
         sizes.follow_schedule(coming)
         if coming in by_step:
@@ -87,7 +87,7 @@ def test_a_schedule_after_a_resume(step, by_step):
 
 
 def test_what_failed_is_not_scheduled_again():
-    sizes = begin(SCHEDULE, sources=("hint",), step=3)
+    sizes = begin(SCHEDULE, sources=("hint",), attempts=3)
     for coming in range(4, 8):
         sizes.follow_schedule(coming)
     assert sizes.train.size == 7

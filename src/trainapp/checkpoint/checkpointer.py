@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
 from trainapp.checkpoint import shards
 from trainapp.checkpoint.directory import CheckpointDirectory
 from trainapp.checkpoint.manifest import describe
 from trainapp.checkpoint.train_state import TrainState
-from trainapp.errors import UserError
+from trainapp.errors import TrainingStopped, UserError
 from trainapp.files import fsync
 from trainapp.optim.optimizers import step_without_effect
 from trainapp.parallel.ranks import Ranks
@@ -27,8 +28,12 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Pending:
-    """A checkpoint that is being written in the background. The future's result describes this rank's files."""
+    """A checkpoint that is being written in the background.
 
+    write: writes this rank's files into a folder and describes them, as the future does, and may do it again.
+    """
+
+    write: Callable[[Path], dict[str, Any]]
     future: Future
     folder: Path
     step: int
@@ -61,8 +66,8 @@ class Checkpointer:
         tensors = self.state.tensors()
         if self.asynchronous:
             tensors = shards.copy_to_host(tensors, folder)
-            future = self._background.submit(self._write, folder, tensors, values)
-            self._pending = Pending(future, folder, step, config, is_best)
+            write = functools.partial(self._write, tensors=tensors, values=values)
+            self._pending = Pending(write, self._background.submit(write, folder), folder, step, config, is_best)
         else:  # in this thread: CUDA's current device is set per thread
             self._commit(functools.partial(self._write, folder, tensors, values), folder, step, config, is_best)
         self.saved_at = step
@@ -73,10 +78,39 @@ class Checkpointer:
         return self._pending is not None and not self._pending.future.done()
 
     def finish(self) -> None:
-        """Wait for the checkpoint in the background, if any, and commit it. Collective."""
+        """Wait for the checkpoint in the background, if any, and commit it. Collective.
+
+        One that failed on any rank is written again, from the copy and in the foreground, whose errors are `save`'s.
+        """
         pending, self._pending = self._pending, None
-        if pending is not None:
+        if pending is None:
+            return
+        problem = self._problem_of(pending)
+        if problem is not None:
+            log.warning(
+                "the checkpoint of step %d could not be written in the background (%s); writing it again at once, "
+                "while training waits",
+                pending.step,
+                problem,
+            )
+            folder = self.directory.begin(pending.step)
+            write = functools.partial(pending.write, folder)
+            self._commit(write, folder, pending.step, pending.config, pending.is_best)
+
+    def _problem_of(self, pending: Pending) -> str | None:
+        """Why the checkpoint that was written in the background cannot be used; None if it is committed. Collective."""
+        error = pending.future.exception()  # waits
+        if isinstance(error, CheckpointException):  # raised on every rank, whichever failed
+            error = next(iter(error.failures.values()))[0]
+        own = None if error is None else f"{type(error).__name__}: {error}".strip().splitlines()[0]
+        problems = [problem for problem in self.ranks.all_gather_object(own) if problem]
+        if problems:
+            return problems[0]
+        try:
             self._commit(pending.future.result, pending.folder, pending.step, pending.config, pending.is_best)
+        except TrainingStopped as refused:  # on all ranks
+            return str(refused)
+        return None
 
     def newest(self) -> Path | None:
         """The newest checkpoint that verifies, or None."""

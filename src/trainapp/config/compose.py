@@ -103,6 +103,13 @@ def _conflicts(config: Config) -> list[str]:
             f"batch.micro_size={batch.micro_size}: must be at most batch.global_size={batch.global_size}; "
             "use batch.micro_size=auto"
         )
+    for step, sizes in (batch.micro_schedule or {}).items():
+        largest = max(sizes.values()) if isinstance(sizes, dict) else sizes
+        if largest > batch.global_size:
+            errors.append(
+                f"batch.micro_schedule: {largest} from step {step} must be at most "
+                f"batch.global_size={batch.global_size}"
+            )
     if steps != "auto" and steps > batch.global_size:
         errors.append(
             f"accumulation.steps={steps}: must be at most batch.global_size={batch.global_size}; "

@@ -4,7 +4,9 @@
 downstream, workers included, sees only these.
 """
 
+import contextlib
 import dataclasses
+import json
 import re
 from dataclasses import field
 from typing import Annotated, Any, Literal
@@ -36,10 +38,17 @@ def _objective(value: str) -> str:
 
 
 def _micro_schedule(value: Any) -> Any:
-    """Checked by hand: pydantic's errors for a union name its branches, which mean nothing to a user."""
+    """Checked by hand: pydantic's errors for a union name its branches, which mean nothing to a user.
+
+    Steps and shapes may be strings, as in result.json, and all of it the text of a JSON object, for the command line.
+    """
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            value = json.loads(value)
+    value, twice = _whole_keys(value)
     if not isinstance(value, dict) or not value:
         raise ValueError("must give sizes by the step from which they hold, such as {1: 64, 30: 32}; null for none")
-    rules: list[str] = []
+    rules: list[str] = [f"{key} is given twice" for key in twice]
     for step, sizes in value.items():
         if not _is_whole(step):
             rules.append(f"{step!r} is not a step: write a whole number")
@@ -52,6 +61,21 @@ def _micro_schedule(value: Any) -> Any:
     if rules:
         raise ValueError("; ".join(dict.fromkeys(rules)))
     return value
+
+
+def _whole_keys(value: Any) -> tuple[Any, list[int]]:
+    """Nested dicts with whole numbers for keys such as "12", and the keys that are then given twice."""
+    if not isinstance(value, dict):
+        return value, []
+    changed: dict[Any, Any] = {}
+    twice: list[int] = []
+    for key, sizes in value.items():
+        number = int(key) if isinstance(key, str) and key.isdecimal() and len(key) < 20 else key
+        if number in changed:
+            twice.append(number)
+        changed[number], more = _whole_keys(sizes)
+        twice += more
+    return changed, twice
 
 
 def _shape_rules(step: int, sizes: dict[Any, Any]) -> list[str]:

@@ -92,20 +92,32 @@ class MicroBatchSizes:
             size = max(self.smallest, int(min(known, default=size)))
         return SizeSearch(min(size, self.start), self.clean_steps, self.grow, smallest=self.smallest)
 
-    def as_plan(self) -> Plan:
-        """The current sizes by bucket, or one number if all are equal."""
-        buckets = self.searches.keys() | self.largest_run.keys() | self.attempt_samples.keys()
-        sizes = {bucket: self.search(bucket).size for bucket in sorted(buckets)} if len(buckets) > 1 else {}
-        return sizes if len(set(sizes.values())) > 1 else self.size
+    def as_plan(self) -> dict[int, int]:
+        """By bucket, the sizes at which this attempt was cut: as a schedule, they cut it the same way again.
 
-    def follow(self, plan: Plan) -> None:
-        """Set one size for all shapes, or a size per bucket, as a schedule asks."""
+        A size above the fetch size cannot have mattered, but as a schedule it would raise the fetch size. A shape that
+        was left whole (see `cut`) ran at more than its size.
+        """
+        buckets = self.searches.keys() | self.largest_run.keys() | self.attempt_samples.keys()
+        fetched, ran = self.size, self.attempt_samples
+        return {b: max(min(fetched, self.search(b).size), ran.get(b, 0)) for b in sorted(buckets)}
+
+    def follow(self, plan: Plan) -> list[int]:
+        """Set one size for all shapes, or a size per bucket, as a schedule asks.
+
+        A shape keeps its size where the scheduled one has failed in this run. Returns those failed sizes.
+        """
         self._forget_attempt()
         if isinstance(plan, int):
             self.start, plan = plan, dict.fromkeys(self.searches, plan)
+        refused = []
         for bucket, size in plan.items():
             search = self.searches[bucket] = self.search(bucket)
-            search.size, search.clean = size, 0
+            if search.fails is not None and size >= search.fails:
+                refused.append(size)
+            else:
+                search.size, search.clean = size, 0
+        return refused
 
     def cut(self, micro: MicroBatch, ranks: Ranks) -> Iterable[MicroBatch]:
         """Cut a fetched micro-batch to its bucket's size, into the same number of pieces on every rank, usually one.
@@ -189,12 +201,29 @@ class MicroBatchSizes:
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Start from saved sizes, capped at `start`, as unproven. Raises ValueError if they are malformed."""
-        for bucket, (size, works, fails, ended) in saved["buckets"].items():
-            numbers = (size, works, *(() if fails is None else (fails,)))
-            if not all(isinstance(n, int) for n in numbers) or size < 1:
-                raise ValueError(f"not micro-batch sizes: {saved['buckets']}")
-            search = SizeSearch(min(size, self.start), self.clean_steps, self.grow, smallest=self.smallest)
-            search.works, search.fails, search.search_has_ended = min(works, search.size), fails, ended
-            self.searches[int(bucket)] = search
+        """Start from saved sizes, between `smallest` and `start`, as unproven. Raises ValueError if they are malformed:
+        they may come from a file that anything has written.
+        """
+        self.searches |= {_bucket(key): self._loaded(*entry) for key, entry in saved["buckets"].items()}
         self.is_unproven = True
+
+    def _loaded(self, size: int, works: int, fails: int | None, ended: bool) -> SizeSearch:
+        numbers = (size, works, *(() if fails is None else (fails,)))
+        if not all(type(n) is int for n in numbers) or type(ended) is not bool:  # True is an int, too
+            raise ValueError(f"not a micro-batch size: {[size, works, fails, ended]}")
+        if size < 1 or works < 0 or (fails is not None and max(size, works) >= fails):
+            raise ValueError(f"not a possible state of a search: {[size, works, fails, ended]}")
+        if fails is not None and fails > self.start:  # of a larger global batch: never reached, hence never proven
+            fails, ended = None, True
+        size = max(self.smallest, min(size, self.start))
+        search = SizeSearch(size, self.clean_steps, self.grow, smallest=self.smallest)
+        search.works, search.fails, search.search_has_ended = min(works, size), fails, ended
+        return search
+
+
+def _bucket(key: Any) -> int:
+    """A key of saved sizes: a power of two, or 0. JSON makes strings of them."""
+    bucket = int(key) if isinstance(key, str) and key.isdecimal() and len(key) < 20 else key
+    if type(bucket) is not int or bucket < 0 or bucket & (bucket - 1):
+        raise ValueError(f"not a shape: {key!r}")
+    return bucket

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from trainapp import strict_json
 from trainapp.files import atomic_write
 from trainapp.paths import user_cache_dir
 from trainapp.train.run import Run
@@ -56,7 +57,7 @@ def remember(run: Run) -> None:
     description, sizes = describe(run), run.sizes.state_dict()
     if not _is_searched(run):
         sizes["micro"] = None
-    text = json.dumps({"run": description, **sizes}, indent=1, default=str)
+    text = strict_json.dumps({"run": description, **sizes}, indent=1, default=str)
     path = _path(description)
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -75,7 +76,7 @@ def _read(run: Run) -> dict[str, Any] | None:
         path.unlink(missing_ok=True)
     if run.config.oom.remember is not True:
         return None
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, RecursionError):
         known = json.loads(path.read_text())
         return known if isinstance(known, dict) else None
     return None

@@ -1,6 +1,5 @@
 """The record of an out-of-memory error: what is known of it, in words, numbers and a picture."""
 
-import json
 import traceback
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainapp import strict_json
 from trainapp.memory.kinds import MemoryKind
 from trainapp.oom.errors import requested_bytes
 from trainapp.parallel.dtensor import local
@@ -161,5 +161,5 @@ def write(incident: Incident, folder: Path, number: int, world: int = 1) -> Path
     path = folder / f"{number:03d}_step_{incident.step}{rank}.md"
     path.write_text(report(incident))
     facts: dict[str, Any] = {k: v for k, v in asdict(incident).items() if k not in ("events", "kinds")}
-    path.with_suffix(".json").write_text(json.dumps(facts, indent=1) + "\n")
+    path.with_suffix(".json").write_text(strict_json.dumps(facts, indent=1) + "\n")
     return path

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn
 
+from trainapp import strict_json
 from trainapp.data.size_search import Failure
 from trainapp.errors import TrainingStopped
 from trainapp.files import atomic_write
@@ -16,7 +17,7 @@ from trainapp.memory.timeline import Picture
 from trainapp.oom import incident
 from trainapp.oom.advice import memory_report
 from trainapp.oom.incident import Incident
-from trainapp.parallel.ranks import OUT_OF_MEMORY_EXIT, SingleRank
+from trainapp.parallel.ranks import OUT_OF_MEMORY_EXIT, Ranks, SingleRank
 from trainapp.train.phase import Phase
 from trainapp.train.run import Run
 from trainapp.train.transaction import rollback
@@ -97,7 +98,7 @@ def record(run: Run, failure: Incident) -> None:
         return
     prefix = f"rank {failure.rank}: " if run.ranks.world > 1 else ""
     log.warning("%s%s", prefix, incident.one_line(failure))
-    folder, number = run.tracker.run_dir / "oom", run.memory.out_of_memory_count
+    folder, number = run.tracker.run_dir / "oom", run.sizes.oom_restarts
     try:
         path = incident.write(failure, folder, number, run.ranks.world)
         run.memory.dump(path.with_suffix(".snapshot.pickle"))
@@ -108,7 +109,7 @@ def record(run: Run, failure: Incident) -> None:
             picture = Picture(failure.events, failure.kinds, failure.limit, title, file)
             run.tracker.picture("out_of_memory", picture, failure.step)
     except (OSError, MemoryError) as error:  # the run matters more than its record
-        log.warning("the incident's record could not be written: %s", error)
+        run.tracker.complain(folder, error)
 
 
 def leave_for_restart(run: Run, failure: Incident) -> NoReturn:
@@ -127,20 +128,30 @@ def leave_for_restart(run: Run, failure: Incident) -> NoReturn:
         changed[0],
     )
     run_dir = run.tracker.run_dir
-    hint = {"eval_micro" if failure.evaluating else "micro": sizes.state_dict()}
+    hint = {
+        "eval_micro" if failure.evaluating else "micro": sizes.state_dict(),
+        "oom_restarts": run.sizes.oom_restarts,
+    }
     try:
         with atomic_write(run_dir / RESTART) as file:
-            json.dump(hint, file)
-        incident.write(failure, run_dir / "oom", run.memory.out_of_memory_count, run.ranks.world)
+            file.write(strict_json.dumps(hint))
+        incident.write(failure, run_dir / "oom", run.sizes.oom_restarts, run.ranks.world)
     except OSError as error:  # the restart matters more than its record
         log.warning("the incident's record could not be written: %s", error)
     logging.shutdown()
     os._exit(OUT_OF_MEMORY_EXIT)
 
 
-def read_hint(run_dir: Path) -> dict[str, Any] | None:
-    """The sizes that `leave_for_restart` left; None if there are none or they are unreadable."""
-    with contextlib.suppress(OSError, ValueError):
-        hint = json.loads((run_dir / RESTART).read_text())
-        return hint if isinstance(hint, dict) else None
-    return None
+def take_hint(run_dir: Path, has_restarted: bool, ranks: Ranks) -> dict[str, Any] | None:
+    """The sizes that `leave_for_restart` left, once: the file is removed. None if there are none, or unreadable ones.
+
+    Collective: rank 0 reads for all. has_restarted: False only removes what an earlier start has left.
+    """
+    hint = None
+    if ranks.is_rank_zero:
+        with contextlib.suppress(OSError, ValueError, RecursionError):
+            hint = json.loads((run_dir / RESTART).read_text())
+        with contextlib.suppress(OSError):
+            (run_dir / RESTART).unlink(missing_ok=True)
+    hint = ranks.all_gather_object(hint)[0]
+    return hint if has_restarted and isinstance(hint, dict) else None

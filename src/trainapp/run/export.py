@@ -1,12 +1,12 @@
 """`mode=export`: the weights of a checkpoint as safetensors, in one file or several, from any number of ranks."""
 
-import json
 import logging
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
+from trainapp import strict_json
 from trainapp.parallel.dtensor import whole
 from trainapp.train.run import Run
 from trainapp.units import bytes_text
@@ -63,7 +63,7 @@ def _name_files(folder: Path, parts: list[Path], places: dict[str, Path], total:
     written = [part.rename(folder / names[part]) for part in parts]
     if len(parts) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": {name: names[part] for name, part in places.items()}}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
+        (folder / "model.safetensors.index.json").write_text(strict_json.dumps(index, indent=1) + "\n")
     log.info(
         "exported %s of weights to %s (%d file%s)", bytes_text(total), folder, len(written), "s" * (len(written) > 1)
     )

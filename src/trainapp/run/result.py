@@ -1,25 +1,30 @@
 """How a run ended: what result.json holds."""
 
-import json
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from trainapp import strict_json
 from trainapp.data.micro_batch_sizes import Plan
+from trainapp.data.progress import Progress
+from trainapp.files import atomic_write
 from trainapp.tracking.tracker import RESULT
 from trainapp.train.run import Run
+from trainapp.train.sizes import as_schedule
 
 
 @dataclass
 class RunResult:
     """How a run ended; written to result.json. Sizes in samples, memory in bytes."""
 
-    objective: float | None
+    objective: float | None  # of the last evaluation; it may be nan or inf, which the file cannot hold
+    objective_note: str | None  # why it is not a number
     metric: str
     steps: int
     samples: int
     micro_size: int
     accumulation: int
-    oom_restarts: int
+    oom_restarts: int  # since the run began, in whatever process
     micro_schedule: dict[int, Plan]  # set as batch.micro_schedule, it replays the sizes of this run
     peak_memory_bytes: int
     samples_per_second: float
@@ -27,18 +32,20 @@ class RunResult:
     checkpoint: str | None
 
 
-def result_of(run: Run, oom_restarts: int, seconds: float) -> RunResult:
+def result_of(run: Run, seconds: float) -> RunResult:
     """The run's result. Collective: call on every rank."""
     progress, size = run.state.progress, run.sizes.train.size
+    history = run.sizes.history(run.ranks)
     return RunResult(
         objective=progress.objective,
+        objective_note=_note(progress),
         metric=run.objective.metric,
         steps=progress.step,
         samples=progress.samples,
         micro_size=size,
         accumulation=run.batches.accumulation(size, run.sizes.parts),
-        oom_restarts=oom_restarts,
-        micro_schedule=run.sizes.used,
+        oom_restarts=history["oom_restarts"],
+        micro_schedule=as_schedule(history["used"]),
         peak_memory_bytes=max(run.ranks.all_gather_object(run.memory.peak)),
         samples_per_second=run.meter.samples_per_second(),
         seconds=seconds,
@@ -46,6 +53,17 @@ def result_of(run: Run, oom_restarts: int, seconds: float) -> RunResult:
     )
 
 
+def _note(progress: Progress) -> str | None:
+    """Why the objective is not a number, and whether it ever was; None if it is, or if nothing was evaluated."""
+    if progress.objective is None or math.isfinite(progress.objective):
+        return None
+    return f"{progress.objective} at {'the last' if progress.best is not None else 'every'} evaluation"
+
+
 def write(run_dir: Path, result: RunResult) -> None:
-    """Write result.json."""
-    (run_dir / RESULT).write_text(json.dumps(asdict(result), indent=1) + "\n")
+    """Write result.json. Raises OSError when it cannot be written; an older one then stays."""
+    facts = asdict(result)
+    if result.objective_note is None:
+        del facts["objective_note"]
+    with atomic_write(run_dir / RESULT) as file:
+        file.write(strict_json.dumps(facts, indent=1) + "\n")

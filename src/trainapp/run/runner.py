@@ -46,29 +46,21 @@ class CarriedOver:
     """What a run with a torn commit hands to its successor in the same process."""
 
     config: Config  # names the checkpoint to start from
-    hint: dict[str, Any]  # micro-batch sizes
+    hint: dict[str, Any]  # micro-batch sizes, and the number of recoveries
     memory: DeviceMemory  # its limit and counters
-
-
-@dataclass
-class Clock:
-    """The run's start time and OOM restarts, over all rebuilds in this process."""
-
-    started: float
-    oom_restarts: int = 0
 
 
 def run(config: Config, ranks: Ranks | None = None) -> RunResult:
     """One run from start to end. Raises UserError, and Interrupted after a signal."""
-    clock = Clock(time.monotonic())
+    started = time.monotonic()
     if not gc.get_freeze_count():  # imported modules stay: scanning them cost 0.14 s per recovery
         gc.freeze()
     ranks = ranks or SingleRank()
     with StopRequest() as stop:
-        ended = _run_until_torn(config, stop, ranks, clock)
+        ended = _run_until_torn(config, stop, ranks, started)
         while isinstance(ended, CarriedOver):
             ended.memory.release()  # before the new model is built
-            ended = _run_until_torn(ended.config, stop, ranks, clock, ended)
+            ended = _run_until_torn(ended.config, stop, ranks, started, ended)
     if stop.agreed:
         stop.pass_on(stop.agreed)
         raise Interrupted(128 + stop.agreed)
@@ -76,9 +68,12 @@ def run(config: Config, ranks: Ranks | None = None) -> RunResult:
 
 
 def _run_until_torn(
-    config: Config, stop: StopRequest, ranks: Ranks, clock: Clock, carried: CarriedOver | None = None
+    config: Config, stop: StopRequest, ranks: Ranks, started: float, carried: CarriedOver | None = None
 ) -> RunResult | CarriedOver:
-    """Run to the end, or to an error inside the commit, after which a new `Run` must be built."""
+    """Run to the end, or to an error inside the commit, after which a new `Run` must be built.
+
+    started: of the first of these runs, by `time.monotonic`.
+    """
     current = prepare(config, stop, ranks, carried)
     with contextlib.ExitStack() as stack:
         stack.callback(current.close)
@@ -89,11 +84,10 @@ def _run_until_torn(
         if ranks.is_rank_zero:
             stack.callback(hints.remember, current)
         while (failure := attempt(current)) is not None:
-            clock.oom_restarts += 1
             torn = recover(current, failure)
             if torn is not None:
                 return torn
-    result = result_of(current, clock.oom_restarts, time.monotonic() - clock.started)
+    result = result_of(current, time.monotonic() - started)
     if ranks.is_rank_zero:
         _report(current, result)
     return result
@@ -103,7 +97,12 @@ def _report(run: Run, result: RunResult) -> None:
     run_dir = Path(run.config.run_dir)
     # Keep the result of a run that had already finished.
     if run.config.mode == "train" and (run.meter.samples or not (run_dir / RESULT).exists()):
-        write(run_dir, result)
+        try:
+            write(run_dir, result)
+        except OSError as error:
+            run.tracker.complain(run_dir / RESULT, error)
+    if result.objective_note:
+        log.warning("eval %s is %s", result.metric, result.objective_note)
     print_summary(run, result)
     if run.stop.agreed and run.config.checkpointing.save:
         print(f"Resume with:\n  {run.config.command}", flush=True)
@@ -117,19 +116,20 @@ def prepare(config: Config, stop: StopRequest, ranks: Ranks, carried: CarriedOve
     run = build.build(config, stop, ranks, carried.memory if carried else None)
     saved = restore(run, path) if path is not None else None
     hint = carried.hint if carried else None
-    if hint is None and _has_restarted():
-        hint = recovery.read_hint(Path(config.run_dir))
+    if hint is None and config.mode == "train":
+        hint = recovery.take_hint(Path(config.run_dir), _has_restarted(), ranks)
     run.sizes = initial_sizes(
         config,
         ranks.world,
         run.state.global_size,
         build.eval_samples(run.eval_batches),
         smallest=build.smallest_micro_batch(run.state.model),
-        step=run.state.progress.step,
+        attempts=run.state.progress.step + run.state.progress.skipped,
         hint=hint,
-        saved=saved,
+        saved=saved if saved and saved["budget"] == run.memory.budget else None,
         remembered=hints.recall(run) if config.oom.enabled else None,
     )
+    run.sizes.continue_history(saved, hint)
     if run.sizes.origin == "remembered":
         log.info(
             "micro-batch %d, as an earlier run of this configuration found (oom.remember=clear forgets it)",
@@ -183,9 +183,9 @@ def _has_restarted() -> bool:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
-def restore(run: Run, path: Path) -> dict[str, Any] | None:
-    """Fill the run from the checkpoint at `path`. Returns the micro-batch sizes in it, None where another amount of
-    memory makes them worthless. Raises UserError when the checkpoint does not fit the model.
+def restore(run: Run, path: Path) -> dict[str, Any]:
+    """Fill the run from the checkpoint at `path`. Returns the micro-batch sizes in it, and the `budget` of memory that
+    they were found in. Raises UserError when the checkpoint does not fit the model.
     """
     sizes = checkpointer.restore(run.state, path, run.ranks)
     if not run.config.oom.keep_global_batch and sizes["global"] < run.state.global_size:
@@ -195,7 +195,7 @@ def restore(run: Run, path: Path) -> dict[str, Any] | None:
     if progress.consumed >= run.batches.epoch_samples:  # another batch size or drop_last may leave nothing
         progress.epoch, progress.consumed = progress.epoch + 1, 0
     log.info("resumed from %s: step %d, epoch %d, %d samples", path, progress.step, progress.epoch, progress.samples)
-    return sizes if sizes["budget"] == run.memory.budget else None
+    return sizes
 
 
 def attempt(run: Run) -> Incident | None:
@@ -235,6 +235,7 @@ def recover(run: Run, failure: Incident) -> CarriedOver | None:
     try.
     """
     run.memory.out_of_memory_count += 1
+    run.sizes.oom_restarts += 1
     recovery.abort_on_all_ranks(run, failure)
     if failure.host:
         host_guard.give_memory_back()
@@ -267,6 +268,6 @@ def _carry_over(run: Run, failure: Incident) -> CarriedOver:
     resume = dataclasses.replace(config.checkpointing, resume=str(path) if path else "none")
     return CarriedOver(
         config=dataclasses.replace(config, checkpointing=resume),
-        hint={"micro": run.sizes.train.state_dict()},
+        hint={"micro": run.sizes.train.state_dict(), "oom_restarts": run.sizes.oom_restarts},
         memory=run.memory,
     )

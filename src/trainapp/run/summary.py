@@ -22,7 +22,28 @@ def opening_line(run: Run) -> str:
         f"{name} with {_count_text(parameters)} parameters on {state.device}, {state.precision.mode}; global batch "
         f"{state.global_size} = micro-batch {micro_size} x {count} accumulated x {batches.world} "
         f"rank{'s' * (batches.world > 1)}; {batches.samples} samples, {batches.steps_per_epoch} steps per epoch"
+        + _schedule_text(run)
     )
+
+
+def _schedule_text(run: Run) -> str:
+    """The coming entries of `batch.micro_schedule`, and which of the other settings does not count."""
+    batch, sizes = run.config.batch, run.sizes
+    if batch.micro_schedule is None:
+        return ""
+    entries = [f"{plan} from step {step}" for step, plan in sorted(sizes.schedule.items())]
+    more = f", ... ({len(entries)} changes)" if len(entries) > 4 else ""
+    text = f"; batch.micro_schedule is in force{': ' if entries else ''}{', '.join(entries[:4])}{more}"
+    share = -(-run.state.global_size // run.batches.world)
+    sizes_of = (plan.values() if isinstance(plan, dict) else [plan] for plan in batch.micro_schedule.values())
+    if any(size > share for plan in sizes_of for size in plan):
+        text += f" (at most this rank's share, {share})"
+    first = min(batch.micro_schedule)
+    if batch.micro_size != "auto":
+        text += f"; batch.micro_size={batch.micro_size} " + (
+            f"holds before step {first}" if first > 1 else "is not used"
+        )
+    return text
 
 
 def print_summary(run: Run, result: RunResult) -> None:
@@ -31,7 +52,7 @@ def print_summary(run: Run, result: RunResult) -> None:
     rows: list[tuple[str, Any]] = []
     if result.objective is not None:
         best = f" (best {progress.best:.4f} at step {progress.best_step})" if progress.best is not None else ""
-        rows.append((f"eval {result.metric}", f"{result.objective:.4f}{best}"))
+        rows.append((f"eval {result.metric}", (result.objective_note or f"{result.objective:.4f}") + best))
     if config.mode == "train":
         rows += [
             ("steps", f"{result.steps} ({result.samples} samples)"),

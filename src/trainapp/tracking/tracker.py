@@ -11,8 +11,8 @@ from typing import Any
 
 from trainapp.files import atomic_write
 from trainapp.memory.timeline import Drawing, Picture
-from trainapp.torch_private import add_summary
 from trainapp.tracking.console import Progress
+from trainapp.tracking.records import Complaints, Events, JsonLines
 from trainapp.units import bytes_text
 
 METRICS = "metrics.jsonl"
@@ -29,18 +29,18 @@ class Tracker:
     """
 
     def __init__(self, run_dir: Path, step: int, total: int | None, config: Mapping[str, Any], continues: bool = True):
-        # Late: importing TensorBoard takes 0.15 s.
-        from torch.utils.tensorboard import SummaryWriter
-
         run_dir.mkdir(parents=True, exist_ok=True)
-        self.run_dir = run_dir
+        self.run_dir, self.complain = run_dir, Complaints()
         if continues:
             for name in (METRICS, EVALUATIONS):
-                _forget_after(run_dir / name, step)
-        self._metrics = (run_dir / METRICS).open("a")
-        self._evaluations = (run_dir / EVALUATIONS).open("a")
-        self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=step + 1 if continues else None)
-        self._writer.add_text("config", _as_code(config), step)
+                try:
+                    _forget_after(run_dir / name, step)
+                except OSError as error:
+                    self.complain(run_dir / name, error)
+        self._metrics = JsonLines(run_dir / METRICS, self.complain)
+        self._evaluations = JsonLines(run_dir / EVALUATIONS, self.complain)
+        self._events = Events(run_dir / "tensorboard", step + 1 if continues else None, self.complain)
+        self._events.text("config", _as_code(config), step)
         self._noted: set[str] = set()
         self._pictures: list[tuple[str, int, Picture]] = []
         self._drawing: Drawing | None = None  # of the first `_drawn` pictures
@@ -49,8 +49,7 @@ class Tracker:
 
     def log(self, step: int, samples: int, scalars: Mapping[str, float], metric: str) -> None:
         """One log step: every scalar to TensorBoard and the file, the main ones to the terminal."""
-        self._metrics.write(json.dumps({"step": step, "samples": samples, **scalars}) + "\n")
-        self._metrics.flush()
+        self._metrics.append({"step": step, "samples": samples, **scalars})
         self._add_scalars("train", scalars, step)
         self._draw()
         shown = {"loss": f"{scalars['loss']:.4f}"}
@@ -63,23 +62,21 @@ class Tracker:
 
     def evaluated(self, step: int, samples: int, scalars: Mapping[str, float]) -> None:
         """Record one evaluation."""
-        self._evaluations.write(json.dumps({"step": step, "samples": samples, **scalars}) + "\n")
-        self._evaluations.flush()
+        self._evaluations.append({"step": step, "samples": samples, **scalars})
         self._add_scalars("eval", scalars, step)
         log.info("step %d evaluated | %s", step, " | ".join(f"{name} {value:.4f}" for name, value in scalars.items()))
 
     def _add_scalars(self, group: str, scalars: Mapping[str, float], step: int) -> None:
-        """A single event: one each would fill the writer's queue of ten and make the loop wait for the disk."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         named = {name if "/" in name else f"{group}/{name}": value for name, value in scalars.items()}
         values = [Summary.Value(tag=tag, simple_value=value) for tag, value in named.items()]
-        add_summary(self._writer, Summary(value=values), step)
+        self._events.summary(values, step)
 
     def note(self, text: str, tag: str = "notes") -> None:
         """Something that happened: on the terminal, and as text in TensorBoard."""
         log.info("%s", text)
-        self._writer.add_text(tag, text, self.progress.step)
+        self._events.text(tag, text, self.progress.step)
 
     def note_once(self, text: str, topic: str) -> None:
         """A note that is written at most once per run and topic."""
@@ -89,8 +86,8 @@ class Tracker:
 
     def incident(self, text: str, step: int) -> None:
         """The record of an out-of-memory error, flushed at once."""
-        self._writer.add_text("out_of_memory", text, step)
-        self._writer.flush()
+        self._events.text("out_of_memory", text, step)
+        self._events.flush()
 
     def picture(self, tag: str, picture: Picture, step: int) -> None:
         """Queue a picture: drawn in the background after the next log step, together with all others queued."""
@@ -107,7 +104,7 @@ class Tracker:
                 self._drawing = Drawing([picture for _, _, picture in self._pictures])
                 self._drawn = len(self._pictures)
             except OSError as error:  # the run matters more than its record
-                log.warning("memory pictures could not be drawn: %s", error)
+                self.complain(self._pictures[0][2].path, error)
                 self._pictures.clear()
 
     def _add_image(self, tag: str, step: int, path: Path) -> None:
@@ -116,11 +113,11 @@ class Tracker:
         try:
             png = path.read_bytes()
         except OSError as error:
-            log.warning("the picture of step %d could not be drawn: %s", step, error)
+            self.complain(path, error)
             return
         width, height = struct.unpack(">II", png[16:24])  # from the PNG header
         image = Summary.Image(width=width, height=height, colorspace=3, encoded_image_string=png)
-        add_summary(self._writer, Summary(value=[Summary.Value(tag=tag, image=image)]), step)
+        self._events.summary([Summary.Value(tag=tag, image=image)], step)
 
     def close(self) -> None:
         """Flush everything to disk."""
@@ -129,7 +126,7 @@ class Tracker:
                 self._drawing.wait()
             self._draw()
         self.progress.close()
-        self._writer.close()
+        self._events.close()
         self._metrics.close()
         self._evaluations.close()
 
@@ -138,7 +135,7 @@ class SilentTracker:
     """For ranks other than 0: writes nothing but pictures, which go beside the incident reports."""
 
     def __init__(self, run_dir: Path, *_: Any):
-        self.run_dir = run_dir
+        self.run_dir, self.complain = run_dir, Complaints()
         self.progress = SilentProgress()
         self._pictures: list[Picture] = []
 

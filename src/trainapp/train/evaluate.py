@@ -61,14 +61,12 @@ def evaluate_batch(run: Run, micro: MicroBatch, totals: Totals) -> None:
 
 
 def record_objective(run: Run, means: dict[str, float]) -> None:
-    """Record this evaluation's objective, and the best so far."""
+    """Record this evaluation's objective, and the best so far: nan and inf are never it."""
     progress, (direction, metric) = run.state.progress, run.objective
     if metric not in means:
         raise UserError(f"objective={direction} {metric}: there is no such metric; there are {', '.join(means)}")
     progress.objective = value = means[metric]
     best = progress.best
-    # A comparison with NaN is false either way: it never becomes the best.
-    if (best is None and not math.isnan(value)) or (
-        best is not None and (value > best if direction == "max" else value < best)
-    ):
+    is_better = best is None or (value > best if direction == "max" else value < best)
+    if math.isfinite(value) and is_better:
         progress.best, progress.best_step = value, progress.step

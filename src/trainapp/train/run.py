@@ -27,7 +27,8 @@ from trainapp.train.totals import Totals
 class Step(NamedTuple):
     """The coming optimizer step."""
 
-    number: int  # from 1
+    number: int  # from 1; the same again after a skipped step
+    attempt: int  # from 1, skipped steps included: what `batch.micro_schedule` counts
     samples: int  # over all ranks
     is_logged: bool
     is_drawn: bool  # plot its memory
@@ -120,7 +121,7 @@ class Run:
         )
         # Only once the size is proven, so that the plot shows a typical step.
         is_drawn = self.memory.keep_events and not self.sizes.train.is_unproven
-        return Step(number, self.batches.step_samples(progress), is_logged, is_drawn)
+        return Step(number, number + progress.skipped, self.batches.step_samples(progress), is_logged, is_drawn)
 
     @property
     def eval_ranks(self) -> Ranks:

@@ -1,5 +1,6 @@
 """The micro-batch sizes of a run: initial values, schedule, and the sizes used."""
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
@@ -7,6 +8,10 @@ from typing import Any, TypeGuard
 from trainapp.config.schema import Config
 from trainapp.data.micro_batch_sizes import MicroBatchSizes, Plan
 from trainapp.data.sampler import TrainBatches
+from trainapp.parallel.ranks import Ranks
+
+Recorded = dict[int, dict[int, int]]  # by attempt, the size of each bucket
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -16,24 +21,52 @@ class Sizes:
     train: MicroBatchSizes
     evaluation: MicroBatchSizes
     parts: int | None = None  # `accumulation.steps`: the minimum number of micro-batches per step
-    schedule: dict[int, Plan] = field(
-        default_factory=dict
-    )  # `batch.micro_schedule`: sizes by the step from which they apply
-    used: dict[int, Plan] = field(default_factory=dict)  # the sizes actually used: as a schedule, they replay the run
+    # `batch.micro_schedule`: sizes by the attempt from which they apply. A step that is skipped is an attempt, too.
+    schedule: dict[int, Plan] = field(default_factory=dict)
+    # Since the run began, in whatever process: sizes that this rank used, and recoveries.
+    recorded: Recorded = field(default_factory=dict)
+    oom_restarts: int = 0
     origin: str = "share"  # what decided the training size: see `initial_sizes`
 
-    def follow_schedule(self, step: int) -> None:
-        """Apply the schedule's entry for this step, if any."""
-        if step in self.schedule:
-            self.train.follow(self.schedule.pop(step))
+    def follow_schedule(self, attempt: int) -> None:
+        """Apply the schedule's entry for this attempt, if any."""
+        if attempt in self.schedule:
+            for size in self.train.follow(self.schedule.pop(attempt)):
+                log.warning(
+                    "batch.micro_schedule: %d from step %d has failed in this run; the micro-batch stays at %d",
+                    size,
+                    attempt,
+                    self.train.size,
+                )
 
-    def record(self, step: int) -> bool:
-        """Record the size of a finished step. Returns whether it differs from the step before."""
+    def record(self, attempt: int) -> bool:
+        """Record the sizes of a finished attempt. Returns whether they differ from those of the one before."""
         plan = self.train.as_plan()
-        if next(reversed(self.used.values()), None) == plan:
+        if next(reversed(self.recorded.values()), None) == plan:
             return False
-        self.used[step] = plan
+        self.recorded[attempt] = plan
         return True
+
+    @property
+    def used(self) -> dict[int, Plan]:
+        """This rank's record as a schedule, which replays the run on one rank; for several see `history`."""
+        return as_schedule(self.recorded)
+
+    def history(self, ranks: Ranks) -> dict[str, Any]:
+        """The records of all ranks, for a checkpoint or the result. Primitives only. Collective."""
+        by_rank = ranks.all_gather_object((self.recorded, self.oom_restarts))
+        # A rank that evaluates alone recovers alone.
+        return {"used": _merged([used for used, _ in by_rank]), "oom_restarts": max(count for _, count in by_rank)}
+
+    def continue_history(self, saved: dict[str, Any] | None, hint: dict[str, Any] | None) -> None:
+        """Add to the record of a checkpoint instead of beginning a new one.
+
+        The checkpoint knows neither of the error that has led back to it nor of those after it: `hint` counts them.
+        """
+        known, failed = saved or {}, hint or {}
+        self.recorded = dict(known.get("used", {}))
+        counts = (known.get("oom_restarts"), failed.get("oom_restarts"))
+        self.oom_restarts = max((count for count in counts if type(count) is int and 0 <= count < 2**31), default=0)
 
     def scalars(self, batches: TrainBatches) -> dict[str, float]:
         """What a log step records of the sizes."""
@@ -56,7 +89,7 @@ def initial_sizes(
     eval_samples: int,
     *,
     smallest: int = 1,
-    step: int = 0,
+    attempts: int = 0,
     hint: dict[str, Any] | None = None,
     saved: dict[str, Any] | None = None,
     remembered: dict[str, Any] | None = None,
@@ -64,7 +97,7 @@ def initial_sizes(
     """The micro-batch sizes that a run starts with. For training, the first of these that is known:
 
     1. `hint`: what a restart of this run left behind. The size that it replaces has just failed.
-    2. `batch.micro_schedule`: the entry that applies to the coming step.
+    2. `batch.micro_schedule`: the entry that applies to the coming attempt; later ones replace any of the others.
     3. `batch.micro_size=N` or `accumulation.steps=N`.
     4. `saved`: the checkpoint's, found in the same amount of memory (the caller passes None otherwise).
     5. `remembered`: where an earlier run of the same configuration ended.
@@ -73,8 +106,8 @@ def initial_sizes(
     For evaluation: `hint`, `batch.eval_micro_size=N`, `saved`, `remembered`, twice this rank's share (without gradients
     more fits).
 
-    global_size: samples per optimizer step over all ranks. eval_samples: the same of an evaluation. step: finished
-    optimizer steps. smallest: some models cannot train on single samples. hint, saved, remembered: as
+    global_size: samples per optimizer step over all ranks. eval_samples: the same of an evaluation. attempts: finished
+    steps, skipped ones included. smallest: some models cannot train on single samples. hint, saved, remembered: as
     `Sizes.state_dict` returns them, `hint` may have only one of the two; damaged ones are ignored.
     """
     batch, parts, hint = config.batch, config.accumulation.steps, hint or {}
@@ -91,12 +124,15 @@ def initial_sizes(
         ),
         parts=None if parts == "auto" else parts,
     )
+    if batch.micro_schedule is not None:
+        sizes.schedule = _from_attempt(batch.micro_schedule, attempts + 1, share)
     if _is_valid(hint, "micro"):
         sizes.train.start = min(start, hint["micro"]["start"])
         sizes.train.load_state_dict(hint["micro"])
+        sizes.schedule.pop(attempts + 1, None)
         sizes.origin = "hint"
-    elif batch.micro_schedule is not None:
-        sizes.schedule = _from_step(batch.micro_schedule, step + 1)
+    elif sizes.schedule:
+        sizes.follow_schedule(attempts + 1)
         sizes.origin = "schedule"
     elif batch.micro_size != "auto" or parts != "auto":
         sizes.origin = "given"
@@ -122,11 +158,39 @@ def _eval_start(config: Config, share: int, eval_share: int) -> int:
     return min(2 * share if size == "auto" else size, eval_share)
 
 
-def _from_step(schedule: Mapping[int, Plan], step: int) -> dict[int, Plan]:
-    """The rest of a schedule: what applies at `step`, and what comes later."""
-    later = {entry: plan for entry, plan in schedule.items() if entry > step}
-    in_force = max((entry for entry in schedule if entry <= step), default=None)
-    return later if in_force is None else {step: schedule[in_force], **later}
+def _from_attempt(schedule: Mapping[int, Plan], attempt: int, share: int) -> dict[int, Plan]:
+    """The rest of a schedule: what applies at `attempt`, and what comes later. No size is above this rank's share."""
+    cut = {
+        entry: {bucket: min(size, share) for bucket, size in plan.items()}
+        if isinstance(plan, dict)
+        else min(plan, share)
+        for entry, plan in schedule.items()
+    }
+    later = {entry: plan for entry, plan in cut.items() if entry > attempt}
+    in_force = max((entry for entry in cut if entry <= attempt), default=None)
+    return later if in_force is None else {attempt: cut[in_force], **later}
+
+
+def as_schedule(recorded: Recorded) -> dict[int, Plan]:
+    """As short as possible: one number where the sizes of all shapes are equal, and only where they change."""
+    schedule: dict[int, Plan] = {}
+    for attempt, sizes in sorted(recorded.items()):
+        distinct = set(sizes.values())
+        plan: Plan = distinct.pop() if len(distinct) == 1 else dict(sizes)
+        if next(reversed(schedule.values()), None) != plan:
+            schedule[attempt] = plan
+    return schedule
+
+
+def _merged(by_rank: list[Recorded]) -> Recorded:
+    """One record for all ranks. They agree on the size of a shape, but not all have seen each shape."""
+    merged: Recorded = {}
+    in_force: list[dict[int, int]] = [{} for _ in by_rank]
+    for attempt in sorted(set().union(*by_rank)):
+        in_force = [own.get(attempt, before) for own, before in zip(by_rank, in_force, strict=True)]
+        buckets = sorted(set().union(*in_force))
+        merged[attempt] = {bucket: max(sizes.get(bucket, 0) for sizes in in_force) for bucket in buckets}
+    return merged
 
 
 def _is_known(source: dict[str, Any] | None, name: str) -> TypeGuard[dict[str, Any]]:

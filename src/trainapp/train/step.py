@@ -105,7 +105,7 @@ def update(run: Run, step: Step, totals: Totals, norm: Tensor) -> bool:
     progress.step += applied
     progress.skipped += not applied
     run.attempt.phase = Phase.COMMITTED
-    if run.sizes.record(step.number):
+    if run.sizes.record(step.attempt):
         note_batchnorm(run, step)
     return applied
 

@@ -22,7 +22,7 @@ def transaction(run: Run, step: Step) -> Iterator[None]:
     attempt.phase, attempt.started = Phase.START, time.monotonic()  # no restore point yet
     run.restore_point.take()
     attempt.phase = Phase.DATA
-    sizes.follow_schedule(step.number)
+    sizes.follow_schedule(step.attempt)
     run.ranks.start_flag_exchange(run.flags)  # in the background: the step hides it
     run.ranks.enable_votes(sizes.train.is_unproven)
     if sizes.train.is_unproven or step.is_drawn or (step.is_logged and memory.watch_is_due):

@@ -1,0 +1,300 @@
+"""`micro_schedule` of result.json, set as `batch.micro_schedule`, replays the run bit for bit, whatever it went through.
+
+Each run here has out-of-memory errors and something else that changes the process, the step or its number.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import runs
+import torch
+
+from trainapp.errors import UserError
+from trainapp.oom import recovery
+from trainapp.oom.recovery import RESTART
+from trainapp.parallel.ranks import SingleRank
+from trainapp.run import runner
+from trainapp.run.result import as_schedule, result_of, write
+from trainapp.run.summary import opening_line
+from trainapp.signals import StopRequest
+from trainapp.train.sizes import Sizes, _merged
+
+from .conftest import cell, tiny
+from .inject import Injector, Recorded
+
+pytestmark = pytest.mark.usefixtures("without_pictures")
+
+SAVING = {
+    "checkpointing.save": True,
+    "checkpointing.resume": "auto",
+    "checkpointing.keep_last": 9,
+    "train.max_steps": 6,
+}
+# Dropout and BatchNorm's running statistics: a step cut in another way has other bits.
+OVERRIDES = cell("resnet", "fp32")
+GPT = (
+    "model=gpt",
+    "model.depth=1",
+    "model.width=16",
+    "model.heads=2",
+    "model.context_length=64",
+    "model.dropout=0.1",
+    "data=synthetic_tokens",
+    "data.vocab_size=32",
+    "data.size=96",
+    "data.val_size=8",
+    "data.min_length=6",
+)
+
+
+def ended(recorded: Recorded) -> tuple[torch.Tensor, dict[str, Any]]:
+    """The final weights, and result.json as anyone would read it."""
+    run_dir = Path(recorded.run.config.run_dir)
+    write(run_dir, result_of(recorded.run, 1.0))
+    return runs.weights(recorded.run.state.model), json.loads((run_dir / "result.json").read_text())
+
+
+def replay(run_dir: Path, result: dict[str, Any], *overrides: str, changes: dict[str, Any]) -> torch.Tensor:
+    """The final weights of an undisturbed run that follows the schedule in `result`, in one process."""
+    composed = runs.configure(
+        run_dir,
+        *(*runs.STEPS_ONLY, "train.ema=0.9", *overrides),
+        f"batch.micro_schedule='{json.dumps(result['micro_schedule'])}'",  # as one pastes it on the command line
+    )
+    config = tiny(run_dir, *overrides, schedule=composed.batch.micro_schedule, changes=changes)
+    again = Recorded(config)
+    assert not again.failures
+    assert ended(again)[1]["micro_schedule"] == result["micro_schedule"]
+    return runs.weights(again.run.state.model)
+
+
+def stopped_and_resumed(tmp_path: Path, *overrides: str, changes: dict[str, Any]) -> Recorded:
+    """Memory runs out in step 2; after step 3 the run ends; another process resumes it and runs out in step 5."""
+    first = Recorded(
+        tiny(tmp_path / "run", *overrides, changes={**SAVING, **changes, "train.max_steps": 3}),
+        Injector("backward", 2, 3),
+    )
+    assert len(first.failures) == 1
+    config = tiny(tmp_path / "run", *overrides, changes={**SAVING, **changes})
+    second = Recorded(config, Injector("backward", 5, 3))
+    assert [f.step for f in second.failures] == [5]
+    return second
+
+
+def test_a_run_that_was_resumed(tmp_path):
+    changes = {"schedule.shape": "constant"}
+    weights, result = ended(stopped_and_resumed(tmp_path, *OVERRIDES, changes=changes))
+    assert result["micro_schedule"] == {"1": 8, "2": 4, "4": 8, "5": 4}  # batch.micro_size=8 begins each process
+    assert result["oom_restarts"] == 2
+    again = replay(tmp_path / "again", result, *OVERRIDES, changes={**changes, "train.max_steps": 6})
+    assert torch.equal(weights, again)
+
+
+def test_without_the_checkpoints_record_it_would_not_replay(tmp_path, monkeypatch):
+    # Negative control.
+    monkeypatch.setattr(Sizes, "continue_history", lambda *_: None)
+    changes = {"schedule.shape": "constant"}
+    weights, result = ended(stopped_and_resumed(tmp_path, *OVERRIDES, changes=changes))
+    assert "2" not in result["micro_schedule"]
+    config = {**changes, "train.max_steps": 6, "batch.micro_size": 8}
+    schedule = {int(step): size for step, size in result["micro_schedule"].items()}
+    again = Recorded(tiny(tmp_path / "again", *OVERRIDES, schedule=schedule, changes=config))
+    assert not torch.equal(weights, runs.weights(again.run.state.model))
+
+
+@pytest.mark.parametrize("every", [None, 2])
+def test_a_run_that_went_back_after_an_error_in_the_commit(tmp_path, every):
+    """To the checkpoint of step 4, made in step 4, or to the start: what came after it is not in the schedule."""
+    changes = {**SAVING, "every.save": every, "train.max_steps": 7}
+    injector = Both(Injector("commit", 6, 2), Injector("backward", 3, 3))
+    recorded = Recorded(tiny(tmp_path / "run", *OVERRIDES, changes=changes), injector)
+    assert [f.phase for f in recorded.failures] == ["backward", "commit"]
+    weights, result = ended(recorded)
+    assert result["micro_schedule"] == ({"1": 2} if every is None else {"1": 8, "3": 4, "5": 2})
+    assert result["oom_restarts"] == 2
+    again = replay(tmp_path / "again", result, *OVERRIDES, changes={"train.max_steps": 7})
+    assert torch.equal(weights, again)
+
+
+class Both(Injector):
+    """The errors of two injectors."""
+
+    def __init__(self, first: Injector, second: Injector):
+        super().__init__(first.phase, first.step, first.operation)
+        self.second = second
+
+    def attach(self, run) -> None:
+        super().attach(run)
+        self.second.attach(run)
+
+    def arm_attempt(self) -> None:
+        super().arm_attempt()
+        self.second.arm_attempt()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if self.second.run is not None and not func.is_view and self.second.at(self.second._phase()):
+            self.second.fail()
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class Poisoned(Injector):
+    """Besides its error, the loss is not a number in these attempts (finished and skipped steps, from 1)."""
+
+    def __init__(self, *attempts: int, **options: Any):
+        super().__init__(**options)
+        self.attempts = attempts
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if self.run is None or "nll_loss_forward" not in str(func) or self.run.attempt.phase != "forward":
+            return result
+        progress = self.run.state.progress
+        poison = float("nan") if progress.step + progress.skipped + 1 in self.attempts else 0.0
+        return (result[0] + poison, *result[1:])
+
+
+def test_a_run_with_skipped_steps(tmp_path):
+    """Step 3 is skipped; the attempt after it has the same step, and runs out of memory."""
+    changes = {"train.nonfinite": "skip", "train.max_steps": 5}
+
+    class FailsAfterTheSkip(Poisoned):
+        def at(self, phase):
+            return self.run.state.progress.skipped == 1 and super().at(phase)
+
+    injector = FailsAfterTheSkip(3, phase="backward", step=3, operation=3)
+    recorded = Recorded(tiny(tmp_path / "run", *OVERRIDES, changes=changes), injector)
+    assert (recorded.run.state.progress.step, recorded.run.state.progress.skipped) == (5, 1)
+    assert [f.step for f in recorded.failures] == [3]
+    weights, result = ended(recorded)
+    assert result["micro_schedule"] == {"1": 8, "4": 4}
+    assert result["steps"] == 5
+    schedule = {int(attempt): size for attempt, size in result["micro_schedule"].items()}
+
+    def again(number: int) -> Recorded:
+        shifted = {attempt + number * (attempt > 1): size for attempt, size in schedule.items()}
+        config = tiny(tmp_path / f"again_{number}", *OVERRIDES, schedule=shifted, changes=changes)
+        return Recorded(config, Poisoned(3, phase="none", step=0))
+
+    assert torch.equal(weights, runs.weights(again(0).run.state.model))
+    assert again(0).run.sizes.used == schedule
+    # Negative control: one attempt late.
+    assert not torch.equal(weights, runs.weights(again(1).run.state.model))
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_shapes_of_several_sizes(tmp_path, resumed):
+    """A limit finds a size per shape: the fetch size, too, is as it was."""
+    changes = {"batch.global_size": 16, "batch.micro_size": 16, "train.max_steps": 12, "train.ema": None}
+    peak = Recorded(tiny(tmp_path / "a", *GPT, changes={**changes, "batch.micro_size": 5})).run.memory.peak
+    limited = {**changes, "batch.micro_size": "auto", "memory.limit": peak, "oom.grow": True}
+    if resumed:
+        saving = {**limited, **SAVING, "train.max_steps": 12, "schedule.shape": "constant"}
+        Recorded(tiny(tmp_path / "run", *GPT, changes={**saving, "train.max_steps": 3}))
+        recorded = Recorded(tiny(tmp_path / "run", *GPT, changes=saving))
+        changes["schedule.shape"] = "constant"
+    else:
+        recorded = Recorded(tiny(tmp_path / "run", *GPT, changes=limited))
+    weights, result = ended(recorded)
+    assert result["oom_restarts"] > 0
+    assert any(isinstance(plan, dict) for plan in result["micro_schedule"].values())
+    again = replay(tmp_path / "again", result, *GPT, changes={**changes, "batch.micro_size": "auto"})
+    assert torch.equal(weights, again)
+
+
+def test_ranks_that_have_seen_other_shapes():
+    """The schedule of all ranks has every shape; where one rank's record did not change, its last entry holds."""
+    first = {1: {64: 8}, 4: {64: 4}, 6: {64: 4, 256: 1}}
+    second = {1: {64: 8}, 3: {64: 8, 128: 8}, 4: {64: 4, 128: 4}}
+    merged = _merged([first, second])
+    assert merged == {
+        1: {64: 8}, 3: {64: 8, 128: 8}, 4: {64: 4, 128: 4}, 6: {64: 4, 128: 4, 256: 1},
+    }  # fmt: skip
+    assert as_schedule(merged) == {1: 8, 4: 4, 6: {64: 4, 128: 4, 256: 1}}
+
+
+# A schedule that is in force.
+
+
+def sizes_by_attempt(recorded: Recorded) -> dict[int, Any]:
+    return recorded.run.sizes.used
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"batch.micro_size": "auto"}, {"memory.limit": 10**9}, {"accumulation.steps": 2, "batch.micro_size": "auto"}],
+    ids=str,
+)
+def test_a_schedule_after_a_resume_between_its_entries(tmp_path, changes):
+    schedule = {1: 4, 3: 8, 5: 2}
+    saving = {**SAVING, "schedule.shape": "constant"}
+    Recorded(tiny(tmp_path, *OVERRIDES, schedule=schedule, changes={**saving, "train.max_steps": 3}))
+    second = Recorded(tiny(tmp_path, *OVERRIDES, schedule=schedule, changes={**saving, **changes}))
+    assert sizes_by_attempt(second) == schedule
+
+
+def test_it_says_what_wins(tmp_path):
+    def line(*overrides: str) -> str:
+        run = runs.prepare(tmp_path / str(len(overrides)), *runs.MODELS["mlp"], *overrides)
+        run.close()
+        return opening_line(run)
+
+    told = line("batch.micro_schedule={1: 4, 3: 8, 9: 2}", "batch.micro_size=16")
+    assert "= micro-batch 4 x 4" in told
+    assert "batch.micro_schedule is in force: 8 from step 3, 2 from step 9" in told
+    assert "batch.micro_size=16 is not used" in told
+    assert "batch.micro_size=16 holds before step 3" in line(
+        "batch.micro_schedule={3: 8}", "batch.micro_size=16", "task=auto"
+    )
+    assert "micro_schedule" not in line()
+
+
+def test_a_size_above_the_share_of_a_rank(tmp_path):
+    with pytest.raises(UserError, match="32 from step 1 must be at most batch.global_size=16"):
+        runs.configure(tmp_path, "batch.micro_schedule={1: 32}")
+    run = runs.prepare(tmp_path, *runs.MODELS["mlp"], "batch.micro_schedule={1: {64: 16, 128: 16}}")
+    run.close()
+    run.state.global_size, run.batches.world = 16, 2
+    assert "(at most this rank's share, 8)" in opening_line(run)
+
+
+def test_a_size_that_has_failed_is_not_scheduled_again(tmp_path, caplog):
+    injector = Injector("forward", 2, 1, above=4)
+    changes = {"train.max_steps": 5, "batch.micro_size": "auto"}
+    recorded = Recorded(tiny(tmp_path, *OVERRIDES, schedule={1: 8, 3: 4, 4: 8, 5: 3}, changes=changes), injector)
+    assert recorded.run.sizes.used == {1: 8, 2: 4, 5: 3}
+    assert "8 from step 4 has failed in this run; the micro-batch stays at 4" in caplog.text
+
+
+# What a restart leaves behind.
+
+
+def test_the_hint_of_a_restart_is_used_once(tmp_path, monkeypatch):
+    hint = {"micro": {"start": 8, "buckets": {"128": [3, 0, 6, True]}}, "oom_restarts": 5}
+    config = tiny(tmp_path, *OVERRIDES)
+
+    def prepared() -> tuple[int, int]:
+        run = runner.prepare(config, StopRequest(), SingleRank())
+        run.close()
+        return run.sizes.train.size, run.sizes.oom_restarts
+
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    (tmp_path / RESTART).write_text(json.dumps(hint))
+    assert prepared() == (3, 5)
+    assert not (tmp_path / RESTART).exists()
+    assert prepared() == (8, 0)
+    # What an earlier start of the same command has left is no hint for this one, nor for its own restarts.
+    (tmp_path / RESTART).write_text(json.dumps(hint))
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    assert prepared() == (8, 0)
+    assert not (tmp_path / RESTART).exists()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "7", "[" * 100_000, '{"oom_restarts": NaN}', '{"oom_restarts": true}'])
+def test_a_hint_that_cannot_be_read(tmp_path, monkeypatch, text):
+    (tmp_path / RESTART).write_text(text)
+    hint = recovery.take_hint(tmp_path, True, SingleRank())
+    sizes = Sizes(None, None)
+    sizes.continue_history(None, hint)
+    assert sizes.oom_restarts == 0

@@ -1,0 +1,146 @@
+"""A full disk costs lines of the record, not the run; where checkpoints cannot be written either, the run stops."""
+
+import json
+import re
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import helpers
+import pytest
+import runs
+
+from trainapp.tracking.records import Complaints, JsonLines
+
+MLP = runs.MODELS["mlp"]
+
+
+def command(run_dir: Path, *overrides: str) -> list[str]:
+    return [sys.executable, "-m", "trainapp", *runs.TINY, *MLP, *overrides, f"hydra.run.dir={run_dir}"]
+
+
+def complaints(text: str) -> list[str]:
+    """The names of the files that could not be written, as often as that was said."""
+    return sorted(Path(path).name for path in re.findall(r"^(\S+) cannot be written", text, re.MULTILINE))
+
+
+def test_files_that_may_not_grow(tmp_path):
+    """The kernel refuses this process any file of more than 5 kB: each is named once, and training goes on."""
+
+    def limit_files():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (5_000, 5_000))
+
+    overrides = ("checkpointing=off", "oom.remember=false", "train.max_steps=60", "every.eval=1")
+    ended = subprocess.run(
+        command(tmp_path / "run", *overrides), cwd=tmp_path, env=helpers.environment(), preexec_fn=limit_files,
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    assert complaints(ended.stderr) == ["evaluations.jsonl", "metrics.jsonl", "tensorboard", "trainapp.log"]
+    assert "Traceback" not in ended.stderr
+    assert helpers.result(tmp_path / "run")["steps"] == 60
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert lines.endswith("\n")
+    assert len(lines) <= 5_000
+    steps = [json.loads(line)["step"] for line in lines.splitlines()]
+    assert steps[:3] == [1, 2, 3]
+    assert len(steps) < 60
+
+
+@pytest.fixture
+def small_disk(tmp_path) -> Iterator[Path]:
+    """A file system of 2 MB; only root may mount one."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", folder], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("needs the right to mount a file system")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+FILLING = ("user_packages=[filling]", "model._target_=filling.Filling", "train.max_steps=9", "every.eval=1")
+FILLING_MODEL = '''
+"""A model that fills the disk of `folder` in its fifth training step, and never tells."""
+
+from pathlib import Path
+
+from trainapp.models.mlp import MLP
+
+
+class Filling(MLP):
+    def __init__(self, image_shape, num_classes, folder: str = "", **arguments):
+        super().__init__(image_shape, num_classes, **arguments)
+        self.folder, self.calls = Path(folder), 0
+
+    def forward(self, inputs):
+        self.calls += self.training
+        if self.training and self.calls == 5:
+            with open(self.folder / "filler", "wb", buffering=0) as file:
+                try:
+                    while file.write(b"x" * 512):
+                        pass
+                except OSError:
+                    pass
+        return super().forward(inputs)
+'''
+
+
+def run_on(small_disk: Path, tmp_path: Path, run_dir: Path, *overrides: str) -> subprocess.CompletedProcess:
+    (tmp_path / "filling.py").write_text(FILLING_MODEL)
+    words = command(run_dir, *FILLING, f"+model.folder={small_disk}", "oom.remember=false", *overrides)
+    return subprocess.run(words, cwd=tmp_path, env=helpers.environment(), capture_output=True, text=True)
+
+
+@pytest.mark.slow
+def test_a_full_disk_where_checkpoints_have_another(small_disk, tmp_path):
+    run_dir, elsewhere = small_disk / "run", tmp_path / "elsewhere"
+    run_dir.mkdir()
+    elsewhere.mkdir()
+    (run_dir / "checkpoints").symlink_to(elsewhere)
+    ended = run_on(small_disk, tmp_path, run_dir, "every.save=3")
+    assert ended.returncode == 0, ended.stderr
+    told = complaints(ended.stderr)
+    assert set(told) >= {"metrics.jsonl", "tensorboard", "result.json"}  # others have room in their last page
+    assert len(told) == len(set(told))
+    assert (elsewhere / "step_00000009" / "manifest.json").exists()
+    assert not (run_dir / "result.json").exists()
+    assert [line["step"] for line in helpers.metrics(run_dir)] == [1, 2, 3, 4]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_full_disk_for_checkpoints_too(small_disk, tmp_path, asynchronous):
+    overrides = ("every.save=3", f"checkpointing.asynchronous={str(asynchronous).lower()}")
+    ended = run_on(small_disk, tmp_path, small_disk / "run", *overrides)
+    assert ended.returncode == 1, ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert ("could not be written in the background" in ended.stderr) is asynchronous
+    pattern = r"trainapp: the checkpoint of step (\d) could not be written to .*: \[Errno 28\] .* good one is (\S+)"
+    told = re.findall(pattern, ended.stderr)
+    assert len(told) == 1, ended.stderr
+    # In the background the one of step 3 may still be being written when the disk is full.
+    (number, last) = told[0][0], Path(told[0][1]).name
+    assert (number, last) == ("6", "step_00000003") or (asynchronous and (number, last) == ("3", "none"))
+    assert not list((small_disk / "run" / "checkpoints").glob(".tmp*"))
+
+
+def test_room_again(tmp_path, caplog):
+    """Each line is tried. What could not be written whole leaves nothing; it is said once."""
+    said = Complaints()
+    lines = JsonLines(tmp_path / "lines.jsonl", said)
+    lines.append({"step": 1})
+    before, limits = lines._file, resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20, limits[1]))  # half of the next line fits
+    try:
+        lines.append({"step": 2})
+        lines.append({"step": 3})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    lines.append({"step": 4})
+    lines.close()
+    assert before.closed
+    assert (tmp_path / "lines.jsonl").read_text() == '{"step": 1}\n{"step": 4}\n'
+    assert caplog.text.count("lines.jsonl cannot be written") == 1
