@@ -11,6 +11,7 @@ import torch
 
 from trainapp.checkpoint.checkpointer import Checkpointer
 from trainapp.checkpoint.directory import CheckpointDirectory
+from trainapp.checkpoint.manifest import signed
 from trainapp.parallel.ranks import SingleRank
 
 SHARD, METADATA, VALUES, MANIFEST = "__0_0.distcp", ".metadata", "values.pt", "manifest.json"
@@ -73,4 +74,4 @@ def vouch_for(path: Path, name: str) -> None:
     content = (path / name).read_bytes()
     manifest = json.loads((path / MANIFEST).read_text())
     manifest["files"][name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    (path / MANIFEST).write_text(json.dumps(manifest))
+    (path / MANIFEST).write_bytes(signed(manifest))
