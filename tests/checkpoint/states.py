@@ -29,9 +29,13 @@ class OneTensor:
         """Its only tensor."""
         return {"model": {"value": self.value}}
 
-    def values(self, rng: list[Any]) -> dict[str, Any]:
-        """Only the generators."""
-        return {"rng": rng}
+    def rank_values(self) -> dict[str, Any]:
+        """None."""
+        return {}
+
+    def values(self, ranks: list[dict[str, Any]]) -> dict[str, Any]:
+        """None."""
+        return {"ranks": len(ranks)}
 
 
 def directory(run_dir: Path, keep_last: int = 2) -> CheckpointDirectory:

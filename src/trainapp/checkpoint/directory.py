@@ -204,7 +204,7 @@ def _step(path: Path) -> int:
 
 
 def _make_way_for(path: Path) -> None:
-    """Remove the checkpoint that an earlier attempt at this step has left. Anything else of this name is moved aside."""
+    """Remove what an earlier attempt at this step has saved. Anything else of this name is moved aside."""
     if _is_checkpoint(path):
         _remove(path)
     elif os.path.lexists(path):
