@@ -45,7 +45,7 @@ def interrupted(run_dir, stop, *settings):
     return end(run_dir)
 
 
-@pytest.mark.parametrize("stop", [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stop", [2, *(pytest.param(stop, marks=pytest.mark.slow) for stop in (1, 5))])
 @pytest.mark.parametrize("model", MODELS)
 def test_resumed_is_uninterrupted_bit_for_bit(tmp_path, model, stop):
     runs.run(tmp_path / "a", *overrides(model))
@@ -142,7 +142,7 @@ def test_late_buffers_of_another_model_are_not_invented(tmp_path):
     runs.run_until(tmp_path, 2, *overrides("Growing"))
     with pytest.raises(UserError, match=r"model\.history \(2,\) instead of"):
         runs.prepare(tmp_path, *overrides("FixedHistory"))
-    with pytest.raises(UserError, match="1 tensors differ: model.history"):
+    with pytest.raises(UserError, match=r"1 tensors differ: model\.history"):
         runs.prepare(tmp_path, *overrides("Linear"))
 
 
@@ -162,9 +162,7 @@ def test_entries_that_are_taken_and_dropped_are_noticed(tmp_path):
 def test_a_state_that_no_checkpoint_can_hold_is_refused_at_the_save(tmp_path):
     """When loading it would be too late."""
     settings = overrides("Linear", "ObjectState")
-    with pytest.raises(
-        UserError, match=r"optimizer\.state\['linear\.weight'\]\['object'\] is a builtins\.object, which"
-    ):
+    with pytest.raises(UserError, match=r"state\['linear\.weight'\]\['object'\] is a builtins\.object, which"):
         runs.run(tmp_path, *settings)
     assert runs.run(tmp_path, *settings, "checkpointing=off").steps == 6
 

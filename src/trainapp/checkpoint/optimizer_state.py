@@ -4,6 +4,7 @@ By parameter name, which survives regrouping and resharding. Tensors go into the
 values: step counts, lists, None, and options of a group that the optimizer itself changes as it steps.
 """
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -88,7 +89,7 @@ def follow(
         if plain is None:
             optimizer.state.pop(parameter, None)  # it has had no gradient yet
             continue
-        state = map_plain(lambda t, parameter=parameter: t.to(parameter.device), plain)
+        state = map_plain(functools.partial(_on, parameter.device), plain)
         leaves = dict(_leaves(own))
         for path, kind in paths.items():
             size = sizes.get(".".join(map(str, ("optimizer", name, *path))))
@@ -96,11 +97,11 @@ def follow(
                 _put(state, path, _tensor(leaves.get(path), size, kind, parameter))
         optimizer.state[parameter] = state
     for key, value in saved["shared"].items():
-        optimizer.state[key] = map_plain(lambda t: t.to(device), value)
+        optimizer.state[key] = map_plain(functools.partial(_on, device), value)
     if any(saved["groups"]) and len(saved["groups"]) != len(optimizer.param_groups):
         return [*differences, f"{len(saved['groups'])} parameter groups instead of {len(optimizer.param_groups)}"]
     for group, changed in zip(optimizer.param_groups, saved["groups"], strict=False):
-        group.update(map_plain(lambda t: t.to(device), changed))
+        group.update(map_plain(functools.partial(_on, device), changed))
     return differences
 
 
@@ -108,6 +109,10 @@ def _allocate(optimizer: torch.optim.Optimizer) -> None:
     """The state that a first step would create, without a trace in the groups' options."""
     if len(optimizer.state) < sum(len(group["params"]) for group in optimizer.param_groups):
         step_without_effect(optimizer)
+
+
+def _on(device: torch.device, tensor: Tensor) -> Tensor:
+    return tensor.to(device)
 
 
 def _class(optimizer: torch.optim.Optimizer) -> str:

@@ -27,6 +27,7 @@ class TrainState:
     seed: int
     global_size: int
     progress: Progress = field(default_factory=Progress)
+    data_samples: int = 0  # in the training data that `progress.epoch` and `consumed` are counted in
     # As they were built: what differs from it later is state, and not configuration.
     built: dict[str, Layout] = field(init=False)
     built_options: list[dict[str, Any]] = field(init=False)
@@ -64,7 +65,12 @@ class TrainState:
             "rng": [own["rng"] for own in ranks],
             "progress": dataclasses.asdict(self.progress),
             "average_step": self.average.step,
-            "sampler": {"seed": self.seed, "epoch": self.progress.epoch, "consumed": self.progress.consumed},
+            "sampler": {
+                "seed": self.seed,
+                "epoch": self.progress.epoch,
+                "consumed": self.progress.consumed,
+                "samples": self.data_samples,
+            },
             "model_values": {
                 "changed": model_state.changes(self.model, self.built),
                 "added": [own["added"] for own in ranks],
@@ -88,7 +94,7 @@ class TrainState:
         if self.precision.scaler.is_enabled() and saved["scaler"]:
             self.precision.scaler.load_state_dict(saved["scaler"])
         self.progress = Progress(**saved["progress"])
-        self.seed = saved["sampler"]["seed"]
+        self.seed, self.data_samples = saved["sampler"]["seed"], saved["sampler"]["samples"]
         self.average.step, self.average.position = saved["average_step"], 0
         if len(saved["rng"]) == world:
             set_rng_state(saved["rng"][rank], self.device)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -115,9 +115,6 @@ def step_without_effect(optimizer: torch.optim.Optimizer) -> None:
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
     """A copy of a group's options, as far as they can change in place."""
-    copies = {torch.Tensor: torch.clone, list: list, dict: dict}
-    return {name: copies.get(type(value), _itself)(value) for name, value in group.items() if name != "params"}
-
-
-def _itself(value: Any) -> Any:
-    return value
+    copies: dict[type, Callable[[Any], Any]] = {torch.Tensor: torch.clone, list: list, dict: dict}
+    own = {name: value for name, value in group.items() if name != "params"}
+    return {name: copies[type(value)](value) if type(value) in copies else value for name, value in own.items()}

@@ -52,6 +52,7 @@ def build(config: Config, stop: StopRequest, ranks: Ranks, memory: DeviceMemory 
     memory.keep_events = config.memory.timeline
     require_room(memory, state)
     batches, eval_batches = _batches(config, components, device, ranks, strategy.forward_is_collective)
+    state.data_samples = batches.samples
     checkpointer = _checkpointer(config, state, ranks)
     length = run_length(config, batches)
     return Run(
