@@ -47,6 +47,11 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
     return module._buffers
 
 
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """The module's own parameters by name, as the dictionary that holds them: see `buffers_of`."""
+    return module._parameters
+
+
 def non_persistent_buffers(module: nn.Module) -> set[str]:
     """The names of the module's own buffers that are not in its state dict. torch has no public way to ask."""
     return module._non_persistent_buffers_set

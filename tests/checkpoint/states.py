@@ -11,6 +11,7 @@ import torch
 
 from trainapp.checkpoint.checkpointer import Checkpointer
 from trainapp.checkpoint.directory import CheckpointDirectory
+from trainapp.checkpoint.manifest import signed
 from trainapp.parallel.ranks import SingleRank
 
 SHARD, METADATA, VALUES, MANIFEST = "__0_0.distcp", ".metadata", "values.pt", "manifest.json"
@@ -28,9 +29,13 @@ class OneTensor:
         """Its only tensor."""
         return {"model": {"value": self.value}}
 
-    def values(self, rng: list[Any]) -> dict[str, Any]:
-        """Only the generators."""
-        return {"rng": rng}
+    def rank_values(self) -> dict[str, Any]:
+        """None."""
+        return {}
+
+    def values(self, ranks: list[dict[str, Any]]) -> dict[str, Any]:
+        """None."""
+        return {"ranks": len(ranks)}
 
 
 def directory(run_dir: Path, keep_last: int = 2) -> CheckpointDirectory:
@@ -73,4 +78,4 @@ def vouch_for(path: Path, name: str) -> None:
     content = (path / name).read_bytes()
     manifest = json.loads((path / MANIFEST).read_text())
     manifest["files"][name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    (path / MANIFEST).write_text(json.dumps(manifest))
+    (path / MANIFEST).write_bytes(signed(manifest))

@@ -2,6 +2,8 @@
 
 import json
 import os
+import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +15,7 @@ import torch
 from states import MANIFEST, METADATA, SHARD, VALUES, damage_file, directory, names, save, value
 
 from trainapp.checkpoint.directory import resolve
-from trainapp.checkpoint.manifest import FORMAT
+from trainapp.checkpoint.manifest import FORMAT, damage, signed
 from trainapp.errors import TrainingStopped, UserError
 
 MLP = runs.MODELS["mlp"]
@@ -58,8 +60,6 @@ def test_the_best_of_a_run(tmp_path):
 @pytest.mark.parametrize("how", ["flipped", "truncated", "empty", "missing"])
 @pytest.mark.parametrize("file", [SHARD, METADATA, VALUES, MANIFEST])
 def test_a_damaged_one_is_named_and_the_one_before_it_used(tmp_path, caplog, file, how):
-    if (file, how) == (MANIFEST, "flipped"):
-        pytest.skip("a flipped bit in the manifest may hit a blank or the copy of the configuration")
     runs.run_until(tmp_path, 4, *MLP, "every.save=2", "train.max_steps=6")
     damage_file(runs.checkpoint(tmp_path, 4) / file, how)
     run = runs.prepare(tmp_path, *MLP)
@@ -108,12 +108,146 @@ def test_another_format_is_refused_by_name_and_passed_over(tmp_path, caplog):
     old = runs.checkpoint(tmp_path, 2)
     torch.save({"model": {}}, old / "state.pt")
     manifest = json.loads((old / MANIFEST).read_text())
+    del manifest["sha256"]  # older manifests had no digest of their own
     (old / MANIFEST).write_text(json.dumps({**manifest, "format": FORMAT - 1}))
     message = f"has format {FORMAT - 1}, this version reads format {FORMAT}"
     with pytest.raises(UserError, match=f"this checkpoint {message}; the one before it is good: .*step_00000001"):
         resolve(str(old))
     assert directory(tmp_path).newest() == runs.checkpoint(tmp_path, 1)
     assert own_messages(caplog) == [f"checkpoint {old} {message}; using the one before it"]
+
+
+@pytest.mark.parametrize("file", [MANIFEST, SHARD, METADATA, VALUES])
+def test_a_flipped_bit_anywhere_is_found(tmp_path, file):
+    """In every byte of the manifest and a sample of the others, one bit after another."""
+    save(tmp_path, 1, floats=40)
+    path = runs.checkpoint(tmp_path, 1) / file
+    content = path.read_bytes()
+    places = range(len(content)) if file == MANIFEST else sorted(random.Random(0).sample(range(len(content)), 100))
+    believed = []
+    for place in places:
+        bit = 1 << place % 8
+        path.write_bytes(content[:place] + bytes([content[place] ^ bit]) + content[place + 1 :])
+        if damage(path.parent) is None:
+            believed.append(place)
+    assert believed == []
+    path.write_bytes(content)
+    assert damage(path.parent) is None
+
+
+def test_a_flipped_bit_in_the_seed_is_not_another_seed(tmp_path, caplog):
+    """Valid JSON, every file intact: only the manifest's own digest tells. The run falls back and ends as it should."""
+    overrides = (*MLP, "train.max_steps=6")
+    runs.run(tmp_path / "a", *overrides)
+    runs.run_until(tmp_path / "b", 4, *overrides, "every.save=2")
+    path = runs.checkpoint(tmp_path / "b", 4) / MANIFEST
+    content = path.read_bytes()
+    flipped = content.replace(b'"seed": 0', b'"seed": 1')
+    assert len(flipped) == len(content)
+    assert json.loads(flipped)["config"]["train"]["seed"] == 1
+    path.write_bytes(flipped)
+    runs.run(tmp_path / "b", *overrides)
+    assert [text for text in own_messages(caplog) if "it does not match its digest" in text]
+    assert not [text for text in own_messages(caplog) if "the resumed run has seed" in text]
+    for part in ("model", "optimizer", "rng", "progress", "sampler"):
+        assert runs.differences(runs.saved(tmp_path / "b", 6)[part], runs.saved(tmp_path / "a", 6)[part]) == []
+
+
+def test_every_truncation_of_a_manifest_is_found(tmp_path):
+    save(tmp_path, 1)
+    path = runs.checkpoint(tmp_path, 1) / MANIFEST
+    content = path.read_bytes()
+    for length in range(len(content)):
+        path.write_bytes(content[:length])
+        assert damage(path.parent), length
+    path.write_bytes(content + b" ")
+    assert damage(path.parent)
+
+
+@pytest.mark.parametrize("part", ["format", "step", "ranks", "versions", "files", "config"])
+@pytest.mark.parametrize("instead", [None, [], "text"])
+def test_a_manifest_without_a_part_is_passed_over(tmp_path, caplog, part, instead):
+    """Even one whose digest matches: another version of the program may have written it."""
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    path = runs.checkpoint(tmp_path, 2) / MANIFEST
+    manifest = json.loads(path.read_text())
+    del manifest[part]
+    path.write_bytes(signed(manifest if instead is None else {**manifest, part: instead}))
+    assert directory(tmp_path).newest() == runs.checkpoint(tmp_path, 1)
+    (message,) = own_messages(caplog)
+    assert f"'{part}' is missing or not of type" in message
+    assert "using the one before it" in message
+
+
+COPIES = ("step_00000001_backup", "step_best", "step_00000001.old", "step_1", "step_000000001", "step_0000000x")
+
+
+def test_only_checkpoints_are_ever_removed(tmp_path, caplog):
+    """Copies beside them survive saving, pruning, going back and a restart, and are never taken for the newest."""
+    save(tmp_path, 1)
+    folder = tmp_path / "checkpoints"
+    for name in COPIES:
+        shutil.copytree(runs.checkpoint(tmp_path, 1), folder / name)
+    (folder / "step_00000050").mkdir()  # by name a checkpoint, but empty
+    (folder / "step_00000060").write_text("a file")
+    (folder / ".tmp-mine").mkdir()
+    (folder / ".tmp-step_00000002").mkdir()  # a killed save's
+    (folder / f".tmp-{'0a' * 16}").write_text("")
+    (folder / ".tmp-removed-step_00000001-77").mkdir()
+    for step in (9, 10, 11, 5, 6, 7):  # 5 goes back
+        save(tmp_path, step, keep_last=2)
+    kept = {*COPIES, ".tmp-mine", "step_00000050", "step_00000060"}
+    assert set(names(tmp_path)) == {*kept, "step_00000006", "step_00000007", "latest"}
+    assert directory(tmp_path).newest() == runs.checkpoint(tmp_path, 7)
+    assert [path.name for path in directory(tmp_path)._newest_first()] == ["step_00000007", "step_00000006"]
+    assert len([text for text in own_messages(caplog) if "went back before it" in text]) == 2  # 10 and 11
+
+
+def test_what_is_in_the_way_of_a_checkpoint_is_moved_aside(tmp_path, caplog):
+    folder = tmp_path / "checkpoints" / "step_00000003"
+    folder.mkdir(parents=True)
+    (folder / "notes.txt").write_text("mine")
+    save(tmp_path, 3)
+    assert damage(folder) is None
+    (aside,) = (path for path in folder.parent.iterdir() if path.name.startswith("step_00000003."))
+    assert (aside / "notes.txt").read_text() == "mine"
+    assert [text for text in own_messages(caplog) if f"moved to {aside.name}" in text]
+
+
+def test_a_link_is_unlinked_and_not_followed(tmp_path):
+    """A checkpoint moved to another disk and linked back: listed, used, and pruned by its name alone."""
+    save(tmp_path, 1)
+    elsewhere = tmp_path / "elsewhere"
+    runs.checkpoint(tmp_path, 1).rename(elsewhere)
+    runs.checkpoint(tmp_path, 1).symlink_to(elsewhere)
+    (tmp_path / "checkpoints" / ".tmp-step_00000009").symlink_to(elsewhere)
+    assert directory(tmp_path).newest() == runs.checkpoint(tmp_path, 1)
+    save(tmp_path, 2, keep_last=1)
+    assert names(tmp_path) == ["latest", "step_00000002"]
+    assert damage(elsewhere) is None
+    runs.checkpoint(tmp_path, 3).symlink_to(tmp_path / "nowhere")
+    save(tmp_path, 3, keep_last=1)
+    assert damage(runs.checkpoint(tmp_path, 3)) is None
+    assert not runs.checkpoint(tmp_path, 3).is_symlink()
+
+
+def test_a_folder_of_checkpoints_that_is_a_link(tmp_path):
+    """Checkpoints on another disk."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "disk")
+    overrides = (*MLP, "train.max_steps=6", "every.save=1")
+    runs.run_until(tmp_path / "run", 4, *overrides)
+    runs.run(tmp_path / "run", *overrides)
+    assert sorted(path.name for path in (tmp_path / "disk").glob("step_*")) == ["step_00000005", "step_00000006"]
+    assert (tmp_path / "run" / "checkpoints").is_symlink()
+
+
+def test_steps_of_more_than_eight_digits(tmp_path):
+    for step in (99_999_998, 100_000_000, 99_999_999):
+        save(tmp_path, step, keep_last=2)
+    assert [path.name for path in directory(tmp_path)._newest_first()] == ["step_99999999", "step_99999998"]
 
 
 KILLED = """

@@ -1,9 +1,10 @@
 """Saves the state of a run into checkpoints, synchronously or in the background, and restores it from one."""
 
+import contextlib
 import functools
 import logging
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +19,7 @@ from trainapp.checkpoint.manifest import describe
 from trainapp.checkpoint.train_state import TrainState
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.files import fsync
-from trainapp.optim.optimizers import step_without_effect
 from trainapp.parallel.ranks import Ranks
-from trainapp.rng import rng_state
 
 VALUES = "values.pt"  # everything but the tensors of model, optimizer and average
 log = logging.getLogger(__name__)
@@ -62,7 +61,7 @@ class Checkpointer:
         """
         self.finish()
         folder = self.directory.begin(step)
-        values = self.state.values(self.ranks.all_gather_object(rng_state(self.state.device))) | {"sizes": sizes}
+        values = self.state.values(self.ranks.all_gather_object(self.state.rank_values())) | {"sizes": sizes}
         tensors = self.state.tensors()
         if self.asynchronous:
             tensors = shards.copy_to_host(tensors, folder)
@@ -168,21 +167,31 @@ def restore(state: TrainState, path: Path, ranks: Ranks) -> dict[str, Any]:
     A weight average that was not saved is reset to the weights. Raises UserError when the checkpoint does not
     fit the model or the optimizer, or holds anything but tensors and plain values.
     """
-    values = _load_values(path)
-    if len(state.optimizer.state) < len(state.optimizer_parameters()):
-        step_without_effect(state.optimizer)  # creates the state of an optimizer that allocates it lazily
+    values, sizes = _load_values(path), shards.sizes(path)
+    with _misfits_named(path):
+        differences = state.follow(values, sizes, ranks.rank, ranks.world)
     tensors = state.tensors()
-    has_average = any(name.startswith("average.") for name in shards.names(path))
+    has_average = any(name.startswith("average.") for name in sizes)
     if not (has_average and state.average.averages):
         del tensors["average"]
-    shards.read(tensors, path, ranks.saving_group)
+    shards.read(tensors, path, ranks.saving_group, differences)
     if not has_average:
         state.average.start_at_weights()
-    try:
+    with _misfits_named(path):
         state.load_values(values, ranks.rank, ranks.world)
         return values["sizes"]
+
+
+@contextlib.contextmanager
+def _misfits_named(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
     except (RuntimeError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"checkpoint {path} does not fit this configuration: {VALUES}: {error}") from None
+    except UserError as error:
+        raise UserError(f"checkpoint {path} does not fit this configuration: {error}") from None
 
 
 def _load_values(path: Path) -> dict[str, Any]:

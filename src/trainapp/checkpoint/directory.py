@@ -8,6 +8,7 @@
     <run directory>/checkpoints/best              the name of the best
 
 A checkpoint is written into a folder with a temporary name, synced to the disk, given its manifest and renamed.
+Whatever else lies in the folder is left alone: `step_00000100_backup`, `step_best`, another program's `.tmp-` files.
 """
 
 import contextlib
@@ -15,6 +16,7 @@ import logging
 import os
 import re
 import shutil
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,9 @@ from trainapp.errors import TrainingStopped, UserError
 from trainapp.files import atomic_write, fsync
 from trainapp.parallel.ranks import Ranks, SingleRank
 
+# Names as `_name`, `begin`, `_remove` and `atomic_write` form them.
+_LEFTOVER = re.compile(r"\.tmp-(step_\d{8,}|removed-step_\d{8,}-\d+|[0-9a-f]{32})")
+_PART_OF_ONE = (MANIFEST, ".metadata", "values.pt", "*.distcp")  # a damaged checkpoint may lack some of them
 log = logging.getLogger(__name__)
 
 
@@ -64,8 +69,7 @@ class CheckpointDirectory:
             if self.ranks.is_rank_zero:
                 everything = {name: entry for part in by_rank for name, entry in part.items()}
                 manifest.write_manifest(temporary, step, config, everything, self.ranks.world)
-                if final.exists():
-                    _remove(final)
+                _make_way_for(final)
                 os.replace(temporary, final)
                 fsync(self.folder)
                 self._point("latest", final)
@@ -89,7 +93,8 @@ class CheckpointDirectory:
         refusals = [refusal for refusal in self.ranks.all_gather_object(refusal) if refusal]
         if refusals:
             if self.ranks.is_rank_zero:
-                shutil.rmtree(temporary, ignore_errors=True)
+                with contextlib.suppress(OSError):
+                    _delete(temporary)
             rank, text = refusals[0]
             where = f"rank {rank}: " if self.ranks.world > 1 else ""
             raise TrainingStopped(
@@ -114,11 +119,11 @@ class CheckpointDirectory:
         """The best checkpoint by the objective, not verified, or None."""
         with contextlib.suppress(OSError):
             path = self.folder / (self.folder / "best").read_text().strip()
-            return path if path.is_dir() else None
+            return path if _is_checkpoint(path) else None
         return None
 
     def _newest_first(self) -> list[Path]:
-        return sorted(self.folder.glob("step_*"), reverse=True)
+        return checkpoints_in(self.folder)
 
     def _point(self, name: str, target: Path) -> None:
         with atomic_write(self.folder / name, sync=True) as file:
@@ -138,7 +143,13 @@ class CheckpointDirectory:
     def _clear_leftovers(self) -> None:
         """Remove what a killed process left half-written."""
         for path in self.folder.glob(".tmp-*"):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            if _LEFTOVER.fullmatch(path.name):
+                _delete(path)
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """The checkpoints in a folder, newest first, damaged ones included. Nothing else that lies there is listed."""
+    return sorted(filter(_is_checkpoint, folder.glob("step_*")), key=_step, reverse=True)
 
 
 def resolve(setting: str) -> Path:
@@ -156,7 +167,7 @@ def resolve(setting: str) -> Path:
         problem = damage(path)
         if problem is None:
             return path
-        before = next((p for p in sorted(path.parent.glob("step_*"), reverse=True) if p < path and not damage(p)), None)
+        before = next((p for p in checkpoints_in(path.parent) if p.name < path.name and not damage(p)), None)
         hint = f"; the one before it is good: checkpointing.resume={before}" if before else ""
         raise UserError(f"{name}: this checkpoint {problem}{hint}")
     run_dir = path.parent if path.name == "checkpoints" else path
@@ -181,8 +192,37 @@ def _refusal(error: BaseException, rank: int) -> tuple[int, str]:
     return rank, f"a file could not be written to its end; is the disk full? (torch: {str(error).strip()})"
 
 
+def _is_checkpoint(path: Path) -> bool:
+    """Whether it has a checkpoint's name and at least one of its files. A link to such a folder is one, too."""
+    step = path.name.removeprefix("step_")
+    has_its_name = step.isdecimal() and step.isascii() and path.name == _name(int(step))
+    return has_its_name and any(next(path.glob(part), None) is not None for part in _PART_OF_ONE)
+
+
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("step_"))
+
+
+def _make_way_for(path: Path) -> None:
+    """Remove what an earlier attempt at this step has saved. Anything else of this name is moved aside."""
+    if _is_checkpoint(path):
+        _remove(path)
+    elif os.path.lexists(path):
+        aside = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}")
+        os.replace(path, aside)
+        log.warning("%s is no checkpoint and was in the way of one: moved to %s", path, aside.name)
+
+
 def _remove(path: Path) -> None:
     """Rename it first, so that it disappears at once."""
     hidden = path.with_name(f".tmp-removed-{path.name}-{os.getpid()}")
     os.replace(path, hidden)
-    shutil.rmtree(hidden)
+    _delete(hidden)
+
+
+def _delete(path: Path) -> None:
+    """A folder with all that is in it; of a link, or a file, the name alone."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

@@ -7,7 +7,7 @@ ever asked for, which torch loads with `weights_only`.
 
 import pickle
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,16 +98,25 @@ def write(tensors: dict[str, Any], folder: Path, group: dist.ProcessGroup | None
     save(_tensors_only(tensors), storage_writer=_writer(folder), process_group=group, no_dist=group is None)
 
 
-def names(folder: Path) -> set[str]:
-    """The names of the saved tensors: `model.fc.weight`. Raises UserError for metadata that holds anything else."""
-    return set(SafeReader(str(folder)).read_metadata().state_dict_metadata)
+def sizes(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Shape and dtype of the saved tensors by name: `model.fc.weight`.
+
+    Raises UserError for metadata that holds anything else.
+    """
+    entries = SafeReader(str(folder)).read_metadata().state_dict_metadata.items()
+    return {
+        name: (entry.size, entry.properties.dtype)  # type: ignore[union-attr]  # the reader refuses other entries
+        for name, entry in entries
+    }
 
 
-def read(tensors: dict[str, Any], folder: Path, group: dist.ProcessGroup | None) -> None:
+def read(
+    tensors: dict[str, Any], folder: Path, group: dist.ProcessGroup | None, known_differences: Sequence[str] = ()
+) -> None:
     """Fill the tensors in nested dicts, of whatever sharding, in place. Collective over `group`.
 
     Of each part that `tensors` has (its outermost keys) the checkpoint must hold exactly the same names and shapes;
-    other parts of it are not read. Raises UserError otherwise.
+    other parts of it are not read. Raises UserError otherwise, and for differences that are known already.
     """
     reader = SafeReader(str(folder))
     own = dict(_flat(tensors))
@@ -116,7 +125,7 @@ def read(tensors: dict[str, Any], folder: Path, group: dist.ProcessGroup | None)
         for name, entry in reader.read_metadata().state_dict_metadata.items()
         if name.partition(".")[0] in tensors
     }
-    differences = sorted(own.keys() ^ saved.keys()) + [
+    differences = sorted({*known_differences, *(own.keys() ^ saved.keys())}) + [
         f"{name} {tuple(saved[name])} instead of {tuple(own[name].shape)}"
         for name in sorted(own.keys() & saved.keys())
         if saved[name] != own[name].shape

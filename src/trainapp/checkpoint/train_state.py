@@ -7,10 +7,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainapp.checkpoint import model_state, optimizer_state
+from trainapp.checkpoint.model_state import Layout, Sizes
 from trainapp.data.progress import Progress
 from trainapp.optim.ema import WeightAverage
 from trainapp.optim.precision import Precision
-from trainapp.rng import seed_everything, set_rng_state
+from trainapp.rng import rng_state, seed_everything, set_rng_state
 
 
 @dataclass
@@ -25,55 +27,79 @@ class TrainState:
     seed: int
     global_size: int
     progress: Progress = field(default_factory=Progress)
+    data_samples: int = 0  # in the training data that `progress.epoch` and `consumed` are counted in
+    # As they were built: what differs from it later is state, and not configuration.
+    built: dict[str, Layout] = field(init=False)
+    built_options: list[dict[str, Any]] = field(init=False)
 
-    def optimizer_parameters(self) -> list[torch.Tensor]:
-        """The parameters that the optimizer trains."""
-        return [p for group in self.optimizer.param_groups for p in group["params"]]
+    def __post_init__(self) -> None:
+        self.built = model_state.layout(self.model)
+        self.built_options = optimizer_state.options(self.optimizer)
 
     def tensors(self) -> dict[str, Any]:
         """Model, optimizer and average by parameter name: the tensors themselves, whole or in shards.
 
-        A tensor with several names, such as tied weights, is listed under the first.
+        A tensor with several names, such as tied weights, is listed under the first. The optimizer's part has its other
+        values, too.
         """
-        model: dict[str, torch.Tensor] = {}
-        seen: set[int] = set()
-        for name, tensor in self.model.state_dict(keep_vars=True).items():
-            if torch.is_tensor(tensor) and id(tensor) not in seen:
-                seen.add(id(tensor))
-                model[name] = tensor.detach()
         return {
-            "model": model,
-            "optimizer": optimizer_state(self.model, self.optimizer),
+            "model": {name: tensor.detach() for name, tensor in model_state.own_tensors(self.model).items()},
+            "optimizer": optimizer_state.tensors(self.model, self.optimizer),
             "average": dict(zip(_trained_names(self.model), self.average.averages, strict=False)),
         }
 
-    def values(self, rng: list[dict[str, Any]]) -> dict[str, Any]:
-        """Everything else: plain values and small tensors. rng: the generators of every rank."""
+    def rank_values(self) -> dict[str, Any]:
+        """What every rank has of its own: its random generators, and entries that modules add to the state dict.
+
+        Raises UserError for an entry that a checkpoint cannot hold.
+        """
+        return {"rng": rng_state(self.device), "added": model_state.save_added_entries(self.model)}
+
+    def values(self, ranks: list[dict[str, Any]]) -> dict[str, Any]:
+        """Everything but `tensors`: plain values and small tensors. ranks: the `rank_values` of every rank.
+
+        Raises UserError for an optimizer's value that a checkpoint cannot hold.
+        """
         return {
             "scaler": self.precision.scaler.state_dict(),
-            "rng": rng,
+            "rng": [own["rng"] for own in ranks],
             "progress": dataclasses.asdict(self.progress),
             "average_step": self.average.step,
-            "sampler": {"seed": self.seed, "epoch": self.progress.epoch, "consumed": self.progress.consumed},
+            "sampler": {
+                "seed": self.seed,
+                "epoch": self.progress.epoch,
+                "consumed": self.progress.consumed,
+                "samples": self.data_samples,
+            },
+            "model_values": {
+                "changed": model_state.changes(self.model, self.built),
+                "added": [own["added"] for own in ranks],
+            },
+            "optimizer_values": optimizer_state.values(self.model, self.optimizer, self.built_options),
         }
+
+    def follow(self, saved: dict[str, Any], sizes: Sizes, rank: int = 0, world: int = 1) -> list[str]:
+        """Make room for the saved tensors: before they are read into `tensors`. saved: the `values` beside them.
+
+        sizes: of the saved tensors. Returns names in the optimizer's state that differ from those of another one.
+        """
+        added = saved["model_values"]["added"]
+        model_state.load_added_entries(self.model, added[rank if len(added) == world else 0])
+        own_sizes = {name.removeprefix("model."): size for name, size in sizes.items() if name.startswith("model.")}
+        model_state.follow(self.model, saved["model_values"]["changed"], own_sizes, self.device)
+        return optimizer_state.follow(self.model, self.optimizer, saved["optimizer_values"], sizes, self.device)
 
     def load_values(self, saved: dict[str, Any], rank: int = 0, world: int = 1) -> None:
         """Continue from `saved`, the `values` of a run on any number of ranks."""
         if self.precision.scaler.is_enabled() and saved["scaler"]:
             self.precision.scaler.load_state_dict(saved["scaler"])
         self.progress = Progress(**saved["progress"])
-        self.seed = saved["sampler"]["seed"]
+        self.seed, self.data_samples = saved["sampler"]["seed"], saved["sampler"]["samples"]
         self.average.step, self.average.position = saved["average_step"], 0
         if len(saved["rng"]) == world:
             set_rng_state(saved["rng"][rank], self.device)
         else:  # with another number of ranks none of the saved streams can continue
             seed_everything(hash((self.seed, self.progress.step, rank)) % 2**63)
-
-
-def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
-    """The optimizer's state by parameter name: names survive regrouping or resharding."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return {names[id(parameter)]: state for parameter, state in optimizer.state.items()}
 
 
 def _trained_names(model: nn.Module) -> list[str]:

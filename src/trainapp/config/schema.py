@@ -139,6 +139,7 @@ class Every:
 class Loader:
     num_workers: Auto | NonNegativeInt = "auto"
     drop_last: Bool = False
+    on_change: Literal["refuse", "next_epoch"] = "refuse"
 
 
 @dataclass(config=STRICT)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -95,7 +95,7 @@ def step_without_effect(optimizer: torch.optim.Optimizer) -> None:
 
     Leaves the optimizer's state allocated, ready to load a checkpoint into.
     """
-    kept = [{name: group.get(name) for name in ("lr", "weight_decay")} for group in optimizer.param_groups]
+    kept = [_options(group) for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = 0.0
         if group.get("weight_decay"):
@@ -104,8 +104,17 @@ def step_without_effect(optimizer: torch.optim.Optimizer) -> None:
             parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    for group, values in zip(optimizer.param_groups, kept, strict=True):
-        group.update({name: value for name, value in values.items() if name in group})
+    for group, values in zip(optimizer.param_groups, kept, strict=True):  # some optimizers count in their options
+        for name in group.keys() - values.keys() - {"params"}:
+            del group[name]
+        group.update(values)
     for state in optimizer.state.values():
-        if "step" in state:
+        if isinstance(state, dict) and "step" in state:
             state["step"] = state["step"].zero_() if torch.is_tensor(state["step"]) else 0
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    """A copy of a group's options, as far as they can change in place."""
+    copies: dict[type, Callable[[Any], Any]] = {torch.Tensor: torch.clone, list: list, dict: dict}
+    own = {name: value for name, value in group.items() if name != "params"}
+    return {name: copies[type(value)](value) if type(value) in copies else value for name, value in own.items()}

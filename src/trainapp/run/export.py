@@ -41,7 +41,7 @@ def export(run: Run, folder: Path, largest: int) -> list[Path]:
 
     seen: set[int] = set()
     for name, tensor in run.state.model.state_dict(keep_vars=True).items():
-        if id(tensor) in seen:
+        if id(tensor) in seen or not torch.is_tensor(tensor):
             continue
         seen.add(id(tensor))
         value = whole(average.get(name, tensor).detach()).cpu().contiguous()

@@ -7,6 +7,7 @@ import torch
 
 from trainapp.checkpoint.checkpointer import Checkpointer, NullCheckpointer
 from trainapp.checkpoint.directory import CheckpointDirectory
+from trainapp.checkpoint.model_state import require_loadable
 from trainapp.checkpoint.train_state import TrainState
 from trainapp.config.durations import RunLength
 from trainapp.config.schema import Config
@@ -51,6 +52,7 @@ def build(config: Config, stop: StopRequest, ranks: Ranks, memory: DeviceMemory 
     memory.keep_events = config.memory.timeline
     require_room(memory, state)
     batches, eval_batches = _batches(config, components, device, ranks, strategy.forward_is_collective)
+    state.data_samples = batches.samples
     checkpointer = _checkpointer(config, state, ranks)
     length = run_length(config, batches)
     return Run(
@@ -142,6 +144,8 @@ def _checkpointer(config: Config, state: TrainState, ranks: Ranks) -> Checkpoint
     settings = config.checkpointing
     if not settings.save:
         return NullCheckpointer()
+    if config.mode == "train":
+        require_loadable(state.model)
     directory = CheckpointDirectory(Path(config.run_dir), settings.keep_last, ranks)
     return Checkpointer(state, directory, ranks, settings.asynchronous)
 

@@ -1,0 +1,170 @@
+"""The tensors of a model as a checkpoint holds them, and a fresh model made ready to take them.
+
+Parameters and persistent buffers are taken from the modules themselves, whatever hooks make of the state dict, and are
+filled in place. What a user's module adds to its state dict beside them is restored through `load_state_dict`.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainapp.checkpoint.plain import map_plain, require_plain, same
+from trainapp.errors import UserError
+from trainapp.torch_private import buffers_of, non_persistent_buffers, parameters_of, storage_id
+
+_EXTRA_STATE = "_extra_state"  # torch's name for what `get_extra_state` returns
+
+Layout = tuple[str, list[int], str]  # "parameter" or "buffer", shape, dtype
+Sizes = dict[str, tuple[torch.Size, torch.dtype]]  # of saved tensors, by name
+
+
+def own_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by name: the tensors themselves, whole or in shards.
+
+    A tensor with several names, such as tied weights, is listed under the first.
+    """
+    tensors: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        hidden = non_persistent_buffers(module)
+        places = (*parameters_of(module).items(), *buffers_of(module).items())
+        for name, tensor in places:
+            if tensor is not None and name not in hidden and id(tensor) not in seen:
+                seen.add(id(tensor))
+                tensors[f"{prefix}.{name}" if prefix else name] = tensor
+    return tensors
+
+
+def layout(model: nn.Module) -> dict[str, Layout]:
+    """Kind, shape and dtype of the model's own tensors, in plain values."""
+    return {
+        name: ("parameter" if isinstance(tensor, nn.Parameter) else "buffer", list(tensor.shape), str(tensor.dtype))
+        for name, tensor in own_tensors(model).items()
+    }
+
+
+def changes(model: nn.Module, built: dict[str, Layout]) -> dict[str, dict[str, Any]]:
+    """The tensors whose layout is no longer that of the model as it was built, in plain values.
+
+    They are buffers that the first forward fills, registers or lets grow: a fresh model does not have them, so that
+    `follow` must make them before a checkpoint can be read into it.
+    """
+    now = layout(model)
+    changed = {name: {"was": built.get(name), "is": now.get(name)} for name in built.keys() | now.keys()}
+    return {name: entry for name, entry in sorted(changed.items()) if entry["was"] != entry["is"]}
+
+
+def follow(model: nn.Module, changed: dict[str, dict[str, Any]], saved: Sizes, device: torch.device) -> None:
+    """Change a fresh model's tensors as the saved one's had changed: allocated, not yet filled.
+
+    A tensor of another layout than the saved model had when it was built is left as it is: then the models differ.
+    """
+    built = layout(model)
+    modules = dict(model.named_modules())
+    for name, entry in changed.items():
+        prefix, _, own_name = name.rpartition(".")
+        is_same_model = prefix in modules and _plain(built.get(name)) == _plain(entry["was"])
+        if is_same_model and (entry["is"] is None or name in saved):
+            _replace(modules[prefix], own_name, entry["is"], saved.get(name), device)
+
+
+def _plain(layout: Any) -> Any:
+    return None if layout is None else [*layout]
+
+
+def _replace(module: nn.Module, name: str, layout: Layout | None, size: Any, device: torch.device) -> None:
+    places = next((p for p in (parameters_of(module), buffers_of(module)) if name in p), None)
+    if layout is None:
+        if places is not None:
+            places[name] = None
+        return
+    tensor = torch.empty(size[0], dtype=size[1], device=device)
+    if layout[0] == "parameter":
+        tensor = nn.Parameter(tensor, requires_grad=tensor.is_floating_point() or tensor.is_complex())
+    if places is None and hasattr(module, name):
+        delattr(module, name)  # a plain attribute, which the forward replaces
+    elif places is not None:
+        del places[name]
+    if isinstance(tensor, nn.Parameter):
+        module.register_parameter(name, tensor)
+    else:
+        module.register_buffer(name, tensor)
+
+
+def added_entries(model: nn.Module) -> dict[str, Any]:
+    """What the modules add to the state dict beside parameters, buffers and extra state, by name.
+
+    Tensors that share memory with a parameter or a buffer are views of what is saved anyway. Copies of them under
+    their own name, as hooks make them, are left out too: the originals are exact.
+    """
+    owned = [*model.parameters(), *model.buffers()]
+    identities = {id(tensor) for tensor in owned}
+    storages = {storage_id(tensor.untyped_storage()) for tensor in owned if _is_strided(tensor)}
+    own_names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    own_names |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    return {
+        name: value
+        for name, value in model.state_dict(keep_vars=True).items()
+        if name not in own_names
+        and id(value) not in identities
+        and name.rpartition(".")[2] != _EXTRA_STATE
+        and not (_is_strided(value) and storage_id(value.untyped_storage()) in storages)
+    }
+
+
+def save_added_entries(model: nn.Module) -> dict[str, Any]:
+    """A copy of `added_entries` on the CPU. Raises UserError for one that a checkpoint cannot hold."""
+    entries = added_entries(model)
+    for name, value in entries.items():
+        require_plain(value, f"{name} of the model's state dict")
+    return {name: map_plain(lambda t: t.detach().cpu().clone(), value) for name, value in entries.items()}
+
+
+def load_added_entries(model: nn.Module, entries: dict[str, Any]) -> None:
+    """Restore what `save_added_entries` returned, through `load_state_dict`.
+
+    Call before the model's own tensors are filled: hooks may change those. Raises UserError when the entries are not
+    what the model has afterwards.
+    """
+    if not entries:
+        return
+    current = {name: value for name, value in model.state_dict().items() if name not in entries}
+    try:
+        model.load_state_dict(current | entries)
+    except (RuntimeError, KeyError, TypeError, ValueError) as error:
+        raise UserError(f"the model's load_state_dict does not take {_listed(entries)}: {error}") from None
+    restored = save_added_entries(model)
+    lost = {name: value for name, value in entries.items() if name not in restored or not same(restored[name], value)}
+    if lost:
+        raise UserError(f"the model's load_state_dict does not restore {_listed(lost)} of its state dict")
+
+
+def require_loadable(model: nn.Module) -> None:
+    """Raises UserError where the model adds entries to its state dict that its own `load_state_dict` refuses.
+
+    torch's rule for modules is that one takes what the other returns; a run that cannot be resumed should not start.
+    """
+    entries = save_added_entries(model)
+    if not entries:
+        return
+    try:
+        refused = model.load_state_dict(entries, strict=False).unexpected_keys
+    except Exception:  # a hook that wants the whole state dict: found out when it is loaded
+        return
+    if refused:
+        raise UserError(
+            f"the model's state_dict() holds {_listed(refused)}, which its load_state_dict does not take: a checkpoint "
+            "could not restore it; register it as a buffer, load it in _load_from_state_dict, or train with "
+            "checkpointing.save=false"
+        )
+
+
+def _is_strided(value: Any) -> bool:
+    """Whether it is a tensor in memory of its own, not a wrapper such as a shard, and not sparse."""
+    return type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided
+
+
+def _listed(names: Any) -> str:
+    names = sorted(names)
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

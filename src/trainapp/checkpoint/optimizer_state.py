@@ -1,0 +1,155 @@
+"""The state of any optimizer: what `optimizer.state` and the groups' options hold, tensors or not.
+
+By parameter name, which survives regrouping and resharding. Tensors go into the shards; everything else is plain
+values: step counts, lists, None, and options of a group that the optimizer itself changes as it steps.
+"""
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainapp.checkpoint.model_state import Sizes
+from trainapp.checkpoint.plain import map_plain, require_plain, same
+from trainapp.errors import UserError
+from trainapp.optim.optimizers import step_without_effect
+
+_OF_THE_LOOP = ("params", "lr", "initial_lr")  # set from the configuration in every step
+
+
+def options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """A copy of each group's options. Those that later differ from it are the optimizer's state."""
+    return [
+        {name: map_plain(torch.clone, value) for name, value in group.items() if name not in _OF_THE_LOOP}
+        for group in optimizer.param_groups
+    ]
+
+
+def tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
+    """The state of each parameter by its name, with all that is no tensor in it.
+
+    Raises UserError for a parameter that is not the model's.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    lost = [parameter for parameter, _ in _by_parameter(optimizer) if id(parameter) not in names]
+    if lost:
+        raise UserError(
+            f"the optimizer trains {len(lost)} parameters that are no longer the model's, the first of shape "
+            f"{tuple(lost[0].shape)}: the model has replaced them; write into a parameter instead, with copy_"
+        )
+    return {names[id(parameter)]: state for parameter, state in _by_parameter(optimizer)}
+
+
+def values(model: nn.Module, optimizer: torch.optim.Optimizer, built: list[dict[str, Any]]) -> dict[str, Any]:
+    """Everything but the tensors of `tensors`, in plain values. built: the `options` of the optimizer as it was built.
+
+    Raises UserError for what a checkpoint cannot hold.
+    """
+    by_name = tensors(model, optimizer)
+    saved = {
+        "class": _class(optimizer),
+        "tensors": {
+            name: sorted(([*path, t.device.type] for path, t in _leaves(state)), key=str)
+            for name, state in by_name.items()
+        },
+        "state": {name: _without_tensors(state) for name, state in by_name.items()},
+        "shared": {key: state for key, state in optimizer.state.items() if not isinstance(key, Tensor)},
+        "groups": [
+            {name: value for name, value in now.items() if name not in before or not same(value, before[name])}
+            for now, before in zip(options(optimizer), built, strict=True)
+        ],
+    }
+    for name, part in (("state", saved["state"]), ("state", saved["shared"]), ("param_groups", saved["groups"])):
+        require_plain(part, f"optimizer.{name}")
+    return map_plain(lambda t: t.detach().clone(), saved)
+
+
+def follow(
+    model: nn.Module, optimizer: torch.optim.Optimizer, saved: dict[str, Any], sizes: Sizes, device: torch.device
+) -> list[str]:
+    """Make the optimizer's state that of the saved one: plain values filled in, tensors allocated.
+
+    A state that exists already is used where it fits. Returns the names that differ, where the saved state is another
+    optimizer's.
+    """
+    _allocate(optimizer)
+    same_class = saved["class"] == _class(optimizer)
+    differences: list[str] = []
+    for name, parameter in model.named_parameters():
+        own = optimizer.state.get(parameter, {})
+        paths = {tuple(path): kind for *path, kind in saved["tensors"].get(name, ())}
+        plain = saved["state"].get(name)
+        own_keys = {*own}
+        saved_keys = {*(plain or ()), *(path[0] for path in paths)}
+        lacking = own_keys - saved_keys if plain is not None or not same_class else set()
+        unknown = set() if same_class else saved_keys - own_keys
+        differences += [f"optimizer.{name}.{key}" for key in sorted(lacking | unknown, key=str)]
+        if plain is None:
+            optimizer.state.pop(parameter, None)  # it has had no gradient yet
+            continue
+        state = map_plain(functools.partial(_on, parameter.device), plain)
+        leaves = dict(_leaves(own))
+        for path, kind in paths.items():
+            size = sizes.get(".".join(map(str, ("optimizer", name, *path))))
+            if size is not None:
+                _put(state, path, _tensor(leaves.get(path), size, kind, parameter))
+        optimizer.state[parameter] = state
+    for key, value in saved["shared"].items():
+        optimizer.state[key] = map_plain(functools.partial(_on, device), value)
+    if any(saved["groups"]) and len(saved["groups"]) != len(optimizer.param_groups):
+        return [*differences, f"{len(saved['groups'])} parameter groups instead of {len(optimizer.param_groups)}"]
+    for group, changed in zip(optimizer.param_groups, saved["groups"], strict=False):
+        group.update(map_plain(functools.partial(_on, device), changed))
+    return differences
+
+
+def _allocate(optimizer: torch.optim.Optimizer) -> None:
+    """The state that a first step would create, without a trace in the groups' options."""
+    if len(optimizer.state) < sum(len(group["params"]) for group in optimizer.param_groups):
+        step_without_effect(optimizer)
+
+
+def _on(device: torch.device, tensor: Tensor) -> Tensor:
+    return tensor.to(device)
+
+
+def _class(optimizer: torch.optim.Optimizer) -> str:
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+
+
+def _by_parameter(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+    for key, state in optimizer.state.items():
+        if isinstance(key, Tensor):
+            yield key, state
+
+
+def _leaves(state: dict[Any, Any], path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
+    """The tensors in nested dicts, with their keys."""
+    for key, value in state.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, (*path, key))
+        elif isinstance(value, Tensor):
+            yield (*path, key), value
+
+
+def _without_tensors(state: dict[Any, Any]) -> dict[Any, Any]:
+    kept = {key: _without_tensors(value) if isinstance(value, dict) else value for key, value in state.items()}
+    return {key: value for key, value in kept.items() if not isinstance(value, Tensor)}
+
+
+def _put(state: dict[Any, Any], path: tuple[Any, ...], tensor: Tensor) -> None:
+    for key in path[:-1]:
+        state = state.setdefault(key, {})
+    state[path[-1]] = tensor
+
+
+def _tensor(own: Tensor | None, size: tuple[torch.Size, torch.dtype], kind: str, parameter: Tensor) -> Tensor:
+    """The tensor to read into: the existing one, or a new one laid out as its parameter where it has that shape."""
+    shape, dtype = size
+    if own is not None and own.shape == shape:
+        return own
+    if shape == parameter.shape:
+        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    return torch.empty(shape, dtype=dtype, device="cpu" if kind == "cpu" else parameter.device)

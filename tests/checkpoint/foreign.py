@@ -1,0 +1,231 @@
+"""Models and optimizers as users write them, with state in unusual places."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Linear(nn.Module):
+    """Digits, one linear layer; subclasses add state that changes in training and changes the output."""
+
+    def __init__(self, num_classes: int):
+        super().__init__()
+        self.linear = nn.Linear(64, num_classes)
+        self.prepare()
+
+    def prepare(self) -> None:
+        """What a subclass adds."""
+
+    def shift(self, inputs: Tensor) -> Tensor | float:
+        """Added to the output."""
+        return 0.0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        flat = inputs.flatten(1)
+        return self.linear(flat) + self.shift(flat.detach())
+
+
+class FilledByTheFirstForward(Linear):
+    """A buffer that is None in a fresh model."""
+
+    def prepare(self) -> None:
+        self.register_buffer("mean", None)
+
+    def shift(self, inputs: Tensor) -> Tensor:
+        new = inputs.mean(0)
+        self.mean = new if self.mean is None else 0.9 * self.mean + 0.1 * new
+        return self.mean.sum()
+
+
+class RegisteredByTheFirstForward(Linear):
+    """A buffer that a fresh model does not know of, in a module inside it."""
+
+    def prepare(self) -> None:
+        self.inner = nn.Module()
+
+    def shift(self, inputs: Tensor) -> Tensor:
+        if not hasattr(self.inner, "seen"):
+            self.inner.register_buffer("seen", torch.zeros(3, dtype=torch.float64))
+        self.inner.seen += inputs.mean().double()
+        return self.inner.seen.sum().float()
+
+
+class Growing(Linear):
+    """A buffer that is longer in every step."""
+
+    def prepare(self) -> None:
+        self.register_buffer("history", torch.zeros(0))
+
+    def shift(self, inputs: Tensor) -> Tensor:
+        self.history = torch.cat([self.history, inputs.mean().reshape(1)])
+        return self.history.sin().sum()
+
+
+class DroppedByTheFirstForward(Linear):
+    """A buffer that is used once."""
+
+    def prepare(self) -> None:
+        self.register_buffer("first", torch.ones(5))
+
+    def shift(self, inputs: Tensor) -> Tensor | float:
+        if self.first is None:
+            return 0.0
+        shift, self.first = self.first.sum(), None
+        return shift
+
+
+class ParameterMadeByTheFirstForward(Linear):
+    """A parameter that the optimizer does not know of: its value stays that of the first batch."""
+
+    def prepare(self) -> None:
+        self.register_parameter("bias", None)
+
+    def shift(self, inputs: Tensor) -> Tensor:
+        if self.bias is None:
+            self.bias = nn.Parameter(inputs.mean(0)[:10].clone())
+        return self.bias
+
+
+class OwnEntries(Linear):
+    """A tensor and a number of its own in the state dict, with the methods that torch asks for."""
+
+    def prepare(self) -> None:
+        self.queue, self.calls = torch.zeros(4), 0
+
+    def shift(self, inputs: Tensor) -> Tensor:
+        self.calls += 1
+        self.queue = torch.cat([self.queue[1:], inputs.mean().reshape(1)])
+        return self.queue.sum() * self.calls
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "queue"] = self.queue
+        destination[prefix + "calls"] = self.calls
+
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        self.queue, self.calls = state.pop(prefix + "queue").clone(), state.pop(prefix + "calls")
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+class EntriesNeverLoaded(OwnEntries):
+    """It writes what its `load_state_dict` refuses."""
+
+    def _load_from_state_dict(self, *arguments: Any) -> None:
+        Linear._load_from_state_dict(self, *arguments)
+
+
+class EntriesLoadedIntoNothing(OwnEntries):
+    """It takes what it wrote and drops it."""
+
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        for name in ("queue", "calls"):
+            state.pop(prefix + name)
+        Linear._load_from_state_dict(self, state, prefix, *rest)
+
+
+class CopiesFromAHook(Linear):
+    """Its state dict holds rounded copies in place of its tensors, and lacks one of them."""
+
+    def prepare(self) -> None:
+        self.register_buffer("mean", torch.zeros(64))
+        self.register_state_dict_post_hook(self._round)
+
+    def shift(self, inputs: Tensor) -> Tensor:
+        self.mean.lerp_(inputs.mean(0), 0.1)
+        return self.mean.sum()
+
+    @staticmethod
+    def _round(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        for name in list(state):
+            state[name] = state[name].detach().half()
+        del state[prefix + "mean"]
+
+
+class Viewed(Linear):
+    """Its state dict has a view of a parameter under another name."""
+
+    def prepare(self) -> None:
+        self.register_state_dict_post_hook(self._add_view)
+
+    @staticmethod
+    def _add_view(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        state[prefix + "first_row"] = state[prefix + "linear.weight"].detach()[0]
+
+
+class Unused(Linear):
+    """A layer that gets no gradient."""
+
+    def prepare(self) -> None:
+        self.unused = nn.Linear(2, 2)
+
+
+class PlainState(torch.optim.Optimizer):
+    """Momentum whose state is not made of tensors alone, nor kept for each parameter alone."""
+
+    def __init__(self, params: Any, lr: float = 0.1, momentum: float = 0.9):
+        super().__init__(params, {"lr": lr, "momentum": momentum, "rounds": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Every value of the state enters the update."""
+        shared = self.state.setdefault("shared", {"norms": []})
+        for group in self.param_groups:
+            group["rounds"] += 1
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state |= {"step": 0, "late": None, "last": [], "inner": {"sign": 1.0}}
+                state["step"] += 1
+                if state["step"] == 3:  # allocated late
+                    state["late"] = torch.zeros_like(parameter)
+                    state["inner"]["square"] = torch.ones(3)
+                if state["late"] is not None:
+                    state["late"].mul_(group["momentum"]).add_(parameter.grad)
+                    state["inner"]["square"] += 1
+                state["last"] = [*state["last"][-2:], float(parameter.grad.sum())]
+                state["inner"]["sign"] = -state["inner"]["sign"]
+                shared["norms"] = [*shared["norms"][-3:], sum(state["last"])]
+                rate = group["lr"] / (state["step"] + group["rounds"])
+                parameter.sub_(parameter.grad, alpha=rate)
+                if state["late"] is not None:
+                    parameter.sub_(state["late"], alpha=rate * float(state["inner"]["square"][0]))
+                parameter.add_(1e-4 * state["inner"]["sign"] + 1e-5 * sum(shared["norms"]))
+
+
+class ObjectState(PlainState):
+    """A state that no checkpoint can hold."""
+
+    def step(self, closure: Any = None) -> None:
+        """As before, and an object."""
+        super().step(closure)
+        for group in self.param_groups:
+            self.state[group["params"][0]]["object"] = object()
+
+
+class OtherState(PlainState):
+    """Another optimizer, with one more value."""
+
+    def step(self, closure: Any = None) -> None:
+        """As before."""
+        super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["extra"] = 1
+
+
+class FixedHistory(Linear):
+    """Growing's buffer, of another length from the start."""
+
+    def prepare(self) -> None:
+        self.register_buffer("history", torch.zeros(7))
+
+
+class Replacing(Linear):
+    """A forward that puts a new parameter in the place of the one that the optimizer trains."""
+
+    def shift(self, inputs: Tensor) -> float:
+        self.linear.weight = nn.Parameter(self.linear.weight.detach().clone())
+        return 0.0

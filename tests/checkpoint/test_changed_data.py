@@ -1,0 +1,112 @@
+"""A data set that has grown or shrunk since the checkpoint: refused, or continued with the next epoch."""
+
+import json
+
+import helpers
+import pytest
+import runs
+
+from trainapp.config.schema import Loader
+from trainapp.errors import UserError
+from trainapp.run import runner
+from trainapp.train import loop
+
+IMAGES = (
+    "model=mlp",
+    "model.width=4",
+    "data=synthetic_images",
+    "data.image_shape=[1,4,4]",
+    "data.val_size=4",
+    "train.max_steps=20",
+    "schedule=constant",
+)
+SAVED_AT = 4  # of six steps in an epoch of 96 samples
+
+
+def trained_samples(run_dir, *overrides):
+    """The indices that each step trained on, from the checkpoint to the end; and the run."""
+    run = runs.prepare(run_dir, *IMAGES, *overrides)
+    seen = []
+    while not run.is_finished:
+        seen.append((run.state.progress.epoch, run.batches.indices(run.state.progress)))
+        loop.train_step(run)
+    run.tracker.close()
+    return seen, run
+
+
+@pytest.mark.parametrize("size", [120, 72, 40])
+def test_another_length_is_refused(tmp_path, size):
+    runs.run_until(tmp_path, SAVED_AT, *IMAGES, "data.size=96")
+    before = helpers.files(tmp_path)
+    message = (
+        rf"data\.on_change=refuse: the training data has {size} samples, and had 96 when .*step_00000004 was saved"
+    )
+    with pytest.raises(UserError, match=message):
+        runs.prepare(tmp_path, *IMAGES, f"data.size={size}")
+    assert helpers.files(tmp_path) == before
+
+
+@pytest.mark.parametrize("size", [120, 72, 40])
+def test_it_goes_on_with_the_next_epoch(tmp_path, caplog, size):
+    """Every sample of the new data once per epoch, none of the old epoch twice."""
+    runs.run_until(tmp_path, SAVED_AT, *IMAGES, "data.size=96")
+    seen, run = trained_samples(tmp_path, f"data.size={size}", "data.on_change=next_epoch")
+    assert "32 samples of epoch 0 are left out, and training goes on with epoch 1" in caplog.text
+    epochs = {}
+    for epoch, indices in seen:
+        epochs.setdefault(epoch, []).extend(indices)
+    assert min(epochs) == 1
+    complete = [indices for epoch, indices in epochs.items() if epoch < max(epochs)]
+    assert len(complete) >= 1
+    assert all(sorted(indices) == list(range(size)) for indices in complete)
+    assert run.state.data_samples == size
+    assert run.state.progress.samples == 64 + sum(len(indices) for _, indices in seen)
+
+
+def test_without_the_rule_samples_repeat(tmp_path, monkeypatch):
+    """Negative control: the rest of the epoch in a permutation of another length."""
+    runs.run_until(tmp_path, SAVED_AT, *IMAGES, "data.size=96")
+    run = runs.prepare(tmp_path, *IMAGES, "data.size=96")
+    run.tracker.close()
+    first = {index for step in range(SAVED_AT) for index in run.batches._local(0, 16 * step)}
+    monkeypatch.setattr(runner, "_continue_in_changed_data", lambda *_: None)
+    seen, _ = trained_samples(tmp_path, "data.size=120")
+    rest = [index for epoch, indices in seen if epoch == 0 for index in indices]
+    assert set(rest) & first
+    assert set(range(120)) - set(rest) - first
+
+
+def test_at_the_end_of_an_epoch_nothing_is_left_out(tmp_path, caplog):
+    runs.run_until(tmp_path, 6, *IMAGES, "data.size=96")
+    seen, _ = trained_samples(tmp_path, "data.size=120", "data.on_change=next_epoch")
+    assert seen[0][0] == 1
+    assert "had 96" in caplog.text
+    assert "left out" not in caplog.text
+
+
+def test_the_new_length_is_saved(tmp_path):
+    """Once accepted, the change is the run's own: the next resume needs no setting."""
+    runs.run_until(tmp_path, SAVED_AT, *IMAGES, "data.size=96")
+    runs.run_until(tmp_path, 7, *IMAGES, "data.size=120", "data.on_change=next_epoch")
+    assert runs.saved(tmp_path, 7)["sampler"]["samples"] == 120
+    seen, _ = trained_samples(tmp_path, "data.size=120")
+    assert seen[0][0] == 1
+
+
+def test_evaluation_and_export_do_not_ask(tmp_path):
+    """They continue no epoch."""
+    runs.run_until(tmp_path / "run", SAVED_AT, *IMAGES, "data.size=96")
+    named = f"checkpointing.resume={tmp_path / 'run'}"
+    for mode in ("eval", "export"):
+        runs.run(tmp_path / mode, *IMAGES, "data.size=120", named, f"mode={mode}")
+
+
+def test_the_setting_is_the_applications_and_not_the_data_sets(tmp_path):
+    config = runs.configure(tmp_path, *IMAGES, "data.on_change=next_epoch")
+    assert config.loader == Loader(on_change="next_epoch")
+    assert "on_change" not in config.data.arguments
+    with pytest.raises(UserError, match=r"data\.on_change=ignore: .*'refuse' or 'next_epoch'"):
+        runs.configure(tmp_path, *IMAGES, "data.on_change=ignore")
+    runs.run(tmp_path, *IMAGES, "train.max_steps=1")
+    manifest = json.loads((runs.checkpoint(tmp_path, 1) / "manifest.json").read_text())
+    assert manifest["config"]["loader"]["on_change"] == "refuse"
