@@ -1,7 +1,4 @@
-"""A step is a transaction: until its commit, `rollback` leaves no trace of it.
-
-Parameters and optimizer state need no copies: nothing before the commit touches them.
-"""
+"""A step is a transaction: until its commit, `rollback` leaves no trace of it."""
 
 import contextlib
 import time
@@ -15,14 +12,14 @@ from trainapp.train.run import Run, Step
 def transaction(run: Run, step: Step) -> Iterator[None]:
     """Use around a step, up to and including its commit. An error passes through: the runner calls `rollback`.
 
-    Saves random generators and module buffers. While the size is unproven, enables votes before each collective on
+    Records what a forward may change (`RestorePoint`). While the size is unproven, enables votes before each collective on
     whether any rank ran out of memory, and watches memory; it also watches logged and drawn steps.
     """
     attempt, sizes, memory = run.attempt, run.sizes, run.memory
     attempt.phase, attempt.started = Phase.START, time.monotonic()  # no restore point yet
-    run.restore_point.take()
-    attempt.phase = Phase.DATA
     sizes.follow_schedule(step.number)
+    run.restore_point.take(sizes.train.is_unproven)
+    attempt.phase = Phase.DATA
     run.ranks.start_flag_exchange(run.flags)  # in the background: the step hides it
     run.ranks.enable_votes(sizes.train.is_unproven)
     if sizes.train.is_unproven or step.is_drawn or (step.is_logged and memory.watch_is_due):
@@ -35,8 +32,8 @@ def transaction(run: Run, step: Step) -> Iterator[None]:
 def rollback(run: Run, phase: Phase, other_ranks_wait: bool) -> None:
     """Return to where `phase` can be retried: to the start of the step, or to the end of the one before.
 
-    Drops gradients and releases memory. After a commit the generators and buffers stay: evaluation restores
-    the generators itself and changes no buffer. Call outside `except`, whose traceback keeps tensors alive.
+    Drops gradients and releases memory. After a commit the rest stays: evaluation restores itself what it had begun.
+    Call outside `except`, whose traceback keeps tensors alive.
     other_ranks_wait: whether the ranks were in the step together; then all of them call this.
     """
     if other_ranks_wait:
