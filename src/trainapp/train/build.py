@@ -25,6 +25,7 @@ from trainapp.rng import seed_everything
 from trainapp.signals import StopRequest
 from trainapp.tracking.meter import Meter
 from trainapp.tracking.tracker import SilentTracker, Tracker
+from trainapp.train import exactness
 from trainapp.train.assemble import assemble
 from trainapp.train.components import Components, choose_device, load_components, set_global_switches
 from trainapp.train.restore_point import RestorePoint
@@ -82,6 +83,7 @@ def build(config: Config, stop: StopRequest, ranks: Ranks, memory: DeviceMemory 
         stop=stop,
         cadences=Cadences.of(config, length),
         objective=_objective(config, components.train_data),
+        rehearsals=exactness.STEPS if config.train.check_exactness else 0,
     )
 
 

@@ -170,6 +170,16 @@ class ModelTensors:
         those are not restored.
         """
         written = self._written()
+        self._restore_registries()
+        for position, tensor in enumerate(self._tensors):
+            self._restore_memory(position)
+            if position in self._restorable:
+                tensor.copy_(self._copies[self._names[position]])
+        for position in written:
+            self.written.setdefault(self._names[position], self._steps == 0)
+        return [self._names[position] for position in written if position not in self._restorable]
+
+    def _restore_registries(self) -> None:
         for registry, before in zip(self._registries, self._contents, strict=True):
             kept = {n: t for n, t in before.items() if (id(registry), n) not in self._shards}
             kept |= {n: t for n, t in registry.items() if (id(registry), n) in self._shards}
@@ -177,16 +187,12 @@ class ModelTensors:
                 ordered = {n: kept[n] for n in before if n in kept}
                 registry.clear()
                 registry.update(ordered)
-        for i, tensor in enumerate(self._tensors):
-            alias = self._aliases[i]
-            if self._place(tensor) != self._places[i] or tensor.shape != alias.shape:
-                tensor.data = alias
-            if i in self._restorable:
-                tensor.copy_(self._copies[self._names[i]])
-        lost = [i for i in written if i not in self._restorable]
-        for i in written:
-            self.written.setdefault(self._names[i], self._steps == 0)
-        return [self._names[i] for i in lost]
+
+    def _restore_memory(self, position: int) -> None:
+        """Undo an assignment to `.data`."""
+        tensor, before = self._tensors[position], self._aliases[position]
+        if self._place(tensor) != self._places[position] or tensor.shape != before.shape:
+            tensor.data = before
 
 
 def _can_be_held(tensor: Tensor) -> bool:

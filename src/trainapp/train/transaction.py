@@ -1,11 +1,14 @@
 """A step is a transaction: until its commit, `rollback` leaves no trace of it."""
 
 import contextlib
+import functools
 import time
 from collections.abc import Iterator
 
+from trainapp.train import exactness
 from trainapp.train.phase import Phase
 from trainapp.train.run import Run, Step
+from trainapp.train.step import accumulate_gradients
 
 
 @contextlib.contextmanager
@@ -18,15 +21,28 @@ def transaction(run: Run, step: Step) -> Iterator[None]:
     attempt, sizes, memory = run.attempt, run.sizes, run.memory
     attempt.phase, attempt.started = Phase.START, time.monotonic()  # no restore point yet
     sizes.follow_schedule(step.number)
-    run.restore_point.take(sizes.train.is_unproven)
+    run.restore_point.take(sizes.train.is_unproven, everything=run.rehearsals > 0)
     attempt.phase = Phase.DATA
     run.ranks.start_flag_exchange(run.flags)  # in the background: the step hides it
     run.ranks.enable_votes(sizes.train.is_unproven)
     if sizes.train.is_unproven or step.is_drawn or (step.is_logged and memory.watch_is_due):
         with memory.watch(run.meter.resident(), track_modules=sizes.train.is_untried):
+            check_exactness(run, step)
             yield
     else:
+        check_exactness(run, step)
         yield
+
+
+def check_exactness(run: Run, step: Step) -> None:
+    """Rehearse the first steps, if `train.check_exactness` asks for it."""
+    if run.rehearsals:
+        undo = functools.partial(rollback, run, Phase.GRADIENTS, other_ranks_wait=run.ranks.world > 1)
+        exactness.rehearse(run, step, accumulate_gradients, undo)
+        run.attempt.phase = Phase.DATA
+        run.rehearsals -= 1
+        if not run.rehearsals:
+            run.tracker.note(f"check_exactness: the first {exactness.STEPS} steps are the same when they are retried")
 
 
 def rollback(run: Run, phase: Phase, other_ranks_wait: bool) -> None:
