@@ -30,6 +30,9 @@ class Base(nn.Module):
         inputs = inputs.flatten(1)
         return self.linear(inputs) + self.change(inputs)
 
+    def blocks(self) -> list[nn.Module]:
+        return [self.linear]
+
     def change(self, inputs: Tensor) -> Tensor:
         """Changes something. Returns what it adds to the logits."""
         raise NotImplementedError
@@ -40,6 +43,9 @@ class Teacher(Base):
 
     def build(self, num_classes: int) -> None:
         self.teacher = nn.Linear(64, num_classes).requires_grad_(False)
+
+    def blocks(self) -> list[nn.Module]:
+        return [self.linear, self.teacher]
 
     @torch.no_grad()
     def change(self, inputs: Tensor) -> Tensor:

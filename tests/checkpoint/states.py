@@ -11,6 +11,7 @@ import torch
 
 from trainapp.checkpoint.checkpointer import Checkpointer
 from trainapp.checkpoint.directory import CheckpointDirectory
+from trainapp.checkpoint.stateful import Stateful
 from trainapp.parallel.ranks import SingleRank
 
 SHARD, METADATA, VALUES, MANIFEST = "__0_0.distcp", ".metadata", "values.pt", "manifest.json"
@@ -19,7 +20,7 @@ SHARD, METADATA, VALUES, MANIFEST = "__0_0.distcp", ".metadata", "values.pt", "m
 class OneTensor:
     """The parts of a TrainState that a Checkpointer needs."""
 
-    device = torch.device("cpu")
+    device, stateful = torch.device("cpu"), Stateful()
 
     def __init__(self, value: float, floats: int = 1000):
         self.value = torch.full((floats,), float(value))
@@ -28,7 +29,7 @@ class OneTensor:
         """Its only tensor."""
         return {"model": {"value": self.value}}
 
-    def values(self, rng: list[Any]) -> dict[str, Any]:
+    def values(self, rng: list[Any], stateful: list[Any]) -> dict[str, Any]:
         """Only the generators."""
         return {"rng": rng}
 
