@@ -15,6 +15,7 @@ from trainapp import torch_private
 from trainapp.torch_private import (
     ATTENTION_OPERATORS,
     COMPILED_PREFIX,
+    EXTRA_STATE,
     READ_OPERATORS,
     BatchNorm,
     DispatchMode,
@@ -33,6 +34,7 @@ from trainapp.torch_private import (
     non_persistent_buffers,
     outside_dispatch_modes,
     pytree_functions,
+    registries_of,
     start_memory_history,
     stop_memory_history,
     storage_id,
@@ -139,6 +141,14 @@ def test_the_prefix_of_a_compiled_model():
     assert list(compiled.state_dict()) == [f"{COMPILED_PREFIX}weight"]
 
 
+def test_the_name_of_extra_state():
+    class Counter(nn.Module):
+        def get_extra_state(self):
+            return 3
+
+    assert nn.Sequential(Counter()).state_dict() == {f"0.{EXTRA_STATE}": 3}
+
+
 def module_with_buffers(kind=nn.Module):
     module = kind()
     module.register_buffer("state", torch.ones(2))
@@ -153,6 +163,20 @@ def test_buffers_of_is_the_modules_dictionary():
     replacement = torch.zeros(2)
     buffers_of(module)["state"] = replacement
     assert module.state is replacement
+
+
+def test_registries_of_are_the_modules_dictionaries():
+    module = module_with_buffers()
+    module.register_parameter("scale", None)
+    module.inner = nn.Linear(1, 1)
+    parameters, buffers, modules = registries_of(module)
+    assert (list(parameters), list(buffers), list(modules)) == (["scale"], ["state", "table", "none"], ["inner"])
+    parameters["scale"] = replacement = nn.Parameter(torch.zeros(2))
+    del buffers["table"]
+    modules["inner"] = None
+    assert module.scale is replacement
+    assert module.inner is None
+    assert not hasattr(module, "table")
 
 
 def test_non_persistent_buffers():

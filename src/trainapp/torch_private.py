@@ -39,6 +39,10 @@ BatchNorm = nn.modules.batchnorm._BatchNorm
 COMPILED_PREFIX = "_orig_mod."
 
 
+# What `get_extra_state` returns is in the state dict under this name.
+EXTRA_STATE = nn.modules.module._EXTRA_STATE_KEY_SUFFIX
+
+
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
     """The module's own buffers by name, as the dictionary that holds them: assigning to it replaces a buffer.
 
@@ -50,6 +54,14 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """The module's own parameters by name, as the dictionary that holds them: see `buffers_of`."""
     return module._parameters
+
+
+def registries_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """The module's own parameters, buffers and submodules by name, as the dictionaries that hold them.
+
+    Unlike `named_parameters()` and the like, they tell of names whose value is None.
+    """
+    return module._parameters, module._buffers, module._modules  # type: ignore[return-value]  # invariant in `None`
 
 
 def non_persistent_buffers(module: nn.Module) -> set[str]:

@@ -12,6 +12,7 @@ import torch
 from trainapp.checkpoint.checkpointer import Checkpointer
 from trainapp.checkpoint.directory import CheckpointDirectory
 from trainapp.checkpoint.manifest import signed
+from trainapp.checkpoint.stateful import Stateful
 from trainapp.parallel.ranks import SingleRank
 
 SHARD, METADATA, VALUES, MANIFEST = "__0_0.distcp", ".metadata", "values.pt", "manifest.json"
@@ -20,7 +21,7 @@ SHARD, METADATA, VALUES, MANIFEST = "__0_0.distcp", ".metadata", "values.pt", "m
 class OneTensor:
     """The parts of a TrainState that a Checkpointer needs."""
 
-    device = torch.device("cpu")
+    device, stateful = torch.device("cpu"), Stateful()
 
     def __init__(self, value: float, floats: int = 1000):
         self.value = torch.full((floats,), float(value))
@@ -33,7 +34,7 @@ class OneTensor:
         """None."""
         return {}
 
-    def values(self, ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    def values(self, ranks: list[dict[str, Any]], stateful: list[Any]) -> dict[str, Any]:
         """None."""
         return {"ranks": len(ranks)}
 

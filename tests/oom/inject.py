@@ -4,6 +4,7 @@ A dispatch mode sees every tensor operation before it runs, as an allocator woul
 in its place. Fetching runs no tensor operation on the CPU, so the data set raises there.
 """
 
+import collections
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,18 @@ class Injector(TorchDispatchMode):
             return "loss" if self._forward_done else "before the model"
         others = {"data": "between micro-batches"} | dict.fromkeys(("committed", "log", "search"), "after commit")
         return others.get(phase, phase)
+
+
+class Counts(Injector):
+    """Never fires; counts the operations of each (phase, step)."""
+
+    def __init__(self):
+        super().__init__("", 0, times=0)
+        self.operations: collections.Counter = collections.Counter()
+
+    def at(self, phase: str) -> bool:
+        self.operations[phase, self.run.state.progress.step + (phase not in BETWEEN)] += 1
+        return False
 
 
 class Watched:

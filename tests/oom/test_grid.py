@@ -23,24 +23,12 @@ from trainapp.train import loop
 from trainapp.train.restore_point import RestorePoint
 
 from .conftest import MODELS, PRECISIONS, cell, tiny
-from .inject import BETWEEN, PHASES, Injector, Recorded, logged
+from .inject import PHASES, Counts, Injector, Recorded, logged
 
 STEPS = (1, 3, 4)  # first, middle, last
 
 
 pytestmark = pytest.mark.usefixtures("without_pictures")
-
-
-class Counts(Injector):
-    """Never fires; counts the operations of each (phase, step)."""
-
-    def __init__(self):
-        super().__init__("", 0, times=0)
-        self.operations: collections.Counter = collections.Counter()
-
-    def at(self, phase: str) -> bool:
-        self.operations[phase, self.run.state.progress.step + (phase not in BETWEEN)] += 1
-        return False
 
 
 @functools.cache

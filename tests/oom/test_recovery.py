@@ -117,8 +117,8 @@ def failed_attempt(config: Config, step: int, injector: Injector):
     storages, before = Storages(), {}
     take = run.restore_point.take
 
-    def noting():
-        take()
+    def noting(*arguments):
+        take(*arguments)
         if run.state.progress.step + 1 == step:
             run.state.optimizer.zero_grad(set_to_none=True)
             before["bytes"] = all_bytes()

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from trainapp.checkpoint import shards
 from trainapp.checkpoint.directory import CheckpointDirectory
 from trainapp.checkpoint.manifest import describe
+from trainapp.checkpoint.stateful import digest
 from trainapp.checkpoint.train_state import TrainState
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.files import fsync
@@ -61,7 +62,8 @@ class Checkpointer:
         """
         self.finish()
         folder = self.directory.begin(step)
-        values = self.state.values(self.ranks.all_gather_object(self.state.rank_values())) | {"sizes": sizes}
+        by_rank = self.ranks.all_gather_object(self.state.rank_values())
+        values = self.state.values(by_rank, self._stateful()) | {"sizes": sizes}
         tensors = self.state.tensors()
         if self.asynchronous:
             tensors = shards.copy_to_host(tensors, folder)
@@ -70,6 +72,22 @@ class Checkpointer:
         else:  # in this thread: CUDA's current device is set per thread
             self._commit(functools.partial(self._write, folder, tensors, values), folder, step, config, is_best)
         self.saved_at = step
+
+    def _stateful(self) -> list[dict[str, Any]]:
+        """The state of what owns some, by rank; once where it is the same on all. Collective.
+
+        Raises UserError for a state that is not made of plain values and tensors.
+        """
+        problem = None
+        try:
+            own = self.state.stateful.state_dict()
+        except TypeError as error:
+            problem, own = f"the checkpoint cannot be written: {error}", {}
+        digests = self.ranks.all_gather_object((problem, digest(own)))
+        problems = [text for text, _ in digests if text]
+        if problems:
+            raise UserError(problems[0])
+        return [own] if len(set(digests)) == 1 else self.ranks.all_gather_object(own)
 
     @property
     def busy(self) -> bool:

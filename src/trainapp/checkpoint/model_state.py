@@ -11,9 +11,7 @@ from torch import Tensor, nn
 
 from trainapp.checkpoint.plain import map_plain, require_plain, same
 from trainapp.errors import UserError
-from trainapp.torch_private import buffers_of, non_persistent_buffers, parameters_of, storage_id
-
-_EXTRA_STATE = "_extra_state"  # torch's name for what `get_extra_state` returns
+from trainapp.torch_private import EXTRA_STATE, buffers_of, non_persistent_buffers, parameters_of, storage_id
 
 Layout = tuple[str, list[int], str]  # "parameter" or "buffer", shape, dtype
 Sizes = dict[str, tuple[torch.Size, torch.dtype]]  # of saved tensors, by name
@@ -108,7 +106,7 @@ def added_entries(model: nn.Module) -> dict[str, Any]:
         for name, value in model.state_dict(keep_vars=True).items()
         if name not in own_names
         and id(value) not in identities
-        and name.rpartition(".")[2] != _EXTRA_STATE
+        and name.rpartition(".")[2] != EXTRA_STATE
         and not (_is_strided(value) and storage_id(value.untyped_storage()) in storages)
     }
 

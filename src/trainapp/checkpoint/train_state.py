@@ -1,6 +1,7 @@
 """The state of a run between two steps: what a checkpoint holds."""
 
 import dataclasses
+import logging
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,10 +10,13 @@ from torch import nn
 
 from trainapp.checkpoint import model_state, optimizer_state
 from trainapp.checkpoint.model_state import Layout, Sizes
+from trainapp.checkpoint.stateful import Stateful
 from trainapp.data.progress import Progress
 from trainapp.optim.ema import WeightAverage
 from trainapp.optim.precision import Precision
 from trainapp.rng import rng_state, seed_everything, set_rng_state
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -28,6 +32,7 @@ class TrainState:
     global_size: int
     progress: Progress = field(default_factory=Progress)
     data_samples: int = 0  # in the training data that `progress.epoch` and `consumed` are counted in
+    stateful: Stateful = field(default_factory=Stateful)  # what owns state outside of tensors
     # As they were built: what differs from it later is state, and not configuration.
     built: dict[str, Layout] = field(init=False)
     built_options: list[dict[str, Any]] = field(init=False)
@@ -55,15 +60,17 @@ class TrainState:
         """
         return {"rng": rng_state(self.device), "added": model_state.save_added_entries(self.model)}
 
-    def values(self, ranks: list[dict[str, Any]]) -> dict[str, Any]:
-        """Everything but `tensors`: plain values and small tensors. ranks: the `rank_values` of every rank.
+    def values(self, ranks: list[dict[str, Any]], stateful: list[dict[str, Any]] | None = None) -> dict[str, Any]:
+        """Everything but `tensors`: plain values and small tensors.
 
-        Raises UserError for an optimizer's value that a checkpoint cannot hold.
+        By rank: ranks, the `rank_values`; stateful, what else owns state (one for all where it is the same on every
+        rank; None: this process's). Raises UserError for an optimizer's value that a checkpoint cannot hold.
         """
         return {
             "scaler": self.precision.scaler.state_dict(),
             "rng": [own["rng"] for own in ranks],
             "progress": dataclasses.asdict(self.progress),
+            "stateful": [self.stateful.state_dict()] if stateful is None else stateful,
             "average_step": self.average.step,
             "sampler": {
                 "seed": self.seed,
@@ -96,10 +103,23 @@ class TrainState:
         self.progress = Progress(**saved["progress"])
         self.seed, self.data_samples = saved["sampler"]["seed"], saved["sampler"]["samples"]
         self.average.step, self.average.position = saved["average_step"], 0
+        self._load_stateful(saved["stateful"], rank, world)
         if len(saved["rng"]) == world:
             set_rng_state(saved["rng"][rank], self.device)
         else:  # with another number of ranks none of the saved streams can continue
             seed_everything(hash((self.seed, self.progress.step, rank)) % 2**63)
+
+    def _load_stateful(self, saved: list[dict[str, Any]], rank: int, world: int) -> None:
+        if len(saved) not in (1, world):
+            log.warning(
+                "the checkpoint was written by %d ranks, each with another state of %s: all %d go on with that of rank 0",
+                len(saved),
+                ", ".join(saved[0]),
+                world,
+            )
+        unknown = self.stateful.load_state_dict(saved[rank if len(saved) == world else 0])
+        if unknown:
+            log.warning("only the checkpoint or only this run has a state of %s: it begins anew", ", ".join(unknown))
 
 
 def _trained_names(model: nn.Module) -> list[str]:

@@ -83,11 +83,12 @@ class _Stream(IterableDataset):
 class BatchLoader:
     """Turns requests into batches on the device.
 
-    workers: processes that fetch; 0 fetches in this process.
+    workers: processes that fetch; 0 fetches in this process. ahead: whether the next batch may be fetched while the
+    current one is in use: not from data whose state is to follow the steps.
     """
 
-    def __init__(self, dataset: Dataset, seed: int, workers: int, device: torch.device):
-        self.fetcher, self.device = Fetcher(dataset, seed), device
+    def __init__(self, dataset: Dataset, seed: int, workers: int, device: torch.device, ahead: bool = True):
+        self.fetcher, self.device, self.ahead = Fetcher(dataset, seed), device, ahead
         self._pinned = device.type == "cuda"
         self._stream = _Stream()
         self._loader = None
@@ -114,7 +115,7 @@ class BatchLoader:
         else:
             self._stream.requests = requests
             fetched = iter(self._loader)
-        return self._ahead(fetched) if self._pinned else map(self._move, fetched)
+        return self._ahead(fetched) if self._pinned and self.ahead else map(self._move, fetched)
 
     def close(self) -> None:
         """End the worker processes. Batches fetched ahead are lost."""

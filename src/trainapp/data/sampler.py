@@ -39,11 +39,12 @@ class TrainBatches:
         drop_last: bool = False,
         rank: int = 0,
         world: int = 1,
+        ahead: bool = True,
     ):
         self.global_size, self.seed, self.rank, self.world = global_size, seed, rank, world
         self.dataset, self.samples = dataset, len(dataset)
         self.epoch_samples = self.samples - self.samples % global_size if drop_last else self.samples
-        self._source = BatchLoader(dataset, seed, workers, device)
+        self._source = BatchLoader(dataset, seed, workers, device, ahead)
         self._order: tuple[int, list[int]] = (-1, [])
         self._open: Iterator[Any] = iter(())
         self._cuts: tuple[tuple, list[Sequence[int]]] = ((), [])
@@ -149,11 +150,12 @@ class EvalBatches:
         rank: int = 0,
         world: int = 1,
         equal: bool = False,
+        ahead: bool = True,
     ):
         self.dataset, self.samples = dataset, len(dataset)
         self.start, self.end = (self.samples * r // world for r in (rank, rank + 1))
         self.equal = equal
-        self._source = BatchLoader(dataset, seed, workers, device)
+        self._source = BatchLoader(dataset, seed, workers, device, ahead)
 
     def from_sample(self, done: int, size: int, ranks: Ranks) -> Iterator[MicroBatch]:
         """Batches of this rank's share, after the first `done` samples of it.

@@ -47,9 +47,15 @@ class Incident:
     alone: bool = False  # no other rank waits for this one, so none needs to be told
     by_peer: bool = False  # another rank ran out of memory, not this one
     culprits: list[tuple[int, str]] = field(default_factory=list)  # (rank, message) of the ranks that ran out
+    lost: list[str] = field(default_factory=list)  # parameters that a forward has written, and that had no copy
     host: bool = False  # the host ran out, not a device or `memory.limit`
     events: list[tuple[int, int]] = field(default_factory=list, repr=False)
     kinds: dict[int, MemoryKind] = field(default_factory=dict, repr=False)
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether parameters cannot be restored in place: only a checkpoint is safe."""
+        return self.phase.is_torn or bool(self.lost)
 
     @property
     def evaluating(self) -> bool:

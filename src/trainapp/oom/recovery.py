@@ -52,6 +52,18 @@ def roll_back(run: Run, failure: Incident) -> None:
     rollback(run, failure.phase, other_ranks_wait=not failure.alone)
 
 
+def find_lost_writes(run: Run, failure: Incident) -> None:
+    """Set `failure.lost`, equal on all ranks: what the rollback could not restore, see `RestorePoint`."""
+    ranks = SingleRank() if failure.alone else run.ranks
+    by_rank = ranks.all_gather_object(run.restore_point.lost)
+    failure.lost = sorted({name for names in by_rank for name in names})
+    run.restore_point.tensors.written |= {
+        name: run.restore_point.tensors.written.get(name, False) for name in failure.lost
+    }
+    if failure.lost and failure.alone and run.ranks.world > 1:  # in an evaluation of its own
+        leave_for_restart(run, failure)
+
+
 def change_size(run: Run, failure: Incident) -> None:
     """Choose the size of the next attempt. Raises TrainingStopped when no smaller one can fit.
 
@@ -123,7 +135,11 @@ def leave_for_restart(run: Run, failure: Incident) -> NoReturn:
         "instead of %d",
         run.ranks.rank,
         incident.one_line(failure),
-        "inside the commit" if failure.phase.is_torn else "no votes are held for a proven size",
+        "inside the commit"
+        if failure.phase.is_torn
+        else f"the forward has written {', '.join(failure.lost[:5])}"
+        if failure.lost
+        else "no votes are held for a proven size",
         changed[1],
         changed[0],
     )

@@ -5,20 +5,25 @@ from typing import Any
 import torch
 
 
+def is_shard(tensor: Any) -> bool:
+    """Whether the tensor is this rank's shard of one."""
+    return hasattr(tensor, "device_mesh")
+
+
 def local(tensor: Any) -> torch.Tensor:
     """The part of the tensor in this rank's memory."""
-    return tensor.to_local() if hasattr(tensor, "device_mesh") else tensor
+    return tensor.to_local() if is_shard(tensor) else tensor
 
 
 def whole(tensor: Any) -> torch.Tensor:
     """The whole tensor. Collective for a shard: call on every rank."""
-    return tensor.full_tensor() if hasattr(tensor, "device_mesh") else tensor
+    return tensor.full_tensor() if is_shard(tensor) else tensor
 
 
 @torch.no_grad()
 def copy_into(target: Any, source: torch.Tensor) -> None:
     """Copy a whole tensor into one that may be a shard. No communication: every rank has the whole source."""
-    if hasattr(target, "device_mesh"):
+    if is_shard(target):
         from torch.distributed.tensor import distribute_tensor
 
         part = distribute_tensor(source.to(target.device), target.device_mesh, target.placements, src_data_rank=None)

@@ -48,6 +48,7 @@ class CarriedOver:
     config: Config  # names the checkpoint to start from
     hint: dict[str, Any]  # micro-batch sizes, and the number of recoveries
     memory: DeviceMemory  # its limit and counters
+    written: dict[str, bool]  # parameters that the forward writes: see ModelTensors
 
 
 def run(config: Config, ranks: Ranks | None = None) -> RunResult:
@@ -114,6 +115,8 @@ def prepare(config: Config, stop: StopRequest, ranks: Ranks, carried: CarriedOve
     if path is not None:
         config = _as_saved(config, path)
     run = build.build(config, stop, ranks, carried.memory if carried else None)
+    if carried is not None:
+        run.restore_point.tensors.written |= carried.written
     saved = restore(run, path) if path is not None else None
     hint = carried.hint if carried else None
     if hint is None and config.mode == "train":
@@ -269,7 +272,8 @@ def recover(run: Run, failure: Incident) -> CarriedOver | None:
     if failure.host:
         host_guard.give_memory_back()
     recovery.roll_back(run, failure)
-    if failure.phase.is_torn:
+    recovery.find_lost_writes(run, failure)
+    if failure.is_torn:
         return _carry_over(run, failure)
     recovery.change_size(run, failure)
     recovery.record(run, failure)
@@ -277,10 +281,10 @@ def recover(run: Run, failure: Incident) -> CarriedOver | None:
 
 
 def _carry_over(run: Run, failure: Incident) -> CarriedOver:
-    """Parameters may be half updated: restart from the last checkpoint, or from the beginning."""
-    config, is_leaner = lean_optimizer(run.config, run.state.optimizer)
+    """Parameters may be half updated, or written by a forward: restart from the last checkpoint, or from the start."""
+    config, is_leaner = (run.config, False) if failure.lost else lean_optimizer(run.config, run.state.optimizer)
     run.checkpointer.finish()  # what is still being written in the background may be the newest
-    path = run.checkpointer.newest()
+    path = run.checkpointer.newest() or _agreed_checkpoint(config, run.ranks)  # it may have begun at another's
     checkpoint_step = read_manifest(path)["step"] if path else 0
     place = f"the checkpoint of step {checkpoint_step}" if path else "the start, from the seed"
     if is_leaner:
@@ -290,13 +294,20 @@ def _carry_over(run: Run, failure: Incident) -> CarriedOver:
         recovery.change_size(run, failure)
         change = f"micro-batch {failure.old_size} -> {failure.new_size}"
     repeated = run.state.progress.step - checkpoint_step
-    failure.action = (
-        f"the parameters may be half updated, so back to {place}; {repeated} finished steps are repeated, with {change}"
-    )
+    reason = "the parameters may be half updated"
+    if failure.lost:
+        reason = f"the forward has written {_some(failure.lost)}, of which there was no copy (from now on there is)"
+    failure.action = f"{reason}, so back to {place}; {repeated} finished steps are repeated, with {change}"
     recovery.record(run, failure)
     resume = dataclasses.replace(config.checkpointing, resume=str(path) if path else "none")
     return CarriedOver(
         config=dataclasses.replace(config, checkpointing=resume),
-        hint={"micro": run.sizes.train.state_dict(), "oom_restarts": run.sizes.oom_restarts},
+        hint={name: sizes for name, sizes in run.sizes.state_dict().items() if name == "micro" or failure.evaluating}
+        | {"oom_restarts": run.sizes.oom_restarts},
         memory=run.memory,
+        written=run.restore_point.tensors.written,
     )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,5 +1,6 @@
 """Turns a checked configuration into a `Run`: the assembled model plus data, memory and files."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from trainapp.checkpoint.checkpointer import Checkpointer, NullCheckpointer
 from trainapp.checkpoint.directory import CheckpointDirectory
 from trainapp.checkpoint.model_state import require_loadable
+from trainapp.checkpoint.stateful import Owner, Stateful
 from trainapp.checkpoint.train_state import TrainState
 from trainapp.config.durations import RunLength
 from trainapp.config.schema import Config
@@ -24,12 +26,15 @@ from trainapp.rng import seed_everything
 from trainapp.signals import StopRequest
 from trainapp.tracking.meter import Meter
 from trainapp.tracking.tracker import SilentTracker, Tracker
+from trainapp.train import exactness
 from trainapp.train.assemble import assemble
 from trainapp.train.components import Components, choose_device, load_components, set_global_switches
 from trainapp.train.restore_point import RestorePoint
 from trainapp.train.run import Cadences, Objective, Run
 from trainapp.train.sizes import initial_sizes
 from trainapp.units import bytes_text
+
+log = logging.getLogger(__name__)
 
 
 def build(config: Config, stop: StopRequest, ranks: Ranks, memory: DeviceMemory | None = None) -> Run:
@@ -38,6 +43,7 @@ def build(config: Config, stop: StopRequest, ranks: Ranks, memory: DeviceMemory 
     memory: the previous run's in the same process, with its limit and counters; None builds a new one.
     Raises UserError for parts that do not fit together.
     """
+    seed_everything(config.train.seed)  # for what a data set or a task draws
     components = load_components(config)
     device = ranks.device if ranks.world > 1 else choose_device(config.train.device)
     set_global_switches(config, device)
@@ -45,13 +51,16 @@ def build(config: Config, stop: StopRequest, ranks: Ranks, memory: DeviceMemory 
     numerics = precision.build(config.precision, device)
     assembled = assemble(config, components, ranks, device, numerics)
     state, strategy = assembled.state, assembled.strategy
+    state.stateful = owners_of_state(components, state.model, device)
     if config.model.init_from:
         load_initial_weights(state.model, Path(config.model.init_from), config.model.init_strict)
         state.average.start_at_weights()
     memory = memory or backends.build(config.memory, device)
     memory.keep_events = config.memory.timeline
     require_room(memory, state)
-    batches, eval_batches = _batches(config, components, device, ranks, strategy.forward_is_collective)
+    batches, eval_batches = _batches(
+        config, components, device, ranks, strategy.forward_is_collective, state.stateful.owners_in("data", "eval_data")
+    )
     state.data_samples = batches.samples
     checkpointer = _checkpointer(config, state, ranks)
     length = run_length(config, batches)
@@ -72,11 +81,22 @@ def build(config: Config, stop: StopRequest, ranks: Ranks, memory: DeviceMemory 
         nonfinite=NonFiniteCheck(
             config.train.nonfinite, device, numerics.scaler.is_enabled(), checkpointer.newest_name
         ),
-        restore_point=RestorePoint(state.model, device),
+        restore_point=RestorePoint(state.model, device, state.stateful),
         stop=stop,
         cadences=Cadences.of(config, length),
         objective=_objective(config, components.train_data),
+        rehearsals=exactness.STEPS if config.train.check_exactness else 0,
     )
+
+
+def owners_of_state(components: Components, model: torch.nn.Module, device: torch.device) -> Stateful:
+    """What owns state beside the model's tensors. Moves the modules among them to the device."""
+    task, data = components.task, components.train_data
+    stateful = Stateful(model=model, task=task, data=data, eval_data=components.eval_data)
+    stateful.return_to_start(task)
+    for module in stateful.modules.values():
+        module.to(device)
+    return stateful
 
 
 def start_tracking(run: Run) -> None:
@@ -118,13 +138,19 @@ def require_room(memory: DeviceMemory, state: TrainState) -> None:
 
 
 def _batches(
-    config: Config, components: Components, device: torch.device, ranks: Ranks, is_collective: bool
+    config: Config,
+    components: Components,
+    device: torch.device,
+    ranks: Ranks,
+    is_collective: bool,
+    owners: dict[str, Owner],
 ) -> tuple[TrainBatches, EvalBatches | None]:
     local_ranks = ranks.world // config.parallel.nodes
     share: dict[str, Any] = {
         "seed": config.train.seed,
         "device": device,
-        "workers": worker_count(config.loader.num_workers, components.train_data, local_ranks),
+        "workers": _workers(config, components, local_ranks, owners),
+        "ahead": not owners,
         "rank": ranks.rank,
         "world": ranks.world,
     }
@@ -140,12 +166,45 @@ def _batches(
     return batches, EvalBatches(components.eval_data, equal=is_collective, **share)
 
 
+def _workers(config: Config, components: Components, ranks: int, owners: dict[str, Owner]) -> int:
+    """Loader processes; none for data with a state, which they would draw from ahead of the steps and each by itself."""
+    setting = config.loader.num_workers
+    count = worker_count(setting, components.train_data, ranks)
+    if not (count and owners):
+        return count
+    names = ", ".join(owners)
+    if setting == "auto":
+        log.info("data.num_workers=auto: 0, since the data has a state (%s) that follows the steps", names)
+        return 0
+    if any(owner.kind == "data" for owner in owners.values()):
+        raise UserError(
+            f"data.num_workers={setting}: the data has a state ({names}) that worker processes would each change by "
+            "themselves, ahead of the steps; use data.num_workers=0, or make a sample a function of its index"
+        )
+    log.warning(
+        "data.num_workers=%s: the data owns generators (%s), from which workers draw ahead of the steps: a retried or "
+        "resumed step may see other numbers. Draw from torch's, NumPy's or Python's global generator, which is seeded "
+        "for each sample, or use data.num_workers=0",
+        setting,
+        names,
+    )
+    return count
+
+
+def _require_plain(stateful: Stateful) -> None:
+    try:
+        stateful.state_dict()
+    except TypeError as error:
+        raise UserError(f"checkpointing.save=true: {error}; or use checkpointing.save=false") from None
+
+
 def _checkpointer(config: Config, state: TrainState, ranks: Ranks) -> Checkpointer | NullCheckpointer:
     settings = config.checkpointing
     if not settings.save:
         return NullCheckpointer()
     if config.mode == "train":
         require_loadable(state.model)
+    _require_plain(state.stateful)
     directory = CheckpointDirectory(Path(config.run_dir), settings.keep_last, ranks)
     return Checkpointer(state, directory, ranks, settings.asynchronous)
 

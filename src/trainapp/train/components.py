@@ -35,11 +35,24 @@ def load_components(config: Config) -> Components:
     train, evaluation = _datasets(config, found["data"])
     return Components(
         model=found["model"],
-        task=found["task"] or getattr(losses, train.task),
+        task=_task(config, found["task"]) or getattr(losses, train.task),
         train_data=train,
         eval_data=evaluation,
         spec=dict(getattr(train, "spec", {})),
     )
+
+
+def _task(config: Config, found: Any) -> Any:
+    """The function or object that `task` names; an instance of the class that it names, built without arguments."""
+    if not inspect.isclass(found):
+        return found
+    task = targets.construct(found, {}, "task", config.user_packages)
+    if not callable(task):
+        raise UserError(
+            f"task={config.task}: an instance of it cannot be called; give the class a method "
+            "`__call__(self, model, batch)` that returns (loss_sum, count, metrics)"
+        )
+    return task
 
 
 def choose_device(setting: str) -> torch.device:

@@ -33,7 +33,8 @@ def evaluate(run: Run) -> None:
         run.strategy.broadcast_buffers()
         attempt.evaluation = Totals()
     state.model.eval()
-    with preserved_rng(state.device), state.average.in_place_of_weights():
+    undone = run.restore_point.undone_on_error(sizes.is_unproven)
+    with preserved_rng(state.device), state.average.in_place_of_weights(), undone:
         for fetched in run.eval_batches.from_sample(attempt.evaluation.samples, sizes.size, run.ranks):
             for micro in sizes.cut(fetched, run.eval_ranks):
                 evaluate_batch(run, micro, attempt.evaluation)
@@ -56,7 +57,9 @@ def evaluate_batch(run: Run, micro: MicroBatch, totals: Totals) -> None:
         with run.state.precision.autocast:
             loss, count, metrics = run.task(run.strategy.evaluate, micro.data)
         finished = evaluate_metrics(metrics)
+    run.restore_point.tensors.note_written()
     totals.add(loss, count, finished, batch_length(micro.data), micro.real)
+    run.restore_point.take(sizes.is_unproven)
     sizes.succeeded(run.eval_ranks)
 
 

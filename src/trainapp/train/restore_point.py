@@ -1,58 +1,78 @@
-"""The start of a step, to return to: random generators and module buffers."""
+"""The start of a step, to return to: generators, parameters and buffers, and what else owns state."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from trainapp.checkpoint.stateful import Stateful
 from trainapp.rng import Generators
-from trainapp.torch_private import buffers_of, foreach_copy_, non_persistent_buffers, version_of
+from trainapp.train.model_tensors import ModelTensors
 
 
 class RestorePoint:
-    """Random generators and module buffers (BatchNorm's statistics and the like) at the start of a step.
+    """Everything that a forward may change: see ModelTensors and Stateful. Not the optimizer's state, which nothing
+    before the commit touches.
 
-    Parameters and optimizer state are not in it: nothing before the commit touches them.
+    lost: parameters of the last `restore` that a forward had written without a copy of them to restore. The step cannot
+    be undone in place then.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device):
-        self.device = device
-        found = [(m, name) for m in model.modules() for name, b in buffers_of(m).items() if b is not None]
-        self._places = [(buffers_of(m), name) for m, name in found]
-        # BatchNorm's kernels write its statistics without increasing their version: it tells only of buffers that are
-        # not in the state dict (rotary tables, masks).
-        self._constant = [name in non_persistent_buffers(m) for m, name in found]
-        self._buffers: list[Tensor] = []
-        self._copies: list[Tensor] = []
-        self._versions: list[int] = []
+    def __init__(self, model: nn.Module, device: torch.device, stateful: Stateful | None = None):
+        self._stateful = stateful or Stateful(model=model)
+        self._model = model
         self._generators = Generators(device)
+        self._find_tensors()
+        self._states: dict[str, Any] = {}
+        self.lost: list[str] = []
 
-    def take(self) -> None:
-        """Record the current state. Buffers outside the state dict are copied again only if their version has moved."""
+    def _find_tensors(self) -> None:
+        self.tensors = ModelTensors({"model": self._model, **self._stateful.modules})
+
+    def take(self, unproven: bool = False, everything: bool = False) -> None:
+        """Record the current state.
+
+        unproven: whether memory may well run out: then also look for owners of state that are new, and for writes that
+        leave no trace. everything: copy every parameter.
+        """
+        self.lost = []
         self._generators.take()
-        buffers: list[Tensor] = [owner[name] for owner, name in self._places]  # type: ignore[misc]  # none is None
-        same = len(self._buffers) == len(buffers) and all(a is b for a, b in zip(self._buffers, buffers, strict=True))
-        if not same:
-            self._copies = [b.detach().clone() for b in buffers]
-        else:
-            known = zip(buffers, self._copies, self._versions, self._constant, strict=True)
-            moved = [
-                (copy, buffer)
-                for buffer, copy, version, constant in known
-                if not constant or version_of(buffer) != version
-            ]
-            if moved:
-                with torch.no_grad():
-                    foreach_copy_([copy for copy, _ in moved], [buffer for _, buffer in moved])
-        self._buffers, self._versions = buffers, list(map(version_of, buffers))
+        if unproven:
+            self._find_owners()
+        self.tensors.take(unproven, everything)
+        self._states = self._stateful.take()
 
-    @torch.no_grad()
+    def _find_owners(self) -> None:
+        before = dict(self._stateful.modules)
+        self._stateful.find()
+        if self._stateful.modules != before:
+            written = self.tensors.written
+            self._find_tensors()
+            self.tensors.written = written
+
     def restore(self) -> None:
         """Return to the last `take`."""
         self._generators.restore()
-        self.restore_buffers()
+        self.lost = self.tensors.restore()
+        self._stateful.restore(self._states)
 
-    @torch.no_grad()
-    def restore_buffers(self) -> None:
-        """The buffers alone, for a step that is skipped for good."""
-        for (owner, name), buffer, copy in zip(self._places, self._buffers, self._copies, strict=True):
-            owner[name] = buffer
-            buffer.copy_(copy)
+    def restore_skipped(self) -> None:
+        """The same for a step that is skipped for good: generators and data have moved on."""
+        self.lost = self.tensors.restore()
+        self._stateful.restore(self._states, but=("data", "generator"))
+
+    @contextlib.contextmanager
+    def undone_on_error(self, unproven: bool) -> Iterator[None]:
+        """Around work that calls `take` after each part of it: an error undoes the part that it interrupted.
+
+        Global generators stay as they are.
+        """
+        self.take(unproven)
+        try:
+            yield
+        except BaseException:
+            self.lost = self.tensors.restore()  # copies into memory that exists: allocates nothing of note
+            self._stateful.restore(self._states)
+            raise

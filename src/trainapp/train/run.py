@@ -88,6 +88,7 @@ class Run:
     stop: StopRequest
     cadences: Cadences
     objective: Objective
+    rehearsals: int = 0  # steps yet to be checked by `train.check_exactness`
     attempt: Attempt = field(default_factory=Attempt)
 
     @property

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from trainapp.data.micro_batch import MicroBatch
+from trainapp.errors import TrainingStopped
 from trainapp.models.inspect import has_batchnorm
 from trainapp.optim.nonfinite import gradient_norm
 from trainapp.parallel.dtensor import local
@@ -90,6 +91,7 @@ def update(run: Run, step: Step, totals: Totals, norm: Tensor) -> bool:
     """Update the parameters and count the step; nothing else does. False if a non-finite value skips the step."""
     state, progress = run.state, run.state.progress
     run.ranks.check_peers()  # the last moment at which a step can be aborted
+    run.restore_point.tensors.note_step()
     applied = run.nonfinite.allows_update(progress.step, totals.loss, norm)
     if applied:
         for group in state.optimizer.param_groups:
@@ -99,7 +101,8 @@ def update(run: Run, step: Step, totals: Totals, norm: Tensor) -> bool:
         run.nonfinite.count(applied, progress.step)
     else:
         state.precision.reset_scaler()
-        run.restore_point.restore_buffers()  # BatchNorm's statistics have seen non-finite values
+        run.restore_point.restore_skipped()  # BatchNorm's statistics have seen non-finite values
+        require_undone(run, step)
     run.meter.count(step.samples)
     run.batches.advance(progress)
     progress.step += applied
@@ -108,6 +111,17 @@ def update(run: Run, step: Step, totals: Totals, norm: Tensor) -> bool:
     if run.sizes.record(step.attempt):
         note_batchnorm(run, step)
     return applied
+
+
+def require_undone(run: Run, step: Step) -> None:
+    """Raises TrainingStopped where the skipped step's forward has written parameters of which there was no copy."""
+    lost = sorted({name for names in run.ranks.all_gather_object(run.restore_point.lost) for name in names})
+    if lost:
+        raise TrainingStopped(
+            f"step {step.number}: train.nonfinite=skip cannot leave this step out, because its forward is the first to "
+            f"write parameters in place ({', '.join(lost[:5])}), of which there is no copy yet; the last checkpoint is "
+            f"{run.checkpointer.newest_name() or 'none'}. Make them buffers, which are always copied"
+        )
 
 
 def note_batchnorm(run: Run, step: Step) -> None:

@@ -1,42 +1,55 @@
-"""A step is a transaction: until its commit, `rollback` leaves no trace of it.
-
-Parameters and optimizer state need no copies: nothing before the commit touches them.
-"""
+"""A step is a transaction: until its commit, `rollback` leaves no trace of it."""
 
 import contextlib
+import functools
 import time
 from collections.abc import Iterator
 
+from trainapp.train import exactness
 from trainapp.train.phase import Phase
 from trainapp.train.run import Run, Step
+from trainapp.train.step import accumulate_gradients
 
 
 @contextlib.contextmanager
 def transaction(run: Run, step: Step) -> Iterator[None]:
     """Use around a step, up to and including its commit. An error passes through: the runner calls `rollback`.
 
-    Saves random generators and module buffers. While the size is unproven, enables votes before each collective on
+    Records what a forward may change (`RestorePoint`). While the size is unproven, enables votes before each collective on
     whether any rank ran out of memory, and watches memory; it also watches logged and drawn steps.
     """
     attempt, sizes, memory = run.attempt, run.sizes, run.memory
     attempt.phase, attempt.started = Phase.START, time.monotonic()  # no restore point yet
-    run.restore_point.take()
-    attempt.phase = Phase.DATA
     sizes.follow_schedule(step.attempt)
+    run.restore_point.take(sizes.train.is_unproven, everything=run.rehearsals > 0)
+    attempt.phase = Phase.DATA
     run.ranks.start_flag_exchange(run.flags)  # in the background: the step hides it
     run.ranks.enable_votes(sizes.train.is_unproven)
     if sizes.train.is_unproven or step.is_drawn or (step.is_logged and memory.watch_is_due):
         with memory.watch(run.meter.resident(), track_modules=sizes.train.is_untried):
+            check_exactness(run, step)
             yield
     else:
+        check_exactness(run, step)
         yield
+
+
+def check_exactness(run: Run, step: Step) -> None:
+    """Rehearse the first steps, if `train.check_exactness` asks for it."""
+    if run.rehearsals:
+        undo = functools.partial(rollback, run, Phase.GRADIENTS, other_ranks_wait=run.ranks.world > 1)
+        exactness.rehearse(run, step, accumulate_gradients, undo)
+        run.attempt.phase = Phase.DATA
+        run.rehearsals -= 1
+        if not run.rehearsals:
+            run.tracker.note(f"check_exactness: the first {exactness.STEPS} steps are the same when they are retried")
 
 
 def rollback(run: Run, phase: Phase, other_ranks_wait: bool) -> None:
     """Return to where `phase` can be retried: to the start of the step, or to the end of the one before.
 
-    Drops gradients and releases memory. After a commit the generators and buffers stay: evaluation restores
-    the generators itself and changes no buffer. Call outside `except`, whose traceback keeps tensors alive.
+    Drops gradients and releases memory. After a commit the rest stays: evaluation restores itself what it had begun.
+    Call outside `except`, whose traceback keeps tensors alive.
     other_ranks_wait: whether the ranks were in the step together; then all of them call this.
     """
     if other_ranks_wait:

@@ -1,0 +1,303 @@
+"""State outside of tensors: who owns some in a model, a task and data sets, and how it is remembered.
+
+| what | protocol |
+|---|---|
+| a module | `get_extra_state` and `set_extra_state`, as in torch |
+| the task, what it holds, a data set | `state_dict` and `load_state_dict` |
+| a generator of torch, NumPy or Python | none: it is found in attributes, lists and dicts |
+
+Both the transaction of a step and the checkpoint honour them.
+"""
+
+import contextlib
+import copy
+import functools
+import hashlib
+import random
+import types
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from trainapp.torch_private import buffers_of
+
+DEPTH = 5  # attributes of attributes; a data set's transform may own a generator
+MOST_ITEMS = 1000  # of a list or dict; longer ones are data
+MOST_OBJECTS = 10_000
+FOREIGN = ("torch", "numpy", "builtins", "pyarrow", "pandas")  # their objects are not looked into
+OPEN = ("torch.utils.data",)  # but these are: Subset and the like hold data sets
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_at_start: dict[int, tuple[weakref.ref, dict[str, Any]]] = {}  # tasks by id, and the states that they began with
+
+
+class Owner(NamedTuple):
+    """Something with state. `get` may return references; `set` may keep what it is given."""
+
+    get: Callable[[], Any]
+    set: Callable[[Any], Any]
+    kind: str  # "model", "task" or "data"; "generator"
+    tensors_are_held: bool = False  # a module's state_dict: a transaction holds its tensors in another way
+
+
+class Stateful:
+    """The owners of state in a model, a task and data sets, by name, such as `task.queue` or `data.transform.rng`.
+
+    roots: by the first part of the names. `modules` are those found beside the model: in task and data, and in the
+    model's attributes where it has not registered them.
+    """
+
+    def __init__(self, **roots: Any):
+        self.roots = {name: root for name, root in roots.items() if root is not None}
+        self.find()
+
+    def find(self) -> None:
+        """Look again: an owner may have been created since."""
+        self.owners: dict[str, Owner] = {}
+        self.modules: dict[str, nn.Module] = {}
+        seen: set[int] = set()
+        for root, held in self.roots.items():
+            kind = "data" if root.endswith("data") else root
+            for name, found, is_part in walk(held, root, seen):
+                self._add(name, found, kind, is_part or found is self.roots.get("model"))
+        self._momentary = {name: owner for name, owner in self.owners.items() if not owner.tensors_are_held}
+
+    def _add(self, name: str, found: Any, kind: str, is_part: bool) -> None:
+        if isinstance(found, _GENERATORS):
+            get, put = functools.partial(generator_state, found), functools.partial(set_generator_state, found)
+            self.owners[name] = Owner(get, put, "generator")
+        elif isinstance(found, nn.Module):
+            if has_extra_state(found):
+                # The checkpoint has it with the module's tensors, where those are not the model's.
+                self.owners[f"{name}.extra_state"] = Owner(found.get_extra_state, found.set_extra_state, kind)
+            if not is_part:
+                self.modules[name] = found
+                self.owners[name] = Owner(found.state_dict, functools.partial(_load_module, found), kind, True)
+        elif has_protocol(found):
+            self.owners[name] = Owner(found.state_dict, found.load_state_dict, kind)
+
+    def return_to_start(self, task: Any) -> None:
+        """Give `task` and what it holds the state that it had when a run of this process first used it: an instance at
+        the top of a module outlives a run that is built again, and the runs of a sweep.
+        """
+        owned = self.owners_in("task")
+        if not owned:
+            return
+        for key in [key for key, (held, _) in _at_start.items() if held() is None]:
+            del _at_start[key]
+        if id(task) not in _at_start:
+            with contextlib.suppress(TypeError):  # a class with slots may refuse references
+                _at_start[id(task)] = (weakref.ref(task), {name: copied(owner.get()) for name, owner in owned.items()})
+            return
+        for name, state in _at_start[id(task)][1].items():
+            if name in owned:
+                owned[name].set(copied(state))
+
+    def owners_in(self, *roots: str) -> dict[str, Owner]:
+        """The owners whose names begin with one of these."""
+        return {name: owner for name, owner in self.owners.items() if name.partition(".")[0] in roots}
+
+    def take(self) -> dict[str, Any]:
+        """Copies of all states, for `restore`. Without the tensors of modules."""
+        return {name: copied(owner.get()) for name, owner in self._momentary.items()}
+
+    def restore(self, states: Mapping[str, Any], but: tuple[str, ...] = ()) -> None:
+        """Return to what `take` has returned; any number of times. but: kinds that stay as they are."""
+        for name, state in states.items():
+            owner = self._momentary.get(name)
+            if owner is not None and owner.kind not in but:
+                owner.set(copied(state))
+
+    def state_dict(self) -> dict[str, Any]:
+        """All states as plain values and tensors, for a checkpoint. Raises TypeError for a state that holds others."""
+        return {name: encoded(owner.get(), name) for name, owner in self.owners.items()}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> list[str]:
+        """The inverse of `state_dict`. Returns the names that only one side has: their owners stay as they are."""
+        for name in self.owners.keys() & saved.keys():
+            self.owners[name].set(decoded(saved[name]))
+        return sorted(self.owners.keys() ^ saved.keys())
+
+
+def walk(held: Any, name: str, seen: set[int], depth: int = 0) -> Iterator[tuple[str, Any, bool]]:
+    """`(name, object, is_part)` for every module and every owner of state among an object, its attributes and what they
+    hold. is_part: whether it is a registered submodule. seen: ids, to which those met are added.
+    """
+    if id(held) in seen or len(seen) > MOST_OBJECTS or isinstance(held, (str, bytes, int, float, Tensor, np.ndarray)):
+        return
+    seen.add(id(held))
+    if isinstance(held, nn.Module):
+        yield name, held, False
+        parts = list(held.named_modules())
+        seen |= {id(module) for _, module in parts}
+        for path, module in parts:
+            inner = f"{name}.{path}" if path else name
+            if path:
+                yield inner, module, True
+            for attribute, value in vars(module).items():
+                if attribute not in MODULE_ATTRIBUTES and not callable(value):
+                    yield from walk(value, f"{inner}.{attribute}", seen, depth + 1)
+        return
+    if isinstance(held, _GENERATORS) or has_protocol(held):
+        yield name, held, False
+    if depth < DEPTH:
+        for part, value in children(held):
+            yield from walk(value, f"{name}.{part}" if part else name, seen, depth + 1)
+
+
+def children(held: Any) -> Iterator[tuple[str, Any]]:
+    """What an object holds, by name: attributes, items, arguments that are bound to a function."""
+    if isinstance(held, (list, tuple, deque, set, frozenset)):
+        if len(held) <= MOST_ITEMS:
+            yield from ((str(number), value) for number, value in enumerate(held))
+    elif isinstance(held, dict):
+        if len(held) <= MOST_ITEMS:
+            yield from ((str(key), value) for key, value in held.items())
+    elif isinstance(held, functools.partial):
+        yield "", held.func
+        yield from children((*held.args, *held.keywords.values()))
+    elif isinstance(held, types.MethodType):
+        yield "", held.__self__
+    elif isinstance(held, types.FunctionType):
+        for variable, cell in zip(held.__code__.co_freevars, held.__closure__ or (), strict=True):
+            if cell != types.CellType():  # one that is not filled yet
+                yield variable, cell.cell_contents
+        yield from vars(held).items()
+    elif not isinstance(held, (type, types.ModuleType)):
+        home = type(held).__module__
+        if home.partition(".")[0] not in FOREIGN or home.startswith(OPEN):
+            yield from getattr(held, "__dict__", {}).items()
+
+
+MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
+
+
+def has_extra_state(module: nn.Module) -> bool:
+    """Whether the module's class overrides both methods."""
+    kind = type(module)
+    return (
+        kind.get_extra_state is not nn.Module.get_extra_state and kind.set_extra_state is not nn.Module.set_extra_state
+    )
+
+
+def has_protocol(held: Any) -> bool:
+    """Whether the object's class has `state_dict` and `load_state_dict`."""
+    kind = type(held)
+    return callable(getattr(kind, "state_dict", None)) and callable(getattr(kind, "load_state_dict", None))
+
+
+def generator_state(generator: Any) -> Any:
+    """The state of a generator of torch, NumPy or Python."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.get_state() if isinstance(generator, np.random.RandomState) else generator.getstate()
+
+
+def set_generator_state(generator: Any, state: Any) -> None:
+    """The inverse of `generator_state`."""
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(state)
+    else:
+        generator.setstate(state)
+
+
+def copied(state: Any) -> Any:
+    """A copy that shares no tensor, array or container with `state`."""
+    if isinstance(state, Tensor):
+        return state.detach().clone()
+    if isinstance(state, np.ndarray):
+        return state.copy()
+    if type(state) is dict:
+        return {key: copied(value) for key, value in state.items()}
+    if type(state) in (list, tuple, set):
+        return type(state)(map(copied, state))
+    if isinstance(state, (str, bytes, int, float, complex, type(None))):
+        return state
+    return copy.deepcopy(state)  # a deque, an OrderedDict, a class of the owner's
+
+
+_TAG = "trainapp.kind"  # the key that marks an encoded container
+
+
+def encoded(state: Any, name: str) -> Any:
+    """A copy of plain values and tensors on the host. Raises TypeError, naming what is neither."""
+    if isinstance(state, Tensor):
+        return state.detach().cpu().clone()
+    if isinstance(state, np.generic):
+        return {_TAG: "scalar", "dtype": state.dtype.str, "items": state.tobytes()}
+    if isinstance(state, np.ndarray) and state.dtype.kind in "biufc":
+        return {_TAG: "array", "dtype": state.dtype.str, "shape": list(state.shape), "items": state.tobytes()}
+    if isinstance(state, dict):
+        items = [[encoded(key, name), encoded(value, f"{name}.{key}")] for key, value in state.items()]
+        return {_TAG: "dict", "items": items}
+    for kind, label in _CONTAINERS.items():
+        if type(state) is kind:
+            items = [encoded(value, f"{name}.{number}") for number, value in enumerate(state)]
+            return {_TAG: label, "items": items, "most": getattr(state, "maxlen", None)}
+    if state is None or type(state) in (bool, int, float, complex, str, bytes):
+        return state
+    raise TypeError(
+        f"the state of {name} is a {type(state).__name__}: a checkpoint holds numbers, strings, tensors, arrays and "
+        "lists, tuples, sets, deques and dicts of them; convert it where the state is returned"
+    )
+
+
+_CONTAINERS = {list: "list", tuple: "tuple", set: "set", frozenset: "frozenset", deque: "deque"}
+
+
+def decoded(saved: Any) -> Any:
+    """The inverse of `encoded`; a dict of another class comes back as a dict."""
+    if not isinstance(saved, dict):
+        return saved
+    kind, items = saved[_TAG], saved["items"]
+    if kind == "scalar":
+        return np.frombuffer(items, saved["dtype"])[0]
+    if kind == "array":
+        return np.frombuffer(items, saved["dtype"]).reshape(saved["shape"]).copy()
+    if kind == "dict":
+        return {decoded(key): decoded(value) for key, value in items}
+    values = map(decoded, items)
+    if kind == "deque":
+        return deque(values, saved["most"])
+    return {label: container for container, label in _CONTAINERS.items()}[kind](values)
+
+
+def digest(state: Any) -> str:
+    """Equal for equal encoded states."""
+    hasher = hashlib.sha256()
+    _update(hasher, state)
+    return hasher.hexdigest()
+
+
+def _update(hasher: Any, state: Any) -> None:
+    if isinstance(state, Tensor):
+        hasher.update(f"{state.dtype}{tuple(state.shape)}".encode())
+        hasher.update(state.reshape(-1).view(torch.uint8).numpy())
+    elif isinstance(state, (list, dict)):
+        items = state if isinstance(state, list) else [part for item in state.items() for part in item]
+        hasher.update(f"{type(state).__name__}{len(items)}".encode())
+        for item in items:
+            _update(hasher, item)
+    else:
+        hasher.update(f"{type(state).__name__}{state!r};".encode())
+
+
+def _load_module(module: nn.Module, state: dict[str, Any]) -> None:
+    """`load_state_dict` that also fills buffers which are None until a first forward."""
+    device = next((t.device for t in (*module.parameters(), *module.buffers())), None)
+    for path, inner in module.named_modules():
+        for name, buffer in buffers_of(inner).items():
+            key = f"{path}.{name}" if path else name
+            if buffer is None and key in state:
+                buffers_of(inner)[name] = state[key].to(device)
+    module.load_state_dict(state)

@@ -1,0 +1,32 @@
+"""Checksums of tensors, for writes that move no version: through `.data`, through NumPy, through a pointer."""
+
+import torch
+from torch import Tensor
+
+PARTS = 64  # sums per tensor: exchanged elements and opposite changes would cancel out in a single one
+
+
+@torch.no_grad()
+def checksum(tensor: Tensor) -> Tensor:
+    """int64 [PARTS]: sums, modulo 2**64, of the tensor's bits in as many parts. One pass over its memory, and a copy of
+    the tensor only where its memory is not one block.
+    """
+    flat = _flat(tensor.detach()).view(torch.uint8)
+    whole = len(flat) // 8 * 8
+    if flat.storage_offset() % 8 and whole:
+        flat = flat.clone()
+    words = flat[:whole].view(torch.int64)
+    size = len(words) // PARTS
+    sums = words[: size * PARTS].view(PARTS, size).sum(1)
+    rest = words[size * PARTS :]
+    sums[: len(rest)] += rest * 3
+    if whole < len(flat):
+        ends = flat[whole:]
+        sums[-len(ends) :] += ends * 5
+    return sums
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """The elements [N], in the order of memory: a view for every dense layout, such as channels_last."""
+    order = sorted(range(tensor.dim()), key=lambda dimension: -tensor.stride(dimension))
+    return tensor.permute(order).contiguous().reshape(-1)

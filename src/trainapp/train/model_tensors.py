@@ -1,0 +1,214 @@
+"""The parameters and buffers of a model at one point, to return to.
+
+A forward may write any of them: a momentum teacher, a codebook, weights that are normalised in place, an initialisation
+from the first batch. Copying every parameter would take the memory of a second model, so that copies are made only of
+what is known to be written; of the rest it is noticed.
+"""
+
+import operator
+from collections.abc import Callable, Mapping
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedTensorMixin
+
+from trainapp.parallel.dtensor import is_shard, local
+from trainapp.torch_private import foreach_copy_, non_persistent_buffers, registries_of, storage_id, version_of
+from trainapp.train.checksum import checksum
+
+_PLAIN = (Tensor, nn.Parameter)
+
+
+class ModelTensors:
+    """Records the parameters and buffers of modules: which there are (`None`, new and replaced ones too), and contents.
+
+    | what | how its contents are restored |
+    |---|---|
+    | a buffer in the state dict | copied in every `take`: BatchNorm's kernels write its statistics without a trace |
+    | another buffer (a rotary table, a mask) | copied in a `take` that finds it changed |
+    | a parameter | copied in every `take` once a forward is known to have written it |
+
+    A write is known by the tensor's version. An assignment to `.data` moves none: the memory of before is kept and put
+    back. Other writes without a trace (`.data.mul_()`, NumPy) are found by checksums, in a `take` with `verify`.
+
+    written: parameters, by name, that a forward has written, and whether only in the first step. Those are dropped
+    after the second step: an initialisation from data should not cost a copy of the weights for the rest of the run.
+    """
+
+    def __init__(self, roots: Mapping[str, nn.Module]):
+        self._roots = roots
+        self.written: dict[str, bool] = {}
+        self._steps = 0
+        self._verify = False
+        # FSDP2 swaps these for gathered parameters in every forward, and swaps them back itself.
+        self._shards: dict[tuple[int, str], Tensor] = {}
+        self._copies: dict[str, Tensor] = {}
+        self._copied_at: dict[str, tuple[int, int]] = {}  # version and place of a constant at its last copy
+        self._scan()
+        for registry in self._registries:
+            self._shards |= {(id(registry), name): t for name, t in registry.items() if is_shard(t)}
+
+    def _scan(self) -> None:
+        """Find all tensors: parameters first, then buffers."""
+        modules = [(root, path, m) for root, top in self._roots.items() for path, m in top.named_modules()]
+        self._registries: list[dict[str, Any]] = [r for _, _, module in modules for r in registries_of(module)]
+        self._names: list[str] = []
+        self._tensors: list[Tensor] = []
+        self._always: list[int] = []  # positions of what every `take` copies
+        self._constant: list[int] = []
+        seen: set[int] = set()
+        for holds_buffers in (0, 1):
+            self._parameters = len(self._tensors) if holds_buffers else 0  # how many of the tensors
+            for root, path, module in modules:
+                registry, constants = registries_of(module)[holds_buffers], non_persistent_buffers(module)
+                for name, held in registry.items():
+                    tensor = self._shards.get((id(registry), name), held)
+                    if tensor is None or id(tensor) in seen or not _can_be_held(tensor):
+                        continue
+                    seen.add(id(tensor))
+                    if holds_buffers:
+                        (self._constant if name in constants else self._always).append(len(self._tensors))
+                    self._names.append(".".join(filter(None, (root, path, name))))
+                    with torch.no_grad():
+                        self._tensors.append(local(tensor))
+        self._values = [*chain.from_iterable(map(dict.values, self._registries))]
+        self._place: Callable[[Tensor], int] = Tensor.data_ptr if all(map(_has_memory, self._tensors)) else _storage
+        self._aliases: list[Tensor] = []
+        self._places: list[int] = []
+
+    @torch.no_grad()
+    def take(self, verify: bool = False, everything: bool = False) -> None:
+        """Record the current state.
+
+        verify: also take checksums of what is not copied, and look for tensors in modules that have been added deeper
+        inside. everything: copy every parameter.
+        """
+        self._contents = list(map(dict.copy, self._registries))
+        values = [*chain.from_iterable(map(dict.values, self._contents))]
+        if verify or len(values) != len(self._values) or not all(map(operator.is_, values, self._values)):
+            self._scan()
+            self._contents = list(map(dict.copy, self._registries))
+        self._versions = list(map(version_of, self._tensors))
+        places = list(map(self._place, self._tensors))
+        if places != self._places:
+            # Keeps the memory alive: until the next `take`, no other tensor can have its address.
+            self._places, self._aliases = places, [tensor.data for tensor in self._tensors]
+        self._verify = verify
+        self._copy(everything)
+        self._sums: dict[int, Tensor] = {}
+        if verify:
+            unsure = (*range(self._parameters), *self._constant)
+            self._sums = {i: checksum(self._aliases[i]) for i in unsure if _has_memory(self._tensors[i])}
+
+    def _copy(self, everything: bool) -> None:
+        state = list(zip(self._versions, self._places, strict=True)) if self._constant else []
+        constant = [
+            i
+            for i in self._constant
+            if self._verify or self._names[i] in self.written or self._copied_at.get(self._names[i]) != state[i]
+        ]
+        parameters: list[int] = []
+        if everything or self.written:
+            parameters = [i for i in range(self._parameters) if everything or self._names[i] in self.written]
+        targets, sources = [], []
+        for i in (*self._always, *constant, *parameters):
+            name, tensor = self._names[i], self._tensors[i]
+            copy = self._copies.get(name)
+            if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype or copy.device != tensor.device:
+                self._copies[name] = tensor.detach().clone()
+            else:
+                targets.append(copy)
+                sources.append(tensor)
+        if targets:
+            foreach_copy_(targets, sources)
+        for i in constant:
+            self._copied_at[self._names[i]] = state[i]
+        self._restorable = {*self._always, *self._constant, *parameters}
+
+    def note_written(self) -> None:
+        """Remember which parameters have been written since `take`. Call before anything else changes them."""
+        self.written |= {self._names[i]: False for i in self._written()}
+
+    def note_step(self) -> None:
+        """`note_written` for a step whose gradients are complete, before its commit."""
+        if self._steps >= 2 and not self._verify and self._current_versions() == self._versions[: self._parameters]:
+            return  # the healthy path
+        found = {self._names[i] for i in self._written()}
+        self._steps += 1
+        if self._steps == 1:
+            self.written = dict.fromkeys(found, True) | self.written
+            return
+        if self._steps == 2:
+            dropped = {name for name, only_first in self.written.items() if only_first} - found
+            for name in dropped:
+                del self.written[name]
+                self._copies.pop(name, None)
+        self.written |= dict.fromkeys(found, False)
+
+    def _current_versions(self) -> list[int]:
+        return list(map(version_of, self._tensors[: self._parameters]))
+
+    def _written(self) -> list[int]:
+        """Which have been written since `take`, in the memory that they had then: parameters, and constants without a
+        trace.
+        """
+        now = self._current_versions()
+        moved = [i for i, version in enumerate(now) if version != self._versions[i]]
+        silent = [
+            i
+            for i, before in self._sums.items()
+            if version_of(self._tensors[i]) == self._versions[i] and not torch.equal(checksum(self._aliases[i]), before)
+        ]
+        return moved + silent
+
+    @torch.no_grad()
+    def restore(self) -> list[str]:
+        """Return to the last `take`. Returns the names of parameters that were written and of which there is no copy:
+        those are not restored.
+        """
+        written = self._written()
+        self._restore_registries()
+        for position, tensor in enumerate(self._tensors):
+            self._restore_memory(position)
+            if position in self._restorable:
+                tensor.copy_(self._copies[self._names[position]])
+        for position in written:
+            self.written.setdefault(self._names[position], self._steps == 0)
+        return [self._names[position] for position in written if position not in self._restorable]
+
+    def _restore_registries(self) -> None:
+        for registry, before in zip(self._registries, self._contents, strict=True):
+            kept = {n: t for n, t in before.items() if (id(registry), n) not in self._shards}
+            kept |= {n: t for n, t in registry.items() if (id(registry), n) in self._shards}
+            if kept.keys() != registry.keys() or any(kept[n] is not registry[n] for n in kept):
+                ordered = {n: kept[n] for n in before if n in kept}
+                registry.clear()
+                registry.update(ordered)
+
+    def _restore_memory(self, position: int) -> None:
+        """Undo an assignment to `.data`."""
+        tensor, before = self._tensors[position], self._aliases[position]
+        if self._place(tensor) != self._places[position] or tensor.shape != before.shape:
+            tensor.data = before
+
+
+def _can_be_held(tensor: Tensor) -> bool:
+    """Not where there is nothing yet (lazy modules), nor where in-place writes are impossible: an inference tensor, or
+    an expanded one, whose elements share memory.
+    """
+    if isinstance(tensor, UninitializedTensorMixin) or tensor.is_inference():
+        return False
+    if tensor.layout is not torch.strided:
+        return True
+    return all(stride or size == 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Whether `data_ptr` tells where the tensor is: not for sparse, meta and fake tensors."""
+    return type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_meta
+
+
+def _storage(tensor: Tensor) -> int:
+    return storage_id(tensor.untyped_storage()) if tensor.layout is torch.strided else 0

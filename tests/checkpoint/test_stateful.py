@@ -1,0 +1,211 @@
+"""State outside of tensors: found, copied, saved, and the same after a resume."""
+
+import functools
+import io
+import random
+from collections import OrderedDict, deque
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import runs
+import torch
+import writing_models
+from torch import nn
+from torch.utils.data import Subset
+
+from trainapp.checkpoint.stateful import Stateful, copied, decoded, digest, encoded
+from trainapp.config import compose
+from trainapp.errors import UserError
+from trainapp.run import runner
+
+OWN = ("user_packages=[writing_models,test_stateful]", "data=digits", "oom.remember=false", "batch.micro_size=8")
+MODEL = (*OWN, "model=mlp", "~model.width", "~model.depth", "~model.dropout")
+MLP = (*OWN, "model=mlp", "model.width=16")
+CASES = {
+    **{
+        kind.__name__: (*MODEL, f"model._target_=writing_models.{kind.__name__}")
+        for kind in (writing_models.ExtraState, writing_models.Generators, writing_models.TeacherHidden)
+    },
+    "queue task": (*MLP, "task=writing_models.QueueTask"),
+    "queue task at the top": (*MLP, "task=writing_models.queue_task"),
+    "module task": (*MLP, "task=writing_models.ModuleTask"),
+    "data": (*MLP, "~data.augment", "data._target_=writing_models.StatefulDigits"),
+}
+
+
+def end(run_dir):
+    state = runs.saved(run_dir, 6)
+    del state["sizes"]
+    return state
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_resumed_run_is_uninterrupted(tmp_path, case):
+    overrides = (*CASES[case], "train.max_steps=6", "every.eval=2")
+    runs.run(tmp_path / "a", *overrides)
+    runs.run_until(tmp_path / "b", 3, *overrides)
+    runs.run(tmp_path / "b", *overrides)
+    assert runs.differences(end(tmp_path / "b"), end(tmp_path / "a")) == []
+    assert end(tmp_path / "a")["stateful"][0]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_without_the_saved_state_it_is_not(tmp_path, monkeypatch, case):
+    overrides = (*CASES[case], "train.max_steps=6")
+    runs.run(tmp_path / "a", *overrides)
+    runs.run_until(tmp_path / "b", 3, *overrides)
+    monkeypatch.setattr(Stateful, "load_state_dict", lambda *_: [])
+    runs.run(tmp_path / "b", *overrides)
+    assert runs.differences(end(tmp_path / "b"), end(tmp_path / "a")) != []
+
+
+def test_what_owns_state_is_found():
+    model = nn.Sequential(nn.Linear(1, 1), writing_models.ExtraState(2))
+    model[0].noise = [torch.Generator()]
+    task = functools.partial(lambda queue, model, batch: None, writing_models.QueueTask())
+    transform = SimpleNamespace(rng=np.random.RandomState(0))
+    data = Subset(SimpleNamespace(transforms=[transform], own={"python": random.Random(1)}), [0])
+    found = Stateful(model=model, task=task, data=data, eval_data=None)
+    assert set(found.owners) == {
+        "model.1.extra_state",
+        "model.0.noise.0",
+        "task.0",
+        "task.0.meters.seen",
+        "task.0.noise.0",
+        "data.dataset.transforms.0.rng",
+        "data.dataset.own.python",
+    }
+    assert [owner.kind for owner in found.owners_in("data").values()] == ["generator", "generator"]
+
+
+def test_a_closure_is_looked_into():
+    queue = writing_models.QueueTask()
+
+    def task(model, batch):
+        return queue(model, batch)
+
+    assert "task.queue" in Stateful(task=task).owners
+
+
+def test_nothing_is_found_in_ordinary_parts():
+    found = Stateful(model=nn.Linear(1, 1), task=writing_models.cross_entropy, data=[1, 2, 3])
+    assert not found.owners
+    assert not found.modules
+    assert found.take() == {}
+
+
+def test_a_state_is_restored_any_number_of_times():
+    task = writing_models.QueueTask()
+    task.losses.append(1.0)
+    found = Stateful(task=task)
+    states = found.take()
+    drawn = set()
+    for _ in range(3):
+        task.losses.append(2.0)
+        task.meters["seen"].seen += 1
+        drawn.add(task.noise[0].random())
+        found.restore(states)
+        assert list(task.losses) == [1.0]
+        assert task.meters["seen"].seen.tolist() == [0, 0]
+    assert len(drawn) == 1
+
+
+VALUES = {
+    "numbers": [1, 2.5, True, None, 3j, 2**100, "text", b"bytes"],
+    "nested": {"a": ({"b": [1, (2, 3)]},), 4: {5, 6}, (7, 8): frozenset({9})},
+    "queue": deque([1, 2, 3], maxlen=3),
+    "ordered": OrderedDict(b=1, a=2),
+    "tensors": {"t": torch.arange(3.0, dtype=torch.bfloat16)},
+    "array": np.arange(6, dtype=np.uint32).reshape(2, 3),
+    "scalar": np.float32(1.5),
+    "generator": np.random.default_rng(0).bit_generator.state,
+    "legacy": np.random.RandomState(0).get_state(),
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_plain_values_survive_a_file_that_may_hold_nothing_else(name):
+    file = io.BytesIO()
+    torch.save(encoded(VALUES[name], "x"), file)
+    file.seek(0)
+    back = decoded(torch.load(file, weights_only=True))
+    assert digest(encoded(back, "x")) == digest(encoded(VALUES[name], "x"))
+    assert type(back) is type(VALUES[name]) or name == "ordered"
+    assert digest(encoded(copied(VALUES[name]), "x")) == digest(encoded(VALUES[name], "x"))
+
+
+def test_a_digest_tells_states_apart():
+    others = [{"a": 1}, {"a": 1.0}, {"a": True}, {"b": 1}, {"a": [1]}, {"a": (1,)}, {"a": torch.ones(1)}, {"a": "1"}]
+    assert len({digest(encoded(state, "x")) for state in others}) == len(others)
+
+
+class Unplain:
+    """A task whose state is an object."""
+
+    def __call__(self, model, batch):
+        loss, _ = writing_models.cross_entropy(model, batch)
+        return loss, len(batch["targets"]), {}
+
+    def state_dict(self):
+        return {"held": [SimpleNamespace()]}
+
+    def load_state_dict(self, state):
+        pass
+
+
+def test_a_state_that_cannot_be_saved_is_refused_at_once(tmp_path):
+    with pytest.raises(UserError) as error:
+        runs.run(tmp_path, *MLP, "task=test_stateful.Unplain")
+    assert str(error.value).startswith("checkpointing.save=true: the state of task.held.0 is a SimpleNamespace")
+    runs.run(tmp_path, *MLP, "task=test_stateful.Unplain", "checkpointing.save=false")
+
+
+def test_workers_do_not_draw_from_a_state(tmp_path, caplog):
+    stateful = (*MLP, "~data.augment", "data._target_=writing_models.StatefulDigits", "data.num_workers=1")
+    with pytest.raises(UserError, match="data.num_workers=1: the data has a state"):
+        runs.run(tmp_path, *stateful)
+    noisy = (*MLP, "~data.augment", "data._target_=test_stateful.NoisyDigits", "checkpointing=off")
+    runs.prepare(tmp_path / "a", *noisy, "data.num_workers=1").close()
+    assert "the data owns generators (data.digits.noise, eval_data.digits.noise)" in caplog.text
+    run = runs.prepare(tmp_path / "b", *noisy)
+    assert run.batches._source._loader is None
+    run.close()
+
+
+class NoisyDigits:
+    """Not in memory, so that workers would fetch; owns a generator, and no other state."""
+
+    task = "classification"
+
+    def __init__(self, split: str):
+        self.digits = SimpleNamespace(noise=np.random.default_rng(1))
+        self.spec = {"image_shape": (1, 8, 8), "num_classes": 10}
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> dict:
+        inputs = torch.from_numpy(self.digits.noise.normal(size=(1, 8, 8)).astype(np.float32))
+        return {"inputs": inputs, "targets": torch.tensor(index % 10)}
+
+
+def test_another_task_begins_anew_and_says_so(tmp_path, caplog):
+    runs.run(tmp_path, *MLP, "task=writing_models.QueueTask", "train.max_steps=2")
+    runs.run(tmp_path, *MLP, "train.max_steps=3")
+    assert "state of task, task.meters.seen, task.noise.0: it begins anew" in caplog.text
+
+
+def test_a_task_at_the_top_of_a_module_begins_each_run_anew(tmp_path):
+    """As in a sweep, whose runs share a process."""
+    ends = []
+    for name in "ab":
+        runs.run(tmp_path / name, *CASES["queue task at the top"], "train.max_steps=6", "every.save=6")
+        ends.append(end(tmp_path / name))
+    assert runs.differences(*ends) == []
+
+
+def test_a_task_class_must_be_callable(tmp_path):
+    config = compose.from_command_line([*runs.TINY, *MLP, "task=writing_models.Meter"], str(tmp_path))
+    with pytest.raises(UserError, match="task=writing_models.Meter: an instance of it cannot be called"):
+        runner.run(config)

@@ -1,0 +1,169 @@
+"""`debug=exactness` names what a retry would not restore, and passes what it would."""
+
+import itertools
+import types
+
+import pytest
+import runs
+import torch
+import writing_models
+from torch import nn
+
+from trainapp.errors import TrainingStopped
+from trainapp.train import exactness, loop
+
+OWN = ("user_packages=[writing_models,test_exactness]", "data=digits", *runs.STEPS_ONLY, "batch.micro_size=8")
+MODEL = ("model=mlp", "~model.width", "~model.depth", "~model.dropout", *OWN)
+MLP = ("model=mlp", "model.width=16", "model.dropout=0.1", *OWN)
+EXACTNESS = "debug=exactness"
+
+
+def own(kind: type) -> tuple[str, ...]:
+    return (*MODEL, f"model._target_={kind.__module__}.{kind.__name__}")
+
+
+def trained(run_dir, *overrides):
+    """The run's state after four steps, and its notes."""
+    run = runs.prepare(run_dir, *overrides)
+    notes, note = [], run.tracker.note
+    run.tracker.note = lambda text, *rest: (notes.append(text), note(text, *rest))
+    try:
+        loop.train(run)
+    finally:
+        run.close()
+    return run.state.tensors(), notes
+
+
+def message(tmp_path, *overrides) -> list[str]:
+    """The lines of the message that stops the run."""
+    with pytest.raises(TrainingStopped) as stopped:
+        trained(tmp_path, *overrides, EXACTNESS)
+    return str(stopped.value).splitlines()
+
+
+COVERED = {
+    "dropout": MLP,
+    "resnet": (*runs.STEPS_ONLY, *runs.MODELS["resnet"]),
+    **{kind.__name__: own(kind) for kind in (writing_models.Teacher, writing_models.Lazy, writing_models.Generators)},
+    "task": (*MLP, "task=writing_models.QueueTask"),
+}
+
+
+@pytest.mark.parametrize("case", COVERED)
+def test_what_is_covered_passes_and_is_not_changed(tmp_path, case):
+    checked, notes = trained(tmp_path / "a", *COVERED[case], EXACTNESS)
+    assert any("the first 3 steps are the same when they are retried" in text for text in notes)
+    plain, notes = trained(tmp_path / "b", *COVERED[case], "train.deterministic=true")
+    assert not any("retried" in text for text in notes)
+    assert runs.differences(checked, plain) == []
+
+
+def test_a_counter_is_named(tmp_path):
+    lines = message(tmp_path, *own(writing_models.Counter))
+    assert lines[1] == "  model.head.calls: 2 after the first run of step 1, 4 after the second"
+    assert "get_extra_state" in lines[-1]
+
+
+class Uncovered(nn.Module):
+    """Changes one attribute in every forward."""
+
+    kind = ""
+
+    def __init__(self, num_classes: int):
+        super().__init__()
+        self.linear, self.held = nn.Linear(64, num_classes), self.start()
+
+    def forward(self, inputs):
+        self.change(inputs)
+        return self.linear(inputs.flatten(1))
+
+
+class Queue(Uncovered):
+    start = list
+
+    def change(self, inputs):
+        self.held.append(float(inputs.mean()))
+
+
+class Nested(Uncovered):
+    @staticmethod
+    def start():
+        return {"statistics": types.SimpleNamespace(mean=torch.zeros(2))}
+
+    def change(self, inputs):
+        self.held["statistics"].mean += 1
+
+
+class Names(Uncovered):
+    start = set
+
+    def change(self, inputs):
+        self.held.add(f"call {len(self.held)}")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(Queue, "len(model.held)"), (Nested, "model.held.statistics.mean"), (Names, "model.held")],
+)
+def test_other_attributes_are_named(tmp_path, kind, name):
+    assert any(name in line for line in message(tmp_path, *own(kind))[1:-1])
+
+
+class OnlyOnce(Uncovered):
+    """An attribute that is the same after both runs, but not before: only the second run begins with it."""
+
+    @staticmethod
+    def start():
+        return False
+
+    def change(self, inputs):
+        if not self.held:
+            nn.init.ones_(self.linear.bias)
+            self.held = True
+
+
+def test_a_first_run_that_is_different_is_explained(tmp_path):
+    lines = message(tmp_path, *own(OnlyOnce))
+    assert lines[1] == "  model.held: False before step 1, True after it was undone"
+
+
+calls = itertools.count()
+
+
+class Elsewhere(Uncovered):
+    """Depends on a global, which no snapshot reaches; to the comparison it is a device that adds in any order."""
+
+    start = dict
+
+    def forward(self, inputs):
+        return self.linear(inputs.flatten(1)) * (1 + 1e-3 * next(calls))
+
+
+def test_the_device_is_not_taken_for_the_model(tmp_path):
+    with_any = message(tmp_path / "a", *own(Elsewhere), "train.deterministic=false")
+    assert "the kernels (cpu) may add in any order; train.deterministic=true excludes that" in with_any[-1]
+    assert not any("model.held" in line for line in with_any)
+    deterministic = message(tmp_path / "b", *own(Elsewhere))
+    assert "the state is elsewhere" in deterministic[-1]
+
+
+class CountingTask:
+    """A loss with a counter and without a state_dict."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, model, batch):
+        self.calls += 1
+        loss, _ = writing_models.cross_entropy(model, batch)
+        return loss, len(batch["targets"]), {}
+
+
+def test_a_task_is_looked_at(tmp_path):
+    assert any("task.calls: 2" in line for line in message(tmp_path, *MLP, "task=test_exactness.CountingTask"))
+
+
+def test_without_a_rollback_every_model_fails(tmp_path, monkeypatch):
+    rehearse = exactness.rehearse
+    monkeypatch.setattr(exactness, "rehearse", lambda run, step, accumulate, undo: rehearse(run, step, accumulate, int))
+    assert any("gradient" in line for line in message(tmp_path, *MLP))

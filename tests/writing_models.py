@@ -1,0 +1,353 @@
+"""Models, tasks and data sets that change something of their own in a forward, as users write them.
+
+Each result depends on what was changed, and what is changed depends on how often the forward ran.
+"""
+
+import random
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from trainapp.data.digits import Digits
+
+
+class Base(nn.Module):
+    """A linear layer over flattened images, and a hook for the change."""
+
+    def __init__(self, num_classes: int):
+        super().__init__()
+        self.linear = nn.Linear(64, num_classes)
+        self.build(num_classes)
+
+    def build(self, num_classes: int) -> None:
+        """What the model needs beside the layer."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        inputs = inputs.flatten(1)
+        return self.linear(inputs) + self.change(inputs)
+
+    def blocks(self) -> list[nn.Module]:
+        return [self.linear]
+
+    def change(self, inputs: Tensor) -> Tensor:
+        """Changes something. Returns what it adds to the logits."""
+        raise NotImplementedError
+
+
+class Teacher(Base):
+    """MoCo, BYOL: a momentum teacher that the optimizer does not see."""
+
+    def build(self, num_classes: int) -> None:
+        self.teacher = nn.Linear(64, num_classes).requires_grad_(False)
+
+    def blocks(self) -> list[nn.Module]:
+        return [self.linear, self.teacher]
+
+    @torch.no_grad()
+    def change(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            for old, new in zip(self.teacher.parameters(), self.linear.parameters(), strict=True):
+                self.move(old, new)
+        return 0.5 * self.teacher(inputs)
+
+    def move(self, old: nn.Parameter, new: nn.Parameter) -> None:
+        old.mul_(0.9).add_(new, alpha=0.1)
+
+
+class TeacherAssigned(Teacher):
+    """As in MoCo's own code: no version moves."""
+
+    def move(self, old: nn.Parameter, new: nn.Parameter) -> None:
+        old.data = old.data * 0.9 + new.data * 0.1
+
+
+class TeacherSilent(Teacher):
+    """No version moves, and the memory stays."""
+
+    def move(self, old: nn.Parameter, new: nn.Parameter) -> None:
+        old.data.mul_(0.9).add_(new.data, alpha=0.1)
+
+
+class TeacherReplaced(Teacher):
+    """New parameters under the old names."""
+
+    def change(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            for name, new in list(self.linear.named_parameters()):
+                old = getattr(self.teacher, name)
+                setattr(self.teacher, name, nn.Parameter(old * 0.9 + new.detach() * 0.1, requires_grad=False))
+        return 0.5 * self.teacher(inputs).detach()
+
+
+class TeacherHidden(Teacher):
+    """In a list, so that the model does not register it."""
+
+    def build(self, num_classes: int) -> None:
+        self.hidden = [nn.Linear(64, num_classes).requires_grad_(False)]
+
+    @property
+    def teacher(self) -> nn.Module:
+        return self.hidden[0]
+
+
+class TeacherInEvaluation(Teacher):
+    """Moves in every forward, not only in training."""
+
+    @torch.no_grad()
+    def change(self, inputs: Tensor) -> Tensor:
+        for old, new in zip(self.teacher.parameters(), self.linear.parameters(), strict=True):
+            old.mul_(0.9).add_(new, alpha=0.1)
+        return 0.5 * self.teacher(inputs)
+
+
+class Codebook(Base):
+    """VQ: frozen codes that follow their inputs."""
+
+    def build(self, num_classes: int) -> None:
+        self.codes = nn.Parameter(torch.randn(8, num_classes), requires_grad=False)
+        self.keys = nn.Parameter(torch.randn(8, 64), requires_grad=False)
+        self.register_buffer("counts", torch.zeros(8))
+
+    @torch.no_grad()
+    def change(self, inputs: Tensor) -> Tensor:
+        nearest = torch.cdist(inputs, self.keys).argmin(1)
+        if self.training:
+            chosen = F.one_hot(nearest, 8).to(inputs)
+            self.counts.mul_(0.9).add_(chosen.sum(0), alpha=0.1)
+            self.keys.lerp_(chosen.T @ inputs / (1 + self.counts[:, None]), 0.1)
+            self.codes.add_(self.counts[:, None], alpha=0.01)
+        return self.codes[nearest]
+
+
+class Normalised(Base):
+    """Weight normalisation in place, of a trained parameter."""
+
+    def change(self, inputs: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.linear.weight.div_(self.linear.weight.norm(dim=1, keepdim=True) ** 0.5)
+        return self.linear(inputs) - self.linear(inputs).detach()
+
+
+class NormalisedSilent(Base):
+    """The same through `.data`."""
+
+    def change(self, inputs: Tensor) -> Tensor:
+        self.linear.weight.data.div_(self.linear.weight.data.norm(dim=1, keepdim=True) ** 0.5)
+        return self.linear(inputs) - self.linear(inputs).detach()
+
+
+class FromData(Base):
+    """ActNorm: the first batch decides the initial scale."""
+
+    def build(self, num_classes: int) -> None:
+        self.shift, self.scale = nn.Parameter(torch.zeros(64)), nn.Parameter(torch.ones(num_classes, 64))
+        self.register_buffer("is_initialised", torch.tensor(False))
+
+    def change(self, inputs: Tensor) -> Tensor:
+        if not self.is_initialised:
+            with torch.no_grad():
+                self.shift.copy_(-inputs.mean(0))
+                self.scale.div_(inputs.std(0) + 1)
+                self.is_initialised.fill_(True)
+        return F.linear(inputs + self.shift, self.scale)
+
+
+class Lazy(Base):
+    """Buffers that are None, or not there, until the first forward."""
+
+    def build(self, num_classes: int) -> None:
+        self.register_buffer("mean", None)
+        self.register_buffer("hidden_mean", None, persistent=False)
+
+    def change(self, inputs: Tensor) -> Tensor:
+        mean = inputs.mean(0)
+        if self.mean is None:
+            self.mean = mean.clone()
+            self.hidden_mean = mean.clone()
+            self.register_buffer("late", torch.zeros(1), persistent=False)
+        if self.training:
+            self.mean.lerp_(mean, 0.1)
+            self.hidden_mean.lerp_(mean, 0.2)
+            self.late += 0.1
+        return self.linear(self.mean + self.hidden_mean).detach() + self.late
+
+
+class LateModule(Base):
+    """A frozen projection that the first forward draws."""
+
+    def change(self, inputs: Tensor) -> Tensor:
+        if not hasattr(self, "late"):
+            self.late = nn.Linear(64, self.linear.out_features).requires_grad_(False)
+        return self.late(inputs)
+
+
+class Buffers(Base):
+    """Buffers that are written without a version moving, and one that is replaced."""
+
+    def build(self, num_classes: int) -> None:
+        self.register_buffer("by_numpy", torch.zeros(num_classes), persistent=False)
+        self.register_buffer("by_data", torch.zeros(num_classes), persistent=False)
+        self.register_buffer("assigned", torch.zeros(num_classes), persistent=False)
+        self.register_buffer("replaced", torch.zeros(num_classes))
+        self.register_buffer("expanded", torch.ones(1).expand(num_classes))
+
+    def change(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            self.by_numpy.numpy()[:] += 0.1 * float(inputs.mean())
+            self.by_data.data.mul_(0.9).add_(0.1)
+            self.assigned.data = self.assigned.data + 0.1
+            self.replaced = self.replaced * 0.9 + 0.1
+        return self.by_numpy + self.by_data + self.assigned.detach() + self.replaced + self.expanded
+
+
+class ExtraState(Base):
+    """A Python counter and a queue, by torch's protocol."""
+
+    def build(self, num_classes: int) -> None:
+        self.calls, self.means = 0, deque(maxlen=3)
+
+    def change(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            self.calls += 1
+            self.means.append(float(inputs.mean()))
+        return self.linear(inputs) * 0.01 * (self.calls + sum(self.means))
+
+    def get_extra_state(self) -> dict:
+        return {"calls": self.calls, "means": self.means}
+
+    def set_extra_state(self, state: dict) -> None:
+        self.calls, self.means = state["calls"], state["means"]
+
+
+class Generators(Base):
+    """Noise from generators of its own."""
+
+    def build(self, num_classes: int) -> None:
+        self.generator = torch.Generator().manual_seed(1)
+        self.others = [np.random.default_rng(2), np.random.RandomState(3)]
+        self.by_name = {"python": random.Random(4)}
+
+    def change(self, inputs: Tensor) -> Tensor:
+        if not self.training:
+            return torch.zeros(())
+        numbers = [self.others[0].normal(), self.others[1].normal(), self.by_name["python"].gauss(0, 1)]
+        return torch.randn(len(inputs), self.linear.out_features, generator=self.generator) + sum(numbers)
+
+
+class Counter(Base):
+    """A Python counter that nothing knows of."""
+
+    def build(self, num_classes: int) -> None:
+        self.head = nn.Identity()
+        self.head.calls = 0
+
+    def change(self, inputs: Tensor) -> Tensor:
+        self.head.calls += 1
+        return self.linear(inputs) * 0.01 * self.head.calls
+
+
+# What may be written in place by their forward, so that its first write cannot be undone without a copy.
+IN_PLACE = (
+    Teacher,
+    TeacherSilent,
+    TeacherHidden,
+    TeacherInEvaluation,
+    Codebook,
+    Normalised,
+    NormalisedSilent,
+    FromData,
+)
+MODELS = (*IN_PLACE, TeacherAssigned, TeacherReplaced, Lazy, LateModule, Buffers, ExtraState, Generators)
+
+
+def cross_entropy(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """The sum over the samples, and the logits."""
+    logits = model(batch["inputs"])
+    return F.cross_entropy(logits, batch["targets"], reduction="sum"), logits
+
+
+class Meter:
+    """A metric with a state of its own."""
+
+    def __init__(self) -> None:
+        self.seen = np.zeros(2)
+
+    def state_dict(self) -> dict:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.seen = state["seen"]
+
+
+class QueueTask:
+    """A loss that weighs by a queue of earlier losses; it holds a metric and generators."""
+
+    def __init__(self) -> None:
+        self.losses: deque[float] = deque(maxlen=5)
+        self.meters = {"seen": Meter()}
+        self.noise = [random.Random(3)]
+
+    def __call__(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int, dict[str, Tensor]]:
+        loss, _ = cross_entropy(model, batch)
+        if model.training:
+            self.losses.append(loss.item() / len(batch["targets"]))
+            self.meters["seen"].seen += (1, self.noise[0].random())
+        weight = 1 + sum(self.losses) + 0.01 * self.meters["seen"].seen.sum()
+        return loss * weight, len(batch["targets"]), {}
+
+    def state_dict(self) -> dict:
+        return {"losses": self.losses}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.losses = state["losses"]
+
+
+class ModuleTask(nn.Module):
+    """A loss with a buffer and a frozen network that follows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(()))
+        self.network = nn.Linear(10, 1).requires_grad_(False)
+
+    def forward(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int, dict[str, Tensor]]:
+        loss, logits = cross_entropy(model, batch)
+        with torch.no_grad():
+            if model.training:
+                self.mean.lerp_(loss / len(logits), 0.1)
+                self.network.weight.mul_(0.9).add_(logits.mean(), alpha=0.1)
+        return loss * (1 + self.mean) + self.network(logits).sum(), len(logits), {}
+
+
+queue_task = QueueTask()  # an instance at the top of a module: it outlives a run
+
+
+class StatefulDigits:
+    """Digits under noise from its own generator, with a counter, and in a wrapper."""
+
+    task = "classification"
+    in_memory = True
+
+    def __init__(self, split: str):
+        self.digits = Digits(split)
+        self.spec = self.digits.spec
+        self.noise, self.calls = np.random.default_rng(5), 0
+
+    def __len__(self) -> int:
+        return 256 if len(self.digits) > 1000 else 60
+
+    def __getitems__(self, indices: Sequence[int]) -> dict[str, Tensor]:
+        batch = self.digits.__getitems__(indices)
+        self.calls += 1
+        noise = self.noise.normal(size=batch["inputs"].shape).astype(np.float32)
+        return batch | {"inputs": batch["inputs"] * (1 + 0.01 * self.calls) + 0.1 * torch.from_numpy(noise)}
+
+    def state_dict(self) -> dict:
+        return {"calls": self.calls}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.calls = state["calls"]
