@@ -5,7 +5,7 @@ import contextlib
 import ctypes
 import random
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -91,6 +91,60 @@ class Generators:
         """Return to the last `take`."""
         assert self._full is not None, "restore() before take()"
         set_rng_state(self._full, self.device)
+
+
+class HostGenerators:
+    """Python's and NumPy's global generators as they were when this was created."""
+
+    def __init__(self) -> None:
+        self._python, self._numpy = random.getstate(), np.random.get_state(legacy=True)
+        self._words = (_python_words(), _numpy_words())
+        # A cached Gaussian may be used up without moving the words.
+        self._words_tell = all(self._words) and self._python[2] is None and not self._numpy[3]
+
+    @contextlib.contextmanager
+    def rewound(self) -> Iterator[None]:
+        """That state inside the block; the present one again after it."""
+        if self._words_tell and self._words == (_python_words(), _numpy_words()):
+            yield  # nothing draws from them: saves 70 microseconds
+            return
+        python, numpy = random.getstate(), np.random.get_state(legacy=True)
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
+
+
+# Generators that a module may own, and how their state is read.
+_STATE_OF: dict[type, Callable[[Any], Any]] = {
+    torch.Generator: torch.Generator.get_state,
+    random.Random: random.Random.getstate,
+    np.random.RandomState: np.random.RandomState.get_state,
+    np.random.Generator: lambda generator: generator.bit_generator.state,
+}
+
+
+def is_generator(value: Any) -> bool:
+    """Whether `generator_state` can read it."""
+    return type(value) in _STATE_OF
+
+
+def generator_state(generator: Any) -> Any:
+    """The state of torch's, NumPy's or Python's generator object."""
+    return _STATE_OF[type(generator)](generator)
+
+
+def set_generator_state(generator: Any, state: Any) -> None:
+    """The inverse of `generator_state`."""
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(state)
 
 
 def _numpy_words() -> bytes:

@@ -47,6 +47,11 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
     return module._buffers
 
 
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """The module's own parameters by name, as the dictionary that holds them."""
+    return module._parameters
+
+
 def non_persistent_buffers(module: nn.Module) -> set[str]:
     """The names of the module's own buffers that are not in its state dict. torch has no public way to ask."""
     return module._non_persistent_buffers_set
@@ -124,6 +129,11 @@ def fake_tensor_mode() -> Any:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def is_tracing() -> bool:
+    """Whether a `fake_tensor_mode` is in force: tensors have no values to compare."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 # What `tensor.item()` and `bool(tensor)` dispatch to.
