@@ -51,21 +51,21 @@ class BlockState:
 
     def _take(self, before: "Before") -> None:
         before.generators = HostGenerators()
+        copies_all = not (self._is_known or is_tracing())
         for module in self.block.modules():
-            constant = non_persistent_buffers(module)
-            for owner in (parameters_of(module), buffers_of(module), vars(module)):
+            buffers, attributes, constant = buffers_of(module), vars(module), non_persistent_buffers(module)
+            for owner in (parameters_of(module), buffers, attributes):
                 place = len(before.owners)
-                before.owners.append((owner, dict(owner)))
-                for name, value in owner.items():
+                own = attributes.keys() - _OF_EVERY_MODULE if owner is attributes else owner
+                found: dict[str, Any] = {name: owner[name] for name in own}
+                before.owners.append((owner, found))
+                for name, value in found.items():
                     if isinstance(value, Tensor):
-                        is_buffer = owner is buffers_of(module)
                         before.versions[place, name] = version_of(value)
-                        if is_buffer or (place, name) in self._written or not (self._is_known or is_tracing()):
+                        if owner is buffers or copies_all or (place, name) in self._written:
                             before.copies[place, name] = _copy(value)
-                        if not is_buffer or name in constant:
+                        if owner is not buffers or name in constant:
                             before.droppable.add((place, name))
-                    elif owner is not vars(module) or name in _OF_EVERY_MODULE:
-                        continue
                     elif type(value) in _CONTAINERS:
                         before.copies[place, name] = copy.copy(value)
                     elif is_generator(value):
@@ -93,6 +93,8 @@ class BlockState:
         now: list[tuple[dict[str, Any], str, Any]] = []
         copies: dict[int, Any] = {}  # of an original that is shared: one
         for place, (owner, found) in enumerate(before.owners):
+            if not found and (not owner or owner.keys() <= _OF_EVERY_MODULE):
+                continue
             for name in (found.keys() | owner.keys()) - _OF_EVERY_MODULE:
                 original, current = found.get(name, _ABSENT), owner.get(name, _ABSENT)
                 kept = before.copies.get((place, name), _ABSENT)
