@@ -67,7 +67,8 @@ def assemble(
     if not strategy.recovers_in_place:
         ranks.disable_votes()
     if is_meta:
-        _initialise_shards(config, model, ranks, device)
+        assert isinstance(strategy, FSDP)
+        _initialise_shards(config, strategy, ranks, device)
     optimizer = build_optimizer(config.optimizer, model, device, config.user_packages)
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]
@@ -115,18 +116,19 @@ def _spread(config: Config, model: nn.Module, ranks: Ranks, compute_dtype: torch
     return FSDP(model, blocks, ranks, config.parallel.fsdp, dtype)
 
 
-def _initialise_shards(config: Config, model: nn.Module, ranks: Ranks, device: torch.device) -> None:
+def _initialise_shards(config: Config, strategy: FSDP, ranks: Ranks, device: torch.device) -> None:
     """Allocate the shards of a model that was built on the meta device, and draw them.
 
     On the CPU each rank draws its own shards with a seed of its own: other numbers than the whole model would get, from
     the same distribution. On CUDA torch draws shards as parts of the whole.
     """
+    model = strategy.model
     if not callable(getattr(model, "init_weights", None)):
         raise UserError(
             f"parallel.fsdp.meta_init=true: {type(model).__name__} has no method `init_weights()` that draws its "
             "parameters and fills its buffers; add one, or use meta_init=false"
         )
-    model.to_empty(device=device)
+    strategy.to_empty(device)
     if device.type == "cpu":
         shard = ranks.rank % (ranks.world // config.parallel.fsdp.replicas)  # replicas hold the same shards
         torch.manual_seed((config.train.seed * 1_000_003 + shard) % 2**63)

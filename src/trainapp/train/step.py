@@ -43,7 +43,7 @@ def backward(run: Run, micro: MicroBatch, weight: Tensor, totals: Totals, is_log
     precision = run.state.precision
     run.attempt.phase = Phase.FORWARD
     with precision.autocast:
-        loss, count, metrics = run.task(run.strategy.forward, micro.data)
+        loss, count, metrics = run.strategy.compute(run.task, micro.data)
     run.attempt.phase = Phase.BACKWARD
     precision.scaler.scale(loss).backward(gradient=weight if micro.real else weight * 0)
     run.attempt.phase = Phase.METRIC
