@@ -42,7 +42,9 @@ def build(config: Config, stop: StopRequest, ranks: Ranks, memory: DeviceMemory 
     set_global_switches(config, device)
     seed_everything(config.train.seed)
     numerics = precision.build(config.precision, device)
-    assembled = assemble(config, components, ranks, device, numerics)
+    share = _share(config, components, device, ranks)
+    batches = _train_batches(config, components, share)
+    assembled = assemble(config, components, ranks, device, numerics, example=batches.example)
     state, strategy = assembled.state, assembled.strategy
     if config.model.init_from:
         load_initial_weights(state.model, Path(config.model.init_from), config.model.init_strict)
@@ -50,7 +52,11 @@ def build(config: Config, stop: StopRequest, ranks: Ranks, memory: DeviceMemory 
     memory = memory or backends.build(config.memory, device)
     memory.keep_events = config.memory.timeline
     require_room(memory, state)
-    batches, eval_batches = _batches(config, components, device, ranks, strategy.forward_is_collective)
+    eval_batches = (
+        None
+        if components.eval_data is None
+        else EvalBatches(components.eval_data, equal=strategy.forward_is_collective, **share)
+    )
     checkpointer = _checkpointer(config, state, ranks)
     length = run_length(config, batches)
     return Run(
@@ -115,17 +121,19 @@ def require_room(memory: DeviceMemory, state: TrainState) -> None:
         )
 
 
-def _batches(
-    config: Config, components: Components, device: torch.device, ranks: Ranks, is_collective: bool
-) -> tuple[TrainBatches, EvalBatches | None]:
+def _share(config: Config, components: Components, device: torch.device, ranks: Ranks) -> dict[str, Any]:
+    """What training and evaluation batches have in common."""
     local_ranks = ranks.world // config.parallel.nodes
-    share: dict[str, Any] = {
+    return {
         "seed": config.train.seed,
         "device": device,
         "workers": worker_count(config.loader.num_workers, components.train_data, local_ranks),
         "rank": ranks.rank,
         "world": ranks.world,
     }
+
+
+def _train_batches(config: Config, components: Components, share: dict[str, Any]) -> TrainBatches:
     size = config.batch.global_size
     batches = TrainBatches(components.train_data, global_size=size, drop_last=config.loader.drop_last, **share)
     if batches.epoch_samples == 0:
@@ -133,9 +141,7 @@ def _batches(
             f"data.drop_last=true with batch.global_size={size}: the data set has only {batches.samples} samples, so "
             "no batch is left; use data.drop_last=false"
         )
-    if components.eval_data is None:
-        return batches, None
-    return batches, EvalBatches(components.eval_data, equal=is_collective, **share)
+    return batches
 
 
 def _checkpointer(config: Config, state: TrainState, ranks: Ranks) -> Checkpointer | NullCheckpointer:
