@@ -93,6 +93,60 @@ class Generators:
         set_rng_state(self._full, self.device)
 
 
+class HostGenerators:
+    """Python's and NumPy's global generators as they were when this was created."""
+
+    def __init__(self) -> None:
+        self._python, self._numpy = random.getstate(), np.random.get_state(legacy=True)
+        self._positions = (_python_position(), _numpy_position())
+        # A cached Gaussian may be used up without moving the position.
+        self._positions_tell = all(self._positions) and self._python[2] is None and not self._numpy[3]
+
+    @contextlib.contextmanager
+    def rewound(self) -> Iterator[None]:
+        """That state inside the block; the present one again after it."""
+        if self._positions_tell and self._positions == (_python_position(), _numpy_position()):
+            yield  # nothing draws from them: saves 70 microseconds
+            return
+        python, numpy = random.getstate(), np.random.get_state(legacy=True)
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
+
+
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+
+
+def is_generator(value: Any) -> bool:
+    """Whether it is a generator object of torch, NumPy or Python."""
+    return isinstance(value, _GENERATORS)
+
+
+def generator_state(generator: Any) -> Any:
+    """The state of a generator of torch, NumPy or Python."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.get_state() if isinstance(generator, np.random.RandomState) else generator.getstate()
+
+
+def set_generator_state(generator: Any, state: Any) -> None:
+    """The inverse of `generator_state`."""
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(state)
+    else:
+        generator.setstate(state)
+
+
 def _numpy_position() -> bytes:
     """The last four words and the position of NumPy's Mersenne Twister; empty if another generator has replaced it."""
     generator = np.random.get_bit_generator()  # type: ignore[attr-defined]  # numpy forgets to export it

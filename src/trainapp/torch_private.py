@@ -143,6 +143,11 @@ def fake_tensor_mode() -> Any:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+def is_tracing() -> bool:
+    """Whether a `fake_tensor_mode` is in force: tensors have no values to compare."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
 # What `tensor.item()` and `bool(tensor)` dispatch to.
 READ_OPERATORS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default)
 

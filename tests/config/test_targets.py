@@ -113,6 +113,7 @@ def open_ended(**settings):
         {"_target_": "os.getcwd"},
         {"deep": {"_target_": "os.getcwd"}},
         [{"_target_": "os.getcwd"}],
+        [[{"deep": [{"_target_": "os.getcwd"}]}]],
         {"_target_": "torch.nn.Linear", "in_features": {"_target_": "os.getcwd"}, "out_features": 1},
     ],
 )
@@ -129,6 +130,49 @@ def test_nested_target_is_built():
         [],
     )
     assert built["layer"].weight.shape == (3, 2)
+
+
+LINEAR = {"_target_": "torch.nn.Linear", "in_features": 2, "out_features": 3}
+
+
+@pytest.mark.parametrize(
+    ("node", "find"),
+    [
+        ([LINEAR], lambda built: built[0]),
+        ({"deep": {"deeper": LINEAR}}, lambda built: built["deep"]["deeper"]),
+        ([{"list": [1, LINEAR]}], lambda built: built[0]["list"][1]),
+        ({"_target_": "torch.nn.Sequential", "_args_": [LINEAR]}, lambda built: built[0]),
+        ({"_target_": "torch.nn.ModuleList", "modules": [LINEAR]}, lambda built: built[0]),
+        ({**LINEAR, "_partial_": True, "out_features": 1}, lambda built: built(out_features=3)),
+    ],
+)
+def test_nested_targets_are_built_wherever_they_are(node, find):
+    layer = find(targets.construct(open_ended, {"part": node}, "model", [])["part"])
+    assert type(layer) is torch.nn.Linear
+    assert layer.weight.shape == (3, 2)
+
+
+def test_plain_containers_stay_plain():
+    node = {"a": [1, {"b": None}], "c": "text"}
+    built = targets.construct(open_ended, {"part": node}, "model", [])["part"]
+    assert built == node
+    assert type(built["a"]) is list
+
+
+@pytest.mark.parametrize(
+    ("node", "message"),
+    [
+        ({"_target_": ["torch.nn.Linear"]}, r"model\.part\._target_=\['torch\.nn\.Linear'\]: must be the dotted name"),
+        ([{"_target_": None}], r"model\.part\.0\._target_=None: must be the dotted name"),
+        ({"_target_": "torch.nn."}, r"must be the dotted name"),
+        ([{**LINEAR, "in_feature": 2}], r"model\.part\.0\.in_feature: no such setting; did you mean 'in_features'\?"),
+        ({"_target_": "torch.nn.Linear", "_args_": [1, 2, 3, 4, 5, 6, 7]}, r"model\.part: torch\.nn\.Linear: too many"),
+        ({"_target_": "torch.nn.Linear"}, r"model\.part\.in_features: required, but not set"),
+    ],
+)
+def test_a_nested_target_that_cannot_be_built_is_named(node, message):
+    with pytest.raises(UserError, match=message):
+        targets.construct(open_ended, {"part": node}, "model", [])
 
 
 def test_a_constructors_own_rule_names_the_group():

@@ -26,7 +26,6 @@ TINY = (
     "train.grad_clip=null",
     "batch.micro_size=4",
     "optimizer=sgd",
-    "optimizer.fused=false",
     "optimizer.lr=0.1",
     "schedule=constant",
 )

@@ -13,7 +13,6 @@ import contextlib
 import copy
 import functools
 import hashlib
-import random
 import types
 import weakref
 from collections import deque
@@ -24,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from trainapp.rng import generator_state, is_generator, set_generator_state
 from trainapp.torch_private import buffers_of
 
 DEPTH = 5  # attributes of attributes; a data set's transform may own a generator
@@ -31,7 +31,6 @@ MOST_ITEMS = 1000  # of a list or dict; longer ones are data
 MOST_OBJECTS = 10_000
 FOREIGN = ("torch", "numpy", "builtins", "pyarrow", "pandas")  # their objects are not looked into
 OPEN = ("torch.utils.data",)  # but these are: Subset and the like hold data sets
-_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _at_start: dict[int, tuple[weakref.ref, dict[str, Any]]] = {}  # tasks by id, and the states that they began with
 
 
@@ -67,7 +66,7 @@ class Stateful:
         self._momentary = {name: owner for name, owner in self.owners.items() if not owner.tensors_are_held}
 
     def _add(self, name: str, found: Any, kind: str, is_part: bool) -> None:
-        if isinstance(found, _GENERATORS):
+        if is_generator(found):
             get, put = functools.partial(generator_state, found), functools.partial(set_generator_state, found)
             self.owners[name] = Owner(get, put, "generator")
         elif isinstance(found, nn.Module):
@@ -142,7 +141,7 @@ def walk(held: Any, name: str, seen: set[int], depth: int = 0) -> Iterator[tuple
                 if attribute not in MODULE_ATTRIBUTES and not callable(value):
                     yield from walk(value, f"{inner}.{attribute}", seen, depth + 1)
         return
-    if isinstance(held, _GENERATORS) or has_protocol(held):
+    if is_generator(held) or has_protocol(held):
         yield name, held, False
     if depth < DEPTH:
         for part, value in children(held):
@@ -188,27 +187,6 @@ def has_protocol(held: Any) -> bool:
     """Whether the object's class has `state_dict` and `load_state_dict`."""
     kind = type(held)
     return callable(getattr(kind, "state_dict", None)) and callable(getattr(kind, "load_state_dict", None))
-
-
-def generator_state(generator: Any) -> Any:
-    """The state of a generator of torch, NumPy or Python."""
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    return generator.get_state() if isinstance(generator, np.random.RandomState) else generator.getstate()
-
-
-def set_generator_state(generator: Any, state: Any) -> None:
-    """The inverse of `generator_state`."""
-    if isinstance(generator, torch.Generator):
-        generator.set_state(state)
-    elif isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    elif isinstance(generator, np.random.RandomState):
-        generator.set_state(state)
-    else:
-        generator.setstate(state)
 
 
 def copied(state: Any) -> Any:

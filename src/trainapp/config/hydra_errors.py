@@ -72,7 +72,8 @@ def _argument_without_name(arguments: Sequence[str]) -> str:
     """`precision=16: ` if such an argument was given, else an empty string."""
     for argument in arguments:
         group, _, option = argument.partition("=")
-        if (CONF / group.lstrip("+~")).is_dir() and not isinstance(yaml.safe_load(option), str | list):
+        is_name = option in ("on", "off", "yes", "no") or isinstance(yaml.safe_load(option), str | list)  # as for Hydra
+        if (CONF / group.lstrip("+~")).is_dir() and not is_name:
             return f"{argument}: "
     return ""
 

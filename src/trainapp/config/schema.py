@@ -103,6 +103,7 @@ def _is_whole(value: Any) -> bool:
 Duration = Annotated[int | str, AfterValidator(_duration)]
 MemorySize = Annotated[int | float | str, AfterValidator(_memory_size)]
 MicroSchedule = Annotated[dict[int, int | dict[int, int]], PlainValidator(_micro_schedule)]
+Seed = Annotated[int, Field(ge=0, lt=2**63, strict=True)]  # data sets may still add to it, below 2**64
 Auto = Literal["auto"]
 
 
@@ -110,7 +111,7 @@ Auto = Literal["auto"]
 class Train:
     max_steps: PositiveInt | None = None
     max_epochs: PositiveInt | None = None
-    seed: NonNegativeInt = 0
+    seed: Seed = 0
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     compile: Bool = False
     deterministic: Bool = False

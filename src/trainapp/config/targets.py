@@ -3,12 +3,11 @@
 Hydra's own block-list is no security boundary (torch.load and os._exit pass it), so this is an allow-list.
 """
 
+import functools
 import importlib
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
-
-from hydra.utils import instantiate
 
 from trainapp.config.validation import check_arguments, suggest
 from trainapp.errors import UserError
@@ -29,6 +28,8 @@ def locate(target: str, setting: str, user_packages: Sequence[str]) -> Callable[
     setting: the setting that gave the name, for messages; user_packages: allowed in addition to trainapp's own.
     Raises UserError when it is not allowed, does not exist, or its module cannot be imported.
     """
+    if not isinstance(target, str) or not all(part.isidentifier() for part in target.split(".")):
+        raise UserError(f"{setting}={target}: must be the dotted name of a class or function, such as torch.nn.Linear")
     allowed = (*ALLOWED_PACKAGES, *user_packages)
     _require_allowed(target, target, setting, allowed)
     module_name, _, name = target.rpartition(".")
@@ -74,28 +75,81 @@ def construct(
 ) -> Any:
     """`target(**arguments)`; parameters of the target that `arguments` lacks are filled in from `provided`.
 
-    Nested `_target_` nodes in the arguments are built first. Raises UserError for arguments that do not fit.
+    Nodes with a `_target_` in the arguments, at any depth, in lists too, are built first: see `_build`. Raises UserError
+    for arguments that do not fit, and for all nodes that name nothing allowed before any of them is built.
     """
     provided = {k: v for k, v in (provided or {}).items() if k in _parameters(target) and arguments.get(k) is None}
     arguments = {k: v for k, v in arguments.items() if k not in provided}
     errors = check_arguments(target, arguments, setting, provided)
     if errors:
         raise UserError("\n".join(errors))
-    _check_nested(arguments, setting, user_packages)
-    plain = {k: instantiate(v) if isinstance(v, dict) and "_target_" in v else v for k, v in arguments.items()}
+    nested = [
+        error for name, value in arguments.items() for error in _nested(value, f"{setting}.{name}", user_packages)
+    ]
+    if nested:
+        raise UserError("\n".join(nested))
+    built = {name: _build(value, f"{setting}.{name}", user_packages) for name, value in arguments.items()}
+    return _call(target, [], {**built, **provided}, setting)
+
+
+def _call(target: Callable[..., Any], positional: list[Any], arguments: dict[str, Any], setting: str) -> Any:
     try:
-        return target(**plain, **provided)
+        return target(*positional, **arguments)
     except ValueError as error:
         raise UserError(str(error) if str(error).startswith(setting) else f"{setting}: {error}") from error
 
 
+def _build(node: Any, setting: str, user_packages: Sequence[str]) -> Any:
+    """The value that a node of plain containers stands for.
+
+    A mapping with `_target_` becomes what that class or function returns for the other keys; `_args_` is a list of
+    positional arguments, and `_partial_: true` gives a function that still takes more.
+    """
+    if isinstance(node, list):
+        return [_build(child, f"{setting}.{index}", user_packages) for index, child in enumerate(node)]
+    if not isinstance(node, dict):
+        return node
+    values = {key: _build(child, f"{setting}.{key}", user_packages) for key, child in node.items() if key != "_target_"}
+    if "_target_" not in node:
+        return values
+    target = locate(node["_target_"], f"{setting}._target_", user_packages)
+    positional, is_partial = values.pop("_args_", []), values.pop("_partial_", False)
+    if is_partial:
+        return functools.partial(target, *positional, **values)
+    try:
+        inspect.signature(target).bind(*positional, **values)
+    except TypeError as error:
+        raise UserError(f"{setting}: {node['_target_']}: {error}") from None
+    except ValueError:  # written in C, without a signature
+        pass
+    return _call(target, positional, values, setting)
+
+
+def _nested(node: Any, setting: str, user_packages: Sequence[str]) -> list[str]:
+    """All mistakes in the `_target_` nodes of a value: names that are not allowed, arguments that do not fit."""
+    errors: list[str] = []
+    children = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    if isinstance(node, dict) and "_target_" in node:
+        try:
+            target = locate(node["_target_"], f"{setting}._target_", user_packages)
+            own = {key: value for key, value in node.items() if key not in ("_target_", "_args_", "_partial_")}
+            if not node.get("_args_") and not node.get("_partial_"):
+                plain = {key: value for key, value in own.items() if not _holds_target(value)}  # the others: once built
+                errors += check_arguments(target, plain, setting, own.keys() - plain.keys())
+        except UserError as error:
+            errors.append(str(error))
+        except (NameError, TypeError, ValueError):
+            pass  # a signature that cannot be read: the call itself will tell
+    for key, child in children:
+        errors += _nested(child, f"{setting}.{key}", user_packages)
+    return errors
+
+
+def _holds_target(node: Any) -> bool:
+    if isinstance(node, dict):
+        return "_target_" in node or any(map(_holds_target, node.values()))
+    return isinstance(node, list) and any(map(_holds_target, node))
+
+
 def _parameters(target: Callable[..., Any]) -> Sequence[str]:
     return list(inspect.signature(target).parameters)
-
-
-def _check_nested(node: Any, setting: str, user_packages: Sequence[str]) -> None:
-    children = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
-    for key, child in children:
-        if isinstance(child, dict) and "_target_" in child:
-            locate(child["_target_"], f"{setting}.{key}._target_", user_packages)
-        _check_nested(child, f"{setting}.{key}", user_packages)

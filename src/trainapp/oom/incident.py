@@ -112,7 +112,10 @@ def _place(run: Run, error: BaseException) -> tuple[Phase, str]:
         phase = Phase.LOSS
     if phase not in (Phase.FORWARD, Phase.BACKWARD, Phase.EVALUATE):
         return phase, module
-    return phase, module or run.memory.module_path.at_failure
+    path = run.memory.module_path.at_failure
+    while path and path not in names.values():  # begins with what DDP or FSDP2 has put around the model
+        path = path.partition(".")[2]
+    return phase, module or path
 
 
 def _frames(trace: TracebackType | None) -> Iterator[FrameType]:

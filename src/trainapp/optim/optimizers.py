@@ -36,18 +36,39 @@ def build_optimizer(
     arguments = dict(settings.arguments)
     if "betas" in arguments:
         arguments["betas"] = tuple(arguments["betas"])
-    fused = settings.fused if settings.fused != "auto" else device.type in _FUSED_DEVICES
+    if not any(p.requires_grad for p in model.parameters()):
+        raise UserError(
+            f"model: {type(model).__name__} has no parameter that requires a gradient, so there is nothing to train; "
+            "leave some parameters unfrozen"
+        )
     # The fused kernel leaves dampened momentum unwritten when the first step overflows, and `materialise_state` cannot
     # create it beforehand.
     dampened = arguments.get("momentum") and arguments.get("dampening")
-    if "fused" in takes and fused and not dampened:
-        arguments["fused"] = True
-    groups = parameter_groups(model, settings.weight_decay) if "weight_decay" in takes else list(model.parameters())
-    provided = {"params": groups, "lr": settings.lr}
-    optimizer = targets.construct(kind, arguments, "optimizer", user_packages, provided)
+    can_be_fused = "fused" in takes and not dampened
+    is_auto = settings.fused == "auto"
+    if can_be_fused and (device.type in _FUSED_DEVICES if is_auto else settings.fused):
+        try:
+            return _ready(kind, {**arguments, "fused": True}, settings, model, user_packages)
+        except UserError:
+            if not is_auto:
+                raise  # else: torch has no such kernel for these parameters, as SGD's for shards of FSDP2
+    return _ready(kind, arguments, settings, model, user_packages)
+
+
+def _ready(
+    kind: Any, arguments: dict[str, Any], settings: Optimizer, model: nn.Module, user_packages: Sequence[str]
+) -> torch.optim.Optimizer:
+    takes = inspect.signature(kind).parameters
+    trained = [p for p in model.parameters() if p.requires_grad]
+    # Made here because an optimizer writes its settings into the groups that it is given.
+    groups = parameter_groups(model, settings.weight_decay) if "weight_decay" in takes else trained
+    optimizer = targets.construct(kind, arguments, "optimizer", user_packages, {"params": groups, "lr": settings.lr})
     try:
         materialise_state(optimizer)
+    except torch.OutOfMemoryError:
+        raise
     except (RuntimeError, TypeError) as error:  # LBFGS needs a closure, SparseAdam sparse gradients
+        optimizer.zero_grad(set_to_none=True)
         raise UserError(
             f"optimizer._target_={settings.target}: it cannot take a plain step on this model's gradients ({error}); "
             "choose another"

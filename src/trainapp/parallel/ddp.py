@@ -12,7 +12,7 @@ from torch import nn
 
 from trainapp.config.schema import Ddp
 from trainapp.parallel.ranks import DistributedRanks
-from trainapp.parallel.strategy import SingleDevice
+from trainapp.parallel.strategy import SingleDevice, Task, TaskModule, compute_within
 from trainapp.torch_private import outside_dispatch_modes
 
 
@@ -48,6 +48,7 @@ class DDP(SingleDevice):
         super().__init__(model, ranks)
         self.settings = settings
         self._exchange = Exchange(ranks)
+        self._task_module = TaskModule(model)
         with torch.no_grad():
             for tensor in [*model.parameters(), *model.buffers()]:
                 dist.broadcast(tensor, 0)
@@ -56,7 +57,7 @@ class DDP(SingleDevice):
     def _wrap(self) -> None:
         device = self.ranks.device
         self.forward = nn.parallel.DistributedDataParallel(
-            self.model,
+            self._task_module,
             device_ids=[device.index] if device.type == "cuda" else None,
             **_no_buffer_sync(),  # `broadcast_buffers` does it when it matters; DDP would in every forward
             bucket_cap_mb=self.settings.bucket_mb,
@@ -69,6 +70,10 @@ class DDP(SingleDevice):
         # In the forward after the first backward DDP rearranges its buckets, which is a collective: vote before it.
         # Costs nothing once the size is proven.
         self.forward.register_forward_pre_hook(lambda *_: self.ranks.check_peers())
+
+    def compute(self, task: Task, batch: Any) -> tuple[Any, ...]:
+        """Within DDP's forward."""
+        return compute_within(self.forward, task, batch)
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:

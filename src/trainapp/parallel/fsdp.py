@@ -1,7 +1,6 @@
 """FSDP2: parameters, gradients and optimizer state in shards over the ranks."""
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -9,11 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils._pytree import tree_map
 
 from trainapp.config.schema import Fsdp
 from trainapp.errors import UserError
 from trainapp.parallel.ranks import DistributedRanks
-from trainapp.parallel.strategy import SingleDevice
+from trainapp.parallel.strategy import SingleDevice, Task, TaskModule, compute_within
 from trainapp.torch_private import fsdp_collectives, outside_dispatch_modes
 
 if TYPE_CHECKING:
@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 
 class FSDP(SingleDevice):
-    """`fully_shard` on the blocks and the root, in place, with a vote before each gather and reduction.
+    """`fully_shard` on the blocks and on the task around the model, with a vote before each gather and reduction.
+
+    All parameters outside the blocks are gathered while the task runs.
 
     Build it before the optimizer. compute_dtype: of gathered parameters. Raises UserError where the number of ranks
     does not fit the settings.
@@ -44,12 +46,15 @@ class FSDP(SingleDevice):
         self.settings = settings
         mesh = _mesh(ranks, settings.replicas)
         self._shard_group = mesh.get_group("shard")
-        self._root, sharded = _shard(model, blocks, mesh["shard"], settings, compute_dtype)
+        task_module = TaskModule(model)
+        self._root, sharded = _shard(task_module, blocks, mesh["shard"], settings, compute_dtype)
         replicas = mesh.get_group("replicate") if settings.replicas > 1 else None
-        _gate_collectives(model, ranks.check_peers, replicas)
+        _gate_collectives(task_module, ranks.check_peers, replicas)
         _prefetch(sharded, settings.prefetch)
+        if compute_dtype != torch.float32:
+            model.register_forward_hook(_as_fp32)  # the loss is summed in fp32
         self._has_run = False
-        model.register_forward_pre_hook(self._note_forward, prepend=True)
+        task_module.register_forward_pre_hook(self._note_forward, prepend=True)
 
     def _note_forward(self, *_: object) -> None:
         self._has_run = True
@@ -58,6 +63,27 @@ class FSDP(SingleDevice):
     def recovers_in_place(self) -> bool:
         """Before torch 2.13 nothing resets a backward that was left halfway."""
         return hasattr(self._root, "reset_iter_state")
+
+    def compute(self, task: Task, batch: Any) -> tuple[Any, ...]:
+        """Within the root's forward. Raises UserError for a parameter of a block that is read outside the block."""
+        try:
+            return compute_within(self._root, task, batch)
+        except RuntimeError as error:
+            if "mixed torch.Tensor and DTensor" not in str(error):
+                raise
+            raise UserError(
+                "parallel=fsdp: the task or the model reads a parameter of one of the blocks outside the block's "
+                f"forward, where only a shard of it exists ({str(error).splitlines()[0]}); use it in the block, or use "
+                "parallel=ddp"
+            ) from error
+
+    def evaluate(self, task: Task, batch: Any) -> tuple[Any, ...]:
+        """As `compute`: every forward gathers parameters."""
+        return self.compute(task, batch)
+
+    def to_empty(self, device: torch.device) -> None:
+        """Allocate the shards of a model that was built on the meta device."""
+        self._root.to_empty(device=device)
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
@@ -110,7 +136,7 @@ def _mesh(ranks: DistributedRanks, replicas: int) -> DeviceMesh:
 
 
 def _shard(
-    model: nn.Module,
+    root: nn.Module,
     blocks: list[nn.Module],
     mesh: DeviceMesh,
     settings: Fsdp,
@@ -130,18 +156,21 @@ def _shard(
     }
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     sharded = [fully_shard(block, mp_policy=policy, **options) for block in blocks]
-    policy = dataclasses.replace(policy, output_dtype=reduce_dtype)  # the root's output enters the loss
-    return fully_shard(model, mp_policy=policy, **options), sharded
+    return fully_shard(root, mp_policy=policy, **options), sharded
 
 
-def _gate_collectives(model: nn.Module, check_peers: Callable[[], None], replicas: dist.ProcessGroup | None) -> None:
+def _as_fp32(model: nn.Module, inputs: Any, output: Any) -> Any:
+    return tree_map(lambda t: t.float() if torch.is_tensor(t) and t.is_floating_point() else t, output)
+
+
+def _gate_collectives(root: nn.Module, check_peers: Callable[[], None], replicas: dist.ProcessGroup | None) -> None:
     """Vote before every gather and reduction, and sum gradients instead of averaging them.
 
     replicas: the ranks that hold the same shard, where there is more than one copy of the model.
     """
     from torch.distributed.fsdp import FSDPModule
 
-    for module in model.modules():
+    for module in root.modules():
         if isinstance(module, FSDPModule):  # these methods are not recursive
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)

@@ -5,27 +5,37 @@ abort a step on all ranks without a trace of it.
 """
 
 import contextlib
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 
 from trainapp.parallel.ranks import Ranks
 
+Task = Callable[[nn.Module, Any], tuple[Any, ...]]  # see `train.losses`
+
 
 class SingleDevice:
-    """One process. `forward` is what a task calls; `model` holds the parameters and their names."""
+    """One process. `model` holds the parameters and their names, and is what a task gets."""
 
     forward_is_collective = False  # whether every rank must evaluate the same number of batches
 
     def __init__(self, model: nn.Module, ranks: Ranks):
         self.model, self.ranks = model, ranks
-        self.forward: nn.Module = model
-        self.evaluate: nn.Module = model
 
     @property
     def recovers_in_place(self) -> bool:
         """Whether `abort_step` works. Where it does not, all workers restart after an out-of-memory error."""
         return True
+
+    def compute(self, task: Task, batch: Any) -> tuple[Any, ...]:
+        """What the task returns for a training batch, ready for backward."""
+        return task(self.model, batch)
+
+    def evaluate(self, task: Task, batch: Any) -> tuple[Any, ...]:
+        """What the task returns for an evaluation batch."""
+        return task(self.model, batch)
 
     def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[None]:
         """Use around the forward and backward of a micro-batch. Gradients are exchanged in the last one."""
@@ -48,3 +58,34 @@ class SingleDevice:
 
     def all_reduce_found_inf(self, found: list[torch.Tensor]) -> None:
         """Turn an fp16 overflow on one rank into an overflow on all: the loss scaler's flags, in place. Collective."""
+
+
+class TaskModule(nn.Module):
+    """A model whose forward is a whole task.
+
+    What wraps this module (DDP, FSDP2) therefore covers all that the task does with the model: it may read attributes
+    and parameters, call methods, or call the model several times, as on one device.
+    """
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, call: Callable[[nn.Module], torch.Tensor]) -> torch.Tensor:
+        return call(self.model)
+
+
+def compute_within(wrapper: nn.Module, task: Task, batch: Any) -> tuple[Any, ...]:
+    """What the task returns, computed in the forward of `wrapper`, a TaskModule or a module around one.
+
+    The wrapper sees neither the batch, which it might cast or copy, nor any result but the loss, through which alone
+    gradients flow.
+    """
+    others: list[Any] = []
+
+    def call(model: nn.Module) -> torch.Tensor:
+        loss, *rest = task(model, batch)
+        others.extend(rest)
+        return loss
+
+    return (wrapper(call), *others)

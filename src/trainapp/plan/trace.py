@@ -58,7 +58,15 @@ def traced_peak(run: Run, samples: int, **settings: Any) -> int:
             # Two micro-batches: from the second on, gradients are already in memory.
             parts = min(2, run.batches.accumulation(samples))
             batches = ExampleBatches([map_tensors(mode.from_tensor, example) for _ in range(parts)], samples)
-            assembled = assemble(config, components, SingleRank(), device, numerics, initial_device=str(device))
+            assembled = assemble(
+                config,
+                components,
+                SingleRank(),
+                device,
+                numerics,
+                initial_device=str(device),
+                example=lambda _: batches.parts[0],
+            )
             twin = _run_of(config, assembled, batches)
             train_step(twin)
     return twin.memory.peak

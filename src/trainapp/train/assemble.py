@@ -5,6 +5,8 @@ Used for training on real tensors and for memory traces on fake ones.
 
 import contextlib
 import inspect
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +16,10 @@ from torch import nn
 from trainapp.checkpoint.train_state import TrainState
 from trainapp.config import targets
 from trainapp.config.schema import Config
+from trainapp.data.batch import map_tensors
 from trainapp.errors import UserError
 from trainapp.memory.levers import activation_checkpointing
-from trainapp.models.inspect import blocks_of, has_batchnorm
+from trainapp.models.inspect import blocks_of, has_batchnorm, lazy_modules, make_gradients_dense
 from trainapp.optim.ema import WeightAverage
 from trainapp.optim.optimizers import build_optimizer
 from trainapp.optim.precision import Precision
@@ -27,6 +30,8 @@ from trainapp.parallel.strategy import SingleDevice
 from trainapp.rng import seed_everything
 from trainapp.train import losses
 from trainapp.train.components import Components
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -45,13 +50,15 @@ def assemble(
     device: torch.device,
     precision: Precision,
     initial_device: str | None = None,
+    example: Callable[[int], Any] | None = None,
 ) -> Assembled:
     """The model on its device, spread over the ranks, with its optimizer and loss.
 
-    In this order: construction, activation checkpointing, compilation, sharding, optimizer. Draws the parameters from
-    torch's generators.
+    In this order: construction, shapes of lazy modules, activation checkpointing, compilation, sharding, optimizer.
+    Draws the parameters from torch's generators.
     initial_device: where parameters are initialised; None: on the CPU, then moved (with `parallel.fsdp.meta_init`: on
-    the meta device, then shard by shard). Raises UserError for parts that do not fit together.
+    the meta device, then shard by shard).
+    example: a batch of so many samples, for lazy modules. Raises UserError for parts that do not fit together.
     """
     is_meta = initial_device is None and _starts_on_meta(config, ranks)
     place = "meta" if is_meta else initial_device
@@ -60,6 +67,10 @@ def assemble(
     if not is_meta and any(t.device.type != device.type for t in (*model.parameters(), *model.buffers())):
         model.to(device)
     model.train()
+    if lazy := lazy_modules(model):
+        _materialise(model, lazy, None if is_meta else example, components.task, device, precision)
+    if dense := make_gradients_dense(model):
+        log.info("the gradients of %s are made dense: sparse ones cannot be clipped", ", ".join(dense))
     activation_checkpointing.apply(model, config.activation_checkpointing)
     if config.train.compile:
         model.compile()
@@ -67,7 +78,8 @@ def assemble(
     if not strategy.recovers_in_place:
         ranks.disable_votes()
     if is_meta:
-        _initialise_shards(config, model, ranks, device)
+        assert isinstance(strategy, FSDP)
+        _initialise_shards(config, strategy, ranks, device)
     optimizer = build_optimizer(config.optimizer, model, device, config.user_packages)
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]
@@ -80,7 +92,27 @@ def assemble(
         seed=config.train.seed,
         global_size=config.batch.global_size,
     )
-    return Assembled(state, strategy, components.task)
+    return Assembled(state, strategy, losses.checked(components.task, config.task))
+
+
+def _materialise(
+    model: nn.Module,
+    lazy: list[str],
+    example: Callable[[int], Any] | None,
+    task: losses.Task,
+    device: torch.device,
+    precision: Precision,
+) -> None:
+    """Give lazy modules their shapes by a forward of two samples, the same on every rank."""
+    if example is not None:
+        model.eval()
+        with torch.no_grad(), precision.autocast:
+            task(model, map_tensors(lambda tensor: tensor.to(device), example(2)))
+        model.train()
+        lazy = lazy_modules(model)
+    if lazy:
+        reason = "parallel.fsdp.meta_init=true" if example is None else "a forward of the first two samples"
+        raise UserError(f"model: the shapes of {', '.join(lazy)} are lazy and {reason} does not give them; state them")
 
 
 def _starts_on_meta(config: Config, ranks: Ranks) -> bool:
@@ -115,18 +147,19 @@ def _spread(config: Config, model: nn.Module, ranks: Ranks, compute_dtype: torch
     return FSDP(model, blocks, ranks, config.parallel.fsdp, dtype)
 
 
-def _initialise_shards(config: Config, model: nn.Module, ranks: Ranks, device: torch.device) -> None:
+def _initialise_shards(config: Config, strategy: FSDP, ranks: Ranks, device: torch.device) -> None:
     """Allocate the shards of a model that was built on the meta device, and draw them.
 
     On the CPU each rank draws its own shards with a seed of its own: other numbers than the whole model would get, from
     the same distribution. On CUDA torch draws shards as parts of the whole.
     """
+    model = strategy.model
     if not callable(getattr(model, "init_weights", None)):
         raise UserError(
             f"parallel.fsdp.meta_init=true: {type(model).__name__} has no method `init_weights()` that draws its "
             "parameters and fills its buffers; add one, or use meta_init=false"
         )
-    model.to_empty(device=device)
+    strategy.to_empty(device)
     if device.type == "cpu":
         shard = ranks.rank % (ranks.world // config.parallel.fsdp.replicas)  # replicas hold the same shards
         torch.manual_seed((config.train.seed * 1_000_003 + shard) % 2**63)

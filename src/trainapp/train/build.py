@@ -49,7 +49,9 @@ def build(config: Config, stop: StopRequest, ranks: Ranks, memory: DeviceMemory 
     set_global_switches(config, device)
     seed_everything(config.train.seed)
     numerics = precision.build(config.precision, device)
-    assembled = assemble(config, components, ranks, device, numerics)
+    share = _share(config, components, device, ranks)
+    batches = _train_batches(config, components, share)
+    assembled = assemble(config, components, ranks, device, numerics, example=batches.example)
     state, strategy = assembled.state, assembled.strategy
     state.stateful = owners_of_state(components, state.model, device)
     if config.model.init_from:
@@ -58,8 +60,10 @@ def build(config: Config, stop: StopRequest, ranks: Ranks, memory: DeviceMemory 
     memory = memory or backends.build(config.memory, device)
     memory.keep_events = config.memory.timeline
     require_room(memory, state)
-    batches, eval_batches = _batches(
-        config, components, device, ranks, strategy.forward_is_collective, state.stateful.owners_in("data", "eval_data")
+    eval_batches = (
+        None
+        if components.eval_data is None
+        else EvalBatches(components.eval_data, equal=strategy.forward_is_collective, **share)
     )
     state.data_samples = batches.samples
     checkpointer = _checkpointer(config, state, ranks)
@@ -137,16 +141,11 @@ def require_room(memory: DeviceMemory, state: TrainState) -> None:
         )
 
 
-def _batches(
-    config: Config,
-    components: Components,
-    device: torch.device,
-    ranks: Ranks,
-    is_collective: bool,
-    owners: dict[str, Owner],
-) -> tuple[TrainBatches, EvalBatches | None]:
+def _share(config: Config, components: Components, device: torch.device, ranks: Ranks) -> dict[str, Any]:
+    """What training and evaluation batches have in common."""
     local_ranks = ranks.world // config.parallel.nodes
-    share: dict[str, Any] = {
+    owners = Stateful(data=components.train_data, eval_data=components.eval_data).owners
+    return {
         "seed": config.train.seed,
         "device": device,
         "workers": _workers(config, components, local_ranks, owners),
@@ -154,6 +153,9 @@ def _batches(
         "rank": ranks.rank,
         "world": ranks.world,
     }
+
+
+def _train_batches(config: Config, components: Components, share: dict[str, Any]) -> TrainBatches:
     size = config.batch.global_size
     batches = TrainBatches(components.train_data, global_size=size, drop_last=config.loader.drop_last, **share)
     if batches.epoch_samples == 0:
@@ -161,9 +163,7 @@ def _batches(
             f"data.drop_last=true with batch.global_size={size}: the data set has only {batches.samples} samples, so "
             "no batch is left; use data.drop_last=false"
         )
-    if components.eval_data is None:
-        return batches, None
-    return batches, EvalBatches(components.eval_data, equal=is_collective, **share)
+    return batches
 
 
 def _workers(config: Config, components: Components, ranks: int, owners: dict[str, Owner]) -> int:

@@ -55,7 +55,7 @@ def evaluate_batch(run: Run, micro: MicroBatch, totals: Totals) -> None:
     watch = run.memory.watch(run.meter.resident(micro.data)) if sizes.needs_watching else contextlib.nullcontext()
     with watch:
         with run.state.precision.autocast:
-            loss, count, metrics = run.task(run.strategy.evaluate, micro.data)
+            loss, count, metrics = run.strategy.evaluate(run.task, micro.data)
         finished = evaluate_metrics(metrics)
     run.restore_point.tensors.note_written()
     totals.add(loss, count, finished, batch_length(micro.data), micro.real)

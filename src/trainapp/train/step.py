@@ -11,6 +11,7 @@ from trainapp.models.inspect import has_batchnorm
 from trainapp.optim.nonfinite import gradient_norm
 from trainapp.parallel.dtensor import local
 from trainapp.torch_private import foreach_mul_
+from trainapp.train.gradient_check import checked_gradients
 from trainapp.train.losses import evaluate_metrics
 from trainapp.train.phase import Phase
 from trainapp.train.run import Run, Step
@@ -44,9 +45,11 @@ def backward(run: Run, micro: MicroBatch, weight: Tensor, totals: Totals, is_log
     precision = run.state.precision
     run.attempt.phase = Phase.FORWARD
     with precision.autocast:
-        loss, count, metrics = run.task(run.strategy.forward, micro.data)
+        loss, count, metrics = run.strategy.compute(run.task, micro.data)
     run.attempt.phase = Phase.BACKWARD
-    precision.scaler.scale(loss).backward(gradient=weight if micro.real else weight * 0)
+    is_first = not run.meter.samples and micro.last
+    with checked_gradients(run.state.model, loss) if is_first else contextlib.nullcontext():
+        precision.scaler.scale(loss).backward(gradient=weight if micro.real else weight * 0)
     run.attempt.phase = Phase.METRIC
     totals.add(loss.detach(), count, evaluate_metrics(metrics) if is_logged else {}, real=micro.real)
 

@@ -6,18 +6,25 @@ keeps follow Korthikanti et al. 2022, "Reducing activation recomputation in larg
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
 
 from trainapp.config.schema import ActivationCheckpointing
+from trainapp.memory.levers.block_state import Before, BlockState
 from trainapp.models.inspect import blocks_of
 from trainapp.torch_private import ATTENTION_OPERATORS
 
+Contexts = tuple[AbstractContextManager[None], AbstractContextManager[None]]
 _KEPT = frozenset({"mm", "addmm", "bmm", "baddbmm", "convolution", *ATTENTION_OPERATORS})
 
 
@@ -29,24 +36,28 @@ def apply(model: nn.Module, settings: ActivationCheckpointing) -> None:
     if settings.mode == "none":
         return
     for block in blocks_of(model, f"activation_checkpointing={settings.mode}")[:: settings.every]:
-        block.forward = functools.partial(_checkpointed, block, block.forward, settings.mode == "selective")
+        selection = functools.partial(create_selective_checkpoint_contexts, _policy)
+        chosen = selection if settings.mode == "selective" else noop_context_fn
+        block.forward = functools.partial(_checkpointed, BlockState(block), block.forward, chosen)
 
 
-def _checkpointed(block: nn.Module, forward: Callable[..., Any], selective: bool, *inputs: Any, **options: Any) -> Any:
+def _checkpointed(
+    state: BlockState, forward: Callable[..., Any], chosen: Callable[[], Contexts], *inputs: Any, **options: Any
+) -> Any:
     if not torch.is_grad_enabled():
         return forward(*inputs, **options)
-    contexts = functools.partial(_contexts, block, selective)
-    return checkpoint(forward, *inputs, use_reentrant=False, context_fn=contexts, **options)
+    # A compiled graph has no state of its own: what it writes, it writes once, however often it computes it.
+    contexts = chosen if torch.compiler.is_compiling() else functools.partial(_contexts, state, chosen)
+    called = functools.partial(forward, **options) if options else forward  # `checkpoint` has options of its own
+    return checkpoint(called, *inputs, use_reentrant=False, context_fn=contexts)
 
 
-def _contexts(block: nn.Module, selective: bool) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """The contexts of the forward and of the recomputation."""
-    forward, recompute = (
-        create_selective_checkpoint_contexts(_policy)
-        if selective
-        else (contextlib.nullcontext(), contextlib.nullcontext())
-    )
-    return forward, _nested(_buffers_restored(block), recompute)  # in this order: `recompute` must not see the copies
+def _contexts(state: BlockState, chosen: Callable[[], Contexts]) -> Contexts:
+    """The contexts of the forward and of the recomputation, which keep the block's state around `chosen`'s."""
+    forward, recompute = chosen()
+    before = Before()
+    # In this order: what selects the operations to keep must not see the copies.
+    return _Nested(lambda: state.noted(before), forward), _Nested(lambda: state.rewound(before), recompute)
 
 
 def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -54,19 +65,16 @@ def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkpoi
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-@contextlib.contextmanager
-def _nested(outer: AbstractContextManager[None], inner: AbstractContextManager[None]) -> Iterator[None]:
-    with outer, inner:
-        yield
+class _Nested:
+    """Two contexts, entered together, once per backward: a graph that is kept has several."""
 
+    def __init__(self, outer: Callable[[], AbstractContextManager[None]], inner: AbstractContextManager[None]):
+        self._outer, self._inner = outer, inner
+        self._stack = contextlib.ExitStack()
 
-@contextlib.contextmanager
-def _buffers_restored(block: nn.Module) -> Iterator[None]:
-    """BatchNorm updates its statistics in every forward; the recomputation must not update them a second time."""
-    buffers = [(buffer, buffer.clone()) for buffer in block.buffers()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
+    def __enter__(self) -> None:
+        self._stack.enter_context(self._outer())
+        self._stack.enter_context(self._inner)
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)

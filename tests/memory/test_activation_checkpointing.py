@@ -1,0 +1,340 @@
+"""Activation checkpointing changes nothing but memory: gradients, buffers and all other state, bit for bit."""
+
+import contextlib
+import copy
+import random
+
+import numpy as np
+import pytest
+import runs
+import torch
+from torch import nn
+
+from trainapp.config.schema import ActivationCheckpointing
+from trainapp.errors import TrainingStopped
+from trainapp.memory.levers import activation_checkpointing
+from trainapp.memory.levers.block_state import BlockState
+from trainapp.torch_private import version_of
+
+SETTINGS = [(mode, every) for mode in ("full", "selective") for every in (1, 2, 3)]
+
+
+class Block(nn.Module):
+    """The base of the blocks here: `scale` is what the state of each makes of the output."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.setup()
+
+    def setup(self):
+        pass
+
+    def forward(self, x):
+        return torch.tanh(self.linear(x) * self.scale(x.detach()))
+
+
+class Reassigned(Block):
+    def setup(self):
+        self.register_buffer("stat", torch.zeros(()))
+
+    def scale(self, x):
+        self.stat = self.stat * 0.9 + x.mean()
+        return 1.0
+
+
+class ReassignedAndUsed(Reassigned):
+    def scale(self, x):
+        super().scale(x)
+        return 1 + self.stat
+
+
+class CountedInPlace(Block):
+    def setup(self):
+        self.register_buffer("count", torch.zeros(1))
+
+    def scale(self, x):
+        self.count.add_(1)
+        return self.count.clone()
+
+
+class ConstantThatMoves(Block):
+    def setup(self):
+        self.register_buffer("table", torch.ones(4), persistent=False)
+
+    def scale(self, x):
+        self.table.mul_(1.5)
+        return self.table.clone()
+
+
+class LazyBuffer(Block):
+    def setup(self):
+        self.register_buffer("first", None)
+
+    def scale(self, x):
+        if self.first is None:
+            self.first = x.mean()
+        self.first = self.first + 1
+        return self.first
+
+
+class NewAttribute(Block):
+    def scale(self, x):
+        self.calls = getattr(self, "calls", 0) + 1
+        return self.calls
+
+
+class UnregisteredTensor(Block):
+    def setup(self):
+        self.running = torch.ones(4)
+
+    def scale(self, x):
+        self.running.add_(x.mean(0))
+        return self.running.clone()
+
+
+class WrittenThroughData(Block):
+    def setup(self):
+        self.register_buffer("hidden", torch.ones(4), persistent=False)
+
+    def scale(self, x):
+        self.hidden.data.mul_(1.1)
+        return self.hidden.clone()
+
+
+class Teacher(Block):
+    def setup(self):
+        self.teacher = nn.Parameter(torch.ones(4), requires_grad=False)
+
+    def scale(self, x):
+        self.teacher.data.lerp_(self.linear.weight.data[0], 0.1)
+        return self.teacher.clone()
+
+
+class NormalisedInPlace(Block):
+    def scale(self, x):
+        with torch.no_grad():
+            self.linear.weight.add_(0.01)
+        return 1.0
+
+    def forward(self, x):
+        self.scale(x)
+        return torch.tanh(self.linear(x))
+
+
+class DataDependentInit(Block):
+    def setup(self):
+        self.gain = nn.Parameter(torch.zeros(4))
+        self.is_initialised = False
+
+    def scale(self, x):
+        if not self.is_initialised:
+            self.gain.data.copy_(x.std(0) + 1)
+            self.is_initialised = True
+        return self.gain
+
+
+class OwnGenerator(Block):
+    def setup(self):
+        self.generator = torch.Generator().manual_seed(1)
+
+    def scale(self, x):
+        return torch.rand(4, generator=self.generator)
+
+
+class OwnNumpyGenerators(Block):
+    def setup(self):
+        self.modern, self.legacy, self.plain = np.random.default_rng(1), np.random.RandomState(1), random.Random(1)
+
+    def scale(self, x):
+        return float(self.modern.random() + self.legacy.rand() + self.plain.random())
+
+
+class LayerDrop(Block):
+    def scale(self, x):
+        return 1.0 if random.random() < 0.5 else 0.1
+
+
+class NumpyNoise(Block):
+    def scale(self, x):
+        return float(np.random.randn())  # every second call uses up a cached value and moves no word of the state
+
+
+class History(Block):
+    def setup(self):
+        self.seen, self.by_name = [], {"last": 0.0}
+
+    def scale(self, x):
+        self.seen.append(float(x.mean()))
+        self.by_name["last"] += 1
+        return len(self.seen) + self.by_name["last"]
+
+
+class Options(Block):
+    """Takes an argument that torch.utils.checkpoint would take for its own."""
+
+    def scale(self, x):
+        return 1.0
+
+    def forward(self, x, debug=True):
+        return super().forward(x) * (2 if debug else 1)
+
+
+class SharedNorm(Block):
+    """Every block normalises with one module, which `Net` provides."""
+
+    def forward(self, x):
+        return torch.tanh(self.linear(self.shared(x)))
+
+
+class Net(nn.Module):
+    """Four blocks; the last is the first one once more."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.layers = nn.ModuleList(kind() for _ in range(3))
+        if kind is SharedNorm:
+            shared = nn.BatchNorm1d(4)
+            for layer in self.layers:
+                layer.shared = shared
+
+    def blocks(self):
+        return list(self.layers)
+
+    def forward(self, x):
+        for layer in [*self.layers, self.layers[0]]:
+            x = layer(x) if not isinstance(layer, Options) else layer(x, debug=False)
+        return x
+
+
+KINDS = [kind for kind in vars().copy().values() if isinstance(kind, type) and issubclass(kind, Block)][1:]
+
+
+def state_after_training(kind, mode="none", every=1):
+    """Everything that two steps of two micro-batches leave in the model and in the global generators."""
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    model, inputs = Net(kind), torch.randn(4, 6, 4)
+    activation_checkpointing.apply(model, ActivationCheckpointing(mode=mode, every=every))
+    for x in inputs:
+        model(x).square().sum().backward()
+    attributes = {
+        f"{name}.{key}": copy.deepcopy(value)
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+        if type(value) in (int, float, bool, list, dict, torch.Tensor) and key not in vars(nn.Module())
+    }
+    drawn = [torch.rand(1), random.random(), np.random.rand()]
+    for layer in model.layers:
+        if isinstance(layer, OwnGenerator):
+            drawn.append(torch.rand(1, generator=layer.generator))
+        if isinstance(layer, OwnNumpyGenerators):
+            drawn += [layer.modern.random(), layer.legacy.rand(), layer.plain.random()]
+    return {
+        "gradients": {name: p.grad for name, p in model.named_parameters()},
+        "parameters": {name: p.detach() for name, p in model.named_parameters()},
+        "buffers": dict(model.named_buffers()),
+        "attributes": attributes,
+        "drawn": drawn,
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_whatever_a_block_keeps(kind):
+    plain = state_after_training(kind)
+    for mode, every in SETTINGS:
+        assert runs.differences(plain, state_after_training(kind, mode, every)) == [], (mode, every)
+
+
+# An initialisation that is done is not repeated, rewound or not.
+@pytest.mark.parametrize(
+    "kind", [k for k in KINDS if k not in (Options, DataDependentInit)], ids=lambda kind: kind.__name__
+)
+def test_a_recomputation_that_is_not_rewound_fails_it(kind, monkeypatch):
+    plain = state_after_training(kind)
+    monkeypatch.setattr(BlockState, "rewound", lambda *_: contextlib.nullcontext())
+    try:
+        found = state_after_training(kind, "full")
+    except RuntimeError:
+        return  # autograd itself noticed: other shapes, or a saved tensor that was written
+    assert runs.differences(plain, found)
+
+
+def test_a_tensor_that_is_written_only_sometimes_is_named():
+    class Sometimes(Block):
+        def setup(self):
+            self.cache, self.calls = torch.zeros(4), 0
+
+        def scale(self, x):
+            self.calls += 1
+            if self.calls > 3:
+                self.cache.add_(1)
+            return self.cache.clone()
+
+    with pytest.raises(TrainingStopped, match=r"`cache` in a Sometimes is written in some forwards only"):
+        state_after_training(Sometimes, "full")
+
+
+def test_a_recomputation_moves_no_version_and_keeps_every_object():
+    model = Net(CountedInPlace)
+    activation_checkpointing.apply(model, ActivationCheckpointing(mode="full"))
+    loss = model(torch.randn(6, 4)).sum()
+    tensors = [*model.buffers(), *model.parameters()]
+    before = [version_of(t) for t in tensors]
+    loss.backward()
+    after = [*model.buffers(), *model.parameters()]
+    assert all(a is b for a, b in zip(tensors, after, strict=True))
+    assert [version_of(t) for t in after] == before
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_a_graph_that_is_kept_can_be_gone_through_twice(mode):
+    def gradients(mode):
+        torch.manual_seed(0)
+        model, x = Net(CountedInPlace), torch.randn(6, 4)
+        activation_checkpointing.apply(model, ActivationCheckpointing(mode=mode))
+        loss = model(x).square().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return runs.gradients(model)
+
+    if mode == "selective":  # torch drops what it has kept after the first backward, and says so
+        with pytest.raises(RuntimeError, match="extra time"):
+            gradients(mode)
+    else:
+        assert torch.equal(gradients(mode), gradients("none"))
+
+
+# Shipped models
+
+DEPTHS = {"mlp": (2, 4), "gpt": (1, 4), "resnet": (18, 50)}
+SHIPPED = [(model, depth, mode, every) for model in DEPTHS for depth in DEPTHS[model] for mode, every in SETTINGS]
+QUICK = [("gpt", 4, "full", 2), ("gpt", 4, "selective", 1), ("mlp", 4, "full", 3), ("resnet", 18, "full", 2)]
+
+
+def after_a_step(folder, model, depth, mode, every):
+    """Gradients and buffers of the second step, in micro-batches of 6, 6 and 4."""
+    chosen = [f"activation_checkpointing={mode}"]
+    if mode != "none":
+        chosen.append(f"activation_checkpointing.every={every}")
+    run = runs.prepare(folder, *runs.MODELS[model], f"model.depth={depth}", "batch.micro_size=6", *chosen)
+    try:
+        runs.loop.train_step(run)
+        runs.accumulate(run)
+    finally:
+        run.tracker.close()
+    network = run.state.model
+    return {
+        "gradients": {name: p.grad for name, p in network.named_parameters()},
+        "buffers": dict(network.named_buffers()),
+    }
+
+
+@pytest.mark.parametrize(
+    ("model", "depth", "mode", "every"),
+    [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in SHIPPED],
+)
+def test_shipped_models(tmp_path, model, depth, mode, every):
+    plain = after_a_step(tmp_path, model, depth, "none", 1)
+    assert runs.differences(plain, after_a_step(tmp_path, model, depth, mode, every)) == []

@@ -1,0 +1,192 @@
+"""Every pair of shipped options trains three steps with the default settings, or is refused with one message.
+
+The pairs are covered by few runs, each with one option of every group: a covering array, computed greedily. Options are
+read from `conf/`, so that a new one joins by itself.
+"""
+
+import itertools
+import re
+import shutil
+
+import pytest
+import runs
+from helpers import ROOT, metrics, result, run_cli
+
+from trainapp.errors import UserError
+
+GROUPS = {
+    folder.name: tuple(f"{folder.name}={path.stem}" for path in sorted(folder.glob("*.yaml")))
+    for folder in sorted((ROOT / "conf").iterdir())
+    if folder.is_dir()
+}
+# Groups whose default is to choose none of their options; `~` before an option stands for that.
+OPTIONAL = {group: (f"~{group}", *GROUPS[group]) for group in ("debug", "experiment")}
+SWITCHES = {
+    "compile": ("train.compile=false", "train.compile=true"),
+    "workers": ("data.num_workers=auto", "data.num_workers=1"),
+    "average": ("train.ema=null", "train.ema=0.9"),
+    "init": ("model.init_from=null", "model.init_from=weights.safetensors"),
+    "micro": ("batch.micro_size=auto", "batch.micro_size=3"),
+    "every": ("activation_checkpointing.every=1", "activation_checkpointing.every=2"),
+    "limit": ("memory.limit=null", "memory.limit=1GiB"),
+    "nonfinite": ("train.nonfinite=stop", "train.nonfinite=skip"),
+}
+FACTORS = GROUPS | OPTIONAL | SWITCHES
+WITHOUT_COMPILER = FACTORS | {"compile": ("train.compile=false",)}
+
+# Pairs that are refused, each with the start of the message.
+CHOOSE_ANOTHER = r"model=trainapp\.models\.\w+\.\w+ cannot read data=trainapp\.data\.\w+\.\w+: it needs "
+REFUSED = {
+    frozenset((f"model={model}", f"data={data}")): CHOOSE_ANOTHER
+    for model, kinds in {
+        "gpt": ("digits", "synthetic_images"),
+        "mlp": ("text", "synthetic_tokens"),
+        "resnet": ("text", "synthetic_tokens"),
+    }.items()
+    for data in kinds
+} | {
+    frozenset(("accumulation=fixed", "batch.micro_size=3")): r"accumulation\.steps=4 and batch\.micro_size=3: both fix"
+}
+# Options do not exist where their group's choice has no such key.
+MEANINGLESS = {frozenset(("activation_checkpointing=none", "activation_checkpointing.every=2"))}
+
+# What keeps a run small. None of it is a default that another choice of option depends on.
+SMALL = (
+    "train.device=cpu",
+    "train.max_steps=3",
+    "train.max_epochs=null",
+    "batch.global_size=16",
+    "every.log=1",
+    "every.eval=3",
+    "every.save=3",
+    "oom.remember=false",
+    "parallel.timeout=60",
+)
+OF_MODEL = {
+    "model=mlp": ("model.width=16",),
+    "model=resnet": ("model.width=4",),
+    "model=gpt": ("model.depth=3", "model.width=16", "model.heads=2", "model.context_length=16"),
+}
+OF_DATA = {
+    "data=digits": (),
+    "data=synthetic_images": ("data.size=100", "data.val_size=20", "data.image_shape=[3,8,8]"),
+    "data=synthetic_tokens": ("data.size=100", "data.val_size=20", "data.vocab_size=32"),
+    "data=text": ("data.files=a.txt",),
+}
+
+
+def pairs_of(row):
+    return {frozenset(pair) for pair in itertools.combinations(row, 2)}
+
+
+def all_pairs(factors):
+    """Every pair of options of two groups, without those that are refused."""
+    groups = itertools.combinations(factors.values(), 2)
+    return {frozenset(pair) for a, b in groups for pair in itertools.product(a, b)} - REFUSED.keys() - MEANINGLESS
+
+
+def covering(factors, wanted=None):
+    """Rows with one option per group that together have every wanted pair, and no pair that is refused."""
+    uncovered = all_pairs(factors) if wanted is None else set(wanted)
+    barred = REFUSED.keys() | MEANINGLESS
+    rows = []
+    while uncovered:
+        row = sorted(min(uncovered, key=sorted))  # start at a pair that is lacking, then add what covers most
+        chosen = [next(name for name, options in factors.items() if option in options) for option in row]
+        for name, options in factors.items():
+            if name in chosen:
+                continue
+            allowed = [o for o in options if not any(frozenset((o, other)) in barred for other in row)]
+            row.append(max(allowed, key=lambda o: sum(frozenset((o, other)) in uncovered for other in row)))
+        rows.append(tuple(sorted(row)))
+        uncovered -= pairs_of(row)
+    return rows
+
+
+# Compiling takes a minute: the pairs with it are covered by as few rows as possible.
+ROWS = covering(WITHOUT_COMPILER)
+COMPILED = covering(FACTORS, {pair for pair in all_pairs(FACTORS) if "train.compile=true" in pair})
+# In this process, and one pair that has not always started.
+QUICK = [*(row for row in ROWS if "parallel=single" in row), ("optimizer=sgd", "parallel=fsdp")]
+
+
+def test_the_rows_have_every_pair():
+    covered = set().union(*map(pairs_of, ROWS + COMPILED))
+    assert all_pairs(FACTORS) <= covered
+    assert all(len(row) == len(FACTORS) for row in ROWS)
+    assert not REFUSED.keys() & covered
+    assert len(ROWS) < 40  # of 10 million
+    assert not all_pairs(WITHOUT_COMPILER) <= set().union(*map(pairs_of, ROWS[5:]))
+
+
+def complete(folder, row):
+    """The overrides of a run of these options, small. Writes the files that it reads."""
+    (folder / "a.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 100)
+    model = next((o for o in row if o.startswith("model=")), "model=mlp")
+    data = next((o for o in row if o.startswith("data=")), "data=digits")
+    row = [o for o in dict.fromkeys((model, data, *row)) if o[0] != "~" and not o.endswith("weights.safetensors")]
+    if "activation_checkpointing=none" in row:
+        row = [o for o in row if not o.startswith("activation_checkpointing.every")]
+    files = [o.replace("a.txt", str(folder / "a.txt")) for o in OF_DATA[data]]
+    return [*row, *SMALL, *OF_MODEL[model], *files]
+
+
+def save_weights(folder, overrides):
+    """The model's initial weights under another seed, as a file."""
+    from safetensors.torch import save_model
+
+    alone = [o for o in overrides if not o.startswith(("parallel=", "train.compile="))]
+    run = runs.prepare(folder / "other", *alone, "train.seed=1", "memory.guard=false")
+    run.close()
+    save_model(run.state.model, str(folder / "weights.safetensors"))
+    return f"model.init_from={folder / 'weights.safetensors'}"
+
+
+def check(folder, row):
+    """Three steps of these options, on two ranks where `parallel` asks for more than one."""
+    overrides = complete(folder, row)
+    if "model.init_from=weights.safetensors" in row:
+        overrides = [o for o in overrides if o != "model.init_from=null"] + [save_weights(folder, overrides)]
+    run_dir = folder / "run"
+    if "parallel=single" in row:
+        assert runs.run(run_dir, *overrides, "memory.guard=false").steps == 3
+    else:
+        command = (*overrides, "parallel.devices=2", f"hydra.run.dir={run_dir}")
+        done = run_cli(*command, cwd=folder, timeout=400)
+        assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-3000:]}{done.stderr[-6000:]}"
+    assert result(run_dir)["steps"] == 3
+    lines = metrics(run_dir)
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert all(0 < line["loss"] < 20 for line in lines)
+
+
+def named(row):
+    """Without what is chosen by default."""
+    plain = ("null", "=auto", "false", "=1", "standard", "=stop")
+    return " ".join(re.sub(r"^\w+[.=]", "", o) for o in row if not o.endswith(plain) and o[0] != "~")
+
+
+@pytest.mark.parametrize("row", QUICK, ids=named)
+def test_a_quick_sample_of_the_pairs(tmp_path, row):
+    check(tmp_path, row)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", [row for row in ROWS if row not in QUICK], ids=named)
+def test_every_pair_trains(tmp_path, row):
+    check(tmp_path, row)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="torch.compile needs a C++ compiler")
+@pytest.mark.parametrize("row", COMPILED, ids=named)
+def test_every_pair_with_compile_trains(tmp_path, row):
+    check(tmp_path, row)
+
+
+@pytest.mark.parametrize("pair", REFUSED, ids=lambda pair: " ".join(sorted(pair)))
+def test_what_is_refused_is_one_message(tmp_path, pair):
+    with pytest.raises(UserError, match=REFUSED[pair]) as refused:
+        runs.run(tmp_path / "run", *complete(tmp_path, sorted(pair)))
+    assert "\n" not in str(refused.value)
+    assert not (tmp_path / "run").exists()
