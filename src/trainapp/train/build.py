@@ -125,6 +125,7 @@ def _batches(
         "workers": worker_count(config.loader.num_workers, components.train_data, local_ranks),
         "rank": ranks.rank,
         "world": ranks.world,
+        "split": getattr(components.task, "split", None),
     }
     size = config.batch.global_size
     batches = TrainBatches(components.train_data, global_size=size, drop_last=config.loader.drop_last, **share)
