@@ -28,6 +28,7 @@ from trainapp.run import runner
 from trainapp.signals import StopRequest
 from trainapp.train import loop, step
 from trainapp.train.run import Run, Step
+from trainapp.train.totals import Totals
 
 from .faults import Fault, injected
 
@@ -222,6 +223,23 @@ def train_mean_of_means(rank: int, config: Config, *arguments: Any) -> Record:
         return train(rank, config, *arguments)
     finally:
         step.backward, loop.clip_gradients = backward, clip
+
+
+def train_reducing_own_metrics(rank: int, config: Config, *arguments: Any) -> Record:
+    """A wrong variant: each rank sends its own metrics to one reduction, in the order of their names."""
+    means = Totals.means
+
+    def reduced(self: Totals, ranks: Ranks | None = None) -> dict[str, float]:
+        if ranks is not None:
+            values = [value for name in sorted(self.metrics) for value in self.metrics[name]]
+            ranks.all_reduce_sum(torch.stack([torch.as_tensor(value, dtype=torch.float64) for value in values]))
+        return means(self)
+
+    Totals.means = reduced
+    try:
+        return train(rank, config, *arguments)
+    finally:
+        Totals.means = means
 
 
 def train_without_reset(rank: int, config: Config, *arguments: Any) -> Record:
