@@ -6,15 +6,19 @@ import pytest
 import runs
 import torch
 from batch_kinds import ATTRIBUTES, KINDS, Encoding, Fixed, Frozen, Pair, Plain, Store
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import Dataset, default_collate
 
-from trainapp.data.batch import batch_length, map_tensors, measure, tensors_in
-from trainapp.data.micro_batch import narrow
+from trainapp.data.batch import elements_in, map_tensors, tensors_in
 from trainapp.data.progress import Progress
 from trainapp.data.sampler import TrainBatches
 from trainapp.train.losses import inputs_and_targets
 
 CPU = torch.device("cpu")
+
+
+def rows(batch, start: int, end: int):
+    return map_tensors(lambda t: t[start:end] if t.ndim else t, batch)
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -37,13 +41,11 @@ def test_every_kind_is_read_mapped_and_cut(kind):
     assert torch.equal(inputs, plain["inputs"])
     assert torch.equal(targets, plain["targets"])
     assert all(a is b for a, b in zip(tensors_in(batch), held, strict=True))
-    assert measure(batch) == (10, sum(t.numel() for t in held))
-    assert batch_length(batch) == 10
-    piece = narrow(batch, 4, 3, 10)
+    assert elements_in(batch) == sum(t.numel() for t in held)
+    piece = rows(batch, 4, 7)
     inputs, targets = inputs_and_targets(piece)
     assert torch.equal(inputs, plain["inputs"][4:7])
     assert torch.equal(targets, plain["targets"][4:7])
-    assert batch_length(piece) == 3
     if kind in ATTRIBUTES:
         name, value = ATTRIBUTES[kind]
         assert getattr(doubled, name) == getattr(piece, name) == value
@@ -51,10 +53,10 @@ def test_every_kind_is_read_mapped_and_cut(kind):
 
 def test_items_that_are_attributes_change_with_the_items():
     batch = KINDS["attribute dict"](tensors())
-    piece = narrow(batch, 0, 2, 10)
+    piece = rows(batch, 0, 2)
     assert piece.inputs is piece["inputs"]
     assert len(piece.inputs) == 2
-    assert len(narrow(KINDS["encoding"](tensors()), 0, 2, 10).inputs) == 2
+    assert len(rows(KINDS["encoding"](tensors()), 0, 2).inputs) == 2
 
 
 def test_nested_anyhow():
@@ -102,10 +104,19 @@ def test_a_mapping_that_cannot_be_rebuilt_is_an_error():
         map_tensors(lambda t: t + 1, Odd(torch.zeros(2), 0))
 
 
-def test_samples_are_counted_by_the_first_tensor_that_has_them():
-    assert measure({"temperature": torch.tensor(1.0), "inputs": torch.zeros(5, 2)}) == (5, 11)
-    assert measure({"temperature": torch.tensor(1.0)}) == (0, 1)
-    assert measure("no tensor") == (0, 0)
+def test_every_tensor_has_its_elements():
+    assert elements_in({"temperature": torch.tensor(1.0), "inputs": torch.zeros(5, 2)}) == 11
+    assert elements_in("no tensor") == 0
+    ragged = [torch.zeros(3, 2), torch.zeros(4, 2)]
+    assert elements_in([torch.nested.nested_tensor(ragged, layout=torch.jagged)]) == 14
+
+
+def test_a_packed_sequence_keeps_its_batch_sizes_where_they_must_be():
+    packed = pack_sequence([torch.zeros(3, 2), torch.ones(2, 2)])
+    mapped = map_tensors(lambda t: t.to("meta"), {"inputs": packed})["inputs"]
+    assert type(mapped) is PackedSequence
+    assert mapped.data.device.type == "meta"
+    assert mapped.batch_sizes.tolist() == [2, 2, 1]
 
 
 class InKind(Dataset):
@@ -159,7 +170,7 @@ def test_torch_collates_samples_of_these_kinds(kind):
         micro = next(batches.micro_batches(Progress(), 12))
         batches.close()
         assert type(micro.data) is type(KINDS[kind](tensors()))
-        assert batch_length(micro.data) == 12
+        assert micro.samples == 12
         found.append(tensors_in(micro.data))
     assert runs.differences(found[0], found[1]) == []
 

@@ -1,7 +1,10 @@
 """The sizes of several shapes, and agreement between ranks; without a run."""
 
+from typing import Any
+
 import torch
 
+from trainapp.data.batch import map_tensors
 from trainapp.data.micro_batch import MicroBatch
 from trainapp.data.micro_batch_sizes import MicroBatchSizes
 from trainapp.data.size_agreement import failed_buckets
@@ -14,7 +17,16 @@ def batch_of(samples: int, features: int) -> torch.Tensor:
 
 
 def pieces(sizes: MicroBatchSizes, batch: torch.Tensor) -> list[int]:
-    return [len(piece.data) for piece in sizes.cut(MicroBatch(batch, last=True, real=True), SingleRank())]
+    return [piece.samples for piece in sizes.cut(fetched(batch, len(batch)), SingleRank())]
+
+
+def fetched(batch: Any, samples: int) -> MicroBatch:
+    """A micro-batch whose tensors have a row per sample, except for those without dimensions."""
+
+    def piece(start: int, end: int) -> Any:
+        return map_tensors(lambda t: t[start:end] if t.ndim else t, batch)
+
+    return MicroBatch(batch, last=True, real=True, samples=samples, piece=piece)
 
 
 def test_a_new_long_shape_begins_where_the_others_experience_puts_it():
@@ -124,7 +136,7 @@ def test_sizes_survive_a_checkpoint():
 def test_what_is_cut_again_loses_nothing():
     sizes = MicroBatchSizes(64)
     batch = {"inputs": torch.arange(30).reshape(10, 3), "targets": torch.arange(10), "scale": torch.tensor(2.0)}
-    micro = MicroBatch(batch, last=True, real=True)
+    micro = fetched(batch, 10)
     list(sizes.cut(micro, SingleRank()))
     sizes.follow(4)
     cut = [piece.data for piece in sizes.cut(micro, SingleRank())]

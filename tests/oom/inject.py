@@ -123,9 +123,14 @@ class Watched:
         progress = self.run.state.progress
         if self.injector is not None and self.run.attempt.phase == "data" and self.injector.at("data"):
             self.injector.fail()
-        self.fetched.append((progress.step, progress.epoch, tuple(indices)))
+        if not self._is_piece(progress.step, progress.epoch, indices):
+            self.fetched.append((progress.step, progress.epoch, tuple(indices)))
         batch = self.dataset.__getitems__(indices)
         return batch if self.changed is None else self.changed(batch)
+
+    def _is_piece(self, step: int, epoch: int, indices: Sequence[int]) -> bool:
+        """Whether these samples were fetched last, and are now cut into smaller micro-batches."""
+        return bool(self.fetched) and self.fetched[-1][:2] == (step, epoch) and set(indices) < set(self.fetched[-1][2])
 
 
 class Recorded:

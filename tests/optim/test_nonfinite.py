@@ -129,27 +129,36 @@ def guard(policy="stop", scaled=False, reads=True):
 def test_on_a_gpu_the_first_bad_step_is_remembered_until_checked():
     """The code path that does not wait for the device, exercised on the CPU."""
     watch, good, bad = guard(reads=False), torch.tensor(1.0), torch.tensor(float("nan"))
-    assert watch.allows_update(3, good, good)
+    assert watch.allows_update(3, good, good, good)
     watch.check()
-    assert watch.allows_update(4, good, bad)
-    assert watch.allows_update(5, bad, bad)
+    assert watch.allows_update(4, good, bad, good)
+    assert watch.allows_update(5, bad, bad, 16)
     with pytest.raises(
         TrainingStopped,
         match=re.escape("step 6: the loss is not finite (nan); the last good checkpoint is checkpoints/step_7"),
     ):
         watch.check()
     later = guard(reads=False)
-    later.allows_update(4, good, bad)
-    later.allows_update(9, good, bad)
+    later.allows_update(4, good, bad, good)
+    later.allows_update(9, good, bad, good)
     with pytest.raises(TrainingStopped, match="step 5: the gradient norm"):
         later.check()
 
 
 def test_a_scaled_gradient_may_overflow():
     watch = guard(scaled=True)
-    assert watch.allows_update(0, torch.tensor(1.0), torch.tensor(float("inf")))
+    assert watch.allows_update(0, torch.tensor(1.0), torch.tensor(float("inf")), 16)
     with pytest.raises(TrainingStopped, match="the loss"):
-        watch.allows_update(0, torch.tensor(float("inf")), torch.tensor(1.0))
+        watch.allows_update(0, torch.tensor(float("inf")), torch.tensor(1.0), 16)
+
+
+@pytest.mark.parametrize("count", [0.0, -1.0, float("nan"), float("inf")])
+def test_on_a_gpu_a_count_that_cannot_divide_is_remembered_until_checked(count):
+    watch, good = guard(reads=False), torch.tensor(1.0)
+    assert watch.allows_update(6, good, torch.tensor(float("nan")), torch.tensor(count))
+    with pytest.raises(TrainingStopped, match=r"step 7: the count that the loss is divided by is 0, negative or not"):
+        watch.check()
+    assert not guard(reads=False).allows_update(6, good, good, 0)  # a number costs no waiting
 
 
 @pytest.mark.slow

@@ -28,6 +28,7 @@ from trainapp.run import runner
 from trainapp.signals import StopRequest
 from trainapp.train import loop, step
 from trainapp.train.run import Run, Step
+from trainapp.train.totals import Totals
 
 from .faults import Fault, injected
 
@@ -224,6 +225,23 @@ def train_mean_of_means(rank: int, config: Config, *arguments: Any) -> Record:
         step.backward, loop.clip_gradients = backward, clip
 
 
+def train_reducing_own_metrics(rank: int, config: Config, *arguments: Any) -> Record:
+    """A wrong variant: each rank sends its own metrics to one reduction, in the order of their names."""
+    means = Totals.means
+
+    def reduced(self: Totals, ranks: Ranks | None = None) -> dict[str, float]:
+        if ranks is not None:
+            values = [value for name in sorted(self.metrics) for value in self.metrics[name]]
+            ranks.all_reduce_sum(torch.stack([torch.as_tensor(value, dtype=torch.float64) for value in values]))
+        return means(self)
+
+    Totals.means = reduced
+    try:
+        return train(rank, config, *arguments)
+    finally:
+        Totals.means = means
+
+
 def train_without_reset(rank: int, config: Config, *arguments: Any) -> Record:
     """A wrong variant: FSDP2's half-done backward is not reset."""
     return _train_giving_up(lambda self: self.model.zero_grad(set_to_none=True), rank, config, *arguments)
@@ -286,6 +304,14 @@ def train_counting_threads(rank: int, config: Config, *arguments: Any) -> int:
     return sum("gloo" in name for name in names)
 
 
+def _first_8(batch: Any) -> Any:
+    return map_tensors(lambda t: t[:, :8].contiguous(), batch)
+
+
+def _shortened(piece: Any) -> Any:
+    return lambda start, end: _first_8(piece(start, end))
+
+
 def train_short_but(long_rank: int, steps: Sequence[int]) -> Any:
     """All texts are cut to 8 tokens, except those of one rank in these steps."""
     return functools.partial(_train_short_but, long_rank=long_rank, steps=steps)
@@ -297,7 +323,7 @@ def _train_short_but(rank: int, config: Config, *arguments: Any, long_rank: int,
     def shortened(self: TrainBatches, progress: Progress, *cut: Any) -> Any:
         for micro in fetch(self, progress, *cut):
             long = rank == long_rank and progress.step + 1 in steps
-            yield micro if long else micro._replace(data=map_tensors(lambda t: t[:, :8].contiguous(), micro.data))
+            yield micro if long else micro._replace(data=_first_8(micro.data), piece=_shortened(micro.piece))
 
     TrainBatches.micro_batches = shortened
     try:

@@ -1,4 +1,4 @@
-"""Batches of any structure: tensors, whose first dimension is the samples, in containers nested anyhow.
+"""Batches of any structure: tensors in containers nested anyhow. Which of their dimensions are samples is unknown.
 
 Containers are dicts and other mappings, lists, tuples, namedtuples, dataclasses, and the types registered with
 `torch.utils._pytree`, such as TensorDict. Strings, numbers, None and objects of unknown types pass through untouched.
@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from trainapp.torch_private import pytree_functions
 
@@ -52,24 +53,14 @@ def tensors_in(batch: Any) -> list[torch.Tensor]:
     return tensors
 
 
-def measure(batch: Any) -> tuple[int, int]:
-    """Samples in a batch (the first dimension of its first tensor that has one), and elements in all its tensors."""
-    samples = elements = 0
-    for tensor in tensors_in(batch):
-        if not samples and tensor.ndim:
-            samples = tensor.shape[0]
-        elements += tensor.numel()
-    return samples, elements
+def elements_in(batch: Any) -> int:
+    """The elements of all the batch's tensors."""
+    return sum(tensor.numel() for tensor in tensors_in(batch))
 
 
 def bucket_of(samples: int, elements: int) -> int:
-    """The bucket of a shape: the elements in one sample, rounded up to a power of two. 0 for an empty batch."""
-    return 1 << (max(1, -(-elements // samples)) - 1).bit_length() if samples else 0
-
-
-def batch_length(batch: Any) -> int:
-    """Samples in a batch."""
-    return measure(batch)[0]
+    """The bucket of a shape: the elements per sample, rounded up to a power of two."""
+    return 1 << (max(1, -(-elements // samples)) - 1).bit_length()
 
 
 def node_type(batch: Any) -> NodeType | None:
@@ -179,4 +170,9 @@ _KNOWN: dict[type, NodeType] = {
     dict: NodeType(dict.values, lambda node, values: dict(zip(node, values, strict=True))),
     tuple: NodeType(iter, lambda _, values: tuple(values)),
     list: NodeType(iter, lambda _, values: values),
+    # A namedtuple whose `batch_sizes` must stay on the CPU.
+    PackedSequence: NodeType(
+        lambda node: (node.data, node.sorted_indices, node.unsorted_indices),
+        lambda node, values: PackedSequence(values[0], node.batch_sizes, *values[1:]),
+    ),
 }

@@ -4,7 +4,7 @@ import functools
 import os
 import random
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from trainapp.data.batch import map_tensors
 from trainapp.rng import preserved_rng
 
 _CPU = torch.device("cpu")
+Split = Callable[[Any, int, int], Any]  # `split(batch, start, end)`: the batch of its samples [start, end) alone
 
 
 @dataclass(frozen=True)
@@ -84,11 +85,22 @@ class BatchLoader:
     """Turns requests into batches on the device.
 
     workers: processes that fetch; 0 fetches in this process. ahead: whether the next batch may be fetched while the
-    current one is in use: not from data whose state is to follow the steps.
+    current one is in use: not from data whose state is to follow the steps. split: cuts a fetched batch, unless the data
+    set has a method `split` of its own; None, without such a method: samples are collated again to cut a batch.
     """
 
-    def __init__(self, dataset: Dataset, seed: int, workers: int, device: torch.device, ahead: bool = True):
+    def __init__(
+        self,
+        dataset: Dataset,
+        seed: int,
+        workers: int,
+        device: torch.device,
+        ahead: bool = True,
+        split: Split | None = None,
+    ):
         self.fetcher, self.device, self.ahead = Fetcher(dataset, seed), device, ahead
+        own = getattr(dataset, "split", None)  # often "train" or "val", which is no method
+        self._split = own if callable(own) else split
         self._pinned = device.type == "cuda"
         self._stream = _Stream()
         self._loader = None
@@ -116,6 +128,16 @@ class BatchLoader:
             self._stream.requests = requests
             fetched = iter(self._loader)
         return self._ahead(fetched) if self._pinned and self.ahead else map(self._move, fetched)
+
+    def piece(self, batch: Any, epoch: int, indices: Sequence[int], start: int, end: int) -> Any:
+        """Samples [start, end) of a fetched batch on their own, on the device.
+
+        They are fetched and collated again, in this process, unless `split` says how to cut the batch. Nothing else is
+        right for every batch: tensors may be packed, have time first, belong to no sample, or depend on all samples.
+        """
+        if self._split is not None:
+            return self._split(batch, start, end)
+        return self._move(self.fetcher[Request(epoch, indices[start:end])])
 
     def close(self) -> None:
         """End the worker processes. Batches fetched ahead are lost."""

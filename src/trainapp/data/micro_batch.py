@@ -1,24 +1,22 @@
 """Micro-batches, and how samples are cut into them."""
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
-
-from trainapp.data.batch import map_tensors
 
 
 class MicroBatch(NamedTuple):
-    """last: the last of its step. real: False for a dummy that keeps this rank in step with the others."""
+    """A batch of `samples` samples.
+
+    last: the last of its step. real: False for a dummy that keeps this rank in step with the others.
+    piece: `piece(start, end)` is the batch of its samples [start, end) alone, on the device.
+    """
 
     data: Any
     last: bool
     real: bool
-
-
-def narrow(batch: Any, start: int, length: int, samples: int) -> Any:
-    """Samples [start, start + length) of a batch of `samples`: views, no copies. Other tensors stay whole."""
-    end = start + length
-    return map_tensors(lambda t: t[start:end] if t.ndim and len(t) == samples else t, batch)
+    samples: int
+    piece: Callable[[int, int], Any]
 
 
 def cut(indices: Sequence[int], size: int) -> list[Sequence[int]]:
@@ -43,16 +41,20 @@ def cut_evenly(indices: Sequence[int], parts: int) -> list[Sequence[int]]:
     return [indices[a:b] for a, b in itertools.pairwise(ends) if a < b]
 
 
-def pieces_of(micro: MicroBatch, ranges: Sequence[Sequence[int]], samples: int) -> Iterable[MicroBatch]:
+def pieces_of(micro: MicroBatch, ranges: Sequence[Sequence[int]]) -> Iterable[MicroBatch]:
     """The micro-batches that hold these ranges of a larger one's samples.
 
     An empty range gives a dummy sample (`real=False`) for a forward and backward that other ranks wait for.
     """
-    return [micro] if len(ranges) == 1 else _narrowed(micro, ranges, samples)
+    return [micro] if len(ranges) == 1 else _cut_up(micro, ranges)
 
 
-def _narrowed(micro: MicroBatch, ranges: Sequence[Sequence[int]], samples: int) -> Iterator[MicroBatch]:
+def _cut_up(micro: MicroBatch, ranges: Sequence[Sequence[int]]) -> Iterator[MicroBatch]:
     for number, piece in enumerate(ranges, start=1):
-        start, length = (piece[0], len(piece)) if piece else (0, 1)
-        data = narrow(micro.data, start, length, samples)
-        yield MicroBatch(data, last=micro.last and number == len(ranges), real=micro.real and len(piece) > 0)
+        start, end = (piece[0], piece[-1] + 1) if piece else (0, 1)
+        is_last, is_real = micro.last and number == len(ranges), micro.real and len(piece) > 0
+        yield MicroBatch(micro.piece(start, end), is_last, is_real, end - start, _shifted(micro.piece, start))
+
+
+def _shifted(piece: Callable[[int, int], Any], by: int) -> Callable[[int, int], Any]:
+    return lambda start, end: piece(by + start, by + end)

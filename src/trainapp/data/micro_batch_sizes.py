@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainapp.data.batch import bucket_of, measure
+from trainapp.data.batch import bucket_of, elements_in
 from trainapp.data.micro_batch import MicroBatch, cut, cut_evenly, pieces_of
 from trainapp.data.size_agreement import failed_buckets, largest_micro_batches, number_of_pieces
 from trainapp.data.size_search import Failure, SizeSearch
@@ -125,7 +125,7 @@ class MicroBatchSizes:
         Where all sizes are proven and equal, ranks skip the exchange: a shape that is new to one rank is then left
         whole, and gets its own size once the ranks have exchanged it.
         """
-        samples, elements = measure(micro.data)
+        samples, elements = micro.samples, elements_in(micro.data)
         self.current_bucket = bucket = bucket_of(samples, elements)
         size = self.search(bucket).size
         pieces: list[Sequence[int]] = cut(range(samples), size) if samples > size else [range(samples)]
@@ -136,10 +136,10 @@ class MicroBatchSizes:
                 pieces = cut_evenly(range(samples), count)
                 pieces += [range(0)] * (count - len(pieces))
         longest = len(pieces[0])
-        elements = elements * longest // max(1, samples)
+        elements = elements * longest // samples
         self.attempt_samples[bucket] = max(longest, self.attempt_samples.get(bucket, 0))
         self.attempt_elements[bucket] = max(elements, self.attempt_elements.get(bucket, 0))
-        return pieces_of(micro, pieces, samples)
+        return pieces_of(micro, pieces)
 
     def succeeded(self, ranks: Ranks, news: bool = False) -> dict[int, int]:
         """Record a clean step or evaluation batch. Returns `{bucket: size}` of the larger sizes to try next.

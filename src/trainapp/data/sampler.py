@@ -4,15 +4,18 @@ The sampler's whole state is (seed, epoch, samples consumed): it depends on neit
 so a retry or a resume may change all three and still see the same samples.
 """
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
-from trainapp.data.loader import BatchLoader, Request
+from trainapp.data.loader import BatchLoader, Request, Split
 from trainapp.data.micro_batch import MicroBatch, cut, cut_evenly
 from trainapp.data.progress import Progress
 from trainapp.parallel.ranks import Ranks
+
+_DUMMY = [0]  # the samples of a micro-batch that only keeps its rank in step with the others
 
 
 def epoch_order(seed: int, epoch: int, samples: int) -> list[int]:
@@ -25,6 +28,7 @@ class TrainBatches:
     """The training samples, step by step.
 
     global_size: samples per optimizer step over all ranks. rank, world: which part of each step is this process's.
+    split: the task's way to cut a batch, see `BatchLoader`.
     Attributes: `samples` in the data set, `epoch_samples` in an epoch (fewer where `drop_last` leaves some out).
     """
 
@@ -40,11 +44,12 @@ class TrainBatches:
         rank: int = 0,
         world: int = 1,
         ahead: bool = True,
+        split: Split | None = None,
     ):
         self.global_size, self.seed, self.rank, self.world = global_size, seed, rank, world
         self.dataset, self.samples = dataset, len(dataset)
         self.epoch_samples = self.samples - self.samples % global_size if drop_last else self.samples
-        self._source = BatchLoader(dataset, seed, workers, device, ahead)
+        self._source = BatchLoader(dataset, seed, workers, device, ahead, split)
         self._order: tuple[int, list[int]] = (-1, [])
         self._open: Iterator[Any] = iter(())
         self._cuts: tuple[tuple, list[Sequence[int]]] = ((), [])
@@ -81,7 +86,9 @@ class TrainBatches:
         self._position = None  # an aborted step leaves the iterator mid-step
         pieces = self._cut(*position)
         for number, piece in enumerate(pieces, start=1):
-            yield MicroBatch(next(self._open), last=number == len(pieces), real=bool(piece))
+            batch, indices = next(self._open), piece or _DUMMY
+            again = functools.partial(self._source.piece, batch, position[0], indices)
+            yield MicroBatch(batch, number == len(pieces), bool(piece), len(indices), again)
         self._position = (*self.after(progress.epoch, progress.consumed), size, parts)
 
     def example(self, samples: int) -> Any:
@@ -106,7 +113,7 @@ class TrainBatches:
     def _requests(self, epoch: int, consumed: int, size: int, parts: int | None) -> Iterator[Request]:
         while True:
             for piece in self._cut(epoch, consumed, size, parts):
-                yield Request(epoch, piece or [0])
+                yield Request(epoch, piece or _DUMMY)
             epoch, consumed = self.after(epoch, consumed)
 
     def _cut(self, *position: Any) -> list[Sequence[int]]:
@@ -137,7 +144,7 @@ class TrainBatches:
 class EvalBatches:
     """The evaluation samples in the data set's order, split evenly over the ranks; each sample is seen once.
 
-    equal: the same number of batches on every rank, for models whose forward is collective.
+    equal: the same number of batches on every rank, for models whose forward is collective. split: as for training.
     """
 
     def __init__(
@@ -151,11 +158,12 @@ class EvalBatches:
         world: int = 1,
         equal: bool = False,
         ahead: bool = True,
+        split: Split | None = None,
     ):
         self.dataset, self.samples = dataset, len(dataset)
         self.start, self.end = (self.samples * r // world for r in (rank, rank + 1))
         self.equal = equal
-        self._source = BatchLoader(dataset, seed, workers, device, ahead)
+        self._source = BatchLoader(dataset, seed, workers, device, ahead, split)
 
     def from_sample(self, done: int, size: int, ranks: Ranks) -> Iterator[MicroBatch]:
         """Batches of this rank's share, after the first `done` samples of it.
@@ -165,11 +173,11 @@ class EvalBatches:
         pieces = cut(list(range(self.start + done, self.end)), size)
         if self.equal:
             pieces += [[]] * (ranks.all_reduce_max(len(pieces))[0] - len(pieces))
-        elif not pieces:
-            pieces = [[]]  # a rank without samples still needs the metrics' names
-        batches = self._source.batches(Request(0, piece or [0]) for piece in pieces)
+        batches = self._source.batches(Request(0, piece or _DUMMY) for piece in pieces)
         for piece, batch in zip(pieces, batches, strict=True):
-            yield MicroBatch(batch, last=piece is pieces[-1], real=bool(piece))
+            indices = piece or _DUMMY
+            again = functools.partial(self._source.piece, batch, 0, indices)
+            yield MicroBatch(batch, piece is pieces[-1], bool(piece), len(indices), again)
 
     def close(self) -> None:
         """End the worker processes."""

@@ -17,6 +17,7 @@ from trainapp.config import targets
 from trainapp.config.schema import Config, Memory
 from trainapp.data.batch import map_tensors
 from trainapp.data.micro_batch import MicroBatch
+from trainapp.data.micro_batch_sizes import MicroBatchSizes
 from trainapp.data.progress import Progress
 from trainapp.data.sampler import TrainBatches
 from trainapp.memory.device import DeviceMemory
@@ -34,7 +35,7 @@ from trainapp.train.components import Components
 from trainapp.train.loop import train_step
 from trainapp.train.restore_point import RestorePoint
 from trainapp.train.run import Cadences, Objective, Run
-from trainapp.train.sizes import initial_sizes
+from trainapp.train.sizes import Sizes
 
 
 def traced_peak(run: Run, samples: int, **settings: Any) -> int:
@@ -98,7 +99,7 @@ class ExampleBatches:
     """A step's micro-batches, as `TrainBatches` gives them: the same samples in each step."""
 
     def __init__(self, parts: list[Any], samples: int):
-        self.parts = parts
+        self.parts, self.samples = parts, samples
         self.global_size = self.epoch_samples = samples * len(parts)
 
     def step_samples(self, progress: Progress) -> int:
@@ -112,7 +113,7 @@ class ExampleBatches:
     def micro_batches(self, progress: Progress, size: int, parts: int | None = None) -> Iterator[MicroBatch]:
         """The same micro-batches in every step."""
         for number, data in enumerate(self.parts, start=1):
-            yield MicroBatch(data, last=number == len(self.parts), real=True)
+            yield MicroBatch(data, number == len(self.parts), real=True, samples=self.samples, piece=_unused)
 
     def after(self, epoch: int, consumed: int) -> tuple[int, int]:
         """Every step is an epoch."""
@@ -122,6 +123,10 @@ class ExampleBatches:
         """Count the step."""
         progress.samples += self.global_size
         progress.epoch += 1
+
+
+def _unused(start: int, end: int) -> Any:
+    raise AssertionError("an example has the size of its micro-batch: it is never cut")
 
 
 class TracedMemory(DeviceMemory):
@@ -153,7 +158,6 @@ def _run_of(config: Config, assembled: Assembled, batches: ExampleBatches) -> Ru
     """A run of one rank that writes nothing and has no end."""
     state = assembled.state
     memory = TracedMemory(state.device)
-    sizes = initial_sizes(config, 1, batches.global_size, eval_samples=1)
     is_scaled = state.precision.scaler.is_enabled()
     return Run(
         config=config,
@@ -164,7 +168,7 @@ def _run_of(config: Config, assembled: Assembled, batches: ExampleBatches) -> Ru
         batches=cast(TrainBatches, batches),  # it has the methods that a step calls
         eval_batches=None,
         schedule=lambda step: 1.0,
-        sizes=sizes,
+        sizes=Sizes(train=MicroBatchSizes(batches.samples), evaluation=MicroBatchSizes(1)),
         memory=memory,
         meter=Meter(state, memory),
         tracker=SilentTracker(Path(config.run_dir)),

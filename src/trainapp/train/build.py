@@ -152,6 +152,7 @@ def _share(config: Config, components: Components, device: torch.device, ranks: 
         "ahead": not owners,
         "rank": ranks.rank,
         "world": ranks.world,
+        "split": getattr(components.task, "split", None),
     }
 
 

@@ -6,7 +6,6 @@ import time
 
 import torch
 
-from trainapp.data.batch import batch_length
 from trainapp.data.micro_batch import MicroBatch
 from trainapp.errors import UserError
 from trainapp.rng import preserved_rng
@@ -42,7 +41,14 @@ def evaluate(run: Run) -> None:
         run.strategy.finish_accumulation()
         sizes.succeeded(run.ranks, news=True)  # a rank may have seen shapes that are new to others
     state.model.train()
-    means, attempt.evaluation = attempt.evaluation.over(run.ranks).means(), None
+    totals = attempt.evaluation.over(run.ranks)
+    means, attempt.evaluation = totals.means(run.ranks), None
+    if totals.count == 0:
+        run.tracker.note_once(
+            f"evaluation at step {progress.step}: the loss's count is 0 over the whole evaluation set, so the loss is "
+            "nan",
+            topic="nothing counts in evaluation",
+        )
     progress.evaluated_at = progress.step
     run.meter.pause(time.monotonic() - started)
     run.tracker.evaluated(progress.step, progress.samples, means)
@@ -58,7 +64,7 @@ def evaluate_batch(run: Run, micro: MicroBatch, totals: Totals) -> None:
             loss, count, metrics = run.strategy.evaluate(run.task, micro.data)
         finished = evaluate_metrics(metrics)
     run.restore_point.tensors.note_written()
-    totals.add(loss, count, finished, batch_length(micro.data), micro.real)
+    totals.add(loss, count, finished, micro.samples, micro.real)
     run.restore_point.take(sizes.is_unproven)
     sizes.succeeded(run.eval_ranks)
 

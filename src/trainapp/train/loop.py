@@ -85,7 +85,7 @@ def log(run: Run, totals: Totals, norm: Tensor) -> None:
     run.attempt.phase = Phase.LOG
     run.nonfinite.check()
     progress, batches = run.state.progress, run.batches
-    scalars = totals.means() | {
+    scalars = totals.means(run.ranks) | {
         "epoch": progress.samples / batches.epoch_samples,
         "lr": run.state.optimizer.param_groups[0]["lr"],
         "grad_norm": float(norm),

@@ -1,9 +1,10 @@
 """The losses that come with the application: `task(model, batch) -> (loss_sum, count, metrics)`.
 
-loss_sum is a sum over samples or tokens (a scalar tensor) and count how many there were (an int, or a scalar tensor
-where padding decides). The loop divides by the true count of the whole optimizer step, so that uneven micro-batches
-and padding weigh as they should. metrics maps a name to a sum over the same count (a scalar tensor or a number), or to
-a function that computes it: functions are only called for steps that are logged, and in evaluation.
+loss_sum is a sum over samples or tokens (a scalar tensor) and count how many there were, or the sum of their weights (a
+number, or a scalar tensor where padding decides). The loop divides by the true count of the whole optimizer step, so
+that uneven micro-batches and padding weigh as they should. metrics maps a name to a sum over the same count (a scalar
+tensor or a number), or to a function that computes it: functions are only called for steps that are logged, and in
+evaluation. A metric that only some micro-batches have is averaged over the count of those.
 """
 
 import functools
@@ -18,7 +19,7 @@ from trainapp.errors import UserError
 
 Number = float | int | bool  # or a number of NumPy's
 Metrics = Mapping[str, Tensor | Number | Callable[[], Tensor | Number]]
-Task = Callable[[nn.Module, Any], tuple[Tensor, "Tensor | int", Metrics]]
+Task = Callable[[nn.Module, Any], tuple[Tensor, "Tensor | float", Metrics]]
 
 IGNORED = -100  # the target of padding
 

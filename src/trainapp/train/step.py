@@ -15,7 +15,7 @@ from trainapp.train.gradient_check import checked_gradients
 from trainapp.train.losses import evaluate_metrics
 from trainapp.train.phase import Phase
 from trainapp.train.run import Run, Step
-from trainapp.train.totals import Totals
+from trainapp.train.totals import Number, Totals
 
 
 def accumulate_gradients(run: Run, step: Step) -> Totals:
@@ -60,24 +60,44 @@ def clip_gradients(run: Run, step: Step, totals: Totals) -> Tensor:
     run.state.precision.unscale(run.state.optimizer, run.strategy.all_reduce_found_inf)
     run.attempt.phase = Phase.CLIP
     gradients = [local(p.grad) for p in run.meter.parameters if p.grad is not None]
+    device = gradients[0].device if gradients else torch.device("cpu")
+    factor = count_factor(totals.count, step.samples, device)
+    if factor is not None and is_extreme(totals.count, step.samples):
+        multiply(gradients, factor)
+        factor = None
     norm = run.strategy.grad_norm(gradient_norm(gradients))
-    factor = count_factor(totals.count, step.samples, norm)
     if factor is not None:
         norm = norm * factor
     clipping = clip_factor(norm, run.config.train.grad_clip)
     if clipping is not None:
         factor = clipping if factor is None else clipping * factor
     if factor is not None:  # both in one pass over the gradients
-        foreach_mul_(gradients, factor.to(norm.device))
+        multiply(gradients, factor)
     return norm
 
 
-def count_factor(count: Tensor | int, samples: int, norm: Tensor) -> Tensor | None:
-    """The factor from gradients divided by `samples` to gradients divided by `count`; None if the two are equal."""
-    if not isinstance(count, Tensor) and count == samples:
+def multiply(gradients: list[Tensor], factor: Tensor) -> None:
+    """In place. A rank whose shards have no gradients has nothing to do."""
+    if gradients:
+        foreach_mul_(gradients, factor)
+
+
+def count_factor(count: Number, samples: int, device: torch.device) -> Tensor | None:
+    """The factor from gradients divided by `samples` to gradients divided by `count`; None if the two are equal, and
+    for a count of 0: `update` leaves such a step out.
+    """
+    if not isinstance(count, Tensor) and count in (0, samples):
         return None
-    true_count = count.clamp(min=1) if isinstance(count, Tensor) else max(1, count)
-    return torch.as_tensor(samples / true_count, device=norm.device)
+    return torch.as_tensor(samples / count, device=device)
+
+
+def is_extreme(count: Number, samples: int) -> bool:
+    """Whether the squares in the norm might underflow or overflow in gradients divided by `samples`. They are then
+    divided by `count` first, in a pass of its own. The same on every rank.
+    """
+    if isinstance(count, Tensor) and count.device.type != "cpu":
+        return count.is_floating_point()  # the value itself would wait for the device
+    return not 1e-6 * samples <= float(count) <= 1e6 * samples
 
 
 def clip_factor(norm: Tensor, limit: float | None) -> Tensor | None:
@@ -91,11 +111,13 @@ def clip_factor(norm: Tensor, limit: float | None) -> Tensor | None:
 
 
 def update(run: Run, step: Step, totals: Totals, norm: Tensor) -> bool:
-    """Update the parameters and count the step; nothing else does. False if a non-finite value skips the step."""
+    """Update the parameters and count the step; nothing else does. False if the step is skipped: for a value that is
+    not finite, or because nothing in it counts.
+    """
     state, progress = run.state, run.state.progress
     run.ranks.check_peers()  # the last moment at which a step can be aborted
     run.restore_point.tensors.note_step()
-    applied = run.nonfinite.allows_update(progress.step, totals.loss, norm)
+    applied = run.nonfinite.allows_update(progress.step, totals.loss, norm, totals.count)
     if applied:
         for group in state.optimizer.param_groups:
             group["lr"] = group["initial_lr"] * run.schedule(progress.step)
@@ -106,6 +128,12 @@ def update(run: Run, step: Step, totals: Totals, norm: Tensor) -> bool:
         state.precision.reset_scaler()
         run.restore_point.restore_skipped()  # BatchNorm's statistics have seen non-finite values
         require_undone(run, step)
+        if totals.count == 0:
+            run.tracker.note_once(
+                f"step {step.number}: the loss's count is 0 over the whole step, so there is no update; such steps "
+                "count as skipped, and their samples as trained",
+                topic="nothing counts",
+            )
     run.meter.count(step.samples)
     run.batches.advance(progress)
     progress.step += applied

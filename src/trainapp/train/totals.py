@@ -1,49 +1,95 @@
 """Totals of loss, count and metrics over micro-batches and ranks."""
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from trainapp.parallel.ranks import Ranks
+from trainapp.errors import UserError
+from trainapp.parallel.ranks import Ranks, SingleRank
+
+Number = Tensor | float
+
+
+class Metric(NamedTuple):
+    """The sum of a metric, and of the counts of the micro-batches that have it."""
+
+    total: Number
+    denominator: Number
 
 
 @dataclass
 class Totals:
-    """Sums of losses, of what they are averaged over, and of metrics. They stay on the device until `means`."""
+    """Sums of losses, of what they are averaged over, and of metrics. They stay on the device until `means`.
 
-    loss: Tensor | float = 0.0
-    count: Tensor | int = 0
-    metrics: dict[str, Any] = field(default_factory=dict)
+    A count is a number of samples or tokens, or a sum of their weights, however small.
+    """
+
+    loss: Number = 0.0
+    count: Number = 0
+    metrics: dict[str, Metric] = field(default_factory=dict)  # this rank's; `means` adds those of the others
     samples: int = 0
 
     def add(
-        self, loss: Tensor, count: Tensor | int, metrics: dict[str, Tensor], samples: int = 0, real: bool = True
+        self, loss: Tensor, count: Number, metrics: Mapping[str, Number], samples: int = 0, real: bool = True
     ) -> None:
-        """Add a micro-batch; a dummy (`real=False`) adds only its metrics' names."""
+        """Add a micro-batch; a dummy (`real=False`) adds nothing."""
         if not real:
-            loss, count, samples = torch.zeros_like(loss), 0, 0
-            metrics = {name: torch.zeros_like(value) for name, value in metrics.items()}
+            return
+        count = _summand(count)
         # All together or, when memory runs out in one of the sums, not at all.
-        added = {name: self.metrics.get(name, 0) + value for name, value in metrics.items()}
+        new_loss = _summand(loss)
         if isinstance(self.loss, Tensor):  # not for the first: saves an operation per step
-            loss = self.loss + loss
-        count = self.count + count
-        self.loss, self.count, self.samples = loss, count, self.samples + samples
+            new_loss = self.loss + new_loss
+        new_count = self.count + count
+        added = {}
+        for name, value in metrics.items():
+            total, denominator = self.metrics.get(name, (0, 0))
+            # Where all micro-batches so far have the metric, it is the loss's count: that saves an operation each.
+            denominator = new_count if denominator is self.count else denominator + count
+            added[name] = Metric(total + _summand(value), denominator)
+        self.loss, self.count, self.samples = new_loss, new_count, self.samples + samples
         self.metrics.update(added)
 
     def over(self, ranks: Ranks) -> "Totals":
-        """The totals over all ranks."""
+        """Loss and count summed over all ranks. One collective, whatever metrics each rank has."""
         if ranks.world == 1:
             return self
-        names = sorted(self.metrics)
-        values = [self.loss, self.count, *(self.metrics[name] for name in names)]
-        numbers = [torch.as_tensor(value, dtype=torch.float64, device=ranks.device) for value in values]
-        loss, count, *metrics = ranks.all_reduce_sum(torch.stack(numbers))
-        return Totals(loss, count, dict(zip(names, metrics, strict=True)), self.samples)
+        numbers = [torch.as_tensor(v, dtype=torch.float64, device=ranks.device) for v in (self.loss, self.count)]
+        loss, count = ranks.all_reduce_sum(torch.stack(numbers))
+        return Totals(loss, count, self.metrics, self.samples)
 
-    def means(self) -> dict[str, float]:
-        """`{"loss": ..., metric: ...}`. Waits for the device."""
-        count = max(1, int(self.count))
-        return {name: float(value) / count for name, value in {"loss": self.loss, **self.metrics}.items()}
+    def means(self, ranks: Ranks | None = None) -> dict[str, float]:
+        """`{"loss": ..., metric: ...}`; a metric is averaged over the micro-batches and ranks that have it. NaN where
+        the count is 0. Waits for the device.
+
+        ranks: collective, the metrics of all of them; None: this rank's alone. Raises UserError for a negative count.
+        """
+        own = {name: (float(total), float(count)) for name, (total, count) in self.metrics.items()}
+        sums: dict[str, tuple[float, float]] = {}
+        for metrics in (ranks or SingleRank()).all_gather_object(own):
+            for name, (total, count) in metrics.items():
+                others_total, others_count = sums.get(name, (0.0, 0.0))
+                sums[name] = (others_total + total, others_count + count)
+        means = {"loss": _mean("loss", float(self.loss), float(self.count))}
+        return means | {name: _mean(name, *sums_of) for name, sums_of in sums.items()}
+
+
+def _summand(value: Number) -> Number:
+    """Without its graph, and in fp32 at least: bf16 counts no further than 256."""
+    if not isinstance(value, Tensor):
+        return value
+    value = value.detach() if value.requires_grad else value
+    return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
+
+
+def _mean(name: str, total: float, count: float) -> float:
+    if count < 0:
+        raise UserError(
+            f"task: the count that {name} is divided by is negative ({count:g}); return the number of samples or "
+            "tokens, or the sum of their weights"
+        )
+    return total / count if count else math.nan

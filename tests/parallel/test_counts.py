@@ -1,0 +1,88 @@
+"""Counts and metrics that differ between ranks: as in one process, and no rank waits for another in vain."""
+
+import helpers
+import pytest
+
+from . import cells
+from .conftest import TINY, Cell
+from .pool import CellFailed
+from .test_equality import TOLERANCE, assert_same, error
+
+LIMIT = 30.0  # seconds: a rank that waits for a collective that the others do not call would exceed it
+OVERRIDES = (
+    "model=mlp",
+    "~model.depth",
+    "~model.dropout",
+    "model.width=8",
+    "model._target_=weighted.Network",
+    "data=digits",
+    "~data.augment",
+    "data._target_=weighted.Vectors",
+    "+data.scale=0.001",
+    "user_packages=[weighted]",
+    "train.max_steps=4",
+    "every.eval=2",
+    "train.ema=null",
+)
+
+
+def both(cell: Cell, *overrides: str, function=cells.train):
+    """The records of one process and of two ranks."""
+    (alone,) = cell.run(0, *overrides, tiny=(*TINY, *OVERRIDES))
+    ranks = ("parallel=ddp", *overrides)
+    return alone, cell.run(2, *ranks, tiny=(*TINY, *OVERRIDES), limit=LIMIT, function=function)
+
+
+@pytest.mark.parametrize("task", ["task", "as_numbers"])
+def test_fractions(cell, task):
+    alone, records = both(cell, f"task=weighted.{task}")
+    assert_same(records, alone)
+    for record in records:
+        assert [found["loss"] for found in record.evaluated] == pytest.approx(
+            [found["loss"] for found in alone.evaluated], rel=1e-5
+        )
+        assert record.evaluated == records[0].evaluated
+
+
+@pytest.mark.parametrize("ranks", ["both ranks", "one rank"])
+def test_nothing_counts(cell, ranks):
+    """In a step of both ranks there is no update; on one rank, the other's samples decide."""
+    (first,) = cell.run(0, "task=weighted.task", tiny=(*TINY, *OVERRIDES))
+    silent = first.samples[1] if ranks == "both ranks" else first.samples[1][8:]
+    alone, records = both(cell, "task=weighted.task", f"+data.silent={silent}")
+    assert alone.skipped == int(ranks == "both ranks")
+    for record in records:
+        assert record.error is None
+        assert (record.skipped, record.progress["samples"]) == (alone.skipped, 16 * (4 + alone.skipped))
+        assert error(record.weights, alone.weights) < TOLERANCE
+        assert record.weights.equal(records[0].weights)
+    assert error(first.weights, alone.weights) > 1e-3  # the silent samples would have made a difference
+
+
+def test_metrics_of_one_rank(cell):
+    """Every rank has a metric that no other has, in the log and in evaluation."""
+    _, records = both(cell, "task=weighted.on_one_rank")
+    for record in records:
+        assert record.error is None
+        assert all(found.keys() == {"loss", "accuracy", "one_1", "two_1"} for found in record.evaluated)
+        assert [found["two_1"] for found in record.evaluated] == pytest.approx([2.0, 2.0])
+        assert record.evaluated == records[0].evaluated
+    lines = helpers.metrics(cell.folder / f"run_{cell.number}")
+    assert [line["two_1"] for line in lines] == pytest.approx([2.0] * 4)
+
+
+@pytest.mark.slow
+def test_a_reduction_of_each_ranks_own_metrics_would_be_noticed(cell):
+    _, records = both(cell, "task=weighted.task")
+    assert records[0].error is None
+    with pytest.raises(CellFailed):
+        both(cell, "task=weighted.on_one_rank", function=cells.train_reducing_own_metrics)
+
+
+def test_metrics_of_some_batches(cell):
+    """The share of class 3 among the micro-batches that have it: their cut is the same on one rank and on two."""
+    alone, records = both(cell, "task=weighted.task", "batch.eval_micro_size=8")
+    for record in records:
+        assert record.evaluated[0].keys() == alone.evaluated[0].keys() == {"loss", "accuracy", "third"}
+        for found, wanted in zip(record.evaluated, alone.evaluated, strict=True):
+            assert found["third"] == pytest.approx(wanted["third"], rel=1e-5)

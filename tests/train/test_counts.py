@@ -1,0 +1,252 @@
+"""Counts that are sums of weights: loss, gradients and metrics are divided by the true count, and 0 is no step."""
+
+import json
+import logging
+import math
+
+import pytest
+import runs
+import torch
+import weighted
+
+from trainapp.errors import TrainingStopped, UserError
+from trainapp.optim.nonfinite import MAX_SKIPPED
+from trainapp.train import evaluate, loop, step
+from trainapp.train.totals import Totals
+
+OVERRIDES = (
+    "model=mlp",
+    "~model.depth",
+    "~model.dropout",
+    "model.width=8",
+    "model._target_=weighted.Network",
+    "data=digits",
+    "~data.augment",
+    "data._target_=weighted.Vectors",
+    "task=weighted.task",
+    "user_packages=[weighted]",
+    "batch.micro_size=3",
+    "train.ema=null",
+    "train.max_steps=8",
+    "optimizer.weight_decay=0.1",
+)
+
+
+@pytest.fixture
+def prepare(tmp_path):
+    made = []
+
+    def make(*overrides):
+        made.append(runs.prepare(tmp_path / str(len(made)), *OVERRIDES, *overrides))
+        return made[-1]
+
+    yield make
+    for run in made:
+        run.close()
+
+
+def whole(run):
+    """Loss and gradient of the next step as one batch with weights of about 1, by plain PyTorch."""
+    data = run.batches._source.fetcher.dataset
+    batch = data.__getitems__(run.batches.indices(run.state.progress))
+    batch["weights"] = batch["weights"] / data.weights.max()
+    loss, count, _ = weighted.task(run.state.model, batch)
+    (loss / count).backward()
+    gradient = runs.gradients(run.state.model)
+    run.state.model.zero_grad(set_to_none=True)
+    return float((loss / count).detach()), gradient
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-3, 1e-8, 1e-25, 1e10])
+@pytest.mark.parametrize("task", ["task", "as_numbers"])
+def test_gradients_and_loss_are_divided_by_the_true_count(prepare, task, scale):
+    run = prepare(f"task=weighted.{task}", f"+data.scale={scale}", "train.grad_clip=null")
+    loss, expected = whole(run)
+    totals = runs.accumulate(run)
+    norm = step.clip_gradients(run, run.next_step(), totals)
+    assert runs.relative_error(runs.gradients(run.state.model), expected) < 1e-5
+    assert float(norm) == pytest.approx(float(expected.norm()), rel=1e-5)
+    assert totals.means()["loss"] == pytest.approx(loss, rel=1e-5)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-25])
+def test_the_true_gradient_is_clipped(prepare, scale):
+    run = prepare(f"+data.scale={scale}", "train.grad_clip=0.01")
+    _, expected = whole(run)
+    runs.clip(run)
+    assert runs.relative_error(runs.gradients(run.state.model), expected * 0.01 / expected.norm()) < 1e-3
+
+
+def test_a_count_of_at_least_one_would_be_noticed(prepare, monkeypatch):
+    run = prepare("+data.scale=0.001", "train.grad_clip=null")
+    _, expected = whole(run)
+    factor = step.count_factor
+    monkeypatch.setattr(step, "count_factor", lambda count, *rest: factor(count.clamp(min=1), *rest))
+    runs.clip(run)
+    assert runs.relative_error(runs.gradients(run.state.model), expected) > 0.5
+
+
+def test_a_norm_before_the_division_would_be_noticed(prepare, monkeypatch):
+    run = prepare("+data.scale=1e-25", "train.grad_clip=0.01")
+    _, expected = whole(run)
+    monkeypatch.setattr(step, "is_extreme", lambda *_: False)
+    assert float(runs.clip(run)) < 0.5 * float(expected.norm())  # its squares underflow
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sums_do_not_lose_counts_that_have_few_digits(dtype):
+    totals = Totals()
+    for _ in range(300):
+        totals.add(torch.tensor(1.0, dtype=dtype), torch.tensor(10.0, dtype=dtype), {})
+    assert (float(totals.loss), float(totals.count)) == (300, 3000)
+
+
+def test_a_count_does_not_keep_its_graph():
+    weights = torch.ones(3, requires_grad=True)
+    totals = Totals()
+    totals.add(weights.sum(), weights.sum(), {"metric": weights.sum()})
+    assert not any(value.requires_grad for value in (totals.loss, totals.count, *totals.metrics["metric"]))
+
+
+@pytest.mark.parametrize("task", ["task", "as_numbers"])
+def test_evaluation_divides_by_the_true_count(prepare, task):
+    run = prepare(f"task=weighted.{task}", "+data.scale=1e-4", "batch.eval_micro_size=7")
+    evaluate.evaluate(run)
+    (line,) = (run.tracker.run_dir / "evaluations.jsonl").read_text().splitlines()
+    data = weighted.Vectors("val", scale=1e-4)
+    run.state.model.eval()
+    loss, count, metrics = weighted.task(run.state.model, data.__getitems__(range(len(data))))
+    found = json.loads(line)
+    assert found["loss"] == pytest.approx(float(loss.detach() / count), rel=1e-5)
+    assert found["accuracy"] == pytest.approx(float(metrics["accuracy"] / count), rel=1e-5)
+
+
+def indices_of(run, number):
+    """The samples of a step from now."""
+    progress = type(run.state.progress)()
+    for _ in range(number - 1):
+        run.batches.advance(progress)
+    return run.batches.indices(progress)
+
+
+@pytest.mark.parametrize("task", ["task", "as_numbers"])
+def test_a_step_in_which_nothing_counts_changes_nothing(prepare, task, caplog):
+    silent = [*indices_of(prepare(), 2), *indices_of(prepare(), 4)]
+    run = prepare(f"task=weighted.{task}", f"+data.silent={silent}")
+    loop.train_step(run)
+    model = {name: tensor.clone() for name, tensor in run.state.model.state_dict().items()}
+    moments = [state["exp_avg"].clone() for state in run.state.optimizer.state.values()]
+    with caplog.at_level(logging.INFO):
+        loop.train_step(run)
+    progress = run.state.progress
+    assert (progress.step, progress.skipped, progress.consumed, progress.samples) == (1, 1, 32, 32)
+    assert runs.differences(run.state.model.state_dict(), model) == []
+    assert runs.differences([state["exp_avg"] for state in run.state.optimizer.state.values()], moments) == []
+    with caplog.at_level(logging.INFO):
+        loop.train(run)
+    assert (progress.step, progress.skipped, progress.samples) == (8, 2, 160)
+    said = [record.getMessage() for record in caplog.records if "count is 0" in record.getMessage()]
+    assert len(said) == 1
+    assert said[0].startswith("step 2: the loss's count is 0")
+    assert all(torch.isfinite(tensor.float()).all() for tensor in run.state.model.state_dict().values())
+
+
+def test_a_loss_of_nan_is_no_reason_to_stop_where_nothing_counts(prepare):
+    """A mean over nothing, times the count."""
+    run = prepare("train.nonfinite=stop")
+    run.task = lambda model, batch: ((model(batch["inputs"]).sum() * math.nan), 0, {})
+    before = runs.weights(run.state.model)
+    loop.train_step(run)
+    assert torch.equal(runs.weights(run.state.model), before)
+    assert run.state.progress.skipped == 1
+
+
+def test_nothing_counts_in_a_hundred_steps(prepare):
+    run = prepare("train.max_steps=1000")
+    run.task = lambda model, batch: (model(batch["inputs"]).sum() * 0, 0.0, {})
+    with pytest.raises(TrainingStopped, match="100 steps in a row were skipped because the loss's count was 0"):
+        loop.train(run)
+    assert run.state.progress.skipped == MAX_SKIPPED
+
+
+def test_nothing_counts_in_some_micro_batches(prepare):
+    silent = indices_of(prepare(), 1)[3:9]  # two whole micro-batches and more
+    run = prepare(f"+data.silent={silent}", "train.grad_clip=null")
+    loss, expected = whole(run)
+    totals = runs.accumulate(run)
+    step.clip_gradients(run, run.next_step(), totals)
+    assert runs.relative_error(runs.gradients(run.state.model), expected) < 1e-5
+    assert totals.means()["loss"] == pytest.approx(loss, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("count", "message"),
+    [
+        (-2.5, r"step 1: the count that the loss is divided by is negative \(-2.5\)"),
+        (math.nan, "the count is not finite"),
+    ],
+)
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_a_count_that_cannot_be_is_an_error(prepare, count, message, as_tensor):
+    run = prepare("batch.micro_size=16")
+    given = torch.tensor(count) if as_tensor else count
+    run.task = lambda model, batch: (model(batch["inputs"]).sum(), given, {})
+    before = runs.weights(run.state.model)
+    with pytest.raises(TrainingStopped, match=message):
+        loop.train_step(run)
+    assert torch.equal(runs.weights(run.state.model), before)
+
+
+def test_a_count_of_nan_is_skipped_where_the_policy_says_so(prepare):
+    run = prepare("train.nonfinite=skip")
+    run.task = lambda model, batch: (model(batch["inputs"]).sum(), math.nan, {})
+    loop.train_step(run)
+    assert run.state.progress.skipped == 1
+
+
+def test_an_evaluation_in_which_nothing_counts(prepare, caplog):
+    run = prepare()
+    run.task = lambda model, batch: (model(batch["inputs"]).sum() * 0, 0, {})
+    with caplog.at_level(logging.INFO):
+        evaluate.evaluate(run)
+    assert math.isnan(run.state.progress.objective)
+    assert run.state.progress.best is None
+    assert "evaluation at step 0: the loss's count is 0" in caplog.text
+
+
+def test_an_evaluation_with_a_negative_count(prepare):
+    run = prepare()
+    run.task = lambda model, batch: (model(batch["inputs"]).sum(), -1, {})
+    with pytest.raises(UserError, match=r"the count that loss is divided by is negative"):
+        evaluate.evaluate(run)
+
+
+def test_a_metric_is_averaged_over_the_batches_that_have_it():
+    totals = Totals()
+    totals.add(torch.tensor(6.0), 2, {"always": torch.tensor(1.0), "first": torch.tensor(1.0)})
+    totals.add(torch.tensor(0.0), 0, {})
+    totals.add(torch.tensor(6.0), 4, {"always": torch.tensor(5.0), "later": torch.tensor(1.0)})
+    totals.add(torch.tensor(9.0), 8, {"always": torch.tensor(8.0), "later": torch.tensor(5.0)}, real=False)
+    assert totals.means() == {"loss": 2.0, "always": 1.0, "first": 0.5, "later": 0.25}
+
+
+def test_a_metric_may_be_called_loss():
+    totals = Totals()
+    totals.add(torch.tensor(6.0), 2, {"loss": torch.tensor(1.0)})
+    assert totals.means() == {"loss": 0.5}
+
+
+def test_the_log_has_a_metric_of_some_batches(prepare):
+    run = prepare("train.max_steps=2")
+    loop.train(run)
+    run.tracker.close()
+    lines = [json.loads(line) for line in (run.tracker.run_dir / "metrics.jsonl").read_text().splitlines()]
+    data = run.batches._source.fetcher.dataset
+    for number, line in enumerate(lines, start=1):
+        indices = indices_of(run, number)
+        parts = [data.__getitems__(indices[start : start + 3]) for start in range(0, 12, 3)]
+        parts += [data.__getitems__(indices[12:14]), data.__getitems__(indices[14:])]
+        having = [part for part in parts if (part["targets"] == 3).any()]
+        assert 0 < len(having) < len(parts)
+        total = sum(((part["targets"] == 3) * part["weights"]).sum() for part in having)
+        assert line["third"] == pytest.approx(float(total / sum(part["weights"].sum() for part in having)), rel=1e-5)
