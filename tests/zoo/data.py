@@ -39,3 +39,12 @@ class Tokens(Vectors):
         self.lengths = torch.randint(4, 13, (samples,), generator=generator)
         tokens = (torch.randint(1, 12, (samples, 12), generator=generator) + self.targets[:, None]).clamp(max=15)
         self.inputs = torch.where(torch.arange(12) < self.lengths[:, None], tokens, 0)
+
+
+class Spoiled(Vectors):
+    """Samples that no loss can digest: the inputs of these of the training split are infinite."""
+
+    def __init__(self, split, seed=0, size=40, val_size=12, spoiled=()):
+        super().__init__(split, seed, size, val_size)
+        if split == "train":
+            self.inputs[[index for index in spoiled if index < size]] = torch.inf

@@ -109,7 +109,7 @@ class _Recording:
 class Training:
     """One run through `runner.run`, in this process.
 
-    faults: injectors; on_batch: called before every training micro-batch. `error` is what ended the run, if not its
+    faults: injectors; on_batch, on_sample: called before every training micro-batch, and for every fetched sample. `error` is what ended the run, if not its
     end; `trained` has the samples of each micro-batch by position (epoch, samples consumed), without those of aborted
     attempts; `state` is everything that must be equal in an equal run.
     """
@@ -121,13 +121,16 @@ class Training:
         changes: dict[str, Any] | None = None,
         faults: Sequence[Injector] = (),
         on_batch: Callable[[Run], None] = lambda run: None,
+        on_sample: Callable[[Run], None] = lambda run: None,
     ):
-        self.cell, self.run_dir, self.faults, self.on_batch = cell, run_dir, faults, on_batch
+        self.cell, self.run_dir, self.faults = cell, run_dir, faults
+        self.on_batch, self.on_sample = on_batch, on_sample
         self.run: Run | None = None
         self.result: RunResult | None = None
         self.error: BaseException | None = None
         self.failures: list[Incident] = []
         self.trained: dict[tuple[int, int], list[list[int]]] = {}
+        self.began: tuple[int, int] | None = None  # the position of the first attempt
         self.attempts = 0
         catalogue.as_in_a_new_process(cell)
         attempt = runner.attempt
@@ -151,6 +154,7 @@ class Training:
             fetcher = run.batches._source.fetcher
             fetcher.dataset = _Failing(fetcher.dataset, self)
         here = (run.state.progress.epoch, run.state.progress.consumed)
+        self.began = min(here, self.began or here)  # a run that went back to an older checkpoint repeats its steps
         self.trained = {place: samples for place, samples in self.trained.items() if place < here}
         with contextlib.ExitStack() as stack:
             for fault in self.faults:
@@ -178,7 +182,7 @@ class Training:
         progress = {k: v for k, v in values["progress"].items() if k not in ("evaluated_at", "oom_restarts")}
         return {
             "model": model_state(state.model),
-            "optimizer": state.optimizer.state_dict(),
+            "optimizer": {number: dict(kept) for number, kept in state.optimizer.state_dict()["state"].items()},
             "average": [average.clone() for average in state.average.averages],
             "values": {**values, "progress": progress},
             "task": owned(catalogue.find(self.cell.task)),
@@ -218,6 +222,7 @@ class _Failing:
         return getattr(self.dataset, name)
 
     def __getitem__(self, index: int) -> Any:
+        self.training.on_sample(self.training.run)
         for fault in self.training.faults:
             if self.training.run.attempt.phase == "data" and fault.at("data"):
                 fault.fail()
