@@ -67,7 +67,9 @@ def test_a_message_is_an_end():
     assert check(Case("weight norm", {**PLAIN, "data.spoiled": [0, 1, 2, 3, 4, 5, 6, 7]})) == "stopped"
 
 
-@pytest.mark.parametrize(("part", "story"), [("generators", "memory runs out twice"), ("gradients", "a signal and an error")])
+@pytest.mark.parametrize(
+    ("part", "story"), [("generators", "memory runs out twice"), ("gradients", "a signal and an error")]
+)
 def test_a_broken_transaction_fails(part, story):
     with leaving(part), pytest.raises(AssertionError):
         check(STORIES[story])
