@@ -316,22 +316,24 @@ def stop_at(step: int) -> Callable[[Run], None]:
 @contextlib.contextmanager
 def leaving(part: str) -> Iterator[None]:
     """A wrong variant of the transaction: what the failed attempt did to `part` stays after the rollback."""
-    roll_back = recovery.roll_back
+    roll_back, fail = recovery.roll_back, Injector.fail
+    put_back: list[Callable[[], None]] = []
+
+    def noting(injector: Injector) -> None:
+        put_back.append(LEFT[part](injector.run))
+        fail(injector)
 
     def forgetful(run: Run, failure: Incident) -> None:
-        put_back = LEFT[part](run)
         roll_back(run, failure)
-        put_back()
+        put_back.pop()()
 
-    with mock.patch.object(recovery, "roll_back", forgetful):
+    with mock.patch.object(recovery, "roll_back", forgetful), mock.patch.object(Injector, "fail", noting):
         yield
 
 
 def _left_buffers(run: Run) -> Callable[[], None]:
-    places = [
-        (m._buffers, dict(m._buffers), {n: b.clone() for n, b in m._buffers.items() if b is not None})
-        for m in run.state.model.modules()
-    ]
+    owners = [module._buffers for module in run.state.model.modules()]
+    places = [(owner, dict(owner), {n: b.clone() for n, b in owner.items() if b is not None}) for owner in owners]
 
     def put_back() -> None:
         for owner, objects, values in places:
@@ -344,9 +346,9 @@ def _left_buffers(run: Run) -> Callable[[], None]:
 
 
 def _left_parameters(run: Run) -> Callable[[], None]:
+    owners = [module._parameters for module in run.state.model.modules()]
     places = [
-        (m._parameters, dict(m._parameters), {n: p.detach().clone() for n, p in m._parameters.items() if p is not None})
-        for m in run.state.model.modules()
+        (owner, dict(owner), {n: p.detach().clone() for n, p in owner.items() if p is not None}) for owner in owners
     ]
 
     def put_back() -> None:
