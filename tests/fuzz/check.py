@@ -102,5 +102,9 @@ def replay_of(case: Case, session: Training) -> dict[str, Any]:
     """The settings of the replay: those of the case, and the sizes that were used."""
     settings = {key: value for key, value in case.settings.items() if key not in ONLY_SIZES}
     assert session.run is not None
-    sizes = {"batch.micro_schedule": session.schedule, "batch.eval_micro_size": session.run.sizes.evaluation.size}
+    sizes = {
+        "batch.micro_size": "auto",
+        "batch.micro_schedule": session.schedule,
+        "batch.eval_micro_size": session.run.sizes.evaluation.size,
+    }
     return {**settings, **sizes, "checkpointing.save": False}

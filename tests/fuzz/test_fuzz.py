@@ -1,8 +1,8 @@
 """Random runs keep the promise: the result is the replay of `micro_schedule` bit for bit, with every sample once, or
 the run ends with one clear message.
 
-`TRAINAPP_FUZZ_CASES=2000 scripts/test --all tests/fuzz` runs more cases. Each shard has its own seed, so that a case can
-be found again; a failing one is shrunk and printed.
+`TRAINAPP_FUZZ_CASES=2000 scripts/test --all tests/fuzz` runs more cases. Each shard has a seed of its own, so that the
+cases are the same in every run; a failing one is shrunk and printed.
 """
 
 import os

@@ -1,6 +1,7 @@
 """Every cell of the zoo: which model, data set and loss go together."""
 
 import importlib
+import types
 from typing import Any, NamedTuple
 
 import torch
@@ -118,7 +119,7 @@ def as_in_a_new_process(cell):
     """Objects that `task` names live as long as the process: make this cell's anew."""
     module, _, attribute = cell.task.rpartition(".")
     task = find(cell.task)
-    if not callable(getattr(type(task), "__call__", None)) or type(task).__module__ == "builtins":
-        return  # a function
+    if isinstance(task, types.FunctionType):
+        return
     with torch.random.fork_rng():
         setattr(importlib.import_module(f"{__package__}.{module}"), attribute, type(task)())

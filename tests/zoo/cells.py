@@ -14,8 +14,6 @@ from .harness import Counting, Training, check_samples, compare, stop_at
 
 EARLY, LATE = 1, 4
 EVALUATING = {"every.eval": 2, "checkpointing.save": False}  # after steps 2 and 4
-# How far into a phase the error strikes: in the second micro-batch of a step, in the first of an evaluation's two.
-SHARES = {"data": 0.0, "evaluate": 0.4}
 
 
 def finished(name: str, run_dir: Path, changes: dict[str, Any], *faults: Injector) -> Training:
@@ -42,9 +40,14 @@ def operations(name: str, every: int = 2) -> Counter:
 
 
 def fault(name: str, phase: str, step: int, share: float | None = None, every: int = 2) -> Injector:
-    """An error `share` of the way through a phase of a step."""
-    share = SHARES.get(phase, 0.75) if share is None else share
-    return Injector(phase, step, int(operations(name, every)[phase, step] * share) if share else 0)
+    """An error `share` of the way through a phase of a step. By default it strikes in the second of two micro-batches,
+    or at the end of the first batch of an evaluation, which then has all of its batches in the smaller size.
+    """
+    if phase == "data":
+        return Injector(phase, step)
+    if phase == "evaluate" and share is None:
+        return Injector(phase, step, operations(name, every)["first evaluation batch", step] - 1)
+    return Injector(phase, step, int(operations(name, every)[phase, step] * (share or 0.75)))
 
 
 def differs_from_its_replay(run: Training, name: str, folder: Path, every: int = 2, exact: bool = True) -> list[str]:
@@ -52,7 +55,8 @@ def differs_from_its_replay(run: Training, name: str, folder: Path, every: int =
 
     exact: whether the evaluations must be equal bit for bit: they are where all batches had that size.
     """
-    changes: dict[str, Any] = {**EVALUATING, "every.eval": every, "batch.micro_schedule": run.schedule}
+    sizes = {"batch.micro_size": "auto", "batch.micro_schedule": run.schedule}
+    changes: dict[str, Any] = {**EVALUATING, "every.eval": every, **sizes}
     if any(failure.evaluating for failure in run.failures):
         changes["batch.eval_micro_size"] = run.run.sizes.evaluation.size
     replay = finished(name, folder / "replayed", changes)

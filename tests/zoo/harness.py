@@ -87,6 +87,11 @@ class Counting(Injector):
         self.operations[phase, self.run.state.progress.step + (phase not in BETWEEN)] += 1
         return False
 
+    def evaluated(self) -> None:
+        """A batch of an evaluation has ended: its first one's operations are those of "first evaluation batch"."""
+        step = self.run.state.progress.step
+        self.operations.setdefault(("first evaluation batch", step), self.operations["evaluate", step])
+
 
 class _Recording:
     """The task, noting which samples it is given for which step, and striking on request."""
@@ -103,15 +108,20 @@ class _Recording:
             progress = run.state.progress
             self.training.trained.setdefault((progress.epoch, progress.consumed), []).append(index_of(batch).tolist())
             self.training.on_batch(run)
-        return self.task(model, batch)
+            return self.task(model, batch)
+        result = self.task(model, batch)
+        for fault in self.training.faults:
+            if isinstance(fault, Counting):
+                fault.evaluated()
+        return result
 
 
 class Training:
     """One run through `runner.run`, in this process.
 
-    faults: injectors; on_batch, on_sample: called before every training micro-batch, and for every fetched sample. `error` is what ended the run, if not its
-    end; `trained` has the samples of each micro-batch by position (epoch, samples consumed), without those of aborted
-    attempts; `state` is everything that must be equal in an equal run.
+    faults: injectors; on_batch, on_sample: called before every training micro-batch, and for every fetched sample.
+    `error` is what ended the run, if not its end; `trained` has the samples of each micro-batch by position (epoch,
+    samples consumed), without those of aborted attempts; `state` is all that must be equal in an equal run.
     """
 
     def __init__(
@@ -136,7 +146,7 @@ class Training:
         attempt = runner.attempt
         with (
             mock.patch.object(runner, "attempt", functools.partial(self._attempt, attempt)),
-            mock.patch.object(Tracker, "picture", lambda *_: None),  # drawing costs more than the run
+            mock.patch.object(Tracker, "picture"),  # drawing costs more than the run
         ):
             try:
                 self.result = runner.run(configure(cell, run_dir, changes))
