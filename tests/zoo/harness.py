@@ -188,13 +188,15 @@ class Training:
         """Parameters, buffers, optimizer, average, generators, progress, and what model, task and data own besides."""
         assert self.run is not None
         state = self.run.state
-        values = state.values([rng_state(state.device)])
-        progress = {k: v for k, v in values["progress"].items() if k not in ("evaluated_at", "oom_restarts")}
+        progress = dataclasses.asdict(state.progress)
+        incidental = {"evaluated_at", "oom_restarts"}  # no result depends on them
         return {
             "model": model_state(state.model),
             "optimizer": {number: dict(kept) for number, kept in state.optimizer.state_dict()["state"].items()},
-            "average": [average.clone() for average in state.average.averages],
-            "values": {**values, "progress": progress},
+            "average": [state.average.step, *(average.clone() for average in state.average.averages)],
+            "scaler": state.precision.scaler.state_dict(),
+            "generators": rng_state(state.device),
+            "progress": {name: value for name, value in progress.items() if name not in incidental},
             "task": owned(catalogue.find(self.cell.task)),
             "data": owned(self.run.batches.dataset),
         }
@@ -303,11 +305,7 @@ def compare(run: Training, replay: Training, exact_evaluations: bool = True) -> 
     found = differences(run.state(), replay.state()) + differences(run.logged(), replay.logged(), "metrics")
     if exact_evaluations:
         return found + differences(run.evaluations(), replay.evaluations(), "evaluations")
-    found = [
-        difference
-        for difference in found
-        if not difference.startswith((".values.progress.objective", ".values.progress.best"))
-    ]
+    found = [difference for difference in found if not difference.startswith((".progress.objective", ".progress.best"))]
     for line, wanted in zip(run.evaluations(), replay.evaluations(), strict=True):
         found += [f"evaluations.{k}" for k in wanted if abs(line[k] - wanted[k]) > 1e-5 * (1 + abs(wanted[k]))]
     return found
