@@ -239,6 +239,22 @@ def test_the_tracker_names_modules_in_forward_and_backward():
     assert len(Noting.parents) == 2
 
 
+@pytest.mark.parametrize("tracker", ["ModuleTracker", "ForwardModuleTracker"])
+def test_the_tracker_permits_a_gradient_inside_the_forward(tracker):
+    from torch.utils.module_tracker import ModuleTracker
+
+    inputs, layer = torch.ones(1, 2, requires_grad=True), nn.Linear(2, 1)
+    with (ModuleTracker if tracker == "ModuleTracker" else ForwardModuleTracker)():
+        output = layer(inputs)
+        if tracker == "ModuleTracker":  # the reason for leaving out leaves
+            with pytest.raises(RuntimeError, match="leaf node"):
+                torch.autograd.grad(output.sum(), inputs, create_graph=True)
+            return
+        (slope,) = torch.autograd.grad(output.sum(), inputs, create_graph=True)
+        slope.square().sum().backward()
+    assert layer.weight.grad.any()
+
+
 def test_a_dispatch_mode_sees_forward_and_backward():
     weight = torch.ones(2, requires_grad=True)
     with Seen() as seen:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import SUPPORTED_NODES
+from torch.utils._pytree import SUPPORTED_NODES, tree_leaves
 from torch.utils.module_tracker import ModuleTracker
 
 # --- tensors and storages
@@ -89,16 +89,21 @@ class ForwardModuleTracker(ModuleTracker):
     """torch's ModuleTracker, except that it ignores forwards that run inside a backward.
 
     Activation checkpointing recomputes blocks there, and the tracker's hooks on the recomputed tensors would keep all
-    of them in memory. `_fw_pre_hook` and `_fw_post_hook` are what it registers for every module.
+    of them in memory. `_fw_pre_hook` and `_fw_post_hook` are what it registers for every module. It gets no leaves to
+    hook: such a hook fails in a forward that calls `torch.autograd.grad` itself, as a gradient penalty does.
     """
 
     def _fw_pre_hook(self, module: nn.Module, inputs: Any) -> None:
         if not self.is_bw:
-            super()._fw_pre_hook(module, inputs)
+            super()._fw_pre_hook(module, _without_leaves(inputs))
 
     def _fw_post_hook(self, module: nn.Module, inputs: Any, output: Any) -> None:
         if not self.is_bw:
-            super()._fw_post_hook(module, inputs, output)
+            super()._fw_post_hook(module, inputs, _without_leaves(output))
+
+
+def _without_leaves(values: Any) -> list[torch.Tensor]:
+    return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor) and not value.is_leaf]
 
 
 # --- containers

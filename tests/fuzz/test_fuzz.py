@@ -1,0 +1,96 @@
+"""Random runs keep the promise: the result is the replay of `micro_schedule` bit for bit, with every sample once, or
+the run ends with one clear message.
+
+`TRAINAPP_FUZZ_CASES=2000 scripts/test --all tests/fuzz` runs more cases. Each shard has a seed of its own, so that the
+cases are the same in every run; a failing one is shrunk and printed.
+"""
+
+import os
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, seed, settings
+from zoo.harness import leaving
+
+from .cases import Case, Oom, Raise, Stop, cases
+from .check import check
+
+CASES = int(os.environ.get("TRAINAPP_FUZZ_CASES", "200"))
+SHARD = 20  # cases in a test
+SEED = 20261122
+PATIENT = settings(max_examples=SHARD, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+PLAIN = {"every.eval": 2, "every.save": 1, "train.max_steps": 4}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", range(-(-CASES // SHARD)))
+def test_random_runs_keep_the_promise(shard):
+    @seed(SEED + shard)
+    @PATIENT
+    @given(cases())
+    def holds(case: Case) -> None:
+        check(case)
+
+    holds()
+
+
+# Each shape of story once, so that every run of the tests tells one of them.
+STORIES = {
+    "nothing happens": Case("dict", PLAIN),
+    "memory runs out twice": Case("gumbel", PLAIN, [Oom("forward", 2, 3), Oom("backward", 3, 10)]),
+    "the commit is torn": Case("dict", PLAIN, [Oom("commit", 3, 6)]),
+    "a signal and an error": Case("mixup", PLAIN, [Stop(1), Oom("backward", 4, 8)]),
+    "the data set fails": Case("adapters", PLAIN, [Raise(2, 5)]),
+    "another limit after a stop": Case("weight norm", PLAIN, [Stop(2)], [{"memory.limit": 60_000}]),
+    "steps are skipped": Case("dict", {**PLAIN, "train.nonfinite": "skip", "train.max_steps": 6}, [Oom("loss", 3, 0)]),
+    "spoiled samples are skipped": Case(
+        "weight norm", {**PLAIN, "train.nonfinite": "skip", "data.spoiled": [3, 30]}, [Oom("backward", 3, 5)]
+    ),
+}
+
+
+@pytest.mark.parametrize("story", STORIES)
+def test_a_story(story):
+    assert check(STORIES[story]).startswith("replayed")
+
+
+def test_a_message_is_an_end():
+    assert check(Case("dict", {**PLAIN, "memory.limit": 100})) == "refused"
+    assert check(Case("weight norm", {**PLAIN, "data.spoiled": [0, 1, 2, 3, 4, 5, 6, 7]})) == "stopped"
+
+
+@pytest.mark.parametrize(
+    ("part", "story"), [("generators", "memory runs out twice"), ("gradients", "a signal and an error")]
+)
+def test_a_broken_transaction_fails(part, story):
+    with leaving(part), pytest.raises(AssertionError):
+        check(STORIES[story])
+
+
+@pytest.mark.slow
+def test_the_search_finds_and_shrinks_a_broken_transaction(capsys):
+    """What it finds is small: one error, and no setting that does not matter."""
+    smallest: list[Case] = []
+
+    @seed(SEED)
+    @settings(PATIENT, max_examples=100)
+    @given(cases())
+    def holds(case: Case) -> None:
+        with leaving("generators"):
+            try:
+                check(case)
+            except AssertionError:
+                smallest.append(case)
+                raise
+
+    with pytest.raises(AssertionError):
+        holds()
+    assert len(smallest[-1].events) <= 2

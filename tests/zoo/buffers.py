@@ -1,0 +1,171 @@
+"""Models that keep state in buffers, written in all the ways there are."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import parametrizations
+
+
+class BatchNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
+
+    def forward(self, inputs):
+        return self.layers(inputs)
+
+
+class SpectralNorm(nn.Module):
+    """Power iteration: two buffers move in every training forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(
+            parametrizations.spectral_norm(nn.Linear(8, 16)),
+            nn.ReLU(),
+            parametrizations.spectral_norm(nn.Linear(16, 4)),
+        )
+
+    def forward(self, inputs):
+        return self.layers(inputs)
+
+
+class WeightNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(parametrizations.weight_norm(nn.Linear(8, 16)), nn.Tanh(), nn.Linear(16, 4))
+
+    def forward(self, inputs):
+        return self.layers(inputs)
+
+
+class LazyStatistics(nn.Module):
+    """The buffer is None until the first forward knows its shape."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("centre", None)
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+
+    def forward(self, inputs):
+        if self.centre is None:
+            self.centre = torch.zeros(inputs.shape[1:])
+        if self.training:
+            self.centre.mul_(0.9).add_(inputs.detach().mean(0), alpha=0.1)
+        return self.layers(inputs - self.centre)
+
+
+class LateBuffer(nn.Module):
+    """The first training forward registers a buffer that the constructor did not."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+
+    def forward(self, inputs):
+        if self.training and not hasattr(self, "scale"):
+            self.register_buffer("scale", inputs.detach().std(0))
+        return self.layers(inputs / self.scale if hasattr(self, "scale") else inputs)
+
+
+class Reassigned(nn.Module):
+    """`self.mean = ...`: another tensor after every forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8))
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+
+    def forward(self, inputs):
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * inputs.detach().mean(0)
+        return self.layers(inputs - self.mean)
+
+
+class WrittenThroughData(nn.Module):
+    """`.data` moves no version counter; the buffer is not in the state dict."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8), persistent=False)
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+
+    def forward(self, inputs):
+        if self.training:
+            self.mean.data.mul_(0.9).add_(inputs.detach().mean(0), alpha=0.1)
+        return self.layers(inputs - self.mean)
+
+
+class WrittenThroughNumPy(nn.Module):
+    """Histogram of the inputs' signs, counted by NumPy in the buffer's own memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("counts", torch.ones(8))
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+
+    def forward(self, inputs):
+        if self.training:
+            view = self.counts.numpy()
+            view += (inputs.detach().numpy() > 0).sum(0)
+        return self.layers(inputs * self.counts / self.counts.sum())
+
+
+class HiddenState(nn.Module):
+    """A recurrent network that continues from where the last batch ended."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell, self.head = nn.GRUCell(8, 16), nn.Linear(16, 4)
+        self.register_buffer("hidden", torch.zeros(16))
+
+    def forward(self, inputs):
+        hidden = self.cell(inputs, self.hidden.expand(len(inputs), -1))
+        if self.training:
+            self.hidden = hidden.detach().mean(0)
+        return self.head(hidden)
+
+
+class WritesInEvaluation(HiddenState):
+    """The same in evaluation, too."""
+
+    def forward(self, inputs):
+        hidden = self.cell(inputs, self.hidden.clone().expand(len(inputs), -1))
+        self.hidden.copy_(hidden.detach().mean(0))
+        return self.head(hidden)
+
+
+class MemoryBank(nn.Module):
+    """Instance discrimination: one remembered feature per sample, addressed by the sample's index."""
+
+    def __init__(self, samples=64):
+        super().__init__()
+        self.features = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+        self.register_buffer("bank", F.normalize(torch.randn(samples, 8), dim=1))
+
+    def forward(self, inputs, index):
+        features = F.normalize(self.features(inputs), dim=1)
+        logits = features @ self.bank.clone().T / 0.2
+        if self.training:
+            with torch.no_grad():
+                self.bank[index] = F.normalize(0.5 * self.bank[index] + 0.5 * features, dim=1)
+        return F.cross_entropy(logits, index, reduction="none")
+
+
+class FrozenBackbone(nn.Module):
+    """The backbone takes no gradient and stays in evaluation mode; its BatchNorm is written by nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU())
+        self.head = nn.Sequential(nn.Dropout(0.2), nn.Linear(16, 4))
+        for parameter in self.backbone.parameters():
+            parameter.requires_grad = False
+
+    def train(self, mode=True):
+        super().train(mode)
+        self.backbone.eval()
+        return self
+
+    def forward(self, inputs):
+        return self.head(self.backbone(inputs))

@@ -1,0 +1,125 @@
+"""Every cell of the zoo: which model, data set and loss go together."""
+
+import importlib
+import types
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Cell(NamedTuple):
+    """Dotted names below this package, and what is special.
+
+    settings: what its configuration changes. resumes: whether a checkpoint can hold all of its state. sums: whether an
+    evaluation is the sum over its samples, whatever batches they come in. ranks: whether DDP takes the model as it is.
+    """
+
+    model: str
+    data: str = "data.Vectors"
+    task: str = "losses.classify"
+    settings: tuple[tuple[str, Any], ...] = ()
+    resumes: bool = True
+    sums: bool = True
+    ranks: bool = True
+
+
+MODELS = {
+    "moco": Cell("teachers.MoCo", task="losses.own", sums=False),
+    "byol": Cell("teachers.BYOL", task="losses.own", sums=False),
+    "mean teacher through data": Cell("teachers.MeanTeacher", task="losses.own"),
+    "codebook": Cell("teachers.Codebook", task="losses.own"),
+    "unit weights": Cell("teachers.UnitWeights"),
+    "replaced parameter": Cell("teachers.ReplacedParameter"),
+    "actnorm": Cell("teachers.ActNorm"),
+    "batchnorm": Cell("buffers.BatchNorm"),
+    "spectral norm": Cell("buffers.SpectralNorm"),
+    "weight norm": Cell("buffers.WeightNorm"),
+    "lazy buffer": Cell("buffers.LazyStatistics"),
+    "late buffer": Cell("buffers.LateBuffer"),
+    "re-assigned buffer": Cell("buffers.Reassigned"),
+    # A checkpoint leaves out what register_buffer(persistent=False) asks it to leave out.
+    "buffer through data": Cell("buffers.WrittenThroughData", resumes=False),
+    "buffer through numpy": Cell("buffers.WrittenThroughNumPy"),
+    "hidden state": Cell("buffers.HiddenState"),
+    "writes in evaluation": Cell("buffers.WritesInEvaluation", sums=False),
+    "memory bank": Cell("buffers.MemoryBank", task="losses.own_indexed"),
+    "frozen backbone": Cell("buffers.FrozenBackbone"),
+    "own generator": Cell("chance.OwnGenerator"),
+    "drop path": Cell("chance.DropPath", ranks=False),  # DDP: a dropped branch is an unused parameter
+    "stochastic depth": Cell("chance.StochasticDepth", ranks=False),
+    "own random": Cell("chance.OwnRandom"),
+    "mixup": Cell("chance.Mixup"),
+    "gumbel": Cell("chance.Gumbel", task="losses.own", sums=False),
+    "annealed": Cell("chance.Annealed"),
+    "queue": Cell("chance.Queue"),
+    "lstm": Cell("structures.LSTM", "data.Tokens"),
+    "transformer": Cell("structures.Transformer", "data.Tokens"),
+    "seq2seq": Cell("structures.Seq2Seq", "data.Tokens", "losses.own"),
+    "tied weights": Cell("structures.TiedLanguageModel", "data.Tokens", "losses.next_token"),
+    "u-net": Cell("structures.UNet", "data.Images", "losses.own"),
+    "siamese": Cell("structures.Siamese", task="losses.own", sums=False),
+    "experts": Cell("structures.Experts", task="losses.with_auxiliary", sums=False),
+    "adapters": Cell("structures.Adapted"),
+    "adversarial": Cell("structures.Adversarial", task="losses.own", sums=False),
+    "hypernetwork": Cell("structures.Hypernetwork"),
+    "recomputing": Cell("structures.Recomputing"),
+    "complex": Cell(
+        "structures.Complex",
+        settings=(("optimizer.fused", False),),  # torch has no fused kernel for complex numbers
+        ranks=False,  # gloo reduces none
+    ),
+    "hooked": Cell("structures.Hooked"),
+    "two tasks": Cell("structures.TwoTasks", task="losses.two_tasks"),
+    "gradient penalty": Cell("structures.GradientPenalty", task="losses.own"),
+    "unused branch": Cell("structures.NestedLists", ranks=False),
+}
+
+BATCHES = {
+    "dict": Cell("batches.Linear", "batches.Dicts", "batches.of_dict"),
+    "tuple": Cell("batches.Linear", "batches.Tuples", "batches.of_sequence"),
+    "list": Cell("batches.Linear", "batches.Lists", "batches.of_sequence"),
+    "namedtuple": Cell("batches.Linear", "batches.NamedTuples", "batches.of_attributes"),
+    "dataclass": Cell("batches.Linear", "batches.Dataclasses", "batches.of_attributes"),
+    "user dict": Cell("batches.Linear", "batches.UserDicts", "batches.of_dict"),
+    "mapping": Cell("batches.Linear", "batches.Mappings", "batches.of_dict"),
+    "nested": Cell("batches.Linear", "batches.Nested", "batches.of_nested"),
+    "packed": Cell("batches.Bag", "batches.Packed", "batches.of_packed"),
+    "time first": Cell("batches.Linear", "batches.TimeFirst", "batches.of_time_first"),
+    "square time first": Cell("batches.Linear", "batches.SquareTimeFirst", "batches.of_time_first"),
+    "strings": Cell("batches.Linear", "batches.Strings", "batches.of_strings"),
+    "table": Cell("batches.Linear", "batches.WithTable", "batches.of_table"),
+    "class weights": Cell("batches.Linear", "batches.WithClassWeights", "batches.of_class_weights"),
+    "ragged": Cell("batches.Padded", "batches.Ragged", "batches.of_dict"),
+    "graphs": Cell("batches.GraphNetwork", "batches.Graphs", "batches.of_graphs"),
+    "sample weights": Cell("batches.Linear", "batches.SampleWeights", "batches.of_sample_weights"),
+    "whole": Cell("batches.Linear", "batches.Whole", "batches.of_dict"),
+}
+
+STATEFUL = {
+    "running scale": Cell("buffers.BatchNorm", task="stateful.running_scale"),
+    "class counter": Cell("batches.Linear", task="stateful.class_counter"),
+    "metric": Cell("batches.Linear", task="stateful.with_metric"),
+    "module as loss": Cell("batches.Linear", task="stateful.centre"),
+    "random smoothing": Cell("batches.Linear", task="stateful.random_smoothing"),
+    "noisy data": Cell("batches.Linear", "stateful.NoisyVectors"),
+    "shuffled features": Cell("batches.Linear", "stateful.ShuffledFeatures"),
+    "replay": Cell("batches.Linear", "stateful.Replay"),
+}
+
+ALL = MODELS | BATCHES | STATEFUL
+
+
+def find(name):
+    """What a dotted name below this package refers to."""
+    module, _, attribute = name.rpartition(".")
+    return getattr(importlib.import_module(f"{__package__}.{module}"), attribute)
+
+
+def as_in_a_new_process(cell):
+    """Objects that `task` names live as long as the process: make this cell's anew."""
+    module, _, attribute = cell.task.rpartition(".")
+    task = find(cell.task)
+    if isinstance(task, types.FunctionType):
+        return
+    with torch.random.fork_rng():
+        setattr(importlib.import_module(f"{__package__}.{module}"), attribute, type(task)())

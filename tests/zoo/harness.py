@@ -1,0 +1,435 @@
+"""Runs cells of the zoo through the runner itself, with faults, and records all that must not depend on them."""
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import json
+import random
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from oom.inject import BETWEEN, Injector
+from runs import TINY, differences
+from torch import Tensor, nn
+
+from trainapp.config import compose
+from trainapp.config.schema import Config, Target
+from trainapp.oom import recovery
+from trainapp.oom.incident import Incident
+from trainapp.rng import rng_state
+from trainapp.run import runner
+from trainapp.run.result import RunResult
+from trainapp.tracking.tracker import Tracker
+from trainapp.train.run import Run
+
+from . import catalogue
+from .batches import index_of
+from .catalogue import Cell
+
+STEPS = 4
+OVERRIDES = (
+    *TINY,
+    "oom.remember=false",
+    "oom.grow=false",
+    "model=mlp",
+    "data=digits",
+    "data.num_workers=0",
+    "user_packages=[zoo]",
+    "task=zoo.losses.classify",
+    "objective=min loss",
+    "optimizer.lr=0.01",
+    "schedule=constant",
+    "batch.global_size=16",
+    "batch.micro_size=8",
+    "batch.eval_micro_size=8",
+    f"train.max_steps={STEPS}",
+)
+
+
+@functools.cache
+def base() -> Config:
+    """The configuration that the cells change: composing costs more than a run."""
+    return compose.from_command_line(OVERRIDES)
+
+
+def configure(cell: Cell, run_dir: Path, changes: dict[str, Any] | None = None) -> Config:
+    """The cell's configuration. changes: "section.key" to value; of `data` and `model`, constructor arguments."""
+    config = base()
+    config = dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, target=f"zoo.{cell.model}", arguments={}),
+        data=Target(f"zoo.{cell.data}", {}),
+        task=f"zoo.{cell.task}",
+        run_dir=str(run_dir),
+    )
+    for name, value in {**dict(cell.settings), **(changes or {})}.items():
+        section, key = name.split(".")
+        part = getattr(config, section)
+        change = {"arguments": {**part.arguments, key: value}} if section in ("data", "model") else {key: value}
+        config = dataclasses.replace(config, **{section: dataclasses.replace(part, **change)})
+    return config
+
+
+class Counting(Injector):
+    """Never fires; counts the operations of each (phase, step)."""
+
+    def __init__(self) -> None:
+        super().__init__("", 0, times=0)
+        self.operations: collections.Counter = collections.Counter()
+
+    def at(self, phase: str) -> bool:
+        self.operations[phase, self.run.state.progress.step + (phase not in BETWEEN)] += 1
+        return False
+
+    def evaluated(self) -> None:
+        """A batch of an evaluation has ended: its first one's operations are those of "first evaluation batch"."""
+        step = self.run.state.progress.step
+        self.operations.setdefault(("first evaluation batch", step), self.operations["evaluate", step])
+
+
+class _Recording:
+    """The task, noting which samples it is given for which step, and striking on request."""
+
+    def __init__(self, task: Any, training: "Training"):
+        self.task, self.training = task, training
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.task, name)
+
+    def __call__(self, model: nn.Module, batch: Any) -> Any:
+        run = self.training.run
+        if run.attempt.phase != "evaluate":
+            progress = run.state.progress
+            self.training.trained.setdefault((progress.epoch, progress.consumed), []).append(index_of(batch).tolist())
+            self.training.on_batch(run)
+            return self.task(model, batch)
+        result = self.task(model, batch)
+        for fault in self.training.faults:
+            if isinstance(fault, Counting):
+                fault.evaluated()
+        return result
+
+
+class Training:
+    """One run through `runner.run`, in this process.
+
+    faults: injectors; on_batch, on_sample: called before every training micro-batch, and for every fetched sample.
+    `error` is what ended the run, if not its end; `trained` has the samples of each micro-batch by position (epoch,
+    samples consumed), without those of aborted attempts; `state` is all that must be equal in an equal run.
+    """
+
+    def __init__(
+        self,
+        cell: Cell,
+        run_dir: Path,
+        changes: dict[str, Any] | None = None,
+        faults: Sequence[Injector] = (),
+        on_batch: Callable[[Run], None] = lambda run: None,
+        on_sample: Callable[[Run], None] = lambda run: None,
+    ):
+        self.cell, self.run_dir, self.faults = cell, run_dir, faults
+        self.on_batch, self.on_sample = on_batch, on_sample
+        self.run: Run | None = None
+        self.result: RunResult | None = None
+        self.error: BaseException | None = None
+        self.failures: list[Incident] = []
+        self.trained: dict[tuple[int, int], list[list[int]]] = {}
+        self.began: tuple[int, int] | None = None  # the position of the first attempt
+        self.attempts = 0
+        catalogue.as_in_a_new_process(cell)
+        attempt = runner.attempt
+        with (
+            mock.patch.object(runner, "attempt", functools.partial(self._attempt, attempt)),
+            mock.patch.object(Tracker, "picture"),  # drawing costs more than the run
+        ):
+            try:
+                self.result = runner.run(configure(cell, run_dir, changes))
+            except (Exception, SystemExit) as error:
+                self.error = error
+
+    def _attempt(self, original: Callable[[Run], Incident | None], run: Run) -> Incident | None:
+        self.attempts += 1
+        assert self.attempts < 60, "this never ends"
+        if run is not self.run:
+            self.run = run
+            run.task = _Recording(run.task, self)
+            for fault in self.faults:
+                fault.attach(run)
+            fetcher = run.batches._source.fetcher
+            fetcher.dataset = _Failing(fetcher.dataset, self)
+        here = (run.state.progress.epoch, run.state.progress.consumed)
+        self.began = min(here, self.began or here)  # a run that went back to an older checkpoint repeats its steps
+        self.trained = {place: samples for place, samples in self.trained.items() if place < here}
+        with contextlib.ExitStack() as stack:
+            for fault in self.faults:
+                fault.arm_attempt()
+                stack.enter_context(fault)
+            failure = original(run)
+        if failure is not None:
+            self.failures.append(failure)
+        return failure
+
+    @property
+    def schedule(self) -> dict[int, Any]:
+        """`micro_schedule` of result.json."""
+        written = json.loads((self.run_dir / "result.json").read_text())["micro_schedule"]
+        return {
+            int(step): {int(shape): size for shape, size in plan.items()} if isinstance(plan, dict) else plan
+            for step, plan in written.items()
+        }
+
+    def state(self) -> dict[str, Any]:
+        """Parameters, buffers, optimizer, average, generators, progress, and what model, task and data own besides."""
+        assert self.run is not None
+        state = self.run.state
+        progress = dataclasses.asdict(state.progress)
+        incidental = {"evaluated_at", "oom_restarts"}  # no result depends on them
+        return {
+            "model": model_state(state.model),
+            "optimizer": {number: dict(kept) for number, kept in state.optimizer.state_dict()["state"].items()},
+            "average": [state.average.step, *(average.clone() for average in state.average.averages)],
+            "scaler": state.precision.scaler.state_dict(),
+            "generators": rng_state(state.device),
+            "progress": {name: value for name, value in progress.items() if name not in incidental},
+            "task": owned(catalogue.find(self.cell.task)),
+            "data": owned(self.run.batches.dataset),
+        }
+
+    def logged(self) -> list[dict[str, float]]:
+        """The log steps without times, sizes and memory."""
+        return [{k: v for k, v in line.items() if not _is_incidental(k)} for line in self._lines("metrics.jsonl")]
+
+    def evaluations(self) -> list[dict[str, float]]:
+        """The evaluations, without times."""
+        return [{k: v for k, v in line.items() if not _is_incidental(k)} for line in self._lines("evaluations.jsonl")]
+
+    def _lines(self, name: str) -> list[dict[str, Any]]:
+        path = self.run_dir / name
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _is_incidental(name: str) -> bool:
+    parts = ("time", "second", "memory", "batch/", "oom", "wait", "per_")
+    return any(part in name for part in parts)
+
+
+class _Failing:
+    """The data set, which fails while a fault of the data phase is due."""
+
+    def __init__(self, dataset: Any, training: Training):
+        self.dataset, self.training = dataset, training
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("dataset", "training"):
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+    def __getitem__(self, index: int) -> Any:
+        self.training.on_sample(self.training.run)
+        for fault in self.training.faults:
+            if self.training.run.attempt.phase == "data" and fault.at("data"):
+                fault.fail()
+        return self.dataset[index]
+
+
+def model_state(model: nn.Module) -> dict[str, Any]:
+    """Every parameter and buffer, those outside the state dict and None included, and the modules' own attributes."""
+    found: dict[str, Any] = {}
+    for prefix, module in model.named_modules():
+        tensors = {**module._parameters, **module._buffers}
+        found[prefix] = {name: None if t is None else t.detach().clone() for name, t in tensors.items()}
+        found[prefix]["own"] = owned(module)
+        found[prefix]["trainable"] = [
+            name for name, p in module._parameters.items() if p is not None and p.requires_grad
+        ]
+    return found
+
+
+_TORCHS_OWN = frozenset(vars(nn.Module()))
+
+
+def owned(thing: Any) -> dict[str, Any]:
+    """The attributes of an object that are plain values, tensors, generators, or containers of those."""
+    if isinstance(thing, nn.Module):
+        tensors = {name: buffer.clone() for name, buffer in thing._buffers.items() if buffer is not None}
+    else:
+        tensors = {}
+    plain = {name: _plain(value) for name, value in getattr(thing, "__dict__", {}).items() if name not in _TORCHS_OWN}
+    return tensors | {name: value for name, value in plain.items() if value is not _plain}
+
+
+def _plain(value: Any) -> Any:
+    """A copy of a value that can be compared; this function itself for what cannot."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, torch.Generator):
+        return value.get_state()
+    if isinstance(value, np.random.Generator):
+        return str(value.bit_generator.state)
+    if isinstance(value, random.Random):
+        return str(value.getstate())
+    if isinstance(value, (list, tuple, collections.deque)):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if value is None or isinstance(value, (int, float, str)):
+        return value
+    if hasattr(value, "__dict__") and not isinstance(value, nn.Module) and not callable(value):
+        return owned(value)
+    return _plain
+
+
+def check_samples(training: Training) -> None:
+    """Each finished epoch has each of its samples once; an unfinished one has none twice."""
+    batches = training.run.batches
+    by_epoch: dict[int, list[int]] = {}
+    for (epoch, _), micro_batches in sorted(training.trained.items()):
+        by_epoch.setdefault(epoch, []).extend(index for micro in micro_batches for index in micro)
+    for epoch, indices in by_epoch.items():
+        assert len(indices) == len(set(indices)), f"epoch {epoch} has samples twice: {sorted(indices)}"
+        if epoch < training.run.state.progress.epoch:
+            assert len(indices) == batches.epoch_samples, f"epoch {epoch} lacks samples: {sorted(indices)}"
+
+
+def compare(run: Training, replay: Training, exact_evaluations: bool = True) -> list[str]:
+    """Where a run differs from the replay of its schedule."""
+    found = differences(run.state(), replay.state()) + differences(run.logged(), replay.logged(), "metrics")
+    if exact_evaluations:
+        return found + differences(run.evaluations(), replay.evaluations(), "evaluations")
+    found = [difference for difference in found if not difference.startswith((".progress.objective", ".progress.best"))]
+    for line, wanted in zip(run.evaluations(), replay.evaluations(), strict=True):
+        found += [f"evaluations.{k}" for k in wanted if abs(line[k] - wanted[k]) > 1e-5 * (1 + abs(wanted[k]))]
+    return found
+
+
+def stop_at(step: int) -> Callable[[Run], None]:
+    """A signal arrives during the step after `step` finished ones."""
+
+    def on_batch(run: Run) -> None:
+        if run.state.progress.step == step:
+            run.stop.signal = int(signal.SIGTERM)
+
+    return on_batch
+
+
+@contextlib.contextmanager
+def leaving(part: str) -> Iterator[None]:
+    """A wrong variant of the transaction: what the failed attempt did to `part` stays after the rollback."""
+    roll_back, fail = recovery.roll_back, Injector.fail
+    put_back: list[Callable[[], None]] = []
+
+    def noting(injector: Injector) -> None:
+        put_back.append(LEFT[part](injector.run))
+        fail(injector)
+
+    def forgetful(run: Run, failure: Incident) -> None:
+        roll_back(run, failure)
+        put_back.pop()()
+
+    with mock.patch.object(recovery, "roll_back", forgetful), mock.patch.object(Injector, "fail", noting):
+        yield
+
+
+def _left_buffers(run: Run) -> Callable[[], None]:
+    owners = [module._buffers for module in run.state.model.modules()]
+    places = [(owner, dict(owner), {n: b.clone() for n, b in owner.items() if b is not None}) for owner in owners]
+
+    def put_back() -> None:
+        for owner, objects, values in places:
+            owner.clear()
+            owner.update(objects)
+            for name, value in values.items():
+                owner[name].copy_(value)
+
+    return put_back
+
+
+def _left_parameters(run: Run) -> Callable[[], None]:
+    owners = [module._parameters for module in run.state.model.modules()]
+    places = [
+        (owner, dict(owner), {n: p.detach().clone() for n, p in owner.items() if p is not None}) for owner in owners
+    ]
+
+    def put_back() -> None:
+        with torch.no_grad():
+            for owner, objects, values in places:
+                owner.update(objects)
+                for name, value in values.items():
+                    owner[name].copy_(value)
+
+    return put_back
+
+
+def _left_gradients(run: Run) -> Callable[[], None]:
+    gradients = [(p, p.grad.clone()) for p in run.state.model.parameters() if p.grad is not None]
+
+    def put_back() -> None:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+    return put_back
+
+
+def _left_generators(run: Run) -> Callable[[], None]:
+    from trainapp.rng import set_rng_state
+
+    state = rng_state(run.state.device)
+    return lambda: set_rng_state(state, run.state.device)
+
+
+def _left_attributes(*things: Callable[[Run], Sequence[Any]]) -> Callable[[Run], Callable[[], None]]:
+    """What objects own in plain attributes: numbers, queues, generators."""
+    import copy
+
+    def left(run: Run) -> Callable[[], None]:
+        owners = [owner for find in things for owner in find(run) if hasattr(owner, "__dict__")]
+        saved = []
+        for owner in owners:
+            for name, value in vars(owner).items():
+                if name in _TORCHS_OWN or isinstance(value, nn.Module) or _plain(value) is _plain:
+                    continue
+                if isinstance(value, torch.Generator):
+                    saved.append((value.set_state, value.get_state()))
+                else:
+                    saved.append((functools.partial(setattr, owner, name), copy.deepcopy(value)))
+
+        def put_back() -> None:
+            for setter, value in saved:
+                setter(value)
+
+        return put_back
+
+    return left
+
+
+def _left_task(run: Run) -> Callable[[], None]:
+    task = catalogue.find(run.config.task.removeprefix("zoo."))
+    attributes = _left_attributes(lambda run: [task])(run)
+    buffers = {n: b.clone() for n, b in task.named_buffers()} if isinstance(task, nn.Module) else {}
+
+    def put_back() -> None:
+        attributes()
+        for name, value in buffers.items():
+            task.get_buffer(name).copy_(value)
+
+    return put_back
+
+
+LEFT: dict[str, Callable[[Run], Callable[[], None]]] = {
+    "buffers": _left_buffers,
+    "parameters": _left_parameters,
+    "gradients": _left_gradients,
+    "generators": _left_generators,
+    "module attributes": _left_attributes(lambda run: list(run.state.model.modules())),
+    "task": _left_task,
+    "data": _left_attributes(lambda run: [run.batches.dataset]),
+}

@@ -1,0 +1,48 @@
+"""Losses: (model, batch) -> (sum over the samples, number of samples, sums of metrics)."""
+
+import torch
+import torch.nn.functional as F
+
+
+def classify(model, batch):
+    """Cross-entropy of the model's logits."""
+    logits = model(batch["inputs"])
+    right = (logits.argmax(-1) == batch["targets"]).sum()
+    return F.cross_entropy(logits, batch["targets"], reduction="sum"), len(logits), {"accuracy": right}
+
+
+def own(model, batch):
+    """The model returns one loss per sample."""
+    losses = model(batch["inputs"])
+    return losses.sum(), len(losses), {}
+
+
+def own_indexed(model, batch):
+    """The same of a model that remembers every sample by its index."""
+    losses = model(batch["inputs"], batch["index"])
+    return losses.sum(), len(losses), {}
+
+
+def with_auxiliary(model, batch):
+    """The model returns logits and an auxiliary loss of the batch."""
+    logits, auxiliary = model(batch["inputs"])
+    loss = F.cross_entropy(logits, batch["targets"], reduction="sum") + 0.1 * len(logits) * auxiliary
+    return loss, len(logits), {"auxiliary": auxiliary.detach() * len(logits)}
+
+
+def next_token(model, batch):
+    """Cross-entropy of each token given those before it; padding (0) does not count."""
+    logits = model(batch["inputs"])[:, :-1]
+    targets = batch["inputs"][:, 1:]
+    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=0, reduction="sum")
+    return loss, (targets != 0).sum(), {}
+
+
+def two_tasks(model, batch):
+    """Classification and reconstruction, weighted by uncertainties that the model learns."""
+    logits, rebuilt, log_variances = model(batch["inputs"])
+    first = F.cross_entropy(logits, batch["targets"], reduction="sum")
+    second = (rebuilt - batch["inputs"]).square().mean(1).sum()
+    weights = torch.exp(-log_variances)
+    loss = weights[0] * first + weights[1] * second + len(logits) * log_variances.sum()
+    return loss, len(logits), {"rebuilt": second.detach()}

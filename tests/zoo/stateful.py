@@ -1,0 +1,171 @@
+"""Losses, metrics and data sets that remember something from batch to batch.
+
+The objects at the end are what `task` names; a process has one of each.
+"""
+
+import collections
+import random
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .data import Vectors
+
+
+class RunningScale:
+    """Divides the loss by its own running mean."""
+
+    def __init__(self):
+        self.mean = torch.ones(())
+
+    def state_dict(self):
+        return {"mean": self.mean.clone()}
+
+    def load_state_dict(self, state):
+        self.mean = state["mean"].clone()
+
+    def __call__(self, model, batch):
+        losses = F.cross_entropy(model(batch["inputs"]), batch["targets"], reduction="none")
+        if model.training:
+            self.mean = 0.9 * self.mean + 0.1 * losses.detach().mean()
+        return losses.sum() / self.mean, len(losses), {}
+
+
+class ClassCounter:
+    """Weighs rare classes more, by how often each has been seen: a plain dict of numbers."""
+
+    def __init__(self):
+        self.seen = dict.fromkeys(range(4), 1)
+
+    def state_dict(self):
+        return {"seen": dict(self.seen)}
+
+    def load_state_dict(self, state):
+        self.seen = dict(state["seen"])
+
+    def __call__(self, model, batch):
+        logits, targets = model(batch["inputs"]), batch["targets"]
+        if model.training:
+            for target in targets.tolist():
+                self.seen[target] += 1
+        weights = torch.tensor([sum(self.seen.values()) / (4 * count) for count in self.seen.values()])
+        return F.cross_entropy(logits, targets, weight=weights, reduction="sum"), len(targets), {}
+
+
+class SmoothedAccuracy:
+    """A metric with a memory; the state of its owner holds it."""
+
+    def __init__(self):
+        self.value, self.updates = 0.5, 0
+
+    def update(self, right):
+        self.value, self.updates = 0.9 * self.value + 0.1 * right, self.updates + 1
+
+
+class WithMetric:
+    """Reports the smoothed accuracy, and trains harder while it is low."""
+
+    def __init__(self):
+        self.accuracy = SmoothedAccuracy()
+
+    def state_dict(self):
+        return vars(self.accuracy).copy()
+
+    def load_state_dict(self, state):
+        vars(self.accuracy).update(state)
+
+    def __call__(self, model, batch):
+        logits, targets = model(batch["inputs"]), batch["targets"]
+        if model.training:
+            self.accuracy.update((logits.argmax(1) == targets).float().mean().item())
+        loss = F.cross_entropy(logits, targets, reduction="sum") * (2 - self.accuracy.value)
+        return loss, len(targets), {"smoothed": torch.tensor(self.accuracy.value * len(targets))}
+
+
+class Centre(nn.Module):
+    """DINO's centre: a module that is a loss, with a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(4))
+
+    def forward(self, model, batch):
+        logits = model(batch["inputs"])
+        loss = F.cross_entropy(logits - self.centre, batch["targets"], reduction="sum")
+        if model.training:
+            self.centre.mul_(0.9).add_(logits.detach().mean(0), alpha=0.1)
+        return loss, len(logits), {}
+
+
+class RandomSmoothing:
+    """Label smoothing of a random strength, from a NumPy generator of its own; no state dict."""
+
+    def __init__(self):
+        self.rng = np.random.default_rng(11)
+
+    def __call__(self, model, batch):
+        strength = float(self.rng.uniform(0, 0.2)) if model.training else 0.0
+        logits = model(batch["inputs"])
+        loss = F.cross_entropy(logits, batch["targets"], reduction="sum", label_smoothing=strength)
+        return loss, len(logits), {}
+
+
+class NoisyVectors(Vectors):
+    """Noise from a torch generator of its own: another draw each time a sample is fetched."""
+
+    def __init__(self, split, seed=0, size=40, val_size=12):
+        super().__init__(split, seed, size, val_size)
+        self.split, self.generator = split, torch.Generator().manual_seed(seed + 5)
+
+    def __getitem__(self, index):
+        sample = super().__getitem__(index)
+        if self.split == "train":
+            sample["inputs"] = sample["inputs"] + 0.3 * torch.randn(8, generator=self.generator)
+        return sample
+
+
+class ShuffledFeatures(NoisyVectors):
+    """Drawn in `collate`, by a generator of the standard library."""
+
+    def __init__(self, split, seed=0, size=40, val_size=12):
+        super().__init__(split, seed, size, val_size)
+        self.generator = random.Random(seed)
+
+    def __getitem__(self, index):
+        return Vectors.__getitem__(self, index)
+
+    def collate(self, samples):
+        batch = torch.utils.data.default_collate(samples)
+        if self.split == "train":
+            batch["inputs"] = batch["inputs"].roll(self.generator.randrange(8), 1)
+        return batch
+
+
+class Replay(NoisyVectors):
+    """Mixes each sample with one fetched before: a queue, declared by a state dict."""
+
+    def __init__(self, split, seed=0, size=40, val_size=12):
+        super().__init__(split, seed, size, val_size)
+        self.generator, self.recent = None, collections.deque([0], maxlen=7)
+
+    def state_dict(self):
+        return {"recent": list(self.recent)}
+
+    def load_state_dict(self, state):
+        self.recent = collections.deque(state["recent"], maxlen=7)
+
+    def __getitem__(self, index):
+        sample = Vectors.__getitem__(self, index)
+        if self.split == "train":
+            sample["inputs"] = 0.8 * sample["inputs"] + 0.2 * self.inputs[self.recent[0]]
+            self.recent.append(index)
+        return sample
+
+
+running_scale = RunningScale()
+class_counter = ClassCounter()
+with_metric = WithMetric()
+centre = Centre()
+random_smoothing = RandomSmoothing()

@@ -1,0 +1,67 @@
+"""Negative controls: a transaction that leaves out one part fails the cells that need it, and only leaves those green
+that do not.
+"""
+
+import pytest
+
+from trainapp.data.sampler import EvalBatches
+from trainapp.oom import recovery
+
+from . import cells
+from .harness import leaving
+
+NEEDED = {
+    "buffers": ("batchnorm", "re-assigned buffer", "spectral norm", "memory bank", "experts"),
+    "parameters": ("moco", "byol", "codebook", "unit weights", "replaced parameter"),
+    "gradients": ("dict", "lstm"),
+    "generators": ("gumbel", "mixup", "stochastic depth", "recomputing"),
+    "module attributes": ("own generator", "drop path", "own random", "annealed", "queue"),
+    "task": ("running scale", "class counter", "metric", "module as loss", "random smoothing"),
+    "data": ("noisy data", "shuffled features", "replay"),
+}
+
+
+@pytest.mark.parametrize(("part", "name"), [(part, name) for part, names in NEEDED.items() for name in names])
+def test_without_a_part_its_cells_fail(tmp_path, part, name):
+    with leaving(part):
+        assert cells.after_an_error(name, "backward", 4, tmp_path) != []
+
+
+@pytest.mark.parametrize("part", NEEDED)
+def test_the_controls_leave_other_cells_alone(tmp_path, part):
+    """A plain model has none of this state; left-over gradients harm every model."""
+    with leaving(part):
+        differs = cells.after_an_error("weight norm", "backward", 4, tmp_path) != []
+    assert differs == (part == "gradients")
+
+
+def test_other_samples_in_the_retry_fail(tmp_path, monkeypatch):
+    change_size = recovery.change_size
+
+    def next_samples(run, failure):
+        run.batches.advance(run.state.progress)
+        change_size(run, failure)
+
+    monkeypatch.setattr(recovery, "change_size", next_samples)
+    assert cells.after_an_error("dict", "backward", 2, tmp_path) != []
+
+
+def test_an_evaluation_from_the_start_again_fails(tmp_path, monkeypatch):
+    """What was evaluated before the error would count twice."""
+    from_sample = EvalBatches.from_sample
+    monkeypatch.setattr(EvalBatches, "from_sample", lambda self, done, *rest: from_sample(self, 0, *rest))
+    assert cells.after_an_error_late_in_an_evaluation("dict", tmp_path) != []
+
+
+def test_an_evaluation_that_leaves_its_writes_fails(tmp_path):
+    """The hidden state moves in evaluation: what the failed batch wrote must not stay."""
+    with leaving("buffers"):
+        assert cells.after_an_error("writes in evaluation", "evaluate", 2, tmp_path) != []
+
+
+@pytest.mark.parametrize("name", ["batchnorm", "annealed", "noisy data"])
+def test_another_seed_fails(tmp_path, name):
+    """The comparison sees more than the sizes: a replay of the same schedule from another seed differs."""
+    run = cells.finished(name, tmp_path / "run", cells.EVALUATING)
+    other = cells.finished(name, tmp_path / "other", {**cells.EVALUATING, "train.seed": 1})
+    assert len(cells.compare(run, other)) > 5

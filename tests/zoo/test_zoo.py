@@ -1,0 +1,76 @@
+"""Foreign models, batches, losses and data sets keep the promise: bit for bit the replay of their schedule."""
+
+import pytest
+import torch
+
+from . import cells
+from .by_hand import train_by_hand
+from .catalogue import ALL, BATCHES, MODELS, STATEFUL
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_the_zoo_is_as_large_as_promised():
+    assert len(MODELS) >= 25
+    assert len(BATCHES) >= 10
+    assert len(STATEFUL) >= 6
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_errors_leave_no_trace(tmp_path, name):
+    assert cells.after_three_errors(name, tmp_path) == []
+
+
+PHASES = ("data", "forward", "backward", "clip", "evaluate")
+GRID = [(name, phase, step) for name in ALL for phase in PHASES for step in ((2, 4) if phase == "evaluate" else (1, 4))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "phase", "step"), GRID)
+def test_an_error_leaves_no_trace(tmp_path, name, phase, step):
+    assert cells.after_an_error(name, phase, step, tmp_path) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name, cell in ALL.items() if cell.sums])
+def test_an_error_late_in_an_evaluation_counts_no_sample_twice(tmp_path, name):
+    assert cells.after_an_error_late_in_an_evaluation(name, tmp_path) == []
+
+
+# The fast ones have state that only the checkpoint can bring back.
+RESUMED_FAST = (
+    *("moco", "codebook", "actnorm", "lazy buffer", "late buffer", "buffer through numpy", "hidden state"),
+    *("own generator", "drop path", "own random", "annealed", "queue"),
+    *STATEFUL,
+)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in RESUMED_FAST else pytest.mark.slow)
+        for name, cell in ALL.items()
+        if cell.resumes
+    ],
+)
+def test_resumed_equals_uninterrupted(tmp_path, name):
+    assert cells.resumed(name, tmp_path) == []
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_every_batch_is_cut_by_its_samples(tmp_path, name):
+    """Each forward has the samples that the schedule says, and the result is that of a plain loop over the data set."""
+    training = cells.finished(name, tmp_path, {"every.eval": 4, "every.log": 1}, cells.fault(name, "forward", 2))
+    sizes = [[len(micro) for micro in step] for _, step in sorted(training.trained.items())]
+    assert sizes == [[8, 8], [4, 4, 4, 4], [4, 4], [4, 4, 4, 4]]  # 40 samples: the third step ends the epoch
+    wanted = train_by_hand(training)
+    torch.testing.assert_close([line["loss"] for line in training.logged()], wanted.losses, rtol=1e-4, atol=1e-6)
+    assert training.evaluations()[-1]["loss"] == pytest.approx(wanted.evaluation, rel=1e-4)
+    for parameter, by_hand in zip(training.run.state.model.parameters(), wanted.parameters, strict=True):
+        torch.testing.assert_close(parameter, by_hand, rtol=1e-3, atol=2e-5)
