@@ -250,6 +250,30 @@ class Counter(Base):
         return self.linear(inputs) * 0.01 * self.head.calls
 
 
+class CountsInEvaluation(Base):
+    """Counts the samples of evaluations: in a buffer, a parameter, by torch's protocol. Training depends on all."""
+
+    def build(self, num_classes: int) -> None:
+        self.register_buffer("seen", torch.zeros(()))
+        self.total = nn.Parameter(torch.zeros(()), requires_grad=False)
+        self.samples = 0
+
+    def change(self, inputs: Tensor) -> Tensor:
+        if not self.training:
+            self.samples += len(inputs)
+            self.seen += len(inputs)
+            with torch.no_grad():
+                self.total += len(inputs)
+            return torch.zeros(())
+        return self.linear(inputs) * 1e-3 * (self.samples + self.seen + self.total)
+
+    def get_extra_state(self) -> int:
+        return self.samples
+
+    def set_extra_state(self, state: int) -> None:
+        self.samples = state
+
+
 # What may be written in place by their forward, so that its first write cannot be undone without a copy.
 IN_PLACE = (
     Teacher,

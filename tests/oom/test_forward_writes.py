@@ -1,6 +1,8 @@
 """Whatever a forward changes, a run that is out of memory at step k equals one that changes its size at step k."""
 
 import collections
+import contextlib
+import dataclasses
 import functools
 import itertools
 import tempfile
@@ -12,10 +14,17 @@ import writing_models
 from runs import differences
 
 from trainapp.checkpoint.stateful import Stateful
+from trainapp.errors import TrainingStopped
+from trainapp.parallel.ranks import SingleRank
+from trainapp.run import runner
+from trainapp.signals import StopRequest
+from trainapp.train import loop
 from trainapp.train.model_tensors import ModelTensors
+from trainapp.train.restore_point import RestorePoint
+from trainapp.train.run import Run
 
 from .conftest import tiny
-from .inject import Counts, Injector, Recorded
+from .inject import Counts, Injector, Recorded, Watched
 
 pytestmark = pytest.mark.usefixtures("without_pictures")
 
@@ -105,6 +114,113 @@ def test_equals_the_configured_switch(tmp_path, case, phase, step):
 def test_the_switch_matters(case, step):
     """Otherwise the cells prove nothing."""
     assert differences(configured(case, (step, 4)), configured(case, (2, 4))) != []
+
+
+EVALUATING = (*model(writing_models.CountsInEvaluation), "every.eval=2", "batch.eval_micro_size=90")
+
+
+def survives_in_evaluation(run_dir: Path, step: int, part: float = 0.5) -> list[str]:
+    """Where a run that is out of memory in an evaluation differs from one that is not, after training has gone on."""
+    counts = Counts()
+    undisturbed = Recorded(tiny(run_dir / "a", *EVALUATING), counts)
+    injector = Injector("evaluate", step, int(counts.operations["evaluate", step] * part))
+    recorded = Recorded(tiny(run_dir / "b", *EVALUATING), injector)
+    (failure,) = recorded.failures
+    assert (failure.phase, failure.step, failure.old_size, failure.new_size) == ("evaluate", step, 90, 45)
+    return differences(everything(recorded), everything(undisturbed))
+
+
+@pytest.mark.parametrize("part", [0.3, 0.5, pytest.param(0.45, marks=pytest.mark.slow), 0.6, 0.9])
+@pytest.mark.parametrize("step", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_an_evaluation_counts_nothing_twice(tmp_path, step, part):
+    assert survives_in_evaluation(tmp_path, step, part) == []
+
+
+class InModel(Injector):
+    """Counts the operations inside the model alone."""
+
+    def _phase(self) -> str:
+        return super()._phase() if self._in_model else ""
+
+
+def test_an_evaluation_that_writes_for_the_first_time_goes_back(tmp_path):
+    injector = InModel("evaluate", 2, 4)  # in the first micro-batch, after the write
+    recorded = Recorded(tiny(tmp_path / "a", *EVALUATING), injector)
+    (failure,) = recorded.failures
+    assert failure.lost == ["model.total"]
+    assert "the forward has written model.total, of which there was no copy" in failure.action
+    assert "so back to the start, from the seed; 2 finished steps are repeated" in failure.action
+    assert recorded.run.sizes.evaluation.size == 45
+    undisturbed = Recorded(tiny(tmp_path / "b", *EVALUATING))
+    assert differences(everything(recorded)["all"], everything(undisturbed)["all"]) == []
+
+
+def test_without_the_transaction_an_evaluation_counts_twice(tmp_path, monkeypatch):
+    monkeypatch.setattr(RestorePoint, "undone_on_error", lambda self, unproven: contextlib.nullcontext())
+    assert survives_in_evaluation(tmp_path, 4) != []
+
+
+def test_a_rebuilt_run_continues_where_it_began(tmp_path):
+    """Not from the seed, where the run itself began at another run's checkpoint."""
+    saving = (*CASES["Teacher"], "checkpointing=standard", "every.save=2")
+    Recorded(tiny(tmp_path / "a", *saving, "train.max_steps=2"))
+    for name, injector in (("b", Injector("backward", 3, 3)), ("c", None)):
+        config = tiny(tmp_path / name, *CASES["Teacher"], schedule=None if injector else {3: 4})
+        resume = dataclasses.replace(config.checkpointing, resume=str(tmp_path / "a"))
+        recorded = Recorded(dataclasses.replace(config, checkpointing=resume), injector)
+        if injector:
+            assert "so back to the checkpoint of step 2; 0 finished steps are repeated" in recorded.failures[0].action
+            found = everything(recorded)
+    assert differences(found, everything(recorded)) == []
+
+
+SKIPPING = ("train.nonfinite=skip",)
+
+
+def skipped(run_dir: Path, case: str, step: int) -> tuple[dict, dict]:
+    """The state before and after a step whose inputs are not finite."""
+    run = runner.prepare(tiny(run_dir, *CASES[case], *SKIPPING), StopRequest(), SingleRank())
+    fetcher = run.batches._source.fetcher
+    states = []
+    try:
+        for number in range(1, step + 1):
+            if number == step:
+                data = fetcher.dataset
+                bad = lambda batch: batch | {"inputs": batch["inputs"] * torch.nan}  # noqa: E731
+                fetcher.dataset = Watched(data, run, None, [], bad)
+                states.append(model_state(run))
+            loop.train_step(run)
+        states.append(model_state(run))
+        assert run.state.progress.skipped == 1
+    finally:
+        run.close()
+    return states[0], states[1]
+
+
+def model_state(run: Run) -> dict:
+    states = {name: state for name, state in run.state.stateful.take().items() if "extra_state" in name}
+    tensors = (*run.state.model.named_parameters(), *run.state.model.named_buffers())
+    return {"states": states, "tensors": {name: tensor.detach().clone() for name, tensor in tensors}}
+
+
+WRITING = ("Teacher", "TeacherSilent", "Codebook", "Normalised", "Buffers", "ExtraState")
+
+
+@pytest.mark.parametrize("case", WRITING)
+def test_a_skipped_step_leaves_the_model_as_it_was(tmp_path, case):
+    before, after = skipped(tmp_path, case, 3)
+    assert differences(before, after) == []
+
+
+@pytest.mark.parametrize("case", ["Codebook", "ExtraState"])
+def test_without_restoring_a_skipped_step_leaves_traces(tmp_path, monkeypatch, case):
+    monkeypatch.setattr(RestorePoint, "restore_skipped", lambda self: None)
+    assert differences(*skipped(tmp_path, case, 3)) != []
+
+
+def test_a_first_write_cannot_be_skipped(tmp_path):
+    with pytest.raises(TrainingStopped, match=r"step 1: train.nonfinite=skip cannot leave this step out.*model\.keys"):
+        skipped(tmp_path, "Codebook", 1)
 
 
 def without(monkeypatch, part: str) -> None:

@@ -27,6 +27,7 @@ class RestorePoint:
         self._find_tensors()
         self._states: dict[str, Any] = {}
         self.lost: list[str] = []
+        self._is_complete = False  # whether the last `take` was not interrupted
 
     def _find_tensors(self) -> None:
         self.tensors = ModelTensors({"model": self._model, **self._stateful.modules})
@@ -37,12 +38,13 @@ class RestorePoint:
         unproven: whether memory may well run out: then also look for owners of state that are new, and for writes that
         leave no trace. everything: copy every parameter.
         """
-        self.lost = []
+        self.lost, self._is_complete = [], False
         self._generators.take()
         if unproven:
             self._find_owners()
         self.tensors.take(unproven, everything)
         self._states = self._stateful.take()
+        self._is_complete = True
 
     def _find_owners(self) -> None:
         before = dict(self._stateful.modules)
@@ -73,6 +75,7 @@ class RestorePoint:
         try:
             yield
         except BaseException:
-            self.lost = self.tensors.restore()  # copies into memory that exists: allocates nothing of note
-            self._stateful.restore(self._states)
+            if self._is_complete:  # otherwise `take` was interrupted, and the part before it is finished
+                self.lost = self.tensors.restore()  # copies into memory that exists: allocates nothing of note
+                self._stateful.restore(self._states)
             raise

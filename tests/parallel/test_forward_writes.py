@@ -1,0 +1,77 @@
+"""What a forward writes is rolled back on all ranks, also where only one of them ran out of memory.
+
+The reference is a run on as many ranks that changes its size by `batch.micro_schedule`.
+"""
+
+import pytest
+import torch
+
+from trainapp.train.model_tensors import ModelTensors
+
+from .cells import Record, train
+from .conftest import TINY, Cell
+from .faults import fail_at
+
+WRITING = (
+    *TINY,
+    "model=mlp",
+    "~model.width",
+    "~model.depth",
+    "~model.dropout",
+    "data=digits",
+    "user_packages=[writing_models]",
+    "train.max_steps=6",
+)
+CELLS = [
+    (spread, model, step)
+    for spread, models in {
+        "ddp": ("Teacher", "TeacherSilent", "TeacherAssigned", "FromData", "Lazy", "ExtraState", "Generators"),
+        "fsdp": ("Teacher", "Lazy", "ExtraState"),
+    }.items()
+    for model in models
+    for step in (1, 5)
+]
+FAST = {("ddp", "Teacher", 1), ("ddp", "TeacherSilent", 5), ("fsdp", "Teacher", 1), ("fsdp", "Teacher", 5)}
+
+
+def runs_of(cell: Cell, spread: str, model: str, step: int, function=train) -> tuple[list[Record], list[Record]]:
+    """By rank: a run in which rank 1 runs out of memory, and the run that switches sizes by configuration."""
+    overrides = (f"parallel={spread}", f"model._target_=writing_models.{model}")
+    # `always`: at a proven size nobody votes, and the launcher restarts all workers.
+    overrides = (*overrides, "parallel.vote_on_oom=always")
+    wanted = cell.run(2, *overrides, tiny=WRITING, schedule={step: 2})
+    fault = fail_at(1, step, "backward", operation=6)
+    return cell.run(2, *overrides, tiny=WRITING, faults=[fault], function=function), wanted
+
+
+def differences(records: list[Record], wanted: list[Record]) -> list[int]:
+    """The ranks whose weights differ in any bit."""
+    return [rank for rank, (a, b) in enumerate(zip(records, wanted, strict=True)) if not torch.equal(a.weights, b.weights)]
+
+
+@pytest.mark.parametrize(
+    ("spread", "model", "step"),
+    [pytest.param(*place, marks=() if place in FAST else pytest.mark.slow) for place in CELLS],
+)
+def test_recovered_as_configured(cell, spread, model, step):
+    records, wanted = runs_of(cell, spread, model, step)
+    assert differences(records, wanted) == []
+    for record, other in zip(records, wanted, strict=True):
+        assert record.losses == other.losses
+        assert record.sizes == other.sizes
+        assert len(record.failures) == 1
+
+
+def train_blindly(rank: int, *arguments) -> Record:
+    """A wrong variant: no write of a parameter is noticed."""
+    written = ModelTensors._written
+    ModelTensors._written = lambda self: []
+    try:
+        return train(rank, *arguments)
+    finally:
+        ModelTensors._written = written
+
+
+@pytest.mark.parametrize("spread", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+def test_without_noticing_writes_the_cell_fails(cell, spread):
+    assert differences(*runs_of(cell, spread, "Teacher", 1, train_blindly)) != []
