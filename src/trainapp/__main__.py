@@ -14,8 +14,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from trainapp.config import command_line, compose, hydra_errors
-from trainapp.errors import UserError
-from trainapp.launch import environment, run_name
+from trainapp.errors import Reported, UserError
+from trainapp.launch import environment, one_run, run_name
 
 OmegaConf.register_new_resolver("run_name", run_name.default_run_name, use_cache=True, replace=True)
 log = logging.getLogger(__name__)
@@ -38,14 +38,15 @@ def job(composed: DictConfig) -> float | None:
                 "parallel.devices=N ...`, which starts the workers of each job itself"
             )
         config = compose.from_hydra(composed, run_dir, command_line.resume_command(hydra_config, run_dir))
-        from trainapp.launch import launch  # late: it imports torch
+        with one_run.per_directory(config):
+            from trainapp.launch import launch  # late: it imports torch
 
-        return launch.launch(config)
+            return launch.launch(config)
     except Exception as error:
         if is_sweep:
             _log_failure(error)
         elif isinstance(error, UserError):
-            raise _Reported(error) from None
+            raise Reported(error) from None
         raise
 
 
@@ -57,23 +58,15 @@ def _log_failure(error: Exception) -> None:
         log.exception("This job failed; the sweep continues.")
 
 
-class _Reported(SystemExit):
-    """Carries a user's mistake past Hydra, which prints a line of its own before every Exception."""
-
-    def __init__(self, error: UserError):
-        super().__init__(error.exit_code)
-        self.error = error
-
-
 def main() -> None:
-    """Run the command line.A UserError ends it with one message and its exit code; others keep their traceback."""
+    """Run the command line. A UserError ends it with one message and its exit code; others keep their traceback."""
     command_line.add_import_paths(sys.argv[1:])
     wants_traceback = "HYDRA_FULL_ERROR" in os.environ
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its errors instead of printing them its own way
     try:
         job()
-    except (Exception, _Reported) as caught:
-        error = caught.error if isinstance(caught, _Reported) else caught
+    except (Exception, Reported) as caught:
+        error = caught.error if isinstance(caught, Reported) else caught
         message = str(error) if isinstance(error, UserError) else hydra_errors.explain(error, sys.argv[1:])
         if wants_traceback or message is None:
             if error is caught:

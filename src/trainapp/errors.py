@@ -11,3 +11,11 @@ class TrainingStopped(UserError):
     """Training cannot continue (a non-finite loss, no smaller micro-batch to try); saved checkpoints are kept."""
 
     exit_code = 1
+
+
+class Reported(SystemExit):
+    """Carries a user's mistake past Hydra, which prints a line of its own before every Exception, or hides it."""
+
+    def __init__(self, error: UserError):
+        super().__init__(error.exit_code)
+        self.error = error

@@ -5,11 +5,14 @@ import io
 import json
 import os
 import pickle
+import shutil
 from pathlib import Path
 
 import pytest
 import runs
 import torch
+
+from trainapp.checkpoint.manifest import signed
 
 from .cells import Record
 from .conftest import Cell
@@ -70,6 +73,47 @@ def test_on_as_many_ranks_it_is_bit_identical(cell):
             assert record.losses == other.losses[2:]
             assert torch.equal(record.weights, other.weights)
             assert torch.equal(record.average, other.average)
+
+
+FOREIGN = (
+    *runs.STEPS_ONLY, *SAVING, "checkpointing.keep_last=1", "train.max_steps=6", "batch.micro_size=8", "model=mlp",
+    "~model.width", "~model.depth", "~model.dropout", "data=digits", "user_packages=[foreign]",
+)  # fmt: skip
+OWN_OPTIMIZER = ("~optimizer.betas", "~optimizer.eps", "user_packages=[foreign]")
+
+
+@pytest.mark.parametrize("model", ["FilledByTheFirstForward", "RegisteredByTheFirstForward", "OwnEntries"])
+def test_state_in_unusual_places_on_two_ranks(cell, model):
+    """As tests/checkpoint/test_contents.py; entries of the state dict are each rank's own."""
+    settings = ("parallel=ddp", f"model._target_=foreign.{model}")
+    undisturbed = cell.run(2, *settings, tiny=FOREIGN)
+    run_dir = cell.directory()
+    cell.run(2, *settings, "train.max_steps=2", tiny=FOREIGN, run_dir=run_dir)
+    values = torch.load(run_dir / "checkpoints" / "step_00000002" / "values.pt")
+    if model == "OwnEntries":
+        first, second = (added["queue"] for added in values["model_values"]["added"])
+        assert not torch.equal(first, second)
+    records = cell.run(2, *settings, tiny=FOREIGN, run_dir=run_dir)
+    for record, other in zip(records, undisturbed, strict=True):
+        assert record.losses == other.losses[2:]
+        assert torch.equal(record.weights, other.weights)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "hsdp"])
+@pytest.mark.parametrize("stop", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_an_optimizer_with_plain_and_late_state_on_two_ranks(cell, strategy, stop):
+    """Also in shards, and read by one rank."""
+    settings = (*SAVING, "every.save=1", "optimizer._target_=foreign.LateMomentum", *OWN_OPTIMIZER, "train.max_steps=6")
+    undisturbed = cell.run(2, f"parallel={strategy}", *settings)
+    run_dir = cell.directory()
+    cell.run(2, f"parallel={strategy}", *settings, f"train.max_steps={stop}", run_dir=run_dir)
+    alone = cell.directory()
+    shutil.copytree(run_dir, alone)
+    for record, other in zip(cell.run(2, f"parallel={strategy}", *settings, run_dir=run_dir), undisturbed, strict=True):
+        assert record.losses == other.losses[stop:]
+        assert torch.equal(record.weights, other.weights)
+    (record,) = cell.run(0, "parallel=single", *settings, run_dir=alone)
+    assert record.losses == pytest.approx(undisturbed[0].losses[stop:], rel=TOLERANCE)
 
 
 def test_another_micro_batch_and_other_workers(cell):
@@ -185,7 +229,7 @@ def plant(path: Path, name: str, content: bytes) -> None:
     (path / name).write_bytes(content)
     manifest = json.loads((path / "manifest.json").read_text())
     manifest["files"][name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    (path / "manifest.json").write_text(json.dumps(manifest))
+    (path / "manifest.json").write_bytes(signed(manifest))
 
 
 @pytest.mark.parametrize("place", [".metadata", "planner_data", "values.pt", "values.pt as pickle", "byte item"])

@@ -28,8 +28,8 @@ def require_plain(value: Any, name: str) -> None:
             require_plain(item, f"{name}[{position}]")
     elif kind not in _LEAVES and kind not in _TENSORS:
         raise UserError(
-            f"{name} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold: it takes tensors, numbers, "
-            "strings, None, and dicts, lists, tuples and sets of them; convert it, or use checkpointing.save=false"
+            f"{name} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold: it takes tensors, "
+            "numbers, strings, None, and dicts, lists, tuples and sets of them; convert it, or set checkpointing=off"
         )
 
 

@@ -45,6 +45,14 @@ def scheduler_task() -> SchedulerTask | None:
     return None
 
 
+def is_rank_zero() -> bool:
+    """Whether this process was started alone, or is the first of those that torchrun or a scheduler started."""
+    task = scheduler_task()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return os.environ.get("RANK", "0") == "0"
+    return task is None or task.rank == 0
+
+
 def is_one_of_many_ranks() -> bool:
     """Whether torchrun started this process, or a scheduler started it as one of several tasks."""
     task = scheduler_task()

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
-from trainapp.launch import environment
+from trainapp.launch import environment, one_run
 from trainapp.memory import host_guard
 from trainapp.parallel.ranks import DistributedRanks, Ranks
 from trainapp.tracking import console
@@ -41,7 +41,7 @@ def run_worker(config: Config) -> Outcome:
     from trainapp.run import runner
 
     try:
-        with process_group(config) as ranks:
+        with process_group(config) as ranks, one_run.for_worker(config):
             return Outcome(objective=runner.run(config, ranks).objective)
     except UserError as error:
         return Outcome(error=str(error), exit_code=error.exit_code)

@@ -212,8 +212,8 @@ def _continue_in_changed_data(run: Run, path: Path) -> None:
     lengths = f"the training data has {samples} samples, and had {state.data_samples} when {path} was saved"
     if run.config.loader.on_change == "refuse":
         raise UserError(
-            f"data.on_change=refuse: {lengths}: the rest of its epoch would repeat some samples and omit others; restore "
-            "the data, or use data.on_change=next_epoch, or start a new run with checkpointing.resume=none"
+            f"data.on_change=refuse: {lengths}: the rest of its epoch would repeat some samples and omit others; "
+            "restore the data, or use data.on_change=next_epoch, or start a new run with checkpointing.resume=none"
         )
     if progress.consumed:
         left, epoch = state.data_samples - progress.consumed, progress.epoch

@@ -233,3 +233,24 @@ class Replacing(Linear):
         if self.calls > 1:
             self.linear.weight = nn.Parameter(self.linear.weight.detach().clone())
         return 0.0
+
+
+class LateMomentum(torch.optim.Optimizer):
+    """Counts its steps in a plain number and allocates its momentum in the third."""
+
+    def __init__(self, params: Any, lr: float = 0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Plain steps, then momentum, at a rate that falls with the count."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                state["step"] = state.get("step", 0) + 1
+                change = parameter.grad
+                if state["step"] >= 3:
+                    change = state.setdefault("momentum", torch.zeros_like(parameter)).mul_(0.9).add_(change)
+                parameter.sub_(change, alpha=group["lr"] / state["step"])
