@@ -206,7 +206,7 @@ def restore(run: Run, path: Path) -> dict[str, Any]:
         run.set_global_size(sizes["global"])
     progress = run.state.progress
     run.checkpointer.saved_at = progress.step
-    if progress.consumed >= run.batches.epoch_samples:  # another batch size or drop_last may leave nothing
+    if run.batches.steps_left(progress.consumed) <= 0:  # another batch size or drop_last may leave nothing
         progress.epoch, progress.consumed = progress.epoch + 1, 0
     log.info("resumed from %s: step %d, epoch %d, %d samples", path, progress.step, progress.epoch, progress.samples)
     return sizes
