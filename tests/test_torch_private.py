@@ -4,6 +4,7 @@ import ast
 import inspect
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from trainapp.torch_private import (
     ForwardModuleTracker,
     KeepsBufferDtypes,
     add_summary,
+    asked_before_restarts,
     buffers_of,
     fake_tensor_mode,
     foreach_copy_,
@@ -30,6 +32,7 @@ from trainapp.torch_private import (
     forget_unscaling,
     found_inf,
     fsdp_collectives,
+    guard_event_file,
     memory_snapshot,
     non_persistent_buffers,
     outside_dispatch_modes,
@@ -381,6 +384,43 @@ def test_a_summary_is_one_event(tmp_path):
     (path,) = tmp_path.iterdir()
     events = [event for event in EventFileLoader(str(path)).Load() if event.step == 7]
     assert [[value.tag for value in event.summary.value] for event in events] == [["a", "b"]]
+
+
+def test_an_event_file_that_cannot_be_written(tmp_path):
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer, errors = SummaryWriter(str(tmp_path / "events")), []
+    guard_event_file(writer, errors.append)
+    (path,) = (tmp_path / "events").iterdir()
+    path.unlink()
+    path.symlink_to("/dev/full")  # the kernel refuses every write
+    for step in range(30):  # more than the queue holds
+        writer.add_scalar("a", 1.0, step)
+        writer.flush()
+    writer.close()
+    assert [error.errno for error in errors] == [28]
+
+
+def test_elastic_asks_before_restarts(monkeypatch):
+    from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerState
+    from torch.distributed.launcher import api
+
+    standard, states = api.LocalElasticAgent, [WorkerState.HEALTHY, WorkerState.FAILED, WorkerState.FAILED]
+    monkeypatch.setattr(standard, "_monitor_workers", lambda *_: RunResult(state=states.pop(0)))
+    asked, workers = [], types.SimpleNamespace(workers=[Worker(0, global_rank=2), Worker(1, global_rank=3)])
+
+    def may_restart(ranks: list[int]) -> bool:
+        asked.append(ranks)
+        return len(asked) < 2
+
+    with asked_before_restarts(may_restart):
+        agent = api.LocalElasticAgent.__new__(api.LocalElasticAgent)
+        assert isinstance(agent, standard)
+        agent._remaining_restarts = 3
+        left = [agent._monitor_workers(workers) and agent._remaining_restarts for _ in range(3)]
+    assert left == [3, 3, 0]
+    assert asked == [[2, 3], [2, 3]]
+    assert api.LocalElasticAgent is standard
 
 
 def private_uses(source):

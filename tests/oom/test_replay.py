@@ -1,4 +1,4 @@
-"""`micro_schedule` of result.json, set as `batch.micro_schedule`, replays the run bit for bit, whatever it went through.
+"""`micro_schedule` of result.json, set as `batch.micro_schedule`, replays any run bit for bit.
 
 Each run here has out-of-memory errors and something else that changes the process, the step or its number.
 """
@@ -251,7 +251,7 @@ def test_it_says_what_wins(tmp_path):
 
 
 def test_a_size_above_the_share_of_a_rank(tmp_path):
-    with pytest.raises(UserError, match="32 from step 1 must be at most batch.global_size=16"):
+    with pytest.raises(UserError, match=r"32 from step 1 must be at most batch\.global_size=16"):
         runs.configure(tmp_path, "batch.micro_schedule={1: 32}")
     run = runs.prepare(tmp_path, *runs.MODELS["mlp"], "batch.micro_schedule={1: {64: 16, 128: 16}}")
     run.close()

@@ -67,12 +67,36 @@ def test_a_killed_launcher_does_not_block_the_next_run(reference, tmp_path):
 
 @pytest.mark.slow
 def test_restarts_are_bounded(tmp_path):
-    fault = fail_at(1, 2, "backward", "exception", times=9)
-    ended = launch(tmp_path / "run", *DDP, "parallel.max_restarts=1", env=environment(tmp_path, fault))
-    assert fired(tmp_path, fault) == 2
+    faults = [fail_at(1, step, "backward", "exception") for step in (2, 3, 4)]  # another step each time
+    ended = launch(tmp_path / "run", *DDP, "parallel.max_restarts=1", env=environment(tmp_path, *faults))
+    assert [fired(tmp_path, fault) for fault in faults] == [1, 1, 0]
     assert ended.code == 1
     assert "rank 1 failed (exit code 1) after 1 restarts: RuntimeError: injected failure; its log is in" in ended.text
     assert "in strike" in (tmp_path / "run" / "ranks" / "rank_1.log").read_text()  # the traceback
+
+
+@pytest.mark.slow
+def test_an_error_that_comes_again_at_the_same_step_ends_the_run(tmp_path):
+    """One restart shows that another would not help, though three are allowed."""
+    fault = fail_at(1, 4, "backward", "exception", times=9)
+    ended = launch(tmp_path / "run", *DDP, env=environment(tmp_path, fault))
+    assert fired(tmp_path, fault) == 2
+    assert ended.code == 1
+    told = "so that another restart would not help: RuntimeError: injected failure (at step 4); its log is in"
+    assert ended.text.count(told) == 1
+    assert "in strike" in (tmp_path / "run" / "ranks" / "rank_1.log").read_text()  # the traceback
+    assert last(tmp_path / "run") == 2
+    assert not list((tmp_path / "run" / "ranks").glob("*.error"))
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_killed_again_at_the_same_step_is_restarted(reference, tmp_path):
+    """What kills it may be gone; the other rank's error, a lost connection, counts for nothing."""
+    fault = fail_at(1, 4, "backward", "kill", times=2)
+    ended = launch(tmp_path / "run", *DDP, env=environment(tmp_path, fault))
+    assert fired(tmp_path, fault) == 2
+    assert ended.code == 0, ended.text
+    assert different(checkpoint(tmp_path / "run", 6), checkpoint(reference, 6)) == []
 
 
 @pytest.mark.slow
@@ -91,6 +115,15 @@ def test_out_of_memory_where_nobody_votes(reference, tmp_path):
     (incident,) = (tmp_path / "run" / "oom").glob("*.json")
     assert json.loads(incident.read_text())["rank"] == 1
     assert "rank_1" in incident.name
+    # What is written down replays the run, restart included.
+    assert result(tmp_path / "run")["oom_restarts"] == 1
+    assert not (tmp_path / "run" / "restart.json").exists()
+    schedule = json.dumps(result(tmp_path / "run")["micro_schedule"])
+    again = launch(tmp_path / "again", *DDP, f"batch.micro_schedule='{schedule}'", env=environment(tmp_path))
+    assert again.code == 0, again.text
+    assert result(tmp_path / "again")["oom_restarts"] == 0
+    assert different(checkpoint(tmp_path / "run", 6), checkpoint(tmp_path / "again", 6)) == []
+    assert different(checkpoint(tmp_path / "run", 6), checkpoint(reference, 6)) != []  # negative control
 
 
 def test_out_of_memory_recovered_in_place_names_its_rank(tmp_path):

@@ -38,7 +38,8 @@ class MicroBatchSizes:
     @property
     def size(self) -> int:
         """The largest current size: how many samples are fetched at a time."""
-        return max((search.size for search in self.searches.values()), default=self.start)
+        sizes = [search.size for search in self.searches.values()]
+        return max(sizes) if sizes else self.start
 
     @property
     def size_at_work(self) -> int:
@@ -98,9 +99,12 @@ class MicroBatchSizes:
         A size above the fetch size cannot have mattered, but as a schedule it would raise the fetch size. A shape that
         was left whole (see `cut`) ran at more than its size.
         """
-        buckets = self.searches.keys() | self.largest_run.keys() | self.attempt_samples.keys()
-        fetched, ran = self.size, self.attempt_samples
-        return {b: max(min(fetched, self.search(b).size), ran.get(b, 0)) for b in sorted(buckets)}
+        fetched, plan = self.size, {}
+        for bucket in {*self.searches, *self.largest_run, *self.attempt_samples}:
+            size, ran = self.search(bucket).size, self.attempt_samples.get(bucket, 0)
+            size = fetched if size > fetched else size
+            plan[bucket] = ran if ran > size else size  # no calls of `max`: this runs in every step
+        return plan
 
     def follow(self, plan: Plan) -> list[int]:
         """Set one size for all shapes, or a size per bucket, as a schedule asks.

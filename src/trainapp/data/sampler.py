@@ -27,9 +27,9 @@ def epoch_order(seed: int, epoch: int, samples: int) -> list[int]:
 class TrainBatches:
     """The training samples, step by step.
 
-    global_size: samples per optimizer step over all ranks. rank, world: which part of each step is this process's.
-    split: the task's way to cut a batch, see `BatchLoader`.
-    Attributes: `samples` in the data set, `epoch_samples` in an epoch (fewer where `drop_last` leaves some out).
+    global_size: samples per optimizer step over all ranks; it may change between two steps. drop_last: no step has
+    fewer. rank, world: which part of each step is this process's. split: the task's way to cut a batch, see
+    `BatchLoader`. Attribute: `samples` in the data set.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class TrainBatches:
     ):
         self.global_size, self.seed, self.rank, self.world = global_size, seed, rank, world
         self.dataset, self.samples = dataset, len(dataset)
-        self.epoch_samples = self.samples - self.samples % global_size if drop_last else self.samples
+        self.drop_last = drop_last
         self._source = BatchLoader(dataset, seed, workers, device, ahead, split)
         self._order: tuple[int, list[int]] = (-1, [])
         self._open: Iterator[Any] = iter(())
@@ -56,9 +56,19 @@ class TrainBatches:
         self._position: tuple | None = None  # of the open iterator: `micro_batches`' next arguments; None: unknown
 
     @property
+    def epoch_samples(self) -> int:
+        """Samples in an epoch: fewer than `samples` where `drop_last` leaves some out."""
+        return self.samples - self.samples % self.global_size if self.drop_last else self.samples
+
+    @property
     def steps_per_epoch(self) -> int:
         """Optimizer steps per epoch; the last may have fewer samples."""
-        return -(-self.epoch_samples // self.global_size)
+        return self.steps_left(0)
+
+    def steps_left(self, consumed: int) -> int:
+        """Optimizer steps of an epoch after its first `consumed` samples, however large their steps were."""
+        left = self.samples - consumed
+        return left // self.global_size if self.drop_last else -(-left // self.global_size)
 
     def accumulation(self, size: int, parts: int | None = None) -> int:
         """Micro-batches of a full step on this rank."""
@@ -67,7 +77,7 @@ class TrainBatches:
 
     def step_samples(self, progress: Progress) -> int:
         """Samples of the coming step over all ranks."""
-        return min(self.global_size, self.epoch_samples - progress.consumed)
+        return min(self.global_size, self.samples - progress.consumed)
 
     def indices(self, progress: Progress) -> list[int]:
         """This rank's samples of the coming step."""
@@ -108,7 +118,7 @@ class TrainBatches:
     def after(self, epoch: int, consumed: int) -> tuple[int, int]:
         """`(epoch, consumed)` after the step that begins at the given position."""
         consumed += self.global_size
-        return (epoch, consumed) if consumed < self.epoch_samples else (epoch + 1, 0)
+        return (epoch, consumed) if self.steps_left(consumed) > 0 else (epoch + 1, 0)
 
     def _requests(self, epoch: int, consumed: int, size: int, parts: int | None) -> Iterator[Request]:
         while True:
@@ -126,7 +136,7 @@ class TrainBatches:
     def _pieces(self, epoch: int, consumed: int, size: int, parts: int | None) -> list[Sequence[int]]:
         """This rank's micro-batches: as many as the rank with the most samples has, so that some may be empty."""
         local = self._local(epoch, consumed)
-        largest_share = -(-min(self.global_size, self.epoch_samples - consumed) // self.world)
+        largest_share = -(-min(self.global_size, self.samples - consumed) // self.world)
         count = max(-(-largest_share // size), min(parts or 1, largest_share))
         pieces = cut(local, size) if parts is None else cut_evenly(local, count)
         if len(pieces) < count:
@@ -136,7 +146,7 @@ class TrainBatches:
     def _local(self, epoch: int, consumed: int) -> list[int]:
         if self._order[0] != epoch:
             self._order = (epoch, epoch_order(self.seed, epoch, self.samples))
-        chunk = self._order[1][consumed : min(consumed + self.global_size, self.epoch_samples)]
+        chunk = self._order[1][consumed : consumed + self.global_size]
         start, end = (len(chunk) * r // self.world for r in (self.rank, self.rank + 1))
         return chunk[start:end]
 

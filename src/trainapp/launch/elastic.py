@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import uuid
+from pathlib import Path
 
 import psutil
 import torch
@@ -14,8 +15,9 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from trainapp.config.schema import Config
 from trainapp.errors import TrainingStopped, UserError
-from trainapp.launch.worker import Outcome, run_worker
+from trainapp.launch.worker import Outcome, run_worker, take_error
 from trainapp.signals import StopRequest, pass_on
+from trainapp.torch_private import asked_before_restarts
 
 SIGNALS = (*StopRequest.NAMES, "SIGHUP", "SIGQUIT")  # forwarded to the workers
 log = logging.getLogger(__name__)
@@ -25,7 +27,7 @@ def run_workers(config: Config) -> Outcome:
     """Run the workers of this node until they end.
 
     Raises UserError for settings that conflict or do not suit this machine, and TrainingStopped when a worker failed
-    more than `parallel.max_restarts` times.
+    more than `parallel.max_restarts` times, or twice with the same error at the same step.
     """
     settings = config.parallel
     if settings.nodes > 1 and not (settings.endpoint and settings.run_id):
@@ -57,19 +59,46 @@ def run_workers(config: Config) -> Outcome:
     # With the launcher's own store shared, restarted workers would find the addresses of the dead ones (torch 2.13).
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     handlers = {number: signal.getsignal(number) for number in (getattr(signal, name) for name in SIGNALS)}
+    failures = Failures(Path(config.run_dir))
     try:
-        outcomes: dict[int, Outcome] = elastic_launch(launch, run_worker)(config)
+        with asked_before_restarts(failures.may_restart):
+            outcomes: dict[int, Outcome] = elastic_launch(launch, run_worker)(config)
     except SignalException as error:
         pass_on(error.sigval, handlers[error.sigval])
         return Outcome(exit_code=128 + error.sigval)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
+        log_place = f"its log is in {config.run_dir}/ranks (rank 0: trainapp.log)"
+        if failures.repeated is not None:
+            raise TrainingStopped(
+                f"a rank failed as it did before all workers were restarted, so that another restart would not help: "
+                f"{failures.repeated}; {log_place}"
+            ) from None
         raise TrainingStopped(
-            f"rank {rank} failed (exit code {failure.exitcode}) after {settings.max_restarts} restarts: "
-            f"{_reason(failure)}; its log is in {config.run_dir}/ranks (rank 0: trainapp.log)"
+            f"rank {rank} failed (exit code {failure.exitcode}) after {failures.count - 1} restarts: "
+            f"{_reason(failure)}; {log_place}"
         ) from None
     ended = list(outcomes.values())
     return next((outcome for outcome in ended if outcome.error or outcome.exit_code), ended[0])
+
+
+class Failures:
+    """How often workers of this node failed, and whether an error came again at the same step.
+
+    What a restart cannot cure would otherwise cost `parallel.max_restarts` times the way back to the checkpoint.
+    """
+
+    def __init__(self, run_dir: Path):
+        self.run_dir, self.count = run_dir, 0
+        self.repeated: str | None = None  # the error that came again
+        self._before: set[str] = set()
+
+    def may_restart(self, ranks: list[int]) -> bool:
+        """Called after each failure, before the workers are restarted."""
+        self.count += 1
+        errors = {error for rank in ranks if (error := take_error(self.run_dir, rank)) is not None}
+        self.repeated, self._before = min(errors & self._before, default=None), errors
+        return self.repeated is None
 
 
 def _reason(failure: ProcessFailure) -> str:

@@ -5,6 +5,7 @@ import datetime
 import gc
 import logging
 import os
+import re
 import sys
 import threading
 from collections.abc import Iterator
@@ -49,9 +50,36 @@ def run_worker(config: Config) -> Outcome:
         code = int(error.code or 0)
         _exit_if_not_collected(code)
         return Outcome(exit_code=code)
-    except Exception:
+    except Exception as error:
         log.exception("this rank failed")
+        _leave_error(Path(config.run_dir), int(os.environ["RANK"]), error)
         raise
+
+
+def _leave_error(run_dir: Path, rank: int, error: Exception) -> None:
+    """Leave the error in one line for `take_error`. Not where it only says that another rank is gone."""
+    text = str(error).strip().partition("\n")[0]
+    if isinstance(error, dist.DistError) or re.search(r"gloo|nccl|peer", text, re.IGNORECASE):
+        return
+    text = re.sub(r"0x[0-9a-f]+", "0x...", text)  # an address is another one in another process
+    place = "".join(f" ({note})" for note in getattr(error, "__notes__", []))
+    with contextlib.suppress(OSError):  # then all restarts are tried
+        _error_file(run_dir, rank).write_text(f"{type(error).__name__}: {text}{place}")
+
+
+def take_error(run_dir: Path, rank: int) -> str | None:
+    """The error, with its step, that this rank's last worker has left; None if it left none, as a killed one does."""
+    path = _error_file(run_dir, rank)
+    try:
+        text = path.read_text(errors="replace")
+        path.unlink()
+    except OSError:
+        return None
+    return text
+
+
+def _error_file(run_dir: Path, rank: int) -> Path:
+    return run_dir / "ranks" / f"rank_{rank}.error"
 
 
 def _exit_if_not_collected(code: int) -> None:

@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,7 @@ def _run_until_torn(
             log.info("%s", opening_line(current))
         if ranks.is_rank_zero:
             stack.callback(hints.remember, current)
+        stack.enter_context(_naming_the_step(current))
         while (failure := attempt(current)) is not None:
             torn = recover(current, failure)
             if torn is not None:
@@ -92,6 +94,17 @@ def _run_until_torn(
     if ranks.is_rank_zero:
         _report(current, result)
     return result
+
+
+@contextlib.contextmanager
+def _naming_the_step(run: Run) -> Iterator[None]:
+    """Add the step to the notes of an error that ends the run: tracebacks show them from Python 3.11 on."""
+    try:
+        yield
+    except Exception as error:
+        notes = [*getattr(error, "__notes__", []), f"at step {run.state.progress.step + 1}"]
+        setattr(error, "__notes__", notes)  # noqa: B010  # `add_note` exists from Python 3.11 on
+        raise
 
 
 def _report(run: Run, result: RunResult) -> None:
@@ -111,7 +124,8 @@ def _report(run: Run, result: RunResult) -> None:
 
 def prepare(config: Config, stop: StopRequest, ranks: Ranks, carried: CarriedOver | None = None) -> Run:
     """A run ready for its next step: built, restored from a checkpoint, micro-batch sizes chosen, files open."""
-    path = _agreed_checkpoint(config, ranks)
+    has_restarted = any(ranks.all_gather_object(_has_restarted()))  # torchrun counts each node's own failures
+    path = _agreed_checkpoint(config, ranks, has_restarted)
     if path is not None:
         config = _as_saved(config, path)
     run = build.build(config, stop, ranks, carried.memory if carried else None)
@@ -120,7 +134,7 @@ def prepare(config: Config, stop: StopRequest, ranks: Ranks, carried: CarriedOve
     saved = restore(run, path) if path is not None else None
     hint = carried.hint if carried else None
     if hint is None and config.mode == "train":
-        hint = recovery.take_hint(Path(config.run_dir), _has_restarted(), ranks)
+        hint = recovery.take_hint(Path(config.run_dir), has_restarted, ranks)
     run.sizes = initial_sizes(
         config,
         ranks.world,
@@ -156,12 +170,12 @@ def _as_saved(config: Config, path: Path) -> Config:
     return dataclasses.replace(config, train=dataclasses.replace(config.train, **changes))
 
 
-def _agreed_checkpoint(config: Config, ranks: Ranks) -> Path | None:
+def _agreed_checkpoint(config: Config, ranks: Ranks, has_restarted: bool) -> Path | None:
     """Rank 0 looks for the checkpoint. What is wrong with it is raised on all ranks: none waits for another."""
     path, problem = None, None
     if ranks.is_rank_zero:
         try:
-            path = _checkpoint_to_resume(config)
+            path = _checkpoint_to_resume(config, has_restarted)
         except UserError as error:
             problem = error
     path, problem = ranks.all_gather_object((path, problem))[0]
@@ -170,11 +184,11 @@ def _agreed_checkpoint(config: Config, ranks: Ranks) -> Path | None:
     return path
 
 
-def _checkpoint_to_resume(config: Config) -> Path | None:
+def _checkpoint_to_resume(config: Config, has_restarted: bool) -> Path | None:
     """The requested checkpoint, else the newest one in the run directory."""
     resume = config.checkpointing.resume
     own = CheckpointDirectory(Path(config.run_dir), 1, SingleRank())
-    if _has_restarted() and own.newest_name():
+    if has_restarted and own.newest_name():
         return own.newest()
     if resume not in ("auto", "none"):
         return resolve(resume)
@@ -197,7 +211,7 @@ def restore(run: Run, path: Path) -> dict[str, Any]:
     run.checkpointer.saved_at = progress.step
     if run.state.data_samples != run.batches.samples and run.config.mode == "train":
         _continue_in_changed_data(run, path)
-    if progress.consumed >= run.batches.epoch_samples:  # another batch size or drop_last may leave nothing
+    if run.batches.steps_left(progress.consumed) <= 0:  # another batch size or drop_last may leave nothing
         progress.epoch, progress.consumed = progress.epoch + 1, 0
     log.info("resumed from %s: step %d, epoch %d, %d samples", path, progress.step, progress.epoch, progress.samples)
     return sizes

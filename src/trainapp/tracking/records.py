@@ -4,7 +4,7 @@ import contextlib
 import errno
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,7 @@ class JsonLines:
                 self._file.close()
 
     @contextlib.contextmanager
-    def _errors(self):
+    def _errors(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:

@@ -134,15 +134,18 @@ class Run:
         return Flags(self.stop.signal or 0, self.checkpointer.busy, self.sizes.train.has_news)
 
     def set_global_size(self, size: int) -> None:
-        """`oom.keep_global_batch=false`: a smaller global batch, hence more steps and a longer schedule."""
+        """`oom.keep_global_batch=false`: a smaller global batch, hence more steps, a longer schedule, rarer cadences."""
         self.state.global_size = self.batches.global_size = size
         progress, batches, train = self.state.progress, self.batches, self.config.train
         total = train.max_steps
         if train.max_epochs is not None:
-            left = (train.max_epochs - progress.epoch) * batches.epoch_samples - progress.consumed
-            by_epochs = progress.step + -(-left // size)
+            whole_epochs = max(0, train.max_epochs - progress.epoch - 1)
+            left = batches.steps_left(progress.consumed) if progress.epoch < train.max_epochs else 0
+            by_epochs = progress.step + left + whole_epochs * batches.steps_per_epoch
             total = by_epochs if total is None else min(total, by_epochs)
-        self.schedule = schedules.build(self.config.schedule, RunLength(batches.steps_per_epoch, size, total))
+        length = RunLength(batches.steps_per_epoch, size, total)
+        self.schedule = schedules.build(self.config.schedule, length)
+        self.cadences = Cadences.of(self.config, length)
 
     def close(self) -> None:
         """End loader workers and close files."""

@@ -176,7 +176,7 @@ def as_schedule(recorded: Recorded) -> dict[int, Plan]:
     schedule: dict[int, Plan] = {}
     for attempt, sizes in sorted(recorded.items()):
         distinct = set(sizes.values())
-        plan: Plan = distinct.pop() if len(distinct) == 1 else dict(sizes)
+        plan: Plan = distinct.pop() if len(distinct) == 1 else dict(sorted(sizes.items()))
         if next(reversed(schedule.values()), None) != plan:
             schedule[attempt] = plan
     return schedule
