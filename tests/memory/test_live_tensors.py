@@ -100,3 +100,13 @@ def test_the_counter_leaves_autograd_cleanly():
     model.zero_grad()
     assert step(peak) == peak
     assert all(torch.equal(p.grad, wanted) for p, wanted in zip(model.parameters(), expected, strict=True))
+
+
+def test_a_sparse_tensor_counts_as_its_parts():
+    with LiveTensors() as counter:
+        indices, values = torch.tensor([[0, 1], [1, 0]]), torch.ones(2)
+        before = counter.live
+        sparse = torch.sparse_coo_tensor(indices, values, (2, 2))
+        counter.label(MemoryKind.BUFFERS, sparse)
+        assert before <= counter.live <= before + 2 * 2 * 8 + 2 * 4  # of which it may make copies
+        assert torch.sparse.mm(sparse, torch.ones(2, 2)).sum() == 4

@@ -66,6 +66,8 @@ class LiveTensors(DispatchMode):
 
     def label(self, kind: MemoryKind, tensor: Tensor) -> None:
         """Set the kind of a live tensor; no effect if it is not counted."""
+        if tensor.layout is not torch.strided:
+            return
         counted = self._alive.get(storage_id(local(tensor).untyped_storage()))
         if counted is not None:
             self.kinds[counted[0]] = kind
@@ -88,6 +90,8 @@ class LiveTensors(DispatchMode):
     def _count(self, tensor: Tensor) -> int:
         """Bytes that this tensor adds: 0 if its storage is already counted."""
         if self.devices is not None and tensor.device.type not in self.devices:
+            return 0
+        if tensor.layout is not torch.strided:  # of a sparse one, the indices and values count
             return 0
         storage = local(tensor).untyped_storage()
         key = storage_id(storage)

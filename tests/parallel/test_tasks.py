@@ -1,0 +1,65 @@
+"""What a task may do with the model on several ranks: as on one device, or refused with one message."""
+
+import pytest
+from own_tasks import Net
+
+from .conftest import SPREAD, TINY
+from .test_equality import assert_same
+
+OWN = (
+    "model=mlp",
+    "model._target_=own_tasks.Net",
+    "~model.depth",
+    "model.width=16",
+    "data=digits",
+    "user_packages=[own_tasks]",
+)
+SPREADS = [pytest.param(spread, marks=pytest.mark.slow) if spread == "hsdp" else spread for spread in SPREAD]
+
+
+def run(cell, world, task, *overrides):
+    return cell.run(world, *OWN, f"task=own_tasks.{task}", *overrides, tiny=TINY)
+
+
+@pytest.mark.parametrize("task", ["reads_attributes", "calls_twice"])
+@pytest.mark.parametrize("spread", SPREADS)
+def test_methods_and_parameters_of_the_model(cell, spread, task):
+    (reference,) = run(cell, 0, task)
+    assert_same(run(cell, 2, task, f"parallel={spread}"), reference)
+
+
+def test_the_parameters_that_only_the_task_reads_are_trained():
+    """Otherwise the test above shows nothing."""
+    names = [name for name, _ in Net(10).named_parameters()]
+    assert names[0] == "log_vars"
+
+
+def test_all_parameters_read_by_a_task(cell):
+    (reference,) = run(cell, 0, "reads_a_blocks_weight")
+    assert_same(run(cell, 2, "reads_a_blocks_weight", "parallel=ddp"), reference)
+    for record in run(cell, 2, "reads_a_blocks_weight", "parallel=fsdp"):
+        assert "reads a parameter of one of the blocks outside the block's forward" in record.error
+
+
+@pytest.mark.parametrize("spread", ["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        ("with_parameters", "the loss depends on 1 parameters that are not among model.parameters()"),
+        ("detached", "its loss needs no gradient"),
+    ],
+)
+def test_what_is_refused(cell, spread, task, message):
+    for record in run(cell, 2, task, f"parallel={spread}"):
+        assert message in record.error
+
+
+@pytest.mark.parametrize("spread", ["ddp", "fsdp"])
+@pytest.mark.parametrize("model", ["Lazy", "Sparse"])
+def test_models(cell, spread, model):
+    if (spread, model) == ("fsdp", "Sparse"):
+        pytest.skip("it has no blocks")
+    chosen = (f"model._target_=own_tasks.{model}", "~model.width", "~model.dropout", "task=classification")
+    records = cell.run(2, *OWN[:3], *OWN[4:], *chosen, f"parallel={spread}", tiny=TINY)
+    assert all(record.error is None and len(record.losses) == 4 for record in records)
+    assert records[0].weights.equal(records[1].weights)
