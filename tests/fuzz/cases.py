@@ -65,7 +65,7 @@ def settings_of(draw: Any, name: str) -> dict[str, Any]:
         "batch.global_size": draw(st.integers(1, 24)),
         "batch.micro_size": draw(st.one_of(st.just("auto"), st.integers(1, 24))),
         "batch.eval_micro_size": draw(st.one_of(st.just("auto"), st.integers(1, 12))),
-        "data.size": draw(st.integers(1, 40)),
+        "data.size": draw(st.one_of(st.integers(16, 40), st.integers(1, 40))),
         "data.val_size": draw(st.integers(1, 12)),
         "loader.drop_last": draw(st.booleans()),
         "train.seed": draw(st.integers(0, 3)),
@@ -119,4 +119,5 @@ def cases(draw: Any) -> Case:
     chosen = draw(settings_of(name))
     if draw(st.integers(0, 3)) == 0:
         chosen["memory.limit"] = draw(st.integers(8_000, 120_000))
-    return Case(name, chosen, draw(st.lists(EVENTS, max_size=4)), draw(st.lists(LATER, max_size=2)))
+    events = draw(st.lists(EVENTS, min_size=draw(st.sampled_from([0, 1, 2])), max_size=4))
+    return Case(name, chosen, events, draw(st.lists(LATER, max_size=2)))
