@@ -38,7 +38,7 @@ def time_first(texts: list[Tensor], targets: Tensor) -> Any:
     padded = torch.zeros(STEP, len(texts), FEATURES)  # as many moments as a step has samples
     for number, text in enumerate(texts):
         padded[: len(text), number] = text
-    return {"inputs": padded, "targets": targets}
+    return {"moments": padded, "targets": targets}
 
 
 def with_table(texts: list[Tensor], targets: Tensor) -> Any:
@@ -79,7 +79,6 @@ class Texts:
     """in_memory: it returns whole batches from `__getitems__`, unless `single` asks for sample by sample."""
 
     in_memory = True
-    spec: dict[str, Any] = {}
 
     def __init__(self, split: str, kind: str = "packed", size: int = 40, single: bool = False):
         self.kind, self.size, self.single = kind, size, single
@@ -109,6 +108,8 @@ def texts_of(batch: Any) -> tuple[list[Tensor], Tensor]:
         if "words" in batch:
             numbers = [torch.tensor([float(x) for x in words.split()]) for words in batch["words"]]
             return [x.reshape(-1, FEATURES) for x in numbers], targets
+        if "moments" in batch:
+            return list(batch["moments"].transpose(0, 1)), targets
         if isinstance(inputs, dict):
             inputs, batch = inputs["inputs"], inputs
         if "lengths" in batch:
@@ -117,10 +118,6 @@ def texts_of(batch: Any) -> tuple[list[Tensor], Tensor]:
             return [torch.as_tensor(text) for text in inputs], targets
         if inputs.is_nested:
             return list(inputs.unbind()), targets
-        if len(inputs) != len(targets):
-            inputs = inputs.transpose(0, 1)
-        elif inputs.ndim == 3 and inputs.shape[0] == STEP == inputs.shape[1]:
-            inputs = inputs.transpose(0, 1)
         return list(inputs), targets
     if hasattr(batch, "targets"):
         inputs = batch.inputs

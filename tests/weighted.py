@@ -1,7 +1,5 @@
 """Losses whose counts are sums of weights, and metrics that only some batches have. Plain PyTorch, as a user's file."""
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -13,7 +11,6 @@ class Vectors:
     """Sample i is a vector, a class, and a weight of about `scale`; those in `silent` weigh nothing."""
 
     in_memory = True
-    spec: dict[str, Any] = {}
 
     def __init__(self, split: str, scale: float = 1.0, silent: list[int] | None = None, size: int = 64):
         generator = torch.Generator().manual_seed(len(split))

@@ -12,6 +12,7 @@ from torch.utils.data import Dataset, default_collate
 
 from trainapp.data.digits import Digits
 from trainapp.data.loader import BatchLoader, Fetcher, Request, worker_count
+from trainapp.data.micro_batch import pieces_of
 from trainapp.data.progress import Progress
 from trainapp.data.sampler import EvalBatches, TrainBatches, epoch_order
 from trainapp.data.synthetic import SyntheticTokens
@@ -110,6 +111,72 @@ def test_aborting_in_the_middle_gives_the_same_samples_in_another_cut(workers):
         again = torch.cat([micro.data["inputs"] for micro in batches.micro_batches(progress, size)])
         assert torch.equal(again, whole["inputs"])
     batches.close()
+
+
+class Mixed(Numbers):
+    """Mixes the samples of a batch at random, as mix-up does."""
+
+    def collate(self, samples: list[torch.Tensor]) -> torch.Tensor:
+        mixed = torch.stack(samples)
+        return mixed + random.random() * torch.rand(()) * np.random.rand() * mixed[torch.randperm(len(mixed))]
+
+
+class MixedBatches(Mixed, BatchedNumbers):
+    """The same, in batches."""
+
+    in_memory = True
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(float(index))
+
+
+@pytest.mark.parametrize("dataset", [Mixed(), MixedBatches()], ids=["samples", "batches"])
+def test_a_collate_that_draws_random_numbers_draws_the_same_again(dataset):
+    found = []
+    for workers, fetched_before in ((0, 0), (0, 3), (2, 1)):
+        torch.manual_seed(workers)
+        batches = TrainBatches(dataset, global_size=20, seed=0, device=CPU, workers=workers)
+        for _ in range(fetched_before):  # attempts that were aborted
+            next(batches.micro_batches(Progress(), 10))
+        before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+        found.append([micro.data for micro in batches.micro_batches(Progress(), 10)])
+        after = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+        assert runs.differences(before, after) == []  # dropout and the like do not notice
+        batches.close()
+    assert runs.differences(found[0], found[1]) == runs.differences(found[0], found[2]) == []
+    assert not torch.equal(found[0][0], found[0][1])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("dataset", [Numbers(), Digits("train", augment=True)], ids=["own", "whole batches"])
+def test_a_piece_is_what_would_have_been_fetched(dataset, workers):
+    """Random numbers included, and in the second epoch, while batches of the third are fetched ahead."""
+    batches = TrainBatches(dataset, global_size=20, seed=0, device=CPU, workers=workers)
+    progress = Progress(epoch=1)
+    whole = list(batches.micro_batches(progress, 10))
+    pieces = [piece for micro in whole for piece in pieces_of(micro, [range(4), range(4, 8), range(8, 10)])]
+    batches.close()
+    again = TrainBatches(dataset, global_size=20, seed=0, device=CPU)
+    indices = again.indices(progress)
+    found = [(piece.samples, piece.last, piece.real) for piece in pieces]
+    assert found == [(size, number == 6, True) for number, size in enumerate([4, 4, 2, 4, 4, 2], start=1)]
+    ends = [4, 8, 10, 14, 18, 20]
+    for piece, start, end in zip(pieces, [0, *ends], ends, strict=False):
+        wanted = again._source.fetcher[Request(1, indices[start:end])]
+        assert runs.differences(piece.data, wanted) == []
+    # A piece of a piece.
+    (_, second) = pieces_of(pieces[1], [range(1), range(1, 4)])
+    assert runs.differences(second.data, again._source.fetcher[Request(1, indices[5:8])]) == []
+
+
+def test_a_dummy_is_a_sample_of_the_batch():
+    """For a rank with fewer pieces than another one."""
+    batches = TrainBatches(Numbers(), global_size=20, seed=0, device=CPU)
+    (micro,) = batches.micro_batches(Progress(), 20)
+    whole, dummy = pieces_of(micro, [range(20), range(0)])
+    assert (whole.samples, whole.last, whole.real) == (20, False, True)
+    assert (dummy.samples, dummy.last, dummy.real) == (1, True, False)
+    assert torch.equal(dummy.data, whole.data[:1])
 
 
 @pytest.mark.parametrize("data", ["digits", "tokens", "own"])

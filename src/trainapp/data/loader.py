@@ -1,5 +1,6 @@
 """Fetches batches and moves them to the device: worker processes, per-sample seeds, pinned copies ahead of time."""
 
+import contextlib
 import functools
 import os
 import random
@@ -32,7 +33,8 @@ class Fetcher(Dataset):
 
     A data set with `__getitems__` that also has `set_epoch` (or is `in_memory`) returns whole batches, and promises
     that a sample depends on (seed, epoch, index) alone. For other data sets the global generators are seeded from those
-    three before each sample, so that the usual random transforms give the same sample every time it is fetched.
+    three before each sample, so that the usual random transforms give the same sample every time it is fetched. In the
+    same way they are seeded before a `collate` of the data set's own, which may mix samples at random.
     """
 
     def __init__(self, dataset: Any, seed: int):
@@ -40,26 +42,38 @@ class Fetcher(Dataset):
         self._epoch: int | None = None
         promises = hasattr(dataset, "set_epoch") or getattr(dataset, "in_memory", False)
         self._batched = hasattr(dataset, "__getitems__") and promises and not isinstance(dataset, Subset)
-        self._collate = getattr(dataset, "collate", default_collate)
+        self._own_collate = getattr(dataset, "collate", None)
 
     def __getitem__(self, request: Request) -> Any:
         if request.epoch != self._epoch:
             self._epoch = request.epoch
             if hasattr(self.dataset, "set_epoch"):
                 self.dataset.set_epoch(request.epoch)
-        if self._batched:
-            samples = self.dataset.__getitems__(request.indices)
-        else:
+        if not self._batched:
             with preserved_rng(_CPU):
-                samples = [self._sample(index) for index in request.indices]
-        return self._collate(samples) if isinstance(samples, list) else samples
+                return self._collate([self._sample(index) for index in request.indices], request.indices)
+        samples = self.dataset.__getitems__(request.indices)
+        if not isinstance(samples, list):
+            return samples
+        with contextlib.nullcontext() if self._own_collate is None else preserved_rng(_CPU):
+            return self._collate(samples, request.indices)
 
     def _sample(self, index: int) -> Any:
-        seed = hash((self.seed, self._epoch, index)) % 2**63
+        self._seed_generators(index)
+        return self.dataset[index]
+
+    def _collate(self, samples: list[Any], indices: Sequence[int]) -> Any:
+        if self._own_collate is None:
+            return default_collate(samples)
+        self._seed_generators(*indices)
+        return self._own_collate(samples)
+
+    def _seed_generators(self, *indices: int) -> None:
+        """The global ones of Python, NumPy and torch's CPU: torch.manual_seed would touch the device's, too."""
+        seed = hash((self.seed, self._epoch, *indices)) % 2**63
         random.seed(seed)
         np.random.seed(seed % 2**32)
-        torch.default_generator.manual_seed(seed)  # the CPU generator only: torch.manual_seed would touch the device
-        return self.dataset[index]
+        torch.default_generator.manual_seed(seed)
 
 
 def _unchanged(batch: Any) -> Any:

@@ -298,7 +298,7 @@ def _carry_over(run: Run, failure: Incident) -> CarriedOver:
     """Parameters may be half updated, or written by a forward: restart from the last checkpoint, or from the start."""
     config, is_leaner = (run.config, False) if failure.lost else lean_optimizer(run.config, run.state.optimizer)
     run.checkpointer.finish()  # what is still being written in the background may be the newest
-    path = run.checkpointer.newest() or _agreed_checkpoint(config, run.ranks)  # it may have begun at another's
+    path = run.checkpointer.newest() or _agreed_checkpoint(config, run.ranks, False)  # it may have begun at another's
     checkpoint_step = read_manifest(path)["step"] if path else 0
     place = f"the checkpoint of step {checkpoint_step}" if path else "the start, from the seed"
     if is_leaner:

@@ -4,7 +4,7 @@ loss_sum is a sum over samples or tokens (a scalar tensor) and count how many th
 number, or a scalar tensor where padding decides). The loop divides by the true count of the whole optimizer step, so
 that uneven micro-batches and padding weigh as they should. metrics maps a name to a sum over the same count (a scalar
 tensor or a number), or to a function that computes it: functions are only called for steps that are logged, and in
-evaluation. A metric that only some micro-batches have is averaged over the count of those.
+evaluation. A metric that only some micro-batches or ranks have is averaged over the count of those.
 """
 
 import functools
