@@ -113,8 +113,8 @@ class BatchLoader:
         split: Split | None = None,
     ):
         self.fetcher, self.device, self.ahead = Fetcher(dataset, seed), device, ahead
-        own = getattr(dataset, "split", None)  # often "train" or "val", which is no method
-        self._split = own if callable(own) else split
+        # Often a data set has an attribute of this name that is "train" or "val".
+        self._split = next(filter(callable, (getattr(dataset, "split", None), split)), None)
         self._pinned = device.type == "cuda"
         self._stream = _Stream()
         self._loader = None

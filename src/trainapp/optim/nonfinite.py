@@ -14,9 +14,11 @@ _NAMES = ("count", "loss", "gradient norm")
 MAX_SKIPPED = 100  # in a row: such a run makes no progress and will not recover
 
 
-def gradient_norm(gradients: list[Tensor]) -> Tensor:
-    """The 2-norm of all gradients together, a scalar tensor on their device."""
-    return torch.linalg.vector_norm(torch.stack(foreach_norm(gradients))) if gradients else torch.zeros(())
+def gradient_norm(gradients: list[Tensor], dtype: torch.dtype | None = None) -> Tensor:
+    """The 2-norm of all gradients together, a scalar tensor on their device. dtype: to add their squares in."""
+    if not gradients:
+        return torch.zeros(())
+    return torch.linalg.vector_norm(torch.stack(foreach_norm(gradients, 2, dtype)))
 
 
 class NonFiniteCheck:

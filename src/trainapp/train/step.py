@@ -60,44 +60,33 @@ def clip_gradients(run: Run, step: Step, totals: Totals) -> Tensor:
     run.state.precision.unscale(run.state.optimizer, run.strategy.all_reduce_found_inf)
     run.attempt.phase = Phase.CLIP
     gradients = [local(p.grad) for p in run.meter.parameters if p.grad is not None]
-    device = gradients[0].device if gradients else torch.device("cpu")
-    factor = count_factor(totals.count, step.samples, device)
-    if factor is not None and is_extreme(totals.count, step.samples):
-        multiply(gradients, factor)
-        factor = None
-    norm = run.strategy.grad_norm(gradient_norm(gradients))
+    dtype = torch.float64 if may_be_extreme(totals.count, step.samples) else None
+    norm = run.strategy.grad_norm(gradient_norm(gradients, dtype))
+    factor = count_factor(totals.count, step.samples, norm)
     if factor is not None:
         norm = norm * factor
     clipping = clip_factor(norm, run.config.train.grad_clip)
     if clipping is not None:
         factor = clipping if factor is None else clipping * factor
-    if factor is not None:  # both in one pass over the gradients
-        multiply(gradients, factor)
+    if factor is not None and gradients:  # both in one pass over the gradients
+        foreach_mul_(gradients, factor.to(norm.device))
     return norm
 
 
-def multiply(gradients: list[Tensor], factor: Tensor) -> None:
-    """In place. A rank whose shards have no gradients has nothing to do."""
-    if gradients:
-        foreach_mul_(gradients, factor)
+def may_be_extreme(count: Number, samples: int) -> bool:
+    """Whether gradients that are divided by `samples` instead of `count` may have squares beyond the range of fp32."""
+    if isinstance(count, Tensor) and count.device.type != "cpu":  # reading the value would wait for the device
+        return count.is_floating_point() and count.device.type != "mps"  # which has no fp64
+    return not 1e-6 * samples <= float(count) <= 1e6 * samples
 
 
-def count_factor(count: Number, samples: int, device: torch.device) -> Tensor | None:
+def count_factor(count: Number, samples: int, norm: Tensor) -> Tensor | None:
     """The factor from gradients divided by `samples` to gradients divided by `count`; None if the two are equal, and
     for a count of 0: `update` leaves such a step out.
     """
     if not isinstance(count, Tensor) and count in (0, samples):
         return None
-    return torch.as_tensor(samples / count, device=device)
-
-
-def is_extreme(count: Number, samples: int) -> bool:
-    """Whether the squares in the norm might underflow or overflow in gradients divided by `samples`. They are then
-    divided by `count` first, in a pass of its own. The same on every rank.
-    """
-    if isinstance(count, Tensor) and count.device.type != "cpu":
-        return count.is_floating_point()  # the value itself would wait for the device
-    return not 1e-6 * samples <= float(count) <= 1e6 * samples
+    return torch.as_tensor(samples / count, device=norm.device)
 
 
 def clip_factor(norm: Tensor, limit: float | None) -> Tensor | None:
