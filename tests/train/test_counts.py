@@ -221,6 +221,24 @@ def test_an_evaluation_with_a_negative_count(prepare):
         evaluate.evaluate(run)
 
 
+@pytest.mark.parametrize(
+    ("count", "found"), [(torch.ones(3), r"has shape \[3\]"), (None, "is a NoneType"), ([1], "is a list")]
+)
+def test_a_count_that_is_no_number_is_named(count, found):
+    with pytest.raises(UserError, match=rf"task: the count must be a number or a scalar tensor, .* but {found}"):
+        Totals().add(torch.tensor(1.0), count, {})
+
+
+def test_an_objective_that_an_evaluation_does_not_have(prepare):
+    run = prepare("objective=max third")
+    evaluate.record_objective(run, {"loss": 1.0, "third": 0.5})
+    evaluate.record_objective(run, {"loss": 1.0})
+    assert math.isnan(run.state.progress.objective)
+    assert run.state.progress.best == 0.5
+    with pytest.raises(UserError, match="there is no such metric"):
+        evaluate.record_objective(prepare("objective=max third"), {"loss": 1.0})
+
+
 def test_a_metric_is_averaged_over_the_batches_that_have_it():
     totals = Totals()
     totals.add(torch.tensor(6.0), 2, {"always": torch.tensor(1.0), "first": torch.tensor(1.0)})

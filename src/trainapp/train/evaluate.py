@@ -72,9 +72,9 @@ def evaluate_batch(run: Run, micro: MicroBatch, totals: Totals) -> None:
 def record_objective(run: Run, means: dict[str, float]) -> None:
     """Record this evaluation's objective, and the best so far: nan and inf are never it."""
     progress, (direction, metric) = run.state.progress, run.objective
-    if metric not in means:
+    if metric not in means and progress.objective is None:  # else it is one that only some batches have
         raise UserError(f"objective={direction} {metric}: there is no such metric; there are {', '.join(means)}")
-    progress.objective = value = means[metric]
+    progress.objective = value = means.get(metric, math.nan)
     best = progress.best
     is_better = best is None or (value > best if direction == "max" else value < best)
     if math.isfinite(value) and is_better:

@@ -36,7 +36,7 @@ class Totals:
     def add(
         self, loss: Tensor, count: Number, metrics: Mapping[str, Number], samples: int = 0, real: bool = True
     ) -> None:
-        """Add a micro-batch; a dummy (`real=False`) adds nothing."""
+        """Add a micro-batch; a dummy (`real=False`) adds nothing. Raises UserError for a count that is not a number."""
         if not real:
             return
         count = _summand(count)
@@ -44,7 +44,7 @@ class Totals:
         new_loss = _summand(loss)
         if isinstance(self.loss, Tensor):  # not for the first: saves an operation per step
             new_loss = self.loss + new_loss
-        new_count = self.count + count
+        new_count = _sum_of_counts(self.count, count)
         added = {}
         for name, value in metrics.items():
             total, denominator = self.metrics.get(name, (0, 0))
@@ -76,6 +76,21 @@ class Totals:
                 sums[name] = (others_total + total, others_count + count)
         means = {"loss": _mean("loss", float(self.loss), float(self.count))}
         return means | {name: _mean(name, *sums_of) for name, sums_of in sums.items()}
+
+
+def _sum_of_counts(total: Number, count: Number) -> Number:
+    try:
+        total = total + count
+        fits = not isinstance(total, Tensor) or total.ndim == 0
+    except TypeError:
+        fits = False
+    if not fits:
+        found = f"has shape {list(count.shape)}" if isinstance(count, Tensor) else f"is a {type(count).__name__}"
+        raise UserError(
+            f"task: the count must be a number or a scalar tensor, what the loss is to be divided by, but {found}; "
+            "return the number of samples or tokens, or the sum of their weights"
+        )
+    return total
 
 
 def _summand(value: Number) -> Number:
