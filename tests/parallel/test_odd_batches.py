@@ -1,0 +1,49 @@
+"""Batches that are not cut by rows, on ranks that must cut theirs into equally many pieces: as in one process."""
+
+import odd_batches
+import pytest
+import torch
+
+from trainapp.data.progress import Progress
+from trainapp.data.sampler import TrainBatches
+
+from .conftest import TINY
+from .test_equality import assert_same, slow
+
+OVERRIDES = (
+    "model=mlp",
+    "~model.depth",
+    "~model.dropout",
+    "model.width=8",
+    "model._target_=odd_batches.Network",
+    "data=digits",
+    "~data.augment",
+    "data._target_=odd_batches.Texts",
+    "task=odd_batches.task",
+    "user_packages=[odd_batches]",
+    "every.eval=2",
+    "batch.eval_micro_size=5",
+    "batch.global_size=15",
+)
+SIZES = {1: {1: 8, 8: 8, 16: 4, 32: 4, 64: 1}}  # by shape: long texts one by one
+
+
+def samples_of_the_second_rank() -> list[int]:
+    """In the first step: 8, and the first rank has 7, of short texts."""
+    one = TrainBatches(odd_batches.Texts("train"), global_size=15, seed=0, device=torch.device("cpu"), rank=1, world=2)
+    return one.indices(Progress())
+
+
+@pytest.mark.parametrize(
+    "kind", [kind if kind in ("packed", "nested") else slow(kind) for kind in odd_batches.KINDS if kind != "strings"]
+)
+def test_as_one_process(cell, kind):
+    """One rank cuts 8 long texts into 8 pieces, the other its 7 short ones into 7, and adds a dummy."""
+    overrides = (*OVERRIDES, f"+data.kind={kind}", f"+data.long={samples_of_the_second_rank()}")
+    (alone,) = cell.run(0, *overrides, tiny=TINY)
+    records = cell.run(2, "parallel=ddp", *overrides, tiny=TINY, schedule=SIZES)
+    assert_same(records, alone)
+    for record in records:
+        for found, wanted in zip(record.evaluated, alone.evaluated, strict=True):
+            assert found["accuracy"] == pytest.approx(wanted["accuracy"], abs=1e-9)
+            assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
