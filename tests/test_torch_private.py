@@ -36,6 +36,7 @@ from trainapp.torch_private import (
     memory_snapshot,
     non_persistent_buffers,
     outside_dispatch_modes,
+    parameters_of,
     pytree_functions,
     registries_of,
     start_memory_history,
@@ -180,6 +181,14 @@ def test_registries_of_are_the_modules_dictionaries():
     assert module.scale is replacement
     assert module.inner is None
     assert not hasattr(module, "table")
+
+
+def test_parameters_of_is_the_modules_dictionary():
+    module = nn.Linear(2, 2, bias=False)
+    assert list(parameters_of(module)) == ["weight", "bias"]
+    replacement = nn.Parameter(torch.zeros(2, 2))
+    parameters_of(module)["weight"] = replacement
+    assert module.weight is replacement
 
 
 def test_non_persistent_buffers():

@@ -37,8 +37,8 @@ def job(composed: DictConfig) -> float | None:
                 "a multirun inside torchrun or srun would run on every rank: start it as `python -m trainapp -m "
                 "parallel.devices=N ...`, which starts the workers of each job itself"
             )
-        config = compose.from_hydra(composed, run_dir, command_line.resume_command(hydra_config, run_dir))
-        with one_run.per_directory(config):
+        with one_run.per_directory(run_dir, composed):
+            config = compose.from_hydra(composed, run_dir, command_line.resume_command(hydra_config, run_dir))
             from trainapp.launch import launch  # late: it imports torch
 
             return launch.launch(config)

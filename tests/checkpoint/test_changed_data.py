@@ -8,7 +8,7 @@ import runs
 
 from trainapp.config.schema import Loader
 from trainapp.errors import UserError
-from trainapp.run import runner
+from trainapp.run import changed_data
 from trainapp.train import loop
 
 IMAGES = (
@@ -69,7 +69,7 @@ def test_without_the_rule_samples_repeat(tmp_path, monkeypatch):
     run = runs.prepare(tmp_path, *IMAGES, "data.size=96")
     run.tracker.close()
     first = {index for step in range(SAVED_AT) for index in run.batches._local(0, 16 * step)}
-    monkeypatch.setattr(runner, "_continue_in_changed_data", lambda *_: None)
+    monkeypatch.setattr(changed_data, "follow", lambda *_: None)
     seen, _ = trained_samples(tmp_path, "data.size=120")
     rest = [index for epoch, indices in seen if epoch == 0 for index in indices]
     assert set(rest) & first

@@ -25,22 +25,25 @@ class RefuseSecondRun(Callback):
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
         """Called by Hydra, which hides Exceptions from here. In a sweep each job takes the lock of its own."""
-        parallel = OmegaConf.select(config, "parallel") or {}
+        run_dir = _unchecked(config, "hydra.run.dir")
         try:
-            _claim(Path(str(config.hydra.run.dir)), parallel.get("nodes"), parallel.get("run_id"))
+            if run_dir is not None:
+                _claim(Path(str(run_dir)), config)
         except UserError as error:
             raise Reported(error) from None
 
 
 @contextlib.contextmanager
-def per_directory(config: Config) -> Iterator[None]:
-    """Hold the run directory's lock inside the block. Raises UserError when another run uses the directory."""
-    run_dir = Path(config.run_dir)
-    _claim(run_dir, config.parallel.nodes, config.parallel.run_id)
+def per_directory(run_dir: str, composed: DictConfig) -> Iterator[None]:
+    """Hold the run directory's lock inside the block. Raises UserError when another run uses the directory.
+
+    composed: by Hydra, and not checked yet.
+    """
+    _claim(Path(run_dir), composed)
     try:
         yield
     finally:
-        lock.release(run_dir)
+        lock.release(Path(run_dir))
 
 
 def for_worker(config: Config) -> contextlib.AbstractContextManager[None]:
@@ -51,8 +54,14 @@ def for_worker(config: Config) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext()
 
 
-def _claim(run_dir: Path, nodes: Any, run_id: Any) -> None:
+def _claim(run_dir: Path, composed: DictConfig) -> None:
     if environment.is_rank_zero():
-        shared_as = str(run_id) if nodes not in (None, 1) else None
+        nodes, run_id = (_unchecked(composed, f"parallel.{name}") for name in ("nodes", "run_id"))
+        shared_as = str(run_id) if run_id is not None and nodes not in (None, 1) else None
         has_restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
         lock.acquire(run_dir, shared_as, _RESTART if has_restarted else 0.0)
+
+
+def _unchecked(composed: DictConfig, name: str) -> Any:
+    """The setting, None where it cannot be resolved: that is reported later, with all other mistakes."""
+    return OmegaConf.select(composed, name, throw_on_resolution_failure=False)

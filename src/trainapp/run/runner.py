@@ -23,7 +23,7 @@ from trainapp.oom.errors import is_device_lost, is_out_of_memory
 from trainapp.oom.incident import Incident
 from trainapp.optim.optimizers import lean_optimizer
 from trainapp.parallel.ranks import Ranks, SingleRank
-from trainapp.run import export
+from trainapp.run import changed_data, export
 from trainapp.run.result import RunResult, result_of, write
 from trainapp.run.summary import opening_line, print_summary
 from trainapp.signals import StopRequest
@@ -209,39 +209,11 @@ def restore(run: Run, path: Path) -> dict[str, Any]:
         run.set_global_size(sizes["global"])
     progress = run.state.progress
     run.checkpointer.saved_at = progress.step
-    if run.state.data_samples != run.batches.samples and run.config.mode == "train":
-        _continue_in_changed_data(run, path)
+    changed_data.follow(run, path)
     if run.batches.steps_left(progress.consumed) <= 0:  # another batch size or drop_last may leave nothing
         progress.epoch, progress.consumed = progress.epoch + 1, 0
     log.info("resumed from %s: step %d, epoch %d, %d samples", path, progress.step, progress.epoch, progress.samples)
     return sizes
-
-
-def _continue_in_changed_data(run: Run, path: Path) -> None:
-    """An epoch is a permutation of the data set: one of another length has no rest of the epoch to continue.
-
-    `data.on_change` decides. Raises UserError for `refuse`.
-    """
-    state, progress, samples = run.state, run.state.progress, run.batches.samples
-    lengths = f"the training data has {samples} samples, and had {state.data_samples} when {path} was saved"
-    if run.config.loader.on_change == "refuse":
-        raise UserError(
-            f"data.on_change=refuse: {lengths}: the rest of its epoch would repeat some samples and omit others; "
-            "restore the data, or use data.on_change=next_epoch, or start a new run with checkpointing.resume=none"
-        )
-    if progress.consumed:
-        left, epoch = state.data_samples - progress.consumed, progress.epoch
-        log.warning(
-            "%s: %d samples of epoch %d are left out, and training goes on with epoch %d (data.on_change=next_epoch)",
-            lengths,
-            left,
-            epoch,
-            epoch + 1,
-        )
-        progress.epoch, progress.consumed = epoch + 1, 0
-    else:
-        log.warning("%s: training goes on with epoch %d (data.on_change=next_epoch)", lengths, progress.epoch)
-    state.data_samples = samples
 
 
 def attempt(run: Run) -> Incident | None:
