@@ -171,6 +171,10 @@ def children(held: Any) -> Iterator[tuple[str, Any]]:
         home = type(held).__module__
         if home.partition(".")[0] not in FOREIGN or home.startswith(OPEN):
             yield from getattr(held, "__dict__", {}).items()
+            slots = getattr(type(held), "__slots__", ())
+            for name in (slots,) if isinstance(slots, str) else slots:
+                if hasattr(held, name):
+                    yield name, getattr(held, name)
 
 
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))

@@ -114,7 +114,7 @@ def _outcome(run: Run, totals: Totals) -> Outcome:
 
 
 def attributes(run: Run) -> Snapshot:
-    """The plain values, tensors and arrays in attributes of the model's modules, the task and the data sets, by path."""
+    """The plain values, tensors and arrays in attributes of the model, the task and the data sets, by path."""
     found: Snapshot = {}
     seen: set[int] = set()
     for root, held in run.state.stateful.roots.items():
