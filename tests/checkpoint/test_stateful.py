@@ -15,7 +15,8 @@ import writing_models
 from torch import nn
 from torch.utils.data import Subset
 
-from trainapp.checkpoint.stateful import Stateful, copied, decoded, digest, encoded
+from trainapp.checkpoint.plain_values import decoded, digest, encoded
+from trainapp.checkpoint.stateful import Stateful, copied
 from trainapp.config import compose
 from trainapp.errors import UserError
 from trainapp.run import runner

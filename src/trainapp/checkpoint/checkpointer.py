@@ -14,7 +14,7 @@ import torch
 from trainapp.checkpoint import shards
 from trainapp.checkpoint.directory import CheckpointDirectory
 from trainapp.checkpoint.manifest import describe
-from trainapp.checkpoint.stateful import digest
+from trainapp.checkpoint.plain_values import digest
 from trainapp.checkpoint.train_state import TrainState
 from trainapp.errors import UserError
 from trainapp.files import fsync

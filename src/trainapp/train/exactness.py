@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainapp.checkpoint.stateful import DEPTH, MODULE_ATTRIBUTES, children, digest, encoded
+from trainapp.checkpoint.plain_values import digest, encoded
+from trainapp.checkpoint.stateful import DEPTH, MODULE_ATTRIBUTES, children
 from trainapp.errors import TrainingStopped
 from trainapp.parallel.dtensor import local
 from trainapp.rng import rng_state

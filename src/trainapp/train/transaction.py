@@ -21,7 +21,7 @@ def transaction(run: Run, step: Step) -> Iterator[None]:
     attempt, sizes, memory = run.attempt, run.sizes, run.memory
     attempt.phase, attempt.started = Phase.START, time.monotonic()  # no restore point yet
     sizes.follow_schedule(step.number)
-    run.restore_point.take(sizes.train.is_unproven, everything=run.rehearsals > 0)
+    run.restore_point.take(sizes.train.is_unproven, run.rehearsals > 0)
     attempt.phase = Phase.DATA
     run.ranks.start_flag_exchange(run.flags)  # in the background: the step hides it
     run.ranks.enable_votes(sizes.train.is_unproven)
