@@ -347,6 +347,23 @@ class ModuleTask(nn.Module):
         return loss * (1 + self.mean) + self.network(logits).sum(), len(logits), {}
 
 
+class Failing:
+    """Cross-entropy that runs out of memory in one call: where compiled code is not to be seen by a dispatch mode."""
+
+    fails_at = 0
+
+    def __init__(self) -> None:
+        self.left = Failing.fails_at
+        Failing.fails_at = 0  # once, also where the run is built again
+
+    def __call__(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int, dict[str, Tensor]]:
+        loss, logits = cross_entropy(model, batch)
+        self.left -= 1
+        if self.left == 0:
+            raise torch.OutOfMemoryError("CUDA out of memory. (injected)")
+        return loss, len(logits), {}
+
+
 queue_task = QueueTask()  # an instance at the top of a module: it outlives a run
 
 

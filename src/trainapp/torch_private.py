@@ -63,7 +63,7 @@ def registries_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], di
 
     Unlike `named_parameters()` and the like, they tell of names whose value is None.
     """
-    return module._parameters, module._buffers, module._modules  # type: ignore[return-value]  # invariant in `None`
+    return module._parameters, module._buffers, module._modules
 
 
 def non_persistent_buffers(module: nn.Module) -> set[str]:

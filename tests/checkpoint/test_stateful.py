@@ -4,6 +4,7 @@ import functools
 import io
 import random
 from collections import OrderedDict, deque
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,7 +15,8 @@ import writing_models
 from torch import nn
 from torch.utils.data import Subset
 
-from trainapp.checkpoint.stateful import Stateful, copied, decoded, digest, encoded
+from trainapp.checkpoint.plain_values import decoded, digest, encoded
+from trainapp.checkpoint.stateful import Stateful, copied
 from trainapp.config import compose
 from trainapp.errors import UserError
 from trainapp.run import runner
@@ -86,6 +88,17 @@ def test_a_closure_is_looked_into():
         return queue(model, batch)
 
     assert "task.queue" in Stateful(task=task).owners
+
+
+def test_slots_are_looked_into():
+    @dataclass(slots=True)
+    class Task:
+        noise: random.Random
+
+        def __call__(self, model, batch):
+            """Never called."""
+
+    assert list(Stateful(task=Task(random.Random(1))).owners) == ["task.noise"]
 
 
 def test_nothing_is_found_in_ordinary_parts():
@@ -163,7 +176,7 @@ def test_a_state_that_cannot_be_saved_is_refused_at_once(tmp_path):
 
 def test_workers_do_not_draw_from_a_state(tmp_path, caplog):
     stateful = (*MLP, "~data.augment", "data._target_=writing_models.StatefulDigits", "data.num_workers=1")
-    with pytest.raises(UserError, match="data.num_workers=1: the data has a state"):
+    with pytest.raises(UserError, match=r"data\.num_workers=1: the data has a state"):
         runs.run(tmp_path, *stateful)
     noisy = (*MLP, "~data.augment", "data._target_=test_stateful.NoisyDigits", "checkpointing=off")
     runs.prepare(tmp_path / "a", *noisy, "data.num_workers=1").close()
@@ -207,5 +220,5 @@ def test_a_task_at_the_top_of_a_module_begins_each_run_anew(tmp_path):
 
 def test_a_task_class_must_be_callable(tmp_path):
     config = compose.from_command_line([*runs.TINY, *MLP, "task=writing_models.Meter"], str(tmp_path))
-    with pytest.raises(UserError, match="task=writing_models.Meter: an instance of it cannot be called"):
+    with pytest.raises(UserError, match=r"task=writing_models\.Meter: an instance of it cannot be called"):
         runner.run(config)

@@ -136,6 +136,18 @@ def test_an_evaluation_counts_nothing_twice(tmp_path, step, part):
     assert survives_in_evaluation(tmp_path, step, part) == []
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [writing_models.Teacher, writing_models.Lazy])
+def test_a_compiled_model(tmp_path, monkeypatch, kind):
+    overrides = (*model(kind), "task=writing_models.Failing", "train.compile=true")
+    for step in STEPS:
+        monkeypatch.setattr(writing_models.Failing, "fails_at", 2 * step)  # in the step's second micro-batch
+        recorded = Recorded(tiny(tmp_path / f"a{step}", *overrides))
+        assert [failure.step for failure in recorded.failures] == [step]
+        wanted = Recorded(tiny(tmp_path / f"b{step}", *overrides, schedule={step: 4}))
+        assert differences(everything(recorded), everything(wanted)) == []
+
+
 class InModel(Injector):
     """Counts the operations inside the model alone."""
 

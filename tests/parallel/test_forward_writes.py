@@ -46,7 +46,9 @@ def runs_of(cell: Cell, spread: str, model: str, step: int, function=train) -> t
 
 def differences(records: list[Record], wanted: list[Record]) -> list[int]:
     """The ranks whose weights differ in any bit."""
-    return [rank for rank, (a, b) in enumerate(zip(records, wanted, strict=True)) if not torch.equal(a.weights, b.weights)]
+    return [
+        rank for rank, (a, b) in enumerate(zip(records, wanted, strict=True)) if not torch.equal(a.weights, b.weights)
+    ]
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
 """The state that a step can restore: generators and buffers."""
 
 import random
+from collections.abc import Callable
 
 import numpy as np
+import pytest
 import runs
 import torch
 from torch import nn
@@ -43,13 +45,108 @@ def test_constant_buffers_are_copied_once():
     model[1].register_buffer("table", torch.ones(1000), persistent=False)
     point = RestorePoint(model, CPU)
     point.take()
-    copies = [copy.data_ptr() for copy in point._copies]
-    versions = [copy._version for copy in point._copies]
+    before = {name: (copy, copy._version) for name, copy in point.tensors._copies.items()}
     model(torch.randn(4, 2))
     point.take()
-    assert [copy.data_ptr() for copy in point._copies] == copies
-    moved = [copy._version > version for copy, version in zip(point._copies, versions, strict=True)]
-    assert moved == [True, True, True, False]  # running mean, variance and batch count; not the table
+    moved = {name for name, copy in point.tensors._copies.items() if copy._version > before[name][1]}
+    assert moved == {"model.0.running_mean", "model.0.running_var", "model.0.num_batches_tracked"}
+    assert all(point.tensors._copies[name] is copy for name, (copy, _) in before.items())
+    assert before.keys() - moved == {"model.1.table"}
+
+
+def step(point: RestorePoint, write: Callable[[], None]) -> None:
+    """A step whose forward does `write`, and whose optimizer writes the bias."""
+    point.take()
+    write()
+    point.tensors.note_step()
+    with torch.no_grad():
+        point._model.bias += 1
+
+
+def test_parameters_are_copied_only_once_a_forward_has_written_them():
+    model = nn.Linear(2, 2)
+    point = RestorePoint(model, CPU)
+    for number in range(6):
+        step(point, lambda: None)
+        assert not point.tensors.written
+        assert not point.tensors._copies, number
+    step(point, lambda: model.weight.detach().mul_(2))
+    step(point, lambda: None)
+    assert list(point.tensors._copies) == ["model.weight"]
+    before = model.weight.detach().clone()
+    point.take()
+    model.weight.detach().mul_(2)
+    point.restore()
+    assert not point.lost
+    assert torch.equal(model.weight, before)
+
+
+def test_what_only_the_first_step_writes_is_not_copied_for_ever():
+    model = nn.Linear(2, 2)
+    point = RestorePoint(model, CPU)
+    step(point, lambda: model.weight.detach().mul_(2))
+    assert point.tensors.written == {"model.weight": True}
+    step(point, lambda: None)
+    step(point, lambda: None)
+    assert not point.tensors.written
+    assert not point.tensors._copies
+
+
+def test_a_write_without_a_copy_is_lost_and_named():
+    model = nn.Linear(2, 2)
+    point = RestorePoint(model, CPU)
+    point.take()
+    model.weight.detach().mul_(2)
+    point.restore()
+    assert point.lost == ["model.weight"]
+    assert point.tensors.written == {"model.weight": True}
+    point.take()
+    model.weight.detach().mul_(2)
+    point.restore()
+    assert not point.lost
+
+
+WRITES = {
+    "in place": lambda weight: weight.detach().mul_(-1),
+    "through data": lambda weight: weight.data.mul_(-1),
+    "through NumPy": lambda weight: np.negative(weight.detach().numpy(), out=weight.detach().numpy()),
+    "one bit": lambda weight: weight.data.view(torch.int32)[0, 0].add_(1),
+    "rows exchanged": lambda weight: weight.data.copy_(weight.data.flip(0)),
+}
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "sliced"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("write", WRITES)
+def test_every_write_is_noticed_while_a_size_is_unproven(write, dtype, layout):
+    whole = torch.randn(70, 33, dtype=dtype)
+    weight = {"contiguous": whole, "transposed": whole.T, "sliced": whole[1:, 1:]}[layout]
+    if dtype == torch.bfloat16 and write in ("through NumPy", "one bit"):
+        return  # NumPy has no bfloat16, and its rows cannot all be read as int32
+    model = nn.Module()
+    model.weight = nn.Parameter(weight)
+    point = RestorePoint(model, CPU)
+    point.take(unproven=True)
+    assert not point.tensors._written()
+    WRITES[write](model.weight)
+    point.restore()
+    assert point.lost == ["model.weight"]
+
+
+def test_an_assignment_to_data_is_undone_without_a_copy():
+    """Also after another one, for which the allocator may use the same address again."""
+    model = nn.Linear(64, 64)
+    point = RestorePoint(model, CPU)
+    before, bias = model.weight.detach().clone(), model.bias.detach().clone()
+    point.take()
+    for _ in range(4):
+        model.weight.data = model.weight.data * 2
+    model.bias.data = torch.zeros(3)
+    point.restore()
+    assert not point.lost
+    assert torch.equal(model.weight, before)
+    assert torch.equal(model.bias, bias)
+    assert not point.tensors._copies
 
 
 def test_batch_norm_does_not_count_the_version_of_its_statistics():

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from trainapp.checkpoint import shards
 from trainapp.checkpoint.directory import CheckpointDirectory
 from trainapp.checkpoint.manifest import describe
-from trainapp.checkpoint.stateful import digest
+from trainapp.checkpoint.plain_values import digest
 from trainapp.checkpoint.train_state import TrainState
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.files import fsync

@@ -12,7 +12,6 @@ Both the transaction of a step and the checkpoint honour them.
 import contextlib
 import copy
 import functools
-import hashlib
 import types
 import weakref
 from collections import deque
@@ -23,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from trainapp.checkpoint.plain_values import decoded, encoded
 from trainapp.rng import generator_state, is_generator, set_generator_state
 from trainapp.torch_private import buffers_of
 
@@ -170,6 +170,10 @@ def children(held: Any) -> Iterator[tuple[str, Any]]:
         home = type(held).__module__
         if home.partition(".")[0] not in FOREIGN or home.startswith(OPEN):
             yield from getattr(held, "__dict__", {}).items()
+            slots = getattr(type(held), "__slots__", ())
+            for name in (slots,) if isinstance(slots, str) else slots:
+                if hasattr(held, name):
+                    yield name, getattr(held, name)
 
 
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
@@ -202,72 +206,6 @@ def copied(state: Any) -> Any:
     if isinstance(state, (str, bytes, int, float, complex, type(None))):
         return state
     return copy.deepcopy(state)  # a deque, an OrderedDict, a class of the owner's
-
-
-_TAG = "trainapp.kind"  # the key that marks an encoded container
-
-
-def encoded(state: Any, name: str) -> Any:
-    """A copy of plain values and tensors on the host. Raises TypeError, naming what is neither."""
-    if isinstance(state, Tensor):
-        return state.detach().cpu().clone()
-    if isinstance(state, np.generic):
-        return {_TAG: "scalar", "dtype": state.dtype.str, "items": state.tobytes()}
-    if isinstance(state, np.ndarray) and state.dtype.kind in "biufc":
-        return {_TAG: "array", "dtype": state.dtype.str, "shape": list(state.shape), "items": state.tobytes()}
-    if isinstance(state, dict):
-        items = [[encoded(key, name), encoded(value, f"{name}.{key}")] for key, value in state.items()]
-        return {_TAG: "dict", "items": items}
-    for kind, label in _CONTAINERS.items():
-        if type(state) is kind:
-            items = [encoded(value, f"{name}.{number}") for number, value in enumerate(state)]
-            return {_TAG: label, "items": items, "most": getattr(state, "maxlen", None)}
-    if state is None or type(state) in (bool, int, float, complex, str, bytes):
-        return state
-    raise TypeError(
-        f"the state of {name} is a {type(state).__name__}: a checkpoint holds numbers, strings, tensors, arrays and "
-        "lists, tuples, sets, deques and dicts of them; convert it where the state is returned"
-    )
-
-
-_CONTAINERS = {list: "list", tuple: "tuple", set: "set", frozenset: "frozenset", deque: "deque"}
-
-
-def decoded(saved: Any) -> Any:
-    """The inverse of `encoded`; a dict of another class comes back as a dict."""
-    if not isinstance(saved, dict):
-        return saved
-    kind, items = saved[_TAG], saved["items"]
-    if kind == "scalar":
-        return np.frombuffer(items, saved["dtype"])[0]
-    if kind == "array":
-        return np.frombuffer(items, saved["dtype"]).reshape(saved["shape"]).copy()
-    if kind == "dict":
-        return {decoded(key): decoded(value) for key, value in items}
-    values = map(decoded, items)
-    if kind == "deque":
-        return deque(values, saved["most"])
-    return {label: container for container, label in _CONTAINERS.items()}[kind](values)
-
-
-def digest(state: Any) -> str:
-    """Equal for equal encoded states."""
-    hasher = hashlib.sha256()
-    _update(hasher, state)
-    return hasher.hexdigest()
-
-
-def _update(hasher: Any, state: Any) -> None:
-    if isinstance(state, Tensor):
-        hasher.update(f"{state.dtype}{tuple(state.shape)}".encode())
-        hasher.update(state.reshape(-1).view(torch.uint8).numpy())
-    elif isinstance(state, (list, dict)):
-        items = state if isinstance(state, list) else [part for item in state.items() for part in item]
-        hasher.update(f"{type(state).__name__}{len(items)}".encode())
-        for item in items:
-            _update(hasher, item)
-    else:
-        hasher.update(f"{type(state).__name__}{state!r};".encode())
 
 
 def _load_module(module: nn.Module, state: dict[str, Any]) -> None:

@@ -112,7 +112,7 @@ class TrainState:
     def _load_stateful(self, saved: list[dict[str, Any]], rank: int, world: int) -> None:
         if len(saved) not in (1, world):
             log.warning(
-                "the checkpoint was written by %d ranks, each with another state of %s: all %d go on with that of rank 0",
+                "the checkpoint was written by %d ranks, with different states of %s: all %d continue with rank 0's",
                 len(saved),
                 ", ".join(saved[0]),
                 world,

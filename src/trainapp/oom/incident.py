@@ -58,6 +58,14 @@ class Incident:
         return self.phase.is_torn or bool(self.lost)
 
     @property
+    def why_torn(self) -> str:
+        """The reason for `is_torn`, for a message."""
+        if not self.lost:
+            return "the parameters may be half updated"
+        some = ", ".join(self.lost[:3]) + (f" and {len(self.lost) - 3} more" if len(self.lost) > 3 else "")
+        return f"the forward has written {some}, of which there was no copy (from now on there is)"
+
+    @property
     def evaluating(self) -> bool:
         """Whether it happened in evaluation, which has its own micro-batch size."""
         return self.phase is Phase.EVALUATE

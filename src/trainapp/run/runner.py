@@ -280,10 +280,7 @@ def _carry_over(run: Run, failure: Incident) -> CarriedOver:
         recovery.change_size(run, failure)
         change = f"micro-batch {failure.old_size} -> {failure.new_size}"
     repeated = run.state.progress.step - checkpoint_step
-    reason = "the parameters may be half updated"
-    if failure.lost:
-        reason = f"the forward has written {_some(failure.lost)}, of which there was no copy (from now on there is)"
-    failure.action = f"{reason}, so back to {place}; {repeated} finished steps are repeated, with {change}"
+    failure.action = f"{failure.why_torn}, so back to {place}; {repeated} finished steps are repeated, with {change}"
     recovery.record(run, failure)
     resume = dataclasses.replace(config.checkpointing, resume=str(path) if path else "none")
     return CarriedOver(
@@ -293,7 +290,3 @@ def _carry_over(run: Run, failure: Incident) -> CarriedOver:
         memory=run.memory,
         written=run.restore_point.tensors.written,
     )
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -168,7 +168,7 @@ def _train_batches(config: Config, components: Components, share: dict[str, Any]
 
 
 def _workers(config: Config, components: Components, ranks: int, owners: dict[str, Owner]) -> int:
-    """Loader processes; none for data with a state, which they would draw from ahead of the steps and each by itself."""
+    """Loader processes; none for data with a state, which each of them would change by itself, ahead of the steps."""
     setting = config.loader.num_workers
     count = worker_count(setting, components.train_data, ranks)
     if not (count and owners):
@@ -184,8 +184,8 @@ def _workers(config: Config, components: Components, ranks: int, owners: dict[st
         )
     log.warning(
         "data.num_workers=%s: the data owns generators (%s), from which workers draw ahead of the steps: a retried or "
-        "resumed step may see other numbers. Draw from torch's, NumPy's or Python's global generator, which is seeded "
-        "for each sample, or use data.num_workers=0",
+        "resumed step may see other numbers. Draw from the global generators, which are seeded per sample, or use "
+        "data.num_workers=0",
         setting,
         names,
     )

@@ -28,5 +28,6 @@ def checksum(tensor: Tensor) -> Tensor:
 
 def _flat(tensor: Tensor) -> Tensor:
     """The elements [N], in the order of memory: a view for every dense layout, such as channels_last."""
-    order = sorted(range(tensor.dim()), key=lambda dimension: -tensor.stride(dimension))
+    strides = tensor.stride()
+    order = sorted(range(tensor.dim()), key=lambda dimension: -strides[dimension])
     return tensor.permute(order).contiguous().reshape(-1)

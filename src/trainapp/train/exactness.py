@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainapp.checkpoint.stateful import DEPTH, MODULE_ATTRIBUTES, children, digest, encoded
+from trainapp.checkpoint.plain_values import digest, encoded
+from trainapp.checkpoint.stateful import DEPTH, MODULE_ATTRIBUTES, children
 from trainapp.errors import TrainingStopped
 from trainapp.parallel.dtensor import local
 from trainapp.rng import rng_state
@@ -114,7 +115,7 @@ def _outcome(run: Run, totals: Totals) -> Outcome:
 
 
 def attributes(run: Run) -> Snapshot:
-    """The plain values, tensors and arrays in attributes of the model's modules, the task and the data sets, by path."""
+    """The plain values, tensors and arrays in attributes of the model, the task and the data sets, by path."""
     found: Snapshot = {}
     seen: set[int] = set()
     for root, held in run.state.stateful.roots.items():

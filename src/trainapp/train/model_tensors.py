@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 
 from trainapp.parallel.dtensor import is_shard, local
 from trainapp.torch_private import foreach_copy_, non_persistent_buffers, registries_of, storage_id, version_of
@@ -73,28 +73,28 @@ class ModelTensors:
                     self._names.append(".".join(filter(None, (root, path, name))))
                     with torch.no_grad():
                         self._tensors.append(local(tensor))
-        self._values = [*chain.from_iterable(map(dict.values, self._registries))]
+        self._filled = [registry for registry in self._registries if registry]
+        self._values = [*chain.from_iterable(map(dict.values, self._filled))]
         self._place: Callable[[Tensor], int] = Tensor.data_ptr if all(map(_has_memory, self._tensors)) else _storage
         self._aliases: list[Tensor] = []
         self._places: list[int] = []
+        self._pairs: tuple[list[Tensor], list[Tensor]] | None = None  # copies of what is always copied, and sources
 
-    @torch.no_grad()
     def take(self, verify: bool = False, everything: bool = False) -> None:
         """Record the current state.
 
-        verify: also take checksums of what is not copied, and look for tensors in modules that have been added deeper
-        inside. everything: copy every parameter.
+        verify: also take checksums of what is not copied, and look at all modules again. everything: copy every
+        parameter.
         """
-        self._contents = list(map(dict.copy, self._registries))
-        values = [*chain.from_iterable(map(dict.values, self._contents))]
-        if verify or len(values) != len(self._values) or not all(map(operator.is_, values, self._values)):
+        if verify or sum(map(len, self._registries)) != len(self._values) or not self._holds_the_same():
             self._scan()
-            self._contents = list(map(dict.copy, self._registries))
+        self._contents = list(map(dict.copy, self._filled))
         self._versions = list(map(version_of, self._tensors))
         places = list(map(self._place, self._tensors))
         if places != self._places:
             # Keeps the memory alive: until the next `take`, no other tensor can have its address.
             self._places, self._aliases = places, [tensor.data for tensor in self._tensors]
+            self._pairs = None
         self._verify = verify
         self._copy(everything)
         self._sums: dict[int, Tensor] = {}
@@ -102,30 +102,35 @@ class ModelTensors:
             unsure = (*range(self._parameters), *self._constant)
             self._sums = {i: checksum(self._aliases[i]) for i in unsure if _has_memory(self._tensors[i])}
 
+    def _holds_the_same(self) -> bool:
+        values = chain.from_iterable(map(dict.values, self._filled))
+        return all(map(operator.is_, values, self._values))
+
     def _copy(self, everything: bool) -> None:
-        state = list(zip(self._versions, self._places, strict=True)) if self._constant else []
-        constant = [
-            i
-            for i in self._constant
-            if self._verify or self._names[i] in self.written or self._copied_at.get(self._names[i]) != state[i]
-        ]
         parameters: list[int] = []
         if everything or self.written:
             parameters = [i for i in range(self._parameters) if everything or self._names[i] in self.written]
-        targets, sources = [], []
-        for i in (*self._always, *constant, *parameters):
-            name, tensor = self._names[i], self._tensors[i]
-            copy = self._copies.get(name)
-            if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype or copy.device != tensor.device:
-                self._copies[name] = tensor.detach().clone()
-            else:
-                targets.append(copy)
-                sources.append(tensor)
-        if targets:
-            foreach_copy_(targets, sources)
+        constant = [i for i in self._constant if self._may_have_changed(i)]
+        if self._pairs is None:
+            self._pairs = self._copies_of(self._always)
+        for targets, sources in (self._pairs, self._copies_of(constant), self._copies_of(parameters)):
+            if targets:  # the sources are aliases, which need no gradient: `no_grad` costs as much as the copies
+                foreach_copy_(targets, sources)
         for i in constant:
-            self._copied_at[self._names[i]] = state[i]
+            self._copied_at[self._names[i]] = (self._versions[i], self._places[i])
         self._restorable = {*self._always, *self._constant, *parameters}
+
+    def _may_have_changed(self, constant: int) -> bool:
+        name, now = self._names[constant], (self._versions[constant], self._places[constant])
+        return self._verify or name in self.written or self._copied_at.get(name) != now
+
+    def _copies_of(self, positions: list[int]) -> tuple[list[Tensor], list[Tensor]]:
+        """Memory for copies, and what to copy into it."""
+        for i in positions:
+            copy, source = self._copies.get(self._names[i]), self._aliases[i]
+            if copy is None or copy.shape != source.shape or copy.dtype != source.dtype or copy.device != source.device:
+                self._copies[self._names[i]] = torch.empty_like(source)
+        return [self._copies[self._names[i]] for i in positions], [self._aliases[i] for i in positions]
 
     def note_written(self) -> None:
         """Remember which parameters have been written since `take`. Call before anything else changes them."""
@@ -133,7 +138,7 @@ class ModelTensors:
 
     def note_step(self) -> None:
         """`note_written` for a step whose gradients are complete, before its commit."""
-        if self._steps >= 2 and not self._verify and self._current_versions() == self._versions[: self._parameters]:
+        if self._steps >= 2 and not self._verify and self._versions[: self._parameters] == self._current_versions():
             return  # the healthy path
         found = {self._names[i] for i in self._written()}
         self._steps += 1
@@ -179,7 +184,9 @@ class ModelTensors:
         return [self._names[position] for position in written if position not in self._restorable]
 
     def _restore_registries(self) -> None:
-        for registry, before in zip(self._registries, self._contents, strict=True):
+        contents = dict(zip(map(id, self._filled), self._contents, strict=True))
+        for registry in self._registries:
+            before = contents.get(id(registry), {})
             kept = {n: t for n, t in before.items() if (id(registry), n) not in self._shards}
             kept |= {n: t for n, t in registry.items() if (id(registry), n) in self._shards}
             if kept.keys() != registry.keys() or any(kept[n] is not registry[n] for n in kept):
@@ -198,7 +205,7 @@ def _can_be_held(tensor: Tensor) -> bool:
     """Not where there is nothing yet (lazy modules), nor where in-place writes are impossible: an inference tensor, or
     an expanded one, whose elements share memory.
     """
-    if isinstance(tensor, UninitializedTensorMixin) or tensor.is_inference():
+    if is_lazy(tensor) or tensor.is_inference():
         return False
     if tensor.layout is not torch.strided:
         return True

@@ -15,13 +15,13 @@ from trainapp.train.step import accumulate_gradients
 def transaction(run: Run, step: Step) -> Iterator[None]:
     """Use around a step, up to and including its commit. An error passes through: the runner calls `rollback`.
 
-    Records what a forward may change (`RestorePoint`). While the size is unproven, enables votes before each collective on
-    whether any rank ran out of memory, and watches memory; it also watches logged and drawn steps.
+    Records what a forward may change (`RestorePoint`). While the size is unproven, enables votes before each collective
+    on whether any rank ran out of memory, and watches memory; it also watches logged and drawn steps.
     """
     attempt, sizes, memory = run.attempt, run.sizes, run.memory
     attempt.phase, attempt.started = Phase.START, time.monotonic()  # no restore point yet
     sizes.follow_schedule(step.attempt)
-    run.restore_point.take(sizes.train.is_unproven, everything=run.rehearsals > 0)
+    run.restore_point.take(sizes.train.is_unproven, run.rehearsals > 0)
     attempt.phase = Phase.DATA
     run.ranks.start_flag_exchange(run.flags)  # in the background: the step hides it
     run.ranks.enable_votes(sizes.train.is_unproven)
