@@ -141,6 +141,25 @@ def test_out_of_memory_recovered_in_place_names_its_rank(tmp_path):
 
 
 @pytest.mark.slow
+def test_the_schedule_of_a_search_over_ranks_replays_it(tmp_path):
+    """Ranks see different shapes; sizes fall on one rank's error and grow again. All of it is in the schedule."""
+    faults = [fail_at(1, 2, "backward", operation=20), fail_at(0, 7, "forward", operation=20)]
+    searching = (*DDP, "oom.grow=true", "oom.clean_steps=2", "train.max_steps=16", "every.eval=null", "every.save=null")
+    searching = (*searching, "parallel.vote_on_oom=always", "batch.micro_size=auto", "model.dropout=0.1")
+    ended = launch(tmp_path / "run", *searching, env=environment(tmp_path, *faults))
+    assert ended.code == 0, ended.text
+    assert [fired(tmp_path, fault) for fault in faults] == [1, 1]
+    schedule = result(tmp_path / "run")["micro_schedule"]
+    assert len(schedule) > 3
+    assert any(isinstance(plan, dict) for plan in schedule.values())
+    replay = f"batch.micro_schedule='{json.dumps(schedule)}'"
+    again = launch(tmp_path / "again", *searching, replay, env=environment(tmp_path))
+    assert again.code == 0, again.text
+    assert result(tmp_path / "again")["micro_schedule"] == schedule
+    assert different(checkpoint(tmp_path / "run", 16), checkpoint(tmp_path / "again", 16)) == []
+
+
+@pytest.mark.slow
 def test_out_of_memory_in_the_commit(reference, tmp_path):
     fault = fail_at(0, 3, "commit", operation=1)
     ended = launch(tmp_path / "run", *DDP, env=environment(tmp_path, fault))
@@ -185,13 +204,16 @@ def test_a_signal_stops_all_and_the_same_command_goes_on(reference, tmp_path, to
     assert different(checkpoint(run_dir, 6), checkpoint(reference, 6)) == []
 
 
-def test_a_disk_that_is_full_on_one_rank(tmp_path):
+@pytest.mark.parametrize("asynchronous", ["false", pytest.param("true", marks=pytest.mark.slow)])
+def test_a_disk_that_is_full_on_one_rank(tmp_path, asynchronous):
     fault = fail_at(1, 4, "save", "disk full")
-    wide = ("model.width=64",)  # a shard larger than the rank may write
+    # A shard larger than the rank may write. In the background it fails first; then all ranks try again together.
+    wide = ("model.width=64", f"checkpointing.asynchronous={asynchronous}")
     ended = launch(tmp_path / "run", *SABOTAGED, "parallel=fsdp", *wide, env=environment(tmp_path, fault))
     assert fired(tmp_path, fault) == 1
     assert ended.code == 1
-    assert "the checkpoint of step 4 could not be written" in ended.text
+    assert "the checkpoint of step 4 could not be written to" in ended.text
+    assert ("step 4 could not be written in the background" in ended.text) is (asynchronous == "true")
     assert "rank 1" in ended.text
     assert "is the disk full?" in ended.text
     assert "step_00000002" in ended.text  # the last intact one

@@ -4,9 +4,7 @@
 downstream, workers included, sees only these.
 """
 
-import contextlib
 import dataclasses
-import json
 import re
 from dataclasses import field
 from typing import Annotated, Any, Literal
@@ -14,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, ConfigDict, Field, PlainValidator
 from pydantic.dataclasses import dataclass
 
-from trainapp.config import durations
+from trainapp.config import durations, micro_schedule
 from trainapp.config.validation import Bool, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Str
 from trainapp.units import parse_memory_size
 
@@ -37,72 +35,9 @@ def _objective(value: str) -> str:
     return value
 
 
-def _micro_schedule(value: Any) -> Any:
-    """Checked by hand: pydantic's errors for a union name its branches, which mean nothing to a user.
-
-    Steps and shapes may be strings, as in result.json, and all of it the text of a JSON object, for the command line.
-    """
-    if isinstance(value, str):
-        with contextlib.suppress(ValueError):
-            value = json.loads(value)
-    value, twice = _whole_keys(value)
-    if not isinstance(value, dict) or not value:
-        raise ValueError("must give sizes by the step from which they hold, such as {1: 64, 30: 32}; null for none")
-    rules: list[str] = [f"{key} is given twice" for key in twice]
-    for step, sizes in value.items():
-        if not _is_whole(step):
-            rules.append(f"{step!r} is not a step: write a whole number")
-        elif step < 1:
-            rules.append("steps start at 1")
-        elif isinstance(sizes, dict):
-            rules += _shape_rules(step, sizes)
-        else:
-            rules += _size_rules(f"step {step}", sizes)
-    if rules:
-        raise ValueError("; ".join(dict.fromkeys(rules)))
-    return value
-
-
-def _whole_keys(value: Any) -> tuple[Any, list[int]]:
-    """Nested dicts with whole numbers for keys such as "12", and the keys that are then given twice."""
-    if not isinstance(value, dict):
-        return value, []
-    changed: dict[Any, Any] = {}
-    twice: list[int] = []
-    for key, sizes in value.items():
-        number = int(key) if isinstance(key, str) and key.isdecimal() and len(key) < 20 else key
-        if number in changed:
-            twice.append(number)
-        changed[number], more = _whole_keys(sizes)
-        twice += more
-    return changed, twice
-
-
-def _shape_rules(step: int, sizes: dict[Any, Any]) -> list[str]:
-    if not sizes:
-        return [f"step {step} has no size"]
-    rules: list[str] = []
-    for shape, size in sizes.items():
-        if not _is_whole(shape) or shape < 1 or shape & (shape - 1):
-            rules.append(f"{shape!r} at step {step} is not a shape: those are the numbers in a sample as powers of two")
-        else:
-            rules += _size_rules(f"shape {shape} at step {step}", size)
-    return rules
-
-
-def _size_rules(place: str, size: Any) -> list[str]:
-    if not _is_whole(size):
-        return [f"the size for {place} must be a whole number, not {size!r}"]
-    return [] if size >= 1 else [f"the size for {place} must be at least 1"]
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 Duration = Annotated[int | str, AfterValidator(_duration)]
 MemorySize = Annotated[int | float | str, AfterValidator(_memory_size)]
-MicroSchedule = Annotated[dict[int, int | dict[int, int]], PlainValidator(_micro_schedule)]
+MicroSchedule = Annotated[dict[int, int | dict[int, int]], PlainValidator(micro_schedule.check)]
 Seed = Annotated[int, Field(ge=0, lt=2**63, strict=True)]  # data sets may still add to it, below 2**64
 Auto = Literal["auto"]
 

@@ -24,10 +24,9 @@ from trainapp.oom.incident import Incident
 from trainapp.optim.optimizers import lean_optimizer
 from trainapp.parallel.ranks import Ranks, SingleRank
 from trainapp.run import changed_data, export
-from trainapp.run.result import RunResult, result_of, write
-from trainapp.run.summary import opening_line, print_summary
+from trainapp.run.result import RunResult, result_of
+from trainapp.run.summary import opening_line, report
 from trainapp.signals import StopRequest
-from trainapp.tracking.tracker import RESULT
 from trainapp.train import build, loop
 from trainapp.train.evaluate import evaluate
 from trainapp.train.phase import Phase
@@ -92,7 +91,7 @@ def _run_until_torn(
                 return torn
     result = result_of(current, time.monotonic() - started)
     if ranks.is_rank_zero:
-        _report(current, result)
+        report(current, result)
     return result
 
 
@@ -105,21 +104,6 @@ def _naming_the_step(run: Run) -> Iterator[None]:
         notes = [*getattr(error, "__notes__", []), f"at step {run.state.progress.step + 1}"]
         setattr(error, "__notes__", notes)  # noqa: B010  # `add_note` exists from Python 3.11 on
         raise
-
-
-def _report(run: Run, result: RunResult) -> None:
-    run_dir = Path(run.config.run_dir)
-    # Keep the result of a run that had already finished.
-    if run.config.mode == "train" and (run.meter.samples or not (run_dir / RESULT).exists()):
-        try:
-            write(run_dir, result)
-        except OSError as error:
-            run.tracker.complain(run_dir / RESULT, error)
-    if result.objective_note:
-        log.warning("eval %s is %s", result.metric, result.objective_note)
-    print_summary(run, result)
-    if run.stop.agreed and run.config.checkpointing.save:
-        print(f"Resume with:\n  {run.config.command}", flush=True)
 
 
 def prepare(config: Config, stop: StopRequest, ranks: Ranks, carried: CarriedOver | None = None) -> Run:

@@ -1,12 +1,16 @@
-"""What the terminal shows of a run: one line at its start, a table at its end."""
+"""What is left of a run for its reader: one line at its start, a table and result.json at its end."""
 
 import contextlib
+import logging
 from pathlib import Path
 from typing import Any
 
-from trainapp.run.result import RunResult
+from trainapp.run.result import RunResult, write
+from trainapp.tracking.tracker import RESULT
 from trainapp.train.run import Run
 from trainapp.units import bytes_text
+
+log = logging.getLogger(__name__)
 
 
 def opening_line(run: Run) -> str:
@@ -44,6 +48,22 @@ def _schedule_text(run: Run) -> str:
             f"holds before step {first}" if first > 1 else "is not used"
         )
     return text
+
+
+def report(run: Run, result: RunResult) -> None:
+    """Write result.json and print the summary."""
+    run_dir = Path(run.config.run_dir)
+    # Keep the result of a run that had already finished.
+    if run.config.mode == "train" and (run.meter.samples or not (run_dir / RESULT).exists()):
+        try:
+            write(run_dir, result)
+        except OSError as error:
+            run.tracker.complain(run_dir / RESULT, error)
+    if result.objective_note:
+        log.warning("eval %s is %s", result.metric, result.objective_note)
+    print_summary(run, result)
+    if run.stop.agreed and run.config.checkpointing.save:
+        print(f"Resume with:\n  {run.config.command}", flush=True)
 
 
 def print_summary(run: Run, result: RunResult) -> None:

@@ -134,7 +134,7 @@ class Run:
         return Flags(self.stop.signal or 0, self.checkpointer.busy, self.sizes.train.has_news)
 
     def set_global_size(self, size: int) -> None:
-        """`oom.keep_global_batch=false`: a smaller global batch, hence more steps, a longer schedule, rarer cadences."""
+        """`oom.keep_global_batch=false`: a smaller global batch: more steps, a longer schedule, rarer cadences."""
         self.state.global_size = self.batches.global_size = size
         progress, batches, train = self.state.progress, self.batches, self.config.train
         total = train.max_steps
