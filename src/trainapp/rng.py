@@ -6,7 +6,7 @@ import ctypes
 import random
 import struct
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -97,7 +97,8 @@ class HostGenerators:
     """Python's and NumPy's global generators as they were when this was created."""
 
     def __init__(self) -> None:
-        self._python, self._numpy = random.getstate(), np.random.get_state(legacy=True)
+        self._python = random.getstate()
+        self._numpy = cast(tuple[Any, ...], np.random.get_state(legacy=True))
         self._words = (_python_words(), _numpy_words())
         # A cached Gaussian may be used up without moving the words.
         self._words_tell = all(self._words) and self._python[2] is None and not self._numpy[3]

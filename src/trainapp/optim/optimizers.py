@@ -62,9 +62,7 @@ def _ready(
     trained = [p for p in model.parameters() if p.requires_grad]
     # Made here because an optimizer writes its settings into the groups that it is given.
     groups = parameter_groups(model, settings.weight_decay) if "weight_decay" in takes else trained
-    optimizer = targets.construct(
-        kind, arguments, "optimizer", user_packages, {"params": groups, "lr": settings.lr}
-    )
+    optimizer = targets.construct(kind, arguments, "optimizer", user_packages, {"params": groups, "lr": settings.lr})
     try:
         materialise_state(optimizer)
     except torch.OutOfMemoryError:

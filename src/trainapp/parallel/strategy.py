@@ -13,7 +13,6 @@ from torch import nn
 
 from trainapp.parallel.ranks import Ranks
 
-
 Task = Callable[[nn.Module, Any], tuple[Any, ...]]  # see `train.losses`
 
 
