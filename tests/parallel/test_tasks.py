@@ -65,3 +65,13 @@ def test_models(cell, spread, model):
     records = cell.run(2, *OWN[:3], *OWN[4:], *chosen, f"parallel={spread}", tiny=TINY)
     assert all(record.error is None and len(record.losses) == 4 for record in records)
     assert records[0].weights.equal(records[1].weights)
+
+
+def test_the_fused_kernel_only_where_the_shards_have_one(cell):
+    """By default none is used for SGD on shards; asked for, it is refused."""
+    sgd = ("optimizer=sgd", "parallel=fsdp")
+    assert all(record.error is None for record in cell.run(2, *sgd))
+    for record in cell.run(2, *sgd, "optimizer.fused=true"):
+        assert (
+            "optimizer._target_=torch.optim.SGD: it cannot take a plain step on this model's gradients" in record.error
+        )
