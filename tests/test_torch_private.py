@@ -33,6 +33,7 @@ from trainapp.torch_private import (
     found_inf,
     fsdp_collectives,
     guard_event_file,
+    is_tracing,
     memory_snapshot,
     non_persistent_buffers,
     outside_dispatch_modes,
@@ -42,6 +43,7 @@ from trainapp.torch_private import (
     start_memory_history,
     stop_memory_history,
     storage_id,
+    tree_map,
     version_of,
 )
 
@@ -452,3 +454,22 @@ def test_nothing_private_is_used_elsewhere():
     own = Path(torch_private.__file__)
     found = {path.name: list(private_uses(path.read_text())) for path in own.parent.rglob("*.py") if path != own}
     assert {name: uses for name, uses in found.items() if uses} == {}
+
+
+def test_parameters_are_replaced_through_their_dictionary():
+    layer = nn.Linear(2, 3)
+    assert list(parameters_of(layer)) == ["weight", "bias"]
+    other = torch.zeros(3, 2)
+    parameters_of(layer)["weight"] = other
+    assert layer.weight is other
+
+
+def test_tracing_is_seen():
+    assert not is_tracing()
+    with fake_tensor_mode():
+        assert is_tracing()
+    assert not is_tracing()
+
+
+def test_a_function_is_applied_to_every_leaf():
+    assert tree_map(lambda leaf: leaf + 1, {"a": [1, (2,)]}) == {"a": [2, (3,)]}

@@ -6,7 +6,7 @@ import ctypes
 import random
 import struct
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -97,7 +97,8 @@ class HostGenerators:
     """Python's and NumPy's global generators as they were when this was created."""
 
     def __init__(self) -> None:
-        self._python, self._numpy = random.getstate(), np.random.get_state(legacy=True)
+        self._python = random.getstate()
+        self._numpy = cast(tuple[Any, ...], np.random.get_state(legacy=True))
         self._positions = (_python_position(), _numpy_position())
         # A cached Gaussian may be used up without moving the position.
         self._positions_tell = all(self._positions) and self._python[2] is None and not self._numpy[3]

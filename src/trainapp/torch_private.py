@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import SUPPORTED_NODES, tree_leaves
 from torch.utils.module_tracker import ModuleTracker
@@ -120,6 +121,10 @@ def pytree_functions(
     """
     node = SUPPORTED_NODES.get(kind)
     return None if node is None else (node.flatten_fn, node.unflatten_fn)
+
+
+# (function, tree) -> tree. Applies a function to every leaf of nested containers of all registered types.
+tree_map = _pytree.tree_map
 
 
 # --- dispatch modes

@@ -24,6 +24,7 @@ def test_a_fault_has_no_message():
 def test_an_option_without_a_name_is_named_where_it_can_be():
     error = ValueError("Config group override must be a string or a list. Got int")
     assert explain(error, ["train.seed=1", "precision=16"]).startswith("precision=16: an option is chosen by its name")
+    assert explain(error, ["oom=off", "debug=null"]).startswith("debug=null: ")  # `off` is a name to Hydra, not false
     assert explain(error).startswith("an option is chosen by its name")
 
 

@@ -275,6 +275,19 @@ def train_without_recovery(rank: int, config: Config, *arguments: Any) -> Record
         FSDP.recovers_in_place = original
 
 
+def train_outside_of_the_wrapper(rank: int, config: Config, *arguments: Any) -> Record:
+    """A wrong variant: a task that calls the model itself, past DDP."""
+    from trainapp.parallel.ddp import DDP
+    from trainapp.parallel.strategy import SingleDevice
+
+    original = DDP.compute
+    DDP.compute = SingleDevice.compute
+    try:
+        return train(rank, config, *arguments)
+    finally:
+        DDP.compute = original
+
+
 def train_counting_wrappers(rank: int, config: Config, *arguments: Any) -> tuple[int, int]:
     """How often the model was wrapped for DDP, and how many of the wrappers outlived the run."""
     from trainapp.parallel.ddp import DDP

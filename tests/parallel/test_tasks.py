@@ -1,10 +1,10 @@
 """What a task may do with the model on several ranks: as on one device, or refused with one message."""
 
 import pytest
-from own_tasks import Net
 
+from . import cells
 from .conftest import SPREAD, TINY
-from .test_equality import assert_same
+from .test_equality import assert_same, error
 
 OWN = (
     "model=mlp",
@@ -17,8 +17,8 @@ OWN = (
 SPREADS = [pytest.param(spread, marks=pytest.mark.slow) if spread == "hsdp" else spread for spread in SPREAD]
 
 
-def run(cell, world, task, *overrides):
-    return cell.run(world, *OWN, f"task=own_tasks.{task}", *overrides, tiny=TINY)
+def run(cell, world, task, *overrides, **options):
+    return cell.run(world, *OWN, f"task=own_tasks.{task}", *overrides, tiny=TINY, **options)
 
 
 @pytest.mark.parametrize("task", ["reads_attributes", "calls_twice"])
@@ -26,12 +26,14 @@ def run(cell, world, task, *overrides):
 def test_methods_and_parameters_of_the_model(cell, spread, task):
     (reference,) = run(cell, 0, task)
     assert_same(run(cell, 2, task, f"parallel={spread}"), reference)
+    log_vars = reference.weights[:2]  # which only the task reads
+    assert (log_vars != 0).all() == (task == "reads_attributes")
 
 
-def test_the_parameters_that_only_the_task_reads_are_trained():
-    """Otherwise the test above shows nothing."""
-    names = [name for name, _ in Net(10).named_parameters()]
-    assert names[0] == "log_vars"
+def test_a_task_outside_of_the_wrapper_fails_it(cell):
+    (reference,) = run(cell, 0, "reads_attributes")
+    (record, _) = run(cell, 2, "reads_attributes", "parallel=ddp", function=cells.train_outside_of_the_wrapper)
+    assert error(record.gradients[0], reference.gradients[0]) > 1e-3
 
 
 def test_all_parameters_read_by_a_task(cell):
@@ -63,3 +65,13 @@ def test_models(cell, spread, model):
     records = cell.run(2, *OWN[:3], *OWN[4:], *chosen, f"parallel={spread}", tiny=TINY)
     assert all(record.error is None and len(record.losses) == 4 for record in records)
     assert records[0].weights.equal(records[1].weights)
+
+
+def test_the_fused_kernel_only_where_the_shards_have_one(cell):
+    """By default none is used for SGD on shards; asked for, it is refused."""
+    sgd = ("optimizer=sgd", "parallel=fsdp")
+    assert all(record.error is None for record in cell.run(2, *sgd))
+    for record in cell.run(2, *sgd, "optimizer.fused=true"):
+        assert (
+            "optimizer._target_=torch.optim.SGD: it cannot take a plain step on this model's gradients" in record.error
+        )

@@ -75,19 +75,17 @@ def construct(
 ) -> Any:
     """`target(**arguments)`; parameters of the target that `arguments` lacks are filled in from `provided`.
 
-    Nodes with a `_target_` in the arguments, at any depth, in lists too, are built first: see `_build`. Raises UserError
-    for arguments that do not fit, and for all nodes that name nothing allowed before any of them is built.
+    Nodes with a `_target_` in the arguments, at any depth, in lists too, are built first: see `_build`. Raises
+    UserError for arguments that do not fit, and for all nodes that name nothing allowed before any of them is built.
     """
     provided = {k: v for k, v in (provided or {}).items() if k in _parameters(target) and arguments.get(k) is None}
     arguments = {k: v for k, v in arguments.items() if k not in provided}
     errors = check_arguments(target, arguments, setting, provided)
     if errors:
         raise UserError("\n".join(errors))
-    nested = [
-        error for name, value in arguments.items() for error in _nested(value, f"{setting}.{name}", user_packages)
-    ]
-    if nested:
-        raise UserError("\n".join(nested))
+    errors = _nested(arguments, setting, user_packages)
+    if errors:
+        raise UserError("\n".join(errors))
     built = {name: _build(value, f"{setting}.{name}", user_packages) for name, value in arguments.items()}
     return _call(target, [], {**built, **provided}, setting)
 

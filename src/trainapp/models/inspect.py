@@ -1,5 +1,7 @@
 """What the program reads from a model of any class."""
 
+from typing import Any
+
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
@@ -26,9 +28,8 @@ def make_gradients_dense(model: nn.Module) -> list[str]:
 
 def lazy_modules(model: nn.Module) -> list[str]:
     """The names of modules whose parameters get their shapes from the first forward, such as LazyLinear."""
-    return [
-        name for name, m in model.named_modules() if isinstance(m, LazyModuleMixin) and m.has_uninitialized_params()
-    ]
+    lazy: list[tuple[str, Any]] = [(name, m) for name, m in model.named_modules() if isinstance(m, LazyModuleMixin)]
+    return [name for name, module in lazy if module.has_uninitialized_params()]
 
 
 def blocks_of(model: nn.Module, setting: str) -> list[nn.Module]:

@@ -15,6 +15,7 @@ from trainapp.memory.kinds import MemoryKind
 from trainapp.oom.errors import requested_bytes
 from trainapp.parallel.dtensor import local
 from trainapp.parallel.ranks import PeerOutOfMemory
+from trainapp.parallel.strategy import TaskModule
 from trainapp.train.phase import Phase
 from trainapp.train.run import Run
 from trainapp.units import bytes_text
@@ -113,6 +114,8 @@ def _place(run: Run, error: BaseException) -> tuple[Phase, str]:
     module, entered = "", False
     for frame in _frames(error.__traceback__):
         owner = frame.f_locals.get("self")
+        if isinstance(owner, TaskModule):  # in a hook on it, which gathers parameters, until its forward runs the task
+            entered = frame.f_code.co_name != "forward"
         if isinstance(owner, nn.Module) and id(owner) in names:
             module, entered = names[id(owner)] or module, True
     phase = run.attempt.phase

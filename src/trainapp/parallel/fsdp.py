@@ -8,13 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.utils._pytree import tree_map
 
 from trainapp.config.schema import Fsdp
 from trainapp.errors import UserError
 from trainapp.parallel.ranks import DistributedRanks
 from trainapp.parallel.strategy import SingleDevice, Task, TaskModule, compute_within
-from trainapp.torch_private import fsdp_collectives, outside_dispatch_modes
+from trainapp.torch_private import fsdp_collectives, outside_dispatch_modes, tree_map
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule  # imported on use: FSDP2 takes time that other strategies save
@@ -47,6 +46,7 @@ class FSDP(SingleDevice):
         mesh = _mesh(ranks, settings.replicas)
         self._shard_group = mesh.get_group("shard")
         task_module = TaskModule(model)
+        self._root: Any  # an FSDPModule, which is an nn.Module only once it is mixed into one
         self._root, sharded = _shard(task_module, blocks, mesh["shard"], settings, compute_dtype)
         replicas = mesh.get_group("replicate") if settings.replicas > 1 else None
         _gate_collectives(task_module, ranks.check_peers, replicas)
@@ -67,15 +67,14 @@ class FSDP(SingleDevice):
     def compute(self, task: Task, batch: Any) -> tuple[Any, ...]:
         """Within the root's forward. Raises UserError for a parameter of a block that is read outside the block."""
         try:
-            return compute_within(self._root, task, batch)
+            result = compute_within(self._root, task, batch)
         except RuntimeError as error:
             if "mixed torch.Tensor and DTensor" not in str(error):
                 raise
-            raise UserError(
-                "parallel=fsdp: the task or the model reads a parameter of one of the blocks outside the block's "
-                f"forward, where only a shard of it exists ({str(error).splitlines()[0]}); use it in the block, or use "
-                "parallel=ddp"
-            ) from error
+            raise _read_outside() from error
+        if hasattr(result[0], "device_mesh"):  # numbers mix with shards without an error
+            raise _read_outside()
+        return result
 
     def evaluate(self, task: Task, batch: Any) -> tuple[Any, ...]:
         """As `compute`: every forward gathers parameters."""
@@ -157,6 +156,13 @@ def _shard(
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     sharded = [fully_shard(block, mp_policy=policy, **options) for block in blocks]
     return fully_shard(root, mp_policy=policy, **options), sharded
+
+
+def _read_outside() -> UserError:
+    return UserError(
+        "parallel=fsdp: the task or the model reads a parameter of one of the blocks outside the block's forward, "
+        "where only a shard of it exists; use it in the block, keep the block out of blocks(), or use parallel=ddp"
+    )
 
 
 def _as_fp32(model: nn.Module, inputs: Any, output: Any) -> Any:

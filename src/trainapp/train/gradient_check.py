@@ -35,8 +35,8 @@ def checked_gradients(model: nn.Module, loss: Tensor) -> Iterator[None]:
     sparse = [name for name, p in model.named_parameters() if p.grad is not None and p.grad.layout != torch.strided]
     if sparse:
         raise UserError(
-            f"the gradient of {sparse[0]} is sparse, which clipping, the gradient norm and most optimizers cannot take; "
-            "use sparse=False"
+            f"the gradient of {sparse[0]} is sparse, which clipping, the gradient norm and most optimizers cannot "
+            "take; use sparse=False"
         )
 
 

@@ -74,8 +74,7 @@ class BlockState:
     def _drop_unwritten(self, before: "Before") -> None:
         """Drop the copies of tensors that this forward has not written."""
         for place, name in before.droppable & before.copies.keys() - self._written:
-            owner, found = before.owners[place]
-            tensor = found[name]
+            tensor = before.owners[place][1][name]
             moved = version_of(tensor) != before.versions[place, name]
             if moved or not (self._is_known or is_tracing() or _equal(tensor, before.copies[place, name])):
                 self._written.add((place, name))
@@ -120,9 +119,9 @@ class BlockState:
 
     def _stop(self, name: str) -> None:
         raise TrainingStopped(
-            f"activation_checkpointing: `{name}` in a {type(self.block).__name__} is written in some forwards only, or by "
-            "another module, and what it held before is lost, so that the block cannot be recomputed; register it as a "
-            "buffer of the block, or use activation_checkpointing=none"
+            f"activation_checkpointing: `{name}` in a {type(self.block).__name__} is written in some forwards only, or "
+            "by another module, and what it held before is lost, so that the block cannot be recomputed; register it "
+            "as a buffer of the block, or use activation_checkpointing=none"
         )
 
 
