@@ -138,7 +138,7 @@ class WritesInEvaluation(HiddenState):
 class MemoryBank(nn.Module):
     """Instance discrimination: one remembered feature per sample, addressed by the sample's index."""
 
-    def __init__(self, samples=64):
+    def __init__(self, samples=80):
         super().__init__()
         self.features = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
         self.register_buffer("bank", F.normalize(torch.randn(samples, 8), dim=1))

@@ -185,21 +185,9 @@ class Training:
         }
 
     def state(self) -> dict[str, Any]:
-        """Parameters, buffers, optimizer, average, generators, progress, and what model, task and data own besides."""
+        """All that must be equal in an equal run: see `state_of`."""
         assert self.run is not None
-        state = self.run.state
-        progress = dataclasses.asdict(state.progress)
-        incidental = {"evaluated_at", "oom_restarts"}  # no result depends on them
-        return {
-            "model": model_state(state.model),
-            "optimizer": {number: dict(kept) for number, kept in state.optimizer.state_dict()["state"].items()},
-            "average": [state.average.step, *(average.clone() for average in state.average.averages)],
-            "scaler": state.precision.scaler.state_dict(),
-            "generators": rng_state(state.device),
-            "progress": {name: value for name, value in progress.items() if name not in incidental},
-            "task": owned(catalogue.find(self.cell.task)),
-            "data": owned(self.run.batches.dataset),
-        }
+        return state_of(self.run, self.cell)
 
     def logged(self) -> list[dict[str, float]]:
         """The log steps without times, sizes and memory."""
@@ -239,6 +227,23 @@ class _Failing:
             if self.training.run.attempt.phase == "data" and fault.at("data"):
                 fault.fail()
         return self.dataset[index]
+
+
+def state_of(run: Run, cell: Cell) -> dict[str, Any]:
+    """Parameters, buffers, optimizer, average, generators, progress, and what model, task and data own besides."""
+    state = run.state
+    progress = dataclasses.asdict(state.progress)
+    incidental = {"evaluated_at", "oom_restarts"}  # no result depends on them
+    return {
+        "model": model_state(state.model),
+        "optimizer": {number: dict(kept) for number, kept in state.optimizer.state_dict()["state"].items()},
+        "average": [state.average.step, *(average.clone() for average in state.average.averages)],
+        "scaler": state.precision.scaler.state_dict(),
+        "generators": rng_state(state.device),
+        "progress": {name: value for name, value in progress.items() if name not in incidental},
+        "task": owned(catalogue.find(cell.task)),
+        "data": owned(run.batches.dataset),
+    }
 
 
 def model_state(model: nn.Module) -> dict[str, Any]:

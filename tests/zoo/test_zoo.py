@@ -27,7 +27,7 @@ def test_errors_leave_no_trace(tmp_path, name):
     assert cells.after_three_errors(name, tmp_path) == []
 
 
-PHASES = ("data", "forward", "backward", "clip", "evaluate")
+PHASES = ("data", "forward", "loss", "backward", "clip", "metric", "commit", "evaluate")
 GRID = [(name, phase, step) for name in ALL for phase in PHASES for step in ((2, 4) if phase == "evaluate" else (1, 4))]
 
 

@@ -1,0 +1,69 @@
+"""The zoo on two ranks with DDP: one of them runs out of memory, and each ends as in the replay of the schedule."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from parallel.faults import Fault, fail_at, fired
+from parallel.pool import Pool
+from runs import differences
+
+from . import ranks
+from .catalogue import ALL
+from .harness import configure
+
+pytestmark = pytest.mark.slow
+NAMES = [name for name, cell in ALL.items() if cell.ranks]
+SETTINGS = {  # 8, 4, then 2 samples: steps of 32, 32, 16 and 32 on two ranks
+    "batch.global_size": 32,
+    "data.size": 80,
+    "every.eval": 2,
+    "checkpointing.save": False,
+}
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    workers = Pool()
+    yield workers
+    workers.close()
+
+
+def trained(pool: Pool, name: str, folder: Path, settings: dict[str, Any], faults: Sequence[Fault] = ()) -> list[Any]:
+    """What each of two ranks ends with. All faults must fire."""
+    folder.mkdir()
+    config = configure(ALL[name], folder, settings)
+    parallel = dataclasses.replace(config.parallel, strategy="ddp", devices=2, timeout=20.0)
+    config = dataclasses.replace(config, parallel=parallel)
+    records = pool.run(2, ranks.train, config, name, faults, str(folder), limit=60.0)
+    assert [fault for fault in faults if fired(folder, fault) != 1] == []
+    return records
+
+
+def differs_from_its_replay(pool: Pool, name: str, folder: Path, *faults: Fault) -> list[str]:
+    """Where a rank differs from itself in the replay of the schedule."""
+    run = trained(pool, name, folder / "run", SETTINGS, faults)
+    assert run[0].schedule == run[1].schedule
+    assert len(run[0].schedule) == 1 + len({fault.step for fault in faults} - {1})
+    sizes = {"batch.micro_size": "auto", "batch.micro_schedule": run[0].schedule}
+    replay = trained(pool, name, folder / "replay", {**SETTINGS, **sizes})
+    assert not any(record.failures for record in replay)
+    return [
+        f"rank {rank}: {difference}"
+        for rank in (0, 1)
+        for difference in differences(run[rank].state, replay[rank].state)
+    ]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_rank_out_of_memory(pool, tmp_path, name):
+    faults = (fail_at(1, 3, "forward", operation=3), fail_at(0, 4, "backward", operation=8))
+    assert differs_from_its_replay(pool, name, tmp_path, *faults) == []
+
+
+@pytest.mark.parametrize("name", ["moco", "lazy buffer", "queue", "running scale", "replay"])
+def test_both_ranks_out_of_memory_in_the_first_step(pool, tmp_path, name):
+    faults = (fail_at(0, 1, "backward", operation=6), fail_at(1, 1, "backward", operation=6))
+    assert differs_from_its_replay(pool, name, tmp_path, *faults) == []
