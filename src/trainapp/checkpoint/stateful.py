@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from trainapp.checkpoint.plain_values import decoded, encoded

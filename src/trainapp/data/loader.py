@@ -99,8 +99,8 @@ class BatchLoader:
     """Turns requests into batches on the device.
 
     workers: processes that fetch; 0 fetches in this process. ahead: whether the next batch may be fetched while the
-    current one is in use: not from data whose state is to follow the steps. split: cuts a fetched batch, unless the data
-    set has a method `split` of its own; None, without such a method: samples are collated again to cut a batch.
+    current one is in use: not from data whose state is to follow the steps. split: cuts a fetched batch, unless the
+    data set has a method `split` of its own; None, without such a method: samples are collated again to cut a batch.
     """
 
     def __init__(

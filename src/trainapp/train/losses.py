@@ -59,7 +59,7 @@ def checked(task: Task, setting: str) -> Task:
     """
 
     @functools.wraps(task, assigned=("__name__", "__doc__"), updated=())
-    def checked_task(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | int, Metrics]:
+    def checked_task(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | float, Metrics]:
         result = task(model, batch)
         try:
             loss, count, metrics = result
