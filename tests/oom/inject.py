@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainapp.config.schema import Config
 from trainapp.oom.incident import Incident
 from trainapp.parallel.ranks import SingleRank
-from trainapp.rng import rng_state
 from trainapp.run import runner
 from trainapp.signals import StopRequest
 from trainapp.train.run import Run
@@ -197,7 +196,7 @@ class Recorded:
     def state(self) -> dict[str, Any]:
         """All that must survive a recovery unchanged: everything except the sizes of the search."""
         state = self.run.state
-        values = state.values([rng_state(state.device)])
+        values = state.values([state.rank_values()])
         values["progress"] = {k: v for k, v in values["progress"].items() if k != "evaluated_at"}
         return {"tensors": state.tensors(), "values": values, "fetched": self.fetched}
 
