@@ -77,3 +77,15 @@ def train_blindly(rank: int, *arguments) -> Record:
 @pytest.mark.parametrize("spread", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_without_noticing_writes_the_cell_fails(cell, spread):
     assert differences(*runs_of(cell, spread, "Teacher", 1, train_blindly)) != []
+
+
+@pytest.mark.parametrize("model", ["ExtraState", pytest.param("Generators", marks=pytest.mark.slow)])
+def test_each_rank_resumes_with_its_own_state(cell, tmp_path, model):
+    """The means in the model's queue are those of a rank's own samples."""
+    overrides = ("parallel=ddp", f"model._target_=writing_models.{model}", "checkpointing=standard", "every.save=3")
+    wanted = cell.run(2, *overrides, tiny=WRITING, run_dir=tmp_path / "whole")
+    for steps in (3, 6):
+        records = cell.run(2, *overrides, f"train.max_steps={steps}", tiny=WRITING, run_dir=tmp_path / "resumed")
+    assert differences(records, wanted) == []
+    saved = torch.load(tmp_path / "resumed/checkpoints/step_00000006/values.pt", weights_only=True)["stateful"]
+    assert len(saved) == (2 if model == "ExtraState" else 1)  # the generators of both ranks have drawn as often
