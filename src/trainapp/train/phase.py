@@ -28,7 +28,7 @@ class Phase(str, Enum):
 
     @property
     def can_be_undone(self) -> bool:
-        """Whether the step has not changed anything yet: rolling back drops gradients and restores buffers."""
+        """Whether the step has not changed anything yet: rolling back drops gradients and restores what a forward writes."""
         return self in _BEFORE_COMMIT
 
     @property
