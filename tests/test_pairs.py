@@ -32,7 +32,9 @@ SWITCHES = {
     "nonfinite": ("train.nonfinite=stop", "train.nonfinite=skip"),
 }
 FACTORS = GROUPS | OPTIONAL | SWITCHES
-WITHOUT_COMPILER = FACTORS | {"compile": ("train.compile=false",)}
+WITHOUT_COMPILER = FACTORS | {"compile": SWITCHES["compile"][:1]}
+ON_ONE_RANK = WITHOUT_COMPILER | {"parallel": ("parallel=single",)}
+ON_TWO_RANKS = WITHOUT_COMPILER | {"parallel": tuple(o for o in GROUPS["parallel"] if o != "parallel=single")}
 
 # Pairs that are refused, each with the start of the message.
 CHOOSE_ANOTHER = r"model=trainapp\.models\.\w+\.\w+ cannot read data=trainapp\.data\.\w+\.\w+: it needs "
@@ -103,19 +105,20 @@ def covering(factors, wanted=None):
     return rows
 
 
+ALONE, TOGETHER = covering(ON_ONE_RANK), covering(ON_TWO_RANKS)
 # Compiling takes a minute: the pairs with it are covered by as few rows as possible.
-ROWS = covering(WITHOUT_COMPILER)
 COMPILED = covering(FACTORS, {pair for pair in all_pairs(FACTORS) if "train.compile=true" in pair})
-QUICK = [row for row in ROWS if "parallel=single" in row]  # in this process
+QUICK = ALONE[:4]
 
 
 def test_the_rows_have_every_pair():
-    covered = set().union(*map(pairs_of, ROWS + COMPILED))
-    assert all_pairs(FACTORS) <= covered
-    assert all(len(row) == len(FACTORS) for row in ROWS)
-    assert not REFUSED.keys() & covered
-    assert len(ROWS) < 40  # of 10 million
-    assert not all_pairs(WITHOUT_COMPILER) <= set().union(*map(pairs_of, ROWS[5:]))
+    for rows, factors in ((ALONE, ON_ONE_RANK), (TOGETHER, ON_TWO_RANKS), (ALONE + TOGETHER + COMPILED, FACTORS)):
+        covered = set().union(*map(pairs_of, rows))
+        assert all_pairs(factors) <= covered
+        assert all(len(row) == len(FACTORS) for row in rows)
+        assert not REFUSED.keys() & covered
+    assert not all_pairs(ON_ONE_RANK) <= set().union(*map(pairs_of, ALONE[5:]))
+    assert len(ALONE + TOGETHER) < 80  # of 10 million
 
 
 def complete(folder, row):
@@ -171,8 +174,14 @@ def test_a_quick_sample_of_the_pairs(tmp_path, row):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", [row for row in ROWS if row not in QUICK], ids=named)
-def test_every_pair_trains(tmp_path, row):
+@pytest.mark.parametrize("row", [row for row in ALONE if row not in QUICK], ids=named)
+def test_every_pair_trains_on_one_rank(tmp_path, row):
+    check(tmp_path, row)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", TOGETHER, ids=named)
+def test_every_pair_trains_on_two_ranks(tmp_path, row):
     check(tmp_path, row)
 
 
