@@ -90,7 +90,7 @@ def check(case: Case) -> str:
         replay = Training(story.cell, folder / "replay", replay_of(case, session))
         assert replay.error is None, f"the replay ended with {type(replay.error).__name__}: {replay.error}"
         assert not replay.failures
-        found = compare(session, replay, exact_evaluations=False)
+        found = compare(session.record(), replay.record(), exact_evaluations=False)
         if not story.cell.sums or story.failures or story.restarts:
             found = [difference for difference in found if not difference.startswith(("evaluations", "metrics"))]
         assert found == [], f"{found[:8]} after {session.schedule}"

@@ -1,6 +1,7 @@
 """The promise for one cell: recovered equals replayed, resumed equals uninterrupted. Every fault must have struck."""
 
 import functools
+import json
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -10,7 +11,7 @@ from oom.inject import Injector
 from runs import differences
 
 from .catalogue import ALL
-from .harness import Counting, Training, check_samples, compare, stop_at
+from .harness import Counting, Record, Training, check_samples, compare, schedule_of, stop_at
 
 EARLY, LATE = 1, 4
 EVALUATING = {"every.eval": 2, "checkpointing.save": False}  # after steps 2 and 4
@@ -50,38 +51,45 @@ def fault(name: str, phase: str, step: int, share: float | None = None, every: i
     return Injector(phase, step, int(operations(name, every)[phase, step] * (share or 0.75)))
 
 
-def differs_from_its_replay(run: Training, name: str, folder: Path, every: int = 2, exact: bool = True) -> list[str]:
+def differs_from_its_replay(run: Training, name: str, every: int = 2, exact: bool = True) -> list[str]:
     """Where a run differs from a new one with its `micro_schedule` and the evaluation size that it ended with.
 
     exact: whether the evaluations must be equal bit for bit: they are where all batches had that size.
     """
-    sizes = {"batch.micro_size": "auto", "batch.micro_schedule": run.schedule}
-    changes: dict[str, Any] = {**EVALUATING, "every.eval": every, **sizes}
-    if any(failure.evaluating for failure in run.failures):
-        changes["batch.eval_micro_size"] = run.run.sizes.evaluation.size
-    replay = finished(name, folder / "replayed", changes)
-    return compare(run, replay, exact)
+    evaluation = run.run.sizes.evaluation.size if any(failure.evaluating for failure in run.failures) else None
+    return compare(run.record(), replayed(name, json.dumps(run.schedule), every, evaluation), exact)
+
+
+@functools.cache
+def replayed(name: str, schedule: str, every: int, eval_size: int | None) -> Record:
+    """An undisturbed run with these sizes from the start. schedule: as JSON."""
+    sizes = {"batch.micro_size": "auto", "batch.micro_schedule": schedule_of(schedule)}
+    if eval_size is not None:
+        sizes["batch.eval_micro_size"] = eval_size
+    with tempfile.TemporaryDirectory() as folder:
+        replay = finished(name, Path(folder), {**EVALUATING, "every.eval": every, **sizes})
+        return replay.record()
 
 
 def after_three_errors(name: str, folder: Path) -> list[str]:
     """Out of memory in the first step's forward, in the first evaluation, and in the last step's backward."""
     faults = [fault(name, "forward", EARLY), fault(name, "evaluate", 2), fault(name, "backward", LATE)]
-    run = finished(name, folder / "recovered", EVALUATING, *faults)
-    return differs_from_its_replay(run, name, folder)
+    run = finished(name, folder, EVALUATING, *faults)
+    return differs_from_its_replay(run, name)
 
 
 def after_an_error(name: str, phase: str, step: int, folder: Path) -> list[str]:
     """Out of memory once."""
     every = step if phase == "evaluate" else 2
     changes = {**EVALUATING, "every.eval": every}
-    run = finished(name, folder / "recovered", changes, fault(name, phase, step, every=every))
-    return differs_from_its_replay(run, name, folder, every)
+    run = finished(name, folder, changes, fault(name, phase, step, every=every))
+    return differs_from_its_replay(run, name, every)
 
 
 def after_an_error_late_in_an_evaluation(name: str, folder: Path) -> list[str]:
     """Only what follows the error is evaluated in smaller batches: equal but for the order of the sum."""
-    run = finished(name, folder / "recovered", EVALUATING, fault(name, "evaluate", 4, share=0.75))
-    return differs_from_its_replay(run, name, folder, exact=False)
+    run = finished(name, folder, EVALUATING, fault(name, "evaluate", 4, share=0.75))
+    return differs_from_its_replay(run, name, exact=False)
 
 
 def resumed(name: str, folder: Path) -> list[str]:
@@ -96,4 +104,4 @@ def resumed(name: str, folder: Path) -> list[str]:
     whole = finished(name, folder / "whole", changes)
     second.trained = {**first.trained, **second.trained}
     check_samples(second)
-    return compare(second, whole) + differences(second.trained, whole.trained, "samples")
+    return compare(second.record(), whole.record()) + differences(second.trained, whole.trained, "samples")

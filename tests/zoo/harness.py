@@ -9,7 +9,7 @@ import random
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -178,16 +178,17 @@ class Training:
     @property
     def schedule(self) -> dict[int, Any]:
         """`micro_schedule` of result.json."""
-        written = json.loads((self.run_dir / "result.json").read_text())["micro_schedule"]
-        return {
-            int(step): {int(shape): size for shape, size in plan.items()} if isinstance(plan, dict) else plan
-            for step, plan in written.items()
-        }
+        result = json.loads((self.run_dir / "result.json").read_text())
+        return schedule_of(json.dumps(result["micro_schedule"]))
 
     def state(self) -> dict[str, Any]:
         """All that must be equal in an equal run: see `state_of`."""
         assert self.run is not None
         return state_of(self.run, self.cell)
+
+    def record(self) -> "Record":
+        """What must be equal in an equal run."""
+        return Record(self.state(), self.logged(), self.evaluations())
 
     def logged(self) -> list[dict[str, float]]:
         """The log steps without times, sizes and memory."""
@@ -305,13 +306,30 @@ def check_samples(training: Training) -> None:
             assert len(indices) == batches.epoch_samples, f"epoch {epoch} lacks samples: {sorted(indices)}"
 
 
-def compare(run: Training, replay: Training, exact_evaluations: bool = True) -> list[str]:
+def schedule_of(text: str) -> dict[int, Any]:
+    """A schedule from JSON, whose keys are strings."""
+    return {
+        int(step): {int(shape): size for shape, size in plan.items()} if isinstance(plan, dict) else plan
+        for step, plan in json.loads(text).items()
+    }
+
+
+class Record(NamedTuple):
+    """What must be equal in an equal run."""
+
+    state: dict[str, Any]
+    logged: list[dict[str, float]]
+    evaluations: list[dict[str, float]]
+
+
+def compare(run: Record, replay: Record, exact_evaluations: bool = True) -> list[str]:
     """Where a run differs from the replay of its schedule."""
-    found = differences(run.state(), replay.state()) + differences(run.logged(), replay.logged(), "metrics")
+    found = differences(run.state, replay.state) + differences(run.logged, replay.logged, "metrics")
     if exact_evaluations:
-        return found + differences(run.evaluations(), replay.evaluations(), "evaluations")
-    found = [difference for difference in found if not difference.startswith((".progress.objective", ".progress.best"))]
-    for line, wanted in zip(run.evaluations(), replay.evaluations(), strict=True):
+        return found + differences(run.evaluations, replay.evaluations, "evaluations")
+    of_evaluations = (".progress.objective", ".progress.best")
+    found = [difference for difference in found if not difference.startswith(of_evaluations)]
+    for line, wanted in zip(run.evaluations, replay.evaluations, strict=True):
         found += [f"evaluations.{k}" for k in wanted if abs(line[k] - wanted[k]) > 1e-5 * (1 + abs(wanted[k]))]
     return found
 

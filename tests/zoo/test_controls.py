@@ -64,4 +64,4 @@ def test_another_seed_fails(tmp_path, name):
     """The comparison sees more than the sizes: a replay of the same schedule from another seed differs."""
     run = cells.finished(name, tmp_path / "run", cells.EVALUATING)
     other = cells.finished(name, tmp_path / "other", {**cells.EVALUATING, "train.seed": 1})
-    assert len(cells.compare(run, other)) > 5
+    assert len(cells.compare(run.record(), other.record())) > 5
