@@ -43,6 +43,7 @@ from trainapp.torch_private import (
     start_memory_history,
     stop_memory_history,
     storage_id,
+    strided_parts,
     tree_map,
     version_of,
 )
@@ -473,3 +474,11 @@ def test_tracing_is_seen():
 
 def test_a_function_is_applied_to_every_leaf():
     assert tree_map(lambda leaf: leaf + 1, {"a": [1, (2,)]}) == {"a": [2, (3,)]}
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.strided])
+def test_strided_parts_hold_all_of_a_tensor(layout):
+    tensor = torch.eye(4).to_sparse(layout=layout) if layout is not torch.strided else torch.eye(4)
+    parts = strided_parts(tensor)
+    assert all(part.layout is torch.strided for part in parts)
+    assert float(parts[-1].sum()) == 4

@@ -155,6 +155,19 @@ def fake_tensor_mode() -> Any:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+def strided_parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The tensor itself or, of a sparse one, its indices and values. The public accessors of COO refuse one that is not
+    coalesced.
+    """
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return (tensor,)
+
+
 def is_tracing() -> bool:
     """Whether a `fake_tensor_mode` is in force: tensors have no values to compare."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None

@@ -15,6 +15,7 @@ MODELS = (
     "FilledByTheFirstForward",
     "RegisteredByTheFirstForward",
     "Growing",
+    "DroppedByTheFirstForward",
     "ParameterMadeByTheFirstForward",
     "OwnEntries",
     "CopiesFromAHook",

@@ -17,7 +17,7 @@ from trainapp.errors import UserError
 from trainapp.memory.kinds import MemoryKind
 from trainapp.memory.live_tensors import Events, Kinds, ModulePath, Resident
 from trainapp.parallel.dtensor import local
-from trainapp.torch_private import storage_id
+from trainapp.torch_private import storage_id, strided_parts
 from trainapp.units import parse_memory_size
 
 
@@ -39,7 +39,7 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def _size(tensors: Iterable[Tensor]) -> int:
-    storages = [local(tensor).untyped_storage() for tensor in tensors]
+    storages = [part.untyped_storage() for tensor in tensors for part in strided_parts(local(tensor))]
     return sum({storage_id(storage): storage.nbytes() for storage in storages}.values())  # tied weights share one
 
 
