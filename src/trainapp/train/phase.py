@@ -28,7 +28,7 @@ class Phase(str, Enum):
 
     @property
     def can_be_undone(self) -> bool:
-        """Whether the step has not changed anything yet: rolling back drops gradients and restores what a forward writes."""
+        """Whether the step has not changed anything yet: rolling back leaves no trace."""
         return self in _BEFORE_COMMIT
 
     @property
