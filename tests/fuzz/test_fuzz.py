@@ -76,8 +76,8 @@ def test_a_broken_transaction_fails(part, story):
 
 
 @pytest.mark.slow
-def test_the_search_finds_and_shrinks_a_broken_transaction(capsys):
-    """What it finds is small: one error, and no setting that does not matter."""
+def test_the_search_finds_and_shrinks_a_broken_transaction():
+    """What it ends with is small: two events at most."""
     smallest: list[Case] = []
 
     @seed(SEED)
