@@ -75,6 +75,18 @@ class DroppedByTheFirstForward(Linear):
         return shift
 
 
+class SparseBuffers(Linear):
+    """The edges of a graph, and one with a weight that every forward changes."""
+
+    def prepare(self) -> None:
+        self.register_buffer("edges", torch.eye(64).to_sparse_csr())
+        self.register_buffer("weighted", torch.eye(64).to_sparse())
+
+    def shift(self, inputs: Tensor) -> Tensor:
+        self.weighted = self.weighted * 0.9
+        return (self.edges @ (self.weighted @ inputs.T)).sum()
+
+
 class ParameterMadeByTheFirstForward(Linear):
     """A parameter that the optimizer does not know of: its value stays that of the first batch."""
 

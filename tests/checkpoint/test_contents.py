@@ -15,6 +15,7 @@ MODELS = (
     "FilledByTheFirstForward",
     "RegisteredByTheFirstForward",
     "Growing",
+    "SparseBuffers",
     "DroppedByTheFirstForward",
     "ParameterMadeByTheFirstForward",
     "OwnEntries",

@@ -20,7 +20,8 @@ Sizes = dict[str, tuple[torch.Size, torch.dtype]]  # of saved tensors, by name
 def own_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers by name: the tensors themselves, whole or in shards.
 
-    A tensor with several names, such as tied weights, is listed under the first.
+    A tensor with several names, such as tied weights, is listed under the first. Without sparse ones, which
+    torch.distributed.checkpoint does not take: `added_entries` has them.
     """
     tensors: dict[str, Tensor] = {}
     seen: set[int] = set()
@@ -28,7 +29,7 @@ def own_tensors(model: nn.Module) -> dict[str, Tensor]:
         hidden = non_persistent_buffers(module)
         places = (*parameters_of(module).items(), *buffers_of(module).items())
         for name, tensor in places:
-            if tensor is not None and name not in hidden and id(tensor) not in seen:
+            if tensor is not None and name not in hidden and id(tensor) not in seen and not _is_sparse(tensor):
                 seen.add(id(tensor))
                 tensors[f"{prefix}.{name}" if prefix else name] = tensor
     return tensors
@@ -91,16 +92,16 @@ def _replace(module: nn.Module, name: str, layout: Layout | None, size: Any, dev
 
 
 def added_entries(model: nn.Module) -> dict[str, Any]:
-    """What the modules add to the state dict beside parameters, buffers and extra state, by name.
+    """What the modules add to the state dict beside dense parameters and buffers, and extra state, by name.
 
     Tensors that share memory with a parameter or a buffer are views of what is saved anyway. Copies of them under
     their own name, as hooks make them, are left out too: the originals are exact.
     """
-    owned = [*model.parameters(), *model.buffers()]
+    owned = [tensor for tensor in (*model.parameters(), *model.buffers()) if not _is_sparse(tensor)]
     identities = {id(tensor) for tensor in owned}
     storages = {storage_id(tensor.untyped_storage()) for tensor in owned if _is_strided(tensor)}
-    own_names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    own_names |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    own_names = {name for name, tensor in named if not _is_sparse(tensor)}
     return {
         name: value
         for name, value in model.state_dict(keep_vars=True).items()
@@ -161,6 +162,10 @@ def require_loadable(model: nn.Module) -> None:
 def _is_strided(value: Any) -> bool:
     """Whether it is a tensor in memory of its own, not a wrapper such as a shard, and not sparse."""
     return type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided
+
+
+def _is_sparse(tensor: Tensor) -> bool:
+    return tensor.layout is not torch.strided
 
 
 def _listed(names: Any) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from trainapp.errors import UserError
+from trainapp.torch_private import strided_parts
 
 # What `torch.load(weights_only=True)` reads without being told to trust a class.
 _LEAVES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.Size)
@@ -51,13 +52,18 @@ def same(first: Any, second: Any) -> bool:
             isinstance(first, torch.Tensor)
             and isinstance(second, torch.Tensor)
             and (first.dtype, first.shape, first.device) == (second.dtype, second.shape, second.device)
-            and torch.equal(_bytes(first), _bytes(second))
+            and first.layout is second.layout
+            and all(map(_same_bytes, strided_parts(first), strided_parts(second)))
         )
     if isinstance(first, dict) and isinstance(second, dict):
         return first.keys() == second.keys() and all(same(first[key], second[key]) for key in first)
     if isinstance(first, (list, tuple)) and type(first) is type(second):
         return len(first) == len(second) and all(map(same, first, second))
     return type(first) is type(second) and (first == second or (first != first and second != second))
+
+
+def _same_bytes(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return first.shape == second.shape and torch.equal(_bytes(first), _bytes(second))
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
