@@ -192,52 +192,67 @@ def contents(run_dir):
     return {path.name: path.read_text() for path in (run_dir / ".hydra").iterdir()}
 
 
-def test_two_runs_in_one_directory(tmp_path):
-    """The real program: the second is refused and has written nothing; a killed one does not block the next."""
+TINY_MLP = (*TINY, "model=mlp", "model.width=4")
+ENDLESS = (*TINY_MLP, "train.max_steps=100000", "every.save=20")
+
+
+@pytest.fixture
+def in_progress(tmp_path):
+    """A run of the real program that has saved a checkpoint and goes on."""
     run_dir = tmp_path / "run"
-    settings = (
-        *TINY,
-        "model=mlp",
-        "model.width=4",
-        "train.max_steps=100000",
-        "every.save=20",
-        f"hydra.run.dir={run_dir}",
-    )
-    command = [sys.executable, "-m", "trainapp", *settings]
-    first = subprocess.Popen(
+    command = [sys.executable, "-m", "trainapp", *ENDLESS, f"hydra.run.dir={run_dir}"]
+    run = subprocess.Popen(
         command, cwd=tmp_path, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
+    until = time.monotonic() + 120
     try:
-        until = time.monotonic() + 60
         while not (run_dir / "checkpoints" / "latest").exists():
             assert time.monotonic() < until
-            assert first.poll() is None, first.stderr.read()
+            assert run.poll() is None, run.stderr.read()
             time.sleep(0.02)
-        before = contents(run_dir)
-        for extra in ((), ("mode=eval", f"checkpointing.resume={run_dir}")):
-            second = run_cli(*settings, "train.seed=7", *extra, cwd=tmp_path)
-            assert second.returncode == 2, second.stderr
-            expected = f"another run is using this directory (process {first.pid} on host {socket.gethostname()}, since"
-            assert expected in second.stderr
-            assert "Traceback" not in second.stderr
-            assert contents(run_dir) == before
-            assert "another run" not in (run_dir / "trainapp.log").read_text()
-        # From a directory of its own, it may read the checkpoints of a run in progress.
-        named = f"checkpointing.resume={run_dir}"
-        reading = run_cli(*settings[:-1], named, "mode=eval", f"hydra.run.dir={tmp_path / 'other'}", cwd=tmp_path)
-        assert reading.returncode == 0, reading.stderr
-        assert first.poll() is None
-        first.kill()
-        first.wait()
-        assert (run_dir / lock.NAME).exists()
-        last = max(int(path.name[5:]) for path in (run_dir / "checkpoints").glob("step_*"))
-        again = run_cli(*settings, f"train.max_steps={last + 1}", cwd=tmp_path)
-        assert again.returncode == 0, again.stderr
-        assert re.search(rf"resumed from \S+step_{last:08d}", (run_dir / "trainapp.log").read_text())
-        assert not (run_dir / lock.NAME).exists()
+        yield run
     finally:
-        first.kill()
-        first.communicate()
+        run.kill()
+        run.communicate()
+
+
+def assert_refused(tmp_path, run, *overrides):
+    """With one message, and before anything was written."""
+    run_dir = tmp_path / "run"
+    before = contents(run_dir)
+    second = run_cli(*ENDLESS, *overrides, f"hydra.run.dir={run_dir}", cwd=tmp_path)
+    assert second.returncode == 2, second.stderr
+    expected = f"another run is using this directory (process {run.pid} on host {socket.gethostname()}, since"
+    assert expected in second.stderr
+    assert "Traceback" not in second.stderr
+    assert contents(run_dir) == before
+    assert "another run" not in (run_dir / "trainapp.log").read_text()
+    assert run.poll() is None
+
+
+def test_two_runs_in_one_directory(tmp_path, in_progress):
+    """The second is refused; a killed one does not block the next."""
+    run_dir = tmp_path / "run"
+    assert_refused(tmp_path, in_progress, "train.seed=7")
+    in_progress.kill()
+    in_progress.wait()
+    assert (run_dir / lock.NAME).exists()
+    last = max(int(path.name[5:]) for path in (run_dir / "checkpoints").glob("step_*"))
+    again = run_cli(*ENDLESS, f"train.max_steps={last + 1}", f"hydra.run.dir={run_dir}", cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert re.search(rf"resumed from \S+step_{last:08d}", (run_dir / "trainapp.log").read_text())
+    assert not (run_dir / lock.NAME).exists()
+
+
+@pytest.mark.slow
+def test_a_run_in_progress_is_evaluated_from_another_directory(tmp_path, in_progress):
+    """In its own, an evaluation would write into the same files."""
+    named = f"checkpointing.resume={tmp_path / 'run'}"
+    assert_refused(tmp_path, in_progress, named, "mode=eval")
+    assert_refused(tmp_path, in_progress, named, "mode=export")
+    reading = run_cli(*TINY_MLP, named, "mode=eval", f"hydra.run.dir={tmp_path / 'other'}", cwd=tmp_path)
+    assert reading.returncode == 0, reading.stderr
+    assert in_progress.poll() is None
 
 
 @pytest.mark.slow
