@@ -30,6 +30,10 @@ OVERRIDES = (
 )
 
 
+QUICK = ("packed", "table", "strings", "nested")
+SOME = [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.slow) for kind in odd_batches.KINDS]
+
+
 def trained(run_dir: Path, kind: str, injector: Injector | None, schedule: dict | None = None, eval_size: int = 12):
     """The run and its evaluation."""
     changes = {"data.kind": kind, "batch.eval_micro_size": eval_size}
@@ -38,7 +42,7 @@ def trained(run_dir: Path, kind: str, injector: Injector | None, schedule: dict 
     return recorded, json.loads(line)
 
 
-@pytest.mark.parametrize("kind", odd_batches.KINDS)
+@pytest.mark.parametrize("kind", SOME)
 def test_memory_runs_out_in_training(tmp_path, kind):
     injector = Injector("backward", 2, 3)
     recorded, evaluation = trained(tmp_path / "a", kind, injector)
@@ -50,7 +54,7 @@ def test_memory_runs_out_in_training(tmp_path, kind):
     assert evaluation == same_evaluation
 
 
-@pytest.mark.parametrize("kind", odd_batches.KINDS)
+@pytest.mark.parametrize("kind", SOME)
 def test_memory_runs_out_in_evaluation(tmp_path, kind):
     injector = Injector("evaluate", 4, 40)
     recorded, evaluation = trained(tmp_path, kind, injector)

@@ -56,7 +56,9 @@ def whole(run):
     return float(loss.detach() / count), gradient
 
 
-@pytest.mark.parametrize("single", [False, True], ids=["batches", "samples"])
+@pytest.mark.parametrize(
+    "single", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["whole batches", "lists of samples"]
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_of_cut_batches_is_that_of_the_whole_batch(tmp_path, kind, single):
     run, calls = prepare(tmp_path, kind, f"+data.single={single}")
