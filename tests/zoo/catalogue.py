@@ -2,7 +2,7 @@
 
 import importlib
 import types
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -10,14 +10,13 @@ import torch
 class Cell(NamedTuple):
     """Dotted names below this package, and what is special.
 
-    settings: what its configuration changes. resumes: whether a checkpoint can hold all of its state. sums: whether an
+    resumes: whether a checkpoint can hold all of its state. sums: whether an
     evaluation is the sum over its samples, whatever batches they come in. ranks: whether DDP takes the model as it is.
     """
 
     model: str
     data: str = "data.Vectors"
     task: str = "losses.classify"
-    settings: tuple[tuple[str, Any], ...] = ()
     resumes: bool = True
     sums: bool = True
     ranks: bool = True
@@ -65,7 +64,6 @@ MODELS = {
     "recomputing": Cell("structures.Recomputing"),
     "complex": Cell(
         "structures.Complex",
-        settings=(("optimizer.fused", False),),  # torch has no fused kernel for complex numbers
         ranks=False,  # gloo reduces none
     ),
     "hooked": Cell("structures.Hooked"),
