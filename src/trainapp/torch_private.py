@@ -45,26 +45,12 @@ COMPILED_PREFIX = "_orig_mod."
 # What `get_extra_state` returns is in the state dict under this name.
 EXTRA_STATE = nn.modules.module._EXTRA_STATE_KEY_SUFFIX
 
-
-def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
-    """The module's own buffers by name, as the dictionary that holds them: assigning to it replaces a buffer.
-
-    `named_buffers()` only lists them, and `setattr` takes the module's slow path.
-    """
-    return module._buffers
-
-
-def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """The module's own parameters by name, as the dictionary that holds them: see `buffers_of`."""
-    return module._parameters
-
-
-def registries_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """The module's own parameters, buffers and submodules by name, as the dictionaries that hold them.
-
-    Unlike `named_parameters()` and the like, they tell of names whose value is None.
-    """
-    return module._parameters, module._buffers, module._modules
+# module -> dict. The module's own parameters, buffers or submodules by name: the dictionaries that hold them, where
+# assigning replaces one. `named_buffers()` and the like only list them, and leave out names whose value is None.
+parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = operator.attrgetter("_parameters")
+buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = operator.attrgetter("_buffers")
+registries_of: Callable[[nn.Module], tuple[dict[str, Any], ...]]
+registries_of = operator.attrgetter("_parameters", "_buffers", "_modules")
 
 
 def non_persistent_buffers(module: nn.Module) -> set[str]:

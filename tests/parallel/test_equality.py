@@ -5,6 +5,8 @@ another order, in fp32. Every sequence has a different number of tokens, so each
 weight.
 """
 
+import math
+
 import pytest
 import torch
 
@@ -98,12 +100,14 @@ def test_a_rank_without_a_valid_token(cell, spread):
 
 @pytest.mark.parametrize("spread", ["ddp", "fsdp"])
 def test_no_valid_token_anywhere(cell, spread):
-    overrides = (*MASKED, "+data.every=1", "train.max_steps=2")
-    records = cell.run(2, f"parallel={spread}", *overrides)
+    overrides = (*MASKED, "+data.every=1", "train.max_steps=null", "train.max_epochs=1")
     (reference,) = cell.run(0, *overrides)
-    for record in records:
-        assert record.losses == reference.losses == [0.0, 0.0]
-        assert torch.equal(record.weights, reference.weights)
+    (longer,) = cell.run(0, *overrides, "train.max_epochs=2")
+    for record in (reference, *cell.run(2, f"parallel={spread}", *overrides)):
+        assert all(map(math.isnan, record.losses))
+        assert (record.progress["step"], record.progress["skipped"]) == (0, len(record.losses))
+        assert record.progress["epoch"] == 1
+        assert torch.equal(record.weights, longer.weights)
 
 
 @pytest.mark.parametrize("spread", SPREADS)
