@@ -75,6 +75,16 @@ class DroppedByTheFirstForward(Linear):
         return shift
 
 
+class Expanded(Linear):
+    """A buffer whose elements share memory."""
+
+    def prepare(self) -> None:
+        self.register_buffer("scale", torch.full((1,), 0.5).expand(8))
+
+    def shift(self, inputs: Tensor) -> Tensor:
+        return self.scale.sum()
+
+
 class SparseBuffers(Linear):
     """The edges of a graph, and one with a weight that every forward changes."""
 
@@ -170,6 +180,13 @@ class Unused(Linear):
 
     def prepare(self) -> None:
         self.unused = nn.Linear(2, 2)
+
+
+class OwnProtocol(torch.optim.SGD):
+    """State beside `state` and `param_groups`, in a state_dict of its own."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "rounds": 3}
 
 
 class PlainState(torch.optim.Optimizer):

@@ -211,3 +211,25 @@ def test_foreign_state_is_where_the_names_say():
     assert set(model_state.added_entries(foreign.OwnEntries(10))) == {"queue", "calls"}
     assert model_state.added_entries(foreign.Viewed(10)) == {}
     assert model_state.added_entries(foreign.CopiesFromAHook(10)) == {}
+
+
+def test_an_optimizer_with_a_state_dict_of_its_own_is_refused(tmp_path):
+    """Its other state would be lost without a word."""
+    settings = overrides("Linear", "OwnProtocol")
+    with pytest.raises(UserError, match=r"optimizer=OwnProtocol: its own state_dict\(\) is not called"):
+        runs.prepare(tmp_path, *settings)
+    assert runs.run(tmp_path, *settings, "checkpointing=off").steps == 6
+
+
+def test_no_optimizer_of_torch_is_refused():
+    for name in torch.optim.__all__:
+        kind = getattr(torch.optim, name)
+        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer):
+            assert kind.state_dict is torch.optim.Optimizer.state_dict
+
+
+def test_a_buffer_whose_elements_share_memory_is_refused(tmp_path):
+    """It could be saved, but not loaded."""
+    with pytest.raises(UserError, match=r"scale of the model: elements share memory.*expand\(\.\.\.\)\.clone\(\)"):
+        runs.prepare(tmp_path, *overrides("Expanded"))
+    assert runs.run(tmp_path, *overrides("Expanded"), "checkpointing=off").steps == 6

@@ -144,6 +144,12 @@ def require_loadable(model: nn.Module) -> None:
 
     torch's rule for modules is that one takes what the other returns; a run that cannot be resumed should not start.
     """
+    expanded = [name for name, tensor in own_tensors(model).items() if _is_strided(tensor) and _is_expanded(tensor)]
+    if expanded:
+        raise UserError(
+            f"{_listed(expanded)} of the model: elements share memory, so that a checkpoint could be saved but not "
+            "loaded; use expand(...).clone(), or train with checkpointing=off"
+        )
     entries = save_added_entries(model)
     if not entries:
         return
@@ -162,6 +168,10 @@ def require_loadable(model: nn.Module) -> None:
 def _is_strided(value: Any) -> bool:
     """Whether it is a tensor in memory of its own, not a wrapper such as a shard, and not sparse."""
     return type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _is_sparse(tensor: Tensor) -> bool:

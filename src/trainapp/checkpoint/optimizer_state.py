@@ -27,6 +27,18 @@ def options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     ]
 
 
+def require_loadable(optimizer: torch.optim.Optimizer) -> None:
+    """Raises UserError for an optimizer with a `state_dict` of its own: a checkpoint holds `state` and `param_groups`,
+    and would lose what else is in it.
+    """
+    kind = type(optimizer)
+    if kind.state_dict is not torch.optim.Optimizer.state_dict:
+        raise UserError(
+            f"optimizer={kind.__name__}: its own state_dict() is not called; a checkpoint holds only what is in `state` "
+            "and `param_groups`: keep everything there, or train with checkpointing=off"
+        )
+
+
 def tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
     """The state of each parameter by its name, with all that is no tensor in it.
 

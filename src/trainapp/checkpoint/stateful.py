@@ -26,7 +26,7 @@ from trainapp.rng import generator_state, is_generator, set_generator_state
 from trainapp.torch_private import buffers_of
 
 DEPTH = 5  # attributes of attributes; a data set's transform may own a generator
-MOST_ITEMS = 1000  # of a list or dict; longer ones are data
+MOST_ITEMS = 1000  # of a list or dict; longer ones are data, unless the first item owns state
 MOST_OBJECTS = 10_000
 FOREIGN = ("torch", "numpy", "builtins", "pyarrow", "pandas")  # their objects are not looked into
 OPEN = ("torch.utils.data",)  # but these are: Subset and the like hold data sets
@@ -110,6 +110,17 @@ class Stateful:
             if owner is not None and owner.kind not in but:
                 owner.set(copied(state))
 
+    @contextlib.contextmanager
+    def preserved_generators(self) -> Iterator[None]:
+        """Restore the owned generators after the block, as `preserved_rng` does the global ones."""
+        generators = [owner for owner in self._momentary.values() if owner.kind == "generator"]
+        states = [copied(owner.get()) for owner in generators]
+        try:
+            yield
+        finally:
+            for owner, state in zip(generators, states, strict=True):
+                owner.set(state)
+
     def state_dict(self) -> dict[str, Any]:
         """All states as plain values and tensors, for a checkpoint. Raises TypeError for a state that holds others."""
         return {name: encoded(owner.get(), name) for name, owner in self.owners.items()}
@@ -137,7 +148,7 @@ def walk(held: Any, name: str, seen: set[int], depth: int = 0) -> Iterator[tuple
             if path:
                 yield inner, module, True
             for attribute, value in vars(module).items():
-                if attribute not in MODULE_ATTRIBUTES and not callable(value):
+                if attribute not in MODULE_ATTRIBUTES:
                     yield from walk(value, f"{inner}.{attribute}", seen, depth + 1)
         return
     if is_generator(held) or has_protocol(held):
@@ -150,10 +161,10 @@ def walk(held: Any, name: str, seen: set[int], depth: int = 0) -> Iterator[tuple
 def children(held: Any) -> Iterator[tuple[str, Any]]:
     """What an object holds, by name: attributes, items, arguments that are bound to a function."""
     if isinstance(held, (list, tuple, deque, set, frozenset)):
-        if len(held) <= MOST_ITEMS:
+        if len(held) <= MOST_ITEMS or _owns_state(next(iter(held))):
             yield from ((str(number), value) for number, value in enumerate(held))
     elif isinstance(held, dict):
-        if len(held) <= MOST_ITEMS:
+        if len(held) <= MOST_ITEMS or _owns_state(next(iter(held.values()))):
             yield from ((str(key), value) for key, value in held.items())
     elif isinstance(held, functools.partial):
         yield "", held.func
@@ -176,6 +187,10 @@ def children(held: Any) -> Iterator[tuple[str, Any]]:
 
 
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
+
+
+def _owns_state(held: Any) -> bool:
+    return is_generator(held) or has_protocol(held)
 
 
 def has_extra_state(module: nn.Module) -> bool:

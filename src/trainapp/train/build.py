@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from trainapp.checkpoint import model_state, optimizer_state
 from trainapp.checkpoint.checkpointer import Checkpointer, NullCheckpointer
 from trainapp.checkpoint.directory import CheckpointDirectory
-from trainapp.checkpoint.model_state import require_loadable
 from trainapp.checkpoint.stateful import Owner, Stateful
 from trainapp.checkpoint.train_state import TrainState
 from trainapp.config.durations import RunLength
@@ -204,7 +204,8 @@ def _checkpointer(config: Config, state: TrainState, ranks: Ranks) -> Checkpoint
     if not settings.save:
         return NullCheckpointer()
     if config.mode == "train":
-        require_loadable(state.model)
+        model_state.require_loadable(state.model)
+        optimizer_state.require_loadable(state.optimizer)
     _require_plain(state.stateful)
     directory = CheckpointDirectory(Path(config.run_dir), settings.keep_last, ranks)
     return Checkpointer(state, directory, ranks, settings.asynchronous)

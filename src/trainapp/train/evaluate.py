@@ -3,8 +3,10 @@
 import contextlib
 import math
 import time
+from collections.abc import Iterable, Iterator
 
 import torch
+from torch import nn
 
 from trainapp.data.micro_batch import MicroBatch
 from trainapp.errors import UserError
@@ -31,16 +33,18 @@ def evaluate(run: Run) -> None:
         run.ranks.enable_votes(not all_proven)
         run.strategy.broadcast_buffers()
         attempt.evaluation = Totals()
-    state.model.eval()
-    undone = run.restore_point.undone_on_error(sizes.is_unproven)
-    with preserved_rng(state.device), state.average.in_place_of_weights(), undone:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(preserved_rng(state.device))
+        stack.enter_context(state.stateful.preserved_generators())
+        stack.enter_context(state.average.in_place_of_weights())
+        stack.enter_context(evaluation_mode((state.model, *state.stateful.modules.values())))
+        stack.enter_context(run.restore_point.undone_on_error(sizes.is_unproven))
         for fetched in run.eval_batches.from_sample(attempt.evaluation.samples, sizes.size, run.ranks):
             for micro in sizes.cut(fetched, run.eval_ranks):
                 evaluate_batch(run, micro, attempt.evaluation)
     if run.strategy.forward_is_collective:
         run.strategy.finish_accumulation()
         sizes.succeeded(run.ranks, news=True)  # a rank may have seen shapes that are new to others
-    state.model.train()
     totals = attempt.evaluation.over(run.ranks)
     means, attempt.evaluation = totals.means(run.ranks), None
     if totals.count == 0:
@@ -53,6 +57,21 @@ def evaluate(run: Run) -> None:
     run.meter.pause(time.monotonic() - started)
     run.tracker.evaluated(progress.step, progress.samples, means)
     record_objective(run, means)
+
+
+@contextlib.contextmanager
+def evaluation_mode(roots: Iterable[nn.Module]) -> Iterator[None]:
+    """Evaluation mode inside the block, for each module its own mode after it: a part of a model may be in evaluation
+    mode for good.
+    """
+    modes = [(module, module.training) for root in roots for module in root.modules()]
+    try:
+        for module, _ in modes:
+            module.eval()
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def evaluate_batch(run: Run, micro: MicroBatch, totals: Totals) -> None:

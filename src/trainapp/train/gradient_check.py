@@ -1,7 +1,9 @@
-"""Looks once, in the first step of a process, at what the loss depends on and at the gradients that result."""
+"""Looks at gradients where that is cheap: in the first step of a process, at what the loss depends on and the gradients
+that result; while a size is unproven, at whether the task leaves the gradients of earlier micro-batches alone.
+"""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +39,22 @@ def checked_gradients(model: nn.Module, loss: Tensor) -> Iterator[None]:
         raise UserError(
             f"the gradient of {sparse[0]} is sparse, which clipping, the gradient norm and most optimizers cannot "
             "take; use sparse=False"
+        )
+
+
+def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor | None]:
+    """The gradients themselves, None where there is none."""
+    return [parameter.grad for parameter in parameters]
+
+
+def require_same_gradients(parameters: Iterable[Tensor], before: list[Tensor | None]) -> None:
+    """Raises UserError where a task has replaced gradients. They are summed over micro-batches: the result would depend
+    on how the batch is cut.
+    """
+    if any(now is not then for now, then in zip(gradients_of(parameters), before, strict=True)):
+        raise UserError(
+            "the task changes the gradients of the model's parameters, by a backward() or a zero_grad() of its own: "
+            "they hold the sum over the micro-batches so far; use torch.autograd.grad for gradients inside a task"
         )
 
 

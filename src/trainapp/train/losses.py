@@ -98,8 +98,17 @@ def _refuse(result: Any, setting: str) -> NoReturn:
     )
 
 
+# What the log records beside metrics: see `loop.log`, `Sizes.scalars` and `Meter.scalars`.
+RESERVED = frozenset({"loss", "step", "samples", "epoch", "lr", "grad_norm", "samples_per_second", "data_wait"})
+
+
 def evaluate_metrics(metrics: Metrics) -> dict[str, Tensor]:
     """The metrics' sums as scalar tensors; metrics given as functions are called. Raises UserError for others."""
+    taken = sorted(RESERVED & metrics.keys())
+    if taken:
+        raise UserError(
+            f"task: a metric cannot be called {taken[0]}, which the log itself records; choose another name"
+        )
     with torch.no_grad():
         return {name: _metric_sum(name, value() if callable(value) else value) for name, value in metrics.items()}
 

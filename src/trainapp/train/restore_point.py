@@ -1,6 +1,7 @@
 """The start of a step, to return to: generators, parameters and buffers, and what else owns state."""
 
 import contextlib
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,9 @@ from torch import nn
 from trainapp.checkpoint.stateful import Stateful
 from trainapp.rng import Generators
 from trainapp.train.model_tensors import ModelTensors
+
+_IS_TRAINING = operator.attrgetter("training")
+_NEEDS_GRADIENT = operator.attrgetter("requires_grad")
 
 
 class RestorePoint:
@@ -26,10 +30,14 @@ class RestorePoint:
         self._generators = Generators(device)
         self._find_tensors()
         self._states: dict[str, Any] = {}
+        self._modes: list[bool] = []
+        self._frozen: list[bool] = []
         self.lost: list[str] = []
         self._is_complete = False  # whether the last `take` was not interrupted
 
     def _find_tensors(self) -> None:
+        self._modules = [m for top in (self._model, *self._stateful.modules.values()) for m in top.modules()]
+        self._parameters = [p for top in (self._model, *self._stateful.modules.values()) for p in top.parameters()]
         self.tensors = ModelTensors({"model": self._model, **self._stateful.modules})
 
     def take(self, unproven: bool = False, everything: bool = False) -> None:
@@ -44,6 +52,8 @@ class RestorePoint:
             self._find_owners()
         self.tensors.take(unproven, everything)
         self._states = self._stateful.take()
+        self._modes = list(map(_IS_TRAINING, self._modules))
+        self._frozen = list(map(_NEEDS_GRADIENT, self._parameters))
         self._is_complete = True
 
     def _find_owners(self) -> None:
@@ -59,6 +69,10 @@ class RestorePoint:
         self._generators.restore()
         self.lost = self.tensors.restore()
         self._stateful.restore(self._states)
+        for module, training in zip(self._modules, self._modes, strict=True):
+            module.training = training
+        for parameter, needs_gradient in zip(self._parameters, self._frozen, strict=True):
+            parameter.requires_grad_(needs_gradient)
 
     def restore_skipped(self) -> None:
         """The same for a step that is skipped for good: generators and data have moved on."""

@@ -11,7 +11,7 @@ from trainapp.models.inspect import has_batchnorm
 from trainapp.optim.nonfinite import gradient_norm
 from trainapp.parallel.dtensor import local
 from trainapp.torch_private import foreach_mul_
-from trainapp.train.gradient_check import checked_gradients
+from trainapp.train.gradient_check import checked_gradients, gradients_of, require_same_gradients
 from trainapp.train.losses import evaluate_metrics
 from trainapp.train.phase import Phase
 from trainapp.train.run import Run, Step
@@ -44,8 +44,11 @@ def backward(run: Run, micro: MicroBatch, weight: Tensor, totals: Totals, is_log
     """
     precision = run.state.precision
     run.attempt.phase = Phase.FORWARD
+    before = gradients_of(run.meter.parameters) if run.sizes.train.is_unproven else None
     with precision.autocast:
         loss, count, metrics = run.strategy.compute(run.task, micro.data)
+    if before is not None:
+        require_same_gradients(run.meter.parameters, before)
     run.attempt.phase = Phase.BACKWARD
     is_first = not run.meter.samples and micro.last
     with checked_gradients(run.state.model, loss) if is_first else contextlib.nullcontext():

@@ -39,12 +39,15 @@ class Totals:
         """Add a micro-batch; a dummy (`real=False`) adds nothing. Raises UserError for a count that is not a number."""
         if not real:
             return
-        count = _summand(count)
         # All together or, when memory runs out in one of the sums, not at all.
         new_loss = _summand(loss)
         if isinstance(self.loss, Tensor):  # not for the first: saves an operation per step
             new_loss = self.loss + new_loss
-        new_count = _sum_of_counts(self.count, count)
+        if type(count) is int:  # the usual case, without calls
+            new_count = self.count + count
+        else:
+            count = _summand(count)
+            new_count = _sum_of_counts(self.count, count)
         added = {}
         for name, value in metrics.items():
             total, denominator = self.metrics.get(name, (0, 0))

@@ -56,7 +56,6 @@ def rollback(run: Run, phase: Phase, other_ranks_wait: bool) -> None:
         run.strategy.abort_step()
     run.state.optimizer.zero_grad(set_to_none=True)
     run.state.precision.reset_scaler()
-    run.state.model.train()
     run.memory.release()
     if phase.can_be_undone:
         run.restore_point.restore()
