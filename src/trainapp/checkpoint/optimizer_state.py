@@ -34,7 +34,7 @@ def require_loadable(optimizer: torch.optim.Optimizer) -> None:
     kind = type(optimizer)
     if kind.state_dict is not torch.optim.Optimizer.state_dict:
         raise UserError(
-            f"optimizer={kind.__name__}: its own state_dict() is not called; a checkpoint holds only what is in `state` "
+            f"optimizer={kind.__name__}: its own state_dict() is not called; a checkpoint holds only `state` "
             "and `param_groups`: keep everything there, or train with checkpointing=off"
         )
 
