@@ -28,7 +28,7 @@ VALUES = {
     "sparse": [COO, torch.eye(3).to_sparse_csr(), torch.eye(3).to_sparse_csc()],
     "size": [torch.Size([2, 3]), torch.float16],
     "array": np.arange(6, dtype=np.uint32).reshape(2, 3),
-    "empty": [np.zeros((0, 2)), torch.zeros(0), [], {}, set()],
+    "empty": [np.zeros((0, 2)), torch.zeros(0), [], {}, set(), b"", {b"": ""}, torch.Size([])],
     "scalar": np.float32(1.5),
     "generator": np.random.default_rng(0).bit_generator.state,
     "legacy": np.random.RandomState(0).get_state(),

@@ -16,7 +16,7 @@ from trainapp.errors import UserError
 from trainapp.torch_private import strided_parts
 
 _TAG = "trainapp.kind"  # the key that marks what is encoded as a dict
-_KEYS = (type(None), bool, int, float, complex, str, bytes)
+_KEYS = (type(None), bool, int, float, complex, str)
 _LEAVES = (*_KEYS, torch.dtype, torch.Size)
 _TENSORS = (Tensor, torch.nn.Parameter)
 _ITEMS: dict[type, str] = {list: "list", tuple: "tuple", set: "set", frozenset: "frozenset", deque: "deque"}
@@ -34,12 +34,14 @@ def encoded(value: Any, name: str, strict: bool = True) -> Any:
     kind = type(value)
     if kind in _LEAVES:
         return value
+    if kind is bytes:
+        return value or {_TAG: "bytes", "items": []}  # `torch.load` refuses how empty ones are pickled
     if kind in _TENSORS:
         return value.detach().resolve_conj().resolve_neg().cpu().clone()
     if isinstance(value, np.generic) and value.dtype.kind in "biufcSUMm" and value.nbytes:
         return {_TAG: "scalar", "dtype": value.dtype.str, "items": value.tobytes()}
     if kind is np.ndarray and value.dtype.kind in "biufc":
-        return {_TAG: "array", "dtype": value.dtype.str, "shape": list(value.shape), "items": value.tobytes()}
+        return {_TAG: "array", "dtype": value.dtype.str, "shape": list(value.shape), "items": value.tobytes() or None}
     if kind in _DICTS or (isinstance(value, dict) and not strict):
         return _encoded_dict(value, name, strict)
     if kind in _ITEMS or (isinstance(value, tuple(_ITEMS)) and not strict):
@@ -91,7 +93,9 @@ def decoded(saved: Any, device: torch.device | None = None) -> Any:
     if kind == "scalar":
         return np.frombuffer(items, saved["dtype"])[0]
     if kind == "array":
-        return np.frombuffer(items, saved["dtype"]).reshape(saved["shape"]).copy()
+        return np.frombuffer(items or b"", saved["dtype"]).reshape(saved["shape"]).copy()
+    if kind == "bytes":
+        return b""
     values = (decoded(item, device) for item in items)
     if kind == "defaultdict":
         return defaultdict(_FACTORIES.get(saved["factory"]), values)
@@ -113,7 +117,7 @@ def digest(value: Any) -> str:
             hasher.update(part.contiguous().reshape(-1).view(torch.uint8).numpy().data)
     elif isinstance(value, (list, tuple, dict)) and type(value) not in _LEAVES:
         hasher.update("".join(_digests(value)).encode())
-    elif type(value) in _LEAVES:
+    elif type(value) in (*_LEAVES, bytes):
         hasher.update(repr(value).encode())
     else:
         hasher.update(str(id(value)).encode())
