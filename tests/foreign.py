@@ -1,7 +1,9 @@
 """Models and optimizers as users write them, with state in unusual places."""
 
+from collections import Counter
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -193,7 +195,7 @@ class PlainState(torch.optim.Optimizer):
     """Momentum whose state is not made of tensors alone, nor kept for each parameter alone."""
 
     def __init__(self, params: Any, lr: float = 0.1, momentum: float = 0.9):
-        super().__init__(params, {"lr": lr, "momentum": momentum, "rounds": 0})
+        super().__init__(params, {"lr": lr, "momentum": momentum, "rounds": 0, "factors": np.ones(3)})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -206,7 +208,7 @@ class PlainState(torch.optim.Optimizer):
                     continue
                 state = self.state[parameter]
                 if not state:
-                    state |= {"step": 0, "late": None, "last": [], "inner": {"sign": 1.0}}
+                    state |= {"step": 0, "late": None, "last": [], "inner": {"sign": 1.0}, "seen": Counter()}
                 state["step"] += 1
                 if state["step"] == 3:  # allocated late
                     state["late"] = torch.zeros_like(parameter)
@@ -217,7 +219,8 @@ class PlainState(torch.optim.Optimizer):
                 state["last"] = [*state["last"][-2:], float(parameter.grad.sum())]
                 state["inner"]["sign"] = -state["inner"]["sign"]
                 shared["norms"] = [*shared["norms"][-3:], sum(state["last"])]
-                rate = group["lr"] / (state["step"] + group["rounds"])
+                state["seen"][len(state["last"])] += 1
+                rate = group["lr"] * float(group["factors"][2]) / (state["seen"][3] + state["step"] + group["rounds"])
                 parameter.sub_(parameter.grad, alpha=rate)
                 if state["late"] is not None:
                     parameter.sub_(state["late"], alpha=rate * float(state["inner"]["square"][0]))

@@ -13,6 +13,7 @@ import pytest
 import runs
 import torch
 from states import MANIFEST, METADATA, SHARD, VALUES, damage_file, directory, names, save, value
+from test_strict_json import strict
 
 from trainapp.checkpoint.directory import resolve
 from trainapp.checkpoint.manifest import FORMAT, damage, signed
@@ -357,3 +358,10 @@ def test_resolve(tmp_path):
     damage_file(newest / SHARD, "flipped")
     with pytest.raises(UserError, match=f"damaged .*the one before it is good: checkpointing.resume={older}"):
         resolve(str(newest))
+
+
+def test_the_manifest_is_standard_json():
+    """Where an argument of the configuration is infinite, which Python's own JSON writes as a bare word."""
+    content = signed({"format": FORMAT, "config": {"limit": float("inf")}})
+    assert strict(content)["config"] == {"limit": None, "limit_note": "inf"}
+    assert list(strict(content))[-1] == "sha256"

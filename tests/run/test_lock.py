@@ -9,7 +9,9 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 from helpers import environment, files, run_cli
@@ -121,6 +123,59 @@ def test_a_file_that_was_removed_meanwhile_is_not_locked(tmp_path, monkeypatch):
     monkeypatch.setattr(lock, "_lock", slow)
     lock.acquire(tmp_path)
     assert os.fstat(lock._held[fresh]).st_ino == fresh.stat().st_ino != locked[0]
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["ended", "and its directory removed"])
+def test_a_holder_that_ends_while_it_is_asked_for(tmp_path, monkeypatch, fails):
+    """The file is gone when the refusal is about to be written: the lock is taken after all, not left."""
+    with Holder(tmp_path / "run") as first:
+
+        def slow(path):
+            found = right(path)
+            first.process.kill()
+            first.process.wait()
+            path.unlink(missing_ok=True)
+            if fails:
+                path.parent.rmdir()
+            return found
+
+        right = lock._holder
+        monkeypatch.setattr(lock, "_holder", slow)
+        lock.acquire(tmp_path / "run")
+        assert lock.is_held(tmp_path / "run")
+        assert json.loads((tmp_path / "run" / lock.NAME).read_text())["pid"] == os.getpid()
+
+
+@pytest.fixture
+def as_another_user():
+    """A directory that anyone may enter; root, to whom nothing is forbidden, becomes another user inside the test."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o777)
+        (Path(folder) / lock.NAME).touch(0o444)
+        was = os.geteuid()
+        if was == 0:
+            os.seteuid(65534)
+        try:
+            yield Path(folder)
+        finally:
+            os.seteuid(was)
+            os.chmod(folder, 0o777)
+
+
+def test_another_users_lock_file_is_refused(as_another_user):
+    with pytest.raises(UserError, match=rf"{lock.NAME} \(of \w+\) cannot be opened for writing.*delete that file"):
+        lock.acquire(as_another_user)
+    assert not lock.is_held(as_another_user)
+    (as_another_user / lock.NAME).unlink()
+    lock.acquire(as_another_user)
+    assert lock.is_held(as_another_user)
+
+
+def test_a_directory_that_cannot_be_written_is_left_to_the_first_write(as_another_user):
+    (as_another_user / lock.NAME).unlink()
+    (as_another_user / "run").mkdir(0o555)
+    lock.acquire(as_another_user / "run")
+    assert not lock.is_held(as_another_user / "run")
 
 
 def test_a_forked_child_does_not_keep_it(tmp_path):

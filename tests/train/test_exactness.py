@@ -1,8 +1,10 @@
 """`debug=exactness` names what a retry would not restore, and passes what it would."""
 
 import itertools
+import re
 import types
 
+import numpy as np
 import pytest
 import runs
 import torch
@@ -11,6 +13,7 @@ from torch import nn
 
 from trainapp.errors import TrainingStopped
 from trainapp.train import exactness, loop
+from trainapp.train.checksum import checksum
 
 OWN = ("user_packages=[writing_models,test_exactness]", "data=digits", *runs.STEPS_ONLY, "batch.micro_size=8")
 MODEL = ("model=mlp", "~model.width", "~model.depth", "~model.dropout", *OWN)
@@ -41,11 +44,34 @@ def message(tmp_path, *overrides) -> list[str]:
     return str(stopped.value).splitlines()
 
 
+class Conjugates(nn.Module):
+    """Its buffers are views whose memory holds conjugates and negatives."""
+
+    def __init__(self, num_classes: int):
+        super().__init__()
+        self.linear = nn.Linear(64, num_classes)
+        self.register_buffer("spectrum", torch.fft.fft(torch.rand(64)).conj(), persistent=False)
+        self.register_buffer("phase", torch.fft.fft(torch.rand(64)).conj().imag, persistent=False)
+
+    def forward(self, inputs):
+        self.spectrum.mul_(0.9)
+        return self.linear(inputs.flatten(1) * self.spectrum.real + self.phase)
+
+
+def test_the_checksum_of_a_conjugate_is_that_of_its_values():
+    values = torch.fft.fft(torch.rand(64))
+    for view in (values.conj(), values.conj().imag):
+        assert view.is_conj() or view.is_neg()
+        assert torch.equal(checksum(view), checksum(view.resolve_conj().resolve_neg()))
+        assert not torch.equal(checksum(view), checksum(-view))
+
+
 COVERED = {
     "dropout": MLP,
     "resnet": (*runs.STEPS_ONLY, *runs.MODELS["resnet"]),
     **{kind.__name__: own(kind) for kind in (writing_models.Teacher, writing_models.Lazy, writing_models.Generators)},
     "task": (*MLP, "task=writing_models.QueueTask"),
+    "conjugate": (*MODEL, "model._target_=test_exactness.Conjugates"),
 }
 
 
@@ -92,6 +118,21 @@ class Nested(Uncovered):
 
     def change(self, inputs):
         self.held["statistics"].mean += 1
+
+
+class Array(Uncovered):
+    @staticmethod
+    def start():
+        return np.zeros((2, 3))
+
+    def change(self, inputs):
+        self.held += 1
+
+
+def test_what_differs_is_shown(tmp_path):
+    line = message(tmp_path, *own(Array))[1]
+    shown = re.findall(r"an array \[2, 3\] of float64 \(checksum (\w{8})\)", line)
+    assert len(set(shown)) == 2, line
 
 
 class Names(Uncovered):

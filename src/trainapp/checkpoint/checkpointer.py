@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from trainapp.checkpoint import shards
 from trainapp.checkpoint.directory import CheckpointDirectory
 from trainapp.checkpoint.manifest import describe
-from trainapp.checkpoint.plain_values import digest
+from trainapp.checkpoint.plain import digest
 from trainapp.checkpoint.train_state import TrainState
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.files import fsync
@@ -81,7 +81,7 @@ class Checkpointer:
         problem = None
         try:
             own = self.state.stateful.state_dict()
-        except TypeError as error:
+        except UserError as error:
             problem, own = f"the checkpoint cannot be written: {error}", {}
         digests = self.ranks.all_gather_object((problem, digest(own)))
         problems = [text for text, _ in digests if text]

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from trainapp import __version__
+from trainapp import __version__, strict_json
 from trainapp.files import atomic_write
 
 FORMAT = 2
@@ -40,7 +40,7 @@ def write_manifest(folder: Path, step: int, config: dict[str, Any], files: dict[
 def signed(manifest: dict[str, Any]) -> bytes:
     """The manifest as JSON whose last entry is the SHA-256 of the same bytes with zeros in place of the digest."""
     parts = {name: value for name, value in manifest.items() if name != "sha256"}
-    content = json.dumps(parts | {"sha256": _NO_DIGEST}, indent=1).encode() + b"\n"
+    content = strict_json.dumps(parts | {"sha256": _NO_DIGEST}, indent=1).encode() + b"\n"
     digest = hashlib.sha256(content).hexdigest()
     return content[: -len(_ending(_NO_DIGEST))] + _ending(digest)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainapp.checkpoint.plain import map_plain, require_plain, same
+from trainapp.checkpoint.plain import decoded, digest, encoded
 from trainapp.errors import UserError
 from trainapp.torch_private import EXTRA_STATE, buffers_of, non_persistent_buffers, parameters_of, storage_id
 
@@ -113,11 +113,8 @@ def added_entries(model: nn.Module) -> dict[str, Any]:
 
 
 def save_added_entries(model: nn.Module) -> dict[str, Any]:
-    """A copy of `added_entries` on the CPU. Raises UserError for one that a checkpoint cannot hold."""
-    entries = added_entries(model)
-    for name, value in entries.items():
-        require_plain(value, f"{name} of the model's state dict")
-    return {name: map_plain(lambda t: t.detach().cpu().clone(), value) for name, value in entries.items()}
+    """A copy of `added_entries`, encoded. Raises UserError for one that a checkpoint cannot hold."""
+    return {name: encoded(value, f"{name} of the model's state dict") for name, value in added_entries(model).items()}
 
 
 def load_added_entries(model: nn.Module, entries: dict[str, Any]) -> None:
@@ -128,13 +125,15 @@ def load_added_entries(model: nn.Module, entries: dict[str, Any]) -> None:
     """
     if not entries:
         return
+    entries = decoded(entries)
     current = {name: value for name, value in model.state_dict().items() if name not in entries}
     try:
         model.load_state_dict(current | entries)
     except (RuntimeError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"the model's load_state_dict does not take {_listed(entries)}: {error}") from None
     restored = save_added_entries(model)
-    lost = {name: value for name, value in entries.items() if name not in restored or not same(restored[name], value)}
+    expected = {name: digest(encoded(value, name)) for name, value in entries.items()}
+    lost = [name for name, known in expected.items() if name not in restored or digest(restored[name]) != known]
     if lost:
         raise UserError(f"the model's load_state_dict does not restore {_listed(lost)} of its state dict")
 
@@ -150,7 +149,7 @@ def require_loadable(model: nn.Module) -> None:
             f"{_listed(expanded)} of the model: elements share memory, so that a checkpoint could be saved but not "
             "loaded; use expand(...).clone(), or train with checkpointing=off"
         )
-    entries = save_added_entries(model)
+    entries = decoded(save_added_entries(model))
     if not entries:
         return
     try:
@@ -160,8 +159,8 @@ def require_loadable(model: nn.Module) -> None:
     if refused:
         raise UserError(
             f"the model's state_dict() holds {_listed(refused)}, which its load_state_dict does not take: a checkpoint "
-            "could not restore it; register it as a buffer, load it in _load_from_state_dict, or train with "
-            "checkpointing.save=false"
+            "could not restore it; register it as a buffer, load it in _load_from_state_dict, or set "
+            "checkpointing=off"
         )
 
 

@@ -4,7 +4,6 @@ By parameter name, which survives regrouping and resharding. Tensors go into the
 values: step counts, lists, None, and options of a group that the optimizer itself changes as it steps.
 """
 
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from trainapp.checkpoint.model_state import Sizes
-from trainapp.checkpoint.plain import map_plain, require_plain, same
+from trainapp.checkpoint.plain import decoded, digest, encoded
 from trainapp.errors import UserError
 from trainapp.optim.optimizers import step_without_effect
 
@@ -20,9 +19,9 @@ _OF_THE_LOOP = ("params", "lr", "initial_lr")  # set from the configuration in e
 
 
 def options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """A copy of each group's options. Those that later differ from it are the optimizer's state."""
+    """Each group's options, for `plain.digest` to compare. Those that later differ are the optimizer's state."""
     return [
-        {name: map_plain(torch.clone, value) for name, value in group.items() if name not in _OF_THE_LOOP}
+        {name: encoded(value, name, strict=False) for name, value in group.items() if name not in _OF_THE_LOOP}
         for group in optimizer.param_groups
     ]
 
@@ -60,22 +59,22 @@ def values(model: nn.Module, optimizer: torch.optim.Optimizer, built: list[dict[
     Raises UserError for what a checkpoint cannot hold.
     """
     by_name = tensors(model, optimizer)
-    saved = {
-        "class": _class(optimizer),
-        "tensors": {
-            name: sorted(([*path, t.device.type] for path, t in _leaves(state)), key=str)
-            for name, state in by_name.items()
-        },
-        "state": {name: _without_tensors(state) for name, state in by_name.items()},
-        "shared": {key: state for key, state in optimizer.state.items() if not isinstance(key, Tensor)},
-        "groups": [
-            {name: value for name, value in now.items() if name not in before or not same(value, before[name])}
-            for now, before in zip(options(optimizer), built, strict=True)
-        ],
+    paths = {
+        name: sorted(([*path, t.device.type] for path, t in _leaves(state)), key=str) for name, state in by_name.items()
     }
-    for name, part in (("state", saved["state"]), ("state", saved["shared"]), ("param_groups", saved["groups"])):
-        require_plain(part, f"optimizer.{name}")
-    return map_plain(lambda t: t.detach().clone(), saved)
+    state = {name: _without_tensors(state) for name, state in by_name.items()}
+    shared = {key: state for key, state in optimizer.state.items() if not isinstance(key, Tensor)}
+    groups = [
+        {name: group[name] for name in now if name not in before or digest(now[name]) != digest(before[name])}
+        for group, now, before in zip(optimizer.param_groups, options(optimizer), built, strict=True)
+    ]
+    return {
+        "class": _class(optimizer),
+        "tensors": encoded(paths, "optimizer.state"),
+        "state": encoded(state, "optimizer.state"),
+        "shared": encoded(shared, "optimizer.state"),
+        "groups": encoded(groups, "optimizer.param_groups"),
+    }
 
 
 def follow(
@@ -91,8 +90,8 @@ def follow(
     differences: list[str] = []
     for name, parameter in model.named_parameters():
         own = optimizer.state.get(parameter, {})
-        paths = {tuple(path): kind for *path, kind in saved["tensors"].get(name, ())}
-        plain = saved["state"].get(name)
+        paths = {tuple(path): kind for *path, kind in decoded(saved["tensors"].get(name, ()))}
+        plain = decoded(saved["state"].get(name), parameter.device)
         own_keys = {*own}
         saved_keys = {*(plain or ()), *(path[0] for path in paths)}
         lacking = own_keys - saved_keys if plain is not None or not same_class else set()
@@ -101,19 +100,17 @@ def follow(
         if plain is None:
             optimizer.state.pop(parameter, None)  # it has had no gradient yet
             continue
-        state = map_plain(functools.partial(_on, parameter.device), plain)
         leaves = dict(_leaves(own))
         for path, kind in paths.items():
             size = sizes.get(".".join(map(str, ("optimizer", name, *path))))
             if size is not None:
-                _put(state, path, _tensor(leaves.get(path), size, kind, parameter))
-        optimizer.state[parameter] = state
-    for key, value in saved["shared"].items():
-        optimizer.state[key] = map_plain(functools.partial(_on, device), value)
+                _put(plain, path, _tensor(leaves.get(path), size, kind, parameter))
+        optimizer.state[parameter] = plain
+    optimizer.state.update(decoded(saved["shared"], device))
     if any(saved["groups"]) and len(saved["groups"]) != len(optimizer.param_groups):
         return [*differences, f"{len(saved['groups'])} parameter groups instead of {len(optimizer.param_groups)}"]
     for group, changed in zip(optimizer.param_groups, saved["groups"], strict=False):
-        group.update(map_plain(functools.partial(_on, device), changed))
+        group.update(decoded(changed, device))
     return differences
 
 
@@ -121,10 +118,6 @@ def _allocate(optimizer: torch.optim.Optimizer) -> None:
     """The state that a first step would create, without a trace in the groups' options."""
     if len(optimizer.state) < sum(len(group["params"]) for group in optimizer.param_groups):
         step_without_effect(optimizer)
-
-
-def _on(device: torch.device, tensor: Tensor) -> Tensor:
-    return tensor.to(device)
 
 
 def _class(optimizer: torch.optim.Optimizer) -> str:
@@ -147,8 +140,13 @@ def _leaves(state: dict[Any, Any], path: tuple[Any, ...] = ()) -> Iterator[tuple
 
 
 def _without_tensors(state: dict[Any, Any]) -> dict[Any, Any]:
-    kept = {key: _without_tensors(value) if isinstance(value, dict) else value for key, value in state.items()}
-    return {key: value for key, value in kept.items() if not isinstance(value, Tensor)}
+    kept = state.copy()  # of the same class
+    for key, value in state.items():
+        if isinstance(value, Tensor):
+            del kept[key]
+        elif isinstance(value, dict):
+            kept[key] = _without_tensors(value)
+    return kept
 
 
 def _put(state: dict[Any, Any], path: tuple[Any, ...], tensor: Tensor) -> None:

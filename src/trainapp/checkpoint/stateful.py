@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor, nn
 
-from trainapp.checkpoint.plain_values import decoded, encoded
+from trainapp.checkpoint.plain import decoded, encoded
 from trainapp.rng import generator_state, is_generator, set_generator_state
 from trainapp.torch_private import buffers_of
 
@@ -122,8 +122,8 @@ class Stateful:
                 owner.set(state)
 
     def state_dict(self) -> dict[str, Any]:
-        """All states as plain values and tensors, for a checkpoint. Raises TypeError for a state that holds others."""
-        return {name: encoded(owner.get(), name) for name, owner in self.owners.items()}
+        """All states as plain values and tensors, for a checkpoint. Raises UserError for one that holds others."""
+        return {name: encoded(owner.get(), f"the state of {name}") for name, owner in self.owners.items()}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> list[str]:
         """The inverse of `state_dict`. Returns the names that only one side has: their owners stay as they are."""

@@ -5,6 +5,9 @@ that nothing stale can block the next run and no reused process id can be mistak
 by itself, NFSv3 through lockd). Forked children do not inherit it, unlike flock's, so that a loader's worker that
 outlives a killed run does not keep its lock. What the file says is for the message, and decides only where the file
 system has no locks.
+
+Nothing else in the holding process may open the file and close it again, not even to read it: closing any of a
+process's descriptors of a file drops all of its POSIX locks on it.
 """
 
 import contextlib
@@ -34,31 +37,39 @@ def acquire(run_dir: Path, shared_as: str | None = None, patience: float = 0.0) 
 
     shared_as: a name under which several launchers, one on each node, are the same run; the first holds the lock.
     patience: seconds to wait for a process that is about to end.
-    Raises UserError, with the host and the id of the other process, when another run uses the directory. A directory
-    that cannot be written to is left to whoever writes first.
+    Raises UserError, with the host and the id of the other process, when another run uses the directory, and for a lock
+    file that this process may not write. A directory without one that cannot be written to is left to the first write.
     """
     path = run_dir.resolve() / NAME
     if path in _held:
         return
     until = time.monotonic() + patience
-    with contextlib.suppress(PermissionError, FileNotFoundError, NotADirectoryError):
+    try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        while (descriptor := _try(path)) is None:
-            holder = _holder(path)
-            if shared_as is not None and holder.get("run_id") == shared_as:
-                return
-            if time.monotonic() >= until:
-                raise _in_use(run_dir, holder)
-            time.sleep(_POLL)
-        _held[path] = descriptor
-        if not _wait_for(descriptor, _WORKER, _ORPHANS):
-            holder = _holder(path)
-            release(run_dir)
-            raise _in_use(run_dir, holder)
-        _unlock(descriptor, _WORKER)
-        own = {"host": socket.gethostname(), "pid": os.getpid(), "started": time.time(), "run_id": shared_as}
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps(own).encode(), 0)
+        descriptor = _try(path)
+    except (PermissionError, FileNotFoundError, NotADirectoryError):
+        if os.path.lexists(path):
+            raise _not_ours(run_dir) from None
+        return
+    while descriptor is None:
+        holder = _holder(path)
+        if shared_as is not None and holder.get("run_id") == shared_as:
+            return
+        if time.monotonic() >= until and (has_locks := _has_locks(path)) is not None:
+            raise _in_use(run_dir, holder, has_locks)
+        time.sleep(_POLL)
+        with contextlib.suppress(FileNotFoundError):  # the directory is gone too: again
+            run_dir.mkdir(parents=True, exist_ok=True)
+            descriptor = _try(path)
+    _held[path] = descriptor
+    if not _wait_for(descriptor, _WORKER, _ORPHANS):
+        holder = _holder(path)
+        release(run_dir)
+        raise _in_use(run_dir, holder)
+    _unlock(descriptor, _WORKER)
+    own = {"host": socket.gethostname(), "pid": os.getpid(), "started": time.time(), "run_id": shared_as}
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, json.dumps(own).encode(), 0)
 
 
 def is_held(run_dir: Path) -> bool:
@@ -123,8 +134,12 @@ def _unlock(descriptor: int, byte: int) -> None:
         fcntl.lockf(descriptor, fcntl.LOCK_UN, 1, byte)
 
 
-def _has_locks(path: Path) -> bool:
-    descriptor = os.open(path, os.O_RDWR)
+def _has_locks(path: Path) -> bool | None:
+    """Whether the file system has locks; None without the file: its last holder has removed it."""
+    try:
+        descriptor = os.open(path, os.O_RDWR)
+    except FileNotFoundError:
+        return None
     try:
         return _lock(descriptor, _UNUSED) is not None
     finally:
@@ -171,7 +186,7 @@ def _is_alive(holder: dict[str, Any]) -> bool:
         return False
 
 
-def _in_use(run_dir: Path, holder: dict[str, Any]) -> UserError:
+def _in_use(run_dir: Path, holder: dict[str, Any], has_locks: bool = True) -> UserError:
     who = "another process"
     if holder:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder["started"]))
@@ -180,6 +195,18 @@ def _in_use(run_dir: Path, holder: dict[str, Any]) -> UserError:
         f"hydra.run.dir={run_dir}: another run is using this directory ({who}); wait until it has ended, stop it, or "
         "choose another directory"
     )
-    if not _has_locks(run_dir / NAME):
+    if not has_locks:
         message += f". This file system has no locks: if no such process exists, delete {run_dir / NAME}"
     return UserError(message)
+
+
+def _not_ours(run_dir: Path) -> UserError:
+    path = run_dir / NAME
+    try:
+        owner = path.owner()
+    except (OSError, KeyError):
+        owner = "another user"
+    return UserError(
+        f"hydra.run.dir={run_dir}: {path} (of {owner}) cannot be opened for writing, so that it is unknown whether "
+        "another run is using this directory; choose another one or, if no run is using it, delete that file"
+    )

@@ -192,13 +192,6 @@ def _workers(config: Config, components: Components, ranks: int, owners: dict[st
     return count
 
 
-def _require_plain(stateful: Stateful) -> None:
-    try:
-        stateful.state_dict()
-    except TypeError as error:
-        raise UserError(f"checkpointing.save=true: {error}; or use checkpointing.save=false") from None
-
-
 def _checkpointer(config: Config, state: TrainState, ranks: Ranks) -> Checkpointer | NullCheckpointer:
     settings = config.checkpointing
     if not settings.save:
@@ -206,7 +199,7 @@ def _checkpointer(config: Config, state: TrainState, ranks: Ranks) -> Checkpoint
     if config.mode == "train":
         model_state.require_loadable(state.model)
         optimizer_state.require_loadable(state.optimizer)
-    _require_plain(state.stateful)
+    state.stateful.state_dict()  # raises UserError now rather than at the first save
     directory = CheckpointDirectory(Path(config.run_dir), settings.keep_last, ranks)
     return Checkpointer(state, directory, ranks, settings.asynchronous)
 

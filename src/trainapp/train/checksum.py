@@ -9,7 +9,7 @@ PARTS = 64  # sums per tensor: exchanged elements and opposite changes would can
 @torch.no_grad()
 def checksum(tensor: Tensor) -> Tensor:
     """int64 [PARTS]: sums, modulo 2**64, of the tensor's bits in as many parts. One pass over its memory, and a copy of
-    the tensor only where its memory is not one block.
+    the tensor only where its memory is not one block, or holds conjugates or negatives.
     """
     flat = _flat(tensor.detach()).view(torch.uint8)
     whole = len(flat) // 8 * 8
@@ -28,6 +28,7 @@ def checksum(tensor: Tensor) -> Tensor:
 
 def _flat(tensor: Tensor) -> Tensor:
     """The elements [N], in the order of memory: a view for every dense layout, such as channels_last."""
+    tensor = tensor.resolve_conj().resolve_neg()  # such as those of fft(x).conj()
     strides = tensor.stride()
     order = sorted(range(tensor.dim()), key=lambda dimension: -strides[dimension])
     return tensor.permute(order).contiguous().reshape(-1)

@@ -4,6 +4,7 @@ It finds what a retry would change in silence: a counter, a queue or a cache in 
 restores.
 """
 
+import hashlib
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -12,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainapp.checkpoint.plain_values import digest, encoded
+from trainapp.checkpoint.plain import digest, encoded
 from trainapp.checkpoint.stateful import DEPTH, MODULE_ATTRIBUTES, children
-from trainapp.errors import TrainingStopped
+from trainapp.errors import TrainingStopped, UserError
 from trainapp.parallel.dtensor import local
 from trainapp.rng import rng_state
 from trainapp.train.checksum import checksum
@@ -31,14 +32,16 @@ PROTOCOL = (
 
 
 class Contents(NamedTuple):
-    """A tensor or an array."""
+    """A tensor or an array, with all that a difference may be in."""
 
+    kind: str
     shape: tuple[int, ...]
     dtype: str
-    bits: str
+    sums: str
 
     def __str__(self) -> str:
-        return f"a tensor {list(self.shape)} with other values"
+        checksum = hashlib.sha256(self.sums.encode()).hexdigest()[:8]
+        return f"{self.kind} {list(self.shape)} of {self.dtype.removeprefix('torch.')} (checksum {checksum})"
 
 
 Snapshot = dict[str, Any]  # comparable values by path
@@ -160,9 +163,10 @@ def _leaf(value: Any) -> Any:
     if isinstance(value, Tensor):
         tensor = local(value.detach())
         if tensor.layout is torch.strided and not tensor.is_meta:
-            return Contents(tuple(tensor.shape), str(tensor.dtype), str(checksum(tensor).tolist()))
+            return Contents("a tensor", tuple(tensor.shape), str(tensor.dtype), str(checksum(tensor).tolist()))
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
-        return _leaf(torch.from_numpy(np.ascontiguousarray(value).reshape(-1).view(np.uint8)))
+        sums = checksum(torch.from_numpy(np.ascontiguousarray(value).reshape(-1).view(np.uint8)))
+        return Contents("an array", value.shape, str(value.dtype), str(sums.tolist()))
     return _NO_LEAF
 
 
@@ -170,7 +174,7 @@ def _digest(state: Any) -> str:
     """Empty for a state that holds more than plain values and tensors."""
     try:
         return digest(encoded(state, ""))
-    except TypeError:
+    except UserError:
         return ""
 
 

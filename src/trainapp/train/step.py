@@ -117,15 +117,7 @@ def update(run: Run, step: Step, totals: Totals, norm: Tensor) -> bool:
         applied = state.precision.step(state.optimizer)
         run.nonfinite.count(applied, progress.step)
     else:
-        state.precision.reset_scaler()
-        run.restore_point.restore_skipped()  # BatchNorm's statistics have seen non-finite values
-        require_undone(run, step)
-        if totals.count == 0:
-            run.tracker.note_once(
-                f"step {step.number}: the loss's count is 0 over the whole step, so there is no update; such steps "
-                "count as skipped, and their samples as trained",
-                topic="nothing counts",
-            )
+        leave_out(run, step, totals)
     run.meter.count(step.samples)
     run.batches.advance(progress)
     progress.step += applied
@@ -134,6 +126,19 @@ def update(run: Run, step: Step, totals: Totals, norm: Tensor) -> bool:
     if run.sizes.record(step.attempt):
         note_batchnorm(run, step)
     return applied
+
+
+def leave_out(run: Run, step: Step, totals: Totals) -> None:
+    """Undo what the forward of a skipped step has written. Raises TrainingStopped where it cannot."""
+    run.state.precision.reset_scaler()
+    run.restore_point.restore_skipped()  # BatchNorm's statistics have seen non-finite values
+    require_undone(run, step)
+    if totals.count == 0:
+        run.tracker.note_once(
+            f"step {step.number}: the loss's count is 0 over the whole step, so there is no update; such steps "
+            "count as skipped, and their samples as trained",
+            topic="nothing counts",
+        )
 
 
 def require_undone(run: Run, step: Step) -> None:
