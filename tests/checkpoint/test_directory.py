@@ -15,7 +15,7 @@ import torch
 from states import MANIFEST, METADATA, SHARD, VALUES, damage_file, directory, names, save, value
 
 from trainapp.checkpoint.directory import resolve
-from trainapp.checkpoint.manifest import FORMAT, damage, signed
+from trainapp.checkpoint.manifest import FORMAT, damage, with_digest
 from trainapp.errors import TrainingStopped, UserError
 
 MLP = runs.MODELS["mlp"]
@@ -173,7 +173,7 @@ def test_a_manifest_without_a_part_is_passed_over(tmp_path, caplog, part, instea
     path = runs.checkpoint(tmp_path, 2) / MANIFEST
     manifest = json.loads(path.read_text())
     del manifest[part]
-    path.write_bytes(signed(manifest if instead is None else {**manifest, part: instead}))
+    path.write_bytes(with_digest(manifest if instead is None else {**manifest, part: instead}))
     assert directory(tmp_path).newest() == runs.checkpoint(tmp_path, 1)
     (message,) = own_messages(caplog)
     assert f"'{part}' is missing or not of type" in message
