@@ -1,8 +1,8 @@
-"""Sizes in words."""
+"""Sizes and lists in words."""
 
 import pytest
 
-from trainapp.units import bytes_text
+from trainapp.units import bytes_text, listed
 
 
 @pytest.mark.parametrize(
@@ -19,3 +19,9 @@ from trainapp.units import bytes_text
 )
 def test_bytes_as_text(count, text):
     assert bytes_text(count) == text
+
+
+def test_long_lists_say_how_many_more():
+    assert listed([]) == ""
+    assert listed(["a", "b", "c"]) == "a, b, c"
+    assert listed((name for name in "abcde"), most=2) == "a, b and 3 more"

@@ -1,6 +1,7 @@
-"""Sizes as people write and read them. Imports nothing that takes time."""
+"""Sizes and lists as people write and read them. Imports nothing that takes time."""
 
 import re
+from collections.abc import Iterable
 
 
 def parse_memory_size(value: int | float | str, total: int) -> int:
@@ -34,3 +35,9 @@ def bytes_text(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     raise AssertionError("unreachable")
+
+
+def listed(names: Iterable[str], most: int = 3) -> str:
+    """['a', 'b', 'c', 'd', 'e'] -> 'a, b, c and 2 more'."""
+    names = list(names)
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

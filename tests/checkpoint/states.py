@@ -11,7 +11,7 @@ import torch
 
 from trainapp.checkpoint.checkpointer import Checkpointer
 from trainapp.checkpoint.directory import CheckpointDirectory
-from trainapp.checkpoint.manifest import signed
+from trainapp.checkpoint.manifest import with_digest
 from trainapp.checkpoint.stateful import Stateful
 from trainapp.parallel.ranks import SingleRank
 
@@ -79,4 +79,4 @@ def vouch_for(path: Path, name: str) -> None:
     content = (path / name).read_bytes()
     manifest = json.loads((path / MANIFEST).read_text())
     manifest["files"][name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    (path / MANIFEST).write_bytes(signed(manifest))
+    (path / MANIFEST).write_bytes(with_digest(manifest))

@@ -47,11 +47,11 @@ def test_another_length_is_refused(tmp_path, size):
 
 
 @pytest.mark.parametrize("size", [120, 72, 40])
-def test_it_goes_on_with_the_next_epoch(tmp_path, caplog, size):
+def test_it_continues_with_the_next_epoch(tmp_path, caplog, size):
     """Every sample of the new data once per epoch, none of the old epoch twice."""
     runs.run_until(tmp_path, SAVED_AT, *IMAGES, "data.size=96")
     seen, run = trained_samples(tmp_path, f"data.size={size}", "data.on_change=next_epoch")
-    assert "32 samples of epoch 0 are left out, and training goes on with epoch 1" in caplog.text
+    assert "32 samples of epoch 0 are skipped; training continues with epoch 1" in caplog.text
     epochs = {}
     for epoch, indices in seen:
         epochs.setdefault(epoch, []).extend(indices)

@@ -16,7 +16,7 @@ from states import MANIFEST, METADATA, SHARD, VALUES, damage_file, directory, na
 from test_strict_json import strict
 
 from trainapp.checkpoint.directory import resolve
-from trainapp.checkpoint.manifest import FORMAT, damage, signed
+from trainapp.checkpoint.manifest import FORMAT, damage, with_digest
 from trainapp.errors import TrainingStopped, UserError
 
 MLP = runs.MODELS["mlp"]
@@ -174,7 +174,7 @@ def test_a_manifest_without_a_part_is_passed_over(tmp_path, caplog, part, instea
     path = runs.checkpoint(tmp_path, 2) / MANIFEST
     manifest = json.loads(path.read_text())
     del manifest[part]
-    path.write_bytes(signed(manifest if instead is None else {**manifest, part: instead}))
+    path.write_bytes(with_digest(manifest if instead is None else {**manifest, part: instead}))
     assert directory(tmp_path).newest() == runs.checkpoint(tmp_path, 1)
     (message,) = own_messages(caplog)
     assert f"'{part}' is missing or not of type" in message
@@ -362,6 +362,6 @@ def test_resolve(tmp_path):
 
 def test_the_manifest_is_standard_json():
     """Where an argument of the configuration is infinite, which Python's own JSON writes as a bare word."""
-    content = signed({"format": FORMAT, "config": {"limit": float("inf")}})
+    content = with_digest({"format": FORMAT, "config": {"limit": float("inf")}})
     assert strict(content)["config"] == {"limit": None, "limit_note": "inf"}
     assert list(strict(content))[-1] == "sha256"

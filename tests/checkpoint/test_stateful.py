@@ -172,10 +172,10 @@ class NoisyDigits:
         return {"inputs": inputs, "targets": torch.tensor(index % 10)}
 
 
-def test_another_task_begins_anew_and_says_so(tmp_path, caplog):
+def test_another_task_starts_from_its_initial_state_and_says_so(tmp_path, caplog):
     runs.run(tmp_path, *MLP, "task=writing_models.QueueTask", "train.max_steps=2")
     runs.run(tmp_path, *MLP, "train.max_steps=3")
-    assert "state of task, task.meters.seen, task.noise.0: it begins anew" in caplog.text
+    assert "state of task, task.meters.seen, task.noise.0: it starts from its initial state" in caplog.text
 
 
 def test_a_task_at_the_top_of_a_module_begins_each_run_anew(tmp_path):

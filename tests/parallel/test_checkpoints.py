@@ -12,7 +12,7 @@ import pytest
 import runs
 import torch
 
-from trainapp.checkpoint.manifest import signed
+from trainapp.checkpoint.manifest import with_digest
 
 from .cells import Record
 from .conftest import Cell
@@ -229,7 +229,7 @@ def plant(path: Path, name: str, content: bytes) -> None:
     (path / name).write_bytes(content)
     manifest = json.loads((path / "manifest.json").read_text())
     manifest["files"][name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    (path / "manifest.json").write_bytes(signed(manifest))
+    (path / "manifest.json").write_bytes(with_digest(manifest))
 
 
 @pytest.mark.parametrize("place", [".metadata", "planner_data", "values.pt", "values.pt as pickle", "byte item"])

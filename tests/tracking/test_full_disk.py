@@ -27,7 +27,7 @@ def complaints(text: str) -> list[str]:
 
 
 def test_files_that_may_not_grow(tmp_path):
-    """The kernel refuses this process any file of more than 5 kB: each is named once, and training goes on."""
+    """The kernel refuses this process any file of more than 5 kB: each is named once, and training continues."""
 
     def limit_files():
         resource.setrlimit(resource.RLIMIT_FSIZE, (5_000, 5_000))

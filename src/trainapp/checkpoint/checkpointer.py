@@ -102,7 +102,7 @@ class Checkpointer:
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        problem = self._problem_of(pending)
+        problem = self._try_commit(pending)
         if problem is not None:
             log.warning(
                 "the checkpoint of step %d could not be written in the background (%s); writing it again at once, "
@@ -114,8 +114,8 @@ class Checkpointer:
             write = functools.partial(pending.write, folder)
             self._commit(write, folder, pending.step, pending.config, pending.is_best)
 
-    def _problem_of(self, pending: Pending) -> str | None:
-        """Why the checkpoint that was written in the background cannot be used; None if it is committed. Collective."""
+    def _try_commit(self, pending: Pending) -> str | None:
+        """Commit it. Returns why that failed, or None. Collective."""
         error = pending.future.exception()  # waits
         if isinstance(error, CheckpointException):  # raised on every rank, whichever failed
             error = next(iter(error.failures.values()))[0]

@@ -34,10 +34,10 @@ def write_manifest(folder: Path, step: int, config: dict[str, Any], files: dict[
         "config": config,
     }
     with atomic_write(folder / MANIFEST, "wb", sync=True) as file:
-        file.write(signed(manifest))
+        file.write(with_digest(manifest))
 
 
-def signed(manifest: dict[str, Any]) -> bytes:
+def with_digest(manifest: dict[str, Any]) -> bytes:
     """The manifest as JSON whose last entry is the SHA-256 of the same bytes with zeros in place of the digest."""
     parts = {name: value for name, value in manifest.items() if name != "sha256"}
     content = strict_json.dumps(parts | {"sha256": _NO_DIGEST}, indent=1).encode() + b"\n"

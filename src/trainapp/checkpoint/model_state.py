@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from trainapp.checkpoint.plain import decoded, digest, encoded
 from trainapp.errors import UserError
 from trainapp.torch_private import EXTRA_STATE, buffers_of, non_persistent_buffers, parameters_of, storage_id
+from trainapp.units import listed
 
 Layout = tuple[str, list[int], str]  # "parameter" or "buffer", shape, dtype
 Sizes = dict[str, tuple[torch.Size, torch.dtype]]  # of saved tensors, by name
@@ -130,12 +131,12 @@ def load_added_entries(model: nn.Module, entries: dict[str, Any]) -> None:
     try:
         model.load_state_dict(current | entries)
     except (RuntimeError, KeyError, TypeError, ValueError) as error:
-        raise UserError(f"the model's load_state_dict does not take {_listed(entries)}: {error}") from None
+        raise UserError(f"the model's load_state_dict does not take {listed(sorted(entries))}: {error}") from None
     restored = save_added_entries(model)
     expected = {name: digest(encoded(value, name)) for name, value in entries.items()}
     lost = [name for name, known in expected.items() if name not in restored or digest(restored[name]) != known]
     if lost:
-        raise UserError(f"the model's load_state_dict does not restore {_listed(lost)} of its state dict")
+        raise UserError(f"the model's load_state_dict does not restore {listed(sorted(lost))} of its state dict")
 
 
 def require_loadable(model: nn.Module) -> None:
@@ -146,7 +147,7 @@ def require_loadable(model: nn.Module) -> None:
     expanded = [name for name, tensor in own_tensors(model).items() if _is_strided(tensor) and _is_expanded(tensor)]
     if expanded:
         raise UserError(
-            f"{_listed(expanded)} of the model: elements share memory, so that a checkpoint could be saved but not "
+            f"{listed(sorted(expanded))} of the model: elements share memory, so that a checkpoint could be saved but not "
             "loaded; use expand(...).clone(), or train with checkpointing=off"
         )
     entries = decoded(save_added_entries(model))
@@ -158,8 +159,8 @@ def require_loadable(model: nn.Module) -> None:
         return
     if refused:
         raise UserError(
-            f"the model's state_dict() holds {_listed(refused)}, which its load_state_dict does not take: a checkpoint "
-            "could not restore it; register it as a buffer, load it in _load_from_state_dict, or set "
+            f"the model's state_dict() holds {listed(sorted(refused))}, which its load_state_dict does not take: a "
+            "checkpoint could not restore it; register it as a buffer, load it in _load_from_state_dict, or set "
             "checkpointing=off"
         )
 
@@ -175,8 +176,3 @@ def _is_expanded(tensor: Tensor) -> bool:
 
 def _is_sparse(tensor: Tensor) -> bool:
     return tensor.layout is not torch.strided
-
-
-def _listed(names: Any) -> str:
-    names = sorted(names)
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from trainapp.errors import UserError
+from trainapp.units import listed
 
 METADATA = ".metadata"
 _ALLOWED = {
@@ -131,7 +132,7 @@ def read(
         if saved[name] != own[name].shape
     ]
     if differences:
-        raise _misfit(folder, f"{len(differences)} tensors differ: {', '.join(differences[:4])}")
+        raise _misfit(folder, f"{len(differences)} tensors differ: {listed(differences, most=4)}")
     try:
         load(_tensors_only(tensors), storage_reader=reader, process_group=group, no_dist=group is None)
     except dcp.api.CheckpointException as error:  # a BaseException

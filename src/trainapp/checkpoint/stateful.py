@@ -22,6 +22,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from trainapp.checkpoint.plain import decoded, encoded
+from trainapp.models.inspect import MODULE_ATTRIBUTES
 from trainapp.rng import generator_state, is_generator, set_generator_state
 from trainapp.torch_private import buffers_of
 
@@ -184,9 +185,6 @@ def children(held: Any) -> Iterator[tuple[str, Any]]:
             for name in (slots,) if isinstance(slots, str) else slots:
                 if hasattr(held, name):
                     yield name, getattr(held, name)
-
-
-MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
 def _owns_state(held: Any) -> bool:

@@ -119,7 +119,10 @@ class TrainState:
             )
         unknown = self.stateful.load_state_dict(saved[rank if len(saved) == world else 0])
         if unknown:
-            log.warning("only the checkpoint or only this run has a state of %s: it begins anew", ", ".join(unknown))
+            log.warning(
+                "only the checkpoint or only this run has a state of %s: it starts from its initial state",
+                ", ".join(unknown),
+            )
 
 
 def _trained_names(model: nn.Module) -> list[str]:

@@ -61,11 +61,6 @@ def _require_allowed(name: str, target: str, setting: str, allowed: Sequence[str
         )
 
 
-def check(target: Callable[..., Any], arguments: dict[str, Any], setting: str, provided: dict[str, Any]) -> list[str]:
-    """Errors in building `target` from `arguments`; `provided` is what the application can fill in."""
-    return check_arguments(target, arguments, setting, provided)
-
-
 def construct(
     target: Callable[..., Any],
     arguments: dict[str, Any],

@@ -16,3 +16,7 @@ class Progress:
     objective: float | None = None  # of the last evaluation
     best: float | None = None
     best_step: int | None = None
+
+    def begin_next_epoch(self) -> None:
+        """Skip the rest of this epoch."""
+        self.epoch, self.consumed = self.epoch + 1, 0

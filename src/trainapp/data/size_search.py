@@ -107,10 +107,7 @@ class SizeSearch:
         """Whether sizes keep failing for an allocation that does not depend on them."""
         if failure is None or not failure.exceeds_limit_alone:
             self.alike = []
-        elif self.alike and (self.alike[-1][1].place, self.alike[-1][1].requested) == (
-            failure.place,
-            failure.requested,
-        ):
+        elif self.alike and self.alike[-1][1].is_alike(failure):
             self.alike += [(ran, failure)] if self.alike[-1][0] != ran else []
         else:
             self.alike = [(ran, failure)]

@@ -83,14 +83,14 @@ def run_workers(config: Config) -> Outcome:
 
 
 class Failures:
-    """How often workers of this node failed, and whether an error came again at the same step.
+    """How often workers of this node failed, and whether the last was a repeated error at the same step.
 
     What a restart cannot cure would otherwise cost `parallel.max_restarts` times the way back to the checkpoint.
     """
 
     def __init__(self, run_dir: Path):
         self.run_dir, self.count = run_dir, 0
-        self.repeated: str | None = None  # the error that came again
+        self.repeated: str | None = None  # the repeated error
         self._before: set[str] = set()
 
     def may_restart(self, ranks: list[int]) -> bool:

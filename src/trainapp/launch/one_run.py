@@ -4,7 +4,6 @@ Rank 0 of those that torchrun or a scheduler started; otherwise the process of t
 """
 
 import contextlib
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,16 +14,19 @@ from omegaconf import DictConfig, OmegaConf
 from trainapp.config.schema import Config
 from trainapp.errors import Reported, UserError
 from trainapp.launch import environment
-from trainapp.run import lock
+from trainapp.run import lock, restarts
 
-_RESTART = 30.0  # seconds that a launcher may take to end the workers before these
+_RESTART_PATIENCE = 30.0  # seconds that a launcher may take to end the workers before these
 
 
 class RefuseSecondRun(Callback):
     """Takes the lock before Hydra writes the directory's .hydra and log, which may be those of a run in progress."""
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
-        """Called by Hydra, which hides Exceptions from here. In a sweep each job takes the lock of its own."""
+        """Called by Hydra, which swallows exceptions raised in callbacks, hence `Reported`.
+
+        In a sweep each job takes the lock of its own.
+        """
         run_dir = _unchecked(config, "hydra.run.dir")
         try:
             if run_dir is not None:
@@ -47,7 +49,7 @@ def per_directory(run_dir: str, composed: DictConfig) -> Iterator[None]:
 
 
 def for_worker(config: Config) -> contextlib.AbstractContextManager[None]:
-    """Hold rank 0's lock in a worker that this program's launcher started. Others hold the run's own."""
+    """Hold rank 0's lock in a worker that this program's launcher started. Does nothing in other processes."""
     run_dir = Path(config.run_dir)
     if environment.is_rank_zero() and not lock.is_held(run_dir):
         return lock.held_by_worker(run_dir)
@@ -58,8 +60,7 @@ def _claim(run_dir: Path, composed: DictConfig) -> None:
     if environment.is_rank_zero():
         nodes, run_id = (_unchecked(composed, f"parallel.{name}") for name in ("nodes", "run_id"))
         shared_as = str(run_id) if run_id is not None and nodes not in (None, 1) else None
-        has_restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-        lock.acquire(run_dir, shared_as, _RESTART if has_restarted else 0.0)
+        lock.acquire(run_dir, shared_as, _RESTART_PATIENCE if restarts.has_restarted() else 0.0)
 
 
 def _unchecked(composed: DictConfig, name: str) -> Any:

@@ -8,22 +8,12 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from trainapp.errors import UserError
 from trainapp.torch_private import BatchNorm
 
+MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))  # what torch itself keeps in every module
+
 
 def has_batchnorm(model: nn.Module) -> bool:
     """Whether the model normalises over the samples of a micro-batch."""
     return any(isinstance(module, BatchNorm) for module in model.modules())
-
-
-def make_gradients_dense(model: nn.Module) -> list[str]:
-    """Switch off `sparse=True` of embeddings. Returns their names.
-
-    A sparse gradient is the same gradient in another form, which clipping and most optimizers cannot take.
-    """
-    embeddings = (nn.Embedding, nn.EmbeddingBag)
-    sparse = {name: m for name, m in model.named_modules() if isinstance(m, embeddings) and m.sparse}
-    for module in sparse.values():
-        module.sparse = False
-    return list(sparse)
 
 
 def lazy_modules(model: nn.Module) -> list[str]:

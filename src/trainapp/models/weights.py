@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from trainapp.errors import UserError
 from trainapp.parallel.dtensor import copy_into
 from trainapp.torch_private import COMPILED_PREFIX
+from trainapp.units import listed
 
 log = logging.getLogger(__name__)
 
 WRAPPER_KEYS = ("model", "state_dict", "model_state_dict")  # where training checkpoints keep the weights
 WRAPPER_PREFIXES = ("module.", COMPILED_PREFIX)  # put before every name by DDP and torch.compile
-NAMES_SHOWN = 3
 
 
 def load_weights(model: nn.Module, path: str | Path, strict: bool = True) -> list[str]:
@@ -58,13 +58,13 @@ def _load(model: nn.Module, path: Path, strict: bool) -> list[str]:
     misshaped = [name for name in found if name in own and found[name].shape != own[name].shape]
     fitting = {name: found[name] for name in found if name in own and name not in misshaped}
     if not fitting and not misshaped:
-        raise UserError(f"no name fits the model: it has {_few(own)}; the file has {_few(found)}")
+        raise UserError(f"no name fits the model: it has {listed(own)}; the file has {listed(found)}")
     if not fitting or (strict and (missing or unexpected or misshaped)):
         head_only = fitting and not missing and not unexpected
         problem = _other_head(model, own, found, misshaped) if head_only else None
         raise UserError(problem or _misfit(own, found, missing, unexpected, misshaped))
     if unexpected:
-        log.warning("model.init_from=%s: not in the model, passed over: %s", path, _few(unexpected))
+        log.warning("model.init_from=%s: not in the model, passed over: %s", path, listed(unexpected))
     for name, tensor in fitting.items():
         copy_into(own[name], tensor)
     return missing + misshaped
@@ -113,7 +113,7 @@ def _unwrap(content: Mapping[str, Any], own: Mapping[str, Tensor]) -> dict[str, 
         content = wrapped[0]
     found = {str(name): tensor for name, tensor in content.items() if isinstance(tensor, Tensor)}
     if not found:
-        raise UserError(f"holds no tensors, only {_few(map(str, content))}")
+        raise UserError(f"holds no tensors, only {listed(map(str, content))}")
     while prefix := next((p for p in WRAPPER_PREFIXES if _all_start(found, p)), None):
         if _all_start(own, prefix):
             break
@@ -138,12 +138,6 @@ def _refuse_untied(own: Mapping[str, Tensor], found: Mapping[str, Tensor], alias
                 f"{name} and {other} are one tensor in this model but differ in the file; "
                 "untie them (in gpt: model.tie_embeddings=false)"
             )
-
-
-def _few(names: Iterable[str]) -> str:
-    names = list(names)
-    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
-    return ", ".join(names[:NAMES_SHOWN]) + more
 
 
 def _other_head(model: nn.Module, own: dict[str, Tensor], found: dict[str, Tensor], misshaped: list[str]) -> str | None:
@@ -171,12 +165,12 @@ def _misfit(
     """What does not fit, and what to do about it."""
     parts = []
     if missing:
-        parts.append(f"{len(missing)} missing ({_few(missing)})")
+        parts.append(f"{len(missing)} missing ({listed(missing)})")
     if unexpected:
-        parts.append(f"{len(unexpected)} not in the model ({_few(unexpected)})")
+        parts.append(f"{len(unexpected)} not in the model ({listed(unexpected)})")
     if misshaped:
         shapes = [f"{name}: {list(found[name].shape)}, not {list(own[name].shape)}" for name in misshaped]
-        parts.append(f"{len(misshaped)} of another shape ({_few(shapes)})")
+        parts.append(f"{len(misshaped)} of another shape ({listed(shapes)})")
     some_fit = len(misshaped) + len(unexpected) < len(found)
     otherwise = ", or set model.init_strict=false to load what fits" if some_fit else ""
     return (

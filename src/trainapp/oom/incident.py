@@ -18,7 +18,7 @@ from trainapp.parallel.ranks import PeerOutOfMemory
 from trainapp.parallel.strategy import TaskModule
 from trainapp.train.phase import Phase
 from trainapp.train.run import Run
-from trainapp.units import bytes_text
+from trainapp.units import bytes_text, listed
 
 
 @dataclass
@@ -63,8 +63,7 @@ class Incident:
         """The reason for `is_torn`, for a message."""
         if not self.lost:
             return "the parameters may be half updated"
-        some = ", ".join(self.lost[:3]) + (f" and {len(self.lost) - 3} more" if len(self.lost) > 3 else "")
-        return f"the forward has written {some}, of which there was no copy (from now on there is)"
+        return f"the forward has written {listed(self.lost)}, of which there was no copy (from now on there is)"
 
     @property
     def evaluating(self) -> bool:

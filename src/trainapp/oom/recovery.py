@@ -21,6 +21,7 @@ from trainapp.parallel.ranks import OUT_OF_MEMORY_EXIT, Ranks, SingleRank
 from trainapp.train.phase import Phase
 from trainapp.train.run import Run
 from trainapp.train.transaction import rollback
+from trainapp.units import listed
 
 RESTART = "restart.json"
 log = logging.getLogger(__name__)
@@ -130,16 +131,18 @@ def leave_for_restart(run: Run, failure: Incident) -> NoReturn:
     changed = sizes.failed(SingleRank(), True, _outcome(run, failure))
     if changed is None:
         raise TrainingStopped(f"{incident.one_line(failure)}; no smaller micro-batch can fit")
+    if failure.phase.is_torn:
+        reason = "inside the commit"
+    elif failure.lost:
+        reason = f"the forward has written {listed(failure.lost, most=5)}"
+    else:
+        reason = "no votes are held for a proven size"
     log.warning(
         "rank %d: %s: not recoverable in place (%s): all ranks restart from the last checkpoint with micro-batch %d "
         "instead of %d",
         run.ranks.rank,
         incident.one_line(failure),
-        "inside the commit"
-        if failure.phase.is_torn
-        else f"the forward has written {', '.join(failure.lost[:5])}"
-        if failure.lost
-        else "no votes are held for a proven size",
+        reason,
         changed[1],
         changed[0],
     )

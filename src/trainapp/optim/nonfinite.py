@@ -42,9 +42,9 @@ class NonFiniteCheck:
     def allows_update(self, step: int, loss: Tensor | float, norm: Tensor, count: Tensor | float) -> bool:
         """Whether the step may be applied. A scaled gradient may overflow: the loss scaler skips that step itself.
 
-        step: steps applied before this one. count: what loss and gradients are divided by; where it is 0, nothing can
-        be learnt, and the step is left out under either policy. Raises TrainingStopped for "stop", for a negative
-        count, or after too many skipped steps.
+        step: steps applied before this one. count: what loss and gradients are divided by; a step with count 0 is
+        skipped under either policy. Raises TrainingStopped for "stop", for a negative count, or after too many skipped
+        steps.
         """
         if self._reads_every_step or not isinstance(count, Tensor):
             count = float(count)

@@ -29,13 +29,13 @@ def follow(run: Run, path: Path) -> None:
     if progress.consumed:
         left, epoch = state.data_samples - progress.consumed, progress.epoch
         log.warning(
-            "%s: %d samples of epoch %d are left out, and training goes on with epoch %d (data.on_change=next_epoch)",
+            "%s: %d samples of epoch %d are skipped; training continues with epoch %d (data.on_change=next_epoch)",
             lengths,
             left,
             epoch,
             epoch + 1,
         )
-        progress.epoch, progress.consumed = epoch + 1, 0
+        progress.begin_next_epoch()
     else:
-        log.warning("%s: training goes on with epoch %d (data.on_change=next_epoch)", lengths, progress.epoch)
+        log.warning("%s: training continues with epoch %d (data.on_change=next_epoch)", lengths, progress.epoch)
     state.data_samples = samples

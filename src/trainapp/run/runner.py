@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import gc
 import logging
-import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from trainapp.oom.errors import is_device_lost, is_out_of_memory
 from trainapp.oom.incident import Incident
 from trainapp.optim.optimizers import lean_optimizer
 from trainapp.parallel.ranks import Ranks, SingleRank
-from trainapp.run import changed_data, export
+from trainapp.run import changed_data, export, restarts
 from trainapp.run.result import RunResult, result_of
 from trainapp.run.summary import opening_line, report
 from trainapp.signals import StopRequest
@@ -108,7 +107,7 @@ def _naming_the_step(run: Run) -> Iterator[None]:
 
 def prepare(config: Config, stop: StopRequest, ranks: Ranks, carried: CarriedOver | None = None) -> Run:
     """A run ready for its next step: built, restored from a checkpoint, micro-batch sizes chosen, files open."""
-    has_restarted = any(ranks.all_gather_object(_has_restarted()))  # torchrun counts each node's own failures
+    has_restarted = any(ranks.all_gather_object(restarts.has_restarted()))  # torchrun counts each node's own failures
     path = _agreed_checkpoint(config, ranks, has_restarted)
     if path is not None:
         config = _as_saved(config, path)
@@ -179,11 +178,6 @@ def _checkpoint_to_resume(config: Config, has_restarted: bool) -> Path | None:
     return own.newest() if resume == "auto" else None
 
 
-def _has_restarted() -> bool:
-    """Whether the launcher has started the workers of this run before."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-
-
 def restore(run: Run, path: Path) -> dict[str, Any]:
     """Fill the run from the checkpoint at `path`. Returns the micro-batch sizes in it, and the `budget` of memory that
     they were found in. Raises UserError when the checkpoint does not fit the model.
@@ -195,7 +189,7 @@ def restore(run: Run, path: Path) -> dict[str, Any]:
     run.checkpointer.saved_at = progress.step
     changed_data.follow(run, path)
     if run.batches.steps_left(progress.consumed) <= 0:  # another batch size or drop_last may leave nothing
-        progress.epoch, progress.consumed = progress.epoch + 1, 0
+        progress.begin_next_epoch()
     log.info("resumed from %s: step %d, epoch %d, %d samples", path, progress.step, progress.epoch, progress.samples)
     return sizes
 

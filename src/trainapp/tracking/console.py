@@ -20,8 +20,8 @@ class Handler(logging.StreamHandler):
 
 
 class LogFile(logging.FileHandler):
-    """A log file. If it cannot be written, for the disk is full, that is said once: logging would print a traceback for
-    each record.
+    """A log file. If it cannot be written, such as when the disk is full, it says so once: logging would print a
+    traceback for each record.
     """
 
     _has_complained = False

@@ -19,7 +19,7 @@ from trainapp.config.schema import Config
 from trainapp.data.batch import map_tensors
 from trainapp.errors import UserError
 from trainapp.memory.levers import activation_checkpointing
-from trainapp.models.inspect import blocks_of, has_batchnorm, lazy_modules, make_gradients_dense
+from trainapp.models.inspect import blocks_of, has_batchnorm, lazy_modules
 from trainapp.optim.ema import WeightAverage
 from trainapp.optim.optimizers import build_optimizer
 from trainapp.optim.precision import Precision
@@ -69,7 +69,7 @@ def assemble(
     model.train()
     if lazy := lazy_modules(model):
         _materialise(model, lazy, None if is_meta else example, components.task, device, precision)
-    if dense := make_gradients_dense(model):
+    if dense := _make_gradients_dense(model):
         log.info("the gradients of %s are made dense: sparse ones cannot be clipped", ", ".join(dense))
     activation_checkpointing.apply(model, config.activation_checkpointing)
     if config.train.compile:
@@ -93,6 +93,18 @@ def assemble(
         global_size=config.batch.global_size,
     )
     return Assembled(state, strategy, losses.checked(components.task, config.task))
+
+
+def _make_gradients_dense(model: nn.Module) -> list[str]:
+    """Switch off `sparse=True` of embeddings. Returns their names.
+
+    A sparse gradient is the same gradient in another form, which clipping and most optimizers cannot take.
+    """
+    embeddings = (nn.Embedding, nn.EmbeddingBag)
+    sparse = {name: m for name, m in model.named_modules() if isinstance(m, embeddings) and m.sparse}
+    for module in sparse.values():
+        module.sparse = False
+    return list(sparse)
 
 
 def _materialise(

@@ -49,8 +49,8 @@ def build(config: Config, stop: StopRequest, ranks: Ranks, memory: DeviceMemory 
     set_global_switches(config, device)
     seed_everything(config.train.seed)
     numerics = precision.build(config.precision, device)
-    share = _share(config, components, device, ranks)
-    batches = _train_batches(config, components, share)
+    arguments = _batch_arguments(config, components, device, ranks)
+    batches = _train_batches(config, components, arguments)
     assembled = assemble(config, components, ranks, device, numerics, example=batches.example)
     state, strategy = assembled.state, assembled.strategy
     state.stateful = owners_of_state(components, state.model, device)
@@ -63,7 +63,7 @@ def build(config: Config, stop: StopRequest, ranks: Ranks, memory: DeviceMemory 
     eval_batches = (
         None
         if components.eval_data is None
-        else EvalBatches(components.eval_data, equal=strategy.forward_is_collective, **share)
+        else EvalBatches(components.eval_data, equal=strategy.forward_is_collective, **arguments)
     )
     state.data_samples = batches.samples
     checkpointer = _checkpointer(config, state, ranks)
@@ -94,7 +94,9 @@ def build(config: Config, stop: StopRequest, ranks: Ranks, memory: DeviceMemory 
 
 
 def owners_of_state(components: Components, model: torch.nn.Module, device: torch.device) -> Stateful:
-    """What owns state beside the model's tensors. Moves the modules among them to the device."""
+    """What owns state beside the model's tensors. Resets the task to the state with which this process first used
+    it, and moves the modules among the owners to the device.
+    """
     task, data = components.task, components.train_data
     stateful = Stateful(model=model, task=task, data=data, eval_data=components.eval_data)
     stateful.return_to_start(task)
@@ -141,7 +143,7 @@ def require_room(memory: DeviceMemory, state: TrainState) -> None:
         )
 
 
-def _share(config: Config, components: Components, device: torch.device, ranks: Ranks) -> dict[str, Any]:
+def _batch_arguments(config: Config, components: Components, device: torch.device, ranks: Ranks) -> dict[str, Any]:
     """What training and evaluation batches have in common."""
     local_ranks = ranks.world // config.parallel.nodes
     owners = Stateful(data=components.train_data, eval_data=components.eval_data).owners
@@ -156,9 +158,9 @@ def _share(config: Config, components: Components, device: torch.device, ranks: 
     }
 
 
-def _train_batches(config: Config, components: Components, share: dict[str, Any]) -> TrainBatches:
+def _train_batches(config: Config, components: Components, arguments: dict[str, Any]) -> TrainBatches:
     size = config.batch.global_size
-    batches = TrainBatches(components.train_data, global_size=size, drop_last=config.loader.drop_last, **share)
+    batches = TrainBatches(components.train_data, global_size=size, drop_last=config.loader.drop_last, **arguments)
     if batches.epoch_samples == 0:
         raise UserError(
             f"data.drop_last=true with batch.global_size={size}: the data set has only {batches.samples} samples, so "
@@ -167,10 +169,10 @@ def _train_batches(config: Config, components: Components, share: dict[str, Any]
     return batches
 
 
-def _workers(config: Config, components: Components, ranks: int, owners: dict[str, Owner]) -> int:
+def _workers(config: Config, components: Components, local_ranks: int, owners: dict[str, Owner]) -> int:
     """Loader processes; none for data with a state, which each of them would change by itself, ahead of the steps."""
     setting = config.loader.num_workers
-    count = worker_count(setting, components.train_data, ranks)
+    count = worker_count(setting, components.train_data, local_ranks)
     if not (count and owners):
         return count
     names = ", ".join(owners)

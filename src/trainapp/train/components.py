@@ -11,6 +11,7 @@ import torch
 
 from trainapp.config import targets
 from trainapp.config.schema import Config
+from trainapp.config.validation import check_arguments
 from trainapp.errors import UserError
 from trainapp.train import losses
 
@@ -85,7 +86,7 @@ def _locate_all(config: Config) -> dict[str, Any]:
         try:
             found[group] = targets.locate(node.target, f"{group}._target_", config.user_packages)
             open_ended = {"split", "seed"} if group == "data" else set(_parameters(found[group]))
-            errors += targets.check(found[group], node.arguments, group, dict.fromkeys(open_ended))
+            errors += check_arguments(found[group], node.arguments, group, open_ended)
         except UserError as error:
             errors.append(str(error))
     try:

@@ -1,4 +1,4 @@
-"""`train.check_exactness`: makes each of the first steps twice from the same restore point, and compares.
+"""`train.check_exactness`: runs each of the first three steps twice from the same restore point, and compares.
 
 It finds what a retry would change in silence: a counter, a queue or a cache in plain attributes, which no rollback
 restores.
@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from trainapp.checkpoint.plain import digest, encoded
-from trainapp.checkpoint.stateful import DEPTH, MODULE_ATTRIBUTES, children
+from trainapp.checkpoint.stateful import DEPTH, children
 from trainapp.errors import TrainingStopped, UserError
+from trainapp.models.inspect import MODULE_ATTRIBUTES
 from trainapp.parallel.dtensor import local
 from trainapp.rng import rng_state
 from trainapp.train.checksum import checksum

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from trainapp.errors import UserError
-
-NAMES_SHOWN = 3
+from trainapp.units import listed
 
 
 @contextlib.contextmanager
@@ -27,11 +26,10 @@ def checked_gradients(model: nn.Module, loss: Tensor) -> Iterator[None]:
     own = {id(p) for p in model.parameters()}
     foreign = [p for p in leaves if id(p) not in own and p.grad is not None]
     if foreign:
-        shapes = ", ".join(str(list(p.shape)) for p in foreign[:NAMES_SHOWN])
-        more = f" and {len(foreign) - NAMES_SHOWN} more" if len(foreign) > NAMES_SHOWN else ""
+        shapes = listed(str(list(p.shape)) for p in foreign)
         raise UserError(
             f"the loss depends on {len(foreign)} parameters that are not among model.parameters() (of shape "
-            f"{shapes}{more}), which nothing would train: make the module that owns them a submodule of the model, in "
+            f"{shapes}), which nothing would train: make the module that owns them a submodule of the model, in "
             "place of a global, a plain list or an attribute of the task; or freeze them with requires_grad_(False)"
         )
     sparse = [name for name, p in model.named_parameters() if p.grad is not None and p.grad.layout != torch.strided]

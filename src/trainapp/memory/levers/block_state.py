@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from trainapp.errors import TrainingStopped
+from trainapp.models.inspect import MODULE_ATTRIBUTES
 from trainapp.rng import HostGenerators, generator_state, is_generator, set_generator_state
 from trainapp.torch_private import buffers_of, is_tracing, non_persistent_buffers, parameters_of, version_of
 
 _ABSENT = object()
 _CONTAINERS = (list, dict, set, collections.deque, collections.OrderedDict, collections.defaultdict)
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 Place = tuple[int, str]  # of a tensor: the dictionary that holds it, by its number in the block, and its name
 
 
@@ -56,7 +56,7 @@ class BlockState:
             buffers, attributes, constant = buffers_of(module), vars(module), non_persistent_buffers(module)
             for owner in (parameters_of(module), buffers, attributes):
                 place = len(before.owners)
-                own = attributes.keys() - _OF_EVERY_MODULE if owner is attributes else owner
+                own = attributes.keys() - MODULE_ATTRIBUTES if owner is attributes else owner
                 found: dict[str, Any] = {name: owner[name] for name in own}
                 before.owners.append((owner, found))
                 for name, value in found.items():
@@ -92,9 +92,9 @@ class BlockState:
         now: list[tuple[dict[str, Any], str, Any]] = []
         copies: dict[int, Any] = {}  # of an original that is shared: one
         for place, (owner, found) in enumerate(before.owners):
-            if not found and (not owner or owner.keys() <= _OF_EVERY_MODULE):
+            if not found and (not owner or owner.keys() <= MODULE_ATTRIBUTES):
                 continue
-            for name in (found.keys() | owner.keys()) - _OF_EVERY_MODULE:
+            for name in (found.keys() | owner.keys()) - MODULE_ATTRIBUTES:
                 original, current = found.get(name, _ABSENT), owner.get(name, _ABSENT)
                 kept = before.copies.get((place, name), _ABSENT)
                 if kept is not _ABSENT:
