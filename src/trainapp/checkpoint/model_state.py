@@ -147,8 +147,8 @@ def require_loadable(model: nn.Module) -> None:
     expanded = [name for name, tensor in own_tensors(model).items() if _is_strided(tensor) and _is_expanded(tensor)]
     if expanded:
         raise UserError(
-            f"{listed(sorted(expanded))} of the model: elements share memory, so that a checkpoint could be saved but not "
-            "loaded; use expand(...).clone(), or train with checkpointing=off"
+            f"{listed(sorted(expanded))} of the model: elements share memory, so that a checkpoint could be saved "
+            "but not loaded; use expand(...).clone(), or train with checkpointing=off"
         )
     entries = decoded(save_added_entries(model))
     if not entries:
