@@ -1,7 +1,5 @@
 """A run whose length changes at a resume: schedule, cadences and total follow from the present position."""
 
-import re
-
 import pytest
 import runs
 from helpers import metrics
@@ -18,6 +16,7 @@ DATA = (
     "train.max_steps=null",
     f"train.max_epochs={EPOCHS}",
     "schedule.shape=linear",
+    "schedule.warmup=0",
     "oom.remember=false",
     "data.on_change=next_epoch",
 )
@@ -25,7 +24,7 @@ SAVED_AT = 8  # two steps of the second of 4 epochs, 6 steps each
 
 
 @pytest.mark.parametrize("size", [32, 320])
-def test_schedule_and_end_follow_the_new_data(tmp_path, size, caplog):
+def test_schedule_and_end_follow_the_new_data(tmp_path, size):
     runs.run_until(tmp_path, SAVED_AT, *DATA, "data.size=96", "every.save=50 percent")
     total = SAVED_AT + 2 * (size // 16)  # epochs 2 and 3
     run = runs.prepare(tmp_path, *DATA, f"data.size={size}", "every.save=50 percent")
@@ -43,7 +42,6 @@ def test_schedule_and_end_follow_the_new_data(tmp_path, size, caplog):
     assert epochs == sorted(epochs)
     assert epochs[SAVED_AT] == pytest.approx(2 + 16 / size)
     assert epochs[-1] == EPOCHS
-    assert re.search(rf"step {total}/{total} ", caplog.text)
 
 
 def test_a_second_resume_keeps_the_length(tmp_path):
