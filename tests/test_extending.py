@@ -35,7 +35,7 @@ def runs_in(folder):
 
 def test_every_command_succeeds(project):
     _, done = project
-    assert len(done) == 4
+    assert len(done) == 5
     for words, process, _ in done:
         assert process.returncode == 0, f"{words}\n{process.stderr}"
 
@@ -70,6 +70,11 @@ def test_help_lists_the_users_options(project):
     shown = done[3][1].stdout
     for line in ("model: convnet, gpt, mlp, resnet", "experiment: gpt_text, shapes", "optimizer: adamw, rmsprop, sgd"):
         assert line in shown
+
+
+def test_the_loss_with_a_state_is_exact(project):
+    _, done = project
+    assert "the first 3 steps are the same when they are retried" in done[4][1].stderr
 
 
 def test_a_setting_of_the_machine_reaches_the_run(project):

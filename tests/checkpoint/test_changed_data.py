@@ -46,6 +46,18 @@ def test_another_length_is_refused(tmp_path, size):
     assert helpers.files(tmp_path) == before
 
 
+@pytest.mark.parametrize(
+    ("step", "reason"),
+    [(SAVED_AT, "would repeat some samples and omit others"), (6, "the epochs from here on, .* another length")],
+)
+def test_the_reason_is_that_of_the_position(tmp_path, step, reason):
+    """At the end of an epoch no sample of it is left, that could be repeated or omitted."""
+    runs.run_until(tmp_path, step, *IMAGES, "data.size=96")
+    with pytest.raises(UserError, match=reason) as refused:
+        runs.prepare(tmp_path, *IMAGES, "data.size=120")
+    assert ("repeat" in str(refused.value)) == (step == SAVED_AT)
+
+
 @pytest.mark.parametrize("size", [120, 72, 40])
 def test_it_continues_with_the_next_epoch(tmp_path, caplog, size):
     """Every sample of the new data once per epoch, none of the old epoch twice."""

@@ -2,6 +2,7 @@
 
 import functools
 import random
+import traceback
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ import writing_models
 from torch import nn
 from torch.utils.data import Subset
 
-from trainapp.checkpoint.stateful import Stateful
+from trainapp.checkpoint.stateful import Stateful, StateNotTaken
 from trainapp.config import compose
 from trainapp.errors import UserError
 from trainapp.run import runner
@@ -141,6 +142,27 @@ def test_a_state_that_cannot_be_saved_is_refused_at_once(tmp_path):
     assert str(error.value).startswith("the state of task['held'][0] is a types.SimpleNamespace, which a checkpoint")
     assert str(error.value).endswith("set checkpointing=off")
     runs.run(tmp_path, *MLP, "task=test_stateful.Unplain", "checkpointing=off")
+
+
+class Renamed(Unplain):
+    """A task whose method expects another state than it has returned."""
+
+    def state_dict(self):
+        return {"queue": [1]}
+
+    def load_state_dict(self, state):
+        self.queue = state["que"]
+
+
+def test_an_error_in_a_users_method_keeps_its_class_and_its_place(tmp_path):
+    """It is a fault of their code, and no misfit of the configuration: a resume must not turn it into one."""
+    runs.run(tmp_path, *MLP, "task=test_stateful.Renamed", "train.max_steps=1")
+    with pytest.raises(StateNotTaken, match=r"^task: its load_state_dict failed on the state .* KeyError") as failed:
+        runs.run(tmp_path, *MLP, "task=test_stateful.Renamed", "train.max_steps=2")
+    cause = failed.value.__cause__
+    assert isinstance(cause, KeyError)
+    assert traceback.extract_tb(cause.__traceback__)[-1].line == 'self.queue = state["que"]'
+    assert not isinstance(failed.value, UserError)
 
 
 def test_workers_do_not_draw_from_a_state(tmp_path, caplog):

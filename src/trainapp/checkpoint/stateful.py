@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from trainapp.checkpoint.plain import decoded, encoded
@@ -32,6 +33,10 @@ MOST_OBJECTS = 10_000
 FOREIGN = ("torch", "numpy", "builtins", "pyarrow", "pandas")  # their objects are not looked into
 OPEN = ("torch.utils.data",)  # but these are: Subset and the like hold data sets
 _at_start: dict[int, tuple[weakref.ref, dict[str, Any]]] = {}  # tasks by id, and the states that they began with
+
+
+class StateNotTaken(Exception):
+    """A method of the user's that takes its saved state has failed: its error is the cause, with its own traceback."""
 
 
 class Owner(NamedTuple):
@@ -127,9 +132,26 @@ class Stateful:
         return {name: encoded(owner.get(), f"the state of {name}") for name, owner in self.owners.items()}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> list[str]:
-        """The inverse of `state_dict`. Returns the names that only one side has: their owners stay as they are."""
-        for name in self.owners.keys() & saved.keys():
-            self.owners[name].set(decoded(saved[name]))
+        """The inverse of `state_dict`. Returns the names that only one side has: their owners stay as they are.
+
+        Raises StateNotTaken for an error in the user's method, and RuntimeError for tensors that do not fit a module.
+        """
+        for name in sorted(self.owners.keys() & saved.keys()):
+            owner, state = self.owners[name], decoded(saved[name])
+            if owner.tensors_are_held or owner.kind == "generator":
+                owner.set(state)
+                continue
+            try:
+                owner.set(state)
+            except (torch.OutOfMemoryError, MemoryError):
+                raise
+            except Exception as error:
+                method = "set_extra_state" if name.endswith(".extra_state") else "load_state_dict"
+                owned = name.removesuffix(".extra_state")
+                raise StateNotTaken(
+                    f"{owned}: its {method} failed on the state in the checkpoint, with the {type(error).__name__} "
+                    "above; make it take what was saved, or start a new run with checkpointing.resume=none"
+                ) from error
         return sorted(self.owners.keys() ^ saved.keys())
 
 

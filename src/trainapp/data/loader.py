@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import inspect
 import os
 import random
 import signal
@@ -14,6 +15,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, default_collate
 
 from trainapp.data.batch import map_tensors
+from trainapp.errors import UserError
 from trainapp.rng import preserved_rng
 
 _CPU = torch.device("cpu")
@@ -115,6 +117,7 @@ class BatchLoader:
         self.fetcher, self.device, self.ahead = Fetcher(dataset, seed), device, ahead
         # Often a data set has an attribute of this name that is "train" or "val".
         self._split = next(filter(callable, (getattr(dataset, "split", None), split)), None)
+        self._split_works = self._split is None
         self._pinned = device.type == "cuda"
         self._stream = _Stream()
         self._loader = None
@@ -151,7 +154,39 @@ class BatchLoader:
         """
         if self._split is not None:
             return self._split(batch, start, end)
+        return self.collated(epoch, indices, start, end)
+
+    def collated(self, epoch: int, indices: Sequence[int], start: int, end: int) -> Any:
+        """Samples [start, end) of these, fetched and collated in this process, on the device."""
         return self._move(self.fetcher[Request(epoch, indices[start:end])])
+
+    @property
+    def has_split(self) -> bool:
+        """Whether a method of the data set or the task cuts batches."""
+        return self._split is not None
+
+    def try_split(self, batch: Any) -> None:
+        """Call `split` once, for the first sample of the first batch: it may not be needed before the tenth hour.
+
+        Raises UserError where it cannot be called as `split(batch, start, end)`, or returns nothing.
+        """
+        if self._split_works or self._split is None:
+            return
+        try:
+            inspect.signature(self._split).bind(batch, 0, 1)
+        except TypeError as error:
+            raise UserError(f"{self._split_name}: must take (batch, start, end): {error}") from None
+        except ValueError:  # written in C, without a signature
+            pass
+        with preserved_rng(self.device):
+            piece = self._split(batch, 0, 1)
+        if piece is None:
+            raise UserError(f"{self._split_name}: must return the samples [start, end) of a batch, but returned None")
+        self._split_works = True
+
+    @property
+    def _split_name(self) -> str:
+        return f"the method {getattr(self._split, '__qualname__', 'split')} that cuts batches"
 
     def close(self) -> None:
         """End the worker processes. Batches fetched ahead are lost."""

@@ -6,7 +6,7 @@ so a retry or a resume may change all three and still see the same samples.
 
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,6 +22,16 @@ def epoch_order(seed: int, epoch: int, samples: int) -> list[int]:
     """The order of an epoch: a permutation of range(samples), a pure function of its arguments."""
     generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
     return torch.randperm(samples, generator=generator).tolist()
+
+
+class Halves(NamedTuple):
+    """A batch, and what `split` and collating again make of its two halves (of one of one sample: that, twice)."""
+
+    batch: Any
+    ranges: list[tuple[int, int]]
+    split: list[Any]
+    collated: list[Any]
+    samples: int
 
 
 class TrainBatches:
@@ -97,9 +107,22 @@ class TrainBatches:
         pieces = self._cut(*position)
         for number, piece in enumerate(pieces, start=1):
             batch, indices = next(self._open), piece or _DUMMY
+            self._source.try_split(batch)
             again = functools.partial(self._source.piece, batch, position[0], indices)
             yield MicroBatch(batch, number == len(pieces), bool(piece), len(indices), again)
         self._position = (*self.after(progress.epoch, progress.consumed), size, parts)
+
+    def halves(self, progress: Progress, size: int, parts: int | None = None) -> Halves | None:
+        """The coming step's first micro-batch, cut in two in both ways; None where nothing but collating again cuts."""
+        if not self._source.has_split:
+            return None
+        micro = next(self.micro_batches(progress, size, parts))
+        position = (progress.epoch, progress.consumed, size, parts)
+        indices = self._cut(*position)[0] or _DUMMY
+        middle = len(indices) // 2
+        ranges = [(0, middle), (middle, len(indices))] if middle else [(0, 1)] * 2
+        collated = [self._source.collated(progress.epoch, indices, *ends) for ends in ranges]
+        return Halves(micro.data, ranges, [micro.piece(*ends) for ends in ranges], collated, micro.samples)
 
     def example(self, samples: int) -> Any:
         """The first `samples` samples of the data set as a batch, on the CPU."""

@@ -14,6 +14,7 @@ import torch
 
 from trainapp.checkpoint.checkpointer import NullCheckpointer
 from trainapp.config import targets
+from trainapp.config.durations import RunLength
 from trainapp.config.schema import Config, Memory
 from trainapp.data.batch import map_tensors
 from trainapp.data.micro_batch import MicroBatch
@@ -167,6 +168,7 @@ def _run_of(config: Config, assembled: Assembled, batches: ExampleBatches) -> Ru
         task=assembled.task,
         batches=cast(TrainBatches, batches),  # it has the methods that a step calls
         eval_batches=None,
+        length=RunLength(1, batches.global_size, None),
         schedule=lambda step: 1.0,
         sizes=Sizes(train=MicroBatchSizes(batches.samples), evaluation=MicroBatchSizes(1)),
         memory=memory,

@@ -22,8 +22,13 @@ def follow(run: Run, path: Path) -> None:
         return
     lengths = f"the training data has {samples} samples, and had {state.data_samples} when {path} was saved"
     if run.config.loader.on_change == "refuse":
+        consequence = (
+            "the rest of its epoch would repeat some samples and omit others"
+            if progress.consumed
+            else "the epochs from here on, and with them the run and its schedule, would have another length"
+        )
         raise UserError(
-            f"data.on_change=refuse: {lengths}: the rest of its epoch would repeat some samples and omit others; "
+            f"data.on_change=refuse: {lengths}: {consequence}; "
             "restore the data, or use data.on_change=next_epoch, or start a new run with checkpointing.resume=none"
         )
     if progress.consumed:

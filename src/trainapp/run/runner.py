@@ -190,6 +190,8 @@ def restore(run: Run, path: Path) -> dict[str, Any]:
     changed_data.follow(run, path)
     if run.batches.steps_left(progress.consumed) <= 0:  # another batch size or drop_last may leave nothing
         progress.begin_next_epoch()
+    if run.config.mode == "train":
+        run.measure_length()  # data or global batch may have changed, now or before this checkpoint
     log.info("resumed from %s: step %d, epoch %d, %d samples", path, progress.step, progress.epoch, progress.samples)
     return sizes
 

@@ -56,6 +56,10 @@ class Progress:
         )
         self._started, self._first, self.step = time.monotonic(), step, step
 
+    def set_total(self, total: int | None) -> None:
+        """The run's length has changed."""
+        self.total = self.bar.total = total
+
     def advance(self, step: int) -> None:
         """Call after every optimizer step: cheap."""
         self.step = step

@@ -161,6 +161,9 @@ class SilentProgress:
     def advance(self, step: int) -> None:
         """Does nothing."""
 
+    def set_total(self, total: int | None) -> None:
+        """Does nothing."""
+
 
 def _forget_after(path: Path, step: int) -> None:
     """Drop the lines of steps that will be repeated: those after the checkpoint."""

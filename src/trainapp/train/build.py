@@ -11,7 +11,6 @@ from trainapp.checkpoint.checkpointer import Checkpointer, NullCheckpointer
 from trainapp.checkpoint.directory import CheckpointDirectory
 from trainapp.checkpoint.stateful import Owner, Stateful
 from trainapp.checkpoint.train_state import TrainState
-from trainapp.config.durations import RunLength
 from trainapp.config.schema import Config
 from trainapp.data.loader import worker_count
 from trainapp.data.sampler import EvalBatches, TrainBatches
@@ -30,7 +29,7 @@ from trainapp.train import exactness
 from trainapp.train.assemble import assemble
 from trainapp.train.components import Components, choose_device, load_components, set_global_switches
 from trainapp.train.restore_point import RestorePoint
-from trainapp.train.run import Cadences, Objective, Run
+from trainapp.train.run import Cadences, Objective, Run, run_length
 from trainapp.train.sizes import initial_sizes
 from trainapp.units import bytes_text
 
@@ -67,7 +66,7 @@ def build(config: Config, stop: StopRequest, ranks: Ranks, memory: DeviceMemory 
     )
     state.data_samples = batches.samples
     checkpointer = _checkpointer(config, state, ranks)
-    length = run_length(config, batches)
+    length = run_length(config, batches, state.progress)
     return Run(
         config=config,
         state=state,
@@ -76,6 +75,7 @@ def build(config: Config, stop: StopRequest, ranks: Ranks, memory: DeviceMemory 
         task=assembled.task,
         batches=batches,
         eval_batches=eval_batches,
+        length=length,
         schedule=schedules.build(config.schedule, length),
         sizes=initial_sizes(config, ranks.world, state.global_size, eval_samples(eval_batches)),
         memory=memory,
@@ -108,18 +108,9 @@ def owners_of_state(components: Components, model: torch.nn.Module, device: torc
 def start_tracking(run: Run) -> None:
     """Open the run's files, at the step where it begins or resumes."""
     if run.ranks.is_rank_zero:
-        total = run_length(run.config, run.batches).total_steps
         is_training = run.config.mode == "train"
         step = run.state.progress.step
-        run.tracker = Tracker(Path(run.config.run_dir), step, total, run.config.to_dict(), is_training)
-
-
-def run_length(config: Config, batches: TrainBatches) -> RunLength:
-    """What durations are measured against."""
-    steps, epochs = config.train.max_steps, config.train.max_epochs
-    ends = [end for end in (steps, None if epochs is None else epochs * batches.steps_per_epoch) if end is not None]
-    # mode=eval and mode=export take no step and need no end
-    return RunLength(batches.steps_per_epoch, batches.global_size, min(ends, default=1))
+        run.tracker = Tracker(Path(run.config.run_dir), step, run.length.total_steps, run.config.to_dict(), is_training)
 
 
 def eval_samples(batches: EvalBatches | None) -> int:

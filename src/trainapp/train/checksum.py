@@ -3,13 +3,14 @@
 import torch
 from torch import Tensor
 
-PARTS = 64  # sums per tensor: exchanged elements and opposite changes would cancel out in a single one
+PARTS = 64  # sums per tensor: opposite changes would cancel out in a single one
 
 
 @torch.no_grad()
 def checksum(tensor: Tensor) -> Tensor:
-    """int64 [PARTS]: sums, modulo 2**64, of the tensor's bits in as many parts. One pass over its memory, and a copy of
-    the tensor only where its memory is not one block, or holds conjugates or negatives.
+    """int64 [PARTS + 1]: sums, modulo 2**64, of the tensor's bits in as many parts; the last weighs them by their place in
+    a part, so that exchanged elements tell. Two passes over its memory, and a copy of the tensor only where its memory
+    is not one block, or holds conjugates or negatives.
     """
     flat = _flat(tensor.detach()).view(torch.uint8)
     whole = len(flat) // 8 * 8
@@ -17,13 +18,16 @@ def checksum(tensor: Tensor) -> Tensor:
         flat = flat.clone()
     words = flat[:whole].view(torch.int64)
     size = len(words) // PARTS
-    sums = words[: size * PARTS].view(PARTS, size).sum(1)
+    parts = words[: size * PARTS].view(PARTS, size)
+    sums = parts.sum(1)
+    places = torch.arange(1, size + 1, device=words.device)
+    by_place = (parts.sum(0) * places).sum().reshape(1)
     rest = words[size * PARTS :]
     sums[: len(rest)] += rest * 3
     if whole < len(flat):
         ends = flat[whole:]
         sums[-len(ends) :] += ends * 5
-    return sums
+    return torch.cat([sums, by_place])
 
 
 def _flat(tensor: Tensor) -> Tensor:

@@ -47,6 +47,14 @@ def _task(config: Config, found: Any) -> Any:
     """The function or object that `task` names; an instance of the class that it names, built without arguments."""
     if not inspect.isclass(found):
         return found
+    lacking = targets.check(found, {}, "task", {})
+    if lacking:
+        names = ", ".join(line.partition(":")[0].removeprefix("task.") for line in lacking)
+        raise UserError(
+            f"task={config.task}: the class must be constructible without arguments, but requires {names}; give them "
+            "defaults, or a subclass with defaults, or let `task` name an instance in your module, such as "
+            f"`my_task = {found.__name__}({names.partition(',')[0]}=...)`"
+        )
     task = targets.construct(found, {}, "task", config.user_packages)
     if not callable(task):
         raise UserError(

@@ -86,7 +86,7 @@ def log(run: Run, totals: Totals, norm: Tensor) -> None:
     run.nonfinite.check()
     progress, batches = run.state.progress, run.batches
     scalars = totals.means(run.ranks) | {
-        "epoch": progress.samples / batches.epoch_samples,
+        "epoch": progress.epoch + progress.consumed / batches.epoch_samples,
         "lr": run.state.optimizer.param_groups[0]["lr"],
         "grad_norm": float(norm),
     }

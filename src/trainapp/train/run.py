@@ -7,6 +7,7 @@ from trainapp.checkpoint.checkpointer import Checkpointer, NullCheckpointer
 from trainapp.checkpoint.train_state import TrainState
 from trainapp.config.durations import RunLength, to_steps
 from trainapp.config.schema import Config
+from trainapp.data.progress import Progress
 from trainapp.data.sampler import EvalBatches, TrainBatches
 from trainapp.memory.device import DeviceMemory
 from trainapp.optim import schedules
@@ -56,6 +57,21 @@ class Cadences:
         return cls(to_steps(every.log, length), to_steps(every.eval, length), to_steps(every.save, length))
 
 
+def run_length(config: Config, batches: TrainBatches, progress: Progress) -> RunLength:
+    """What durations are measured against: the steps so far, and those from here to the end.
+
+    Where neither data nor global batch have changed, that is the same at every position: skipped steps count, too.
+    """
+    train, steps_per_epoch = config.train, batches.steps_per_epoch
+    ends = [] if train.max_steps is None else [train.max_steps]
+    if train.max_epochs is not None:
+        epochs = train.max_epochs - progress.epoch
+        left = batches.steps_left(progress.consumed) + (epochs - 1) * steps_per_epoch if epochs > 0 else 0
+        ends.append(progress.step + progress.skipped + left)
+    # mode=eval and mode=export take no step and need no end
+    return RunLength(steps_per_epoch, batches.global_size, min(ends, default=1))
+
+
 @dataclass
 class Attempt:
     """The step or evaluation in progress: what recovery needs to know when it fails."""
@@ -77,6 +93,7 @@ class Run:
     task: Task
     batches: TrainBatches
     eval_batches: EvalBatches | None
+    length: RunLength
     schedule: Schedule  # the learning rate's factor, by finished steps
     sizes: Sizes  # micro-batches
     memory: DeviceMemory
@@ -136,16 +153,17 @@ class Run:
     def set_global_size(self, size: int) -> None:
         """`oom.keep_global_batch=false`: a smaller global batch: more steps, a longer schedule, rarer cadences."""
         self.state.global_size = self.batches.global_size = size
-        progress, batches, train = self.state.progress, self.batches, self.config.train
-        total = train.max_steps
-        if train.max_epochs is not None:
-            whole_epochs = max(0, train.max_epochs - progress.epoch - 1)
-            left = batches.steps_left(progress.consumed) if progress.epoch < train.max_epochs else 0
-            by_epochs = progress.step + left + whole_epochs * batches.steps_per_epoch
-            total = by_epochs if total is None else min(total, by_epochs)
-        length = RunLength(batches.steps_per_epoch, size, total)
-        self.schedule = schedules.build(self.config.schedule, length)
-        self.cadences = Cadences.of(self.config, length)
+        self.measure_length()
+
+    def measure_length(self) -> None:
+        """Measure the run again from its present position, with all that depends on its length.
+
+        Raises UserError where the schedule's warm-up and decay no longer fit.
+        """
+        self.length = run_length(self.config, self.batches, self.state.progress)
+        self.schedule = schedules.build(self.config.schedule, self.length)
+        self.cadences = Cadences.of(self.config, self.length)
+        self.tracker.progress.set_total(self.length.total_steps)
 
     def close(self) -> None:
         """End loader workers and close files."""

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from trainapp.train import exactness
 from trainapp.train.phase import Phase
 from trainapp.train.run import Run, Step
+from trainapp.train.split_check import require_right_split
 from trainapp.train.step import accumulate_gradients
 
 
@@ -38,6 +39,8 @@ def check_exactness(run: Run, step: Step) -> None:
     """Rehearse the first steps, if `train.check_exactness` asks for it."""
     if run.rehearsals:
         undo = functools.partial(rollback, run, Phase.GRADIENTS, other_ranks_wait=run.ranks.world > 1)
+        if run.rehearsals == exactness.STEPS:
+            require_right_split(run, undo)
         exactness.rehearse(run, step, accumulate_gradients, undo)
         run.attempt.phase = Phase.DATA
         run.rehearsals -= 1
