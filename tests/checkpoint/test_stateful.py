@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import Subset
 
 from trainapp.checkpoint.plain_values import decoded, digest, encoded
-from trainapp.checkpoint.stateful import StateNotTaken, Stateful, copied
+from trainapp.checkpoint.stateful import Stateful, StateNotTaken, copied
 from trainapp.config import compose
 from trainapp.errors import UserError
 from trainapp.run import runner
