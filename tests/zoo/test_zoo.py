@@ -27,16 +27,6 @@ def test_errors_leave_no_trace(tmp_path, name):
     assert cells.after_three_errors(name, tmp_path) == []
 
 
-PHASES = ("data", "forward", "loss", "backward", "clip", "metric", "commit", "evaluate")
-GRID = [(name, phase, step) for name in ALL for phase in PHASES for step in ((2, 4) if phase == "evaluate" else (1, 4))]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "phase", "step"), GRID)
-def test_an_error_leaves_no_trace(tmp_path, name, phase, step):
-    assert cells.after_an_error(name, phase, step, tmp_path) == []
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, cell in ALL.items() if cell.sums])
 def test_an_error_late_in_an_evaluation_counts_no_sample_twice(tmp_path, name):

@@ -9,7 +9,7 @@ PARTS = 64  # sums per tensor: opposite changes would cancel out in a single one
 @torch.no_grad()
 def checksum(tensor: Tensor) -> Tensor:
     """int64 [PARTS + 1]: sums, modulo 2**64, of the tensor's bits in as many parts; the last weighs them by their place
-    in a part, so that exchanged elements tell. Two passes over its memory, and a copy of the tensor only where its memory
+    in a part, so that exchanged elements tell. Two passes over its memory; a copy of the tensor only where its memory
     is not one block, or holds conjugates or negatives.
     """
     flat = _flat(tensor.detach()).view(torch.uint8)

@@ -47,7 +47,7 @@ def _task(config: Config, found: Any) -> Any:
     """The function or object that `task` names; an instance of the class that it names, built without arguments."""
     if not inspect.isclass(found):
         return found
-    lacking = targets.check_arguments(found, {}, "task", {})
+    lacking = check_arguments(found, {}, "task", {})
     if lacking:
         names = ", ".join(line.partition(":")[0].removeprefix("task.") for line in lacking)
         raise UserError(
