@@ -15,7 +15,14 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from trainapp.parallel.dtensor import is_shard, local
-from trainapp.torch_private import foreach_copy_, non_persistent_buffers, registries_of, storage_id, version_of
+from trainapp.torch_private import (
+    foreach_copy_,
+    non_persistent_buffers,
+    outside_dispatch_modes,
+    registries_of,
+    storage_id,
+    version_of,
+)
 from trainapp.train.checksum import checksum
 
 _PLAIN = (Tensor, nn.Parameter)
@@ -161,12 +168,16 @@ class ModelTensors:
         """
         now = self._current_versions()
         moved = [i for i, version in enumerate(now) if version != self._versions[i]]
-        silent = [
-            i
-            for i, before in self._sums.items()
-            if version_of(self._tensors[i]) == self._versions[i] and not torch.equal(checksum(self._aliases[i]), before)
-        ]
-        return moved + silent
+        return moved + self._written_silently() if self._sums else moved
+
+    def _written_silently(self) -> list[int]:
+        with outside_dispatch_modes():  # counting live tensors would take longer than the sums
+            return [
+                i
+                for i, before in self._sums.items()
+                if version_of(self._tensors[i]) == self._versions[i]
+                and not torch.equal(checksum(self._aliases[i]), before)
+            ]
 
     @torch.no_grad()
     def restore(self) -> list[str]:
