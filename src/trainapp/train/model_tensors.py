@@ -107,7 +107,8 @@ class ModelTensors:
         self._sums: dict[int, Tensor] = {}
         if verify:
             unsure = (*range(self._parameters), *self._constant)
-            self._sums = {i: checksum(self._aliases[i]) for i in unsure if _has_memory(self._tensors[i])}
+            with outside_dispatch_modes():  # counting live tensors would take longer than the sums
+                self._sums = {i: checksum(self._aliases[i]) for i in unsure if _has_memory(self._tensors[i])}
 
     def _holds_the_same(self) -> bool:
         values = chain.from_iterable(map(dict.values, self._filled))
@@ -171,7 +172,7 @@ class ModelTensors:
         return moved + self._written_silently() if self._sums else moved
 
     def _written_silently(self) -> list[int]:
-        with outside_dispatch_modes():  # counting live tensors would take longer than the sums
+        with outside_dispatch_modes():
             return [
                 i
                 for i, before in self._sums.items()
