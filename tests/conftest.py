@@ -11,6 +11,17 @@ def private_cache(tmp_path_factory, monkeypatch):
     return folder
 
 
+@pytest.fixture(scope="module")
+def one_thread():
+    """For runs in this process: other tests need the cores, and small tensors gain nothing from threads."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 # Longest first, so that no process ends up with one of them last.
 LONGEST = ("test_readme.py", "test_faults.py", "test_out_of_memory.py", "test_equality.py", "test_cli.py")
 

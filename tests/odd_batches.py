@@ -17,6 +17,20 @@ FEATURES = 3
 STEP = 16  # samples per optimizer step in the tests that use this
 TABLE = torch.linspace(0.5, 1.5, STEP * FEATURES).reshape(STEP, FEATURES)  # a row per feature vector, not per sample
 
+# A run of them.
+OVERRIDES = (
+    "model=mlp",
+    "~model.depth",
+    "~model.dropout",
+    "model.width=8",
+    "model._target_=odd_batches.Network",
+    "data=digits",
+    "~data.augment",
+    "data._target_=odd_batches.Texts",
+    "task=odd_batches.task",
+    "user_packages=[odd_batches]",
+)
+
 
 class Named(NamedTuple):
     targets: Tensor

@@ -6,6 +6,19 @@ from torch.nn import functional as F
 
 SILENT = -1  # the target of a sample with weight 0
 
+# A run of them.
+OVERRIDES = (
+    "model=mlp",
+    "~model.depth",
+    "~model.dropout",
+    "model.width=8",
+    "model._target_=weighted.Network",
+    "data=digits",
+    "~data.augment",
+    "data._target_=weighted.Vectors",
+    "user_packages=[weighted]",
+)
+
 
 class Vectors:
     """Sample i is a vector, a class, and a weight of about `scale`; those in `silent` weigh nothing."""

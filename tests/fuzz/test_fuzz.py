@@ -8,26 +8,18 @@ cases are the same in every run; a failing one is shrunk and printed.
 import os
 
 import pytest
-import torch
 from hypothesis import HealthCheck, given, seed, settings
 from zoo.harness import leaving
 
 from .cases import Case, Oom, Raise, Stop, cases
 from .check import check
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 CASES = int(os.environ.get("TRAINAPP_FUZZ_CASES", "200"))
 SHARD = 20  # cases in a test
 SEED = 20261122
 PATIENT = settings(max_examples=SHARD, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 PLAIN = {"every.eval": 2, "every.save": 1, "train.max_steps": 4}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.slow

@@ -68,12 +68,6 @@ def without_pictures(monkeypatch):
     monkeypatch.setattr(Tracker, "picture", lambda *_: None)
 
 
-@pytest.fixture(autouse=True, scope="session")
-def few_threads():
-    """The cores are shared with other tests, and small tensors gain nothing from threads."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+@pytest.fixture(autouse=True, scope="module")
+def few_threads(one_thread):
+    """All tests here run in this process."""

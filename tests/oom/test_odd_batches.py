@@ -14,16 +14,7 @@ from .inject import Injector, Recorded
 pytestmark = pytest.mark.usefixtures("without_pictures")
 
 OVERRIDES = (
-    "model=mlp",
-    "~model.depth",
-    "~model.dropout",
-    "model.width=8",
-    "model._target_=odd_batches.Network",
-    "data=digits",
-    "~data.augment",
-    "data._target_=odd_batches.Texts",
-    "task=odd_batches.task",
-    "user_packages=[odd_batches]",
+    *odd_batches.OVERRIDES,
     "train.max_steps=4",
     "every.eval=4",
     "batch.eval_micro_size=12",

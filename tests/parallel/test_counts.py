@@ -2,6 +2,7 @@
 
 import helpers
 import pytest
+import weighted
 
 from . import cells
 from .conftest import TINY, Cell
@@ -10,16 +11,8 @@ from .test_equality import TOLERANCE, assert_same, error
 
 LIMIT = 30.0  # seconds: a rank that waits for a collective that the others do not call would exceed it
 OVERRIDES = (
-    "model=mlp",
-    "~model.depth",
-    "~model.dropout",
-    "model.width=8",
-    "model._target_=weighted.Network",
-    "data=digits",
-    "~data.augment",
-    "data._target_=weighted.Vectors",
+    *weighted.OVERRIDES,
     "+data.scale=0.001",
-    "user_packages=[weighted]",
     "train.max_steps=4",
     "every.eval=2",
     "train.ema=null",

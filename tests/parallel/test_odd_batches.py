@@ -11,16 +11,7 @@ from .conftest import TINY
 from .test_equality import assert_same, slow
 
 OVERRIDES = (
-    "model=mlp",
-    "~model.depth",
-    "~model.dropout",
-    "model.width=8",
-    "model._target_=odd_batches.Network",
-    "data=digits",
-    "~data.augment",
-    "data._target_=odd_batches.Texts",
-    "task=odd_batches.task",
-    "user_packages=[odd_batches]",
+    *odd_batches.OVERRIDES,
     "every.eval=2",
     "batch.eval_micro_size=5",
     "batch.global_size=15",

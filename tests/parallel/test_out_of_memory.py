@@ -185,7 +185,19 @@ EVALUATION = ("every.eval=1", "batch.eval_micro_size=8", "data.val_size=37")
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("operation", [pytest.param(0, marks=pytest.mark.slow), 60, 150, 310])
 def test_evaluation(cell, spread, rank, operation):
-    # From the first operation to one after the last forward; every sample counts once, training is unaffected.
+    # From the first operation to one after a micro-batch's forward.
+    assert_evaluation_recovers(cell, spread, rank, operation)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("operation", range(300, 324))
+def test_evaluation_between_two_forwards(cell, operation):
+    # Every operation: either both ranks have the micro-batch or none has, and none waits for the other.
+    assert_evaluation_recovers(cell, "fsdp", 0, operation)
+
+
+def assert_evaluation_recovers(cell, spread, rank, operation):
+    """Every sample counts once, and training is unaffected."""
     wanted = cell.run(2, f"parallel={spread}", *WHOLE, *EVALUATION)
     records = cell.run(
         2, f"parallel={spread}", *WHOLE, *EVALUATION, faults=[fail_at(rank, 2, "evaluate", operation=operation)]

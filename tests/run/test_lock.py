@@ -253,7 +253,7 @@ ENDLESS = (*TINY_MLP, "train.max_steps=100000", "every.save=20")
 
 @pytest.fixture
 def in_progress(tmp_path):
-    """A run of the real program that has saved a checkpoint and goes on."""
+    """A run of the real program that has saved a checkpoint and continues."""
     run_dir = tmp_path / "run"
     command = [sys.executable, "-m", "trainapp", *ENDLESS, f"hydra.run.dir={run_dir}"]
     run = subprocess.Popen(

@@ -15,16 +15,8 @@ from trainapp.train import evaluate, loop, step
 from trainapp.train.totals import Totals
 
 OVERRIDES = (
-    "model=mlp",
-    "~model.depth",
-    "~model.dropout",
-    "model.width=8",
-    "model._target_=weighted.Network",
-    "data=digits",
-    "~data.augment",
-    "data._target_=weighted.Vectors",
+    *weighted.OVERRIDES,
     "task=weighted.task",
-    "user_packages=[weighted]",
     "batch.micro_size=3",
     "train.ema=null",
     "train.max_steps=8",
@@ -97,14 +89,14 @@ def test_a_norm_in_fp32_would_be_noticed(prepare, monkeypatch):
 def test_sums_do_not_lose_counts_that_have_few_digits(dtype):
     totals = Totals()
     for _ in range(300):
-        totals.add(torch.tensor(1.0, dtype=dtype), torch.tensor(10.0, dtype=dtype), {})
+        totals = totals.plus(torch.tensor(1.0, dtype=dtype), torch.tensor(10.0, dtype=dtype), {})
     assert (float(totals.loss), float(totals.count)) == (300, 3000)
 
 
 def test_a_count_does_not_keep_its_graph():
     weights = torch.ones(3, requires_grad=True)
     totals = Totals()
-    totals.add(weights.sum(), weights.sum(), {"metric": weights.sum()})
+    totals = totals.plus(weights.sum(), weights.sum(), {"metric": weights.sum()})
     assert not any(value.requires_grad for value in (totals.loss, totals.count, *totals.metrics["metric"]))
 
 
@@ -226,7 +218,7 @@ def test_an_evaluation_with_a_negative_count(prepare):
 )
 def test_a_count_that_is_no_number_is_named(count, found):
     with pytest.raises(UserError, match=rf"task: the count must be a number or a scalar tensor, .* but {found}"):
-        Totals().add(torch.tensor(1.0), count, {})
+        Totals().plus(torch.tensor(1.0), count, {})
 
 
 def test_an_objective_that_an_evaluation_does_not_have(prepare):
@@ -241,16 +233,16 @@ def test_an_objective_that_an_evaluation_does_not_have(prepare):
 
 def test_a_metric_is_averaged_over_the_batches_that_have_it():
     totals = Totals()
-    totals.add(torch.tensor(6.0), 2, {"always": torch.tensor(1.0), "first": torch.tensor(1.0)})
-    totals.add(torch.tensor(0.0), 0, {})
-    totals.add(torch.tensor(6.0), 4, {"always": torch.tensor(5.0), "later": torch.tensor(1.0)})
-    totals.add(torch.tensor(9.0), 8, {"always": torch.tensor(8.0), "later": torch.tensor(5.0)}, real=False)
+    totals = totals.plus(torch.tensor(6.0), 2, {"always": torch.tensor(1.0), "first": torch.tensor(1.0)})
+    totals = totals.plus(torch.tensor(0.0), 0, {})
+    totals = totals.plus(torch.tensor(6.0), 4, {"always": torch.tensor(5.0), "later": torch.tensor(1.0)})
+    totals = totals.plus(torch.tensor(9.0), 8, {"always": torch.tensor(8.0), "later": torch.tensor(5.0)}, real=False)
     assert totals.means() == {"loss": 2.0, "always": 1.0, "first": 0.5, "later": 0.25}
 
 
 def test_a_metric_may_be_called_loss():
     totals = Totals()
-    totals.add(torch.tensor(6.0), 2, {"loss": torch.tensor(1.0)})
+    totals = totals.plus(torch.tensor(6.0), 2, {"loss": torch.tensor(1.0)})
     assert totals.means() == {"loss": 0.5}
 
 

@@ -12,16 +12,7 @@ from trainapp.errors import TrainingStopped, UserError
 from trainapp.train import loop
 
 OVERRIDES = (
-    "model=mlp",
-    "~model.depth",
-    "~model.dropout",
-    "model.width=8",
-    "model._target_=odd_batches.Network",
-    "data=digits",
-    "~data.augment",
-    "data._target_=odd_batches.Texts",
-    "task=odd_batches.task",
-    "user_packages=[odd_batches]",
+    *odd_batches.OVERRIDES,
     "train.grad_clip=null",
     "batch.micro_size=8",
     f"batch.global_size={STEP}",

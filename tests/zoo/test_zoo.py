@@ -7,13 +7,7 @@ from . import cells
 from .by_hand import train_by_hand
 from .catalogue import ALL, BATCHES, MODELS, STATEFUL
 
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_the_zoo_is_as_large_as_promised():

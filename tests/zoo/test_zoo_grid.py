@@ -1,11 +1,11 @@
 """Errors at an early and at a late step of each cell. The other phases: tests/oom/test_grid.py, on shipped models."""
 
 import pytest
-import torch
 
 from . import cells
 from .catalogue import ALL
 
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 ERRORS = (
     *((phase, step) for phase in ("forward", "backward") for step in (1, 4)),
     *(("evaluate", step) for step in (2, 4)),
@@ -13,15 +13,6 @@ ERRORS = (
 )
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("phase", "step"), ERRORS)
 @pytest.mark.parametrize("name", ALL)
 def test_an_error_leaves_no_trace(tmp_path, name, phase, step):

@@ -41,7 +41,7 @@ def evaluate(run: Run) -> None:
         stack.enter_context(run.restore_point.undone_on_error(sizes.is_unproven))
         for fetched in run.eval_batches.from_sample(attempt.evaluation.samples, sizes.size, run.ranks):
             for micro in sizes.cut(fetched, run.eval_ranks):
-                evaluate_batch(run, micro, attempt.evaluation)
+                evaluate_batch(run, micro)
     if run.strategy.forward_is_collective:
         run.strategy.finish_accumulation()
         sizes.succeeded(run.ranks, news=True)  # a rank may have seen shapes that are new to others
@@ -74,17 +74,21 @@ def evaluation_mode(roots: Iterable[nn.Module]) -> Iterator[None]:
             module.training = training
 
 
-def evaluate_batch(run: Run, micro: MicroBatch, totals: Totals) -> None:
-    """One evaluation micro-batch. Added to `totals` only when complete."""
-    sizes = run.sizes.evaluation
+def evaluate_batch(run: Run, micro: MicroBatch) -> None:
+    """One evaluation micro-batch. Counted only when complete, and on all ranks or none."""
+    sizes, totals = run.sizes.evaluation, run.attempt.evaluation
+    assert totals is not None, "outside an evaluation"
     watch = run.memory.watch(run.meter.resident(micro.data)) if sizes.needs_watching else contextlib.nullcontext()
     with watch:
         with run.state.precision.autocast:
             loss, count, metrics = run.strategy.evaluate(run.task, micro.data)
         finished = evaluate_metrics(metrics)
     run.restore_point.tensors.note_written()
-    totals.add(loss, count, finished, micro.samples, micro.real)
+    totals = totals.plus(loss, count, finished, micro.samples, micro.real)
+    run.eval_ranks.check_peers()  # the last moment at which a micro-batch can be repeated
+    run.attempt.evaluation = totals
     run.restore_point.take(sizes.is_unproven)
+    run.eval_ranks.check_peers()  # what follows is collective and has no vote
     sizes.succeeded(run.eval_ranks)
 
 

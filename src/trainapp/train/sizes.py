@@ -142,14 +142,19 @@ def initial_sizes(
     elif _is_known(remembered, "micro"):
         sizes.train.load_state_dict(remembered["micro"])
         sizes.origin = "remembered"
-    if _is_valid(hint, "eval_micro"):
-        sizes.evaluation.start = min(sizes.evaluation.start, hint["eval_micro"]["start"])
-        sizes.evaluation.load_state_dict(hint["eval_micro"])
-    elif batch.eval_micro_size == "auto":
-        known = next((source for source in (saved, remembered) if _is_known(source, "eval_micro")), None)
-        if known is not None:
-            sizes.evaluation.load_state_dict(known["eval_micro"])
+    _load_evaluation(sizes.evaluation, hint, () if batch.eval_micro_size != "auto" else (saved, remembered))
     return sizes
+
+
+def _load_evaluation(sizes: MicroBatchSizes, hint: dict[str, Any], others: tuple[dict[str, Any] | None, ...]) -> None:
+    """Continue from `hint`, else from the first of the others that knows sizes of evaluation."""
+    if _is_valid(hint, "eval_micro"):
+        sizes.start = min(sizes.start, hint["eval_micro"]["start"])
+        sizes.load_state_dict(hint["eval_micro"])
+        return
+    known = next((source for source in others if _is_known(source, "eval_micro")), None)
+    if known is not None:
+        sizes.load_state_dict(known["eval_micro"])
 
 
 def _eval_start(config: Config, share: int, eval_share: int) -> int:

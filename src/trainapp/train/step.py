@@ -29,15 +29,15 @@ def accumulate_gradients(run: Run, step: Step) -> Totals:
             watched = run.memory.watching or sizes.train.needs_watching
             watch = run.memory.watch(run.meter.resident(micro.data)) if watched else contextlib.nullcontext()
             with run.strategy.micro_batch(micro.last), watch:
-                backward(run, micro, weight, totals, step.is_logged)
+                totals = backward(run, micro, weight, totals, step.is_logged)
             run.attempt.phase = Phase.DATA
     run.attempt.phase = Phase.GRADIENTS
     run.strategy.finish_accumulation()
     return totals.over(run.ranks)
 
 
-def backward(run: Run, micro: MicroBatch, weight: Tensor, totals: Totals, is_logged: bool) -> None:
-    """Forward, loss and backward of one micro-batch: gradients accumulate in `p.grad`.
+def backward(run: Run, micro: MicroBatch, weight: Tensor, totals: Totals, is_logged: bool) -> Totals:
+    """Forward, loss and backward of one micro-batch: gradients accumulate in `p.grad`. Returns the totals with it.
 
     weight: the scalar that multiplies the loss sum. A dummy micro-batch (`real=False`) keeps this rank in step
     with the others and adds nothing.
@@ -54,7 +54,7 @@ def backward(run: Run, micro: MicroBatch, weight: Tensor, totals: Totals, is_log
     with checked_gradients(run.state.model, loss) if is_first else contextlib.nullcontext():
         precision.scaler.scale(loss).backward(gradient=weight if micro.real else weight * 0)
     run.attempt.phase = Phase.METRIC
-    totals.add(loss.detach(), count, evaluate_metrics(metrics) if is_logged else {}, real=micro.real)
+    return totals.plus(loss.detach(), count, evaluate_metrics(metrics) if is_logged else {}, real=micro.real)
 
 
 def clip_gradients(run: Run, step: Step, totals: Totals) -> Tensor:

@@ -33,13 +33,14 @@ class Totals:
     metrics: dict[str, Metric] = field(default_factory=dict)  # this rank's; `means` adds those of the others
     samples: int = 0
 
-    def add(
+    def plus(
         self, loss: Tensor, count: Number, metrics: Mapping[str, Number], samples: int = 0, real: bool = True
-    ) -> None:
-        """Add a micro-batch; a dummy (`real=False`) adds nothing. Raises UserError for a count that is not a number."""
+    ) -> "Totals":
+        """These and a micro-batch's; a dummy (`real=False`) adds nothing. Raises UserError for a count that is not a
+        number.
+        """
         if not real:
-            return
-        # All together or, when memory runs out in one of the sums, not at all.
+            return self
         new_loss = _summand(loss)
         if isinstance(self.loss, Tensor):  # not for the first: saves an operation per step
             new_loss = self.loss + new_loss
@@ -54,8 +55,7 @@ class Totals:
             # Where all micro-batches so far have the metric, it is the loss's count: that saves an operation each.
             denominator = new_count if denominator is self.count else denominator + count
             added[name] = Metric(total + _summand(value), denominator)
-        self.loss, self.count, self.samples = new_loss, new_count, self.samples + samples
-        self.metrics.update(added)
+        return Totals(new_loss, new_count, self.metrics | added, self.samples + samples)
 
     def over(self, ranks: Ranks) -> "Totals":
         """Loss and count summed over all ranks. One collective, whatever metrics each rank has."""
