@@ -54,7 +54,7 @@ class Case:
     target: float
 
 
-CASES = {"small": Case(256, 100, 60, 0.95), "wide": Case(2048, 50, 10, 0.99)}
+CASES = {"small": Case(256, 100, 60, 0.97), "wide": Case(2048, 50, 10, 0.99)}
 
 
 @dataclass
