@@ -32,6 +32,18 @@ class Net(nn.Module):
         return self.head(self.features(inputs))
 
 
+class Pairs(Net):
+    """Multiplies the features with themselves."""
+
+    def __init__(self, num_classes: int):
+        super().__init__(num_classes)
+        self.pairs = nn.Bilinear(16, 16, num_classes)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        features = self.features(inputs).float()  # torch's bilinear takes nothing else under autocast
+        return self.pairs(features, features)
+
+
 class Frozen(Net):
     def __init__(self, num_classes: int):
         super().__init__(num_classes)

@@ -5,6 +5,7 @@ import torch
 
 from trainapp.config import schema
 from trainapp.optim import precision
+from trainapp.torch_private import DispatchMode
 from trainapp.train import loop
 
 MLP = runs.MODELS["mlp"]
@@ -26,6 +27,27 @@ def test_modes(mode, dtype, scaled):
     with built.autocast:
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == dtype
     assert torch.get_float32_matmul_precision() == ("high" if mode == "tf32" else "highest")
+
+
+class Counting(DispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", ["ours", "torch's"])
+def test_a_transformer_is_evaluated_the_same_while_memory_is_counted(kind):
+    built = precision.build(schema.Precision(mode="bf16"), torch.device("cpu"))
+    autocast = built.autocast if kind == "ours" else torch.autocast("cpu", dtype=torch.bfloat16)
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
+    inputs = torch.randn(1, 6, 16)
+    with torch.no_grad():
+        with autocast:
+            plain = layer(inputs)
+        with Counting(), autocast:
+            counted = layer(inputs)
+    assert torch.equal(plain, counted) == (kind == "ours")  # torch's: the negative control
+    assert torch.backends.mha.get_fastpath_enabled()
 
 
 def stepped(mode, gradient):

@@ -16,6 +16,11 @@ def has_batchnorm(model: nn.Module) -> bool:
     return any(isinstance(module, BatchNorm) for module in model.modules())
 
 
+def bilinear_modules(model: nn.Module) -> list[str]:
+    """The names of modules that multiply two inputs by one weight."""
+    return [name for name, module in model.named_modules() if isinstance(module, nn.Bilinear)]
+
+
 def lazy_modules(model: nn.Module) -> list[str]:
     """The names of modules whose parameters get their shapes from the first forward, such as LazyLinear."""
     lazy: list[tuple[str, Any]] = [(name, m) for name, m in model.named_modules() if isinstance(m, LazyModuleMixin)]

@@ -58,17 +58,35 @@ class Precision:
             forget_unscaling(self.scaler)
 
 
+class _AutocastOnCpu(torch.autocast):
+    """Without the fast path of nn.TransformerEncoder, which torch itself leaves out under autocast on CUDA only.
+
+    It is one operation that calls others inside. Under a dispatch mode, such as the counter of live tensors, autocast
+    does not reach those: an evaluation whose memory is counted would have another result.
+    """
+
+    def __enter__(self) -> Any:
+        self._had_fast_path = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> Any:
+        torch.backends.mha.set_fastpath_enabled(self._had_fast_path)
+        return super().__exit__(*error)
+
+
 def build(settings: schema.Precision, device: torch.device) -> Precision:
     """Also sets torch's global switches for TF32. Raises UserError where the device cannot compute in this mode."""
     torch.set_float32_matmul_precision("high" if settings.mode == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = settings.mode == "tf32"
     dtype = _AUTOCAST.get(settings.mode)
+    autocast = _AutocastOnCpu if device.type == "cpu" else torch.autocast
     if dtype is not None:
         _probe(settings.mode, dtype, device)
     return Precision(
         mode=settings.mode,
         compute_dtype=dtype or torch.float32,
-        autocast=torch.autocast(device.type, dtype=dtype) if dtype else contextlib.nullcontext(),
+        autocast=autocast(device.type, dtype=dtype) if dtype else contextlib.nullcontext(),
         scaler=torch.amp.GradScaler(
             device.type,
             enabled=settings.mode == "fp16",

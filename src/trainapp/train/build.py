@@ -17,6 +17,7 @@ from trainapp.data.sampler import EvalBatches, TrainBatches
 from trainapp.errors import UserError
 from trainapp.memory import backends
 from trainapp.memory.device import DeviceMemory, static_bytes
+from trainapp.models.inspect import bilinear_modules
 from trainapp.models.weights import load_initial_weights
 from trainapp.optim import precision, schedules
 from trainapp.optim.nonfinite import NonFiniteCheck
@@ -31,7 +32,7 @@ from trainapp.train.components import Components, choose_device, load_components
 from trainapp.train.restore_point import RestorePoint
 from trainapp.train.run import Cadences, Objective, Run, run_length
 from trainapp.train.sizes import initial_sizes
-from trainapp.units import bytes_text
+from trainapp.units import bytes_text, listed
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +57,7 @@ def build(config: Config, stop: StopRequest, ranks: Ranks, memory: DeviceMemory 
     if config.model.init_from:
         load_initial_weights(state.model, Path(config.model.init_from), config.model.init_strict)
         state.average.start_at_weights()
+    warn_of_bilinear(state)
     memory = memory or backends.build(config.memory, device)
     memory.keep_events = config.memory.timeline
     require_room(memory, state)
@@ -91,6 +93,19 @@ def build(config: Config, stop: StopRequest, ranks: Ranks, memory: DeviceMemory 
         objective=_objective(config, components.train_data),
         rehearsals=exactness.STEPS if config.train.check_exactness else 0,
     )
+
+
+def warn_of_bilinear(state: TrainState) -> None:
+    """Under autocast on the CPU, torch computes nn.Bilinear in fp32 while a dispatch mode counts live tensors."""
+    names = bilinear_modules(state.model)
+    if names and state.device.type == "cpu" and state.precision.compute_dtype != torch.float32:
+        log.warning(
+            "precision=%s: on the CPU, torch computes nn.Bilinear (%s) in fp32 while memory is measured, else in %s; a "
+            "run and its replay may differ by this rounding. precision=fp32 excludes that",
+            state.precision.mode,
+            listed(names),
+            state.precision.mode,
+        )
 
 
 def owners_of_state(components: Components, model: torch.nn.Module, device: torch.device) -> Stateful:
