@@ -117,6 +117,7 @@ class BatchLoader:
         self._split = next(filter(callable, (getattr(dataset, "split", None), split)), None)
         self.split_works = self._split is None
         self._pinned = device.type == "cuda"
+        self._copy_stream: torch.cuda.Stream | None = None
         self._stream = _Stream()
         self._loader = None
         if workers:
@@ -197,8 +198,12 @@ class BatchLoader:
         return map_tensors(lambda t: t.to(self.device, non_blocking=self._pinned), batch)
 
     def _ahead(self, fetched: Iterator[Any]) -> Iterator[Any]:
-        """Copy the next batch on a stream of its own while the current one is in use."""
-        copy_stream = torch.cuda.Stream(self.device)
+        """Copy the next batch on a stream of its own while the current one is in use.
+
+        One stream for all iterations: cached blocks serve the stream on which they were allocated alone, and a new
+        stream is one of a pool of 32 (torch 2.13, c10/cuda/CUDAStream.cpp), each of which would keep some.
+        """
+        copy_stream = self._copy_stream = self._copy_stream or torch.cuda.Stream(self.device)
 
         def start_copy() -> Any:
             batch = next(fetched, None)

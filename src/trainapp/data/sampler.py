@@ -134,9 +134,13 @@ class TrainBatches:
         progress.samples += self.step_samples(progress)
         progress.epoch, progress.consumed = self.after(progress.epoch, progress.consumed)
 
+    def drop_fetched(self) -> None:
+        """Free the batches that were fetched ahead. The next step fetches the same samples again."""
+        self._open, self._position = iter(()), None
+
     def close(self) -> None:
         """End the worker processes."""
-        self._open, self._position = iter(()), None
+        self.drop_fetched()
         self._source.close()
 
     def after(self, epoch: int, consumed: int) -> tuple[int, int]:

@@ -17,7 +17,8 @@ from trainapp.memory.live_tensors import Events, Kinds, Resident
 from trainapp.parallel.dtensor import local
 from trainapp.torch_private import memory_snapshot, start_memory_history, stop_memory_history
 
-MAX_HISTORY = 200_000  # allocations and frees of one step that are recorded
+MAX_HISTORY = 20_000  # allocations and frees that are recorded, the last ones of a step; some KB of host memory each
+_BEFORE = -1_000_000_000  # the number, in `events`, of what was allocated before the record begins
 
 
 class CudaMemory(DeviceMemory):
@@ -28,38 +29,52 @@ class CudaMemory(DeviceMemory):
         super().__init__(device, settings, total)
         torch.cuda.set_per_process_memory_fraction((self.limit or total) / total, device)
         torch.cuda.reset_peak_memory_stats(device)
+        # The other backends (cudaMallocAsync, pluggable) raise when asked for a history or a snapshot: torch 2.13,
+        # c10/cuda/CUDAMallocAsyncAllocator.cpp.
+        self._has_history = torch.cuda.get_allocator_backend() == "native"
         self._resident: list[tuple[MemoryKind, int, int]] = []  # kind, address, bytes
         self._kind_at: dict[int, MemoryKind] = {}  # by address, of tensors registered inside the block: its batches
         self._snapshot: dict[str, Any] | None = None
 
     @contextlib.contextmanager
     def watch(self, resident: Resident, track_modules: bool = True) -> Iterator[None]:
-        """Records the allocator's history. The cap is enforced inside and outside the block."""
+        """Records the allocator's history, if it keeps one. The cap is enforced inside and outside the block."""
         if self.watching:
             self._kind_at |= {t.data_ptr(): kind for kind, tensors in resident.items() for t in map(local, tensors)}
             yield
             return
-        self.watching, self._kind_at = True, {}
-        start_memory_history(MAX_HISTORY)
+        self.watching, self._kind_at, self._snapshot = True, {}, None
         self._resident = [
             (kind, t.data_ptr(), t.nbytes) for kind, tensors in resident.items() for t in map(local, tensors)
         ]
         try:
-            with self.module_path.watch() if track_modules else contextlib.nullcontext():
+            with self._recording(), self.module_path.watch() if track_modules else contextlib.nullcontext():
                 yield
+        finally:
+            self.watching = False
+
+    @contextlib.contextmanager
+    def _recording(self) -> Iterator[None]:
+        """Record the allocator's history inside the block. Keeps it if the block fails, or for a timeline."""
+        if not self._has_history:
+            yield
+            return
+        start_memory_history(MAX_HISTORY)
+        try:
+            yield
             if self.keep_events:
                 self._snapshot = memory_snapshot(self.device)
         except BaseException:
             self._snapshot = memory_snapshot(self.device)
             raise
         finally:
-            self.watching = False
             stop_memory_history()
 
     def events(self, gradients: Iterable[Tensor]) -> tuple[Events, Kinds]:
         """From the allocator's history of the last watched block that failed, or was recorded for a timeline.
 
-        Resident tensors come first, as one allocation per kind with a negative number.
+        Resident tensors come first, as one allocation per kind with a negative number. Where the record holds only the
+        last part of the block, what was allocated before it comes next, as one allocation of activations.
         """
         if self._snapshot is None:
             return [], {}
@@ -71,8 +86,9 @@ class CudaMemory(DeviceMemory):
         kinds = {-1 - i: kind for i, kind in enumerate(totals)}
         resident_at = {address: kind for kind, address, _ in self._resident}
         number_at: dict[int, int] = {}
-        for number, entry in enumerate(self._snapshot["device_traces"][self.device.index or 0]):
-            address = entry["addr"]
+        trace = self._snapshot["device_traces"][self.device.index or 0]
+        for number, entry in enumerate(trace):
+            address = entry.get("addr")  # the entry of a failed allocation has none
             if entry["action"] == "alloc":
                 number_at[address] = number
                 kinds[number] = kind_at.get(address, MemoryKind.ACTIVATIONS)
@@ -82,6 +98,11 @@ class CudaMemory(DeviceMemory):
                 if freed is None:  # allocated before the block
                     freed, kinds[number] = number, resident_at.get(address, MemoryKind.ACTIVATIONS)
                 events.append((freed, -entry["size"]))
+        if len(trace) >= MAX_HISTORY:
+            earlier = _allocated(self._snapshot, self.device.index or 0) - sum(size for _, size in events)
+            if earlier > 0:
+                events.insert(len(totals), (_BEFORE, earlier))
+                kinds[_BEFORE] = MemoryKind.ACTIVATIONS
         return events, kinds
 
     def dump(self, path: Path) -> bool:
@@ -91,6 +112,10 @@ class CudaMemory(DeviceMemory):
         with path.open("wb") as file:
             pickle.dump(self._snapshot, file)
         return True
+
+    def forget_record(self) -> None:
+        """Free the snapshot, which holds a Python stack for each of its entries."""
+        self._snapshot = None
 
     def unused_cache(self) -> int:
         """Bytes reserved but not allocated."""
@@ -111,8 +136,23 @@ class CudaMemory(DeviceMemory):
         """Bytes allocated now."""
         return torch.cuda.memory_allocated(self.device)
 
+    def synchronize(self) -> None:
+        """Wait for all streams of the device."""
+        torch.cuda.synchronize(self.device)
+
     def release(self) -> None:
         """Free reference cycles, then the allocator's cache."""
         self.peak = max(self.peak, torch.cuda.max_memory_allocated(self.device))
         gc.collect()
         torch.cuda.empty_cache()
+
+
+def _allocated(snapshot: dict[str, Any], device: int) -> int:
+    """Bytes in use on the device when the snapshot was taken, as they were requested."""
+    return sum(
+        block["requested_size"]
+        for segment in snapshot["segments"]
+        if segment["device"] == device
+        for block in segment["blocks"]
+        if block["state"] == "active_allocated"
+    )

@@ -88,6 +88,12 @@ class DeviceMemory:
         """Write the allocator's own record of the last watched block. False where there is none."""
         return False
 
+    def forget_record(self) -> None:
+        """Free what `events` and `dump` read, once they are no longer needed."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all that was asked of it. Raises errors that have not surfaced yet."""
+
     def unused_cache(self) -> int:
         """Bytes that the allocator holds in its cache. Releasing them may be all that a retry needs."""
         return 0

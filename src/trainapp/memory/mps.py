@@ -26,6 +26,10 @@ class MpsMemory(DeviceMemory):
         """Bytes allocated now."""
         return torch.mps.current_allocated_memory()
 
+    def synchronize(self) -> None:
+        """Wait for all streams of the device."""
+        torch.mps.synchronize()
+
     def release(self) -> None:
         """Free reference cycles, then the allocator's cache."""
         gc.collect()

@@ -45,6 +45,7 @@ class Incident:
     action: str = ""
     seconds_lost: float = 0.0
     unused_cache: int = 0
+    by_allocator: bool = True  # torch's allocator refused it, not a library or the driver
     alone: bool = False  # no other rank waits for this one, so none needs to be told
     by_peer: bool = False  # another rank ran out of memory, not this one
     culprits: list[tuple[int, str]] = field(default_factory=list)  # (rank, message) of the ranks that ran out
@@ -97,6 +98,7 @@ def describe(run: Run, error: BaseException) -> Incident:
         parts=parts,
         trace=traceback.format_exc(),
         unused_cache=memory.unused_cache(),
+        by_allocator=isinstance(error, torch.OutOfMemoryError) or requested_bytes(str(error)) is not None,
         rank=run.ranks.rank,
         alone=run.ranks.world == 1 or (phase is Phase.EVALUATE and not run.strategy.forward_is_collective),
         by_peer=isinstance(error, PeerOutOfMemory),

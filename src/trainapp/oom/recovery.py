@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from trainapp import strict_json
+from trainapp.data.micro_batch_sizes import MicroBatchSizes
 from trainapp.data.size_search import Failure
 from trainapp.errors import TrainingStopped
 from trainapp.files import atomic_write
@@ -16,6 +17,7 @@ from trainapp.memory.kinds import MemoryKind
 from trainapp.memory.timeline import Picture
 from trainapp.oom import incident
 from trainapp.oom.advice import memory_report
+from trainapp.oom.errors import is_device_lost, is_out_of_memory
 from trainapp.oom.incident import Incident
 from trainapp.parallel.ranks import OUT_OF_MEMORY_EXIT, Ranks, SingleRank
 from trainapp.train.phase import Phase
@@ -25,6 +27,33 @@ from trainapp.units import listed
 
 RESTART = "restart.json"
 log = logging.getLogger(__name__)
+
+
+def require_device(run: Run, error: Exception) -> None:
+    """Raises TrainingStopped, from `error`, where it means that this process has lost its device. With several ranks the
+    launcher restarts all of them.
+    """
+    if run.ranks.world == 1 and is_device_lost(error):
+        raise TrainingStopped(
+            f"the device is lost for this process ({str(error).strip().splitlines()[0]}): only a new one can use "
+            f"it; continue from the last checkpoint with\n  {run.config.command}"
+        ) from error
+
+
+def wait_for_device(run: Run) -> None:
+    """Wait until the device has finished what the failed attempt has asked of it.
+
+    Call while the error is handled, so that the attempt's tensors still exist: freed memory may be used again although
+    another stream still works on it. An error that surfaces only here ends the run, unless it is out of memory too:
+    then the recovery that has begun covers it.
+    """
+    try:
+        run.memory.synchronize()
+    except Exception as error:
+        require_device(run, error)
+        if not is_out_of_memory(error):
+            raise
+        log.warning("while waiting for the device after it had run out of memory: %s", str(error).strip())
 
 
 def abort_on_all_ranks(run: Run, failure: Incident) -> None:
@@ -68,17 +97,18 @@ def find_lost_writes(run: Run, failure: Incident) -> None:
 def change_size(run: Run, failure: Incident) -> None:
     """Choose the size of the next attempt. Raises TrainingStopped when no smaller one can fit.
 
-    Retries the same size once where releasing the allocator's cache may be enough (cuBLAS and cuDNN allocate
-    outside it), and for work that has no size; otherwise follows the search.
+    Retries the same size where giving back the allocator's cache may be enough, and for work that has no size, once per
+    step and size; otherwise follows the search.
     """
     sizes = run.sizes.evaluation if failure.evaluating else run.sizes.train
     has_size = failure.phase.depends_on_size
     failure.old_size = failure.new_size = sizes.size_at_work
-    attempt = (failure.step, failure.phase, failure.old_size)
-    may_fit = not has_size or failure.by_peer or failure.unused_cache > (failure.requested or 0)
+    # Without the phase where the size counts: two phases that fail in turn would be retried for ever.
+    attempt = (failure.step, failure.evaluating if has_size else failure.phase, failure.old_size)
+    may_fit = not has_size or failure.by_peer or _may_fit_without_cache(failure, sizes)
     ranks = SingleRank() if failure.alone else run.ranks
-    if ranks.all_reduce_min(int(may_fit and run.attempt.retried != attempt)):  # ranks may be in different phases
-        run.attempt.retried = attempt
+    if ranks.all_reduce_min(int(may_fit and attempt not in run.attempt.retried)):  # ranks may be in different phases
+        run.attempt.retried = {tried for tried in run.attempt.retried if tried[0] == failure.step} | {attempt}
         failure.action = f"micro-batch {failure.old_size} again, after giving back the allocator's unused cache"
         return
     changed = sizes.failed(ranks, not failure.by_peer, _outcome(run, failure)) if has_size else None
@@ -95,6 +125,16 @@ def change_size(run: Run, failure: Incident) -> None:
         run.set_global_size(smaller)
 
 
+def _may_fit_without_cache(failure: Incident, sizes: MicroBatchSizes) -> bool:
+    """Whether the same size may fit once the allocator's cache has been given back.
+
+    The allocator empties its cache by itself before it raises (torch 2.13, c10/cuda/CUDACachingAllocator.cpp). So the
+    size must have fitted before, and memory be fragmented, or the error be that of a library that allocates for itself.
+    """
+    has_cache = failure.unused_cache > (failure.requested or 0)
+    return has_cache and (not failure.by_allocator or sizes.is_proven(sizes.current_bucket or 0))
+
+
 def _outcome(run: Run, failure: Incident) -> Failure:
     """What the search may learn from the failure. Gradients may not have existed yet, so they do not count as fixed."""
     fixed = sum(size for kind, size in run.meter.static.items() if kind is not MemoryKind.GRADIENTS)
@@ -108,7 +148,12 @@ def record(run: Run, failure: Incident) -> None:
     if failure.by_peer:
         ranks = ", ".join(str(rank) for rank, _ in failure.culprits)
         log.warning("rank %s ran out of memory at step %d: %s", ranks, failure.step, failure.action)
-        return
+    else:
+        _write_record(run, failure)
+    run.memory.forget_record()
+
+
+def _write_record(run: Run, failure: Incident) -> None:
     prefix = f"rank {failure.rank}: " if run.ranks.world > 1 else ""
     log.warning("%s%s", prefix, incident.one_line(failure))
     folder, number = run.tracker.run_dir / "oom", run.sizes.oom_restarts

@@ -1,6 +1,7 @@
 """DDP: a full copy of the model on every rank, gradients summed in buckets."""
 
 import contextlib
+import gc
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -91,7 +92,10 @@ class DDP(SingleDevice):
         """Rewraps the model: about 3 ms for a toy model, once per failure."""
         super().abort_step()
         self.model.zero_grad(set_to_none=True)
-        del self.forward  # before the new wrapper allocates its buckets
+        # The new wrapper's buckets are as large as the gradients: before they are allocated, free the old ones and what
+        # the failed step has left in reference cycles. Costs some 0.03 s.
+        del self.forward
+        gc.collect()
         self._wrap()
 
     def broadcast_buffers(self) -> None:

@@ -14,11 +14,11 @@ from trainapp.checkpoint import checkpointer
 from trainapp.checkpoint.directory import CheckpointDirectory, resolve
 from trainapp.checkpoint.manifest import read_manifest
 from trainapp.config.schema import Config
-from trainapp.errors import TrainingStopped, UserError
+from trainapp.errors import UserError
 from trainapp.memory import host_guard
 from trainapp.memory.device import DeviceMemory
 from trainapp.oom import hints, incident, recovery
-from trainapp.oom.errors import is_device_lost, is_out_of_memory
+from trainapp.oom.errors import is_out_of_memory
 from trainapp.oom.incident import Incident
 from trainapp.optim.optimizers import lean_optimizer
 from trainapp.parallel.ranks import Ranks, SingleRank
@@ -201,13 +201,10 @@ def attempt(run: Run) -> Incident | None:
     try:
         work(run)
     except Exception as error:
-        if run.ranks.world == 1 and is_device_lost(error):  # with several ranks the launcher restarts all of them
-            raise TrainingStopped(
-                f"the device is lost for this process ({str(error).strip().splitlines()[0]}): only a new one can use "
-                f"it; continue from the last checkpoint with\n  {run.config.command}"
-            ) from error
+        recovery.require_device(run, error)
         if not run.config.oom.enabled or run.attempt.phase is Phase.SAVE or not is_out_of_memory(error):
             raise
+        recovery.wait_for_device(run)  # while the traceback keeps the failed tensors
         failure = incident.describe(run, error)  # plain values: the traceback keeps every failed tensor alive
     else:
         return None

@@ -100,6 +100,7 @@ def draw_timeline(run: Run) -> None:
     run.attempt.phase = Phase.LOG
     step, started = run.state.progress.step, time.monotonic()
     events, kinds = run.memory.events(run.meter.gradients())
+    run.memory.forget_record()
     if events:
         path = run.tracker.run_dir / "memory_timeline.png"
         title = f"memory of step {step}, micro-batch {run.sizes.train.size}"

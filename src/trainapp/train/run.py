@@ -78,7 +78,7 @@ class Attempt:
 
     phase: Phase = Phase.START
     started: float = 0.0  # time.monotonic()
-    retried: tuple | None = None  # the attempt last retried at the same size
+    retried: set[tuple] = field(default_factory=set)  # what was retried at the same size in the present step
     evaluation: Totals | None = None  # totals so far of an evaluation in progress
 
 

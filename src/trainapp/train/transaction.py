@@ -51,10 +51,15 @@ def check_exactness(run: Run, step: Step) -> None:
 def rollback(run: Run, phase: Phase, other_ranks_wait: bool) -> None:
     """Return to where `phase` can be retried: to the start of the step, or to the end of the one before.
 
-    Drops gradients and releases memory. After a commit the rest stays: evaluation restores itself what it had begun.
-    Call outside `except`, whose traceback keeps tensors alive.
-    other_ranks_wait: whether the ranks were in the step together; then all of them call this.
+    Drops gradients and batches fetched ahead, and releases memory. After a commit the rest stays: evaluation restores
+    itself what it had begun. Call outside `except`, whose traceback keeps tensors alive.
+    other_ranks_wait: whether the ranks were in the step together; then all of them call this. Raises errors of the
+    device that surface only here.
     """
+    # Before anything is freed: emptying the cache unmaps expandable segments, and `record_stream` does not cover what
+    # FSDP2 gathers on one stream and uses on another.
+    run.memory.synchronize()
+    run.batches.drop_fetched()
     if other_ranks_wait:
         run.strategy.abort_step()
     run.state.optimizer.zero_grad(set_to_none=True)
