@@ -41,7 +41,7 @@ def job(composed: DictConfig) -> float | None:
             config = compose.from_hydra(composed, run_dir, command_line.resume_command(hydra_config, run_dir))
             from trainapp.launch import launch  # late: it imports torch
 
-            return launch.launch(config)
+            return launch.launch(config, is_sweep)
     except Exception as error:
         if is_sweep:
             _log_failure(error)

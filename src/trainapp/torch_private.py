@@ -1,13 +1,12 @@
-"""Every private, underscored or undocumented part of torch that the program uses, each with its reason.
+"""Every private, underscored or undocumented part of torch that the program uses, each with its reason; those of its
+elastic launcher are in `torch_elastic.py`.
 
 Used on torch 2.11 and 2.13; `tests/test_torch_private.py` tests each of them and fails when torch changes one.
 Functions on the hot path are bound rather than wrapped, so that a name here costs nothing there.
 """
 
-import contextlib
-import importlib
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -217,32 +216,6 @@ def stop_memory_history() -> None:
 def memory_snapshot(device: torch.device) -> dict[str, Any]:
     """The allocator's segments and its record since `start_memory_history`, as pytorch.org/memory_viz reads them."""
     return torch.cuda.memory._snapshot(device)
-
-
-# --- torch.distributed.elastic
-
-
-@contextlib.contextmanager
-def asked_before_restarts(may_restart: Callable[[list[int]], bool]) -> Iterator[None]:
-    """Inside the block, elastic's launcher asks before it restarts failed workers. It can only count restarts.
-
-    may_restart: called with the ranks of this node's workers, once for each time that one of them failed.
-    """
-    api: Any = importlib.import_module("torch.distributed.launcher.api")  # late: one process does not need it
-    standard = api.LocalElasticAgent
-
-    class Agent(standard):  # type: ignore[misc, valid-type]
-        def _monitor_workers(self, worker_group: Any) -> Any:
-            result = super()._monitor_workers(worker_group)
-            if result.is_failed() and not may_restart([worker.global_rank for worker in worker_group.workers]):
-                self._remaining_restarts = 0
-            return result
-
-    api.LocalElasticAgent = Agent
-    try:
-        yield
-    finally:
-        api.LocalElasticAgent = standard
 
 
 # --- TensorBoard

@@ -12,8 +12,8 @@ import runs
 import torch
 
 from trainapp.errors import UserError
-from trainapp.oom import recovery
-from trainapp.oom.recovery import RESTART
+from trainapp.oom import handover
+from trainapp.oom.handover import RESTART
 from trainapp.parallel.ranks import SingleRank
 from trainapp.run import runner
 from trainapp.run.result import as_schedule, result_of, write
@@ -294,7 +294,7 @@ def test_the_hint_of_a_restart_is_used_once(tmp_path, monkeypatch):
 @pytest.mark.parametrize("text", ["", "{", "[]", "7", "[" * 100_000, '{"oom_restarts": NaN}', '{"oom_restarts": true}'])
 def test_a_hint_that_cannot_be_read(tmp_path, monkeypatch, text):
     (tmp_path / RESTART).write_text(text)
-    hint = recovery.take_hint(tmp_path, True, SingleRank())
+    hint = handover.take(tmp_path, True, SingleRank())
     sizes = Sizes(None, None)
     sizes.continue_history(None, hint)
     assert sizes.oom_restarts == 0

@@ -225,7 +225,7 @@ class MicroBatchSizes:
             fails, ended = None, True
         size = max(self.smallest, min(size, self.start))
         search = SizeSearch(size, self.clean_steps, self.grow, smallest=self.smallest)
-        search.works, search.fails, search.search_has_ended = min(works, size), fails, ended
+        search.works, search.fails, search.search_has_ended = min(works, size), fails, ended or not self.grow
         return search
 
 

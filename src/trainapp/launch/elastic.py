@@ -16,8 +16,9 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from trainapp.config.schema import Config
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.launch.worker import Outcome, run_worker, take_error
+from trainapp.oom import handover
 from trainapp.signals import StopRequest, pass_on
-from trainapp.torch_private import asked_before_restarts
+from trainapp.torch_elastic import Restart, asked_before_restarts
 
 SIGNALS = (*StopRequest.NAMES, "SIGHUP", "SIGQUIT")  # forwarded to the workers
 log = logging.getLogger(__name__)
@@ -27,7 +28,7 @@ def run_workers(config: Config) -> Outcome:
     """Run the workers of this node until they end.
 
     Raises UserError for settings that conflict or do not suit this machine, and TrainingStopped when a worker failed
-    more than `parallel.max_restarts` times, or twice with the same error at the same step.
+    more than `parallel.max_restarts` times (see `Failures`), or twice with the same error at the same step.
     """
     settings = config.parallel
     if settings.nodes > 1 and not (settings.endpoint and settings.run_id):
@@ -61,7 +62,7 @@ def run_workers(config: Config) -> Outcome:
     handlers = {number: signal.getsignal(number) for number in (getattr(signal, name) for name in SIGNALS)}
     failures = Failures(Path(config.run_dir))
     try:
-        with asked_before_restarts(failures.may_restart):
+        with asked_before_restarts(failures.decide):
             outcomes: dict[int, Outcome] = elastic_launch(launch, run_worker)(config)
     except SignalException as error:
         pass_on(error.sigval, handlers[error.sigval])
@@ -75,8 +76,8 @@ def run_workers(config: Config) -> Outcome:
                 f"{failures.repeated}; {log_place}"
             ) from None
         raise TrainingStopped(
-            f"rank {rank} failed (exit code {failure.exitcode}) after {failures.count - 1} restarts: "
-            f"{_reason(failure)}; {log_place}"
+            f"rank {rank} failed (exit code {failure.exitcode}) after {failures.count - 1} restarts"
+            f"{failures.restarts_for_memory}: {_reason(failure)}; {log_place}"
         ) from None
     ended = list(outcomes.values())
     return next((outcome for outcome in ended if outcome.error or outcome.exit_code), ended[0])
@@ -85,20 +86,35 @@ def run_workers(config: Config) -> Outcome:
 class Failures:
     """How often workers of this node failed, and whether the last was a repeated error at the same step.
 
-    What a restart cannot cure would otherwise cost `parallel.max_restarts` times the way back to the checkpoint.
+    What a restart cannot cure would otherwise cost `parallel.max_restarts` times the way back to the checkpoint. A
+    restart with a smaller micro-batch is not counted: a search for the size may need many, and ends by itself at 1.
     """
 
     def __init__(self, run_dir: Path):
         self.run_dir, self.count = run_dir, 0
         self.repeated: str | None = None  # the repeated error
         self._before: set[str] = set()
+        self._for_memory = self._recoveries = 0
 
-    def may_restart(self, ranks: list[int]) -> bool:
+    def decide(self, ranks: list[int]) -> Restart:
         """Called after each failure, before the workers are restarted."""
-        self.count += 1
         errors = {error for rank in ranks if (error := take_error(self.run_dir, rank)) is not None}
         self.repeated, self._before = min(errors & self._before, default=None), errors
-        return self.repeated is None
+        if self.repeated is not None:
+            return Restart.REFUSED
+        # Only a higher count: sizes that do not reach the restarted workers, on another node's disk, would come again.
+        recoveries = handover.recoveries(self.run_dir)
+        if recoveries > self._recoveries:
+            self._recoveries = recoveries
+            self._for_memory += 1
+            return Restart.FREE
+        self.count += 1
+        return Restart.COUNTED
+
+    @property
+    def restarts_for_memory(self) -> str:
+        """For a message: the restarts that are not in `count`, if any."""
+        return f", besides {self._for_memory} with a smaller micro-batch" if self._for_memory else ""
 
 
 def _reason(failure: ProcessFailure) -> str:

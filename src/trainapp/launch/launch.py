@@ -8,17 +8,19 @@ from trainapp.launch import environment
 from trainapp.memory import host_guard
 
 
-def launch(config: Config) -> float | None:
+# torch 2.13 reads the first of these that is set, while it is imported: c10/cuda/CUDAAllocatorConfig.h. (The second
+# only in a build for ROCm.)
+ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+
+
+def launch(config: Config, is_sweep: bool = False) -> float | None:
     """Train, evaluate or export as `config` says, with as many processes as it asks for. Returns the objective.
 
     The run takes place in this process (parallel=single), in workers that this process starts, or, where torchrun,
-    srun or submitit started this process as one of several, in it as one of the ranks. Raises UserError for mistakes
-    and SystemExit when a signal ended the run.
+    srun or submitit started this process as one of several, in it as one of the ranks. is_sweep: see
+    `prepare_process`. Raises UserError for mistakes and SystemExit when a signal ended the run.
     """
-    host_guard.prepare_allocator()
-    if config.memory.expandable_segments:
-        # Read once, when CUDA starts. A value that the user has set wins.
-        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    prepare_process(config, is_sweep)
     if config.parallel.strategy == "single":
         if environment.is_one_of_many_ranks():
             raise UserError(
@@ -42,3 +44,18 @@ def launch(config: Config) -> float | None:
     if outcome.exit_code:
         raise SystemExit(outcome.exit_code)
     return outcome.objective
+
+
+def prepare_process(config: Config, is_sweep: bool) -> None:
+    """Set what malloc, torch and cuBLAS read once per process. Call before torch is imported. What the user has set wins.
+
+    is_sweep: whether other jobs may follow in this process.
+    """
+    host_guard.prepare_allocator()
+    if config.memory.expandable_segments and not any(name in os.environ for name in ALLOCATOR_SETTINGS):
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    # The process's first matmul on CUDA decides whether matmuls are deterministic: torch keeps what it has found then
+    # (2.13, aten/src/ATen/Context.cpp), and would refuse them in a later job of the sweep that asks for it. Not for
+    # every run, since it costs two workspaces 24 MiB each on GPUs before Hopper.
+    if config.train.deterministic or is_sweep:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

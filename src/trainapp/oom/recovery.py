@@ -1,31 +1,25 @@
 """After an out-of-memory error: all ranks leave the step, it is rolled back, the size changes, it is recorded."""
 
-import contextlib
-import json
 import logging
 import os
 import time
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from trainapp import strict_json
 from trainapp.data.micro_batch_sizes import MicroBatchSizes
 from trainapp.data.size_search import Failure
 from trainapp.errors import TrainingStopped
-from trainapp.files import atomic_write
 from trainapp.memory.kinds import MemoryKind
 from trainapp.memory.timeline import Picture
-from trainapp.oom import incident
+from trainapp.oom import handover, incident
 from trainapp.oom.advice import memory_report
 from trainapp.oom.errors import is_device_lost, is_out_of_memory
 from trainapp.oom.incident import Incident
-from trainapp.parallel.ranks import OUT_OF_MEMORY_EXIT, Ranks, SingleRank
+from trainapp.parallel.ranks import OUT_OF_MEMORY_EXIT, SingleRank
 from trainapp.train.phase import Phase
 from trainapp.train.run import Run
 from trainapp.train.transaction import rollback
 from trainapp.units import listed
 
-RESTART = "restart.json"
 log = logging.getLogger(__name__)
 
 
@@ -197,25 +191,9 @@ def leave_for_restart(run: Run, failure: Incident) -> NoReturn:
         "oom_restarts": run.sizes.oom_restarts,
     }
     try:
-        with atomic_write(run_dir / RESTART) as file:
-            file.write(strict_json.dumps(hint))
+        handover.leave(run_dir, hint)
         incident.write(failure, run_dir / "oom", run.sizes.oom_restarts, run.ranks.world)
     except OSError as error:  # the restart matters more than its record
         log.warning("the incident's record could not be written: %s", error)
     logging.shutdown()
     os._exit(OUT_OF_MEMORY_EXIT)
-
-
-def take_hint(run_dir: Path, has_restarted: bool, ranks: Ranks) -> dict[str, Any] | None:
-    """The sizes that `leave_for_restart` left, once: the file is removed. None if there are none, or unreadable ones.
-
-    Collective: rank 0 reads for all. has_restarted: False only removes what an earlier start has left.
-    """
-    hint = None
-    if ranks.is_rank_zero:
-        with contextlib.suppress(OSError, ValueError, RecursionError):
-            hint = json.loads((run_dir / RESTART).read_text())
-        with contextlib.suppress(OSError):
-            (run_dir / RESTART).unlink(missing_ok=True)
-    hint = ranks.all_gather_object(hint)[0]
-    return hint if has_restarted and isinstance(hint, dict) else None

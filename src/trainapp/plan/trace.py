@@ -40,7 +40,12 @@ from trainapp.train.sizes import Sizes
 
 
 def traced_peak(run: Run, samples: int, **settings: Any) -> int:
-    """Peak bytes of a step of `run` with micro-batches of `samples` and the given sections of settings.
+    """Peak bytes of a step of `run` with micro-batches of `samples` and the given sections of settings."""
+    return traced_step(run, samples, **settings).memory.peak
+
+
+def traced_step(run: Run, samples: int, **settings: Any) -> Run:
+    """A twin of `run` after a step with micro-batches of `samples` and the given sections of settings.
 
     For one rank with the whole model. settings: such as `precision=Precision(mode="bf16")`. Raises whatever the
     model raises on tensors without data: not every model can be traced.
@@ -71,7 +76,7 @@ def traced_peak(run: Run, samples: int, **settings: Any) -> int:
             )
             twin = _run_of(config, assembled, batches)
             train_step(twin)
-    return twin.memory.peak
+    return twin
 
 
 class MadeUpValues(DispatchMode):

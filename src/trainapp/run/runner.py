@@ -17,11 +17,12 @@ from trainapp.config.schema import Config
 from trainapp.errors import UserError
 from trainapp.memory import host_guard
 from trainapp.memory.device import DeviceMemory
-from trainapp.oom import hints, incident, recovery
+from trainapp.oom import handover, hints, incident, recovery
 from trainapp.oom.errors import is_out_of_memory
 from trainapp.oom.incident import Incident
 from trainapp.optim.optimizers import lean_optimizer
 from trainapp.parallel.ranks import Ranks, SingleRank
+from trainapp.plan import first_size
 from trainapp.run import changed_data, export, restarts
 from trainapp.run.result import RunResult, result_of
 from trainapp.run.summary import opening_line, report
@@ -117,7 +118,7 @@ def prepare(config: Config, stop: StopRequest, ranks: Ranks, carried: CarriedOve
     saved = restore(run, path) if path is not None else None
     hint = carried.hint if carried else None
     if hint is None and config.mode == "train":
-        hint = recovery.take_hint(Path(config.run_dir), has_restarted, ranks)
+        hint = handover.take(Path(config.run_dir), has_restarted, ranks)
     run.sizes = initial_sizes(
         config,
         ranks.world,
@@ -125,11 +126,16 @@ def prepare(config: Config, stop: StopRequest, ranks: Ranks, carried: CarriedOve
         build.eval_samples(run.eval_batches),
         smallest=build.smallest_micro_batch(run.state.model),
         attempts=run.state.progress.step + run.state.progress.skipped,
+        retries_in_place=run.retries_in_place,
         hint=hint,
         saved=saved if saved and saved["budget"] == run.memory.budget else None,
         remembered=hints.recall(run) if config.oom.enabled else None,
     )
     run.sizes.continue_history(saved, hint)
+    if run.sizes.origin == "share" and config.mode == "train" and config.oom.enabled and not run.retries_in_place:
+        planned = first_size.planned_size(run, run.sizes.train.start)
+        if planned is not None:
+            run.sizes.begin_at(planned)
     if run.sizes.origin == "remembered":
         log.info(
             "micro-batch %d, as an earlier run of this configuration found (oom.remember=clear forgets it)",

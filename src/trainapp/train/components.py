@@ -2,7 +2,6 @@
 
 import inspect
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -82,8 +81,6 @@ def set_global_switches(config: Config, device: torch.device) -> None:
     torch.autograd.set_detect_anomaly(config.train.detect_anomaly)
     if device.type == "cuda":
         torch.backends.cudnn.benchmark = not config.train.deterministic
-        if config.train.deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def _locate_all(config: Config) -> dict[str, Any]:

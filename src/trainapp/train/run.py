@@ -146,6 +146,12 @@ class Run:
         """The ranks that evaluate together: all of them, or this one alone."""
         return self.ranks if self.strategy.forward_is_collective else SingleRank()
 
+    @property
+    def retries_in_place(self) -> bool:
+        """Whether a step that runs out of memory is retried by these processes. Otherwise all workers restart."""
+        recovers = self.strategy.recovers_in_place and self.config.parallel.vote_on_oom != "never"
+        return recovers or self.ranks.world == 1
+
     def flags(self) -> Flags:
         """What this rank sends to the others once per step."""
         return Flags(self.stop.signal or 0, self.checkpointer.busy, self.sizes.train.has_news)

@@ -28,6 +28,13 @@ class Sizes:
     oom_restarts: int = 0
     origin: str = "share"  # what decided the training size: see `initial_sizes`
 
+    def begin_at(self, planned: int) -> None:
+        """Begin with a size that a plan expects to fit, and evaluate with twice as much at most."""
+        self.train.start = max(self.train.smallest, min(planned, self.train.start))
+        if not self.evaluation.searches:
+            self.evaluation.start = min(2 * planned, self.evaluation.start)
+        self.origin = "planned"
+
     def follow_schedule(self, attempt: int) -> None:
         """Apply the schedule's entry for this attempt, if any."""
         if attempt in self.schedule:
@@ -90,6 +97,7 @@ def initial_sizes(
     *,
     smallest: int = 1,
     attempts: int = 0,
+    retries_in_place: bool = True,
     hint: dict[str, Any] | None = None,
     saved: dict[str, Any] | None = None,
     remembered: dict[str, Any] | None = None,
@@ -101,14 +109,16 @@ def initial_sizes(
     3. `batch.micro_size=N` or `accumulation.steps=N`.
     4. `saved`: the checkpoint's, found in the same amount of memory (the caller passes None otherwise).
     5. `remembered`: where an earlier run of the same configuration ended.
-    6. This rank's share of the global batch.
+    6. What is expected to fit, where a size that fails costs a restart of all workers: see `Sizes.begin_at`.
+    7. This rank's share of the global batch.
 
     For evaluation: `hint`, `batch.eval_micro_size=N`, `saved`, `remembered`, twice this rank's share (without gradients
     more fits).
 
     global_size: samples per optimizer step over all ranks. eval_samples: the same of an evaluation. attempts: finished
-    steps, skipped ones included. smallest: some models cannot train on single samples. hint, saved, remembered: as
-    `Sizes.state_dict` returns them, `hint` may have only one of the two; damaged ones are ignored.
+    steps, skipped ones included. smallest: some models cannot train on single samples. retries_in_place: whether a size
+    that fails costs one retried step; where it costs a restart of all workers, no larger size is tried. hint, saved,
+    remembered: as `Sizes.state_dict` returns them, `hint` may have only one of the two; damaged ones are ignored.
     """
     batch, parts, hint = config.batch, config.accumulation.steps, hint or {}
     start = share = -(-global_size // world)
@@ -117,6 +127,7 @@ def initial_sizes(
     elif batch.micro_size != "auto":
         start = min(batch.micro_size, share)
     grows = config.oom.grow and config.oom.keep_global_batch and batch.micro_schedule is None and parts == "auto"
+    grows = grows and retries_in_place
     sizes = Sizes(
         train=MicroBatchSizes(start, config.oom.clean_steps, grow=grows, smallest=smallest),
         evaluation=MicroBatchSizes(

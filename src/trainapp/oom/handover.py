@@ -1,0 +1,45 @@
+"""What a worker that ran out of memory leaves for the restarted ones, in a file of the run directory."""
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+from trainapp import strict_json
+from trainapp.files import atomic_write
+from trainapp.parallel.ranks import Ranks
+
+RESTART = "restart.json"
+
+
+def leave(run_dir: Path, hint: dict[str, Any]) -> None:
+    """Leave sizes and the number of recoveries so far, `oom_restarts`. Raises OSError where they cannot be written."""
+    with atomic_write(run_dir / RESTART) as file:
+        file.write(strict_json.dumps(hint))
+
+
+def take(run_dir: Path, has_restarted: bool, ranks: Ranks) -> dict[str, Any] | None:
+    """What was left, once: the file is removed. None if there is nothing, or nothing readable.
+
+    Collective: rank 0 reads for all. has_restarted: False only removes what an earlier start has left.
+    """
+    hint = None
+    if ranks.is_rank_zero:
+        hint = _read(run_dir)
+        with contextlib.suppress(OSError):
+            (run_dir / RESTART).unlink(missing_ok=True)
+    hint = ranks.all_gather_object(hint)[0]
+    return hint if has_restarted and isinstance(hint, dict) else None
+
+
+def recoveries(run_dir: Path) -> int:
+    """The number of recoveries in what was left; 0 if there is nothing, or nothing readable."""
+    hint = _read(run_dir)
+    count = hint.get("oom_restarts") if isinstance(hint, dict) else None
+    return count if type(count) is int else 0
+
+
+def _read(run_dir: Path) -> Any:
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        return json.loads((run_dir / RESTART).read_text())
+    return None

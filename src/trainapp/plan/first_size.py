@@ -1,0 +1,52 @@
+"""The first micro-batch size of a run in which every size that fails costs a restart of all workers."""
+
+import logging
+
+from trainapp.models.inspect import blocks_of
+from trainapp.plan.trace import traced_step
+from trainapp.train.run import Run
+
+log = logging.getLogger(__name__)
+
+
+def planned_size(run: Run, share: int) -> int | None:
+    """The largest of `share`, `share / 2`, ... whose step is expected to fit; 1 if none is. Collective.
+
+    None where the model cannot be traced. An estimate: the activations of the whole model on one rank, beside what the
+    fullest rank has in memory anyway. One that is too large costs a restart.
+    """
+    room = run.ranks.all_reduce_min(run.memory.budget - run.meter.static_bytes - gathered_bytes(run))
+    planned = _largest_within(run, share, room) if run.ranks.is_rank_zero else None
+    return run.ranks.all_gather_object(planned)[0]
+
+
+def _largest_within(run: Run, share: int, room: int) -> int | None:
+    run.restore_point.take()  # what fetching an example and the task on fake tensors may change
+    try:
+        size = share
+        while size > 1:
+            traced = traced_step(run, size)
+            if traced.memory.peak - traced.meter.static_bytes <= room:
+                break
+            size //= 2
+        return size
+    except Exception as error:
+        log.debug("the model could not be traced: %s", error)
+        return None
+    finally:
+        run.restore_point.restore()
+
+
+def gathered_bytes(run: Run) -> int:
+    """Bytes of whole parameters and gradients that a rank of FSDP holds beside its shards; 0 for other strategies."""
+    config, model = run.config.parallel, run.state.model
+    if config.strategy != "fsdp" or run.ranks.world == 1:
+        return 0
+    everything = sum(p.numel() for p in model.parameters())
+    blocks = [sum(p.numel() for p in block.parameters()) for block in blocks_of(model, "parallel=fsdp")]
+    largest, outside = max(blocks, default=0), everything - sum(blocks)
+    parameters = outside + min(sum(blocks), (1 + config.fsdp.prefetch) * largest)
+    if not config.fsdp.reshard_after_forward:
+        parameters = everything
+    gradients = largest if config.fsdp.sync_every_micro_batch else everything
+    return parameters * run.state.precision.compute_dtype.itemsize + 4 * gradients
