@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from trainapp import torch_private
+from trainapp.torch_elastic import Restart, asked_before_restarts
 from trainapp.torch_private import (
     ATTENTION_OPERATORS,
     COMPILED_PREFIX,
@@ -23,7 +24,6 @@ from trainapp.torch_private import (
     ForwardModuleTracker,
     KeepsBufferDtypes,
     add_summary,
-    asked_before_restarts,
     buffers_of,
     fake_tensor_mode,
     foreach_copy_,
@@ -417,22 +417,33 @@ def test_elastic_asks_before_restarts(monkeypatch):
     from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerState
     from torch.distributed.launcher import api
 
-    standard, states = api.LocalElasticAgent, [WorkerState.HEALTHY, WorkerState.FAILED, WorkerState.FAILED]
+    standard, states = api.LocalElasticAgent, [WorkerState.HEALTHY, *[WorkerState.FAILED] * 3]
     monkeypatch.setattr(standard, "_monitor_workers", lambda *_: RunResult(state=states.pop(0)))
-    asked, workers = [], types.SimpleNamespace(workers=[Worker(0, global_rank=2), Worker(1, global_rank=3)])
+    asked, spec = [], types.SimpleNamespace(max_restarts=3)
+    group = types.SimpleNamespace(workers=[Worker(0, global_rank=2), Worker(1, global_rank=3)], spec=spec)
 
-    def may_restart(ranks: list[int]) -> bool:
+    def decide(ranks: list[int]) -> Restart:
         asked.append(ranks)
-        return len(asked) < 2
+        return [Restart.COUNTED, Restart.FREE, Restart.REFUSED][len(asked) - 1]
 
-    with asked_before_restarts(may_restart):
+    with asked_before_restarts(decide):
         agent = api.LocalElasticAgent.__new__(api.LocalElasticAgent)
         assert isinstance(agent, standard)
         agent._remaining_restarts = 3
-        left = [agent._monitor_workers(workers) and agent._remaining_restarts for _ in range(3)]
-    assert left == [3, 3, 0]
-    assert asked == [[2, 3], [2, 3]]
+        left = [agent._monitor_workers(group) and (agent._remaining_restarts, spec.max_restarts) for _ in range(4)]
+    assert left == [(3, 3), (3, 3), (4, 4), (0, 4)]
+    assert asked == [[2, 3]] * 3
     assert api.LocalElasticAgent is standard
+
+
+def test_workers_are_told_the_difference_of_two_counts_of_the_agent():
+    """What `Restart.FREE` relies on: a restart is known to the workers, though none of those allowed is used up."""
+    from torch.distributed.elastic.agent.server import api, local_elastic_agent
+
+    assert "restart_count = spec.max_restarts - self._remaining_restarts" in inspect.getsource(
+        local_elastic_agent.LocalElasticAgent._start_workers
+    )
+    assert "if self._remaining_restarts > 0" in inspect.getsource(api.SimpleElasticAgent._invoke_run)
 
 
 def private_uses(source):

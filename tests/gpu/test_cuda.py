@@ -1,7 +1,9 @@
 """What only a GPU shows: the allocator's own cap and errors, streams, half precision. Skipped without one."""
 
 import gc
+import os
 import pickle
+import types
 
 import helpers
 import pytest
@@ -12,6 +14,7 @@ from trainapp.config import schema
 from trainapp.data.digits import Digits
 from trainapp.data.progress import Progress
 from trainapp.data.sampler import TrainBatches
+from trainapp.launch import launch
 from trainapp.memory import backends
 from trainapp.train import loop
 
@@ -44,9 +47,15 @@ def clean_device():
     torch.cuda.set_per_process_memory_fraction(1.0)
 
 
+def launched(run_dir, *overrides: str) -> types.SimpleNamespace:
+    """What result.json says of a run that was started as the command line starts it."""
+    launch.launch(runs.configure(run_dir, *overrides))
+    return types.SimpleNamespace(**helpers.result(run_dir))
+
+
 def test_a_real_out_of_memory_error_and_the_recovery_from_it(tmp_path):
     """A cap at half of what the whole batch needs: each sample once, and the weights of a run that never failed."""
-    free = runs.run(tmp_path / "free", *LARGE, "train.max_steps=3")
+    free = launched(tmp_path / "free", *LARGE, "train.max_steps=3")
     assert free.oom_restarts == 0
     limit = free.peak_memory_bytes // 2
     run = runs.prepare(tmp_path / "start", *LARGE)
@@ -54,7 +63,7 @@ def test_a_real_out_of_memory_error_and_the_recovery_from_it(tmp_path):
     run.tracker.close()
     del run
     gc.collect()
-    capped = runs.run(tmp_path / "capped", *LARGE, "train.max_steps=3", f"memory.limit={limit}", "oom.remember=false")
+    capped = launched(tmp_path / "capped", *LARGE, "train.max_steps=3", f"memory.limit={limit}", "oom.remember=false")
     assert capped.oom_restarts >= 1
     assert capped.micro_size < 256
     assert capped.peak_memory_bytes <= limit
@@ -72,11 +81,11 @@ def test_a_real_out_of_memory_error_and_the_recovery_from_it(tmp_path):
 
 def test_memory_is_given_back(tmp_path):
     """After a recovery no tensor of the failed step is left on the device."""
-    free = runs.run(tmp_path / "free", *LARGE, "train.max_steps=1")
+    free = launched(tmp_path / "free", *LARGE, "train.max_steps=1")
     gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
-    runs.run(tmp_path / "capped", *LARGE, "train.max_steps=3", f"memory.limit={free.peak_memory_bytes // 2}")
+    launched(tmp_path / "capped", *LARGE, "train.max_steps=3", f"memory.limit={free.peak_memory_bytes // 2}")
     assert helpers.result(tmp_path / "capped")["oom_restarts"] >= 1
     for line in helpers.metrics(tmp_path / "capped"):
         static = sum(line[f"memory/{kind}"] for kind in ("parameters", "gradients", "optimizer_state", "buffers"))
@@ -87,21 +96,21 @@ def test_memory_is_given_back(tmp_path):
 
 
 def test_the_allocators_snapshot_can_be_read(tmp_path):
-    free = runs.run(tmp_path / "free", *LARGE, "train.max_steps=1")
-    runs.run(tmp_path / "capped", *LARGE, "train.max_steps=1", f"memory.limit={free.peak_memory_bytes // 2}")
+    free = launched(tmp_path / "free", *LARGE, "train.max_steps=1")
+    launched(tmp_path / "capped", *LARGE, "train.max_steps=1", f"memory.limit={free.peak_memory_bytes // 2}")
     (path, *_) = sorted((tmp_path / "capped" / "oom").glob("*.snapshot.pickle"))
     with path.open("rb") as file:
         snapshot = pickle.load(file)
     actions = {entry["action"] for trace in snapshot["device_traces"] for entry in trace}
-    assert {"alloc", "free_completed"} <= actions
+    assert {"alloc", "free_completed", "oom"} <= actions
     assert snapshot["segments"]
 
 
 def test_the_same_error_every_time(tmp_path):
-    free = runs.run(tmp_path / "free", *LARGE, "train.max_steps=1")
+    free = launched(tmp_path / "free", *LARGE, "train.max_steps=1")
     ends = set()
     for number in range(5):
-        run = runs.run(
+        run = launched(
             tmp_path / str(number),
             *LARGE,
             "train.max_steps=1",
@@ -110,6 +119,21 @@ def test_the_same_error_every_time(tmp_path):
         )
         ends.add((run.micro_size, run.oom_restarts))
     assert len(ends) == 1
+
+
+@pytest.mark.skipif("PYTORCH_ALLOC_CONF" in os.environ, reason="the allocator is configured by hand")
+def test_the_allocators_settings_are_in_force(prepared_in_time):
+    if not prepared_in_time:
+        pytest.skip("other tests had imported torch before: run tests/gpu by itself")
+    settings = torch.cuda.memory._snapshot()["allocator_settings"]
+    assert settings["expandable_segments"] is ("expandable_segments:True" in os.environ["PYTORCH_CUDA_ALLOC_CONF"])
+
+
+def test_a_deterministic_job_after_another(tmp_path):
+    """In one process, as in a sweep: the first job's matmuls must not forbid those of the second."""
+    launched(tmp_path / "first", *runs.MODELS["mlp"], *ON_GPU)
+    launched(tmp_path / "second", *runs.MODELS["mlp"], *ON_GPU, "train.deterministic=true")
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -135,8 +159,8 @@ def test_prefetching_changes_no_batch(workers):
 @pytest.mark.parametrize("mode", ["tf32", "bf16", "fp16"])
 def test_precisions_train(tmp_path, mode, case):
     scale = ("precision.initial_scale=256.0",) if mode == "fp16" else ()
-    runs.run(tmp_path / "fp32", *runs.MODELS[case], *ON_GPU, "train.max_steps=8")
-    runs.run(tmp_path / mode, *runs.MODELS[case], *ON_GPU, f"precision={mode}", *scale, "train.max_steps=8")
+    launched(tmp_path / "fp32", *runs.MODELS[case], *ON_GPU, "train.max_steps=8")
+    launched(tmp_path / mode, *runs.MODELS[case], *ON_GPU, f"precision={mode}", *scale, "train.max_steps=8")
     losses = [[line["loss"] for line in helpers.metrics(tmp_path / name)] for name in ("fp32", mode)]
     assert losses[1] == pytest.approx(losses[0], rel=0.1)
 
@@ -166,9 +190,9 @@ def test_an_overflow_skips_the_step(tmp_path, optimizer):
 def test_resumed_is_uninterrupted(tmp_path, case):
     """With deterministic kernels, bit-identical, including the GPU's own generator."""
     overrides = (*runs.MODELS[case], *ON_GPU, "train.deterministic=true", "train.max_steps=6", "data.num_workers=0")
-    runs.run(tmp_path / "a", *overrides)
+    launched(tmp_path / "a", *overrides)
     runs.run_until(tmp_path / "b", 3, *overrides)
-    runs.run(tmp_path / "b", *overrides, "data.num_workers=2")
+    launched(tmp_path / "b", *overrides, "data.num_workers=2")
     torch.use_deterministic_algorithms(False)
     for part in ("model", "optimizer", "rng"):
         assert runs.differences(runs.saved(tmp_path / "a", 6)[part], runs.saved(tmp_path / "b", 6)[part]) == []
@@ -189,7 +213,7 @@ def test_a_bad_step_reaches_no_checkpoint(tmp_path):
 
 
 def test_the_counters_are_the_allocators(tmp_path):
-    runs.run(tmp_path, *LARGE, "train.max_steps=2")
+    launched(tmp_path, *LARGE, "train.max_steps=2")
     total = torch.cuda.get_device_properties(0).total_memory
     for line in helpers.metrics(tmp_path):
         assert line["memory/limit"] == total
@@ -205,3 +229,13 @@ def test_the_cap_is_the_limit():
     with pytest.raises(torch.OutOfMemoryError):
         torch.empty(600 * MIB, dtype=torch.uint8, device="cuda")
     torch.empty(256 * MIB, dtype=torch.uint8, device="cuda")
+
+
+def test_a_backend_without_a_history(tmp_path):
+    """cudaMallocAsync cannot record; the run recovers all the same. In a process of its own: the backend is fixed."""
+    free = launched(tmp_path / "free", *LARGE, "train.max_steps=1")
+    limit = f"memory.limit={free.peak_memory_bytes // 2}"
+    environment = {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}
+    helpers.train(tmp_path / "capped", *runs.TINY, *LARGE, "train.max_steps=1", limit, env=environment, timeout=300)
+    assert helpers.result(tmp_path / "capped")["oom_restarts"] >= 1
+    assert not list((tmp_path / "capped" / "oom").glob("*.snapshot.pickle"))

@@ -307,6 +307,34 @@ def train_counting_wrappers(rank: int, config: Config, *arguments: Any) -> tuple
     return len(wrappers), sum(wrapper() is not None for wrapper in wrappers)
 
 
+def train_noting_garbage(rank: int, config: Config, *arguments: Any) -> list[int]:
+    """Whenever the model was wrapped for DDP: how many tensors existed that only a reference cycle held."""
+    from trainapp.parallel.ddp import DDP
+
+    wrap, backward = DDP._wrap, step.backward
+    garbage: list[weakref.ref] = []
+    left: list[int] = []
+
+    def noting(self: DDP) -> None:
+        left.append(sum(tensor() is not None for tensor in garbage))
+        wrap(self)
+
+    def littering(*arguments: Any) -> Totals:
+        cycle: list[Any] = [torch.zeros(10)]
+        cycle.append(cycle)
+        garbage.append(weakref.ref(cycle[0]))
+        return backward(*arguments)
+
+    DDP._wrap, step.backward = noting, littering
+    gc.disable()  # what is collected now and then by itself proves nothing
+    try:
+        train(rank, config, *arguments)
+    finally:
+        gc.enable()
+        DDP._wrap, step.backward = wrap, backward
+    return [*left, len(garbage)]
+
+
 def train_counting_threads(rank: int, config: Config, *arguments: Any) -> int:
     """The number of gloo threads after the ranks have disconnected."""
     train(rank, config, *arguments)

@@ -126,6 +126,18 @@ def test_out_of_memory_where_nobody_votes(reference, tmp_path):
     assert different(checkpoint(tmp_path / "run", 6), checkpoint(reference, 6)) != []  # negative control
 
 
+def test_restarts_with_a_smaller_micro_batch_are_not_counted(tmp_path):
+    """A search that costs a restart per size must not end for want of restarts."""
+    faults = [fail_at(1, step, "backward", operation=20) for step in (2, 3)]
+    never = (*DDP, "data.min_length=9", "parallel.vote_on_oom=never", "parallel.max_restarts=0")
+    ended = launch(tmp_path / "run", *never, env=environment(tmp_path, *faults))
+    assert ended.code == 0, ended.text
+    assert [fired(tmp_path, fault) for fault in faults] == [1, 1]
+    found = result(tmp_path / "run")
+    assert (found["oom_restarts"], found["micro_size"], found["steps"]) == (2, 1, 6)
+    assert list(found["micro_schedule"].values()) == [2, 1]
+
+
 def test_out_of_memory_recovered_in_place_names_its_rank(tmp_path):
     fault = fail_at(1, 3, "backward", operation=20)
     ended = launch(tmp_path / "run", *DDP, "data.min_length=9", env=environment(tmp_path, fault))

@@ -9,8 +9,14 @@ import itertools
 
 import pytest
 
-from .cells import Record, train_counting_wrappers, train_short_but, train_without_recovery
-from .conftest import Cell, needs_reset
+from .cells import (
+    Record,
+    train_counting_wrappers,
+    train_noting_garbage,
+    train_short_but,
+    train_without_recovery,
+)
+from .conftest import RESETS, Cell, needs_reset
 from .faults import Fault, fail_at
 from .test_equality import error, errors, together
 
@@ -323,3 +329,29 @@ def test_nothing_of_the_old_wrapper_stays(cell):
     faults = [fail_at(1, step, "backward", operation=60) for step in (1, 3)]
     counts = cell.run(2, "parallel=ddp", *WHOLE, faults=faults, function=train_counting_wrappers)
     assert counts == [(3, 0), (3, 0)]
+
+
+def test_garbage_is_collected_before_the_model_is_wrapped_again(cell):
+    """The new buckets are as large as the gradients, and memory has just run out."""
+    fault = fail_at(1, 2, "backward", operation=60)
+    for first, again, littered in cell.run(2, "parallel=ddp", *WHOLE, faults=[fault], function=train_noting_garbage):
+        assert (first, again) == (0, 0)
+        assert littered > 2
+
+
+SEARCHING = (*WHOLE, "batch.micro_size=auto", "oom.grow=true", "oom.clean_steps=1")
+
+
+def test_where_each_failed_size_costs_a_restart_the_first_is_planned(cell):
+    """As before torch 2.13. Where a failed size costs one retried step, the largest is tried."""
+    peaks = [cell.run(2, "parallel=fsdp", *WHOLE, f"batch.micro_size={size}")[0].peak for size in (4, 8)]
+    limit = f"memory.limit={sum(peaks) // 2}"
+    planned = cell.run(2, "parallel=fsdp", *SEARCHING, limit, function=train_without_recovery)
+    for record in planned:
+        assert record.error is None
+        assert record.failures == []
+        assert record.sizes == [4] * 4
+    if RESETS:
+        tried = cell.run(2, "parallel=fsdp", *SEARCHING, limit)
+        assert [(failure["old"], failure["new"]) for failure in tried[0].failures][0] == (8, 4)
+

@@ -17,10 +17,13 @@ def launch(config: Config, is_sweep: bool = False) -> float | None:
     """Train, evaluate or export as `config` says, with as many processes as it asks for. Returns the objective.
 
     The run takes place in this process (parallel=single), in workers that this process starts, or, where torchrun,
-    srun or submitit started this process as one of several, in it as one of the ranks. is_sweep: see
-    `prepare_process`. Raises UserError for mistakes and SystemExit when a signal ended the run.
+    srun or submitit started this process as one of several, in it as one of the ranks. is_sweep: whether
+    other jobs may follow in this process. Raises UserError for mistakes and SystemExit when a signal ended the run.
     """
-    prepare_process(config, is_sweep)
+    # The process's first matmul on CUDA decides whether matmuls are deterministic: torch keeps what it has found then
+    # (2.13, aten/src/ATen/Context.cpp), and refuses them in a later job of the sweep that asks for it. Not for every
+    # run: on GPUs before Hopper it makes each of cuBLAS's workspaces 24 MiB larger.
+    prepare_process(config.memory.expandable_segments, config.train.deterministic or is_sweep)
     if config.parallel.strategy == "single":
         if environment.is_one_of_many_ranks():
             raise UserError(
@@ -46,16 +49,13 @@ def launch(config: Config, is_sweep: bool = False) -> float | None:
     return outcome.objective
 
 
-def prepare_process(config: Config, is_sweep: bool) -> None:
+def prepare_process(expandable_segments: bool, deterministic: bool) -> None:
     """Set what malloc, torch and cuBLAS read once per process. Call before torch is imported. What the user has set wins.
 
-    is_sweep: whether other jobs may follow in this process.
+    deterministic: whether a run in this process may have `train.deterministic=true`.
     """
     host_guard.prepare_allocator()
-    if config.memory.expandable_segments and not any(name in os.environ for name in ALLOCATOR_SETTINGS):
+    if expandable_segments and not any(name in os.environ for name in ALLOCATOR_SETTINGS):
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
-    # The process's first matmul on CUDA decides whether matmuls are deterministic: torch keeps what it has found then
-    # (2.13, aten/src/ATen/Context.cpp), and would refuse them in a later job of the sweep that asks for it. Not for
-    # every run, since it costs two workspaces 24 MiB each on GPUs before Hopper.
-    if config.train.deterministic or is_sweep:
+    if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -1,0 +1,61 @@
+"""Which failures of workers are followed by a restart, and which of the restarts count."""
+
+import json
+
+import pytest
+
+from trainapp.launch.elastic import Failures
+from trainapp.launch.worker import _error_file
+from trainapp.oom import handover
+from trainapp.parallel.ranks import SingleRank
+from trainapp.torch_elastic import Restart
+
+RANKS = [0, 1]
+
+
+@pytest.fixture
+def failures(tmp_path):
+    return Failures(tmp_path)
+
+
+def leave_error(run_dir, text):
+    path = _error_file(run_dir, 1)
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+
+
+def test_a_smaller_micro_batch_is_not_counted(tmp_path, failures):
+    for recoveries in range(1, 7):
+        handover.leave(tmp_path, {"micro": {}, "oom_restarts": recoveries})
+        assert failures.decide(RANKS) is Restart.FREE
+        assert handover.take(tmp_path, True, SingleRank()) == {"micro": {}, "oom_restarts": recoveries}
+    assert failures.decide(RANKS) is Restart.COUNTED  # nothing was left
+    assert failures.count == 1
+    assert failures.restarts_for_memory == ", besides 6 with a smaller micro-batch"
+
+
+def test_sizes_that_do_not_reach_the_workers_are_counted(tmp_path, failures):
+    """On another node's disk, say: they find the same size again, and fail again, with the same count."""
+    handover.leave(tmp_path, {"micro": {}, "oom_restarts": 1})
+    assert [failures.decide(RANKS) for _ in range(3)] == [Restart.FREE, Restart.COUNTED, Restart.COUNTED]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"oom_restarts": "9"}', '{"oom_restarts": true}', "{}"])
+def test_an_unreadable_file_is_counted(tmp_path, failures, text):
+    (tmp_path / handover.RESTART).write_text(text)
+    assert failures.decide(RANKS) is Restart.COUNTED
+
+
+def test_a_repeated_error_is_refused_whatever_was_left(tmp_path, failures):
+    leave_error(tmp_path, "RuntimeError: a mistake (at step 3)")
+    assert failures.decide(RANKS) is Restart.COUNTED
+    leave_error(tmp_path, "RuntimeError: a mistake (at step 3)")
+    (tmp_path / handover.RESTART).write_text(json.dumps({"oom_restarts": 1}))
+    assert failures.decide(RANKS) is Restart.REFUSED
+    assert failures.repeated == "RuntimeError: a mistake (at step 3)"
+
+
+def test_killed_workers_are_counted(failures):
+    assert [failures.decide(RANKS) for _ in range(2)] == [Restart.COUNTED] * 2
+    assert failures.count == 2
+    assert failures.restarts_for_memory == ""

@@ -1,0 +1,106 @@
+"""What a process's environment holds before torch is imported."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import runs
+from helpers import environment
+
+from trainapp.launch import launch
+
+CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+NAMES = (*launch.ALLOCATOR_SETTINGS, CUBLAS)
+
+
+@pytest.fixture
+def prepared(monkeypatch):
+    """`prepared(names, ...)`: what `prepare_process` makes of an environment with these names."""
+
+    def prepare(names=None, *, expandable_segments=True, deterministic=False):
+        for name in NAMES:  # registers them for restoring, too
+            monkeypatch.setenv(name, "")
+            monkeypatch.delenv(name)
+        for name, value in (names or {}).items():
+            monkeypatch.setenv(name, value)
+        launch.prepare_process(expandable_segments, deterministic)
+        return {name: os.environ[name] for name in NAMES if name in os.environ}
+
+    return prepare
+
+
+def test_expandable_segments(prepared):
+    assert prepared() == {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    assert prepared(expandable_segments=False) == {}
+
+
+@pytest.mark.parametrize("name", launch.ALLOCATOR_SETTINGS)
+def test_what_the_user_has_set_wins_under_any_name(prepared, name):
+    """PYTORCH_CUDA_ALLOC_CONF beside PYTORCH_ALLOC_CONF would hide it: torch reads one of them."""
+    chosen = {name: "backend:cudaMallocAsync"}
+    assert prepared(chosen) == chosen
+
+
+def test_cublas_is_deterministic_where_a_job_may_ask_for_it(prepared):
+    assert CUBLAS not in prepared()
+    assert prepared(deterministic=True)[CUBLAS] == ":4096:8"
+    assert prepared({CUBLAS: ":16:8"}, deterministic=True)[CUBLAS] == ":16:8"
+
+
+@pytest.mark.parametrize(
+    ("deterministic", "is_sweep", "wanted"), [(False, False, False), (True, False, True), (False, True, True)]
+)
+def test_what_a_launch_prepares(tmp_path, monkeypatch, deterministic, is_sweep, wanted):
+    """In a sweep for all jobs: the first matmul of the process decides for those that follow."""
+    from trainapp.run import runner
+
+    class Ran(Exception):
+        pass
+
+    def stop(config):
+        raise Ran
+
+    asked = []
+    monkeypatch.setattr(launch, "prepare_process", lambda *arguments: asked.append(arguments))
+    monkeypatch.setattr(runner, "run", stop)
+    config = runs.configure(tmp_path, *runs.MODELS["mlp"], f"train.deterministic={deterministic}")
+    with pytest.raises(Ran):
+        launch.launch(config, is_sweep)
+    assert asked == [(True, wanted)]
+
+
+COMMAND = """
+import sys
+
+from trainapp import __main__
+from trainapp.launch import launch
+
+prepare = launch.prepare_process
+
+def noting(*arguments):
+    print("prepared:", arguments, "torch" in sys.modules)
+    prepare(*arguments)
+
+launch.prepare_process = noting
+__main__.main()
+"""
+
+
+@pytest.mark.parametrize("sweep", [False, True])
+def test_the_command_line_prepares_before_torch_is_imported(tmp_path, sweep):
+    """torch 2.13 reads the allocator's settings while it is imported, the later jobs of a sweep too late."""
+    tiny = (*runs.STEPS_ONLY, *runs.MODELS["mlp"], "train.max_steps=1")
+    words = ["-m", "train.seed=0,1", "hydra.sweep.dir=sweep"] if sweep else []
+    done = subprocess.run(
+        [sys.executable, "-c", COMMAND, *words, *tiny],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("prepared:")]
+    first, later = f"prepared: (True, {sweep}) False", f"prepared: (True, {sweep}) True"
+    assert lines == ([first, later] if sweep else [first])

@@ -1,0 +1,218 @@
+"""The order of a rollback, errors of the device that surface only in it, and batches that were fetched ahead."""
+
+import contextlib
+import logging
+import weakref
+
+import pytest
+import torch
+from runs import weights
+
+from trainapp.data.loader import BatchLoader, Request
+from trainapp.errors import TrainingStopped
+from trainapp.parallel.ranks import SingleRank
+from trainapp.run import runner
+from trainapp.signals import StopRequest
+from trainapp.train.phase import Phase
+from trainapp.train.transaction import rollback
+
+from .conftest import cell, tiny
+from .inject import Injector, Recorded
+
+pytestmark = pytest.mark.usefixtures("without_pictures")
+
+
+class Steps:
+    """Notes the calls of a recovery in order, with whether the failed attempt's loss still existed."""
+
+    def __init__(self, run, injector):
+        self.calls: list[tuple[str, bool]] = []
+        self.loss = lambda: None
+        self.watch(run.memory, "synchronize", "release", "forget_record", "dump")
+        self.watch(run.batches, "drop_fetched")
+        self.watch(run.strategy, "abort_step")
+        self.watch(run.state.optimizer, "zero_grad")
+        self.watch(run.restore_point, "restore")
+        fail = injector.fail
+
+        def failing():
+            self.calls.clear()
+            fail()
+
+        injector.fail = failing
+        run.state.model.register_forward_hook(self.note_output)
+
+    def note_output(self, model, inputs, output):
+        self.loss = weakref.ref(output)
+
+    def watch(self, owner, *names):
+        for name in names:
+            setattr(owner, name, self.noting(name, getattr(owner, name)))
+
+    def noting(self, name, function):
+        def call(*arguments, **options):
+            self.calls.append((name, self.loss() is not None))
+            return function(*arguments, **options)
+
+        return call
+
+
+def test_the_order_of_a_rollback(tmp_path):
+    """First the device comes to rest, while the failed attempt's tensors exist; then they go, and only then the cache."""
+    injector = Injector("loss", 2)
+    run = runner.prepare(tiny(tmp_path, *cell("mlp", "fp32")), StopRequest(), SingleRank())
+    injector.attach(run)
+    steps = Steps(run, injector)
+    with injector:
+        failure = runner.attempt(run)
+    assert failure.phase == "loss"
+    assert steps.calls == [("synchronize", True)]
+    assert runner.recover(run, failure) is None
+    run.close()
+    assert steps.calls[1:] == [
+        ("synchronize", False),
+        ("drop_fetched", False),
+        ("zero_grad", False),
+        ("release", False),
+        ("restore", False),
+        ("dump", False),
+        ("forget_record", False),
+    ]
+
+
+def test_with_other_ranks_the_step_is_aborted_after_the_device_has_come_to_rest(tmp_path):
+    run = runner.prepare(tiny(tmp_path, *cell("mlp", "fp32")), StopRequest(), SingleRank())
+    run.restore_point.take()
+    steps = Steps(run, Injector("loss", 2))
+    rollback(run, Phase.DATA, other_ranks_wait=True)
+    run.close()
+    assert [name for name, _ in steps.calls[:4]] == ["synchronize", "drop_fetched", "abort_step", "zero_grad"]
+
+
+def failing_while_waiting(folder, message, times=1):
+    """A run that runs out of memory in step 2; waiting for the device then raises `message`."""
+    run = runner.prepare(tiny(folder, *cell("mlp", "fp32")), StopRequest(), SingleRank())
+    injector, raised = Injector("forward", 2), []
+    injector.attach(run)
+
+    def synchronize():
+        if len(raised) < times:
+            raised.append(message)
+            raise RuntimeError(message)
+
+    run.memory.synchronize = synchronize
+    return run, injector, raised
+
+
+def test_a_device_that_turns_out_to_be_lost(tmp_path):
+    message = "CUDA error: device-side assert triggered"
+    run, injector, raised = failing_while_waiting(tmp_path, message)
+    with injector, pytest.raises(TrainingStopped, match="the device is lost for this process") as caught:
+        runner.attempt(run)
+    run.close()
+    assert len(raised) == 1
+    assert str(caught.value.__cause__) == message
+    assert isinstance(caught.value.__cause__.__context__, torch.OutOfMemoryError)  # what came first is told, too
+
+
+def test_another_error_ends_the_run(tmp_path):
+    run, injector, _ = failing_while_waiting(tmp_path, "CUDA error: initialization error")
+    with injector, pytest.raises(RuntimeError, match="initialization error") as caught:
+        runner.attempt(run)
+    run.close()
+    assert isinstance(caught.value.__context__, torch.OutOfMemoryError)
+
+
+def test_a_second_lack_of_memory_is_covered_by_the_same_recovery(tmp_path, caplog):
+    config = tiny(tmp_path / "plain", *cell("mlp", "fp32"))
+    plain = Recorded(config, Injector("forward", 2))
+    run, injector, raised = failing_while_waiting(tmp_path / "late", "CUDA error: out of memory")
+    with caplog.at_level(logging.WARNING), injector:
+        while (failure := runner.attempt(run)) is not None:
+            runner.recover(run, failure)
+    run.close()
+    assert len(raised) == 1
+    assert "while waiting for the device after it had run out of memory: CUDA error: out of memory" in caplog.text
+    assert run.sizes.oom_restarts == 1
+    assert torch.equal(weights(run.state.model), weights(plain.run.state.model))
+
+
+# Batches fetched ahead: on the CPU there is nothing to copy, so streams are played; the rest is the real loader.
+
+
+class Stream:
+    """A stream on which everything has happened already."""
+
+    made = 0
+
+    def __init__(self, device):
+        Stream.made += 1
+
+    def wait_stream(self, other):
+        assert isinstance(other, Stream)
+
+
+@pytest.fixture
+def streams(monkeypatch):
+    """Lets the loader copy ahead on the CPU. Yields the class of the streams."""
+    Stream.made = 0
+    current = Stream(None)
+    Stream.made = 0
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+    return Stream
+
+
+class Numbers:
+    """A batch is the tensor of its indices."""
+
+    in_memory = True
+
+    def __len__(self):
+        return 8
+
+    def __getitems__(self, indices):
+        return torch.tensor(indices)
+
+
+def test_one_copy_stream_per_source(streams):
+    loader = BatchLoader(Numbers(), 0, 0, torch.device("cpu"))
+    loader._pinned = True
+    for _ in range(3):
+        found = list(loader.batches(Request(0, [index]) for index in range(4)))
+        assert torch.cat(found).tolist() == [0, 1, 2, 3]
+    assert streams.made == 1
+
+
+def test_a_rollback_drops_batches_fetched_ahead(tmp_path, streams):
+    config = tiny(tmp_path, *cell("mlp", "fp32"))
+    run = runner.prepare(config, StopRequest(), SingleRank())
+    run.batches._source._pinned = True
+    injector, fetched, alive = Injector("forward", 2), [], []
+    injector.attach(run)
+    move, release = run.batches._source._move, run.memory.release
+
+    def moving(batch):
+        fetched.append(weakref.ref(batch["inputs"]))
+        return move(batch)
+
+    def releasing():
+        alive.append(sum(batch() is not None for batch in fetched))
+        release()
+
+    run.batches._source._move, run.memory.release = moving, releasing
+    with injector:
+        failure = runner.attempt(run)
+        assert len(fetched) == 4  # two micro-batches of the first step, one of the second, and one ahead
+        assert sum(batch() is not None for batch in fetched) == 2  # the generator holds its last one and the next
+        while failure is not None:
+            runner.recover(run, failure)
+            failure = runner.attempt(run)
+    run.close()
+    assert alive == [0]
+    assert run.state.progress.samples == 4 * 16
+    plain = Recorded(tiny(tmp_path / "plain", *cell("mlp", "fp32")), Injector("forward", 2))
+    assert torch.equal(weights(run.state.model), weights(plain.run.state.model))
