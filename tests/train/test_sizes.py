@@ -3,6 +3,7 @@
 import pytest
 
 from trainapp.config.compose import from_command_line
+from trainapp.parallel.ranks import SingleRank
 from trainapp.train.sizes import initial_sizes
 
 
@@ -111,3 +112,33 @@ def test_a_hint_from_before_any_shape_was_known():
     config = from_command_line(["batch.global_size=64"])
     sizes = initial_sizes(config, 1, 64, 1000, hint={"micro": {"start": 16, "buckets": {}}})
     assert (sizes.train.size, sizes.origin) == (16, "hint")
+
+
+@pytest.mark.parametrize("retries_in_place", [True, False])
+@pytest.mark.parametrize("source", ["hint", "saved", "remembered"])
+def test_no_larger_size_is_tried_where_one_that_fails_costs_a_restart(source, retries_in_place):
+    """The source's search has not ended: between 8, which works, and 32, which does not, lies 20."""
+    search = {"start": 64, "buckets": {"64": [8, 8, 32, False]}}
+    config = from_command_line(["batch.global_size=64", "oom.clean_steps=1"])
+    known = {source: {"micro": search, "eval_micro": search}}
+    sizes = initial_sizes(config, 1, 64, 1000, retries_in_place=retries_in_place, **known)
+    for searched in (sizes.train, sizes.evaluation):
+        searched.attempt_samples = {64: 8}
+        assert searched.succeeded(SingleRank()) == ({64: 20} if retries_in_place else {})
+        assert searched.search_has_ended is not retries_in_place
+        searched.attempt_samples = {64: 8}
+        assert searched.has_news is retries_in_place  # otherwise the ranks would ask each other in every step
+
+
+def test_a_plan_lowers_the_first_size():
+    sizes = begin()
+    sizes.begin_at(16)
+    assert (sizes.train.size, sizes.evaluation.size, sizes.origin) == (16, 32, "planned")
+    sizes.begin_at(128)
+    assert (sizes.train.size, sizes.evaluation.size) == (16, 32)
+
+
+def test_a_plan_respects_the_model():
+    sizes = begin(smallest=2)
+    sizes.begin_at(1)
+    assert sizes.train.size == 2

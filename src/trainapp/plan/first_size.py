@@ -17,6 +17,8 @@ def planned_size(run: Run, share: int) -> int | None:
     """
     room = run.ranks.all_reduce_min(run.memory.budget - run.meter.static_bytes - gathered_bytes(run))
     planned = _largest_within(run, share, room) if run.ranks.is_rank_zero else None
+    if planned is not None:
+        log.info("micro-batch %d, as planned: here every size that fails restarts all workers", planned)
     return run.ranks.all_gather_object(planned)[0]
 
 
