@@ -50,7 +50,7 @@ def launch(config: Config, is_sweep: bool = False) -> float | None:
 
 
 def prepare_process(expandable_segments: bool, deterministic: bool) -> None:
-    """Set what malloc, torch and cuBLAS read once per process. Call before torch is imported. What the user has set wins.
+    """Set what malloc, torch and cuBLAS read once per process. Call before torch is imported. The user's values win.
 
     deterministic: whether a run in this process may have `train.deterministic=true`.
     """

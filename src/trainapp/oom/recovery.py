@@ -24,8 +24,9 @@ log = logging.getLogger(__name__)
 
 
 def require_device(run: Run, error: Exception) -> None:
-    """Raises TrainingStopped, from `error`, where it means that this process has lost its device. With several ranks the
-    launcher restarts all of them.
+    """Raises TrainingStopped, from `error`, where it means that this process has lost its device.
+
+    With several ranks the launcher restarts all of them.
     """
     if run.ranks.world == 1 and is_device_lost(error):
         raise TrainingStopped(
