@@ -37,7 +37,19 @@ def test_a_smaller_micro_batch_is_not_counted(tmp_path, failures):
 def test_sizes_that_do_not_reach_the_workers_are_counted(tmp_path, failures):
     """On another node's disk, say: they find the same size again, and fail again, with the same count."""
     handover.leave(tmp_path, {"micro": {}, "oom_restarts": 1})
-    assert [failures.decide(RANKS) for _ in range(3)] == [Restart.FREE, Restart.COUNTED, Restart.COUNTED]
+    assert [failures.decide(RANKS) for _ in range(4)] == [Restart.FREE, Restart.COUNTED] * 2
+
+
+def test_a_crash_between_does_not_make_them_count(tmp_path, failures):
+    """It leads back to a checkpoint that knows of fewer recoveries."""
+    for recoveries in (1, 2, None, 1, 2):
+        if recoveries is None:
+            assert failures.decide(RANKS) is Restart.COUNTED
+            continue
+        handover.leave(tmp_path, {"micro": {}, "oom_restarts": recoveries})
+        assert failures.decide(RANKS) is Restart.FREE
+        handover.take(tmp_path, True, SingleRank())
+    assert failures.count == 1
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"oom_restarts": "9"}', '{"oom_restarts": true}', "{}"])

@@ -108,7 +108,7 @@ class Failures:
             self._recoveries = recoveries
             self._for_memory += 1
             return Restart.FREE
-        self.count += 1
+        self.count, self._recoveries = self.count + 1, 0  # a crash leaves none: the checkpoint's count is lower
         return Restart.COUNTED
 
     @property
