@@ -12,5 +12,5 @@ launch.prepare_process(expandable_segments=True, deterministic=True)
 
 @pytest.fixture
 def prepared_in_time() -> bool:
-    """Whether torch was imported after the process was prepared; not where other folders' tests were collected first."""
+    """Whether torch was imported only after that; not where tests of other folders were collected first."""
     return IN_TIME

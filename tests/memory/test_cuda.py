@@ -51,7 +51,8 @@ class Allocator:
         self.trace.append({"action": "alloc", "addr": address, "size": size})
 
     def free(self, address, size):
-        self.trace += [{"action": action, "addr": address, "size": size} for action in ("free_requested", "free_completed")]
+        for action in ("free_requested", "free_completed"):
+            self.trace.append({"action": action, "addr": address, "size": size})
 
 
 def block(state, size):
@@ -70,9 +71,14 @@ def memory(allocator):
 
 def fails(memory, work, resident=None):
     """Run `work` in a watched block that runs out of memory."""
-    with pytest.raises(torch.OutOfMemoryError), memory.watch(resident or {}):
-        work()
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+
+    def watched():
+        with memory.watch(resident or {}):
+            work()
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        watched()
 
 
 def test_the_entry_of_a_failed_allocation(memory, allocator):
@@ -138,7 +144,8 @@ def test_an_overflowing_record_still_ends_at_what_is_allocated(memory, allocator
         allocator.allocate(4, MIB)
         allocator.allocate(5, MIB)
 
-    allocator.blocks = [block("active_allocated", size * MIB) for size in (1, 4, 2, 1, 1)] + [block("inactive", 7 * MIB)]
+    allocator.blocks = [block("active_allocated", size * MIB) for size in (1, 4, 2, 1, 1)]
+    allocator.blocks.append(block("inactive", 7 * MIB))
     fails(memory, work, {MemoryKind.PARAMETERS: [parameter]})
     events, kinds = memory.events([])
     series = stacked(events, kinds)

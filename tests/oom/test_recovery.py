@@ -243,9 +243,10 @@ ALLOCATOR = "CUDA out of memory. Tried to allocate 20.00 MiB."
 class WithCache(Injector):
     """On a device whose allocator keeps `unused` bytes. With several phases, each error is in the next of them."""
 
-    def __init__(self, *phases: str, step: int = 2, error=RuntimeError(CUBLAS), unused: int = 2**30, **options):
+    def __init__(self, *phases: str, step: int = 2, error: Exception | None = None, unused: int = 2**30, **options):
         super().__init__(phases[0], step, 0, **options)
-        self.phases, self.error, self.unused = phases, error, unused
+        self.phases, self.unused = phases, unused
+        self.error = error or RuntimeError(CUBLAS)
 
     def attach(self, run):
         super().attach(run)

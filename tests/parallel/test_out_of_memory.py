@@ -353,5 +353,4 @@ def test_where_each_failed_size_costs_a_restart_the_first_is_planned(cell):
         assert record.sizes == [4] * 4
     if RESETS:
         tried = cell.run(2, "parallel=fsdp", *SEARCHING, limit)
-        assert [(failure["old"], failure["new"]) for failure in tried[0].failures][0] == (8, 4)
-
+        assert (tried[0].failures[0]["old"], tried[0].failures[0]["new"]) == (8, 4)

@@ -7,7 +7,6 @@ from trainapp.errors import UserError
 from trainapp.launch import environment
 from trainapp.memory import host_guard
 
-
 # torch 2.13 reads the first of these that is set, while it is imported: c10/cuda/CUDAAllocatorConfig.h. (The second
 # only in a build for ROCm.)
 ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
