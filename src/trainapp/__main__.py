@@ -6,6 +6,7 @@ Torch is not imported here, so that --help, --cfg and TAB stay fast.
 import logging
 import os
 import sys
+import traceback
 from pathlib import Path
 
 import hydra
@@ -45,6 +46,7 @@ def job(composed: DictConfig) -> float | None:
     except Exception as error:
         if is_sweep:
             _log_failure(error)
+            _forget_frames(error)
         elif isinstance(error, UserError):
             raise Reported(error) from None
         raise
@@ -56,6 +58,20 @@ def _log_failure(error: Exception) -> None:
         log.error("%s", error)
     else:
         log.exception("This job failed; the sweep continues.")
+
+
+def _forget_frames(error: BaseException) -> None:
+    """Drop what the frames of a failed job hold, such as its model: Hydra keeps the error until the sweep ends, and the
+    next job needs the memory.
+    """
+    seen: set[int] = set()
+    pending: list[BaseException | None] = [error]
+    while pending:
+        current = pending.pop()
+        if current is not None and id(current) not in seen:
+            seen.add(id(current))
+            traceback.clear_frames(current.__traceback__)
+            pending += [current.__cause__, current.__context__]
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ from torch import nn
 from trainapp.config.schema import Ddp
 from trainapp.parallel.ranks import DistributedRanks
 from trainapp.parallel.strategy import SingleDevice, Task, TaskModule, compute_within
+from trainapp.parallel.warm_up import warm_up_group
 from trainapp.torch_private import outside_dispatch_modes
 
 
@@ -93,6 +94,10 @@ class DDP(SingleDevice):
         self.model.zero_grad(set_to_none=True)
         del self.forward  # before the new wrapper allocates its buckets
         self._wrap()
+
+    def warm_up(self) -> None:
+        """On the group of all ranks, the only one that it uses."""
+        warm_up_group(None, self.ranks.device)
 
     def broadcast_buffers(self) -> None:
         """BatchNorm's statistics are each rank's own until here."""

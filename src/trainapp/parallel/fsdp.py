@@ -13,6 +13,7 @@ from trainapp.config.schema import Fsdp
 from trainapp.errors import UserError
 from trainapp.parallel.ranks import DistributedRanks
 from trainapp.parallel.strategy import SingleDevice, Task, TaskModule, compute_within
+from trainapp.parallel.warm_up import warm_up_group
 from trainapp.torch_private import fsdp_collectives, outside_dispatch_modes, tree_map
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class FSDP(SingleDevice):
     ):
         super().__init__(model, ranks)
         self.settings = settings
-        mesh = _mesh(ranks, settings.replicas)
+        self._mesh = mesh = _mesh(ranks, settings.replicas)
         self._shard_group = mesh.get_group("shard")
         task_module = TaskModule(model)
         self._root: Any  # an FSDPModule, which is an nn.Module only once it is mixed into one
@@ -103,6 +104,11 @@ class FSDP(SingleDevice):
         if self._has_run:  # FSDP2 creates in its first forward what the reset needs
             self._root.reset_iter_state()
         self.model.zero_grad(set_to_none=True)
+
+    def warm_up(self) -> None:
+        """On the group of all ranks and on those of the mesh."""
+        for group in (None, *self._mesh.get_all_groups()):
+            warm_up_group(group, self.ranks.device)
 
     def broadcast_buffers(self) -> None:
         """Buffers are replicated; BatchNorm's statistics are each rank's own until here."""

@@ -18,6 +18,7 @@ from trainapp.errors import TrainingStopped, UserError
 from trainapp.memory import host_guard
 from trainapp.memory.device import DeviceMemory
 from trainapp.oom import hints, incident, recovery
+from trainapp.oom.building import out_of_memory_named
 from trainapp.oom.errors import is_device_lost, is_out_of_memory
 from trainapp.oom.incident import Incident
 from trainapp.optim.optimizers import lean_optimizer
@@ -27,6 +28,7 @@ from trainapp.run.result import RunResult, result_of
 from trainapp.run.summary import opening_line, report
 from trainapp.signals import StopRequest
 from trainapp.train import build, loop
+from trainapp.train.allocations import refused_in_attempt
 from trainapp.train.evaluate import evaluate
 from trainapp.train.phase import Phase
 from trainapp.train.run import Run
@@ -74,7 +76,8 @@ def _run_until_torn(
 
     started: of the first of these runs, by `time.monotonic`.
     """
-    current = prepare(config, stop, ranks, carried)
+    with out_of_memory_named(config, ranks):
+        current = prepare(config, stop, ranks, carried)
     with contextlib.ExitStack() as stack:
         stack.callback(current.close)
         if current.state.device.type == "cpu":
@@ -206,7 +209,9 @@ def attempt(run: Run) -> Incident | None:
                 f"the device is lost for this process ({str(error).strip().splitlines()[0]}): only a new one can use "
                 f"it; continue from the last checkpoint with\n  {run.config.command}"
             ) from error
-        if not run.config.oom.enabled or run.attempt.phase is Phase.SAVE or not is_out_of_memory(error):
+        if not run.config.oom.enabled or run.attempt.phase is Phase.SAVE:
+            raise
+        if not is_out_of_memory(error, refused_in_attempt(run)):
             raise
         failure = incident.describe(run, error)  # plain values: the traceback keeps every failed tensor alive
     else:
