@@ -44,12 +44,13 @@ class FSDP(SingleDevice):
     ):
         super().__init__(model, ranks)
         self.settings = settings
-        self._mesh = mesh = _mesh(ranks, settings.replicas)
+        mesh = _mesh(ranks, settings.replicas)
         self._shard_group = mesh.get_group("shard")
         task_module = TaskModule(model)
         self._root: Any  # an FSDPModule, which is an nn.Module only once it is mixed into one
         self._root, sharded = _shard(task_module, blocks, mesh["shard"], settings, compute_dtype)
         replicas = mesh.get_group("replicate") if settings.replicas > 1 else None
+        self._groups = (self._shard_group, replicas)
         _gate_collectives(task_module, ranks.check_peers, replicas)
         _prefetch(sharded, settings.prefetch)
         if compute_dtype != torch.float32:
@@ -106,8 +107,9 @@ class FSDP(SingleDevice):
         self.model.zero_grad(set_to_none=True)
 
     def warm_up(self) -> None:
-        """On the group of all ranks and on those of the mesh."""
-        for group in (None, *self._mesh.get_all_groups()):
+        """On the group of all ranks and on those of the mesh, which may be the same."""
+        groups = {group.group_name: group for group in (dist.group.WORLD, *self._groups) if group is not None}
+        for group in groups.values():
             warm_up_group(group, self.ranks.device)
 
     def broadcast_buffers(self) -> None:
