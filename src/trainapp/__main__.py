@@ -6,7 +6,6 @@ Torch is not imported here, so that --help, --cfg and TAB stay fast.
 import logging
 import os
 import sys
-import traceback
 from pathlib import Path
 
 import hydra
@@ -46,8 +45,9 @@ def job(composed: DictConfig) -> float | None:
     except Exception as error:
         if is_sweep:
             _log_failure(error)
-            _forget_frames(error)
-        elif isinstance(error, UserError):
+            _drop_tracebacks(error)
+            raise error  # a bare `raise` would restore the traceback in Python 3.10
+        if isinstance(error, UserError):
             raise Reported(error) from None
         raise
 
@@ -60,9 +60,9 @@ def _log_failure(error: Exception) -> None:
         log.exception("This job failed; the sweep continues.")
 
 
-def _forget_frames(error: BaseException) -> None:
-    """Drop what the frames of a failed job hold, such as its model: Hydra keeps the error until the sweep ends, and the
-    next job needs the memory.
+def _drop_tracebacks(error: BaseException) -> None:
+    """Let go of what the frames of a failed job hold, such as its model: Hydra keeps the error until the sweep ends,
+    and the next job needs the memory. Clearing the frames would not free the variables of closures.
     """
     seen: set[int] = set()
     pending: list[BaseException | None] = [error]
@@ -70,7 +70,7 @@ def _forget_frames(error: BaseException) -> None:
         current = pending.pop()
         if current is not None and id(current) not in seen:
             seen.add(id(current))
-            traceback.clear_frames(current.__traceback__)
+            current.__traceback__ = None
             pending += [current.__cause__, current.__context__]
 
 

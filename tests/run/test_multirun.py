@@ -102,9 +102,10 @@ def test_a_failed_job_leaves_its_model_to_the_garbage_collector(tmp_path):
         "        if width == 6:\n"
         "            raise TypeError('six is too many')\n"
         "    def forward(self, images):\n"
-        "        if self.broken:\n"
-        "            raise TypeError('five is too many') from KeyError(self)\n"
-        "        return super().forward(images)\n"
+        "        try:\n"
+        "            return super().forward(images) if not self.broken else {}[5]\n"
+        "        except KeyError as error:\n"
+        "            raise TypeError('five is too many') from error\n"
     )
     mine = ("model=mlp", "model._target_=mine.Fragile", "user_packages=[mine]")
     done = run_cli(*SWEEP, *mine, "model.width=4,5,6,7", cwd=tmp_path)
