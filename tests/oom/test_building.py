@@ -110,7 +110,8 @@ def test_the_limit_holds_before_anything_is_built(tmp_path, monkeypatch):
     noting(build.backends, "build", "limit")
     noting(build.precision, "build", "precision")
     noting(build, "assemble")
+    noting(build.DeviceMemory, "enforce", "limit again")
     noting(build, "require_room")
     run = runner.prepare(runs.configure(tmp_path, *MLP), StopRequest(), SingleRank())
     run.close()
-    assert order == ["limit", "precision", "assemble", "require_room"]
+    assert order == ["limit", "precision", "assemble", "limit again", "require_room"]

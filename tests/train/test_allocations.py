@@ -63,6 +63,13 @@ def test_the_step_is_retried_with_a_smaller_micro_batch(tmp_path, phase, step):
     assert not torch.equal(weights(recorded.run.state.model), weights(undisturbed.run.state.model))
 
 
+def test_not_at_the_same_size_though_the_cache_is_unused(tmp_path, monkeypatch):
+    """What caught the error takes its other way from then on, at this size."""
+    monkeypatch.setattr(CpuMemory, "unused_cache", lambda self: 2**30)
+    (failure,) = Recorded(resnet(tmp_path), Refusing("forward", 2)).failures
+    assert (failure.old_size, failure.new_size) == (8, 4)
+
+
 def test_what_it_says(tmp_path, caplog):
     with caplog.at_level("WARNING"):
         Recorded(resnet(tmp_path), Refusing("forward", 2))
