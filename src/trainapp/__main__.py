@@ -45,7 +45,9 @@ def job(composed: DictConfig) -> float | None:
     except Exception as error:
         if is_sweep:
             _log_failure(error)
-        elif isinstance(error, UserError):
+            _drop_tracebacks(error)
+            raise error  # a bare `raise` would restore the traceback in Python 3.10
+        if isinstance(error, UserError):
             raise Reported(error) from None
         raise
 
@@ -56,6 +58,20 @@ def _log_failure(error: Exception) -> None:
         log.error("%s", error)
     else:
         log.exception("This job failed; the sweep continues.")
+
+
+def _drop_tracebacks(error: BaseException) -> None:
+    """Let go of what the frames of a failed job hold, such as its model: Hydra keeps the error until the sweep ends,
+    and the next job needs the memory. Clearing the frames would not free the variables of closures.
+    """
+    seen: set[int] = set()
+    pending: list[BaseException | None] = [error]
+    while pending:
+        current = pending.pop()
+        if current is not None and id(current) not in seen:
+            seen.add(id(current))
+            current.__traceback__ = None
+            pending += [current.__cause__, current.__context__]
 
 
 def main() -> None:

@@ -1,5 +1,6 @@
 """What only a GPU shows: the allocator's own cap and errors, streams, half precision. Skipped without one."""
 
+import contextlib
 import gc
 import os
 import pickle
@@ -239,3 +240,23 @@ def test_a_backend_without_a_history(tmp_path):
     helpers.train(tmp_path / "capped", *runs.TINY, *LARGE, "train.max_steps=1", limit, env=environment, timeout=300)
     assert helpers.result(tmp_path / "capped")["oom_restarts"] >= 1
     assert not list((tmp_path / "capped" / "oom").glob("*.snapshot.pickle"))
+
+
+def test_without_a_limit_the_cap_is_below_what_is_free():
+    memory = backends.build(schema.Memory(), torch.device("cuda", 0))
+    free, total = torch.cuda.mem_get_info(0)
+    assert memory.enforced < free + torch.cuda.memory_reserved(0)
+    with pytest.raises(torch.OutOfMemoryError, match=r"^CUDA out of memory"):
+        torch.empty(memory.enforced + 64 * MIB, dtype=torch.uint8, device="cuda")
+    assert memory.budget == memory.total
+    assert memory.total == pytest.approx(total, rel=0.01)
+
+
+def test_a_refused_allocation_is_counted_though_the_error_is_caught():
+    memory = backends.build(schema.Memory(limit="512MiB"), torch.device("cuda", 0))
+    before = memory.refused_allocations()
+    with contextlib.suppress(torch.OutOfMemoryError):
+        torch.empty(600 * MIB, dtype=torch.uint8, device="cuda")
+    assert memory.refused_allocations() == before + 1
+    torch.empty(256 * MIB, dtype=torch.uint8, device="cuda")
+    assert memory.refused_allocations() == before + 1

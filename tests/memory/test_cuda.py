@@ -24,6 +24,9 @@ class Allocator:
             "get_device_properties": lambda device: types.SimpleNamespace(total_memory=1024 * MIB),
             "set_per_process_memory_fraction": lambda fraction, device: None,
             "reset_peak_memory_stats": lambda device: None,
+            "empty_cache": lambda: None,
+            "mem_get_info": lambda device: (1024 * MIB, 1024 * MIB),
+            "memory_reserved": lambda device: 0,
             "get_allocator_backend": lambda: backend,
             "synchronize": lambda device: self.calls.append(f"synchronize {device}"),
         }.items():

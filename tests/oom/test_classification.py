@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from trainapp.oom.errors import is_device_lost, is_out_of_memory, requested_bytes
+from trainapp.oom.errors import broken_part, is_device_lost, is_out_of_memory, requested_bytes
 
 # The driver's errors end with this since torch 2.1; it mentions assertions, although none of them is one.
 HINT = (
@@ -29,10 +29,17 @@ MESSAGES = {
     # EvilBT/ComfyUI_SLK_joy_caption_two#28, with CUDAMallocAsyncAllocator.cpp's ending
     "CUDA driver": "CUDA error: out of memory" + HINT,  # kijai/ComfyUI-HunyuanVideoWrapper#475
     "CUDA driver before 2.1": "CUDA error: out of memory",  # taohan10200/IIM#28
-    "CUDA driver API": "CUDA driver error: 2 CUDA_ERROR_OUT_OF_MEMORY",
+    # pytorch/pytorch, c10/cuda/driver_api.h: expandable segments; unslothai/unsloth#2401
+    "CUDA driver API": "CUDA driver error: out of memory",
+    "CUDA driver API, other libraries": "CUDA_ERROR_OUT_OF_MEMORY: out of memory",  # CuPy
+    "Triton": "Triton Error [CUDA]: out of memory",  # triton-lang/triton, third_party/nvidia/backend/driver.c
+    "Triton on HIP": "Triton Error [HIP]:  Code: 2, Messsage: out of memory",  # .../amd/backend/driver.c, so spelt
     "pinned host memory": "cudaHostAlloc failed: out of memory",
     "cuBLAS": "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",  # QwenLM/Qwen3#873
     "cuDNN": "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+    # since 9.0 (cudnn_graph.h)
+    "cuDNN 9": "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+    "cuDNN 9 on the host": "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED",
     # pytorch/pytorch, aten/src/ATen/cudnn/Exceptions.h; raised when no algorithm's workspace fits
     "cuDNN workspace": "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a "
     "non-contiguous input.",
@@ -241,6 +248,10 @@ def test_decoys_provoked_here(function):
         RuntimeError("memory bank is full", "CUDA out of memory. Tried to allocate 2.00 GiB"),
         RuntimeError("my kernel: Failed to CUDA calloc async 608 bytes of shared memory: use a smaller tile"),
         RuntimeError("calloc of the ring buffer failed: it takes 608 bytes"),
+        RuntimeError("Triton Error [CUDA]: invalid argument"),
+        RuntimeError("out of resource: shared memory, Required: 131072, Hardware limit: 101376"),  # Triton's tile
+        RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_COMPILATION_FAILED"),
+        RuntimeError("GET was unable to find an engine to execute this computation"),  # also for what has no engine
         RuntimeError("NCCL error in: NCCLUtils.cpp:94, invalid usage, NCCL version 2.27.3\nLast error:\nDuplicate GPU"),
         RuntimeError("mat1 and mat2 shapes cannot be multiplied (4x3 and 4x5)"),
         RuntimeError("could not create a primitive descriptor for a convolution forward propagation primitive"),
@@ -267,7 +278,14 @@ LOST = [
     "CUDA error: misaligned address" + HINT,
     "CUDA error: uncorrectable ECC error encountered" + HINT,
     "CUDA error: the launch timed out and was terminated" + HINT,
-    "CUDA driver error: 719 CUDA_ERROR_LAUNCH_FAILED",
+    "CUDA driver error: unspecified launch failure",
+    "CUDA driver error: unknown error",
+    "CUDA error: unknown error" + HINT,
+    "CUDA error: Invalid access of peer GPU memory over nvlink or a hardware error" + HINT,
+    "CUDA error: operation not supported on global/shared address space" + HINT,
+    # pytorch/pytorch#188008
+    '!handles_.at(i) INTERNAL ASSERT FAILED at "c10/cuda/CUDACachingAllocator.cpp":487, please report a bug to '
+    "PyTorch. ",
     "HIP error: unspecified launch failure" + HIP_HINT,
     # intel/intel-extension-for-pytorch#780
     "Native API failed. Native API returns: 20 (UR_RESULT_ERROR_DEVICE_LOST)",
@@ -285,6 +303,35 @@ def test_a_dead_context_is_told_apart(message):
 def test_what_is_not_a_dead_context():
     assert not is_device_lost(ValueError("an illegal memory access was encountered"))
     assert not is_device_lost(RuntimeError("CUDA error: invalid device ordinal" + HINT))
+    # at the start, where nothing is lost yet
+    assert not is_device_lost(RuntimeError("CUDA unknown error - this may be due to an incorrectly set up environment"))
+
+
+def nccl_error(text: str) -> Exception:
+    return torch.distributed.DistBackendError(text)
+
+
+def test_what_an_error_breaks_for_good():
+    for name in MESSAGES:
+        part = broken_part(RuntimeError(MESSAGES[name]))
+        if name.startswith("NCCL"):
+            assert part == broken_part(nccl_error(MESSAGES[name])) == "the NCCL communicator"
+        elif name == "CUDA driver API":
+            assert part == "the allocator of expandable segments"
+        else:
+            assert part is None, name
+    assert broken_part(torch.OutOfMemoryError(MESSAGES["CUDA caching allocator"])) is None
+    assert broken_part(ValueError(MESSAGES["CUDA driver API"])) is None
+
+
+def test_what_a_cause_breaks_counts():
+    def wrapped():
+        try:
+            raise RuntimeError(MESSAGES["CUDA driver API"])
+        except RuntimeError as error:
+            raise RuntimeError("the step failed") from error
+
+    assert broken_part(raised_by(wrapped)) == "the allocator of expandable segments"
 
 
 def from_cause():
@@ -311,6 +358,9 @@ AMBIGUOUS = [
     "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm( handle, opa, opb, m, n, k)`",
     "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR",
     "cuDNN error: CUDNN_STATUS_EXECUTION_FAILED",
+    "GET was unable to find an engine to execute this computation",  # pytorch/pytorch#108645
+    "FIND was unable to find an engine to execute this computation",
+    "Unable to find a valid cuDNN algorithm to run convolution",
 ]
 
 
@@ -325,6 +375,21 @@ def test_the_devices_counters_decide_what_words_do_not(message, monkeypatch):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda free=free: (free, 16 * 2**30))
         assert is_out_of_memory(error) is expected
     assert not is_out_of_memory(ValueError(message))
+
+
+@pytest.mark.parametrize("message", AMBIGUOUS)
+def test_what_the_allocator_has_refused_decides_first(message):
+    """Under a limit the device has memory left."""
+    error = RuntimeError(message)
+    assert [is_out_of_memory(error, refused) for refused in (0, 1, 7)] == [False, True, True]
+    assert not is_out_of_memory(ValueError(message), 1)
+    assert not is_device_lost(error)
+    assert broken_part(error) is None
+
+
+def test_a_refused_allocation_makes_no_other_error_one():
+    for error in (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), RuntimeError(LOST[0]), KeyError("step")):
+        assert not is_out_of_memory(error, 1)
 
 
 @pytest.mark.parametrize(

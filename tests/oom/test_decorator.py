@@ -5,12 +5,14 @@ Accelerate's behaviour is that of version 1.15, utils/memory.py.
 
 import functools
 import gc
+import itertools
 import logging
 import weakref
 
 import pytest
 import torch
 
+from trainapp.oom import decorator
 from trainapp.oom.decorator import find_executable_batch_size
 
 
@@ -31,6 +33,27 @@ def test_plain_form_halves():
     train = find_executable_batch_size(fits(20, tried))
     assert train("model", lr=1) == (16, ("model",), {"lr": 1})
     assert tried == [128, 64, 32, 16]
+
+
+@pytest.mark.parametrize("refused", [0, 1])
+def test_an_ambiguous_error_is_one_if_an_allocation_was_refused(monkeypatch, refused):
+    counts = itertools.count(5, refused)  # faked: only CUDA's allocator has such a counter
+    monkeypatch.setattr(decorator, "refused_allocations", lambda: next(counts))
+    tried: list[int] = []
+
+    @find_executable_batch_size(starting_batch_size=8)
+    def train(batch_size):
+        tried.append(batch_size)
+        if batch_size > 4:
+            raise RuntimeError("GET was unable to find an engine to execute this computation")
+        return batch_size
+
+    if refused:
+        assert train() == 4
+    else:
+        with pytest.raises(RuntimeError, match="unable to find an engine"):
+            train()
+    assert tried == [8, 4][: 1 + refused]
 
 
 def test_with_arguments():

@@ -43,6 +43,30 @@ def limit_between(folder, overrides: tuple[str, ...], fits: int, fails: int) -> 
     return sum(peaks) // 2
 
 
+class Breaking(Injector):
+    """The driver refuses to map memory, after which the allocator of expandable segments fails for good."""
+
+    def fail(self) -> None:
+        self.fired += 1
+        raise RuntimeError("CUDA driver error: out of memory")
+
+
+@pytest.mark.parametrize("phase", ["forward", "evaluate", "commit"])
+@pytest.mark.parametrize("size", [8, 1])
+def test_a_process_that_cannot_recover_says_how_to_continue(tmp_path, phase, size):
+    config = tiny(tmp_path, *MODELS["mlp"], "every.eval=1", f"batch.micro_size={size}")
+    injector = Breaking(phase, 2, times=9)
+    with pytest.raises(TrainingStopped) as caught:
+        Recorded(config, injector)
+    assert injector.fired == 1  # nothing is retried
+    message = str(caught.value)
+    assert message.startswith(f"out of memory at step 2 in {phase}")
+    assert "the allocator of expandable segments fails from now on in this process" in message
+    assert f"\n  {config.command}" in message
+    assert "memory.expandable_segments=false" in message
+    assert len(list((tmp_path / "oom").glob("*.json"))) == 1
+
+
 @pytest.mark.parametrize("model", SAME)
 def test_each_sample_once_and_the_same_weights(tmp_path, model):
     # The default sizes run for one and a half epochs, which covers a partial step and a reshuffle.

@@ -371,3 +371,50 @@ def _train_short_but(rank: int, config: Config, *arguments: Any, long_rank: int,
         return train(rank, config, *arguments)
     finally:
         TrainBatches.micro_batches = fetch
+
+
+@dataclass
+class Used:
+    """(collective, group) of every tensor that was exchanged on the groups for the device."""
+
+    warming_up: set[tuple[str, str]] = field(default_factory=set)
+    training: set[tuple[str, str]] = field(default_factory=set)
+
+
+COLLECTIVES = ("all_reduce", "broadcast", "all_gather_into_tensor", "reduce_scatter_tensor")
+
+
+def train_after_warming_up(rank: int, config: Config, *arguments: Any) -> Used:
+    """A run whose strategy warms up first, as on CUDA."""
+    import torch.distributed as dist
+
+    found = Used()
+    record: set[tuple[str, str]] = set()
+
+    def noting(name: str, function: Any) -> Any:
+        @functools.wraps(function)
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            group = kwargs.get("group") or dist.group.WORLD
+            record.add((name, group.group_name))
+            return function(*args, **kwargs)
+
+        return noted
+
+    originals = {name: getattr(dist, name) for name in COLLECTIVES}
+    with worker.process_group(config) as ranks:
+        run = runner.prepare(config, StopRequest(), ranks)
+        for_the_host = {
+            group.group_name for group in (ranks._vote_group, ranks._side_group, ranks.saving_group, ranks._flag_group)
+        }
+        try:
+            for name, function in originals.items():
+                setattr(dist, name, noting(name, function))
+            run.strategy.warm_up()
+            found.warming_up, record = {use for use in record if use[1] not in for_the_host}, set()
+            loop.train(run)
+            found.training = {use for use in record if use[1] not in for_the_host}
+        finally:
+            for name, function in originals.items():
+                setattr(dist, name, function)
+            run.tracker.close()
+    return found

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainapp.checkpoint import manifest
 from trainapp.data.loader import Fetcher
+from trainapp.memory.cpu import CpuMemory
 from trainapp.parallel.ddp import Exchange
 from trainapp.torch_private import fsdp_collectives
 from trainapp.train import loop
@@ -30,6 +31,18 @@ ENVIRONMENT = "TRAINAPP_TEST_FAULTS"  # {"folder": ..., "faults": [...]}
 # Phases of the loop (`run.attempt.phase`), recognised by their tensor operations, and places that are functions.
 PLACES = ("fetch", "gather buffer", "reduce buffer", "bucket", "manifest")
 BETWEEN = ("weight average", "evaluate", "save", "manifest")  # these follow a finished step
+
+
+# Out-of-memory errors from which no process recovers, as torch words them.
+BREAKING = {
+    "driver": (RuntimeError, "CUDA driver error: out of memory"),
+    "nccl": (
+        torch.distributed.DistBackendError,
+        "NCCL error in: NCCLUtils.cpp:94, unhandled cuda error (run with NCCL_DEBUG=INFO for details), NCCL version "
+        "2.27.3\nncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nFailed to CUDA calloc async 608 "
+        "bytes",
+    ),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +63,10 @@ class Fault:
 
 
 def fail_at(rank: int, step: int, phase: str, kind: str = "oom", operation: int = 0, times: int = 1) -> Fault:
-    """One fault. Kinds: oom, exception, kill, freeze, term, usr1, nan, inf, slow, disk full."""
+    """One fault. Kinds: oom, swallowed, driver, nccl, exception, kill, freeze, term, usr1, nan, inf, slow, disk full.
+
+    "swallowed": an allocation fails and something catches the error. driver, nccl: what no process recovers from.
+    """
     return Fault(rank, step, phase, kind, operation, times)
 
 
@@ -74,6 +90,7 @@ class Injector(TorchDispatchMode):
         self.faults, self.folder = list(faults), folder
         self.run: Run | None = None
         self.seen: dict[Fault, int] = {}
+        self.refused = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
         poison = self.strike(self.run.attempt.phase) if self.run is not None else None
@@ -93,6 +110,9 @@ class Injector(TorchDispatchMode):
             value = self.run.state.progress.step
             fault.marker(self.folder, number).write_text(f"{value}\n")
             self.seen[fault] = 0
+            if fault.kind == "swallowed":  # an allocator's count rises, and whoever asked catches the error
+                self.refused += 1
+                return None
             return _do(fault.kind)
         return None
 
@@ -108,6 +128,9 @@ class Injector(TorchDispatchMode):
 def _do(kind: str) -> float | None:
     if kind == "oom":
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. (injected)")
+    if kind in BREAKING:
+        error, text = BREAKING[kind]
+        raise error(text)
     if kind == "exception":
         raise RuntimeError("injected failure")
     signals = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP, "term": signal.SIGTERM, "usr1": signal.SIGUSR1}
@@ -148,6 +171,7 @@ def injected(faults: Iterable[Fault], folder: Path) -> Iterator[Injector]:
         return wrapper
 
     patch(loop, "train", watched)
+    patch(CpuMemory, "refused_allocations", lambda memory: injector.refused)
     all_gather, reduce_scatter = fsdp_collectives()
     patch(all_gather, "allocate", striking("gather buffer", all_gather.allocate))
     patch(reduce_scatter, "allocate", striking("reduce buffer", reduce_scatter.allocate))

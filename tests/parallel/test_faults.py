@@ -138,6 +138,20 @@ def test_restarts_with_a_smaller_micro_batch_are_not_counted(tmp_path):
     assert list(found["micro_schedule"].values()) == [2, 1]
 
 
+@pytest.mark.slow
+def test_out_of_memory_inside_nccl(reference, tmp_path):
+    """Although votes are held, the worker leaves at once: all restart at half the micro-batch, nothing is lost."""
+    fault = fail_at(1, 3, "backward", "nccl", operation=20)
+    ended = launch(tmp_path / "run", *DDP, env=environment(tmp_path, fault))
+    assert fired(tmp_path, fault) == 1
+    assert ended.code == 0, ended.text
+    log = (tmp_path / "run" / "ranks" / "rank_1.log").read_text()
+    assert "not recoverable in place (the NCCL communicator fails from now on): all ranks restart" in log
+    assert result(tmp_path / "run")["oom_restarts"] == 1
+    for line, other in zip(metrics(tmp_path / "run"), metrics(reference), strict=True):
+        assert line["loss"] == pytest.approx(other["loss"], rel=1e-5)
+
+
 def test_out_of_memory_recovered_in_place_names_its_rank(tmp_path):
     fault = fail_at(1, 3, "backward", operation=20)
     ended = launch(tmp_path / "run", *DDP, "data.min_length=9", env=environment(tmp_path, fault))

@@ -6,6 +6,7 @@ size, and that every gradient matches the reference to a relative error below 1e
 """
 
 import itertools
+import json
 
 import pytest
 
@@ -18,6 +19,7 @@ from .cells import (
 )
 from .conftest import RESETS, Cell, needs_reset
 from .faults import Fault, fail_at
+from .pool import CellFailed
 from .test_equality import error, errors, together
 
 EXACT = 1e-6
@@ -106,6 +108,38 @@ def test_recovered_in_place(cell, spread, rank, step, phase, operation):
         "bucket": ("backward",),
     }
     assert found in places.get(phase, (phase,)) or (phase, found) == ("forward", "loss")
+
+
+@pytest.mark.parametrize("spread", ["ddp", "fsdp"])
+def test_an_error_that_something_caught(cell, spread):
+    """The allocator's count has risen on one rank only; all ranks retry the step."""
+    fault = fail_at(1, 2, "forward", "swallowed", operation=60)
+    records = recovers(cell, 2, spread, [fault], "batch.global_size=16")
+    assert [record.failures[0]["by_peer"] for record in records] == [True, False]
+    assert "1 allocation failed in this micro-batch and the error was caught" in records[1].failures[0]["message"]
+
+
+def test_an_error_that_something_caught_is_no_reason_to_restart(cell):
+    """Without votes the ranks could not retry the step in place."""
+    fault = fail_at(1, 2, "forward", "swallowed", operation=60)
+    records = cell.run(2, "parallel=ddp", *WHOLE, "parallel.vote_on_oom=never", faults=[fault])
+    assert [record.failures for record in records] == [[], []]
+    assert [record.sizes for record in records] == [[4] * 4] * 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"), [("nccl", "the NCCL communicator"), ("driver", "the allocator of expandable segments")]
+)
+def test_an_error_that_breaks_the_process(cell, tmp_path, kind, reason):
+    """No vote is held, in which the others might never take part: the rank ends at once, with the size in a file."""
+    fault = fail_at(1, 2, "backward", kind, operation=60)
+    with pytest.raises(CellFailed, match=r"rank 1: ended\nexit code 82"):
+        cell.run(2, "parallel=ddp", *WHOLE, faults=[fault], run_dir=tmp_path / "run")
+    hint = json.loads((tmp_path / "run" / "restart.json").read_text())
+    assert hint["oom_restarts"] == 1
+    assert [entry[0] for entry in hint["micro"]["buckets"].values()] == [2]
+    (incident,) = (tmp_path / "run" / "oom").glob("*.json")
+    assert json.loads(incident.read_text())["broken"] == reason
 
 
 DDP_OR_SLOW = ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)]

@@ -85,6 +85,34 @@ def test_a_failing_job_leaves_its_trace_in_its_own_log_and_the_rest_go_on(tmp_pa
     assert not any("Traceback" in logs[job] or "five" in logs[job] for job in (0, 3))
 
 
+def test_a_failed_job_leaves_its_model_to_the_garbage_collector(tmp_path):
+    """Hydra keeps the job's error, and with it the frames in which the error was raised."""
+    (tmp_path / "mine.py").write_text(
+        "import gc, weakref\n"
+        "from trainapp.models.mlp import MLP\n"
+        "from trainapp.validation import PositiveInt\n"
+        "before = []\n"
+        "class Fragile(MLP):\n"
+        "    def __init__(self, image_shape, num_classes, width: PositiveInt, depth, dropout):\n"
+        "        super().__init__(image_shape, num_classes, width=width, depth=depth, dropout=dropout)\n"
+        "        gc.collect()\n"
+        "        print('ALIVE', [model() is not None for model in before])\n"
+        "        before.append(weakref.ref(self))\n"
+        "        self.broken = width in (5, 6)\n"
+        "        if width == 6:\n"
+        "            raise TypeError('six is too many')\n"
+        "    def forward(self, images):\n"
+        "        try:\n"
+        "            return super().forward(images) if not self.broken else {}[5]\n"
+        "        except KeyError as error:\n"
+        "            raise TypeError('five is too many') from error\n"
+    )
+    mine = ("model=mlp", "model._target_=mine.Fragile", "user_packages=[mine]")
+    done = run_cli(*SWEEP, *mine, "model.width=4,5,6,7", cwd=tmp_path)
+    alive = [line for line in done.stdout.splitlines() if line.startswith("ALIVE")]
+    assert alive == ["ALIVE []", "ALIVE [False]", "ALIVE [False, False]", "ALIVE [False, False, False]"]
+
+
 def test_a_sweep_of_mistakes_only_ends_with_a_message(tmp_path):
     done = run_cli(*SWEEP, "model=mlp", "optimizer.lr=-1,-2", cwd=tmp_path)
     assert done.returncode == 2

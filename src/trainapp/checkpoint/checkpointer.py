@@ -207,9 +207,9 @@ def _misfits_named(path: Path) -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"checkpoint {path} does not fit this configuration: {VALUES}: {error}") from None
+        raise UserError(f"checkpoint {path} does not fit this configuration: {VALUES}: {error}") from error
     except UserError as error:
-        raise UserError(f"checkpoint {path} does not fit this configuration: {error}") from None
+        raise UserError(f"checkpoint {path} does not fit this configuration: {error}") from error
 
 
 def _load_values(path: Path) -> dict[str, Any]:
@@ -220,4 +220,4 @@ def _load_values(path: Path) -> dict[str, Any]:
         reason = str(error).splitlines()[0]
         raise UserError(f"checkpoint {path} holds more than tensors and plain values; not loaded: {reason}") from None
     except (OSError, RuntimeError, ValueError, KeyError, EOFError) as error:
-        raise UserError(f"checkpoint {path}: {VALUES} cannot be read: {error}") from None
+        raise UserError(f"checkpoint {path}: {VALUES} cannot be read: {error}") from error

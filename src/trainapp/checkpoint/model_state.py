@@ -131,7 +131,7 @@ def load_added_entries(model: nn.Module, entries: dict[str, Any]) -> None:
     try:
         model.load_state_dict(current | entries)
     except (RuntimeError, KeyError, TypeError, ValueError) as error:
-        raise UserError(f"the model's load_state_dict does not take {listed(sorted(entries))}: {error}") from None
+        raise UserError(f"the model's load_state_dict does not take {listed(sorted(entries))}: {error}") from error
     restored = save_added_entries(model)
     expected = {name: digest(encoded(value, name)) for name, value in entries.items()}
     lost = [name for name, known in expected.items() if name not in restored or digest(restored[name]) != known]

@@ -137,7 +137,9 @@ def read(
         load(_tensors_only(tensors), storage_reader=reader, process_group=group, no_dist=group is None)
     except dcp.api.CheckpointException as error:  # a BaseException
         first = next(iter(error.failures.values()))[0]
-        raise (first if isinstance(first, UserError) else _misfit(folder, first)) from None
+        if isinstance(first, UserError):
+            raise first from None
+        raise _misfit(folder, first) from first
 
 
 def _misfit(folder: Path, reason: object) -> UserError:

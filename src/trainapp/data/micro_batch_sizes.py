@@ -48,6 +48,11 @@ class MicroBatchSizes:
         return self.size if self.current_bucket is None else self.search(self.current_bucket).size
 
     @property
+    def can_shrink(self) -> bool:
+        """Whether the current micro-batch may be cut further."""
+        return self.attempt_samples.get(self.current_bucket or 0, self.size) > self.smallest
+
+    @property
     def all_proven(self) -> bool:
         """Whether every bucket seen so far has a proven size."""
         return bool(self.searches) and all(map(self.is_proven, self.searches))

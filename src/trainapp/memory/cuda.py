@@ -19,15 +19,32 @@ from trainapp.torch_private import memory_snapshot, start_memory_history, stop_m
 
 MAX_HISTORY = 20_000  # allocations and frees that are recorded, the last ones of a step; some KB of host memory each
 _BEFORE = -1_000_000_000  # the number, in `events`, of what was allocated before the record begins
+HEADROOM = 2**30  # bytes; kernels, handles, cuBLAS and NCCL take theirs past torch's allocator
+
+
+def refused_allocations(device: torch.device | None = None) -> int:
+    """The caching allocator's `num_ooms`. 0 before CUDA has started. device: None for the current one.
+
+    The nested form is what C++ returns; `torch.cuda.memory_stats` also flattens and sorts two hundred counters.
+    """
+    return torch.cuda.memory_stats_as_nested_dict(device).get("num_ooms", 0)
 
 
 class CudaMemory(DeviceMemory):
-    """Reads the caching allocator's counters; the limit is the allocator's own cap."""
+    """Reads the caching allocator's counters; the limit is the allocator's own cap.
+
+    Build it before anything is allocated for a run: it frees what an earlier one in this process has left, and its cap
+    holds for the model, too. Without a limit the cap is what is free, less HEADROOM: the allocator's own refusal leaves
+    it intact, the driver's may not (see `oom.errors.broken_part`).
+    """
 
     def __init__(self, device: torch.device, settings: Memory):
         total = torch.cuda.get_device_properties(device).total_memory
         super().__init__(device, settings, total)
-        torch.cuda.set_per_process_memory_fraction((self.limit or total) / total, device)
+        gc.collect()
+        torch.cuda.empty_cache()
+        self._cap = total
+        self.enforce()
         torch.cuda.reset_peak_memory_stats(device)
         # The other backends (cudaMallocAsync, pluggable) raise when asked for a history or a snapshot: torch 2.13,
         # c10/cuda/CUDAMallocAsyncAllocator.cpp.
@@ -35,6 +52,26 @@ class CudaMemory(DeviceMemory):
         self._resident: list[tuple[MemoryKind, int, int]] = []  # kind, address, bytes
         self._kind_at: dict[int, MemoryKind] = {}  # by address, of tensors registered inside the block: its batches
         self._snapshot: dict[str, Any] | None = None
+
+    @property
+    def enforced(self) -> int:
+        """The allocator's cap."""
+        return self._cap
+
+    def enforce(self) -> None:
+        """Set the cap: to the limit or, without one, to what is reserved and free now, less HEADROOM (an eighth of it,
+        where that is smaller).
+        """
+        if self.limit is not None:
+            self._cap = self.limit
+        else:
+            available = torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_reserved(self.device)
+            self._cap = available - min(HEADROOM, available // 8)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, self._cap / self.total), self.device)
+
+    def refused_allocations(self) -> int:
+        """The allocator's count, which includes errors that cuDNN catches."""
+        return refused_allocations(self.device)
 
     @contextlib.contextmanager
     def watch(self, resident: Resident, track_modules: bool = True) -> Iterator[None]:

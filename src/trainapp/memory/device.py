@@ -68,6 +68,11 @@ class DeviceMemory:
         return self.limit or self.total
 
     @property
+    def enforced(self) -> int:
+        """The bytes above which allocations fail: the budget, or less where others already use the device."""
+        return self.budget
+
+    @property
     def watch_is_due(self) -> bool:
         """Whether a logged step of a proven size should be watched, because its memory use is not known otherwise."""
         return False
@@ -93,6 +98,17 @@ class DeviceMemory:
 
     def synchronize(self) -> None:
         """Wait until the device has done all that was asked of it. Raises errors that have not surfaced yet."""
+
+    def enforce(self) -> None:
+        """Enforce the limit on all that is allocated from here on. Call again once more of the device is in use by
+        libraries that allocate for themselves.
+        """
+
+    def refused_allocations(self) -> int:
+        """How many allocations have failed in this process, whether or not something caught the error. 0 where the
+        allocator does not count them. Waits for no kernel.
+        """
+        return 0
 
     def unused_cache(self) -> int:
         """Bytes that the allocator holds in its cache. Releasing them may be all that a retry needs."""

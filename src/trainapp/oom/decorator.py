@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from trainapp.memory.cuda import refused_allocations
 from trainapp.oom.errors import is_out_of_memory, log
 
 
@@ -64,10 +65,11 @@ def find_executable_batch_size(
         if size < 1:  # only now: Accelerate accepts it until the call
             raise NoExecutableBatchSize(f"{_none_found(size)} It is starting_batch_size={size}")
         while True:
+            refused = refused_allocations()
             try:
                 return function(size, *args, **kwargs)
             except Exception as error:
-                if not is_out_of_memory(error):
+                if not is_out_of_memory(error, refused_allocations() - refused):
                     raise
                 reason = str(error).strip().partition("\n")[0]  # a string: the error keeps the failed tensors alive
             _release()

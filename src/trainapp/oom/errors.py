@@ -18,11 +18,12 @@ _MESSAGES = [
     for pattern in (
         r"^(?:[\w.]*Error: )?(?:CUDA|HIP|XPU|MPS backend|MPS) out of memory",  # torch's caching allocators
         r"^Invalid buffer size: \d",  # MPS: a single tensor that is too large
-        r"(?:CUDA|HIP|hip) error: out of memory",  # the driver, outside torch's cache
+        r"(?:CUDA|HIP)(?: driver)? error: out of memory",  # the driver, outside torch's cache
+        r"Triton Error \[\w+\]:.*out of memory",  # loading a kernel, or its stack
         r"cuda(?:Malloc|MallocAsync|HostAlloc)\b.*out of memory",
         r"cudaErrorMemoryAllocation|hipErrorOutOfMemory|CUDA_ERROR_OUT_OF_MEMORY",
         r"CUBLAS_STATUS_ALLOC_FAILED|HIPBLAS_STATUS_ALLOC_FAILED|CUSOLVER_STATUS_ALLOC_FAILED",
-        r"CUDNN_STATUS_ALLOC_FAILED|CUFFT_ALLOC_FAILED|CUSPARSE_STATUS_ALLOC_FAILED",
+        r"CUDNN_STATUS_\w*ALLOC(?:ATION)?_FAILED|CUFFT_ALLOC_FAILED|CUSPARSE_STATUS_ALLOC_FAILED",
         r"cuDNN error: CUDNN_STATUS_NOT_SUPPORTED",  # also: the workspace does not fit
         r"MIOPEN_STATUS_ALLOC_FAILED|miopenStatusAllocFailed",
         r"UR_RESULT_ERROR_OUT_OF_(?:DEVICE|HOST|RESOURCES)|PI_ERROR_OUT_OF_(?:RESOURCES|HOST_MEMORY)",
@@ -45,11 +46,14 @@ _MESSAGES = [
 _NOT_MEMORY = re.compile(r"device-side assert triggered|No space left on device", re.IGNORECASE)
 
 
-# Errors with several causes, memory among them: how full the device is decides.
+# Errors with several causes, memory among them. What torch's allocator has refused meanwhile decides, else how full the
+# device is; under a limit it never looks full. The last line is how the search for a convolution's plan ends, which
+# catches the out-of-memory error of each plan (torch 2.13, aten/src/ATen/native/cudnn/Conv_v8.cpp and Conv_v7.cpp).
 _AMBIGUOUS = re.compile(
     r"CUBLAS_STATUS_(?:NOT_INITIALIZED|EXECUTION_FAILED|INTERNAL_ERROR)"
     r"|CUDNN_STATUS_(?:NOT_INITIALIZED|EXECUTION_FAILED|INTERNAL_ERROR)"
     r"|CUSOLVER_STATUS_INTERNAL_ERROR|CUFFT_INTERNAL_ERROR|ncclUnhandledCudaError"
+    r"|unable to find an engine to execute this computation|[Uu]nable to find a valid cuDNN algorithm"
 )
 
 
@@ -61,20 +65,46 @@ _DEVICE_LOST = re.compile(
     r"device-side assert triggered|an illegal memory access was encountered|an illegal instruction was encountered"
     r"|unspecified launch failure|misaligned address|invalid program counter|hardware stack error"
     r"|the launch timed out and was terminated|uncorrectable ECC error|GPU is lost|fallen off the bus"
+    r"|Invalid access of peer GPU memory|operation not supported on global/shared address space"
+    r"|(?:CUDA|HIP)(?: driver)? error: unknown error"
+    r"|!handles_\.at\(i\) INTERNAL ASSERT FAILED"  # of expandable segments, after what `broken_part` describes
     r"|CUDA_ERROR_(?:LAUNCH_FAILED|ILLEGAL_ADDRESS|ASSERT|ECC_UNCORRECTABLE|LAUNCH_TIMEOUT)"
     r"|hipError(?:LaunchFailure|IllegalAddress|Assert)|HSA_STATUS_ERROR_EXCEPTION|UR_RESULT_ERROR_DEVICE_LOST",
     re.IGNORECASE,
 )
 
 
-def is_out_of_memory(error: BaseException) -> bool:
+# Out-of-memory errors after which part of this process fails for good.
+_BREAKING = {
+    # The driver refuses to map memory that the allocator has already noted as mapped, so that later maps fail on an
+    # assertion (torch 2.13, c10/cuda/CUDACachingAllocator.cpp, ExpandableSegment::mapAndSetAccess; pytorch#188008).
+    # When the driver refuses to create the memory, torch raises its OutOfMemoryError and the allocator is intact.
+    "the allocator of expandable segments": re.compile(r"(?:CUDA|HIP) driver error: out of memory", re.IGNORECASE),
+    # The peers have queued a collective that this rank never joins.
+    "the NCCL communicator": re.compile(r"NCCL (?:error|WARN)|ncclUnhandledCudaError", re.IGNORECASE),
+}
+
+
+def is_out_of_memory(error: BaseException, refused: int = 0) -> bool:
     """Whether `error` means that memory ran out, on a device or on the host.
 
     By type first (torch.OutOfMemoryError, MemoryError, OSError with ENOMEM), then by each backend's wording for plain
-    RuntimeErrors; where the wording is ambiguous, by how full the device is. Follows the explicit cause of an error.
+    RuntimeErrors. Where the wording is ambiguous, by `refused`, the number of allocations that the device's allocator
+    has refused during the work that failed, then by how full the device is. Follows the explicit cause of an error.
     Other types of error never count.
     """
-    return any(_is_one(e) for e in _chain(error))
+    return out_of_memory_in(error, refused) is not None
+
+
+def out_of_memory_in(error: BaseException, refused: int = 0) -> BaseException | None:
+    """The error itself or its cause, whichever means that memory ran out; see `is_out_of_memory`."""
+    return next((e for e in _chain(error) if _is_one(e, refused)), None)
+
+
+def broken_part(error: BaseException) -> str | None:
+    """What an out-of-memory error has broken until this process ends; None where the process can recover."""
+    texts = [_own_text(e) for e in _chain(error) if isinstance(e, RuntimeError)]
+    return next((part for part, wording in _BREAKING.items() if any(map(wording.search, texts))), None)
 
 
 def is_device_lost(error: BaseException) -> bool:
@@ -101,7 +131,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         current = current.__cause__
 
 
-def _is_one(error: BaseException) -> bool:
+def _is_one(error: BaseException, refused: int) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     if isinstance(error, OSError):
@@ -114,7 +144,7 @@ def _is_one(error: BaseException) -> bool:
         return False
     if any(pattern.search(text) for pattern in _MESSAGES):
         return True
-    return bool(_AMBIGUOUS.search(text)) and _device_is_full()
+    return bool(_AMBIGUOUS.search(text)) and (refused > 0 or _device_is_full())
 
 
 def _own_text(error: BaseException) -> str:

@@ -12,10 +12,11 @@ from torch import nn
 
 from trainapp import strict_json
 from trainapp.memory.kinds import MemoryKind
-from trainapp.oom.errors import requested_bytes
+from trainapp.oom.errors import broken_part, requested_bytes
 from trainapp.parallel.dtensor import local
 from trainapp.parallel.ranks import PeerOutOfMemory
 from trainapp.parallel.strategy import TaskModule
+from trainapp.train.allocations import SwallowedOutOfMemory
 from trainapp.train.phase import Phase
 from trainapp.train.run import Run
 from trainapp.units import bytes_text, listed
@@ -51,6 +52,8 @@ class Incident:
     culprits: list[tuple[int, str]] = field(default_factory=list)  # (rank, message) of the ranks that ran out
     lost: list[str] = field(default_factory=list)  # parameters that a forward has written, and that had no copy
     host: bool = False  # the host ran out, not a device or `memory.limit`
+    swallowed: bool = False  # no error: what asked for the memory caught it
+    broken: str | None = None  # what the error has broken for the rest of this process
     events: list[tuple[int, int]] = field(default_factory=list, repr=False)
     kinds: dict[int, MemoryKind] = field(default_factory=dict, repr=False)
 
@@ -94,7 +97,7 @@ def describe(run: Run, error: BaseException) -> Incident:
         message=str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__,
         requested=getattr(error, "requested", None) or requested_bytes(str(error)),
         used=used,
-        limit=memory.budget,
+        limit=memory.enforced,
         parts=parts,
         trace=traceback.format_exc(),
         unused_cache=memory.unused_cache(),
@@ -103,6 +106,8 @@ def describe(run: Run, error: BaseException) -> Incident:
         alone=run.ranks.world == 1 or (phase is Phase.EVALUATE and not run.strategy.forward_is_collective),
         by_peer=isinstance(error, PeerOutOfMemory),
         host=not isinstance(error, torch.OutOfMemoryError) and memory.device.type == "cpu",
+        swallowed=isinstance(error, SwallowedOutOfMemory),
+        broken=broken_part(error),
         bucket=(run.sizes.evaluation if phase is Phase.EVALUATE else run.sizes.train).current_bucket or 0,
         events=events,
         kinds=kinds,
@@ -139,6 +144,8 @@ def _frames(trace: TracebackType | None) -> Iterator[FrameType]:
 def one_line(incident: Incident) -> str:
     """The incident in one line, for the terminal."""
     where = f"{incident.phase}{f' ({incident.module})' if incident.module else ''}"
+    if incident.swallowed:
+        where = "a library, which caught the error and may have taken another algorithm,"
     asked = f" asking for {bytes_text(incident.requested)}" if incident.requested else ""
     return (
         f"out of memory at step {incident.step} in {where}{asked}, {bytes_text(incident.used)} of "

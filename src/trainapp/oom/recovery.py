@@ -54,11 +54,13 @@ def wait_for_device(run: Run) -> None:
 def abort_on_all_ranks(run: Run, failure: Incident) -> None:
     """With several ranks: tell the others, and wait until all have left the step.
 
-    Where the others cannot be told (no votes are held, or inside the commit) this worker ends with an exit code of its
-    own; the launcher then restarts all of them from the last checkpoint, with the smaller size that is left for them in
-    a file.
+    Where the others cannot be told (no votes are held, or inside the commit), or where this process cannot recover,
+    this worker ends with an exit code of its own; the launcher then restarts all of them from the last checkpoint, with
+    the smaller size that is left for them in a file.
     """
     ranks = run.ranks
+    if failure.broken:
+        leave_for_restart(run, failure)
     if failure.alone:
         return
     if not failure.by_peer:
@@ -101,6 +103,7 @@ def change_size(run: Run, failure: Incident) -> None:
     # Without the phase where the size counts: two phases that fail in turn would be retried for ever.
     attempt = (failure.step, failure.evaluating if has_size else failure.phase, failure.old_size)
     may_fit = not has_size or failure.by_peer or _may_fit_without_cache(failure, sizes)
+    may_fit = may_fit and not failure.swallowed  # what caught the error may remember to take its other way
     ranks = SingleRank() if failure.alone else run.ranks
     if ranks.all_reduce_min(int(may_fit and attempt not in run.attempt.retried)):  # ranks may be in different phases
         run.attempt.retried = {tried for tried in run.attempt.retried if tried[0] == failure.step} | {attempt}
@@ -166,12 +169,19 @@ def _write_record(run: Run, failure: Incident) -> None:
 
 
 def leave_for_restart(run: Run, failure: Incident) -> NoReturn:
-    """End this worker, leaving the sizes for the restarted workers in the run directory."""
+    """End this worker, leaving the sizes for the restarted workers in the run directory.
+
+    Raises TrainingStopped where nothing can help, or nothing would restart this process.
+    """
     sizes = run.sizes.evaluation if failure.evaluating else run.sizes.train
     changed = sizes.failed(SingleRank(), True, _outcome(run, failure))
+    if isinstance(run.ranks, SingleRank):
+        raise TrainingStopped(_needs_new_process(run, failure))
     if changed is None:
         raise TrainingStopped(f"{incident.one_line(failure)}; no smaller micro-batch can fit")
-    if failure.phase.is_torn:
+    if failure.broken:
+        reason = f"{failure.broken} fails from now on"
+    elif failure.phase.is_torn:
         reason = "inside the commit"
     elif failure.lost:
         reason = f"the forward has written {listed(failure.lost, most=5)}"
@@ -198,3 +208,17 @@ def leave_for_restart(run: Run, failure: Incident) -> NoReturn:
         log.warning("the incident's record could not be written: %s", error)
     logging.shutdown()
     os._exit(OUT_OF_MEMORY_EXIT)
+
+
+def _needs_new_process(run: Run, failure: Incident) -> str:
+    """The final message of a single process that memory has left unusable."""
+    with contextlib.suppress(OSError):
+        incident.write(failure, run.tracker.run_dir / "oom", run.sizes.oom_restarts)
+    reserved = failure.used + failure.unused_cache
+    limit = f" memory.limit={reserved * 19 // 20 // 2**20}MiB" if reserved >= 2**20 else ""
+    return (
+        f"{incident.one_line(failure)}the driver refused memory, and {failure.broken} fails from now on in this "
+        f"process. Continue from the last checkpoint in a new one, under a limit that is reached before the driver's:\n"
+        f"  {run.config.command}{limit}\n"
+        "If the device has memory left, its driver does not support such segments: memory.expandable_segments=false."
+    )

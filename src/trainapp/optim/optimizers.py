@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +14,9 @@ from trainapp.config.schema import Config, Optimizer
 from trainapp.errors import UserError
 
 _FUSED_DEVICES = ("cuda", "cpu", "mps")
+
+# Of an error that is not for want of a fused kernel. The caller knows all the words; here a miss costs the kernel only.
+_MEMORY = re.compile(r"out of memory|can't allocate memory|not enough memory|ALLOC\w*_FAILED", re.IGNORECASE)
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -49,8 +53,8 @@ def build_optimizer(
     if can_be_fused and (device.type in _FUSED_DEVICES if is_auto else settings.fused):
         try:
             return _ready(kind, {**arguments, "fused": True}, settings, model, user_packages)
-        except UserError:
-            if not is_auto:
+        except UserError as error:
+            if not is_auto or _MEMORY.search(str(error.__cause__)):
                 raise  # else: torch has no such kernel for these parameters, as SGD's for shards of FSDP2
     return _ready(kind, arguments, settings, model, user_packages)
 
@@ -72,7 +76,7 @@ def _ready(
         raise UserError(
             f"optimizer._target_={settings.target}: it cannot take a plain step on this model's gradients ({error}); "
             "choose another"
-        ) from None
+        ) from error
     return optimizer
 
 

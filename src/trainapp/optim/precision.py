@@ -106,8 +106,10 @@ def _probe(mode: str, dtype: torch.dtype, device: torch.device) -> None:
         result.sum().backward()
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
+        # cuDNN's NOT_SUPPORTED may also mean that a workspace does not fit, but not with 16 pixels.
+        cause = None if "NOT_SUPPORTED" in reason else error
         raise UserError(
             f"precision={mode}: this device ({device}) cannot compute in {dtype}: {reason}; use precision=fp32"
-        ) from None
+        ) from cause
     if result.dtype != dtype:
         raise UserError(f"precision={mode}: this device ({device}) has no {dtype} autocast; use precision=fp32")

@@ -14,6 +14,7 @@ from torch import nn
 from trainapp.config.schema import Ddp
 from trainapp.parallel.ranks import DistributedRanks
 from trainapp.parallel.strategy import SingleDevice, Task, TaskModule, compute_within
+from trainapp.parallel.warm_up import warm_up_group
 from trainapp.torch_private import outside_dispatch_modes
 
 
@@ -97,6 +98,10 @@ class DDP(SingleDevice):
         del self.forward
         gc.collect()
         self._wrap()
+
+    def warm_up(self) -> None:
+        """On the group of all ranks, the only one that it uses."""
+        warm_up_group(None, self.ranks.device)
 
     def broadcast_buffers(self) -> None:
         """BatchNorm's statistics are each rank's own until here."""

@@ -13,6 +13,7 @@ from trainapp.config.schema import Fsdp
 from trainapp.errors import UserError
 from trainapp.parallel.ranks import DistributedRanks
 from trainapp.parallel.strategy import SingleDevice, Task, TaskModule, compute_within
+from trainapp.parallel.warm_up import warm_up_group
 from trainapp.torch_private import fsdp_collectives, outside_dispatch_modes, tree_map
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class FSDP(SingleDevice):
         self._root: Any  # an FSDPModule, which is an nn.Module only once it is mixed into one
         self._root, sharded = _shard(task_module, blocks, mesh["shard"], settings, compute_dtype)
         replicas = mesh.get_group("replicate") if settings.replicas > 1 else None
+        self._groups = (self._shard_group, replicas)
         _gate_collectives(task_module, ranks.check_peers, replicas)
         _prefetch(sharded, settings.prefetch)
         if compute_dtype != torch.float32:
@@ -103,6 +105,12 @@ class FSDP(SingleDevice):
         if self._has_run:  # FSDP2 creates in its first forward what the reset needs
             self._root.reset_iter_state()
         self.model.zero_grad(set_to_none=True)
+
+    def warm_up(self) -> None:
+        """On the group of all ranks and on those of the mesh, which may be the same."""
+        groups = {group.group_name: group for group in (dist.group.WORLD, *self._groups) if group is not None}
+        for group in groups.values():
+            warm_up_group(group, self.ranks.device)
 
     def broadcast_buffers(self) -> None:
         """Buffers are replicated; BatchNorm's statistics are each rank's own until here."""

@@ -49,6 +49,9 @@ class SingleDevice:
         """Leave no trace of a step that some rank could not finish. Call on every rank."""
         self.ranks.reset_votes()
 
+    def warm_up(self) -> None:
+        """Let the libraries allocate now what they otherwise allocate at a collective's first use. Collective."""
+
     def broadcast_buffers(self) -> None:
         """Give every rank the buffers of rank 0, before evaluating and saving. Collective: call on every rank."""
 

@@ -18,6 +18,7 @@ from trainapp.errors import UserError
 from trainapp.memory import host_guard
 from trainapp.memory.device import DeviceMemory
 from trainapp.oom import handover, hints, incident, recovery
+from trainapp.oom.building import out_of_memory_named
 from trainapp.oom.errors import is_out_of_memory
 from trainapp.oom.incident import Incident
 from trainapp.optim.optimizers import lean_optimizer
@@ -28,6 +29,7 @@ from trainapp.run.result import RunResult, result_of
 from trainapp.run.summary import opening_line, report
 from trainapp.signals import StopRequest
 from trainapp.train import build, loop
+from trainapp.train.allocations import refused_in_attempt
 from trainapp.train.evaluate import evaluate
 from trainapp.train.phase import Phase
 from trainapp.train.run import Run
@@ -75,7 +77,8 @@ def _run_until_torn(
 
     started: of the first of these runs, by `time.monotonic`.
     """
-    current = prepare(config, stop, ranks, carried)
+    with out_of_memory_named(config, ranks):
+        current = prepare(config, stop, ranks, carried)
     with contextlib.ExitStack() as stack:
         stack.callback(current.close)
         if current.state.device.type == "cpu":
@@ -208,7 +211,9 @@ def attempt(run: Run) -> Incident | None:
         work(run)
     except Exception as error:
         recovery.require_device(run, error)
-        if not run.config.oom.enabled or run.attempt.phase is Phase.SAVE or not is_out_of_memory(error):
+        if not run.config.oom.enabled or run.attempt.phase is Phase.SAVE:
+            raise
+        if not is_out_of_memory(error, refused_in_attempt(run)):
             raise
         recovery.wait_for_device(run)  # while the traceback keeps the failed tensors
         failure = incident.describe(run, error)  # plain values: the traceback keeps every failed tensor alive

@@ -47,6 +47,8 @@ def build(config: Config, stop: StopRequest, ranks: Ranks, memory: DeviceMemory 
     components = load_components(config)
     device = ranks.device if ranks.world > 1 else choose_device(config.train.device)
     set_global_switches(config, device)
+    memory = memory or backends.build(config.memory, device)  # before all that is allocated on the device
+    memory.keep_events = config.memory.timeline
     seed_everything(config.train.seed)
     numerics = precision.build(config.precision, device)
     arguments = _batch_arguments(config, components, device, ranks)
@@ -58,8 +60,9 @@ def build(config: Config, stop: StopRequest, ranks: Ranks, memory: DeviceMemory 
         load_initial_weights(state.model, Path(config.model.init_from), config.model.init_strict)
         state.average.start_at_weights()
     warn_of_bilinear(state)
-    memory = memory or backends.build(config.memory, device)
-    memory.keep_events = config.memory.timeline
+    if device.type == "cuda":
+        strategy.warm_up()
+    memory.enforce()  # anew: with what the libraries have allocated for themselves
     require_room(memory, state)
     eval_batches = (
         None

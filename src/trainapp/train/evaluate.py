@@ -11,6 +11,7 @@ from torch import nn
 from trainapp.data.micro_batch import MicroBatch
 from trainapp.errors import UserError
 from trainapp.rng import preserved_rng
+from trainapp.train.allocations import note_refused, require_all_allocated
 from trainapp.train.losses import evaluate_metrics
 from trainapp.train.phase import Phase
 from trainapp.train.run import Run
@@ -27,6 +28,7 @@ def evaluate(run: Run) -> None:
     assert run.eval_batches is not None, "evaluation without evaluation data"
     run.nonfinite.check()
     attempt.phase, attempt.started = Phase.EVALUATE, started
+    note_refused(run)
     if attempt.evaluation is None:  # not on a retry: a rank that evaluates alone recovers alone
         # Each rank proves its size on its own batches, whose number differs: agree once.
         all_proven = run.ranks.all_reduce_min(int(not sizes.is_unproven)) == 1
@@ -83,6 +85,8 @@ def evaluate_batch(run: Run, micro: MicroBatch) -> None:
         with run.state.precision.autocast:
             loss, count, metrics = run.strategy.evaluate(run.task, micro.data)
         finished = evaluate_metrics(metrics)
+    if sizes.is_unproven:
+        require_all_allocated(run, sizes, run.eval_ranks)
     run.restore_point.tensors.note_written()
     totals = totals.plus(loss, count, finished, micro.samples, micro.real)
     run.eval_ranks.check_peers()  # the last moment at which a micro-batch can be repeated

@@ -80,6 +80,7 @@ class Attempt:
     started: float = 0.0  # time.monotonic()
     retried: set[tuple] = field(default_factory=set)  # what was retried at the same size in the present step
     evaluation: Totals | None = None  # totals so far of an evaluation in progress
+    refused: int = 0  # allocations that the device's allocator had refused when it began
 
 
 @dataclass

@@ -12,6 +12,7 @@ from trainapp.models.inspect import has_batchnorm
 from trainapp.optim.nonfinite import gradient_norm
 from trainapp.parallel.dtensor import locals_of
 from trainapp.torch_private import foreach_mul_
+from trainapp.train.allocations import require_all_allocated
 from trainapp.train.gradient_check import checked_gradients, gradients_of, require_same_gradients
 from trainapp.train.losses import evaluate_metrics
 from trainapp.train.phase import Phase
@@ -31,6 +32,8 @@ def accumulate_gradients(run: Run, step: Step) -> Totals:
             watch = run.memory.watch(run.meter.resident(micro.data)) if watched else contextlib.nullcontext()
             with run.strategy.micro_batch(micro.last), watch:
                 totals = backward(run, micro, weight, totals, step.is_logged)
+            if sizes.train.is_unproven:
+                require_all_allocated(run, sizes.train, run.ranks)
             run.attempt.phase = Phase.DATA
     run.attempt.phase = Phase.GRADIENTS
     run.strategy.finish_accumulation()

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 
 from trainapp.train import exactness
+from trainapp.train.allocations import note_refused
 from trainapp.train.phase import Phase
 from trainapp.train.run import Run, Step
 from trainapp.train.split_check import require_right_split
@@ -23,6 +24,8 @@ def transaction(run: Run, step: Step) -> Iterator[None]:
     attempt.phase, attempt.started = Phase.START, time.monotonic()  # no restore point yet
     sizes.follow_schedule(step.attempt)
     run.restore_point.take(sizes.train.is_unproven, run.rehearsals > 0)
+    if sizes.train.is_unproven or step.is_logged:  # tells what an ambiguous error means, and what no error tells
+        note_refused(run)
     attempt.phase = Phase.DATA
     run.ranks.start_flag_exchange(run.flags)  # in the background: the step hides it
     run.ranks.enable_votes(sizes.train.is_unproven)

@@ -1,0 +1,42 @@
+"""Memory that runs out while a run is built: there is no step to roll back, and no micro-batch to blame."""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from trainapp.config.schema import Config
+from trainapp.errors import TrainingStopped
+from trainapp.memory.cuda import refused_allocations
+from trainapp.oom.errors import out_of_memory_in
+from trainapp.parallel.ranks import Ranks, SingleRank
+
+
+@contextlib.contextmanager
+def out_of_memory_named(config: Config, ranks: Ranks) -> Iterator[None]:
+    """Around the building of a run. Raises TrainingStopped for an out-of-memory error, whatever mistake it was taken
+    for on its way: many are a RuntimeError, as is what an unsuitable optimizer or checkpoint raises.
+
+    With several ranks raises torch.OutOfMemoryError: the others would wait for a rank that ends with a UserError, but
+    the launcher ends them when one fails.
+    """
+    refused = refused_allocations()
+    try:
+        yield
+    except Exception as error:
+        reason = out_of_memory_in(error, refused_allocations() - refused)
+        if reason is None:
+            raise
+        kind = TrainingStopped if isinstance(ranks, SingleRank) else torch.OutOfMemoryError
+        raise kind(_message(config, reason)) from error
+
+
+def _message(config: Config, reason: BaseException) -> str:
+    """Its first line is the same each time: by that the launcher knows an error that a restart does not cure."""
+    limit = "" if config.memory.limit is None else f" (memory.limit={config.memory.limit})"
+    return (
+        f"out of memory while building the run{limit}, before any batch, so that no micro-batch size can help: use a "
+        "smaller model, an optimizer with less state (optimizer=sgd optimizer.momentum=0) or parallel=fsdp on more "
+        "devices, or free what other processes use\n"
+        f"{type(reason).__name__}: {str(reason).strip()}"
+    )

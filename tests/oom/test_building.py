@@ -1,0 +1,117 @@
+"""Memory that runs out while a run is built is reported as that, whatever it was first taken for."""
+
+import pytest
+import runs
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trainapp.checkpoint.train_state import TrainState
+from trainapp.errors import TrainingStopped, UserError
+from trainapp.oom.building import out_of_memory_named
+from trainapp.parallel.ranks import SingleRank
+from trainapp.run import runner
+from trainapp.signals import StopRequest
+from trainapp.train import build
+
+MLP = (*runs.MODELS["mlp"], "train.max_steps=2")
+DRIVER = "CUDA error: out of memory"
+NAMED = "out of memory while building the run, before any batch"
+
+
+class FailsAt(TorchDispatchMode):
+    """Operations of this name fail with these words, or only the first of them."""
+
+    def __init__(self, operation: str, text: str, times: int = 99):
+        super().__init__()
+        self.operation, self.text, self.times = operation, text, times
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if self.times and func.overloadpacket.__name__ == self.operation:
+            self.times -= 1
+            raise RuntimeError(self.text)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_real_one(tmp_path):
+    with pytest.raises(TrainingStopped, match=NAMED) as caught:
+        runs.run(tmp_path, *MLP, f"model.width={2**40}")
+    assert "DefaultCPUAllocator: can't allocate memory" in str(caught.value)
+    assert "use a smaller model" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("operation", "overrides", "mistaken"),
+    [
+        ("zeros_like", (), "choose another"),  # the optimizer's state
+        ("convolution", ("precision=bf16",), "cannot compute"),  # the probe of the device
+    ],
+)
+def test_not_another_mistake(tmp_path, operation, overrides, mistaken):
+    # Once only: another kernel, tried in place of the fused one, would fit.
+    with FailsAt(operation, DRIVER, times=1), pytest.raises(TrainingStopped, match=NAMED) as caught:
+        runs.run(tmp_path / "memory", *MLP, *overrides)
+    assert DRIVER in str(caught.value)
+    assert mistaken not in str(caught.value)
+    with FailsAt(operation, "no kernel for this"), pytest.raises(UserError, match=mistaken):
+        runs.run(tmp_path / "mistake", *MLP, *overrides)
+
+
+def test_a_device_that_cannot_compute_is_not_full(tmp_path):
+    words = "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous input."
+    with FailsAt("convolution", words), pytest.raises(UserError, match="cannot compute in") as caught:
+        runs.run(tmp_path, *MLP, "precision=bf16")
+    assert not isinstance(caught.value, TrainingStopped)
+
+
+@pytest.mark.parametrize(("text", "expected"), [(DRIVER, NAMED), ("size mismatch", "does not fit this configuration")])
+def test_a_checkpoint_that_is_loaded(tmp_path, monkeypatch, text, expected):
+    runs.run(tmp_path, *MLP)
+
+    def fails(*_):
+        raise RuntimeError(text)
+
+    monkeypatch.setattr(TrainState, "load_values", fails)
+    with pytest.raises(UserError, match=expected):
+        runs.run(tmp_path, *MLP, "train.max_steps=4")
+
+
+def test_with_several_ranks_it_is_no_error_of_the_users(tmp_path):
+    """Which would end this rank alone and leave the others waiting. Its first line is the same after a restart."""
+    config, lines = runs.configure(tmp_path, *MLP, "memory.limit=1GiB"), set()
+    for free in ("1.27", "1.31"):
+        with pytest.raises(torch.OutOfMemoryError) as caught, out_of_memory_named(config, object()):
+            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate 2.00 GiB. {free} GiB is free.")
+        first, _, rest = str(caught.value).partition("\n")
+        lines.add(first)
+        assert f"{free} GiB is free" in rest
+    assert len(lines) == 1
+    assert "(memory.limit=1GiB)" in lines.pop()
+
+
+def test_others_pass(tmp_path):
+    error = ValueError("CUDA out of memory")
+    with pytest.raises(ValueError) as caught, out_of_memory_named(runs.configure(tmp_path, *MLP), SingleRank()):
+        raise error
+    assert caught.value is error
+
+
+def test_the_limit_holds_before_anything_is_built(tmp_path, monkeypatch):
+    order = []
+
+    def noting(owner, name, label=None):
+        original = getattr(owner, name)
+
+        def noted(*args, **kwargs):
+            order.append(label or name)
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    noting(build.backends, "build", "limit")
+    noting(build.precision, "build", "precision")
+    noting(build, "assemble")
+    noting(build.DeviceMemory, "enforce", "limit again")
+    noting(build, "require_room")
+    run = runner.prepare(runs.configure(tmp_path, *MLP), StopRequest(), SingleRank())
+    run.close()
+    assert order == ["limit", "precision", "assemble", "limit again", "require_room"]

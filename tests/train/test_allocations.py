@@ -1,0 +1,177 @@
+"""Allocations that fail without an error, as in cuDNN's search for a convolution, and errors that may mean memory.
+
+The allocator's counter is faked: only CUDA's has one.
+"""
+
+import json
+
+import pytest
+import torch
+from oom.conftest import MODELS, tiny
+from oom.inject import Injector, Recorded
+from runs import weights
+
+from trainapp.memory.cpu import CpuMemory
+from trainapp.memory.cuda import refused_allocations
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+NO_ENGINE = "GET was unable to find an engine to execute this computation"  # pytorch/pytorch#108645
+
+
+class Refusing(Injector):
+    """Where an Injector raises, an allocation fails and something catches the error.
+
+    raises: the text of another error that follows, as where no other algorithm is left.
+    """
+
+    refused = 0
+
+    def __init__(self, *place, raises: str | None = None, counts: bool = True, **options):
+        super().__init__(*place, **options)
+        self.raises, self.counts = raises, counts
+
+    def fail(self) -> None:
+        self.fired += 1
+        Refusing.refused += self.counts
+        if self.raises:
+            raise RuntimeError(self.raises)
+
+
+@pytest.fixture(autouse=True)
+def counting(monkeypatch):
+    """A counter that is not zero at the start, as in the second run of a process."""
+    monkeypatch.setattr(Refusing, "refused", 3)
+    monkeypatch.setattr(CpuMemory, "refused_allocations", lambda self: Refusing.refused)
+
+
+def resnet(run_dir, *overrides, schedule=None):
+    return tiny(run_dir, *MODELS["resnet"], "train.ema=null", *overrides, schedule=schedule)
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("step", [1, 2])
+def test_the_step_is_retried_with_a_smaller_micro_batch(tmp_path, phase, step):
+    recorded = Recorded(resnet(tmp_path / "run"), Refusing(phase, step, 5))
+    (failure,) = recorded.failures
+    assert (failure.step, failure.swallowed, failure.broken) == (step, True, None)
+    assert (failure.old_size, failure.new_size) == (8, 4)
+    assert "1 allocation failed in this micro-batch and the error was caught" in failure.message
+    wanted = Recorded(resnet(tmp_path / "wanted", schedule={step: 4}))
+    assert recorded.samples() == wanted.samples()
+    assert torch.equal(weights(recorded.run.state.model), weights(wanted.run.state.model))
+    undisturbed = Recorded(resnet(tmp_path / "undisturbed"))
+    assert not torch.equal(weights(recorded.run.state.model), weights(undisturbed.run.state.model))
+
+
+def test_not_at_the_same_size_though_the_cache_is_unused(tmp_path, monkeypatch):
+    """What caught the error takes its other way from then on, at this size."""
+    monkeypatch.setattr(CpuMemory, "unused_cache", lambda self: 2**30)
+    (failure,) = Recorded(resnet(tmp_path), Refusing("forward", 2)).failures
+    assert (failure.old_size, failure.new_size) == (8, 4)
+
+
+def test_what_it_says(tmp_path, caplog):
+    with caplog.at_level("WARNING"):
+        Recorded(resnet(tmp_path), Refusing("forward", 2))
+    (line,) = [r.getMessage() for r in caplog.records if "out of memory" in r.getMessage()]
+    assert line.startswith("out of memory at step 2 in a library, which caught the error and may have taken another")
+    assert line.endswith("micro-batch 8 -> 4, retrying the step")
+    (path,) = (tmp_path / "oom").glob("*.json")
+    assert json.loads(path.read_text())["swallowed"] is True
+
+
+def test_the_size_that_ran_shrinks_not_another_shapes(tmp_path):
+    """Checked after each micro-batch: the last one of a step may have another shape."""
+    texts = ("data.min_length=4", "model.context_length=64", "batch.micro_size=4", "train.max_steps=2")
+    config = tiny(tmp_path, *MODELS["gpt"], *texts)
+    free = Recorded(config)
+    buckets = free.run.sizes.train.searches
+    assert len(buckets) > 1
+    recorded = Recorded(tiny(tmp_path / "run", *MODELS["gpt"], *texts), Refusing("forward", 1))
+    (failure,) = recorded.failures
+    sizes = {bucket: search.size for bucket, search in recorded.run.sizes.train.searches.items()}
+    assert failure.bucket in sizes
+    assert sizes[failure.bucket] == 2
+
+
+def test_with_the_smallest_micro_batch_a_slow_step_is_better_than_none(tmp_path, caplog):
+    with caplog.at_level("INFO"):
+        recorded = Recorded(resnet(tmp_path), Refusing("forward", 1, above=0))
+    assert [(f.old_size, f.new_size) for f in recorded.failures] == [(8, 4), (4, 2)]  # BatchNorm takes no single sample
+    assert recorded.run.state.progress.step == 4
+    lines = [r.getMessage() for r in caplog.records if "since the micro-batch is the smallest" in r.getMessage()]
+    assert len(lines) == 1
+
+
+def test_a_proven_size_is_not_checked(tmp_path):
+    """The control of the others; a rank could not tell its peers."""
+    recorded = Recorded(resnet(tmp_path, "oom.clean_steps=1"), Refusing("forward", 3))
+    assert recorded.injector.fired == 1
+    assert not recorded.failures
+
+
+def test_nothing_is_retried_if_recovery_is_off(tmp_path):
+    recorded = Recorded(resnet(tmp_path, "oom.enabled=false"), Refusing("forward", 2))
+    assert recorded.injector.fired == 1
+    assert not recorded.failures
+
+
+def test_evaluation(tmp_path):
+    evaluated = ("every.eval=2", "batch.eval_micro_size=16")
+    recorded = Recorded(resnet(tmp_path / "run", *evaluated), Refusing("evaluate", 2))
+    (failure,) = recorded.failures
+    assert (failure.evaluating, failure.swallowed, failure.old_size, failure.new_size) == (True, True, 16, 8)
+    assert recorded.run.sizes.train.size == 8
+    wanted = Recorded(resnet(tmp_path / "wanted", *evaluated))
+    assert recorded.run.state.progress.objective == pytest.approx(wanted.run.state.progress.objective)
+
+
+def test_an_ambiguous_error_is_one_if_an_allocation_was_refused(tmp_path):
+    recorded = Recorded(resnet(tmp_path), Refusing("backward", 2, 5, raises=NO_ENGINE))
+    (failure,) = recorded.failures
+    assert (failure.phase, failure.message, failure.swallowed) == ("backward", NO_ENGINE, False)
+    assert (failure.old_size, failure.new_size) == (8, 4)
+
+
+def test_an_ambiguous_error_in_evaluation(tmp_path):
+    config = resnet(tmp_path, "every.eval=2", "batch.eval_micro_size=16")
+    (failure,) = Recorded(config, Refusing("evaluate", 2, raises=NO_ENGINE)).failures
+    assert (failure.evaluating, failure.swallowed, failure.new_size) == (True, False, 8)
+
+
+@pytest.mark.parametrize(("text", "counts"), [(NO_ENGINE, False), ("the labels are wrong", True)])
+def test_other_errors_end_the_run(tmp_path, text, counts):
+    with pytest.raises(RuntimeError, match=text):
+        Recorded(resnet(tmp_path), Refusing("backward", 2, 5, raises=text, counts=counts))
+
+
+def test_earlier_refusals_do_not_count(tmp_path):
+    """Those of the attempt before, which was rolled back."""
+
+    class OncePerAttempt(Refusing):
+        armed = True
+
+        def arm_attempt(self) -> None:
+            super().arm_attempt()
+            self.armed = True
+
+        def at(self, phase: str) -> bool:
+            return self.armed and super().at(phase)
+
+        def fail(self) -> None:
+            self.armed = False
+            self.raises = None if self.fired == 0 else NO_ENGINE
+            self.counts = self.fired == 0
+            super().fail()
+
+    injector = OncePerAttempt("forward", 2, times=2)
+    with pytest.raises(RuntimeError, match=NO_ENGINE):
+        Recorded(resnet(tmp_path), injector)
+    assert injector.fired == 2
+    assert len(list((tmp_path / "oom").glob("*.json"))) == 1  # of the first, which had no error
+
+
+def test_without_a_gpu_nothing_is_counted(monkeypatch):
+    assert refused_allocations() == 0
+    monkeypatch.undo()
+    assert CpuMemory.refused_allocations(object()) == 0
