@@ -92,6 +92,10 @@ class CudaMemory(DeviceMemory):
             pickle.dump(self._snapshot, file)
         return True
 
+    def refused_allocations(self) -> int:
+        """The allocator's count, which includes errors that cuDNN catches."""
+        return torch.cuda.memory_stats_as_nested_dict(self.device).get("num_ooms", 0)
+
     def unused_cache(self) -> int:
         """Bytes reserved but not allocated."""
         return torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
@@ -104,6 +108,7 @@ class CudaMemory(DeviceMemory):
             stats["allocated_bytes.all.current"],
             stats["reserved_bytes.all.current"],
             stats["allocated_bytes.all.peak"],
+            stats["reserved_bytes.all.peak"],
             stats["num_alloc_retries"],
         )
 
@@ -113,6 +118,6 @@ class CudaMemory(DeviceMemory):
 
     def release(self) -> None:
         """Free reference cycles, then the allocator's cache."""
-        self.peak = max(self.peak, torch.cuda.max_memory_allocated(self.device))
+        self._note_peaks(torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device))
         gc.collect()
         torch.cuda.empty_cache()
