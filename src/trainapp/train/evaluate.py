@@ -26,8 +26,8 @@ def evaluate(run: Run) -> None:
     sizes, attempt = run.sizes.evaluation, run.attempt
     assert run.eval_batches is not None, "evaluation without evaluation data"
     run.nonfinite.check()
-    attempt.phase, attempt.started = Phase.EVALUATE, started
     tunes = run.autotuner.follow(sizes)
+    attempt.phase, attempt.started = Phase.EVALUATE, started
     if attempt.evaluation is None:  # not on a retry: a rank that evaluates alone recovers alone
         # Each rank proves its size on its own batches, whose number differs: agree once.
         all_proven = run.ranks.all_reduce_min(int(not (tunes or sizes.is_unproven))) == 1
