@@ -27,6 +27,7 @@ from trainapp.torch_private import (
     buffers_of,
     fake_tensor_mode,
     foreach_copy_,
+    foreach_lerp_,
     foreach_mul_,
     foreach_norm,
     forget_unscaling,
@@ -101,6 +102,8 @@ def test_foreach_kernels():
     copies = [torch.zeros(2), torch.zeros(2, 2)]
     foreach_copy_(copies, tensors)
     assert torch.equal(copies[1], tensors[1])
+    foreach_lerp_(copies, [torch.zeros(2), torch.zeros(2, 2)], 0.5)
+    assert copies[0].tolist() == [3.0, 4.0]
 
 
 def test_foreach_kernels_are_one_operation():

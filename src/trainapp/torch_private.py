@@ -23,6 +23,7 @@ from torch.utils.module_tracker import ModuleTracker
 foreach_norm = torch._foreach_norm
 foreach_mul_ = torch._foreach_mul_
 foreach_copy_ = torch._foreach_copy_
+foreach_lerp_ = torch._foreach_lerp_
 
 # storage -> int. The address of a storage's C++ object: equal for tensors that share memory. `data_ptr()` does not
 # serve, being 0 for every empty storage and an error for tensors without data.
@@ -39,7 +40,6 @@ BatchNorm = nn.modules.batchnorm._BatchNorm
 
 # `torch.compile(model)` puts this before every name in the state dict.
 COMPILED_PREFIX = "_orig_mod."
-
 
 # What `get_extra_state` returns is in the state dict under this name.
 EXTRA_STATE = nn.modules.module._EXTRA_STATE_KEY_SUFFIX

@@ -125,6 +125,23 @@ def test_the_gpu_of_a_rank(started_by, monkeypatch, names, there, expected):
 
 
 @pytest.mark.parametrize(
+    ("device", "overrides", "expected"),
+    [
+        ("cpu", ("parallel=fsdp", "parallel.fsdp.cpu_offload=true"), {"cpu": "gloo"}),
+        ("cuda", ("parallel=ddp",), {"cuda": "nccl"}),
+        ("cuda", ("parallel=fsdp",), {"cuda": "nccl"}),
+        ("cuda", ("parallel=fsdp", "parallel.fsdp.cpu_offload=true"), {"cpu": "gloo", "cuda": "nccl"}),
+    ],
+)
+def test_the_backends_that_ranks_talk_through(device, overrides, expected):
+    """Gradients in the host's memory need one that NCCL is not."""
+    backend = worker._backend(compose.from_command_line(overrides), torch.device(device))
+    by_device = torch.distributed.distributed_c10d.BackendConfig(torch.distributed.Backend(backend))
+    found = by_device.get_device_backend_map()
+    assert {name: found[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize(
     ("nodes", "first"),
     [
         ("gpu7", "gpu7"),

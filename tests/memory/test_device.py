@@ -19,6 +19,7 @@ TAGS = {
     "memory/allocated",
     "memory/reserved",
     "memory/peak",
+    "memory/peak_reserved",
     "memory/limit",
     "memory/percent_of_limit",
     "memory/fragmentation",

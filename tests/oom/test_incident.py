@@ -6,10 +6,16 @@ import re
 import textwrap
 
 import pytest
+import runs
+import torch
 from helpers import texts
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from trainapp.errors import TrainingStopped
+from trainapp.memory.device import DeviceMemory
+from trainapp.memory.live_tensors import MemoryLimitExceeded
+from trainapp.oom import incident
+from trainapp.parallel.ranks import PeerOutOfMemory
 
 from .conftest import MODELS, cell, tiny
 from .inject import Injector, Recorded
@@ -218,3 +224,29 @@ def test_a_record_that_cannot_be_written_does_not_end_the_run(tmp_path, caplog):
     assert recorded.run.state.progress.step == 4
     told = [r.getMessage() for r in caplog.records if "oom cannot be written" in r.getMessage()]
     assert len(told) == 1
+
+
+def test_what_the_device_holds_beside_the_allocator(tmp_path, monkeypatch):
+    """The driver's counter has this process's context in it, so the entry is not called other processes."""
+    run = runs.prepare(tmp_path, *runs.MODELS["mlp"])
+    run.close()
+    assert "outside_allocator" not in incident.describe(run, torch.OutOfMemoryError("CUDA out of memory.")).parts
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 8000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 6500)
+    run.memory.device = torch.device("cuda", 0)
+    failure = incident.describe(run, torch.OutOfMemoryError("CUDA out of memory."))
+    assert failure.parts["outside_allocator"] == 500
+    assert "| outside allocator | 500 B |" in incident.report(failure)
+
+
+def test_errors_of_the_devices_allocator_are_counted(tmp_path, monkeypatch):
+    """What it refused beyond them, a library has caught: see `DeviceMemory.has_hidden_failures`."""
+    run = runs.prepare(tmp_path, *runs.MODELS["mlp"])
+    run.close()
+    monkeypatch.setattr(DeviceMemory, "reported_refusals", 0)
+    own = MemoryLimitExceeded("aten.add", 1, 1, 1)
+    for error in (PeerOutOfMemory("another rank"), own, RuntimeError("GET was unable to find an engine")):
+        incident.describe(run, error)
+    assert DeviceMemory.reported_refusals == 0
+    incident.describe(run, torch.OutOfMemoryError("CUDA out of memory."))
+    assert DeviceMemory.reported_refusals == 1

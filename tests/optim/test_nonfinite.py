@@ -5,7 +5,8 @@ import runs
 import torch
 
 from trainapp.errors import TrainingStopped
-from trainapp.optim.nonfinite import MAX_SKIPPED, NonFiniteCheck, gradient_norm
+from trainapp.optim.nonfinite import MAX_SKIPPED, NonFiniteCheck, gradient_norm, scale_gradients
+from trainapp.torch_private import DispatchMode, fake_tensor_mode
 from trainapp.train import loop
 
 MLP = runs.MODELS["mlp"]
@@ -120,6 +121,38 @@ def test_the_norm_is_of_all_gradients_together():
     assert float(gradient_norm([])) == 0.0
 
 
+def test_scaling_on_the_cpu_rounds_the_factor_only_where_the_gradient_is_rounded():
+    """The factor of counts that are summed over ranks has 64 bits. A gradient of a single number is multiplied by all
+    of them: by a factor of its own dtype it would get other bits.
+    """
+    torch.manual_seed(0)
+    factor = torch.tensor(1 / 3, dtype=torch.float64)
+    gradients = [torch.randn(50), torch.randn(()), torch.randn(50).bfloat16()]
+    expected = [gradient.clone().mul_(factor) for gradient in gradients]
+    rounded = [gradient.clone().mul_(factor.to(gradient.dtype)) for gradient in gradients]
+    scale_gradients(gradients, factor)
+    assert all(map(torch.equal, gradients, expected))
+    assert [torch.equal(*pair) for pair in zip(gradients, rounded, strict=True)] == [True, False, False]
+
+
+def test_scaling_on_cuda_takes_one_launch_per_dtype():
+    class Calls(DispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.dtypes = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if "_foreach_mul_" in str(func):
+                self.dtypes.append({t.dtype for t in (*args[0], args[1])})
+            return func(*args, **(kwargs or {}))
+
+    with fake_tensor_mode(), Calls() as calls:
+        dtypes = (torch.float32, torch.bfloat16, torch.float32)
+        gradients = [torch.ones(3, dtype=dtype, device="cuda:0") for dtype in dtypes]
+        scale_gradients(gradients, torch.ones((), dtype=torch.float64, device="cuda:0"))
+    assert sorted(calls.dtypes, key=str) == [{torch.bfloat16}, {torch.float32}]
+
+
 def guard(policy="stop", scaled=False, reads=True):
     built = NonFiniteCheck(policy, torch.device("cpu"), scaled, lambda: "checkpoints/step_7")
     built._reads_every_step = reads
@@ -159,6 +192,22 @@ def test_on_a_gpu_a_count_that_cannot_divide_is_remembered_until_checked(count):
     with pytest.raises(TrainingStopped, match=r"step 7: the count that the loss is divided by is 0, negative or not"):
         watch.check()
     assert not guard(reads=False).allows_update(6, good, good, 0)  # a number costs no waiting
+
+
+def test_on_a_gpu_a_number_that_cannot_divide_stops_at_once():
+    """It is known without waiting for the device."""
+    good = torch.tensor(1.0)
+    for count in (float("nan"), float("inf")):
+        with pytest.raises(TrainingStopped, match=r"step 7: the count is not finite"):
+            guard(reads=False).allows_update(6, good, good, count)
+    with pytest.raises(TrainingStopped, match=r"step 7: the count that the loss is divided by is negative"):
+        guard(reads=False).allows_update(6, good, good, -1)
+
+
+def test_on_a_gpu_a_rank_without_samples_of_its_own_has_no_loss_to_check():
+    watch, good = guard(reads=False), torch.tensor(1.0)
+    assert watch.allows_update(6, 0.0, good, 16)
+    watch.check()
 
 
 @pytest.mark.slow

@@ -175,3 +175,40 @@ def test_the_scale_grows_after_clean_steps(tmp_path):
         "train.max_steps=5",
     )
     assert [line["loss_scale"] for line in helpers.metrics(tmp_path)] == [16, 32, 32, 64, 64]
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+        lambda p: torch.optim.AdamW(p, lr=0.1),
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+        lambda p: torch.optim.Adagrad(p, lr=0.1),
+    ],
+    ids=["AdamW, fused", "AdamW", "SGD, fused", "Adagrad"],
+)
+def test_it_is_the_step_of_torchs_scaler(build):
+    """Bit for bit, in overflows too, though torch hands the flag to a fused kernel and reads it for the others."""
+    ends = []
+    for ours in (True, False):
+        torch.manual_seed(0)
+        weights = [torch.randn(4, 3, requires_grad=True), torch.randn(3, requires_grad=True)]
+        optimizer, applied = build(weights), []
+        built = precision.build(
+            schema.Precision(mode="fp16", initial_scale=4.0, growth_interval=2), torch.device("cpu")
+        )
+        for step in range(8):
+            for weight in weights:
+                gradient = torch.full_like(weight, float("inf")) if step in (0, 3) else torch.randn_like(weight)
+                weight.grad = built.scaler.scale(gradient)
+            built.unscale(optimizer, lambda found: None)
+            if ours:
+                applied.append(built.step(optimizer))
+            else:
+                before = built.scaler.get_scale()
+                built.scaler.step(optimizer)
+                built.scaler.update()
+                applied.append(built.scaler.get_scale() >= before)
+        ends.append((weights, [dict(state) for state in optimizer.state.values()], built.scaler.state_dict(), applied))
+    assert runs.differences(*ends) == []
+    assert ends[0][3] == [False, True, True, False, True, True, True, True]

@@ -95,7 +95,7 @@ def process_group(config: Config) -> Iterator[Ranks]:
     device = _device(config, int(os.environ.get("LOCAL_RANK", 0)))
     timeout = config.parallel.timeout
     dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
+        _backend(config, device),
         timeout=datetime.timedelta(seconds=timeout),
         device_id=device if device.type == "cuda" else None,
     )
@@ -110,6 +110,16 @@ def process_group(config: Config) -> Iterator[Ranks]:
             # A group's threads end with the last reference to it, which may be in a cycle around a model. A thread that
             # frees a tensor while the interpreter ends aborts the process.
             gc.collect()
+
+
+def _backend(config: Config, device: torch.device) -> str:
+    """Of the default group, and of those that meshes split from it. NCCL has no collectives for tensors on the host,
+    where `cpu_offload` keeps gradients: an overflow in fp16 is found there.
+    """
+    if device.type != "cuda":
+        return "gloo"
+    is_offloaded = config.parallel.strategy == "fsdp" and config.parallel.fsdp.cpu_offload
+    return "cpu:gloo,cuda:nccl" if is_offloaded else "nccl"
 
 
 def _device(config: Config, local_rank: int) -> torch.device:

@@ -47,7 +47,7 @@ class CpuMemory(DeviceMemory):
         finally:
             self.watching, self._watched_at = False, time.monotonic()
             self._allocated, self._window_peak = counter.live, max(self._window_peak, counter.peak)
-            self.peak = max(self.peak, counter.peak)
+            self._note_peaks(counter.peak, counter.peak)
 
     def events(self, gradients: Iterable[Tensor]) -> tuple[Events, Kinds]:
         """The counter's record. A storage is known to be a gradient only once it has reached its parameter."""
@@ -60,7 +60,7 @@ class CpuMemory(DeviceMemory):
     def window(self) -> dict[str, float]:
         """Live bytes at the end of the last watched step; the window's peak, or the last one known."""
         self._last_peak = self._window_peak or self._last_peak
-        scalars = self._scalars(self._allocated, self._allocated, self._last_peak)
+        scalars = self._scalars(self._allocated, self._allocated, self._last_peak, self._last_peak)
         self._window_peak = 0
         return scalars
 

@@ -166,6 +166,7 @@ class CudaMemory(DeviceMemory):
             stats["allocated_bytes.all.current"],
             stats["reserved_bytes.all.current"],
             stats["allocated_bytes.all.peak"],
+            stats["reserved_bytes.all.peak"],
             stats["num_alloc_retries"],
         )
 
@@ -179,7 +180,7 @@ class CudaMemory(DeviceMemory):
 
     def release(self) -> None:
         """Free reference cycles, then the allocator's cache."""
-        self.peak = max(self.peak, torch.cuda.max_memory_allocated(self.device))
+        self._note_peaks(torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device))
         gc.collect()
         torch.cuda.empty_cache()
 

@@ -1,13 +1,14 @@
 """What all devices have in common: the limit, the peak, and the memory that persists between steps, by kind.
 
 Sizes are bytes. On CUDA they are the allocator's; on the CPU they are live tensor storages, counted in watched steps
-only. The limit and the peak are measured the same way.
+only. The limit and the peak are measured the same way, except that CUDA's limit is on what the allocator has reserved.
 """
 
 import contextlib
 import gc
 from collections.abc import Iterable
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +50,10 @@ class DeviceMemory:
     `limit` is None where the user set none; `total` is what the device has. Raises UserError for a limit above it.
     """
 
+    # Refused allocations whose error has reached the program. Of the whole process, as is what a library keeps of those
+    # whose error it has caught itself: cuDNN's choice of algorithms.
+    reported_refusals: ClassVar[int] = 0
+
     def __init__(self, device: torch.device, settings: Memory, total: int):
         self.device, self.total = device, total
         self.limit = None if settings.limit is None else parse_memory_size(settings.limit, total)
@@ -56,7 +61,7 @@ class DeviceMemory:
             raise UserError(
                 f"memory.limit={settings.limit}: {self.limit} bytes are more than the {total} bytes that {device} has"
             )
-        self.peak = 0  # of the whole run
+        self.peak = self.peak_reserved = 0  # of the whole run
         self.out_of_memory_count = 0
         self.module_path = ModulePath()
         self.watching = False
@@ -110,6 +115,13 @@ class DeviceMemory:
         """
         return 0
 
+    @property
+    def has_hidden_failures(self) -> bool:
+        """Whether an allocation has failed in this process whose error never reached the program: a library such as
+        cuDNN has caught it, and may use another algorithm from then on.
+        """
+        return self.refused_allocations() > DeviceMemory.reported_refusals
+
     def unused_cache(self) -> int:
         """Bytes that the allocator holds in its cache. Releasing them may be all that a retry needs."""
         return 0
@@ -126,15 +138,21 @@ class DeviceMemory:
         """Free reference cycles, then the allocator's cache."""
         gc.collect()
 
-    def _scalars(self, allocated: int, reserved: int, peak: int, retries: int = 0) -> dict[str, float]:
-        self.peak = max(self.peak, peak)
+    def _scalars(
+        self, allocated: int, reserved: int, peak: int, peak_reserved: int, retries: int = 0
+    ) -> dict[str, float]:
+        self._note_peaks(peak, peak_reserved)
         return {
             "memory/allocated": allocated,
             "memory/reserved": reserved,
             "memory/peak": peak,
+            "memory/peak_reserved": peak_reserved,
             "memory/limit": self.budget,
             "memory/percent_of_limit": 100 * peak / self.budget,
             "memory/fragmentation": 1 - allocated / reserved if reserved else 0.0,
             "memory/allocator_retries": retries,
             "memory/out_of_memory_count": self.out_of_memory_count,
         }
+
+    def _note_peaks(self, allocated: int, reserved: int) -> None:
+        self.peak, self.peak_reserved = max(self.peak, allocated), max(self.peak_reserved, reserved)

@@ -16,7 +16,9 @@ class MemoryKind(str, Enum):
     BATCH = "batch"
     GRADIENTS = "gradients"
     ACTIVATIONS = "activations"  # whatever is not one of the others
-    OTHER_PROCESSES = "other_processes"  # on the same GPU
+    # CUDA: the context and what libraries allocate for themselves, some hundred MiB, and other processes. The driver's
+    # counter does not tell them apart.
+    OUTSIDE_ALLOCATOR = "outside_allocator"
 
     def __str__(self) -> str:  # Enum's own differs between Python 3.10 and 3.12 inside an f-string
         return self.value

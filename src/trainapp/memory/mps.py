@@ -19,8 +19,8 @@ class MpsMemory(DeviceMemory):
 
     def window(self) -> dict[str, float]:
         """Metal's counters."""
-        used = torch.mps.current_allocated_memory()
-        return self._scalars(used, torch.mps.driver_allocated_memory(), used)
+        used, reserved = torch.mps.current_allocated_memory(), torch.mps.driver_allocated_memory()
+        return self._scalars(used, reserved, used, reserved)
 
     def used(self) -> int:
         """Bytes allocated now."""

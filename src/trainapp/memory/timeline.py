@@ -19,7 +19,7 @@ from trainapp.files import atomic_write
 from trainapp.memory.kinds import MemoryKind
 from trainapp.units import bytes_text
 
-KINDS: tuple[MemoryKind, ...] = tuple(kind for kind in MemoryKind if kind is not MemoryKind.OTHER_PROCESSES)
+KINDS: tuple[MemoryKind, ...] = tuple(kind for kind in MemoryKind if kind is not MemoryKind.OUTSIDE_ALLOCATOR)
 
 
 def stacked(events: Sequence[tuple[int, int]], kinds: Mapping[int, MemoryKind]) -> dict[MemoryKind, np.ndarray]:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from trainapp import strict_json
+from trainapp.memory.device import DeviceMemory
 from trainapp.memory.kinds import MemoryKind
 from trainapp.oom.errors import broken_part, requested_bytes
 from trainapp.parallel.dtensor import local
@@ -87,9 +88,11 @@ def describe(run: Run, error: BaseException) -> Incident:
     events, kinds = memory.events(meter.gradients())
     parts[MemoryKind.BATCH] = sum(size for number, size in events if kinds.get(number) is MemoryKind.BATCH)
     parts[MemoryKind.ACTIVATIONS] = max(0, used - sum(parts.values()))
-    if memory.device.type == "cuda":  # memory held by other processes cannot be allocated
+    if memory.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(memory.device)
-        parts[MemoryKind.OTHER_PROCESSES] = max(0, total - free - torch.cuda.memory_reserved(memory.device))
+        parts[MemoryKind.OUTSIDE_ALLOCATOR] = max(0, total - free - torch.cuda.memory_reserved(memory.device))
+    if type(error) is torch.OutOfMemoryError:  # subclasses are this program's own
+        DeviceMemory.reported_refusals += 1
     return Incident(
         step=state.progress.step + (phase.can_be_undone or phase.is_torn),
         phase=phase,

@@ -1,5 +1,6 @@
 """After an out-of-memory error: all ranks leave the step, it is rolled back, the size changes, it is recorded."""
 
+import contextlib
 import logging
 import os
 import time

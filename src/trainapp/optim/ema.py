@@ -4,19 +4,23 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from trainapp.torch_private import foreach_lerp_
 
 
 class WeightAverage:
     """`average = decay * average + (1 - decay) * weights` after each optimizer step. `decay` None: none is kept.
 
-    An update interrupted by an out-of-memory error resumes where it stopped: `position` counts the updated tensors.
+    An update interrupted by an out-of-memory error resumes where it stopped: `position` counts the updated parts. A
+    part is a single tensor, or on CUDA all tensors of a dtype: one launch then updates them, and needs no memory.
     """
 
     def __init__(self, model: nn.Module, decay: float | None):
         self._share = 0.0 if decay is None else 1 - decay  # of the new weights
         self.weights = [p for p in model.parameters() if p.requires_grad] if decay is not None else []
         self.averages = [p.detach().clone() for p in self.weights]
+        self._parts = _parts(self.averages)
         self.step = 0
         self.position = 0
 
@@ -26,8 +30,10 @@ class WeightAverage:
             return
         if self.weights:
             with torch.no_grad():
-                while self.position < len(self.weights):
-                    self.averages[self.position].lerp_(self.weights[self.position], self._share)
+                while self.position < len(self._parts):
+                    part = self._parts[self.position]
+                    averages, weights = ([tensors[i] for i in part] for tensors in (self.averages, self.weights))
+                    foreach_lerp_(averages, weights, self._share)
                     self.position += 1
         self.step, self.position = step, 0
 
@@ -49,3 +55,13 @@ class WeightAverage:
     def _swap(self) -> None:
         for weight, average in zip(self.weights, self.averages, strict=True):
             weight.data, average.data = average.data, weight.data
+
+
+def _parts(tensors: list[Tensor]) -> list[list[int]]:
+    """Positions that one call updates. Of several dtypes CUDA updates each tensor by itself (ForeachTernaryOp.cu at
+    pytorch's commit 22476fd), as the CPU does in any case, where an error may then leave some of them updated.
+    """
+    parts: dict[object, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        parts.setdefault((tensor.device, tensor.dtype) if tensor.device.type == "cuda" else i, []).append(i)
+    return list(parts.values())

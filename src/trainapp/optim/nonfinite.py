@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from trainapp.errors import TrainingStopped
-from trainapp.torch_private import foreach_norm
+from trainapp.torch_private import foreach_mul_, foreach_norm
 
+Number = Tensor | float
 _NAMES = ("count", "loss", "gradient norm")
 MAX_SKIPPED = 100  # in a row: such a run makes no progress and will not recover
 
@@ -21,31 +22,54 @@ def gradient_norm(gradients: list[Tensor], dtype: torch.dtype | None = None) -> 
     return torch.linalg.vector_norm(torch.stack(foreach_norm(gradients, 2, dtype)))
 
 
+def scale_gradients(gradients: list[Tensor], factor: Tensor) -> None:
+    """Multiply gradients in place by a scalar tensor on their device."""
+    if factor.device.type == "cpu":
+        foreach_mul_(gradients, factor)
+        return
+    # One launch per dtype. For a factor of another dtype, such as the fp64 of counts summed over ranks, and for lists
+    # of several dtypes, CUDA launches a kernel per gradient, which rounds the factor to the gradient's dtype all the
+    # same (ForeachBinaryOpScalarTensor.cu at pytorch's commit 0eb8214).
+    for dtype in {gradient.dtype for gradient in gradients}:
+        foreach_mul_([gradient for gradient in gradients if gradient.dtype == dtype], factor.to(dtype))
+
+
+def _read(*values: Number) -> list[Number]:
+    """The values, those on a device as numbers: read together, with one wait."""
+    on_device = [value for value in values if isinstance(value, Tensor) and value.device.type != "cpu"]
+    numbers = iter(torch.stack(on_device).cpu().tolist() if on_device else ())
+    return [next(numbers) if any(value is other for other in on_device) else value for value in values]
+
+
 class NonFiniteCheck:
     """Decides whether a step may update the parameters.
 
     policy: "stop" ends the run with an error that names the step and the metric; "skip" leaves the step out.
     scaled: whether a loss scaler is in use. last_checkpoint: names the last checkpoint, for the message.
 
-    On the CPU, and for "skip", the values are read before every update. On a GPU, "stop" would have to wait for the
-    device in every step: there the first bad step is recorded on the device, and `check` reads it. It is called before
-    anything is logged or saved, so no bad step reaches a checkpoint.
+    On the CPU, and for "skip", the values are read before every update; on a GPU that is one wait for the device per
+    step. "stop" does without: there the first bad step is recorded on the device, and `check` reads it. It is called
+    before anything is logged or saved, so no bad step reaches a checkpoint.
     """
 
     def __init__(self, policy: str, device: torch.device, scaled: bool, last_checkpoint: Callable[[], str | None]):
         self.policy, self.scaled, self.last_checkpoint = policy, scaled, last_checkpoint
         self._reads_every_step = device.type == "cpu" or policy == "skip"
+        self._reads_device = device.type != "cpu" and policy == "skip"
         # step of the first bad count, loss, gradient
         self._first_bad = torch.full((len(_NAMES),), -1, dtype=torch.int64, device=device)
+        self._good = torch.ones((), dtype=torch.bool, device=device)
         self._skipped = 0  # steps in a row
 
-    def allows_update(self, step: int, loss: Tensor | float, norm: Tensor, count: Tensor | float) -> bool:
+    def allows_update(self, step: int, loss: Number, norm: Number, count: Number) -> bool:
         """Whether the step may be applied. A scaled gradient may overflow: the loss scaler skips that step itself.
 
         step: steps applied before this one. count: what loss and gradients are divided by; a step with count 0 is
         skipped under either policy. Raises TrainingStopped for "stop", for a negative count, or after too many skipped
         steps.
         """
+        if self._reads_device:
+            count, loss, norm = _read(count, loss, norm)
         if self._reads_every_step or not isinstance(count, Tensor):
             count = float(count)
             if count == 0:
@@ -61,11 +85,23 @@ class NonFiniteCheck:
                     self.count(False, step)
                     return False
             return True
-        norm = norm.new_zeros(()) if self.scaled else norm
-        count, loss = (torch.as_tensor(value, device=norm.device) for value in (count, loss))
-        finite = torch.stack([torch.isfinite(count) & (count > 0), torch.isfinite(loss), torch.isfinite(norm)])
-        self._first_bad = torch.where(finite | (self._first_bad >= 0), self._first_bad, step)
+        self._record(step, loss, norm, count)
         return True
+
+    def _record(self, step: int, loss: Number, norm: Number, count: Number) -> None:
+        """Record a bad step on the device. Numbers are judged here: making a tensor of one is a copy from the host,
+        which waits for the device. Raises TrainingStopped for a count that is a number and not finite.
+        """
+        if not isinstance(count, Tensor) and not math.isfinite(count):
+            self._stop(step, "count", count)
+        good = [
+            torch.isfinite(count) & (count > 0) if isinstance(count, Tensor) else self._good,
+            torch.isfinite(loss) if isinstance(loss, Tensor) else self._good,
+            torch.isfinite(norm) if isinstance(norm, Tensor) and not self.scaled else self._good,
+        ]
+        # FSDP's cpu_offload keeps gradients, and so their norm, on the host.
+        is_good = torch.stack([flag.to(self._good.device, non_blocking=True) for flag in good])
+        self._first_bad = torch.where(is_good | (self._first_bad >= 0), self._first_bad, step)
 
     def count(self, applied: bool, step: int, reason: str | None = None) -> None:
         """Count steps that were not applied, and for what `reason` if not for their gradients. Raises TrainingStopped

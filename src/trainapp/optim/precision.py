@@ -40,17 +40,21 @@ class Precision:
             all_reduce_found_inf(found_inf(self.scaler, optimizer))
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Step the optimizer and adjust the loss scale. False when an overflow made the scaler skip the step.
+        """Step the optimizer and adjust the loss scale. False when the gradients overflowed: then there is no step.
+        Call `unscale` before.
 
-        Waits for the device, in fp16 only.
+        Waits for the device once, in fp16 only: the next step depends on whether this one counts. `scaler.step` reads
+        the same flag where the optimizer is not fused, and comparing the scale before and after would wait twice.
         """
         if not self.scaler.is_enabled():
             torch_direct.step(optimizer)
             return True
-        scale = self.scaler.get_scale()
-        self.scaler.step(optimizer)
+        # Compared on the device, so that a trace, which reads False everywhere, takes the step.
+        overflown = any((flag > 0).item() for flag in found_inf(self.scaler, optimizer))
+        if not overflown:
+            torch_direct.step(optimizer)
         self.scaler.update()
-        return self.scaler.get_scale() >= scale  # it falls after an overflow, and only then
+        return not overflown
 
     def reset_scaler(self) -> None:
         """Abandon a step after unscaling and before stepping. The loss scale is unchanged."""

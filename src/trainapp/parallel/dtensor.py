@@ -23,8 +23,10 @@ def locals_of(tensors: Iterable[Any]) -> list[torch.Tensor]:
 
 
 def whole(tensor: Any) -> torch.Tensor:
-    """The whole tensor. Collective for a shard: call on every rank."""
-    return tensor.full_tensor() if is_shard(tensor) else tensor
+    """The whole tensor. Collective for a shard: call on every rank. Gathered on the device of the shards' mesh: FSDP's
+    `cpu_offload` keeps them on the host, for which NCCL has no collectives.
+    """
+    return tensor.to(tensor.device_mesh.device_type).full_tensor() if is_shard(tensor) else tensor
 
 
 @torch.no_grad()

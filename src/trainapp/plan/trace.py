@@ -50,7 +50,8 @@ def traced_step(run: Run, samples: int, **settings: Any) -> Run:
     For one rank with the whole model. settings: such as `precision=Precision(mode="bf16")`. Raises whatever the
     model raises on tensors without data: not every model can be traced.
     """
-    config, device = dataclasses.replace(run.config, **settings), run.state.device
+    device = run.state.device
+    config = _with_fake_kernels(dataclasses.replace(run.config, **settings), device)
     components = Components(
         model=targets.locate(config.model.target, "model._target_", config.user_packages),
         task=run.task,
@@ -64,7 +65,7 @@ def traced_step(run: Run, samples: int, **settings: Any) -> Run:
         with fake_tensor_mode() as mode, MadeUpValues():
             # Two micro-batches: from the second on, gradients are already in memory.
             parts = min(2, run.batches.accumulation(samples))
-            batches = ExampleBatches([map_tensors(mode.from_tensor, example) for _ in range(parts)], samples)
+            batches = ExampleBatches([_on_device(mode, example, device) for _ in range(parts)], samples)
             assembled = assemble(
                 config,
                 components,
@@ -77,6 +78,20 @@ def traced_step(run: Run, samples: int, **settings: Any) -> Run:
             twin = _run_of(config, assembled, batches)
             train_step(twin)
     return twin
+
+
+def _with_fake_kernels(config: Config, device: torch.device) -> Config:
+    """The configuration without a fused optimizer that has no kernel for fake tensors: torch would run the real one, on
+    real memory of the device. Of torch 2.13's, only Adam and AdamW have one.
+    """
+    if device.type == "cpu" or config.optimizer.target.rpartition(".")[2] in ("Adam", "AdamW"):
+        return config
+    return dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, fused=False))
+
+
+def _on_device(mode: Any, example: Any, device: torch.device) -> Any:
+    """The example as fake tensors on the device, where the loader would put it."""
+    return map_tensors(lambda tensor: mode.from_tensor(tensor).to(device), example)
 
 
 class MadeUpValues(DispatchMode):
@@ -157,7 +172,7 @@ class TracedMemory(DeviceMemory):
                 yield
         finally:
             self.watching = False
-            self.peak = max(self.peak, self._counter.peak)
+            self._note_peaks(self._counter.peak, self._counter.peak)
 
 
 def _run_of(config: Config, assembled: Assembled, batches: ExampleBatches) -> Run:

@@ -26,7 +26,10 @@ class RunResult:
     accumulation: int
     oom_restarts: int  # since the run began, in whatever process
     micro_schedule: dict[int, Plan]  # set as batch.micro_schedule, it replays the sizes of this run
+    bit_for_bit: bool  # whether such a replay gives the same bits: on the same device, versions and number of ranks
+    bit_for_bit_note: str | None  # why not
     peak_memory_bytes: int
+    peak_reserved_bytes: int  # with the allocator's unused cache, which counts towards the limit on CUDA
     samples_per_second: float
     seconds: float
     checkpoint: str | None
@@ -35,7 +38,9 @@ class RunResult:
 def result_of(run: Run, seconds: float) -> RunResult:
     """The run's result. Collective: call on every rank."""
     progress, size = run.state.progress, run.sizes.train.size
-    history = run.sizes.history(run.ranks)
+    history = run.history()
+    note = why_not_bit_for_bit(run, history["hidden_failures"])
+    peaks = run.ranks.all_gather_object((run.memory.peak, run.memory.peak_reserved))
     return RunResult(
         objective=progress.objective,
         objective_note=_note(progress),
@@ -46,7 +51,10 @@ def result_of(run: Run, seconds: float) -> RunResult:
         accumulation=run.batches.accumulation(size, run.sizes.parts),
         oom_restarts=history["oom_restarts"],
         micro_schedule=as_schedule(history["used"]),
-        peak_memory_bytes=max(run.ranks.all_gather_object(run.memory.peak)),
+        bit_for_bit=note is None,
+        bit_for_bit_note=note,
+        peak_memory_bytes=max(peak for peak, _ in peaks),
+        peak_reserved_bytes=max(reserved for _, reserved in peaks),
         samples_per_second=run.meter.samples_per_second(),
         seconds=seconds,
         checkpoint=run.checkpointer.newest_name(),
@@ -60,10 +68,29 @@ def _note(progress: Progress) -> str | None:
     return f"{progress.objective} at {'the last' if progress.best is not None else 'every'} evaluation"
 
 
+def why_not_bit_for_bit(run: Run, hidden_failures: bool) -> str | None:
+    """Why a replay of the run's sizes may differ from it in its last bits; None where it does not.
+
+    hidden_failures: whether an allocation has failed without an error, on any rank, since the run began.
+    """
+    kind = run.state.device.type
+    if run.state.global_size < run.config.batch.global_size:
+        return f"the global batch has fallen to {run.state.global_size} (oom.keep_global_batch=false)"
+    if kind == "cpu":
+        return None
+    if kind != "cuda" or not run.config.train.deterministic:
+        note = "" if kind != "cuda" else ", train.deterministic=false"
+        return f"kernels may add in any order ({kind}{note})"
+    if hidden_failures:
+        return "an allocation failed and a library caught the error, probably cuDNN, which then takes another algorithm"
+    return None
+
+
 def write(run_dir: Path, result: RunResult) -> None:
     """Write result.json. Raises OSError when it cannot be written; an older one then stays."""
     facts = asdict(result)
-    if result.objective_note is None:
-        del facts["objective_note"]
+    for note in ("objective_note", "bit_for_bit_note"):
+        if facts[note] is None:
+            del facts[note]
     with atomic_write(run_dir / RESULT) as file:
         file.write(strict_json.dumps(facts, indent=1) + "\n")

@@ -74,11 +74,13 @@ def print_summary(run: Run, result: RunResult) -> None:
         best = f" (best {progress.best:.4f} at step {progress.best_step})" if progress.best is not None else ""
         rows.append((f"eval {result.metric}", (result.objective_note or f"{result.objective:.4f}") + best))
     if config.mode == "train":
+        is_more = result.peak_reserved_bytes > result.peak_memory_bytes
+        reserved = f" ({bytes_text(result.peak_reserved_bytes)} reserved)" if is_more else ""
         rows += [
             ("steps", f"{result.steps} ({result.samples} samples)"),
             ("time", f"{result.seconds:.1f} s"),
             ("throughput", f"{result.samples_per_second:.0f} samples/s"),
-            ("peak memory", f"{bytes_text(result.peak_memory_bytes)} of {bytes_text(run.memory.budget)}"),
+            ("peak memory", f"{bytes_text(result.peak_memory_bytes)} of {bytes_text(run.memory.budget)}{reserved}"),
             ("micro-batch", f"{result.micro_size} x {result.accumulation} accumulated"),
             ("OOM restarts", result.oom_restarts),
             ("checkpoint", result.checkpoint or "none"),

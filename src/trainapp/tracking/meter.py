@@ -13,7 +13,9 @@ from trainapp.memory.host_memory import HostMemory
 from trainapp.memory.kinds import MemoryKind
 from trainapp.parallel.ranks import Ranks
 
-OF_EVERY_RANK = tuple(f"memory/{name}" for name in ("allocated", "reserved", "peak", "host_rss", "host_rss_peak"))
+OF_EVERY_RANK = tuple(
+    f"memory/{name}" for name in ("allocated", "reserved", "peak", "peak_reserved", "host_rss", "host_rss_peak")
+)
 
 
 def spread_over_ranks(scalars: dict[str, float], ranks: Ranks) -> dict[str, float]:
@@ -41,9 +43,9 @@ class Meter:
         self._weights: dict[int, torch.Tensor] = {}
 
     def weight(self, samples: int) -> torch.Tensor:
-        """1 / samples, a scalar on the device: created once per step size, not once per step."""
+        """1 / samples, a scalar on the device: created once per step size, and filled there, since a copy waits."""
         if samples not in self._weights:
-            self._weights[samples] = torch.tensor(1.0 / samples, device=self.state.device)
+            self._weights[samples] = torch.full((), 1.0 / samples, device=self.state.device)
         return self._weights[samples]
 
     def resident(self, batch: Any = None) -> dict[MemoryKind, Iterable[torch.Tensor]]:

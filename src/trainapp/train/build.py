@@ -28,6 +28,7 @@ from trainapp.tracking.meter import Meter
 from trainapp.tracking.tracker import SilentTracker, Tracker
 from trainapp.train import exactness
 from trainapp.train.assemble import assemble
+from trainapp.train.autotuner import Autotuner
 from trainapp.train.components import Components, choose_device, load_components, set_global_switches
 from trainapp.train.restore_point import RestorePoint
 from trainapp.train.run import Cadences, Objective, Run, run_length
@@ -95,6 +96,7 @@ def build(config: Config, stop: StopRequest, ranks: Ranks, memory: DeviceMemory 
         cadences=Cadences.of(config, length),
         objective=_objective(config, components.train_data),
         rehearsals=exactness.STEPS if config.train.check_exactness else 0,
+        autotuner=Autotuner(device, config.train.deterministic),
     )
 
 

@@ -76,11 +76,12 @@ def choose_device(setting: str) -> torch.device:
 
 
 def set_global_switches(config: Config, device: torch.device) -> None:
-    """Determinism, anomaly detection and cuDNN's autotuner, which are global in torch."""
+    """Determinism and anomaly detection, which are global in torch. See also `Autotuner`."""
     torch.use_deterministic_algorithms(config.train.deterministic)
     torch.autograd.set_detect_anomaly(config.train.detect_anomaly)
     if device.type == "cuda":
-        torch.backends.cudnn.benchmark = not config.train.deterministic
+        torch.backends.cudnn.benchmark = False  # of an earlier run in this process
+        torch.backends.cudnn.deterministic = config.train.deterministic
 
 
 def _locate_all(config: Config) -> dict[str, Any]:

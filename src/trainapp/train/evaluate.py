@@ -27,11 +27,12 @@ def evaluate(run: Run) -> None:
     sizes, attempt = run.sizes.evaluation, run.attempt
     assert run.eval_batches is not None, "evaluation without evaluation data"
     run.nonfinite.check()
+    tunes = run.autotuner.follow(sizes)
     attempt.phase, attempt.started = Phase.EVALUATE, started
     note_refused(run)
     if attempt.evaluation is None:  # not on a retry: a rank that evaluates alone recovers alone
         # Each rank proves its size on its own batches, whose number differs: agree once.
-        all_proven = run.ranks.all_reduce_min(int(not sizes.is_unproven)) == 1
+        all_proven = run.ranks.all_reduce_min(int(not (tunes or sizes.is_unproven))) == 1
         run.ranks.enable_votes(not all_proven)
         run.strategy.broadcast_buffers()
         attempt.evaluation = Totals()

@@ -116,7 +116,7 @@ def save(run: Run) -> None:
     run.nonfinite.check()
     run.strategy.broadcast_buffers()
     sizes = run.sizes.state_dict() | {"global": run.state.global_size, "budget": run.memory.budget}
-    sizes |= run.sizes.history(run.ranks)
+    sizes |= run.history()
     is_best = progress.best_step == progress.step
     run.checkpointer.save(progress.step, run.config.to_dict(), sizes, is_best)
     run.meter.pause(time.monotonic() - started)

@@ -26,6 +26,7 @@ from trainapp.torch_private import (
 from trainapp.train.checksum import checksum
 
 _PLAIN = (Tensor, nn.Parameter)
+Pairs = list[tuple[list[Tensor], list[Tensor]]]  # lists of tensors, and of those that are copied into them
 
 
 class ModelTensors:
@@ -85,7 +86,7 @@ class ModelTensors:
         self._place: Callable[[Tensor], int] = Tensor.data_ptr if all(map(_has_memory, self._tensors)) else _storage
         self._aliases: list[Tensor] = []
         self._places: list[int] = []
-        self._pairs: tuple[list[Tensor], list[Tensor]] | None = None  # copies of what is always copied, and sources
+        self._pairs: Pairs | None = None  # copies of what is always copied, and sources
 
     def take(self, verify: bool = False, everything: bool = False) -> None:
         """Record the current state.
@@ -123,12 +124,11 @@ class ModelTensors:
             constant = [i for i in self._constant if self._may_have_changed(i)]
         if self._pairs is None:
             self._pairs = self._copies_of(self._always)
-        pairs = [self._pairs]
+        pairs = self._pairs
         if constant or parameters:
-            pairs.append(self._copies_of(constant + parameters))
-        for targets, sources in pairs:
-            if targets:  # the sources are aliases, which need no gradient: `no_grad` costs as much as the copies
-                foreach_copy_(targets, sources)
+            pairs = [*pairs, *self._copies_of(constant + parameters)]
+        for targets, sources in pairs:  # the sources are aliases, which need no gradient: `no_grad` costs as much
+            foreach_copy_(targets, sources)
         for i in constant:
             self._copied_at[self._names[i]] = (self._versions[i], self._places[i])
         self._copied_parameters = parameters
@@ -137,13 +137,19 @@ class ModelTensors:
         name, now = self._names[constant], (self._versions[constant], self._places[constant])
         return self._verify or name in self.written or self._copied_at.get(name) != now
 
-    def _copies_of(self, positions: list[int]) -> tuple[list[Tensor], list[Tensor]]:
-        """Memory for copies, and what to copy into it."""
+    def _copies_of(self, positions: list[int]) -> Pairs:
+        """Memory for copies, and what to copy into it: by device and dtype. BatchNorm counts its batches in integers,
+        and CUDA copies a mixed list with a launch per tensor (ForeachBinaryOpList.cu at pytorch's commit 00a1abb).
+        """
+        pairs: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
         for i in positions:
             copy, source = self._copies.get(self._names[i]), self._aliases[i]
             if copy is None or copy.shape != source.shape or copy.dtype != source.dtype or copy.device != source.device:
-                self._copies[self._names[i]] = torch.empty_like(source)
-        return [self._copies[self._names[i]] for i in positions], [self._aliases[i] for i in positions]
+                copy = self._copies[self._names[i]] = torch.empty_like(source)
+            targets, sources = pairs.setdefault((source.device, source.dtype), ([], []))
+            targets.append(copy)
+            sources.append(source)
+        return list(pairs.values())
 
     def note_written(self) -> None:
         """Remember which parameters have been written since `take`. Call before anything else changes them."""

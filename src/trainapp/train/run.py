@@ -1,7 +1,7 @@
 """The `Run`: everything that the loop works with, in named parts."""
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from trainapp.checkpoint.checkpointer import Checkpointer, NullCheckpointer
 from trainapp.checkpoint.train_state import TrainState
@@ -18,6 +18,7 @@ from trainapp.parallel.strategy import SingleDevice
 from trainapp.signals import StopRequest
 from trainapp.tracking.meter import Meter
 from trainapp.tracking.tracker import SilentTracker, Tracker
+from trainapp.train.autotuner import Autotuner
 from trainapp.train.losses import Task
 from trainapp.train.phase import Phase
 from trainapp.train.restore_point import RestorePoint
@@ -108,6 +109,7 @@ class Run:
     objective: Objective
     rehearsals: int = 0  # steps yet to be checked by `train.check_exactness`
     attempt: Attempt = field(default_factory=Attempt)
+    autotuner: Autotuner = field(default_factory=Autotuner)
 
     @property
     def evaluation_is_due(self) -> bool:
@@ -156,6 +158,11 @@ class Run:
     def flags(self) -> Flags:
         """What this rank sends to the others once per step."""
         return Flags(self.stop.signal or 0, self.checkpointer.busy, self.sizes.train.has_news)
+
+    def history(self) -> dict[str, Any]:
+        """What a checkpoint and the result hold of the sizes so far, see `Sizes.history`. Collective."""
+        self.sizes.hidden_failures |= self.memory.has_hidden_failures
+        return self.sizes.history(self.ranks)
 
     def set_global_size(self, size: int) -> None:
         """`oom.keep_global_batch=false`: a smaller global batch: more steps, a longer schedule, rarer cadences."""

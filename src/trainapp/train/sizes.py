@@ -23,9 +23,11 @@ class Sizes:
     parts: int | None = None  # `accumulation.steps`: the minimum number of micro-batches per step
     # `batch.micro_schedule`: sizes by the attempt from which they apply. A step that is skipped is an attempt, too.
     schedule: dict[int, Plan] = field(default_factory=dict)
-    # Since the run began, in whatever process: sizes that this rank used, and recoveries.
+    # Since the run began, in whatever process: sizes that this rank used, recoveries, and whether an allocation failed
+    # that no replay of these sizes repeats (see `DeviceMemory.has_hidden_failures`).
     recorded: Recorded = field(default_factory=dict)
     oom_restarts: int = 0
+    hidden_failures: bool = False
     origin: str = "share"  # what decided the training size: see `initial_sizes`
 
     def begin_at(self, planned: int) -> None:
@@ -61,9 +63,10 @@ class Sizes:
 
     def history(self, ranks: Ranks) -> dict[str, Any]:
         """The records of all ranks, for a checkpoint or the result. Primitives only. Collective."""
-        by_rank = ranks.all_gather_object((self.recorded, self.oom_restarts))
-        # A rank that evaluates alone recovers alone.
-        return {"used": _merged([used for used, _ in by_rank]), "oom_restarts": max(count for _, count in by_rank)}
+        by_rank = ranks.all_gather_object((self.recorded, self.oom_restarts, self.hidden_failures))
+        recorded, restarts, hidden = zip(*by_rank, strict=True)
+        # The maximum: a rank that evaluates alone recovers alone.
+        return {"used": _merged(list(recorded)), "oom_restarts": max(restarts), "hidden_failures": any(hidden)}
 
     def continue_history(self, saved: dict[str, Any] | None, hint: dict[str, Any] | None) -> None:
         """Add to the record of a checkpoint instead of beginning a new one.
@@ -74,6 +77,7 @@ class Sizes:
         self.recorded = dict(known.get("used", {}))
         counts = (known.get("oom_restarts"), failed.get("oom_restarts"))
         self.oom_restarts = max((count for count in counts if type(count) is int and 0 <= count < 2**31), default=0)
+        self.hidden_failures = known.get("hidden_failures") is True
 
     def scalars(self, batches: TrainBatches) -> dict[str, float]:
         """What a log step records of the sizes."""

@@ -9,9 +9,8 @@ from trainapp import torch_direct
 from trainapp.data.micro_batch import MicroBatch
 from trainapp.errors import TrainingStopped
 from trainapp.models.inspect import has_batchnorm
-from trainapp.optim.nonfinite import gradient_norm
+from trainapp.optim.nonfinite import gradient_norm, scale_gradients
 from trainapp.parallel.dtensor import locals_of
-from trainapp.torch_private import foreach_mul_
 from trainapp.train.allocations import require_all_allocated
 from trainapp.train.gradient_check import checked_gradients, gradients_of, require_same_gradients
 from trainapp.train.losses import evaluate_metrics
@@ -76,7 +75,7 @@ def clip_gradients(run: Run, step: Step, totals: Totals) -> Tensor:
     if clipping is not None:
         factor = clipping if factor is None else clipping * factor
     if factor is not None and gradients:  # both in one pass over the gradients
-        foreach_mul_(gradients, factor.to(norm.device))
+        scale_gradients(gradients, factor.to(norm.device))
     return norm
 
 
@@ -93,7 +92,10 @@ def count_factor(count: Number, samples: int, norm: Tensor) -> Tensor | None:
     """
     if not isinstance(count, Tensor) and count in (0, samples):
         return None
-    return torch.as_tensor(samples / count, device=norm.device)
+    ratio = samples / count
+    if isinstance(ratio, Tensor) or norm.device.type == "cpu":
+        return torch.as_tensor(ratio, device=norm.device)
+    return torch.full((), ratio, device=norm.device)  # `as_tensor` would copy it from the host and wait for the device
 
 
 def clip_factor(norm: Tensor, limit: float | None) -> Tensor | None:

@@ -61,8 +61,7 @@ class Totals:
         """Loss and count summed over all ranks. One collective, whatever metrics each rank has."""
         if ranks.world == 1:
             return self
-        numbers = [torch.as_tensor(v, dtype=torch.float64, device=ranks.device) for v in (self.loss, self.count)]
-        loss, count = ranks.all_reduce_sum(torch.stack(numbers))
+        loss, count = ranks.all_reduce_sum(torch.stack([_on(ranks.device, v) for v in (self.loss, self.count)]))
         return Totals(loss, count, self.metrics, self.samples)
 
     def means(self, ranks: Ranks | None = None) -> dict[str, float]:
@@ -79,6 +78,13 @@ class Totals:
                 sums[name] = (others_total + total, others_count + count)
         means = {"loss": _mean("loss", float(self.loss), float(self.count))}
         return means | {name: _mean(name, *sums_of) for name, sums_of in sums.items()}
+
+
+def _on(device: torch.device, value: Number) -> Tensor:
+    """fp64 on `device`. A number becomes a fill: `as_tensor` would copy it from the host and wait for the device."""
+    if isinstance(value, Tensor):
+        return value.to(device, torch.float64)
+    return torch.full((), value, dtype=torch.float64, device=device)
 
 
 def _sum_of_counts(total: Number, count: Number) -> Number:

@@ -18,7 +18,8 @@ def transaction(run: Run, step: Step) -> Iterator[None]:
     """Use around a step, up to and including its commit. An error passes through: the runner calls `rollback`.
 
     Records what a forward may change (`RestorePoint`). While the size is unproven, enables votes before each collective
-    on whether any rank ran out of memory, and watches memory; it also watches logged and drawn steps.
+    on whether any rank ran out of memory, and watches memory; it also watches logged and drawn steps, and votes in the
+    one in which cuDNN tunes itself.
     """
     attempt, sizes, memory = run.attempt, run.sizes, run.memory
     attempt.phase, attempt.started = Phase.START, time.monotonic()  # no restore point yet
@@ -28,7 +29,7 @@ def transaction(run: Run, step: Step) -> Iterator[None]:
         note_refused(run)
     attempt.phase = Phase.DATA
     run.ranks.start_flag_exchange(run.flags)  # in the background: the step hides it
-    run.ranks.enable_votes(sizes.train.is_unproven)
+    run.ranks.enable_votes(run.autotuner.follow(sizes.train) or sizes.train.is_unproven)
     if sizes.train.is_unproven or step.is_drawn or (step.is_logged and memory.watch_is_due):
         with memory.watch(run.meter.resident(), track_modules=sizes.train.is_untried):
             check_exactness(run, step)

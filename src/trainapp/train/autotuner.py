@@ -1,0 +1,40 @@
+"""cuDNN's autotuner, enabled only while the micro-batch size is settled.
+
+With `cudnn.benchmark`, the first convolution of each shape times the algorithms, with workspaces that may not fit, and
+then empties the allocator's cache. A search for the micro-batch size would pay that for every convolution at every size
+that it tries, and take the failed workspaces for a size that does not fit.
+
+Switching it on later is not enough: torch keeps one plan per shape, chosen by heuristics or timed, and does not time a
+shape that has a plan (`run_single_conv` in aten/src/ATen/native/cudnn/Conv_v8.cpp, read in torch 2.4; tests/gpu tries
+it). But the key of that cache has `cudnn.deterministic` in it. So sizes that are not settled run with deterministic
+algorithms, and the first step with a settled one finds no plan.
+"""
+
+import torch
+
+from trainapp.data.micro_batch_sizes import MicroBatchSizes
+
+
+class Autotuner:
+    """Of `device`; without one, or for one other than CUDA, it does nothing. deterministic: `train.deterministic`,
+    which excludes it: the fastest algorithm is not the same in every run.
+    """
+
+    def __init__(self, device: torch.device | None = None, deterministic: bool = False):
+        self._is_used = device is not None and device.type == "cuda" and not deterministic
+        self._is_on: bool | None = None  # None: not set yet
+        self._settled: set[int] = set()  # ids of sizes
+
+    def follow(self, sizes: MicroBatchSizes) -> bool:
+        """Call before work that is cut by these sizes. Returns whether it is the first since they are settled, in which
+        algorithms are timed: that may need memory which has not been proven. Equal on all ranks that share the sizes.
+        """
+        if not self._is_used:
+            return False
+        is_settled = sizes.search_has_ended and not sizes.is_unproven
+        if is_settled is not self._is_on:
+            torch.backends.cudnn.benchmark = self._is_on = is_settled
+            torch.backends.cudnn.deterministic = not is_settled
+        is_first = is_settled and id(sizes) not in self._settled
+        (self._settled.add if is_settled else self._settled.discard)(id(sizes))
+        return is_first

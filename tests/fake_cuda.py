@@ -1,0 +1,289 @@
+"""Training steps on fake CUDA tensors, on a machine without a GPU: shapes and devices are real, memory and kernels are
+not. It shows what the step asks of the device, above all where it would wait for it.
+
+Run as a program, it reads `{name: {"overrides": [...], ...}}` from stdin and prints what `measure` returns for each. A
+process of its own: `give_autograd_a_device` replaces parts of torch for good.
+"""
+
+import contextlib
+import ctypes
+import dataclasses
+import json
+import mmap
+import os
+import platform
+import re
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import runs
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from trainapp.config import targets
+from trainapp.optim.nonfinite import NonFiniteCheck
+from trainapp.optim.precision import Precision
+from trainapp.parallel.dtensor import local, whole
+from trainapp.parallel.ranks import SingleRank
+from trainapp.plan import trace
+from trainapp.torch_private import READ_OPERATORS, DispatchMode, fake_tensor_mode
+from trainapp.train import loop
+from trainapp.train.assemble import assemble
+from trainapp.train.components import Components
+
+CUDA = torch.device("cuda", 0)
+SAMPLES = 8  # in each of two micro-batches
+STEPS = 6  # a size is proven after three
+_aten = torch.ops.aten
+# Beside reads of single values: operations whose result has a size that only the device knows, and comparisons.
+_WAITING = {
+    *READ_OPERATORS,
+    _aten.nonzero.default,
+    _aten.equal.default,
+    _aten.masked_select.default,
+    _aten.is_nonzero.default,
+    _aten.bincount.default,
+    _aten._unique2.default,
+    _aten.repeat_interleave.Tensor,
+}
+# In-place foreach operations, which CUDA runs in one launch for lists of one device and dtype (and a scalar of it).
+_FOREACH = {_aten._foreach_mul_.Tensor, _aten._foreach_copy_.default, _aten._foreach_lerp_.Scalar}
+
+
+class Requests(DispatchMode):
+    """What operations on CUDA tensors ask of the device, and stands in for its answers: False, 1 and 1.0.
+
+    waits: the operations that would wait for it, with the place in this program. slow: foreach operations with a launch
+    per tensor. foreach: how often each was called.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clear()
+
+    def clear(self) -> None:
+        self.waits: list[str] = []
+        self.slow: list[str] = []
+        self.foreach: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _FOREACH:
+            self._note_foreach(func, args)
+        if self._waits(func, args, kwargs):
+            self.waits.append(f"{func} in {_place()}")
+        if func in READ_OPERATORS and getattr(args[0], "constant", None) is None:
+            return False if args[0].dtype == torch.bool else 1.0 if args[0].dtype.is_floating_point else 1
+        return func(*args, **kwargs)
+
+    def _waits(self, func: Any, args: Any, kwargs: Any) -> bool:
+        if func in _WAITING:
+            return args[0].device.type == "cuda"
+        if func is _aten._to_copy.default:
+            target, source = torch.device(kwargs.get("device") or args[0].device), args[0].device
+        elif func is _aten.copy_.default:
+            target, source = args[0].device, args[1].device
+        else:
+            return False
+        # To the host, a copy that does not wait would be read before it is there.
+        return target.type != source.type and not (kwargs.get("non_blocking") and target.type == "cuda")
+
+    def _note_foreach(self, func: Any, args: Any) -> None:
+        name = func.overloadpacket.__name__
+        self.foreach[name] = self.foreach.get(name, 0) + 1
+        tensors = [t for arg in args for t in (arg if isinstance(arg, (list, tuple)) else [arg]) if torch.is_tensor(t)]
+        if len({(t.device, t.dtype) for t in tensors}) > 1:
+            self.slow.append(f"{name} of {len(args[0])} tensors in {_place()}")
+
+
+def _place() -> str:
+    """Where in this program the operation was called."""
+    frames = [f for f in traceback.extract_stack() if f"{os.sep}src{os.sep}trainapp{os.sep}" in f.filename]
+    inner = [f for f in frames if Path(f.filename).name != "live_tensors.py"]  # a dispatch mode: on top of every stack
+    return f"{Path(inner[-1].filename).name}: {inner[-1].line}" if inner else "the autograd engine"
+
+
+class TwoRanks(SingleRank):
+    """Seen from one of two ranks with equal data."""
+
+    world, device = 2, CUDA
+
+    def all_reduce_sum(self, value: torch.Tensor) -> torch.Tensor:
+        return value * 2
+
+
+def measure(overrides: list[str], scaled: bool = False, ranks: int = 1, task: str = "") -> dict[str, Any]:
+    """`{"waits", "slow", "foreach", "skipped"}` of the last step: its size is proven, and it is not logged.
+
+    scaled: with a loss scaler, as fp16 has. task: the name of a function in this file to wrap the task.
+    """
+    with twin(overrides, scaled, ranks, task) as (run, requests):
+        for _ in range(STEPS):
+            requests.clear()
+            loop.train_step(run)
+            loop.update_weight_average(run)
+        assert not run.sizes.train.is_unproven
+        return {
+            "waits": requests.waits,
+            "slow": requests.slow,
+            "foreach": requests.foreach,
+            "skipped": run.state.progress.skipped,
+        }
+
+
+def waiting(task: Any) -> Any:
+    """A task that reads its loss."""
+
+    def reads(model: Any, batch: Any) -> Any:
+        loss, *rest = task(model, batch)
+        float(loss.detach())
+        return (loss, *rest)
+
+    return reads
+
+
+@contextlib.contextmanager
+def twin(overrides: list[str], scaled: bool = False, ranks: int = 1, task: str = ""):
+    """A run of the configuration on fake CUDA tensors, and what it asks of the device."""
+    real = runs.prepare(Path(tempfile.mkdtemp()), *overrides)
+    real.close()
+    components = Components(
+        model=targets.locate(real.config.model.target, "model._target_", real.config.user_packages),
+        task=globals()[task](real.task) if task else real.task,
+        train_data=None,
+        eval_data=None,
+        spec=dict(real.batches.dataset.spec),
+    )
+    example = real.batches.example(SAMPLES)
+    with pretended_device(), fake_tensor_mode() as mode, Requests() as requests:
+        scaler = torch.amp.GradScaler("cuda", enabled=scaled)
+        numerics = Precision("fp32", torch.float32, contextlib.nullcontext(), scaler)
+        batches = trace.ExampleBatches([trace._on_device(mode, example, CUDA) for _ in range(2)], SAMPLES)
+        assembled = assemble(real.config, components, SingleRank(), CUDA, numerics, initial_device="cuda:0")
+        run = trace._run_of(real.config, assembled, batches)
+        if ranks > 1:
+            run.ranks = run.strategy.ranks = TwoRanks()
+        yield run, requests
+
+
+@contextlib.contextmanager
+def pretended_device():
+    """The two things that are asked of CUDA itself rather than of a tensor on it."""
+    state = torch.zeros(16, dtype=torch.uint8)  # of the generator, which lives on the host
+    with (
+        mock.patch.object(torch.cuda, "get_rng_state", return_value=state),
+        mock.patch.object(torch.cuda, "set_rng_state"),
+        mock.patch.object(torch.cuda.amp.common, "amp_definitely_not_available", return_value=False),
+    ):
+        yield
+
+
+def traced(overrides: list[str]) -> dict[str, int]:
+    """Bytes of a traced step, on the CPU and on CUDA."""
+    run = runs.prepare(Path(tempfile.mkdtemp()), *overrides)
+    run.close()
+    on_cpu = trace.traced_peak(run, SAMPLES)
+    moved = dataclasses.replace(run, state=dataclasses.replace(run.state, device=CUDA))
+    with pretended_device():
+        return {"cpu": on_cpu, "cuda": trace.traced_peak(moved, SAMPLES)}
+
+
+def offloaded(policy: str) -> dict[str, Any]:
+    """The check of a step whose gradients are on the host, as FSDP's `cpu_offload` keeps them."""
+    with fake_tensor_mode(), Requests() as requests:
+        check = NonFiniteCheck(policy, CUDA, False, lambda: None)
+        loss, count = torch.full((), 2.0, device=CUDA), torch.full((), 2.0, dtype=torch.float64, device=CUDA)
+        norm = torch.full((), 2.0)
+        applied = check.allows_update(0, loss, norm, count)
+        return {"waits": requests.waits, "applied": applied}
+
+
+def gathered() -> dict[str, Any]:
+    """The whole of a parameter that is sharded over two ranks with a GPU each, and kept in the host's memory."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend "fake"
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    mesh = init_device_mesh("cuda", (2,))
+    with fake_tensor_mode():
+        shard = DTensor.from_local(torch.ones(3, 4, device=CUDA), mesh, [Shard(0)]).to("cpu")
+        found = whole(shard)
+    torch.distributed.destroy_process_group()
+    return {"shard": local(shard).device.type, "whole": found.device.type, "shape": list(found.shape)}
+
+
+# --- autograd without a GPU
+
+
+def can_pretend() -> bool:
+    """Whether `give_autograd_a_device` knows this platform."""
+    return sys.platform == "linux" and platform.machine() in _CODE
+
+
+_CODE = {  # machine code of: return 0; return 1; return a stream of device 0
+    "x86_64": (b"\x31\xc0\xc3", b"\xb8\x01\0\0\0\xc3", b"\xb8\x01\0\0\0\x31\xd2\xc3"),
+    "aarch64": (
+        b"\x00\x00\x80\xd2\xc0\x03\x5f\xd6",
+        b"\x20\x00\x80\xd2\xc0\x03\x5f\xd6",
+        b"\x20\x00\x80\xd2\x01\x00\x80\xd2\xc0\x03\x5f\xd6",
+    ),
+}
+_kept: list[Any] = []  # what torch points to until the process ends
+
+
+def give_autograd_a_device() -> None:
+    """Without a GPU, torch's engine has no device guard for the gradients of fake CUDA tensors. It gets a copy of the
+    CPU's, which does nothing, with the answers of a single idle device; and CUDA's hooks say that it is built, and has
+    no context.
+    """
+    if torch.cuda.is_available():
+        return
+    zero, one, stream = _CODE[platform.machine()]
+    registry = (ctypes.c_void_p * 2).in_dll(ctypes.CDLL("libc10.so"), "_ZN3c104impl26device_guard_impl_registryE")
+    get_hooks = ctypes.CDLL("libtorch_cpu.so")["_ZN2at6detail12getCUDAHooksEv"]
+    get_hooks.restype = ctypes.c_void_p
+    hooks, hooks_header = get_hooks(), "ATen/detail/AcceleratorHooksInterface.h"
+    guard_header = "c10/core/impl/DeviceGuardImplInterface.h"
+    torch._C._ensureCUDADeviceGuardSet()
+    if not registry[1]:  # a build for the CPU alone
+        guard = (ctypes.c_void_p * 1).from_buffer_copy(ctypes.string_at(registry[0], 8))
+        _kept.append(guard)
+        registry[1] = ctypes.addressof(guard)
+        for name in ("type", "exchangeDevice", "getDevice"):
+            _replace_method(registry[1], guard_header, name, one)
+        _replace_method(hooks, hooks_header, "isBuilt", one)
+    for name in ("getStream", "exchangeStream"):
+        _replace_method(registry[1], guard_header, name, stream)
+    _replace_method(hooks, hooks_header, "hasPrimaryContext", zero)
+
+
+def _replace_method(instance: int, header: str, name: str, code: bytes) -> None:
+    """Replace a virtual method of one C++ object: it gets a copy of its table of methods, which `header` orders."""
+    text = (Path(torch.__file__).parent / "include" / header).read_text()
+    methods = re.findall(r"^\s*virtual [^;{(]*?([~\w]+)\(", text, re.M)
+    place = methods.index(name) + (methods[0].startswith("~"))  # a destructor has two entries
+    page = mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+    page.write(code)
+    table = ctypes.c_void_p.from_address(instance)
+    before, length = 2, 160  # what the table has before its first method; more than any of them has
+    copy = (ctypes.c_void_p * (before + length)).from_buffer_copy(
+        ctypes.string_at(table.value - 8 * before, 8 * (before + length))
+    )
+    copy[before + place] = ctypes.addressof(ctypes.c_char.from_buffer(page))
+    table.value = ctypes.addressof(copy) + 8 * before
+    _kept.extend([page, copy])
+
+
+if __name__ == "__main__":
+    give_autograd_a_device()
+    functions = {"measure": measure, "traced": traced, "offloaded": offloaded, "gathered": gathered}
+    found = {}
+    for label, arguments in json.load(sys.stdin).items():
+        function = functions[arguments.pop("function", "measure")]
+        found[label] = function(**arguments)
+    print(json.dumps(found), flush=True)
+    os._exit(0)  # the engine's threads still point to what this module has made

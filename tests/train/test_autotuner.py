@@ -1,0 +1,93 @@
+"""When cuDNN may time its algorithms. The switches exist without a GPU; nothing else here needs one."""
+
+import pytest
+import runs
+import torch
+
+from trainapp.data.micro_batch import MicroBatch
+from trainapp.data.micro_batch_sizes import MicroBatchSizes
+from trainapp.parallel.ranks import SingleRank
+from trainapp.train import loop
+from trainapp.train.autotuner import Autotuner
+
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture(autouse=True)
+def switches_of_before():
+    before = torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic
+    yield
+    torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = before
+
+
+def switches() -> tuple[bool, bool]:
+    return torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic
+
+
+def work(sizes: MicroBatchSizes, samples: int = 32, fails: bool = False) -> None:
+    """A step, or a batch of an evaluation, that is cut by these sizes."""
+    batch = MicroBatch(torch.zeros(samples, 4), last=True, real=True, samples=samples, piece=lambda a, b: None)
+    sizes.cut(batch, SingleRank())
+    if fails:
+        sizes.failed(SingleRank())
+    else:
+        sizes.succeeded(SingleRank())
+
+
+def test_from_the_first_proven_step_to_the_next_search():
+    sizes, tuner, found = MicroBatchSizes(32), Autotuner(CUDA), []
+    for fails in (False, False, False, False, False, True, False, False, False, False):
+        found.append((tuner.follow(sizes), switches()[0]))
+        work(sizes, fails=fails)
+    # Three steps prove the size; the sixth fails, and the search for a size between 16 and 32 begins.
+    assert found == [(False, False)] * 3 + [(True, True), (False, True), (False, True)] + [(False, False)] * 4
+    for _ in range(40):
+        tunes = tuner.follow(sizes)
+        if tunes:
+            break
+        assert switches() == (False, True)
+        work(sizes)
+    assert sizes.search_has_ended
+    assert tunes
+    assert switches() == (True, False)
+
+
+def test_unsettled_sizes_leave_no_plan_that_a_settled_one_would_find():
+    """cuDNN's cache of plans has `deterministic` in its key: the two never run with the same value."""
+    sizes, tuner, seen = MicroBatchSizes(32), Autotuner(CUDA), set()
+    for _ in range(6):
+        tuner.follow(sizes)
+        seen.add(switches())
+        work(sizes)
+    assert seen == {(False, True), (True, False)}
+
+
+def test_an_evaluation_between_does_not_tune_the_training_anew():
+    """The ranks' evaluations differ, but they must agree on the step in which they vote."""
+    training, evaluation, tuner = MicroBatchSizes(32), MicroBatchSizes(64), Autotuner(CUDA)
+    for _ in range(3):
+        work(training)
+    assert tuner.follow(training)
+    assert not tuner.follow(evaluation)
+    assert switches()[0] is False
+    assert not tuner.follow(training)
+    assert switches()[0] is True
+
+
+@pytest.mark.parametrize("tuner", [Autotuner(), Autotuner(torch.device("cpu")), Autotuner(CUDA, deterministic=True)])
+def test_elsewhere_it_is_left_alone(tuner):
+    sizes, before = MicroBatchSizes(32), switches()
+    for _ in range(5):
+        assert not tuner.follow(sizes)
+        work(sizes)
+    assert switches() == before
+
+
+def test_ranks_vote_in_the_step_that_times_algorithms(tmp_path):
+    """It may need memory that has not been proven."""
+    run = runs.prepare(tmp_path, *runs.MODELS["mlp"], "train.max_steps=6")
+    run.autotuner, votes = Autotuner(CUDA), []
+    run.ranks.enable_votes = votes.append
+    loop.train(run)
+    run.close()
+    assert votes == [True, True, True, True, False, False]
