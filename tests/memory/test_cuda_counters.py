@@ -29,6 +29,7 @@ def counters(monkeypatch):
         "set_per_process_memory_fraction": None,
         "reset_peak_memory_stats": None,
         "empty_cache": None,
+        "get_allocator_backend": "native",
         "mem_get_info": (8 * GIB, 8 * GIB),
         "memory_reserved": 0,
         "memory_stats": found,
