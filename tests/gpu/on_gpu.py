@@ -2,6 +2,10 @@
 
 import gc
 import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -64,13 +68,27 @@ def launched(run_dir: Path, *overrides: str) -> SimpleNamespace:
     return SimpleNamespace(**helpers.result(run_dir))
 
 
+def command(run_dir: Path, *overrides: str, env: Mapping[str, str | None] | None = None) -> Any:
+    """`python -m trainapp OVERRIDES`; they may name tasks of this file. env: changes to it, None to remove."""
+    changes = {"PYTHONPATH": os.pathsep.join(sys.path), **(env or {})}
+    return subprocess.run(
+        [sys.executable, "-m", "trainapp", *overrides, f"hydra.run.dir={run_dir}"],
+        cwd=run_dir.parent,
+        env={name: value for name, value in (os.environ | changes).items() if value is not None},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
 def limit_of(run_dir: Path, share: float, *overrides: str) -> int:
     """Bytes: what persists between the steps of a run, and this share of what a step adds to it.
 
     Runs it twice: while cuDNN's search tries its algorithms for a new size, it takes far more than a step needs.
     """
     for name in ("first", "second"):
-        peak = launched(run_dir / name, *overrides, "train.max_steps=2", "checkpointing=off").peak_memory_bytes
+        settings = ("train.max_steps=2", "checkpointing=off", "oom.remember=false")
+        peak = launched(run_dir / name, *overrides, *settings).peak_memory_bytes
     line = helpers.metrics(run_dir / "second")[-1]
     static = sum(line[f"memory/{kind}"] for kind in _KINDS)
     return int(static + share * (peak - static))

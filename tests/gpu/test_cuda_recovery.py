@@ -1,14 +1,12 @@
 """What docs/oom.md and docs/memory.md promise for CUDA: recovery, replay, errors, remembered sizes."""
 
 import dataclasses
-import os
-import sys
 
 import helpers
 import pytest
 import runs
 import torch
-from on_gpu import LARGE, LARGE_MODELS, MIB, ON_GPU, forget, launched, limit_of, replayed
+from on_gpu import LARGE, LARGE_MODELS, MIB, ON_GPU, command, forget, launched, limit_of, replayed
 from oom.inject import Injector, Recorded
 
 from trainapp.oom import find_executable_batch_size, is_out_of_memory
@@ -107,17 +105,8 @@ def test_the_decorator_halves_on_a_real_error():
 
 def test_a_dead_context_ends_the_run_and_says_so(tmp_path):
     """A device-side assert, in a process of its own: nothing in it can use the device afterwards."""
-    done = helpers.run_cli(
-        "model=mlp",
-        "data=digits",
-        "train.device=cuda",
-        "user_packages=[on_gpu]",
-        "task=on_gpu.past_the_end",
-        "objective='min loss'",
-        f"hydra.run.dir={tmp_path / 'run'}",
-        cwd=tmp_path,
-        env={"PYTHONPATH": os.pathsep.join(sys.path)},  # the command names a task in tests/gpu
-    )
+    task = ("user_packages=[on_gpu]", "task=on_gpu.past_the_end", "objective='min loss'")
+    done = command(tmp_path / "run", "model=mlp", "data=digits", *ON_GPU, *task)
     assert done.returncode == 1
     assert "the device is lost for this process" in done.stderr
     assert "Traceback" not in done.stderr

@@ -1,21 +1,25 @@
 """What docs/configuration.md, docs/extending.md and docs/parallel.md say of settings on CUDA."""
 
-import os
 import pickle
-import subprocess
-import sys
 
 import helpers
 import pytest
 import runs
 import torch
-from on_gpu import LARGE, ON_GPU, forget, launched, limit_of
+from on_gpu import LARGE, ON_GPU, command, forget, launched, limit_of
 
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.train import loop
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+
+
+@pytest.fixture(scope="module")
+def large_limit(tmp_path_factory):
+    """Too little for LARGE."""
+    limit = limit_of(tmp_path_factory.mktemp("limit"), 0.4, *LARGE)
+    forget()
+    return limit
 
 
 def test_auto_is_cuda(tmp_path):
@@ -30,22 +34,11 @@ def test_auto_is_cuda(tmp_path):
     [(None, True, True), (None, False, False), ("expandable_segments:False", True, False)],
     ids=["default", "switched off", "set by the user"],
 )
-def test_expandable_segments(tmp_path, variable, setting, expected):
+def test_expandable_segments(tmp_path, large_limit, variable, setting, expected):
     """On by default, unless the user's variable says otherwise: read from the snapshot of a run that ran out."""
-    limit = limit_of(tmp_path / "limit", 0.4, *LARGE)
-    forget()
-    environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
-    if variable is not None:
-        environment[VARIABLES[0]] = variable
-    command = [f"memory.limit={limit}", f"memory.expandable_segments={str(setting).lower()}", "train.max_steps=1"]
-    done = subprocess.run(
-        [sys.executable, "-m", "trainapp", *LARGE, *command, f"hydra.run.dir={tmp_path / 'run'}"],
-        env=environment,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    settings = [f"memory.limit={large_limit}", f"memory.expandable_segments={str(setting).lower()}"]
+    environment = {"PYTORCH_CUDA_ALLOC_CONF": variable, "PYTORCH_ALLOC_CONF": None}
+    done = command(tmp_path / "run", *LARGE, *settings, "train.max_steps=1", env=environment)
     assert done.returncode == 0, done.stderr
     path = next((tmp_path / "run" / "oom").glob("*.snapshot.pickle"))
     assert pickle.loads(path.read_bytes())["allocator_settings"]["expandable_segments"] is expected
