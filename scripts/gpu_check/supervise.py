@@ -48,7 +48,8 @@ def run_step(step: Step, device: str, folder: Path, seconds: float) -> Outcome:
     # Sizes that one step remembers would change another's.
     environment = os.environ | {"TRAINAPP_CACHE": str(work / "cache"), "COLUMNS": "200"}
     # As `trainapp.launch` sets it: torch reads it while it is imported (2.13, c10/cuda/CUDAAllocatorConfig.h).
-    environment.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    if not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & environment.keys():
+        environment["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     if device == "cpu":
         environment.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors gain nothing from threads
     started = time.monotonic()

@@ -34,7 +34,7 @@ def allocator(table: Table, device: str, folder: Path, settings: tuple[str, ...]
         return
     with table.attempt(name, expected):
         run_dir = folder / "command"
-        environment = {"PYTORCH_CUDA_ALLOC_CONF": None}
+        environment = {"PYTORCH_CUDA_ALLOC_CONF": None, "PYTORCH_ALLOC_CONF": None}
         jobs.command(run_dir, *settings, f"memory.limit={limit}", env=environment)
         path = next((run_dir / "oom").glob("*.snapshot.pickle"))
         is_set = pickle.loads(path.read_bytes())["allocator_settings"]["expandable_segments"]
