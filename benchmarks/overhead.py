@@ -79,7 +79,7 @@ class Case:
 _IMAGES = ("model=resnet", "model.width=32", "data=synthetic_images")
 _TOKENS = ("model=gpt", "model.width=256", "model.context_length=128", "data=synthetic_tokens")
 CASES = {
-    "small": Case("MLP 64-256-256-10", ("model=mlp", "model.width=256", "data=digits"), 100, 60, 0.95),
+    "small": Case("MLP 64-256-256-10", ("model=mlp", "model.width=256", "data=digits"), 100, 60, 0.97),
     "wide": Case("MLP 64-2048-2048-10", ("model=mlp", "model.width=2048", "data=digits"), 50, 10, 0.99),
     "gpt": Case("GPT, 4 blocks of 256, 128 tokens", _TOKENS, 50, 10, 0.95, next_token, 128),
     "resnet": Case("ResNet-18, 32 channels, 32 x 32", _IMAGES, 50, 10, 0.95),

@@ -90,5 +90,5 @@ def test_the_state_of_pythons_generator_is_found_in_memory():
 
 
 def test_without_pythons_state_in_memory_it_is_copied(monkeypatch):
-    monkeypatch.setattr(rng, "_PYTHON_STATE", 0)
+    monkeypatch.setattr(rng, "_PYTHON_WORDS", None)
     test_generators_return_to_the_last_take("random", "random")

@@ -3,6 +3,7 @@
 import _random
 import contextlib
 import ctypes
+import functools
 import random
 import struct
 from collections.abc import Iterator
@@ -31,7 +32,7 @@ def rng_state(device: torch.device) -> dict[str, Any]:
 
 def device_rng_state(device: torch.device) -> dict[str, Any]:
     """Torch's part of `rng_state`."""
-    state: dict[str, Any] = {"torch": torch.get_rng_state()}
+    state: dict[str, Any] = {"torch": torch.default_generator.get_state()}
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
     elif device.type == "mps":
@@ -119,6 +120,7 @@ class HostGenerators:
             np.random.set_state(numpy)
 
 
+_FIVE_WORDS = ctypes.c_char * (5 * 4)
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
@@ -153,25 +155,30 @@ def _numpy_position() -> bytes:
     generator = np.random.get_bit_generator()  # type: ignore[attr-defined]  # numpy forgets to export it
     if type(generator) is not np.random.MT19937:
         return b""
-    return ctypes.string_at(generator.ctypes.state_address + 620 * 4, 5 * 4)  # uint32 key[624]; int pos
+    return _numpy_words(generator).raw
+
+
+@functools.lru_cache(maxsize=1)  # also keeps the generator, and so the address, alive
+def _numpy_words(generator: Any) -> "ctypes.Array[ctypes.c_char]":
+    return _FIVE_WORDS.from_address(generator.ctypes.state_address + 620 * 4)  # uint32 key[624]; int pos
 
 
 def _python_position() -> bytes:
     """The position and the first four words of Python's; empty where its memory is laid out differently."""
-    return ctypes.string_at(_PYTHON_STATE, 5 * 4) if _PYTHON_STATE else b""
+    return _PYTHON_WORDS.raw if _PYTHON_WORDS else b""
 
 
-def _python_state_address() -> int:
-    """Where CPython keeps `int index; uint32 state[624]` of the global generator; 0 where it does not.
+def _python_words() -> "ctypes.Array[ctypes.c_char] | None":
+    """The beginning of `int index; uint32 state[624]`, where CPython keeps the global generator; or None.
 
     Source: RandomObject in CPython's Modules/_randommodule.c, compared with what `getstate` says.
     """
     generator = getattr(random, "_inst", None)
     if type(generator) is not random.Random or _random.Random.__basicsize__ < object.__basicsize__ + 625 * 4:
-        return 0
+        return None
     address = id(generator) + object.__basicsize__
     index, *words = struct.unpack("=i624I", ctypes.string_at(address, 625 * 4))
-    return address if (*words, index) == random.getstate()[1] else 0
+    return _FIVE_WORDS.from_address(address) if (*words, index) == random.getstate()[1] else None
 
 
-_PYTHON_STATE = _python_state_address()
+_PYTHON_WORDS = _python_words()

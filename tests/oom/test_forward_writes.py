@@ -249,7 +249,11 @@ def without(monkeypatch, part: str) -> None:
         monkeypatch.setattr(ModelTensors, "take", lambda self, verify, everything: take(self, False, everything))
     elif part == "copies":
         monkeypatch.setattr(ModelTensors, "_written", lambda self: [])
-        monkeypatch.setattr(ModelTensors, "_copy", lambda self, everything: setattr(self, "_restorable", set()))
+        monkeypatch.setattr(
+            ModelTensors,
+            "_copy",
+            lambda self, everything: self.__dict__.update(_always=[], _constant=[], _copied_parameters=[]),
+        )
     elif part == "states":
         monkeypatch.setattr(Stateful, "restore", lambda *_, **__: None)
     elif part == "modules of the task":

@@ -55,7 +55,12 @@ def tensors_in(batch: Any) -> list[torch.Tensor]:
 
 def elements_in(batch: Any) -> int:
     """The elements of all the batch's tensors."""
-    return sum(tensor.numel() for tensor in tensors_in(batch))
+    if type(batch) is not dict:
+        return sum(tensor.numel() for tensor in tensors_in(batch))
+    elements = 0  # the usual batch, without calls: runs for every micro-batch
+    for value in batch.values():
+        elements += value.numel() if isinstance(value, torch.Tensor) else elements_in(value)
+    return elements
 
 
 def bucket_of(samples: int, elements: int) -> int:

@@ -7,8 +7,7 @@ import os
 import random
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,8 +21,7 @@ _CPU = torch.device("cpu")
 Split = Callable[[Any, int, int], Any]  # `split(batch, start, end)`: the batch of its samples [start, end) alone
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """A micro-batch to fetch: indices into the data set, and the epoch, which augmentation depends on."""
 
     epoch: int
@@ -117,7 +115,7 @@ class BatchLoader:
         self.fetcher, self.device, self.ahead = Fetcher(dataset, seed), device, ahead
         # Often a data set has an attribute of this name that is "train" or "val".
         self._split = next(filter(callable, (getattr(dataset, "split", None), split)), None)
-        self._split_works = self._split is None
+        self.split_works = self._split is None
         self._pinned = device.type == "cuda"
         self._stream = _Stream()
         self._loader = None
@@ -170,7 +168,7 @@ class BatchLoader:
 
         Raises UserError where it cannot be called as `split(batch, start, end)`, or returns nothing.
         """
-        if self._split_works or self._split is None:
+        if self.split_works or self._split is None:
             return
         try:
             inspect.signature(self._split).bind(batch, 0, 1)
@@ -182,7 +180,7 @@ class BatchLoader:
             piece = self._split(batch, 0, 1)
         if piece is None:
             raise UserError(f"{self._split_name}: must return the samples [start, end) of a batch, but returned None")
-        self._split_works = True
+        self.split_works = True
 
     @property
     def _split_name(self) -> str:

@@ -1,7 +1,7 @@
 """Micro-batches, and how samples are cut into them."""
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 
@@ -41,15 +41,11 @@ def cut_evenly(indices: Sequence[int], parts: int) -> list[Sequence[int]]:
     return [indices[a:b] for a, b in itertools.pairwise(ends) if a < b]
 
 
-def pieces_of(micro: MicroBatch, ranges: Sequence[Sequence[int]]) -> Iterable[MicroBatch]:
+def pieces_of(micro: MicroBatch, ranges: Sequence[Sequence[int]]) -> Iterator[MicroBatch]:
     """The micro-batches that hold these ranges of a larger one's samples.
 
     An empty range gives a dummy sample (`real=False`) for a forward and backward that other ranks wait for.
     """
-    return [micro] if len(ranges) == 1 else _cut_up(micro, ranges)
-
-
-def _cut_up(micro: MicroBatch, ranges: Sequence[Sequence[int]]) -> Iterator[MicroBatch]:
     for number, piece in enumerate(ranges, start=1):
         start, end = (piece[0], piece[-1] + 1) if piece else (0, 1)
         is_last, is_real = micro.last and number == len(ranges), micro.real and len(piece) > 0

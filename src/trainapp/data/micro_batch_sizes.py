@@ -1,5 +1,6 @@
 """The micro-batch size of each shape of data, the same on all ranks."""
 
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +11,7 @@ from trainapp.data.size_agreement import failed_buckets, largest_micro_batches, 
 from trainapp.data.size_search import Failure, SizeSearch
 from trainapp.parallel.ranks import Ranks
 
+_SIZE, _HAS_ENDED = operator.attrgetter("size"), operator.attrgetter("search_has_ended")
 Plan = int | dict[int, int]  # one size for all shapes, or a size per bucket
 
 
@@ -38,8 +40,7 @@ class MicroBatchSizes:
     @property
     def size(self) -> int:
         """The largest current size: how many samples are fetched at a time."""
-        sizes = [search.size for search in self.searches.values()]
-        return max(sizes) if sizes else self.start
+        return max(map(_SIZE, self.searches.values()), default=self.start)
 
     @property
     def size_at_work(self) -> int:
@@ -59,15 +60,15 @@ class MicroBatchSizes:
     @property
     def search_has_ended(self) -> bool:
         """Whether no larger size will be tried."""
-        return all(search.search_has_ended for search in self.searches.values())
+        return all(map(_HAS_ENDED, self.searches.values()))
 
     @property
     def has_news(self) -> bool:
         """Whether this rank has seen a shape whose size is unproven or may still grow."""
-        return not all(
-            self.is_proven(bucket) and self.search(bucket).search_has_ended
-            for bucket in self.largest_run.keys() | self.attempt_samples.keys()
-        )
+        for bucket in self.largest_run.keys() | self.attempt_samples.keys():
+            if not (self.is_proven(bucket) and self.search(bucket).search_has_ended):
+                return True
+        return False
 
     @property
     def needs_watching(self) -> bool:
@@ -78,8 +79,8 @@ class MicroBatchSizes:
 
     def is_proven(self, bucket: int) -> bool:
         """Whether a bucket's size is proven, by itself or by at least as many samples of a larger bucket."""
-        own = self.search(bucket)
-        return own.is_proven or any(
+        own = self.searches.get(bucket) or self.search(bucket)
+        return own.clean >= own.clean_steps or any(  # without a call: asked of every micro-batch
             s.is_proven and s.size >= own.size for other, s in self.searches.items() if other >= bucket
         )
 
@@ -101,7 +102,8 @@ class MicroBatchSizes:
         """
         fetched, plan = self.size, {}
         for bucket in {*self.searches, *self.largest_run, *self.attempt_samples}:
-            size, ran = self.search(bucket).size, self.attempt_samples.get(bucket, 0)
+            search = self.searches.get(bucket) or self.search(bucket)
+            size, ran = search.size, self.attempt_samples.get(bucket, 0)
             size = fetched if size > fetched else size
             plan[bucket] = ran if ran > size else size  # no calls of `max`: this runs in every step
         return plan
@@ -131,7 +133,7 @@ class MicroBatchSizes:
         """
         samples, elements = micro.samples, elements_in(micro.data)
         self.current_bucket = bucket = bucket_of(samples, elements)
-        size = self.search(bucket).size
+        size = (self.searches.get(bucket) or self.search(bucket)).size
         pieces: list[Sequence[int]] = cut(range(samples), size) if samples > size else [range(samples)]
         if ranks.world > 1:
             ask = not self.all_proven or len({search.size for search in self.searches.values()}) > 1
@@ -143,19 +145,21 @@ class MicroBatchSizes:
         elements = elements * longest // samples
         self.attempt_samples[bucket] = max(longest, self.attempt_samples.get(bucket, 0))
         self.attempt_elements[bucket] = max(elements, self.attempt_elements.get(bucket, 0))
-        return pieces_of(micro, pieces)
+        return [micro] if len(pieces) == 1 else pieces_of(micro, pieces)
 
-    def succeeded(self, ranks: Ranks, news: bool = False) -> dict[int, int]:
+    def succeeded(self, ranks: Ranks, news: bool | None = None) -> dict[int, int]:
         """Record a clean step or evaluation batch. Returns `{bucket: size}` of the larger sizes to try next.
 
-        news: whether any rank `has_news`, the same on all ranks.
+        news: whether any rank `has_news`, the same on all ranks; None: not known, which several ranks take for False.
         """
+        if news is None:
+            news = ranks.world == 1 and self.has_news
         for bucket, samples in self.attempt_samples.items():
             self.largest_run[bucket] = max(samples, self.largest_run.get(bucket, 0))
         for bucket, elements in self.attempt_elements.items():
             self.clean_elements[bucket] = max(elements, self.clean_elements.get(bucket, 0))
         self.attempt_samples, self.attempt_elements = {}, {}
-        if not (self.is_unproven or (self.has_news if ranks.world == 1 else news)):
+        if not (self.is_unproven or news):
             return {}
         # The largest over ranks: a rank with fewer samples runs smaller micro-batches and would never prove a size.
         largest, grown = largest_micro_batches(ranks, self.largest_run), {}

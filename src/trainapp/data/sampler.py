@@ -107,7 +107,8 @@ class TrainBatches:
         pieces = self._cut(*position)
         for number, piece in enumerate(pieces, start=1):
             batch, indices = next(self._open), piece or _DUMMY
-            self._source.try_split(batch)
+            if not self._source.split_works:
+                self._source.try_split(batch)
             again = functools.partial(self._source.piece, batch, position[0], indices)
             yield MicroBatch(batch, number == len(pieces), bool(piece), len(indices), again)
         self._position = (*self.after(progress.epoch, progress.consumed), size, parts)
@@ -141,7 +142,8 @@ class TrainBatches:
     def after(self, epoch: int, consumed: int) -> tuple[int, int]:
         """`(epoch, consumed)` after the step that begins at the given position."""
         consumed += self.global_size
-        return (epoch, consumed) if self.steps_left(consumed) > 0 else (epoch + 1, 0)
+        needed = self.global_size if self.drop_last else 1  # for another step
+        return (epoch, consumed) if self.samples - consumed >= needed else (epoch + 1, 0)
 
     def _requests(self, epoch: int, consumed: int, size: int, parts: int | None) -> Iterator[Request]:
         while True:
@@ -170,8 +172,7 @@ class TrainBatches:
         if self._order[0] != epoch:
             self._order = (epoch, epoch_order(self.seed, epoch, self.samples))
         chunk = self._order[1][consumed : consumed + self.global_size]
-        start, end = (len(chunk) * r // self.world for r in (self.rank, self.rank + 1))
-        return chunk[start:end]
+        return chunk[len(chunk) * self.rank // self.world : len(chunk) * (self.rank + 1) // self.world]
 
 
 class EvalBatches:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainapp import torch_direct
 from trainapp.config import schema
 from trainapp.errors import UserError
 from trainapp.torch_private import forget_unscaling, found_inf
@@ -44,7 +45,7 @@ class Precision:
         Waits for the device, in fp16 only.
         """
         if not self.scaler.is_enabled():
-            optimizer.step()
+            torch_direct.step(optimizer)
             return True
         scale = self.scaler.get_scale()
         self.scaler.step(optimizer)

@@ -1,5 +1,6 @@
 """Tensors that may be whole or this rank's shard of one (a DTensor), and conversions between the two."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -13,6 +14,12 @@ def is_shard(tensor: Any) -> bool:
 def local(tensor: Any) -> torch.Tensor:
     """The part of the tensor in this rank's memory."""
     return tensor.to_local() if is_shard(tensor) else tensor
+
+
+def locals_of(tensors: Iterable[Any]) -> list[torch.Tensor]:
+    """`local` of each."""
+    # Runs in every step: asking a plain tensor for an attribute that it does not have takes longer than the type.
+    return [t if type(t) is torch.Tensor else local(t) for t in tensors]
 
 
 def whole(tensor: Any) -> torch.Tensor:

@@ -118,15 +118,20 @@ class ModelTensors:
         parameters: list[int] = []
         if everything or self.written:
             parameters = [i for i in range(self._parameters) if everything or self._names[i] in self.written]
-        constant = [i for i in self._constant if self._may_have_changed(i)]
+        constant: list[int] = []
+        if self._constant:
+            constant = [i for i in self._constant if self._may_have_changed(i)]
         if self._pairs is None:
             self._pairs = self._copies_of(self._always)
-        for targets, sources in (self._pairs, self._copies_of(constant), self._copies_of(parameters)):
+        pairs = [self._pairs]
+        if constant or parameters:
+            pairs.append(self._copies_of(constant + parameters))
+        for targets, sources in pairs:
             if targets:  # the sources are aliases, which need no gradient: `no_grad` costs as much as the copies
                 foreach_copy_(targets, sources)
         for i in constant:
             self._copied_at[self._names[i]] = (self._versions[i], self._places[i])
-        self._restorable = {*self._always, *self._constant, *parameters}
+        self._copied_parameters = parameters
 
     def _may_have_changed(self, constant: int) -> bool:
         name, now = self._names[constant], (self._versions[constant], self._places[constant])
@@ -185,15 +190,15 @@ class ModelTensors:
         """Return to the last `take`. Returns the names of parameters that were written and of which there is no copy:
         those are not restored.
         """
-        written = self._written()
+        written, copied = self._written(), {*self._always, *self._constant, *self._copied_parameters}
         self._restore_registries()
         for position, tensor in enumerate(self._tensors):
             self._restore_memory(position)
-            if position in self._restorable:
+            if position in copied:
                 tensor.copy_(self._copies[self._names[position]])
         for position in written:
             self.written.setdefault(self._names[position], self._steps == 0)
-        return [self._names[position] for position in written if position not in self._restorable]
+        return [self._names[position] for position in written if position not in copied]
 
     def _restore_registries(self) -> None:
         contents = dict(zip(map(id, self._filled), self._contents, strict=True))

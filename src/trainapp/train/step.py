@@ -5,11 +5,12 @@ import contextlib
 import torch
 from torch import Tensor
 
+from trainapp import torch_direct
 from trainapp.data.micro_batch import MicroBatch
 from trainapp.errors import TrainingStopped
 from trainapp.models.inspect import has_batchnorm
 from trainapp.optim.nonfinite import gradient_norm
-from trainapp.parallel.dtensor import local
+from trainapp.parallel.dtensor import locals_of
 from trainapp.torch_private import foreach_mul_
 from trainapp.train.gradient_check import checked_gradients, gradients_of, require_same_gradients
 from trainapp.train.losses import evaluate_metrics
@@ -52,9 +53,9 @@ def backward(run: Run, micro: MicroBatch, weight: Tensor, totals: Totals, is_log
     run.attempt.phase = Phase.BACKWARD
     is_first = not run.meter.samples and micro.last
     with checked_gradients(run.state.model, loss) if is_first else contextlib.nullcontext():
-        precision.scaler.scale(loss).backward(gradient=weight if micro.real else weight * 0)
+        torch_direct.backward(precision.scaler.scale(loss), weight if micro.real else weight * 0)
     run.attempt.phase = Phase.METRIC
-    return totals.plus(loss.detach(), count, evaluate_metrics(metrics) if is_logged else {}, real=micro.real)
+    return totals.plus(loss, count, evaluate_metrics(metrics) if is_logged else {}, real=micro.real)
 
 
 def clip_gradients(run: Run, step: Step, totals: Totals) -> Tensor:
@@ -62,7 +63,7 @@ def clip_gradients(run: Run, step: Step, totals: Totals) -> Tensor:
     run.attempt.phase = Phase.UNSCALE
     run.state.precision.unscale(run.state.optimizer, run.strategy.all_reduce_found_inf)
     run.attempt.phase = Phase.CLIP
-    gradients = [local(p.grad) for p in run.meter.parameters if p.grad is not None]
+    gradients = locals_of(run.meter.gradients())
     dtype = torch.float64 if may_be_extreme(totals.count, step.samples) else None
     norm = run.strategy.grad_norm(gradient_norm(gradients, dtype))
     factor = count_factor(totals.count, step.samples, norm)
@@ -111,8 +112,9 @@ def update(run: Run, step: Step, totals: Totals, norm: Tensor) -> bool:
     run.restore_point.tensors.note_step()
     applied = run.nonfinite.allows_update(progress.step, totals.loss, norm, totals.count)
     if applied:
+        factor = run.schedule(progress.step)
         for group in state.optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * run.schedule(progress.step)
+            group["lr"] = group["initial_lr"] * factor
         run.attempt.phase = Phase.COMMIT
         applied = state.precision.step(state.optimizer)
         run.nonfinite.count(applied, progress.step)
