@@ -26,7 +26,7 @@ MIB = 2**20
 _CUDA = {
     "mlp": (
         "model=mlp",
-        "model.width=4096",
+        "model.width=2048",
         "data=synthetic_images",
         "data.size=8192",
         "data.val_size=512",

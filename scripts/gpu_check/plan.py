@@ -26,7 +26,7 @@ class Step:
 
 STEPS = (
     Step("convolutions", "a convolution under 20 shrinking limits, cuDNN's search on and off", 30),
-    Step("resnet", "model=resnet at 8 limits", 60),
+    Step("resnet", "model=resnet at 8 limits", 55),
     Step("tests", "tests/gpu, with and without expandable segments", 100, "gpu_check.steps.gpu_tests:check"),
     Step("recovery", "20 errors each in forward, backward and recomputation", 35),
     Step(
@@ -36,10 +36,10 @@ STEPS = (
         "gpu_check.steps.replay:deterministic",
     ),
     Step("replay_default", "the same with default kernels: equal to rounding", 35, "gpu_check.steps.replay:default"),
-    Step("waiting", "how often a step of a proven size waits for the device", 20),
-    Step("limits", "reserved bytes, the smallest workable limit, two jobs in one process", 40),
-    Step("two_ranks", "two processes on one device over gloo, an error in each phase", 50),
-    Step("one_rank", "one rank over NCCL: groups, mesh, rewrapping, background checkpoints", 50),
+    Step("waiting", "how often a step of a proven size waits for the device", 25),
+    Step("limits", "reserved bytes, the smallest workable limit, two jobs in one process", 50),
+    Step("two_ranks", "two processes on one device over gloo, an error in each phase", 45),
+    Step("one_rank", "one rank over NCCL: groups, mesh, rewrapping, background checkpoints", 45),
     Step("new_sizes", "seconds of the first step at a new micro-batch", 20),
     Step("evaluations", "memory over 40 evaluations", 20),
     Step("faults", "device-side assert, cudaMallocAsync, fp16 overflow", 30),

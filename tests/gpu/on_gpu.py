@@ -39,7 +39,7 @@ LARGE = (
 LARGE_MODELS = {
     "mlp": (
         "model=mlp",
-        "model.width=4096",
+        "model.width=2048",
         "data=synthetic_images",
         "data.size=8192",
         "data.val_size=64",

@@ -1,5 +1,8 @@
 """What ends or changes a process, each in one of its own: a device-side assert, another allocator, fp16's overflow."""
 
+import functools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +17,28 @@ from .. import jobs
 from ..table import Table
 
 STEPS = 4
+OVERFLOW, ASSERT = "fp16 with a loss scale that overflows", "a device-side assert"
+ALLOCATOR, ASYNC = "the allocator cudaMallocAsync", jobs.overrides("cuda", "mlp", "checkpointing=off")
 
 
 def check(table: Table, device: str, folder: Path) -> None:
-    """One row each."""
-    expected = "exit code 1, one message that says that the device is lost and how to continue"
+    """One row each; the commands run at the same time."""
+    parts: dict[str, Callable[..., None]] = {OVERFLOW: functools.partial(overflow, device=device)}
     if device == "cpu":
-        table.needs_cuda("a device-side assert", "the allocator cudaMallocAsync")
+        table.needs_cuda(ASSERT, ALLOCATOR)
     else:
-        with table.attempt("a device-side assert", expected):
-            device_assert(table, folder, expected)
-        expected = f"exit code 0, {STEPS} steps, at least 1 error recovered from"
-        with table.attempt("the allocator cudaMallocAsync", expected):
-            other_allocator(table, folder, expected)
-    expected = f"exit code 0, {STEPS} steps, at least 1 skipped"
-    with table.attempt("fp16 with a loss scale that overflows", expected):
-        overflow(table, device, folder, expected)
+        parts[ASSERT] = device_assert
+        with table.attempt(ALLOCATOR, "a limit"):
+            free = jobs.unlimited(folder / "free", *ASYNC, "train.max_steps=2")
+            parts[ALLOCATOR] = functools.partial(other_allocator, limit=jobs.limit_between(free, 0.5))
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda name: attempted(table, name, parts[name], folder), parts))
+
+
+def attempted(table: Table, name: str, part: Callable[..., None], folder: Path) -> None:
+    """A row for whatever goes wrong."""
+    with table.attempt(name, "a command that ends as it should"):
+        part(table, name, folder)
 
 
 def past_the_end(model: nn.Module, batch: Any) -> tuple[Any, ...]:
@@ -37,25 +46,25 @@ def past_the_end(model: nn.Module, batch: Any) -> tuple[Any, ...]:
     return losses.classification(model, {**batch, "targets": batch["targets"] + 1000})
 
 
-def device_assert(table: Table, folder: Path, expected: str) -> None:
+def device_assert(table: Table, name: str, folder: Path) -> None:
     """With a task whose targets are out of range."""
+    expected = "exit code 1, one message that says that the device is lost and how to continue"
     task = ("user_packages=[gpu_check]", "task=gpu_check.steps.faults.past_the_end", "objective='min loss'")
     done = jobs.command(folder / "assert", *jobs.overrides("cuda", "mlp", "train.max_steps=2", *task))
     said = next((line for line in done.stderr.splitlines() if "the device is lost for this process" in line), "")
     got = f"exit code {done.returncode}, {said[:120] or jobs.last_line(done.stderr)}"
-    table.expect("a device-side assert", expected, got, done.returncode == 1 and bool(said))
+    table.expect(name, expected, got, done.returncode == 1 and bool(said))
 
 
-def other_allocator(table: Table, folder: Path, expected: str) -> None:
+def other_allocator(table: Table, name: str, folder: Path, limit: int) -> None:
     """CUDA's own asynchronous allocator in place of torch's."""
-    settings = jobs.overrides("cuda", "mlp", "checkpointing=off")
-    free = jobs.unlimited(folder / "free", *settings, "train.max_steps=2")
+    expected = f"exit code 0, {STEPS} steps, at least 1 error recovered from"
     run_dir = folder / "async"
     done = jobs.command(
         run_dir,
-        *settings,
+        *ASYNC,
         f"train.max_steps={STEPS}",
-        f"memory.limit={jobs.limit_between(free, 0.5)}",
+        f"memory.limit={limit}",
         env={"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"},
     )
     got = f"exit code {done.returncode}"
@@ -66,11 +75,12 @@ def other_allocator(table: Table, folder: Path, expected: str) -> None:
         met = result["steps"] == STEPS and result["oom_restarts"] > 0
     else:
         got += f": {jobs.last_line(done.stderr)}"
-    table.expect("the allocator cudaMallocAsync", expected, got, met)
+    table.expect(name, expected, got, met)
 
 
-def overflow(table: Table, device: str, folder: Path, expected: str) -> None:
+def overflow(table: Table, name: str, folder: Path, device: str) -> None:
     """The scaler skips steps until the scale fits."""
+    expected = f"exit code 0, {STEPS} steps, at least 1 skipped"
     run_dir = folder / "fp16"
     scale = ("precision=fp16", "precision.initial_scale=1e9")
     done = jobs.command(run_dir, *jobs.overrides(device, "mlp", f"train.max_steps={STEPS}", *scale))
@@ -82,4 +92,4 @@ def overflow(table: Table, device: str, folder: Path, expected: str) -> None:
         met = skipped > 0
     else:
         got += f": {jobs.last_line(done.stderr)}"
-    table.expect("fp16 with a loss scale that overflows", expected, got, met)
+    table.expect(name, expected, got, met)

@@ -56,10 +56,10 @@ def reserved(table: Table, device: str, folder: Path, settings: tuple[str, ...],
 
 
 def smallest(table: Table, folder: Path, settings: tuple[str, ...], free: SimpleNamespace) -> None:
-    """By bisection, to 3% of what a step needs."""
+    """By bisection, to 5% of what a step needs."""
     low, high = 0.0, 1.0
     messages = []
-    while high - low > 0.03:
+    while high - low > 0.05:
         share = (low + high) / 2
         try:
             jobs.launched(folder / f"share_{share:.3f}", *settings, f"memory.limit={jobs.limit_between(free, share)}")

@@ -58,7 +58,7 @@ def settings_of(device: str, model: str, *more: str) -> tuple[str, ...]:
 def ran_out(device: str, folder: Path, model: str, *more: str) -> tuple[tuple[str, ...], SimpleNamespace, torch.Tensor]:
     """Settings, result and final weights of a run under the first limit that causes an error."""
     settings = settings_of(device, model, *more)
-    free = jobs.unlimited(folder / "free", *settings)
+    free = jobs.unlimited(folder / "free", *settings, "checkpointing=off")
     for share in SHARES:
         run_dir = folder / f"limited_{share}"
         result = jobs.launched(run_dir, *settings, f"memory.limit={jobs.limit_between(free, share)}")
