@@ -8,10 +8,13 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import machine
 from .plan import BUDGET, CPU_PATIENCE, STEPS, Step
+
+if TYPE_CHECKING:
+    from .supervise import Outcome
 
 ROOT = Path(__file__).resolve().parents[2]
 INTERRUPTED = 130  # as a shell reports Ctrl-C
@@ -71,9 +74,9 @@ def machine_facts(device: str) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def run_all(steps: Sequence[Step], device: str, logs: Path) -> list[Any]:
+def run_all(steps: Sequence[Step], device: str, logs: Path) -> list["Outcome"]:
     """Run the steps, one line on the screen for each. Ctrl-C ends the step at work and leaves out the rest."""
-    from .supervise import Outcome, run_step  # late: it needs psutil, which may be missing
+    from .supervise import run_step  # late: it needs psutil, which may be missing
 
     outcomes: list[Outcome] = []
     patience = CPU_PATIENCE if device == "cpu" else 1
@@ -89,7 +92,7 @@ def run_all(steps: Sequence[Step], device: str, logs: Path) -> list[Any]:
     return outcomes
 
 
-def report_on(outcomes: list[Any], facts: dict[str, Any], out: Path) -> int:
+def report_on(outcomes: list["Outcome"], facts: dict[str, Any], out: Path) -> int:
     """Write the table, print what was not as expected. Returns the exit code."""
     from . import report
 

@@ -164,3 +164,8 @@ def lift_limit(device: str) -> None:
 def text(size: float) -> str:
     """MiB."""
     return f"{size / MIB:.1f} MiB"
+
+
+def errors(count: int) -> str:
+    """1 error, 2 errors."""
+    return f"{count} error{'s' * (count != 1)}"

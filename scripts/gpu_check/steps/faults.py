@@ -71,7 +71,7 @@ def other_allocator(table: Table, name: str, folder: Path, limit: int) -> None:
     met = done.returncode == 0
     if met:
         result = helpers.result(run_dir)
-        got += f", {result['steps']} steps, {result['oom_restarts']} errors"
+        got += f", {result['steps']} steps, {jobs.errors(result['oom_restarts'])}"
         met = result["steps"] == STEPS and result["oom_restarts"] > 0
     else:
         got += f": {jobs.last_line(done.stderr)}"

@@ -51,7 +51,7 @@ def reserved(table: Table, device: str, folder: Path, settings: tuple[str, ...],
         # Nothing is logged, so that the run does not reset the allocator's peak.
         result = jobs.launched(folder / "reserved", *settings, f"memory.limit={limit}", "every.log=null")
         over = torch.cuda.max_memory_reserved() - limit
-        got = f"{jobs.text(over)}, limit {jobs.text(limit)}, {result.oom_restarts} errors"
+        got = f"{jobs.text(over)}, limit {jobs.text(limit)}, {jobs.errors(result.oom_restarts)}"
         table.expect(name, expected, got, over <= GRANULARITY)
 
 
@@ -92,14 +92,14 @@ def two_jobs(table: Table, device: str, folder: Path, settings: tuple[str, ...],
     table.expect(
         "a job without a limit after one with a limit",
         "no error",
-        f"{second.oom_restarts} errors, {second.steps} steps",
+        f"{jobs.errors(second.oom_restarts)}, {second.steps} steps",
         second.oom_restarts == 0 and second.steps == 4,
     )
     third = jobs.launched(folder / "third", *settings, f"memory.limit={limit}")
     table.expect(
         "a job with the first one's limit after both",
         "4 steps, at least 1 error",
-        f"{third.steps} steps, {third.oom_restarts} errors, micro-batch {third.micro_size}; the first "
+        f"{third.steps} steps, {jobs.errors(third.oom_restarts)}, micro-batch {third.micro_size}; the first "
         f"{first.oom_restarts}, {first.micro_size}",
         third.steps == 4 and third.oom_restarts > 0,
     )

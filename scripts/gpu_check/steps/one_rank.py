@@ -55,7 +55,7 @@ def through_the_launcher(table: Table, device: str, folder: Path, backend: str) 
     table.expect(
         f"a run through the launcher over {backend}",
         "4 steps, at least 1 error, a checkpoint of step 4",
-        f"{result.steps} steps, {result.oom_restarts} errors, {result.checkpoint}",
+        f"{result.steps} steps, {jobs.errors(result.oom_restarts)}, {result.checkpoint}",
         result.steps == 4 and result.oom_restarts > 0 and "4" in str(result.checkpoint),
     )
     result = jobs.launched(folder / "run", *settings, limit, "train.max_steps=6")

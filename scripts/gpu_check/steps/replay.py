@@ -24,7 +24,7 @@ def deterministic(table: Table, device: str, folder: Path) -> None:
             changed[model] = weights
             jobs.replayed(folder / model / "replay", first, *settings)
             differ = int((weights != jobs.final_weights(folder / model / "replay", STEPS)).sum())
-            got = f"{differ} of {weights.numel()}, after {first.oom_restarts} errors"
+            got = f"{differ} of {weights.numel()}, after {jobs.errors(first.oom_restarts)}"
             table.expect(model, expected, got, differ == 0 and first.oom_restarts > 0)
     with table.attempt("control: gpt without the schedule", "weights differ"):
         jobs.launched(folder / "control", *settings_of(device, "gpt", "train.deterministic=true"))
@@ -45,7 +45,7 @@ def default(table: Table, device: str, folder: Path) -> None:
                 model,
                 expected,
                 f"{distance:.1e}, {int((weights != other).sum())} of {weights.numel()} differ, after "
-                f"{first.oom_restarts} errors",
+                f"{jobs.errors(first.oom_restarts)}",
                 distance <= ROUNDING and first.oom_restarts > 0,
             )
 

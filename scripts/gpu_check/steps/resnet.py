@@ -31,7 +31,7 @@ def check(table: Table, device: str, folder: Path) -> None:
                 name,
                 expected,
                 f"{result.steps} steps, {result.samples} samples, micro-batch {result.micro_size}, "
-                f"{result.oom_restarts} errors, peak {jobs.text(result.peak_memory_bytes)}",
+                f"{jobs.errors(result.oom_restarts)}, peak {jobs.text(result.peak_memory_bytes)}",
                 met and result.peak_memory_bytes <= limit,
             )
     table.expect("errors that the 8 runs recovered from", "at least 8", str(restarts), restarts >= 8)
