@@ -15,7 +15,7 @@ TIMES = 40
 
 def check(table: Table, device: str, folder: Path) -> None:
     """A row for allocated bytes and one for reserved ones."""
-    settings = jobs.overrides(device, "resnet", "train.max_steps=1000", "checkpointing=off", "every.eval=1")
+    settings = jobs.overrides(device, "mlp", "train.max_steps=1000", "checkpointing=off", "every.eval=1")
     run = jobs.prepared(folder / "run", *settings, "batch.eval_micro_size=32")
     allocated, reserved = [], []
     try:

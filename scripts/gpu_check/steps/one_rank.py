@@ -32,9 +32,9 @@ def check(table: Table, device: str, folder: Path) -> None:
         through_the_launcher(table, device, folder, backend)
     names = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     os.environ.update({name: str(value) for name, value in names.items()})
-    config = compose.from_command_line(jobs.overrides(device, "gpt", "parallel=ddp", "parallel.timeout=20"))
+    config = compose.from_command_line(jobs.overrides(device, "gpt", "parallel=ddp", "train.max_steps=1"))
     with worker.process_group(config) as ranks:
-        with table.attempt(f"collectives over {backend} and gloo", "each returns what one rank has"):
+        with table.attempt(f"collectives over {backend}", "each returns what one rank has"):
             collectives(table, ranks, backend)
         with table.attempt("DDP", "the gradients of one device"):
             rewrapped(table, device, folder, ranks)
@@ -55,8 +55,8 @@ def through_the_launcher(table: Table, device: str, folder: Path, backend: str) 
     table.expect(
         f"a run through the launcher over {backend}",
         "4 steps, at least 1 error, a checkpoint of step 4",
-        f"{result.steps} steps, {jobs.errors(result.oom_restarts)}, {result.checkpoint}",
-        result.steps == 4 and result.oom_restarts > 0 and "4" in str(result.checkpoint),
+        f"{result.steps} steps, {jobs.errors(result.oom_restarts)}, {Path(result.checkpoint).name}",
+        result.steps == 4 and result.oom_restarts > 0 and result.checkpoint.endswith("step_00000004"),
     )
     result = jobs.launched(folder / "run", *settings, limit, "train.max_steps=6")
     expected = f"6 steps, {6 * free.samples // 2} samples"
@@ -76,7 +76,7 @@ def collectives(table: Table, ranks: DistributedRanks, backend: str) -> None:
     ]
     ranks.barrier()
     got = f"{sum(found)} of {len(found)}"
-    table.expect(f"collectives over {backend} and gloo", "each returns what one rank has", got, all(found))
+    table.expect(f"collectives over {backend}", "each returns what one rank has", got, all(found))
 
 
 def rewrapped(table: Table, device: str, folder: Path, ranks: DistributedRanks) -> None:
