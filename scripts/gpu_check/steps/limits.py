@@ -35,8 +35,10 @@ def allocator(table: Table, device: str, folder: Path, settings: tuple[str, ...]
     with table.attempt(name, expected):
         run_dir = folder / "command"
         environment = {"PYTORCH_CUDA_ALLOC_CONF": None, "PYTORCH_ALLOC_CONF": None}
-        jobs.command(run_dir, *settings, f"memory.limit={limit}", env=environment)
-        path = next((run_dir / "oom").glob("*.snapshot.pickle"))
+        done = jobs.command(run_dir, *settings, f"memory.limit={limit}", env=environment)
+        path = next((run_dir / "oom").glob("*.snapshot.pickle"), None)
+        if path is None:
+            raise RuntimeError(f"no snapshot; exit code {done.returncode}, {jobs.last_line(done.stderr)}")
         is_set = pickle.loads(path.read_bytes())["allocator_settings"]["expandable_segments"]
         table.expect(name, expected, "in force" if is_set else "not in force", is_set)
 
