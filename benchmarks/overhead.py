@@ -1,15 +1,17 @@
 """Optimizer steps per second of trainapp's loop, compared with hand-written loops that do the same work.
 
-    python benchmarks/overhead.py [--rounds N] [--threads 1] [--cases small wide] [--json FILE]
+    python benchmarks/overhead.py [--device cuda] [--cases small wide gpt resnet] [--rounds N] [--json FILE]
 
-All loops train the same MLP from the same weights on the same samples (the digits, steps of 2 micro-batches of 32,
-clipped AdamW with a cosine schedule), taking turns in one process. Each round gives one ratio to the hand-written loop;
-median and quartiles over rounds are printed, so that other load on the machine affects all loops alike. The losses of
-the first 10 steps must agree before anything is timed. Accelerate is included if installed; it is not a dependency.
+All loops train the same model from the same weights on the same samples (steps of 2 micro-batches of 32, clipped AdamW
+with a cosine schedule), taking turns in one process. Each round gives one ratio to the hand-written loop; median and
+quartiles over rounds are printed, so that other load on the machine affects all loops alike. The losses of the first 10
+steps must agree before anything is timed. On CUDA the clock is read once the device has finished. Accelerate is
+included if installed; it is not a dependency.
 """
 
 import argparse
 import copy
+import dataclasses
 import importlib.util
 import itertools
 import json
@@ -40,21 +42,48 @@ from trainapp.train.run import Run
 GLOBAL, MICRO = 64, 32
 LEARNING_RATE, WEIGHT_DECAY, CLIP = 3e-3, 0.05, 1.0
 LOG_EVERY = 50
-CHECKED_STEPS, TOLERANCE = 10, 1e-5
+CHECKED_STEPS = 10
+TOLERANCE = {"cpu": 1e-5, "cuda": 1e-3}  # CUDA's kernels may add in any order
 REFERENCE = "hand-written"
+Loss = Callable[[nn.Module, Any], torch.Tensor]  # the sum over a micro-batch
+
+
+def classification(model: nn.Module, batch: Any) -> torch.Tensor:
+    """Over samples."""
+    return F.cross_entropy(model(batch["inputs"]), batch["targets"], reduction="sum")
+
+
+def next_token(model: nn.Module, batch: Any) -> torch.Tensor:
+    """Over tokens."""
+    return F.cross_entropy(model(batch["inputs"]).flatten(0, 1), batch["targets"].flatten(), reduction="sum")
 
 
 @dataclass(frozen=True)
 class Case:
-    """An MLP 64-width-width-10. steps: per loop and round, a multiple of LOG_EVERY."""
+    """A model and its data.
 
-    width: int
+    steps: per loop and round, a multiple of LOG_EVERY. target: of the ratio to the hand-written loop. counted: what the
+    loss of one sample is divided by, its tokens.
+    """
+
+    about: str
+    settings: tuple[str, ...]
     steps: int
     rounds: int
     target: float
+    loss: Loss = classification
+    counted: int = 1
+    device: str = "cpu"
 
 
-CASES = {"small": Case(256, 100, 60, 0.97), "wide": Case(2048, 50, 10, 0.99)}
+_IMAGES = ("model=resnet", "model.width=32", "data=synthetic_images")
+_TOKENS = ("model=gpt", "model.width=256", "model.context_length=128", "data=synthetic_tokens")
+CASES = {
+    "small": Case("MLP 64-256-256-10", ("model=mlp", "model.width=256", "data=digits"), 100, 60, 0.97),
+    "wide": Case("MLP 64-2048-2048-10", ("model=mlp", "model.width=2048", "data=digits"), 50, 10, 0.99),
+    "gpt": Case("GPT, 4 blocks of 256, 128 tokens", _TOKENS, 50, 10, 0.95, next_token, 128),
+    "resnet": Case("ResNet-18, 32 channels, 32 x 32", _IMAGES, 50, 10, 0.95),
+}
 
 
 @dataclass
@@ -69,10 +98,11 @@ class Contender:
 def main() -> None:
     """Measure the cases and print one table per case."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=["small", "wide"])
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--rounds", type=int, help="rounds per case (default: set by the case)")
     parser.add_argument("--steps", type=int, help=f"steps per loop and round, a multiple of {LOG_EVERY}")
-    parser.add_argument("--width", type=int, help="width of the hidden layers (default: set by the case)")
+    parser.add_argument("--width", type=int, help="model.width (default: set by the case)")
     parser.add_argument("--threads", type=int, default=1, help="number of torch threads")
     parser.add_argument("--only-trainapp", action="store_true", help="run only trainapp and the reference")
     parser.add_argument("--json", type=Path, help="also write the ratios to this file")
@@ -82,10 +112,17 @@ def main() -> None:
     found = {}
     for name in options.cases:
         own = CASES[name]
-        case = Case(options.width or own.width, options.steps or own.steps, options.rounds or own.rounds, own.target)
+        case = dataclasses.replace(
+            own,
+            about=f"{own.about}, width {options.width}" if options.width else own.about,
+            settings=(*own.settings, f"model.width={options.width}") if options.width else own.settings,
+            steps=options.steps or own.steps,
+            rounds=options.rounds or own.rounds,
+            device=options.device,
+        )
         with tempfile.TemporaryDirectory() as folder:
             found[name] = measure(case, Path(folder), options.only_trainapp)
-        print(f"\n{name}: MLP 64-{case.width}-{case.width}-10, {case.rounds} rounds of {case.steps} steps")
+        print(f"\n{name}: {case.about}, on {case.device}, {case.rounds} rounds of {case.steps} steps")
         print(report(found[name]))
         ratio = quartiles(found[name]["trainapp"]["ratios"])[1]
         print(f"trainapp: {ratio:.3f} of hand-written (target: at least {case.target})")
@@ -95,7 +132,8 @@ def main() -> None:
 
 def measure(case: Case, folder: Path, only_trainapp: bool) -> dict[str, dict[str, list[float]]]:
     """Seconds per step and ratios to the reference (by wall and CPU time), by contender and round."""
-    check_same_work(contenders_for(case, CHECKED_STEPS, folder / "check", only_trainapp, log_every=1))
+    checked = contenders_for(case, CHECKED_STEPS, folder / "check", only_trainapp, log_every=1)
+    check_same_work(checked, TOLERANCE[case.device])
     total = case.steps * (case.rounds + 1)
     contenders = contenders_for(case, total, folder / "timed", only_trainapp, log_every=LOG_EVERY)
     walls: dict[str, list[float]] = {c.name: [] for c in contenders}
@@ -105,6 +143,8 @@ def measure(case: Case, folder: Path, only_trainapp: bool) -> dict[str, dict[str
         for runner in contenders if number % 2 else reversed(contenders):
             wall, cpu = time.perf_counter(), time.process_time()
             runner.advance(case.steps)
+            if case.device == "cuda":
+                torch.cuda.synchronize()  # the loops before it have done the same: none works in the time of the next
             if number:  # the first round is warm-up; in it, trainapp's size is still unproven
                 walls[runner.name].append((time.perf_counter() - wall) / case.steps)
                 cpus[runner.name].append((time.process_time() - cpu) / case.steps)
@@ -119,7 +159,7 @@ def ratios(seconds: dict[str, list[float]], name: str) -> list[float]:
     return [reference / own for reference, own in zip(seconds[REFERENCE], seconds[name], strict=True)]
 
 
-def check_same_work(contenders: list[Contender]) -> None:
+def check_same_work(contenders: list[Contender], tolerance: float = TOLERANCE["cpu"]) -> None:
     """Train each loop for CHECKED_STEPS. Raises RuntimeError if a loss differs from the reference: not the same work.
 
     Later steps prove nothing: after 50 steps of the wide case, fused and plain AdamW agree to 1e-14 in float64 but
@@ -133,7 +173,7 @@ def check_same_work(contenders: list[Contender]) -> None:
         if losses.keys() != reference.keys():
             raise RuntimeError(f"{runner.name} logged {len(losses)} steps, the reference {len(reference)}")
         for step, loss in losses.items():
-            if not math.isclose(loss, reference[step], rel_tol=TOLERANCE):
+            if not math.isclose(loss, reference[step], rel_tol=tolerance):
                 raise RuntimeError(f"step {step}: {runner.name} has loss {loss}, the reference {reference[step]}")
 
 
@@ -163,30 +203,30 @@ def names(only_trainapp: bool) -> list[str]:
 def contenders_for(case: Case, total: int, folder: Path, only_trainapp: bool, log_every: int) -> list[Contender]:
     """Loops over `total` steps that all start from the same weights."""
     run = trainapp_run(case, total, folder, log_every)
-    return [contender(name, run, total, log_every) for name in names(only_trainapp)]
+    return [contender(name, case, run, total, log_every) for name in names(only_trainapp)]
 
 
-def contender(name: str, run: Run, total: int, log_every: int) -> Contender:
+def contender(name: str, case: Case, run: Run, total: int, log_every: int) -> Contender:
     """A loop that starts from the weights of `run`, which is still untrained."""
     if name == "trainapp":
         return Contender(name, lambda steps: advance_trainapp(run, steps), lambda: trainapp_losses(run))
     data, model = run.batches._source.fetcher.dataset, copy.deepcopy(run.state.model)
     fetch = one_by_one(data) if name.startswith(("samples", "one by one")) else batched(data)
+    if case.device == "cuda":
+        fetch = on_cuda(fetch)
     optimizer = adamw(model, fused=name != "one by one, AdamW not fused")
     losses: dict[int, float] = {}
     loop_of = with_accelerate if name == "Accelerate" else hand_written
-    steps = loop_of(model, optimizer, fetch, epochs(len(data)), total, log_every, losses)
+    steps = loop_of(case, model, optimizer, fetch, epochs(len(data)), total, log_every, losses)
     return Contender(name, lambda count: consume(steps, count), lambda: losses)
 
 
 def trainapp_run(case: Case, total: int, folder: Path, log_every: int) -> Run:
     """The run that `python -m trainapp` builds from these settings; its tracker writes to `folder`."""
     overrides = [
-        "data=digits",
+        *case.settings,
         "data.drop_last=true",
-        "model=mlp",
-        f"model.width={case.width}",
-        "train.device=cpu",
+        f"train.device={case.device}",
         "train.max_epochs=null",
         f"train.max_steps={total}",
         f"train.grad_clip={CLIP}",
@@ -236,6 +276,15 @@ def batched(data: Dataset) -> Fetch:
     return lambda parts: map(data.__getitems__, parts)
 
 
+def on_cuda(fetch: Fetch) -> Fetch:
+    """Copied from pinned memory, without waiting."""
+
+    def move(batch: Any) -> Any:
+        return {key: value.pin_memory().to("cuda", non_blocking=True) for key, value in batch.items()}
+
+    return lambda parts: map(move, fetch(parts))
+
+
 def one_by_one(data: Dataset) -> Fetch:
     """The usual code: a data set of single samples, collated by torch's DataLoader."""
     everything = data.__getitems__(list(range(len(data))))
@@ -272,6 +321,7 @@ def cosine(step: int, total: int) -> float:
 
 
 def hand_written(
+    case: Case,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     fetch: Fetch,
@@ -282,14 +332,14 @@ def hand_written(
 ) -> Iterator[None]:
     """A loop written for this one run; yields after each step."""
     step = 0
-    parameters = list(model.parameters())
+    parameters, loss_of, count = list(model.parameters()), case.loss, GLOBAL * case.counted
     for parts in epochs:
         batches = fetch(parts)
         for _ in range(len(parts) // 2):
             loss_sum = 0.0
             for batch in itertools.islice(batches, 2):
-                loss = F.cross_entropy(model(batch["inputs"]), batch["targets"], reduction="sum")
-                (loss / GLOBAL).backward()
+                loss = loss_of(model, batch)
+                (loss / count).backward()
                 loss_sum += loss.detach()
             torch.nn.utils.clip_grad_norm_(parameters, CLIP)
             for group in optimizer.param_groups:
@@ -298,11 +348,12 @@ def hand_written(
             optimizer.zero_grad(set_to_none=True)
             step += 1
             if step % log_every == 0:
-                losses[step] = float(loss_sum) / GLOBAL
+                losses[step] = float(loss_sum) / count
             yield
 
 
 def with_accelerate(
+    case: Case,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     fetch: Fetch,
@@ -314,13 +365,13 @@ def with_accelerate(
     """The same with Accelerate's gradient accumulation, as in its guide."""
     from accelerate import Accelerator
 
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=GLOBAL // MICRO)
+    accelerator = Accelerator(cpu=case.device == "cpu", gradient_accumulation_steps=GLOBAL // MICRO)
     model, optimizer = accelerator.prepare(model, optimizer)
     step, loss_sum = 0, 0.0
     for parts in epochs:
         for batch in fetch(parts):
             with accelerator.accumulate(model):
-                loss = F.cross_entropy(model(batch["inputs"]), batch["targets"])  # divided by 2 in backward
+                loss = case.loss(model, batch) / (MICRO * case.counted)  # divided by 2 in backward
                 accelerator.backward(loss)
                 loss_sum += loss.detach()
                 if accelerator.sync_gradients:

@@ -1,0 +1,35 @@
+"""Seconds of the first steps at each new micro-batch: cuDNN's search, kernels that are loaded on first use."""
+
+import time
+from pathlib import Path
+
+from trainapp.data.micro_batch_sizes import MicroBatchSizes
+from trainapp.train import loop
+
+from .. import jobs
+from ..table import Table
+
+SHARES = (1.0, 0.5, 0.25, 0.375, 0.3125, 1.0)  # of the global batch; the last repeats the first
+AFTER = 4  # steps after the first
+
+
+def check(table: Table, device: str, folder: Path) -> None:
+    """One row per size; nothing is expected of them."""
+    settings = jobs.overrides(device, "resnet", "train.max_steps=1000", "checkpointing=off", "every.log=null")
+    run = jobs.prepared(folder / "run", *settings)
+    try:
+        for number, share in enumerate(SHARES):
+            size = int(share * run.state.global_size)
+            run.sizes.train = MicroBatchSizes(size, grow=False)
+            seconds = []
+            for _ in range(1 + AFTER):
+                started = time.monotonic()
+                loop.train_step(run)
+                jobs.synchronise(device)
+                seconds.append(time.monotonic() - started)
+            later = sorted(seconds[1:])[AFTER // 2]
+            again = " again" if number and share == SHARES[0] else ""
+            got = f"{seconds[0]:.3f} s, then {later:.3f} s"
+            table.measured(f"first step with micro-batches of {size}{again}", got)
+    finally:
+        run.close()

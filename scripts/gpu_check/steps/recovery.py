@@ -1,0 +1,99 @@
+"""Real out-of-memory errors in forward, backward and recomputation, 20 each: recovered from, and memory given back."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainapp.data.micro_batch_sizes import MicroBatchSizes
+from trainapp.memory.device import DeviceMemory
+from trainapp.models.inspect import blocks_of
+from trainapp.run import runner
+from trainapp.train.phase import Phase
+from trainapp.train.run import Run
+
+from .. import jobs
+from ..table import Table
+
+TIMES = 20
+PLACES = {"forward": Phase.FORWARD, "backward": Phase.BACKWARD, "recomputation": Phase.BACKWARD}
+
+
+def check(table: Table, device: str, folder: Path) -> None:
+    """Two rows per place."""
+    free = jobs.unlimited(folder / "free", *jobs.overrides(device, "gpt", "train.max_steps=3", "checkpointing=off"))
+    for place in PLACES:
+        with table.attempt(f"{TIMES} errors in {place}", "recovered from"):
+            at_place(table, device, folder / place, place, 4 * free.peak_memory_bytes)
+
+
+def at_place(table: Table, device: str, folder: Path, place: str, limit: int) -> None:
+    """A run in whose every step memory runs out once."""
+    checkpointing = "full" if place == "recomputation" else "none"
+    run = jobs.prepared(
+        folder,
+        *jobs.overrides(device, "gpt", "train.max_steps=1", "checkpointing=off", f"memory.limit={limit}"),
+        f"activation_checkpointing={checkpointing}",
+        "every.log=null",
+    )
+    run.tracker.picture = lambda *_: None  # drawing 20 figures would take longer than all else
+    size = run.state.global_size
+    hunger = Hunger(run, place)
+    phases, used = [], []
+    try:
+        for number in range(1, TIMES + 1):
+            run.config.train.max_steps = number
+            run.sizes.train = MicroBatchSizes(size, grow=False)  # as in a new run: each error halves the whole batch
+            hunger.is_due = True
+            failure = runner.attempt(run)
+            if failure is None:
+                break
+            phases.append(failure.phase)
+            runner.recover(run, failure)
+            del failure
+            used.append(jobs.live_bytes(device))
+            if runner.attempt(run) is not None:
+                break
+        steps, samples = run.state.progress.step, run.state.progress.samples
+    finally:
+        run.close()
+    table.expect(
+        f"{TIMES} errors in {place}",
+        f"all of them there, {TIMES} steps of {size} samples",
+        f"{phases.count(PLACES[place])} there, {len(phases)} in all, {steps} steps, {samples} samples",
+        phases == [PLACES[place]] * TIMES and (steps, samples) == (TIMES, TIMES * size),
+    )
+    growth = used[-1] - used[0] if used else 0
+    table.expect(
+        f"memory after the last of {TIMES} errors in {place}, less that after the first",
+        "at most 1 MiB",
+        f"{jobs.text(growth)}; {jobs.text(used[0] if used else 0)} after the first",
+        len(used) == TIMES and growth <= jobs.MIB,
+    )
+
+
+class Hunger:
+    """Asks for more than the limit at one place of the last block, once whenever `is_due` is set."""
+
+    def __init__(self, run: Run, place: str):
+        self.is_due = False
+        self._run, self._place = run, place
+        self._memory: DeviceMemory = run.memory
+        block = blocks_of(run.state.model, "")[-1]
+        block.register_forward_hook(self._after_forward)
+        # A hook of the block is outside of what is recomputed; this one of its first submodule is inside.
+        next(block.children()).register_forward_pre_hook(self._within_forward)
+
+    def _within_forward(self, *_: Any) -> None:
+        recomputing = self._run.attempt.phase is Phase.BACKWARD
+        if self._place == ("recomputation" if recomputing else "forward"):
+            self._ask()
+
+    def _after_forward(self, module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        if self._place == "backward" and output.requires_grad:
+            output.register_hook(lambda gradient: self._ask())
+
+    def _ask(self) -> None:
+        if self.is_due:
+            self.is_due = False
+            torch.empty(self._memory.budget + 1, dtype=torch.uint8, device=self._run.state.device)

@@ -1,0 +1,37 @@
+"""model=resnet at 8 limits, between what persists between its steps and what it takes without a limit."""
+
+import math
+from pathlib import Path
+
+import helpers
+
+from .. import jobs
+from ..table import Table
+
+SHARES = (0.9, 0.75, 0.6, 0.5, 0.4, 0.35, 0.3, 0.25)
+STEPS = 6
+
+
+def check(table: Table, device: str, folder: Path) -> None:
+    """One row per limit, and one for all."""
+    settings = jobs.overrides(device, "resnet", f"train.max_steps={STEPS}", "checkpointing=off")
+    free = jobs.unlimited(folder / "free", *settings)
+    restarts = 0
+    for share in SHARES:
+        limit = jobs.limit_between(free, share)
+        name = f"limit {jobs.text(limit)} (a run without takes {jobs.text(free.peak_memory_bytes)})"
+        expected = f"{STEPS} steps of {free.samples // STEPS} samples, finite losses, a peak within the limit"
+        with table.attempt(name, expected):
+            run_dir = folder / f"share_{share}"
+            result = jobs.launched(run_dir, *settings, f"memory.limit={limit}")
+            restarts += result.oom_restarts
+            losses = [line["loss"] for line in helpers.metrics(run_dir)]
+            met = (result.steps, result.samples) == (STEPS, free.samples) and all(map(math.isfinite, losses))
+            table.expect(
+                name,
+                expected,
+                f"{result.steps} steps, {result.samples} samples, micro-batch {result.micro_size}, "
+                f"{jobs.errors(result.oom_restarts)}, peak {jobs.text(result.peak_memory_bytes)}",
+                met and result.peak_memory_bytes <= limit,
+            )
+    table.expect("errors that the 8 runs recovered from", "at least 8", str(restarts), restarts >= 8)

@@ -1,0 +1,141 @@
+"""What docs/oom.md and docs/memory.md promise for CUDA: recovery, replay, errors, remembered sizes."""
+
+import dataclasses
+
+import helpers
+import pytest
+import runs
+import torch
+from on_gpu import LARGE, LARGE_MODELS, MIB, ON_GPU, clean_device, command, forget, launched, limit_of, replayed
+from oom.inject import Injector, Recorded
+
+from trainapp.oom import find_executable_batch_size, is_out_of_memory
+from trainapp.oom.errors import is_device_lost, requested_bytes
+from trainapp.train import loop
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+__all__ = ["clean_device"]  # autouse: imported to be in force here
+ENDS = ("train.max_steps=5", "oom.remember=false", "every.save=null")
+
+
+@pytest.mark.parametrize("model", LARGE_MODELS)
+def test_a_run_equals_its_replay_bit_for_bit(tmp_path, model):
+    """With deterministic kernels, dropout's generator on the device included; without the schedule it would not."""
+    overrides = (*LARGE_MODELS[model], *ENDS, "train.deterministic=true")
+    limit = limit_of(tmp_path / "limit", 0.4, *overrides)
+    first = launched(tmp_path / "first", *overrides, f"memory.limit={limit}")
+    assert first.oom_restarts >= 1
+    forget()
+    second = replayed(tmp_path / "second", first, *overrides)
+    assert second.oom_restarts == 0
+    assert second.micro_schedule == first.micro_schedule
+    assert runs.differences(model_of(tmp_path / "first"), model_of(tmp_path / "second")) == []
+    launched(tmp_path / "whole", *overrides)
+    assert runs.differences(model_of(tmp_path / "first"), model_of(tmp_path / "whole"))
+
+
+def model_of(run_dir):
+    return runs.saved(run_dir, 5)["model"]
+
+
+def test_default_kernels_are_equal_to_rounding(tmp_path):
+    overrides = (*LARGE, *ENDS)
+    limit = limit_of(tmp_path / "limit", 0.4, *overrides)
+    first = launched(tmp_path / "first", *overrides, f"memory.limit={limit}")
+    assert first.oom_restarts >= 1
+    replayed(tmp_path / "second", first, *overrides)
+    for one, other in zip(model_of(tmp_path / "first").values(), model_of(tmp_path / "second").values(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+
+
+def test_an_error_in_the_commit_goes_back_and_leaves_foreach(tmp_path):
+    """foreach kernels, the default beside fused ones, take a further copy of the parameters: not in the second try."""
+    overrides = (*runs.STEPS_ONLY, *runs.MODELS["mlp"], *ON_GPU, "optimizer.fused=false", "train.deterministic=true")
+    config = runs.configure(tmp_path / "torn", *overrides)
+    recorded = Recorded(config, Injector("commit", 3, 1))
+    assert [failure.phase for failure in recorded.failures] == ["commit"]
+    assert recorded.run.config.optimizer.arguments["foreach"] is False
+    assert recorded.run.state.progress.step == 4
+    plain = dataclasses.replace(config.optimizer, arguments={**config.optimizer.arguments, "foreach": False})
+    again = Recorded(dataclasses.replace(config, optimizer=plain, run_dir=str(tmp_path / "plain")))
+    assert torch.equal(runs.weights(recorded.run.state.model), runs.weights(again.run.state.model))
+
+
+def test_evaluation_has_a_size_of_its_own(tmp_path):
+    """It runs out at a size at which training would not: every sample is counted once, training's size stays."""
+    overrides = (*LARGE, "data.val_size=1024", "batch.micro_size=16", "train.max_steps=2", "every.eval=2")
+    limit = limit_of(tmp_path / "limit", 1.0, *overrides, "every.eval=null") + 64 * MIB
+    free = launched(tmp_path / "free", *overrides, "oom.remember=false")
+    capped = launched(tmp_path / "capped", *overrides, f"memory.limit={limit}", "oom.remember=false")
+    assert {incident["phase"] for incident in helpers.incidents(tmp_path / "capped")} == {"evaluate"}
+    assert capped.micro_size == free.micro_size == 16
+    (one,), (other,) = (helpers.evaluations(tmp_path / name) for name in ("free", "capped"))
+    assert one["loss"] == pytest.approx(other["loss"], rel=1e-3)
+
+
+def test_the_next_run_starts_at_the_size_that_was_found(tmp_path):
+    limit = f"memory.limit={limit_of(tmp_path / 'limit', 0.4, *LARGE)}"
+    first = launched(tmp_path / "first", *LARGE, limit, "train.max_steps=30", "data.size=256")
+    assert first.oom_restarts >= 1
+    forget()
+    second = launched(tmp_path / "second", *LARGE, limit, "train.max_steps=3", "data.size=256")
+    assert (second.oom_restarts, second.micro_size) == (0, first.micro_size)
+
+
+def test_the_allocators_error_is_recognised():
+    torch.cuda.set_per_process_memory_fraction(512 * MIB / torch.cuda.get_device_properties(0).total_memory)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        torch.empty(600 * MIB, dtype=torch.uint8, device="cuda")
+    assert is_out_of_memory(caught.value)
+    assert not is_device_lost(caught.value)
+    assert requested_bytes(str(caught.value)) == 600 * MIB
+
+
+def test_the_decorator_halves_on_a_real_error():
+    torch.cuda.set_per_process_memory_fraction(512 * MIB / torch.cuda.get_device_properties(0).total_memory)
+    tried = []
+
+    @find_executable_batch_size(starting_batch_size=256)
+    def train(batch_size):
+        tried.append(batch_size)
+        return torch.empty(batch_size * 4 * MIB, dtype=torch.uint8, device="cuda").numel()
+
+    assert train() == 64 * 4 * MIB
+    assert tried == [256, 128, 64]
+
+
+def test_a_dead_context_ends_the_run_and_says_so(tmp_path):
+    """A device-side assert, in a process of its own: nothing in it can use the device afterwards."""
+    task = ("user_packages=[on_gpu]", "task=on_gpu.past_the_end", "objective='min loss'")
+    done = command(tmp_path / "run", "model=mlp", "data=digits", *ON_GPU, *task)
+    assert done.returncode == 1
+    assert "the device is lost for this process" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert helpers.files(tmp_path / "run" / "oom") == set()
+
+
+def test_exactness_finds_nothing_in_the_models_that_come_with_it(tmp_path):
+    """debug=exactness compares each of the first three steps with its repetition, bit for bit."""
+    for model in runs.MODELS:
+        result = launched(tmp_path / model, *runs.MODELS[model], *ON_GPU, "train.max_steps=4", "debug=exactness")
+        assert result.steps == 4, model
+
+
+def test_the_step_waits_for_nothing(tmp_path):
+    """A step of a proven size neither reads a value nor copies to pageable memory; a logged one, the control, does."""
+    settings = ("train.max_steps=99", "checkpointing=off", "every.log=null", "data.size=1024")
+    run = runs.prepare(tmp_path, *runs.MODELS["gpt"], *ON_GPU, "precision=bf16", *settings)
+    for _ in range(10):
+        loop.train_step(run)
+    assert not run.sizes.train.is_unproven
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(5):
+            loop.train_step(run)
+        run.cadences.log = 1
+        with pytest.raises(RuntimeError, match="synchroniz"):
+            loop.train_step(run)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        run.close()

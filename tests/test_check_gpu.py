@@ -1,0 +1,205 @@
+"""`scripts/check_gpu`: its steps run on the CPU as far as they can, and it notices whatever a step may do wrong."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from helpers import ROOT
+
+SCRIPT = ROOT / "scripts" / "check_gpu"
+PATHS = [str(ROOT / folder) for folder in ("scripts", "src", "tests", "benchmarks")]
+
+
+def environment():
+    return {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+
+
+def check(*arguments, timeout=120):
+    return subprocess.run([str(SCRIPT), *arguments], env=environment(), capture_output=True, text=True, timeout=timeout)
+
+
+@pytest.fixture
+def gpu_check(monkeypatch):
+    """The package, and steps of tests/own_checks.py."""
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(PATHS))
+    import gpu_check
+    from gpu_check import __main__, plan, report, supervise, table
+
+    class Package:
+        main, machine = staticmethod(__main__.main), __main__.machine
+
+        @staticmethod
+        def step(name, seconds=30):
+            return plan.Step(name, f"about {name}", seconds, f"own_checks:{name}")
+
+    Package.plan, Package.report, Package.supervise, Package.table = plan, report, supervise, table
+    assert Path(gpu_check.__file__).is_relative_to(ROOT)
+    return Package
+
+
+def run(gpu_check, name, folder, seconds=30):
+    return gpu_check.supervise.run_step(gpu_check.step(name), "cpu", folder, seconds)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_every_step_on_the_cpu(tmp_path):
+    done = check("--device", "cpu", "--out", str(tmp_path), timeout=1400)
+    found = json.loads((tmp_path / "gpu.json").read_text())
+    logs = {path.stem: path.read_text()[-3000:] for path in (tmp_path / "steps").glob("*.log")}
+    wrong = [(step["name"], row) for step in found["steps"] for row in step["rows"] if row["verdict"] == "not met"]
+    assert not wrong, (wrong, {name: logs[name] for name, _ in wrong})
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert found["as_expected"] is True
+    verdicts = {step["name"]: [row["verdict"] for row in step["rows"]] for step in found["steps"]}
+    only_cuda = {name for name, own in verdicts.items() if set(own) == {"needs CUDA"}}
+    assert only_cuda == {"tests", "waiting"}
+    assert all(verdicts.values())
+    # One line per step: name, verdict, seconds.
+    for number, name in enumerate(verdicts, start=1):
+        assert re.search(rf"^ ?{number}/{len(verdicts)} {name} +\S.* +[\d.]+ s$", done.stdout, re.MULTILINE), name
+    page = (tmp_path / "gpu.md").read_text()
+    assert all(f"## {name}: " in page for name in verdicts)
+    assert found["machine"]["torch"] in page
+
+
+def test_the_plan_fits_ten_minutes_and_names_real_functions(gpu_check):
+    plan = gpu_check.plan
+    assert sum(step.seconds for step in plan.STEPS) <= plan.BUDGET < 600
+    assert len({step.name for step in plan.STEPS}) == len(plan.STEPS)
+    for step in plan.STEPS:
+        module, _, function = step.entry.partition(":")
+        text = (ROOT / "scripts" / f"{module.replace('.', '/')}.py").read_text()
+        assert f"\ndef {function}(table: Table, device: str, folder: Path)" in text
+
+
+def test_the_page_in_the_documentation_lists_every_step(gpu_check):
+    """It is the one that says that nothing has run, or one that a run has written."""
+    page = (ROOT / "docs" / "gpu.md").read_text()
+    if "not run yet" in page.lower():
+        assert page == gpu_check.report.page()
+    else:
+        assert all(f"## {step.name}: " in page for step in gpu_check.plan.STEPS)
+        assert "| driver |" in page
+
+
+def test_a_good_step(gpu_check, tmp_path):
+    outcome = run(gpu_check, "good", tmp_path)
+    assert [row.verdict for row in outcome.rows] == ["met", "measured"]
+    assert outcome.verdict == "as expected (1)"
+    assert (tmp_path / "good" / "file").read_text() == "cpu"
+
+
+def test_what_a_step_may_do_wrong(gpu_check, tmp_path):
+    missed = run(gpu_check, "missed", tmp_path)
+    assert missed.verdict == "1 of 1 NOT as expected"
+    part = run(gpu_check, "raises_in_part", tmp_path)
+    assert [row.verdict for row in part.rows] == ["not met", "met"]
+    assert part.rows[0].got == "ValueError: first line"
+    assert "second line" in (tmp_path / "raises_in_part.log").read_text()
+    crash = run(gpu_check, "crashes", tmp_path)
+    assert [(row.check, row.verdict) for row in crash.rows] == [
+        ("before", "met"),
+        ("the step ends by itself", "not met"),
+    ]
+    assert crash.rows[1].got.startswith("signal 11")
+    failed = run(gpu_check, "fails", tmp_path)
+    assert failed.rows[-1].got == "exit code 1: RuntimeError: no such thing"
+    cuda = run(gpu_check, "needs_cuda", tmp_path)
+    assert (cuda.verdict, cuda.missed) == ("needs CUDA", [])
+
+
+def test_a_step_past_its_time_is_ended_with_all_its_processes(gpu_check, tmp_path):
+    started = time.monotonic()
+    outcome = run(gpu_check, "never_ends", tmp_path, seconds=8)
+    assert time.monotonic() - started < 20
+    assert [row.check for row in outcome.rows] == ["before", "the step ends by itself"]
+    assert outcome.rows[1].got.startswith("stopped after")
+    child = int((tmp_path / "never_ends" / "child").read_text())
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize(
+    ("names", "code", "said"),
+    [
+        (["good", "needs_cuda"], 0, "All that was expected was found"),
+        (["missed", "good"], 1, "Not as expected: 1 of 3 rows"),
+        (["fails", "good"], 1, "got       exit code 1: RuntimeError: no such thing"),
+    ],
+)
+def test_the_exit_code_and_the_table(gpu_check, tmp_path, monkeypatch, capsys, names, code, said):
+    monkeypatch.setattr(sys, "argv", ["check_gpu", "--device", "cpu", "--out", str(tmp_path)])
+    assert gpu_check.main([gpu_check.step(name) for name in names]) == code
+    printed = capsys.readouterr().out
+    assert said in printed
+    found = json.loads((tmp_path / "gpu.json").read_text())
+    assert [step["name"] for step in found["steps"]] == names  # a failure does not stop the rest
+    assert found["as_expected"] is (code == 0)
+    page = (tmp_path / "gpu.md").read_text()
+    if "missed" in names:
+        assert "| one and one | 2 | **3 \\| 4** |" in page
+    assert "| seconds | (measured) | 0.1 |" in page
+
+
+def test_only_some_steps(gpu_check, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["check_gpu", "--device", "cpu", "--only", "good", "--out", str(tmp_path)])
+    assert gpu_check.main([gpu_check.step(name) for name in ("missed", "good")]) == 0
+    assert [step["name"] for step in json.loads((tmp_path / "gpu.json").read_text())["steps"]] == ["good"]
+
+
+def test_a_mistake_is_one_message():
+    done = check("--only", "no_such_step")
+    assert done.returncode == 2
+    assert re.search(r"invalid choice: 'no_such_step' \(choose from .*convolutions", done.stderr)
+    assert "Traceback" not in done.stderr
+
+
+def test_without_a_gpu_it_says_what_to_do(tmp_path):
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    before = (ROOT / "docs" / "gpu.md").read_text()
+    done = check()
+    assert done.returncode == 2
+    assert done.stderr.strip() == (
+        "check_gpu: torch sees no CUDA device here; --device cpu runs what can be run without one"
+    )
+    assert (ROOT / "docs" / "gpu.md").read_text() == before
+
+
+def test_ctrl_c_ends_the_step_and_keeps_what_there_is(tmp_path):
+    """No process is left, and the page in the documentation is not replaced."""
+    program = """if True:
+        import signal, sys
+        from gpu_check.__main__ import main
+        from gpu_check.plan import Step
+
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it would be ignored
+        steps = [Step(name, name, 60, f"own_checks:{name}") for name in ("good", "never_ends")]
+        sys.exit(main(steps))
+    """
+    command = [sys.executable, "-c", program, "--device", "cpu", "--out", str(tmp_path)]
+    env = {**environment(), "PYTHONPATH": os.pathsep.join(PATHS)}
+    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
+    marker = tmp_path / "steps" / "never_ends" / "child"
+    until = time.monotonic() + 60
+    while not (marker.exists() and marker.read_text()):
+        assert process.poll() is None
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    printed, _ = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "interrupted" in printed
+    assert [step["name"] for step in json.loads((tmp_path / "gpu.json").read_text())["steps"]] == ["good"]
+    child = int(marker.read_text())
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
