@@ -14,3 +14,17 @@ launch.prepare_process(expandable_segments=True, deterministic=True)
 def prepared_in_time() -> bool:
     """Whether torch was imported only after that; not where tests of other folders were collected first."""
     return IN_TIME
+
+
+@pytest.fixture(autouse=True)
+def clean_device():
+    """No memory and no cap of earlier tests."""
+    import on_gpu
+    import torch
+
+    if torch.cuda.is_available():
+        on_gpu.forget()
+    yield
+    if torch.cuda.is_available():
+        torch.use_deterministic_algorithms(False)
+        on_gpu.forget()

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import helpers
-import pytest
 import runs
 import torch
 from torch import Tensor, nn
@@ -98,17 +97,6 @@ def limit_of(run_dir: Path, share: float, *overrides: str) -> int:
 def replayed(run_dir: Path, result: SimpleNamespace, *overrides: str) -> SimpleNamespace:
     """The run that follows another one's `micro_schedule`."""
     return launched(run_dir, *overrides, f"batch.micro_schedule='{json.dumps(result.micro_schedule)}'")
-
-
-@pytest.fixture(autouse=True)
-def clean_device():
-    """No memory and no cap of earlier tests. Files that import it use it."""
-    if torch.cuda.is_available():
-        forget()
-    yield
-    if torch.cuda.is_available():
-        torch.use_deterministic_algorithms(False)
-        forget()
 
 
 def forget() -> None:

@@ -4,54 +4,21 @@ import contextlib
 import gc
 import os
 import pickle
-import types
 
 import helpers
 import pytest
 import runs
 import torch
+from on_gpu import LARGE, MIB, ON_GPU, launched
 
 from trainapp.config import schema
 from trainapp.data.digits import Digits
 from trainapp.data.progress import Progress
 from trainapp.data.sampler import TrainBatches
-from trainapp.launch import launch
 from trainapp.memory import backends
 from trainapp.train import loop
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-MIB = 2**20
-ON_GPU = ("train.device=cuda",)
-# GroupNorm: the result does not depend on the micro-batch that the search finds.
-LARGE = (
-    "model=resnet",
-    "model.width=32",
-    "model.norm=group",
-    "data=synthetic_images",
-    "data.image_shape=[3,64,64]",
-    "data.size=1024",
-    "data.val_size=64",
-    "batch.global_size=256",
-    "optimizer=sgd",
-    "optimizer.lr=0.01",
-    *ON_GPU,
-)
-
-
-@pytest.fixture(autouse=True)
-def clean_device():
-    """Free the memory of earlier tests and remove their cap."""
-    gc.collect()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    yield
-    torch.cuda.set_per_process_memory_fraction(1.0)
-
-
-def launched(run_dir, *overrides: str) -> types.SimpleNamespace:
-    """What result.json says of a run that was started as the command line starts it."""
-    launch.launch(runs.configure(run_dir, *overrides))
-    return types.SimpleNamespace(**helpers.result(run_dir))
 
 
 def test_a_real_out_of_memory_error_and_the_recovery_from_it(tmp_path):

@@ -3,34 +3,17 @@
 import pytest
 import runs
 import torch
+from on_gpu import LARGE, MIB
 from torch.profiler import ProfilerActivity, profile
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-MIB = 2**20
-IMAGES = (
-    "model=resnet",
-    "model.width=32",
-    "model.norm=group",
-    "data=synthetic_images",
-    "data.image_shape=[3,64,64]",
-    "data.size=1024",
-    "data.val_size=64",
-    "batch.global_size=256",
-    "train.device=cuda",
-)
-
-
-@pytest.fixture(autouse=True)
-def no_cap_is_left():
-    yield
-    torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 def test_the_limit_bounds_what_is_reserved(tmp_path):
     """With expandable segments up to 20 MiB more."""
-    free = runs.run(tmp_path / "free", *IMAGES, "train.max_steps=1")
+    free = runs.run(tmp_path / "free", *LARGE, "train.max_steps=1")
     limit = free.peak_memory_bytes // 2
-    capped = runs.run(tmp_path / "capped", *IMAGES, "train.max_steps=3", f"memory.limit={limit}", "oom.remember=false")
+    capped = runs.run(tmp_path / "capped", *LARGE, "train.max_steps=3", f"memory.limit={limit}", "oom.remember=false")
     assert capped.peak_memory_bytes <= capped.peak_reserved_bytes <= limit + 20 * MIB
 
 

@@ -6,7 +6,7 @@ import helpers
 import pytest
 import runs
 import torch
-from on_gpu import LARGE, LARGE_MODELS, MIB, ON_GPU, clean_device, command, forget, launched, limit_of, replayed
+from on_gpu import LARGE, LARGE_MODELS, MIB, ON_GPU, command, forget, launched, limit_of, replayed
 from oom.inject import Injector, Recorded
 
 from trainapp.oom import find_executable_batch_size, is_out_of_memory
@@ -14,7 +14,6 @@ from trainapp.oom.errors import is_device_lost, requested_bytes
 from trainapp.train import loop
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-__all__ = ["clean_device"]  # autouse: imported to be in force here
 ENDS = ("train.max_steps=5", "oom.remember=false", "every.save=null")
 
 

@@ -6,13 +6,12 @@ import helpers
 import pytest
 import runs
 import torch
-from on_gpu import LARGE, ON_GPU, clean_device, command, forget, launched, limit_of
+from on_gpu import LARGE, ON_GPU, command, forget, launched, limit_of
 
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.train import loop
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-__all__ = ["clean_device"]  # autouse: imported to be in force here
 
 
 @pytest.fixture(scope="module")
