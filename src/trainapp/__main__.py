@@ -39,7 +39,7 @@ def job(composed: DictConfig) -> float | None:
             )
         with one_run.per_directory(run_dir, composed):
             config = compose.from_hydra(composed, run_dir, command_line.resume_command(hydra_config, run_dir))
-            from trainapp.launch import launch  # late: it imports torch
+            from trainapp.launch import launch  # late: elastic and runner, which it loads, import torch
 
             return launch.launch(config, is_sweep)
     except Exception as error:

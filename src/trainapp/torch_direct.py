@@ -1,7 +1,7 @@
 """Two of torch's functions without the Python around them, which a usual training step does not need.
 
 In a step of 1.6 ms on a CPU that Python takes 0.15 ms, nearly a tenth: 14 calls around each backward, and a record for
-the profiler around the optimizer's step. Anything unusual goes the documented way.
+the profiler around the optimizer's step. Anything unusual takes the documented path.
 
 Used on torch 2.11 and 2.13; `tests/test_torch_direct.py` compares both ways.
 """
@@ -14,7 +14,7 @@ from torch.autograd.graph import _engine_run_backward
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
-# The code that all wrapped `step` methods share: whoever wraps one again, or replaces it, has another.
+# The code object that every wrapped `step` shares. A `step` that is wrapped again or replaced has another.
 _WRAPPER = Optimizer.profile_hook_step(lambda: None).__code__
 
 

@@ -20,7 +20,7 @@ class Restart(Enum):
 
 @contextlib.contextmanager
 def asked_before_restarts(decide: Callable[[list[int]], Restart]) -> Iterator[None]:
-    """Inside the block, elastic's launcher asks before it restarts failed workers. It can only count restarts.
+    """Inside the block, the launcher asks `decide` before it restarts failed workers; by itself it only counts them.
 
     decide: called with the ranks of this node's workers, once for each time that one of them failed.
     """
@@ -35,7 +35,7 @@ def asked_before_restarts(decide: Callable[[list[int]], Restart]) -> Iterator[No
                 if decision is Restart.REFUSED:
                     self._remaining_restarts = 0
                 elif decision is Restart.FREE:
-                    # Both: workers are told the difference as TORCHELASTIC_RESTART_COUNT.
+                    # raise both: their difference is the workers' TORCHELASTIC_RESTART_COUNT
                     worker_group.spec.max_restarts += 1
                     self._remaining_restarts += 1
             return result

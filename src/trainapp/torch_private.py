@@ -1,5 +1,6 @@
-"""Every private, underscored or undocumented part of torch that the program uses, each with its reason; those of its
-elastic launcher are in `torch_elastic.py`.
+"""The private, underscored or undocumented parts of torch that the program uses, each with its reason.
+
+Those that replace a call in the step are in `torch_direct.py`, those of the elastic launcher in `torch_elastic.py`.
 
 Used on torch 2.11 and 2.13; `tests/test_torch_private.py` tests each of them and fails when torch changes one.
 Functions on the hot path are bound rather than wrapped, so that a name here costs nothing there.

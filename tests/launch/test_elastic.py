@@ -31,7 +31,7 @@ def test_a_smaller_micro_batch_is_not_counted(tmp_path, failures):
         assert handover.take(tmp_path, True, SingleRank()) == {"micro": {}, "oom_restarts": recoveries}
     assert failures.decide(RANKS) is Restart.COUNTED  # nothing was left
     assert failures.count == 1
-    assert failures.restarts_for_memory == ", besides 6 with a smaller micro-batch"
+    assert failures.restarts_for_memory == " (and 6 with a smaller micro-batch)"
 
 
 def test_sizes_that_do_not_reach_the_workers_are_counted(tmp_path, failures):

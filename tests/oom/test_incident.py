@@ -246,7 +246,7 @@ def test_errors_of_the_devices_allocator_are_counted(tmp_path, monkeypatch):
     monkeypatch.setattr(DeviceMemory, "reported_refusals", 0)
     own = MemoryLimitExceeded("aten.add", 1, 1, 1)
     for error in (PeerOutOfMemory("another rank"), own, RuntimeError("GET was unable to find an engine")):
-        incident.describe(run, error)
+        run.memory.note_reported(error)
     assert DeviceMemory.reported_refusals == 0
-    incident.describe(run, torch.OutOfMemoryError("CUDA out of memory."))
+    run.memory.note_reported(torch.OutOfMemoryError("CUDA out of memory."))
     assert DeviceMemory.reported_refusals == 1

@@ -85,7 +85,7 @@ class MicroBatchSizes:
     def is_proven(self, bucket: int) -> bool:
         """Whether a bucket's size is proven, by itself or by at least as many samples of a larger bucket."""
         own = self.searches.get(bucket) or self.search(bucket)
-        return own.clean >= own.clean_steps or any(  # without a call: asked of every micro-batch
+        return own.clean >= own.clean_steps or any(  # SizeSearch.is_proven, inlined: asked for every micro-batch
             s.is_proven and s.size >= own.size for other, s in self.searches.items() if other >= bucket
         )
 
@@ -155,7 +155,7 @@ class MicroBatchSizes:
     def succeeded(self, ranks: Ranks, news: bool | None = None) -> dict[int, int]:
         """Record a clean step or evaluation batch. Returns `{bucket: size}` of the larger sizes to try next.
 
-        news: whether any rank `has_news`, the same on all ranks; None: not known, which several ranks take for False.
+        news: whether any rank `has_news`, the same on all ranks. None: this rank's own if it is alone, else False.
         """
         if news is None:
             news = ranks.world == 1 and self.has_news

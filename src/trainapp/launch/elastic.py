@@ -102,19 +102,23 @@ class Failures:
         self.repeated, self._before = min(errors & self._before, default=None), errors
         if self.repeated is not None:
             return Restart.REFUSED
-        # Only a higher count: sizes that do not reach the restarted workers, on another node's disk, would come again.
+        # Free only if the count has risen: where restart.json stays on another node's disk, the same size would fail
+        # for ever, uncounted.
         recoveries = handover.recoveries(self.run_dir)
         if recoveries > self._recoveries:
             self._recoveries = recoveries
             self._for_memory += 1
             return Restart.FREE
-        self.count, self._recoveries = self.count + 1, 0  # a crash leaves none: the checkpoint's count is lower
+        self.count, self._recoveries = (
+            self.count + 1,
+            0,
+        )  # after a crash the workers resume with the checkpoint's, which is lower
         return Restart.COUNTED
 
     @property
     def restarts_for_memory(self) -> str:
         """For a message: the restarts that are not in `count`, if any."""
-        return f", besides {self._for_memory} with a smaller micro-batch" if self._for_memory else ""
+        return f" (and {self._for_memory} with a smaller micro-batch)" if self._for_memory else ""
 
 
 def _reason(failure: ProcessFailure) -> str:

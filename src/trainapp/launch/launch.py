@@ -19,9 +19,9 @@ def launch(config: Config, is_sweep: bool = False) -> float | None:
     srun or submitit started this process as one of several, in it as one of the ranks. is_sweep: whether
     other jobs may follow in this process. Raises UserError for mistakes and SystemExit when a signal ended the run.
     """
-    # The process's first matmul on CUDA decides whether matmuls are deterministic: torch keeps what it has found then
-    # (2.13, aten/src/ATen/Context.cpp), and refuses them in a later job of the sweep that asks for it. Not for every
-    # run: on GPUs before Hopper it makes each of cuBLAS's workspaces 24 MiB larger.
+    # torch checks CUBLAS_WORKSPACE_CONFIG once, at the process's first matmul on CUDA (2.13, ATen/Context.cpp): if it
+    # is unset then, a later job of the sweep with train.deterministic=true is refused. Not set for every run:
+    # before Hopper it makes each of cuBLAS's workspaces 24 MiB larger.
     prepare_process(config.memory.expandable_segments, config.train.deterministic or is_sweep)
     if config.parallel.strategy == "single":
         if environment.is_one_of_many_ranks():

@@ -19,7 +19,7 @@ from trainapp.torch_private import memory_snapshot, start_memory_history, stop_m
 
 MAX_HISTORY = 20_000  # allocations and frees that are recorded, the last ones of a step; some KB of host memory each
 _BEFORE = -1_000_000_000  # the number, in `events`, of what was allocated before the record begins
-HEADROOM = 2**30  # bytes; kernels, handles, cuBLAS and NCCL take theirs past torch's allocator
+HEADROOM = 2**30  # bytes; CUDA's context, the libraries' handles and NCCL take theirs past torch's allocator
 
 
 def refused_allocations(device: torch.device | None = None) -> int:

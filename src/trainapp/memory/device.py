@@ -1,7 +1,8 @@
 """What all devices have in common: the limit, the peak, and the memory that persists between steps, by kind.
 
 Sizes are bytes. On CUDA they are the allocator's; on the CPU they are live tensor storages, counted in watched steps
-only. The limit and the peak are measured the same way, except that CUDA's limit is on what the allocator has reserved.
+only. On the CPU the peak and the limit are measured alike. On CUDA the limit bounds the reserved peak, which adds cache
+and fragmentation.
 """
 
 import contextlib
@@ -105,15 +106,19 @@ class DeviceMemory:
         """Wait until the device has done all that was asked of it. Raises errors that have not surfaced yet."""
 
     def enforce(self) -> None:
-        """Enforce the limit on all that is allocated from here on. Call again once more of the device is in use by
-        libraries that allocate for themselves.
-        """
+        """Enforce the limit from now on. Call again when libraries have allocated more for themselves."""
 
     def refused_allocations(self) -> int:
         """How many allocations have failed in this process, whether or not something caught the error. 0 where the
         allocator does not count them. Waits for no kernel.
         """
         return 0
+
+    @staticmethod
+    def note_reported(error: BaseException) -> None:
+        """Count an allocator's error that has reached the program."""
+        if type(error) is torch.OutOfMemoryError:  # subclasses are this program's own
+            DeviceMemory.reported_refusals += 1
 
     @property
     def has_hidden_failures(self) -> bool:

@@ -27,7 +27,7 @@ class MpsMemory(DeviceMemory):
         return torch.mps.current_allocated_memory()
 
     def synchronize(self) -> None:
-        """Wait for all streams of the device."""
+        """Wait until the device has finished."""
         torch.mps.synchronize()
 
     def release(self) -> None:

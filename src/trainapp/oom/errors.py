@@ -46,9 +46,9 @@ _MESSAGES = [
 _NOT_MEMORY = re.compile(r"device-side assert triggered|No space left on device", re.IGNORECASE)
 
 
-# Errors with several causes, memory among them. What torch's allocator has refused meanwhile decides, else how full the
-# device is; under a limit it never looks full. The last line is how the search for a convolution's plan ends, which
-# catches the out-of-memory error of each plan (torch 2.13, aten/src/ATen/native/cudnn/Conv_v8.cpp and Conv_v7.cpp).
+# Errors with several causes, memory among them. They count if torch's allocator has refused an allocation meanwhile, or
+# if the device is full, which under a limit it never is. The last line ends cuDNN's search for a plan, which catches
+# the out-of-memory error of each plan (torch 2.13, aten/src/ATen/native/cudnn/Conv_v8.cpp and Conv_v7.cpp).
 _AMBIGUOUS = re.compile(
     r"CUBLAS_STATUS_(?:NOT_INITIALIZED|EXECUTION_FAILED|INTERNAL_ERROR)"
     r"|CUDNN_STATUS_(?:NOT_INITIALIZED|EXECUTION_FAILED|INTERNAL_ERROR)"

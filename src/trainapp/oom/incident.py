@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from trainapp import strict_json
-from trainapp.memory.device import DeviceMemory
 from trainapp.memory.kinds import MemoryKind
 from trainapp.oom.errors import broken_part, requested_bytes
 from trainapp.parallel.dtensor import local
@@ -91,8 +90,6 @@ def describe(run: Run, error: BaseException) -> Incident:
     if memory.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(memory.device)
         parts[MemoryKind.OUTSIDE_ALLOCATOR] = max(0, total - free - torch.cuda.memory_reserved(memory.device))
-    if type(error) is torch.OutOfMemoryError:  # subclasses are this program's own
-        DeviceMemory.reported_refusals += 1
     return Incident(
         step=state.progress.step + (phase.can_be_undone or phase.is_torn),
         phase=phase,
@@ -152,7 +149,7 @@ def one_line(incident: Incident) -> str:
     asked = f" asking for {bytes_text(incident.requested)}" if incident.requested else ""
     return (
         f"out of memory at step {incident.step} in {where}{asked}, {bytes_text(incident.used)} of "
-        f"{bytes_text(incident.limit)} in use: {incident.action}"
+        f"{bytes_text(incident.limit)} in use{f': {incident.action}' if incident.action else ''}"
     )
 
 

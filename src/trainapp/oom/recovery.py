@@ -24,7 +24,7 @@ from trainapp.units import listed
 log = logging.getLogger(__name__)
 
 
-def require_device(run: Run, error: Exception) -> None:
+def stop_if_device_lost(run: Run, error: Exception) -> None:
     """Raises TrainingStopped, from `error`, where it means that this process has lost its device.
 
     With several ranks the launcher restarts all of them.
@@ -46,7 +46,7 @@ def wait_for_device(run: Run) -> None:
     try:
         run.memory.synchronize()
     except Exception as error:
-        require_device(run, error)
+        stop_if_device_lost(run, error)
         if not is_out_of_memory(error):
             raise
         log.warning("while waiting for the device after it had run out of memory: %s", str(error).strip())
@@ -179,7 +179,8 @@ def leave_for_restart(run: Run, failure: Incident) -> NoReturn:
     if isinstance(run.ranks, SingleRank):
         raise TrainingStopped(_needs_new_process(run, failure))
     if changed is None:
-        raise TrainingStopped(f"{incident.one_line(failure)}; no smaller micro-batch can fit")
+        failure.action = "no smaller micro-batch can fit"
+        raise TrainingStopped(incident.one_line(failure))
     if failure.broken:
         reason = f"{failure.broken} fails from now on"
     elif failure.phase.is_torn:
@@ -188,15 +189,12 @@ def leave_for_restart(run: Run, failure: Incident) -> NoReturn:
         reason = f"the forward has written {listed(failure.lost, most=5)}"
     else:
         reason = "no votes are held for a proven size"
-    log.warning(
-        "rank %d: %s: not recoverable in place (%s): all ranks restart from the last checkpoint with micro-batch %d "
-        "instead of %d",
-        run.ranks.rank,
-        incident.one_line(failure),
-        reason,
-        changed[1],
-        changed[0],
+    failure.old_size, failure.new_size = changed
+    failure.action = (
+        f"not recoverable in place ({reason}): all ranks restart from the last checkpoint with micro-batch "
+        f"{changed[1]} instead of {changed[0]}"
     )
+    log.warning("rank %d: %s", run.ranks.rank, incident.one_line(failure))
     run_dir = run.tracker.run_dir
     hint = {
         "eval_micro" if failure.evaluating else "micro": sizes.state_dict(),
@@ -213,13 +211,14 @@ def leave_for_restart(run: Run, failure: Incident) -> NoReturn:
 
 def _needs_new_process(run: Run, failure: Incident) -> str:
     """The final message of a single process that memory has left unusable."""
+    failure.action = f"the driver refused memory, and {failure.broken} fails from now on in this process"
     with contextlib.suppress(OSError):
         incident.write(failure, run.tracker.run_dir / "oom", run.sizes.oom_restarts)
     reserved = failure.used + failure.unused_cache
     limit = f" memory.limit={reserved * 19 // 20 // 2**20}MiB" if reserved >= 2**20 else ""
     return (
-        f"{incident.one_line(failure)}the driver refused memory, and {failure.broken} fails from now on in this "
-        f"process. Continue from the last checkpoint in a new one, under a limit that is reached before the driver's:\n"
+        f"{incident.one_line(failure)}. Continue from the last checkpoint in a new one, under a limit that is reached "
+        "before the driver's:\n"
         f"  {run.config.command}{limit}\n"
         "If the device has memory left, its driver does not support such segments: memory.expandable_segments=false."
     )

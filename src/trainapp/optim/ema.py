@@ -58,8 +58,9 @@ class WeightAverage:
 
 
 def _parts(tensors: list[Tensor]) -> list[list[int]]:
-    """Positions that one call updates. Of several dtypes CUDA updates each tensor by itself (ForeachTernaryOp.cu at
-    pytorch's commit 22476fd), as the CPU does in any case, where an error may then leave some of them updated.
+    """Positions of the tensors that one call updates: on CUDA all of one dtype, since a list of several would take a
+    launch per tensor (ForeachTernaryOp.cu at pytorch's commit 22476fd); elsewhere one, since an error would leave part
+    of a list updated.
     """
     parts: dict[object, list[int]] = {}
     for i, tensor in enumerate(tensors):

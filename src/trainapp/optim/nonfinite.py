@@ -89,8 +89,9 @@ class NonFiniteCheck:
         return True
 
     def _record(self, step: int, loss: Number, norm: Number, count: Number) -> None:
-        """Record a bad step on the device. Numbers are judged here: making a tensor of one is a copy from the host,
-        which waits for the device. Raises TrainingStopped for a count that is a number and not finite.
+        """Record a bad step on the device. A count that is a number is judged here: a tensor made of it would be copied
+        from the host, which waits for the device. A loss or norm that is a number is finite. Raises TrainingStopped for
+        a count that is a number and not finite.
         """
         if not isinstance(count, Tensor) and not math.isfinite(count):
             self._stop(step, "count", count)

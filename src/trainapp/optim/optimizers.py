@@ -15,7 +15,8 @@ from trainapp.errors import UserError
 
 _FUSED_DEVICES = ("cuda", "cpu", "mps")
 
-# Of an error that is not for want of a fused kernel. The caller knows all the words; here a miss costs the kernel only.
+# Wording of memory errors, which do not mean that a fused kernel is missing. Incomplete on purpose (`oom.errors` has
+# the full list): a miss costs only the fused kernel.
 _MEMORY = re.compile(r"out of memory|can't allocate memory|not enough memory|ALLOC\w*_FAILED", re.IGNORECASE)
 
 

@@ -50,11 +50,11 @@ class Precision:
             torch_direct.step(optimizer)
             return True
         # Compared on the device, so that a trace, which reads False everywhere, takes the step.
-        overflown = any((flag > 0).item() for flag in found_inf(self.scaler, optimizer))
-        if not overflown:
+        overflowed = any((flag > 0).item() for flag in found_inf(self.scaler, optimizer))
+        if not overflowed:
             torch_direct.step(optimizer)
         self.scaler.update()
-        return not overflown
+        return not overflowed
 
     def reset_scaler(self) -> None:
         """Abandon a step after unscaling and before stepping. The loss scale is unchanged."""

@@ -18,7 +18,7 @@ def local(tensor: Any) -> torch.Tensor:
 
 def locals_of(tensors: Iterable[Any]) -> list[torch.Tensor]:
     """`local` of each."""
-    # Runs in every step: asking a plain tensor for an attribute that it does not have takes longer than the type.
+    # Runs in every step: comparing the type is faster than looking up an attribute that is not there.
     return [t if type(t) is torch.Tensor else local(t) for t in tensors]
 
 

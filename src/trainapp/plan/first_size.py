@@ -9,13 +9,23 @@ from trainapp.train.run import Run
 log = logging.getLogger(__name__)
 
 
+def begin_with_plan(run: Run) -> None:
+    """Where every size that fails restarts all workers, and nothing else has decided the first: plan it. Collective."""
+    config = run.config
+    if config.mode != "train" or not config.oom.enabled or run.retries_in_place or run.sizes.origin != "share":
+        return
+    planned = planned_size(run, run.sizes.train.start)
+    if planned is not None:
+        run.sizes.begin_at(planned)
+
+
 def planned_size(run: Run, share: int) -> int | None:
     """The largest of `share`, `share / 2`, ... whose step is expected to fit; 1 if none is. Collective.
 
     None where the model cannot be traced. An estimate: the activations of the whole model on one rank, beside what the
     fullest rank has in memory anyway. One that is too large costs a restart.
     """
-    room = run.ranks.all_reduce_min(run.memory.budget - run.meter.static_bytes - gathered_bytes(run))
+    room = run.ranks.all_reduce_min(run.memory.enforced - run.meter.static_bytes - gathered_bytes(run))
     planned = _largest_within(run, share, room) if run.ranks.is_rank_zero else None
     if planned is not None:
         log.info("micro-batch %d, as planned: here every size that fails restarts all workers", planned)

@@ -9,8 +9,10 @@ from trainapp.data.micro_batch_sizes import Plan
 from trainapp.data.progress import Progress
 from trainapp.files import atomic_write
 from trainapp.tracking.tracker import RESULT
+from trainapp.train.build import bilinear_modules_with_two_roundings
 from trainapp.train.run import Run
 from trainapp.train.sizes import as_schedule
+from trainapp.units import listed
 
 
 @dataclass
@@ -26,7 +28,7 @@ class RunResult:
     accumulation: int
     oom_restarts: int  # since the run began, in whatever process
     micro_schedule: dict[int, Plan]  # set as batch.micro_schedule, it replays the sizes of this run
-    bit_for_bit: bool  # whether such a replay gives the same bits: on the same device, versions and number of ranks
+    bit_for_bit: bool  # whether nothing is known that keeps a replay from the same bits: see docs/oom.md
     bit_for_bit_note: str | None  # why not
     peak_memory_bytes: int
     peak_reserved_bytes: int  # with the allocator's unused cache, which counts towards the limit on CUDA
@@ -69,7 +71,7 @@ def _note(progress: Progress) -> str | None:
 
 
 def why_not_bit_for_bit(run: Run, hidden_failures: bool) -> str | None:
-    """Why a replay of the run's sizes may differ from it in its last bits; None where it does not.
+    """A known reason why a replay of the run's sizes may differ from it in its last bits; None where none is known.
 
     hidden_failures: whether an allocation has failed without an error, on any rank, since the run began.
     """
@@ -77,7 +79,8 @@ def why_not_bit_for_bit(run: Run, hidden_failures: bool) -> str | None:
     if run.state.global_size < run.config.batch.global_size:
         return f"the global batch has fallen to {run.state.global_size} (oom.keep_global_batch=false)"
     if kind == "cpu":
-        return None
+        bilinear = bilinear_modules_with_two_roundings(run.state)
+        return f"nn.Bilinear ({listed(bilinear)}) has another rounding while memory is counted" if bilinear else None
     if kind != "cuda" or not run.config.train.deterministic:
         note = "" if kind != "cuda" else ", train.deterministic=false"
         return f"kernels may add in any order ({kind}{note})"

@@ -135,10 +135,7 @@ def prepare(config: Config, stop: StopRequest, ranks: Ranks, carried: CarriedOve
         remembered=hints.recall(run) if config.oom.enabled else None,
     )
     run.sizes.continue_history(saved, hint)
-    if run.sizes.origin == "share" and config.mode == "train" and config.oom.enabled and not run.retries_in_place:
-        planned = first_size.planned_size(run, run.sizes.train.start)
-        if planned is not None:
-            run.sizes.begin_at(planned)
+    first_size.begin_with_plan(run)
     if run.sizes.origin == "remembered":
         log.info(
             "micro-batch %d, as an earlier run of this configuration found (oom.remember=clear forgets it)",
@@ -210,12 +207,12 @@ def attempt(run: Run) -> Incident | None:
     try:
         work(run)
     except Exception as error:
-        recovery.require_device(run, error)
-        if not run.config.oom.enabled or run.attempt.phase is Phase.SAVE:
-            raise
-        if not is_out_of_memory(error, refused_in_attempt(run)):
+        recovery.stop_if_device_lost(run, error)
+        may_retry = run.config.oom.enabled and run.attempt.phase is not Phase.SAVE
+        if not may_retry or not is_out_of_memory(error, refused_in_attempt(run)):
             raise
         recovery.wait_for_device(run)  # while the traceback keeps the failed tensors
+        run.memory.note_reported(error)
         failure = incident.describe(run, error)  # plain values: the traceback keeps every failed tensor alive
     else:
         return None

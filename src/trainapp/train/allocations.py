@@ -21,7 +21,7 @@ class SwallowedOutOfMemory(torch.OutOfMemoryError):
 
 
 def note_refused(run: Run) -> None:
-    """Call at the start of an attempt."""
+    """Note how many allocations have been refused so far. Called in unproven and logged steps: reading takes time."""
     run.attempt.refused = run.memory.refused_allocations()
 
 

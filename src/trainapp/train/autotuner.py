@@ -16,8 +16,8 @@ from trainapp.data.micro_batch_sizes import MicroBatchSizes
 
 
 class Autotuner:
-    """Of `device`; without one, or for one other than CUDA, it does nothing. deterministic: `train.deterministic`,
-    which excludes it: the fastest algorithm is not the same in every run.
+    """Switches cuDNN's autotuner on while the sizes at work are settled. Does nothing without a CUDA `device`, or with
+    `train.deterministic`, since the fastest algorithm may differ from run to run.
     """
 
     def __init__(self, device: torch.device | None = None, deterministic: bool = False):

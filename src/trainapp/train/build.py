@@ -48,7 +48,7 @@ def build(config: Config, stop: StopRequest, ranks: Ranks, memory: DeviceMemory 
     components = load_components(config)
     device = ranks.device if ranks.world > 1 else choose_device(config.train.device)
     set_global_switches(config, device)
-    memory = memory or backends.build(config.memory, device)  # before all that is allocated on the device
+    memory = memory or backends.build(config.memory, device)  # before anything is allocated on the device
     memory.keep_events = config.memory.timeline
     seed_everything(config.train.seed)
     numerics = precision.build(config.precision, device)
@@ -63,7 +63,7 @@ def build(config: Config, stop: StopRequest, ranks: Ranks, memory: DeviceMemory 
     warn_of_bilinear(state)
     if device.type == "cuda":
         strategy.warm_up()
-    memory.enforce()  # anew: with what the libraries have allocated for themselves
+    memory.enforce()  # again: the libraries have now allocated their own
     require_room(memory, state)
     eval_batches = (
         None
@@ -102,8 +102,8 @@ def build(config: Config, stop: StopRequest, ranks: Ranks, memory: DeviceMemory 
 
 def warn_of_bilinear(state: TrainState) -> None:
     """Under autocast on the CPU, torch computes nn.Bilinear in fp32 while a dispatch mode counts live tensors."""
-    names = bilinear_modules(state.model)
-    if names and state.device.type == "cpu" and state.precision.compute_dtype != torch.float32:
+    names = bilinear_modules_with_two_roundings(state)
+    if names:
         log.warning(
             "precision=%s: on the CPU, torch computes nn.Bilinear (%s) in fp32 while memory is measured, else in %s; a "
             "run and its replay may differ by this rounding. precision=fp32 excludes that",
@@ -111,6 +111,12 @@ def warn_of_bilinear(state: TrainState) -> None:
             listed(names),
             state.precision.mode,
         )
+
+
+def bilinear_modules_with_two_roundings(state: TrainState) -> list[str]:
+    """The nn.Bilinear whose result depends on whether live tensors are counted; see `warn_of_bilinear`."""
+    has_two = state.device.type == "cpu" and state.precision.compute_dtype != torch.float32
+    return bilinear_modules(state.model) if has_two else []
 
 
 def owners_of_state(components: Components, model: torch.nn.Module, device: torch.device) -> Stateful:

@@ -80,7 +80,7 @@ def set_global_switches(config: Config, device: torch.device) -> None:
     torch.use_deterministic_algorithms(config.train.deterministic)
     torch.autograd.set_detect_anomaly(config.train.detect_anomaly)
     if device.type == "cuda":
-        torch.backends.cudnn.benchmark = False  # of an earlier run in this process
+        torch.backends.cudnn.benchmark = False  # an earlier run in this process may have enabled it
         torch.backends.cudnn.deterministic = config.train.deterministic
 
 

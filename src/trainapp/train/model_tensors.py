@@ -127,7 +127,7 @@ class ModelTensors:
         pairs = self._pairs
         if constant or parameters:
             pairs = [*pairs, *self._copies_of(constant + parameters)]
-        for targets, sources in pairs:  # the sources are aliases, which need no gradient: `no_grad` costs as much
+        for targets, sources in pairs:  # the sources are aliases, without gradients: `no_grad` would cost as much
             foreach_copy_(targets, sources)
         for i in constant:
             self._copied_at[self._names[i]] = (self._versions[i], self._places[i])

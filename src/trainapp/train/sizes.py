@@ -113,8 +113,8 @@ def initial_sizes(
     3. `batch.micro_size=N` or `accumulation.steps=N`.
     4. `saved`: the checkpoint's, found in the same amount of memory (the caller passes None otherwise).
     5. `remembered`: where an earlier run of the same configuration ended.
-    6. What is expected to fit, where a size that fails costs a restart of all workers: see `Sizes.begin_at`.
-    7. This rank's share of the global batch.
+    6. This rank's share of the global batch; where a size that fails costs a restart of all workers, it is then
+       replaced by what is expected to fit (`plan.first_size`).
 
     For evaluation: `hint`, `batch.eval_micro_size=N`, `saved`, `remembered`, twice this rank's share (without gradients
     more fits).

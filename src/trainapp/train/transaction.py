@@ -25,11 +25,12 @@ def transaction(run: Run, step: Step) -> Iterator[None]:
     attempt.phase, attempt.started = Phase.START, time.monotonic()  # no restore point yet
     sizes.follow_schedule(step.attempt)
     run.restore_point.take(sizes.train.is_unproven, run.rehearsals > 0)
-    if sizes.train.is_unproven or step.is_logged:  # tells what an ambiguous error means, and what no error tells
+    if sizes.train.is_unproven or step.is_logged:  # for ambiguous and for swallowed errors; reading counters takes time
         note_refused(run)
     attempt.phase = Phase.DATA
     run.ranks.start_flag_exchange(run.flags)  # in the background: the step hides it
-    run.ranks.enable_votes(run.autotuner.follow(sizes.train) or sizes.train.is_unproven)
+    tunes = run.autotuner.follow(sizes.train)
+    run.ranks.enable_votes(tunes or sizes.train.is_unproven)
     if sizes.train.is_unproven or step.is_drawn or (step.is_logged and memory.watch_is_due):
         with memory.watch(run.meter.resident(), track_modules=sizes.train.is_untried):
             check_exactness(run, step)
