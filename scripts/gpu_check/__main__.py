@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import machine
-from .plan import BUDGET, CPU_PATIENCE, STEPS, Step
+from .plan import BUDGET, CPU_TIME_FACTOR, STEPS, Step
 
 if TYPE_CHECKING:
     from .supervise import Outcome
@@ -52,7 +52,7 @@ def main(steps: Sequence[Step] = STEPS) -> int:
 
 def arguments(steps: Sequence[Step]) -> argparse.Namespace:
     """The command line's."""
-    parser = argparse.ArgumentParser(prog="scripts/check_gpu", description="Checks on this machine's GPU.")
+    parser = argparse.ArgumentParser(prog="scripts/check_gpu", description="Checks trainapp on this machine's GPU.")
     names = [step.name for step in steps]
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=f"run only these: {', '.join(names)}")
@@ -79,13 +79,13 @@ def run_all(steps: Sequence[Step], device: str, logs: Path) -> list["Outcome"]:
     from .supervise import run_step  # late: it needs psutil, which may be missing
 
     outcomes: list[Outcome] = []
-    patience = CPU_PATIENCE if device == "cpu" else 1
+    factor = CPU_TIME_FACTOR if device == "cpu" else 1
     started = time.monotonic()
     try:
         for number, step in enumerate(steps, start=1):
             print(f"{number:>2}/{len(steps)} {step.name:<22}", end="", flush=True)
-            left = BUDGET * patience - (time.monotonic() - started)
-            outcomes.append(run_step(step, device, logs, min(step.seconds * patience, max(1.0, left))))
+            left = BUDGET * factor - (time.monotonic() - started)
+            outcomes.append(run_step(step, device, logs, min(step.seconds * factor, max(1.0, left))))
             print(f"{outcomes[-1].verdict:<34}{outcomes[-1].seconds:>6.1f} s", flush=True)
     except KeyboardInterrupt:
         print("interrupted")

@@ -1,107 +1,27 @@
-"""Runs of trainapp that the steps need: through the program's own entry, with sizes that suit the device."""
+"""What several steps need: settings of runs with sizes that suit the device; tests/gpu/on_gpu.py launches them."""
 
 import gc
-import json
-import os
-import subprocess
-import sys
-from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 
-import helpers
 import runs
 import torch
+from gpu import on_gpu
 
-from trainapp.config import compose
-from trainapp.launch import launch
-from trainapp.parallel.ranks import SingleRank
-from trainapp.run import runner
-from trainapp.signals import StopRequest
 from trainapp.torch_private import storage_id
-from trainapp.train.run import Run
 
-MIB = 2**20
-# On a GPU large enough that activations outweigh what libraries and the allocator's granularity take.
-_CUDA = {
-    "mlp": (
-        "model=mlp",
-        "model.width=2048",
-        "data=synthetic_images",
-        "data.size=8192",
-        "data.val_size=512",
-        "batch.global_size=4096",
-    ),
-    "gpt": (
-        "model=gpt",
-        "model.depth=4",
-        "model.width=256",
-        "model.heads=4",
-        "model.context_length=256",
-        "model.dropout=0.1",
-        "data=synthetic_tokens",
-        "data.size=512",
-        "data.val_size=64",
-        "batch.global_size=128",
-    ),
-    "resnet": (
-        "model=resnet",
-        "model.width=32",
-        "data=synthetic_images",
-        "data.image_shape=[3,64,64]",
-        "data.size=1024",
-        "data.val_size=128",
-        "batch.global_size=256",
-    ),
-}
 _CPU = {
     "mlp": ("model=mlp", "model.width=64", "data=digits", "batch.global_size=512"),
     "gpt": (*runs.MODELS["gpt"], "data.size=128", "batch.global_size=32"),
-    "resnet": ("model=resnet", "model.width=8", "data=digits", "batch.global_size=64"),
+    "resnet": ("model=resnet", "model.width=8", "model.norm=group", "data=digits", "batch.global_size=64"),
 }
-# What a run does beside its steps is left out; each step switches on what it is about.
-_QUIET = (
-    "train.max_epochs=null",
-    "schedule=constant",
-    "every.log=1",
-    "every.eval=null",
-    "every.save=null",
-    "oom.remember=false",
-    "memory.guard=false",
-)
-_KINDS = ("parameters", "gradients", "optimizer_state", "buffers", "weight_average")
+_QUIET = (*runs.TINY, "schedule=constant", "oom.remember=false")
 
 
 def overrides(device: str, model: str, *more: str) -> tuple[str, ...]:
     """The settings of a run of this model, with a size that suits the device."""
-    return (*_QUIET, f"train.device={device}", *(_CUDA if device == "cuda" else _CPU)[model], *more)
-
-
-def launched(run_dir: Path, *settings: str) -> SimpleNamespace:
-    """A run from start to end in this process, as `python -m trainapp SETTINGS` does it. Returns its result.json."""
-    launch.launch(compose.from_command_line(settings, str(run_dir)))
-    return SimpleNamespace(**helpers.result(run_dir))
-
-
-def prepared(run_dir: Path, *settings: str) -> Run:
-    """A run that is ready for its next step. The caller closes it."""
-    return runner.prepare(compose.from_command_line(settings, str(run_dir)), StopRequest(), SingleRank())
-
-
-def command(
-    run_dir: Path, *settings: str, env: Mapping[str, str | None] | None = None, seconds: float = 60
-) -> subprocess.CompletedProcess:
-    """`python -m trainapp SETTINGS` in a process of its own. env: changes to the environment, None to remove."""
-    run_dir.parent.mkdir(parents=True, exist_ok=True)
-    environment = {key: value for key, value in (os.environ | dict(env or {})).items() if value is not None}
-    return subprocess.run(
-        [sys.executable, "-m", "trainapp", *settings, f"hydra.run.dir={run_dir}"],
-        cwd=run_dir.parent,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=seconds,
-    )
+    models = on_gpu.LARGE_MODELS if device == "cuda" else _CPU
+    return (*_QUIET, *models[model], f"train.device={device}", *more)
 
 
 def last_line(text: str) -> str:
@@ -111,25 +31,13 @@ def last_line(text: str) -> str:
 
 
 def unlimited(run_dir: Path, *settings: str) -> SimpleNamespace:
-    """The result of a run without a limit, with `static`: the bytes that persist between its steps.
+    """See `on_gpu.unlimited`.
 
-    Twice: while cuDNN's search tries its algorithms for a new size, it takes far more than a step needs.
+    Twice: in the first run cuDNN times its algorithms at step 4, which takes far more memory than a step; it keeps the
+    plans for the second. (Only model=resnet has any to time, and only where it is not deterministic.)
     """
-    for name in ("first", "second"):
-        result = launched(run_dir / name, *settings)
-    line = helpers.metrics(run_dir / "second")[-1]
-    result.static = int(sum(line[f"memory/{kind}"] for kind in _KINDS))
-    return result
-
-
-def limit_between(result: SimpleNamespace, share: float) -> int:
-    """Bytes: what persists between steps, and this share of what a step of an `unlimited` run adds to it."""
-    return int(result.static + share * (result.peak_memory_bytes - result.static))
-
-
-def replayed(run_dir: Path, result: SimpleNamespace, *settings: str) -> SimpleNamespace:
-    """The run that follows the `micro_schedule` of another one's result."""
-    return launched(run_dir, *settings, f"batch.micro_schedule='{json.dumps(result.micro_schedule)}'")
+    on_gpu.unlimited(run_dir / "first", *settings)
+    return on_gpu.unlimited(run_dir / "second", *settings)
 
 
 def final_weights(run_dir: Path, step: int) -> torch.Tensor:
@@ -163,7 +71,7 @@ def lift_limit(device: str) -> None:
 
 def text(size: float) -> str:
     """MiB."""
-    return f"{size / MIB:.1f} MiB"
+    return f"{size / on_gpu.MIB:.1f} MiB"
 
 
 def errors(count: int) -> str:

@@ -6,7 +6,7 @@ A new step is a line here, and in `steps/` a function `(table, device, folder)` 
 from dataclasses import dataclass
 
 BUDGET = 580  # seconds for all steps together: ten minutes with what lies around them
-CPU_PATIENCE = 5  # a step may take so many times its seconds on a CPU
+CPU_TIME_FACTOR = 5  # a step may take so many times its seconds on a CPU
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ STEPS = (
     ),
     Step("replay_default", "the same with default kernels: equal to rounding", 35, "gpu_check.steps.replay:default"),
     Step("waiting", "how often a step of a proven size waits for the device", 25),
-    Step("limits", "reserved bytes, the smallest workable limit, two jobs in one process", 50),
+    Step("limits", "the smallest workable limit, two jobs in one process", 50),
     Step("two_ranks", "two processes on one device over gloo, an error in each phase", 45),
     Step("one_rank", "one rank over NCCL: groups, mesh, rewrapping, background checkpoints", 45),
-    Step("new_sizes", "seconds of the first step at a new micro-batch", 20),
+    Step("new_sizes", "seconds of the first steps at a new micro-batch", 20),
     Step("evaluations", "memory over 40 evaluations", 20),
     Step("faults", "device-side assert, cudaMallocAsync, fp16 overflow", 30),
     Step("speed", "steps per second against hand-written loops", 45),

@@ -94,6 +94,17 @@ def end_family(process: subprocess.Popen) -> None:
             member.kill()
     process.kill()
     process.wait()
+    until = time.monotonic() + 5
+    while not all(map(has_ended, family)) and time.monotonic() < until:  # the next step needs the memory that they hold
+        time.sleep(0.01)
+
+
+def has_ended(process: psutil.Process) -> bool:
+    """Also if its parent has not noticed."""
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def last_line(log: Path) -> str:

@@ -42,7 +42,7 @@ class Table:
 
     @contextlib.contextmanager
     def attempt(self, check: str, expected: str) -> Iterator[None]:
-        """Inside the block, an error is a row that is not met; the traceback goes to the log, and the step goes on."""
+        """Inside the block, an error is a row that is not met; its traceback goes to the log, the step continues."""
         try:
             yield
         except Exception as error:

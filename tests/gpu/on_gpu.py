@@ -1,4 +1,4 @@
-"""Runs on the GPU, through the program's own entry; and what those runs are made of."""
+"""Runs on the GPU, through the program's own entry; and what those runs are made of. scripts/gpu_check uses it, too."""
 
 import gc
 import json
@@ -41,7 +41,7 @@ LARGE_MODELS = {
         "model.width=2048",
         "data=synthetic_images",
         "data.size=8192",
-        "data.val_size=64",
+        "data.val_size=512",
         "batch.global_size=4096",
         *ON_GPU,
     ),
@@ -68,8 +68,11 @@ def launched(run_dir: Path, *overrides: str) -> SimpleNamespace:
     return SimpleNamespace(**helpers.result(run_dir))
 
 
-def command(run_dir: Path, *overrides: str, env: Mapping[str, str | None] | None = None) -> Any:
+def command(
+    run_dir: Path, *overrides: str, env: Mapping[str, str | None] | None = None
+) -> subprocess.CompletedProcess[str]:
     """`python -m trainapp OVERRIDES`; they may name tasks of this file. env: changes to it, None to remove."""
+    run_dir.parent.mkdir(parents=True, exist_ok=True)
     changes = {"PYTHONPATH": os.pathsep.join(sys.path), **(env or {})}
     return subprocess.run(
         [sys.executable, "-m", "trainapp", *overrides, f"hydra.run.dir={run_dir}"],
@@ -81,17 +84,22 @@ def command(run_dir: Path, *overrides: str, env: Mapping[str, str | None] | None
     )
 
 
-def limit_of(run_dir: Path, share: float, *overrides: str) -> int:
-    """Bytes: what persists between the steps of a run, and this share of what a step adds to it.
+def unlimited(run_dir: Path, *overrides: str) -> SimpleNamespace:
+    """The result of a run without a limit, with `static`: the bytes that persist between its steps."""
+    result = launched(run_dir, *overrides, "checkpointing=off", "oom.remember=false")
+    line = helpers.metrics(run_dir)[-1]
+    result.static = int(sum(line[f"memory/{kind}"] for kind in _KINDS))
+    return result
 
-    Runs it twice: while cuDNN's search tries its algorithms for a new size, it takes far more than a step needs.
-    """
-    for name in ("first", "second"):
-        settings = ("train.max_steps=2", "checkpointing=off", "oom.remember=false")
-        peak = launched(run_dir / name, *overrides, *settings).peak_memory_bytes
-    line = helpers.metrics(run_dir / "second")[-1]
-    static = sum(line[f"memory/{kind}"] for kind in _KINDS)
-    return int(static + share * (peak - static))
+
+def limit_between(result: SimpleNamespace, share: float) -> int:
+    """Bytes: what persists between steps, and this share of what a step of an `unlimited` run adds to it."""
+    return int(result.static + share * (result.peak_memory_bytes - result.static))
+
+
+def limit_of(run_dir: Path, share: float, *overrides: str) -> int:
+    """`limit_between` for a run of two steps: cuDNN times no algorithm so early, which would take far more memory."""
+    return limit_between(unlimited(run_dir, *overrides, "train.max_steps=2"), share)
 
 
 def replayed(run_dir: Path, result: SimpleNamespace, *overrides: str) -> SimpleNamespace:

@@ -1,7 +1,8 @@
 """A convolution under shrinking limits: which error it raises, and whether the program takes it for what it is.
 
 cuDNN's search for an algorithm swallows the allocator's errors, tries another algorithm, and in the end raises one of
-its own (aten/src/ATen/native/cudnn/Conv_v8.cpp, `try_configs`). The allocator counts swallowed ones in `num_ooms`.
+its own (aten/src/ATen/native/cudnn/Conv_v8.cpp, `try_configs`). The allocator counts swallowed ones in `num_ooms`; the
+program judges that error by this count, since under a limit the device never looks full.
 """
 
 import collections
@@ -12,6 +13,7 @@ import torch
 
 from trainapp.config.schema import Memory
 from trainapp.memory import backends
+from trainapp.memory.cuda import refused_allocations
 from trainapp.oom.errors import is_out_of_memory
 
 from .. import jobs
@@ -40,16 +42,16 @@ def under_limits(table: Table, device: str, search: bool) -> None:
     missed, silent, raised = [], 0, 0
     for number, shape in enumerate(shapes[:LIMITS]):
         limit = int(needed * (1.0 - 0.9 * number / (LIMITS - 1)))
-        before = ooms(device)
+        before = refused_allocations()  # 0 on the CPU
         error = failure(place, shape, limit)
-        more = ooms(device) - before
+        more = refused_allocations() - before
         if error is None:
             silent += more > 0
             continue
         raised += 1
         text = re.sub(r"\d+(\.\d+)?", "N", failure_text(error)[:90])  # one row for all sizes
         kinds[f"{text} (num_ooms +{more})"] += 1
-        if not is_out_of_memory(error):
+        if not is_out_of_memory(error, more):
             missed.append(failure_text(error))
         del error
         jobs.lift_limit(device)
@@ -102,8 +104,3 @@ def forward_and_backward(device: torch.device, shape: tuple[int, ...]) -> None:
         images = torch.nn.functional.conv2d(images, kernel, padding=1)
     images.sum().backward()
     jobs.synchronise(device.type)
-
-
-def ooms(device: str) -> int:
-    """How often the allocator has refused memory, whether or not the error reached anyone."""
-    return torch.cuda.memory_stats().get("num_ooms", 0) if device == "cuda" else 0

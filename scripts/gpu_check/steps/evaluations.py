@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
+import runs
 import torch
+from gpu.on_gpu import MIB
 
 from trainapp.train import loop
 from trainapp.train.evaluate import evaluate
@@ -16,7 +18,7 @@ TIMES = 40
 def check(table: Table, device: str, folder: Path) -> None:
     """A row for allocated bytes and one for reserved ones."""
     settings = jobs.overrides(device, "mlp", "train.max_steps=1000", "checkpointing=off", "every.eval=1")
-    run = jobs.prepared(folder / "run", *settings, "batch.eval_micro_size=32")
+    run = runs.prepare(folder / "run", *settings, "batch.eval_micro_size=32")
     allocated, reserved = [], []
     try:
         for _ in range(TIMES):
@@ -29,11 +31,11 @@ def check(table: Table, device: str, folder: Path) -> None:
     # The first evaluations still fill the cache.
     growth = allocated[-1] - allocated[4]
     name = f"allocated, from the 5th to the {TIMES}th evaluation"
-    table.expect(name, "at most 1 MiB", jobs.text(growth), growth <= jobs.MIB)
+    table.expect(name, "at most 1 MiB", jobs.text(growth), growth <= MIB)
     name = f"reserved, from the 5th to the {TIMES}th evaluation"
     if device == "cpu":
         table.needs_cuda(name)
         return
     growth = reserved[-1] - reserved[4]
     got = f"{jobs.text(growth)}, of {jobs.text(reserved[4])}"
-    table.expect(name, f"at most {jobs.text(20 * jobs.MIB)}", got, growth <= 20 * jobs.MIB)
+    table.expect(name, f"at most {jobs.text(20 * MIB)}", got, growth <= 20 * MIB)

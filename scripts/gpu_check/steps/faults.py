@@ -4,14 +4,11 @@ import functools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import helpers
 import runs
 import torch
-from torch import nn
-
-from trainapp.train import losses
+from gpu import on_gpu
 
 from .. import jobs
 from ..table import Table
@@ -30,7 +27,7 @@ def check(table: Table, device: str, folder: Path) -> None:
         parts[ASSERT] = device_assert
         with table.attempt(ALLOCATOR, "a limit"):
             free = jobs.unlimited(folder / "free", *ASYNC, "train.max_steps=2")
-            parts[ALLOCATOR] = functools.partial(other_allocator, limit=jobs.limit_between(free, 0.5))
+            parts[ALLOCATOR] = functools.partial(other_allocator, limit=on_gpu.limit_between(free, 0.5))
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda name: attempted(table, name, parts[name], folder), parts))
 
@@ -41,16 +38,11 @@ def attempted(table: Table, name: str, part: Callable[..., None], folder: Path) 
         part(table, name, folder)
 
 
-def past_the_end(model: nn.Module, batch: Any) -> tuple[Any, ...]:
-    """Classification whose targets are no classes: on CUDA the kernel's assertion fails, and with it the context."""
-    return losses.classification(model, {**batch, "targets": batch["targets"] + 1000})
-
-
 def device_assert(table: Table, name: str, folder: Path) -> None:
-    """With a task whose targets are out of range."""
+    """With a task whose targets are no classes."""
     expected = "exit code 1, one message that says that the device is lost and how to continue"
-    task = ("user_packages=[gpu_check]", "task=gpu_check.steps.faults.past_the_end", "objective='min loss'")
-    done = jobs.command(folder / "assert", *jobs.overrides("cuda", "mlp", "train.max_steps=2", *task))
+    task = ("user_packages=[gpu]", "task=gpu.on_gpu.past_the_end", "objective='min loss'")
+    done = on_gpu.command(folder / "assert", *jobs.overrides("cuda", "mlp", "train.max_steps=2", *task))
     said = next((line for line in done.stderr.splitlines() if "the device is lost for this process" in line), "")
     got = f"exit code {done.returncode}, {said[:120] or jobs.last_line(done.stderr)}"
     table.expect(name, expected, got, done.returncode == 1 and bool(said))
@@ -60,7 +52,7 @@ def other_allocator(table: Table, name: str, folder: Path, limit: int) -> None:
     """CUDA's own asynchronous allocator in place of torch's."""
     expected = f"exit code 0, {STEPS} steps, at least 1 error recovered from"
     run_dir = folder / "async"
-    done = jobs.command(
+    done = on_gpu.command(
         run_dir,
         *ASYNC,
         f"train.max_steps={STEPS}",
@@ -83,7 +75,7 @@ def overflow(table: Table, name: str, folder: Path, device: str) -> None:
     expected = f"exit code 0, {STEPS} steps, at least 1 skipped"
     run_dir = folder / "fp16"
     scale = ("precision=fp16", "precision.initial_scale=1e9")
-    done = jobs.command(run_dir, *jobs.overrides(device, "mlp", f"train.max_steps={STEPS}", *scale))
+    done = on_gpu.command(run_dir, *jobs.overrides(device, "mlp", f"train.max_steps={STEPS}", *scale))
     got, met = f"exit code {done.returncode}", done.returncode == 0
     if met:
         values = torch.load(runs.checkpoint(run_dir, STEPS) / "values.pt", weights_only=True)

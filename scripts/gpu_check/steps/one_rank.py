@@ -6,6 +6,7 @@ from typing import Any
 
 import runs
 import torch
+from gpu import on_gpu
 from parallel.pool import free_port
 
 from trainapp.config import compose
@@ -49,16 +50,16 @@ def through_the_launcher(table: Table, device: str, folder: Path, backend: str) 
         "checkpointing.asynchronous=true",
         "every.save=2",
     )
-    free = jobs.unlimited(folder / "free", *jobs.overrides(device, "gpt", "train.max_steps=2", "checkpointing=off"))
-    limit = f"memory.limit={jobs.limit_between(free, 0.4)}"
-    result = jobs.launched(folder / "run", *settings, limit, "train.max_steps=4")
+    free = jobs.unlimited(folder / "free", *jobs.overrides(device, "gpt", "train.max_steps=2"))
+    limit = f"memory.limit={on_gpu.limit_between(free, 0.4)}"
+    result = on_gpu.launched(folder / "run", *settings, limit, "train.max_steps=4")
     table.expect(
         f"a run through the launcher over {backend}",
         "4 steps, at least 1 error, a checkpoint of step 4",
         f"{result.steps} steps, {jobs.errors(result.oom_restarts)}, {Path(result.checkpoint).name}",
         result.steps == 4 and result.oom_restarts > 0 and result.checkpoint.endswith("step_00000004"),
     )
-    result = jobs.launched(folder / "run", *settings, limit, "train.max_steps=6")
+    result = on_gpu.launched(folder / "run", *settings, limit, "train.max_steps=6")
     expected = f"6 steps, {6 * free.samples // 2} samples"
     got = f"{result.steps} steps, {result.samples} samples"
     table.expect("the same command again", expected, got, got == expected)
@@ -93,7 +94,7 @@ def rewrapped(table: Table, device: str, folder: Path, ranks: DistributedRanks) 
     table.expect(name, "the gradients of one device to 1e-5", f"{error:.1e}", error <= 1e-5)
     growth = used[-1] - used[0]
     name = "memory after the last rewrapping, less that after the first"
-    table.expect(name, "at most 1 MiB", jobs.text(growth), growth <= jobs.MIB)
+    table.expect(name, "at most 1 MiB", jobs.text(growth), growth <= on_gpu.MIB)
     run.close()
 
 
@@ -116,7 +117,7 @@ def on_a_mesh(table: Table, device: str, folder: Path, ranks: DistributedRanks) 
 def reference(device: str, folder: Path) -> tuple[torch.Tensor, Run, Any]:
     """The gradients of a batch on one device, the run with the model, and the batch."""
     settings = jobs.overrides(device, "gpt", "train.max_steps=1", "checkpointing=off", "model.dropout=0.0")
-    run = jobs.prepared(folder, *settings, "batch.micro_size=16")
+    run = runs.prepare(folder, *settings, "batch.micro_size=16")
     batch = next(run.batches.micro_batches(run.state.progress, 16)).data
     wanted = gradients(run.strategy, batch)
     run.state.model.zero_grad(set_to_none=True)

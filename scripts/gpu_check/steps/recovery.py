@@ -3,7 +3,9 @@
 from pathlib import Path
 from typing import Any
 
+import runs
 import torch
+from gpu import on_gpu
 
 from trainapp.data.micro_batch_sizes import MicroBatchSizes
 from trainapp.memory.device import DeviceMemory
@@ -21,7 +23,7 @@ PLACES = {"forward": Phase.FORWARD, "backward": Phase.BACKWARD, "recomputation":
 
 def check(table: Table, device: str, folder: Path) -> None:
     """Two rows per place."""
-    free = jobs.unlimited(folder / "free", *jobs.overrides(device, "gpt", "train.max_steps=3", "checkpointing=off"))
+    free = jobs.unlimited(folder / "free", *jobs.overrides(device, "gpt", "train.max_steps=3"))
     for place in PLACES:
         with table.attempt(f"{TIMES} errors in {place}", "recovered from"):
             at_place(table, device, folder / place, place, 4 * free.peak_memory_bytes)
@@ -30,7 +32,7 @@ def check(table: Table, device: str, folder: Path) -> None:
 def at_place(table: Table, device: str, folder: Path, place: str, limit: int) -> None:
     """A run in whose every step memory runs out once."""
     checkpointing = "full" if place == "recomputation" else "none"
-    run = jobs.prepared(
+    run = runs.prepare(
         folder,
         *jobs.overrides(device, "gpt", "train.max_steps=1", "checkpointing=off", f"memory.limit={limit}"),
         f"activation_checkpointing={checkpointing}",
@@ -38,13 +40,13 @@ def at_place(table: Table, device: str, folder: Path, place: str, limit: int) ->
     )
     run.tracker.picture = lambda *_: None  # drawing 20 figures would take longer than all else
     size = run.state.global_size
-    hunger = Hunger(run, place)
+    over_allocation = OverAllocation(run, place)
     phases, used = [], []
     try:
         for number in range(1, TIMES + 1):
             run.config.train.max_steps = number
             run.sizes.train = MicroBatchSizes(size, grow=False)  # as in a new run: each error halves the whole batch
-            hunger.is_due = True
+            over_allocation.is_due = True
             failure = runner.attempt(run)
             if failure is None:
                 break
@@ -68,11 +70,11 @@ def at_place(table: Table, device: str, folder: Path, place: str, limit: int) ->
         f"memory after the last of {TIMES} errors in {place}, less that after the first",
         "at most 1 MiB",
         f"{jobs.text(growth)}; {jobs.text(used[0] if used else 0)} after the first",
-        len(used) == TIMES and growth <= jobs.MIB,
+        len(used) == TIMES and growth <= on_gpu.MIB,
     )
 
 
-class Hunger:
+class OverAllocation:
     """Asks for more than the limit at one place of the last block, once whenever `is_due` is set."""
 
     def __init__(self, run: Run, place: str):

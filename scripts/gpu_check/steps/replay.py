@@ -4,12 +4,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+from gpu import on_gpu
 
 from .. import jobs
 from ..table import Table
 
 STEPS = 6
-MODELS = {"mlp": (), "gpt": (), "resnet": ("model.norm=group",)}  # the gpt has dropout: masks depend on the cut
+MODELS = ("mlp", "gpt", "resnet")  # the gpt has dropout: masks depend on the cut
 SHARES = (0.5, 0.3, 0.2, 0.12)  # of what a step needs, until an error occurs
 ROUNDING = 1e-4  # relative distance of the final weights
 
@@ -22,12 +23,12 @@ def deterministic(table: Table, device: str, folder: Path) -> None:
         with table.attempt(model, expected):
             settings, first, weights = ran_out(device, folder / model, model, "train.deterministic=true")
             changed[model] = weights
-            jobs.replayed(folder / model / "replay", first, *settings)
+            on_gpu.replayed(folder / model / "replay", first, *settings)
             differ = int((weights != jobs.final_weights(folder / model / "replay", STEPS)).sum())
             got = f"{differ} of {weights.numel()}, after {jobs.errors(first.oom_restarts)}"
             table.expect(model, expected, got, differ == 0 and first.oom_restarts > 0)
     with table.attempt("control: gpt without the schedule", "weights differ"):
-        jobs.launched(folder / "control", *settings_of(device, "gpt", "train.deterministic=true"))
+        on_gpu.launched(folder / "control", *settings_of(device, "gpt", "train.deterministic=true"))
         differ = int((changed["gpt"] != jobs.final_weights(folder / "control", STEPS)).sum())
         table.expect("control: gpt without the schedule", "weights differ", f"{differ} differ", differ > 0)
 
@@ -38,7 +39,7 @@ def default(table: Table, device: str, folder: Path) -> None:
         expected = f"a relative distance of at most {ROUNDING:g}, after at least 1 error"
         with table.attempt(model, expected):
             settings, first, weights = ran_out(device, folder / model, model)
-            jobs.replayed(folder / model / "replay", first, *settings)
+            on_gpu.replayed(folder / model / "replay", first, *settings)
             other = jobs.final_weights(folder / model / "replay", STEPS)
             distance = float((weights - other).norm() / other.norm())
             table.expect(
@@ -52,16 +53,16 @@ def default(table: Table, device: str, folder: Path) -> None:
 
 def settings_of(device: str, model: str, *more: str) -> tuple[str, ...]:
     """Of all runs of a comparison."""
-    return jobs.overrides(device, model, *MODELS[model], f"train.max_steps={STEPS}", *more)
+    return jobs.overrides(device, model, f"train.max_steps={STEPS}", *more)
 
 
 def ran_out(device: str, folder: Path, model: str, *more: str) -> tuple[tuple[str, ...], SimpleNamespace, torch.Tensor]:
     """Settings, result and final weights of a run under the first limit that causes an error."""
     settings = settings_of(device, model, *more)
-    free = jobs.unlimited(folder / "free", *settings, "checkpointing=off")
+    free = jobs.unlimited(folder / "free", *settings)
     for share in SHARES:
         run_dir = folder / f"limited_{share}"
-        result = jobs.launched(run_dir, *settings, f"memory.limit={jobs.limit_between(free, share)}")
+        result = on_gpu.launched(run_dir, *settings, f"memory.limit={on_gpu.limit_between(free, share)}")
         if result.oom_restarts:
             break
     return settings, result, jobs.final_weights(run_dir, STEPS)

@@ -7,6 +7,7 @@ import collections
 import warnings
 from pathlib import Path
 
+import runs
 import torch
 
 from trainapp.train import loop
@@ -16,16 +17,16 @@ from .. import jobs
 from ..table import Table
 
 STEPS = 5
-# (name, settings, most waits per step). fp16 reads once whether the gradients overflowed, nonfinite=skip whether loss
-# and gradients are finite, before the update.
+# (name, model, settings, most waits per step). fp16 reads once whether the gradients overflowed, nonfinite=skip once
+# whether count, loss and gradients are finite.
 CASES = (
     ("mlp, fp32", "mlp", (), 0),
     ("gpt, fp32", "gpt", (), 0),
     ("gpt, bf16", "gpt", ("precision=bf16",), 0),
-    ("resnet, fp32", "resnet", (), 0),
+    ("resnet, fp32", "resnet", ("model.norm=batch",), 0),
     ("mlp, fp32, weight average", "mlp", ("train.ema=0.9",), 0),
     ("gpt, fp16", "gpt", ("precision=fp16", "precision.initial_scale=256"), 1),
-    ("mlp, train.nonfinite=skip", "mlp", ("train.nonfinite=skip",), 2),
+    ("mlp, train.nonfinite=skip", "mlp", ("train.nonfinite=skip",), 1),
 )
 
 
@@ -38,7 +39,7 @@ def check(table: Table, device: str, folder: Path) -> None:
             continue
         with table.attempt(check_name, f"at most {most}"):
             overrides = jobs.overrides(device, model, "checkpointing=off", "train.max_steps=1000", "every.log=null")
-            run = jobs.prepared(folder / str(number), *overrides, *settings)
+            run = runs.prepare(folder / str(number), *overrides, *settings)
             try:
                 waits = waits_of(run)
             finally:
