@@ -205,3 +205,20 @@ def inf_once(model: nn.Module, batch: Any) -> tuple[Tensor, int, dict[str, Tenso
         model.evaluated = True
         return loss, count, {"ratio": torch.tensor(float("inf"))}
     return loss, count, {"ratio": torch.tensor(0.5 * count)}
+
+
+def leaves_torch(model: nn.Module, batch: Any) -> tuple[Tensor, int, dict[str, Tensor]]:
+    """Tensors without data cannot do that."""
+    batch["inputs"].numpy()
+    return classification(model, batch)
+
+
+KEPT: dict[str, Tensor] = {}
+
+
+def keeps_weights(model: nn.Module, batch: Any) -> tuple[Tensor, int, dict[str, Tensor]]:
+    """Makes its weights at first use."""
+    if not KEPT:
+        KEPT["weights"] = torch.full((10,), 0.5)
+    loss = F.cross_entropy(model(batch["inputs"]), batch["targets"], weight=KEPT["weights"], reduction="sum")
+    return loss, len(batch["targets"]), {}

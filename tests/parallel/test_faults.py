@@ -152,6 +152,17 @@ def test_out_of_memory_inside_nccl(reference, tmp_path):
         assert line["loss"] == pytest.approx(other["loss"], rel=1e-5)
 
 
+def test_restarts_for_training_and_for_evaluation_do_not_undo_each_other(tmp_path):
+    """No checkpoint holds the first one's size when the second comes: it would fail again, for ever."""
+    faults = [fail_at(1, 1, "backward", operation=20), fail_at(0, 1, "evaluate", operation=20)]
+    fsdp = ("parallel=fsdp", *SABOTAGED, "parallel.vote_on_oom=never", "parallel.max_restarts=0", "every.eval=1")
+    ended = launch(tmp_path / "run", *fsdp, "every.save=6", "data.min_length=9", env=environment(tmp_path, *faults))
+    assert ended.code == 0, ended.text
+    assert [fired(tmp_path, fault) for fault in faults] == [1, 1]
+    found = result(tmp_path / "run")
+    assert (found["oom_restarts"], found["micro_size"], found["steps"]) == (2, 2, 6)
+
+
 def test_out_of_memory_recovered_in_place_names_its_rank(tmp_path):
     fault = fail_at(1, 3, "backward", operation=20)
     ended = launch(tmp_path / "run", *DDP, "data.min_length=9", env=environment(tmp_path, fault))

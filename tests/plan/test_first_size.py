@@ -4,7 +4,6 @@ import pytest
 import runs
 import torch
 
-from trainapp.plan import first_size
 from trainapp.plan.first_size import planned_size
 from trainapp.rng import rng_state
 from trainapp.train import loop
@@ -41,12 +40,23 @@ def test_one_where_nothing_fits(tmp_path):
     run.close()
 
 
-def test_none_for_a_model_that_cannot_be_traced(tmp_path, monkeypatch):
-    def refuse(*_):
-        raise RuntimeError("the model reads values without end: it cannot be traced")
+def test_none_for_a_model_that_cannot_be_traced(tmp_path):
+    run = runs.prepare(tmp_path, *runs.MODELS["mlp"], "user_packages=[own_tasks]", "task=own_tasks.leaves_torch")
+    assert planned_size(run, 16) is None
+    run.close()
 
-    monkeypatch.setattr(first_size, "traced_step", refuse)
-    assert planned(tmp_path, 2**30) is None
+
+def test_what_a_task_keeps_of_the_trace_is_not_kept_here(tmp_path):
+    import own_tasks
+
+    own_tasks.KEPT.clear()
+    run = runs.prepare(tmp_path, *runs.MODELS["mlp"], "user_packages=[own_tasks]", "task=own_tasks.keeps_weights")
+    assert planned_size(run, 16) == 16
+    assert own_tasks.KEPT == {}
+    loop.train_step(run)
+    assert type(own_tasks.KEPT["weights"]) is torch.Tensor
+    run.close()
+    own_tasks.KEPT.clear()
 
 
 def test_a_plan_leaves_nothing_behind(tmp_path):

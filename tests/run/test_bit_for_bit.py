@@ -8,9 +8,16 @@ import runs
 import torch
 
 from trainapp.memory.cpu import CpuMemory
+from trainapp.memory.device import DeviceMemory
 from trainapp.run.result import why_not_bit_for_bit
 
 MLP = runs.MODELS["mlp"]
+
+
+@pytest.fixture(autouse=True)
+def nothing_reported(monkeypatch):
+    """By earlier tests of this process."""
+    monkeypatch.setattr(DeviceMemory, "reported_refusals", 0)
 
 
 def test_on_the_cpu_it_does(tmp_path):

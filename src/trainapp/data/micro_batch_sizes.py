@@ -63,6 +63,11 @@ class MicroBatchSizes:
         return not all(search.clean for search in self.searches.values()) or not self.searches
 
     @property
+    def has_failed(self) -> bool:
+        """Whether some size is known to be too large."""
+        return any(search.fails is not None for search in self.searches.values())
+
+    @property
     def search_has_ended(self) -> bool:
         """Whether no larger size will be tried."""
         return all(map(_HAS_ENDED, self.searches.values()))

@@ -83,6 +83,9 @@ def run_workers(config: Config) -> Outcome:
     return next((outcome for outcome in ended if outcome.error or outcome.exit_code), ended[0])
 
 
+MAX_FREE = 100  # restarts with a smaller micro-batch that are not counted: halving from any size takes far fewer
+
+
 class Failures:
     """How often workers of this node failed, and whether the last was a repeated error at the same step.
 
@@ -105,7 +108,7 @@ class Failures:
         # Free only if the count has risen: where restart.json stays on another node's disk, the same size would fail
         # for ever, uncounted.
         recoveries = handover.recoveries(self.run_dir)
-        if recoveries > self._recoveries:
+        if recoveries > self._recoveries and self._for_memory < MAX_FREE:
             self._recoveries = recoveries
             self._for_memory += 1
             return Restart.FREE

@@ -196,10 +196,10 @@ def leave_for_restart(run: Run, failure: Incident) -> NoReturn:
     )
     log.warning("rank %d: %s", run.ranks.rank, incident.one_line(failure))
     run_dir = run.tracker.run_dir
-    hint = {
-        "eval_micro" if failure.evaluating else "micro": sizes.state_dict(),
-        "oom_restarts": run.sizes.oom_restarts,
-    }
+    # Training's and evaluation's, if either has failed before: no checkpoint may hold it yet, and it would fail again.
+    kinds = {"micro": run.sizes.train, "eval_micro": run.sizes.evaluation}
+    failed = {name: kind.state_dict() for name, kind in kinds.items() if kind is sizes or kind.has_failed}
+    hint = failed | {"oom_restarts": run.sizes.oom_restarts}
     try:
         handover.leave(run_dir, hint)
         incident.write(failure, run_dir / "oom", run.sizes.oom_restarts, run.ranks.world)

@@ -34,38 +34,42 @@ from trainapp.tracking.tracker import SilentTracker
 from trainapp.train.assemble import Assembled, assemble
 from trainapp.train.components import Components
 from trainapp.train.loop import train_step
+from trainapp.train.losses import Task
 from trainapp.train.restore_point import RestorePoint
 from trainapp.train.run import Cadences, Objective, Run
 from trainapp.train.sizes import Sizes
 
 
 def traced_peak(run: Run, samples: int, **settings: Any) -> int:
-    """Peak bytes of a step of `run` with micro-batches of `samples` and the given sections of settings."""
-    return traced_step(run, samples, **settings).memory.peak
+    """Peak bytes of a step of `run` with micro-batches of `samples` and the given sections of settings.
 
-
-def traced_step(run: Run, samples: int, **settings: Any) -> Run:
-    """A twin of `run` after a step with micro-batches of `samples` and the given sections of settings.
-
-    For one rank with the whole model. settings: such as `precision=Precision(mode="bf16")`. Raises whatever the
-    model raises on tensors without data: not every model can be traced.
+    settings: such as `precision=Precision(mode="bf16")`. Raises what `traced_step` raises.
     """
-    device = run.state.device
-    config = _with_fake_kernels(dataclasses.replace(run.config, **settings), device)
+    config = dataclasses.replace(run.config, **settings)
+    return traced_step(config, run.task, run.batches, run.state.device, samples).memory.peak
+
+
+def traced_step(config: Config, task: Task, batches: TrainBatches, device: torch.device, samples: int) -> Run:
+    """A run of this configuration after a step with micro-batches of `samples`, for one rank with the whole model.
+
+    The task and the data set are used themselves: what they keep of the step stays, fake tensors included. Raises
+    whatever the model raises on tensors without data: not every model can be traced.
+    """
+    config = _with_fake_kernels(config, device)
     components = Components(
         model=targets.locate(config.model.target, "model._target_", config.user_packages),
-        task=run.task,
+        task=task,
         train_data=None,
         eval_data=None,
-        spec=dict(getattr(run.batches.dataset, "spec", {})),
+        spec=dict(getattr(batches.dataset, "spec", {})),
     )
-    example = run.batches.example(samples)
+    example = batches.example(samples)
     with preserved_rng(device):
         numerics = precision.build(config.precision, device)
         with fake_tensor_mode() as mode, MadeUpValues():
             # Two micro-batches: from the second on, gradients are already in memory.
-            parts = min(2, run.batches.accumulation(samples))
-            batches = ExampleBatches([_on_device(mode, example, device) for _ in range(parts)], samples)
+            parts = min(2, batches.accumulation(samples))
+            examples = ExampleBatches([_on_device(mode, example, device) for _ in range(parts)], samples)
             assembled = assemble(
                 config,
                 components,
@@ -73,9 +77,9 @@ def traced_step(run: Run, samples: int, **settings: Any) -> Run:
                 device,
                 numerics,
                 initial_device=str(device),
-                example=lambda _: batches.parts[0],
+                example=lambda _: examples.parts[0],
             )
-            twin = _run_of(config, assembled, batches)
+            twin = _run_of(config, assembled, examples)
             train_step(twin)
     return twin
 
