@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import psutil
@@ -130,8 +131,9 @@ def test_a_step_past_its_time_is_ended_with_all_its_processes(gpu_check, tmp_pat
 @pytest.mark.parametrize(
     ("names", "code", "said"),
     [
-        (["good", "needs_cuda"], 0, "All that was expected was found"),
-        (["missed", "good"], 1, "Not as expected: 1 of 3 rows"),
+        (["good", "needs_cuda"], 0, "All that was expected was found (1 check); 1 check left out, for want of CUDA"),
+        (["missed", "good"], 1, "Not as expected: 1 of 2 checks, in"),
+        (["needs_cuda"], 2, "Nothing was checked; 1 check left out, for want of CUDA"),
         (["fails", "good"], 1, "got       exit code 1: RuntimeError: no such thing"),
     ],
 )
@@ -142,11 +144,13 @@ def test_the_exit_code_and_the_table(gpu_check, tmp_path, monkeypatch, capsys, n
     assert said in printed
     found = json.loads((tmp_path / "gpu.json").read_text())
     assert [step["name"] for step in found["steps"]] == names  # a failure does not stop the rest
-    assert found["as_expected"] is (code == 0)
+    assert found["as_expected"] is {0: True, 1: False, 2: None}[code]
+    assert found["extent"] == {"device": "cpu", "steps": len(names), "ran": len(names), "interrupted": False}
     page = (tmp_path / "gpu.md").read_text()
     if "missed" in names:
         assert "| one and one | 2 | **3 \\| 4** |" in page
-    assert "| seconds | (measured) | 0.1 |" in page
+    if "good" in names:
+        assert "| seconds | (measured) | 0.1 |" in page
 
 
 def test_only_some_steps(gpu_check, tmp_path, monkeypatch):
@@ -170,13 +174,26 @@ def test_without_a_gpu_it_says_what_to_do(tmp_path):
     before = (ROOT / "docs" / "gpu.md").read_text()
     done = check()
     assert done.returncode == 2
-    assert done.stderr.strip() == (
-        "check_gpu: torch sees no CUDA device here; --device cpu runs what can be run without one"
-    )
+    built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "the CPU only"
+    assert done.stderr.startswith("check_gpu: torch sees no CUDA device here")
+    assert f"torch {torch.__version__} is built for {built}, and the driver is" in done.stderr
+    assert "\n" not in done.stderr.strip()
     assert (ROOT / "docs" / "gpu.md").read_text() == before
 
 
-def test_ctrl_c_ends_the_step_and_keeps_what_there_is(tmp_path):
+def test_why_torch_sees_no_device_is_said(gpu_check, monkeypatch):
+    import torch
+
+    def is_available():
+        warnings.warn("The NVIDIA driver on your system is too old (found version 12040).", stacklevel=1)
+        return False
+
+    monkeypatch.setattr(torch.cuda, "is_available", is_available)
+    assert "here (The NVIDIA driver on your system is too old (found" in gpu_check.machine.facts("cuda")["problem"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_step_and_keeps_what_there_is(tmp_path, number):
     """No process is left, and the page in the documentation is not replaced."""
     program = """if True:
         import signal, sys
@@ -196,10 +213,12 @@ def test_ctrl_c_ends_the_step_and_keeps_what_there_is(tmp_path):
         assert process.poll() is None
         assert time.monotonic() < until
         time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     printed, _ = process.communicate(timeout=30)
     assert process.returncode == 130
     assert "interrupted" in printed
-    assert [step["name"] for step in json.loads((tmp_path / "gpu.json").read_text())["steps"]] == ["good"]
+    found = json.loads((tmp_path / "gpu.json").read_text())
+    assert [step["name"] for step in found["steps"]] == ["good"]
+    assert found["extent"] == {"device": "cpu", "steps": 2, "ran": 1, "interrupted": True}
     child = int(marker.read_text())
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE

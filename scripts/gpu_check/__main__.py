@@ -1,12 +1,14 @@
 """The command: runs the steps one after another, says how each went, writes the table."""
 
 import argparse
+import contextlib
 import datetime
 import json
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +16,7 @@ from . import machine
 from .plan import BUDGET, CPU_TIME_FACTOR, STEPS, Step
 
 if TYPE_CHECKING:
+    from .report import Findings
     from .supervise import Outcome
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,7 +24,8 @@ INTERRUPTED = 130  # as a shell reports Ctrl-C
 
 
 def main(steps: Sequence[Step] = STEPS) -> int:
-    """Returns the exit code: 0 if all that was expected was found, 1 if not, 2 where nothing could be run.
+    """Returns the exit code: 0 if all that was expected was found, 1 if not, 2 where nothing could be checked, 130
+    after an interruption.
 
     steps: other ones, for tests.
     """
@@ -29,8 +33,8 @@ def main(steps: Sequence[Step] = STEPS) -> int:
     lacking = machine.missing()
     if lacking:
         return refuse(
-            f"{sys.executable} lacks {', '.join(lacking)}; scripts/test installs them into .venv, or PYTHON=... names "
-            "another Python"
+            f"{sys.executable} lacks {', '.join(lacking)}; scripts/check_gpu --install installs all into .venv first "
+            "(which takes the network and minutes), or PYTHON=... names another Python"
         )
     facts = machine_facts(options.device)
     if "problem" in facts:
@@ -43,20 +47,39 @@ def main(steps: Sequence[Step] = STEPS) -> int:
     logs = (options.out or scratch).resolve() / "steps"
     versions = ", ".join(f"{name} {facts[name]}" for name in ("driver", "torch", "CUDA", "Python") if name in facts)
     print(f"{facts['device']}; {versions}\n{len(chosen)} steps; logs in {logs}\n")
-    outcomes = run_all(chosen, options.device, logs)
-    if len(outcomes) < len(chosen):
-        report_on(outcomes, facts, options.out or scratch)
-        return INTERRUPTED
-    return report_on(outcomes, facts, out)
+    with ended_like_ctrl_c():
+        outcomes = run_all(chosen, options.device, logs)
+    from .report import Extent, Findings  # late: it needs psutil, which may be missing
+
+    is_interrupted = len(outcomes) < len(chosen)
+    extent = Extent(options.device, len(steps), len(outcomes), is_interrupted)
+    code = report_on(Findings(facts, extent, outcomes), options.out or scratch if is_interrupted else out)
+    return INTERRUPTED if is_interrupted else code
 
 
 def arguments(steps: Sequence[Step]) -> argparse.Namespace:
     """The command line's."""
-    parser = argparse.ArgumentParser(prog="scripts/check_gpu", description="Checks trainapp on this machine's GPU.")
+    parser = argparse.ArgumentParser(
+        prog="scripts/check_gpu",
+        description="Checks trainapp on this machine's GPU. Exit codes: 0 all as expected, 1 not, 2 nothing could be "
+        "checked, 130 interrupted.",
+        epilog="As the first argument, --install first installs what is needed into .venv.",
+    )
     names = [step.name for step in steps]
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument(
+        "--device",
+        choices=["cuda", "cpu"],
+        default="cuda",
+        help="cuda: the first GPU that CUDA_VISIBLE_DEVICES leaves (default), ten minutes at most; cpu: what needs no "
+        f"GPU, with small sizes, {CPU_TIME_FACTOR} times as long at most",
+    )
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=f"run only these: {', '.join(names)}")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="write gpu.md, gpu.json and the logs there")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FOLDER",
+        help="write gpu.md, gpu.json and the logs there (default: outputs/check_gpu; a whole run on a GPU: docs)",
+    )
     return parser.parse_args()
 
 
@@ -92,20 +115,34 @@ def run_all(steps: Sequence[Step], device: str, logs: Path) -> list["Outcome"]:
     return outcomes
 
 
-def report_on(outcomes: list["Outcome"], facts: dict[str, Any], out: Path) -> int:
+@contextlib.contextmanager
+def ended_like_ctrl_c() -> Iterator[None]:
+    """A time limit, a scheduler or a closed terminal must not leave a step on the device either."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def report_on(findings: "Findings", out: Path) -> int:
     """Write the table, print what was not as expected. Returns the exit code."""
     from . import report
 
-    page = report.write(out, facts, outcomes)
+    page = report.write(out, findings)
     print()
-    for outcome in outcomes:
+    for outcome in findings.outcomes:
         for row in outcome.missed:
             print(f"{outcome.step.name}: {row.check}\n    expected  {row.expected}\n    got       {row.got}")
-    missed = sum(len(outcome.missed) for outcome in outcomes)
-    rows = sum(len(outcome.rows) for outcome in outcomes)
-    summary = f"Not as expected: {missed} of {rows} rows" if missed else "All that was expected was found"
-    print(f"{summary}, in {sum(outcome.seconds for outcome in outcomes):.0f} s. The table is in {page}")
-    return 1 if missed else 0
+    print(f"{findings.summary}. The table is in {page}")
+    if findings.as_expected is None:
+        return 2
+    return 0 if findings.as_expected else 1
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import os
 import platform
 import subprocess
 import sys
+import warnings
 from typing import Any
 
 NEEDED = ("torch", "hydra", "omegaconf", "pydantic", "psutil", "numpy", "safetensors", "tensorboard", "matplotlib")
@@ -30,8 +31,12 @@ def facts(device: str) -> dict[str, Any]:
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     if version < OLDEST_TORCH:
         found["problem"] = f"torch {torch.__version__} is too old; install {'.'.join(map(str, OLDEST_TORCH))} or newer"
-    elif device == "cuda" and not torch.cuda.is_available():
-        found["problem"] = "torch sees no CUDA device here; --device cpu runs what can be run without one"
+    elif device == "cuda" and (reason := _why_no_cuda()) is not None:
+        built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "the CPU only"
+        found["problem"] = (
+            f"torch sees no CUDA device here{reason}; torch {torch.__version__} is built for {built}, and the driver "
+            f"is {_driver()}. --device cpu runs what can be run without one"
+        )
     elif device == "cuda":
         properties = torch.cuda.get_device_properties(0)
         found["device"] = f"{properties.name}, {properties.total_memory / 2**30:.1f} GiB"
@@ -49,6 +54,17 @@ def facts(device: str) -> dict[str, Any]:
         "revision": _first_line("git", "rev-parse", "--short", "HEAD"),
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
     }
+
+
+def _why_no_cuda() -> str | None:
+    """None where there is a device. What keeps torch from one, it says in a warning: a driver that is too old."""
+    import torch
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if torch.cuda.is_available():
+            return None
+    return "".join(f" ({str(warning.message).strip()})" for warning in caught)
 
 
 def _driver() -> str:
