@@ -98,6 +98,9 @@ def test_a_profiler_sees_the_step():
 
 
 def test_the_usual_step_makes_no_record(monkeypatch):
+    monkeypatch.setattr(torch.autograd.profiler, "_is_profiler_enabled", False)  # other tests of this process may leave
+    monkeypatch.setattr(torch_optimizer, "_global_optimizer_pre_hooks", {})  # one of these
+    monkeypatch.setattr(torch_optimizer, "_global_optimizer_post_hooks", {})
     made = []
     _, optimizer = optimizer_of()
     monkeypatch.setattr(torch.autograd.profiler.record_function, "__enter__", lambda self: made.append(self.name))
