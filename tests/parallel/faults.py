@@ -110,7 +110,7 @@ class Injector(TorchDispatchMode):
             value = self.run.state.progress.step
             fault.marker(self.folder, number).write_text(f"{value}\n")
             self.seen[fault] = 0
-            if fault.kind == "swallowed":  # an allocator's count rises, and whoever asked catches the error
+            if fault.kind == "swallowed":  # an allocator's count rises, and what asked catches the error
                 self.refused += 1
                 return None
             return _do(fault.kind)

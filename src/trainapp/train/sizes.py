@@ -124,32 +124,20 @@ def initial_sizes(
     that fails costs one retried step; where it costs a restart of all workers, no larger size is tried. hint, saved,
     remembered: as `Sizes.state_dict` returns them, `hint` may have only one of the two; damaged ones are ignored.
     """
-    batch, parts, hint = config.batch, config.accumulation.steps, hint or {}
-    start = share = -(-global_size // world)
-    if parts != "auto":
-        start = -(-share // parts)
-    elif batch.micro_size != "auto":
-        start = min(batch.micro_size, share)
-    grows = config.oom.grow and config.oom.keep_global_batch and batch.micro_schedule is None and parts == "auto"
-    grows = grows and retries_in_place
-    sizes = Sizes(
-        train=MicroBatchSizes(start, config.oom.clean_steps, grow=grows, smallest=smallest),
-        evaluation=MicroBatchSizes(
-            _eval_start(config, share, -(-eval_samples // world)), config.oom.clean_steps, grow=grows
-        ),
-        parts=None if parts == "auto" else parts,
-    )
+    batch, hint = config.batch, hint or {}
+    share = -(-global_size // world)
+    sizes = _as_configured(config, share, -(-eval_samples // world), smallest, retries_in_place)
     if batch.micro_schedule is not None:
         sizes.schedule = _from_attempt(batch.micro_schedule, attempts + 1, share)
     if _is_valid(hint, "micro"):
-        sizes.train.start = min(start, hint["micro"]["start"])
+        sizes.train.start = min(sizes.train.start, hint["micro"]["start"])
         sizes.train.load_state_dict(hint["micro"])
         sizes.schedule.pop(attempts + 1, None)
         sizes.origin = "hint"
     elif sizes.schedule:
         sizes.follow_schedule(attempts + 1)
         sizes.origin = "schedule"
-    elif batch.micro_size != "auto" or parts != "auto":
+    elif batch.micro_size != "auto" or sizes.parts is not None:
         sizes.origin = "given"
     elif _is_known(saved, "micro"):
         sizes.train.load_state_dict(saved["micro"])
@@ -159,6 +147,24 @@ def initial_sizes(
         sizes.origin = "remembered"
     _load_evaluation(sizes.evaluation, hint, () if batch.eval_micro_size != "auto" else (saved, remembered))
     return sizes
+
+
+def _as_configured(config: Config, share: int, eval_share: int, smallest: int, retries_in_place: bool) -> Sizes:
+    """What the configuration says, for this rank's share of a training step and of an evaluation."""
+    batch, parts = config.batch, config.accumulation.steps
+    start = share
+    if parts != "auto":
+        start = -(-share // parts)
+    elif batch.micro_size != "auto":
+        start = min(batch.micro_size, share)
+    grows = config.oom.grow and config.oom.keep_global_batch and batch.micro_schedule is None and parts == "auto"
+    grows = grows and retries_in_place
+    eval_start = _eval_start(config, share, eval_share)
+    return Sizes(
+        train=MicroBatchSizes(start, config.oom.clean_steps, grow=grows, smallest=smallest),
+        evaluation=MicroBatchSizes(eval_start, config.oom.clean_steps, grow=grows),
+        parts=None if parts == "auto" else parts,
+    )
 
 
 def _load_evaluation(sizes: MicroBatchSizes, hint: dict[str, Any], others: tuple[dict[str, Any] | None, ...]) -> None:
