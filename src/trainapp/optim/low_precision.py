@@ -67,8 +67,8 @@ class AdamW(torch.optim.Optimizer):
             generators[parameter.device].manual_seed(state["step"])
         assert parameter.grad is not None
         tensors = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
-        for pieces in _pieces([_local(tensor) for tensor in tensors]):
-            _adamw(*pieces, state["step"], group, generators[parameter.device])
+        for weight, gradient, mean, square in _pieces([_local(tensor) for tensor in tensors]):
+            _adamw(weight, gradient, mean, square, state["step"], group, generators[parameter.device])
 
 
 def _adamw(
@@ -105,4 +105,4 @@ def _pieces(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
 
 def _local(tensor: Tensor) -> Tensor:
     """This rank's shard of an FSDP2 parameter."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[no-any-return]
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

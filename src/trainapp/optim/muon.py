@@ -6,9 +6,6 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-_OF_MUON = ("momentum", "nesterov", "ns_steps", "adjust_lr_fn")
-_OF_ADAMW = ("betas", "eps", "fused")
-
 
 class Muon(torch.optim.Optimizer):
     """torch.optim.Muon for the weights of hidden layers, one moment each; torch.optim.AdamW for what is not a matrix,
@@ -33,8 +30,9 @@ class Muon(torch.optim.Optimizer):
         fused: bool | None = None,
     ):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
-        given = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
-        given |= {"betas": tuple(betas), "eps": eps, "fused": fused}
+        of_muon: dict[str, Any] = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps}
+        of_muon["adjust_lr_fn"] = adjust_lr_fn
+        of_adamw: dict[str, Any] = {"betas": tuple(betas), "eps": eps, "fused": fused}
         matrices = [group for group in self.param_groups if group.pop("is_matrix", False)]
         others = [group for group in self.param_groups if not any(group is matrix for matrix in matrices)]
         if not matrices:
