@@ -20,7 +20,8 @@ from _common import machine, quartiles, table
 
 from trainapp.config import compose
 from trainapp.config.schema import Config
-from trainapp.memory.levers.catalogue import LEVERS, Lever, Situation
+from trainapp.memory.levers.catalogue import LEVERS
+from trainapp.memory.levers.lever import Lever, Situation
 from trainapp.parallel.ranks import SingleRank
 from trainapp.run import runner
 from trainapp.signals import StopRequest

@@ -60,6 +60,11 @@ REFUSED |= {
 # Options do not exist where their group's choice has no such key.
 MEANINGLESS = {frozenset(("activation_checkpointing=none", "activation_checkpointing.every=2"))}
 
+REFUSED |= {
+    frozenset(("optimizer=adafactor", f"parallel={strategy}")): "optimizer=adafactor with parallel=fsdp: it needs whole"
+    for strategy in ("fsdp", "hsdp")
+}
+
 # What keeps a run small. None of it is a default that another choice of option depends on.
 SMALL = (
     "train.device=cpu",

@@ -11,7 +11,8 @@ from trainapp.config import compose
 from trainapp.config.schema import Fsdp, Memory, Parallel
 from trainapp.errors import UserError
 from trainapp.memory.levers import catalogue
-from trainapp.memory.levers.catalogue import LEVERS, Lever, Situation
+from trainapp.memory.levers.catalogue import LEVERS
+from trainapp.memory.levers.lever import Lever, Situation
 
 # What lets any lever be chosen on the command line.
 SETTABLE = [lever for lever in LEVERS if lever.changes]

@@ -204,7 +204,14 @@ def test_the_advice_holds(tmp_path):
 def test_the_advice_of_traced_levers_holds(tmp_path):
     """As above, for savings that only a traced step can tell."""
     overrides = (*MODELS["gpt"], "model.depth=4", "model.width=32", "model.dropout=0", "model.context_length=256")
-    overrides = (*overrides, "data.vocab_size=1024", "batch.micro_size=1", "train.grad_clip=null", "train.ema=null")
+    overrides = (
+        *overrides,
+        "data.min_length=null",
+        "data.vocab_size=1024",
+        "batch.micro_size=1",
+        "train.grad_clip=null",
+        "train.ema=null",
+    )
     peak = peak_of(tmp_path / "peak", overrides, 1)
     with pytest.raises(TrainingStopped) as caught:
         Recorded(tiny(tmp_path / "run", *overrides, changes={"memory.limit": peak - 2000}))

@@ -20,6 +20,7 @@ OPTIMIZERS = {
     "adafactor": ("optimizer=adafactor", *SLOW_STEPS),
     "muon": ("optimizer=muon", *SLOW_STEPS),
 }
+REFUSED = {("adafactor", "fsdp"), ("adafactor", "hsdp")}
 QUICK = {("ddp", "chunks"), ("fsdp", "chunks"), ("fsdp", "frozen"), ("fsdp", "frozen from the start")}
 CELLS = [
     pytest.param(spread, lever, marks=() if (spread, lever) in QUICK else pytest.mark.slow)
@@ -42,7 +43,7 @@ def test_as_one_process(cell: Cell, spread, lever):
 def test_a_failure_on_one_rank(cell: Cell, spread, lever):
     overrides = (f"parallel={spread}", *LEVERS[lever], "model.dropout=0.1", "parallel.vote_on_oom=always")
     wanted = cell.run(2, *overrides, schedule={3: 2})
-    records = cell.run(2, *overrides, faults=[fail_at(1, 3, "backward", operation=4)])
+    records = cell.run(2, *overrides, faults=[fail_at(1, 3, "backward", operation=60)])
     for record, other in zip(records, wanted, strict=True):
         assert len(record.failures) == 1
         assert torch.equal(record.weights, other.weights)
@@ -65,6 +66,11 @@ def test_optimizers(cell: Cell, spread, optimizer):
     """The same weights on all ranks, and nearly those of one process: what is rounded by chance is rounded alike."""
     (reference,) = cell.run(0, *OPTIMIZERS[optimizer])
     records = cell.run(2, f"parallel={spread}", *OPTIMIZERS[optimizer])
+    if (optimizer, spread) in REFUSED:
+        for record in records:
+            assert record.error is not None
+            assert record.error.startswith("optimizer=adafactor with parallel=fsdp: it needs whole matrices")
+        return
     for record in records:
         assert record.error is None
         assert torch.equal(record.weights, records[0].weights)

@@ -4,7 +4,7 @@ import logging
 
 from trainapp.memory.kinds import MemoryKind
 from trainapp.memory.levers import catalogue
-from trainapp.memory.levers.catalogue import Lever, Situation
+from trainapp.memory.levers.lever import Lever, Situation
 from trainapp.oom.incident import Incident
 from trainapp.plan.trace import traced_peak
 from trainapp.train import losses

@@ -37,11 +37,9 @@ class Muon(torch.optim.Optimizer):
         others = [group for group in self.param_groups if not any(group is matrix for matrix in matrices)]
         if not matrices:
             raise ValueError("optimizer=muon: the model has no hidden matrix; use optimizer=adamw")
-        parts: list[torch.optim.Optimizer] = [
-            torch.optim.Muon(matrices, lr, **{name: given[name] for name in _OF_MUON})
-        ]
+        parts: list[torch.optim.Optimizer] = [torch.optim.Muon(matrices, lr, **of_muon)]
         if others:
-            parts.append(torch.optim.AdamW(others, lr, **{name: given[name] for name in _OF_ADAMW}))
+            parts.append(torch.optim.AdamW(others, lr, **of_adamw))
         self._parts = parts
         for part in parts:  # the groups are the same dictionaries in both; so is the state
             part.state = self.state

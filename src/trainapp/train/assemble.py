@@ -19,7 +19,8 @@ from trainapp.config.schema import Config
 from trainapp.data.batch import map_tensors
 from trainapp.errors import UserError
 from trainapp.memory.levers import activation_checkpointing, frozen
-from trainapp.memory.levers.catalogue import Situation, require_suited
+from trainapp.memory.levers.catalogue import require_suited
+from trainapp.memory.levers.lever import Situation
 from trainapp.models.inspect import blocks_of, has_batchnorm, lazy_modules
 from trainapp.optim.ema import WeightAverage
 from trainapp.optim.optimizers import build_optimizer

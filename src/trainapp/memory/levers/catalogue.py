@@ -3,94 +3,19 @@
 The advice of a run that cannot continue, the refusals when a run is assembled, and the table of docs/memory.md read it.
 """
 
-import dataclasses
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping
 
-from torch import nn
-
-from trainapp.config import targets
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
 from trainapp.memory.kinds import MemoryKind
-from trainapp.memory.levers import chunked_loss
-from trainapp.models.inspect import blocks_of, has_batchnorm
-
-
-@dataclass(frozen=True)
-class Situation:
-    """What decides whether a lever applies: the configuration, the model that is built from it, and whether its loss
-    is one of the application's own.
-    """
-
-    config: Config
-    model: nn.Module
-    knows_loss: bool
-
-
-def _anywhere(situation: Situation) -> None:
-    """No condition."""
-
-
-@dataclass(frozen=True)
-class Lever:
-    """A setting that trades something for memory.
-
-    setting: as on the command line; `=N` and `=[NAMES]` stand for values that the user chooses.
-    changes: the same, as dotted names of `Config` and their values; empty where the value is the user's.
-    saves, costs, applies: for the table.
-    in_force: whether a configuration has the lever; None: if it has the changes.
-    require: raises UserError where the lever does not apply.
-    is_default: whether it is in force unless the user changes it.
-    state_saved: `(bytes by kind, config) -> bytes` that persist between steps; None: only a traced step tells.
-    """
-
-    setting: str
-    saves: str
-    costs: str
-    applies: str = "always"
-    changes: Mapping[str, Any] = field(default_factory=dict)
-    require: Callable[[Situation], None] = _anywhere
-    in_force: Callable[[Config], bool] | None = None
-    is_default: bool = False
-    state_saved: Callable[[Mapping[MemoryKind, int], Config], int] | None = None
-
-    def is_set(self, config: Config) -> bool:
-        """Whether the configuration has this lever's values."""
-        if self.in_force is not None:
-            return self.in_force(config)
-        return bool(self.changes) and all(_value(config, name) == value for name, value in self.changes.items())
-
-    def sections(self, config: Config) -> dict[str, Any]:
-        """The sections of the configuration that the lever changes, for `dataclasses.replace`."""
-        changed: dict[str, Any] = {}
-        for name, value in self.changes.items():
-            section, *path = name.split(".")
-            changed[section] = _replaced(changed.get(section, getattr(config, section)), path, value)
-        return changed
-
-    def suits(self, situation: Situation) -> bool:
-        """Whether the lever applies."""
-        try:
-            self.require(situation)
-        except UserError:
-            return False
-        return True
-
-
-def _value(config: Config, name: str) -> Any:
-    value: Any = config
-    for part in name.split("."):
-        value = getattr(value, part)
-    return value
-
-
-def _replaced(node: Any, path: list[str], value: Any) -> Any:
-    if not path:
-        return value
-    first, *rest = path
-    return dataclasses.replace(node, **{first: _replaced(getattr(node, first), rest, value)})
+from trainapp.memory.levers.conditions import (
+    needs_a_head,
+    needs_blocks,
+    needs_rounding_by_chance,
+    needs_shards,
+    needs_whole_parameters,
+)
+from trainapp.memory.levers.lever import Lever, Situation
 
 
 def require_suited(situation: Situation) -> None:
@@ -116,50 +41,6 @@ def table() -> list[str]:
     """The rows of the table in docs/memory.md."""
     rows = ["| setting | saves | costs | applies |", "|---|---|---|---|"]
     return rows + [f"| `{lever.setting}` | {lever.saves} | {lever.costs} | {lever.applies} |" for lever in LEVERS]
-
-
-# --- when a lever applies
-
-
-def _needs_blocks(situation: Situation) -> None:
-    mode = situation.config.activation_checkpointing.mode
-    blocks_of(situation.model, "activation_checkpointing" if mode == "none" else f"activation_checkpointing={mode}")
-
-
-def _needs_a_head(situation: Situation) -> None:
-    if not situation.knows_loss:
-        raise UserError(
-            f"{chunked_loss.SETTING}={situation.config.memory.loss_chunk}: the task computes its own loss; call "
-            "trainapp.tasks.linear_cross_entropy in it, or leave the setting out"
-        )
-    chunked_loss.require_head(situation.config, situation.model)
-
-
-def _needs_rounding_by_chance(situation: Situation) -> None:
-    config, setting = situation.config, "precision=bf16_pure"
-    if has_batchnorm(situation.model):
-        raise UserError(f"{setting}: BatchNorm needs its weights in fp32; use model.norm=group, or precision=bf16")
-    if config.train.ema is not None:
-        raise UserError(
-            f"{setting} with train.ema={config.train.ema}: an average in bf16 would stand still, as its changes are "
-            "smaller than its last bit; use train.ema=null, or precision=bf16"
-        )
-    if config.precision.mode == "bf16_pure":
-        kind = targets.locate(config.optimizer.target, "optimizer._target_", config.user_packages)
-        if not getattr(kind, "rounds_by_chance", False):
-            raise UserError(
-                f"{setting} with {config.optimizer.target}: updates smaller than half of the last bit of a bf16 weight "
-                "(1/512 of it) would be lost; use optimizer=adamw_bf16, which rounds by chance, or precision=bf16"
-            )
-
-
-def _needs_shards(situation: Situation) -> None:
-    strategy = situation.config.parallel.strategy
-    if strategy != "fsdp":
-        raise UserError(
-            f"parallel.fsdp.cpu_offload=true: only shards are kept on the host, but parallel.strategy={strategy}; use "
-            "parallel=fsdp, or leave it out"
-        )
 
 
 # --- what a lever saves of what persists between steps
@@ -214,7 +95,7 @@ LEVERS = (
         applies="models without BatchNorm; without `train.ema`; optimizers that round by chance",
         changes={"precision.mode": "bf16_pure", **_ADAMW_BF16},
         in_force=lambda config: config.precision.mode == "bf16_pure",
-        require=_needs_rounding_by_chance,
+        require=needs_rounding_by_chance,
     ),
     Lever(
         "activation_checkpointing=full",
@@ -222,7 +103,7 @@ LEVERS = (
         costs="a second forward of the blocks: about a third more time",
         applies="models with `blocks()`",
         changes={"activation_checkpointing.mode": "full"},
-        require=_needs_blocks,
+        require=needs_blocks,
     ),
     Lever(
         "activation_checkpointing=selective",
@@ -230,7 +111,7 @@ LEVERS = (
         costs="a few percent of time",
         applies="models with `blocks()`",
         changes={"activation_checkpointing.mode": "selective"},
-        require=_needs_blocks,
+        require=needs_blocks,
     ),
     Lever(
         "memory.loss_chunk=auto",
@@ -239,7 +120,7 @@ LEVERS = (
         applies="`task=next_token` and `classification`, models with `features()` and an nn.Linear `head`",
         changes={"memory.loss_chunk": "auto"},
         in_force=lambda config: config.memory.loss_chunk is not None,
-        require=_needs_a_head,
+        require=needs_a_head,
     ),
     Lever(
         "optimizer=sgd",
@@ -272,10 +153,13 @@ LEVERS = (
         "optimizer=adafactor",
         saves="nearly all optimizer state of matrices",
         costs="another optimizer; reads two numbers per parameter from the device in every step",
+        applies="not with `parallel=fsdp`",
         changes={
             "optimizer.target": "torch.optim.Adafactor",
             "optimizer.arguments": {"beta2_decay": -0.8, "d": 1.0},
         },
+        in_force=lambda config: config.optimizer.target == "torch.optim.Adafactor",
+        require=needs_whole_parameters,
     ),
     Lever(
         "optimizer=muon",
@@ -352,7 +236,7 @@ LEVERS = (
         costs="copies between host and device, and the optimizer's step on the host",
         applies="`parallel=fsdp`",
         changes={"parallel.fsdp.cpu_offload": True},
-        require=_needs_shards,
+        require=needs_shards,
     ),
     Lever(
         "memory.expandable_segments=true",
