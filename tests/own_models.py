@@ -1,7 +1,9 @@
-"""Models whose allocation has a size chosen by the test."""
+"""Models whose allocation has a size chosen by the test, and one with unusual blocks."""
 
 import torch
 from torch import Tensor, nn
+
+from trainapp.models.gpt import GPT
 
 
 class Scratch(nn.Module):
@@ -35,3 +37,10 @@ class Widening(nn.Module):
         for width in (self.width, 2 * self.width):
             total = total + torch.ones(len(inputs), width).sum(1)
         return self.last(total[:, None] * inputs.mean((1, 2, 3))[:, None])
+
+
+class HeadInBlock(GPT):
+    """Its head is one of the blocks."""
+
+    def blocks(self) -> list[nn.Module]:
+        return [*super().blocks(), self.head]

@@ -85,3 +85,13 @@ def test_soak_ends_as_the_undisturbed_run():
     printed = run("soak.py", "--kills", "1", "--steps", "60")
     assert "steps lost 0, steps repeated 0" in printed
     assert "weights equal bit for bit: True" in printed
+
+
+@pytest.mark.slow
+def test_ladder_measures_every_lever_and_the_stacks(tmp_path):
+    arguments = ["--models", "gpt", "--scale", "0.1", "--rounds", "2", "--steps", "1", "--json", str(tmp_path / "j")]
+    found = rows(run("ladder.py", *arguments))
+    measured = json.loads((tmp_path / "j").read_text())["gpt"]
+    assert {f"`{setting}`" for kind in measured.values() for setting in kind} <= found.keys()
+    assert measured["levers"]["activation_checkpointing=full"]["peak"] < measured["levers"]["precision=bf16"]["plain"]
+    assert all(len(values["ratios"]) == 2 for kind in measured.values() for values in kind.values())

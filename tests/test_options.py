@@ -24,6 +24,7 @@ BESIDE = {
     ("data", "synthetic_images"): (*MODELS["mlp"][:2], "data.size=100", "data.val_size=20"),
     ("activation_checkpointing", "full"): MODELS["gpt"],
     ("activation_checkpointing", "selective"): MODELS["gpt"],
+    ("precision", "bf16_pure"): (*MODELS["mlp"], "optimizer=adamw_bf16"),
     ("experiment", "gpt_text"): ("model.depth=1", "model.width=16", "model.heads=2"),
 }
 
@@ -77,7 +78,8 @@ def test_parallel_option_trains_a_step(tmp_path, option):
 @pytest.mark.parametrize("mode", GROUPS["precision"])
 @pytest.mark.parametrize("model", MODELS)
 def test_every_precision_with_every_model(tmp_path, mode, model):
-    ended = runs.run(tmp_path, *MODELS[model], f"precision={mode}", "train.max_steps=2", "every.eval=2")
+    more = ("optimizer=adamw_bf16", *(["model.norm=group"] if model == "resnet" else [])) if mode == "bf16_pure" else ()
+    ended = runs.run(tmp_path, *MODELS[model], f"precision={mode}", *more, "train.max_steps=2", "every.eval=2")
     lines = metrics(tmp_path)
     assert ended.steps == 2
     assert all(0 < line["loss"] < 10 for line in lines)

@@ -47,10 +47,23 @@ REFUSED = {
     }.items()
     for data in kinds
 } | {
-    frozenset(("accumulation=fixed", "batch.micro_size=3")): r"accumulation\.steps=4 and batch\.micro_size=3: both fix"
+    frozenset(("accumulation=fixed", "batch.micro_size=3")): r"accumulation\.steps=4 and batch\.micro_size=3: both fix",
+    frozenset(("precision=bf16_pure", "model=resnet")): r"precision=bf16_pure: BatchNorm needs its weights in fp32",
+    frozenset(("precision=bf16_pure", "train.ema=0.9")): r"precision=bf16_pure with train\.ema=0\.9: an average",
+}
+# Weights in bf16 need an optimizer that rounds by chance.
+REFUSED |= {
+    frozenset(("precision=bf16_pure", option)): r"precision=bf16_pure with [\w.]+: updates smaller than half of"
+    for option in GROUPS["optimizer"]
+    if option != "optimizer=adamw_bf16"
 }
 # Options do not exist where their group's choice has no such key.
 MEANINGLESS = {frozenset(("activation_checkpointing=none", "activation_checkpointing.every=2"))}
+
+REFUSED |= {
+    frozenset(("optimizer=adafactor", f"parallel={strategy}")): "optimizer=adafactor with parallel=fsdp: it needs whole"
+    for strategy in ("fsdp", "hsdp")
+}
 
 # What keeps a run small. None of it is a default that another choice of option depends on.
 SMALL = (

@@ -207,6 +207,29 @@ def test_the_advice_holds(tmp_path):
     assert peak - without == pytest.approx(float(size.split()[0]) * 1024, rel=0.02)
 
 
+def test_the_advice_of_traced_levers_holds(tmp_path):
+    """As above, for savings that only a traced step can tell."""
+    overrides = (*MODELS["gpt"], "model.depth=4", "model.width=32", "model.dropout=0", "model.context_length=256")
+    overrides = (
+        *overrides,
+        "data.min_length=null",
+        "data.vocab_size=1024",
+        "batch.micro_size=1",
+        "train.grad_clip=null",
+        "train.ema=null",
+    )
+    peak = peak_of(tmp_path / "peak", overrides, 1)
+    with pytest.raises(TrainingStopped) as caught:
+        Recorded(tiny(tmp_path / "run", *overrides, changes={"memory.limit": peak - 2000}))
+    found = re.findall(r"^ +([\d.]+) (KiB|MiB)  (.+?): costs", str(caught.value), re.MULTILINE)
+    promised = {setting: float(size) * {"KiB": 2**10, "MiB": 2**20}[unit] for size, unit, setting in found}
+    checked = {"memory.loss_chunk=auto", "optimizer=adamw_bf16", "activation_checkpointing=full"}
+    assert checked <= promised.keys()
+    for number, setting in enumerate(sorted(checked)):
+        less = peak - peak_of(tmp_path / str(number), (*overrides, setting), 1)
+        assert less == pytest.approx(promised[setting], rel=0.05, abs=2**12), setting
+
+
 def test_a_healthy_step_is_drawn_on_request(tmp_path):
     config = tiny(tmp_path, *cell("mlp", "fp32"), changes={"memory.timeline": True, "train.max_steps": 6})
     Recorded(config)

@@ -2,9 +2,11 @@ import helpers
 import pytest
 import runs
 import torch
+from helpers import metrics
 
 from trainapp.config import schema
-from trainapp.optim import precision
+from trainapp.errors import UserError
+from trainapp.optim import low_precision, precision
 from trainapp.torch_private import DispatchMode
 from trainapp.train import loop
 
@@ -17,6 +19,7 @@ MLP = runs.MODELS["mlp"]
         ("fp32", torch.float32, False),
         ("tf32", torch.float32, False),
         ("bf16", torch.bfloat16, False),
+        ("bf16_pure", torch.bfloat16, False),
         ("fp16", torch.float16, True),
     ],
 )
@@ -213,3 +216,68 @@ def test_it_is_the_step_of_torchs_scaler(build):
         ends.append((weights, [dict(state) for state in optimizer.state.values()], built.scaler.state_dict(), applied))
     assert runs.differences(*ends) == []
     assert ends[0][3] == [True, False, True, False, True, True, True, True]
+
+
+# Weights in bf16
+
+PURE = (*runs.MODELS["gpt"], "model.dropout=0", "precision=bf16_pure", "optimizer=adamw_bf16")
+
+
+def test_pure_bf16_has_no_fp32_but_buffers(tmp_path):
+    run = runs.prepare(tmp_path, *PURE, "train.grad_clip=0.1")
+    runs.accumulate(run)
+    model = run.state.model
+    assert {p.dtype for p in model.parameters()} == {p.grad.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert {b.dtype for b in model.buffers()} == {torch.float32}
+    assert model.head.weight is model.embedding.weight
+    run.close()
+
+
+def test_pure_bf16_halves_what_persists(tmp_path):
+    sizes = {}
+    for name, overrides in {"fp32": runs.MODELS["gpt"], "pure": PURE}.items():
+        run = runs.prepare(tmp_path / name, *overrides)
+        sizes[name] = [run.meter.static[kind] for kind in ("parameters", "gradients", "optimizer_state")]
+        run.close()
+    assert sizes["pure"] == pytest.approx([size / 2 for size in sizes["fp32"]], rel=0.01)
+
+
+def test_pure_bf16_norm_is_added_up_in_fp32(tmp_path):
+    run = runs.prepare(tmp_path, *PURE)
+    norm = runs.clip(run)
+    assert norm.dtype == torch.float32
+    assert float(norm) > 0
+    run.close()
+
+
+def last_loss(run_dir, *overrides):
+    learning = ("train.max_steps=300", "every.log=300", "schedule=constant", "optimizer.lr=3e-4")
+    runs.run(run_dir, *PURE, *learning, *overrides)
+    return metrics(run_dir)[-1]["loss"]
+
+
+@pytest.mark.slow
+def test_pure_bf16_learns_as_fp32_does(tmp_path, monkeypatch):
+    fp32 = last_loss(tmp_path / "fp32", "precision=fp32", "optimizer=adamw")
+    pure = last_loss(tmp_path / "pure")
+    assert pure == pytest.approx(fp32, rel=0.02)
+    # Negative control: rounded to nearest, most updates are lost.
+    monkeypatch.setattr(low_precision, "copy_rounded", lambda target, source, generator: target.copy_(source))
+    assert last_loss(tmp_path / "nearest") > 1.02 * fp32
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("model=resnet", "model.width=4", "data=digits"), "precision=bf16_pure: BatchNorm needs its weights in fp32;"),
+        (("train.ema=0.9",), "precision=bf16_pure with train.ema=0.9: an average in bf16 would stand still"),
+        (("optimizer=adamw",), "precision=bf16_pure with torch.optim.AdamW: updates smaller than half of the last"),
+    ],
+)
+def test_pure_bf16_is_refused(tmp_path, overrides, message):
+    model = () if "model=resnet" in overrides else runs.MODELS["mlp"]
+    optimizer = () if "optimizer=adamw" in overrides else ("optimizer=adamw_bf16",)
+    with pytest.raises(UserError) as refused:
+        runs.prepare(tmp_path, *model, "precision=bf16_pure", *optimizer, *overrides)
+    assert str(refused.value).startswith(message)
+    assert "\n" not in str(refused.value)

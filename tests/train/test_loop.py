@@ -1,5 +1,8 @@
 """The step: gradients summed over micro-batches equal the big batch's; one clip and one schedule step per step."""
 
+import dataclasses
+import weakref
+
 import helpers
 import pytest
 import runs
@@ -222,3 +225,45 @@ def test_cadences(tmp_path):
     assert [line["step"] for line in helpers.metrics(tmp_path)] == [3, 6, 7]
     assert [line["step"] for line in helpers.evaluations(tmp_path)] == [2, 4, 6, 7]
     assert sorted(p.name for p in (tmp_path / "checkpoints").glob("step_*")) == ["step_00000004", "step_00000007"]
+
+
+@pytest.mark.parametrize("is_logged", [False, True])
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_what_a_metric_holds_is_gone_in_the_backward(prepare, is_logged, is_kept):
+    """Such as the logits of all samples. Negative control: what somebody else holds is there."""
+    found, kept = [], []
+
+    def task(model, batch):
+        loss, count, _ = losses.classification(model, batch)
+        large = torch.full((2,), 3.0)
+        if is_kept:
+            kept.append(large)
+        reference = weakref.ref(large)
+        loss.register_hook(lambda gradient: found.append(reference() is not None))
+        return loss, count, {"large": lambda: large.sum()}
+
+    run = prepare(*runs.MODELS["mlp"], "batch.micro_size=8")
+    totals = runs.accumulate(dataclasses.replace(run, task=losses.checked(task, "own")), is_logged)
+    assert found == [is_kept] * 2
+    assert totals.metrics == ({"large": (12.0, 16)} if is_logged else {})
+
+
+def without_metrics(task):
+    """The task, with nothing that could hold the logits."""
+    return lambda model, batch: (*task(model, batch)[:2], {})
+
+
+def test_the_logits_are_gone_in_the_backward(tmp_path):
+    """The peak of a step is that of one without a metric."""
+    gpt = ("data.vocab_size=2000", "memory.limit=1GiB", "activation_checkpointing=full", "model.tie_embeddings=false")
+    peaks = []
+    for number in range(2):
+        run = runs.prepare(tmp_path / str(number), *runs.MODELS["gpt"], *gpt)
+        if number:
+            run = dataclasses.replace(run, task=without_metrics(run.task))
+        loop.train_step(run)
+        run.close()
+        peaks.append(run.memory.peak)
+    logits = 16 * 16 * 2000 * 4
+    assert peaks[1] > 2 * logits
+    assert peaks[0] < peaks[1] + 0.1 * logits

@@ -81,7 +81,7 @@ class Loader:
 
 @dataclass(config=STRICT)
 class Precision:
-    mode: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
+    mode: Literal["fp32", "tf32", "bf16", "bf16_pure", "fp16"] = "fp32"
     initial_scale: PositiveFloat = 65536.0
     growth_interval: PositiveInt = 2000
 
@@ -119,6 +119,7 @@ class ActivationCheckpointing:
 @dataclass(config=STRICT)
 class Memory:
     limit: MemorySize | None = None
+    loss_chunk: Auto | PositiveInt | None = None
     expandable_segments: Bool = True
     timeline: Bool = False
     guard: Bool = True
@@ -191,6 +192,7 @@ class Target:
 class Model(Target):
     init_from: Str | None = None
     init_strict: Bool = True
+    freeze: list[Str] = field(default_factory=list)
 
 
 @dataclass(config=STRICT)

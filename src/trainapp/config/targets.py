@@ -17,6 +17,8 @@ ALLOWED_PACKAGES = (
     "trainapp.data",
     "trainapp.tasks",
     "trainapp.train.losses",
+    "trainapp.optim.low_precision",
+    "trainapp.optim.muon",
     "torch.optim",
     "torch.nn",
 )

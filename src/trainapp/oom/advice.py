@@ -1,12 +1,13 @@
 """When no micro-batch fits: where the memory went, and which settings would need less."""
 
 import logging
-from typing import Any
 
-from trainapp.config.schema import ActivationCheckpointing, Precision
 from trainapp.memory.kinds import MemoryKind
+from trainapp.memory.levers import catalogue
+from trainapp.memory.levers.lever import Lever, Situation
 from trainapp.oom.incident import Incident
 from trainapp.plan.trace import traced_peak
+from trainapp.train import losses
 from trainapp.train.run import Run
 from trainapp.units import bytes_text
 
@@ -40,33 +41,32 @@ def _why_no_smaller(run: Run, failure: Incident) -> str:
 
 
 def _savings(run: Run, failure: Incident) -> list[tuple[int, str]]:
-    """`(bytes, setting)`: state from the sizes of its tensors, activations from a traced step."""
+    """`(bytes, setting: cost)` per lever: state from the sizes of its tensors, activations from a traced step."""
     config, static = run.config, run.meter.static
-    state = static[MemoryKind.OPTIMIZER_STATE]
-    found = [
-        (static[MemoryKind.WEIGHT_AVERAGE], "train.ema=null: no average of the weights"),
-        (state, "optimizer=sgd optimizer.momentum=0: no optimizer state"),
-    ]
-    if "Adam" in config.optimizer.target:
-        found.append((state // 2, "optimizer=sgd: one moment per parameter instead of two"))
+    levers = catalogue.available(Situation(config, run.state.model, losses.is_built_in(run.task)))
+    found = [(lever.state_saved(static, config), _text(lever)) for lever in levers if lever.state_saved is not None]
     if failure.evaluating:  # the rest is of a training step
         return found
-    others: list[tuple[str, dict[str, Any]]] = []
-    if config.precision.mode in ("fp32", "tf32"):
-        others.append(("precision=bf16: smaller activations", {"precision": Precision(mode="bf16")}))
-    if config.activation_checkpointing.mode == "none":
-        for mode in ("full", "selective"):
-            settings = ActivationCheckpointing(mode=mode)
-            text = f"activation_checkpointing={mode}: recomputed instead of kept"
-            others.append((text, {"activation_checkpointing": settings}))
-    return found + _traced_savings(run, failure.old_size, others)
+    traced = [lever for lever in levers if lever.state_saved is None and _can_be_traced(lever)]
+    return found + _traced_savings(run, failure.old_size, traced)
 
 
-def _traced_savings(run: Run, samples: int, others: list[tuple[str, dict[str, Any]]]) -> list[tuple[int, str]]:
-    """How much less memory a step with micro-batches of `samples` would need with other settings."""
+def _text(lever: Lever) -> str:
+    return f"{lever.setting}: costs {lever.costs}"
+
+
+def _can_be_traced(lever: Lever) -> bool:
+    """A trace is of one rank with the whole model, on no particular device."""
+    return not any(name.startswith(("parallel.", "memory.expandable", "checkpointing.")) for name in lever.changes)
+
+
+def _traced_savings(run: Run, samples: int, levers: list[Lever]) -> list[tuple[int, str]]:
+    """How much less memory a step with micro-batches of `samples` would need with each of the levers."""
+    found = []
     try:
         now = traced_peak(run, samples)
-        return [(now - traced_peak(run, samples, **settings), text) for text, settings in others]
+        for lever in levers:
+            found.append((now - traced_peak(run, samples, **lever.sections(run.config)), _text(lever)))
     except Exception as error:  # some models cannot be traced; the rest of the report still helps
         log.debug("the model could not be traced: %s", error)
-        return []
+    return found

@@ -25,10 +25,12 @@ def describe(run: Run) -> dict[str, Any]:
     return {
         "model": [config.model.target, config.model.arguments],
         "parameters": sum(p.numel() for p in state.model.parameters()),
+        "frozen": config.model.freeze,
         "data": [config.data.target, {k: v for k, v in config.data.arguments.items() if not str(k).endswith("size")}],
         "task": config.task,
         "precision": config.precision.mode,
         "activation_checkpointing": [config.activation_checkpointing.mode, config.activation_checkpointing.every],
+        "loss_chunk": config.memory.loss_chunk,
         "compile": config.train.compile,
         "average": config.train.ema is not None,
         "optimizer": [config.optimizer.target, config.optimizer.arguments, config.optimizer.fused],

@@ -51,6 +51,8 @@ def build_optimizer(
     dampened = arguments.get("momentum") and arguments.get("dampening")
     can_be_fused = "fused" in takes and not dampened
     is_auto = settings.fused == "auto"
+    if settings.fused is True and "fused" not in takes:
+        raise UserError(f"optimizer.fused=true: {settings.target} has no fused kernel; use optimizer.fused=auto")
     if can_be_fused and (device.type in _FUSED_DEVICES if is_auto else settings.fused):
         try:
             return _ready(kind, {**arguments, "fused": True}, settings, model, user_packages)
@@ -66,7 +68,10 @@ def _ready(
     takes = inspect.signature(kind).parameters
     trained = [p for p in model.parameters() if p.requires_grad]
     # Made here because an optimizer writes its settings into the groups that it is given.
-    groups = parameter_groups(model, settings.weight_decay) if "weight_decay" in takes else trained
+    grouped = getattr(
+        kind, "parameter_groups", parameter_groups
+    )  # an optimizer may treat some parameters in another way
+    groups = grouped(model, settings.weight_decay) if "weight_decay" in takes else trained
     optimizer = targets.construct(kind, arguments, "optimizer", user_packages, {"params": groups, "lr": settings.lr})
     try:
         materialise_state(optimizer)
@@ -99,9 +104,9 @@ def materialise_state(optimizer: torch.optim.Optimizer) -> bool:
     """Allocate the state that torch's optimizers otherwise create in their first step. Whether that was possible.
 
     It is not where the state is not zero after a step without effect (Rprop's step sizes), for SGD's dampened momentum,
-    which treats the first step differently, nor for optimizers that torch does not ship.
+    which treats the first step differently, nor for optimizers that neither torch nor trainapp ships.
     """
-    if type(optimizer).__module__.partition(".")[0] != "torch":
+    if type(optimizer).__module__.partition(".")[0] not in ("torch", "trainapp"):
         return False
     if optimizer.state:  # created by the constructor, as in Adagrad
         return True

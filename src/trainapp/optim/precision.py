@@ -1,11 +1,14 @@
 """Turns a precision mode into autocast, a loss scaler and dtypes.
 
-| mode | weights | matrix products            | loss scale |
-|------|---------|----------------------------|------------|
-| fp32 | fp32    | fp32                       | none       |
-| tf32 | fp32    | TF32 on NVIDIA, else fp32  | none       |
-| bf16 | fp32    | bfloat16 (autocast)        | none       |
-| fp16 | fp32    | float16 (autocast)         | dynamic    |
+| mode      | weights  | matrix products            | loss scale |
+|-----------|----------|----------------------------|------------|
+| fp32      | fp32     | fp32                       | none       |
+| tf32      | fp32     | TF32 on NVIDIA, else fp32  | none       |
+| bf16      | fp32     | bfloat16 (autocast)        | none       |
+| bf16_pure | bfloat16 | bfloat16 (autocast)        | none       |
+| fp16      | fp32     | float16 (autocast)         | dynamic    |
+
+Autocast stays on in bf16_pure for what a model or a loss mixes: fp32 inputs, buffers and losses.
 """
 
 import contextlib
@@ -14,14 +17,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainapp import torch_direct
 from trainapp.config import schema
 from trainapp.errors import UserError
 from trainapp.torch_private import forget_unscaling, found_inf
 
-_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_AUTOCAST = {"bf16": torch.bfloat16, "bf16_pure": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass
@@ -32,6 +35,23 @@ class Precision:
     compute_dtype: torch.dtype
     autocast: contextlib.AbstractContextManager[Any]
     scaler: torch.amp.GradScaler
+
+    @property
+    def is_pure(self) -> bool:
+        """Whether parameters, and with them gradients, are in `compute_dtype`, too."""
+        return self.mode == "bf16_pure"
+
+    @property
+    def norm_dtype(self) -> torch.dtype | None:
+        """In which the squares of gradients are added up; None: their own."""
+        return torch.float32 if self.is_pure else None
+
+    def cast_parameters(self, model: nn.Module) -> None:
+        """Give the parameters their dtype, in place; tied ones stay tied. Buffers keep theirs."""
+        if self.is_pure:
+            for parameter in model.parameters():
+                if parameter.is_floating_point():
+                    parameter.data = parameter.data.to(self.compute_dtype)
 
     def unscale(self, optimizer: torch.optim.Optimizer, all_reduce_found_inf: Callable[[list[Tensor]], None]) -> None:
         """Divide the gradients by the loss scale. The reduction makes an overflow on one rank an overflow on all."""

@@ -18,7 +18,9 @@ from trainapp.config import targets
 from trainapp.config.schema import Config
 from trainapp.data.batch import map_tensors
 from trainapp.errors import UserError
-from trainapp.memory.levers import activation_checkpointing
+from trainapp.memory.levers import activation_checkpointing, frozen
+from trainapp.memory.levers.catalogue import require_suited
+from trainapp.memory.levers.lever import Situation
 from trainapp.models.inspect import blocks_of, has_batchnorm, lazy_modules
 from trainapp.optim.ema import WeightAverage
 from trainapp.optim.optimizers import build_optimizer
@@ -54,8 +56,8 @@ def assemble(
 ) -> Assembled:
     """The model on its device, spread over the ranks, with its optimizer and loss.
 
-    In this order: construction, shapes of lazy modules, activation checkpointing, compilation, sharding, optimizer.
-    Draws the parameters from torch's generators.
+    In this order: construction, shapes of lazy modules, frozen parameters, activation checkpointing, compilation,
+    sharding, optimizer. Draws the parameters from torch's generators.
     initial_device: where parameters are initialised; None: on the CPU, then moved (with `parallel.fsdp.meta_init`: on
     the meta device, then shard by shard).
     example: a batch of so many samples, for lazy modules. Raises UserError for parts that do not fit together.
@@ -71,6 +73,9 @@ def assemble(
         _materialise(model, lazy, None if is_meta else example, components.task, device, precision)
     if dense := _make_gradients_dense(model):
         log.info("the gradients of %s are made dense: sparse ones cannot be clipped", ", ".join(dense))
+    frozen.freeze(model, config.model.freeze)
+    require_suited(Situation(config, model, losses.is_built_in(components.task)))
+    precision.cast_parameters(model)
     activation_checkpointing.apply(model, config.activation_checkpointing)
     if config.train.compile:
         model.compile()
@@ -92,7 +97,8 @@ def assemble(
         seed=config.train.seed,
         global_size=config.batch.global_size,
     )
-    return Assembled(state, strategy, losses.checked(components.task, config.task))
+    task = losses.in_chunks(components.task, config.memory.loss_chunk)
+    return Assembled(state, strategy, losses.checked(task, config.task))
 
 
 def _make_gradients_dense(model: nn.Module) -> list[str]:

@@ -9,13 +9,15 @@ evaluation. A metric that only some micro-batches or ranks have is averaged over
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainapp.errors import UserError
+from trainapp.memory.levers.chunked_loss import features_only, linear_cross_entropy
 
 Number = float | int | bool  # or a number of NumPy's
 Metrics = Mapping[str, Tensor | Number | Callable[[], Tensor | Number]]
@@ -52,6 +54,40 @@ def next_token(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor, Metrics]:
     return loss_sum, (targets != IGNORED).sum(), {"accuracy": lambda: (detached.argmax(-1) == targets).sum()}
 
 
+@dataclass(frozen=True)
+class InChunks:
+    """`classification` or `next_token` whose logits exist for some rows at a time, for models with `features` and
+    `head`: see memory/levers/chunked_loss.py.
+    """
+
+    task: Task
+    rows: int | Literal["auto"]
+
+    def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | int, Metrics]:
+        inputs, targets = inputs_and_targets(batch)
+        with features_only(model):
+            features = model(inputs)
+        head: Any = model.head
+        loss_sum, correct = linear_cross_entropy(features, head, targets, self.rows, IGNORED)
+        count = len(targets) if self.task is classification else (targets != IGNORED).sum()
+        return loss_sum, count, {"accuracy": correct}
+
+
+def is_built_in(task: Task) -> bool:
+    """Whether the task's loss is one of this module, which can be computed in chunks."""
+    plain = getattr(task, "unchecked", task)
+    return plain in (classification, next_token) or isinstance(plain, InChunks)
+
+
+def in_chunks(task: Task, rows: int | Literal["auto"] | None) -> Task:
+    """A built-in task with its loss in chunks of so many rows; None: with all logits at once. Others are unchanged."""
+    if not is_built_in(task):
+        return task
+    plain = getattr(task, "unchecked", task)
+    plain = plain.task if isinstance(plain, InChunks) else plain
+    return plain if rows is None else InChunks(plain, rows)
+
+
 def checked(task: Task, setting: str) -> Task:
     """The task, raising UserError for a result that cannot be trained on or added up. Costs half a microsecond.
 
@@ -70,6 +106,7 @@ def checked(task: Task, setting: str) -> Task:
             _refuse(result, setting)
         return loss, count, metrics
 
+    setattr(checked_task, "unchecked", task)  # noqa: B010  # a function has no such attribute, says mypy
     return checked_task
 
 

@@ -13,8 +13,8 @@ class Phase(str, Enum):
     DATA = "data"
     FORWARD = "forward"
     LOSS = "loss"
-    BACKWARD = "backward"
     METRIC = "metric"
+    BACKWARD = "backward"
     GRADIENTS = "gradients"
     UNSCALE = "unscale"
     CLIP = "clip"
@@ -47,8 +47,8 @@ _BEFORE_COMMIT = frozenset(
         Phase.DATA,
         Phase.FORWARD,
         Phase.LOSS,
-        Phase.BACKWARD,
         Phase.METRIC,
+        Phase.BACKWARD,
         Phase.GRADIENTS,
         Phase.UNSCALE,
         Phase.CLIP,

@@ -52,12 +52,14 @@ def backward(run: Run, micro: MicroBatch, weight: Tensor, totals: Totals, is_log
         loss, count, metrics = run.strategy.compute(run.task, micro.data)
     if before is not None:
         require_same_gradients(run.meter.parameters, before)
+    run.attempt.phase = Phase.METRIC
+    finished = evaluate_metrics(metrics) if is_logged else {}
+    del metrics  # functions among them hold what they compute from, such as all logits: not through the backward
     run.attempt.phase = Phase.BACKWARD
     is_first = not run.meter.samples and micro.last
     with checked_gradients(run.state.model, loss) if is_first else contextlib.nullcontext():
         torch_direct.backward(precision.scaler.scale(loss), weight if micro.real else weight * 0)
-    run.attempt.phase = Phase.METRIC
-    return totals.plus(loss, count, evaluate_metrics(metrics) if is_logged else {}, real=micro.real)
+    return totals.plus(loss, count, finished, real=micro.real)
 
 
 def clip_gradients(run: Run, step: Step, totals: Totals) -> Tensor:
@@ -66,7 +68,7 @@ def clip_gradients(run: Run, step: Step, totals: Totals) -> Tensor:
     run.state.precision.unscale(run.state.optimizer, run.strategy.all_reduce_found_inf)
     run.attempt.phase = Phase.CLIP
     gradients = locals_of(run.meter.gradients())
-    dtype = torch.float64 if may_be_extreme(totals.count, step.samples) else None
+    dtype = torch.float64 if may_be_extreme(totals.count, step.samples) else run.state.precision.norm_dtype
     norm = run.strategy.grad_norm(gradient_norm(gradients, dtype))
     factor = count_factor(totals.count, step.samples, norm)
     if factor is not None:

@@ -1,0 +1,168 @@
+"""The ladder: peak memory and relative time of every lever, alone and stacked, paired with the run without it.
+
+    python benchmarks/ladder.py [--models gpt,resnet] [--rounds 7] [--steps 2] [--scale 1.0] [--json FILE]
+
+The levers are those of `trainapp.memory.levers.catalogue` that a single process can set. The peak is that of two steps,
+in live tensors, with the optimizer's state allocated. For the time, a run with the lever and one without take turns in
+one process; a ratio is that of their seconds per step in the same round. Stacks add one lever after the other.
+"""
+
+import argparse
+import json
+import logging
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from _common import machine, quartiles, table
+
+from trainapp.config import compose
+from trainapp.config.schema import Config
+from trainapp.memory.levers.catalogue import LEVERS
+from trainapp.memory.levers.lever import Lever, Situation
+from trainapp.parallel.ranks import SingleRank
+from trainapp.run import runner
+from trainapp.signals import StopRequest
+from trainapp.train import loop
+from trainapp.train.run import Run
+
+WARM_UP = 4  # steps until a size is proven and memory no longer counted
+SAMPLES = 16
+COMMON = (
+    "train.device=cpu",
+    "train.max_steps=1000000",
+    "train.max_epochs=null",
+    "every.log=null",
+    "every.eval=null",
+    "every.save=null",
+    "memory.guard=false",
+    "checkpointing=off",
+    "oom.remember=false",
+    f"batch.global_size={SAMPLES}",
+    f"batch.micro_size={SAMPLES}",
+)
+# What is added one after the other, cheapest first.
+STACKS = {
+    "gpt": (
+        "precision=bf16",
+        "memory.loss_chunk=auto",
+        "activation_checkpointing=full",
+        "optimizer=adamw_bf16",
+        "precision=bf16_pure",
+        "batch.micro_size=1",
+    ),
+    "resnet": ("precision=bf16", "activation_checkpointing=full", "optimizer=adamw_bf16", "batch.micro_size=2"),
+}
+
+
+def case(model: str, scale: float) -> tuple[str, ...]:
+    """The overrides of a model, its sizes multiplied by `scale`."""
+    width = max(2, round(8 * scale)) * 16
+    if model == "gpt":
+        return (
+            *("model=gpt", "model.depth=6", f"model.width={width}", "model.heads=4", "model.context_length=128"),
+            *("data=synthetic_tokens", f"data.vocab_size={max(64, round(8192 * scale))}", "data.size=256"),
+        )
+    image = max(8, round(32 * scale))
+    shape = f"data.image_shape=[3,{image},{image}]"
+    return ("model=resnet", f"model.width={width // 4}", "data=synthetic_images", shape)
+
+
+def main() -> None:
+    """Print two tables per model: each lever alone, and the stacks."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", default="gpt,resnet")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=2, help="steps per run and round")
+    parser.add_argument("--scale", type=float, default=1.0, help="of widths, vocabulary and images")
+    parser.add_argument("--json", type=Path, help="also write peaks and ratios to this file")
+    options = parser.parse_args()
+    logging.getLogger("trainapp").setLevel(logging.ERROR)
+    print(f"{machine()}, torch {torch.__version__}, {torch.get_num_threads()} thread(s)")
+    found: dict[str, Any] = {}
+    for model in options.models.split(","):
+        overrides = (*COMMON, *case(model, options.scale))
+        found[model] = {"levers": {}, "stacks": {}}
+        print(f"\n{model}: {' '.join(case(model, options.scale))}, {SAMPLES} samples, AdamW, fp32")
+        for kind, settings in (("levers", alone(overrides)), ("stacks", stacked(STACKS[model]))):
+            for setting in settings:
+                found[model][kind][setting] = measure(overrides, setting, options)
+            print(f"\n{report(found[model][kind])}")
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1))
+
+
+def alone(overrides: tuple[str, ...]) -> list[str]:
+    """The settings of all levers that apply here and are not in force."""
+    config = configure(overrides)
+    run = prepare(config)
+    here = Situation(config, run.state.model, True)
+    run.close()
+    return [lever.setting for lever in LEVERS if is_for_one_process(lever) and lever.suits(here)] + [
+        "batch.micro_size=4"
+    ]
+
+
+def is_for_one_process(lever: Lever) -> bool:
+    """Whether it is a fixed setting, in force in no default run, and not about ranks."""
+    return bool(lever.changes) and not lever.is_default and not lever.setting.startswith("parallel")
+
+
+def stacked(settings: tuple[str, ...]) -> list[str]:
+    """One setting, then two, ... then all of them."""
+    return [" ".join(settings[: count + 1]) for count in range(len(settings))]
+
+
+def measure(overrides: tuple[str, ...], setting: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Peaks in bytes without and with the setting, and the ratio of times by round."""
+    plain, changed = (prepare(configure((*overrides, *own))) for own in ((), setting.split()))
+    ratios = []
+    for run in (plain, changed):
+        advance(run, WARM_UP)
+    for number in range(options.rounds):
+        order = (plain, changed) if number % 2 == 0 else (changed, plain)
+        seconds = {id(run): advance(run, options.steps) for run in order}
+        ratios.append(seconds[id(changed)] / seconds[id(plain)])
+    for run in (plain, changed):
+        run.close()
+    return {"plain": plain.memory.peak, "peak": changed.memory.peak, "ratios": ratios}
+
+
+def configure(overrides: tuple[str, ...]) -> Config:
+    """The configuration of these overrides, in a folder of its own. The last of several values of a setting holds."""
+    last = {override.partition("=")[0]: override for override in overrides}
+    return compose.from_command_line(last.values(), tempfile.mkdtemp(prefix="ladder_"))
+
+
+def prepare(config: Config) -> Run:
+    """A run that is ready for its first step."""
+    return runner.prepare(config, StopRequest(), SingleRank())
+
+
+def advance(run: Run, steps: int) -> float:
+    """Train so many steps. Returns the seconds."""
+    started = time.perf_counter()
+    for _ in range(steps):
+        loop.train_step(run)
+    return time.perf_counter() - started
+
+
+def report(found: dict[str, dict[str, Any]]) -> str:
+    """One row per setting."""
+    rows = []
+    for setting, values in found.items():
+        low, middle, high = quartiles(values["ratios"])
+        sizes = [mib(values["plain"]), mib(values["peak"]), f"{values['plain'] / values['peak']:.2f}x"]
+        rows.append([f"`{setting}`", *sizes, f"{middle:.2f}", f"{low:.2f} - {high:.2f}"])
+    return table(["setting", "MiB without", "MiB with", "lower by", "relative time", "quartiles"], rows)
+
+
+def mib(size: int) -> str:
+    """Bytes as MiB."""
+    return f"{size / 2**20:.1f}"
+
+
+if __name__ == "__main__":
+    main()

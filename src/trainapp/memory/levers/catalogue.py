@@ -1,0 +1,257 @@
+"""The one list of levers: every setting that trades something for memory.
+
+The advice of a run that cannot continue, the refusals when a run is assembled, and the table of docs/memory.md read it.
+"""
+
+from collections.abc import Mapping
+
+from trainapp.config.schema import Config
+from trainapp.errors import UserError
+from trainapp.memory.kinds import MemoryKind
+from trainapp.memory.levers.conditions import (
+    needs_a_head,
+    needs_blocks,
+    needs_rounding_by_chance,
+    needs_shards,
+    needs_whole_parameters,
+)
+from trainapp.memory.levers.lever import Lever, Situation
+
+
+def require_suited(situation: Situation) -> None:
+    """Raises UserError for levers that the configuration sets and that do not apply, with all their messages."""
+    errors = []
+    for lever in LEVERS:
+        if lever.is_set(situation.config) and not lever.is_default:
+            try:
+                lever.require(situation)
+            except UserError as error:
+                errors.append(str(error))
+    if errors:
+        raise UserError("\n".join(dict.fromkeys(errors)))
+
+
+def available(situation: Situation) -> list[Lever]:
+    """The levers that apply and are not in force."""
+    own = situation.config
+    return [lever for lever in LEVERS if lever.changes and not lever.is_set(own) and lever.suits(situation)]
+
+
+def table() -> list[str]:
+    """The rows of the table in docs/memory.md."""
+    rows = ["| setting | saves | costs | applies |", "|---|---|---|---|"]
+    return rows + [f"| `{lever.setting}` | {lever.saves} | {lever.costs} | {lever.applies} |" for lever in LEVERS]
+
+
+# --- what a lever saves of what persists between steps
+
+
+def _optimizer_state(static: Mapping[MemoryKind, int], config: Config) -> int:
+    return static[MemoryKind.OPTIMIZER_STATE]
+
+
+def _one_moment_of_two(static: Mapping[MemoryKind, int], config: Config) -> int:
+    return static[MemoryKind.OPTIMIZER_STATE] // 2 if "Adam" in config.optimizer.target else 0
+
+
+def _half_of_adams_state(static: Mapping[MemoryKind, int], config: Config) -> int:
+    is_adam = config.optimizer.target in ("torch.optim.Adam", "torch.optim.AdamW")
+    return static[MemoryKind.OPTIMIZER_STATE] // 2 if is_adam else 0
+
+
+def _weight_average(static: Mapping[MemoryKind, int], config: Config) -> int:
+    return static[MemoryKind.WEIGHT_AVERAGE]
+
+
+_ADAMW_BF16 = {
+    "optimizer.target": "trainapp.optim.low_precision.AdamW",
+    "optimizer.arguments": {"betas": [0.9, 0.999], "eps": 1e-8, "state_dtype": "bf16"},
+}
+
+LEVERS = (
+    Lever(
+        "batch.micro_size=N",
+        saves="activations, in proportion",
+        costs="a little time; BatchNorm's statistics are those of N samples",
+        applies="always: `auto` halves it when memory runs out",
+    ),
+    Lever(
+        "batch.eval_micro_size=N",
+        saves="the evaluation's activations",
+        costs="a little time",
+        applies="always: `auto` halves it when memory runs out",
+    ),
+    Lever(
+        "precision=bf16",
+        saves="up to half of the activations",
+        costs="8 bits of precision in matrix products; saves time where the device computes in bf16",
+        applies="where the device computes in bf16",
+        changes={"precision.mode": "bf16"},
+    ),
+    Lever(
+        "precision=bf16_pure optimizer=adamw_bf16",
+        saves="half of parameters, gradients and AdamW's state, and as many activations as `bf16`",
+        costs="8 bits of precision in weights and in sums of gradients; a slower optimizer step",
+        applies="models without BatchNorm; without `train.ema`; optimizers that round by chance",
+        changes={"precision.mode": "bf16_pure", **_ADAMW_BF16},
+        in_force=lambda config: config.precision.mode == "bf16_pure",
+        require=needs_rounding_by_chance,
+    ),
+    Lever(
+        "activation_checkpointing=full",
+        saves="all activations of the blocks but their inputs",
+        costs="a second forward of the blocks: about a third more time",
+        applies="models with `blocks()`",
+        changes={"activation_checkpointing.mode": "full"},
+        require=needs_blocks,
+    ),
+    Lever(
+        "activation_checkpointing=selective",
+        saves="activations that are cheap to recompute",
+        costs="a few percent of time",
+        applies="models with `blocks()`",
+        changes={"activation_checkpointing.mode": "selective"},
+        require=needs_blocks,
+    ),
+    Lever(
+        "memory.loss_chunk=auto",
+        saves="all logits but those of a chunk, and their gradients",
+        costs="one more product with the last layer's weight",
+        applies="`task=next_token` and `classification`, models with `features()` and an nn.Linear `head`",
+        changes={"memory.loss_chunk": "auto"},
+        in_force=lambda config: config.memory.loss_chunk is not None,
+        require=needs_a_head,
+    ),
+    Lever(
+        "optimizer=sgd",
+        saves="one of AdamW's two moments",
+        costs="another optimizer: needs a learning rate of its own",
+        changes={
+            "optimizer.target": "torch.optim.SGD",
+            "optimizer.arguments": {"momentum": 0.9, "nesterov": True},
+        },
+        state_saved=_one_moment_of_two,
+    ),
+    Lever(
+        "optimizer=sgd optimizer.momentum=0 optimizer.nesterov=false",
+        saves="all optimizer state",
+        costs="another optimizer: needs a learning rate of its own",
+        changes={
+            "optimizer.target": "torch.optim.SGD",
+            "optimizer.arguments": {"momentum": 0, "nesterov": False},
+        },
+        state_saved=_optimizer_state,
+    ),
+    Lever(
+        "optimizer=adamw_bf16",
+        saves="half of AdamW's state",
+        costs="8 bits of precision in the state, rounded by chance; a slower optimizer step, without a fused kernel",
+        changes=_ADAMW_BF16,
+        state_saved=_half_of_adams_state,
+    ),
+    Lever(
+        "optimizer=adafactor",
+        saves="nearly all optimizer state of matrices",
+        costs="another optimizer; reads two numbers per parameter from the device in every step",
+        applies="not with `parallel=fsdp`",
+        changes={
+            "optimizer.target": "torch.optim.Adafactor",
+            "optimizer.arguments": {"beta2_decay": -0.8, "d": 1.0},
+        },
+        in_force=lambda config: config.optimizer.target == "torch.optim.Adafactor",
+        require=needs_whole_parameters,
+    ),
+    Lever(
+        "optimizer=muon",
+        saves="one of AdamW's two moments, for the matrices of hidden layers",
+        costs="another optimizer; some matrix products per matrix in every step",
+        applies="models with hidden matrices",
+        changes={
+            "optimizer.target": "trainapp.optim.muon.Muon",
+            "optimizer.arguments": {
+                "momentum": 0.95,
+                "nesterov": True,
+                "ns_steps": 5,
+                "adjust_lr_fn": "match_rms_adamw",
+                "betas": [0.9, 0.999],
+                "eps": 1e-8,
+            },
+        },
+    ),
+    Lever(
+        "optimizer.fused=auto",
+        saves="a copy of the parameters in the optimizer's step",
+        costs="nothing",
+        applies="by default, for optimizers that have a fused kernel",
+        changes={"optimizer.fused": "auto"},
+        is_default=True,
+    ),
+    Lever(
+        "train.ema=null",
+        saves="a copy of the weights",
+        costs="evaluation of the average of the weights",
+        applies="by default",
+        changes={"train.ema": None},
+        is_default=True,
+        state_saved=_weight_average,
+    ),
+    Lever(
+        "model.freeze=[NAMES]",
+        saves="gradients and optimizer state of these parameters, activations before the first one that is trained",
+        costs="they are not trained",
+        applies="always, unless nothing is left to train",
+    ),
+    Lever(
+        "model.context_length=N",
+        saves="activations, in proportion or more",
+        costs="shorter texts: another model",
+        applies="`model=gpt`",
+    ),
+    Lever(
+        "parallel=fsdp",
+        saves="parameters, gradients and optimizer state, divided by the number of ranks",
+        costs="traffic: parameters are gathered in every forward and backward",
+        applies="several ranks, models with `blocks()`",
+        changes={"parallel.strategy": "fsdp"},
+    ),
+    Lever(
+        "parallel.fsdp.reshard_after_forward=true",
+        saves="the gathered parameters of all blocks but one between forward and backward",
+        costs="gathering them again in backward",
+        applies="`parallel=fsdp`, by default",
+        changes={"parallel.fsdp.reshard_after_forward": True},
+        is_default=True,
+    ),
+    Lever(
+        "parallel.fsdp.sync_every_micro_batch=true",
+        saves="unsharded gradients between micro-batches",
+        costs="a reduction per micro-batch instead of one per step",
+        applies="`parallel=fsdp`, by default",
+        changes={"parallel.fsdp.sync_every_micro_batch": True},
+        is_default=True,
+    ),
+    Lever(
+        "parallel.fsdp.cpu_offload=true",
+        saves="the device's part of parameters, gradients and optimizer state",
+        costs="copies between host and device, and the optimizer's step on the host",
+        applies="`parallel=fsdp`",
+        changes={"parallel.fsdp.cpu_offload": True},
+        require=needs_shards,
+    ),
+    Lever(
+        "memory.expandable_segments=true",
+        saves="fragmentation: reserved memory that cannot be used",
+        costs="nothing",
+        applies="CUDA, by default",
+        changes={"memory.expandable_segments": True},
+        is_default=True,
+    ),
+    Lever(
+        "checkpointing.asynchronous=false",
+        saves="a copy of the state in host memory",
+        costs="training waits while a checkpoint is written",
+        applies="by default",
+        changes={"checkpointing.asynchronous": False},
+        is_default=True,
+    ),
+)

@@ -1,0 +1,154 @@
+"""Cross-entropy without logits: those of some rows at a time exist, in the forward and again in the backward.
+
+The logits of a language model are often its largest activation: [tokens, vocabulary], in fp32 for the loss, and their
+gradient once more. Here the last layer and the loss are one operation, which computes the logits of a chunk of rows,
+adds up the loss, and forgets them; the backward recomputes them. That costs one more product with the last layer's
+weight. The method is that of Liger Kernel (arXiv:2410.10989) and of Cut Cross-Entropy (arXiv:2411.09009).
+
+Torch 2.13's `F.linear_cross_entropy` (torch/nn/modules/linear_cross_entropy.py) is not used: it computes the gradients
+in the forward, where the loss scale of fp16 is not known yet, rounds the loss of bf16 inputs to bf16, and returns
+nothing from which to count correct predictions; and the application also runs on 2.11, which lacks it.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from trainapp.config.schema import Config
+from trainapp.errors import UserError
+from trainapp.models.inspect import blocks_of
+
+SETTING = "memory.loss_chunk"
+LEAST_ROWS = 128
+
+
+def linear_cross_entropy(
+    features: Tensor, head: nn.Linear, targets: Tensor, rows: int | Literal["auto"] = "auto", ignored: int = -100
+) -> tuple[Tensor, Tensor]:
+    """`(loss, correct)`: the sum of the cross-entropy of `head(features)`, and the number of correct predictions.
+
+    features: [..., width]; targets: int64 [...], `ignored` where nothing counts. rows: of how many targets the logits
+    exist at a time. Equal to `F.cross_entropy(head(features).float(), targets, reduction="sum")` but for the order of
+    additions: 1e-6 in fp32. Computes in autocast's dtype inside autocast, else in the weight's, with the loss and the
+    weight's gradient added up in fp32. Not differentiable twice.
+    """
+    flat, flat_targets = features.flatten(0, -2), targets.flatten()
+    if rows == "auto":
+        rows = auto_rows(len(flat), head)
+    device = features.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else head.weight.dtype
+    return _LinearCrossEntropy.apply(flat, head.weight, head.bias, flat_targets, max(1, rows), dtype, ignored)
+
+
+def auto_rows(count: int, head: nn.Linear) -> int:
+    """A power of two, for which a chunk's logits take about as much memory as all features, as in Liger Kernel.
+
+    At least LEAST_ROWS: each chunk reads the whole weight, which dominates where rows are few.
+    """
+    chunks = max(1, -(-head.out_features // head.in_features))
+    return max(LEAST_ROWS, 1 << (-(-max(count, 1) // chunks) - 1).bit_length())
+
+
+@contextlib.contextmanager
+def features_only(model: nn.Module) -> Iterator[None]:
+    """Inside the block, calling the model returns what its `features()` returns, which `head` turns into logits.
+
+    By its forward rather than by a call of `features`, so that hooks and compilation see a call of the model.
+    """
+    attributes = vars(model)
+    own = attributes.pop("forward", None)
+    attributes["forward"] = model.features
+    try:
+        yield
+    finally:
+        attributes.pop("forward")
+        if own is not None:
+            attributes["forward"] = own
+
+
+def require_head(config: Config, model: nn.Module) -> None:
+    """Raises UserError for a model whose last layer this loss cannot take over."""
+    name, setting = type(model).__name__, f"{SETTING}={config.memory.loss_chunk}"
+    head = getattr(model, "head", None)
+    if not callable(getattr(model, "features", None)) or head is None:
+        raise UserError(
+            f"{setting}: {name} does not separate its last layer; give it a method `features(self, inputs)` and an "
+            "nn.Linear `head` with forward(inputs) == head(features(inputs)), or leave the setting out"
+        )
+    if type(head).forward is not nn.Linear.forward or "forward" in vars(head):
+        raise UserError(f"{setting}: the head of {name} must be an nn.Linear, not a {type(head).__name__}")
+    if config.parallel.strategy == "fsdp":
+        inside = (m for block in blocks_of(model, "parallel=fsdp") for m in block.modules())
+        if any(m is head for m in inside):
+            raise UserError(
+                f"{setting}: with parallel=fsdp the head of {name} must not be inside one of its blocks(), outside of "
+                "which only a shard of it exists; take it out of blocks()"
+            )
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        features: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        rows: int,
+        dtype: torch.dtype,
+        ignored: int,
+    ) -> tuple[Tensor, Tensor]:
+        loss = torch.zeros((), device=features.device)
+        correct = torch.zeros((), dtype=torch.int64, device=features.device)
+        sums = []  # the logarithm of each row's sum of exponentials
+        with torch.autocast(features.device.type, enabled=False):
+            product, own = weight.to(dtype), None if bias is None else bias.to(dtype)
+            for x, target in zip(features.split(rows), targets.split(rows), strict=True):
+                logits = F.linear(x.to(dtype), product, own)
+                correct += (logits.argmax(-1) == target).sum()
+                logits = logits.float()
+                sums.append(logits.logsumexp(-1))
+                chosen = logits.gather(-1, target.clamp(min=0)[:, None]).squeeze(-1)
+                loss += (sums[-1] - chosen).masked_fill(target == ignored, 0).sum()
+        ctx.save_for_backward(features, weight, bias, targets, *sums)
+        ctx.rows, ctx.dtype, ctx.ignored = rows, dtype, ignored
+        ctx.mark_non_differentiable(correct)
+        return loss, correct
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, scale: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        features, weight, bias, targets, *sums = ctx.saved_tensors
+        dtype, total = ctx.dtype, torch.promote_types(ctx.dtype, torch.float32)  # bf16 would lose later chunks
+        by_features = torch.empty_like(features) if ctx.needs_input_grad[0] else None
+        by_weight = torch.zeros_like(weight, dtype=total) if ctx.needs_input_grad[1] else None
+        by_bias = torch.zeros_like(bias, dtype=total) if ctx.needs_input_grad[2] else None
+        with torch.autocast(features.device.type, enabled=False):
+            product, own = weight.to(dtype), None if bias is None else bias.to(dtype)
+            for start, log_sum in zip(range(0, len(targets), ctx.rows), sums, strict=True):
+                here = slice(start, start + ctx.rows)
+                x, target = features[here].to(dtype), targets[here]
+                gradient = F.linear(x, product, own).float()
+                gradient.sub_(log_sum[:, None]).exp_()  # the probabilities
+                gradient[torch.arange(len(target), device=target.device), target.clamp(min=0)] -= 1
+                gradient.mul_((scale * (target != ctx.ignored))[:, None])
+                gradient = gradient.to(dtype)
+                if by_features is not None:
+                    by_features[here] = gradient @ product
+                if by_weight is not None and dtype == total:
+                    by_weight.addmm_(gradient.T, x)
+                elif by_weight is not None:
+                    by_weight += gradient.T @ x
+                if by_bias is not None:
+                    by_bias += gradient.sum(0, dtype=total)
+        grads = (by_features, _like(by_weight, weight), _like(by_bias, bias))
+        return (*grads, None, None, None, None)
+
+
+def _like(gradient: Tensor | None, parameter: Tensor | None) -> Tensor | None:
+    return gradient if gradient is None or parameter is None else gradient.to(parameter.dtype)

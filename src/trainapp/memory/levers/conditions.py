@@ -1,0 +1,57 @@
+"""Where levers apply: each function raises UserError elsewhere."""
+
+from trainapp.config import targets
+from trainapp.errors import UserError
+from trainapp.memory.levers import chunked_loss
+from trainapp.memory.levers.lever import Situation
+from trainapp.models.inspect import blocks_of, has_batchnorm
+
+
+def needs_blocks(situation: Situation) -> None:
+    mode = situation.config.activation_checkpointing.mode
+    blocks_of(situation.model, "activation_checkpointing" if mode == "none" else f"activation_checkpointing={mode}")
+
+
+def needs_a_head(situation: Situation) -> None:
+    if not situation.knows_loss:
+        raise UserError(
+            f"{chunked_loss.SETTING}={situation.config.memory.loss_chunk}: the task computes its own loss; call "
+            "trainapp.tasks.linear_cross_entropy in it, or leave the setting out"
+        )
+    chunked_loss.require_head(situation.config, situation.model)
+
+
+def needs_rounding_by_chance(situation: Situation) -> None:
+    config, setting = situation.config, "precision=bf16_pure"
+    if has_batchnorm(situation.model):
+        raise UserError(f"{setting}: BatchNorm needs its weights in fp32; use model.norm=group, or precision=bf16")
+    if config.train.ema is not None:
+        raise UserError(
+            f"{setting} with train.ema={config.train.ema}: an average in bf16 would stand still, as its changes are "
+            "smaller than its last bit; use train.ema=null, or precision=bf16"
+        )
+    if config.precision.mode == "bf16_pure":
+        kind = targets.locate(config.optimizer.target, "optimizer._target_", config.user_packages)
+        if not getattr(kind, "rounds_by_chance", False):
+            raise UserError(
+                f"{setting} with {config.optimizer.target}: updates smaller than half of the last bit of a bf16 weight "
+                "(1/512 of it) would be lost; use optimizer=adamw_bf16, which rounds by chance, or precision=bf16"
+            )
+
+
+def needs_shards(situation: Situation) -> None:
+    strategy = situation.config.parallel.strategy
+    if strategy != "fsdp":
+        raise UserError(
+            f"parallel.fsdp.cpu_offload=true: only shards are kept on the host, but parallel.strategy={strategy}; use "
+            "parallel=fsdp, or leave it out"
+        )
+
+
+def needs_whole_parameters(situation: Situation) -> None:
+    """Adafactor's sums over rows and columns: torch 2.13 has no rule for some of them on shards."""
+    if situation.config.parallel.strategy == "fsdp":
+        raise UserError(
+            "optimizer=adafactor with parallel=fsdp: it needs whole matrices, of which each rank has a shard; use "
+            "optimizer=adamw_bf16, or parallel=ddp"
+        )

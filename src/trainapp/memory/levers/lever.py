@@ -1,0 +1,87 @@
+"""What a lever is: a setting that trades something for memory."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from trainapp.config.schema import Config
+from trainapp.errors import UserError
+from trainapp.memory.kinds import MemoryKind
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What decides whether a lever applies: the configuration, the model that is built from it, and whether its loss
+    is one of the application's own.
+    """
+
+    config: Config
+    model: nn.Module
+    knows_loss: bool
+
+
+def _anywhere(situation: Situation) -> None:
+    """No condition."""
+
+
+@dataclass(frozen=True)
+class Lever:
+    """A setting that trades something for memory.
+
+    setting: as on the command line; `=N` and `=[NAMES]` stand for values that the user chooses.
+    changes: the same, as dotted names of `Config` and their values; empty where the value is the user's.
+    saves, costs, applies: for the table.
+    in_force: whether a configuration has the lever; None: if it has the changes.
+    require: raises UserError where the lever does not apply.
+    is_default: whether it is in force unless the user changes it.
+    state_saved: `(bytes by kind, config) -> bytes` that persist between steps; None: only a traced step tells.
+    """
+
+    setting: str
+    saves: str
+    costs: str
+    applies: str = "always"
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    require: Callable[[Situation], None] = _anywhere
+    in_force: Callable[[Config], bool] | None = None
+    is_default: bool = False
+    state_saved: Callable[[Mapping[MemoryKind, int], Config], int] | None = None
+
+    def is_set(self, config: Config) -> bool:
+        """Whether the configuration has this lever's values."""
+        if self.in_force is not None:
+            return self.in_force(config)
+        return bool(self.changes) and all(_value(config, name) == value for name, value in self.changes.items())
+
+    def sections(self, config: Config) -> dict[str, Any]:
+        """The sections of the configuration that the lever changes, for `dataclasses.replace`."""
+        changed: dict[str, Any] = {}
+        for name, value in self.changes.items():
+            section, *path = name.split(".")
+            changed[section] = _replaced(changed.get(section, getattr(config, section)), path, value)
+        return changed
+
+    def suits(self, situation: Situation) -> bool:
+        """Whether the lever applies."""
+        try:
+            self.require(situation)
+        except UserError:
+            return False
+        return True
+
+
+def _value(config: Config, name: str) -> Any:
+    value: Any = config
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _replaced(node: Any, path: list[str], value: Any) -> Any:
+    if not path:
+        return value
+    first, *rest = path
+    return dataclasses.replace(node, **{first: _replaced(getattr(node, first), rest, value)})

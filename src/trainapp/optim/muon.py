@@ -1,0 +1,77 @@
+"""Muon for matrices with AdamW for all other parameters, as one optimizer."""
+
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+
+class Muon(torch.optim.Optimizer):
+    """torch.optim.Muon for the weights of hidden layers, one moment each; torch.optim.AdamW for what is not a matrix,
+    and for embeddings and the head.
+
+    Muon (kellerjordan.github.io/posts/muon) makes each update of a matrix nearly orthogonal, in bf16.
+    adjust_lr_fn: "match_rms_adamw" (arXiv:2502.16982) lets both share a rate; "original" is Keller Jordan's.
+    Raises ValueError where there is no matrix.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[dict[str, Any]],
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_steps: int = 5,
+        adjust_lr_fn: Literal["original", "match_rms_adamw"] = "match_rms_adamw",
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        fused: bool | None = None,
+    ):
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+        of_muon: dict[str, Any] = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps}
+        of_muon["adjust_lr_fn"] = adjust_lr_fn
+        of_adamw: dict[str, Any] = {"betas": tuple(betas), "eps": eps, "fused": fused}
+        matrices = [group for group in self.param_groups if group.pop("is_matrix", False)]
+        others = [group for group in self.param_groups if not any(group is matrix for matrix in matrices)]
+        if not matrices:
+            raise ValueError("optimizer=muon: the model has no hidden matrix; use optimizer=adamw")
+        parts: list[torch.optim.Optimizer] = [torch.optim.Muon(matrices, lr, **of_muon)]
+        if others:
+            parts.append(torch.optim.AdamW(others, lr, **of_adamw))
+        self._parts = parts
+        for part in parts:  # the groups are the same dictionaries in both; so is the state
+            part.state = self.state
+
+    @staticmethod
+    def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+        """The parameter groups of a model: hidden matrices, other weights, and norms and biases, which do not decay."""
+        outside = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+        outside |= {id(p) for p in _parameters(getattr(model, "head", None))}
+        trained = [p for p in model.parameters() if p.requires_grad]
+        matrices = [p for p in trained if p.ndim == 2 and id(p) not in outside]
+        inside = {id(p) for p in matrices}
+        others = [p for p in trained if p.ndim >= 2 and id(p) not in inside]
+        plain = [p for p in trained if p.ndim < 2]
+        groups = [
+            {"params": matrices, "weight_decay": weight_decay, "is_matrix": True},
+            {"params": others, "weight_decay": weight_decay},
+            {"params": plain, "weight_decay": 0.0},
+        ]
+        return [group for group in groups if group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One update by both."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for part in self._parts:
+            part.step()
+        return loss
+
+
+def _parameters(module: Any) -> list[nn.Parameter]:
+    return list(module.parameters()) if isinstance(module, nn.Module) else []

@@ -1,0 +1,77 @@
+"""Levers on a GPU: the same results as on the CPU, less memory in the allocator's terms. Skipped without one."""
+
+import gc
+
+import helpers
+import pytest
+import runs
+import torch
+
+from trainapp.memory.levers.chunked_loss import linear_cross_entropy
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+GPT = (*runs.MODELS["gpt"], "train.device=cuda", "model.dropout=0", "train.max_steps=8")
+
+
+@pytest.fixture(autouse=True)
+def clean_device():
+    """Free the memory of earlier tests and remove their cap."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    yield
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(None, 1e-5), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
+def test_loss_in_chunks(dtype, tolerance, deterministic):
+    torch.manual_seed(0)
+    head, features = torch.nn.Linear(64, 1000).cuda(), torch.randn(256, 64, device="cuda", requires_grad=True)
+    targets = torch.randint(1000, (256,), device="cuda")
+    found = []
+    torch.use_deterministic_algorithms(deterministic, warn_only=True)
+    try:
+        for chunks in (False, True):
+            with torch.autocast("cuda", dtype=dtype or torch.bfloat16, enabled=dtype is not None):
+                if chunks:
+                    loss, _ = linear_cross_entropy(features, head, targets, 100)
+                else:
+                    loss = torch.nn.functional.cross_entropy(head(features).float(), targets, reduction="sum")
+            found.append([loss.detach().view(1), *torch.autograd.grad(loss, [features, *head.parameters()])])
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert max(runs.relative_error(b, a) for a, b in zip(*found, strict=True)) < tolerance
+
+
+@pytest.mark.parametrize(
+    ("overrides", "tolerance"),
+    [
+        (("memory.loss_chunk=100",), 1e-4),
+        (("optimizer=adamw_bf16",), 0.02),
+        (("optimizer=adamw_bf16", "precision=bf16_pure"), 0.05),
+    ],
+)
+def test_losses_are_those_of_the_plain_run(tmp_path, overrides, tolerance):
+    runs.run(tmp_path / "plain", *GPT)
+    runs.run(tmp_path / "lever", *GPT, *overrides)
+    plain, lever = ([line["loss"] for line in helpers.metrics(tmp_path / name)] for name in ("plain", "lever"))
+    assert lever == pytest.approx(plain, rel=tolerance)
+
+
+@pytest.mark.parametrize("optimizer", ["adafactor", "muon"])
+def test_optimizers_train(tmp_path, optimizer):
+    runs.run(tmp_path, *GPT, f"optimizer={optimizer}", "train.max_steps=40")
+    losses = [line["loss"] for line in helpers.metrics(tmp_path)]
+    assert losses[-1] < losses[0]
+
+
+def test_a_real_limit_with_everything(tmp_path):
+    """Half of what is needed beyond what persists: one or more retries, and the weights of the schedule."""
+    big = (*GPT, "model.width=128", "data.vocab_size=8192", "model.context_length=256", "batch.global_size=32")
+    big = (*big, "memory.loss_chunk=auto", "optimizer=adamw_bf16", "precision=bf16_pure", "train.max_steps=3")
+    free = runs.run(tmp_path / "free", *big)
+    limit = int(free.peak_memory_bytes * 0.7)
+    capped = runs.run(tmp_path / "capped", *big, f"memory.limit={limit}", "oom.remember=false")
+    assert capped.oom_restarts >= 1
+    assert capped.peak_memory_bytes <= limit

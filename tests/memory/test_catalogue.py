@@ -1,0 +1,110 @@
+"""The one list of levers: advice, refusals and documentation read it."""
+
+import dataclasses
+
+import pytest
+import runs
+from helpers import ROOT
+from torch import nn
+
+from trainapp.config import compose
+from trainapp.config.schema import Fsdp, Memory, Parallel
+from trainapp.errors import UserError
+from trainapp.memory.levers import catalogue
+from trainapp.memory.levers.catalogue import LEVERS
+from trainapp.memory.levers.lever import Lever, Situation
+
+# What lets any lever be chosen on the command line.
+SETTABLE = [lever for lever in LEVERS if lever.changes]
+ONE_PROCESS = [lever for lever in SETTABLE if not lever.is_default and "parallel" not in lever.setting]
+
+
+def by_name(levers):
+    return pytest.mark.parametrize("lever", levers, ids=lambda lever: lever.setting)
+
+
+def without_rates(config):
+    """Without what an optimizer's file sets beside what concerns memory."""
+    return dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, lr=1.0, weight_decay=0.0))
+
+
+def surroundings(lever: Lever) -> list[str]:
+    """The group that has the setting, where the default has not."""
+    return ["parallel=fsdp"] if lever.setting.startswith("parallel.") else []
+
+
+def means_what_it_says(lever: Lever) -> bool:
+    default = compose.from_command_line(surroundings(lever))
+    written = compose.from_command_line([*surroundings(lever), *lever.setting.split()])
+    changed = dataclasses.replace(default, **lever.sections(default))
+    return without_rates(changed) == without_rates(written)
+
+
+@by_name(SETTABLE)
+def test_the_setting_on_the_command_line_makes_the_changes(lever):
+    assert means_what_it_says(lever)
+    assert lever.is_set(compose.from_command_line([*surroundings(lever), *lever.setting.split()]))
+    assert lever.is_set(compose.from_command_line([])) is lever.is_default
+
+
+def test_a_lever_whose_changes_are_others_is_found():
+    assert not means_what_it_says(dataclasses.replace(LEVERS[2], changes={"precision.mode": "fp16"}))
+
+
+@by_name([lever for lever in LEVERS if not lever.changes])
+def test_a_value_of_the_users_choice(lever):
+    name, value = lever.setting.split("=")
+    chosen = {"N": "8", "[NAMES]": "[embedding]"}[value]
+    compose.from_command_line(["model=gpt", "data=synthetic_tokens", f"{name}={chosen}"])
+
+
+@by_name(ONE_PROCESS)
+def test_every_lever_trains(tmp_path, lever):
+    ended = runs.run(tmp_path, *runs.MODELS["gpt"], *lever.setting.split(), "train.max_steps=2", "every.eval=2")
+    assert ended.steps == 2
+
+
+def test_the_document_has_the_list():
+    page = (ROOT / "docs" / "memory.md").read_text()
+    assert "\n".join(catalogue.table()) in page
+
+
+def test_what_applies_is_offered_unless_it_is_in_force(tmp_path):
+    run = runs.prepare(tmp_path, *runs.MODELS["gpt"], "precision=bf16", "train.ema=0.9", "memory.loss_chunk=7")
+    offered = {lever.setting for lever in catalogue.available(Situation(run.config, run.state.model, True))}
+    assert {"train.ema=null", "activation_checkpointing=full", "optimizer=sgd"} <= offered
+    assert not offered & {"precision=bf16", "memory.loss_chunk=auto", "parallel.fsdp.cpu_offload=true"}
+    nothing = {lever.setting for lever in catalogue.available(Situation(run.config, nn.Linear(2, 2), False))}
+    assert offered - nothing == {"activation_checkpointing=full", "activation_checkpointing=selective"}
+    run.close()
+
+
+# Refusals: one message each, before anything is built from them
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ("model=resnet", "model.width=4", "memory.loss_chunk=auto"),
+            "memory.loss_chunk=auto: ResNet does not separate its last layer; give it a method",
+        ),
+        (
+            ("model=mlp", "+parallel.fsdp.cpu_offload=true"),
+            "parallel.fsdp.cpu_offload=true: only shards are kept on the host, but parallel.strategy=single; use",
+        ),
+    ],
+)
+def test_a_lever_that_does_not_apply_is_refused(tmp_path, overrides, message):
+    with pytest.raises(UserError) as refused:
+        runs.prepare(tmp_path, *overrides)
+    assert str(refused.value).startswith(message)
+    assert "\n" not in str(refused.value)
+
+
+def test_all_refusals_at_once(tmp_path):
+    config = runs.configure(tmp_path, "model=mlp")
+    config = dataclasses.replace(config, memory=Memory(loss_chunk=4), parallel=Parallel(fsdp=Fsdp(cpu_offload=True)))
+    with pytest.raises(UserError) as refused:
+        catalogue.require_suited(Situation(config, nn.Linear(2, 2), True))
+    assert len(str(refused.value).splitlines()) == 2

@@ -1,0 +1,80 @@
+"""With a lever in force, an out-of-memory error costs one retried step: bit for bit the replay of the schedule."""
+
+from pathlib import Path
+
+import pytest
+import runs
+import torch
+
+from .conftest import tiny
+from .inject import Injector, Recorded, logged
+
+pytestmark = pytest.mark.usefixtures("without_pictures")
+
+# Dropout: a step cut in another way has other bits.
+GPT = (*runs.MODELS["gpt"], "data.min_length=12")
+LEVERS = {
+    "loss in chunks": ("memory.loss_chunk=5",),
+    "loss in chunks, bf16": ("memory.loss_chunk=5", "precision=bf16"),
+    "loss in chunks, checkpointing": ("memory.loss_chunk=5", "activation_checkpointing=full"),
+    "frozen": ("model.freeze=[layers.0.mlp,norm]",),
+    "bf16 states": ("optimizer=adamw_bf16",),
+    "bf16 weights": ("optimizer=adamw_bf16", "precision=bf16_pure", "train.ema=null"),
+    "everything": (
+        "optimizer=adamw_bf16",
+        "precision=bf16_pure",
+        "train.ema=null",
+        "memory.loss_chunk=5",
+        "activation_checkpointing=full",
+        "model.freeze=[norm]",
+    ),
+    "adafactor": ("optimizer=adafactor",),
+    "muon": ("optimizer=muon",),
+}
+PLACES = [("forward", 2), ("loss", 3), ("backward", 2)]
+
+
+def recorded(run_dir: Path, overrides, schedule=None, injector=None, changes=None) -> Recorded:
+    return Recorded(tiny(run_dir, *GPT, *overrides, schedule=schedule, changes=changes), injector)
+
+
+@pytest.mark.parametrize("lever", LEVERS)
+@pytest.mark.parametrize(("phase", "operation"), PLACES, ids=lambda value: str(value))
+def test_a_failure_is_the_replay_of_its_schedule(tmp_path, lever, phase, operation):
+    injector = Injector(phase, 2, operation)
+    failed = recorded(tmp_path / "failed", LEVERS[lever], injector=injector)
+    assert (injector.fired, [f.phase for f in failed.failures]) == (1, [phase])
+    again = recorded(tmp_path / "again", LEVERS[lever], failed.run.sizes.used)
+    assert not again.failures
+    assert runs.differences(failed.state(), again.state()) == []
+    assert logged(tmp_path / "failed") == logged(tmp_path / "again")
+    # Negative control: the schedule one step late.
+    late = recorded(tmp_path / "late", LEVERS[lever], {1: 8, 3: 4})
+    assert not torch.equal(runs.weights(late.run.state.model), runs.weights(failed.run.state.model))
+
+
+@pytest.mark.parametrize("lever", LEVERS)
+def test_a_real_limit(tmp_path, lever):
+    peak = recorded(tmp_path / "peak", LEVERS[lever], changes={"batch.micro_size": 5}).run.memory.peak
+    changes = {"batch.micro_size": 16, "memory.limit": peak}
+    failed = recorded(tmp_path / "failed", LEVERS[lever], changes=changes)
+    assert failed.failures
+    assert failed.run.memory.peak <= peak
+    again = recorded(tmp_path / "again", LEVERS[lever], failed.run.sizes.used, changes={"batch.micro_size": 16})
+    assert runs.differences(failed.state(), again.state()) == []
+
+
+@pytest.mark.parametrize("lever", LEVERS)
+def test_resumed(tmp_path, lever):
+    """Three steps, then three more from the checkpoint, equal six."""
+    saving = {
+        "checkpointing.save": True,
+        "checkpointing.resume": "auto",
+        "train.max_steps": 6,
+        "schedule.shape": "constant",
+    }
+    whole = recorded(tmp_path / "whole", LEVERS[lever], changes={**saving, "checkpointing.save": False})
+    recorded(tmp_path / "run", LEVERS[lever], changes={**saving, "train.max_steps": 3})
+    parts = recorded(tmp_path / "run", LEVERS[lever], changes=saving)
+    assert parts.run.state.progress.step == 6
+    assert torch.equal(runs.weights(parts.run.state.model), runs.weights(whole.run.state.model))

@@ -1,0 +1,78 @@
+"""Levers on several ranks: the result is that of one process, and a failure on one rank costs one retried step."""
+
+import pytest
+import torch
+
+from .conftest import Cell
+from .faults import fail_at
+from .test_equality import SPREADS, as_one, assert_same, errors
+
+LEVERS = {
+    "chunks": ("memory.loss_chunk=5",),
+    "chunks, untied": ("memory.loss_chunk=5", "model.tie_embeddings=false"),
+    "frozen": ("model.freeze=[layers.0]", "model.tie_embeddings=false"),
+    "frozen from the start": ("model.freeze=[embedding,layers.0]", "model.tie_embeddings=false"),
+}
+SLOW_STEPS = ("schedule=constant", "optimizer.lr=1e-3")
+OPTIMIZERS = {
+    "bf16 states": ("optimizer=adamw_bf16", *SLOW_STEPS),
+    "bf16 weights": ("optimizer=adamw_bf16", "precision=bf16_pure", *SLOW_STEPS),
+    "adafactor": ("optimizer=adafactor", *SLOW_STEPS),
+    "muon": ("optimizer=muon", *SLOW_STEPS),
+}
+REFUSED = {("adafactor", "fsdp"), ("adafactor", "hsdp")}
+QUICK = {("ddp", "chunks"), ("fsdp", "chunks"), ("fsdp", "frozen"), ("fsdp", "frozen from the start")}
+CELLS = [
+    pytest.param(spread, lever, marks=() if (spread, lever) in QUICK else pytest.mark.slow)
+    for spread in SPREADS
+    for lever in LEVERS
+]
+
+
+@pytest.mark.parametrize(("spread", "lever"), CELLS)
+def test_as_one_process(cell: Cell, spread, lever):
+    records = as_one(cell, 2, spread, *LEVERS[lever])
+    if lever == "chunks":  # and as all logits at once
+        (plain,) = cell.run(0)
+        assert_same(records, plain)
+        (control,) = cell.run(0, "train.seed=1")
+        assert errors(control, plain)[-1] > 1e-3
+
+
+@pytest.mark.parametrize(("spread", "lever"), CELLS)
+def test_a_failure_on_one_rank(cell: Cell, spread, lever):
+    overrides = (f"parallel={spread}", *LEVERS[lever], "model.dropout=0.1", "parallel.vote_on_oom=always")
+    wanted = cell.run(2, *overrides, schedule={3: 2})
+    records = cell.run(2, *overrides, faults=[fail_at(1, 3, "backward", operation=60)])
+    for record, other in zip(records, wanted, strict=True):
+        assert len(record.failures) == 1
+        assert torch.equal(record.weights, other.weights)
+        assert record.losses == other.losses
+    # Negative control: the schedule one step late.
+    late = cell.run(2, *overrides, schedule={4: 2})
+    assert not torch.equal(records[0].weights, late[0].weights)
+
+
+def test_a_head_inside_a_block_is_refused(cell: Cell):
+    overrides = ("model._target_=own_models.HeadInBlock", "user_packages=[own_models]", "memory.loss_chunk=5")
+    for record in cell.run(2, "parallel=fsdp", *overrides):
+        assert record.error is not None
+        assert record.error.startswith("memory.loss_chunk=5: with parallel=fsdp the head of HeadInBlock must not be")
+
+
+@pytest.mark.parametrize("spread", SPREADS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_optimizers(cell: Cell, spread, optimizer):
+    """The same weights on all ranks, and nearly those of one process: what is rounded by chance is rounded alike."""
+    (reference,) = cell.run(0, *OPTIMIZERS[optimizer])
+    records = cell.run(2, f"parallel={spread}", *OPTIMIZERS[optimizer])
+    if (optimizer, spread) in REFUSED:
+        for record in records:
+            assert record.error is not None
+            assert record.error.startswith("optimizer=adafactor with parallel=fsdp: it needs whole matrices")
+        return
+    for record in records:
+        assert record.error is None
+        assert torch.equal(record.weights, records[0].weights)
+        assert record.losses == pytest.approx(reference.losses, rel=5e-3)
+        assert errors(record, reference)[-1] < 1e-2
