@@ -85,3 +85,12 @@ def test_soak_ends_as_the_undisturbed_run():
     printed = run("soak.py", "--kills", "1", "--steps", "60")
     assert "steps lost 0, steps repeated 0" in printed
     assert "weights equal bit for bit: True" in printed
+
+
+@pytest.mark.slow
+def test_the_plan_is_as_accurate_as_the_documentation_says(tmp_path):
+    found = rows(run("plan_accuracy.py", "--only", "optimizer=sgd", "--json", str(tmp_path / "j")))
+    assert set(found) >= {"mlp", "gpt", "resnet"}
+    for model in ("mlp", "gpt", "resnet"):
+        assert found[model][:4] == ["1", "1", "1", "0.000%"], found[model]
+    assert len(json.loads((tmp_path / "j").read_text())) == 3

@@ -111,3 +111,22 @@ def test_a_hint_from_before_any_shape_was_known():
     config = from_command_line(["batch.global_size=64"])
     sizes = initial_sizes(config, 1, 64, 1000, hint={"micro": {"start": 16, "buckets": {}}})
     assert (sizes.train.size, sizes.origin) == (16, "hint")
+
+
+def never_asked():
+    raise AssertionError("planning takes seconds: only where nothing better is known")
+
+
+def test_a_planned_size():
+    plan = "batch.micro_size=plan"
+    assert (begin(plan, planned=lambda: 21).train.size, begin(plan, planned=lambda: 21).origin) == (21, "planned")
+    assert begin(plan, planned=lambda: 100).train.size == 64
+    assert begin(plan, planned=lambda: 1, smallest=2).train.size == 2
+    assert begin(plan, sources=("remembered",), planned=lambda: 21).train.size == 21
+    for source in ("hint", "saved"):
+        assert begin(plan, sources=(source,), planned=never_asked).origin == source
+    assert begin(plan, SCHEDULE, planned=never_asked).origin == "schedule"
+    assert begin("batch.micro_size=auto", planned=never_asked).origin == "share"
+    # Where the model cannot be planned.
+    assert begin(plan, planned=lambda: None).train.size == 64
+    assert begin(plan, sources=("remembered",), planned=lambda: None).train.size == 17

@@ -9,12 +9,16 @@ from trainapp.memory import host_guard
 
 
 def launch(config: Config) -> float | None:
-    """Train, evaluate or export as `config` says, with as many processes as it asks for. Returns the objective.
+    """Train, evaluate, export or plan as `config` says, with as many processes as it asks for. Returns the objective.
 
     The run takes place in this process (parallel=single), in workers that this process starts, or, where torchrun,
     srun or submitit started this process as one of several, in it as one of the ranks. Raises UserError for mistakes
     and SystemExit when a signal ended the run.
     """
+    if config.mode == "plan":
+        from trainapp.plan import report
+
+        return report.run(config)
     host_guard.prepare_allocator()
     if config.memory.expandable_segments:
         # Read once, when CUDA starts. A value that the user has set wins.

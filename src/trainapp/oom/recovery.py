@@ -14,7 +14,7 @@ from trainapp.errors import TrainingStopped
 from trainapp.files import atomic_write
 from trainapp.memory.kinds import MemoryKind
 from trainapp.memory.timeline import Picture
-from trainapp.oom import incident
+from trainapp.oom import incident, planned
 from trainapp.oom.advice import memory_report
 from trainapp.oom.incident import Incident
 from trainapp.parallel.ranks import OUT_OF_MEMORY_EXIT, Ranks, SingleRank
@@ -86,7 +86,10 @@ def change_size(run: Run, failure: Incident) -> None:
         raise TrainingStopped(memory_report(run, failure))
     failure.old_size, failure.new_size = changed
     setting = "evaluation micro-batch" if failure.evaluating else "micro-batch"
-    failure.action = f"{setting} {failure.old_size} -> {failure.new_size}, retrying the step"
+    expected, source = planned.after_first_error(run, failure), ""
+    if expected is not None and sizes.expect(expected):
+        failure.new_size, source = expected, " as planned"
+    failure.action = f"{setting} {failure.old_size} -> {failure.new_size}{source}, retrying the step"
     if not failure.evaluating and not run.config.oom.keep_global_batch:
         smaller = max(1, run.state.global_size * failure.new_size // failure.old_size)
         failure.action += (

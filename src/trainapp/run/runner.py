@@ -17,7 +17,7 @@ from trainapp.config.schema import Config
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.memory import host_guard
 from trainapp.memory.device import DeviceMemory
-from trainapp.oom import hints, incident, recovery
+from trainapp.oom import hints, incident, planned, recovery
 from trainapp.oom.errors import is_device_lost, is_out_of_memory
 from trainapp.oom.incident import Incident
 from trainapp.optim.optimizers import lean_optimizer
@@ -127,6 +127,7 @@ def prepare(config: Config, stop: StopRequest, ranks: Ranks, carried: CarriedOve
         attempts=run.state.progress.step + run.state.progress.skipped,
         hint=hint,
         saved=saved if saved and saved["budget"] == run.memory.budget else None,
+        planned=lambda: planned.size_of(config) if config.mode == "train" else None,
         remembered=hints.recall(run) if config.oom.enabled else None,
     )
     run.sizes.continue_history(saved, hint)

@@ -1,7 +1,7 @@
 """The micro-batch sizes of a run: initial values, schedule, and the sizes used."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
@@ -92,6 +92,7 @@ def initial_sizes(
     attempts: int = 0,
     hint: dict[str, Any] | None = None,
     saved: dict[str, Any] | None = None,
+    planned: Callable[[], int | None] = lambda: None,
     remembered: dict[str, Any] | None = None,
 ) -> Sizes:
     """The micro-batch sizes that a run starts with. For training, the first of these that is known:
@@ -100,8 +101,9 @@ def initial_sizes(
     2. `batch.micro_schedule`: the entry that applies to the coming attempt; later ones replace any of the others.
     3. `batch.micro_size=N` or `accumulation.steps=N`.
     4. `saved`: the checkpoint's, found in the same amount of memory (the caller passes None otherwise).
-    5. `remembered`: where an earlier run of the same configuration ended.
-    6. This rank's share of the global batch.
+    5. `planned`, for `batch.micro_size=plan`: the largest size that is predicted to fit. It is called only here.
+    6. `remembered`: where an earlier run of the same configuration ended.
+    7. This rank's share of the global batch.
 
     For evaluation: `hint`, `batch.eval_micro_size=N`, `saved`, `remembered`, twice this rank's share (without gradients
     more fits).
@@ -114,7 +116,7 @@ def initial_sizes(
     start = share = -(-global_size // world)
     if parts != "auto":
         start = -(-share // parts)
-    elif batch.micro_size != "auto":
+    elif isinstance(batch.micro_size, int):
         start = min(batch.micro_size, share)
     grows = config.oom.grow and config.oom.keep_global_batch and batch.micro_schedule is None and parts == "auto"
     sizes = Sizes(
@@ -134,11 +136,14 @@ def initial_sizes(
     elif sizes.schedule:
         sizes.follow_schedule(attempts + 1)
         sizes.origin = "schedule"
-    elif batch.micro_size != "auto" or parts != "auto":
+    elif isinstance(batch.micro_size, int) or parts != "auto":
         sizes.origin = "given"
     elif _is_known(saved, "micro"):
         sizes.train.load_state_dict(saved["micro"])
         sizes.origin = "saved"
+    elif batch.micro_size == "plan" and (size := planned()) is not None:
+        sizes.train.start = min(max(size, smallest), share)
+        sizes.origin = "planned"
     elif _is_known(remembered, "micro"):
         sizes.train.load_state_dict(remembered["micro"])
         sizes.origin = "remembered"
