@@ -95,3 +95,11 @@ def test_ladder_measures_every_lever_and_the_stacks(tmp_path):
     assert {f"`{setting}`" for kind in measured.values() for setting in kind} <= found.keys()
     assert measured["levers"]["activation_checkpointing=full"]["peak"] < measured["levers"]["precision=bf16"]["plain"]
     assert all(len(values["ratios"]) == 2 for kind in measured.values() for values in kind.values())
+
+
+def test_the_plan_is_as_accurate_as_the_documentation_says(tmp_path):
+    found = rows(run("plan_accuracy.py", "--only", "optimizer=sgd", "--json", str(tmp_path / "j")))
+    assert set(found) >= {"mlp", "gpt", "resnet"}
+    for model in ("mlp", "gpt", "resnet"):
+        assert found[model][:4] == ["1", "1", "1", "0.000%"], found[model]
+    assert len(json.loads((tmp_path / "j").read_text())) == 3

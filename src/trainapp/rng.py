@@ -12,6 +12,8 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from trainapp.torch_private import outside_dispatch_modes
+
 
 def seed_everything(seed: int) -> None:
     """Seed Python, NumPy and torch on every device."""
@@ -23,11 +25,12 @@ def seed_everything(seed: int) -> None:
 def rng_state(device: torch.device) -> dict[str, Any]:
     """The generators of Python, NumPy, torch's CPU and the device, as primitives and tensors."""
     kind, keys, *rest = np.random.get_state(legacy=True)
-    state: dict[str, Any] = {
-        "python": random.getstate(),
-        "numpy": (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest),
-    }
-    return state | device_rng_state(device)
+    with outside_dispatch_modes():  # a fake tensor would not hold the state
+        state: dict[str, Any] = {
+            "python": random.getstate(),
+            "numpy": (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest),
+        }
+        return state | device_rng_state(device)
 
 
 def device_rng_state(device: torch.device) -> dict[str, Any]:
@@ -45,12 +48,13 @@ def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     kind, keys, *rest = state["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
-    torch.set_rng_state(state["torch"])
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], device)
-    elif device.type == "mps" and "mps" in state:
-        torch.mps.set_rng_state(state["mps"])
+    with outside_dispatch_modes():
+        np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+        torch.set_rng_state(state["torch"])
+        if device.type == "cuda" and "cuda" in state:
+            torch.cuda.set_rng_state(state["cuda"], device)
+        elif device.type == "mps" and "mps" in state:
+            torch.mps.set_rng_state(state["mps"])
 
 
 @contextlib.contextmanager

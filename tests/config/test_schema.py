@@ -58,7 +58,7 @@ def changed(**settings):
         ({"optimizer__lr": float("inf")}, "optimizer.lr=inf: must be a finite number"),
         ({"optimizer__weight_decay": -0.1}, "optimizer.weight_decay=-0.1: must be greater than or equal to 0"),
         ({"batch__global_size": 0}, "batch.global_size=0: must be greater than 0"),
-        ({"batch__micro_size": "small"}, "batch.micro_size=small: must be 'auto' or a valid integer"),
+        ({"batch__micro_size": "small"}, "batch.micro_size=small: must be 'auto' or 'plan' or a valid integer"),
         ({"accumulation__steps": 65}, "accumulation.steps=65: must be at most batch.global_size=64"),
         ({"schedule__final": 1.5}, "schedule.final=1.5: must be less than or equal to 1"),
         ({"objective": "accuracy"}, "objective=accuracy: must be auto, or like 'max accuracy' or 'min loss'"),

@@ -143,3 +143,20 @@ def test_what_is_cut_again_loses_nothing():
     assert [len(piece["targets"]) for piece in cut] == [4, 4, 2]
     assert torch.equal(torch.cat([piece["inputs"] for piece in cut]), batch["inputs"])
     assert all(piece["scale"] == 2.0 for piece in cut)
+
+
+def test_a_predicted_size_ends_the_search_until_it_fails():
+    sizes = MicroBatchSizes(64)
+    assert not sizes.expect(21)  # nothing has failed
+    pieces(sizes, batch_of(64, 16))
+    assert sizes.failed(SingleRank()) == (64, 32)
+    assert not sizes.expect(64)  # it is known to fail
+    assert not sizes.expect(0)
+    assert sizes.expect(21)
+    for _ in range(3):
+        assert pieces(sizes, batch_of(64, 16)) == [21, 21, 20, 2]  # BatchNorm cannot normalise a single sample
+        assert sizes.succeeded(SingleRank()) == {}
+    assert (sizes.size, sizes.search_has_ended) == (21, True)
+    pieces(sizes, batch_of(64, 16))
+    assert sizes.failed(SingleRank()) == (21, 10)
+    assert not sizes.search_has_ended  # a wrong prediction: larger sizes are tried again

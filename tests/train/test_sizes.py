@@ -142,3 +142,22 @@ def test_a_plan_respects_the_model():
     sizes = begin(smallest=2)
     sizes.begin_at(1)
     assert sizes.train.size == 2
+
+
+def never_asked():
+    raise AssertionError("planning takes seconds: only where nothing better is known")
+
+
+def test_a_planned_size():
+    plan = "batch.micro_size=plan"
+    assert (begin(plan, planned=lambda: 21).train.size, begin(plan, planned=lambda: 21).origin) == (21, "planned")
+    assert begin(plan, planned=lambda: 100).train.size == 64
+    assert begin(plan, planned=lambda: 1, smallest=2).train.size == 2
+    assert begin(plan, sources=("remembered",), planned=lambda: 21).train.size == 21
+    for source in ("hint", "saved"):
+        assert begin(plan, sources=(source,), planned=never_asked).origin == source
+    assert begin(plan, SCHEDULE, planned=never_asked).origin == "schedule"
+    assert begin("batch.micro_size=auto", planned=never_asked).origin == "share"
+    # Where the model cannot be planned.
+    assert begin(plan, planned=lambda: None).train.size == 64
+    assert begin(plan, sources=("remembered",), planned=lambda: None).train.size == 17

@@ -60,7 +60,7 @@ class Train:
 @dataclass(config=STRICT)
 class Batch:
     global_size: PositiveInt = 64
-    micro_size: Auto | PositiveInt = "auto"
+    micro_size: Literal["auto", "plan"] | PositiveInt = "auto"
     eval_micro_size: Auto | PositiveInt = "auto"
     micro_schedule: MicroSchedule | None = None
 
@@ -133,6 +133,7 @@ class Oom:
     clean_steps: PositiveInt = 3
     grow: Bool = True
     remember: Literal["clear"] | Bool = True
+    plan: Bool = False
 
 
 @dataclass(config=STRICT)
@@ -203,7 +204,7 @@ class Config:
     loader: Loader
     model: Model
     optimizer: Optimizer
-    mode: Literal["train", "eval", "export"] = "train"
+    mode: Literal["train", "eval", "export", "plan"] = "train"
     task: Str = "auto"
     objective: Annotated[str, AfterValidator(_objective)] = "auto"
     user_packages: list[Str] = field(default_factory=list)

@@ -204,6 +204,17 @@ class MicroBatchSizes:
             changes.append((ran, search.size) if search.failed(ran, why) else None)
         return None if None in changes else changes[0]
 
+    def expect(self, size: int) -> bool:
+        """After `failed`: continue with a size that is predicted to be the largest that fits, and try no larger one.
+
+        False, and no change, where a size has been proven already, or where this one has failed.
+        """
+        search = self.search(self.current_bucket or 0)
+        if search.works or not self.smallest <= size < (search.fails or 0):
+            return False
+        search.size, search.search_has_ended = size, True
+        return True
+
     def _forget_attempt(self) -> None:
         self.attempt_samples, self.attempt_elements, self.largest_run = {}, {}, {}
         self.is_unproven = True

@@ -13,12 +13,16 @@ ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTO
 
 
 def launch(config: Config, is_sweep: bool = False) -> float | None:
-    """Train, evaluate or export as `config` says, with as many processes as it asks for. Returns the objective.
+    """Train, evaluate, export or plan as `config` says, with as many processes as it asks for. Returns the objective.
 
     The run takes place in this process (parallel=single), in workers that this process starts, or, where torchrun,
     srun or submitit started this process as one of several, in it as one of the ranks. is_sweep: whether
     other jobs may follow in this process. Raises UserError for mistakes and SystemExit when a signal ended the run.
     """
+    if config.mode == "plan":
+        from trainapp.plan import report
+
+        return report.run(config)
     # torch checks CUBLAS_WORKSPACE_CONFIG once, at the process's first matmul on CUDA (2.13, ATen/Context.cpp): if it
     # is unset then, a later job of the sweep with train.deterministic=true is refused. Not set for every run:
     # before Hopper it makes each of cuBLAS's workspaces 24 MiB larger.

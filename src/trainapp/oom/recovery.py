@@ -11,7 +11,7 @@ from trainapp.data.size_search import Failure
 from trainapp.errors import TrainingStopped
 from trainapp.memory.kinds import MemoryKind
 from trainapp.memory.timeline import Picture
-from trainapp.oom import handover, incident
+from trainapp.oom import handover, incident, planned
 from trainapp.oom.advice import memory_report
 from trainapp.oom.errors import is_device_lost, is_out_of_memory
 from trainapp.oom.incident import Incident
@@ -115,7 +115,10 @@ def change_size(run: Run, failure: Incident) -> None:
         raise TrainingStopped(memory_report(run, failure))
     failure.old_size, failure.new_size = changed
     setting = "evaluation micro-batch" if failure.evaluating else "micro-batch"
-    failure.action = f"{setting} {failure.old_size} -> {failure.new_size}, retrying the step"
+    expected, source = planned.after_first_error(run, failure), ""
+    if expected is not None and sizes.expect(expected):
+        failure.new_size, source = expected, " as planned"
+    failure.action = f"{setting} {failure.old_size} -> {failure.new_size}{source}, retrying the step"
     if not failure.evaluating and not run.config.oom.keep_global_batch:
         smaller = max(1, run.state.global_size * failure.new_size // failure.old_size)
         failure.action += (

@@ -4,7 +4,6 @@ shapes but no data.
 On the CPU the traced peak equals the measured one to the byte; on CUDA the allocator adds its rounding and workspaces.
 """
 
-import contextlib
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,20 +14,20 @@ import torch
 from trainapp.checkpoint.checkpointer import NullCheckpointer
 from trainapp.config import targets
 from trainapp.config.durations import RunLength
-from trainapp.config.schema import Config, Memory
+from trainapp.config.schema import Config
 from trainapp.data.batch import map_tensors
 from trainapp.data.micro_batch import MicroBatch
 from trainapp.data.micro_batch_sizes import MicroBatchSizes
 from trainapp.data.progress import Progress
 from trainapp.data.sampler import TrainBatches
-from trainapp.memory.device import DeviceMemory
-from trainapp.memory.live_tensors import LiveTensors, Resident
 from trainapp.optim import precision
 from trainapp.optim.nonfinite import NonFiniteCheck
 from trainapp.parallel.ranks import SingleRank
+from trainapp.plan.recorder import PhaseLog, TracedMemory
+from trainapp.plan.values import MadeUpValues
 from trainapp.rng import preserved_rng
 from trainapp.signals import StopRequest
-from trainapp.torch_private import READ_OPERATORS, DispatchMode, fake_tensor_mode
+from trainapp.torch_private import fake_tensor_mode
 from trainapp.tracking.meter import Meter
 from trainapp.tracking.tracker import SilentTracker
 from trainapp.train.assemble import Assembled, assemble
@@ -66,7 +65,8 @@ def traced_step(config: Config, task: Task, batches: TrainBatches, device: torch
     example = batches.example(samples)
     with preserved_rng(device):
         numerics = precision.build(config.precision, device)
-        with fake_tensor_mode() as mode, MadeUpValues():
+        memory = TracedMemory(device)
+        with fake_tensor_mode() as mode, MadeUpValues(phase=lambda: memory.phase if memory.watching else None):
             # Two micro-batches: from the second on, gradients are already in memory.
             parts = min(2, batches.accumulation(samples))
             examples = ExampleBatches([_on_device(mode, example, device) for _ in range(parts)], samples)
@@ -79,7 +79,7 @@ def traced_step(config: Config, task: Task, batches: TrainBatches, device: torch
                 initial_device=str(device),
                 example=lambda _: examples.parts[0],
             )
-            twin = _run_of(config, assembled, examples)
+            twin = _run_of(config, assembled, examples, memory)
             train_step(twin)
     return twin
 
@@ -96,28 +96,6 @@ def _with_fake_kernels(config: Config, device: torch.device) -> Config:
 def _on_device(mode: Any, example: Any, device: torch.device) -> Any:
     """The example as fake tensors on the device, where the loader would put it."""
     return map_tensors(lambda tensor: mode.from_tensor(tensor).to(device), example)
-
-
-class MadeUpValues(DispatchMode):
-    """Answers reads of tensors without data: False, 1 or 1.0 (zero would divide by zero in Adam).
-
-    Raises RuntimeError after MOST_READS of them: a model that iterates until it converges would do so forever.
-    """
-
-    MOST_READS = 1000
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.reads = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in READ_OPERATORS and getattr(args[0], "constant", None) is None:
-            self.reads += 1
-            if self.reads > self.MOST_READS:
-                raise RuntimeError("the model reads values without end: it cannot be traced")
-            kind = args[0].dtype
-            return False if kind == torch.bool else 1.0 if kind.is_floating_point else 1
-        return func(*args, **(kwargs or {}))
 
 
 class ExampleBatches:
@@ -154,35 +132,9 @@ def _unused(start: int, end: int) -> Any:
     raise AssertionError("an example has the size of its micro-batch: it is never cut")
 
 
-class TracedMemory(DeviceMemory):
-    """Counts fake storages, whatever device they claim to be on."""
-
-    def __init__(self, device: torch.device):
-        super().__init__(device, Memory(limit=None), total=1)
-        self._counter = LiveTensors(devices=None)
-
-    @contextlib.contextmanager
-    def watch(self, resident: Resident, track_modules: bool = True) -> Iterator[None]:
-        """Count until the end of the block; `peak` is the highest of all blocks."""
-        if self.watching:
-            self._counter.register(resident)
-            yield
-            return
-        self._counter = LiveTensors(devices=None)
-        self.watching = True
-        try:
-            self._counter.register(resident)
-            with self._counter:
-                yield
-        finally:
-            self.watching = False
-            self._note_peaks(self._counter.peak, self._counter.peak)
-
-
-def _run_of(config: Config, assembled: Assembled, batches: ExampleBatches) -> Run:
+def _run_of(config: Config, assembled: Assembled, batches: ExampleBatches, memory: TracedMemory) -> Run:
     """A run of one rank that writes nothing and has no end."""
     state = assembled.state
-    memory = TracedMemory(state.device)
     is_scaled = state.precision.scaler.is_enabled()
     return Run(
         config=config,
@@ -204,4 +156,5 @@ def _run_of(config: Config, assembled: Assembled, batches: ExampleBatches) -> Ru
         stop=StopRequest(),
         cadences=Cadences(log=0, evaluate=0, save=0),
         objective=Objective("min", "loss"),
+        attempt=PhaseLog(memory),
     )

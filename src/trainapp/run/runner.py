@@ -17,7 +17,7 @@ from trainapp.config.schema import Config
 from trainapp.errors import UserError
 from trainapp.memory import host_guard
 from trainapp.memory.device import DeviceMemory
-from trainapp.oom import handover, hints, incident, recovery
+from trainapp.oom import handover, hints, incident, planned, recovery
 from trainapp.oom.building import out_of_memory_named
 from trainapp.oom.errors import is_out_of_memory
 from trainapp.oom.incident import Incident
@@ -132,6 +132,7 @@ def prepare(config: Config, stop: StopRequest, ranks: Ranks, carried: CarriedOve
         retries_in_place=run.retries_in_place,
         hint=hint,
         saved=saved if saved and saved["budget"] == run.memory.budget else None,
+        planned=lambda: planned.size_of(config) if config.mode == "train" else None,
         remembered=hints.recall(run) if config.oom.enabled else None,
     )
     run.sizes.continue_history(saved, hint)

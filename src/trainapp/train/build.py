@@ -1,6 +1,7 @@
 """Turns a checked configuration into a `Run`: the assembled model plus data, memory and files."""
 
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +39,37 @@ from trainapp.units import bytes_text, listed
 log = logging.getLogger(__name__)
 
 
+@dataclass
+class Parts:
+    """What needs values or the device: data, memory, numerics. A trace replaces them before a run is assembled."""
+
+    components: Components
+    device: torch.device
+    memory: DeviceMemory
+    numerics: precision.Precision
+    batches: TrainBatches
+    eval_batches: EvalBatches | None
+
+
 def build(config: Config, stop: StopRequest, ranks: Ranks, memory: DeviceMemory | None = None) -> Run:
     """A run ready for its first step that writes nothing yet: see `start_tracking`.
 
     memory: the previous run's in the same process, with its limit and counters; None builds a new one.
     Raises UserError for parts that do not fit together.
     """
+    return run_of(config, load_parts(config, ranks, memory=memory), stop, ranks)
+
+
+def load_parts(
+    config: Config, ranks: Ranks, components: Components | None = None, memory: DeviceMemory | None = None
+) -> Parts:
+    """Opens the data, limits the memory and seeds the generators, from which `run_of` draws the parameters.
+
+    components: as an earlier call has opened them. memory: see `build`. Raises UserError for mistakes in names and
+    arguments.
+    """
     seed_everything(config.train.seed)  # for what a data set or a task draws
-    components = load_components(config)
+    components = components or load_components(config)
     device = ranks.device if ranks.world > 1 else choose_device(config.train.device)
     set_global_switches(config, device)
     memory = memory or backends.build(config.memory, device)  # before anything is allocated on the device
@@ -54,7 +78,22 @@ def build(config: Config, stop: StopRequest, ranks: Ranks, memory: DeviceMemory 
     numerics = precision.build(config.precision, device)
     arguments = _batch_arguments(config, components, device, ranks)
     batches = _train_batches(config, components, arguments)
-    assembled = assemble(config, components, ranks, device, numerics, example=batches.example)
+    evaluated = components.eval_data
+    eval_batches = None if evaluated is None else EvalBatches(evaluated, **arguments)
+    return Parts(components, device, memory, numerics, batches, eval_batches)
+
+
+def run_of(
+    config: Config,
+    parts: Parts,
+    stop: StopRequest,
+    ranks: Ranks,
+    initial_device: str | None = None,
+) -> Run:
+    """The run of these parts. initial_device: see `assemble`."""
+    components, device, memory, numerics = parts.components, parts.device, parts.memory, parts.numerics
+    batches, eval_batches = parts.batches, parts.eval_batches
+    assembled = assemble(config, components, ranks, device, numerics, initial_device, example=batches.example)
     state, strategy = assembled.state, assembled.strategy
     state.stateful = owners_of_state(components, state.model, device)
     if config.model.init_from:
@@ -65,11 +104,8 @@ def build(config: Config, stop: StopRequest, ranks: Ranks, memory: DeviceMemory 
         strategy.warm_up()
     memory.enforce()  # again: the libraries have now allocated their own
     require_room(memory, state)
-    eval_batches = (
-        None
-        if components.eval_data is None
-        else EvalBatches(components.eval_data, equal=strategy.forward_is_collective, **arguments)
-    )
+    if eval_batches is not None:
+        eval_batches.equal = strategy.forward_is_collective
     state.data_samples = batches.samples
     checkpointer = _checkpointer(config, state, ranks)
     length = run_length(config, batches, state.progress)

@@ -1,7 +1,7 @@
 """The micro-batch sizes of a run: initial values, schedule, and the sizes used."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
@@ -104,6 +104,7 @@ def initial_sizes(
     retries_in_place: bool = True,
     hint: dict[str, Any] | None = None,
     saved: dict[str, Any] | None = None,
+    planned: Callable[[], int | None] = lambda: None,
     remembered: dict[str, Any] | None = None,
 ) -> Sizes:
     """The micro-batch sizes that a run starts with. For training, the first of these that is known:
@@ -112,8 +113,9 @@ def initial_sizes(
     2. `batch.micro_schedule`: the entry that applies to the coming attempt; later ones replace any of the others.
     3. `batch.micro_size=N` or `accumulation.steps=N`.
     4. `saved`: the checkpoint's, found in the same amount of memory (the caller passes None otherwise).
-    5. `remembered`: where an earlier run of the same configuration ended.
-    6. This rank's share of the global batch; where a size that fails costs a restart of all workers, it is then
+    5. `planned`, for `batch.micro_size=plan`: the largest size that is predicted to fit. It is called only here.
+    6. `remembered`: where an earlier run of the same configuration ended.
+    7. This rank's share of the global batch; where a size that fails costs a restart of all workers, it is then
        replaced by what is expected to fit (`plan.first_size`).
 
     For evaluation: `hint`, `batch.eval_micro_size=N`, `saved`, `remembered`, twice this rank's share (without gradients
@@ -137,11 +139,14 @@ def initial_sizes(
     elif sizes.schedule:
         sizes.follow_schedule(attempts + 1)
         sizes.origin = "schedule"
-    elif batch.micro_size != "auto" or sizes.parts is not None:
+    elif isinstance(batch.micro_size, int) or sizes.parts is not None:
         sizes.origin = "given"
     elif _is_known(saved, "micro"):
         sizes.train.load_state_dict(saved["micro"])
         sizes.origin = "saved"
+    elif batch.micro_size == "plan" and (size := planned()) is not None:
+        sizes.train.start = min(max(size, smallest), sizes.train.start)
+        sizes.origin = "planned"
     elif _is_known(remembered, "micro"):
         sizes.train.load_state_dict(remembered["micro"])
         sizes.origin = "remembered"
@@ -155,7 +160,7 @@ def _as_configured(config: Config, share: int, eval_share: int, smallest: int, r
     start = share
     if parts != "auto":
         start = -(-share // parts)
-    elif batch.micro_size != "auto":
+    elif isinstance(batch.micro_size, int):
         start = min(batch.micro_size, share)
     grows = config.oom.grow and config.oom.keep_global_batch and batch.micro_schedule is None and parts == "auto"
     grows = grows and retries_in_place

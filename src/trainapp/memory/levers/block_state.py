@@ -40,7 +40,7 @@ class BlockState:
     def __init__(self, block: nn.Module):
         self.block = block
         self._written: set[Place] = set()
-        self._is_known = False
+        self._is_known = self._is_traced = False
 
     @contextlib.contextmanager
     def noted(self, before: "Before") -> Iterator[None]:
@@ -51,7 +51,8 @@ class BlockState:
 
     def _take(self, before: "Before") -> None:
         before.generators = HostGenerators()
-        copies_all = not (self._is_known or is_tracing())
+        # A trace compares no values, but counts the copies that the first real forward makes.
+        copies_all = not (self._is_traced if is_tracing() else self._is_known)
         for module in self.block.modules():
             buffers, attributes, constant = buffers_of(module), vars(module), non_persistent_buffers(module)
             for owner in (parameters_of(module), buffers, attributes):
@@ -81,7 +82,10 @@ class BlockState:
             else:
                 del before.copies[place, name]
         before.droppable.clear()
-        self._is_known = self._is_known or not is_tracing()
+        if is_tracing():
+            self._is_traced = True
+        else:
+            self._is_known = True
 
     @contextlib.contextmanager
     def rewound(self, before: "Before") -> Iterator[None]:

@@ -1,0 +1,179 @@
+"""The plan's peak against the measured one, for many configurations of trainapp's own models.
+
+    python benchmarks/plan_accuracy.py [--only TEXT] [--json FILE]
+
+Each configuration is planned in one process (on tensors without data) and run for real in another: three optimizer
+steps with every step logged, and an evaluation. Peaks are live tensor bytes on the CPU, of training and of evaluation.
+A plan that gives a range counts as exact if its ends are equal to the measured peak, and as inside if the measured one
+lies between them. The exit code is 1 if fewer than 95% are exact, or one is off by more than 0.1%.
+"""
+
+import argparse
+import concurrent.futures
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from _common import machine, table
+
+BASE = (
+    "train.device=cpu", "train.max_epochs=null", "train.max_steps=3", "every.log=1", "every.eval=1", "every.save=null",
+    "checkpointing=off", "oom.remember=false", "oom.grow=false", "memory.guard=false", "memory.limit=null",
+)  # fmt: skip
+STEPS = 3
+MLP = ("model=mlp", "data=digits", "batch.global_size=64")
+GPT = (
+    "model=gpt", "model.depth=2", "model.width=64", "model.context_length=64", "data=synthetic_tokens",
+    "data.vocab_size=512", "data.size=200", "data.val_size=64", "batch.global_size=16",
+)  # fmt: skip
+RESNET = (
+    "model=resnet", "model.width=8", "data=synthetic_images", "data.size=200", "data.val_size=64",
+    "batch.global_size=16",
+)  # fmt: skip
+OPTIMIZERS = ("Adagrad", "Adadelta", "Adam", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD")
+
+
+def cases() -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Names and overrides."""
+    for precision in ("fp32", "bf16", "fp16"):
+        for micro in (64, 16, 5):
+            yield "mlp", (*MLP, f"precision={precision}", f"batch.micro_size={micro}")
+        yield "mlp", (*MLP, f"precision={precision}", "model.width=1024", "train.ema=0.9")
+    yield "mlp", (*MLP, "optimizer=sgd")
+    yield "mlp", (*MLP, "data.augment=true", "model.dropout=0.1")
+    for precision in ("fp32", "bf16", "fp16"):
+        for mode in ("none", "selective", "full"):
+            yield "gpt", (*GPT, f"precision={precision}", f"activation_checkpointing={mode}")
+        for micro in (8, 4, 1):
+            yield "gpt", (*GPT, f"precision={precision}", f"batch.micro_size={micro}")
+    for name in OPTIMIZERS:
+        off = ("~optimizer.betas", "~optimizer.eps")
+        yield "gpt", (*GPT, *off, f"optimizer._target_=torch.optim.{name}", "batch.micro_size=4")
+    for more in (
+        ("model.tie_embeddings=false",), ("model.kv_heads=1",), ("model.dropout=0.1",), ("train.ema=0.99",),
+        ("optimizer=sgd",), ("optimizer.fused=false",), ("train.grad_clip=null",), ("data.vocab_size=4000",),
+        ("accumulation.steps=3",), ("batch.eval_micro_size=8",),
+    ):  # fmt: skip
+        yield "gpt", (*GPT, *more)
+    yield "gpt, lengths vary", (*GPT, "data.min_length=8", "batch.micro_size=4")
+    for norm in ("batch", "group"):
+        for precision in ("fp32", "bf16"):
+            for mode in ("none", "selective", "full"):
+                chosen = (f"model.norm={norm}", f"precision={precision}", f"activation_checkpointing={mode}")
+                yield "resnet", (*RESNET, *chosen)
+            yield "resnet", (*RESNET, f"model.norm={norm}", f"precision={precision}", "batch.micro_size=4")
+    for more in (("model.depth=50",), ("model.stem=large",), ("train.ema=0.99",), ("optimizer=sgd",)):
+        yield "resnet", (*RESNET, *more)
+
+
+def planned(overrides: tuple[str, ...]) -> dict[str, Any]:
+    """The plan, in this process, which is used for nothing else."""
+    from trainapp.config import compose
+    from trainapp.plan import planner
+
+    return planner.plan(compose.from_command_line([*BASE, *overrides]))[0]
+
+
+def measured(overrides: tuple[str, ...], micro_size: int, eval_micro_size: int) -> tuple[int, int]:
+    """Peak bytes of training and of evaluation in a real run with these sizes."""
+    from trainapp.config import compose
+    from trainapp.parallel.ranks import SingleRank
+    from trainapp.run import runner
+    from trainapp.signals import StopRequest
+    from trainapp.train import loop
+    from trainapp.train.evaluate import evaluate
+
+    fixed = any(override.startswith("accumulation.steps=") for override in overrides)
+    sizes = () if fixed else (f"batch.micro_size={micro_size}",)
+    with tempfile.TemporaryDirectory() as folder:
+        settings = [*BASE, *overrides, *sizes, f"batch.eval_micro_size={eval_micro_size}"]
+        run = runner.prepare(compose.from_command_line(settings, folder), StopRequest(), SingleRank())
+        try:
+            for _ in range(STEPS):
+                loop.train_step(run)
+                loop.update_weight_average(run)
+            training, run.memory.peak = run.memory.peak, 0
+            evaluate(run)
+        finally:
+            run.close()
+        return training, run.memory.peak
+
+
+def main() -> None:
+    """Print one row per family, and one per configuration that is not exact."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", help="configurations with this text in their overrides")
+    parser.add_argument("--json", type=Path, help="also write all figures to this file")
+    options = parser.parse_args()
+    context = multiprocessing.get_context("spawn")
+    found = []
+    pool = concurrent.futures.ProcessPoolExecutor
+    with pool(1, context) as planning, pool(1, context) as training:
+        for family, overrides in cases():
+            if options.only not in " ".join(overrides):
+                continue
+            facts = planning.submit(planned, overrides).result()
+            sizes = (facts.get("micro_size") or 1, facts.get("eval_micro_size") or 1)
+            found.append(compared(family, overrides, facts, *training.submit(measured, overrides, *sizes).result()))
+            if sys.stderr.isatty():
+                print(f"\r{len(found)}", end="", file=sys.stderr)
+    print(machine())
+    print(report(found))
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1))
+    exact = sum(one["is_exact"] for one in found)
+    sys.exit(int(exact < 0.95 * len(found) or any(one["error"] > 0.001 and not one["is_inside"] for one in found)))
+
+
+def compared(family: str, overrides: tuple[str, ...], facts: dict[str, Any], training: int, evaluation: int) -> dict:
+    """The plan beside the measured peaks. error: relative, of the worse of training and evaluation."""
+    real = max(training, evaluation)
+    low, high = facts.get("range_bytes", [facts.get("peak_bytes", 0)] * 2)
+    phases = facts.get("phases", {})
+    planned_training = max((size for name, size in phases.items() if name != "evaluation"), default=0)
+    both = ((planned_training, training), (phases.get("evaluation", 0), evaluation))
+    return {
+        "family": family,
+        "overrides": overrides,
+        "certainty": facts["certainty"],
+        "reason": facts.get("reason") or "; ".join(facts.get("notes", [])),
+        "planned": [high, *(size for size, _ in both)],
+        "measured": [real, training, evaluation],
+        "is_exact": high == real and all(size == other for size, other in both),
+        "is_inside": low <= real <= high,
+        "error": max(abs(size - other) / other for size, other in both),
+        "seconds": facts.get("seconds", 0),
+        "traces": facts.get("traces", 0),
+    }
+
+
+def report(found: list[dict[str, Any]]) -> str:
+    """The tables."""
+    rows = []
+    for family in dict.fromkeys(one["family"] for one in found):
+        own = [one for one in found if one["family"] == family]
+        exact, inside = (sum(one[key] for one in own) for key in ("is_exact", "is_inside"))
+        worst = max(one["error"] for one in own)
+        seconds = sorted(one["seconds"] for one in own)[len(own) // 2]
+        rows.append([family, str(len(own)), str(exact), str(inside), f"{100 * worst:.3f}%", f"{seconds:.1f}"])
+    columns = ["model", "configurations", "exact", "in the range", "worst error", "median seconds"]
+    misses = [
+        [one["family"], " ".join(one["overrides"][1:]), one["certainty"], str(one["planned"]), str(one["measured"])]
+        for one in found
+        if not one["is_exact"]
+    ]
+    text = table(columns, rows)
+    if misses:
+        text += "\n\n" + table(["model", "not exact", "certainty", "planned", "measured"], misses)
+    return text
+
+
+if __name__ == "__main__":
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ.setdefault("TRAINAPP_CACHE", tempfile.mkdtemp())
+    main()

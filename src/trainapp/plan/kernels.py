@@ -1,0 +1,31 @@
+"""Where torch's fake kernels return other dtypes, hence other sizes, than those of the CPU that they stand for.
+
+Found by comparing both on torch 2.13; `tests/plan/test_kernels.py` does so again.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_aten = torch.ops.aten
+_NORMS = (_aten.native_batch_norm.default, _aten.native_group_norm.default, _aten.native_layer_norm.default)
+_GROUP_NORM_BACKWARD = _aten.native_group_norm_backward.default
+CORRECTED = frozenset({*_NORMS, _GROUP_NORM_BACKWARD})
+
+
+def as_on_cpu(func: Any, args: tuple[Any, ...], result: Any) -> Any:
+    """The results of an operation in CORRECTED, with the dtypes that the CPU's kernel gives them. Others are unchanged.
+
+    Norms of a bf16 or fp16 input: the statistics that are kept for the backward have the precision of weights or
+    running statistics in fp32, where the decompositions (torch/_refs/__init__.py, torch/_decomp/decompositions.py)
+    give them that of the input. GroupNorm's backward: the input's gradient is like the input, there fp32.
+    """
+    if args[0].device.type != "cpu":
+        return result
+    if func is _GROUP_NORM_BACKWARD:
+        gradient = result[0]
+        return (None if gradient is None else gradient.to(args[1].dtype), *result[1:])
+    if any(isinstance(value, Tensor) and value.dtype == torch.float32 for value in args[1:]):
+        return (result[0], *(statistic.float() for statistic in result[1:]))
+    return result

@@ -1,0 +1,52 @@
+"""The largest micro-batch that fits, from as few traces as possible."""
+
+from collections.abc import Callable
+
+MOST_TRACES = 6
+
+
+def largest_that_fits(
+    peak_of: Callable[[int], int], limit: int, top: int, smallest: int = 1, known: dict[int, int] | None = None
+) -> int:
+    """The largest size from `smallest` to `top` whose peak is at most `limit`; 0 if not even `smallest` fits.
+
+    peak_of: bytes by size, costly to call; it is called at most MOST_TRACES times, less those in `known`, which is
+    filled. Where the traces do not suffice, the largest size that is known to fit. The peak is piecewise affine in the
+    size, in few pieces, so that secants find the bound.
+    """
+    known = {} if known is None else known
+    points: list[tuple[int, int]] = sorted(known.items())
+
+    def fits(size: int) -> bool:
+        if size not in known:
+            known[size] = peak_of(size)
+            points.append((size, known[size]))
+        return known[size] <= limit
+
+    if fits(top):
+        return top
+    if smallest >= top or not fits(smallest):
+        return 0
+    # Sizes that are known already, such as one that the configuration names, narrow the bounds for nothing.
+    low = max(size for size, peak in known.items() if peak <= limit and size < top)
+    high = min(size for size, peak in known.items() if peak > limit and size > low)
+    while high - low > 1 and len(known) < MOST_TRACES:
+        guess = min(max(_secant(points, limit, (low, known[low]), (high, known[high])), low + 1), high - 1)
+        if fits(guess):
+            low = guess
+        else:
+            high = guess
+    return low
+
+
+def _secant(points: list[tuple[int, int]], limit: int, low: tuple[int, int], high: tuple[int, int]) -> int:
+    """Where the line through the last two points reaches the limit; through the bounds if that is not between them.
+
+    The line through the bounds alone closes in from one side where the slope changes between them.
+    """
+    for (a, at_a), (b, at_b) in (points[-2:], (low, high)):
+        if (at_b - at_a) * (b - a) > 0:
+            guess = a + (limit - at_a) * (b - a) // (at_b - at_a)
+            if low[0] <= guess <= high[0]:
+                return guess
+    return (low[0] + high[0]) // 2

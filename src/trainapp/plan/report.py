@@ -1,0 +1,68 @@
+"""`mode=plan`: the plan on the terminal and in the run directory. Imports no torch."""
+
+from pathlib import Path
+from typing import Any
+
+from trainapp import strict_json
+from trainapp.config.schema import Config
+from trainapp.files import atomic_write
+from trainapp.plan.process import ask
+from trainapp.units import bytes_text
+
+PLAN, PICTURE = "plan.json", "plan.png"
+
+
+def run(config: Config) -> float | None:
+    """Plan, print and write. Returns the peak in bytes, for Hydra's optimizing sweepers; None if it is not known."""
+    run_dir = Path(config.run_dir)
+    facts = ask(config, picture=run_dir / PICTURE)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with atomic_write(run_dir / PLAN) as file:
+        file.write(strict_json.dumps(facts, indent=1) + "\n")
+    print(text(facts), flush=True)
+    peak = facts.get("peak_bytes")
+    return None if peak is None else float(peak)
+
+
+def text(facts: dict[str, Any]) -> str:
+    """The plan for people; its last line are the overrides to paste."""
+    if "peak_bytes" not in facts:
+        return f"{facts['certainty']}: {facts['reason']}"
+    limit, largest, largest_eval = (facts[f] for f in ("limit_bytes", "largest_micro_size", "largest_eval_micro_size"))
+    evaluation = f", evaluation {facts['eval_micro_size']}" if facts["eval_micro_size"] else ""
+    lines = [
+        f"micro-batch {facts['micro_size']}{evaluation}: peak {_peak_text(facts)} of {bytes_text(limit)}, in "
+        f"{facts['binding_phase'].replace('_', ' ')}"
+        + (f" ({facts['binding_module']})" if facts["binding_module"] else ""),
+        *facts.get("notes", []),
+        "peak by phase",
+        *_rows(facts["phases"]),
+        "at the peak",
+        *_rows(facts["kinds"]),
+    ]
+    if not largest:
+        return "\n".join([*lines, f"no micro-batch fits {bytes_text(limit)}"])
+    fitting = f"largest that fit {bytes_text(limit)}: micro-batch {largest}"
+    overrides = f"batch.micro_size={largest}"
+    if largest_eval:
+        fitting += f", evaluation {largest_eval}"
+        overrides += f" batch.eval_micro_size={largest_eval}"
+    elif largest_eval == 0:
+        fitting += ", evaluation none"
+    return "\n".join([*lines, fitting, overrides])
+
+
+def _peak_text(facts: dict[str, Any]) -> str:
+    if "range_bytes" not in facts:
+        return f"{bytes_text(facts['peak_bytes'])} ({facts['certainty']})"
+    low, high = facts["range_bytes"]
+    return f"{bytes_text(low)} to {bytes_text(high)}"
+
+
+def _rows(sizes: dict[str, int]) -> list[str]:
+    width = max((len(name) for name in sizes), default=0)
+    most = max(sizes.values(), default=1)
+    return [
+        f"  {name.replace('_', ' '):<{width}} {bytes_text(size):>11}  {'#' * round(40 * size / most)}".rstrip()
+        for name, size in sizes.items()
+    ]

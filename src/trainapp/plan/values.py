@@ -1,0 +1,178 @@
+"""What a trace puts in place of values: tensors have shapes but no data, so that reads get made-up answers."""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainapp.data.batch import map_tensors, tensors_in
+from trainapp.data.micro_batch import MicroBatch
+from trainapp.data.progress import Progress
+from trainapp.data.sampler import EvalBatches, TrainBatches
+from trainapp.memory.live_tensors import LiveTensors
+from trainapp.optim.precision import Precision
+from trainapp.parallel.ranks import Ranks
+from trainapp.plan.kernels import CORRECTED, as_on_cpu
+from trainapp.torch_private import READ_OPERATORS, DispatchMode, outside_dispatch_modes
+from trainapp.train.phase import Phase
+
+
+class MadeUpValues(DispatchMode):
+    """Answers reads of tensors without data: False, 1 or 1.0 (zero would divide by zero in Adam).
+
+    otherwise: answer the model's reads the other way: True, 0 or 0.0. phase: where a measured step or evaluation is;
+    None outside of both. clip_at: `train.grad_clip`. The norm is taken to be above it; with `otherwise`, to be below.
+    Attributes: `reads` of the model and the task so far; `model_reads`, the phases in which they were.
+
+    Raises RuntimeError after MOST_READS of them: a model that iterates until it converges would do so forever.
+    """
+
+    MOST_READS = 1000
+
+    def __init__(
+        self,
+        otherwise: bool = False,
+        phase: Callable[[], Phase | None] = lambda: None,
+        clip_at: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.otherwise, self.phase, self.clip_at = otherwise, phase, clip_at
+        self.state_is_late = False  # set while the optimizer is built: what it asks about its own state
+        self.reads = 0
+        self.model_reads: set[Phase] = set()
+        self._zeros: list[weakref.ref[Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in READ_OPERATORS and getattr(args[0], "constant", None) is None:
+            return self._answer(args[0])
+        result = func(*args, **(kwargs or {}))
+        return as_on_cpu(func, args, result) if func in CORRECTED else result
+
+    def _answer(self, tensor: Tensor) -> bool | int | float:
+        if any(zero() is tensor for zero in self._zeros):
+            return 0.0
+        kind, phase = tensor.dtype, self.phase()
+        if phase in _OF_THE_MODEL:
+            self.reads += 1
+            self.model_reads.add(phase)
+            if self.reads > self.MOST_READS:
+                raise RuntimeError("the model reads values without end: it cannot be traced")
+        other = self.otherwise and phase in _OF_THE_MODEL
+        if kind == torch.bool:
+            return other or self.state_is_late
+        if not kind.is_floating_point:
+            return 0 if other else 1
+        if phase is Phase.CLIP and self.clip_at is not None and not self.otherwise:
+            return max(2.0, 2 * self.clip_at)
+        return 0.0 if other else 1.0
+
+    def are_zero(self, tensors: Iterable[Tensor]) -> None:
+        """Answer 0.0 for these tensors, for as long as they exist."""
+        self._zeros = [zero for zero in self._zeros if zero() is not None] + [weakref.ref(t) for t in tensors]
+
+
+# In the others, the step itself reads: counts, norms, the loss scale.
+_OF_THE_MODEL = frozenset({Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.METRIC, Phase.EVALUATE})
+
+
+@dataclass
+class NoOverflow(Precision):
+    """In a trace, no gradient overflows: the loss scaler would skip the step whose memory is asked for."""
+
+    values: MadeUpValues
+
+    def unscale(self, optimizer: torch.optim.Optimizer, all_reduce_found_inf: Callable[[list[Tensor]], None]) -> None:
+        """As usual, except that the flags are answered with 0.0 when they are read."""
+
+        def noted(flags: list[Tensor]) -> None:
+            self.values.are_zero(flags)
+            all_reduce_found_inf(flags)
+
+        super().unscale(optimizer, noted)
+
+
+class FakeBatches:
+    """A sampler whose micro-batches are fetched as usual and then lose their values.
+
+    fake: makes a tensor without data from one with data. instead: a batch that takes the place of every full one; None
+    leaves each as it is. passes: called with the bytes that fetching a batch has needed.
+    """
+
+    def __init__(
+        self,
+        real: TrainBatches,
+        fake: Callable[[Tensor], Tensor],
+        instead: MicroBatch | None,
+        passes: Callable[[int], None],
+    ):
+        self._real, self._fake, self._instead, self._passes = real, fake, instead, passes
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    def micro_batches(self, progress: Progress, size: int, parts: int | None = None) -> Iterator[MicroBatch]:
+        """As `TrainBatches.micro_batches`."""
+        real = self._real.micro_batches(progress, size, parts)
+        return without_values(real, self._fake, self._instead, self._passes)
+
+    def example(self, samples: int) -> Any:
+        """As `TrainBatches.example`."""
+        with outside_dispatch_modes():
+            batch = self._real.example(samples)
+        return map_tensors(self._fake, batch)
+
+
+class FakeEvalBatches:
+    """As `FakeBatches`, but only the first batch of an evaluation: no other has more samples."""
+
+    def __init__(self, real: EvalBatches, fake: Callable[[Tensor], Tensor], instead: MicroBatch | None):
+        self.__dict__["_real"] = real
+        self.__dict__["_fake"], self.__dict__["_instead"] = fake, instead
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._real, name, value)
+
+    def from_sample(self, done: int, size: int, ranks: Ranks) -> Iterator[MicroBatch]:
+        """As `EvalBatches.from_sample`."""
+        for micro in without_values(self._real.from_sample(done, size, ranks), self._fake, self._instead):
+            yield micro._replace(last=True)
+            return
+
+
+def without_values(
+    real: Iterator[MicroBatch],
+    fake: Callable[[Tensor], Tensor],
+    instead: MicroBatch | None,
+    passes: Callable[[int], None] = lambda size: None,
+) -> Iterator[MicroBatch]:
+    """The micro-batches, fetched outside of all modes, with shapes alone."""
+    while True:
+        fetched, size = fetch(real)
+        passes(size)
+        if fetched is None:
+            return
+        chosen = instead if instead is not None and instead.samples == fetched.samples else fetched
+
+        def piece(start: int, end: int, chosen: MicroBatch = chosen) -> Any:
+            with outside_dispatch_modes():
+                batch = chosen.piece(start, end)
+            return map_tensors(fake, batch)
+
+        yield fetched._replace(data=map_tensors(fake, chosen.data), piece=piece)
+
+
+def fetch(real: Iterator[MicroBatch]) -> tuple[MicroBatch | None, int]:
+    """The next micro-batch with its values, None at the end; and the peak bytes of the tensors that took."""
+    with outside_dispatch_modes(), LiveTensors() as counter:
+        return next(real, None), counter.peak
+
+
+def shapes_of(batch: Any) -> list[tuple[Any, ...]]:
+    """What a batch's memory depends on."""
+    return [(tuple(t.shape), t.dtype, t.untyped_storage().nbytes()) for t in tensors_in(batch)]

@@ -1,0 +1,48 @@
+"""Fake kernels, as corrected, against the CPU's own."""
+
+import pytest
+import torch
+
+from trainapp.plan.values import MadeUpValues
+from trainapp.torch_private import fake_tensor_mode
+
+aten = torch.ops.aten
+
+
+def results(dtype, weights):
+    """`{operation: dtypes and sizes of its results}`. On fake tensors inside a fake mode."""
+    inputs = torch.ones(4, 8, 6, 6).to(dtype)
+    rows = torch.ones(4, 8).to(dtype)
+    w = None if weights is None else torch.ones(8, dtype=weights)
+    running = torch.zeros(8), torch.ones(8)
+    given = [True, w is not None, w is not None]
+    statistics = torch.ones(4, 2, dtype=dtype if w is None else weights)
+    found = {
+        "batch norm": aten.native_batch_norm(inputs, w, w, *running, True, 0.1, 1e-5),
+        "batch norm, evaluation": aten.native_batch_norm(inputs, w, w, *running, False, 0.1, 1e-5),
+        "group norm": aten.native_group_norm(inputs, w, w, 4, 8, 36, 2, 1e-5),
+        "layer norm": aten.native_layer_norm(rows, [8], w, w, 1e-5),
+        "group norm, backward": aten.native_group_norm_backward(
+            inputs, inputs, statistics, statistics, w, 4, 8, 36, 2, given
+        ),
+    }
+    return {
+        name: [None if t is None else (t.dtype, tuple(t.shape), t.untyped_storage().nbytes()) for t in tensors]
+        for name, tensors in found.items()
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("weights", [None, torch.float32])
+def test_norms_return_what_the_cpu_returns(dtype, weights):
+    real = results(dtype, weights)
+    with fake_tensor_mode(), MadeUpValues():
+        assert results(dtype, weights) == real
+
+
+def test_without_the_correction_they_do_not():
+    """When this fails, torch has changed, and the correction may go."""
+    real = results(torch.bfloat16, torch.float32)
+    with fake_tensor_mode():
+        fake = results(torch.bfloat16, torch.float32)
+    assert {name for name in real if fake[name] != real[name]} == set(real)

@@ -1,0 +1,221 @@
+"""The plan against real runs: equal to the byte, or a range that holds what is measured."""
+
+import pytest
+import runs
+import torch
+from torch import nn
+
+from trainapp.config import compose
+from trainapp.errors import UserError
+from trainapp.plan import planner
+from trainapp.train import loop
+from trainapp.train.evaluate import evaluate
+
+SIZES = ("batch.global_size=16", "batch.micro_size=8", "batch.eval_micro_size=8")
+OVER = (*runs.TINY, "every.eval=1", "checkpointing=off", "oom.remember=false", "oom.grow=false")
+
+
+def plan(*overrides):
+    return planner.plan(compose.from_command_line([*OVER, *overrides]))[0]
+
+
+def measure(run_dir, *overrides):
+    """Peaks of training and of evaluation."""
+    run = runs.prepare(run_dir, *OVER, *overrides)
+    try:
+        for _ in range(3):
+            loop.train_step(run)
+            loop.update_weight_average(run)
+        training, run.memory.peak = run.memory.peak, 0
+        evaluate(run)
+    finally:
+        run.close()
+    return training, run.memory.peak
+
+
+def by_part(facts):
+    phases = dict(facts["phases"])
+    evaluation = phases.pop("evaluation")
+    return max(phases.values()), evaluation
+
+
+CASES = [
+    *((model, (f"precision={mode}",)) for model in runs.MODELS for mode in ("fp32", "bf16", "fp16")),
+    ("gpt", ("activation_checkpointing=full", "model.depth=2")),
+    ("gpt", ("activation_checkpointing=selective", "precision=bf16")),
+    ("gpt", ("train.ema=0.9", "optimizer.fused=false")),
+    ("gpt", ("optimizer._target_=torch.optim.RMSprop", "~optimizer.betas", "~optimizer.eps", "precision=fp16")),
+    ("gpt", ("optimizer._target_=torch.optim.NAdam", "~optimizer.betas", "~optimizer.eps")),  # its state comes late
+    ("resnet", ("optimizer._target_=torch.optim.Rprop", "~optimizer.betas", "~optimizer.eps")),
+    ("resnet", ("model.norm=group", "precision=bf16")),
+    ("resnet", ("activation_checkpointing=full",)),
+    ("mlp", ("optimizer=sgd", "train.grad_clip=null")),
+]
+
+
+@pytest.mark.parametrize(("model", "more"), CASES)
+def test_the_plan_is_what_a_run_measures(tmp_path, model, more):
+    facts = plan(*runs.MODELS[model], *SIZES, *more)
+    training, evaluation = measure(tmp_path, *runs.MODELS[model], *SIZES, *more)
+    assert by_part(facts) == (training, evaluation)
+    assert facts["peak_bytes"] == max(training, evaluation)
+    assert facts["certainty"] == "exact" or facts["range_bytes"][0] <= facts["peak_bytes"]
+    assert sum(facts["kinds"].values()) == facts["peak_bytes"] == max(facts["phases"].values())
+
+
+def test_a_wider_model_is_another_plan(tmp_path):
+    """The comparison above can fail."""
+    facts = plan(*runs.MODELS["mlp"], *SIZES, "model.width=17")
+    assert by_part(facts) != measure(tmp_path, *runs.MODELS["mlp"], *SIZES)
+
+
+def test_fixed_accumulation_cuts_as_the_run_does(tmp_path):
+    overrides = (*runs.MODELS["gpt"], "accumulation.steps=3", "batch.eval_micro_size=8")
+    assert by_part(plan(*overrides)) == measure(tmp_path, *overrides)
+
+
+def test_kinds_and_the_binding_phase():
+    """A wide model on one sample: the optimizer's and the gradients' share can be worked out by hand."""
+    facts = plan("model=mlp", "data=digits", "model.width=512", "batch.micro_size=1", "batch.eval_micro_size=1")
+    parameters = facts["static"]["parameters"]
+    kinds = facts["kinds"]
+    assert kinds["parameters"] == kinds["gradients"] == parameters
+    assert 2 * parameters <= kinds["optimizer_state"] < 2 * parameters + 1000  # Adam's two moments, and step counts
+    assert facts["binding_phase"] in ("backward", "clip", "optimizer_step")
+    assert facts["phases"]["evaluation"] < facts["phases"]["backward"]
+
+
+def test_a_large_batch_binds_in_its_activations_and_names_a_module():
+    facts = plan(*runs.MODELS["gpt"], "model.context_length=64", "batch.global_size=64", "data.vocab_size=32")
+    assert facts["binding_phase"] in ("forward", "backward")
+    kinds = facts["kinds"]
+    assert kinds["activations"] + kinds["temporaries"] > facts["peak_bytes"] / 2
+    assert kinds["activations"] > 0
+    assert facts["binding_module"].split(".")[0] in ("", "layers", "blocks", "norm", "head", "embedding")
+
+
+def test_batches_of_different_lengths_give_a_range(tmp_path):
+    overrides = (*runs.MODELS["gpt"], *SIZES, "data.min_length=4")
+    facts = plan(*overrides)
+    assert facts["certainty"] == "range"
+    assert "differ in shape" in facts["notes"][0]
+    low, high = facts["range_bytes"]
+    assert low < high
+    assert low <= max(measure(tmp_path, *overrides)) <= high
+
+
+@pytest.mark.parametrize("spare", [0, -1])
+def test_the_largest_micro_batch_fits_and_one_more_does_not(tmp_path, spare):
+    """spare: bytes beside what the size found at first needs."""
+    overrides = (*runs.MODELS["gpt"], "batch.global_size=32", "every.eval=null", "train.grad_clip=null")
+    needed = plan(*overrides, "batch.micro_size=10")["peak_bytes"]
+    limit = f"memory.limit={needed + spare}"
+    facts = plan(*overrides, limit)
+    largest = facts["largest_micro_size"]
+    assert largest >= 10 if spare == 0 else largest < 32
+    assert facts["traces"] <= 6
+    ended = runs.run(tmp_path / "fits", *OVER, *overrides, limit, f"batch.micro_size={largest}", "oom=off")
+    assert ended.peak_memory_bytes <= needed + spare
+    with pytest.raises(torch.OutOfMemoryError):
+        runs.run(tmp_path / "fails", *OVER, *overrides, limit, f"batch.micro_size={largest + 1}", "oom=off")
+
+
+def test_without_a_given_size_the_plan_is_for_the_largest():
+    overrides = (*runs.MODELS["mlp"], "batch.global_size=256", "model.width=64")
+    limit = plan(*overrides, "batch.micro_size=100")["phases"]["backward"]
+    facts = plan(*overrides, f"memory.limit={limit}")
+    assert facts["micro_size"] == facts["largest_micro_size"] < 256
+    assert facts["eval_micro_size"] == facts["largest_eval_micro_size"]
+    assert facts["peak_bytes"] <= limit
+
+
+def test_nothing_fits():
+    facts = plan(*runs.MODELS["mlp"], "memory.limit=1KiB")
+    assert facts["largest_micro_size"] == facts["largest_eval_micro_size"] == 0
+    assert facts["peak_bytes"] > 1024
+
+
+# Models that read values
+
+
+class Branching(nn.Module):
+    """Computes more where the batch's mean is positive."""
+
+    def __init__(self, num_classes: int = 10):
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 4096), nn.Linear(64, num_classes)
+
+    def forward(self, inputs):
+        inputs = inputs.flatten(1)
+        extra = self.first(inputs).relu().mean() if inputs.mean() > self.bound else 0
+        return self.last(inputs) + extra
+
+
+class Often(Branching):
+    bound = -1e9
+
+
+class Never(Branching):
+    bound = 1e9
+
+
+class Selecting(nn.Module):
+    """The shape of an activation depends on values."""
+
+    def __init__(self, num_classes: int = 10):
+        super().__init__()
+        self.last = nn.Linear(64, num_classes)
+
+    def forward(self, inputs):
+        flat = inputs.flatten(1)
+        return self.last(flat) + flat[flat > 0.5].sum()
+
+
+@pytest.fixture
+def own(monkeypatch, tmp_path):
+    """Overrides for a model of this file."""
+    import sys
+
+    monkeypatch.setitem(sys.modules, "own_for_plan", sys.modules[__name__])
+    for kind in (Often, Never, Selecting):
+        monkeypatch.setattr(kind, "__module__", "own_for_plan")
+
+    def overrides(kind):
+        group = tmp_path / "conf" / "model"
+        group.mkdir(parents=True, exist_ok=True)
+        (group / "own.yaml").write_text(f"_target_: own_for_plan.{kind.__name__}\n")
+        search = f"hydra.searchpath=[file://{tmp_path / 'conf'}]"
+        return ("model=own", "data=digits", "user_packages=[own_for_plan]", search, *SIZES)
+
+    return overrides
+
+
+@pytest.mark.parametrize("kind", [Often, Never])
+def test_a_branch_on_a_value_gives_a_range_that_holds_both_ways(tmp_path, own, kind):
+    facts = plan(*own(kind))
+    assert facts["certainty"] == "range"
+    assert any("reads values" in note for note in facts["notes"])
+    low, high = facts["range_bytes"]
+    assert high > low
+    assert max(measure(tmp_path, *own(kind))) == (high if kind is Often else low)
+
+
+def test_a_shape_that_depends_on_values_is_not_traceable_and_the_operation_is_named(own):
+    facts = plan(*own(Selecting))
+    assert facts["certainty"] == "not traceable"
+    assert "DynamicOutputShapeException" in facts["reason"]
+    assert "aten." in facts["reason"]
+    assert "peak_bytes" not in facts
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("parallel=ddp", "parallel=ddp: the plan is for one process"),
+        ("train.compile=true", "train.compile=true: a compiled step cannot be planned"),
+        ("model.width=0", "model.width=0: must be greater than 0"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(override, message):
+    with pytest.raises(UserError, match=message):
+        plan(*runs.MODELS["mlp"], override)

@@ -1,0 +1,141 @@
+"""The plan from the command line, from Python, and from a run that starts with the planned size."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import runs
+from helpers import environment, incidents, metrics, result, run_cli
+
+import trainapp
+from trainapp.errors import UserError
+from trainapp.units import bytes_text
+
+GPT = (*runs.MODELS["gpt"], "train.device=cpu", "batch.global_size=32")
+
+
+def test_mode_plan_prints_and_writes_the_plan(tmp_path):
+    done = run_cli("mode=plan", *GPT, "memory.limit=300KB", "hydra.run.dir=here", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    facts = json.loads((tmp_path / "here/plan.json").read_text())
+    assert facts["certainty"] == "exact"
+    assert facts["limit_bytes"] == 300_000
+    assert 0 < facts["largest_micro_size"] < 32
+    assert facts["peak_bytes"] == max(facts["phases"].values()) == sum(facts["kinds"].values()) <= 300_000
+    assert set(facts["phases"]) >= {"forward", "backward", "clip", "optimizer_step", "evaluation"}
+    last = done.stdout.splitlines()[-1]
+    sizes = (facts["largest_micro_size"], facts["largest_eval_micro_size"])
+    assert last == "batch.micro_size={} batch.eval_micro_size={}".format(*sizes)
+    assert (tmp_path / "here/plan.png").read_bytes().startswith(b"\x89PNG")
+    assert not (tmp_path / "here/metrics.jsonl").exists()
+    # What it says to paste runs within the limit without an error.
+    done = run_cli(
+        *GPT, "memory.limit=300KB", *last.split(), "train.max_steps=3", "train.max_epochs=null", "every.eval=3",
+        "every.log=1", "oom=off", "hydra.run.dir=run", cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert result(tmp_path / "run")["peak_memory_bytes"] <= 300_000
+
+
+def test_the_process_of_the_command_line_does_not_import_torch(tmp_path):
+    code = "import sys; from trainapp.__main__ import main; main(); assert 'torch' not in sys.modules"
+    done = run_cli("mode=plan", *GPT, cwd=tmp_path, command=(sys.executable, "-c", code))
+    assert done.returncode == 0, done.stderr
+    assert "batch.micro_size=32" in done.stdout
+
+
+def test_from_python_the_same_facts_and_no_files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    facts = trainapp.plan([*GPT, "batch.micro_size=4"])
+    assert facts["micro_size"] == 4
+    assert facts["certainty"] == "exact"
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(AttributeError, match="plam"):
+        trainapp.plam  # noqa: B018
+
+
+def test_a_mistake_is_told_once_with_its_exit_code(tmp_path):
+    with pytest.raises(UserError, match=r"^model\.depth=0: must be greater than 0$"):
+        trainapp.plan([*GPT, "model.depth=0"])
+    done = run_cli("mode=plan", *GPT, "model.depth=0", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.count("model.depth=0") == 1
+
+
+def test_a_planner_that_dies_is_not_traceable_and_says_how(tmp_path):
+    (tmp_path / "dies.py").write_text(
+        "import os, torch\n"
+        "class Net(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.linear = torch.nn.Linear(64, 10)\n"
+        "    def forward(self, inputs):\n"
+        "        os.abort()\n"
+    )
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/dies.yaml").write_text("_target_: dies.Net\n")
+    user = ("--config-dir=.", "model=dies", "user_packages=[dies]", "data=digits", "train.device=cpu")
+    done = run_cli(*user, "mode=plan", "hydra.run.dir=here", cwd=tmp_path)
+    facts = json.loads((tmp_path / "here/plan.json").read_text())
+    assert facts["certainty"] == "not traceable"
+    assert "signal 6" in facts["reason"]
+    assert done.stdout.startswith("not traceable: ")
+
+
+def test_a_run_starts_with_the_planned_size(tmp_path):
+    limited = (
+        *GPT,
+        "memory.limit=300KB",
+        "train.max_steps=8",
+        "train.max_epochs=null",
+        "every.log=1",
+        "every.eval=null",
+    )
+    for name in ("plan", "auto"):
+        done = run_cli(*limited, f"batch.micro_size={name}", f"hydra.run.dir={name}", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    assert incidents(tmp_path / "plan") == []
+    assert incidents(tmp_path / "auto")  # without a plan, memory runs out
+    size = result(tmp_path / "plan")["micro_size"]
+    assert size == metrics(tmp_path / "plan")[0]["batch/micro_size"]
+    facts = trainapp.plan([*limited])
+    assert size == facts["largest_micro_size"] >= result(tmp_path / "auto")["micro_size"]
+
+
+def test_a_run_that_cannot_be_planned_searches(tmp_path):
+    (tmp_path / "selects.py").write_text(
+        "import torch\n"
+        "class Net(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.linear = torch.nn.Linear(64, 10)\n"
+        "    def forward(self, inputs):\n"
+        "        flat = inputs.flatten(1)\n"
+        "        return self.linear(flat) + flat[flat > 0.5].sum()\n"
+    )
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/selects.yaml").write_text("_target_: selects.Net\n")
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "trainapp", "--config-dir=.", "model=selects", "user_packages=[selects]",
+            "data=digits", "train.device=cpu", "batch.micro_size=plan", "train.max_steps=1", "every.eval=null",
+            "hydra.run.dir=here",
+        ],
+        cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "batch.micro_size=plan: not traceable (DynamicOutputShapeException" in done.stderr
+    assert result(tmp_path / "here")["micro_size"] == 64
+
+
+def test_a_multirun_ends_with_one_table(tmp_path):
+    done = run_cli("-m", "mode=plan", *GPT, "precision=fp32,bf16", "hydra.sweep.dir=sweep", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    header, *rows = done.stdout.splitlines()[-3:]
+    assert header.split()[:3] == ["job", "peak", "certainty"]
+    for number, (row, precision) in enumerate(zip(rows, ("fp32", "bf16"), strict=True)):
+        facts = json.loads((tmp_path / f"sweep/{number}/plan.json").read_text())
+        assert row.split()[0] == str(number)
+        assert bytes_text(facts["peak_bytes"]) in row
+        assert f"precision={precision}" in row
