@@ -31,10 +31,12 @@ from trainapp.optim.precision import Precision
 from trainapp.parallel.dtensor import local, whole
 from trainapp.parallel.ranks import SingleRank
 from trainapp.plan import trace
+from trainapp.plan.recorder import TracedMemory
 from trainapp.torch_private import READ_OPERATORS, DispatchMode, fake_tensor_mode
 from trainapp.train import loop
 from trainapp.train.assemble import assemble
 from trainapp.train.components import Components
+from trainapp.train.run import Cadences
 
 CUDA = torch.device("cuda", 0)
 SAMPLES = 8  # in each of two micro-batches
@@ -165,7 +167,8 @@ def twin(overrides: list[str], scaled: bool = False, ranks: int = 1, task: str =
         numerics = Precision("fp32", torch.float32, contextlib.nullcontext(), scaler)
         batches = trace.ExampleBatches([trace._on_device(mode, example, CUDA) for _ in range(2)], SAMPLES)
         assembled = assemble(real.config, components, SingleRank(), CUDA, numerics, initial_device="cuda:0")
-        run = trace._run_of(real.config, assembled, batches)
+        run = trace._run_of(real.config, assembled, batches, TracedMemory(CUDA))
+        run.cadences = Cadences(log=0, evaluate=0, save=0)
         if ranks > 1:
             run.ranks = run.strategy.ranks = TwoRanks()
         yield run, requests
