@@ -10,6 +10,7 @@ import torch
 from trainapp.memory.cpu import CpuMemory
 from trainapp.memory.device import DeviceMemory
 from trainapp.run.result import why_not_bit_for_bit
+from trainapp.train import loop
 
 MLP = runs.MODELS["mlp"]
 
@@ -29,31 +30,22 @@ def test_on_the_cpu_it_does(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("device", "overrides", "hidden", "note"),
+    ("device", "overrides", "note"),
     [
-        ("cpu", (), False, None),
-        ("cpu", (), True, None),
-        ("cuda", (), False, "any order (cuda, train.deterministic=false)"),
-        ("cuda", ("train.deterministic=true",), False, None),
-        ("cuda", ("train.deterministic=true",), True, "an allocation failed and a library caught the error"),
-        ("mps", ("train.deterministic=true",), False, "any order (mps)"),
+        ("cpu", (), None),
+        ("cuda", (), "any order (cuda, train.deterministic=false)"),
+        ("cuda", ("train.deterministic=true",), None),
+        ("mps", ("train.deterministic=true",), "any order (mps)"),
     ],
 )
-def test_by_device_kernels_and_failures(tmp_path, device, overrides, hidden, note):
+def test_by_device_and_kernels(tmp_path, device, overrides, note):
     run = runs.prepare(tmp_path, *MLP, *overrides)
     run.close()
     torch.use_deterministic_algorithms(False)
     moved = dataclasses.replace(run, state=dataclasses.replace(run.state, device=torch.device(device)))
-    found = why_not_bit_for_bit(moved, hidden)
+    found = why_not_bit_for_bit(moved, [])
     assert found is None if note is None else note in found
-
-
-def test_a_global_batch_that_has_fallen_is_not_replayed(tmp_path):
-    run = runs.prepare(tmp_path, *MLP, "oom.keep_global_batch=false")
-    run.close()
-    assert why_not_bit_for_bit(run, False) is None
-    run.set_global_size(8)
-    assert "the global batch has fallen to 8" in why_not_bit_for_bit(run, False)
+    assert "does not replay this: one; two" in why_not_bit_for_bit(moved, ["one", "two"])
 
 
 def test_a_hidden_failure_is_remembered_over_a_resume(tmp_path, monkeypatch):
@@ -62,8 +54,50 @@ def test_a_hidden_failure_is_remembered_over_a_resume(tmp_path, monkeypatch):
         patched.setattr(CpuMemory, "refused_allocations", lambda self: 1)
         runs.run_until(tmp_path / "hidden", 2, *MLP)
     runs.run_until(tmp_path / "clean", 2, *MLP)
-    for name, expected in (("hidden", True), ("clean", False)):
-        run = runs.prepare(tmp_path / name, *MLP)
-        assert run.sizes.hidden_failures is expected
-        assert run.history()["hidden_failures"] is expected
-        run.close()
+    assert "probably cuDNN" in runs.run(tmp_path / "hidden", *MLP).bit_for_bit_note
+    assert runs.run(tmp_path / "clean", *MLP).bit_for_bit
+
+
+def test_a_global_batch_that_has_fallen_is_noted_for_good(tmp_path):
+    fallen = (*MLP, "oom.keep_global_batch=false")
+    run = runs.prepare(tmp_path, *fallen, "train.max_steps=2")
+    loop.train_step(run)
+    run.set_global_size(8)
+    loop.train(run)
+    run.close()
+    note = "a schedule of sizes does not replay this: batch.global_size: 8 from step 2 on"
+    assert runs.run(tmp_path, *fallen).bit_for_bit_note == note
+
+
+@pytest.mark.parametrize(
+    ("overrides", "note"),
+    [
+        (("batch.global_size=32",), "batch.global_size: 32 after step 2, 16 until then"),
+        (("data.size=120", "data.on_change=next_epoch"), "training samples: 120 after step 2, 96 until then"),
+        ((), None),
+    ],
+)
+def test_what_a_resume_changes(tmp_path, overrides, note):
+    """Also noted by the run that continues the one that changed."""
+    images = (*MLP, "data=synthetic_images", "data.size=96")
+    runs.run_until(tmp_path, 2, *images)
+    runs.run_until(tmp_path, 3, *images, *overrides)
+    found = runs.run(tmp_path, *images, *overrides).bit_for_bit_note
+    assert found == (note and f"a schedule of sizes does not replay this: {note}")
+
+
+def test_another_number_of_ranks(tmp_path):
+    several = (*runs.TINY, *MLP, "parallel=ddp", "parallel.devices=2", "train.max_steps=2")
+    assert helpers.train(tmp_path, *several).returncode == 0
+    assert helpers.result(tmp_path)["bit_for_bit"] is True
+    note = "a schedule of sizes does not replay this: ranks: 1 after step 2, 2 until then"
+    assert runs.run(tmp_path, *MLP).bit_for_bit_note == note
+
+
+def test_evaluations_smaller_micro_batch(tmp_path):
+    """Its sizes are not in the schedule."""
+    evaluated = (*MLP, "every.eval=2", "batch.micro_size=1", "oom.remember=false")
+    need = runs.run(tmp_path / "free", *evaluated, "memory.limit=1GiB", "batch.eval_micro_size=16").peak_memory_bytes
+    result = runs.run(tmp_path / "tight", *evaluated, f"memory.limit={need}")
+    assert result.oom_restarts > 0
+    assert "evaluation's micro-batch 16 since step 2" in result.bit_for_bit_note

@@ -118,6 +118,7 @@ def change_size(run: Run, failure: Incident) -> None:
     expected, source = planned.after_first_error(run, failure), ""
     if expected is not None and sizes.expect(expected):
         failure.new_size, source = expected, " as planned"
+    _note_evaluation(run, failure)
     failure.action = f"{setting} {failure.old_size} -> {failure.new_size}{source}, retrying the step"
     if not failure.evaluating and not run.config.oom.keep_global_batch:
         smaller = max(1, run.state.global_size * failure.new_size // failure.old_size)
@@ -125,6 +126,12 @@ def change_size(run: Run, failure: Incident) -> None:
             f"; oom.keep_global_batch=false: the global batch falls from {run.state.global_size} to {smaller}"
         )
         run.set_global_size(smaller)
+
+
+def _note_evaluation(run: Run, failure: Incident) -> None:
+    """The schedule of a replay has training's sizes only."""
+    if failure.evaluating:
+        run.sizes.not_replayed.add(f"evaluation's micro-batch {failure.new_size} since step {failure.step}")
 
 
 def _may_fit_without_cache(failure: Incident, sizes: MicroBatchSizes) -> bool:
@@ -193,6 +200,7 @@ def leave_for_restart(run: Run, failure: Incident) -> NoReturn:
     else:
         reason = "no votes are held for a proven size"
     failure.old_size, failure.new_size = changed
+    _note_evaluation(run, failure)
     failure.action = (
         f"not recoverable in place ({reason}): all ranks restart from the last checkpoint with micro-batch "
         f"{changed[1]} instead of {changed[0]}"
@@ -202,7 +210,7 @@ def leave_for_restart(run: Run, failure: Incident) -> NoReturn:
     # Training's and evaluation's, if either has failed before: no checkpoint may hold it yet, and it would fail again.
     kinds = {"micro": run.sizes.train, "eval_micro": run.sizes.evaluation}
     failed = {name: kind.state_dict() for name, kind in kinds.items() if kind is sizes or kind.has_failed}
-    hint = failed | {"oom_restarts": run.sizes.oom_restarts}
+    hint = failed | run.sizes.happened()
     try:
         handover.leave(run_dir, hint)
         incident.write(failure, run_dir / "oom", run.sizes.oom_restarts, run.ranks.world)

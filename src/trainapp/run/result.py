@@ -41,7 +41,7 @@ def result_of(run: Run, seconds: float) -> RunResult:
     """The run's result. Collective: call on every rank."""
     progress, size = run.state.progress, run.sizes.train.size
     history = run.history()
-    note = why_not_bit_for_bit(run, history["hidden_failures"])
+    note = why_not_bit_for_bit(run, history["not_replayed"])
     peaks = run.ranks.all_gather_object((run.memory.peak, run.memory.peak_reserved))
     return RunResult(
         objective=progress.objective,
@@ -70,22 +70,20 @@ def _note(progress: Progress) -> str | None:
     return f"{progress.objective} at {'the last' if progress.best is not None else 'every'} evaluation"
 
 
-def why_not_bit_for_bit(run: Run, hidden_failures: bool) -> str | None:
+def why_not_bit_for_bit(run: Run, not_replayed: list[str]) -> str | None:
     """A known reason why a replay of the run's sizes may differ from it in its last bits; None where none is known.
 
-    hidden_failures: whether an allocation has failed without an error, on any rank, since the run began.
+    not_replayed: what has happened since the run began that a schedule of sizes does not repeat, on any rank.
     """
     kind = run.state.device.type
-    if run.state.global_size < run.config.batch.global_size:
-        return f"the global batch has fallen to {run.state.global_size} (oom.keep_global_batch=false)"
+    if not_replayed:
+        return f"a schedule of sizes does not replay this: {'; '.join(not_replayed)}"
     if kind == "cpu":
         bilinear = bilinear_modules_with_two_roundings(run.state)
         return f"nn.Bilinear ({listed(bilinear)}) has another rounding while memory is counted" if bilinear else None
     if kind != "cuda" or not run.config.train.deterministic:
         note = "" if kind != "cuda" else ", train.deterministic=false"
         return f"kernels may add in any order ({kind}{note})"
-    if hidden_failures:
-        return "an allocation failed and a library caught the error, probably cuDNN, which then takes another algorithm"
     return None
 
 

@@ -10,11 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainapp.checkpoint import checkpointer
-from trainapp.checkpoint.directory import CheckpointDirectory, resolve
 from trainapp.checkpoint.manifest import read_manifest
 from trainapp.config.schema import Config
-from trainapp.errors import UserError
 from trainapp.memory import host_guard
 from trainapp.memory.device import DeviceMemory
 from trainapp.oom import handover, hints, incident, planned, recovery
@@ -24,7 +21,7 @@ from trainapp.oom.incident import Incident
 from trainapp.optim.optimizers import lean_optimizer
 from trainapp.parallel.ranks import Ranks, SingleRank
 from trainapp.plan import first_size
-from trainapp.run import changed_data, export, restarts
+from trainapp.run import export, restarts, resume
 from trainapp.run.result import RunResult, result_of
 from trainapp.run.summary import opening_line, report
 from trainapp.signals import StopRequest
@@ -112,13 +109,13 @@ def _naming_the_step(run: Run) -> Iterator[None]:
 def prepare(config: Config, stop: StopRequest, ranks: Ranks, carried: CarriedOver | None = None) -> Run:
     """A run ready for its next step: built, restored from a checkpoint, micro-batch sizes chosen, files open."""
     has_restarted = any(ranks.all_gather_object(restarts.has_restarted()))  # torchrun counts each node's own failures
-    path = _agreed_checkpoint(config, ranks, has_restarted)
+    path = resume.agreed_checkpoint(config, ranks, has_restarted)
     if path is not None:
-        config = _as_saved(config, path)
+        config = resume.as_saved(config, path)
     run = build.build(config, stop, ranks, carried.memory if carried else None)
     if carried is not None:
         run.restore_point.tensors.written |= carried.written
-    saved = restore(run, path) if path is not None else None
+    saved = resume.restore(run, path) if path is not None else None
     hint = carried.hint if carried else None
     if hint is None and config.mode == "train":
         hint = handover.take(Path(config.run_dir), has_restarted, ranks)
@@ -144,63 +141,6 @@ def prepare(config: Config, stop: StopRequest, ranks: Ranks, carried: CarriedOve
         )
     build.start_tracking(run)
     return run
-
-
-def _as_saved(config: Config, path: Path) -> Config:
-    """The configuration with the checkpoint's seed: another seed mid-epoch would repeat and omit samples.
-
-    With mode=eval or export also its `ema`: a run with a weight average was evaluated on the average.
-    """
-    saved = read_manifest(path)["config"]["train"]
-    if saved["seed"] != config.train.seed:
-        log.warning("train.seed=%d: the resumed run has seed %d and keeps it", config.train.seed, saved["seed"])
-    changes: dict[str, Any] = {"seed": saved["seed"]}
-    if config.mode != "train":
-        changes["ema"] = saved["ema"]
-    return dataclasses.replace(config, train=dataclasses.replace(config.train, **changes))
-
-
-def _agreed_checkpoint(config: Config, ranks: Ranks, has_restarted: bool) -> Path | None:
-    """Rank 0 looks for the checkpoint. What is wrong with it is raised on all ranks: none waits for another."""
-    path, problem = None, None
-    if ranks.is_rank_zero:
-        try:
-            path = _checkpoint_to_resume(config, has_restarted)
-        except UserError as error:
-            problem = error
-    path, problem = ranks.all_gather_object((path, problem))[0]
-    if problem is not None:
-        raise problem
-    return path
-
-
-def _checkpoint_to_resume(config: Config, has_restarted: bool) -> Path | None:
-    """The requested checkpoint, else the newest one in the run directory."""
-    resume = config.checkpointing.resume
-    own = CheckpointDirectory(Path(config.run_dir), 1, SingleRank())
-    if has_restarted and own.newest_name():
-        return own.newest()
-    if resume not in ("auto", "none"):
-        return resolve(resume)
-    return own.newest() if resume == "auto" else None
-
-
-def restore(run: Run, path: Path) -> dict[str, Any]:
-    """Fill the run from the checkpoint at `path`. Returns the micro-batch sizes in it, and the `budget` of memory that
-    they were found in. Raises UserError when the checkpoint does not fit the model.
-    """
-    sizes = checkpointer.restore(run.state, path, run.ranks)
-    if not run.config.oom.keep_global_batch and sizes["global"] < run.state.global_size:
-        run.set_global_size(sizes["global"])
-    progress = run.state.progress
-    run.checkpointer.saved_at = progress.step
-    changed_data.follow(run, path)
-    if run.batches.steps_left(progress.consumed) <= 0:  # another batch size or drop_last may leave nothing
-        progress.begin_next_epoch()
-    if run.config.mode == "train":
-        run.measure_length()  # data or global batch may have changed, now or before this checkpoint
-    log.info("resumed from %s: step %d, epoch %d, %d samples", path, progress.step, progress.epoch, progress.samples)
-    return sizes
 
 
 def attempt(run: Run) -> Incident | None:
@@ -256,23 +196,26 @@ def _carry_over(run: Run, failure: Incident) -> CarriedOver:
     """Parameters may be half updated, or written by a forward: restart from the last checkpoint, or from the start."""
     config, is_leaner = (run.config, False) if failure.lost else lean_optimizer(run.config, run.state.optimizer)
     run.checkpointer.finish()  # what is still being written in the background may be the newest
-    path = run.checkpointer.newest() or _agreed_checkpoint(config, run.ranks, False)  # it may have begun at another's
+    path = run.checkpointer.newest()
+    if path is None:  # it may have begun at another's
+        path = resume.agreed_checkpoint(config, run.ranks, False)
     checkpoint_step = read_manifest(path)["step"] if path else 0
     place = f"the checkpoint of step {checkpoint_step}" if path else "the start, from the seed"
     if is_leaner:
         failure.old_size = failure.new_size = run.sizes.train.size
         change = "an optimizer without temporaries (foreach=false)"
+        run.sizes.not_replayed.add(f"optimizer.foreach=false since an error in step {failure.step}")
     else:
         recovery.change_size(run, failure)
         change = f"micro-batch {failure.old_size} -> {failure.new_size}"
     repeated = run.state.progress.step - checkpoint_step
     failure.action = f"{failure.why_torn}, so back to {place}; {repeated} finished steps are repeated, with {change}"
     recovery.record(run, failure)
-    resume = dataclasses.replace(config.checkpointing, resume=str(path) if path else "none")
+    checkpointing = dataclasses.replace(config.checkpointing, resume=str(path) if path else "none")
     return CarriedOver(
-        config=dataclasses.replace(config, checkpointing=resume),
+        config=dataclasses.replace(config, checkpointing=checkpointing),
         hint={name: sizes for name, sizes in run.sizes.state_dict().items() if name == "micro" or failure.evaluating}
-        | {"oom_restarts": run.sizes.oom_restarts},
+        | run.sizes.happened(),
         memory=run.memory,
         written=run.restore_point.tensors.written,
     )

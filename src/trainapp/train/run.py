@@ -161,11 +161,15 @@ class Run:
 
     def history(self) -> dict[str, Any]:
         """What a checkpoint and the result hold of the sizes so far, see `Sizes.history`. Collective."""
-        self.sizes.hidden_failures |= self.memory.has_hidden_failures
+        if self.memory.has_hidden_failures:
+            self.sizes.not_replayed.add(
+                "a library, probably cuDNN, has caught the error of a failed allocation and taken another algorithm"
+            )
         return self.sizes.history(self.ranks)
 
     def set_global_size(self, size: int) -> None:
         """`oom.keep_global_batch=false`: a smaller global batch: more steps, a longer schedule, rarer cadences."""
+        self.sizes.not_replayed.add(f"batch.global_size: {size} from step {self.state.progress.step + 1} on")
         self.state.global_size = self.batches.global_size = size
         self.measure_length()
 

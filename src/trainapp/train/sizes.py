@@ -23,11 +23,11 @@ class Sizes:
     parts: int | None = None  # `accumulation.steps`: the minimum number of micro-batches per step
     # `batch.micro_schedule`: sizes by the attempt from which they apply. A step that is skipped is an attempt, too.
     schedule: dict[int, Plan] = field(default_factory=dict)
-    # Since the run began, in whatever process: sizes that this rank used, recoveries, and whether an allocation failed
-    # that no replay of these sizes repeats (see `DeviceMemory.has_hidden_failures`).
+    # Since the run began, in whatever process: sizes that this rank used, recoveries, and what a replay of these sizes
+    # does not repeat.
     recorded: Recorded = field(default_factory=dict)
     oom_restarts: int = 0
-    hidden_failures: bool = False
+    not_replayed: set[str] = field(default_factory=set)
     origin: str = "share"  # what decided the training size: see `initial_sizes`
 
     def begin_at(self, planned: int) -> None:
@@ -63,10 +63,17 @@ class Sizes:
 
     def history(self, ranks: Ranks) -> dict[str, Any]:
         """The records of all ranks, for a checkpoint or the result. Primitives only. Collective."""
-        by_rank = ranks.all_gather_object((self.recorded, self.oom_restarts, self.hidden_failures))
-        recorded, restarts, hidden = zip(*by_rank, strict=True)
-        # The maximum: a rank that evaluates alone recovers alone.
-        return {"used": _merged(list(recorded)), "oom_restarts": max(restarts), "hidden_failures": any(hidden)}
+        by_rank = ranks.all_gather_object((self.recorded, self.oom_restarts, self.not_replayed))
+        recorded, restarts, not_replayed = zip(*by_rank, strict=True)
+        return {
+            "used": _merged(list(recorded)),
+            "oom_restarts": max(restarts),  # a rank that evaluates alone recovers alone
+            "not_replayed": sorted(set().union(*not_replayed)),
+        }
+
+    def happened(self) -> dict[str, Any]:
+        """What the next process or run must know beside the sizes, see `continue_history`. Primitives only."""
+        return {"oom_restarts": self.oom_restarts, "not_replayed": sorted(self.not_replayed)}
 
     def continue_history(self, saved: dict[str, Any] | None, hint: dict[str, Any] | None) -> None:
         """Add to the record of a checkpoint instead of beginning a new one.
@@ -77,7 +84,8 @@ class Sizes:
         self.recorded = dict(known.get("used", {}))
         counts = (known.get("oom_restarts"), failed.get("oom_restarts"))
         self.oom_restarts = max((count for count in counts if type(count) is int and 0 <= count < 2**31), default=0)
-        self.hidden_failures = known.get("hidden_failures") is True
+        reasons = [*_strings(known.get("not_replayed")), *_strings(failed.get("not_replayed"))]
+        self.not_replayed = set(reasons)
 
     def scalars(self, batches: TrainBatches) -> dict[str, float]:
         """What a log step records of the sizes."""
@@ -222,6 +230,11 @@ def _merged(by_rank: list[Recorded]) -> Recorded:
         buckets = sorted(set().union(*in_force))
         merged[attempt] = {bucket: max(sizes.get(bucket, 0) for sizes in in_force) for bucket in buckets}
     return merged
+
+
+def _strings(value: Any) -> list[str]:
+    """The strings in a list that comes from a file."""
+    return [text for text in value if isinstance(text, str)] if isinstance(value, list) else []
 
 
 def _is_known(source: dict[str, Any] | None, name: str) -> TypeGuard[dict[str, Any]]:

@@ -1,0 +1,90 @@
+"""The checkpoint that a run continues from: which one, and what of it counts."""
+
+import dataclasses
+import logging
+from pathlib import Path
+from typing import Any
+
+from trainapp.checkpoint import checkpointer
+from trainapp.checkpoint.directory import CheckpointDirectory, resolve
+from trainapp.checkpoint.manifest import read_manifest
+from trainapp.config.schema import Config
+from trainapp.errors import UserError
+from trainapp.parallel.ranks import Ranks, SingleRank
+from trainapp.run import changed_data
+from trainapp.train.run import Run
+
+log = logging.getLogger(__name__)
+
+
+def agreed_checkpoint(config: Config, ranks: Ranks, has_restarted: bool) -> Path | None:
+    """Rank 0 looks for the checkpoint. What is wrong with it is raised on all ranks: none waits for another."""
+    path, problem = None, None
+    if ranks.is_rank_zero:
+        try:
+            path = _checkpoint_to_resume(config, has_restarted)
+        except UserError as error:
+            problem = error
+    path, problem = ranks.all_gather_object((path, problem))[0]
+    if problem is not None:
+        raise problem
+    return path
+
+
+def _checkpoint_to_resume(config: Config, has_restarted: bool) -> Path | None:
+    """The requested checkpoint, else the newest one in the run directory."""
+    resume = config.checkpointing.resume
+    own = CheckpointDirectory(Path(config.run_dir), 1, SingleRank())
+    if has_restarted and own.newest_name():
+        return own.newest()
+    if resume not in ("auto", "none"):
+        return resolve(resume)
+    return own.newest() if resume == "auto" else None
+
+
+def as_saved(config: Config, path: Path) -> Config:
+    """The configuration with the checkpoint's seed: another seed mid-epoch would repeat and omit samples.
+
+    With mode=eval or export also its `ema`: a run with a weight average was evaluated on the average.
+    """
+    saved = read_manifest(path)["config"]["train"]
+    if saved["seed"] != config.train.seed:
+        log.warning("train.seed=%d: the resumed run has seed %d and keeps it", config.train.seed, saved["seed"])
+    changes: dict[str, Any] = {"seed": saved["seed"]}
+    if config.mode != "train":
+        changes["ema"] = saved["ema"]
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, **changes))
+
+
+def restore(run: Run, path: Path) -> dict[str, Any]:
+    """Fill the run from the checkpoint at `path`. Returns the micro-batch sizes in it, the `budget` of memory that they
+    were found in, and under `not_replayed` what keeps a schedule of sizes from replaying the run.
+
+    Raises UserError when the checkpoint does not fit the model.
+    """
+    sizes = checkpointer.restore(run.state, path, run.ranks)
+    if not run.config.oom.keep_global_batch and sizes["global"] < run.state.global_size:
+        run.set_global_size(sizes["global"])
+    sizes["not_replayed"] = [*sizes.get("not_replayed", ()), *_changed(run, path, sizes)]
+    progress = run.state.progress
+    run.checkpointer.saved_at = progress.step
+    changed_data.follow(run, path)
+    if run.batches.steps_left(progress.consumed) <= 0:  # another batch size or drop_last may leave nothing
+        progress.begin_next_epoch()
+    if run.config.mode == "train":
+        run.measure_length()  # data or global batch may have changed, now or before this checkpoint
+    log.info("resumed from %s: step %d, epoch %d, %d samples", path, progress.step, progress.epoch, progress.samples)
+    return sizes
+
+
+def _changed(run: Run, path: Path, sizes: dict[str, Any]) -> list[str]:
+    """What changes with this checkpoint and is not in the schedule of sizes. Evaluation and export replay nothing."""
+    if run.config.mode != "train":
+        return []
+    step, ranks, world = run.state.progress.step, read_manifest(path)["ranks"], run.ranks.world
+    changes = (
+        ("ranks", ranks, world),
+        ("batch.global_size", sizes["global"], run.state.global_size),
+        ("training samples", run.state.data_samples, run.batches.samples),
+    )
+    return [f"{name}: {now} after step {step}, {before} until then" for name, before, now in changes if now != before]
