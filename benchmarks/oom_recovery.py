@@ -283,7 +283,9 @@ def recovery_table(rows: list[dict[str, Any]], job: dict[str, Any]) -> str:
 
 # --- The second table: the total cost of recovery. -------------------------------------------------------------------
 
-_COMMON = ["checkpointing.save=false", "oom.remember=false", "every.eval=null", "train.max_epochs=null"]
+_COMMON = [
+    "checkpointing.save=false", "oom.remember=false", "oom.plan=false", "every.eval=null", "train.max_epochs=null",
+]  # fmt: skip
 OVERHEAD = {
     "resnet": ["model=resnet", "model.width=16", "data=synthetic_images", "memory.limit=48MiB", "train.max_steps=60"],
     "gpt": [

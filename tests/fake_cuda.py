@@ -25,17 +25,15 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from trainapp.config import targets
 from trainapp.optim.nonfinite import NonFiniteCheck
 from trainapp.optim.precision import Precision
 from trainapp.parallel.dtensor import local, whole
 from trainapp.parallel.ranks import SingleRank
-from trainapp.plan import trace
 from trainapp.plan.recorder import TracedMemory
+from trainapp.plan.values import FakeBatches
+from trainapp.signals import StopRequest
 from trainapp.torch_private import READ_OPERATORS, DispatchMode, fake_tensor_mode
-from trainapp.train import loop
-from trainapp.train.assemble import assemble
-from trainapp.train.components import Components
+from trainapp.train import build, loop
 from trainapp.train.run import Cadences
 
 CUDA = torch.device("cuda", 0)
@@ -124,7 +122,7 @@ def measure(overrides: list[str], scaled: bool = False, ranks: int = 1, task: st
 
     scaled: with a loss scaler, as fp16 has. task: the name of a function in this file to wrap the task.
     """
-    with twin(overrides, scaled, ranks, task) as (run, requests):
+    with twin(overrides, CUDA, scaled, ranks, task) as (run, requests):
         for _ in range(STEPS):
             requests.clear()
             loop.train_step(run)
@@ -150,24 +148,26 @@ def waiting(task: Any) -> Any:
 
 
 @contextlib.contextmanager
-def twin(overrides: list[str], scaled: bool = False, ranks: int = 1, task: str = ""):
-    """A run of the configuration on fake CUDA tensors, and what it asks of the device."""
-    real = runs.prepare(Path(tempfile.mkdtemp()), *overrides)
-    real.close()
-    components = Components(
-        model=targets.locate(real.config.model.target, "model._target_", real.config.user_packages),
-        task=globals()[task](real.task) if task else real.task,
-        train_data=None,
-        eval_data=None,
-        spec=dict(real.batches.dataset.spec),
-    )
-    example = real.batches.example(SAMPLES)
+def twin(overrides: list[str], device: torch.device, scaled: bool = False, ranks: int = 1, task: str = ""):
+    """A run of the configuration on fake tensors of the device, and what it asks of it."""
+    sizes = (f"batch.global_size={2 * SAMPLES}", f"batch.micro_size={SAMPLES}", "oom.remember=false")
+    config = runs.configure(Path(tempfile.mkdtemp()), *overrides, *sizes, "checkpointing=off")
+    parts = build.load_parts(config, SingleRank())
+    if task:
+        parts.components = dataclasses.replace(parts.components, task=globals()[task](parts.components.task))
+    parts.device, parts.memory = device, TracedMemory(device)
+    if device.type == "cuda" and config.optimizer.target.rpartition(".")[2] not in ("Adam", "AdamW"):
+        # Of torch 2.13's fused optimizers, only these have a kernel for fake tensors.
+        config = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, fused=False))
     with pretended_device(), fake_tensor_mode() as mode, Requests() as requests:
-        scaler = torch.amp.GradScaler("cuda", enabled=scaled)
-        numerics = Precision("fp32", torch.float32, contextlib.nullcontext(), scaler)
-        batches = trace.ExampleBatches([trace._on_device(mode, example, CUDA) for _ in range(2)], SAMPLES)
-        assembled = assemble(real.config, components, SingleRank(), CUDA, numerics, initial_device="cuda:0")
-        run = trace._run_of(real.config, assembled, batches, TracedMemory(CUDA))
+
+        def moved(tensor: torch.Tensor) -> torch.Tensor:
+            return mode.from_tensor(tensor).to(device, non_blocking=True)  # as the loader does, from pinned memory
+
+        scaler = torch.amp.GradScaler(device.type, enabled=scaled)
+        parts.numerics = Precision("fp32", torch.float32, contextlib.nullcontext(), scaler)
+        parts.batches = FakeBatches(parts.batches, moved, None, parts.memory.passes)
+        run = build.run_of(config, parts, StopRequest(), SingleRank(), initial_device=str(device))
         run.cadences = Cadences(log=0, evaluate=0, save=0)
         if ranks > 1:
             run.ranks = run.strategy.ranks = TwoRanks()
@@ -188,12 +188,12 @@ def pretended_device():
 
 def traced(overrides: list[str]) -> dict[str, int]:
     """Bytes of a traced step, on the CPU and on CUDA."""
-    run = runs.prepare(Path(tempfile.mkdtemp()), *overrides)
-    run.close()
-    on_cpu = trace.traced_peak(run, SAMPLES)
-    moved = dataclasses.replace(run, state=dataclasses.replace(run.state, device=CUDA))
-    with pretended_device():
-        return {"cpu": on_cpu, "cuda": trace.traced_peak(moved, SAMPLES)}
+    peaks = {}
+    for device in (torch.device("cpu"), CUDA):
+        with twin(overrides, device) as (run, _):
+            loop.train_step(run)
+            peaks[device.type] = run.memory.highest.total
+    return peaks
 
 
 def offloaded(policy: str) -> dict[str, Any]:

@@ -147,16 +147,55 @@ def test_what_is_cut_again_loses_nothing():
 
 def test_a_predicted_size_ends_the_search_until_it_fails():
     sizes = MicroBatchSizes(64)
-    assert not sizes.expect(21)  # nothing has failed
+    assert not sizes.expect(21, 1000)  # nothing has failed
     pieces(sizes, batch_of(64, 16))
     assert sizes.failed(SingleRank()) == (64, 32)
-    assert not sizes.expect(64)  # it is known to fail
-    assert not sizes.expect(0)
-    assert sizes.expect(21)
+    assert not sizes.expect(64, 1000)  # it is known to fail
+    assert not sizes.expect(0, 1000)
+    assert sizes.expect(21, 1000)
     for _ in range(3):
         assert pieces(sizes, batch_of(64, 16)) == [21, 21, 20, 2]  # BatchNorm cannot normalise a single sample
+        sizes.compare(990)
         assert sizes.succeeded(SingleRank()) == {}
     assert (sizes.size, sizes.search_has_ended) == (21, True)
     pieces(sizes, batch_of(64, 16))
     assert sizes.failed(SingleRank()) == (21, 10)
     assert not sizes.search_has_ended  # a wrong prediction: larger sizes are tried again
+    pieces(sizes, batch_of(64, 16))
+    sizes.compare(1000)
+    assert not sizes.search_has_ended  # it counts no more
+
+
+def predicted(peak: int | None, grow: bool = True) -> MicroBatchSizes:
+    """After a failure at 64, with the prediction that 21 needs `peak` bytes."""
+    sizes = MicroBatchSizes(64, grow=grow)
+    pieces(sizes, batch_of(64, 16))
+    sizes.failed(SingleRank())
+    assert sizes.expect(21, peak)
+    return sizes
+
+
+def next_size(sizes: MicroBatchSizes, *measured: int | None) -> int:
+    """After clean steps of which these peaks were measured."""
+    for peak in measured:
+        pieces(sizes, batch_of(64, 16))
+        sizes.compare(peak)
+        sizes.succeeded(SingleRank())
+    return sizes.size
+
+
+def test_the_search_goes_on_where_a_step_needs_much_less_than_predicted():
+    assert next_size(predicted(1000), 940, 940, 940) == (21 + 64) // 2
+    assert next_size(predicted(1000), 960, 960, 960) == 21
+    # The first step of an optimizer that creates its state late needs less than the others.
+    assert next_size(predicted(1000), 700, 1000, 1000) == 21
+    assert next_size(predicted(1000), None, None, None) == 21  # not measured
+    assert next_size(predicted(1000, grow=False), 700, 700, 700) == 21
+    # A larger size is not compared with what was predicted for 21.
+    sizes = predicted(1000)
+    assert next_size(sizes, 700, 700, 700) == 42
+    assert next_size(sizes, 1400, 1400, 1400) == 53
+
+
+def test_a_prediction_of_which_no_peak_is_known_does_not_end_the_search():
+    assert next_size(predicted(None), 1000, 1000, 1000) == 42

@@ -34,6 +34,7 @@ COMMON = (
     "every.log=1",
     "every.eval=6",
     "checkpointing=off",
+    "oom.plan=false",
 )
 
 

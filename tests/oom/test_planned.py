@@ -1,41 +1,198 @@
-"""`oom.plan=true`: one error, then the size that fits."""
+"""`auto` asks the plan after a run's first error: one error, then the size that fits, which the step itself proves."""
 
 import logging
 
 import pytest
 import runs
-from helpers import incidents
+from helpers import incidents, metrics
 
 import trainapp
+from trainapp.config import compose
+from trainapp.oom import planned
+from trainapp.plan import planner
 
-GPT = (*runs.MODELS["gpt"], "batch.global_size=32", "memory.limit=300KB", "train.max_steps=8", "oom.grow=true")
+from .conftest import MODELS, tiny
+from .inject import Recorded
+
+RUN = (*runs.TINY, "batch.global_size=32", "train.max_steps=8", "checkpointing=off", "oom.remember=false")
+GPT = (*RUN, *runs.MODELS["gpt"], "memory.limit=300KB")
 
 pytestmark = pytest.mark.usefixtures("without_pictures")
 
 
+@pytest.fixture
+def own(tmp_path):
+    """Overrides for a run of a model of `planned_models` with so many bytes for what depends on the batch."""
+
+    def overrides(name, room, *more):
+        group = tmp_path / "conf" / "model"
+        group.mkdir(parents=True, exist_ok=True)
+        (group / "own.yaml").write_text(f"_target_: planned_models.{name}\n")
+        search = f"hydra.searchpath=[file://{tmp_path / 'conf'}]"
+        own = ("model=own", "data=digits", "user_packages=[planned_models]", search, "train.grad_clip=null")
+        return (*RUN, *own, f"memory.limit={12_000 + room}", *more)
+
+    return overrides
+
+
+def run_of(folder, overrides, caplog=None):
+    """The run's result, its incidents, and how often a plan was asked for."""
+    if caplog is not None:
+        caplog.clear()
+        caplog.set_level(logging.INFO)
+    ended = runs.run(folder, *overrides)
+    asked = 0 if caplog is None else sum("planning the largest" in r.getMessage() for r in caplog.records)
+    return ended, incidents(folder), asked
+
+
 def test_the_second_attempt_has_the_largest_size_that_fits(tmp_path):
-    planned = runs.run(tmp_path / "planned", *GPT, "oom.plan=true", "oom.remember=false")
-    searched = runs.run(tmp_path / "searched", *GPT, "oom.plan=false", "oom.remember=false")
-    (only,) = incidents(tmp_path / "planned")
-    largest = trainapp.plan([*runs.TINY, *GPT])["largest_micro_size"]
+    ended, (only,), _ = run_of(tmp_path / "planned", GPT)
+    searched, _, _ = run_of(tmp_path / "searched", (*GPT, "oom.plan=false"))
+    largest = trainapp.plan(GPT)["largest_micro_size"]
     assert (only["old_size"], only["new_size"]) == (32, largest)
-    assert f"micro-batch 32 -> {largest} as planned, retrying" in only["action"]
-    assert planned.micro_size == largest >= searched.micro_size
-    assert planned.oom_restarts == 1 < searched.oom_restarts
-    assert planned.peak_memory_bytes <= 300_000
-    assert planned.micro_schedule == {1: largest}
+    assert f"micro-batch 32 -> {largest} as planned in " in only["action"]
+    assert ended.micro_size == largest >= searched.micro_size
+    assert ended.oom_restarts == 1 < searched.oom_restarts
+    assert ended.peak_memory_bytes <= 300_000
+    assert ended.micro_schedule == {1: largest}
 
 
-def test_where_lengths_vary_the_size_is_halved(tmp_path, caplog):
-    with caplog.at_level(logging.INFO):
-        runs.run(tmp_path, *GPT, "data.min_length=8", "oom.plan=true", "oom.remember=false", "train.max_steps=2")
-    first = incidents(tmp_path)[0]
-    assert first["new_size"] == first["old_size"] // 2
-    assert any("the plan is not exact" in record.getMessage() for record in caplog.records)
+def test_it_replays_bit_for_bit(tmp_path):
+    """Dropout: a step cut in another way has other bits."""
+    changes = {"batch.micro_size": "auto", "batch.global_size": 32}
+    overrides = (*runs.MODELS["gpt"], "oom.plan=true")
+    recorded = Recorded(tiny(tmp_path / "planned", *overrides, changes={**changes, "memory.limit": 320_000}))
+    schedule = recorded.run.sizes.used
+    assert len(recorded.failures) == 1
+    assert schedule.keys() == {1}
+    replayed = Recorded(tiny(tmp_path / "replayed", *overrides, schedule=schedule, changes=changes))
+    assert replayed.failures == []
+    assert runs.differences(recorded.state(), replayed.state()) == []
+    other = Recorded(tiny(tmp_path / "other", *overrides, schedule={1: 7}, changes=changes))
+    assert runs.differences(recorded.state(), other.state()) != []
 
 
-def test_a_size_that_the_user_has_set_is_halved(tmp_path, caplog):
-    with caplog.at_level(logging.INFO):
-        runs.run(tmp_path, *GPT, "batch.micro_size=16", "oom.plan=true", "train.max_steps=2")
-    assert incidents(tmp_path)[0]["new_size"] == 8
-    assert not any("plan" in record.getMessage() for record in caplog.records if record.levelno == logging.INFO)
+def test_a_plan_that_is_too_high_is_halved_and_not_asked_again(tmp_path, own, caplog):
+    ended, failures, asked = run_of(tmp_path / "run", own("Hungrier", 250_000), caplog)
+    assert "as planned" in failures[0]["action"]
+    assert failures[1]["old_size"] == failures[0]["new_size"]
+    assert failures[1]["new_size"] == failures[1]["old_size"] // 2
+    assert asked == 1
+    assert failures[1]["new_size"] <= ended.micro_size < failures[1]["old_size"]
+    assert ended.peak_memory_bytes <= 262_000
+
+
+def test_a_plan_that_is_too_low_does_not_end_the_search(tmp_path, own, caplog):
+    ended, failures, asked = run_of(tmp_path / "run", own("Leaner", 200_000, "train.max_steps=30"), caplog)
+    low = failures[0]["new_size"]
+    assert "as planned" in failures[0]["action"]
+    assert asked == 1
+    assert ended.micro_size > 2 * low
+    without_growing, _, _ = run_of(tmp_path / "fixed", own("Leaner", 200_000, "oom.grow=false"))
+    assert without_growing.micro_size == low
+
+
+def test_where_values_are_read_the_higher_peak_counts(tmp_path, own):
+    overrides = own("Reading", 200_000)
+    _, failures, _ = run_of(tmp_path / "run", overrides)
+    first = failures[0]
+    facts, _ = planner.plan(compose.from_command_line(overrides), only=("training",))
+    assert facts["certainty"] == "range"
+    assert first["new_size"] == facts["largest_micro_size"]
+    # The search goes on, but the planned size itself fits: no error is at it or below.
+    assert all(failure["old_size"] > first["new_size"] for failure in failures)
+
+
+def test_evaluation_begins_with_its_planned_size_too(tmp_path, own, caplog):
+    """It would fail with 64, 32, 16, ..."""
+    overrides = own("Evaluating", 300_000, "every.eval=8")
+    _, failures, asked = run_of(tmp_path / "run", overrides, caplog)
+    assert [failure["phase"] for failure in failures] == ["forward"]
+    assert asked == 1
+    facts = trainapp.plan(overrides)
+    assert 1 < facts["largest_eval_micro_size"] < facts["largest_micro_size"]
+    assert metrics(tmp_path / "run")[-1]["batch/eval_micro_size"] == facts["largest_eval_micro_size"]
+
+
+def test_an_error_of_evaluation_is_planned_alone(tmp_path, own, caplog):
+    overrides = own("Evaluating", 300_000, "every.eval=8", "batch.micro_size=2")
+    ended, (only,), asked = run_of(tmp_path / "run", overrides, caplog)
+    largest = trainapp.plan(overrides)["largest_eval_micro_size"]
+    assert only["phase"] == "evaluate"
+    assert f"evaluation micro-batch 64 -> {largest} as planned in " in only["action"]
+    assert (ended.micro_size, asked) == (2, 1)
+
+
+def test_a_planned_evaluation_that_fails_is_halved(tmp_path, own, caplog):
+    """batch.micro_size=plan has asked already."""
+    overrides = own("Hungrier", 250_000, "every.eval=8", "batch.micro_size=plan")
+    _, failures, asked = run_of(tmp_path / "run", overrides, caplog)
+    assert asked == 0
+    assert "evaluate" in {failure["phase"] for failure in failures}
+    assert all("as planned" not in failure["action"] for failure in failures)
+
+
+def test_where_a_plan_takes_too_long_the_size_is_halved(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(planned, "PATIENCE", 0.01)
+    monkeypatch.setattr(planned, "ATTEMPTS", 0)
+    _, failures, asked = run_of(tmp_path, (*GPT, "train.max_steps=1"), caplog)
+    assert asked == 1
+    assert any("took longer than 0 s; halving instead" in record.getMessage() for record in caplog.records)
+    assert (failures[0]["old_size"], failures[0]["new_size"]) == (32, 16)
+
+
+def test_lengths_that_vary_within_a_shape_are_planned_for_the_longest(tmp_path):
+    overrides = (*GPT, "data.min_length=12")
+    _, failures, _ = run_of(tmp_path, overrides)
+    first = failures[0]
+    assert (
+        first["new_size"]
+        == planner.plan(compose.from_command_line(overrides), only=("training",))[0]["largest_micro_size"]
+    )
+    assert all(failure["old_size"] > first["new_size"] for failure in failures)
+
+
+LEFT_ALONE = {
+    "a size of the user's": ("batch.micro_size=16",),
+    "micro-batches of the user's": ("accumulation.steps=2",),
+    "a schedule": ("batch.micro_schedule={1: 32}",),
+    "a smaller global batch": ("oom.keep_global_batch=false",),
+    "ranks": ("parallel=ddp",),
+    "false": ("oom.plan=false",),
+}
+
+
+@pytest.mark.parametrize("case", LEFT_ALONE)
+def test_what_is_halved_without_a_plan(tmp_path, caplog, case):
+    _, failures, asked = run_of(tmp_path, (*GPT, "train.max_steps=1", *LEFT_ALONE[case]), caplog)
+    assert asked == 0
+    assert failures[0]["new_size"] == failures[0]["old_size"] // 2
+
+
+def test_a_second_shape_is_halved_without_a_plan(tmp_path, caplog):
+    """Each shape has a size of its own, and a plan is for one."""
+    caplog.set_level(logging.INFO)
+    calls = {"n": 0}
+
+    def short_but_one(batch):
+        calls["n"] += 1
+        return batch if calls["n"] > 5 else {name: t[:, :4].contiguous() for name, t in batch.items()}
+
+    config = tiny(
+        tmp_path, *MODELS["gpt"], "oom.plan=true", "train.ema=null",
+        changes={"batch.micro_size": "auto", "memory.limit": 190_000, "train.max_steps": 8},
+    )  # fmt: skip
+    recorded = Recorded(config, changed=short_but_one)
+    assert recorded.failures[0].step > 1
+    assert recorded.failures[0].new_size == recorded.failures[0].old_size // 2
+    assert not any("planning" in record.getMessage() for record in caplog.records)
+
+
+def test_what_does_not_fit_at_all_takes_two_errors(tmp_path, caplog):
+    """The plan says that none fits: the smallest is tried, and the run ends with its advice."""
+    overrides = (*runs.MODELS["gpt"], "model.depth=4", "batch.micro_size=auto", "oom.plan=true")
+    limit = planner.plan(compose.from_command_line([*RUN, *overrides, "batch.micro_size=1"]))[0]["peak_bytes"] - 4000
+    caplog.set_level(logging.INFO)
+    with pytest.raises(trainapp.errors.TrainingStopped, match="with micro-batch 1: nothing is left to halve"):
+        runs.run(tmp_path, *RUN, *overrides, f"memory.limit={limit}")
+    assert len(incidents(tmp_path)) == 1  # the last one is the message

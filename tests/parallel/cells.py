@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from trainapp.config.schema import Config
 from trainapp.data.batch import map_tensors
@@ -129,8 +128,6 @@ def _facts(failure: Incident) -> dict[str, Any]:
 
 def _noting(update: Any, record: Record) -> Any:
     def noting(run: Run, coming: Step, totals: Any, norm: torch.Tensor) -> bool:
-        if isinstance(totals.loss, FakeTensor):  # a step traced for the advice
-            return update(run, coming, totals, norm)
         gradients = vector([p.grad for p in run.meter.parameters if p.grad is not None])
         applied = update(run, coming, totals, norm)
         record.gradients.append(gradients)

@@ -46,6 +46,7 @@ CASES = [
     ("gpt", ("train.ema=0.9", "optimizer.fused=false")),
     ("gpt", ("optimizer._target_=torch.optim.RMSprop", "~optimizer.betas", "~optimizer.eps", "precision=fp16")),
     ("gpt", ("optimizer._target_=torch.optim.NAdam", "~optimizer.betas", "~optimizer.eps")),  # its state comes late
+    ("gpt", ("memory.loss_chunk=16", "data.vocab_size=512")),
     ("resnet", ("optimizer._target_=torch.optim.Rprop", "~optimizer.betas", "~optimizer.eps")),
     ("resnet", ("model.norm=group", "precision=bf16")),
     ("resnet", ("activation_checkpointing=full",)),

@@ -4,7 +4,7 @@ import pytest
 
 from trainapp.config.compose import from_command_line
 from trainapp.parallel.ranks import SingleRank
-from trainapp.train.sizes import initial_sizes
+from trainapp.train.sizes import Begin, initial_sizes
 
 
 def known(size: int) -> dict:
@@ -132,16 +132,17 @@ def test_no_larger_size_is_tried_where_one_that_fails_costs_a_restart(source, re
 
 def test_a_plan_lowers_the_first_size():
     sizes = begin()
-    sizes.begin_at(16)
+    sizes.begin_at(Begin(16, 32))
     assert (sizes.train.size, sizes.evaluation.size, sizes.origin) == (16, 32, "planned")
-    sizes.begin_at(128)
+    sizes.begin_at(Begin(128, 256))
     assert (sizes.train.size, sizes.evaluation.size) == (16, 32)
 
 
 def test_a_plan_respects_the_model():
     sizes = begin(smallest=2)
-    sizes.begin_at(1)
+    sizes.begin_at(Begin(1, None))
     assert sizes.train.size == 2
+    assert (sizes.evaluation.size, sizes.evaluation.is_planned) == (128, False)
 
 
 def never_asked():
@@ -150,10 +151,17 @@ def never_asked():
 
 def test_a_planned_size():
     plan = "batch.micro_size=plan"
-    assert (begin(plan, planned=lambda: 21).train.size, begin(plan, planned=lambda: 21).origin) == (21, "planned")
-    assert begin(plan, planned=lambda: 100).train.size == 64
-    assert begin(plan, planned=lambda: 1, smallest=2).train.size == 2
-    assert begin(plan, sources=("remembered",), planned=lambda: 21).train.size == 21
+
+    def planned(train, evaluation=None):
+        return lambda: Begin(train, evaluation)
+
+    sizes = begin(plan, planned=planned(21, 50))
+    assert (sizes.train.size, sizes.evaluation.size, sizes.origin) == (21, 50, "planned")
+    assert begin(plan, planned=planned(21)).evaluation.size == 128
+    assert begin(plan, planned=planned(100)).train.size == 64
+    assert begin(plan, planned=planned(1), smallest=2).train.size == 2
+    sizes = begin(plan, sources=("remembered",), planned=planned(21, 50))
+    assert (sizes.train.size, sizes.evaluation.size) == (21, 50)
     for source in ("hint", "saved"):
         assert begin(plan, sources=(source,), planned=never_asked).origin == source
     assert begin(plan, SCHEDULE, planned=never_asked).origin == "schedule"

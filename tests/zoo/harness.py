@@ -37,6 +37,7 @@ OVERRIDES = (
     *TINY,
     "oom.remember=false",
     "oom.grow=false",
+    "oom.plan=false",
     "model=mlp",
     "data=digits",
     "data.num_workers=0",

@@ -133,7 +133,7 @@ class Oom:
     clean_steps: PositiveInt = 3
     grow: Bool = True
     remember: Literal["clear"] | Bool = True
-    plan: Bool = False
+    plan: Bool = True
 
 
 @dataclass(config=STRICT)

@@ -8,7 +8,7 @@ from typing import Any
 from trainapp.data.batch import bucket_of, elements_in
 from trainapp.data.micro_batch import MicroBatch, cut, cut_evenly, pieces_of
 from trainapp.data.size_agreement import failed_buckets, largest_micro_batches, number_of_pieces
-from trainapp.data.size_search import Failure, SizeSearch
+from trainapp.data.size_search import CLOSE_ENOUGH, Failure, SizeSearch
 from trainapp.parallel.ranks import Ranks
 
 _SIZE, _HAS_ENDED = operator.attrgetter("size"), operator.attrgetter("search_has_ended")
@@ -36,6 +36,8 @@ class MicroBatchSizes:
     largest_run: dict[int, int] = field(default_factory=dict)
     clean_elements: dict[int, int] = field(default_factory=dict)
     is_unproven: bool = True  # whether what ran last, on any rank, had a size that is not proven
+    is_planned: bool = False  # whether a plan has been asked for sizes: it would answer the same again
+    predicted: tuple[int, int, int] | None = None  # (bucket, size, peak bytes) of the plan that has ended a search
 
     @property
     def size(self) -> int:
@@ -187,6 +189,7 @@ class MicroBatchSizes:
 
         culprit: whether memory ran out on this rank; failure: what is known of it.
         """
+        self.predicted = None
         bucket = self.current_bucket if culprit else None
         largest, failures = failed_buckets(ranks, self.attempt_samples, bucket, failure if culprit else None)
         self._forget_attempt()
@@ -204,16 +207,33 @@ class MicroBatchSizes:
             changes.append((ran, search.size) if search.failed(ran, why) else None)
         return None if None in changes else changes[0]
 
-    def expect(self, size: int) -> bool:
-        """After `failed`: continue with a size that is predicted to be the largest that fits, and try no larger one.
+    def expect(self, size: int, peak: int | None) -> bool:
+        """After `failed`: continue with a size that is predicted to be the largest that fits.
 
-        False, and no change, where a size has been proven already, or where this one has failed.
+        peak: the bytes that it is predicted to need: no larger size is tried, unless a step disproves it (see
+        `compare`); None: the search goes on. False, and no change, where a size has been proven already, or where this
+        one has failed.
         """
-        search = self.search(self.current_bucket or 0)
+        bucket = self.current_bucket or 0
+        search = self.search(bucket)
         if search.works or not self.smallest <= size < (search.fails or 0):
             return False
-        search.size, search.search_has_ended = size, True
+        search.size = size
+        if peak is not None:
+            search.search_has_ended, self.predicted = True, (bucket, size, peak)
         return True
+
+    def compare(self, measured: int | None) -> None:
+        """The peak of a clean step: the search goes on where it is far below what the plan has predicted.
+
+        None where it was not measured. Call before `succeeded`.
+        """
+        if self.predicted is None or measured is None:
+            return
+        bucket, size, expected = self.predicted
+        search = self.searches.get(bucket)
+        if search is not None and search.size == size and not search.is_proven:
+            search.search_has_ended = not search.grow or measured >= CLOSE_ENOUGH * expected
 
     def _forget_attempt(self) -> None:
         self.attempt_samples, self.attempt_elements, self.largest_run = {}, {}, {}

@@ -31,6 +31,11 @@ class CpuMemory(DeviceMemory):
         """At most once per WATCH_INTERVAL: watching makes a step of a tiny model several times slower."""
         return time.monotonic() - self._watched_at > WATCH_INTERVAL
 
+    @property
+    def watched_peak(self) -> int | None:
+        """The peak of the last watched block; None before the first."""
+        return None if self.counter is None else self.counter.peak
+
     @contextlib.contextmanager
     def watch(self, resident: Resident, track_modules: bool = True) -> Iterator[None]:
         """Count storages, and enforce the limit if there is one, until the outermost block ends."""

@@ -83,6 +83,11 @@ class DeviceMemory:
         """Whether a logged step of a proven size should be watched, because its memory use is not known otherwise."""
         return False
 
+    @property
+    def watched_peak(self) -> int | None:
+        """The peak of the last watched block; None where it is not known."""
+        return None
+
     def watch(self, resident: Resident, track_modules: bool = True) -> contextlib.AbstractContextManager[None]:
         """Measure the work inside the block and enforce the limit on it. Blocks may be nested.
 

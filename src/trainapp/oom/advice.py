@@ -1,17 +1,15 @@
 """When no micro-batch fits: where the memory went, and which settings would need less."""
 
-import logging
+import dataclasses
 
 from trainapp.memory.kinds import MemoryKind
 from trainapp.memory.levers import catalogue
 from trainapp.memory.levers.lever import Lever, Situation
 from trainapp.oom.incident import Incident
-from trainapp.plan.trace import traced_peak
+from trainapp.plan.step_peaks import of_one_rank, step_peaks
 from trainapp.train import losses
 from trainapp.train.run import Run
 from trainapp.units import bytes_text
-
-log = logging.getLogger(__name__)
 
 
 def memory_report(run: Run, failure: Incident) -> str:
@@ -26,7 +24,8 @@ def memory_report(run: Run, failure: Incident) -> str:
     ]
     savings = [(saving, text) for saving, text in _savings(run, failure) if saving > 0.01 * failure.limit]
     if savings:
-        lines.append("What would help, largest saving first:")
+        place = "" if run.state.device.type == "cpu" else ", activations as on the CPU"
+        lines.append(f"What would help, largest saving first{place}:")
         lines += [f"  {bytes_text(saving):>10}  {text}" for saving, text in sorted(savings, reverse=True)]
     saved = run.checkpointer.newest_name()
     lines.append(f"The last checkpoint is {saved}." if saved else "No checkpoint was written yet.")
@@ -61,12 +60,14 @@ def _can_be_traced(lever: Lever) -> bool:
 
 
 def _traced_savings(run: Run, samples: int, levers: list[Lever]) -> list[tuple[int, str]]:
-    """How much less memory a step with micro-batches of `samples` would need with each of the levers."""
-    found = []
-    try:
-        now = traced_peak(run, samples)
-        for lever in levers:
-            found.append((now - traced_peak(run, samples, **lever.sections(run.config)), _text(lever)))
-    except Exception as error:  # some models cannot be traced; the rest of the report still helps
-        log.debug("the model could not be traced: %s", error)
-    return found
+    """How much less memory a step with micro-batches of `samples` would need with each of the levers.
+
+    Nothing where the model cannot be traced: the rest of the report still helps. Takes some seconds.
+    """
+    own = of_one_rank(run)
+    now, *others = step_peaks([own, *(dataclasses.replace(own, **lever.sections(own)) for lever in levers)], samples)
+    return [
+        (now - peak, _text(lever))
+        for lever, peak in zip(levers, others, strict=True)
+        if now is not None and peak is not None
+    ]

@@ -1,23 +1,16 @@
-"""The first micro-batch size of a run in which every size that fails costs a restart of all workers.
+"""The first micro-batch size of a run in which every size that fails costs a restart of all workers."""
 
-`python -m trainapp.plan.first_size` is the process that traces: a task or a model may keep what it makes in a first
-step, and here that would be tensors without data.
-"""
-
-import json
 import logging
-import os
-import pickle
-import subprocess
-import sys
 
 from trainapp.config.schema import Config
-from trainapp.data.sampler import TrainBatches
+from trainapp.errors import UserError
 from trainapp.models.inspect import blocks_of
-from trainapp.plan.trace import traced_step
-from trainapp.rng import seed_everything
-from trainapp.train.components import choose_device, load_components
+from trainapp.plan import process
+from trainapp.plan.step_peaks import of_one_rank
+from trainapp.plan.traced_run import trace
+from trainapp.train.components import load_components
 from trainapp.train.run import Run
+from trainapp.train.sizes import Begin
 
 PATIENCE = 120.0  # seconds for the trace of all sizes
 log = logging.getLogger(__name__)
@@ -30,52 +23,46 @@ def begin_with_plan(run: Run) -> None:
         return
     planned = planned_size(run, run.sizes.train.start)
     if planned is not None:
-        run.sizes.begin_at(planned)
+        run.sizes.begin_at(Begin(planned, 2 * planned))
 
 
 def planned_size(run: Run, share: int) -> int | None:
     """The largest of `share`, `share / 2`, ... whose step is expected to fit; 1 if none is. Collective.
 
-    None where the model cannot be traced. An estimate: the activations of the whole model on one rank, beside what the
-    fullest rank has in memory anyway. One that is too large costs a restart.
+    None where the model cannot be traced. An estimate: the activations of the whole model on one rank, on the CPU,
+    beside what the fullest rank has in memory anyway. One that is too large costs a restart.
     """
     room = run.ranks.all_reduce_min(run.memory.enforced - run.meter.static_bytes - gathered_bytes(run))
-    planned = traced_elsewhere(run.config, run.ranks.world, share, room) if run.ranks.is_rank_zero else None
+    planned = _traced_elsewhere(run, share, room) if run.ranks.is_rank_zero else None
     if planned is not None:
         log.info("micro-batch %d, as planned: here every size that fails restarts all workers", planned)
     return run.ranks.all_gather_object(planned)[0]
 
 
-def traced_elsewhere(config: Config, world: int, share: int, room: int) -> int | None:
-    """`largest_within` in a process of its own, which takes some seconds. None where it fails."""
-    alone = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+def _traced_elsewhere(run: Run, share: int, room: int) -> int | None:
+    """`largest_within` in a process of its own. None where it fails."""
     try:
-        ended = subprocess.run(
-            [sys.executable, "-m", "trainapp.plan.first_size"],
-            input=pickle.dumps((config, world, share, room)),
-            env=alone | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            capture_output=True,
-            timeout=PATIENCE,
+        size: int = process.answer_of(
+            f"{__name__}.largest_within", of_one_rank(run), share, room, patience=PATIENCE, sees_devices=False
         )
-        return int(json.loads(ended.stdout.splitlines()[-1]))
-    except (OSError, subprocess.SubprocessError, IndexError, ValueError, TypeError) as error:
+    except (process.NoAnswer, UserError) as error:
         log.debug("the model could not be traced: %s", error)
         return None
+    return size
 
 
-def largest_within(config: Config, world: int, share: int, room: int) -> int:
+def largest_within(config: Config, share: int, room: int) -> int:
     """The largest of `share`, `share / 2`, ... with which a step adds at most `room` bytes; 1 if none does.
 
-    For one of `world` ranks. Uses the user's task and data; raises what they raise on tensors without data.
+    Raises what the user's task and data raise on tensors without data. Sets torch's global switches: call it in a
+    process of its own.
     """
-    device = choose_device(config.train.device)
-    seed_everything(config.train.seed)
     components = load_components(config)
-    size, data, total = share, components.train_data, config.batch.global_size
-    batches = TrainBatches(data, global_size=total, seed=config.train.seed, device=device, world=world)
+    size = share
     while size > 1:
-        traced = traced_step(config, components.task, batches, device, size)
-        if traced.memory.peak - traced.meter.static_bytes <= room:
+        traced = trace(config, components, size, 1, evaluation=False)
+        assert traced.training is not None, "traced without training"
+        if traced.training.total - sum(traced.static.values()) <= room:
             break
         size //= 2
     return size
@@ -94,7 +81,3 @@ def gathered_bytes(run: Run) -> int:
         parameters = everything
     gradients = largest if config.fsdp.sync_every_micro_batch else everything
     return parameters * run.state.precision.compute_dtype.itemsize + 4 * gradients
-
-
-if __name__ == "__main__":
-    print(json.dumps(largest_within(*pickle.load(sys.stdin.buffer))))

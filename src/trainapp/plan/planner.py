@@ -3,12 +3,14 @@
 import functools
 import logging
 import time
+from collections.abc import Callable, Collection
+from pathlib import Path
 from typing import Any
 
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
 from trainapp.memory.host_memory import total_bytes
-from trainapp.memory.timeline import Picture
+from trainapp.memory.timeline import Drawing, Picture
 from trainapp.plan.largest import largest_that_fits
 from trainapp.plan.recorder import PHASES, Peak
 from trainapp.plan.traced_run import Trace, trace
@@ -20,24 +22,33 @@ Facts = dict[str, Any]
 log = logging.getLogger(__name__)
 
 
-def plan(config: Config, search_only: bool = False) -> tuple[Facts, Peak | None]:
+def plan(config: Config, only: Collection[str] = ()) -> tuple[Facts, Peak | None]:
     """The plan as plain values, the content of plan.json, and the highest peak with its events.
 
-    search_only: training's largest micro-batch and nothing else. Raises UserError for mistakes in the configuration,
-    and for what is not planned. A model that cannot be traced is no error: `certainty` says so, and `reason` why.
+    only: "training", "evaluation" or both: their largest micro-batches and nothing else, see `Planner.search`. Raises
+    UserError for mistakes in the configuration, and for what is not planned. A model that cannot be traced is no error:
+    `certainty` says so, and `reason` why.
     """
     started = time.monotonic()
     require_plannable(config)
     components = load_components(config)
     planner = Planner(config, components)
     try:
-        facts, peak = planner.search() if search_only else planner.plan()
+        facts, peak = planner.search(only) if only else planner.plan()
     except UserError:
         raise
     except Exception as error:
         log.debug("the model could not be traced", exc_info=True)
         return {"certainty": NOT_TRACEABLE, "reason": reason_of(error), "limit_bytes": planner.limit}, None
     return facts | {"traces": planner.traces, "seconds": round(time.monotonic() - started, 3)}, peak
+
+
+def facts_of(config: Config, only: Collection[str] = (), picture: Path | None = None) -> Facts:
+    """The facts of `plan`. picture: also draw the step or evaluation that holds the peak to this PNG."""
+    facts, peak = plan(config, only)
+    if picture is not None and peak is not None:
+        Drawing([picture_of(peak, facts, picture)]).wait()
+    return facts
 
 
 def reason_of(error: BaseException) -> str:
@@ -95,16 +106,24 @@ class Planner:
             self.certainty = RANGE
         return found
 
-    def search(self) -> tuple[Facts, Peak | None]:
-        """Training's largest micro-batch alone."""
-        largest = self._largest()
-        return {"certainty": self.certainty, "limit_bytes": self.limit, "largest_micro_size": largest}, None
+    def search(self, only: Collection[str]) -> tuple[Facts, Peak | None]:
+        """The largest micro-batches alone. `largest_peak_bytes`: what training's is predicted to need; `bucket`: the
+        shape that it is for, see `bucket_of`, or 0 where all batches have one.
+        """
+        facts: Facts = {"limit_bytes": self.limit}
+        if "training" in only:
+            facts["largest_micro_size"] = largest = self._largest()
+            traced = self.at(largest or self._smallest(), 0)
+            facts |= {"largest_peak_bytes": self._joined([traced]).total, "bucket": traced.bucket}
+        if "evaluation" in only:
+            facts["largest_eval_micro_size"] = self._largest_eval() if self.eval_samples else None
+        return {"certainty": self.certainty} | facts, None
 
     def plan(self) -> tuple[Facts, Peak | None]:
         """Everything. At the sizes that the configuration gives, else at the largest that fit, else at the smallest."""
         largest = self._largest()
         largest_eval = self._largest_eval() if self.eval_samples else None
-        size = self._given_size() or largest or min(self.at(self.share, 0).smallest, self.share)
+        size = self._given_size() or largest or self._smallest()
         eval_size = 0
         if self.eval_samples:
             given = self.config.batch.eval_micro_size
@@ -141,23 +160,44 @@ class Planner:
             return -(-self.share // parts)
         return min(batch.micro_size, self.share) if isinstance(batch.micro_size, int) else None
 
-    def _largest(self) -> int:
-        def peak_of(size: int) -> int:
-            found = self.at(size, 0).training
-            assert found is not None, "traced without training"
-            return found.total
+    def _smallest(self) -> int:
+        return min(self.at(self.share, 0).smallest, self.share)
 
-        smallest = min(self.at(self.share, 0).smallest, self.share)
-        return largest_that_fits(peak_of, self.limit, self.share, smallest)
+    def _largest(self) -> int:
+        def at(size: int, otherwise: bool) -> Trace:
+            return self.at(size, 0, True) if otherwise else self.at(size, 0)
+
+        return self._fitting(at, self.share, self._smallest())
 
     def _largest_eval(self) -> int:
         """Up to where the search of a run starts, twice the share of the global batch."""
 
-        def peak_of(size: int) -> int:
-            found = self.at(0, size).evaluation
-            return 0 if found is None else found.total
+        def at(size: int, otherwise: bool) -> Trace:
+            return self.at(0, size, True) if otherwise else self.at(0, size)
 
-        return largest_that_fits(peak_of, self.limit, min(2 * self.share, self.eval_samples))
+        return self._fitting(at, min(2 * self.share, self.eval_samples), 1)
+
+    def _fitting(self, at: Callable[[int, bool], Trace], top: int, smallest: int) -> int:
+        """The largest size from `smallest` to `top` that fits whatever the model reads; 0 if none does.
+
+        at: `(size, otherwise) -> trace`.
+        """
+
+        def peak_of(size: int, otherwise: bool = False) -> int:
+            return self._joined([at(size, otherwise)]).total
+
+        largest = largest_that_fits(peak_of, self.limit, top, smallest)
+        if not largest or not at(largest, False).reads:
+            return largest
+        try:
+            other_fits = peak_of(largest, True) <= self.limit
+        except UserError:
+            raise
+        except Exception:  # `_bounds` notes it
+            return largest
+        if other_fits:
+            return largest
+        return largest_that_fits(lambda size: peak_of(size, True), self.limit, largest, smallest)
 
     def _bounds(self, size: int, eval_size: int) -> tuple[Peak, Peak, list[str]]:
         """The lowest and the highest peak that the run may have, and why they differ."""
@@ -188,7 +228,9 @@ class Planner:
 
     @staticmethod
     def _joined(traces: list[Trace]) -> Peak:
-        return functools.reduce(Peak.joined, [p for t in traces for p in (t.training, t.evaluation) if p is not None])
+        return functools.reduce(
+            Peak.joined, [p for t in traces for p in (t.training, t.evaluation) if p is not None], Peak()
+        )
 
 
 def picture_of(peak: Peak, facts: Facts, path: Any) -> Picture:

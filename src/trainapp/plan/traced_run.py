@@ -10,8 +10,8 @@ from typing import Any, Literal, cast
 import torch
 from torch import nn
 
-from trainapp.config.schema import Config, Memory
-from trainapp.data.batch import elements_in
+from trainapp.config.schema import Config
+from trainapp.data.batch import bucket_of, elements_in
 from trainapp.data.micro_batch import MicroBatch
 from trainapp.data.progress import Progress
 from trainapp.data.sampler import EvalBatches, TrainBatches
@@ -39,13 +39,15 @@ class Trace:
     """What was measured. training, evaluation: None where not asked for, or where there is none.
 
     reads: the phases in which the model or the task read values, which were made up. varies: whether the micro-batches
-    of the data differ in shape. static: as `Meter.static`. smallest: the model cannot train on fewer samples at once.
+    of the data differ in shape. bucket: where those of training do, the shape that was traced, see `bucket_of`; else 0.
+    static: as `Meter.static`. smallest: the model cannot train on fewer samples at once.
     """
 
     training: Peak | None
     evaluation: Peak | None
     reads: tuple[str, ...]
     varies: bool
+    bucket: int
     static: dict[MemoryKind, int]
     smallest: int
 
@@ -101,6 +103,7 @@ def trace(
         evaluation=measured,
         reads=tuple(sorted(phase.value for phase in values.model_reads)),
         varies=instead is not None or eval_instead is not None,
+        bucket=0 if instead is None else bucket_of(instead.samples, elements_in(instead.data)),
         static=run.meter.static,
         smallest=build.smallest_micro_batch(run.state.model),
     )
@@ -148,7 +151,7 @@ def _planned(config: Config, size: int, eval_size: int) -> Config:
         "loader": dataclasses.replace(config.loader, num_workers=0),
         "model": dataclasses.replace(config.model, init_from=None),
         "train": dataclasses.replace(config.train, check_exactness=False),
-        "memory": Memory(limit=None),
+        "memory": dataclasses.replace(config.memory, limit=None),
         "checkpointing": dataclasses.replace(config.checkpointing, save=False),
     }
     return dataclasses.replace(config, mode="train", **changes)

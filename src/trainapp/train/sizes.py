@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 from trainapp.config.schema import Config
 from trainapp.data.micro_batch_sizes import MicroBatchSizes, Plan
@@ -12,6 +12,13 @@ from trainapp.parallel.ranks import Ranks
 
 Recorded = dict[int, dict[int, int]]  # by attempt, the size of each bucket
 log = logging.getLogger(__name__)
+
+
+class Begin(NamedTuple):
+    """Sizes that a plan expects to fit. evaluation: None where there is none, or none was asked for."""
+
+    train: int
+    evaluation: int | None
 
 
 @dataclass
@@ -30,12 +37,18 @@ class Sizes:
     not_replayed: set[str] = field(default_factory=set)
     origin: str = "share"  # what decided the training size: see `initial_sizes`
 
-    def begin_at(self, planned: int) -> None:
-        """Begin with a size that a plan expects to fit, and evaluate with twice as much at most."""
-        self.train.start = max(self.train.smallest, min(planned, self.train.start))
-        if not self.evaluation.searches:
-            self.evaluation.start = min(2 * planned, self.evaluation.start)
+    def begin_at(self, planned: Begin) -> None:
+        """Begin with sizes that a plan expects to fit."""
+        self.train.start = max(self.train.smallest, min(planned.train, self.train.start))
+        self.train.is_planned = True
+        self.begin_evaluation_at(planned.evaluation)
         self.origin = "planned"
+
+    def begin_evaluation_at(self, planned: int | None) -> None:
+        """Begin evaluation with such a size, where no evaluation has begun."""
+        if planned is not None and not self.evaluation.searches:
+            self.evaluation.start = min(planned, self.evaluation.start)
+            self.evaluation.is_planned = True
 
     def follow_schedule(self, attempt: int) -> None:
         """Apply the schedule's entry for this attempt, if any."""
@@ -112,7 +125,7 @@ def initial_sizes(
     retries_in_place: bool = True,
     hint: dict[str, Any] | None = None,
     saved: dict[str, Any] | None = None,
-    planned: Callable[[], int | None] = lambda: None,
+    planned: Callable[[], Begin | None] = lambda: None,
     remembered: dict[str, Any] | None = None,
 ) -> Sizes:
     """The micro-batch sizes that a run starts with. For training, the first of these that is known:
@@ -121,13 +134,13 @@ def initial_sizes(
     2. `batch.micro_schedule`: the entry that applies to the coming attempt; later ones replace any of the others.
     3. `batch.micro_size=N` or `accumulation.steps=N`.
     4. `saved`: the checkpoint's, found in the same amount of memory (the caller passes None otherwise).
-    5. `planned`, for `batch.micro_size=plan`: the largest size that is predicted to fit. It is called only here.
+    5. `planned`, for `batch.micro_size=plan`: the largest sizes that are predicted to fit. It is called only here.
     6. `remembered`: where an earlier run of the same configuration ended.
     7. This rank's share of the global batch; where a size that fails costs a restart of all workers, it is then
        replaced by what is expected to fit (`plan.first_size`).
 
-    For evaluation: `hint`, `batch.eval_micro_size=N`, `saved`, `remembered`, twice this rank's share (without gradients
-    more fits).
+    For evaluation: `hint`, `batch.eval_micro_size=N`, `saved`, `planned` with training's, `remembered`, twice this
+    rank's share (without gradients more fits).
 
     global_size: samples per optimizer step over all ranks. eval_samples: the same of an evaluation. attempts: finished
     steps, skipped ones included. smallest: some models cannot train on single samples. retries_in_place: whether a size
@@ -152,13 +165,13 @@ def initial_sizes(
     elif _is_known(saved, "micro"):
         sizes.train.load_state_dict(saved["micro"])
         sizes.origin = "saved"
-    elif batch.micro_size == "plan" and (size := planned()) is not None:
-        sizes.train.start = min(max(size, smallest), sizes.train.start)
-        sizes.origin = "planned"
+    elif batch.micro_size == "plan" and (begin := planned()) is not None:
+        sizes.begin_at(begin)
     elif _is_known(remembered, "micro"):
         sizes.train.load_state_dict(remembered["micro"])
         sizes.origin = "remembered"
-    _load_evaluation(sizes.evaluation, hint, () if batch.eval_micro_size != "auto" else (saved, remembered))
+    others: tuple[dict[str, Any] | None, ...] = (saved,) if sizes.evaluation.is_planned else (saved, remembered)
+    _load_evaluation(sizes.evaluation, hint, () if batch.eval_micro_size != "auto" else others)
     return sizes
 
 

@@ -1,0 +1,55 @@
+"""Models whose memory in a run is not that of their trace, which runs on fake tensors."""
+
+import torch
+from torch import Tensor, nn
+
+from trainapp.torch_private import is_tracing
+
+
+class Net(nn.Module):
+    """A linear layer that keeps `extra` numbers per sample from forward to backward."""
+
+    def __init__(self, num_classes: int = 10):
+        super().__init__()
+        self.last = nn.Linear(64, num_classes)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def extra(self, inputs: Tensor) -> int:
+        """Numbers per sample."""
+        return 1000
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        flat = inputs.flatten(1)
+        numbers = self.extra(flat)
+        if not numbers:
+            return self.last(flat)
+        kept = flat.new_ones(len(flat), numbers) * self.scale
+        return self.last(flat) + (kept * kept).mean(1, keepdim=True)
+
+
+class Hungrier(Net):
+    """Keeps half as much again when it runs for real."""
+
+    def extra(self, inputs: Tensor) -> int:
+        return 1000 if is_tracing() else 1500
+
+
+class Leaner(Net):
+    """Keeps a third when it runs for real."""
+
+    def extra(self, inputs: Tensor) -> int:
+        return 3000 if is_tracing() else 1000
+
+
+class Reading(Net):
+    """Keeps more where a value is positive: it always is, and a trace answers False first."""
+
+    def extra(self, inputs: Tensor) -> int:
+        return 3000 if inputs.mean() > -1e9 else 1000
+
+
+class Evaluating(Net):
+    """Keeps more in evaluation."""
+
+    def extra(self, inputs: Tensor) -> int:
+        return 1000 if self.training else 9000
