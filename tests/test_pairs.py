@@ -55,13 +55,18 @@ REFUSED = {
 REFUSED |= {
     frozenset(("precision=bf16_pure", option)): r"precision=bf16_pure with [\w.]+: updates smaller than half of"
     for option in GROUPS["optimizer"]
-    if option != "optimizer=adamw_bf16"
+    if not option.startswith("optimizer=adamw_")
 }
 # Options do not exist where their group's choice has no such key.
 MEANINGLESS = {frozenset(("activation_checkpointing=none", "activation_checkpointing.every=2"))}
 
 REFUSED |= {
     frozenset(("optimizer=adafactor", f"parallel={strategy}")): "optimizer=adafactor with parallel=fsdp: it needs whole"
+    for strategy in ("fsdp", "hsdp")
+}
+REFUSED |= {
+    frozenset((f"optimizer=adamw_{kind}", f"parallel={strategy}")): f"optimizer.state_dtype={kind} with parallel=fsdp:"
+    for kind in ("8bit", "4bit", "fp8")
     for strategy in ("fsdp", "hsdp")
 }
 

@@ -102,6 +102,7 @@ class Optimizer:
     lr: PositiveFloat
     weight_decay: NonNegativeFloat = 0.0
     fused: Auto | Bool = "auto"
+    in_backward: Bool = False
     arguments: dict[str, Any] = field(default_factory=dict)
 
 

@@ -23,12 +23,17 @@ from trainapp.torch_private import storage_id, strided_parts
 from trainapp.units import parse_memory_size
 
 
-def static_bytes(model: nn.Module, optimizer: torch.optim.Optimizer, averages: list[Tensor]) -> dict[MemoryKind, int]:
-    """Bytes that persist between steps, by kind. Gradients are counted in full, whether or not they exist now."""
+def static_bytes(
+    model: nn.Module, optimizer: torch.optim.Optimizer, averages: list[Tensor], keeps_gradients: bool = True
+) -> dict[MemoryKind, int]:
+    """Bytes that persist between steps, by kind. Gradients are counted in full, whether or not they exist now.
+
+    keeps_gradients: whether all of them exist at once, between backward and update.
+    """
     parameters = list(model.parameters())
     return {
         MemoryKind.PARAMETERS: _size(parameters),
-        MemoryKind.GRADIENTS: _size(p for p in parameters if p.requires_grad),
+        MemoryKind.GRADIENTS: _size(p for p in parameters if p.requires_grad and keeps_gradients),
         MemoryKind.OPTIMIZER_STATE: _size(optimizer_tensors(optimizer)),
         MemoryKind.BUFFERS: _size(model.buffers()),
         MemoryKind.WEIGHT_AVERAGE: _size(averages),

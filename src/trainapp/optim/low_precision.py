@@ -1,28 +1,32 @@
-"""AdamW with states, and if need be parameters, in bf16."""
+"""AdamW with states, and if need be parameters, in less than fp32."""
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from trainapp.errors import UserError
+from trainapp.optim.quantized import BLOCKS, SMALLEST, Kind, Moment, Quantizer, empty_moment
 from trainapp.optim.stochastic_rounding import copy_rounded
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 # Elements that are computed in fp32 at a time, with five temporaries: 5 MiB on the CPU, where they stay in its caches,
-# and 80 MiB elsewhere, where each operation has a cost of its own.
+# and 80 MiB elsewhere, where each operation has a cost of its own. A multiple of every block.
 PIECES = {"cpu": 1 << 18}
 PIECE = 1 << 22
-Generators = dict[torch.device, torch.Generator]
 
 
 class AdamW(torch.optim.Optimizer):
     """AdamW (arXiv:1711.05101) that computes in fp32 and stores its two moments in `state_dtype`.
 
-    What is stored in bf16 is rounded by chance (`stochastic_rounding`), the parameters too if they are bf16. The chance
-    depends on the number of the step alone: a run repeats itself, also after a resume, and all ranks round the same
-    values alike. The fused kernels of torch 2.13 are not used: on the CPU they refuse states of another dtype than the
-    parameters', and on CUDA they round to nearest (torchtitan, docs/bf16_optimizer_states.md).
+    What is stored in less than fp32 is rounded by chance (`stochastic_rounding`, `quantized`), the parameters too if
+    they are bf16. The chance depends on the number of the step and on the parameter's place alone: a run repeats
+    itself, also after a resume, all ranks round the same values alike, and the parameters may be updated in any order.
+    The fused kernels of torch 2.13 are not used: on the CPU they refuse states of another dtype than the parameters',
+    and on CUDA they round to nearest (torchtitan, docs/bf16_optimizer_states.md).
     """
 
     rounds_by_chance = True
@@ -34,10 +38,12 @@ class AdamW(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
-        state_dtype: Literal["bf16", "fp32"] = "bf16",
+        state_dtype: Literal["bf16", "fp32", "8bit", "4bit", "fp8"] = "bf16",
     ):
-        self._dtype = _DTYPES[state_dtype]
+        self._kind = state_dtype
+        self._quantizers: dict[torch.device, tuple[Quantizer, Quantizer]] = {}
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay})
+        self._places = {p: place for place, p in enumerate(p for group in self.param_groups for p in group["params"])}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -46,61 +52,128 @@ class AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        generators: Generators = {}
+        generators: dict[torch.device, torch.Generator] = {}
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._update(parameter, group, generators)
+                    device = parameter.device
+                    if device not in generators:
+                        generators[device] = torch.Generator(device)
+                    self._update(parameter, group, generators[device])
         return loss
 
-    def _update(
-        self, parameter: Tensor, group: dict[str, Any], generators: dict[torch.device, torch.Generator]
-    ) -> None:
+    def _update(self, parameter: Tensor, group: dict[str, Any], generator: torch.Generator) -> None:
         state = self.state[parameter]
         if not state:
             state["step"] = 0
-            state["exp_avg"] = torch.zeros_like(parameter, dtype=self._dtype)
-            state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=self._dtype)
+            self._allocate(parameter, state)
         state["step"] += 1
-        if parameter.device not in generators:
-            generators[parameter.device] = torch.Generator(parameter.device)
-            generators[parameter.device].manual_seed(state["step"])
+        # Below 2 ** 32 for long: the CPU's generator takes the lower half of a seed (ATen/core/MT19937RNGEngine.h).
+        generator.manual_seed(state["step"] * 65_537 + self._places.setdefault(parameter, len(self._places)))
         assert parameter.grad is not None
-        tensors = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
-        for weight, gradient, mean, square in _pieces([_local(tensor) for tensor in tensors]):
-            _adamw(weight, gradient, mean, square, state["step"], group, generators[parameter.device])
+        weight, gradient = _local(parameter), _local(parameter.grad)
+        mean, square = self._stored(parameter, state)
+        is_flat = all(t.is_contiguous() for t in (weight, gradient)) and mean.is_flat and square.is_flat
+        for piece in _pieces(weight, is_flat):
+            new_mean, new_square = mean.read(piece, weight), square.read(piece, weight)
+            values = weight if piece is None else weight.view(-1)[piece]
+            new_weight = values.to(torch.float32, copy=True)
+            change = (gradient if piece is None else gradient.view(-1)[piece]).to(torch.float32, copy=True)
+            _adamw(new_weight, change, new_mean, new_square, state["step"], group)
+            mean.write(piece, new_mean, generator)
+            square.write(piece, new_square, generator)
+            copy_rounded(values, new_weight, generator)
+
+    def _allocate(self, parameter: Tensor, state: dict[str, Any]) -> None:
+        if self._kind in _DTYPES or parameter.numel() < SMALLEST:
+            dtype = _DTYPES.get(self._kind, torch.float32)
+            state |= {name: torch.zeros_like(parameter, dtype=dtype) for name in _MOMENTS}
+            return
+        assert _local(parameter) is parameter, "shards are refused: memory.levers.conditions.needs_unsharded_blocks"
+        state["quantized"] = kind = self._as_quantized()
+        for name in _MOMENTS:
+            state[name], state[f"{name}_scale"] = empty_moment(parameter.numel(), kind, parameter.device)
+
+    def _stored(self, parameter: Tensor, state: dict[str, Any]) -> "tuple[_Stored, _Stored]":
+        if "quantized" not in state:
+            return _Plain(_local(state[_MOMENTS[0]])), _Plain(_local(state[_MOMENTS[1]]))
+        if state["quantized"] != self._kind:
+            raise UserError(
+                f"optimizer.state_dtype={self._kind}: the moments in the checkpoint are in {state['quantized']}; "
+                f"resume with optimizer.state_dtype={state['quantized']}, or start from its weights alone "
+                "(model.init_from)"
+            )
+        device, kind = parameter.device, self._as_quantized()
+        if device not in self._quantizers:
+            self._quantizers[device] = Quantizer(kind, False, device), Quantizer(kind, True, device)
+        mean, square = (
+            _Quantized(Moment(state[name], state[f"{name}_scale"], quantizer))
+            for name, quantizer in zip(_MOMENTS, self._quantizers[device], strict=True)
+        )
+        return mean, square
+
+    def _as_quantized(self) -> Kind:
+        assert self._kind in BLOCKS
+        return self._kind
 
 
-def _adamw(
-    weight: Tensor,
-    gradient: Tensor,
-    mean: Tensor,
-    square: Tensor,
-    step: int,
-    group: dict[str, Any],
-    generator: torch.Generator,
-) -> None:
-    """In fp32, on copies."""
+@dataclass(frozen=True)
+class _Plain:
+    """A moment as a tensor of its parameter's layout. piece: of the flat tensor; None: all of it, in its layout."""
+
+    tensor: Tensor
+
+    @property
+    def is_flat(self) -> bool:
+        return self.tensor.is_contiguous()
+
+    def read(self, piece: slice | None, weight: Tensor) -> Tensor:
+        return self._part(piece).to(torch.float32, copy=True)
+
+    def write(self, piece: slice | None, values: Tensor, generator: torch.Generator) -> None:
+        copy_rounded(self._part(piece), values, generator)
+
+    def _part(self, piece: slice | None) -> Tensor:
+        return self.tensor if piece is None else self.tensor.view(-1)[piece]
+
+
+@dataclass(frozen=True)
+class _Quantized:
+    """The same of a quantized one."""
+
+    moment: Moment
+    is_flat = True
+
+    def read(self, piece: slice | None, weight: Tensor) -> Tensor:
+        if piece is None:
+            return self.moment.read(0, weight.numel()).view(weight.shape)
+        return self.moment.read(piece.start, piece.stop)
+
+    def write(self, piece: slice | None, values: Tensor, generator: torch.Generator) -> None:
+        self.moment.write(piece.start if piece else 0, values.view(-1), generator)
+
+
+_Stored = _Plain | _Quantized
+
+
+def _adamw(weight: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, step: int, group: dict[str, Any]) -> None:
+    """In place, in fp32. The gradient is overwritten."""
     beta1, beta2 = group["betas"]
-    gradient, new_mean, new_square, new_weight = (
-        tensor.to(torch.float32, copy=True) for tensor in (gradient, mean, square, weight)
-    )
-    new_mean.lerp_(gradient, 1 - beta1)
-    new_square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-    denominator = torch.sqrt(new_square, out=gradient).div_((1 - beta2**step) ** 0.5).add_(group["eps"])
-    new_weight.mul_(1 - group["lr"] * group["weight_decay"])
-    new_weight.addcdiv_(new_mean, denominator, value=-group["lr"] / (1 - beta1**step))
-    for target, source in ((mean, new_mean), (square, new_square), (weight, new_weight)):
-        copy_rounded(target, source, generator)
+    mean.lerp_(gradient, 1 - beta1)
+    square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    denominator = torch.sqrt(square, out=gradient).div_((1 - beta2**step) ** 0.5).add_(group["eps"])
+    weight.mul_(1 - group["lr"] * group["weight_decay"])
+    weight.addcdiv_(mean, denominator, value=-group["lr"] / (1 - beta1**step))
 
 
-def _pieces(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Views of so many elements, of all tensors alike: temporaries stay small however large a parameter is."""
-    if all(t.is_contiguous() for t in tensors):
-        size = PIECES.get(tensors[0].device.type, PIECE)
-        yield from map(list, zip(*(t.view(-1).split(size) for t in tensors), strict=True))
-    else:
-        yield tensors
+def _pieces(weight: Tensor, is_flat: bool) -> Iterator[slice | None]:
+    """Slices of the flat tensors: temporaries stay small however large a parameter is. None: they are not flat."""
+    if not is_flat:
+        yield None
+        return
+    size, count = PIECES.get(weight.device.type, PIECE), weight.numel()
+    for start in range(0, count, size):
+        yield slice(start, min(start + size, count))
 
 
 def _local(tensor: Tensor) -> Tensor:

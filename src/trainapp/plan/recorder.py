@@ -23,6 +23,7 @@ _NAMES = {
     Phase.FORWARD: "forward",
     Phase.LOSS: "forward",
     Phase.BACKWARD: "backward",
+    Phase.UPDATE_IN_BACKWARD: "backward",
     Phase.METRIC: "metrics",
     Phase.GRADIENTS: "clip",
     Phase.UNSCALE: "clip",

@@ -114,7 +114,8 @@ def _training_peak(run: Run, memory: TracedMemory) -> Peak:
     memory.reset()
     train_step(run)
     update_weight_average(run)
-    if static_bytes(run.state.model, run.state.optimizer, run.state.average.averages) != run.meter.static:
+    state = run.state
+    if static_bytes(state.model, state.optimizer, state.average.averages, state.keeps_gradients) != run.meter.static:
         train_step(run)
         update_weight_average(run)
     return memory.highest

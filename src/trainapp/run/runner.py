@@ -194,7 +194,8 @@ def recover(run: Run, failure: Incident) -> CarriedOver | None:
 
 def _carry_over(run: Run, failure: Incident) -> CarriedOver:
     """Parameters may be half updated, or written by a forward: restart from the last checkpoint, or from the start."""
-    config, is_leaner = (run.config, False) if failure.lost else lean_optimizer(run.config, run.state.optimizer)
+    in_step = failure.phase is Phase.COMMIT and not failure.lost  # where the optimizer's temporaries are
+    config, is_leaner = lean_optimizer(run.config, run.state.optimizer) if in_step else (run.config, False)
     run.checkpointer.finish()  # what is still being written in the background may be the newest
     path = run.checkpointer.newest()
     if path is None:  # it may have begun at another's

@@ -36,7 +36,7 @@ class Meter:
     def __init__(self, state: TrainState, memory: DeviceMemory):
         self.state, self.memory, self.host = state, memory, HostMemory()
         self.parameters = [p for p in state.model.parameters() if p.requires_grad]
-        self.static = static_bytes(state.model, state.optimizer, state.average.averages)
+        self.static = static_bytes(state.model, state.optimizer, state.average.averages, state.keeps_gradients)
         self.started = self._window_start = time.monotonic()
         self.samples = self._window_samples = 0
         self.paused = self._window_paused = self._waited = 0.0

@@ -22,6 +22,7 @@ from trainapp.memory.levers import activation_checkpointing, frozen
 from trainapp.memory.levers.catalogue import require_suited
 from trainapp.memory.levers.lever import Situation
 from trainapp.models.inspect import blocks_of, has_batchnorm, lazy_modules
+from trainapp.optim import in_backward
 from trainapp.optim.ema import WeightAverage
 from trainapp.optim.optimizers import build_optimizer
 from trainapp.optim.precision import Precision
@@ -86,6 +87,8 @@ def assemble(
         assert isinstance(strategy, FSDP)
         _initialise_shards(config, strategy, ranks, device)
     optimizer = build_optimizer(config.optimizer, model, device, config.user_packages)
+    if config.optimizer.in_backward:
+        in_backward.require_separable(optimizer)
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]
     state = TrainState(
@@ -96,6 +99,7 @@ def assemble(
         device=device,
         seed=config.train.seed,
         global_size=config.batch.global_size,
+        keeps_gradients=not config.optimizer.in_backward,
     )
     task = losses.in_chunks(components.task, config.memory.loss_chunk)
     return Assembled(state, strategy, losses.checked(task, config.task))

@@ -187,7 +187,7 @@ def smallest_micro_batch(model: torch.nn.Module) -> int:
 
 def require_room(memory: DeviceMemory, state: TrainState) -> None:
     """Raises UserError when the limit leaves no memory for any batch, however small."""
-    sizes = static_bytes(state.model, state.optimizer, state.average.averages)
+    sizes = static_bytes(state.model, state.optimizer, state.average.averages, state.keeps_gradients)
     if memory.limit is not None and sum(sizes.values()) >= memory.limit:
         parts = ", ".join(f"{kind.label} {bytes_text(size)}" for kind, size in sizes.items() if size)
         raise UserError(

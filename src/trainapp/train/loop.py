@@ -13,6 +13,7 @@ from torch import Tensor
 from trainapp.memory.timeline import Picture
 from trainapp.tracking.meter import spread_over_ranks
 from trainapp.train.evaluate import evaluate
+from trainapp.train.in_backward import update_in_backward
 from trainapp.train.phase import Phase
 from trainapp.train.run import Run
 from trainapp.train.step import accumulate_gradients, clip_gradients, drop_gradients, update
@@ -36,12 +37,15 @@ def train(run: Run) -> None:
 
 
 def train_step(run: Run) -> None:
-    """One optimizer step over the global batch. Nothing changes before `update`."""
+    """One optimizer step over the global batch. Nothing changes before the update."""
     step = run.next_step()
     with transaction(run, step):  # saves what `rollback` restores; an error passes through
-        totals = accumulate_gradients(run, step)
-        norm = clip_gradients(run, step, totals)
-        applied = update(run, step, totals, norm)
+        if run.config.optimizer.in_backward:
+            totals, norm, applied = update_in_backward(run, step)
+        else:
+            totals = accumulate_gradients(run, step)
+            norm = clip_gradients(run, step, totals)
+            applied = update(run, step, totals, norm)
     if applied and step.is_logged:
         log(run, totals, norm)
     if step.is_drawn:

@@ -18,6 +18,7 @@ class Phase(str, Enum):
     GRADIENTS = "gradients"
     UNSCALE = "unscale"
     CLIP = "clip"
+    UPDATE_IN_BACKWARD = "update in backward"
     COMMIT = "commit"
     COMMITTED = "committed"
     SEARCH = "search"
@@ -34,12 +35,12 @@ class Phase(str, Enum):
     @property
     def is_torn(self) -> bool:
         """Whether parameters and optimizer may be half updated: only a checkpoint is safe."""
-        return self is Phase.COMMIT
+        return self in (Phase.COMMIT, Phase.UPDATE_IN_BACKWARD)
 
     @property
     def depends_on_size(self) -> bool:
         """Whether a smaller micro-batch needs less memory here."""
-        return self in _BEFORE_COMMIT or self in (Phase.COMMIT, Phase.EVALUATE)
+        return self in _BEFORE_COMMIT or self.is_torn or self is Phase.EVALUATE
 
 
 _BEFORE_COMMIT = frozenset(

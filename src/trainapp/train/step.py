@@ -1,6 +1,7 @@
 """The parts of an optimizer step: gradients of all micro-batches, clipping, the update."""
 
 import contextlib
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -18,9 +19,19 @@ from trainapp.train.phase import Phase
 from trainapp.train.run import Run, Step
 from trainapp.train.totals import Number, Totals
 
+Around = Callable[[Totals], contextlib.AbstractContextManager[None]]
 
-def accumulate_gradients(run: Run, step: Step) -> Totals:
-    """The gradients of the step's loss, summed over its micro-batches. Returns the step's totals over all ranks."""
+
+def _alone(totals: Totals) -> contextlib.AbstractContextManager[None]:
+    """Nothing around a backward."""
+    return contextlib.nullcontext()
+
+
+def accumulate_gradients(run: Run, step: Step, around_last: Around = _alone) -> Totals:
+    """The gradients of the step's loss, summed over its micro-batches. Returns the step's totals over all ranks.
+
+    around_last: for the backward that completes them; given the totals of this rank.
+    """
     sizes, totals = run.sizes, Totals()
     # The true count is known only at the end (padding); `clip_gradients` corrects what was scaled by samples.
     weight = run.meter.weight(step.samples)
@@ -30,16 +41,24 @@ def accumulate_gradients(run: Run, step: Step) -> Totals:
             watched = run.memory.watching or sizes.train.needs_watching
             watch = run.memory.watch(run.meter.resident(micro.data)) if watched else contextlib.nullcontext()
             with run.strategy.micro_batch(micro.last), watch:
-                totals = backward(run, micro, weight, totals, step.is_logged)
+                totals = backward(run, micro, weight, totals, step.is_logged, around_last)
             if sizes.train.is_unproven:
                 require_all_allocated(run, sizes.train, run.ranks)
-            run.attempt.phase = Phase.DATA
-    run.attempt.phase = Phase.GRADIENTS
+            _enter(run, Phase.DATA)
+    _enter(run, Phase.GRADIENTS)
     run.strategy.finish_accumulation()
     return totals.over(run.ranks)
 
 
-def backward(run: Run, micro: MicroBatch, weight: Tensor, totals: Totals, is_logged: bool) -> Totals:
+def _enter(run: Run, phase: Phase) -> None:
+    """A step that is torn stays so until it is committed."""
+    if not run.attempt.phase.is_torn:
+        run.attempt.phase = phase
+
+
+def backward(
+    run: Run, micro: MicroBatch, weight: Tensor, totals: Totals, is_logged: bool, around_last: Around
+) -> Totals:
     """Forward, loss and backward of one micro-batch: gradients accumulate in `p.grad`. Returns the totals with it.
 
     weight: the scalar that multiplies the loss sum. A dummy micro-batch (`real=False`) keeps this rank in step
@@ -57,9 +76,11 @@ def backward(run: Run, micro: MicroBatch, weight: Tensor, totals: Totals, is_log
     del metrics  # functions among them hold what they compute from, such as all logits: not through the backward
     run.attempt.phase = Phase.BACKWARD
     is_first = not run.meter.samples and micro.last
-    with checked_gradients(run.state.model, loss) if is_first else contextlib.nullcontext():
+    totals = totals.plus(loss, count, finished, real=micro.real)
+    checked = checked_gradients(run.state.model, loss) if is_first else contextlib.nullcontext()
+    with checked, around_last(totals) if micro.last else contextlib.nullcontext():
         torch_direct.backward(precision.scaler.scale(loss), weight if micro.real else weight * 0)
-    return totals.plus(loss, count, finished, real=micro.real)
+    return totals
 
 
 def clip_gradients(run: Run, step: Step, totals: Totals) -> Tensor:
@@ -70,7 +91,7 @@ def clip_gradients(run: Run, step: Step, totals: Totals) -> Tensor:
     gradients = locals_of(run.meter.gradients())
     dtype = torch.float64 if may_be_extreme(totals.count, step.samples) else run.state.precision.norm_dtype
     norm = run.strategy.grad_norm(gradient_norm(gradients, dtype))
-    factor = count_factor(totals.count, step.samples, norm)
+    factor = count_factor(totals.count, step.samples, norm.device)
     if factor is not None:
         norm = norm * factor
     clipping = clip_factor(norm, run.config.train.grad_clip)
@@ -88,16 +109,16 @@ def may_be_extreme(count: Number, samples: int) -> bool:
     return not 1e-6 * samples <= float(count) <= 1e6 * samples
 
 
-def count_factor(count: Number, samples: int, norm: Tensor) -> Tensor | None:
+def count_factor(count: Number, samples: int, device: torch.device) -> Tensor | None:
     """The factor from gradients divided by `samples` to gradients divided by `count`; None if the two are equal, and
     for a count of 0: `update` leaves such a step out.
     """
     if not isinstance(count, Tensor) and count in (0, samples):
         return None
     ratio = samples / count
-    if isinstance(ratio, Tensor) or norm.device.type == "cpu":
-        return torch.as_tensor(ratio, device=norm.device)
-    return torch.full((), ratio, device=norm.device)  # `as_tensor` would copy it from the host and wait for the device
+    if isinstance(ratio, Tensor) or device.type == "cpu":
+        return torch.as_tensor(ratio, device=device)
+    return torch.full((), ratio, device=device)  # `as_tensor` would copy it from the host and wait for the device
 
 
 def clip_factor(norm: Tensor, limit: float | None) -> Tensor | None:
@@ -119,14 +140,26 @@ def update(run: Run, step: Step, totals: Totals, norm: Tensor) -> bool:
     run.restore_point.tensors.note_step()
     applied = run.nonfinite.allows_update(progress.step, totals.loss, norm, totals.count)
     if applied:
-        factor = run.schedule(progress.step)
-        for group in state.optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * factor
+        set_rates(run)
         run.attempt.phase = Phase.COMMIT
         applied = state.precision.step(state.optimizer)
         run.nonfinite.count(applied, progress.step)
     else:
         leave_out(run, step, totals)
+    count_step(run, step, applied)
+    return applied
+
+
+def set_rates(run: Run) -> None:
+    """The learning rate of the coming update."""
+    factor = run.schedule(run.state.progress.step)
+    for group in run.state.optimizer.param_groups:
+        group["lr"] = group["initial_lr"] * factor
+
+
+def count_step(run: Run, step: Step, applied: bool) -> None:
+    """The step is committed: what follows is the next one's."""
+    progress = run.state.progress
     run.meter.count(step.samples)
     run.batches.advance(progress)
     progress.step += applied
@@ -134,7 +167,6 @@ def update(run: Run, step: Step, totals: Totals, norm: Tensor) -> bool:
     run.attempt.phase = Phase.COMMITTED
     if run.sizes.record(step.attempt):
         note_batchnorm(run, step)
-    return applied
 
 
 def leave_out(run: Run, step: Step, totals: Totals) -> None:

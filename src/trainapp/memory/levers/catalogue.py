@@ -3,19 +3,24 @@
 The advice of a run that cannot continue, the refusals when a run is assembled, and the table of docs/memory.md read it.
 """
 
-from collections.abc import Mapping
-
-from trainapp.config.schema import Config
 from trainapp.errors import UserError
-from trainapp.memory.kinds import MemoryKind
 from trainapp.memory.levers.conditions import (
     needs_a_head,
     needs_blocks,
     needs_rounding_by_chance,
     needs_shards,
+    needs_updates_one_by_one,
     needs_whole_parameters,
 )
 from trainapp.memory.levers.lever import Lever, Situation
+from trainapp.memory.levers.optimizer_state import (
+    adamw,
+    half_of_adams_state,
+    one_moment_of_two,
+    optimizer_state,
+    quantized,
+    weight_average,
+)
 
 
 def require_suited(situation: Situation) -> None:
@@ -43,30 +48,7 @@ def table() -> list[str]:
     return rows + [f"| `{lever.setting}` | {lever.saves} | {lever.costs} | {lever.applies} |" for lever in LEVERS]
 
 
-# --- what a lever saves of what persists between steps
-
-
-def _optimizer_state(static: Mapping[MemoryKind, int], config: Config) -> int:
-    return static[MemoryKind.OPTIMIZER_STATE]
-
-
-def _one_moment_of_two(static: Mapping[MemoryKind, int], config: Config) -> int:
-    return static[MemoryKind.OPTIMIZER_STATE] // 2 if "Adam" in config.optimizer.target else 0
-
-
-def _half_of_adams_state(static: Mapping[MemoryKind, int], config: Config) -> int:
-    is_adam = config.optimizer.target in ("torch.optim.Adam", "torch.optim.AdamW")
-    return static[MemoryKind.OPTIMIZER_STATE] // 2 if is_adam else 0
-
-
-def _weight_average(static: Mapping[MemoryKind, int], config: Config) -> int:
-    return static[MemoryKind.WEIGHT_AVERAGE]
-
-
-_ADAMW_BF16 = {
-    "optimizer.target": "trainapp.optim.low_precision.AdamW",
-    "optimizer.arguments": {"betas": [0.9, 0.999], "eps": 1e-8, "state_dtype": "bf16"},
-}
+_ADAMW_BF16 = adamw("bf16")
 
 LEVERS = (
     Lever(
@@ -130,7 +112,7 @@ LEVERS = (
             "optimizer.target": "torch.optim.SGD",
             "optimizer.arguments": {"momentum": 0.9, "nesterov": True},
         },
-        state_saved=_one_moment_of_two,
+        state_saved=one_moment_of_two,
     ),
     Lever(
         "optimizer=sgd optimizer.momentum=0 optimizer.nesterov=false",
@@ -140,15 +122,18 @@ LEVERS = (
             "optimizer.target": "torch.optim.SGD",
             "optimizer.arguments": {"momentum": 0, "nesterov": False},
         },
-        state_saved=_optimizer_state,
+        state_saved=optimizer_state,
     ),
     Lever(
         "optimizer=adamw_bf16",
         saves="half of AdamW's state",
         costs="8 bits of precision in the state, rounded by chance; a slower optimizer step, without a fused kernel",
         changes=_ADAMW_BF16,
-        state_saved=_half_of_adams_state,
+        state_saved=half_of_adams_state,
     ),
+    quantized("8bit", "three quarters", 1 - 1.03 / 4, "8 bits and a scale per 256 values"),
+    quantized("fp8", "three quarters", 1 - 1.03 / 4, "8-bit floating point and a scale per 256 values"),
+    quantized("4bit", "six sevenths", 1 - 0.57 / 4, "4 bits and a scale per 128 values"),
     Lever(
         "optimizer=adafactor",
         saves="nearly all optimizer state of matrices",
@@ -179,6 +164,15 @@ LEVERS = (
         },
     ),
     Lever(
+        "optimizer.in_backward=true train.grad_clip=null",
+        saves="all gradients but one, where the step is one micro-batch",
+        costs="no clipping; an error in the last backward goes back to the checkpoint",
+        applies="`parallel=single`; not with `precision=fp16` or `train.nonfinite=skip`",
+        changes={"optimizer.in_backward": True, "train.grad_clip": None},
+        in_force=lambda config: config.optimizer.in_backward,
+        require=needs_updates_one_by_one,
+    ),
+    Lever(
         "optimizer.fused=auto",
         saves="a copy of the parameters in the optimizer's step",
         costs="nothing",
@@ -193,7 +187,7 @@ LEVERS = (
         applies="by default",
         changes={"train.ema": None},
         is_default=True,
-        state_saved=_weight_average,
+        state_saved=weight_average,
     ),
     Lever(
         "model.freeze=[NAMES]",

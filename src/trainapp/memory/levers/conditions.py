@@ -39,12 +39,50 @@ def needs_rounding_by_chance(situation: Situation) -> None:
             )
 
 
+def needs_updates_one_by_one(situation: Situation) -> None:
+    """`optimizer.in_backward`: what needs all gradients before the first update, or what other ranks would have to
+    add to them, or the updated parameters of a step that is then not taken.
+    """
+    config, setting = situation.config, "optimizer.in_backward=true"
+    if config.optimizer.in_backward and config.train.grad_clip is not None:
+        raise UserError(
+            f"{setting} with train.grad_clip={config.train.grad_clip}: the norm of all gradients is known only after "
+            "the backward, when the parameters have been updated; use train.grad_clip=null"
+        )
+    if config.precision.mode == "fp16":
+        raise UserError(
+            f"{setting} with precision=fp16: a step with a gradient that overflows is skipped, but a part of it has "
+            "been taken by then; use precision=bf16"
+        )
+    if config.train.nonfinite == "skip":
+        raise UserError(
+            f"{setting} with train.nonfinite=skip: a step cannot be left out once its backward has begun; use "
+            "train.nonfinite=stop"
+        )
+    if config.parallel.strategy != "single":
+        raise UserError(
+            f"{setting} with parallel.strategy={config.parallel.strategy}: gradients are averaged over ranks after the "
+            "backward of each has added them up; use parallel=single"
+        )
+
+
 def needs_shards(situation: Situation) -> None:
     strategy = situation.config.parallel.strategy
     if strategy != "fsdp":
         raise UserError(
             f"parallel.fsdp.cpu_offload=true: only shards are kept on the host, but parallel.strategy={strategy}; use "
             "parallel=fsdp, or leave it out"
+        )
+
+
+def needs_unsharded_blocks(situation: Situation) -> None:
+    """Quantized moments: the blocks of values that share a scale would change with the number of ranks."""
+    config = situation.config
+    if config.parallel.strategy == "fsdp":
+        kind = config.optimizer.arguments.get("state_dtype", "8bit")
+        raise UserError(
+            f"optimizer.state_dtype={kind} with parallel=fsdp: the values that share a scale would change with the "
+            "number of ranks; use optimizer=adamw_bf16, or parallel=ddp"
         )
 
 

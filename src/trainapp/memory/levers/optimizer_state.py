@@ -1,0 +1,60 @@
+"""Levers of the optimizer's state, and what levers save of what persists between steps."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from trainapp.config.schema import Config
+from trainapp.memory.kinds import MemoryKind
+from trainapp.memory.levers.conditions import needs_unsharded_blocks
+from trainapp.memory.levers.lever import Lever
+
+
+def optimizer_state(static: Mapping[MemoryKind, int], config: Config) -> int:
+    """All of it."""
+    return static[MemoryKind.OPTIMIZER_STATE]
+
+
+def one_moment_of_two(static: Mapping[MemoryKind, int], config: Config) -> int:
+    """Half of any Adam's."""
+    return static[MemoryKind.OPTIMIZER_STATE] // 2 if "Adam" in config.optimizer.target else 0
+
+
+def half_of_adams_state(static: Mapping[MemoryKind, int], config: Config) -> int:
+    """Of torch's own, in fp32."""
+    is_adam = config.optimizer.target in ("torch.optim.Adam", "torch.optim.AdamW")
+    return static[MemoryKind.OPTIMIZER_STATE] // 2 if is_adam else 0
+
+
+def weight_average(static: Mapping[MemoryKind, int], config: Config) -> int:
+    """All of it."""
+    return static[MemoryKind.WEIGHT_AVERAGE]
+
+
+def adamw(state_dtype: str) -> dict[str, Any]:
+    """The changes that choose trainapp's AdamW."""
+    return {
+        "optimizer.target": "trainapp.optim.low_precision.AdamW",
+        "optimizer.arguments": {"betas": [0.9, 0.999], "eps": 1e-8, "state_dtype": state_dtype},
+    }
+
+
+def _has_moments_in(state_dtype: str) -> Callable[[Config], bool]:
+    return lambda config: config.optimizer.arguments.get("state_dtype") == state_dtype
+
+
+def quantized(state_dtype: str, share: str, saved: float, bits: str) -> Lever:
+    """The lever `optimizer=adamw_8bit` and the like. saved: of the fp32 state."""
+
+    def state_saved(static: Mapping[MemoryKind, int], config: Config) -> int:
+        return int(2 * saved * half_of_adams_state(static, config))
+
+    return Lever(
+        f"optimizer=adamw_{state_dtype}",
+        saves=f"{share} of AdamW's state",
+        costs=f"{bits} in the state, rounded by chance; a slower optimizer step, without a fused kernel",
+        applies="not with `parallel=fsdp`; parameters of at least 4096 elements",
+        changes=adamw(state_dtype),
+        in_force=_has_moments_in(state_dtype),
+        require=needs_unsharded_blocks,
+        state_saved=state_saved,
+    )

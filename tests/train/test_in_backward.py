@@ -1,0 +1,219 @@
+"""`optimizer.in_backward`: the same run, bit for bit, without the memory of all gradients at once."""
+
+import pytest
+import runs
+import torch
+from helpers import incidents, metrics
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from trainapp.errors import TrainingStopped, UserError
+from trainapp.memory.kinds import MemoryKind
+from trainapp.optim.in_backward import ParameterSteps, require_separable
+from trainapp.plan import planner
+from trainapp.train import in_backward
+
+PLAIN = ("train.grad_clip=null", "oom.remember=false", "train.max_steps=3", "every.save=3")
+ON = "optimizer.in_backward=true"
+GPT = (*runs.MODELS["gpt"], "data.min_length=12")
+CASES = {
+    "mlp": runs.MODELS["mlp"],
+    "resnet": runs.MODELS["resnet"],
+    "gpt, whose head is tied and whose loss counts tokens": GPT,
+    "average of the weights": (*GPT, "train.ema=0.9"),
+    "two micro-batches": (*GPT, "batch.micro_size=9"),
+    "checkpointing": (*GPT, "activation_checkpointing=full", "memory.loss_chunk=5"),
+    "bf16": (*GPT, "precision=bf16"),
+    "bf16 weights": (*GPT, "precision=bf16_pure", "optimizer=adamw_bf16"),
+    "frozen": (*GPT, "model.freeze=[layers.0.mlp,norm]"),
+    "foreach": (*GPT, "optimizer.fused=false", "+optimizer.foreach=true"),
+    **{optimizer: (*GPT, f"optimizer={optimizer}") for optimizer in ("sgd", "adafactor", "muon")},
+    **{f"adamw_{kind}": ("model=mlp", "data=digits", f"optimizer=adamw_{kind}") for kind in ("bf16", "8bit", "4bit")},
+}
+
+
+def ended(run_dir, *overrides):
+    """The last checkpoint, and what was logged, without times and memory."""
+    runs.run(run_dir, *PLAIN, *overrides)
+    logged = [{name: line[name] for name in ("loss", "grad_norm", "lr")} for line in metrics(run_dir)]
+    state = runs.saved(run_dir, 3)
+    return {name: state[name] for name in ("model", "optimizer", "average", "rng", "progress")}, logged
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_run_is_the_same(tmp_path, case):
+    after = ended(tmp_path / "after", *CASES[case])
+    within = ended(tmp_path / "within", *CASES[case], ON)
+    assert runs.differences(after, within) == []
+
+
+def test_gradients_that_are_not_divided_are_noticed(tmp_path, monkeypatch):
+    """Negative control of the equality."""
+    after = ended(tmp_path / "after", *GPT)
+    monkeypatch.setattr(in_backward, "count_factor", lambda *_: None)
+    assert runs.differences(after, ended(tmp_path / "within", *GPT, ON))
+
+
+def test_gradients_are_gone_from_the_peak(tmp_path):
+    """Of large weights and few activations."""
+    big = ("model=mlp", "model.width=512", "model.depth=6", "data=digits", "train.max_steps=2", *PLAIN[:2])
+    run = runs.prepare(tmp_path / "sizes", *big)
+    gradients = run.meter.static[MemoryKind.GRADIENTS]
+    run.close()
+    peak = {}
+    for name, own in {"after": (), "within": (ON,), "two micro-batches": (ON, "batch.micro_size=8")}.items():
+        peak[name] = runs.run(tmp_path / name, *big, *own).peak_memory_bytes
+    assert peak["after"] - peak["within"] > 0.7 * gradients  # the largest is a quarter of all
+    assert peak["two micro-batches"] > peak["within"] + 0.5 * gradients  # as the run says
+    run = runs.prepare(tmp_path / "state", *big, ON)
+    assert run.meter.static[MemoryKind.GRADIENTS] == 0
+    run.close()
+
+
+def test_resumed(tmp_path):
+    saving = (*GPT, ON, "schedule=constant", "every.save=2", "oom.grow=false", "batch.micro_size=16", *PLAIN[:2])
+    runs.run(tmp_path / "whole", *saving, "train.max_steps=4")
+    runs.run(tmp_path / "parts", *saving, "train.max_steps=2")
+    runs.run(tmp_path / "parts", *saving, "train.max_steps=4")
+    whole, parts = (runs.saved(tmp_path / name, 4) for name in ("whole", "parts"))
+    assert [path for path in runs.differences(whole, parts) if not path.startswith(".sizes")] == []
+
+
+def test_an_error_in_the_update_goes_back_to_the_checkpoint(tmp_path, monkeypatch):
+    """Its record says so; the rest is the run that was resumed from there with that size."""
+    update, seen = in_backward._Commit._update, []
+
+    def failing(self, parameter):
+        update(self, parameter)
+        seen.append(self.step.number)
+        if seen.count(3) == 4 and len(seen) == seen.index(3) + 4:  # the fourth parameter of the third step
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. (injected)")
+
+    settings = (*GPT, ON, "every.save=2", "train.max_steps=4", "schedule=constant", *PLAIN[:2])
+    with monkeypatch.context() as patched:
+        patched.setattr(in_backward._Commit, "_update", failing)
+        failed = runs.run(tmp_path / "failed", *settings)
+    assert failed.oom_restarts == 1
+    (incident,) = incidents(tmp_path / "failed")
+    assert incident["phase"] == "update in backward"
+    assert (
+        "optimizer.in_backward=true has updated some of the parameters, so back to the checkpoint of step 2"
+        in (incident["action"])
+    )
+    runs.run(tmp_path / "again", *settings, "batch.micro_schedule={1: 16, 3: 8}")
+    pair = [runs.saved(tmp_path / name, 4) for name in ("failed", "again")]
+    assert runs.differences(*({part: state[part] for part in ("model", "optimizer", "rng")} for state in pair)) == []
+
+
+def test_an_error_before_the_first_update_is_rolled_back_in_place(tmp_path):
+    """The loss of a model with a weight of 1 MiB fails before any gradient exists."""
+    settings = ("model=mlp", "data=digits", ON, *PLAIN[:2], "train.max_steps=2", "batch.global_size=512")
+    ended = runs.run(tmp_path, *settings, "memory.limit=2.2MiB")
+    phases = {incident["phase"] for incident in incidents(tmp_path)}
+    assert ended.steps == 2
+    assert phases & {"forward", "loss"}
+
+
+def test_a_planned_peak_is_the_measured_one(tmp_path):
+    settings = (*runs.MODELS["gpt"], ON, *PLAIN[:2], "train.max_steps=2", "batch.micro_size=16")
+    planned, _ = planner.plan(runs.configure(tmp_path / "plan", *settings))
+    assert planned["certainty"] == "exact"
+    assert planned["peak_bytes"] == runs.run(tmp_path / "run", *settings).peak_memory_bytes
+
+
+# What breaks it
+
+
+class Changing(nn.Module):
+    """Uses a layer in the first of two micro-batches only."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.calls = nn.Linear(64, 10), nn.Linear(64, 10), 0
+
+    def forward(self, images):
+        self.calls += 1
+        return (self.first if self.calls % 2 else self.second)(images.flatten(1))
+
+
+class Detached(nn.Module):
+    """The gradient of the inner layer's input needs the outer weight after that has been updated."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, images):
+        return self.outer(self.inner(images.flatten(1)) @ self.outer.weight.detach())[:, :10]
+
+
+class Reentrant(nn.Module):
+    """One layer in two checkpoints, each of which has a backward of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.shared, self.head = nn.Linear(64, 64), nn.Linear(64, 10)
+
+    def forward(self, images):
+        x = images.flatten(1).requires_grad_()
+        for _ in range(2):
+            x = checkpoint(self.shared, x, use_reentrant=True)
+        return self.head(x)
+
+
+class Doubling(torch.optim.SGD):
+    """Of a user."""
+
+
+def own(model):
+    return ("~model", f"+model._target_=test_in_backward.{model}", "user_packages=[test_in_backward]", "data=digits")
+
+
+def test_a_parameter_without_a_gradient_in_the_last_micro_batch_is_updated(tmp_path):
+    settings = (*own("Changing"), "batch.micro_size=8")
+    assert runs.differences(ended(tmp_path / "a", *settings), ended(tmp_path / "b", *settings, ON)) == []
+
+
+def test_a_parameter_that_is_needed_again_is_refused(tmp_path):
+    ended(tmp_path / "after", *own("Detached"))
+    with pytest.raises(UserError, match=r"optimizer.in_backward=true: the backward needs a parameter again after"):
+        ended(tmp_path / "within", *own("Detached"), ON)
+
+
+def test_gradients_in_several_parts_are_refused(tmp_path):
+    with pytest.raises(TrainingStopped, match=r"in_backward=true, but the gradient of a parameter of shape \[64"):
+        ended(tmp_path, *own("Reentrant"), ON)
+
+
+def test_an_optimizer_of_ones_own_must_say_that_it_needs_one_gradient_at_a_time():
+    parameters = [nn.Parameter(torch.ones(2))]
+    with pytest.raises(UserError, match=r"optimizer.in_backward=true with Doubling: it is called once per parameter"):
+        require_separable(Doubling(parameters))
+    Doubling.updates_parameters_alone = True
+    require_separable(Doubling(parameters))
+
+
+def test_only_the_one_parameter_is_updated():
+    parameters = [nn.Parameter(torch.ones(2)) for _ in range(3)]
+    optimizer = torch.optim.SGD([{"params": parameters[:2]}, {"params": parameters[2:]}], lr=0.5)
+    for parameter in parameters:
+        parameter.grad = torch.ones(2)
+    ParameterSteps(optimizer).step(parameters[1])
+    assert [p[0].item() for p in parameters] == [1, 0.5, 1]
+    assert [len(group["params"]) for group in optimizer.param_groups] == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("train.grad_clip=1.0",), "optimizer.in_backward=true with train.grad_clip=1.0: the norm of all gradients is"),
+        (("precision=fp16",), "optimizer.in_backward=true with precision=fp16: a step with a gradient that overflows"),
+        (("train.nonfinite=skip",), "optimizer.in_backward=true with train.nonfinite=skip: a step cannot be left out"),
+        (("parallel=ddp",), "optimizer.in_backward=true with parallel.strategy=ddp: gradients are averaged over ranks"),
+    ],
+)
+def test_what_needs_all_gradients_is_refused(tmp_path, overrides, message):
+    with pytest.raises(UserError) as refused:
+        runs.prepare(tmp_path, *runs.MODELS["mlp"], ON, "train.grad_clip=null", *overrides)
+    assert str(refused.value).startswith(message)
+    assert "\n" not in str(refused.value)
