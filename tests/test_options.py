@@ -22,6 +22,7 @@ BESIDE = {
     ("data", "text"): MODELS["gpt"][:6],
     ("data", "synthetic_tokens"): MODELS["gpt"][:6],
     ("data", "synthetic_images"): (*MODELS["mlp"][:2], "data.size=100", "data.val_size=20"),
+    ("activation_checkpointing", "budget"): MODELS["gpt"],
     ("activation_checkpointing", "full"): MODELS["gpt"],
     ("activation_checkpointing", "selective"): MODELS["gpt"],
     ("precision", "bf16_pure"): (*MODELS["mlp"], "optimizer=adamw_bf16"),

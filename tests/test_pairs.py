@@ -51,6 +51,9 @@ REFUSED = {
     frozenset(("precision=bf16_pure", "model=resnet")): r"precision=bf16_pure: BatchNorm needs its weights in fp32",
     frozenset(("precision=bf16_pure", "train.ema=0.9")): r"precision=bf16_pure with train\.ema=0\.9: an average",
 }
+REFUSED[frozenset(("activation_checkpointing=budget", "train.compile=true"))] = (
+    "activation_checkpointing=budget with tr"
+)
 # Weights in bf16 need an optimizer that rounds by chance.
 REFUSED |= {
     frozenset(("precision=bf16_pure", option)): r"precision=bf16_pure with [\w.]+: updates smaller than half of"

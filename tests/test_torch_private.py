@@ -16,8 +16,11 @@ from trainapp import torch_private
 from trainapp.torch_elastic import Restart, asked_before_restarts
 from trainapp.torch_private import (
     ATTENTION_OPERATORS,
+    CAST,
+    CHECKPOINT_IGNORES,
     COMPILED_PREFIX,
     EXTRA_STATE,
+    FLOP_FORMULAS,
     READ_OPERATORS,
     BatchNorm,
     DispatchMode,
@@ -41,10 +44,12 @@ from trainapp.torch_private import (
     parameters_of,
     pytree_functions,
     registries_of,
+    schema_of,
     start_memory_history,
     stop_memory_history,
     storage_id,
     strided_parts,
+    tree_leaves,
     tree_map,
     version_of,
 )
@@ -497,3 +502,28 @@ def test_strided_parts_hold_all_of_a_tensor(layout):
     parts = strided_parts(tensor)
     assert all(part.layout is torch.strided for part in parts)
     assert float(parts[-1].sum()) == 4
+
+
+def test_what_checkpointing_reads_of_operators():
+    """Torch's own selection counts operators without those, and its counter of operations knows formulas."""
+    aten = torch.ops.aten
+    assert aten.detach.default in CHECKPOINT_IGNORES
+    assert aten.addmm.default not in CHECKPOINT_IGNORES
+    assert FLOP_FORMULAS[aten.mm](torch.ones(2, 3), torch.ones(3, 5), out_val=torch.ones(2, 5)) == 2 * 2 * 3 * 5
+    assert schema_of(aten.relu_.default).is_mutable
+    assert not schema_of(aten.relu.default).is_mutable
+    assert [argument.name for argument in schema_of(aten.mm.default).arguments] == ["self", "mat2"]
+    seen = []
+
+    class Sees(DispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Sees():
+        torch.ones(2).to(torch.bfloat16)
+    assert CAST in seen
+
+
+def test_all_leaves():
+    assert tree_leaves({"a": [1, (2,)], "b": None}) == [1, 2, None]

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree
+from torch.utils import _pytree, checkpoint, flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import SUPPORTED_NODES, tree_leaves
+from torch.utils._pytree import SUPPORTED_NODES
 from torch.utils.module_tracker import ModuleTracker
 
 # --- tensors and storages
@@ -92,7 +92,7 @@ class ForwardModuleTracker(ModuleTracker):
 
 
 def _without_leaves(values: Any) -> list[torch.Tensor]:
-    return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor) and not value.is_leaf]
+    return [value for value in _pytree.tree_leaves(values) if isinstance(value, torch.Tensor) and not value.is_leaf]
 
 
 # --- containers
@@ -111,6 +111,9 @@ def pytree_functions(
 
 # (function, tree) -> tree. Applies a function to every leaf of nested containers of all registered types.
 tree_map = _pytree.tree_map
+
+# tree -> list. All leaves of nested containers.
+tree_leaves = _pytree.tree_leaves
 
 
 # --- dispatch modes
@@ -170,6 +173,19 @@ ATTENTION_OPERATORS = (
     "_scaled_dot_product_cudnn_attention",
     "_scaled_dot_product_flash_attention_for_cpu",
 )
+
+
+# What `tensor.to(dtype)` dispatches to.
+CAST = torch.ops.aten._to_copy.default
+
+# operator -> its schema: the names and defaults of arguments, and whether it writes into one of them.
+schema_of = operator.attrgetter("_schema")
+
+# Operators that activation checkpointing never keeps, and does not count.
+CHECKPOINT_IGNORES = frozenset(checkpoint.SAC_IGNORED_OPS)
+
+# By operator: `(*args, out_val, **kwargs) -> int`, the floating-point operations of a call. Its decorator is public.
+FLOP_FORMULAS = flop_counter.flop_registry
 
 
 # --- the loss scaler

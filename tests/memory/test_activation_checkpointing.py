@@ -12,11 +12,13 @@ from torch import nn
 
 from trainapp.config.schema import ActivationCheckpointing
 from trainapp.errors import TrainingStopped
-from trainapp.memory.levers import activation_checkpointing
+from trainapp.memory.levers import activation_checkpointing, choice
 from trainapp.memory.levers.block_state import BlockState
+from trainapp.memory.levers.budget import Budget, NoBudget
 from trainapp.torch_private import version_of
 
 SETTINGS = [(mode, every) for mode in ("full", "selective") for every in (1, 2, 3)]
+BUDGETS = [(f"budget:{size}", every) for size, every in ((400, 1), (600, 1), (900, 2), (2000, 1))]
 
 
 class Block(nn.Module):
@@ -210,14 +212,22 @@ class Net(nn.Module):
 KINDS = [kind for kind in vars().copy().values() if isinstance(kind, type) and issubclass(kind, Block)][1:]
 
 
+def summed(model, batch):
+    return model(batch).square().sum(), len(batch), {}
+
+
 def state_after_training(kind, mode="none", every=1):
     """Everything that two steps of two micro-batches leave in the model and in the global generators."""
     torch.manual_seed(0)
     random.seed(0)
     np.random.seed(0)
     model, inputs = Net(kind), torch.randn(4, 6, 4)
-    activation_checkpointing.apply(model, ActivationCheckpointing(mode=mode, every=every))
+    name, _, size = mode.partition(":")
+    settings = ActivationCheckpointing(mode=name, every=every, bytes=int(size or 1))
+    activation_checkpointing.apply(model, settings)
+    chosen = Budget(model, summed, settings, torch.device("cpu")) if size else NoBudget()
     for x in inputs:
+        chosen.prepare(x, contextlib.nullcontext())
         model(x).square().sum().backward()
     attributes = {
         f"{name}.{key}": copy.deepcopy(value)
@@ -241,9 +251,10 @@ def state_after_training(kind, mode="none", every=1):
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_whatever_a_block_keeps(kind):
+def test_whatever_a_block_keeps(kind, monkeypatch):
+    monkeypatch.setattr(choice, "SELECTION", 0)  # otherwise it is not worth keeping a part of blocks as small as these
     plain = state_after_training(kind)
-    for mode, every in SETTINGS:
+    for mode, every in SETTINGS + BUDGETS:
         assert runs.differences(plain, state_after_training(kind, mode, every)) == [], (mode, every)
 
 
@@ -338,3 +349,15 @@ def after_a_step(folder, model, depth, mode, every):
 def test_shipped_models(tmp_path, model, depth, mode, every):
     plain = after_a_step(tmp_path, model, depth, "none", 1)
     assert runs.differences(plain, after_a_step(tmp_path, model, depth, mode, every)) == []
+
+
+def test_attention_that_draws_is_not_kept():
+    """Later operations of a recomputation would otherwise draw what attention drew in the forward."""
+    attention = torch.ops.aten._scaled_dot_product_flash_attention.default
+    q = torch.ones(1, 1, 2, 2)
+    policy = activation_checkpointing._policy
+    assert policy(None, attention, q, q, q, 0.1).name == "PREFER_RECOMPUTE"
+    assert policy(None, attention, q, q, q, dropout_p=0.1).name == "PREFER_RECOMPUTE"
+    assert policy(None, attention, q, q, q, 0.0).name == "MUST_SAVE"
+    assert policy(None, attention, q, q, q).name == "MUST_SAVE"
+    assert policy(None, torch.ops.aten.mm.default, q, q).name == "MUST_SAVE"

@@ -75,7 +75,8 @@ def test_what_applies_is_offered_unless_it_is_in_force(tmp_path):
     assert {"train.ema=null", "activation_checkpointing=full", "optimizer=sgd"} <= offered
     assert not offered & {"precision=bf16", "memory.loss_chunk=auto", "parallel.fsdp.cpu_offload=true"}
     nothing = {lever.setting for lever in catalogue.available(Situation(run.config, nn.Linear(2, 2), False))}
-    assert offered - nothing == {"activation_checkpointing=full", "activation_checkpointing=selective"}
+    budget = "activation_checkpointing=budget activation_checkpointing.bytes=auto"
+    assert offered - nothing == {"activation_checkpointing=full", "activation_checkpointing=selective", budget}
     run.close()
 
 

@@ -29,6 +29,15 @@ def _memory_size(value: int | float | str) -> int | float | str:
     return value
 
 
+def _byte_count(value: int | float | str) -> int | float | str:
+    try:
+        if parse_memory_size(value, total=0):  # a fraction of nothing is none
+            return value
+    except ValueError:
+        pass
+    raise ValueError("must be bytes, or a size such as 6GiB or 500MB")
+
+
 def _objective(value: str) -> str:
     if value != "auto" and not re.fullmatch(r"(min|max) \S+", value):
         raise ValueError("must be auto, or like 'max accuracy' or 'min loss'")
@@ -37,6 +46,7 @@ def _objective(value: str) -> str:
 
 Duration = Annotated[int | str, AfterValidator(_duration)]
 MemorySize = Annotated[int | float | str, AfterValidator(_memory_size)]
+ByteCount = Annotated[int | float | str, AfterValidator(_byte_count)]
 MicroSchedule = Annotated[dict[int, int | dict[int, int]], PlainValidator(micro_schedule.check)]
 Seed = Annotated[int, Field(ge=0, lt=2**63, strict=True)]  # data sets may still add to it, below 2**64
 Auto = Literal["auto"]
@@ -113,8 +123,9 @@ class Accumulation:
 
 @dataclass(config=STRICT)
 class ActivationCheckpointing:
-    mode: Literal["none", "full", "selective"] = "none"
+    mode: Literal["none", "full", "selective", "budget"] = "none"
     every: PositiveInt = 1
+    bytes: Auto | ByteCount = "auto"
 
 
 @dataclass(config=STRICT)

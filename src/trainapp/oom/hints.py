@@ -21,6 +21,7 @@ from trainapp.train.run import Run
 def describe(run: Run) -> dict[str, Any]:
     """Everything that the fitting size depends on. The shapes of the data are the buckets of the search itself."""
     config, device, state = run.config, run.state.device, run.state
+    checkpointing = config.activation_checkpointing
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return {
         "model": [config.model.target, config.model.arguments],
@@ -29,7 +30,7 @@ def describe(run: Run) -> dict[str, Any]:
         "data": [config.data.target, {k: v for k, v in config.data.arguments.items() if not str(k).endswith("size")}],
         "task": config.task,
         "precision": config.precision.mode,
-        "activation_checkpointing": [config.activation_checkpointing.mode, config.activation_checkpointing.every],
+        "activation_checkpointing": [checkpointing.mode, checkpointing.every, checkpointing.bytes],
         "loss_chunk": config.memory.loss_chunk,
         "compile": config.train.compile,
         "average": config.train.ema is not None,

@@ -88,8 +88,8 @@ class _Counter(LiveTensors):
 class TracedMemory(DeviceMemory):
     """Counts fake storages, whatever device they claim to be on. `highest` is of all watched blocks since `reset`."""
 
-    def __init__(self, device: torch.device):
-        super().__init__(device, Memory(limit=None), total=1)
+    def __init__(self, device: torch.device, total: int = 1):
+        super().__init__(device, Memory(limit=None), total)
         self.resident: Callable[[], Resident] = dict  # what exists after a block, for the kinds of what it allocated
         self.phase: Phase | None = None
         self.reset()

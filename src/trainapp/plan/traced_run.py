@@ -17,6 +17,7 @@ from trainapp.data.progress import Progress
 from trainapp.data.sampler import EvalBatches, TrainBatches
 from trainapp.errors import UserError
 from trainapp.memory.device import static_bytes
+from trainapp.memory.host_memory import total_bytes
 from trainapp.memory.kinds import MemoryKind
 from trainapp.optim.optimizers import build_optimizer
 from trainapp.parallel.ranks import SingleRank
@@ -29,6 +30,7 @@ from trainapp.train.components import Components
 from trainapp.train.evaluate import evaluate
 from trainapp.train.loop import train_step, update_weight_average
 from trainapp.train.run import Run
+from trainapp.units import parse_memory_size
 
 SURVEYED = 256  # samples whose shapes are compared, or two micro-batches of more
 Which = Literal["shortest", "longest"]
@@ -76,7 +78,7 @@ def trace(
     if evaluation and looked_at.eval_batches is not None:
         eval_instead = _chosen(looked_at.eval_batches.from_sample(0, eval_size, SingleRank()), which)
     parts = build.load_parts(planned, SingleRank(), components)
-    parts.memory = memory = TracedMemory(parts.device)
+    parts.memory = memory = TracedMemory(parts.device, _limit(config))
     values = MadeUpValues(otherwise, lambda: memory.phase if memory.watching else None, config.train.grad_clip)
     with fake_tensor_mode() as mode, values:
         parts.batches = cast(TrainBatches, FakeBatches(parts.batches, mode.from_tensor, instead, memory.passes))
@@ -107,6 +109,12 @@ def trace(
         static=run.meter.static,
         smallest=build.smallest_micro_batch(run.state.model),
     )
+
+
+def _limit(config: Config) -> int:
+    """What the run would be limited to: `activation_checkpointing.bytes=auto` reads it."""
+    total = total_bytes()
+    return total if config.memory.limit is None else parse_memory_size(config.memory.limit, total)
 
 
 def _training_peak(run: Run, memory: TracedMemory) -> Peak:

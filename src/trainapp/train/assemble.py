@@ -19,6 +19,7 @@ from trainapp.config.schema import Config
 from trainapp.data.batch import map_tensors
 from trainapp.errors import UserError
 from trainapp.memory.levers import activation_checkpointing, frozen
+from trainapp.memory.levers.budget import Budget, NoBudget
 from trainapp.memory.levers.catalogue import require_suited
 from trainapp.memory.levers.lever import Situation
 from trainapp.models.inspect import blocks_of, has_batchnorm, lazy_modules
@@ -44,6 +45,7 @@ class Assembled:
     state: TrainState
     strategy: SingleDevice
     task: losses.Task
+    budget: Budget | NoBudget
 
 
 def assemble(
@@ -78,6 +80,7 @@ def assemble(
     require_suited(Situation(config, model, losses.is_built_in(components.task)))
     precision.cast_parameters(model)
     activation_checkpointing.apply(model, config.activation_checkpointing)
+    budget = _budget(config, components, model, device)
     if config.train.compile:
         model.compile()
     strategy = _spread(config, model, ranks, precision.compute_dtype)
@@ -102,7 +105,14 @@ def assemble(
         keeps_gradients=not config.optimizer.in_backward,
     )
     task = losses.in_chunks(components.task, config.memory.loss_chunk)
-    return Assembled(state, strategy, losses.checked(task, config.task))
+    return Assembled(state, strategy, losses.checked(task, config.task), budget)
+
+
+def _budget(config: Config, components: Components, model: nn.Module, device: torch.device) -> Budget | NoBudget:
+    if config.activation_checkpointing.mode != "budget":
+        return NoBudget()
+    task = losses.in_chunks(components.task, config.memory.loss_chunk)
+    return Budget(model, task, config.activation_checkpointing, device)
 
 
 def _make_gradients_dense(model: nn.Module) -> list[str]:

@@ -1,5 +1,6 @@
 """Turns a checked configuration into a `Run`: the assembled model plus data, memory and files."""
 
+import functools
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,7 @@ from trainapp.train.assemble import assemble
 from trainapp.train.autotuner import Autotuner
 from trainapp.train.components import Components, choose_device, load_components, set_global_switches
 from trainapp.train.restore_point import RestorePoint
+from trainapp.train.room import room_of
 from trainapp.train.run import Cadences, Objective, Run, run_length
 from trainapp.train.sizes import initial_sizes
 from trainapp.units import bytes_text, listed
@@ -109,6 +111,8 @@ def run_of(
     state.data_samples = batches.samples
     checkpointer = _checkpointer(config, state, ranks)
     length = run_length(config, batches, state.progress)
+    meter = Meter(state, memory)
+    assembled.budget.room = functools.partial(room_of, config, memory, meter, ranks)
     return Run(
         config=config,
         state=state,
@@ -121,7 +125,8 @@ def run_of(
         schedule=schedules.build(config.schedule, length),
         sizes=initial_sizes(config, ranks.world, state.global_size, eval_samples(eval_batches)),
         memory=memory,
-        meter=Meter(state, memory),
+        meter=meter,
+        activation_budget=assembled.budget,
         tracker=SilentTracker(Path(config.run_dir)),
         checkpointer=checkpointer,
         nonfinite=NonFiniteCheck(

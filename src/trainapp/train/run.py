@@ -10,6 +10,7 @@ from trainapp.config.schema import Config
 from trainapp.data.progress import Progress
 from trainapp.data.sampler import EvalBatches, TrainBatches
 from trainapp.memory.device import DeviceMemory
+from trainapp.memory.levers.budget import Budget, NoBudget
 from trainapp.optim import schedules
 from trainapp.optim.nonfinite import NonFiniteCheck
 from trainapp.optim.schedules import Schedule
@@ -107,6 +108,7 @@ class Run:
     stop: StopRequest
     cadences: Cadences
     objective: Objective
+    activation_budget: Budget | NoBudget = field(default_factory=NoBudget)
     rehearsals: int = 0  # steps yet to be checked by `train.check_exactness`
     attempt: Attempt = field(default_factory=Attempt)
     autotuner: Autotuner = field(default_factory=Autotuner)

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import (
 
 from trainapp.config.schema import ActivationCheckpointing
 from trainapp.memory.levers.block_state import Before, BlockState
+from trainapp.memory.levers.block_trace import draws
 from trainapp.models.inspect import blocks_of
 from trainapp.torch_private import ATTENTION_OPERATORS
 
@@ -33,17 +34,18 @@ def apply(model: nn.Module, settings: ActivationCheckpointing) -> None:
 
     Raises UserError for a model without blocks.
     """
-    if settings.mode == "none":
+    if settings.mode in ("none", "budget"):  # for the latter, see `budget`
         return
     for block in blocks_of(model, f"activation_checkpointing={settings.mode}")[:: settings.every]:
         selection = functools.partial(create_selective_checkpoint_contexts, _policy)
         chosen = selection if settings.mode == "selective" else noop_context_fn
-        block.forward = functools.partial(_checkpointed, BlockState(block), block.forward, chosen)
+        block.forward = functools.partial(checkpointed, BlockState(block), block.forward, chosen)
 
 
-def _checkpointed(
+def checkpointed(
     state: BlockState, forward: Callable[..., Any], chosen: Callable[[], Contexts], *inputs: Any, **options: Any
 ) -> Any:
+    """`forward(*inputs, **options)`, to be recomputed in backward but for what the contexts of `chosen` keep."""
     if not torch.is_grad_enabled():
         return forward(*inputs, **options)
     # A compiled graph has no state of its own: what it writes, it writes once, however often it computes it.
@@ -61,7 +63,8 @@ def _contexts(state: BlockState, chosen: Callable[[], Contexts]) -> Contexts:
 
 
 def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    kept = operation.overloadpacket.__name__ in _KEPT
+    # Attention with dropout is recomputed: what follows it would draw other numbers if it did not draw its own again.
+    kept = operation.overloadpacket.__name__ in _KEPT and not draws(operation, args, kwargs)
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 

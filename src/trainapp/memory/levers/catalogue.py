@@ -7,6 +7,7 @@ from trainapp.errors import UserError
 from trainapp.memory.levers.conditions import (
     needs_a_head,
     needs_blocks,
+    needs_blocks_in_eager_mode,
     needs_rounding_by_chance,
     needs_shards,
     needs_updates_one_by_one,
@@ -94,6 +95,15 @@ LEVERS = (
         applies="models with `blocks()`",
         changes={"activation_checkpointing.mode": "selective"},
         require=needs_blocks,
+    ),
+    Lever(
+        "activation_checkpointing=budget activation_checkpointing.bytes=auto",
+        saves="as many activations of the blocks as the limit, or a number of bytes, asks for",
+        costs="recomputing what is cheapest to recompute per byte: nothing where all fits",
+        applies="models with `blocks()`, without `train.compile`",
+        changes={"activation_checkpointing.mode": "budget", "activation_checkpointing.bytes": "auto"},
+        in_force=lambda config: config.activation_checkpointing.mode == "budget",
+        require=needs_blocks_in_eager_mode,
     ),
     Lever(
         "memory.loss_chunk=auto",

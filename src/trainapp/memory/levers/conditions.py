@@ -12,6 +12,17 @@ def needs_blocks(situation: Situation) -> None:
     blocks_of(situation.model, "activation_checkpointing" if mode == "none" else f"activation_checkpointing={mode}")
 
 
+def needs_blocks_in_eager_mode(situation: Situation) -> None:
+    """For checkpointing by budget."""
+    config = situation.config
+    if config.train.compile:
+        raise UserError(
+            "activation_checkpointing=budget with train.compile=true: a compiled step chooses what to keep by itself, "
+            "and torch's own budget is no bound on bytes; use activation_checkpointing=full, or train.compile=false"
+        )
+    blocks_of(situation.model, "activation_checkpointing=budget")
+
+
 def needs_a_head(situation: Situation) -> None:
     if not situation.knows_loss:
         raise UserError(

@@ -1,0 +1,21 @@
+"""How much memory is left to a micro-batch: what `activation_checkpointing.bytes=auto` may use."""
+
+from trainapp.config.schema import Config
+from trainapp.memory.device import DeviceMemory
+from trainapp.parallel.ranks import Ranks
+from trainapp.tracking.meter import Meter
+
+
+def room_of(config: Config, memory: DeviceMemory, meter: Meter, ranks: Ranks) -> int:
+    """The bytes that the limit leaves to a micro-batch, beside what persists from step to step.
+
+    Several ranks: also beside DDP's new buckets, or a whole model that FSDP has gathered. It gathers less at a time.
+    CUDA, whose limit bounds reserved memory: a tenth of it is left to cache and fragmentation.
+    """
+    room = memory.enforced - meter.static_bytes
+    if memory.device.type == "cuda":
+        room -= memory.enforced // 10
+    if ranks.world > 1:
+        gradients = sum(p.numel() * p.element_size() for p in meter.parameters)  # of all shards
+        room -= gradients if config.parallel.strategy == "ddp" else 2 * gradients
+    return room
