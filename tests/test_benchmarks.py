@@ -103,3 +103,27 @@ def test_the_plan_is_as_accurate_as_the_documentation_says(tmp_path):
     for model in ("mlp", "gpt", "resnet"):
         assert found[model][:4] == ["1", "1", "1", "0.000%"], found[model]
     assert len(json.loads((tmp_path / "j").read_text())) == 3
+
+
+@pytest.mark.slow
+def test_plan_largest_finds_the_largest_and_auto_meets_one_error(tmp_path):
+    found = rows(run("plan_largest.py", "--only", "model=mlp", "--every", "7", "--json", str(tmp_path / "j")))
+    pairs = json.loads((tmp_path / "j").read_text())
+    assert [one["is_right"] for one in pairs] == [True] * 3
+    assert found["mlp"][:2] == ["3", "3"]
+    for one in pairs:
+        assert one["asking"] == one["asking"] | {"errors": 1, "size": one["planned"]}
+        assert one["halving"]["errors"] > 1
+
+
+def test_plan_largest_refuses_what_is_not_good_enough(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from plan_largest import is_good
+
+    asking = {"errors": 1, "size": 21, "seconds": 1.0}
+    pair = {"planned": 21, "is_right": True, "traces": 6, "asking": asking}
+    assert is_good([pair] * 20)
+    assert is_good([pair] * 19 + [pair | {"is_right": False}])
+    for wrong in ({"is_right": False}, {"traces": 7}, {"asking": asking | {"size": 19}}):
+        assert not is_good([pair] * 18 + [pair | wrong] * 2), wrong
+    assert not is_good([pair | {"asking": asking | {"errors": 2}}] * 11 + [pair] * 9)
