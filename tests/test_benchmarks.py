@@ -103,3 +103,14 @@ def test_the_plan_is_as_accurate_as_the_documentation_says(tmp_path):
     for model in ("mlp", "gpt", "resnet"):
         assert found[model][:4] == ["1", "1", "1", "0.000%"], found[model]
     assert len(json.loads((tmp_path / "j").read_text())) == 3
+
+
+@pytest.mark.slow
+def test_precision_curves_have_every_run(tmp_path):
+    picture = tmp_path / "curves.png"
+    found = rows(run("precision_curves.py", "--steps", "10", "--width", "16", "--to", str(picture)))
+    finals = {name: float(loss) for name, (loss, _) in found.items() if name.startswith("precision")}
+    assert len(finals) == 5
+    assert len(set(finals.values())) > 1  # they are runs of different precision
+    assert all(4 < loss < 6 for loss in finals.values())
+    assert picture.stat().st_size > 1000
