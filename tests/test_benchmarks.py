@@ -127,3 +127,14 @@ def test_plan_largest_refuses_what_is_not_good_enough(monkeypatch):
     for wrong in ({"is_right": False}, {"traces": 7}, {"asking": asking | {"size": 19}}):
         assert not is_good([pair] * 18 + [pair | wrong] * 2), wrong
     assert not is_good([pair | {"asking": asking | {"errors": 2}}] * 11 + [pair] * 9)
+
+
+@pytest.mark.slow
+def test_precision_curves_have_every_run(tmp_path):
+    picture = tmp_path / "curves.png"
+    found = rows(run("precision_curves.py", "--steps", "10", "--width", "16", "--to", str(picture)))
+    finals = {name: float(loss) for name, (loss, _) in found.items() if name.startswith("precision")}
+    assert len(finals) == 5
+    assert len(set(finals.values())) > 1  # they are runs of different precision
+    assert all(4 < loss < 6 for loss in finals.values())
+    assert picture.stat().st_size > 1000
