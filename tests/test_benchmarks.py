@@ -97,6 +97,16 @@ def test_ladder_measures_every_lever_and_the_stacks(tmp_path):
     assert all(len(values["ratios"]) == 2 for kind in measured.values() for values in kind.values())
 
 
+@pytest.mark.slow
+def test_checkpointing_by_budget_stays_within_its_limits(tmp_path):
+    """The script itself compares weights and peaks."""
+    arguments = ["--rounds", "2", "--width", "64", "--depth", "2", "--json", str(tmp_path / "j")]
+    found = rows(run("checkpointing_budget.py", *arguments))
+    measured = json.loads((tmp_path / "j").read_text())
+    assert measured["ratios"].keys() <= found.keys()
+    assert measured["peaks"]["full"] < measured["peaks"]["budget, 75% of the way"] < measured["peaks"]["none"]
+
+
 def test_the_plan_is_as_accurate_as_the_documentation_says(tmp_path):
     found = rows(run("plan_accuracy.py", "--only", "optimizer=sgd", "--json", str(tmp_path / "j")))
     assert set(found) >= {"mlp", "gpt", "resnet"}

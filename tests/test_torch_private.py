@@ -27,6 +27,7 @@ from trainapp.torch_private import (
     ForwardModuleTracker,
     KeepsBufferDtypes,
     add_summary,
+    base_of,
     buffers_of,
     fake_tensor_mode,
     foreach_copy_,
@@ -527,3 +528,9 @@ def test_what_checkpointing_reads_of_operators():
 
 def test_all_leaves():
     assert tree_leaves({"a": [1, (2,)], "b": None}) == [1, 2, None]
+
+
+def test_a_view_knows_its_base():
+    whole = torch.ones(2, 2)
+    assert base_of(whole.T[0]) is whole
+    assert base_of(whole) is None

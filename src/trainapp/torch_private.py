@@ -30,6 +30,9 @@ foreach_lerp_ = torch._foreach_lerp_
 # serve, being 0 for every empty storage and an error for tensors without data.
 storage_id = operator.attrgetter("_cdata")
 
+# view -> the tensor that it is a view of; None for others.
+base_of = operator.attrgetter("_base")
+
 # tensor -> int. Counts the in-place writes to a tensor, except those of some kernels (BatchNorm's running statistics).
 version_of = operator.attrgetter("_version")
 

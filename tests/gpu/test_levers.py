@@ -75,3 +75,51 @@ def test_a_real_limit_with_everything(tmp_path):
     capped = runs.run(tmp_path / "capped", *big, f"memory.limit={limit}", "oom.remember=false")
     assert capped.oom_restarts >= 1
     assert capped.peak_memory_bytes <= limit
+
+
+DEEP = (
+    *GPT, "checkpointing=off", "model.depth=6", "model.width=256", "model.context_length=256", "batch.global_size=16",
+    "batch.micro_size=16", "train.max_steps=3",
+)  # fmt: skip
+
+
+def trained(folder, *overrides):
+    """The allocator's peak above what a step leaves, and the weights after three steps."""
+    gc.collect()
+    torch.cuda.reset_peak_memory_stats()
+    run = runs.prepare(folder, *DEEP, "train.deterministic=true", *overrides)
+    for _ in range(3):
+        runs.loop.train_step(run)
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+    weights = torch.cat([p.detach().flatten().cpu() for p in run.state.model.parameters()])
+    run.close()
+    return peak, weights
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_offload_saves_memory_and_changes_nothing(tmp_path, precision, checkpointing):
+    chosen = (f"precision={precision}", f"activation_checkpointing={checkpointing}")
+    plain, expected = trained(tmp_path, *chosen)
+    for mode in ("all", "inputs")[: 1 if checkpointing == "none" else 2]:
+        peak, weights = trained(tmp_path, *chosen, f"memory.offload_activations={mode}")
+        assert torch.equal(weights, expected), mode
+        assert peak < (0.6 if checkpointing == "none" else 1.0) * plain, mode
+
+
+def test_offload_survives_an_error_in_the_forward(tmp_path):
+    runs.run(tmp_path / "a", *DEEP, "memory.offload_activations=all", "memory.limit=150MiB", "batch.micro_size=auto")
+    runs.run(tmp_path / "b", *DEEP, "batch.micro_size=auto")
+    small, large = ([line["loss"] for line in helpers.metrics(tmp_path / name)] for name in ("a", "b"))
+    assert small == pytest.approx(large, rel=1e-4)
+
+
+def test_a_budget_on_the_gpu(tmp_path):
+    """Results are those of `none`, and more budget is a higher peak."""
+    most, expected = trained(tmp_path)
+    least, _ = trained(tmp_path, "activation_checkpointing=full")
+    budget = "activation_checkpointing=budget"
+    middle, weights = trained(tmp_path, budget, f"activation_checkpointing.bytes={(most - least) // 2}")
+    assert least < middle < most
+    assert torch.equal(weights, expected)

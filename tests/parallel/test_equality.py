@@ -193,7 +193,9 @@ def test_settings_that_change_no_result(cell, spread, overrides):
 
 @pytest.mark.parametrize("spread", SPREADS)
 @pytest.mark.parametrize(
-    "checkpointing", [slow(("full",)), ("full", "every=2"), ("selective",)], ids=lambda value: "-".join(value)
+    "checkpointing",
+    [slow(("full",)), ("full", "every=2"), ("selective",), ("budget", "bytes=1KiB")],
+    ids=lambda value: "-".join(value),
 )
 def test_activation_checkpointing(cell, spread, checkpointing):
     mode, *more = checkpointing

@@ -132,6 +132,7 @@ class ActivationCheckpointing:
 class Memory:
     limit: MemorySize | None = None
     loss_chunk: Auto | PositiveInt | None = None
+    offload_activations: Literal["none", "all", "inputs"] = "none"
     expandable_segments: Bool = True
     timeline: Bool = False
     guard: Bool = True

@@ -32,6 +32,7 @@ def describe(run: Run) -> dict[str, Any]:
         "precision": config.precision.mode,
         "activation_checkpointing": [checkpointing.mode, checkpointing.every, checkpointing.bytes],
         "loss_chunk": config.memory.loss_chunk,
+        "offload": config.memory.offload_activations,
         "compile": config.train.compile,
         "average": config.train.ema is not None,
         "optimizer": [config.optimizer.target, config.optimizer.arguments, config.optimizer.fused],

@@ -18,10 +18,11 @@ from trainapp.config import targets
 from trainapp.config.schema import Config
 from trainapp.data.batch import map_tensors
 from trainapp.errors import UserError
-from trainapp.memory.levers import activation_checkpointing, frozen
+from trainapp.memory.levers import activation_checkpointing, frozen, offload
 from trainapp.memory.levers.budget import Budget, NoBudget
 from trainapp.memory.levers.catalogue import require_suited
 from trainapp.memory.levers.lever import Situation
+from trainapp.memory.levers.offload import NoOffload, Offload
 from trainapp.models.inspect import blocks_of, has_batchnorm, lazy_modules
 from trainapp.optim import in_backward
 from trainapp.optim.ema import WeightAverage
@@ -46,6 +47,7 @@ class Assembled:
     strategy: SingleDevice
     task: losses.Task
     budget: Budget | NoBudget
+    offload: Offload | NoOffload
 
 
 def assemble(
@@ -81,6 +83,7 @@ def assemble(
     precision.cast_parameters(model)
     activation_checkpointing.apply(model, config.activation_checkpointing)
     budget = _budget(config, components, model, device)
+    offloading = offload.apply(model, config)
     if config.train.compile:
         model.compile()
     strategy = _spread(config, model, ranks, precision.compute_dtype)
@@ -105,7 +108,7 @@ def assemble(
         keeps_gradients=not config.optimizer.in_backward,
     )
     task = losses.in_chunks(components.task, config.memory.loss_chunk)
-    return Assembled(state, strategy, losses.checked(task, config.task), budget)
+    return Assembled(state, strategy, losses.checked(task, config.task), budget, offloading)
 
 
 def _budget(config: Config, components: Components, model: nn.Module, device: torch.device) -> Budget | NoBudget:

@@ -127,6 +127,7 @@ def run_of(
         memory=memory,
         meter=meter,
         activation_budget=assembled.budget,
+        offload=assembled.offload,
         tracker=SilentTracker(Path(config.run_dir)),
         checkpointer=checkpointer,
         nonfinite=NonFiniteCheck(

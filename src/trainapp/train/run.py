@@ -11,6 +11,7 @@ from trainapp.data.progress import Progress
 from trainapp.data.sampler import EvalBatches, TrainBatches
 from trainapp.memory.device import DeviceMemory
 from trainapp.memory.levers.budget import Budget, NoBudget
+from trainapp.memory.levers.offload import NoOffload, Offload
 from trainapp.optim import schedules
 from trainapp.optim.nonfinite import NonFiniteCheck
 from trainapp.optim.schedules import Schedule
@@ -109,6 +110,7 @@ class Run:
     cadences: Cadences
     objective: Objective
     activation_budget: Budget | NoBudget = field(default_factory=NoBudget)
+    offload: Offload | NoOffload = field(default_factory=NoOffload)
     rehearsals: int = 0  # steps yet to be checked by `train.check_exactness`
     attempt: Attempt = field(default_factory=Attempt)
     autotuner: Autotuner = field(default_factory=Autotuner)

@@ -68,7 +68,7 @@ def backward(
     precision = run.state.precision
     run.attempt.phase = Phase.FORWARD
     before = gradients_of(run.meter.parameters) if run.sizes.train.is_unproven else None
-    with precision.autocast:
+    with precision.autocast, run.offload.forward():
         loss, count, metrics = run.strategy.compute(run.task, micro.data)
     if before is not None:
         require_same_gradients(run.meter.parameters, before)

@@ -5,6 +5,8 @@ The advice of a run that cannot continue, the refusals when a run is assembled, 
 
 from trainapp.errors import UserError
 from trainapp.memory.levers.conditions import (
+    needs_a_gpu,
+    needs_a_gpu_and_blocks,
     needs_a_head,
     needs_blocks,
     needs_blocks_in_eager_mode,
@@ -104,6 +106,23 @@ LEVERS = (
         changes={"activation_checkpointing.mode": "budget", "activation_checkpointing.bytes": "auto"},
         in_force=lambda config: config.activation_checkpointing.mode == "budget",
         require=needs_blocks_in_eager_mode,
+    ),
+    Lever(
+        "memory.offload_activations=all",
+        saves="all activations of 1 MiB and more, but those on their way",
+        costs="host memory; time where copies take longer than computing",
+        applies="CUDA, without `parallel=fsdp`, `train.compile` and `activation_checkpointing=budget`",
+        changes={"memory.offload_activations": "all"},
+        require=needs_a_gpu,
+    ),
+    Lever(
+        "memory.offload_activations=inputs activation_checkpointing=full",
+        saves="all activations of the blocks",
+        costs="a second forward of the blocks; host memory; hardly any time for the copies",
+        applies="CUDA, models with `blocks()`, without `train.compile`",
+        changes={"memory.offload_activations": "inputs", "activation_checkpointing.mode": "full"},
+        in_force=lambda config: config.memory.offload_activations == "inputs",
+        require=needs_a_gpu_and_blocks,
     ),
     Lever(
         "memory.loss_chunk=auto",

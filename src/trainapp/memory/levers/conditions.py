@@ -23,6 +23,41 @@ def needs_blocks_in_eager_mode(situation: Situation) -> None:
     blocks_of(situation.model, "activation_checkpointing=budget")
 
 
+def needs_a_gpu(situation: Situation) -> None:
+    """For activation offload. Where it is set on another device, nothing is moved; it is offered on CUDA only."""
+    config = situation.config
+    mode, checkpointing = config.memory.offload_activations, config.activation_checkpointing.mode
+    setting = f"memory.offload_activations={'all' if mode == 'none' else mode}"
+    if mode == "none" and not any(p.device.type == "cuda" for p in situation.model.parameters()):
+        raise UserError(f"{setting}: activations are kept in host memory instead of on a GPU; here there is none")
+    if config.train.compile:
+        raise UserError(
+            f"{setting} with train.compile=true: a compiled graph saves its tensors by itself; use "
+            "train.compile=false, or leave the setting out"
+        )
+    if checkpointing == "budget":
+        raise UserError(
+            f"{setting} with activation_checkpointing=budget: a budget is for what stays on the device; use "
+            "activation_checkpointing=full, or leave the setting out"
+        )
+    if mode == "inputs" and checkpointing == "none":
+        raise UserError(
+            f"{setting}: moves the inputs of checkpointed blocks, but activation_checkpointing=none; use "
+            "activation_checkpointing=full, or memory.offload_activations=all"
+        )
+    if mode != "inputs" and config.parallel.strategy == "fsdp":
+        raise UserError(
+            f"{setting} with parallel=fsdp: what FSDP has gathered would be moved, too, where autocast casts it; use "
+            "memory.offload_activations=inputs with activation_checkpointing=full"
+        )
+
+
+def needs_a_gpu_and_blocks(situation: Situation) -> None:
+    """For the offload of blocks' inputs."""
+    needs_a_gpu(situation)
+    blocks_of(situation.model, "memory.offload_activations=inputs")
+
+
 def needs_a_head(situation: Situation) -> None:
     if not situation.knows_loss:
         raise UserError(
