@@ -10,8 +10,9 @@ from trainapp.errors import UserError
 from trainapp.memory.host_memory import total_bytes
 from trainapp.memory.timeline import Picture
 from trainapp.plan.largest import largest_that_fits
+from trainapp.plan.place import Place
 from trainapp.plan.recorder import PHASES, Peak
-from trainapp.plan.traced_run import Trace, trace
+from trainapp.plan.traced_run import ON_CPU, Trace, trace
 from trainapp.train.components import Components, choose_device, load_components
 from trainapp.units import parse_memory_size
 
@@ -27,9 +28,8 @@ def plan(config: Config, search_only: bool = False) -> tuple[Facts, Peak | None]
     and for what is not planned. A model that cannot be traced is no error: `certainty` says so, and `reason` why.
     """
     started = time.monotonic()
-    require_plannable(config)
-    components = load_components(config)
-    planner = Planner(config, components)
+    require_plannable(config, search_only)
+    planner = _planner(config, search_only)
     try:
         facts, peak = planner.search() if search_only else planner.plan()
     except UserError:
@@ -40,13 +40,21 @@ def plan(config: Config, search_only: bool = False) -> tuple[Facts, Peak | None]
     return facts | {"traces": planner.traces, "seconds": round(time.monotonic() - started, 3)}, peak
 
 
+def _planner(config: Config, search_only: bool) -> "Planner":
+    if config.plan.device is None or search_only:  # a run plans for the device that it is on
+        return Planner(config, load_components(config))
+    from trainapp.plan.cuda import planner  # builds on this module
+
+    return planner.for_device(config, load_components)
+
+
 def reason_of(error: BaseException) -> str:
     """The error in one line, with its type: torch names the operation in its message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-def require_plannable(config: Config) -> None:
+def require_plannable(config: Config, search_only: bool = False) -> None:
     """Raises UserError for what the planner does not cover."""
     if config.parallel.strategy != "single":
         raise UserError(
@@ -55,11 +63,13 @@ def require_plannable(config: Config) -> None:
         )
     if config.train.compile:
         raise UserError("train.compile=true: a compiled step cannot be planned; use train.compile=false")
+    if config.plan.device is not None and not search_only:
+        return
     device = choose_device(config.train.device)
     if device.type != "cpu":
         raise UserError(
             f"train.device={config.train.device}: the plan is for the CPU, and would not hold on {device.type}; use "
-            "train.device=cpu"
+            "train.device=cpu, or name the device in plan.device"
         )
 
 
@@ -70,6 +80,7 @@ class Planner:
         self.config, self.components = config, components
         self.traces = 0
         self.certainty = EXACT  # RANGE once a trace has made something up
+        self.place: Place = ON_CPU
         setting = config.memory.limit
         total = total_bytes()
         self.limit = total if setting is None else parse_memory_size(setting, total)
@@ -90,6 +101,7 @@ class Planner:
             evaluation=eval_size > 0,
             otherwise=otherwise,
             which="longest" if which == "longest" else "shortest",
+            place=self.place,
         )
         if found.reads or found.varies:
             self.certainty = RANGE
@@ -143,19 +155,20 @@ class Planner:
 
     def _largest(self) -> int:
         def peak_of(size: int) -> int:
-            found = self.at(size, 0).training
-            assert found is not None, "traced without training"
-            return found.total
+            return self._needed(self.at(size, 0))
 
         smallest = min(self.at(self.share, 0).smallest, self.share)
         return largest_that_fits(peak_of, self.limit, self.share, smallest)
+
+    def _needed(self, found: Trace) -> int:
+        """The bytes that count against the limit."""
+        return max(peak.total for peak in (found.training, found.evaluation, Peak()) if peak is not None)
 
     def _largest_eval(self) -> int:
         """Up to where the search of a run starts, twice the share of the global batch."""
 
         def peak_of(size: int) -> int:
-            found = self.at(0, size).evaluation
-            return 0 if found is None else found.total
+            return self._needed(self.at(0, size))
 
         return largest_that_fits(peak_of, self.limit, min(2 * self.share, self.eval_samples))
 
