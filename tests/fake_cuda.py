@@ -6,13 +6,9 @@ process of its own: `give_autograd_a_device` replaces parts of torch for good.
 """
 
 import contextlib
-import ctypes
 import dataclasses
 import json
-import mmap
 import os
-import platform
-import re
 import sys
 import tempfile
 import traceback
@@ -29,6 +25,7 @@ from trainapp.optim.nonfinite import NonFiniteCheck
 from trainapp.optim.precision import Precision
 from trainapp.parallel.dtensor import local, whole
 from trainapp.parallel.ranks import SingleRank
+from trainapp.plan.cuda.pretend import give_autograd_a_device
 from trainapp.plan.recorder import TracedMemory
 from trainapp.plan.values import FakeBatches
 from trainapp.signals import StopRequest
@@ -217,68 +214,6 @@ def gathered() -> dict[str, Any]:
         found = whole(shard)
     torch.distributed.destroy_process_group()
     return {"shard": local(shard).device.type, "whole": found.device.type, "shape": list(found.shape)}
-
-
-# --- autograd without a GPU
-
-
-def can_pretend() -> bool:
-    """Whether `give_autograd_a_device` knows this platform."""
-    return sys.platform == "linux" and platform.machine() in _CODE
-
-
-_CODE = {  # machine code of: return 0; return 1; return a stream of device 0
-    "x86_64": (b"\x31\xc0\xc3", b"\xb8\x01\0\0\0\xc3", b"\xb8\x01\0\0\0\x31\xd2\xc3"),
-    "aarch64": (
-        b"\x00\x00\x80\xd2\xc0\x03\x5f\xd6",
-        b"\x20\x00\x80\xd2\xc0\x03\x5f\xd6",
-        b"\x20\x00\x80\xd2\x01\x00\x80\xd2\xc0\x03\x5f\xd6",
-    ),
-}
-_kept: list[Any] = []  # what torch points to until the process ends
-
-
-def give_autograd_a_device() -> None:
-    """Without a GPU, torch's engine has no device guard for the gradients of fake CUDA tensors. It gets a copy of the
-    CPU's, which does nothing, with the answers of a single idle device; and CUDA's hooks say that it is built, and has
-    no context.
-    """
-    if torch.cuda.is_available():
-        return
-    zero, one, stream = _CODE[platform.machine()]
-    registry = (ctypes.c_void_p * 2).in_dll(ctypes.CDLL("libc10.so"), "_ZN3c104impl26device_guard_impl_registryE")
-    get_hooks = ctypes.CDLL("libtorch_cpu.so")["_ZN2at6detail12getCUDAHooksEv"]
-    get_hooks.restype = ctypes.c_void_p
-    hooks, hooks_header = get_hooks(), "ATen/detail/AcceleratorHooksInterface.h"
-    guard_header = "c10/core/impl/DeviceGuardImplInterface.h"
-    torch._C._ensureCUDADeviceGuardSet()
-    if not registry[1]:  # a build for the CPU alone
-        guard = (ctypes.c_void_p * 1).from_buffer_copy(ctypes.string_at(registry[0], 8))
-        _kept.append(guard)
-        registry[1] = ctypes.addressof(guard)
-        for name in ("type", "exchangeDevice", "getDevice"):
-            _replace_method(registry[1], guard_header, name, one)
-        _replace_method(hooks, hooks_header, "isBuilt", one)
-    for name in ("getStream", "exchangeStream"):
-        _replace_method(registry[1], guard_header, name, stream)
-    _replace_method(hooks, hooks_header, "hasPrimaryContext", zero)
-
-
-def _replace_method(instance: int, header: str, name: str, code: bytes) -> None:
-    """Replace a virtual method of one C++ object: it gets a copy of its table of methods, which `header` orders."""
-    text = (Path(torch.__file__).parent / "include" / header).read_text()
-    methods = re.findall(r"^\s*virtual [^;{(]*?([~\w]+)\(", text, re.M)
-    place = methods.index(name) + (methods[0].startswith("~"))  # a destructor has two entries
-    page = mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
-    page.write(code)
-    table = ctypes.c_void_p.from_address(instance)
-    before, length = 2, 160  # what the table has before its first method; more than any of them has
-    copy = (ctypes.c_void_p * (before + length)).from_buffer_copy(
-        ctypes.string_at(table.value - 8 * before, 8 * (before + length))
-    )
-    copy[before + place] = ctypes.addressof(ctypes.c_char.from_buffer(page))
-    table.value = ctypes.addressof(copy) + 8 * before
-    _kept.extend([page, copy])
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The allocator's model against records of real GPUs (see data/README.md), and against its source, by hand."""
 
 import hashlib
+import itertools
 import json
 import lzma
 import random
@@ -9,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from trainapp.plan.cuda import allocator
-from trainapp.plan.cuda.allocator import MIB, CachingAllocator, OutOfMemory, replay
+from trainapp.plan.cuda.allocator import CachingAllocator, OutOfMemory, replay
+from trainapp.plan.cuda.blocks import MIB
 
 DATA = Path(__file__).parent / "data"
 RECORDS = json.loads(lzma.decompress((DATA / "allocator_records.json.xz").read_bytes()))
@@ -70,10 +72,11 @@ def test_another_rule_gives_other_segments(monkeypatch, rule, value):
     """The comparison above can fail."""
     monkeypatch.setattr(allocator, rule, value)
     record = RECORDS["kkaitlyn111/memory_files/memory_ctx128_fullstep"]
-    with pytest.raises((AssertionError, StopIteration)):
-        model, addresses = replayed(record)
-        assert model.segments == [size for _, size in record["new_segments"]]
-        assert digest(addresses) == record["addresses"]
+    try:
+        _, addresses = replayed(record)
+    except (AssertionError, StopIteration):  # another size than the record's, or one more
+        return
+    assert digest(addresses) != record["addresses"]
 
 
 @pytest.mark.parametrize(
@@ -91,7 +94,7 @@ def test_another_rule_gives_other_segments(monkeypatch, rule, value):
 def test_sizes(size, block, segment):
     model = replay([(1, size)], CachingAllocator())
     # What is left of a large segment is a block of its own if it has more than 1 MiB.
-    assert model.allocated == (segment if MIB >= segment - block and block > MIB else block)
+    assert model.allocated == (segment if block > MIB and segment - block <= MIB else block)
     assert model.segments == [segment]
 
 
@@ -198,7 +201,7 @@ def test_no_two_allocations_overlap_and_nothing_is_lost(expandable):
         if number % 500 == 499:
             model.empty_cache()
     spans = sorted((model.address_of(number), size) for number, size in live.items())
-    assert all(a + size <= b for (a, size), (b, _) in zip(spans, spans[1:], strict=False))
+    assert all(a + size <= b for (a, size), (b, _) in itertools.pairwise(spans))
     assert sum(live.values()) <= model.allocated <= model.reserved <= model.peak_reserved
     for number in live:
         model.free(number)

@@ -13,7 +13,9 @@ import helpers
 import pytest
 import runs
 
-pytestmark = pytest.mark.skipif(not fake_cuda.can_pretend(), reason="fake CUDA needs Linux on x86-64 or aarch64")
+from trainapp.plan.cuda.pretend import can_pretend
+
+pytestmark = pytest.mark.skipif(not can_pretend(), reason="fake CUDA needs Linux on x86-64 or aarch64")
 
 MLP, GPT, RESNET = runs.MODELS["mlp"], runs.MODELS["gpt"], runs.MODELS["resnet"]
 UNCLIPPED = "train.grad_clip=null"

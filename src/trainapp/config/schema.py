@@ -140,6 +140,11 @@ class Memory:
 
 
 @dataclass(config=STRICT)
+class Plan:
+    device: Str | None = None
+
+
+@dataclass(config=STRICT)
 class Oom:
     enabled: Bool = True
     keep_global_batch: Bool = True
@@ -231,6 +236,7 @@ class Config:
     activation_checkpointing: ActivationCheckpointing = field(default_factory=ActivationCheckpointing)
     memory: Memory = field(default_factory=Memory)
     oom: Oom = field(default_factory=Oom)
+    plan: Plan = field(default_factory=Plan)
     checkpointing: Checkpointing = field(default_factory=Checkpointing)
     export: Export = field(default_factory=Export)
     run_dir: str = ""

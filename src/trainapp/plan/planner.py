@@ -9,13 +9,12 @@ from typing import Any
 
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
-from trainapp.memory.host_memory import total_bytes
 from trainapp.memory.timeline import Drawing, Picture
 from trainapp.plan.largest import largest_that_fits
+from trainapp.plan.place import Place
 from trainapp.plan.recorder import PHASES, Peak
-from trainapp.plan.traced_run import Trace, trace
+from trainapp.plan.traced_run import ON_CPU, Trace, trace
 from trainapp.train.components import Components, choose_device, load_components
-from trainapp.units import parse_memory_size
 
 EXACT, RANGE, NOT_TRACEABLE = "exact", "range", "not traceable"
 Facts = dict[str, Any]
@@ -30,9 +29,8 @@ def plan(config: Config, only: Collection[str] = ()) -> tuple[Facts, Peak | None
     `certainty` says so, and `reason` why.
     """
     started = time.monotonic()
-    require_plannable(config)
-    components = load_components(config)
-    planner = Planner(config, components)
+    require_plannable(config, bool(only))
+    planner = _planner(config, only)
     try:
         facts, peak = planner.search(only) if only else planner.plan()
     except UserError:
@@ -51,13 +49,21 @@ def facts_of(config: Config, only: Collection[str] = (), picture: Path | None = 
     return facts
 
 
+def _planner(config: Config, only: Collection[str]) -> "Planner":
+    if config.plan.device is None or only:  # a run plans for the device that it is on
+        return Planner(config, load_components(config))
+    from trainapp.plan.cuda import planner  # builds on this module
+
+    return planner.for_device(config, load_components)
+
+
 def reason_of(error: BaseException) -> str:
     """The error in one line, with its type: torch names the operation in its message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-def require_plannable(config: Config) -> None:
+def require_plannable(config: Config, search_only: bool = False) -> None:
     """Raises UserError for what the planner does not cover."""
     if config.parallel.strategy != "single":
         raise UserError(
@@ -66,11 +72,13 @@ def require_plannable(config: Config) -> None:
         )
     if config.train.compile:
         raise UserError("train.compile=true: a compiled step cannot be planned; use train.compile=false")
+    if config.plan.device is not None and not search_only:
+        return
     device = choose_device(config.train.device)
     if device.type != "cpu":
         raise UserError(
             f"train.device={config.train.device}: the plan is for the CPU, and would not hold on {device.type}; use "
-            "train.device=cpu"
+            "train.device=cpu, or name the device in plan.device"
         )
 
 
@@ -81,9 +89,8 @@ class Planner:
         self.config, self.components = config, components
         self.traces = 0
         self.certainty = EXACT  # RANGE once a trace has made something up
-        setting = config.memory.limit
-        total = total_bytes()
-        self.limit = total if setting is None else parse_memory_size(setting, total)
+        self.place: Place = ON_CPU
+        self.limit = self.place.limit(config)
         self.share = min(config.batch.global_size, len(components.train_data))
         evaluated = components.eval_data
         self.eval_samples = 0 if evaluated is None or config.every.eval is None else len(evaluated)
@@ -101,6 +108,7 @@ class Planner:
             evaluation=eval_size > 0,
             otherwise=otherwise,
             which="longest" if which == "longest" else "shortest",
+            place=self.place,
         )
         if found.reads or found.varies:
             self.certainty = RANGE
@@ -169,6 +177,10 @@ class Planner:
 
         return self._fitting(at, self.share, self._smallest())
 
+    def _needed(self, found: Trace) -> int:
+        """The bytes that count against the limit."""
+        return max(peak.total for peak in (found.training, found.evaluation, Peak()) if peak is not None)
+
     def _largest_eval(self) -> int:
         """Up to where the search of a run starts, twice the share of the global batch."""
 
@@ -184,7 +196,7 @@ class Planner:
         """
 
         def peak_of(size: int, otherwise: bool = False) -> int:
-            return self._joined([at(size, otherwise)]).total
+            return self._needed(at(size, otherwise))
 
         largest = largest_that_fits(peak_of, self.limit, top, smallest)
         if not largest or not at(largest, False).reads:

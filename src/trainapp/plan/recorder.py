@@ -64,8 +64,8 @@ class Peak:
 class _Counter(LiveTensors):
     """Also notes in which module the peak lies, and at which event each phase begins."""
 
-    def __init__(self, running: Callable[[], str], phase: Phase):
-        super().__init__(devices=None)
+    def __init__(self, running: Callable[[], str], phase: Phase, devices: tuple[str, ...] | None):
+        super().__init__(devices=devices)
         self._running = running
         self.module = ""
         self.marks: list[tuple[int, Phase]] = [(0, phase)]
@@ -79,6 +79,8 @@ class _Counter(LiveTensors):
 
     def passes(self, size: int) -> None:
         """Count `size` bytes that are allocated and freed at once."""
+        if self.devices is not None:
+            return  # in the host's memory
         self._number += 1
         self.events += [(self._number, size), (self._number, -size)]
         if self.live + size > self.peak:
@@ -86,12 +88,16 @@ class _Counter(LiveTensors):
 
 
 class TracedMemory(DeviceMemory):
-    """Counts fake storages, whatever device they claim to be on. `highest` is of all watched blocks since `reset`."""
+    """Counts fake storages: all where the device is the CPU, else those that claim to be on it.
+
+    `highest` is of all watched blocks since `reset`.
+    """
 
     def __init__(self, device: torch.device, total: int = 1):
         super().__init__(device, Memory(limit=None), total)
         self.resident: Callable[[], Resident] = dict  # what exists after a block, for the kinds of what it allocated
         self.phase: Phase | None = None
+        self._devices = None if device.type == "cpu" else (device.type,)
         self.reset()
 
     def reset(self) -> None:
@@ -123,7 +129,7 @@ class TracedMemory(DeviceMemory):
             deepest = max(tracker.parents, key=lambda name: name.count("."), default="")
             return deepest.partition(".")[2]  # the first part is the class of the whole model
 
-        counter = self._counter = _Counter(running, self.phase or Phase.START)
+        counter = self._counter = _Counter(running, self.phase or Phase.START, self._devices)
         self.watching = True
         try:
             counter.register(resident)

@@ -34,12 +34,15 @@ def text(facts: dict[str, Any]) -> str:
         f"micro-batch {facts['micro_size']}{evaluation}: peak {_peak_text(facts)} of {bytes_text(limit)}, in "
         f"{facts['binding_phase'].replace('_', ' ')}"
         + (f" ({facts['binding_module']})" if facts["binding_module"] else ""),
+        *_device_lines(facts),
         *facts.get("notes", []),
         "peak by phase",
         *_rows(facts["phases"]),
         "at the peak",
         *_rows(facts["kinds"]),
     ]
+    if largest is None:
+        return "\n".join(lines)
     if not largest:
         return "\n".join([*lines, f"no micro-batch fits {bytes_text(limit)}"])
     fitting = f"largest that fit {bytes_text(limit)}: micro-batch {largest}"
@@ -50,6 +53,18 @@ def text(facts: dict[str, Any]) -> str:
     elif largest_eval == 0:
         fitting += ", evaluation none"
     return "\n".join([*lines, fitting, overrides])
+
+
+def _device_lines(facts: dict[str, Any]) -> list[str]:
+    """What `plan.device` adds."""
+    if "reserved_bytes" not in facts:
+        return []
+    device, segments = facts["device"], "expandable segments" if facts["expandable_segments"] else "fixed segments"
+    return [
+        f"on {device['name']}, predicted without it: allocated {bytes_text(facts['allocated_bytes'])}, reserved "
+        f"{bytes_text(facts['reserved_bytes'])} ({segments}); outside of the allocator about "
+        f"{bytes_text(device['context_bytes'])}"
+    ]
 
 
 def _peak_text(facts: dict[str, Any]) -> str:

@@ -17,12 +17,12 @@ from trainapp.data.progress import Progress
 from trainapp.data.sampler import EvalBatches, TrainBatches
 from trainapp.errors import UserError
 from trainapp.memory.device import static_bytes
-from trainapp.memory.host_memory import total_bytes
 from trainapp.memory.kinds import MemoryKind
 from trainapp.optim.optimizers import build_optimizer
 from trainapp.parallel.ranks import SingleRank
+from trainapp.plan.place import Place
 from trainapp.plan.recorder import Peak, PhaseLog, TracedMemory
-from trainapp.plan.values import FakeBatches, FakeEvalBatches, MadeUpValues, NoOverflow, shapes_of
+from trainapp.plan.values import MadeUpValues, NoOverflow, shapes_of
 from trainapp.signals import StopRequest
 from trainapp.torch_private import fake_tensor_mode, outside_dispatch_modes
 from trainapp.train import build
@@ -30,10 +30,10 @@ from trainapp.train.components import Components
 from trainapp.train.evaluate import evaluate
 from trainapp.train.loop import train_step, update_weight_average
 from trainapp.train.run import Run
-from trainapp.units import parse_memory_size
 
 SURVEYED = 256  # samples whose shapes are compared, or two micro-batches of more
 Which = Literal["shortest", "longest"]
+ON_CPU = Place()
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,8 @@ class Trace:
 
     reads: the phases in which the model or the task read values, which were made up. varies: whether the micro-batches
     of the data differ in shape. bucket: where those of training do, the shape that was traced, see `bucket_of`; else 0.
-    static: as `Meter.static`. smallest: the model cannot train on fewer samples at once.
+    static: as `Meter.static`. smallest: the model cannot train on fewer samples at once. allocations: what the place
+    has recorded.
     """
 
     training: Peak | None
@@ -52,6 +53,7 @@ class Trace:
     bucket: int
     static: dict[MemoryKind, int]
     smallest: int
+    allocations: Any = None
 
 
 def trace(
@@ -64,6 +66,7 @@ def trace(
     evaluation: bool = True,
     otherwise: bool = False,
     which: Which = "longest",
+    place: Place = ON_CPU,
 ) -> Trace:
     """Trace training steps with micro-batches of `size` and an evaluation with `eval_size`, on one process.
 
@@ -78,28 +81,31 @@ def trace(
     if evaluation and looked_at.eval_batches is not None:
         eval_instead = _chosen(looked_at.eval_batches.from_sample(0, eval_size, SingleRank()), which)
     parts = build.load_parts(planned, SingleRank(), components)
-    parts.memory = memory = TracedMemory(parts.device, _limit(config))
+    host, parts.device = parts.device, place.device or parts.device
+    parts.memory = memory = TracedMemory(parts.device, place.limit(config))
     values = MadeUpValues(otherwise, lambda: memory.phase if memory.watching else None, config.train.grad_clip)
-    with fake_tensor_mode() as mode, values:
-        parts.batches = cast(TrainBatches, FakeBatches(parts.batches, mode.from_tensor, instead, memory.passes))
+    with place.outside(), fake_tensor_mode() as mode, values, place.inside():
+        fake = place.fake(mode.from_tensor)
+        parts.batches = cast(TrainBatches, place.batches(parts.batches, fake, instead, memory.passes))
         if parts.eval_batches is not None:
-            eval_batches = FakeEvalBatches(parts.eval_batches, mode.from_tensor, eval_instead)
-            parts.eval_batches = cast(EvalBatches, eval_batches)
+            parts.eval_batches = cast(EvalBatches, place.eval_batches(parts.eval_batches, fake, eval_instead))
+        parts.numerics = place.numerics(planned, parts)
         numerics = {field.name: getattr(parts.numerics, field.name) for field in dataclasses.fields(parts.numerics)}
         parts.numerics = NoOverflow(**numerics, values=values)
-        values.state_is_late = late = _creates_state_late(planned, parts.device)
+        values.state_is_late = late = _creates_state_late(planned, host)
         run = build.run_of(planned, parts, StopRequest(), SingleRank(), initial_device=str(parts.device))
         values.state_is_late = False
         run.attempt = PhaseLog(memory)
         memory.resident = run.meter.resident
-        found = _training_peak(run, memory) if training else None
-        measured = None
-        if evaluation and run.eval_batches is not None and run.cadences.evaluate:
-            if late and not training:
-                train_step(run)  # evaluations find the optimizer's state in memory
-            memory.reset()
-            evaluate(run)
-            measured = memory.highest
+        with place.recording(run) as allocations:
+            found = _training_peak(run, memory, place.steps) if training else None
+            measured = None
+            if evaluation and run.eval_batches is not None and run.cadences.evaluate:
+                if late and not training:
+                    train_step(run)  # evaluations find the optimizer's state in memory
+                memory.reset()
+                evaluate(run)
+                measured = memory.highest
     return Trace(
         training=found,
         evaluation=measured,
@@ -108,22 +114,18 @@ def trace(
         bucket=0 if instead is None else bucket_of(instead.samples, elements_in(instead.data)),
         static=run.meter.static,
         smallest=build.smallest_micro_batch(run.state.model),
+        allocations=allocations,
     )
 
 
-def _limit(config: Config) -> int:
-    """What the run would be limited to: `activation_checkpointing.bytes=auto` reads it."""
-    total = total_bytes()
-    return total if config.memory.limit is None else parse_memory_size(config.memory.limit, total)
-
-
-def _training_peak(run: Run, memory: TracedMemory) -> Peak:
-    """Of one step, or of two where the first has changed what stays in memory: an optimizer that creates its state."""
+def _training_peak(run: Run, memory: TracedMemory, steps: int) -> Peak:
+    """Of one step or two; always of two where the first creates state of the optimizer, which stays in memory."""
     memory.reset()
     train_step(run)
     update_weight_average(run)
     state = run.state
-    if static_bytes(state.model, state.optimizer, state.average.averages, state.keeps_gradients) != run.meter.static:
+    static = static_bytes(state.model, state.optimizer, state.average.averages, state.keeps_gradients)
+    if steps > 1 or static != run.meter.static:
         train_step(run)
         update_weight_average(run)
     return memory.highest

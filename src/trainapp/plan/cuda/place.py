@@ -1,0 +1,150 @@
+"""A trace on CUDA tensors of a device that this machine does not have, and what CUDA's allocator makes of it."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainapp.config.schema import Config
+from trainapp.data.batch import map_tensors
+from trainapp.data.micro_batch import MicroBatch
+from trainapp.data.progress import Progress
+from trainapp.memory.live_tensors import Events, LiveTensors
+from trainapp.optim import precision
+from trainapp.optim.nonfinite import NonFiniteCheck
+from trainapp.parallel.ranks import Ranks
+from trainapp.plan.cuda import self_test
+from trainapp.plan.cuda.allocator import CachingAllocator, OutOfMemory, replay
+from trainapp.plan.cuda.blocks import MIB
+from trainapp.plan.cuda.devices import Device
+from trainapp.plan.cuda.pretend import EngineOnCuda, pretended
+from trainapp.plan.place import Place
+from trainapp.plan.values import FakeBatches, FakeEvalBatches
+from trainapp.train.build import Parts
+from trainapp.train.run import Run
+from trainapp.units import parse_memory_size
+
+CUDA = torch.device("cuda", 0)
+THREADS = 2  # that multiply matrices: the program's own and the autograd engine's, each with a workspace of cuBLAS
+
+
+@dataclass
+class Allocations:
+    """Everything that a trace has allocated and freed on the device, from the built run on.
+
+    workspaces: bytes of cuBLAS, which stay from the first product of matrices on; first in `events`.
+    """
+
+    workspaces: int
+    events: Events = field(default_factory=list)
+
+    def replayed(self, expandable: bool, limit: int | None = None) -> CachingAllocator:
+        """The allocator after them. Raises OutOfMemory where it would have raised on the device."""
+        return replay(self.events, CachingAllocator(limit, expandable))
+
+    def fit(self, expandable: bool, limit: int) -> bool:
+        """Whether the device's allocator serves them all within `limit` reserved bytes."""
+        try:
+            self.replayed(expandable, limit)
+        except OutOfMemory:
+            return False
+        return True
+
+
+class _Ahead:
+    """Keeps the next batch on the device while one is in use, as `data.loader` does on CUDA, between steps too."""
+
+    _next: MicroBatch | None = None
+
+    def ahead(self, micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+        current = next(micro_batches, None)
+        while current is not None:
+            following = next(micro_batches, None)
+            copy = (
+                current._replace(data=map_tensors(torch.empty_like, current.data)) if following is None else following
+            )
+            self.__dict__["_next"] = copy
+            yield current
+            current = following
+
+
+class AheadBatches(FakeBatches, _Ahead):
+    """As `FakeBatches`, on a device to which batches are copied ahead."""
+
+    def micro_batches(self, progress: Progress, size: int, parts: int | None = None) -> Iterator[MicroBatch]:
+        """As `TrainBatches.micro_batches`."""
+        return self.ahead(super().micro_batches(progress, size, parts))
+
+
+class AheadEvalBatches(FakeEvalBatches, _Ahead):
+    """As `FakeEvalBatches`, on a device to which batches are copied ahead."""
+
+    def from_sample(self, done: int, size: int, ranks: Ranks) -> Iterator[MicroBatch]:
+        """As `EvalBatches.from_sample`."""
+        return self.ahead(super().from_sample(done, size, ranks))
+
+
+class AllFinite(NonFiniteCheck):
+    """On a GPU the first bad step is recorded on the device, and read when a step is logged: here there is none."""
+
+    def check(self) -> None:
+        """Nothing is read."""
+
+
+class CudaPlace(Place):
+    """See the module. The first trace in it shows that everything pretended is in force."""
+
+    device = CUDA
+    steps = 2  # the allocator's cache is not the same after the first one
+    batches, eval_batches = AheadBatches, AheadEvalBatches
+
+    def __init__(self, named: Device):
+        self.named = named
+        self.convolutions = False  # whether any was traced
+        self._tested = False
+
+    def limit(self, config: Config) -> int:
+        """What a run on the device would be limited to."""
+        setting = config.memory.limit
+        return self.named.cap if setting is None else parse_memory_size(setting, self.named.memory)
+
+    def outside(self) -> contextlib.AbstractContextManager[Any]:
+        """What is pretended of torch."""
+        return pretended(self.named)
+
+    @contextlib.contextmanager
+    def inside(self) -> Iterator[None]:
+        """Raises NotInForce where something pretended is not."""
+        with EngineOnCuda() as engine:
+            if not self._tested:
+                self_test.require(self.named, engine)
+                self._tested = True
+            yield
+
+    def numerics(self, config: Config, parts: Parts) -> precision.Precision:
+        """As on the device."""
+        return precision.build(config.precision, CUDA)
+
+    def fake(self, from_tensor: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        """On the device."""
+        return lambda tensor: from_tensor(tensor).to(CUDA)
+
+    @contextlib.contextmanager
+    def recording(self, run: Run) -> Iterator[Allocations]:
+        """Yields what is complete only at the end of the block."""
+        scaled = run.state.precision.scaler.is_enabled()
+        run.nonfinite = AllFinite(run.config.train.nonfinite, CUDA, scaled, lambda: None)
+        # launch.prepare_process gives cuBLAS a fixed workspace where runs must be deterministic.
+        workspace = 32 * MIB if run.config.train.deterministic else self.named.cublas_workspace
+        allocations = Allocations(THREADS * workspace)
+        counter = LiveTensors(devices=("cuda",))
+        for tensors in run.meter.resident().values():
+            for tensor in tensors:
+                counter._count(tensor)
+        with counter, EngineOnCuda() as engine:  # again: the counter sees its workspaces only from below
+            yield allocations
+        self.convolutions = engine.convolutions > 0
+        allocations.events += [(-1 - number, workspace) for number in range(THREADS)] + counter.events

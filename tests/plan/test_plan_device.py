@@ -1,0 +1,143 @@
+"""Plans for a CUDA device that is not here, from the command line and from Python."""
+
+import json
+
+import pytest
+import runs
+from helpers import run_cli
+
+import trainapp
+from trainapp.errors import UserError
+from trainapp.plan.cuda import planner
+from trainapp.plan.cuda.devices import DEVICES, MIB, find
+from trainapp.plan.cuda.pretend import can_pretend
+
+needs_cuda = pytest.mark.skipif(not can_pretend(), reason="fake CUDA needs Linux on x86-64 or aarch64")
+WIDE = ("model.width=256", "model.context_length=64", "model.depth=2")
+GPT = (*runs.MODELS["gpt"], "batch.global_size=32", "batch.micro_size=8", "batch.eval_micro_size=8")
+
+
+def test_the_table_is_plausible():
+    """Memory a little below what the name says; a workspace of 8.125 MiB, 32 MiB from Hopper on."""
+    for device in DEVICES.values():
+        named = int(device.name.rpartition("-")[2].removesuffix("gb"))
+        assert 0.9 * named * 2**30 < device.memory < 1.0 * named * 2**30, device.name
+        assert device.cap == device.memory - 512 * MIB - 2**30
+    assert find("a100-40gb").cublas_workspace == 8_519_680
+    assert find("h100-80gb").cublas_workspace == 32 * MIB
+    assert not find("v100-32gb").has_flash_attention
+
+
+@needs_cuda
+def test_the_command_line_plans_for_a_device_that_is_not_here(tmp_path):
+    done = run_cli("mode=plan", *runs.MODELS["gpt"], "plan.device=h100-80gb", "hydra.run.dir=here", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    facts = json.loads((tmp_path / "here/plan.json").read_text())
+    assert facts["certainty"] == "predicted"
+    assert facts["device"]["name"] == "h100-80gb"
+    assert facts["limit_bytes"] == find("h100-80gb").cap
+    assert facts["peak_bytes"] == facts["allocated_bytes"] == max(facts["phases"].values())
+    assert facts["peak_bytes"] == sum(facts["kinds"].values())
+    assert facts["kinds"]["libraries"] == 64 * MIB
+    assert facts["reserved_bytes"] >= facts["allocated_bytes"]
+    assert "on h100-80gb, predicted without it: allocated" in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("batch.micro_size=")
+
+
+@needs_cuda
+def test_the_device_its_numerics_and_its_optimizer_decide():
+    """What differs on a GPU: attention's kernel, autocast's lists, foreach instead of a loop."""
+    on_cpu = trainapp.plan([*GPT, "precision=bf16", "train.device=cpu"])
+    facts = {
+        name: trainapp.plan([*GPT, f"plan.device={name}", "precision=bf16"]) for name in ("a100-80gb", "v100-32gb")
+    }
+    assert facts["a100-80gb"]["static"]["parameters"] == on_cpu["static"]["parameters"]
+    assert facts["v100-32gb"]["kinds"]["activations"] > facts["a100-80gb"]["kinds"]["activations"]
+    assert facts["a100-80gb"]["kinds"]["activations"] != on_cpu["kinds"]["activations"]
+    foreach, plain = (
+        trainapp.plan([*GPT, *WIDE, "plan.device=a100-80gb", "optimizer.fused=false", f"+optimizer.foreach={how}"])
+        for how in ("true", "false")
+    )
+    more = foreach["phases"]["optimizer_step"] - plain["phases"]["optimizer_step"]
+    assert more > 0.5 * foreach["static"]["parameters"]
+
+
+@needs_cuda
+def test_the_largest_size_is_the_largest_that_the_allocator_serves():
+    """Fits at N, and not at N + 1, by plans of one size each."""
+    base = (*runs.MODELS["gpt"], *WIDE, "batch.global_size=64", "plan.device=a100-40gb", "every.eval=null")
+
+    def reserved(size):
+        return trainapp.plan([*base, f"batch.micro_size={size}"])["reserved_bytes"]
+
+    limit = (reserved(4) + reserved(64)) // 2
+    largest = trainapp.plan([*base, f"memory.limit={limit}"])["largest_micro_size"]
+    assert 4 < largest < 64
+    assert reserved(largest) <= limit < reserved(largest + 2)  # a page of 20 MiB may hold one size more
+
+
+@needs_cuda
+def test_fixed_segments_reserve_more_or_the_same():
+    facts = {
+        text: trainapp.plan([*GPT, "plan.device=a100-40gb", f"memory.expandable_segments={text}"])
+        for text in ("true", "false")
+    }
+    assert facts["true"]["reserved_bytes"] <= facts["false"]["reserved_bytes"]
+    assert facts["true"]["expandable_segments"] is True
+
+
+@needs_cuda
+def test_convolutions_are_said_to_need_more():
+    notes = trainapp.plan([*runs.MODELS["resnet"], "plan.device=l4-24gb", "batch.micro_size=4"])["notes"]
+    assert any("cuDNN" in note for note in notes)
+    assert "notes" not in trainapp.plan([*GPT, "plan.device=l4-24gb", "precision=bf16"])
+
+
+@needs_cuda
+def test_a_recurrent_layer_is_not_traceable(tmp_path):
+    (tmp_path / "recurrent.py").write_text(
+        "from torch import nn\n"
+        "class Net(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.rnn, self.head = nn.LSTM(8, 16, batch_first=True), nn.Linear(16, 10)\n"
+        "    def forward(self, images):\n"
+        "        return self.head(self.rnn(images[:, 0])[0][:, -1])\n"
+    )
+    done = run_cli(
+        "mode=plan", "plan.device=a100-40gb", "data=digits", "model._target_=recurrent.Net",
+        "user_packages=[recurrent]",
+        "~model.norm", "~model.width", "~model.depth", "~model.stem", "hydra.run.dir=here", cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("not traceable: NotImplementedError: lstm: what cuDNN keeps")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("plan.device=h100",), "plan.device=h100: unknown; known are t4-16gb"),
+        (("plan.device=l4-24gb", "train.device=cpu"), "use train.device=auto"),
+        (("plan.device=l4-24gb", "memory.limit=40GiB"), "memory.limit=40GiB: plan.device=l4-24gb has 22.0 GiB"),
+        (("plan.device=l4-24gb", "train.compile=true"), "train.compile=true"),
+    ],
+)
+def test_mistakes(overrides, message):
+    with pytest.raises(UserError) as caught:
+        trainapp.plan([*GPT, *overrides])
+    assert message in str(caught.value)
+
+
+def test_without_fake_cuda_there_is_a_band_and_no_size(monkeypatch):
+    """As on a laptop with another system. In this process: only the CPU is traced."""
+    from trainapp.config import compose
+    from trainapp.plan import planner as plans
+
+    monkeypatch.setattr(planner, "can_pretend", lambda: False)
+    facts, _ = plans.plan(compose.from_command_line([*GPT, "plan.device=a100-40gb"]))
+    low, high = facts["range_bytes"]
+    assert facts["certainty"] == "range"
+    assert 16 * MIB < low < facts["peak_bytes"] == high
+    assert facts["largest_micro_size"] is None
+    assert "reserved_bytes" not in facts
+    assert any("only traced on the CPU" in note for note in facts["notes"])
