@@ -113,6 +113,13 @@ def test_a_recurrent_layer_is_not_traceable(tmp_path):
     assert done.stdout.startswith("not traceable: NotImplementedError: lstm: what cuDNN keeps")
 
 
+@needs_cuda
+def test_an_optimizer_with_a_generator_is_not_traceable():
+    facts = trainapp.plan([*GPT, "plan.device=a100-40gb", "precision=bf16_pure", "optimizer=adamw_bf16"])
+    assert facts["certainty"] == "not traceable"
+    assert facts["reason"].startswith("NotImplementedError: torch.Generator")
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

@@ -1,9 +1,10 @@
 """A model of CUDA's caching allocator: which segments it asks the driver for, given allocations and frees.
 
-The rules are those of torch 2.13 (c10/cuda/CUDACachingAllocator.cpp; the constants in c10/core/AllocatorConfig.h), with
-default settings and, as an option, `expandable_segments:True`. Without them it gives the segments of public records of
-real GPUs, one by one (tests/plan/test_allocator.py). With them it follows the same source, but no record has confirmed
-it yet. Left out: `max_split_size_mb`, `roundup_power2_divisions`, `garbage_collection_threshold` and graph pools.
+The rules are those of c10/cuda/CUDACachingAllocator.cpp at pytorch's commit 001074d, older than torch 2.13; the
+constants are in 2.13's c10/core/AllocatorConfig.h, too. With default settings the model gives the segments of public
+records of real GPUs, one by one (tests/plan/test_allocator.py). `expandable_segments:True` follows the same source, but
+no record has confirmed it yet. Left out: `max_split_size_mb`, `roundup_power2_divisions`,
+`garbage_collection_threshold` and graph pools.
 """
 
 import bisect

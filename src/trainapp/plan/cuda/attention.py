@@ -18,7 +18,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 def chosen_kernel(device: Device, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, grouped: bool) -> str:
-    """ "flash", "efficient" or "math", after torch 2.13, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
+    """ "flash", "efficient" or "math", a simplification of aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
 
     On H100 and later torch may prefer cuDNN's (with cuDNN above 9.15). It keeps what flash keeps, the output and one
     number per query in fp32, so that it counts as flash here.
@@ -132,8 +132,9 @@ def _renamed(kwargs: dict[str, Any]) -> dict[str, Any]:
 def workspace_of_backward(func: Any, args: tuple[Any, ...]) -> int:
     """Bytes that a fused attention's backward needs beside its results, which no meta kernel knows; 0 for others.
 
-    Flash: the gradient of q in fp32 and one number per query (mha_bwd in flash_attn/flash_api.cpp of torch 2.13). The
-    efficient kernel: the same, in pieces; and, in fp32, a product of output and gradient (attention_backward.cu).
+    Flash: the gradient of q in fp32 and one number per query (mha_bwd in flash_attn/flash_api.cpp). The efficient
+    kernel: the same, in pieces; in fp32 also a product of output and gradient (attention_backward.cu). Estimates: not
+    checked on a GPU.
     """
     if func is _aten._scaled_dot_product_flash_attention_backward.default:
         batch, heads, queries, width = args[1].shape

@@ -1,8 +1,7 @@
 """The devices that `plan.device` names, and what of them a plan depends on. Imports no torch.
 
-Memory is what `torch.cuda.get_device_properties(0).total_memory` says with ECC on, which is less than the name: figures
-that people have posted in issues and logs, so that one's own may differ by some MiB. Compute capabilities are those of
-developer.nvidia.com/cuda-gpus.
+Memory is what torch reports as `total_memory`, which is less than the name. These figures are approximate and have not
+been checked against a source or a device: where some hundred MiB matter, set `memory.limit`.
 """
 
 from dataclasses import dataclass
@@ -30,13 +29,13 @@ class Device:
 
     @property
     def has_flash_attention(self) -> bool:
-        """Torch 2.13, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp: from Ampere on."""
+        """From Ampere on."""
         return self.capability >= (8, 0)
 
     @property
     def cublas_workspace(self) -> int:
-        """Bytes per thread that multiplies: torch 2.13, aten/src/ATen/cuda/CublasHandlePool.cpp, without
-        CUBLAS_WORKSPACE_CONFIG. cuBLASLt shares it.
+        """Bytes per thread that multiplies, without CUBLAS_WORKSPACE_CONFIG; cuBLASLt shares it. From an excerpt of
+        aten/src/ATen/cuda/CublasHandlePool.cpp whose version is not known.
         """
         return 32 * MIB if self.capability[0] in (9, 10, 12) else 8320 * 2**10
 

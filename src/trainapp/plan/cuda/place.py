@@ -12,6 +12,7 @@ from trainapp.config.schema import Config
 from trainapp.data.batch import map_tensors
 from trainapp.data.micro_batch import MicroBatch
 from trainapp.data.progress import Progress
+from trainapp.errors import UserError
 from trainapp.memory.live_tensors import Events, LiveTensors
 from trainapp.optim import precision
 from trainapp.optim.nonfinite import NonFiniteCheck
@@ -117,12 +118,17 @@ class CudaPlace(Place):
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
-        """Raises NotInForce where something pretended is not."""
+        """Raises NotInForce where something pretended is not, and NotImplementedError for generators on the device."""
         with EngineOnCuda() as engine:
             if not self._tested:
                 self_test.require(self.named, engine)
                 self._tested = True
-            yield
+            try:
+                yield
+            except UserError as error:  # an optimizer that rounds by chance draws in its first step
+                if "CUDA generator" in str(error.__cause__):
+                    raise NotImplementedError("torch.Generator: CUDA's exist only with CUDA") from error
+                raise
 
     def numerics(self, config: Config, parts: Parts) -> precision.Precision:
         """As on the device."""

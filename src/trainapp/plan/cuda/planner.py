@@ -16,8 +16,8 @@ from trainapp.train.components import Components
 from trainapp.units import bytes_text
 
 PREDICTED = "predicted"
-# What a trace on the CPU says about CUDA, where attention, autocast and norms have other kernels: for three models and
-# four settings it was between 0.45 and 2.65 times what a trace on CUDA tensors says.
+# What a trace on the CPU says about CUDA, where attention, autocast and norms have other kernels: for a few
+# models it was between 0.45 and 2.65 times what a trace on CUDA tensors says.
 BAND = (0.45, 2.65)
 _CONVOLUTIONS = "convolutions: what cuDNN needs for its algorithms is chosen on the device, and comes on top"
 

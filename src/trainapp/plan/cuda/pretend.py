@@ -89,7 +89,7 @@ class EngineOnCuda(DispatchMode):
     """What C++ does on a GPU and leaves out for fake tensors. Enter it inside the fake tensor mode.
 
     The autograd engine adds up the gradients of a tensor that is used several times in place, but not those of
-    subclasses, which fake tensors are (torch 2.13, torch/csrc/autograd/input_buffer.cpp): half of them in memory twice.
+    subclasses, which fake tensors are (torch/csrc/autograd/input_buffer.cpp): half of them in memory twice.
     Kernels allocate workspaces inside. Attributes, both counts: `added`, of additions made in place; `convolutions`.
     """
 

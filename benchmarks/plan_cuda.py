@@ -1,0 +1,118 @@
+"""A whole training step traced on CUDA tensors without a GPU, against what a GPU has recorded.
+
+    python benchmarks/plan_cuda.py CHECKOUT
+
+CHECKOUT is github.com/Wedsonlin/assignment2-systems (MIT; commit 87b0864), whose GPT needs einops, einx and jaxtyping.
+One warm step is compared with the peaks of the four training snapshots in it. Nothing is downloaded.
+"""
+
+import argparse
+import contextlib
+import multiprocessing
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from _common import machine, table
+
+MIB = 2**20
+# By context length: autocast; MiB allocated (as requested) and reserved at the peak of the snapshot's step.
+SNAPSHOTS = {
+    128: (False, 6688.44, 6900),
+    256: (False, 8681.82, 8836),
+    512: (True, 11850.96, 12074),
+    1024: (True, 23085.75, 24012),
+}
+
+
+def stepped(checkout: Path, context: int) -> tuple[int, int]:
+    """Bytes allocated (as requested) and reserved at the peak of a warm step of that repository's program."""
+    import torch
+
+    from trainapp.memory.live_tensors import LiveTensors
+    from trainapp.plan.cuda import devices, place, pretend, self_test
+    from trainapp.plan.values import MadeUpValues
+    from trainapp.torch_private import fake_tensor_mode
+
+    sys.path.insert(0, str(checkout / "cs336-basics"))
+    from cs336_basics.model import BasicsTransformerLM  # type: ignore[import-not-found]
+    from cs336_basics.nn_utils import cross_entropy  # type: ignore[import-not-found]
+    from cs336_basics.optimizer import AdamW  # type: ignore[import-not-found]
+
+    device, autocast = devices.find("a100-40gb"), SNAPSHOTS[context][0]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(pretend.pretended(device))
+        stack.enter_context(fake_tensor_mode())
+        stack.enter_context(MadeUpValues())
+        counter = stack.enter_context(LiveTensors(devices=("cuda",)))
+        self_test.require(device, stack.enter_context(pretend.EngineOnCuda()))
+        counter.events.clear()
+        stack.enter_context(torch.device("cuda"))
+        model = BasicsTransformerLM(10_000, context, 1024, 24, 16, 4096, rope_theta=10_000.0)
+        optimizer = AdamW(model.parameters())
+        batches = torch.randint(0, 10_000, (12, 4, context)).unbind()
+        for step in range(3):
+            if step == 2:
+                counter.peak = counter.live
+            with torch.autocast("cuda", torch.bfloat16) if autocast else contextlib.nullcontext():
+                output = model(batches[step])
+                loss = cross_entropy(output, batches[6 + step])
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        workspaces = place.THREADS * device.cublas_workspace
+        events = [(-1 - n, device.cublas_workspace) for n in range(place.THREADS)] + counter.events
+        replayed = place.Allocations(workspaces, events).replayed(expandable=False)
+        return counter.peak + workspaces, replayed.peak_reserved
+
+
+def main() -> None:
+    """Print the table. The exit code is 1 if an allocated peak is off by more than 0.5%."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("checkout", type=Path, help="of github.com/Wedsonlin/assignment2-systems")
+    options = parser.parse_args()
+    print(f"{machine()}\n", flush=True)
+    rows, worst = [], 0.0
+    for length, (_, real, real_reserved) in SNAPSHOTS.items():
+        live, reserved = (size / MIB for size in in_a_process(stepped, options.checkout, length))
+        worst = max(worst, abs(live / real - 1))
+        rows.append(
+            (
+                f"context {length}", f"{real:.2f}", f"{live:.2f}", f"{100 * (live / real - 1):+.2f}%",
+                f"{real_reserved}", f"{reserved:.0f}", f"{100 * (reserved / real_reserved - 1):+.2f}%",
+            )
+        )  # fmt: skip
+    print(table(("snapshot, MiB", "allocated", "predicted", "", "reserved", "predicted", ""), rows), flush=True)
+    sys.exit(worst > 0.005)
+
+
+def in_a_process(function: Any, *arguments: Any) -> Any:
+    """What it returns in a process of its own. Ends this one with its error, if it has one."""
+    context = multiprocessing.get_context("spawn")
+    receiving, sending = context.Pipe(False)
+    process = context.Process(target=_answer, args=(sending, function, arguments))
+    process.start()
+    sending.close()
+    try:
+        found = receiving.recv()
+    except EOFError:
+        found = f"{function.__name__}: the process ended"
+    process.join()
+    if isinstance(found, str):
+        raise SystemExit(found)
+    return found
+
+
+def _answer(sending: Any, function: Any, arguments: tuple[Any, ...]) -> None:
+    try:
+        found = function(*arguments)
+    except Exception as error:
+        found = f"{function.__name__}: {type(error).__name__}: {error}"
+    sending.send(found)
+    sending.close()
+    os._exit(0)  # the engine's threads still point to what was pretended
+
+
+if __name__ == "__main__":
+    main()
