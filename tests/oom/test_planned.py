@@ -9,7 +9,9 @@ from helpers import incidents, metrics
 import trainapp
 from trainapp.config import compose
 from trainapp.oom import planned
+from trainapp.parallel.ranks import SingleRank
 from trainapp.plan import planner
+from trainapp.run import runner
 
 from .conftest import MODELS, tiny
 from .inject import Recorded
@@ -123,6 +125,16 @@ def test_an_error_of_evaluation_is_planned_alone(tmp_path, own, caplog):
     assert (ended.micro_size, asked) == (2, 1)
 
 
+def test_a_run_that_begins_with_the_plan_meets_no_error(tmp_path, own, caplog):
+    overrides = own("Evaluating", 300_000, "every.eval=8", "batch.micro_size=plan")
+    ended, failures, asked = run_of(tmp_path / "run", overrides, caplog)
+    facts = trainapp.plan(overrides)
+    assert failures == []
+    assert asked == 0
+    assert ended.micro_size == facts["largest_micro_size"] < 32
+    assert metrics(tmp_path / "run")[-1]["batch/eval_micro_size"] == facts["largest_eval_micro_size"] < 64
+
+
 def test_a_planned_evaluation_that_fails_is_halved(tmp_path, own, caplog):
     """batch.micro_size=plan has asked already."""
     overrides = own("Hungrier", 250_000, "every.eval=8", "batch.micro_size=plan")
@@ -186,6 +198,21 @@ def test_a_second_shape_is_halved_without_a_plan(tmp_path, caplog):
     assert recorded.failures[0].step > 1
     assert recorded.failures[0].new_size == recorded.failures[0].old_size // 2
     assert not any("planning" in record.getMessage() for record in caplog.records)
+
+
+def test_a_stop_request_does_not_wait_for_the_plan(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    stop = runs.StopAt(0)
+    run = runner.prepare(compose.from_command_line(GPT, str(tmp_path / "run")), stop, SingleRank())
+    stop.run = run
+    try:
+        failure = runner.attempt(run)
+        assert failure is not None
+        runner.recover(run, failure)
+    finally:
+        run.close()
+    assert any("the run is to stop; halving instead" in record.getMessage() for record in caplog.records)
+    assert (failure.old_size, failure.new_size) == (32, 16)
 
 
 def test_what_does_not_fit_at_all_takes_two_errors(tmp_path, caplog):

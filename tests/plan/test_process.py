@@ -3,13 +3,17 @@
 import json
 import subprocess
 import sys
+import time
 
+import psutil
 import pytest
 import runs
 from helpers import environment, incidents, metrics, result, run_cli
 
 import trainapp
+from trainapp.config import compose
 from trainapp.errors import UserError
+from trainapp.plan import process
 from trainapp.units import bytes_text
 
 GPT = (*runs.MODELS["gpt"], "train.device=cpu", "batch.global_size=32")
@@ -81,6 +85,31 @@ def test_a_planner_that_dies_is_not_traceable_and_says_how(tmp_path):
     assert facts["certainty"] == "not traceable"
     assert "signal 6" in facts["reason"]
     assert done.stdout.startswith("not traceable: ")
+
+
+def test_a_planner_that_is_late_or_no_longer_wanted_is_ended():
+    started, before = time.monotonic(), set(psutil.Process().children())
+    with pytest.raises(process.NoAnswer, match="the planner's process took longer than 1 s"):
+        process.answer_of("time.sleep", 60, patience=1.0)
+    with pytest.raises(process.NoAnswer, match="the run is to stop"):
+        process.answer_of("time.sleep", 60, stops=lambda: True)
+    assert time.monotonic() - started < 30
+    assert set(psutil.Process().children()) <= before
+
+
+def test_a_planner_that_cannot_start_is_not_traceable(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    facts = process.ask(compose.from_command_line(GPT))
+    assert facts["certainty"] == "not traceable"
+    assert "cannot start" in facts["reason"]
+
+
+def test_the_planners_process_is_of_no_rank_and_may_see_no_device(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert process.answer_of("os.getenv", "RANK", sees_devices=False) is None
+    assert process.answer_of("os.getenv", "CUDA_VISIBLE_DEVICES", sees_devices=False) == ""
+    assert process.answer_of("os.getenv", "CUDA_VISIBLE_DEVICES") == "0"
 
 
 def test_a_run_starts_with_the_planned_size(tmp_path):

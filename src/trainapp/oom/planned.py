@@ -72,7 +72,8 @@ def after_first_error(run: Run, failure: Incident, sizes: MicroBatchSizes) -> Pr
     log.info("planning the largest %s within %s, at most %.0f s", kind, bytes_text(failure.limit), patience)
     try:
         only = ("evaluation",) if failure.evaluating else _searched(config)
-        facts = process.ask(config, only=only, patience=patience)
+        # A stop request does not wait for the plan: a halved step is soon finished.
+        facts = process.ask(config, only=only, patience=patience, stops=lambda: run.stop.signal is not None)
     except UserError as error:
         log.info("oom.plan: %s; halving instead", error)
         return None

@@ -11,44 +11,61 @@ import pickle
 import subprocess
 import sys
 import tempfile
-from collections.abc import Collection
+import time
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
 
-_REQUEST, _ANSWER = "request.pickle", "answer.pickle"
+_REQUEST, _ANSWER, _ERRORS = "request.pickle", "answer.pickle", "stderr.txt"
 # What tells a process its rank: the planner's would wait for the others.
 _OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+_LOOK_EVERY = 0.1  # seconds: how soon a stop request ends the planner's process
 
 
 class NoAnswer(Exception):
-    """The planner's process died, or took too long. The message says how it ended."""
+    """The planner's process died, took too long, or was stopped. The message says which."""
+
+
+def _never() -> bool:
+    return False
 
 
 def ask(
-    config: Config, only: Collection[str] = (), picture: Path | None = None, patience: float | None = None
+    config: Config,
+    only: Collection[str] = (),
+    picture: Path | None = None,
+    patience: float | None = None,
+    stops: Callable[[], bool] = _never,
 ) -> dict[str, Any]:
     """The plan of a configuration, as plain values: see `planner.plan`. Takes some seconds.
 
-    only: see `planner.plan`. picture: also draw the step or evaluation that holds the peak to this PNG. patience:
-    seconds; None waits. Raises UserError for mistakes in the configuration. Where the planner's process dies or is
-    late, `certainty` is "not traceable".
+    only: see `planner.plan`. picture: also draw the step or evaluation that holds the peak to this PNG. patience,
+    stops: see `answer_of`. Raises UserError for mistakes in the configuration. Where the planner's process dies, is
+    late or is stopped, `certainty` is "not traceable".
     """
+    function = "trainapp.plan.planner.facts_of"
     try:
-        facts: dict[str, Any] = answer_of("trainapp.plan.planner.facts_of", config, only, picture, patience=patience)
+        facts: dict[str, Any] = answer_of(function, config, only, picture, patience=patience, stops=stops)
     except NoAnswer as error:
         return {"certainty": "not traceable", "reason": str(error)}
     return facts
 
 
-def answer_of(function: str, *arguments: Any, patience: float | None = None, sees_devices: bool = True) -> Any:
+def answer_of(
+    function: str,
+    *arguments: Any,
+    patience: float | None = None,
+    stops: Callable[[], bool] = _never,
+    sees_devices: bool = True,
+) -> Any:
     """What the function of this dotted name returns in a process of its own. Importing torch there takes seconds.
 
-    arguments: pickled, as is the answer. patience: seconds; None waits. sees_devices: False hides CUDA from it, whose
-    context would take some hundred MiB of a device that may be full. Raises NoAnswer, and UserError as the function
-    does.
+    arguments: pickled, as is the answer. patience: seconds; None waits. stops: asked while waiting, whether to give up.
+    sees_devices: False hides CUDA from it, whose context would take some hundred MiB of a device that may be full.
+    Raises NoAnswer, and UserError as the function does.
     """
     environment = {name: value for name, value in os.environ.items() if name not in _OF_RANKS}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # users' modules, too
@@ -56,24 +73,8 @@ def answer_of(function: str, *arguments: Any, patience: float | None = None, see
         environment["CUDA_VISIBLE_DEVICES"] = ""
     with tempfile.TemporaryDirectory(prefix="trainapp-plan-") as folder:
         Path(folder, _REQUEST).write_bytes(pickle.dumps((function, arguments)))
-        try:
-            done = subprocess.run(
-                [sys.executable, "-m", __name__, folder],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,  # what a data set prints
-                stderr=subprocess.PIPE,
-                text=True,
-                errors="replace",
-                timeout=patience,
-            )
-            answer, error, exit_code = pickle.loads(Path(folder, _ANSWER).read_bytes())
-        except subprocess.TimeoutExpired:
-            raise NoAnswer(f"the planner's process took longer than {patience:.0f} s") from None
-        except FileNotFoundError:
-            raise NoAnswer(_death(done)) from None
-        except OSError as problem:  # no process could be started: memory, or their number
-            raise NoAnswer(f"the planner's process: {problem}") from None
+        _run([sys.executable, "-m", __name__, folder], environment, Path(folder), patience, stops)
+        answer, error, exit_code = pickle.loads(Path(folder, _ANSWER).read_bytes())
     if error is not None:
         raised = UserError(error)
         raised.exit_code = exit_code
@@ -81,9 +82,37 @@ def answer_of(function: str, *arguments: Any, patience: float | None = None, see
     return answer
 
 
-def _death(done: "subprocess.CompletedProcess[str]") -> str:
-    ending = f"signal {-done.returncode}" if done.returncode < 0 else f"exit code {done.returncode}"
-    lines = done.stderr.strip().splitlines()
+def _run(
+    command: list[str], environment: dict[str, str], folder: Path, patience: float | None, stops: Callable[[], bool]
+) -> None:
+    """Until there is an answer. Raises NoAnswer where none comes; the process has ended either way."""
+    end = None if patience is None else time.monotonic() + patience
+    nowhere = subprocess.DEVNULL  # what a data set prints
+    try:
+        with open(folder / _ERRORS, "wb") as errors:
+            planner = subprocess.Popen(command, env=environment, stdin=nowhere, stdout=nowhere, stderr=errors)
+    except OSError as problem:  # out of memory, or of processes
+        raise NoAnswer(f"the planner's process cannot start: {problem}") from None
+    try:
+        while planner.poll() is None:
+            if stops():
+                raise NoAnswer("the run is to stop")
+            if end is not None and time.monotonic() > end:
+                raise NoAnswer(f"the planner's process took longer than {patience:.0f} s")
+            try:
+                planner.wait(_LOOK_EVERY)
+            except subprocess.TimeoutExpired:
+                continue
+    finally:
+        planner.kill()  # no effect once it has ended
+        planner.wait()
+    if not (folder / _ANSWER).exists():
+        raise NoAnswer(_death(planner.returncode, (folder / _ERRORS).read_text(errors="replace")))
+
+
+def _death(exit_code: int, errors: str) -> str:
+    ending = f"signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
+    lines = errors.strip().splitlines()
     return f"the planner's process ended with {ending}" + (f": {lines[-1]}" if lines else "")
 
 
@@ -97,7 +126,9 @@ def main(folder: Path) -> None:
         answer = getattr(importlib.import_module(module), function)(*arguments)
     except UserError as caught:
         error, exit_code = str(caught), caught.exit_code
-    (folder / _ANSWER).write_bytes(pickle.dumps((answer, error, exit_code)))
+    written = folder / f"{_ANSWER}.part"
+    written.write_bytes(pickle.dumps((answer, error, exit_code)))
+    written.rename(folder / _ANSWER)
     sys.stderr.flush()
     os._exit(0)  # torch's own end may abort after a trace
 
