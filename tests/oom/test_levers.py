@@ -28,6 +28,8 @@ LEVERS = {
         "activation_checkpointing=full",
         "model.freeze=[norm]",
     ),
+    "8 bits": ("optimizer=adamw_8bit", "model.width=64", "data.vocab_size=128"),  # large enough to be quantized
+    "in backward": ("optimizer.in_backward=true", "train.grad_clip=null"),
     "adafactor": ("optimizer=adafactor",),
     "muon": ("optimizer=muon",),
 }
