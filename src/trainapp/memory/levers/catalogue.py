@@ -3,11 +3,7 @@
 The advice of a run that cannot continue, the refusals when a run is assembled, and the table of docs/memory.md read it.
 """
 
-from collections.abc import Mapping
-
-from trainapp.config.schema import Config
 from trainapp.errors import UserError
-from trainapp.memory.kinds import MemoryKind
 from trainapp.memory.levers.conditions import (
     needs_a_gpu,
     needs_a_gpu_and_blocks,
@@ -19,6 +15,12 @@ from trainapp.memory.levers.conditions import (
     needs_whole_parameters,
 )
 from trainapp.memory.levers.lever import Lever, Situation
+from trainapp.memory.levers.state_saved import (
+    half_of_adams_state,
+    one_moment_of_two,
+    optimizer_state,
+    weight_average,
+)
 
 
 def require_suited(situation: Situation) -> None:
@@ -44,26 +46,6 @@ def table() -> list[str]:
     """The rows of the table in docs/memory.md."""
     rows = ["| setting | saves | costs | applies |", "|---|---|---|---|"]
     return rows + [f"| `{lever.setting}` | {lever.saves} | {lever.costs} | {lever.applies} |" for lever in LEVERS]
-
-
-# --- what a lever saves of what persists between steps
-
-
-def _optimizer_state(static: Mapping[MemoryKind, int], config: Config) -> int:
-    return static[MemoryKind.OPTIMIZER_STATE]
-
-
-def _one_moment_of_two(static: Mapping[MemoryKind, int], config: Config) -> int:
-    return static[MemoryKind.OPTIMIZER_STATE] // 2 if "Adam" in config.optimizer.target else 0
-
-
-def _half_of_adams_state(static: Mapping[MemoryKind, int], config: Config) -> int:
-    is_adam = config.optimizer.target in ("torch.optim.Adam", "torch.optim.AdamW")
-    return static[MemoryKind.OPTIMIZER_STATE] // 2 if is_adam else 0
-
-
-def _weight_average(static: Mapping[MemoryKind, int], config: Config) -> int:
-    return static[MemoryKind.WEIGHT_AVERAGE]
 
 
 _ADAMW_BF16 = {
@@ -159,7 +141,7 @@ LEVERS = (
             "optimizer.target": "torch.optim.SGD",
             "optimizer.arguments": {"momentum": 0.9, "nesterov": True},
         },
-        state_saved=_one_moment_of_two,
+        state_saved=one_moment_of_two,
     ),
     Lever(
         "optimizer=sgd optimizer.momentum=0 optimizer.nesterov=false",
@@ -169,14 +151,14 @@ LEVERS = (
             "optimizer.target": "torch.optim.SGD",
             "optimizer.arguments": {"momentum": 0, "nesterov": False},
         },
-        state_saved=_optimizer_state,
+        state_saved=optimizer_state,
     ),
     Lever(
         "optimizer=adamw_bf16",
         saves="half of AdamW's state",
         costs="8 bits of precision in the state, rounded by chance; a slower optimizer step, without a fused kernel",
         changes=_ADAMW_BF16,
-        state_saved=_half_of_adams_state,
+        state_saved=half_of_adams_state,
     ),
     Lever(
         "optimizer=adafactor",
@@ -222,7 +204,7 @@ LEVERS = (
         applies="by default",
         changes={"train.ema": None},
         is_default=True,
-        state_saved=_weight_average,
+        state_saved=weight_average,
     ),
     Lever(
         "model.freeze=[NAMES]",

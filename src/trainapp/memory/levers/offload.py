@@ -122,12 +122,16 @@ class _Stored:
             storage, arrival = self._coming
             self._coming, self._used = None, weakref.ref(storage)
             self._copies.wait(arrival)
-        ahead, coming = self.before and self.before(), 0
+        ahead, coming = self._next(), 0
         while ahead is not None and coming < AHEAD:
             ahead.fetch()
             coming += ahead.host.nbytes
-            ahead = ahead.before and ahead.before()
+            ahead = ahead._next()
         return storage
+
+    def _next(self) -> "_Stored | None":
+        """What backward needs after it, if that is still needed."""
+        return None if self.before is None else self.before()
 
     def __del__(self) -> None:
         if self._coming is not None:  # the copy may still write to memory that is about to be free
