@@ -38,7 +38,7 @@ def accumulate_gradients(run: Run, step: Step, around_last: Around = _alone) -> 
     micro_batches = run.batches.micro_batches(run.state.progress, sizes.train.size, sizes.parts)
     for fetched in run.meter.timed(micro_batches):
         for micro in sizes.train.cut(fetched, run.ranks):
-            run.activation_budget.prepare(micro.data, run.state.precision.autocast)
+            run.activation_budget.prepare(micro.data, run.state.precision.autocast, micro.last)
             watched = run.memory.watching or sizes.train.needs_watching
             watch = run.memory.watch(run.meter.resident(micro.data)) if watched else contextlib.nullcontext()
             with run.strategy.micro_batch(micro.last), watch:

@@ -37,9 +37,9 @@ log = logging.getLogger(__name__)
 class NoBudget:
     """Stands for a `Budget` where there is none."""
 
-    room: Callable[[], int] | None = None
+    room: Callable[[bool], int] | None = None
 
-    def prepare(self, batch: Any, autocast: contextlib.AbstractContextManager[Any]) -> None:
+    def prepare(self, batch: Any, autocast: contextlib.AbstractContextManager[Any], is_last: bool = False) -> None:
         """Nothing."""
 
 
@@ -50,12 +50,12 @@ class Budget:
     Raises UserError for a model without blocks.
 
     Attribute `room`: a function that gives the bytes that a micro-batch may take beside what persists between steps,
-    which `bytes=auto` needs.
+    which `bytes=auto` needs. Its argument: whether the micro-batch is the only one of its step.
     """
 
     def __init__(self, model: nn.Module, task: Task, settings: ActivationCheckpointing, device: torch.device):
         self.settings, self.device = settings, device
-        self.room: Callable[[], int] | None = None
+        self.room: Callable[[bool], int] | None = None
         self._chosen = _Chosen()
         self._known: OrderedDict[Any, Choice] = OrderedDict()
         self._has_warned = False
@@ -69,20 +69,22 @@ class Budget:
         for index, block in enumerate(blocks):
             block.forward = functools.partial(self._chosen.call, index, BlockState(block), block.forward)
 
-    def prepare(self, batch: Any, autocast: contextlib.AbstractContextManager[Any]) -> None:
+    def prepare(self, batch: Any, autocast: contextlib.AbstractContextManager[Any], is_last: bool = False) -> None:
         """Choose for the forward of this micro-batch. Call outside `autocast`, the context of that forward.
 
         Where the model cannot be traced, all blocks are recomputed, with one warning.
         """
-        room = self.room() if self.settings.bytes == "auto" and self.room is not None else 0
-        key = (tuple((tuple(t.shape), t.dtype) for t in tensors_in(batch)), self._model.training, room)
+        is_auto = self.settings.bytes == "auto" and self.room is not None
+        alone = is_auto and is_last and all(p.grad is None for p in self._model.parameters())
+        room = self.room(alone) if is_auto and self.room is not None else 0
+        key = (tuple((tuple(t.shape), t.dtype) for t in tensors_in(batch)), self._model.training, room, alone)
         if key not in self._known:
-            self._known[key] = self._choose(batch, autocast, room)
+            self._known[key] = self._choose(batch, autocast, room, alone)
             if len(self._known) > REMEMBERED:
                 self._known.popitem(last=False)
         self._chosen.begin(self._known[key])
 
-    def _choose(self, batch: Any, autocast: contextlib.AbstractContextManager[Any], room: int) -> Choice:
+    def _choose(self, batch: Any, autocast: contextlib.AbstractContextManager[Any], room: int, alone: bool) -> Choice:
         skeleton = self._skeleton
         if skeleton is None:
             return {}
@@ -90,7 +92,7 @@ class Budget:
             skeleton.model.train(self._model.training)
             calls = skeleton.calls(batch, autocast, self.settings.every)
             if self.settings.bytes == "auto":
-                budget = self._largest_within(room, skeleton, calls, batch, autocast)
+                budget = self._largest_within(room, skeleton, calls, batch, autocast, alone)
             else:
                 budget = parse_memory_size(self.settings.bytes, total=0)
         except Exception as error:  # whatever the model raises on tensors without data
@@ -106,6 +108,7 @@ class Budget:
         calls: list[BlockCall],
         batch: Any,
         autocast: contextlib.AbstractContextManager[Any],
+        alone: bool,
     ) -> int:
         """The bytes with which a micro-batch peaks at `room`, or just below.
 
@@ -115,7 +118,8 @@ class Budget:
         budget, largest = -1, sum(max(option.size for option in options_of(call)) for call in calls)
         more = sum(call.inputs for call in calls)
         for _ in range(MOST_TRACES):
-            peak = peak_with(_by_call(calls, budget + more), skeleton, batch, autocast, self.settings.every)
+            choice = _by_call(calls, budget + more)
+            peak = peak_with(choice, skeleton, batch, autocast, self.settings.every, alone)
             if peak > room and budget >= 0:
                 break
             budget, more = budget + more, room - peak
@@ -216,10 +220,15 @@ def _by_call(calls: list[BlockCall], budget: int) -> Choice:
 
 
 def peak_with(
-    choice: Choice, skeleton: Skeleton, batch: Any, autocast: contextlib.AbstractContextManager[Any], every: int
+    choice: Choice,
+    skeleton: Skeleton,
+    batch: Any,
+    autocast: contextlib.AbstractContextManager[Any],
+    every: int,
+    alone: bool,
 ) -> int:
-    """The peak of a forward and backward, in bytes beside parameters, gradients and buffers, if every `every`-th block
-    keeps what `choice` says.
+    """The peak of a forward and backward, in bytes beside parameters and buffers, if every `every`-th block keeps what
+    `choice` says. Gradients count only if the micro-batch is `alone`; otherwise they exist before it.
     """
     chosen = _Chosen()
     chosen.begin(choice)
@@ -230,7 +239,7 @@ def peak_with(
     parameters = [p for p in skeleton.model.parameters() if p.requires_grad]
     counter = LiveTensors(devices=None)
     with skeleton.running(batch, wrapping) as (model, fake):
-        for parameter in parameters:  # the second micro-batch of a step peaks highest, beside the first one's
+        for parameter in parameters if not alone else ():  # the second of a step peaks highest, beside the first one's
             parameter.grad = torch.empty_like(parameter)
         gradients = [p.grad for p in parameters if p.grad is not None]
         counter.register({MemoryKind.PARAMETERS: model.parameters(), MemoryKind.BUFFERS: model.buffers()})

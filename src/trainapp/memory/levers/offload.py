@@ -122,15 +122,15 @@ class _Stored:
             storage, arrival = self._coming
             self._coming, self._used = None, weakref.ref(storage)
             self._copies.wait(arrival)
-        ahead, coming = self.earlier(), 0
+        ahead, coming = self._next(), 0
         while ahead is not None and coming < AHEAD:
             ahead.fetch()
             coming += ahead.host.nbytes
-            ahead = ahead.earlier()
+            ahead = ahead._next()
         return storage
 
-    def earlier(self) -> "_Stored | None":
-        """The one that was stored before it; None if there is none any more."""
+    def _next(self) -> "_Stored | None":
+        """What backward needs after it, if that is still needed."""
         return None if self.before is None else self.before()
 
     def __del__(self) -> None:
