@@ -34,12 +34,14 @@ from trainapp.torch_private import (
     found_inf,
     fsdp_collectives,
     guard_event_file,
+    is_fake,
     is_tracing,
     memory_snapshot,
     non_persistent_buffers,
     outside_dispatch_modes,
     parameters_of,
     pytree_functions,
+    rebuild_buckets,
     registries_of,
     start_memory_history,
     stop_memory_history,
@@ -497,3 +499,30 @@ def test_strided_parts_hold_all_of_a_tensor(layout):
     parts = strided_parts(tensor)
     assert all(part.layout is torch.strided for part in parts)
     assert float(parts[-1].sum()) == 4
+
+
+def test_fake_tensors_are_recognised():
+    with fake_tensor_mode() as mode:
+        assert is_fake(nn.Parameter(mode.from_tensor(torch.ones(2))))
+    assert not is_fake(nn.Parameter(torch.ones(2)))
+
+
+def _exchanged(_, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    done = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
+
+
+def test_buckets_are_rebuilt_once():
+    import torch.distributed as dist
+
+    dist.init_process_group("fake", rank=0, world_size=2)
+    try:
+        model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)), bucket_cap_mb=25)
+        model.register_comm_hook(None, _exchanged)
+        assert not rebuild_buckets(model)
+        model(torch.ones(1, 2)).sum().backward()
+        assert rebuild_buckets(model)
+        assert not rebuild_buckets(model)
+    finally:
+        dist.destroy_process_group()

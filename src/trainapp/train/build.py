@@ -95,6 +95,7 @@ def run_of(
     batches, eval_batches = parts.batches, parts.eval_batches
     assembled = assemble(config, components, ranks, device, numerics, initial_device, example=batches.example)
     state, strategy = assembled.state, assembled.strategy
+    strategy.note_buffer = memory.note_buffer
     state.stateful = owners_of_state(components, state.model, device)
     if config.model.init_from:
         load_initial_weights(state.model, Path(config.model.init_from), config.model.init_strict)
@@ -121,7 +122,7 @@ def run_of(
         schedule=schedules.build(config.schedule, length),
         sizes=initial_sizes(config, ranks.world, state.global_size, eval_samples(eval_batches)),
         memory=memory,
-        meter=Meter(state, memory),
+        meter=Meter(state, memory, strategy.communication_buffers),
         tracker=SilentTracker(Path(config.run_dir)),
         checkpointer=checkpointer,
         nonfinite=NonFiniteCheck(
