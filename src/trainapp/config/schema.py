@@ -137,6 +137,11 @@ class Oom:
 
 
 @dataclass(config=STRICT)
+class Plan:
+    world: PositiveInt | None = None
+
+
+@dataclass(config=STRICT)
 class Ddp:
     bucket_mb: PositiveFloat = 25.0
     static_graph: Bool = False
@@ -218,6 +223,7 @@ class Config:
     activation_checkpointing: ActivationCheckpointing = field(default_factory=ActivationCheckpointing)
     memory: Memory = field(default_factory=Memory)
     oom: Oom = field(default_factory=Oom)
+    plan: Plan = field(default_factory=Plan)
     checkpointing: Checkpointing = field(default_factory=Checkpointing)
     export: Export = field(default_factory=Export)
     run_dir: str = ""

@@ -9,6 +9,7 @@ import pickle
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ def ask(config: Config, search_only: bool = False, picture: Path | None = None) 
         Path(folder, _REQUEST).write_bytes(pickle.dumps((config, search_only, picture)))
         done = subprocess.run(
             [sys.executable, "-m", __name__, folder],
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},  # users' modules, too
+            env=_without_ranks(os.environ)
+            | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},  # users' modules, too
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,  # what a data set prints
             stderr=subprocess.PIPE,
@@ -44,6 +46,12 @@ def ask(config: Config, search_only: bool = False, picture: Path | None = None) 
         raised.exit_code = exit_code
         raise raised
     return facts
+
+
+def _without_ranks(environment: Mapping[str, str]) -> dict[str, str]:
+    """The planner is no rank of the run that asks it."""
+    ours = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    return {name: value for name, value in environment.items() if name not in ours}
 
 
 def _death(done: "subprocess.CompletedProcess[str]") -> str:
