@@ -38,12 +38,14 @@ from trainapp.torch_private import (
     found_inf,
     fsdp_collectives,
     guard_event_file,
+    is_fake,
     is_tracing,
     memory_snapshot,
     non_persistent_buffers,
     outside_dispatch_modes,
     parameters_of,
     pytree_functions,
+    rebuild_buckets,
     registries_of,
     schema_of,
     start_memory_history,
@@ -534,3 +536,30 @@ def test_a_view_knows_its_base():
     whole = torch.ones(2, 2)
     assert base_of(whole.T[0]) is whole
     assert base_of(whole) is None
+
+
+def test_fake_tensors_are_recognised():
+    with fake_tensor_mode() as mode:
+        assert is_fake(nn.Parameter(mode.from_tensor(torch.ones(2))))
+    assert not is_fake(nn.Parameter(torch.ones(2)))
+
+
+def _exchanged(_, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    done = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
+
+
+def test_buckets_are_rebuilt_once():
+    import torch.distributed as dist
+
+    dist.init_process_group("fake", rank=0, world_size=2)
+    try:
+        model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)), bucket_cap_mb=25)
+        model.register_comm_hook(None, _exchanged)
+        assert not rebuild_buckets(model)
+        model(torch.ones(1, 2)).sum().backward()
+        assert rebuild_buckets(model)
+        assert not rebuild_buckets(model)
+    finally:
+        dist.destroy_process_group()

@@ -147,6 +147,13 @@ def fake_tensor_mode() -> Any:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+def is_fake(tensor: Tensor) -> bool:
+    """Whether a `fake_tensor_mode` has made the tensor."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(tensor, FakeTensor)
+
+
 def strided_parts(tensor: Tensor) -> tuple[Tensor, ...]:
     """The tensor itself or, of a sparse one, its indices and values. The public accessors of COO refuse one that is not
     coalesced.
@@ -205,6 +212,17 @@ def found_inf(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) ->
 def forget_unscaling(scaler: torch.amp.GradScaler) -> None:
     """Abandon a step between `unscale_` and `step`: otherwise the next `unscale_` raises. The scale is unchanged."""
     scaler._per_optimizer_states.clear()
+
+
+# --- DDP
+
+
+def rebuild_buckets(wrapper: nn.parallel.DistributedDataParallel) -> bool:
+    """Rearrange the buckets in the order of the first backward; whether it did. Collective.
+
+    DDP calls this at the start of the next forward, once. Nothing else tells when it has allocated other buckets.
+    """
+    return wrapper.reducer._rebuild_buckets()
 
 
 # --- FSDP2

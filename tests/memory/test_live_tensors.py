@@ -110,3 +110,30 @@ def test_a_sparse_tensor_counts_as_its_parts():
         counter.label(MemoryKind.BUFFERS, sparse)
         assert before <= counter.live <= before + 2 * 2 * 8 + 2 * 4  # of which it may make copies
         assert torch.sparse.mm(sparse, torch.ones(2, 2)).sum() == 4
+
+
+def test_what_fsdp_gathers_is_counted_while_it_is_there():
+    """FSDP2 frees and refills the same storages by resizing them, which is no operation."""
+    import torch.distributed.fsdp  # registers the operation
+
+    def gather(sizes=(600, 400)):
+        source = torch.ones(1, sum(sizes))
+        for tensor, size in zip(gathered, sizes, strict=True):
+            tensor.untyped_storage().resize_(4 * size)
+        torch.ops.fsdp.split_with_sizes_copy(source, list(sizes), dim=1, out=[t.view(1, -1) for t in gathered])
+
+    with LiveTensors() as counter:
+        gathered = [torch.empty(600), torch.empty(400)]
+        for _ in range(3):
+            gather()
+            assert counter.live == 4000
+            for tensor in gathered:
+                tensor.untyped_storage().resize_(0)
+            torch.ones(1)
+            assert counter.live == 0
+        gather()
+        for tensor in gathered:
+            tensor.untyped_storage().resize_(0)
+    assert counter.live == 0  # noticed at the end, too
+    assert counter.peak == 8000
+    assert sum(size for _, size in counter.events) == 0

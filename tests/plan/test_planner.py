@@ -214,7 +214,7 @@ def test_a_shape_that_depends_on_values_is_not_traceable_and_the_operation_is_na
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("parallel=ddp", "parallel=ddp: the plan is for one process"),
+        ("plan.world=2", "plan.world=2: parallel=single is one process"),
         ("train.compile=true", "train.compile=true: a compiled step cannot be planned"),
         ("model.width=0", "model.width=0: must be greater than 0"),
     ],

@@ -120,11 +120,6 @@ def _conflicts(config: Config) -> list[str]:
             f"accumulation.steps={steps} and batch.micro_size={batch.micro_size}: both fix the micro-batch; "
             "set one of them to auto"
         )
-    if batch.micro_size == "plan" and config.parallel.strategy != "single":
-        errors.append(
-            f"batch.micro_size=plan with parallel={config.parallel.strategy}: the plan is for one process; use "
-            "batch.micro_size=auto"
-        )
     if config.mode in ("eval", "export") and config.checkpointing.resume in ("auto", "none"):
         errors.append(
             f"mode={config.mode} with checkpointing.resume={config.checkpointing.resume}: name the checkpoint or the "

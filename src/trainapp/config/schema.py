@@ -142,6 +142,7 @@ class Memory:
 @dataclass(config=STRICT)
 class Plan:
     device: Str | None = None
+    world: PositiveInt | None = None
 
 
 @dataclass(config=STRICT)

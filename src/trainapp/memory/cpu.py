@@ -54,6 +54,10 @@ class CpuMemory(DeviceMemory):
             self._allocated, self._window_peak = counter.live, max(self._window_peak, counter.peak)
             self._note_peaks(counter.peak, counter.peak)
 
+    def note_buffer(self, buffer: Tensor) -> None:
+        if self.watching and self.counter is not None:
+            self.counter.label(MemoryKind.COMMUNICATION_BUFFERS, buffer)
+
     def events(self, gradients: Iterable[Tensor]) -> tuple[Events, Kinds]:
         """The counter's record. A storage is known to be a gradient only once it has reached its parameter."""
         if self.counter is None:

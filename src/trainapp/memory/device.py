@@ -105,6 +105,9 @@ class DeviceMemory:
         """Allocations and frees of the last watched block, and the kinds of their storages, for `timeline`."""
         return [], {}
 
+    def note_buffer(self, buffer: Tensor) -> None:
+        """Note a tensor that the present watched block has allocated as a buffer for communication."""
+
     def dump(self, path: Path) -> bool:
         """Write the allocator's own record of the last watched block. False where there is none."""
         return False

@@ -15,6 +15,7 @@ class MemoryKind(str, Enum):
     WEIGHT_AVERAGE = "weight_average"
     BATCH = "batch"
     GRADIENTS = "gradients"
+    COMMUNICATION_BUFFERS = "communication_buffers"  # DDP's buckets, of which its gradients are views; FSDP's messages
     ACTIVATIONS = "activations"  # whatever is not one of the others
     # CUDA: the context and what libraries allocate for themselves, some hundred MiB, and other processes. The driver's
     # counter does not tell them apart.

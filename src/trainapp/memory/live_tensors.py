@@ -48,7 +48,8 @@ class LiveTensors(DispatchMode):
         self.live = self.peak = 0
         self.events: Events = []
         self.kinds: Kinds = {}
-        self._alive: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
+        self._alive: dict[int, tuple[int, int, weakref.ref[torch.UntypedStorage]]] = {}  # number, bytes, storage
+        self._gathered: list[list[int]] = []  # keys of storages that FSDP fills and empties together
         self._number = 0
 
     def register(self, resident: Resident) -> None:
@@ -75,17 +76,53 @@ class LiveTensors(DispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if self._gathered:
+            self._note_emptied()
         result = func(*args, **(kwargs or {}))
         added = 0
         if isinstance(result, Tensor):
             added = self._count(result)
         elif isinstance(result, (tuple, list)):
             added = sum(self._count(item) for item in result if isinstance(item, Tensor))
+        elif result is None and kwargs and "out" in kwargs:
+            added = self._count_filled(kwargs["out"])
         if added:
             if self.limit is not None and self.live > self.limit:
                 raise MemoryLimitExceeded(str(func), added, self.live - added, self.limit)
             self.peak = max(self.peak, self.live)
         return result
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._note_emptied()
+
+    def _count_filled(self, tensors: list[Tensor]) -> int:
+        """Bytes that FSDP2 has gathered into storages that it empties and fills by resizing them, which no operation
+        shows (torch 2.13, fsdp/_fully_shard/_fsdp_param.py); copying the values does.
+        """
+        storages = [tensor.untyped_storage() for tensor in tensors]
+        keys = [storage_id(storage) for storage in storages]
+        for key, storage in zip(keys, storages, strict=True):
+            if key in self._alive and self._alive[key][1] != storage.nbytes():
+                self._forget(key)
+        added = sum(self._count(tensor) for tensor in tensors)
+        self._gathered = [group for group in self._gathered if group != keys]
+        self._gathered.append(keys)
+        return added
+
+    def _note_emptied(self) -> None:
+        """One storage per group is enough: FSDP2 empties all that it has gathered at once."""
+        for group in list(self._gathered):
+            storage = self._alive[group[0]][2]() if group[0] in self._alive else None
+            if storage is None or not storage.nbytes():
+                self._gathered.remove(group)
+                for key in group:
+                    self._forget(key)
+
+    def _forget(self, key: int) -> None:
+        if (found := self._alive.pop(key, None)) is not None:
+            self.live -= found[1]
+            self.events.append((found[0], -found[1]))
 
     def _count(self, tensor: Tensor) -> int:
         """Bytes that this tensor adds: 0 if its storage is already counted."""
@@ -105,7 +142,7 @@ class LiveTensors(DispatchMode):
                 self.live -= size
                 self.events.append((number, -size))
 
-        self._alive[key] = (number, weakref.ref(storage, freed))
+        self._alive[key] = (number, size, weakref.ref(storage, freed))
         self.live += size
         self.events.append((number, size))
         return size

@@ -1,7 +1,7 @@
 """The record of an out-of-memory error: what is known of it, in words, numbers and a picture."""
 
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -16,6 +16,7 @@ from trainapp.oom.errors import broken_part, requested_bytes
 from trainapp.parallel.dtensor import local
 from trainapp.parallel.ranks import PeerOutOfMemory
 from trainapp.parallel.strategy import TaskModule
+from trainapp.torch_private import storage_id
 from trainapp.train.allocations import SwallowedOutOfMemory
 from trainapp.train.phase import Phase
 from trainapp.train.run import Run
@@ -77,6 +78,12 @@ class Incident:
         return self.phase is Phase.EVALUATE
 
 
+def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+    """Bytes by storage."""
+    storages = (local(tensor).untyped_storage() for tensor in tensors)
+    return {storage_id(storage): storage.nbytes() for storage in storages}
+
+
 def describe(run: Run, error: BaseException) -> Incident:
     """Call while the error is handled: reads state that is gone afterwards. Allocates nothing on the device."""
     memory, meter, state = run.memory, run.meter, run.state
@@ -85,7 +92,10 @@ def describe(run: Run, error: BaseException) -> Incident:
     parts: dict[MemoryKind, int] = {
         kind: size for kind, size in meter.static.items() if kind is not MemoryKind.GRADIENTS
     }
-    parts[MemoryKind.GRADIENTS] = sum(local(g).untyped_storage().nbytes() for g in meter.gradients())
+    buffers, gradients = _storages(meter.communication_buffers()), _storages(meter.gradients())
+    parts[MemoryKind.GRADIENTS] = sum(size for key, size in gradients.items() if key not in buffers)
+    if buffers:  # gradients may be views of them
+        parts[MemoryKind.COMMUNICATION_BUFFERS] = sum(buffers.values())
     events, kinds = memory.events(meter.gradients())
     parts[MemoryKind.BATCH] = sum(size for number, size in events if kinds.get(number) is MemoryKind.BATCH)
     parts[MemoryKind.ACTIVATIONS] = max(0, used - sum(parts.values()))

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.weak import TensorWeakRef
 
 from trainapp.config.schema import Ddp
 from trainapp.parallel.ranks import DistributedRanks
 from trainapp.parallel.strategy import SingleDevice, Task, TaskModule, compute_within
 from trainapp.parallel.warm_up import warm_up_group
-from trainapp.torch_private import outside_dispatch_modes
+from trainapp.torch_private import DispatchMode, outside_dispatch_modes, rebuild_buckets, storage_id
 
 
 @dataclass
@@ -27,14 +28,42 @@ class Exchange:
 
     ranks: DistributedRanks
     due: bool = True  # False in all but the last micro-batch
+    has_reduced: bool = False  # since the buckets were last looked at
 
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
         """The sum of a bucket over ranks; the bucket unchanged where no exchange is due or the step is aborted."""
+        self.has_reduced = True
         if not self.due or (self.ranks.votes_enabled and self.ranks.vote(False)):
             unchanged: torch.futures.Future[torch.Tensor] = torch.futures.Future()
             unchanged.set_result(bucket.buffer())
             return unchanged
-        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda done: done.value()[0])
+        buffer = bucket.buffer()
+
+        def summed(done: Any) -> torch.Tensor:
+            done.value()  # raises the exchange's error, if it had one
+            return buffer
+
+        return dist.all_reduce(buffer, async_op=True).get_future().then(summed)
+
+
+class Buckets(DispatchMode):
+    """While active, notes the tensors that DDP allocates: its buckets belong to C++, which shows them to nobody."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._noted: dict[int, TensorWeakRef] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self._noted.setdefault(storage_id(result.untyped_storage()), TensorWeakRef(result))
+        return result
+
+    def existing(self) -> Iterator[torch.Tensor]:
+        """Those that have not been freed. One at a time: the caller of a step must not keep them alive."""
+        self._noted = {key: ref for key, ref in self._noted.items() if ref() is not None}
+        for ref in self._noted.values():
+            yield ref()
 
 
 class DDP(SingleDevice):
@@ -58,20 +87,32 @@ class DDP(SingleDevice):
 
     def _wrap(self) -> None:
         device = self.ranks.device
-        self.forward = nn.parallel.DistributedDataParallel(
-            self._task_module,
-            device_ids=[device.index] if device.type == "cuda" else None,
-            **_no_buffer_sync(),  # `broadcast_buffers` does it when it matters; DDP would in every forward
-            bucket_cap_mb=self.settings.bucket_mb,
-            static_graph=self.settings.static_graph,
-            find_unused_parameters=self.settings.find_unused_parameters,
-            gradient_as_bucket_view=True,
-            init_sync=False,
-        )
+        self._buckets, self._exchange.has_reduced = Buckets(), False
+        with self._buckets:
+            self.forward = nn.parallel.DistributedDataParallel(
+                self._task_module,
+                device_ids=[device.index] if device.type == "cuda" else None,
+                **_no_buffer_sync(),  # `broadcast_buffers` does it when it matters; DDP would in every forward
+                bucket_cap_mb=self.settings.bucket_mb,
+                static_graph=self.settings.static_graph,
+                find_unused_parameters=self.settings.find_unused_parameters,
+                gradient_as_bucket_view=True,
+                init_sync=False,
+            )
         self.forward.register_comm_hook(self._exchange, Exchange.reduce)
-        # In the forward after the first backward DDP rearranges its buckets, which is a collective: vote before it.
-        # Costs nothing once the size is proven.
-        self.forward.register_forward_pre_hook(lambda *_: self.ranks.check_peers())
+        self.forward.register_forward_pre_hook(lambda *_: self._before_forward())
+
+    def _before_forward(self) -> None:
+        """In the forward after the first backward DDP rearranges its buckets, which is a collective: vote before it.
+
+        Done here rather than left to DDP, so that the new ones are noted. Each later step costs a call that does
+        nothing.
+        """
+        self.ranks.check_peers()
+        if self._exchange.has_reduced and torch.is_grad_enabled():
+            self._exchange.has_reduced = False
+            with self.ranks.exchange_in_library(), self._buckets:
+                rebuild_buckets(self.forward)
 
     def compute(self, task: Task, batch: Any) -> tuple[Any, ...]:
         """Within DDP's forward."""
@@ -98,6 +139,10 @@ class DDP(SingleDevice):
         del self.forward
         gc.collect()
         self._wrap()
+
+    def communication_buffers(self) -> Iterator[torch.Tensor]:
+        """DDP's buckets. After a backward the gradients are views of them."""
+        return self._buckets.existing()
 
     def warm_up(self) -> None:
         """On the group of all ranks, the only one that it uses."""

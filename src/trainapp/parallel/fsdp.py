@@ -44,14 +44,17 @@ class FSDP(SingleDevice):
     ):
         super().__init__(model, ranks)
         self.settings = settings
-        mesh = _mesh(ranks, settings.replicas)
+        with outside_dispatch_modes():  # a mesh reads the numbers of its ranks, also in a trace
+            mesh = _mesh(ranks, settings.replicas)
+            shards = mesh["shard"]
         self._shard_group = mesh.get_group("shard")
         task_module = TaskModule(model)
         self._root: Any  # an FSDPModule, which is an nn.Module only once it is mixed into one
-        self._root, sharded = _shard(task_module, blocks, mesh["shard"], settings, compute_dtype)
+        self._root, sharded = _shard(task_module, blocks, shards, settings, compute_dtype)
+        self._sharded = [self._root, *sharded]
         replicas = mesh.get_group("replicate") if settings.replicas > 1 else None
         self._groups = (self._shard_group, replicas)
-        _gate_collectives(task_module, ranks.check_peers, replicas)
+        _gate_collectives(task_module, ranks.check_peers, lambda buffer: self.note_buffer(buffer), replicas)
         _prefetch(sharded, settings.prefetch)
         if compute_dtype != torch.float32:
             model.register_forward_hook(_as_fp32)  # the loss is summed in fp32
@@ -93,6 +96,14 @@ class FSDP(SingleDevice):
             self._root.set_requires_gradient_sync(last)
         self._root.set_is_last_backward(last)
         yield
+
+    def finish_accumulation(self) -> None:
+        """Also frees what an evaluation has gathered and, with `reshard_after_forward=false`, kept: the next step would
+        compute with it, even where it was the average of the weights.
+        """
+        super().finish_accumulation()
+        for module in self._sharded:
+            module.reshard()
 
     def abort_step(self) -> None:
         """Resets a half-done backward.
@@ -177,10 +188,16 @@ def _as_fp32(model: nn.Module, inputs: Any, output: Any) -> Any:
     return tree_map(lambda t: t.float() if torch.is_tensor(t) and t.is_floating_point() else t, output)
 
 
-def _gate_collectives(root: nn.Module, check_peers: Callable[[], None], replicas: dist.ProcessGroup | None) -> None:
+def _gate_collectives(
+    root: nn.Module,
+    check_peers: Callable[[], None],
+    note: Callable[[torch.Tensor], None],
+    replicas: dist.ProcessGroup | None,
+) -> None:
     """Vote before every gather and reduction, and sum gradients instead of averaging them.
 
-    replicas: the ranks that hold the same shard, where there is more than one copy of the model.
+    note: called with each buffer for them. replicas: the ranks that hold the same shard, where there is more than one
+    copy of the model.
     """
     from torch.distributed.fsdp import FSDPModule
 
@@ -188,25 +205,39 @@ def _gate_collectives(root: nn.Module, check_peers: Callable[[], None], replicas
         if isinstance(module, FSDPModule):  # these methods are not recursive
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-            gather, reduce = _gated_collectives(check_peers)
+            gather, reduce = _gated_collectives(check_peers, note)
             module.set_custom_all_gather(gather)
             module.set_custom_reduce_scatter(reduce)
             if replicas is not None:
                 module.set_all_reduce_hook(_gated_all_reduce(check_peers, replicas))
 
 
-def _gated_collectives(check_peers: Callable[[], None]) -> tuple[Any, Any]:
+def _gated_collectives(check_peers: Callable[[], None], note: Callable[[torch.Tensor], None]) -> tuple[Any, Any]:
     all_gather, reduce_scatter = fsdp_collectives()
 
+    def noted(buffer: torch.Tensor) -> torch.Tensor:
+        note(buffer)
+        return buffer
+
+    # Called outside of dispatch modes: what gloo allocates for itself is not counted, and a simulated group has none
+    # of it. (Its reduce-scatter copies the input: torch 2.13, csrc/distributed/c10d/ProcessGroupGloo.cpp.)
     class GatedAllGather(all_gather):  # type: ignore[misc, valid-type]
+        def allocate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            return noted(super().allocate(*args, **kwargs))
+
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             check_peers()
-            return super().__call__(*args, **kwargs)
+            with outside_dispatch_modes():
+                return super().__call__(*args, **kwargs)
 
     class GatedReduceScatter(reduce_scatter):  # type: ignore[misc, valid-type]
+        def allocate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            return noted(super().allocate(*args, **kwargs))
+
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             check_peers()
-            return super().__call__(*args, **kwargs)
+            with outside_dispatch_modes():
+                return super().__call__(*args, **kwargs)
 
     return GatedAllGather(), GatedReduceScatter()
 

@@ -6,6 +6,7 @@ vote before each collective: healthy ranks vote 0, and the one that ran out vote
 vote pairs with the others' next one, and all ranks leave the step together.
 """
 
+import contextlib
 import datetime
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
@@ -89,6 +90,10 @@ class Ranks(Protocol):
     def barrier(self) -> None:
         """Wait for all ranks. Collective."""
 
+    def exchange_in_library(self) -> contextlib.AbstractContextManager[None]:
+        """Around a collective of a library's own on values that it reads at once: in a trace there are none."""
+        ...
+
 
 class SingleRank:
     """A single process: every collective is the identity."""
@@ -138,6 +143,9 @@ class SingleRank:
 
     def barrier(self) -> None:
         """There are no peers."""
+
+    def exchange_in_library(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
 
 class DistributedRanks:
@@ -254,3 +262,6 @@ class DistributedRanks:
 
     def barrier(self) -> None:
         dist.barrier(group=self._side_group)
+
+    def exchange_in_library(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()

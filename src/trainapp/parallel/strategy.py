@@ -5,7 +5,7 @@ abort a step on all ranks without a trace of it.
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -23,6 +23,8 @@ class SingleDevice:
 
     def __init__(self, model: nn.Module, ranks: Ranks):
         self.model, self.ranks = model, ranks
+        # Called with the buffers that exist only during an exchange.
+        self.note_buffer: Callable[[torch.Tensor], None] = lambda buffer: None
 
     @property
     def recovers_in_place(self) -> bool:
@@ -51,6 +53,10 @@ class SingleDevice:
 
     def warm_up(self) -> None:
         """Let the libraries allocate now what they otherwise allocate at a collective's first use. Collective."""
+
+    def communication_buffers(self) -> Iterator[torch.Tensor]:
+        """Tensors that persist between steps for exchanging gradients, beside what `model` holds."""
+        return iter(())
 
     def broadcast_buffers(self) -> None:
         """Give every rank the buffers of rank 0, before evaluating and saving. Collective: call on every rank."""

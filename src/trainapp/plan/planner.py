@@ -12,8 +12,9 @@ from trainapp.errors import UserError
 from trainapp.memory.timeline import Drawing, Picture
 from trainapp.plan.largest import largest_that_fits
 from trainapp.plan.place import Place
+from trainapp.plan.ranks import highest_ranks, simulated, world_of
 from trainapp.plan.recorder import PHASES, Peak
-from trainapp.plan.traced_run import ON_CPU, Trace, trace
+from trainapp.plan.traced_run import ON_CPU, Trace, planned_config, trace
 from trainapp.train.components import Components, choose_device, load_components
 
 EXACT, RANGE, NOT_TRACEABLE = "exact", "range", "not traceable"
@@ -65,11 +66,6 @@ def reason_of(error: BaseException) -> str:
 
 def require_plannable(config: Config, search_only: bool = False) -> None:
     """Raises UserError for what the planner does not cover."""
-    if config.parallel.strategy != "single":
-        raise UserError(
-            f"parallel={config.parallel.strategy}: the plan is for one process; use parallel=single, with this rank's "
-            "share of the batch as batch.global_size"
-        )
     if config.train.compile:
         raise UserError("train.compile=true: a compiled step cannot be planned; use train.compile=false")
     if config.plan.device is not None and not search_only:
@@ -91,25 +87,43 @@ class Planner:
         self.certainty = EXACT  # RANGE once a trace has made something up
         self.place: Place = ON_CPU
         self.limit = self.place.limit(config)
-        self.share = min(config.batch.global_size, len(components.train_data))
+        self.world = world_of(config)
+        is_sharded = config.parallel.strategy == "fsdp" and self.world > 1
+        self.shards = self.world // config.parallel.fsdp.replicas if is_sharded else 1
+        self.device = choose_device(config.train.device)
+        self.share = -(-min(config.batch.global_size, len(components.train_data)) // self.world)
         evaluated = components.eval_data
-        self.eval_samples = 0 if evaluated is None or config.every.eval is None else len(evaluated)
-        self.at = functools.cache(self._trace)
+        evaluates = evaluated is not None and config.every.eval is not None
+        self.all_eval_samples = len(evaluated) if evaluates else 0
+        self.eval_samples = -(-self.all_eval_samples // self.world)  # of the rank with the most
+        self.at, self.at_rank = functools.cache(self._trace), functools.cache(self._trace_rank)
 
     def _trace(self, size: int, eval_size: int, otherwise: bool = False, which: str = "longest") -> Trace:
-        """size, eval_size: 0 leaves out training, or evaluation."""
+        """Of the rank with the highest peak. size, eval_size: 0 leaves out training, or evaluation."""
+        samples = self._traced_samples(size) if size else self.all_eval_samples
+        traces = [
+            self.at_rank(rank, size, eval_size, otherwise, which)
+            for rank in highest_ranks(self.world, self.shards, samples)
+        ]
+        return max(traces, key=lambda found: found.peak.total)
+
+    def _trace_rank(self, rank: int, size: int, eval_size: int, otherwise: bool, which: str) -> Trace:
+        # Before this rank is simulated: a process can be one rank at a time.
+        training_size = size or self.at(self.share, 0).smallest
         self.traces += 1
-        found = trace(
-            self.config,
-            self.components,
-            size or self.at(self.share, 0).smallest,
-            eval_size or 1,
-            training=size > 0,
-            evaluation=eval_size > 0,
-            otherwise=otherwise,
-            which="longest" if which == "longest" else "shortest",
-            place=self.place,
-        )
+        with simulated(rank, self.world, self.device) as ranks:
+            found = trace(
+                self.config,
+                self.components,
+                training_size,
+                eval_size or 1,
+                training=size > 0,
+                evaluation=eval_size > 0,
+                otherwise=otherwise,
+                which="longest" if which == "longest" else "shortest",
+                place=self.place,
+                ranks=ranks,
+            )
         if found.reads or found.varies:
             self.certainty = RANGE
         return found
@@ -148,6 +162,7 @@ class Planner:
             "binding_module": high.module,
             "phases": {name: high.phases[name] for name in PHASES if name in high.phases},
             "kinds": high.kinds,
+            "ranks": self._ranks(size, eval_size),
             "static": {kind.value: size for kind, size in static.items()},
             "micro_size": size,
             "eval_micro_size": eval_size or None,
@@ -156,6 +171,32 @@ class Planner:
             "largest_eval_micro_size": largest_eval,
         }
         return facts, high
+
+    def _ranks(self, size: int, eval_size: int) -> Facts:
+        """The ranks, and the peaks of those that differ: all others have one of these peaks, or one between them."""
+        samples = self._traced_samples(size)
+        own = {*highest_ranks(self.world, self.shards, samples)}
+        if eval_size:
+            own |= {*highest_ranks(self.world, self.shards, self.all_eval_samples)}
+        if len(own) > 1 or samples % self.world or self.all_eval_samples % self.world or self.at(size, 0).uneven:
+            own.add(self.world - 1)
+        peaks = {}
+        for rank in sorted(own):
+            traces = [self.at_rank(rank, size, 0, False, "longest")]
+            traces += [self.at_rank(rank, 0, eval_size, False, "longest")] if eval_size else []
+            peaks[str(rank)] = self._joined(traces).total
+        binding = max(peaks, key=lambda rank: peaks[rank])
+        return {
+            "world": self.world,
+            "strategy": self.config.parallel.strategy,
+            "replicas": self.world // self.shards,
+            "binding_rank": int(binding),
+            "peak_bytes": peaks,
+        }
+
+    def _traced_samples(self, size: int) -> int:
+        """Of a traced step, over all ranks."""
+        return min(planned_config(self.config, size, 1, self.world).batch.global_size, len(self.components.train_data))
 
     def _given_size(self) -> int | None:
         """The micro-batch that the configuration fixes, if it does."""
@@ -240,9 +281,7 @@ class Planner:
 
     @staticmethod
     def _joined(traces: list[Trace]) -> Peak:
-        return functools.reduce(
-            Peak.joined, [p for t in traces for p in (t.training, t.evaluation) if p is not None], Peak()
-        )
+        return functools.reduce(Peak.joined, [found.peak for found in traces])
 
 
 def picture_of(peak: Peak, facts: Facts, path: Any) -> Picture:

@@ -111,6 +111,10 @@ class TracedMemory(DeviceMemory):
         if self._counter is not None:
             self._counter.marks.append((len(self._counter.events), phase))
 
+    def note_buffer(self, buffer: torch.Tensor) -> None:
+        if self._counter is not None:
+            self._counter.label(MemoryKind.COMMUNICATION_BUFFERS, buffer)
+
     def passes(self, size: int) -> None:
         """Count memory that is already free again: what fetching a batch has allocated on the way."""
         if self._counter is not None and size:

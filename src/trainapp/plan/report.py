@@ -34,6 +34,7 @@ def text(facts: dict[str, Any]) -> str:
         f"micro-batch {facts['micro_size']}{evaluation}: peak {_peak_text(facts)} of {bytes_text(limit)}, in "
         f"{facts['binding_phase'].replace('_', ' ')}"
         + (f" ({facts['binding_module']})" if facts["binding_module"] else ""),
+        *_of_ranks(facts["ranks"]),
         *_device_lines(facts),
         *facts.get("notes", []),
         "peak by phase",
@@ -65,6 +66,17 @@ def _device_lines(facts: dict[str, Any]) -> list[str]:
         f"{bytes_text(facts['reserved_bytes'])} ({segments}); outside of the allocator about "
         f"{bytes_text(device['context_bytes'])}"
     ]
+
+
+def _of_ranks(ranks: dict[str, Any]) -> list[str]:
+    """One line where there are several ranks: which one binds, and the others that differ."""
+    if ranks["world"] == 1:
+        return []
+    copies = f", {ranks['replicas']} copies" if ranks["strategy"] == "fsdp" and ranks["replicas"] > 1 else ""
+    peaks, binding = ranks["peak_bytes"], str(ranks["binding_rank"])
+    others = [f"rank {rank}: {bytes_text(peak)}" for rank, peak in peaks.items() if peak != peaks[binding]]
+    which = f"rank {binding} is the highest ({', '.join(others)})" if others else "all ranks alike"
+    return [f"{ranks['world']} ranks, {ranks['strategy']}{copies}: {which}"]
 
 
 def _peak_text(facts: dict[str, Any]) -> str:

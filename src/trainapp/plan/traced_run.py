@@ -2,8 +2,9 @@
 
 import contextlib
 import dataclasses
+import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from trainapp.config.schema import Config
-from trainapp.data.batch import bucket_of, elements_in
+from trainapp.data.batch import bucket_of, elements_in, map_tensors
 from trainapp.data.micro_batch import MicroBatch
 from trainapp.data.progress import Progress
 from trainapp.data.sampler import EvalBatches, TrainBatches
@@ -19,8 +20,10 @@ from trainapp.errors import UserError
 from trainapp.memory.device import static_bytes
 from trainapp.memory.kinds import MemoryKind
 from trainapp.optim.optimizers import build_optimizer
-from trainapp.parallel.ranks import SingleRank
+from trainapp.parallel.dtensor import is_shard, local
+from trainapp.parallel.ranks import Ranks, SingleRank
 from trainapp.plan.place import Place
+from trainapp.plan.ranks import EqualChunks
 from trainapp.plan.recorder import Peak, PhaseLog, TracedMemory
 from trainapp.plan.values import MadeUpValues, NoOverflow, shapes_of
 from trainapp.signals import StopRequest
@@ -42,8 +45,8 @@ class Trace:
 
     reads: the phases in which the model or the task read values, which were made up. varies: whether the micro-batches
     of the data differ in shape. bucket: where those of training do, the shape that was traced, see `bucket_of`; else 0.
-    static: as `Meter.static`. smallest: the model cannot train on fewer samples at once. allocations: what the place
-    has recorded.
+    static: as `Meter.static`. uneven: whether ranks have shards of different sizes. smallest: the model cannot train on
+    fewer samples at once. rank: the one that was traced. allocations: what the place has recorded.
     """
 
     training: Peak | None
@@ -52,8 +55,16 @@ class Trace:
     varies: bool
     bucket: int
     static: dict[MemoryKind, int]
+    uneven: bool
     smallest: int
+    rank: int
     allocations: Any = None
+
+    @property
+    def peak(self) -> Peak:
+        """The higher one of training and evaluation."""
+        both = [peak for peak in (self.training, self.evaluation) if peak is not None]
+        return functools.reduce(Peak.joined, both, Peak())
 
 
 def trace(
@@ -67,20 +78,22 @@ def trace(
     otherwise: bool = False,
     which: Which = "longest",
     place: Place = ON_CPU,
+    ranks: Ranks | None = None,
 ) -> Trace:
     """Trace training steps with micro-batches of `size` and an evaluation with `eval_size`, on one process.
 
     otherwise: answer reads of values the other way. which: where shapes differ, all micro-batches are of this one.
-    Raises whatever the model raises on tensors without data. Sets torch's global switches and seeds the generators:
-    call it in a process of its own.
+    ranks: as `simulated` gives them; None: a single process. Raises whatever the model raises on tensors without data.
+    Sets torch's global switches and seeds the generators: call it in a process of its own.
     """
-    planned = _planned(config, size, eval_size)
-    looked_at = build.load_parts(planned, SingleRank(), components)
+    ranks = ranks or SingleRank()
+    planned = planned_config(config, size, eval_size, ranks.world)
+    looked_at = build.load_parts(planned, ranks, components)
     instead = _training_shapes(looked_at.batches, size, which) if training else None
     eval_instead = None
     if evaluation and looked_at.eval_batches is not None:
-        eval_instead = _chosen(looked_at.eval_batches.from_sample(0, eval_size, SingleRank()), which)
-    parts = build.load_parts(planned, SingleRank(), components)
+        eval_instead = _chosen(looked_at.eval_batches.from_sample(0, eval_size, ranks), which)
+    parts = build.load_parts(planned, ranks, components)
     host, parts.device = parts.device, place.device or parts.device
     parts.memory = memory = TracedMemory(parts.device, place.limit(config))
     values = MadeUpValues(otherwise, lambda: memory.phase if memory.watching else None, config.train.grad_clip)
@@ -93,10 +106,13 @@ def trace(
         numerics = {field.name: getattr(parts.numerics, field.name) for field in dataclasses.fields(parts.numerics)}
         parts.numerics = NoOverflow(**numerics, values=values)
         values.state_is_late = late = _creates_state_late(planned, host)
-        run = build.run_of(planned, parts, StopRequest(), SingleRank(), initial_device=str(parts.device))
+        with EqualChunks():
+            run = build.run_of(planned, parts, StopRequest(), ranks, initial_device=str(parts.device))
         values.state_is_late = False
         run.attempt = PhaseLog(memory)
         memory.resident = run.meter.resident
+        if _has_padded_shards(run.state.model.parameters()):
+            _settle_shards(run)
         with place.recording(run) as allocations:
             found = _training_peak(run, memory, place.steps) if training else None
             measured = None
@@ -113,9 +129,27 @@ def trace(
         varies=instead is not None or eval_instead is not None,
         bucket=0 if instead is None else bucket_of(instead.samples, elements_in(instead.data)),
         static=run.meter.static,
+        uneven=_is_uneven(run.state.model.parameters()),
         smallest=build.smallest_micro_batch(run.state.model),
+        rank=ranks.rank,
         allocations=allocations,
     )
+
+
+def _has_padded_shards(parameters: Iterable[nn.Parameter]) -> bool:
+    shards = [local(p) for p in parameters if is_shard(p)]
+    return any(shard.untyped_storage().nbytes() > shard.nbytes for shard in shards)
+
+
+def _settle_shards(run: Run) -> None:
+    """In its first forward FSDP2 pads fake shards once more, where it recognises real ones as padded (torch 2.13,
+    fsdp/_fully_shard/_fsdp_param.py, reset_sharded_param). Afterwards nothing may hold on to the old ones.
+    """
+    batch = run.batches.example(build.smallest_micro_batch(run.state.model))
+    batch = map_tensors(lambda tensor: tensor.to(run.state.device), batch)
+    with torch.no_grad(), run.state.precision.autocast:
+        run.strategy.evaluate(run.task, batch)
+    run.strategy.finish_accumulation()
 
 
 def _training_peak(run: Run, memory: TracedMemory, steps: int) -> Peak:
@@ -139,15 +173,20 @@ def _creates_state_late(config: Config, device: torch.device) -> bool:
     return False
 
 
-def _planned(config: Config, size: int, eval_size: int) -> Config:
+def _is_uneven(parameters: Iterable[Any]) -> bool:
+    return any(is_shard(p) and p.shape[0] % p.device_mesh.size() for p in parameters)
+
+
+def planned_config(config: Config, size: int, eval_size: int, world: int) -> Config:
     """The configuration of the trace: what costs no memory on the device, or only in a few first steps, is off.
 
-    A step of many micro-batches peaks in its second one, as in all later ones: two are traced. (Of less than three, the
-    second one need not be full.)
+    size, eval_size: of micro-batches, on one of `world` ranks. A step of many micro-batches peaks in its second one, as
+    in all later ones: two are traced. (Of less than three, the second one need not be full.)
     """
     whole, parts = config.batch.global_size, config.accumulation.steps
-    as_given = parts != "auto" and size == -(-whole // parts)
-    global_size = whole if as_given or whole < 3 * size else 2 * size
+    share = -(-whole // world)
+    as_given = parts != "auto" and size == -(-share // parts)
+    global_size = whole if as_given or share < 3 * size else 2 * size * world
     changes: dict[str, Any] = {
         "batch": dataclasses.replace(
             config.batch,

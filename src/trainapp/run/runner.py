@@ -21,6 +21,7 @@ from trainapp.oom.incident import Incident
 from trainapp.optim.optimizers import lean_optimizer
 from trainapp.parallel.ranks import Ranks, SingleRank
 from trainapp.plan import first_size
+from trainapp.plan.ranks import by_rank_zero
 from trainapp.run import export, restarts, resume
 from trainapp.run.result import RunResult, result_of
 from trainapp.run.summary import opening_line, report
@@ -129,7 +130,7 @@ def prepare(config: Config, stop: StopRequest, ranks: Ranks, carried: CarriedOve
         retries_in_place=run.retries_in_place,
         hint=hint,
         saved=saved if saved and saved["budget"] == run.memory.budget else None,
-        planned=lambda: planned.first_sizes(config) if config.mode == "train" else None,
+        planned=lambda: by_rank_zero(ranks, config, planned.first_sizes) if config.mode == "train" else None,
         remembered=hints.recall(run) if config.oom.enabled else None,
     )
     run.sizes.continue_history(saved, hint)

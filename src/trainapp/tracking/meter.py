@@ -1,7 +1,7 @@
 """What is measured while training: time, throughput, memory by kind. Keeps the loop free of bookkeeping."""
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -33,8 +33,14 @@ def spread_over_ranks(scalars: dict[str, float], ranks: Ranks) -> dict[str, floa
 class Meter:
     """Counts samples and seconds since the last log step, and since the start."""
 
-    def __init__(self, state: TrainState, memory: DeviceMemory):
+    def __init__(
+        self,
+        state: TrainState,
+        memory: DeviceMemory,
+        communication_buffers: Callable[[], Iterable[torch.Tensor]] = tuple,
+    ):
         self.state, self.memory, self.host = state, memory, HostMemory()
+        self.communication_buffers = communication_buffers
         self.parameters = [p for p in state.model.parameters() if p.requires_grad]
         self.static = static_bytes(state.model, state.optimizer, state.average.averages, state.keeps_gradients)
         self.started = self._window_start = time.monotonic()
@@ -53,6 +59,7 @@ class Meter:
         return {
             MemoryKind.PARAMETERS: self.state.model.parameters(),
             MemoryKind.GRADIENTS: self.gradients(),
+            MemoryKind.COMMUNICATION_BUFFERS: self.communication_buffers(),
             MemoryKind.BUFFERS: self.state.model.buffers(),
             MemoryKind.OPTIMIZER_STATE: optimizer_tensors(self.state.optimizer),
             MemoryKind.WEIGHT_AVERAGE: self.state.average.averages,

@@ -97,6 +97,7 @@ def run_of(
     batches, eval_batches = parts.batches, parts.eval_batches
     assembled = assemble(config, components, ranks, device, numerics, initial_device, example=batches.example)
     state, strategy = assembled.state, assembled.strategy
+    strategy.note_buffer = memory.note_buffer
     state.stateful = owners_of_state(components, state.model, device)
     if config.model.init_from:
         load_initial_weights(state.model, Path(config.model.init_from), config.model.init_strict)
@@ -111,7 +112,7 @@ def run_of(
     state.data_samples = batches.samples
     checkpointer = _checkpointer(config, state, ranks)
     length = run_length(config, batches, state.progress)
-    meter = Meter(state, memory)
+    meter = Meter(state, memory, strategy.communication_buffers)
     assembled.budget.room = functools.partial(room_of, config, memory, meter, ranks)
     return Run(
         config=config,

@@ -32,6 +32,11 @@ def for_device(config: Config, load: Callable[[Config], Components]) -> Planner:
             f"plan.device={config.plan.device} with train.device={config.train.device}: the plan would be for CUDA; "
             "use train.device=auto"
         )
+    if config.parallel.strategy != "single":
+        raise UserError(
+            f"plan.device={config.plan.device} with parallel={config.parallel.strategy}: a plan for a GPU is for one "
+            "process; use parallel=single, with this rank's share of the batch as batch.global_size, or plan.device=null"
+        )
     find(str(config.plan.device))
     traced_from = dataclasses.replace(config, train=dataclasses.replace(config.train, device="cpu"))
     if not can_pretend():

@@ -1,0 +1,168 @@
+"""One rank of many in a single process: torch's fake process group, whose collectives exchange nothing."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+
+from trainapp.config.schema import Config
+from trainapp.errors import UserError
+from trainapp.parallel.ranks import DistributedRanks, Flags, Ranks, SingleRank
+from trainapp.torch_private import DispatchMode, is_fake, outside_dispatch_modes
+
+T = TypeVar("T")
+
+
+def world_of(config: Config) -> int:
+    """The number of ranks to plan for: `plan.world`, else as many as the run would have on machines like this one.
+
+    Raises UserError for settings that conflict or do not say.
+    """
+    parallel, world = config.parallel, config.plan.world
+    if parallel.strategy == "single":
+        if world is not None and world > 1:
+            raise UserError(f"plan.world={world}: parallel=single is one process; use parallel=ddp or parallel=fsdp")
+        return 1
+    if world is None:
+        on_this_node = torch.cuda.device_count() if parallel.devices == "auto" else parallel.devices
+        world = on_this_node * parallel.nodes
+    if not world:
+        raise UserError("parallel.devices=auto: this machine has no GPUs; set plan.world=N to plan for N ranks")
+    if parallel.strategy == "fsdp" and world > 1 and world % parallel.fsdp.replicas:
+        raise UserError(
+            f"parallel.fsdp.replicas={parallel.fsdp.replicas}: must divide the number of ranks, {world}; each replica "
+            "is sharded over the same number of ranks"
+        )
+    return world
+
+
+def by_rank_zero(ranks: Ranks, config: Config, ask: Callable[[Config], T]) -> T:
+    """What `ask` answers on rank 0, for as many ranks as there are. Collective; raises its UserError on all ranks."""
+    answer, problem = None, None
+    if ranks.is_rank_zero:
+        world = ranks.world if ranks.world > 1 else None
+        try:
+            answer = ask(dataclasses.replace(config, plan=dataclasses.replace(config.plan, world=world)))
+        except UserError as error:
+            problem = error
+    answer, problem = ranks.all_gather_object((answer, problem))[0]
+    if problem is not None:
+        raise problem
+    return cast(T, answer)
+
+
+class SimulatedRanks(DistributedRanks):
+    """Rank `rank` of `world`, whose peers all have what it has. Needs `simulated` to be in force."""
+
+    def __init__(self, rank: int, world: int, device: torch.device):
+        self.rank, self.world, self.device = rank, world, device
+        self.votes, self.votes_enabled, self.saving_group = 0, False, None
+
+    def enable_votes(self, unproven: bool) -> None:
+        """No rank fails in a trace."""
+
+    def disable_votes(self) -> None:
+        """No rank fails in a trace."""
+
+    def vote(self, failed: bool) -> bool:
+        return failed
+
+    def all_reduce_sum(self, value: torch.Tensor) -> torch.Tensor:
+        with outside_dispatch_modes():  # as in a run, where it is not counted either
+            return value.clone()
+
+    def all_reduce_min(self, value: int) -> int:
+        return value
+
+    def all_reduce_max(self, *values: int) -> list[int]:
+        return list(values)
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        return [value] * self.world
+
+    def start_flag_exchange(self, read: Callable[[], Flags]) -> None:
+        self._read_flags = read
+
+    def finish_flag_exchange(self) -> Flags:
+        return self._read_flags()
+
+    def cancel_flag_exchange(self) -> None:
+        """Nothing runs in the background."""
+
+    def barrier(self) -> None:
+        """Nobody to wait for."""
+
+    def exchange_in_library(self) -> contextlib.AbstractContextManager[None]:
+        return _RealIntegers()
+
+
+class _RealIntegers(DispatchMode):
+    """Gives integers their values, on the host: DDP's reducer writes and reads the order of its buckets in C++ (torch
+    2.13, csrc/distributed/c10d/reducer.cpp, sync_bucket_indices). The buckets themselves stay as they are.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten.empty.memory_format and kwargs.get("dtype") is torch.int32:
+            with outside_dispatch_modes():
+                return torch.empty(*args, dtype=torch.int32)
+        first = args[0][0] if args and isinstance(args[0], list) and args[0] else args[0] if args else None
+        if type(first) is torch.Tensor and first.dtype is torch.int32:
+            with outside_dispatch_modes():
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+class EqualChunks(TorchFunctionMode):
+    """Cuts fake tensors into chunks of which all equal ones are the first, as views of the same memory.
+
+    Use while a model is built: FSDP2 cuts every parameter into one chunk per rank, and keeps one (torch 2.13,
+    fsdp/_fully_shard/_fsdp_common.py). With 512 ranks, making them took most of a trace's time.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not torch.chunk or len(args) != 2 or set(kwargs) != {"dim"} or not is_fake(args[0]):
+            return func(*args, **kwargs)
+        (tensor, chunks), dim = args, kwargs["dim"]
+        length = tensor.size(dim)
+        size = -(-length // chunks)
+        if not size:
+            return func(*args, **kwargs)
+        whole, rest = divmod(length, size)
+        first = tensor.narrow(dim, 0, size)
+        return (first,) * whole + ((tensor.narrow(dim, whole * size, rest),) if rest else ())
+
+
+@contextlib.contextmanager
+def simulated(rank: int, world: int, device: torch.device) -> Iterator[Ranks]:
+    """The rank, in a process group that exists inside the block. A single process where `world` is 1."""
+    if world == 1:
+        yield SingleRank()
+        return
+    dist.init_process_group("fake", rank=rank, world_size=world)
+    try:
+        yield SimulatedRanks(rank, world, device)
+    finally:
+        dist.destroy_process_group()
+
+
+def highest_ranks(world: int, shards: int, samples: int) -> list[int]:
+    """The ranks of which one has the highest peak of work on `samples` that are split over `world` ranks.
+
+    shards: ranks over which a parameter is split; the first of them have the larger parts. One rank where the samples
+    are split evenly, else also the first that has one more. Never one without samples.
+    """
+    if samples % world == 0:
+        return [0]
+    first = {rank % shards: rank for rank in reversed(range(world)) if _share(samples, rank, world) > samples // world}
+    return [0, first[min(first)]] if samples > world else [first[min(first)]]
+
+
+def _share(samples: int, rank: int, world: int) -> int:
+    """As `TrainBatches` and `EvalBatches` split them."""
+    return samples * (rank + 1) // world - samples * rank // world
