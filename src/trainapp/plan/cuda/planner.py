@@ -35,7 +35,7 @@ def for_device(config: Config, load: Callable[[Config], Components]) -> Planner:
     if config.parallel.strategy != "single":
         raise UserError(
             f"plan.device={config.plan.device} with parallel={config.parallel.strategy}: a plan for a GPU is for one "
-            "process; use parallel=single, with this rank's share of the batch as batch.global_size, or plan.device=null"
+            "process; use parallel=single, with a rank's share of the batch as batch.global_size, or plan.device=null"
         )
     find(str(config.plan.device))
     traced_from = dataclasses.replace(config, train=dataclasses.replace(config.train, device="cpu"))
