@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import _foreign
 from _common import machine, table
 
 BASE = (
@@ -107,6 +108,7 @@ def measured(overrides: tuple[str, ...], micro_size: int, eval_micro_size: int) 
 def main() -> None:
     """Print one row per family, and one per configuration that is not exact."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--foreign", action="store_true", help="models that are not trainapp's own")
     parser.add_argument("--only", default="", help="configurations with this text in their overrides")
     parser.add_argument("--json", type=Path, help="also write all figures to this file")
     options = parser.parse_args()
@@ -114,7 +116,7 @@ def main() -> None:
     found = []
     pool = concurrent.futures.ProcessPoolExecutor
     with pool(1, context) as planning, pool(1, context) as training:
-        for family, overrides in cases():
+        for family, overrides in _foreign.cases() if options.foreign else cases():
             if options.only not in " ".join(overrides):
                 continue
             facts = planning.submit(planned, overrides).result()

@@ -9,34 +9,40 @@ from trainapp.config.schema import Config
 from trainapp.errors import UserError
 from trainapp.memory.host_memory import total_bytes
 from trainapp.memory.timeline import Picture
+from trainapp.plan.assumed_shapes import Share
 from trainapp.plan.largest import largest_that_fits
+from trainapp.plan.real_steps import RealSteps
 from trainapp.plan.recorder import PHASES, Peak
 from trainapp.plan.traced_run import Trace, trace
 from trainapp.train.components import Components, choose_device, load_components
 from trainapp.units import parse_memory_size
 
-EXACT, RANGE, NOT_TRACEABLE = "exact", "range", "not traceable"
+EXACT, RANGE, PROBED, NOT_TRACEABLE = "exact", "range", "probed", "not traceable"
 Facts = dict[str, Any]
 log = logging.getLogger(__name__)
 
 
-def plan(config: Config, search_only: bool = False) -> tuple[Facts, Peak | None]:
+def plan(config: Config, search_only: bool = False, untraceable: str | None = None) -> tuple[Facts, Peak | None]:
     """The plan as plain values, the content of plan.json, and the highest peak with its events.
 
-    search_only: training's largest micro-batch and nothing else. Raises UserError for mistakes in the configuration,
-    and for what is not planned. A model that cannot be traced is no error: `certainty` says so, and `reason` why.
+    search_only: training's largest micro-batch and nothing else. untraceable: why a trace need not be tried. Raises
+    UserError for mistakes in the configuration, and for what is not planned. A model that cannot be traced is no error:
+    `certainty` says so, `reason` why, and the rest is an estimate from small steps that are run for real.
     """
     started = time.monotonic()
     require_plannable(config)
     components = load_components(config)
     planner = Planner(config, components)
-    try:
-        facts, peak = planner.search() if search_only else planner.plan()
-    except UserError:
-        raise
-    except Exception as error:
-        log.debug("the model could not be traced", exc_info=True)
-        return {"certainty": NOT_TRACEABLE, "reason": reason_of(error), "limit_bytes": planner.limit}, None
+    if untraceable is None:
+        try:
+            facts, peak = planner.search() if search_only else planner.plan()
+        except UserError:
+            raise
+        except Exception as error:
+            log.debug("the model could not be traced", exc_info=True)
+            untraceable = reason_of(error)
+    if untraceable is not None:
+        facts, peak = _estimated(config, components, untraceable, search_only), None
     return facts | {"traces": planner.traces, "seconds": round(time.monotonic() - started, 3)}, peak
 
 
@@ -66,10 +72,11 @@ def require_plannable(config: Config) -> None:
 class Planner:
     """Traces one configuration at the sizes that the plan needs, each at most once."""
 
-    def __init__(self, config: Config, components: Components):
-        self.config, self.components = config, components
+    def __init__(self, config: Config, components: Components, steps: RealSteps | None = None):
+        """steps: run for real in place of traces."""
+        self.config, self.components, self._steps = config, components, steps
         self.traces = 0
-        self.certainty = EXACT  # RANGE once a trace has made something up
+        self.certainty = EXACT  # RANGE once a trace has made something up, PROBED once it has run an operator
         setting = config.memory.limit
         total = total_bytes()
         self.limit = total if setting is None else parse_memory_size(setting, total)
@@ -78,8 +85,17 @@ class Planner:
         self.eval_samples = 0 if evaluated is None or config.every.eval is None else len(evaluated)
         self.at = functools.cache(self._trace)
 
-    def _trace(self, size: int, eval_size: int, otherwise: bool = False, which: str = "longest") -> Trace:
+    def _trace(
+        self,
+        size: int,
+        eval_size: int,
+        otherwise: bool = False,
+        which: str = "longest",
+        share: Share = Share.MOST,
+    ) -> Trace:
         """size, eval_size: 0 leaves out training, or evaluation."""
+        if self._steps is not None:
+            return self._steps.trace(size, eval_size, self.share)
         self.traces += 1
         found = trace(
             self.config,
@@ -90,9 +106,12 @@ class Planner:
             evaluation=eval_size > 0,
             otherwise=otherwise,
             which="longest" if which == "longest" else "shortest",
+            share=share,
         )
-        if found.reads or found.varies:
+        if found.reads or found.varies or found.assumed:
             self.certainty = RANGE
+        elif found.probed and self.certainty == EXACT:
+            self.certainty = PROBED
         return found
 
     def search(self) -> tuple[Facts, Peak | None]:
@@ -110,7 +129,10 @@ class Planner:
             given = self.config.batch.eval_micro_size
             eval_size = min(given, self.eval_samples) if given != "auto" else (largest_eval or 1)
         low, high, notes = self._bounds(size, eval_size)
-        certainty = EXACT if low.total == high.total and not notes else RANGE
+        probed = sorted({operator for found in self._base(size, eval_size) for operator in found.probed})
+        certainty = RANGE if low.total != high.total or notes else PROBED if probed else EXACT
+        if probed:
+            notes.append(f"run for real to know what they allocate: {', '.join(probed)}")
         static = (self.at(size, 0)).static
         facts: Facts = {
             "peak_bytes": high.total,
@@ -159,10 +181,13 @@ class Planner:
 
         return largest_that_fits(peak_of, self.limit, min(2 * self.share, self.eval_samples))
 
+    def _base(self, size: int, eval_size: int) -> list[Trace]:
+        return [self.at(size, 0), *([self.at(0, eval_size)] if eval_size else [])]
+
     def _bounds(self, size: int, eval_size: int) -> tuple[Peak, Peak, list[str]]:
         """The lowest and the highest peak that the run may have, and why they differ."""
         notes: list[str] = []
-        traces = [self.at(size, 0), *([self.at(0, eval_size)] if eval_size else [])]
+        traces = self._base(size, eval_size)
         high = low = self._joined(traces)
         if any(found.varies for found in traces):
             notes.append(
@@ -173,10 +198,19 @@ class Planner:
         reads = sorted({phase for found in traces for phase in found.reads})
         if reads:
             notes.append(f"the model or the task reads values ({', '.join(reads)}): both ways were traced")
+        assumed = sorted({operation for found in traces for operation in found.assumed})
+        if assumed:
+            notes.append(
+                f"shapes depend on values ({', '.join(assumed)}): the range is from nothing to everything selected; of "
+                "a router, from equal parts to the same choice for all"
+            )
         clips = high.phase == "clip" and self.config.train.grad_clip is not None
-        if reads or clips:  # whether gradients will be clipped is not known either
+        # Whether gradients will be clipped is not known either.
+        for otherwise, share in _ways(bool(reads or clips), bool(assumed)):
+            arguments = (otherwise, "longest", share)
             try:
-                other = self._joined([self.at(size, 0, True), *([self.at(0, eval_size, True)] if eval_size else [])])
+                evaluated = [self.at(0, eval_size, *arguments)] if eval_size else []
+                other = self._joined([self.at(size, 0, *arguments), *evaluated])
             except UserError:
                 raise
             except Exception as error:
@@ -189,6 +223,30 @@ class Planner:
     @staticmethod
     def _joined(traces: list[Trace]) -> Peak:
         return functools.reduce(Peak.joined, [p for t in traces for p in (t.training, t.evaluation) if p is not None])
+
+
+def _estimated(config: Config, components: Components, reason: str, search_only: bool) -> Facts:
+    """The plan from steps that are run for real; `reason` alone where they fail, too."""
+    steps = RealSteps(config, components)
+    planner = Planner(config, components, steps)
+    unknown: Facts = {"certainty": NOT_TRACEABLE, "reason": reason, "limit_bytes": planner.limit}
+    try:
+        facts, _ = planner.search() if search_only else planner.plan()
+    except UserError:
+        raise
+    except Exception as error:
+        log.debug("no small step could be run", exc_info=True)
+        return unknown | {"reason": f"{reason}; nor can small steps be run ({reason_of(error)})"}
+    facts.pop("range_bytes", None)
+    return facts | unknown | {"notes": [steps.note(), *facts.get("notes", [])], "estimate": steps.basis()}
+
+
+def _ways(reads: bool, shapes: bool) -> list[tuple[bool, Share]]:
+    """In which other ways a run may go: reads answered otherwise, other elements selected, or both."""
+    others = [(False, Share.FEWEST), (False, Share.LAST)] if shapes else []
+    if reads:
+        others += [(True, Share.MOST), *([(True, Share.FEWEST)] if shapes else [])]
+    return others
 
 
 def picture_of(peak: Peak, facts: Facts, path: Any) -> Picture:

@@ -22,10 +22,23 @@ def ask(config: Config, search_only: bool = False, picture: Path | None = None) 
     """The plan of a configuration, as plain values: see `planner.plan`. Takes some seconds.
 
     picture: also draw the step or evaluation that holds the peak to this PNG. Raises UserError for mistakes in the
-    configuration. Where the planner's process dies, `certainty` is "not traceable".
+    configuration. Where the planner's process dies while it traces, another one runs small steps for real.
     """
+    facts = _asked(config, search_only, picture)
+    if isinstance(facts, str):
+        reason = facts
+        facts = _asked(config, search_only, picture, reason)
+        if isinstance(facts, str):
+            return {"certainty": "not traceable", "reason": reason}
+    return facts
+
+
+def _asked(
+    config: Config, search_only: bool, picture: Path | None, untraceable: str | None = None
+) -> dict[str, Any] | str:
+    """What a process of its own answers, or how it has died. untraceable: see `planner.plan`."""
     with tempfile.TemporaryDirectory(prefix="trainapp-plan-") as folder:
-        Path(folder, _REQUEST).write_bytes(pickle.dumps((config, search_only, picture)))
+        Path(folder, _REQUEST).write_bytes(pickle.dumps((config, search_only, picture, untraceable)))
         done = subprocess.run(
             [sys.executable, "-m", __name__, folder],
             env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},  # users' modules, too
@@ -38,12 +51,13 @@ def ask(config: Config, search_only: bool = False, picture: Path | None = None) 
         try:
             facts, error, exit_code = pickle.loads(Path(folder, _ANSWER).read_bytes())
         except FileNotFoundError:
-            return {"certainty": "not traceable", "reason": _death(done)}
+            return _death(done)
     if error is not None:
         raised = UserError(error)
         raised.exit_code = exit_code
         raise raised
-    return facts
+    answer: dict[str, Any] = facts
+    return answer
 
 
 def _death(done: "subprocess.CompletedProcess[str]") -> str:
@@ -54,14 +68,14 @@ def _death(done: "subprocess.CompletedProcess[str]") -> str:
 
 def main(folder: Path) -> None:
     """Answer the request in `folder`."""
-    config, search_only, picture = pickle.loads((folder / _REQUEST).read_bytes())
+    config, search_only, picture, untraceable = pickle.loads((folder / _REQUEST).read_bytes())
     from trainapp.memory.timeline import Drawing
     from trainapp.plan import planner
 
     logging.basicConfig(level=logging.ERROR)  # the run itself will warn
     facts, error, exit_code = None, None, 0
     try:
-        facts, peak = planner.plan(config, search_only)
+        facts, peak = planner.plan(config, search_only, untraceable)
         if picture is not None and peak is not None:
             Drawing([planner.picture_of(peak, facts, picture)]).wait()
     except UserError as caught:

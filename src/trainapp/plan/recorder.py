@@ -63,8 +63,8 @@ class Peak:
 class _Counter(LiveTensors):
     """Also notes in which module the peak lies, and at which event each phase begins."""
 
-    def __init__(self, running: Callable[[], str], phase: Phase):
-        super().__init__(devices=None)
+    def __init__(self, running: Callable[[], str], phase: Phase, limit: int | None):
+        super().__init__(limit, devices=None)
         self._running = running
         self.module = ""
         self.marks: list[tuple[int, Phase]] = [(0, phase)]
@@ -85,10 +85,14 @@ class _Counter(LiveTensors):
 
 
 class TracedMemory(DeviceMemory):
-    """Counts fake storages, whatever device they claim to be on. `highest` is of all watched blocks since `reset`."""
+    """Counts fake storages, whatever device they claim to be on. `highest` is of all watched blocks since `reset`.
 
-    def __init__(self, device: torch.device):
+    most: bytes above which a step that is run for real ends with MemoryLimitExceeded.
+    """
+
+    def __init__(self, device: torch.device, most: int | None = None):
         super().__init__(device, Memory(limit=None), total=1)
+        self._most = most
         self.resident: Callable[[], Resident] = dict  # what exists after a block, for the kinds of what it allocated
         self.phase: Phase | None = None
         self.reset()
@@ -122,7 +126,7 @@ class TracedMemory(DeviceMemory):
             deepest = max(tracker.parents, key=lambda name: name.count("."), default="")
             return deepest.partition(".")[2]  # the first part is the class of the whole model
 
-        counter = self._counter = _Counter(running, self.phase or Phase.START)
+        counter = self._counter = _Counter(running, self.phase or Phase.START, self._most)
         self.watching = True
         try:
             counter.register(resident)

@@ -3,12 +3,12 @@
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trainapp.config.schema import Config, Memory
 from trainapp.data.batch import elements_in
@@ -20,6 +20,8 @@ from trainapp.memory.device import static_bytes
 from trainapp.memory.kinds import MemoryKind
 from trainapp.optim.optimizers import build_optimizer
 from trainapp.parallel.ranks import SingleRank
+from trainapp.plan import models
+from trainapp.plan.assumed_shapes import Share
 from trainapp.plan.recorder import Peak, PhaseLog, TracedMemory
 from trainapp.plan.values import FakeBatches, FakeEvalBatches, MadeUpValues, NoOverflow, shapes_of
 from trainapp.signals import StopRequest
@@ -38,13 +40,17 @@ Which = Literal["shortest", "longest"]
 class Trace:
     """What was measured. training, evaluation: None where not asked for, or where there is none.
 
-    reads: the phases in which the model or the task read values, which were made up. varies: whether the micro-batches
-    of the data differ in shape. static: as `Meter.static`. smallest: the model cannot train on fewer samples at once.
+    reads: the phases in which the model or the task read values, which were made up. assumed: the operations whose
+    results have shapes that depend on values. probed: those that were run for real to know what they allocate.
+    varies: whether the micro-batches of the data differ in shape. static: as `Meter.static`. smallest: the model cannot
+    train on fewer samples at once.
     """
 
     training: Peak | None
     evaluation: Peak | None
     reads: tuple[str, ...]
+    assumed: tuple[str, ...]
+    probed: tuple[str, ...]
     varies: bool
     static: dict[MemoryKind, int]
     smallest: int
@@ -60,12 +66,15 @@ def trace(
     evaluation: bool = True,
     otherwise: bool = False,
     which: Which = "longest",
+    share: Share = Share.MOST,
+    real_bytes: int | None = None,
 ) -> Trace:
     """Trace training steps with micro-batches of `size` and an evaluation with `eval_size`, on one process.
 
-    otherwise: answer reads of values the other way. which: where shapes differ, all micro-batches are of this one.
-    Raises whatever the model raises on tensors without data. Sets torch's global switches and seeds the generators:
-    call it in a process of its own.
+    otherwise: answer reads of values the other way. share: see `MadeUpValues`. which: where shapes differ, all
+    micro-batches are of this one. real_bytes: run everything for real, with at most so many live bytes.
+    Raises whatever the model raises on tensors without data; MemoryLimitExceeded beyond `real_bytes`. Sets torch's
+    global switches and seeds the generators: call it in a process of its own.
     """
     planned = _planned(config, size, eval_size)
     looked_at = build.load_parts(planned, SingleRank(), components)
@@ -74,15 +83,20 @@ def trace(
     if evaluation and looked_at.eval_batches is not None:
         eval_instead = _chosen(looked_at.eval_batches.from_sample(0, eval_size, SingleRank()), which)
     parts = build.load_parts(planned, SingleRank(), components)
-    parts.memory = memory = TracedMemory(parts.device)
-    values = MadeUpValues(otherwise, lambda: memory.phase if memory.watching else None, config.train.grad_clip)
-    with fake_tensor_mode() as mode, values:
-        parts.batches = cast(TrainBatches, FakeBatches(parts.batches, mode.from_tensor, instead, memory.passes))
+    parts.memory = memory = TracedMemory(parts.device, real_bytes)
+    values = MadeUpValues(otherwise, lambda: memory.phase if memory.watching else None, config.train.grad_clip, share)
+    with contextlib.ExitStack() as stack:
+        fake: Callable[[Tensor], Tensor] = _unchanged
+        if real_bytes is None:
+            fake = stack.enter_context(fake_tensor_mode()).from_tensor
+            stack.enter_context(values)
+            numerics = {field.name: getattr(parts.numerics, field.name) for field in dataclasses.fields(parts.numerics)}
+            parts.numerics = NoOverflow(**numerics, values=values)
+            model = models.built_somehow(components, fake, parts.batches.example, parts.device, parts.numerics)
+            parts.components = dataclasses.replace(components, model=model)
+        parts.batches = cast(TrainBatches, FakeBatches(parts.batches, fake, instead, memory.passes))
         if parts.eval_batches is not None:
-            eval_batches = FakeEvalBatches(parts.eval_batches, mode.from_tensor, eval_instead)
-            parts.eval_batches = cast(EvalBatches, eval_batches)
-        numerics = {field.name: getattr(parts.numerics, field.name) for field in dataclasses.fields(parts.numerics)}
-        parts.numerics = NoOverflow(**numerics, values=values)
+            parts.eval_batches = cast(EvalBatches, FakeEvalBatches(parts.eval_batches, fake, eval_instead))
         values.state_is_late = late = _creates_state_late(planned, parts.device)
         run = build.run_of(planned, parts, StopRequest(), SingleRank(), initial_device=str(parts.device))
         values.state_is_late = False
@@ -100,10 +114,16 @@ def trace(
         training=found,
         evaluation=measured,
         reads=tuple(sorted(phase.value for phase in values.model_reads)),
+        assumed=tuple(sorted(values.shapes.operations)),
+        probed=tuple(sorted(values.probed)),
         varies=instead is not None or eval_instead is not None,
         static=run.meter.static,
         smallest=build.smallest_micro_batch(run.state.model),
     )
+
+
+def _unchanged(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _training_peak(run: Run, memory: TracedMemory) -> Peak:
