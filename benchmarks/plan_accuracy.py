@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import _foreign
 from _common import machine, table
 
 BASE = (
@@ -162,6 +163,7 @@ def _as_rank(names: dict[str, str], *arguments: Any) -> tuple[int, int]:
 def main() -> None:
     """Print one row per family, and one per configuration that is not exact."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--foreign", action="store_true", help="models that are not trainapp's own")
     parser.add_argument("--only", default="", help="configurations with this text in their overrides")
     parser.add_argument("--json", type=Path, help="also write all figures to this file")
     parser.add_argument("--ranks", action="store_true", help="runs of several ranks instead")
@@ -169,7 +171,8 @@ def main() -> None:
     context = multiprocessing.get_context("spawn")
     found = []
     pool = concurrent.futures.ProcessPoolExecutor
-    chosen = list(cases_of_ranks()) if options.ranks else [(1, *case) for case in cases()]
+    ours = _foreign.cases() if options.foreign else cases()
+    chosen = list(cases_of_ranks()) if options.ranks else [(1, *case) for case in ours]
     with contextlib.ExitStack() as stack:
         planning, *training = (stack.enter_context(pool(1, context)) for _ in range(1 + max(n for n, *_ in chosen)))
         for world, family, overrides in chosen:

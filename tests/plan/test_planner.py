@@ -167,11 +167,11 @@ class Selecting(nn.Module):
 
     def __init__(self, num_classes: int = 10):
         super().__init__()
-        self.last = nn.Linear(64, num_classes)
+        self.last, self.wide = nn.Linear(64, num_classes), nn.Parameter(torch.ones(64))
 
     def forward(self, inputs):
         flat = inputs.flatten(1)
-        return self.last(flat) + flat[flat > 0.5].sum()
+        return self.last(flat) + (flat[flat > 0.5][:, None] * self.wide).sum()
 
 
 @pytest.fixture
@@ -203,12 +203,12 @@ def test_a_branch_on_a_value_gives_a_range_that_holds_both_ways(tmp_path, own, k
     assert max(measure(tmp_path, *own(kind))) == (high if kind is Often else low)
 
 
-def test_a_shape_that_depends_on_values_is_not_traceable_and_the_operation_is_named(own):
+def test_a_shape_that_depends_on_values_gives_a_range_and_the_operation_is_named(tmp_path, own):
     facts = plan(*own(Selecting))
-    assert facts["certainty"] == "not traceable"
-    assert "DynamicOutputShapeException" in facts["reason"]
-    assert "aten." in facts["reason"]
-    assert "peak_bytes" not in facts
+    assert facts["certainty"] == "range"
+    assert any("aten.index.Tensor" in note for note in facts["notes"])
+    low, high = facts["range_bytes"]
+    assert low < max(measure(tmp_path, *own(Selecting))) < high
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
-"""Where torch's fake kernels return other dtypes, hence other sizes, than those of the CPU that they stand for.
+"""Where torch's fake kernels return other sizes than those of the CPU that they stand for.
 
-Found by comparing both on torch 2.13; `tests/plan/test_kernels.py` does so again.
+Found by comparing both on torch 2.13 (`benchmarks/fake_kernels.py`); `tests/plan/test_kernels.py` compares these again.
 """
 
 from typing import Any
@@ -11,18 +11,34 @@ from torch import Tensor
 _aten = torch.ops.aten
 _NORMS = (_aten.native_batch_norm.default, _aten.native_group_norm.default, _aten.native_layer_norm.default)
 _GROUP_NORM_BACKWARD = _aten.native_group_norm_backward.default
-CORRECTED = frozenset({*_NORMS, _GROUP_NORM_BACKWARD})
+_LOSSES = (
+    _aten.mse_loss.default,
+    _aten.smooth_l1_loss.default,
+    _aten.soft_margin_loss.default,
+    _aten.binary_cross_entropy.default,
+)
+CORRECTED = frozenset({*_NORMS, _GROUP_NORM_BACKWARD, *_LOSSES})
+_NONE = 0  # at::Reduction::None
 
 
 def as_on_cpu(func: Any, args: tuple[Any, ...], result: Any) -> Any:
-    """The results of an operation in CORRECTED, with the dtypes that the CPU's kernel gives them. Others are unchanged.
+    """The results of an operation in CORRECTED, with the sizes that the CPU's kernel gives them. Others are unchanged.
 
     Norms of a bf16 or fp16 input: the statistics that are kept for the backward have the precision of weights or
     running statistics in fp32, where the decompositions (torch/_refs/__init__.py, torch/_decomp/decompositions.py)
     give them that of the input. GroupNorm's backward: the input's gradient is like the input, there fp32.
+
+    Losses that are reduced: the CPU writes the elements' losses into the result before it reduces them in place
+    (aten/src/ATen/native/Loss.cpp), so that the scalar keeps the storage of all of them for as long as it lives.
     """
     if args[0].device.type != "cpu":
         return result
+    if func in _LOSSES:
+        position = 3 if func is _aten.binary_cross_entropy.default else 2
+        if len(args) > position and args[position] == _NONE:
+            return result
+        elements = torch.broadcast_shapes(args[0].shape, args[1].shape).numel()
+        return result.new_empty(max(1, elements)).as_strided((), ())
     if func is _GROUP_NORM_BACKWARD:
         gradient = result[0]
         return (None if gradient is None else gradient.to(args[1].dtype), *result[1:])

@@ -10,41 +10,49 @@ from typing import Any
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
 from trainapp.memory.timeline import Drawing, Picture
+from trainapp.plan.assumed_shapes import Share
 from trainapp.plan.largest import largest_that_fits
 from trainapp.plan.place import Place
 from trainapp.plan.ranks import highest_ranks, simulated, world_of
+from trainapp.plan.real_steps import RealSteps
 from trainapp.plan.recorder import PHASES, Peak
 from trainapp.plan.traced_run import ON_CPU, Trace, planned_config, trace
 from trainapp.train.components import Components, choose_device, load_components
 
-EXACT, RANGE, NOT_TRACEABLE = "exact", "range", "not traceable"
+EXACT, RANGE, PROBED, NOT_TRACEABLE = "exact", "range", "probed", "not traceable"
 Facts = dict[str, Any]
 log = logging.getLogger(__name__)
 
 
-def plan(config: Config, only: Collection[str] = ()) -> tuple[Facts, Peak | None]:
+def plan(config: Config, only: Collection[str] = (), untraceable: str | None = None) -> tuple[Facts, Peak | None]:
     """The plan as plain values, the content of plan.json, and the highest peak with its events.
 
-    only: "training", "evaluation" or both: their largest micro-batches and nothing else, see `Planner.search`. Raises
-    UserError for mistakes in the configuration, and for what is not planned. A model that cannot be traced is no error:
-    `certainty` says so, and `reason` why.
+    only: "training", "evaluation" or both: their largest micro-batches and nothing else, see `Planner.search`.
+    untraceable: why a trace need not be tried. Raises UserError for mistakes in the configuration, and for what is not
+    planned. A model that cannot be traced is no error: `certainty` says so, `reason` why, and the rest is an estimate
+    from small steps that are run for real.
     """
     started = time.monotonic()
     require_plannable(config, bool(only))
     planner = _planner(config, only)
-    try:
-        facts, peak = planner.search(only) if only else planner.plan()
-    except UserError:
-        raise
-    except Exception as error:
-        log.debug("the model could not be traced", exc_info=True)
-        return {"certainty": NOT_TRACEABLE, "reason": reason_of(error), "limit_bytes": planner.limit}, None
+    if untraceable is None:
+        try:
+            facts, peak = planner.search(only) if only else planner.plan()
+        except UserError:
+            raise
+        except Exception as error:
+            log.debug("the model could not be traced", exc_info=True)
+            untraceable = reason_of(error)
+    if untraceable is not None:
+        facts, peak = _estimated(planner, untraceable, only), None
     return facts | {"traces": planner.traces, "seconds": round(time.monotonic() - started, 3)}, peak
 
 
-def facts_of(config: Config, only: Collection[str] = (), picture: Path | None = None) -> Facts:
+def facts_of(
+    config: Config, only: Collection[str] = (), picture: Path | None = None, untraceable: str | None = None
+) -> Facts:
     """The facts of `plan`. picture: also draw the step or evaluation that holds the peak to this PNG."""
-    facts, peak = plan(config, only)
+    facts, peak = plan(config, only, untraceable)
     if picture is not None and peak is not None:
         Drawing([picture_of(peak, facts, picture)]).wait()
     return facts
@@ -81,10 +89,11 @@ def require_plannable(config: Config, search_only: bool = False) -> None:
 class Planner:
     """Traces one configuration at the sizes that the plan needs, each at most once."""
 
-    def __init__(self, config: Config, components: Components):
-        self.config, self.components = config, components
+    def __init__(self, config: Config, components: Components, steps: RealSteps | None = None):
+        """steps: run for real in place of traces."""
+        self.config, self.components, self._steps = config, components, steps
         self.traces = 0
-        self.certainty = EXACT  # RANGE once a trace has made something up
+        self.certainty = EXACT  # RANGE once a trace has made something up, PROBED once it has run an operator
         self.place: Place = ON_CPU
         self.limit = self.place.limit(config)
         self.world = world_of(config)
@@ -98,16 +107,20 @@ class Planner:
         self.eval_samples = -(-self.all_eval_samples // self.world)  # of the rank with the most
         self.at, self.at_rank = functools.cache(self._trace), functools.cache(self._trace_rank)
 
-    def _trace(self, size: int, eval_size: int, otherwise: bool = False, which: str = "longest") -> Trace:
+    def _trace(
+        self, size: int, eval_size: int, otherwise: bool = False, which: str = "longest", share: Share = Share.MOST
+    ) -> Trace:
         """Of the rank with the highest peak. size, eval_size: 0 leaves out training, or evaluation."""
+        if self._steps is not None:
+            return self._steps.trace(size, eval_size, self.share)
         samples = self._traced_samples(size) if size else self.all_eval_samples
         traces = [
-            self.at_rank(rank, size, eval_size, otherwise, which)
+            self.at_rank(rank, size, eval_size, otherwise, which, share)
             for rank in highest_ranks(self.world, self.shards, samples)
         ]
         return max(traces, key=lambda found: found.peak.total)
 
-    def _trace_rank(self, rank: int, size: int, eval_size: int, otherwise: bool, which: str) -> Trace:
+    def _trace_rank(self, rank: int, size: int, eval_size: int, otherwise: bool, which: str, share: Share) -> Trace:
         # Before this rank is simulated: a process can be one rank at a time.
         training_size = size or self.at(self.share, 0).smallest
         self.traces += 1
@@ -123,10 +136,18 @@ class Planner:
                 which="longest" if which == "longest" else "shortest",
                 place=self.place,
                 ranks=ranks,
+                share=share,
             )
-        if found.reads or found.varies:
+        if found.reads or found.varies or found.assumed:
             self.certainty = RANGE
+        elif found.probed and self.certainty == EXACT:
+            self.certainty = PROBED
         return found
+
+    def _at_rank(self, rank: int, size: int, eval_size: int) -> Trace:
+        if self._steps is not None:
+            return self.at(size, eval_size)
+        return self.at_rank(rank, size, eval_size, False, "longest", Share.MOST)
 
     def search(self, only: Collection[str]) -> tuple[Facts, Peak | None]:
         """The largest micro-batches alone. `largest_peak_bytes`: what training's is predicted to need; `bucket`: the
@@ -151,7 +172,10 @@ class Planner:
             given = self.config.batch.eval_micro_size
             eval_size = min(given, self.eval_samples) if given != "auto" else (largest_eval or 1)
         low, high, notes = self._bounds(size, eval_size)
-        certainty = EXACT if low.total == high.total and not notes else RANGE
+        probed = sorted({operator for found in self._base(size, eval_size) for operator in found.probed})
+        certainty = RANGE if low.total != high.total or notes else PROBED if probed else EXACT
+        if probed:
+            notes.append(f"run for real to know what they allocate: {', '.join(probed)}")
         static = (self.at(size, 0)).static
         facts: Facts = {
             "peak_bytes": high.total,
@@ -182,8 +206,8 @@ class Planner:
             own.add(self.world - 1)
         peaks = {}
         for rank in sorted(own):
-            traces = [self.at_rank(rank, size, 0, False, "longest")]
-            traces += [self.at_rank(rank, 0, eval_size, False, "longest")] if eval_size else []
+            traces = [self._at_rank(rank, size, 0)]
+            traces += [self._at_rank(rank, 0, eval_size)] if eval_size else []
             peaks[str(rank)] = self._joined(traces).total
         binding = max(peaks, key=lambda rank: peaks[rank])
         return {
@@ -252,10 +276,13 @@ class Planner:
             return largest
         return largest_that_fits(lambda size: peak_of(size, True), self.limit, largest, smallest)
 
+    def _base(self, size: int, eval_size: int) -> list[Trace]:
+        return [self.at(size, 0), *([self.at(0, eval_size)] if eval_size else [])]
+
     def _bounds(self, size: int, eval_size: int) -> tuple[Peak, Peak, list[str]]:
         """The lowest and the highest peak that the run may have, and why they differ."""
         notes: list[str] = []
-        traces = [self.at(size, 0), *([self.at(0, eval_size)] if eval_size else [])]
+        traces = self._base(size, eval_size)
         high = low = self._joined(traces)
         if any(found.varies for found in traces):
             notes.append(
@@ -266,10 +293,19 @@ class Planner:
         reads = sorted({phase for found in traces for phase in found.reads})
         if reads:
             notes.append(f"the model or the task reads values ({', '.join(reads)}): both ways were traced")
+        assumed = sorted({operation for found in traces for operation in found.assumed})
+        if assumed:
+            notes.append(
+                f"shapes depend on values ({', '.join(assumed)}): the range is from nothing to everything selected; of "
+                "a router, from equal parts to the same choice for all"
+            )
         clips = high.phase == "clip" and self.config.train.grad_clip is not None
-        if reads or clips:  # whether gradients will be clipped is not known either
+        # Whether gradients will be clipped is not known either.
+        for otherwise, share in _ways(bool(reads or clips), bool(assumed)):
+            arguments = (otherwise, "longest", share)
             try:
-                other = self._joined([self.at(size, 0, True), *([self.at(0, eval_size, True)] if eval_size else [])])
+                evaluated = [self.at(0, eval_size, *arguments)] if eval_size else []
+                other = self._joined([self.at(size, 0, *arguments), *evaluated])
             except UserError:
                 raise
             except Exception as error:
@@ -282,6 +318,35 @@ class Planner:
     @staticmethod
     def _joined(traces: list[Trace]) -> Peak:
         return functools.reduce(Peak.joined, [found.peak for found in traces])
+
+
+def _estimated(planner: Planner, reason: str, only: Collection[str]) -> Facts:
+    """The plan from steps that are run for real; `reason` alone where they fail, too, and where they would say nothing:
+    for several ranks, and for a device that is not here.
+    """
+    config = planner.config
+    unknown: Facts = {"certainty": NOT_TRACEABLE, "reason": reason, "limit_bytes": planner.limit}
+    if planner.world > 1 or (config.plan.device is not None and not only):
+        return unknown
+    steps = RealSteps(config, planner.components)
+    by_steps = Planner(config, planner.components, steps)
+    try:
+        facts, _ = by_steps.search(only) if only else by_steps.plan()
+    except UserError:
+        raise
+    except Exception as error:
+        log.debug("no small step could be run", exc_info=True)
+        return unknown | {"reason": f"{reason}; nor can small steps be run ({reason_of(error)})"}
+    facts.pop("range_bytes", None)
+    return facts | unknown | {"notes": [steps.note(), *facts.get("notes", [])], "estimate": steps.basis()}
+
+
+def _ways(reads: bool, shapes: bool) -> list[tuple[bool, Share]]:
+    """In which other ways a run may go: reads answered otherwise, other elements selected, or both."""
+    others = [(False, Share.FEWEST), (False, Share.LAST)] if shapes else []
+    if reads:
+        others += [(True, Share.MOST), *([(True, Share.FEWEST)] if shapes else [])]
+    return others
 
 
 def picture_of(peak: Peak, facts: Facts, path: Any) -> Picture:

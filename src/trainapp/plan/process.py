@@ -29,6 +29,10 @@ class NoAnswer(Exception):
     """The planner's process died, took too long, or was stopped. The message says which."""
 
 
+class Died(NoAnswer):
+    """The planner's process died."""
+
+
 def _never() -> bool:
     return False
 
@@ -43,15 +47,22 @@ def ask(
     """The plan of a configuration, as plain values: see `planner.plan`. Takes some seconds.
 
     only: see `planner.plan`. picture: also draw the step or evaluation that holds the peak to this PNG. patience,
-    stops: see `answer_of`. Raises UserError for mistakes in the configuration. Where the planner's process dies, is
-    late or is stopped, `certainty` is "not traceable".
+    stops: see `answer_of`. Raises UserError for mistakes in the configuration. Where the planner's process dies while
+    it traces, another one runs small steps for real. Where it is late or is stopped, `certainty` is "not traceable".
     """
-    function = "trainapp.plan.planner.facts_of"
-    try:
-        facts: dict[str, Any] = answer_of(function, config, only, picture, patience=patience, stops=stops)
-    except NoAnswer as error:
-        return {"certainty": "not traceable", "reason": str(error)}
-    return facts
+    started, untraceable = time.monotonic(), None
+    for _ in range(2):
+        left = None if patience is None else max(0.0, patience - (time.monotonic() - started))
+        try:
+            arguments = (config, only, picture, untraceable)
+            facts: dict[str, Any] = answer_of("trainapp.plan.planner.facts_of", *arguments, patience=left, stops=stops)
+            return facts
+        except Died as error:
+            untraceable = untraceable or str(error)
+        except NoAnswer as error:
+            untraceable = untraceable or str(error)
+            break
+    return {"certainty": "not traceable", "reason": untraceable}
 
 
 def answer_of(
@@ -107,7 +118,7 @@ def _run(
         planner.kill()  # no effect once it has ended
         planner.wait()
     if not (folder / _ANSWER).exists():
-        raise NoAnswer(_death(planner.returncode, (folder / _ERRORS).read_text(errors="replace")))
+        raise Died(_death(planner.returncode, (folder / _ERRORS).read_text(errors="replace")))
 
 
 def _death(exit_code: int, errors: str) -> str:

@@ -64,8 +64,8 @@ class Peak:
 class _Counter(LiveTensors):
     """Also notes in which module the peak lies, and at which event each phase begins."""
 
-    def __init__(self, running: Callable[[], str], phase: Phase, devices: tuple[str, ...] | None):
-        super().__init__(devices=devices)
+    def __init__(self, running: Callable[[], str], phase: Phase, devices: tuple[str, ...] | None, limit: int | None):
+        super().__init__(limit, devices=devices)
         self._running = running
         self.module = ""
         self.marks: list[tuple[int, Phase]] = [(0, phase)]
@@ -90,11 +90,13 @@ class _Counter(LiveTensors):
 class TracedMemory(DeviceMemory):
     """Counts fake storages: all where the device is the CPU, else those that claim to be on it.
 
-    `highest` is of all watched blocks since `reset`.
+    `highest` is of all watched blocks since `reset`. most: bytes above which a step that is run for real ends with
+    MemoryLimitExceeded.
     """
 
-    def __init__(self, device: torch.device, total: int = 1):
+    def __init__(self, device: torch.device, total: int = 1, most: int | None = None):
         super().__init__(device, Memory(limit=None), total)
+        self._most = most
         self.resident: Callable[[], Resident] = dict  # what exists after a block, for the kinds of what it allocated
         self.phase: Phase | None = None
         self._devices = None if device.type == "cpu" else (device.type,)
@@ -133,7 +135,7 @@ class TracedMemory(DeviceMemory):
             deepest = max(tracker.parents, key=lambda name: name.count("."), default="")
             return deepest.partition(".")[2]  # the first part is the class of the whole model
 
-        counter = self._counter = _Counter(running, self.phase or Phase.START, self._devices)
+        counter = self._counter = _Counter(running, self.phase or Phase.START, self._devices, self._most)
         self.watching = True
         try:
             counter.register(resident)

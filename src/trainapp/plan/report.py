@@ -34,6 +34,7 @@ def text(facts: dict[str, Any]) -> str:
         f"micro-batch {facts['micro_size']}{evaluation}: peak {_peak_text(facts)} of {bytes_text(limit)}, in "
         f"{facts['binding_phase'].replace('_', ' ')}"
         + (f" ({facts['binding_module']})" if facts["binding_module"] else ""),
+        *([f"{facts['certainty']}: {facts['reason']}"] if "reason" in facts else []),
         *_of_ranks(facts["ranks"]),
         *_device_lines(facts),
         *facts.get("notes", []),

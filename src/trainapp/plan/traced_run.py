@@ -4,12 +4,12 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trainapp.config.schema import Config
 from trainapp.data.batch import bucket_of, elements_in, map_tensors
@@ -22,6 +22,8 @@ from trainapp.memory.kinds import MemoryKind
 from trainapp.optim.optimizers import build_optimizer
 from trainapp.parallel.dtensor import is_shard, local
 from trainapp.parallel.ranks import Ranks, SingleRank
+from trainapp.plan import models
+from trainapp.plan.assumed_shapes import Share
 from trainapp.plan.place import Place
 from trainapp.plan.ranks import EqualChunks
 from trainapp.plan.recorder import Peak, PhaseLog, TracedMemory
@@ -43,15 +45,19 @@ ON_CPU = Place()
 class Trace:
     """What was measured. training, evaluation: None where not asked for, or where there is none.
 
-    reads: the phases in which the model or the task read values, which were made up. varies: whether the micro-batches
-    of the data differ in shape. bucket: where those of training do, the shape that was traced, see `bucket_of`; else 0.
-    static: as `Meter.static`. uneven: whether ranks have shards of different sizes. smallest: the model cannot train on
-    fewer samples at once. rank: the one that was traced. allocations: what the place has recorded.
+    reads: the phases in which the model or the task read values, which were made up. assumed: the operations whose
+    results have shapes that depend on values. probed: those that were run for real to know what they allocate.
+    varies: whether the micro-batches of the data differ in shape. bucket: where those of training do, the shape that
+    was traced, see `bucket_of`; else 0. static: as `Meter.static`. uneven: whether ranks have shards of different
+    sizes. smallest: the model cannot train on fewer samples at once. rank: the one that was traced. allocations: what
+    the place has recorded.
     """
 
     training: Peak | None
     evaluation: Peak | None
     reads: tuple[str, ...]
+    assumed: tuple[str, ...]
+    probed: tuple[str, ...]
     varies: bool
     bucket: int
     static: dict[MemoryKind, int]
@@ -79,12 +85,16 @@ def trace(
     which: Which = "longest",
     place: Place = ON_CPU,
     ranks: Ranks | None = None,
+    share: Share = Share.MOST,
+    real_bytes: int | None = None,
 ) -> Trace:
     """Trace training steps with micro-batches of `size` and an evaluation with `eval_size`, on one process.
 
-    otherwise: answer reads of values the other way. which: where shapes differ, all micro-batches are of this one.
-    ranks: as `simulated` gives them; None: a single process. Raises whatever the model raises on tensors without data.
-    Sets torch's global switches and seeds the generators: call it in a process of its own.
+    otherwise: answer reads of values the other way. share: see `MadeUpValues`. which: where shapes differ, all
+    micro-batches are of this one. ranks: as `simulated` gives them; None: a single process. real_bytes: run everything
+    for real, with at most so many live bytes.
+    Raises whatever the model raises on tensors without data; MemoryLimitExceeded beyond `real_bytes`. Sets torch's
+    global switches and seeds the generators: call it in a process of its own.
     """
     ranks = ranks or SingleRank()
     planned = planned_config(config, size, eval_size, ranks.world)
@@ -95,16 +105,23 @@ def trace(
         eval_instead = _chosen(looked_at.eval_batches.from_sample(0, eval_size, ranks), which)
     parts = build.load_parts(planned, ranks, components)
     host, parts.device = parts.device, place.device or parts.device
-    parts.memory = memory = TracedMemory(parts.device, place.limit(config))
-    values = MadeUpValues(otherwise, lambda: memory.phase if memory.watching else None, config.train.grad_clip)
-    with place.outside(), fake_tensor_mode() as mode, values, place.inside():
-        fake = place.fake(mode.from_tensor)
+    parts.memory = memory = TracedMemory(parts.device, place.limit(config), real_bytes)
+    values = MadeUpValues(otherwise, lambda: memory.phase if memory.watching else None, config.train.grad_clip, share)
+    with contextlib.ExitStack() as stack:
+        fake: Callable[[Tensor], Tensor] = _unchanged
+        if real_bytes is None:
+            stack.enter_context(place.outside())
+            fake = place.fake(stack.enter_context(fake_tensor_mode()).from_tensor)
+            stack.enter_context(values)
+            stack.enter_context(place.inside())
+            model = models.built_somehow(components, fake, parts.batches.example, host, parts.numerics)
+            parts.components = dataclasses.replace(components, model=model)
+            parts.numerics = place.numerics(planned, parts)
+            numerics = {field.name: getattr(parts.numerics, field.name) for field in dataclasses.fields(parts.numerics)}
+            parts.numerics = NoOverflow(**numerics, values=values)
         parts.batches = cast(TrainBatches, place.batches(parts.batches, fake, instead, memory.passes))
         if parts.eval_batches is not None:
             parts.eval_batches = cast(EvalBatches, place.eval_batches(parts.eval_batches, fake, eval_instead))
-        parts.numerics = place.numerics(planned, parts)
-        numerics = {field.name: getattr(parts.numerics, field.name) for field in dataclasses.fields(parts.numerics)}
-        parts.numerics = NoOverflow(**numerics, values=values)
         values.state_is_late = late = _creates_state_late(planned, host)
         with EqualChunks():
             run = build.run_of(planned, parts, StopRequest(), ranks, initial_device=str(parts.device))
@@ -126,6 +143,8 @@ def trace(
         training=found,
         evaluation=measured,
         reads=tuple(sorted(phase.value for phase in values.model_reads)),
+        assumed=tuple(sorted(values.shapes.operations)),
+        probed=tuple(sorted(values.probed)),
         varies=instead is not None or eval_instead is not None,
         bucket=0 if instead is None else bucket_of(instead.samples, elements_in(instead.data)),
         static=run.meter.static,
@@ -150,6 +169,10 @@ def _settle_shards(run: Run) -> None:
     with torch.no_grad(), run.state.precision.autocast:
         run.strategy.evaluate(run.task, batch)
     run.strategy.finish_accumulation()
+
+
+def _unchanged(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _training_peak(run: Run, memory: TracedMemory, steps: int) -> Peak:

@@ -15,7 +15,9 @@ from trainapp.data.sampler import EvalBatches, TrainBatches
 from trainapp.memory.live_tensors import LiveTensors
 from trainapp.optim.precision import Precision
 from trainapp.parallel.ranks import Ranks
+from trainapp.plan.assumed_shapes import AssumedShapes, Share
 from trainapp.plan.kernels import CORRECTED, as_on_cpu
+from trainapp.plan.probes import PROBED, with_real_workspace
 from trainapp.torch_private import READ_OPERATORS, DispatchMode, outside_dispatch_modes
 from trainapp.train.phase import Phase
 
@@ -25,7 +27,9 @@ class MadeUpValues(DispatchMode):
 
     otherwise: answer the model's reads the other way: True, 0 or 0.0. phase: where a measured step or evaluation is;
     None outside of both. clip_at: `train.grad_clip`. The norm is taken to be above it; with `otherwise`, to be below.
-    Attributes: `reads` of the model and the task so far; `model_reads`, the phases in which they were.
+    share: how many elements operations select whose results' shapes depend on values.
+    Attributes: `reads` of the model and the task so far; `model_reads`, the phases in which they were; `shapes`, what
+    was assumed of shapes; `probed`, the operators that were run for real to know what they allocate.
 
     Raises RuntimeError after MOST_READS of them: a model that iterates until it converges would do so forever.
     """
@@ -37,8 +41,11 @@ class MadeUpValues(DispatchMode):
         otherwise: bool = False,
         phase: Callable[[], Phase | None] = lambda: None,
         clip_at: float | None = None,
+        share: Share = Share.MOST,
     ) -> None:
         super().__init__()
+        self.shapes = AssumedShapes(share)
+        self.probed: set[str] = set()
         self.otherwise, self.phase, self.clip_at = otherwise, phase, clip_at
         self.state_is_late = False  # set while the optimizer is built: what it asks about its own state
         self.reads = 0
@@ -48,7 +55,15 @@ class MadeUpValues(DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in READ_OPERATORS and getattr(args[0], "constant", None) is None:
             return self._answer(args[0])
+        if func is _EQUAL:  # torch.equal reads, too
+            return bool(self._answer(torch.empty((), dtype=torch.bool)))
+        if self.shapes.handles(func, args):
+            return self.shapes.result(func, args, kwargs or {})
         result = func(*args, **(kwargs or {}))
+        self.shapes.follow(func, args, result)
+        if func in PROBED and args[0].device.type == "cpu":
+            self.probed.add(str(func).removesuffix(".default"))
+            return with_real_workspace(func, args, result)
         return as_on_cpu(func, args, result) if func in CORRECTED else result
 
     def _answer(self, tensor: Tensor) -> bool | int | float:
@@ -74,6 +89,7 @@ class MadeUpValues(DispatchMode):
         self._zeros = [zero for zero in self._zeros if zero() is not None] + [weakref.ref(t) for t in tensors]
 
 
+_EQUAL = torch.ops.aten.equal.default
 # In the others, the step itself reads: counts, norms, the loss scale.
 _OF_THE_MODEL = frozenset({Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.METRIC, Phase.EVALUATE})
 

@@ -75,7 +75,7 @@ def assemble(
         model.to(device)
     model.train()
     if lazy := lazy_modules(model):
-        _materialise(model, lazy, None if is_meta else example, components.task, device, precision)
+        materialise(model, lazy, None if is_meta else example, components.task, device, precision)
     if dense := _make_gradients_dense(model):
         log.info("the gradients of %s are made dense: sparse ones cannot be clipped", ", ".join(dense))
     frozen.freeze(model, config.model.freeze)
@@ -130,7 +130,7 @@ def _make_gradients_dense(model: nn.Module) -> list[str]:
     return list(sparse)
 
 
-def _materialise(
+def materialise(
     model: nn.Module,
     lazy: list[str],
     example: Callable[[int], Any] | None,

@@ -1,0 +1,191 @@
+"""Operations whose results have shapes that depend on values: `nonzero`, boolean indices, `unique` and their like.
+
+How many elements are selected is assumed, once as the most and once as the fewest that are possible. Masks that come
+from a router's choice (`topk`, then `==` or `one_hot`) cannot all select everything: each row chooses k classes of n.
+Either all rows choose the same ones, or all classes get equal parts.
+"""
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+_aten = torch.ops.aten
+
+
+class Share(enum.Enum):
+    """How much a mask selects, and whom a router chooses."""
+
+    MOST = "everything, or the first classes"
+    LAST = "everything, or the last classes"
+    FEWEST = "nothing, or equal parts of all classes"
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """Of each row, `chosen` different ones of `classes`: the numbers in a tensor, or true elements of a mask.
+
+    share: the mask's true elements if all classes get equal parts. only: the class that the mask is of.
+    """
+
+    chosen: int
+    classes: int
+    share: float = 0.0
+    most: float = 0.0
+    only: int | None = None
+
+
+class AssumedShapes:
+    """Answers operations in `handles`, and follows choices through the operations between a router and its masks.
+
+    Attributes: `operations`, the names of those that were answered.
+    """
+
+    def __init__(self, share: Share) -> None:
+        self.share = share
+        self.operations: set[str] = set()
+        self._choices = WeakTensorKeyDictionary()
+
+    def handles(self, func: Any, args: tuple[Any, ...]) -> bool:
+        """Whether the result's shape depends on values."""
+        if func in _INDEXED:
+            return any(isinstance(index, Tensor) and index.dtype in _MASKS for index in args[1])
+        return func in _RESULTS
+
+    def result(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the operation returns, with the assumed number of elements."""
+        self.operations.add(str(func).removesuffix(".default"))
+        if func in _INDEXED:
+            indices: list[Tensor | None] = []
+            for index in args[1]:
+                if isinstance(index, Tensor) and index.dtype in _MASKS:
+                    indices += index.new_empty((index.ndim, self.selected(index)), dtype=torch.long).unbind(0)
+                else:
+                    indices.append(index)
+            return func(args[0], indices, *args[2:], **kwargs)
+        return _RESULTS[func](self, *args, **kwargs)
+
+    def selected(self, mask: Tensor) -> int:
+        """How many elements of a mask are true."""
+        choice = self._choices.get(mask)
+        if choice is None:
+            return 0 if self.share is Share.FEWEST else mask.numel()
+        if self.share is Share.FEWEST or choice.only is None:
+            return round(choice.share * mask.numel())
+        first = choice.only < choice.chosen
+        last = choice.only >= choice.classes - choice.chosen
+        return round(choice.most * mask.numel()) if (first if self.share is Share.MOST else last) else 0
+
+    def follow(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+        """Note what the results of an operation say of a router's choice."""
+        if func in _CHOOSES:
+            chosen = result if isinstance(result, Tensor) else result[1]
+            scores: Tensor = args[0]
+            dim = _dimension(func, args, scores)
+            if dim is not None and scores.ndim and chosen.dtype == torch.long:
+                count = chosen.shape[dim] if chosen.ndim == scores.ndim else 1
+                self._choices[chosen] = _Choice(count, scores.shape[dim])
+            return
+        if func in _SCATTERS and isinstance(args[2], Tensor) and (choice := self._choices.get(args[2])) is not None:
+            into, width = result, args[0].shape[args[1]]
+            if into.numel() and not choice.share:
+                share = args[2].numel() / into.numel()
+                self._choices[into] = _Choice(choice.chosen, width, share, width * share / choice.chosen)
+            return
+        if not (args and isinstance(args[0], Tensor)) or (choice := self._choices.get(args[0])) is None:
+            return
+        if func in _COMPARES and not choice.share:
+            number = args[1] if isinstance(args[1], int) else None
+            self._choices[result] = _Choice(
+                choice.chosen, choice.classes, 1 / choice.classes, 1 / choice.chosen, number
+            )
+        elif func in _PASSES_ON:
+            self._pass_on(func, args, choice, result)
+
+    def _pass_on(self, func: Any, args: tuple[Any, ...], choice: _Choice, result: Any) -> None:
+        results = [result] if isinstance(result, Tensor) else list(result)
+        source: Tensor = args[0]
+        picks = choice.share and choice.only is None and func in _PICKS
+        for number, each in enumerate(results):
+            only = choice.only
+            if picks and source.shape[args[1] if len(args) > 1 else 0] == choice.classes:
+                only = args[2] % choice.classes if func is _aten.select.int else number
+            share, most = choice.share, choice.most
+            if func in _REDUCES and each.numel():
+                factor = source.numel() / each.numel()
+                share, most = min(1.0, factor * share), min(1.0, factor * most)
+            self._choices[each] = _Choice(choice.chosen, choice.classes, share, most, only)
+
+    # Results of the operations, in the order of their signatures.
+
+    def _nonzero(self, mask: Tensor) -> Tensor:
+        return mask.new_empty((self.selected(mask), mask.ndim), dtype=torch.long)
+
+    def _masked_select(self, source: Tensor, mask: Tensor) -> Tensor:
+        shape = torch.broadcast_shapes(source.shape, mask.shape)
+        share = self.selected(mask) / max(1, mask.numel())
+        return source.new_empty(round(share * shape.numel()))
+
+    def _unique(self, source: Tensor, *_: Any, inverse: bool = False, counts: bool = False) -> tuple[Tensor, ...]:
+        number = min(1, source.numel()) if self.share is Share.FEWEST else source.numel()
+        places = source.new_empty(source.shape if inverse else 0, dtype=torch.long)
+        return source.new_empty(number), places, source.new_empty(number if counts else 0, dtype=torch.long)
+
+    def _unique2(
+        self, source: Tensor, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False
+    ) -> tuple[Tensor, ...]:
+        return self._unique(source, inverse=return_inverse, counts=return_counts)
+
+    def _unique_consecutive(
+        self, source: Tensor, return_inverse: bool = False, return_counts: bool = False, dim: int | None = None
+    ) -> tuple[Tensor, ...]:
+        if dim is not None:
+            return self._unique_dim(source, dim, True, return_inverse, return_counts)
+        return self._unique(source, inverse=return_inverse, counts=return_counts)
+
+    def _unique_dim(
+        self,
+        source: Tensor,
+        dim: int,
+        sorted: bool = True,
+        return_inverse: bool = False,
+        return_counts: bool = False,
+    ) -> tuple[Tensor, ...]:
+        shape = list(source.shape)
+        whole = shape[dim]
+        shape[dim] = min(1, whole) if self.share is Share.FEWEST else whole
+        places = source.new_empty(whole if return_inverse else 0, dtype=torch.long)
+        return source.new_empty(shape), places, source.new_empty(shape[dim] if return_counts else 0, dtype=torch.long)
+
+
+_MASKS = (torch.bool, torch.uint8)
+_INDEXED = frozenset({_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default})
+_RESULTS: dict[Any, Callable[..., Any]] = {
+    _aten.nonzero.default: AssumedShapes._nonzero,
+    _aten.masked_select.default: AssumedShapes._masked_select,
+    _aten._unique2.default: AssumedShapes._unique2,
+    _aten.unique_dim.default: AssumedShapes._unique_dim,
+    _aten.unique_consecutive.default: AssumedShapes._unique_consecutive,
+}
+_CHOOSES = frozenset({_aten.topk.default, _aten.argmax.default, _aten.max.dim, _aten.argmin.default, _aten.min.dim})
+_COMPARES = frozenset({_aten.eq.Scalar, _aten.eq.Tensor})
+_SCATTERS = frozenset({_aten.scatter_.value, _aten.scatter.value})
+_PICKS = frozenset({_aten.select.int, _aten.unbind.int})
+_REDUCES = frozenset({_aten.any.dim, _aten.any.dims, _aten.sum.dim_IntList, _aten.amax.default})
+_PASSES_ON = frozenset({
+    *_PICKS, *_REDUCES, _aten.view.default, _aten.permute.default, _aten.transpose.int, _aten.t.default,
+    _aten.squeeze.default, _aten.squeeze.dim, _aten.unsqueeze.default, _aten.clone.default, _aten.detach.default,
+    _aten._to_copy.default, _aten.gt.Scalar, _aten.ne.Scalar, _aten._unsafe_view.default, _aten.alias.default,
+    _aten.reshape.default, _aten.expand.default,
+})  # fmt: skip
+
+
+def _dimension(func: Any, args: tuple[Any, ...], scores: Tensor) -> int | None:
+    """Over which dimension a class is chosen; None for all at once."""
+    position = 2 if func is _aten.topk.default else 1
+    dim = args[position] if len(args) > position else (-1 if func is _aten.topk.default else None)
+    return None if dim is None or not scores.ndim else dim % scores.ndim

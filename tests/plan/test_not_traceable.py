@@ -1,0 +1,249 @@
+"""What cannot be traced as it is: built for real, probed, or planned from small steps that are run for real."""
+
+import json
+import sys
+
+import pytest
+import runs
+import torch
+from helpers import run_cli
+from torch import nn
+
+from trainapp.config import compose
+from trainapp.plan import planner, probes, real_steps
+from trainapp.plan.values import MadeUpValues
+from trainapp.torch_private import fake_tensor_mode
+from trainapp.train import loop
+from trainapp.train.evaluate import evaluate
+
+OVER = (
+    *runs.TINY, "every.eval=1", "checkpointing=off", "oom.remember=false", "oom.grow=false", "data=digits",
+    "batch.global_size=32", "batch.eval_micro_size=8", "batch.micro_size=16",
+)  # fmt: skip
+
+
+class Converges(nn.Module):
+    """A loop that ends where nothing changes any more."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.inner, self.last = nn.Linear(64, 128), nn.Linear(128, 128), nn.Linear(128, 10)
+        self.inner.weight.data.zero_()
+
+    def forward(self, inputs):
+        inputs = self.first(inputs.flatten(1))[:, None].repeat(1, 16, 1)
+        state, change = torch.zeros_like(inputs), 1.0
+        while change > 0.5:
+            new = torch.tanh(self.inner(state) + inputs)
+            change = (new - state).abs().amax().item() if change == 1.0 else 0.0
+            state = new
+        return self.last(state.mean(1))
+
+
+class Huge(Converges):
+    """Not even two samples fit into the share of memory that steps may use."""
+
+    def forward(self, inputs):
+        return super().forward(inputs) + torch.zeros(2**40 * len(inputs), dtype=torch.uint8)[0]
+
+
+class Lazy(nn.Module):
+    """Shapes from the data."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.LazyConv2d(8, 3), nn.LazyBatchNorm2d(), nn.ReLU(), nn.Flatten())
+        self.head = nn.LazyLinear(10)
+
+    def forward(self, inputs):
+        return self.head(self.layers(inputs))
+
+
+class Half(nn.Module):
+    """In bf16 when built, with two names for one weight and an LSTM, which keeps its weights in a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(64, 10)
+        self.second.weight = self.first.weight
+        self.recurrent = nn.GRU(8, 8, batch_first=True)
+        self.bfloat16()
+
+    def forward(self, inputs):
+        hidden, _ = self.recurrent(self.second(self.first(inputs.squeeze(1).bfloat16())))
+        return self.head(hidden.flatten(1)).float()
+
+
+class Recurrent(nn.Module):
+    """An LSTM, whose workspace in oneDNN no fake kernel knows."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(8, 64, batch_first=True), nn.Linear(64, 10)
+
+    def forward(self, inputs):
+        return self.head(self.lstm(inputs.squeeze(1))[0][:, -1])
+
+
+class Routed(nn.Module):
+    """Each row goes to the best of four experts, which is always the first; or, with `last`, always the last."""
+
+    last = False
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(64, 512) for _ in range(4))
+        self.head = nn.Linear(512, 10)
+
+    def forward(self, inputs):
+        inputs = inputs.flatten(1)
+        scores = torch.arange(4.0 if self.last else -4.0, 0, -1 if self.last else 1).abs()
+        chosen = scores.expand(len(inputs), 4).topk(1).indices
+        total = inputs.new_zeros(len(inputs), 512)
+        for number, expert in enumerate(self.experts):
+            rows, _ = torch.where(chosen == number)
+            total = total.index_add(0, rows, expert(inputs[rows]).relu())
+        return self.head(total)
+
+
+class RoutedToTheLast(Routed):
+    last = True
+
+
+@pytest.fixture
+def own(monkeypatch, tmp_path):
+    """Overrides for a model of this file."""
+    monkeypatch.setitem(sys.modules, "own_untraceable", sys.modules[__name__])
+
+    def overrides(kind, *more):
+        monkeypatch.setattr(kind, "__module__", "own_untraceable")
+        group = tmp_path / "conf" / "model"
+        group.mkdir(parents=True, exist_ok=True)
+        (group / "own.yaml").write_text(f"_target_: own_untraceable.{kind.__name__}\n")
+        search = f"hydra.searchpath=[file://{tmp_path / 'conf'}]"
+        return (*OVER, "model=own", "user_packages=[own_untraceable]", search, *more)
+
+    return overrides
+
+
+def plan(overrides):
+    return planner.plan(compose.from_command_line(list(overrides)))[0]
+
+
+def measure(run_dir, overrides):
+    run = runs.prepare(run_dir, *overrides)
+    try:
+        for _ in range(3):
+            loop.train_step(run)
+        training, run.memory.peak = run.memory.peak, 0
+        evaluate(run)
+    finally:
+        run.close()
+    return training, run.memory.peak
+
+
+def by_part(facts):
+    phases = dict(facts["phases"])
+    evaluation = phases.pop("evaluation")
+    return max(phases.values()), evaluation
+
+
+@pytest.mark.parametrize("size", [16, 32])  # with and without accumulation
+def test_an_estimate_from_small_real_steps_says_so_and_meets_the_run(tmp_path, own, size):
+    overrides = own(Converges, f"batch.micro_size={size}")
+    facts = plan(overrides)
+    assert facts["certainty"] == "not traceable"
+    assert "without end" in facts["reason"]
+    assert facts["estimate"]["micro_sizes"] == [2, 4, 8]
+    assert facts["estimate"]["memory_share"] == real_steps.MEMORY_SHARE
+    assert any("run for real with micro-batches of 2, 4 and 8" in note for note in facts["notes"])
+    real = measure(tmp_path, overrides)
+    assert by_part(facts) == pytest.approx(real, rel=0.01)
+    assert facts["largest_micro_size"] == 32
+
+
+def test_an_estimate_gives_the_largest_micro_batch(own):
+    overrides = own(Converges, "train.grad_clip=null")
+    needed = plan([*overrides, "batch.micro_size=10"])["peak_bytes"]
+    assert plan([*overrides, f"memory.limit={needed}"])["largest_micro_size"] == 10
+    assert plan([*overrides, f"memory.limit={needed - 8}"])["largest_micro_size"] == 9
+
+
+def test_steps_that_do_not_fit_their_share_of_memory_give_no_estimate(own):
+    facts = plan(own(Huge))
+    assert facts["certainty"] == "not traceable"
+    assert "nor can small steps be run" in facts["reason"]
+    assert "peak_bytes" not in facts
+
+
+@pytest.mark.parametrize("kind", [Lazy, Half])
+def test_models_that_no_fake_mode_builds_are_planned_exactly(tmp_path, own, kind):
+    overrides = own(kind)
+    facts = plan(overrides)
+    assert facts["certainty"] == "exact"
+    assert by_part(facts) == measure(tmp_path, overrides)
+
+
+def test_an_lstm_is_probed(tmp_path, own):
+    overrides = own(Recurrent)
+    facts = plan(overrides)
+    assert facts["certainty"] == "probed"
+    assert any("aten.mkldnn_rnn_layer" in note for note in facts["notes"])
+    assert by_part(facts) == pytest.approx(measure(tmp_path, overrides), rel=0.02)
+
+
+def workspace(steps, samples):
+    data, weights = torch.zeros(steps, samples, 24), [torch.zeros(160, 24), torch.zeros(160, 40)]
+    biases, states = [torch.zeros(160)] * 2, [torch.zeros(samples, 40)] * 2
+    rest = (False, [], 2, 40, 1, True, False, False, True)
+    return torch.ops.aten.mkldnn_rnn_layer(data, *weights, *biases, *states, *rest)[3].untyped_storage().nbytes()
+
+
+@pytest.mark.parametrize(("steps", "samples"), [(1, 1), (7, 5), (64, 16), (128, 100)])
+def test_the_workspace_is_the_real_one_or_close_where_it_is_extrapolated(monkeypatch, steps, samples):
+    real = workspace(steps, samples)
+    with fake_tensor_mode(), MadeUpValues():
+        assert workspace(steps, samples) == real
+    with fake_tensor_mode():
+        assert workspace(steps, samples) == 0  # when this fails, torch knows, and the probe may go
+    monkeypatch.setattr(probes, "LARGEST", 2**20)
+    with fake_tensor_mode(), MadeUpValues():
+        assert workspace(steps, samples) == pytest.approx(real, rel=0.03)
+
+
+@pytest.mark.parametrize("kind", [Routed, RoutedToTheLast])
+def test_routing_gives_a_range_from_equal_parts_to_one_choice(tmp_path, own, kind):
+    overrides = own(kind, "train.grad_clip=null")
+    facts = plan(overrides)
+    assert facts["certainty"] == "range"
+    assert "aten.nonzero" in str(facts["notes"])
+    low, high = facts["range_bytes"]
+    real = max(measure(tmp_path, overrides))
+    assert low <= real <= high
+    assert high < 1.6 * low  # four experts for all rows each would need more
+
+
+def test_a_process_that_dies_in_the_trace_is_followed_by_one_that_runs_steps(tmp_path):
+    (tmp_path / "dies.py").write_text(
+        "import os, torch\n"
+        "from torch._subclasses.fake_tensor import FakeTensor\n"
+        "class Net(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.linear = torch.nn.Linear(64, 10)\n"
+        "    def forward(self, inputs):\n"
+        "        if isinstance(inputs, FakeTensor):\n"
+        "            os.abort()\n"
+        "        return self.linear(inputs.flatten(1))\n"
+    )
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/dies.yaml").write_text("_target_: dies.Net\n")
+    user = ("--config-dir=.", "model=dies", "user_packages=[dies]", "data=digits", "train.device=cpu")
+    done = run_cli(*user, "mode=plan", "hydra.run.dir=here", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    facts = json.loads((tmp_path / "here/plan.json").read_text())
+    assert facts["certainty"] == "not traceable"
+    assert "signal 6" in facts["reason"]
+    assert facts["peak_bytes"] > 0
+    assert "not traceable: the planner's process ended with signal 6" in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("batch.micro_size=")
