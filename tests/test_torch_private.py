@@ -47,6 +47,7 @@ from trainapp.torch_private import (
     strided_parts,
     tree_map,
     version_of,
+    written_arguments,
 )
 
 
@@ -497,3 +498,10 @@ def test_strided_parts_hold_all_of_a_tensor(layout):
     parts = strided_parts(tensor)
     assert all(part.layout is torch.strided for part in parts)
     assert float(parts[-1].sum()) == 4
+
+
+def test_which_arguments_an_operator_writes():
+    aten = torch.ops.aten
+    assert written_arguments(aten.add_.Tensor)[:2] == (True, False)
+    assert not any(written_arguments(aten.add.Tensor))
+    assert written_arguments(aten._fused_adamw_.default)[:5] == (True, True, True, True, True)

@@ -163,6 +163,12 @@ def is_tracing() -> bool:
 READ_OPERATORS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default)
 
 
+def written_arguments(operator: Any) -> tuple[bool, ...]:
+    """Per positional argument of an operator such as aten.add_.Tensor, whether it writes to it."""
+    infos = [argument.alias_info for argument in operator._schema.arguments]  # no public way to ask
+    return tuple(info is not None and info.is_write for info in infos)
+
+
 # Attention kernels whose results selective activation checkpointing keeps. Every backend has an operator of its own.
 ATTENTION_OPERATORS = (
     "_scaled_dot_product_flash_attention",

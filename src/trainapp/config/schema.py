@@ -182,6 +182,11 @@ class Export:
 
 
 @dataclass(config=STRICT)
+class Plan:
+    levers: Bool = True
+
+
+@dataclass(config=STRICT)
 class Target:
     """An object to build: a dotted name and the keyword arguments of its constructor."""
 
@@ -220,6 +225,7 @@ class Config:
     oom: Oom = field(default_factory=Oom)
     checkpointing: Checkpointing = field(default_factory=Checkpointing)
     export: Export = field(default_factory=Export)
+    plan: Plan = field(default_factory=Plan)
     run_dir: str = ""
     command: str = ""
 

@@ -10,6 +10,7 @@ from trainapp.errors import UserError
 from trainapp.memory.host_memory import total_bytes
 from trainapp.memory.timeline import Picture
 from trainapp.plan.largest import largest_that_fits
+from trainapp.plan.ranking import ranked
 from trainapp.plan.recorder import PHASES, Peak
 from trainapp.plan.traced_run import Trace, trace
 from trainapp.train.components import Components, choose_device, load_components
@@ -31,13 +32,30 @@ def plan(config: Config, search_only: bool = False) -> tuple[Facts, Peak | None]
     components = load_components(config)
     planner = Planner(config, components)
     try:
-        facts, peak = planner.search() if search_only else planner.plan()
+        if search_only:
+            facts, peak = planner.search()
+        else:
+            planner.counts_work = config.plan.levers
+            facts, peak = planner.plan()
+            if config.plan.levers:
+                facts |= _ranked(planner, facts)
     except UserError:
         raise
     except Exception as error:
         log.debug("the model could not be traced", exc_info=True)
         return {"certainty": NOT_TRACEABLE, "reason": reason_of(error), "limit_bytes": planner.limit}, None
     return facts | {"traces": planner.traces, "seconds": round(time.monotonic() - started, 3)}, peak
+
+
+def _ranked(planner: "Planner", facts: Facts) -> Facts:
+    """The levers; a note in their place if they cannot be ranked, which is no reason to withhold the peak."""
+    try:
+        return ranked(planner, facts)
+    except UserError:
+        raise
+    except Exception as error:
+        log.debug("the levers could not be ranked", exc_info=True)
+        return {"notes": [*facts.get("notes", []), f"the levers could not be ranked ({reason_of(error)})"]}
 
 
 def reason_of(error: BaseException) -> str:
@@ -68,6 +86,7 @@ class Planner:
 
     def __init__(self, config: Config, components: Components):
         self.config, self.components = config, components
+        self.counts_work = False  # whether traces also count operations
         self.traces = 0
         self.certainty = EXACT  # RANGE once a trace has made something up
         setting = config.memory.limit
@@ -78,18 +97,30 @@ class Planner:
         self.eval_samples = 0 if evaluated is None or config.every.eval is None else len(evaluated)
         self.at = functools.cache(self._trace)
 
+    def variant(self, config: Config) -> "Planner":
+        """Of a configuration with the same model and data: see `ranking`."""
+        planner = Planner(config, self.components)
+        planner.counts_work, planner.smallest = self.counts_work, self.smallest
+        return planner
+
+    @functools.cached_property
+    def smallest(self) -> int:
+        """The model cannot train on fewer samples at once."""
+        return self.at(self.share, 0).smallest
+
     def _trace(self, size: int, eval_size: int, otherwise: bool = False, which: str = "longest") -> Trace:
         """size, eval_size: 0 leaves out training, or evaluation."""
         self.traces += 1
         found = trace(
             self.config,
             self.components,
-            size or self.at(self.share, 0).smallest,
+            size or self.smallest,
             eval_size or 1,
             training=size > 0,
             evaluation=eval_size > 0,
             otherwise=otherwise,
             which="longest" if which == "longest" else "shortest",
+            count_work=self.counts_work,
         )
         if found.reads or found.varies:
             self.certainty = RANGE
@@ -103,8 +134,8 @@ class Planner:
     def plan(self) -> tuple[Facts, Peak | None]:
         """Everything. At the sizes that the configuration gives, else at the largest that fit, else at the smallest."""
         largest = self._largest()
-        largest_eval = self._largest_eval() if self.eval_samples else None
-        size = self._given_size() or largest or min(self.at(self.share, 0).smallest, self.share)
+        largest_eval = self.largest_eval() if self.eval_samples else None
+        size = self.given_size() or largest or min(self.smallest, self.share)
         eval_size = 0
         if self.eval_samples:
             given = self.config.batch.eval_micro_size
@@ -130,7 +161,7 @@ class Planner:
         }
         return facts, high
 
-    def _given_size(self) -> int | None:
+    def given_size(self) -> int | None:
         """The micro-batch that the configuration fixes, if it does."""
         batch, parts = self.config.batch, self.config.accumulation.steps
         if batch.micro_schedule is not None:
@@ -147,10 +178,10 @@ class Planner:
             assert found is not None, "traced without training"
             return found.total
 
-        smallest = min(self.at(self.share, 0).smallest, self.share)
+        smallest = min(self.smallest, self.share)
         return largest_that_fits(peak_of, self.limit, self.share, smallest)
 
-    def _largest_eval(self) -> int:
+    def largest_eval(self) -> int:
         """Up to where the search of a run starts, twice the share of the global batch."""
 
         def peak_of(size: int) -> int:

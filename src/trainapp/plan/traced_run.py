@@ -10,7 +10,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import nn
 
-from trainapp.config.schema import Config, Memory
+from trainapp.config.schema import Config
 from trainapp.data.batch import elements_in
 from trainapp.data.micro_batch import MicroBatch
 from trainapp.data.progress import Progress
@@ -18,13 +18,16 @@ from trainapp.data.sampler import EvalBatches, TrainBatches
 from trainapp.errors import UserError
 from trainapp.memory.device import static_bytes
 from trainapp.memory.kinds import MemoryKind
+from trainapp.memory.levers.catalogue import available
+from trainapp.memory.levers.lever import Lever, Situation
 from trainapp.optim.optimizers import build_optimizer
 from trainapp.parallel.ranks import SingleRank
 from trainapp.plan.recorder import Peak, PhaseLog, TracedMemory
+from trainapp.plan.step_time import Work, WorkCounter
 from trainapp.plan.values import FakeBatches, FakeEvalBatches, MadeUpValues, NoOverflow, shapes_of
 from trainapp.signals import StopRequest
 from trainapp.torch_private import fake_tensor_mode, outside_dispatch_modes
-from trainapp.train import build
+from trainapp.train import build, losses
 from trainapp.train.components import Components
 from trainapp.train.evaluate import evaluate
 from trainapp.train.loop import train_step, update_weight_average
@@ -40,6 +43,7 @@ class Trace:
 
     reads: the phases in which the model or the task read values, which were made up. varies: whether the micro-batches
     of the data differ in shape. static: as `Meter.static`. smallest: the model cannot train on fewer samples at once.
+    levers: that apply and are not in force. work: of one training step; None if it was not counted.
     """
 
     training: Peak | None
@@ -48,6 +52,8 @@ class Trace:
     varies: bool
     static: dict[MemoryKind, int]
     smallest: int
+    levers: tuple[Lever, ...]
+    work: Work | None = None
 
 
 def trace(
@@ -60,10 +66,12 @@ def trace(
     evaluation: bool = True,
     otherwise: bool = False,
     which: Which = "longest",
+    count_work: bool = False,
 ) -> Trace:
     """Trace training steps with micro-batches of `size` and an evaluation with `eval_size`, on one process.
 
     otherwise: answer reads of values the other way. which: where shapes differ, all micro-batches are of this one.
+    count_work: also count the operations of the step, for `Speeds`.
     Raises whatever the model raises on tensors without data. Sets torch's global switches and seeds the generators:
     call it in a process of its own.
     """
@@ -88,7 +96,8 @@ def trace(
         values.state_is_late = False
         run.attempt = PhaseLog(memory)
         memory.resident = run.meter.resident
-        found = _training_peak(run, memory) if training else None
+        work = WorkCounter(lambda: memory.phase) if count_work else None
+        found = _training_peak(run, memory, work) if training else None
         measured = None
         if evaluation and run.eval_batches is not None and run.cadences.evaluate:
             if late and not training:
@@ -103,16 +112,30 @@ def trace(
         varies=instead is not None or eval_instead is not None,
         static=run.meter.static,
         smallest=build.smallest_micro_batch(run.state.model),
+        levers=tuple(available(Situation(config, run.state.model, losses.is_built_in(run.task)))),
+        work=None if work is None else _of_whole_step(work.work, config, planned, size, parts.batches.samples),
     )
 
 
-def _training_peak(run: Run, memory: TracedMemory) -> Peak:
-    """Of one step, or of two where the first has changed what stays in memory: an optimizer that creates its state."""
+def _of_whole_step(work: Work, config: Config, traced: Config, size: int, samples: int) -> Work:
+    """The work with its shares of a step's samples and micro-batches: `_planned` may have left out some."""
+    whole, taken = (min(of.batch.global_size, samples) for of in (config, traced))
+    work.share, work.traced, work.micro_batches = taken / whole, -(-taken // size), -(-whole // size)
+    return work
+
+
+def _training_peak(run: Run, memory: TracedMemory, work: WorkCounter | None) -> Peak:
+    """Of one step, or of two where the first has changed what stays in memory: an optimizer that creates its state.
+
+    work: counts the last of them.
+    """
     memory.reset()
-    train_step(run)
+    with work or contextlib.nullcontext():
+        train_step(run)
     update_weight_average(run)
     if static_bytes(run.state.model, run.state.optimizer, run.state.average.averages) != run.meter.static:
-        train_step(run)
+        with work.afresh() if work else contextlib.nullcontext():
+            train_step(run)
         update_weight_average(run)
     return memory.highest
 
@@ -148,7 +171,7 @@ def _planned(config: Config, size: int, eval_size: int) -> Config:
         "loader": dataclasses.replace(config.loader, num_workers=0),
         "model": dataclasses.replace(config.model, init_from=None),
         "train": dataclasses.replace(config.train, check_exactness=False),
-        "memory": Memory(limit=None),
+        "memory": dataclasses.replace(config.memory, limit=None, timeline=False),
         "checkpointing": dataclasses.replace(config.checkpointing, save=False),
     }
     return dataclasses.replace(config, mode="train", **changes)

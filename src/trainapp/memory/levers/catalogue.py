@@ -74,12 +74,14 @@ LEVERS = (
         saves="activations, in proportion",
         costs="a little time; BatchNorm's statistics are those of N samples",
         applies="always: `auto` halves it when memory runs out",
+        result="same",
     ),
     Lever(
         "batch.eval_micro_size=N",
         saves="the evaluation's activations",
         costs="a little time",
         applies="always: `auto` halves it when memory runs out",
+        result="same",
     ),
     Lever(
         "precision=bf16",
@@ -87,6 +89,7 @@ LEVERS = (
         costs="8 bits of precision in matrix products; saves time where the device computes in bf16",
         applies="where the device computes in bf16",
         changes={"precision.mode": "bf16"},
+        result="rounded",
     ),
     Lever(
         "precision=bf16_pure optimizer=adamw_bf16",
@@ -96,6 +99,7 @@ LEVERS = (
         changes={"precision.mode": "bf16_pure", **_ADAMW_BF16},
         in_force=lambda config: config.precision.mode == "bf16_pure",
         require=needs_rounding_by_chance,
+        result="rounded",
     ),
     Lever(
         "activation_checkpointing=full",
@@ -104,6 +108,7 @@ LEVERS = (
         applies="models with `blocks()`",
         changes={"activation_checkpointing.mode": "full"},
         require=needs_blocks,
+        result="same",
     ),
     Lever(
         "activation_checkpointing=selective",
@@ -112,6 +117,7 @@ LEVERS = (
         applies="models with `blocks()`",
         changes={"activation_checkpointing.mode": "selective"},
         require=needs_blocks,
+        result="same",
     ),
     Lever(
         "memory.loss_chunk=auto",
@@ -121,6 +127,7 @@ LEVERS = (
         changes={"memory.loss_chunk": "auto"},
         in_force=lambda config: config.memory.loss_chunk is not None,
         require=needs_a_head,
+        result="same",
     ),
     Lever(
         "optimizer=sgd",
@@ -148,6 +155,7 @@ LEVERS = (
         costs="8 bits of precision in the state, rounded by chance; a slower optimizer step, without a fused kernel",
         changes=_ADAMW_BF16,
         state_saved=_half_of_adams_state,
+        result="rounded",
     ),
     Lever(
         "optimizer=adafactor",
@@ -185,6 +193,7 @@ LEVERS = (
         applies="by default, for optimizers that have a fused kernel",
         changes={"optimizer.fused": "auto"},
         is_default=True,
+        result="same",
     ),
     Lever(
         "train.ema=null",
@@ -213,6 +222,7 @@ LEVERS = (
         costs="traffic: parameters are gathered in every forward and backward",
         applies="several ranks, models with `blocks()`",
         changes={"parallel.strategy": "fsdp"},
+        result="same",
     ),
     Lever(
         "parallel.fsdp.reshard_after_forward=true",
@@ -221,6 +231,7 @@ LEVERS = (
         applies="`parallel=fsdp`, by default",
         changes={"parallel.fsdp.reshard_after_forward": True},
         is_default=True,
+        result="same",
     ),
     Lever(
         "parallel.fsdp.sync_every_micro_batch=true",
@@ -229,6 +240,7 @@ LEVERS = (
         applies="`parallel=fsdp`, by default",
         changes={"parallel.fsdp.sync_every_micro_batch": True},
         is_default=True,
+        result="same",
     ),
     Lever(
         "parallel.fsdp.cpu_offload=true",
@@ -237,6 +249,7 @@ LEVERS = (
         applies="`parallel=fsdp`",
         changes={"parallel.fsdp.cpu_offload": True},
         require=needs_shards,
+        result="same",
     ),
     Lever(
         "memory.expandable_segments=true",
@@ -245,6 +258,7 @@ LEVERS = (
         applies="CUDA, by default",
         changes={"memory.expandable_segments": True},
         is_default=True,
+        result="same",
     ),
     Lever(
         "checkpointing.asynchronous=false",
@@ -253,5 +267,6 @@ LEVERS = (
         applies="by default",
         changes={"checkpointing.asynchronous": False},
         is_default=True,
+        result="same",
     ),
 )
