@@ -4,12 +4,17 @@
 
 The levers are those of `trainapp.memory.levers.catalogue` that a single process can set. The peak is that of two steps,
 in live tensors, with the optimizer's state allocated. For the time, a run with the lever and one without take turns in
-one process; a ratio is that of their seconds per step in the same round. Stacks add one lever after the other.
+one process; a ratio is that of their seconds per step in the same round. With one thread these are seconds of the
+thread, which other processes disturb less. Stacks add one lever after the other.
+
+Beside each figure stands what the plan predicts, and by how much it is off.
 """
 
 import argparse
+import concurrent.futures
 import json
 import logging
+import multiprocessing
 import tempfile
 import time
 from pathlib import Path
@@ -23,9 +28,12 @@ from trainapp.config.schema import Config
 from trainapp.memory.levers.catalogue import LEVERS
 from trainapp.memory.levers.lever import Lever, Situation
 from trainapp.parallel.ranks import SingleRank
+from trainapp.plan.sizes import Planner
+from trainapp.plan.step_time import Speeds
 from trainapp.run import runner
 from trainapp.signals import StopRequest
 from trainapp.train import loop
+from trainapp.train.components import load_components
 from trainapp.train.run import Run
 
 WARM_UP = 4  # steps until a size is proven and memory no longer counted
@@ -86,9 +94,11 @@ def main() -> None:
         overrides = (*COMMON, *case(model, options.scale))
         found[model] = {"levers": {}, "stacks": {}}
         print(f"\n{model}: {' '.join(case(model, options.scale))}, {SAMPLES} samples, AdamW, fp32")
-        for kind, settings in (("levers", alone(overrides)), ("stacks", stacked(STACKS[model]))):
+        kinds = {"levers": alone(overrides), "stacks": stacked(STACKS[model])}
+        predicted = predict_elsewhere(overrides, [setting for settings in kinds.values() for setting in settings])
+        for kind, settings in kinds.items():
             for setting in settings:
-                found[model][kind][setting] = measure(overrides, setting, options)
+                found[model][kind][setting] = predicted[setting] | measure(overrides, setting, options)
             print(f"\n{report(found[model][kind])}")
     if options.json:
         options.json.write_text(json.dumps(found, indent=1))
@@ -130,6 +140,32 @@ def measure(overrides: tuple[str, ...], setting: str, options: argparse.Namespac
     return {"plain": plain.memory.peak, "peak": changed.memory.peak, "ratios": ratios}
 
 
+def predict_elsewhere(overrides: tuple[str, ...], settings: list[str]) -> dict[str, dict[str, float]]:
+    """`predict` in a process of its own, as the program does."""
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn) as process:
+        return process.submit(predict, overrides, settings).result()
+
+
+def predict(overrides: tuple[str, ...], settings: list[str]) -> dict[str, dict[str, float]]:
+    """By setting, the peak in bytes and the relative time that the plan predicts."""
+    config = configure(overrides)
+    components, speeds = load_components(config), Speeds(torch.device("cpu"))
+
+    def peak_and_seconds(setting: str) -> tuple[int, float]:
+        planner = Planner(configure((*overrides, *setting.split())), components)
+        planner.counts_work = True
+        traced = planner.at(planner.given_size(), 0)
+        return traced.training.total, traced.work.seconds(speeds)
+
+    plain = peak_and_seconds("")[1]
+    found = {setting: peak_and_seconds(setting) for setting in settings}
+    return {
+        setting: {"predicted_peak": peak, "predicted_time": seconds / plain}
+        for setting, (peak, seconds) in found.items()
+    }
+
+
 def configure(overrides: tuple[str, ...]) -> Config:
     """The configuration of these overrides, in a folder of its own. The last of several values of a setting holds."""
     last = {override.partition("=")[0]: override for override in overrides}
@@ -143,10 +179,11 @@ def prepare(config: Config) -> Run:
 
 def advance(run: Run, steps: int) -> float:
     """Train so many steps. Returns the seconds."""
-    started = time.perf_counter()
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    started = clock()
     for _ in range(steps):
         loop.train_step(run)
-    return time.perf_counter() - started
+    return clock() - started
 
 
 def report(found: dict[str, dict[str, Any]]) -> str:
@@ -155,8 +192,11 @@ def report(found: dict[str, dict[str, Any]]) -> str:
     for setting, values in found.items():
         low, middle, high = quartiles(values["ratios"])
         sizes = [mib(values["plain"]), mib(values["peak"]), f"{values['plain'] / values['peak']:.2f}x"]
-        rows.append([f"`{setting}`", *sizes, f"{middle:.2f}", f"{low:.2f} - {high:.2f}"])
-    return table(["setting", "MiB without", "MiB with", "lower by", "relative time", "quartiles"], rows)
+        off = f"{values['predicted_peak'] / values['peak'] - 1:+.3%}"
+        times = [f"{middle:.2f}", f"{low:.2f} - {high:.2f}", f"{values['predicted_time']:.2f}"]
+        rows.append([f"`{setting}`", *sizes, off, *times, f"{values['predicted_time'] / middle - 1:+.0%}"])
+    header = ["setting", "MiB without", "MiB with", "lower by", "plan off by"]
+    return table([*header, "relative time", "quartiles", "planned", "off by"], rows)
 
 
 def mib(size: int) -> str:

@@ -60,7 +60,7 @@ def cases() -> Iterator[tuple[str, tuple[str, ...]]]:
 def ends(overrides: tuple[str, ...]) -> tuple[int, int]:
     """The traced peaks of the smallest micro-batch and of the whole batch."""
     from trainapp.config import compose
-    from trainapp.plan.planner import Planner
+    from trainapp.plan.sizes import Planner
     from trainapp.train.components import load_components
 
     config = compose.from_command_line([*BASE, *overrides])

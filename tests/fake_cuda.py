@@ -29,7 +29,8 @@ from trainapp.plan.cuda.pretend import give_autograd_a_device
 from trainapp.plan.recorder import TracedMemory
 from trainapp.plan.values import FakeBatches
 from trainapp.signals import StopRequest
-from trainapp.torch_private import READ_OPERATORS, DispatchMode, fake_tensor_mode
+from trainapp.torch_operators import READ_OPERATORS
+from trainapp.torch_private import DispatchMode, fake_tensor_mode
 from trainapp.train import build, loop
 from trainapp.train.run import Cadences
 

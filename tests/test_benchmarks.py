@@ -94,7 +94,9 @@ def test_ladder_measures_every_lever_and_the_stacks(tmp_path):
     measured = json.loads((tmp_path / "j").read_text())["gpt"]
     assert {f"`{setting}`" for kind in measured.values() for setting in kind} <= found.keys()
     assert measured["levers"]["activation_checkpointing=full"]["peak"] < measured["levers"]["precision=bf16"]["plain"]
-    assert all(len(values["ratios"]) == 2 for kind in measured.values() for values in kind.values())
+    everything = [values for kind in measured.values() for values in kind.values()]
+    assert all(len(values["ratios"]) == 2 and values["predicted_time"] > 0 for values in everything)
+    assert all(values["predicted_peak"] == values["peak"] for values in everything)
 
 
 @pytest.mark.slow

@@ -14,14 +14,18 @@ from torch.utils.checkpoint import checkpoint
 
 from trainapp import torch_private
 from trainapp.torch_elastic import Restart, asked_before_restarts
-from trainapp.torch_private import (
+from trainapp.torch_operators import (
     ATTENTION_OPERATORS,
     CAST,
     CHECKPOINT_IGNORES,
-    COMPILED_PREFIX,
-    EXTRA_STATE,
     FLOP_FORMULAS,
     READ_OPERATORS,
+    schema_of,
+    written_arguments,
+)
+from trainapp.torch_private import (
+    COMPILED_PREFIX,
+    EXTRA_STATE,
     BatchNorm,
     DispatchMode,
     ForwardModuleTracker,
@@ -47,7 +51,6 @@ from trainapp.torch_private import (
     pytree_functions,
     rebuild_buckets,
     registries_of,
-    schema_of,
     start_memory_history,
     stop_memory_history,
     storage_id,
@@ -563,3 +566,10 @@ def test_buckets_are_rebuilt_once():
         assert not rebuild_buckets(model)
     finally:
         dist.destroy_process_group()
+
+
+def test_which_arguments_an_operator_writes():
+    aten = torch.ops.aten
+    assert written_arguments(aten.add_.Tensor)[:2] == (True, False)
+    assert not any(written_arguments(aten.add.Tensor))
+    assert written_arguments(aten._fused_adamw_.default)[:5] == (True, True, True, True, True)

@@ -1,6 +1,7 @@
 """The private, underscored or undocumented parts of torch that the program uses, each with its reason.
 
-Those that replace a call in the step are in `torch_direct.py`, those of the elastic launcher in `torch_elastic.py`.
+Those that replace a call in the step are in `torch_direct.py`, those of the elastic launcher in `torch_elastic.py`,
+those of operators in `torch_operators.py`.
 
 Used on torch 2.11 and 2.13; `tests/test_torch_private.py` tests each of them and fails when torch changes one.
 Functions on the hot path are bound rather than wrapped, so that a name here costs nothing there.
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree, checkpoint, flop_counter
+from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import SUPPORTED_NODES
 from torch.utils.module_tracker import ModuleTracker
@@ -170,32 +171,6 @@ def strided_parts(tensor: Tensor) -> tuple[Tensor, ...]:
 def is_tracing() -> bool:
     """Whether a `fake_tensor_mode` is in force: tensors have no values to compare."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
-
-
-# What `tensor.item()` and `bool(tensor)` dispatch to.
-READ_OPERATORS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default)
-
-
-# Attention kernels whose results selective activation checkpointing keeps. Every backend has an operator of its own.
-ATTENTION_OPERATORS = (
-    "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_cudnn_attention",
-    "_scaled_dot_product_flash_attention_for_cpu",
-)
-
-
-# What `tensor.to(dtype)` dispatches to.
-CAST = torch.ops.aten._to_copy.default
-
-# operator -> its schema: the names and defaults of arguments, and whether it writes into one of them.
-schema_of = operator.attrgetter("_schema")
-
-# Operators that activation checkpointing never keeps, and does not count.
-CHECKPOINT_IGNORES = frozenset(checkpoint.SAC_IGNORED_OPS)
-
-# By operator: `(*args, out_val, **kwargs) -> int`, the floating-point operations of a call. Its decorator is public.
-FLOP_FORMULAS = flop_counter.flop_registry
 
 
 # --- the loss scaler

@@ -12,7 +12,7 @@ from trainapp.train import loop
 from trainapp.train.evaluate import evaluate
 
 SIZES = ("batch.global_size=16", "batch.micro_size=8", "batch.eval_micro_size=8")
-OVER = (*runs.TINY, "every.eval=1", "checkpointing=off", "oom.remember=false", "oom.grow=false")
+OVER = (*runs.TINY, "every.eval=1", "checkpointing=off", "oom.remember=false", "oom.grow=false", "plan.levers=false")
 
 
 def plan(*overrides):
@@ -46,6 +46,7 @@ CASES = [
     ("gpt", ("activation_checkpointing=budget", "activation_checkpointing.bytes=40KiB", "model.depth=3")),
     ("resnet", ("activation_checkpointing=budget", "memory.limit=1MiB", "precision=bf16")),
     ("gpt", ("train.ema=0.9", "optimizer.fused=false")),
+    ("gpt", ("memory.loss_chunk=7", "model.context_length=32")),
     ("gpt", ("optimizer._target_=torch.optim.RMSprop", "~optimizer.betas", "~optimizer.eps", "precision=fp16")),
     ("gpt", ("optimizer._target_=torch.optim.NAdam", "~optimizer.betas", "~optimizer.eps")),  # its state comes late
     ("gpt", ("memory.loss_chunk=16", "data.vocab_size=512")),

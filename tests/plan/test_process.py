@@ -16,11 +16,11 @@ from trainapp.errors import UserError
 from trainapp.plan import process
 from trainapp.units import bytes_text
 
-GPT = (*runs.MODELS["gpt"], "train.device=cpu", "batch.global_size=32")
+GPT = (*runs.MODELS["gpt"], "train.device=cpu", "batch.global_size=32", "plan.levers=false")
 
 
 def test_mode_plan_prints_and_writes_the_plan(tmp_path):
-    done = run_cli("mode=plan", *GPT, "memory.limit=300KB", "hydra.run.dir=here", cwd=tmp_path)
+    done = run_cli("mode=plan", *GPT, "memory.limit=300KB", "plan.levers=true", "hydra.run.dir=here", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     facts = json.loads((tmp_path / "here/plan.json").read_text())
     assert facts["certainty"] == "exact"
@@ -28,7 +28,9 @@ def test_mode_plan_prints_and_writes_the_plan(tmp_path):
     assert 0 < facts["largest_micro_size"] < 32
     assert facts["peak_bytes"] == max(facts["phases"].values()) == sum(facts["kinds"].values()) <= 300_000
     assert set(facts["phases"]) >= {"forward", "backward", "clip", "optimizer_step", "evaluation"}
+    assert {"levers", "best"} <= facts.keys()
     last = done.stdout.splitlines()[-1]
+    assert last == facts["best"]["overrides"]
     sizes = (facts["largest_micro_size"], facts["largest_eval_micro_size"])
     assert last == "batch.micro_size={} batch.eval_micro_size={}".format(*sizes)
     assert (tmp_path / "here/plan.png").read_bytes().startswith(b"\x89PNG")
@@ -160,7 +162,9 @@ def test_a_run_that_cannot_be_planned_searches(tmp_path):
 
 
 def test_a_multirun_ends_with_one_table(tmp_path):
-    done = run_cli("-m", "mode=plan", *GPT, "precision=fp32,bf16", "hydra.sweep.dir=sweep", cwd=tmp_path)
+    done = run_cli(
+        "-m", "mode=plan", *GPT, "plan.levers=true", "precision=fp32,bf16", "hydra.sweep.dir=sweep", cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr
     header, *rows = done.stdout.splitlines()[-3:]
     assert header.split()[:3] == ["job", "peak", "certainty"]
@@ -169,3 +173,4 @@ def test_a_multirun_ends_with_one_table(tmp_path):
         assert row.split()[0] == str(number)
         assert bytes_text(facts["peak_bytes"]) in row
         assert f"precision={precision}" in row
+        assert row.endswith(facts["best"]["overrides"])

@@ -143,6 +143,7 @@ class Memory:
 class Plan:
     device: Str | None = None
     world: PositiveInt | None = None
+    levers: Bool = True
 
 
 @dataclass(config=STRICT)

@@ -9,7 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from trainapp.units import bytes_text
 
-_HEADER = ["job", "peak", "certainty", "largest micro-batch", "in evaluation", "overrides"]
+_HEADER = ["job", "peak", "certainty", "largest micro-batch", "in evaluation", "overrides", "best plan"]
 
 
 class PlanTable(Callback):
@@ -33,13 +33,15 @@ def _row(path: Path) -> list[str]:
     found = [facts.get(name) for name in ("largest_micro_size", "largest_eval_micro_size")]
     sizes = ["-" if size is None else str(size) for size in found]
     shown = " ".join(text for text in given if text != "mode=plan")
-    return [path.parent.name, peak, facts["certainty"], *sizes, shown]
+    best = facts.get("best")
+    pasted = "" if best is None else "nothing fits" if best["missing_bytes"] else best["overrides"]
+    return [path.parent.name, peak, facts["certainty"], *sizes, shown, pasted]
 
 
 def table(rows: list[list[str]]) -> str:
     """Columns of equal width, the last one as it is."""
     widths = [max(len(row[i]) for row in [_HEADER, *rows]) for i in range(len(_HEADER) - 1)]
     return "\n".join(
-        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]])
+        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]).rstrip()
         for row in [_HEADER, *rows]
     )

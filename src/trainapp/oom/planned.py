@@ -10,7 +10,8 @@ from trainapp.data.micro_batch_sizes import MicroBatchSizes
 from trainapp.errors import UserError
 from trainapp.oom.incident import Incident
 from trainapp.plan import process
-from trainapp.plan.planner import EXACT, require_plannable
+from trainapp.plan.planner import require_plannable
+from trainapp.plan.sizes import EXACT
 from trainapp.train.run import Run
 from trainapp.train.sizes import Begin
 from trainapp.units import bytes_text

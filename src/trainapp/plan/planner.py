@@ -1,26 +1,20 @@
 """The plan of a configuration: its peak, what it consists of, how sure that is, and the largest sizes that fit."""
 
-import functools
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
 from trainapp.memory.timeline import Drawing, Picture
-from trainapp.plan.assumed_shapes import Share
-from trainapp.plan.largest import largest_that_fits
-from trainapp.plan.place import Place
-from trainapp.plan.ranks import highest_ranks, simulated, world_of
+from trainapp.plan.ranking import ranked
 from trainapp.plan.real_steps import RealSteps
-from trainapp.plan.recorder import PHASES, Peak
-from trainapp.plan.traced_run import ON_CPU, Trace, planned_config, trace
-from trainapp.train.components import Components, choose_device, load_components
+from trainapp.plan.recorder import Peak
+from trainapp.plan.sizes import NOT_TRACEABLE, Facts, Planner, reason_of
+from trainapp.train.components import choose_device, load_components
 
-EXACT, RANGE, PROBED, NOT_TRACEABLE = "exact", "range", "probed", "not traceable"
-Facts = dict[str, Any]
 log = logging.getLogger(__name__)
 
 
@@ -35,9 +29,12 @@ def plan(config: Config, only: Collection[str] = (), untraceable: str | None = N
     started = time.monotonic()
     require_plannable(config, bool(only))
     planner = _planner(config, only)
+    planner.counts_work = has_levers = config.plan.levers and config.plan.device is None and not only
     if untraceable is None:
         try:
             facts, peak = planner.search(only) if only else planner.plan()
+            if has_levers:
+                facts |= _ranked(planner, facts)
         except UserError:
             raise
         except Exception as error:
@@ -66,10 +63,15 @@ def _planner(config: Config, only: Collection[str]) -> "Planner":
     return planner.for_device(config, load_components)
 
 
-def reason_of(error: BaseException) -> str:
-    """The error in one line, with its type: torch names the operation in its message."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+def _ranked(planner: "Planner", facts: Facts) -> Facts:
+    """The levers; a note in their place if they cannot be ranked, which is no reason to withhold the peak."""
+    try:
+        return ranked(planner, facts)
+    except UserError:
+        raise
+    except Exception as error:
+        log.debug("the levers could not be ranked", exc_info=True)
+        return {"notes": [*facts.get("notes", []), f"the levers could not be ranked ({reason_of(error)})"]}
 
 
 def require_plannable(config: Config, search_only: bool = False) -> None:
@@ -84,240 +86,6 @@ def require_plannable(config: Config, search_only: bool = False) -> None:
             f"train.device={config.train.device}: the plan is for the CPU, and would not hold on {device.type}; use "
             "train.device=cpu, or name the device in plan.device"
         )
-
-
-class Planner:
-    """Traces one configuration at the sizes that the plan needs, each at most once."""
-
-    def __init__(self, config: Config, components: Components, steps: RealSteps | None = None):
-        """steps: run for real in place of traces."""
-        self.config, self.components, self._steps = config, components, steps
-        self.traces = 0
-        self.certainty = EXACT  # RANGE once a trace has made something up, PROBED once it has run an operator
-        self.place: Place = ON_CPU
-        self.limit = self.place.limit(config)
-        self.world = world_of(config)
-        is_sharded = config.parallel.strategy == "fsdp" and self.world > 1
-        self.shards = self.world // config.parallel.fsdp.replicas if is_sharded else 1
-        self.device = choose_device(config.train.device)
-        self.share = -(-min(config.batch.global_size, len(components.train_data)) // self.world)
-        evaluated = components.eval_data
-        evaluates = evaluated is not None and config.every.eval is not None
-        self.all_eval_samples = len(evaluated) if evaluates else 0
-        self.eval_samples = -(-self.all_eval_samples // self.world)  # of the rank with the most
-        self.at, self.at_rank = functools.cache(self._trace), functools.cache(self._trace_rank)
-
-    def _trace(
-        self, size: int, eval_size: int, otherwise: bool = False, which: str = "longest", share: Share = Share.MOST
-    ) -> Trace:
-        """Of the rank with the highest peak. size, eval_size: 0 leaves out training, or evaluation."""
-        if self._steps is not None:
-            return self._steps.trace(size, eval_size, self.share)
-        samples = self._traced_samples(size) if size else self.all_eval_samples
-        traces = [
-            self.at_rank(rank, size, eval_size, otherwise, which, share)
-            for rank in highest_ranks(self.world, self.shards, samples)
-        ]
-        return max(traces, key=lambda found: found.peak.total)
-
-    def _trace_rank(self, rank: int, size: int, eval_size: int, otherwise: bool, which: str, share: Share) -> Trace:
-        # Before this rank is simulated: a process can be one rank at a time.
-        training_size = size or self.at(self.share, 0).smallest
-        self.traces += 1
-        with simulated(rank, self.world, self.device) as ranks:
-            found = trace(
-                self.config,
-                self.components,
-                training_size,
-                eval_size or 1,
-                training=size > 0,
-                evaluation=eval_size > 0,
-                otherwise=otherwise,
-                which="longest" if which == "longest" else "shortest",
-                place=self.place,
-                ranks=ranks,
-                share=share,
-            )
-        if found.reads or found.varies or found.assumed:
-            self.certainty = RANGE
-        elif found.probed and self.certainty == EXACT:
-            self.certainty = PROBED
-        return found
-
-    def _at_rank(self, rank: int, size: int, eval_size: int) -> Trace:
-        if self._steps is not None:
-            return self.at(size, eval_size)
-        return self.at_rank(rank, size, eval_size, False, "longest", Share.MOST)
-
-    def search(self, only: Collection[str]) -> tuple[Facts, Peak | None]:
-        """The largest micro-batches alone. `largest_peak_bytes`: what training's is predicted to need; `bucket`: the
-        shape that it is for, see `bucket_of`, or 0 where all batches have one.
-        """
-        facts: Facts = {"limit_bytes": self.limit}
-        if "training" in only:
-            facts["largest_micro_size"] = largest = self._largest()
-            traced = self.at(largest or self._smallest(), 0)
-            facts |= {"largest_peak_bytes": self._joined([traced]).total, "bucket": traced.bucket}
-        if "evaluation" in only:
-            facts["largest_eval_micro_size"] = self._largest_eval() if self.eval_samples else None
-        return {"certainty": self.certainty} | facts, None
-
-    def plan(self) -> tuple[Facts, Peak | None]:
-        """Everything. At the sizes that the configuration gives, else at the largest that fit, else at the smallest."""
-        largest = self._largest()
-        largest_eval = self._largest_eval() if self.eval_samples else None
-        size = self._given_size() or largest or self._smallest()
-        eval_size = 0
-        if self.eval_samples:
-            given = self.config.batch.eval_micro_size
-            eval_size = min(given, self.eval_samples) if given != "auto" else (largest_eval or 1)
-        low, high, notes = self._bounds(size, eval_size)
-        probed = sorted({operator for found in self._base(size, eval_size) for operator in found.probed})
-        certainty = RANGE if low.total != high.total or notes else PROBED if probed else EXACT
-        if probed:
-            notes.append(f"run for real to know what they allocate: {', '.join(probed)}")
-        static = (self.at(size, 0)).static
-        facts: Facts = {
-            "peak_bytes": high.total,
-            "certainty": certainty,
-            **({"range_bytes": [low.total, high.total]} if certainty == RANGE else {}),
-            **({"notes": notes} if notes else {}),
-            "binding_phase": high.phase,
-            "binding_module": high.module,
-            "phases": {name: high.phases[name] for name in PHASES if name in high.phases},
-            "kinds": high.kinds,
-            "ranks": self._ranks(size, eval_size),
-            "static": {kind.value: size for kind, size in static.items()},
-            "micro_size": size,
-            "eval_micro_size": eval_size or None,
-            "limit_bytes": self.limit,
-            "largest_micro_size": largest,
-            "largest_eval_micro_size": largest_eval,
-        }
-        return facts, high
-
-    def _ranks(self, size: int, eval_size: int) -> Facts:
-        """The ranks, and the peaks of those that differ: all others have one of these peaks, or one between them."""
-        samples = self._traced_samples(size)
-        own = {*highest_ranks(self.world, self.shards, samples)}
-        if eval_size:
-            own |= {*highest_ranks(self.world, self.shards, self.all_eval_samples)}
-        if len(own) > 1 or samples % self.world or self.all_eval_samples % self.world or self.at(size, 0).uneven:
-            own.add(self.world - 1)
-        peaks = {}
-        for rank in sorted(own):
-            traces = [self._at_rank(rank, size, 0)]
-            traces += [self._at_rank(rank, 0, eval_size)] if eval_size else []
-            peaks[str(rank)] = self._joined(traces).total
-        binding = max(peaks, key=lambda rank: peaks[rank])
-        return {
-            "world": self.world,
-            "strategy": self.config.parallel.strategy,
-            "replicas": self.world // self.shards,
-            "binding_rank": int(binding),
-            "peak_bytes": peaks,
-        }
-
-    def _traced_samples(self, size: int) -> int:
-        """Of a traced step, over all ranks."""
-        return min(planned_config(self.config, size, 1, self.world).batch.global_size, len(self.components.train_data))
-
-    def _given_size(self) -> int | None:
-        """The micro-batch that the configuration fixes, if it does."""
-        batch, parts = self.config.batch, self.config.accumulation.steps
-        if batch.micro_schedule is not None:
-            plans = batch.micro_schedule.values()
-            largest = max(max(plan.values()) if isinstance(plan, dict) else plan for plan in plans)
-            return min(largest, self.share)
-        if parts != "auto":
-            return -(-self.share // parts)
-        return min(batch.micro_size, self.share) if isinstance(batch.micro_size, int) else None
-
-    def _smallest(self) -> int:
-        return min(self.at(self.share, 0).smallest, self.share)
-
-    def _largest(self) -> int:
-        def at(size: int, otherwise: bool) -> Trace:
-            return self.at(size, 0, True) if otherwise else self.at(size, 0)
-
-        return self._fitting(at, self.share, self._smallest())
-
-    def _needed(self, found: Trace) -> int:
-        """The bytes that count against the limit."""
-        return max(peak.total for peak in (found.training, found.evaluation, Peak()) if peak is not None)
-
-    def _largest_eval(self) -> int:
-        """Up to where the search of a run starts, twice the share of the global batch."""
-
-        def at(size: int, otherwise: bool) -> Trace:
-            return self.at(0, size, True) if otherwise else self.at(0, size)
-
-        return self._fitting(at, min(2 * self.share, self.eval_samples), 1)
-
-    def _fitting(self, at: Callable[[int, bool], Trace], top: int, smallest: int) -> int:
-        """The largest size from `smallest` to `top` that fits whatever the model reads; 0 if none does.
-
-        at: `(size, otherwise) -> trace`.
-        """
-
-        def peak_of(size: int, otherwise: bool = False) -> int:
-            return self._needed(at(size, otherwise))
-
-        largest = largest_that_fits(peak_of, self.limit, top, smallest)
-        if not largest or not at(largest, False).reads:
-            return largest
-        try:
-            other_fits = peak_of(largest, True) <= self.limit
-        except UserError:
-            raise
-        except Exception:  # `_bounds` notes it
-            return largest
-        if other_fits:
-            return largest
-        return largest_that_fits(lambda size: peak_of(size, True), self.limit, largest, smallest)
-
-    def _base(self, size: int, eval_size: int) -> list[Trace]:
-        return [self.at(size, 0), *([self.at(0, eval_size)] if eval_size else [])]
-
-    def _bounds(self, size: int, eval_size: int) -> tuple[Peak, Peak, list[str]]:
-        """The lowest and the highest peak that the run may have, and why they differ."""
-        notes: list[str] = []
-        traces = self._base(size, eval_size)
-        high = low = self._joined(traces)
-        if any(found.varies for found in traces):
-            notes.append(
-                "the batches differ in shape: the longest of the first ones counts, and a longer one needs more"
-            )
-            shortest = self._joined([self.at(size, 0, False, "shortest")])
-            low = shortest if shortest.total < low.total else low
-        reads = sorted({phase for found in traces for phase in found.reads})
-        if reads:
-            notes.append(f"the model or the task reads values ({', '.join(reads)}): both ways were traced")
-        assumed = sorted({operation for found in traces for operation in found.assumed})
-        if assumed:
-            notes.append(
-                f"shapes depend on values ({', '.join(assumed)}): the range is from nothing to everything selected; of "
-                "a router, from equal parts to the same choice for all"
-            )
-        clips = high.phase == "clip" and self.config.train.grad_clip is not None
-        # Whether gradients will be clipped is not known either.
-        for otherwise, share in _ways(bool(reads or clips), bool(assumed)):
-            arguments = (otherwise, "longest", share)
-            try:
-                evaluated = [self.at(0, eval_size, *arguments)] if eval_size else []
-                other = self._joined([self.at(size, 0, *arguments), *evaluated])
-            except UserError:
-                raise
-            except Exception as error:
-                notes.append(f"the other way cannot be traced ({reason_of(error)})")
-            else:
-                low = other if other.total < low.total else low
-                high = other if other.total > high.total else high
-        return low, high, notes
-
-    @staticmethod
-    def _joined(traces: list[Trace]) -> Peak:
-        return functools.reduce(Peak.joined, [found.peak for found in traces])
 
 
 def _estimated(planner: Planner, reason: str, only: Collection[str]) -> Facts:
@@ -339,14 +107,6 @@ def _estimated(planner: Planner, reason: str, only: Collection[str]) -> Facts:
         return unknown | {"reason": f"{reason}; nor can small steps be run ({reason_of(error)})"}
     facts.pop("range_bytes", None)
     return facts | unknown | {"notes": [steps.note(), *facts.get("notes", [])], "estimate": steps.basis()}
-
-
-def _ways(reads: bool, shapes: bool) -> list[tuple[bool, Share]]:
-    """In which other ways a run may go: reads answered otherwise, other elements selected, or both."""
-    others = [(False, Share.FEWEST), (False, Share.LAST)] if shapes else []
-    if reads:
-        others += [(True, Share.MOST), *([(True, Share.FEWEST)] if shapes else [])]
-    return others
 
 
 def picture_of(peak: Peak, facts: Facts, path: Any) -> Picture:

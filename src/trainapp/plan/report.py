@@ -1,5 +1,6 @@
 """`mode=plan`: the plan on the terminal and in the run directory. Imports no torch."""
 
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from trainapp.plan.process import ask
 from trainapp.units import bytes_text
 
 PLAN, PICTURE = "plan.json", "plan.png"
+WIDTH = 100
 
 
 def run(config: Config) -> float | None:
@@ -45,16 +47,52 @@ def text(facts: dict[str, Any]) -> str:
     ]
     if largest is None:
         return "\n".join(lines)
-    if not largest:
-        return "\n".join([*lines, f"no micro-batch fits {bytes_text(limit)}"])
-    fitting = f"largest that fit {bytes_text(limit)}: micro-batch {largest}"
-    overrides = f"batch.micro_size={largest}"
-    if largest_eval:
+    fitting = f"largest that fit {bytes_text(limit)}: micro-batch {largest}" if largest else _nothing_fits(limit)
+    overrides = [f"batch.micro_size={largest}"] if largest else []
+    if largest and largest_eval:
         fitting += f", evaluation {largest_eval}"
-        overrides += f" batch.eval_micro_size={largest_eval}"
-    elif largest_eval == 0:
+        overrides += [f"batch.eval_micro_size={largest_eval}"]
+    elif largest and largest_eval == 0:
         fitting += ", evaluation none"
-    return "\n".join([*lines, fitting, overrides])
+    lines.append(fitting)
+    if "best" not in facts:
+        return "\n".join([*lines, *([" ".join(overrides)] if overrides else [])])
+    return "\n".join([*lines, *_levers(facts), *_best(facts)])
+
+
+def _nothing_fits(limit: int) -> str:
+    return f"no micro-batch fits {bytes_text(limit)}"
+
+
+def _levers(facts: dict[str, Any]) -> list[str]:
+    """A table of WIDTH columns."""
+    header = f"with micro-batch {facts['micro_size']} and"
+    lines = [f"{'peak':>10}  {'largest':>7}  {'time':>7}  {'certainty':<13}  {header}"]
+    changes_training = False
+    for entry in facts["levers"]:
+        if entry["result"] == "other" and not changes_training:
+            changes_training = True
+            lines.append("what changes the training")
+        peak = "-" if entry["peak_bytes"] is None else bytes_text(entry["peak_bytes"])
+        largest = "-" if entry["largest_micro_size"] is None else str(entry["largest_micro_size"])
+        time = "-" if entry["relative_time"] is None else f"x {entry['relative_time']:.2f}"
+        start = f"{peak:>10}  {largest:>7}  {time:>7}  {entry['certainty']:<13}  "
+        lines += textwrap.wrap(
+            entry["overrides"], WIDTH, initial_indent=start, subsequent_indent=" " * len(start), break_long_words=False
+        )
+    return lines
+
+
+def _best(facts: dict[str, Any]) -> list[str]:
+    """What the best plan is, and its overrides to paste."""
+    best, limit = facts["best"], bytes_text(facts["limit_bytes"])
+    peak, time = bytes_text(best["peak_bytes"]), f"x {best['relative_time']:.2f} of the time"
+    if best["missing_bytes"]:
+        line = f"nothing fits {limit}; the closest needs {peak}, {bytes_text(best['missing_bytes'])} too much:"
+    else:
+        line = f"the fastest that fits {limit}: peak {peak}, {time}"
+        line += ", though it changes the training:" if best["result"] == "other" else ":"
+    return [line, best["overrides"]]
 
 
 def _device_lines(facts: dict[str, Any]) -> list[str]:

@@ -3,22 +3,21 @@
 import contextlib
 import dataclasses
 import functools
-import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from trainapp.config.schema import Config
 from trainapp.data.batch import bucket_of, elements_in, map_tensors
-from trainapp.data.micro_batch import MicroBatch
-from trainapp.data.progress import Progress
 from trainapp.data.sampler import EvalBatches, TrainBatches
 from trainapp.errors import UserError
 from trainapp.memory.device import static_bytes
 from trainapp.memory.kinds import MemoryKind
+from trainapp.memory.levers.catalogue import available
+from trainapp.memory.levers.lever import Lever, Situation
 from trainapp.optim.optimizers import build_optimizer
 from trainapp.parallel.dtensor import is_shard, local
 from trainapp.parallel.ranks import Ranks, SingleRank
@@ -27,17 +26,17 @@ from trainapp.plan.assumed_shapes import Share
 from trainapp.plan.place import Place
 from trainapp.plan.ranks import EqualChunks
 from trainapp.plan.recorder import Peak, PhaseLog, TracedMemory
-from trainapp.plan.values import MadeUpValues, NoOverflow, shapes_of
+from trainapp.plan.step_time import Work, WorkCounter
+from trainapp.plan.traced_part import Which, planned_config, representative, training_shapes
+from trainapp.plan.values import MadeUpValues, NoOverflow
 from trainapp.signals import StopRequest
 from trainapp.torch_private import fake_tensor_mode, outside_dispatch_modes
-from trainapp.train import build
+from trainapp.train import build, losses
 from trainapp.train.components import Components
 from trainapp.train.evaluate import evaluate
 from trainapp.train.loop import train_step, update_weight_average
 from trainapp.train.run import Run
 
-SURVEYED = 256  # samples whose shapes are compared, or two micro-batches of more
-Which = Literal["shortest", "longest"]
 ON_CPU = Place()
 
 
@@ -49,8 +48,9 @@ class Trace:
     results have shapes that depend on values. probed: those that were run for real to know what they allocate.
     varies: whether the micro-batches of the data differ in shape. bucket: where those of training do, the shape that
     was traced, see `bucket_of`; else 0. static: as `Meter.static`. uneven: whether ranks have shards of different
-    sizes. smallest: the model cannot train on fewer samples at once. rank: the one that was traced. allocations: what
-    the place has recorded.
+    sizes. smallest: the model cannot train on fewer samples at once. rank: the one that was traced. levers: that apply
+    and are not in force. work: of one training step; None if it was not counted. allocations: what the place has
+    recorded.
     """
 
     training: Peak | None
@@ -64,6 +64,8 @@ class Trace:
     uneven: bool
     smallest: int
     rank: int
+    levers: tuple[Lever, ...]
+    work: Work | None = None
     allocations: Any = None
 
     @property
@@ -87,22 +89,23 @@ def trace(
     ranks: Ranks | None = None,
     share: Share = Share.MOST,
     real_bytes: int | None = None,
+    count_work: bool = False,
 ) -> Trace:
     """Trace training steps with micro-batches of `size` and an evaluation with `eval_size`, on one process.
 
     otherwise: answer reads of values the other way. share: see `MadeUpValues`. which: where shapes differ, all
     micro-batches are of this one. ranks: as `simulated` gives them; None: a single process. real_bytes: run everything
-    for real, with at most so many live bytes.
+    for real, with at most so many live bytes. count_work: also count the operations of the step, for `Speeds`.
     Raises whatever the model raises on tensors without data; MemoryLimitExceeded beyond `real_bytes`. Sets torch's
     global switches and seeds the generators: call it in a process of its own.
     """
     ranks = ranks or SingleRank()
     planned = planned_config(config, size, eval_size, ranks.world)
     looked_at = build.load_parts(planned, ranks, components)
-    instead = _training_shapes(looked_at.batches, size, which) if training else None
+    instead = training_shapes(looked_at.batches, size, which) if training else None
     eval_instead = None
     if evaluation and looked_at.eval_batches is not None:
-        eval_instead = _chosen(looked_at.eval_batches.from_sample(0, eval_size, ranks), which)
+        eval_instead = representative(looked_at.eval_batches.from_sample(0, eval_size, ranks), which)
     parts = build.load_parts(planned, ranks, components)
     host, parts.device = parts.device, place.device or parts.device
     parts.memory = memory = TracedMemory(parts.device, place.limit(config), real_bytes)
@@ -130,8 +133,9 @@ def trace(
         memory.resident = run.meter.resident
         if _has_padded_shards(run.state.model.parameters()):
             _settle_shards(run)
+        work = WorkCounter(lambda: memory.phase) if count_work else None
         with place.recording(run) as allocations:
-            found = _training_peak(run, memory, place.steps) if training else None
+            found = _training_peak(run, memory, place.steps, work) if training else None
             measured = None
             if evaluation and run.eval_batches is not None and run.cadences.evaluate:
                 if late and not training:
@@ -151,8 +155,17 @@ def trace(
         uneven=_is_uneven(run.state.model.parameters()),
         smallest=build.smallest_micro_batch(run.state.model),
         rank=ranks.rank,
+        levers=tuple(available(Situation(config, run.state.model, losses.is_built_in(run.task)))),
+        work=None if work is None else _of_whole_step(work.work, config, planned, size, parts.batches.samples),
         allocations=allocations,
     )
+
+
+def _of_whole_step(work: Work, config: Config, traced: Config, size: int, samples: int) -> Work:
+    """The work with its shares of a step's samples and micro-batches: `planned_config` may have left out some."""
+    whole, taken = (min(of.batch.global_size, samples) for of in (config, traced))
+    work.share, work.traced, work.micro_batches = taken / whole, -(-taken // size), -(-whole // size)
+    return work
 
 
 def _has_padded_shards(parameters: Iterable[nn.Parameter]) -> bool:
@@ -175,15 +188,20 @@ def _unchanged(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _training_peak(run: Run, memory: TracedMemory, steps: int) -> Peak:
-    """Of one step or two; always of two where the first creates state of the optimizer, which stays in memory."""
+def _training_peak(run: Run, memory: TracedMemory, steps: int, work: WorkCounter | None) -> Peak:
+    """Of one step or two; always of two where the first creates state of the optimizer, which stays in memory.
+
+    work: counts the last of them.
+    """
     memory.reset()
-    train_step(run)
+    with work or contextlib.nullcontext():
+        train_step(run)
     update_weight_average(run)
     state = run.state
     static = static_bytes(state.model, state.optimizer, state.average.averages, state.keeps_gradients)
     if steps > 1 or static != run.meter.static:
-        train_step(run)
+        with work.afresh() if work else contextlib.nullcontext():
+            train_step(run)
         update_weight_average(run)
     return memory.highest
 
@@ -198,66 +216,3 @@ def _creates_state_late(config: Config, device: torch.device) -> bool:
 
 def _is_uneven(parameters: Iterable[Any]) -> bool:
     return any(is_shard(p) and p.shape[0] % p.device_mesh.size() for p in parameters)
-
-
-def planned_config(config: Config, size: int, eval_size: int, world: int) -> Config:
-    """The configuration of the trace: what costs no memory on the device, or only in a few first steps, is off.
-
-    size, eval_size: of micro-batches, on one of `world` ranks. A step of many micro-batches peaks in its second one, as
-    in all later ones: two are traced. (Of less than three, the second one need not be full.)
-    """
-    whole, parts = config.batch.global_size, config.accumulation.steps
-    share = -(-whole // world)
-    as_given = parts != "auto" and size == -(-share // parts)
-    global_size = whole if as_given or share < 3 * size else 2 * size * world
-    changes: dict[str, Any] = {
-        "batch": dataclasses.replace(
-            config.batch,
-            global_size=global_size,
-            micro_size="auto" if as_given else size,
-            eval_micro_size=eval_size,
-            micro_schedule=None,
-        ),
-        "accumulation": dataclasses.replace(config.accumulation, steps=parts if as_given else "auto"),
-        # A logged step computes the metrics, too, and sooner or later every run logs one.
-        "every": dataclasses.replace(config.every, log=None if config.every.log is None else 1),
-        "loader": dataclasses.replace(config.loader, num_workers=0),
-        "model": dataclasses.replace(config.model, init_from=None),
-        "train": dataclasses.replace(config.train, check_exactness=False),
-        "memory": dataclasses.replace(config.memory, limit=None),
-        "checkpointing": dataclasses.replace(config.checkpointing, save=False),
-    }
-    return dataclasses.replace(config, mode="train", **changes)
-
-
-def _training_shapes(batches: TrainBatches, size: int, which: Which) -> MicroBatch | None:
-    """See `_chosen`."""
-
-    def steps() -> Iterator[MicroBatch]:
-        progress = Progress()
-        while progress.epoch == 0:
-            micro_batches = batches.micro_batches(progress, size)
-            yield from micro_batches
-            batches.advance(progress)
-
-    return _chosen(steps(), which)
-
-
-def _chosen(micro_batches: Iterator[MicroBatch], which: Which) -> MicroBatch | None:
-    """The first micro-batch with the most, or the fewest, elements of the first SURVEYED samples; None where all full
-    ones have the same shapes.
-    """
-    first = chosen = next(micro_batches, None)
-    if first is None or chosen is None:
-        return None
-    samples, varies = first.samples, False
-    for micro in itertools.chain([first], micro_batches):
-        if micro.samples == first.samples:
-            varies = varies or shapes_of(micro.data) != shapes_of(first.data)
-            size, best = elements_in(micro.data), elements_in(chosen.data)
-            if (size > best) if which == "longest" else (size < best):
-                chosen = micro
-        samples += micro.samples
-        if samples >= max(SURVEYED, 3 * first.samples):
-            break
-    return chosen if varies else None

@@ -18,7 +18,8 @@ from trainapp.parallel.ranks import Ranks
 from trainapp.plan.assumed_shapes import AssumedShapes, Share
 from trainapp.plan.kernels import CORRECTED, as_on_cpu
 from trainapp.plan.probes import PROBED, with_real_workspace
-from trainapp.torch_private import READ_OPERATORS, DispatchMode, outside_dispatch_modes
+from trainapp.torch_operators import READ_OPERATORS
+from trainapp.torch_private import DispatchMode, outside_dispatch_modes
 from trainapp.train.phase import Phase
 
 

@@ -23,7 +23,7 @@ from trainapp.config.schema import ActivationCheckpointing
 from trainapp.memory.levers.block_state import Before, BlockState
 from trainapp.memory.levers.block_trace import draws
 from trainapp.models.inspect import blocks_of
-from trainapp.torch_private import ATTENTION_OPERATORS
+from trainapp.torch_operators import ATTENTION_OPERATORS
 
 Contexts = tuple[AbstractContextManager[None], AbstractContextManager[None]]
 _KEPT = frozenset({"mm", "addmm", "bmm", "baddbmm", "convolution", *ATTENTION_OPERATORS})

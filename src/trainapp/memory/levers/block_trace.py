@@ -18,16 +18,13 @@ from trainapp.data.batch import map_tensors
 from trainapp.memory.levers.costs import cost_of
 from trainapp.models.inspect import MODULE_ATTRIBUTES, blocks_of
 from trainapp.rng import preserved_rng
+from trainapp.torch_operators import CAST, CHECKPOINT_IGNORES, READ_OPERATORS, schema_of
 from trainapp.torch_private import (
-    CAST,
-    CHECKPOINT_IGNORES,
-    READ_OPERATORS,
     DispatchMode,
     buffers_of,
     fake_tensor_mode,
     outside_dispatch_modes,
     parameters_of,
-    schema_of,
     storage_id,
     tree_leaves,
 )

@@ -4,12 +4,9 @@ The advice of a run that cannot continue, the refusals when a run is assembled, 
 """
 
 from trainapp.errors import UserError
+from trainapp.memory.levers.activations import ACTIVATIONS
 from trainapp.memory.levers.conditions import (
-    needs_a_gpu,
-    needs_a_gpu_and_blocks,
     needs_a_head,
-    needs_blocks,
-    needs_blocks_in_eager_mode,
     needs_rounding_by_chance,
     needs_shards,
     needs_updates_one_by_one,
@@ -59,12 +56,14 @@ LEVERS = (
         saves="activations, in proportion",
         costs="a little time; BatchNorm's statistics are those of N samples",
         applies="always: `auto` halves it when memory runs out",
+        result="same",
     ),
     Lever(
         "batch.eval_micro_size=N",
         saves="the evaluation's activations",
         costs="a little time",
         applies="always: `auto` halves it when memory runs out",
+        result="same",
     ),
     Lever(
         "precision=bf16",
@@ -72,6 +71,7 @@ LEVERS = (
         costs="8 bits of precision in matrix products; saves time where the device computes in bf16",
         applies="where the device computes in bf16",
         changes={"precision.mode": "bf16"},
+        result="rounded",
     ),
     Lever(
         "precision=bf16_pure optimizer=adamw_bf16",
@@ -81,49 +81,9 @@ LEVERS = (
         changes={"precision.mode": "bf16_pure", **_ADAMW_BF16},
         in_force=lambda config: config.precision.mode == "bf16_pure",
         require=needs_rounding_by_chance,
+        result="rounded",
     ),
-    Lever(
-        "activation_checkpointing=full",
-        saves="all activations of the blocks but their inputs",
-        costs="a second forward of the blocks: about a third more time",
-        applies="models with `blocks()`",
-        changes={"activation_checkpointing.mode": "full"},
-        require=needs_blocks,
-    ),
-    Lever(
-        "activation_checkpointing=selective",
-        saves="activations that are cheap to recompute",
-        costs="a few percent of time",
-        applies="models with `blocks()`",
-        changes={"activation_checkpointing.mode": "selective"},
-        require=needs_blocks,
-    ),
-    Lever(
-        "activation_checkpointing=budget activation_checkpointing.bytes=auto",
-        saves="as many activations of the blocks as the limit, or a number of bytes, asks for",
-        costs="recomputing what is cheapest to recompute per byte: nothing where all fits",
-        applies="models with `blocks()`, without `train.compile`",
-        changes={"activation_checkpointing.mode": "budget", "activation_checkpointing.bytes": "auto"},
-        in_force=lambda config: config.activation_checkpointing.mode == "budget",
-        require=needs_blocks_in_eager_mode,
-    ),
-    Lever(
-        "memory.offload_activations=all",
-        saves="all activations of 1 MiB and more, but those on their way",
-        costs="host memory; time where copies take longer than computing",
-        applies="CUDA, without `parallel=fsdp`, `train.compile` and `activation_checkpointing=budget`",
-        changes={"memory.offload_activations": "all"},
-        require=needs_a_gpu,
-    ),
-    Lever(
-        "memory.offload_activations=inputs activation_checkpointing=full",
-        saves="all activations of the blocks",
-        costs="a second forward of the blocks; host memory; hardly any time for the copies",
-        applies="CUDA, models with `blocks()`, without `train.compile`",
-        changes={"memory.offload_activations": "inputs", "activation_checkpointing.mode": "full"},
-        in_force=lambda config: config.memory.offload_activations == "inputs",
-        require=needs_a_gpu_and_blocks,
-    ),
+    *ACTIVATIONS,
     Lever(
         "memory.loss_chunk=auto",
         saves="all logits but those of a chunk, and their gradients",
@@ -132,6 +92,7 @@ LEVERS = (
         changes={"memory.loss_chunk": "auto"},
         in_force=lambda config: config.memory.loss_chunk is not None,
         require=needs_a_head,
+        result="same",
     ),
     Lever(
         "optimizer=sgd",
@@ -159,6 +120,7 @@ LEVERS = (
         costs="8 bits of precision in the state, rounded by chance; a slower optimizer step, without a fused kernel",
         changes=_ADAMW_BF16,
         state_saved=half_of_adams_state,
+        result="rounded",
     ),
     quantized("8bit", "three quarters", 1 - 1.03 / 4, "8 bits and a scale per 256 values"),
     quantized("fp8", "three quarters", 1 - 1.03 / 4, "8-bit floating point and a scale per 256 values"),
@@ -208,6 +170,7 @@ LEVERS = (
         applies="by default, for optimizers that have a fused kernel",
         changes={"optimizer.fused": "auto"},
         is_default=True,
+        result="same",
     ),
     Lever(
         "train.ema=null",
@@ -236,6 +199,7 @@ LEVERS = (
         costs="traffic: parameters are gathered in every forward and backward",
         applies="several ranks, models with `blocks()`",
         changes={"parallel.strategy": "fsdp"},
+        result="same",
     ),
     Lever(
         "parallel.fsdp.reshard_after_forward=true",
@@ -244,6 +208,7 @@ LEVERS = (
         applies="`parallel=fsdp`, by default",
         changes={"parallel.fsdp.reshard_after_forward": True},
         is_default=True,
+        result="same",
     ),
     Lever(
         "parallel.fsdp.sync_every_micro_batch=true",
@@ -252,6 +217,7 @@ LEVERS = (
         applies="`parallel=fsdp`, by default",
         changes={"parallel.fsdp.sync_every_micro_batch": True},
         is_default=True,
+        result="same",
     ),
     Lever(
         "parallel.fsdp.cpu_offload=true",
@@ -260,6 +226,7 @@ LEVERS = (
         applies="`parallel=fsdp`",
         changes={"parallel.fsdp.cpu_offload": True},
         require=needs_shards,
+        result="same",
     ),
     Lever(
         "memory.expandable_segments=true",
@@ -268,6 +235,7 @@ LEVERS = (
         applies="CUDA, by default",
         changes={"memory.expandable_segments": True},
         is_default=True,
+        result="same",
     ),
     Lever(
         "checkpointing.asynchronous=false",
@@ -276,5 +244,6 @@ LEVERS = (
         applies="by default",
         changes={"checkpointing.asynchronous": False},
         is_default=True,
+        result="same",
     ),
 )

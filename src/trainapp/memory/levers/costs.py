@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from trainapp.torch_private import FLOP_FORMULAS, tree_leaves
+from trainapp.torch_operators import FLOP_FORMULAS
+from trainapp.torch_private import tree_leaves
 
 # Floating-point operations in the time of a byte: about those of a core with AVX-512 in fp32, and of an A100 in bf16.
 FLOPS_PER_BYTE = {"cpu": 8.0, "cuda": 150.0}

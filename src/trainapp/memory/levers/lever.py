@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -37,6 +37,8 @@ class Lever:
     in_force: whether a configuration has the lever; None: if it has the changes.
     require: raises UserError where the lever does not apply.
     is_default: whether it is in force unless the user changes it.
+    result: what becomes of the training's result: "same" but for the order of additions, "rounded" (the same algorithm
+    in fewer bits), "other": another optimizer, model or task.
     state_saved: `(bytes by kind, config) -> bytes` that persist between steps; None: only a traced step tells.
     """
 
@@ -48,6 +50,7 @@ class Lever:
     require: Callable[[Situation], None] = _anywhere
     in_force: Callable[[Config], bool] | None = None
     is_default: bool = False
+    result: Literal["same", "rounded", "other"] = "other"  # the one that no plan proposes unless nothing else fits
     state_saved: Callable[[Mapping[MemoryKind, int], Config], int] | None = None
 
     def is_set(self, config: Config) -> bool:

@@ -57,4 +57,5 @@ def quantized(state_dtype: str, share: str, saved: float, bits: str) -> Lever:
         in_force=_has_moments_in(state_dtype),
         require=needs_unsharded_blocks,
         state_saved=state_saved,
+        result="rounded",
     )

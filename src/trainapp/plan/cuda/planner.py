@@ -9,8 +9,8 @@ from trainapp.errors import UserError
 from trainapp.plan.cuda.devices import CONTEXT, find
 from trainapp.plan.cuda.place import THREADS, Allocations, CudaPlace
 from trainapp.plan.cuda.pretend import can_pretend, give_autograd_a_device
-from trainapp.plan.planner import Facts, Planner
 from trainapp.plan.recorder import Peak
+from trainapp.plan.sizes import Facts, Planner
 from trainapp.plan.traced_run import Trace
 from trainapp.train.components import Components
 from trainapp.units import bytes_text

@@ -1,0 +1,59 @@
+"""The levers that keep fewer activations on the device: part of the one list in `catalogue`."""
+
+from trainapp.memory.levers.conditions import (
+    needs_a_gpu,
+    needs_a_gpu_and_blocks,
+    needs_blocks,
+    needs_blocks_in_eager_mode,
+)
+from trainapp.memory.levers.lever import Lever
+
+ACTIVATIONS = (
+    Lever(
+        "activation_checkpointing=full",
+        saves="all activations of the blocks but their inputs",
+        costs="a second forward of the blocks: about a third more time",
+        applies="models with `blocks()`",
+        changes={"activation_checkpointing.mode": "full"},
+        require=needs_blocks,
+        result="same",
+    ),
+    Lever(
+        "activation_checkpointing=selective",
+        saves="activations that are cheap to recompute",
+        costs="a few percent of time",
+        applies="models with `blocks()`",
+        changes={"activation_checkpointing.mode": "selective"},
+        require=needs_blocks,
+        result="same",
+    ),
+    Lever(
+        "activation_checkpointing=budget activation_checkpointing.bytes=auto",
+        saves="as many activations of the blocks as the limit, or a number of bytes, asks for",
+        costs="recomputing what is cheapest to recompute per byte: nothing where all fits",
+        applies="models with `blocks()`, without `train.compile`",
+        changes={"activation_checkpointing.mode": "budget", "activation_checkpointing.bytes": "auto"},
+        in_force=lambda config: config.activation_checkpointing.mode == "budget",
+        require=needs_blocks_in_eager_mode,
+        result="same",
+    ),
+    Lever(
+        "memory.offload_activations=all",
+        saves="all activations of 1 MiB and more, but those on their way",
+        costs="host memory; time where copies take longer than computing",
+        applies="CUDA, without `parallel=fsdp`, `train.compile` and `activation_checkpointing=budget`",
+        changes={"memory.offload_activations": "all"},
+        require=needs_a_gpu,
+        result="same",
+    ),
+    Lever(
+        "memory.offload_activations=inputs activation_checkpointing=full",
+        saves="all activations of the blocks",
+        costs="a second forward of the blocks; host memory; hardly any time for the copies",
+        applies="CUDA, models with `blocks()`, without `train.compile`",
+        changes={"memory.offload_activations": "inputs", "activation_checkpointing.mode": "full"},
+        in_force=lambda config: config.memory.offload_activations == "inputs",
+        require=needs_a_gpu_and_blocks,
+        result="same",
+    ),
+)

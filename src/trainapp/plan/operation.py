@@ -1,0 +1,118 @@
+"""What one call of an operator costs, whatever the device: from shapes alone, so that tensors need no data."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import flop_counter
+
+from trainapp.data.batch import map_tensors, tensors_in
+from trainapp.torch_operators import ATTENTION_OPERATORS, written_arguments
+
+MATMUL, CONVOLUTION, ATTENTION, FUNCTION = "matmul", "convolution", "attention", "function"
+# Bound by arithmetic where memory is near: an exponential per element.
+_FUNCTIONS = (
+    *("silu", "silu_backward", "gelu", "gelu_backward", "exp", "log", "tanh", "sigmoid", "logsumexp", "erf", "pow"),
+    *("_softmax", "_softmax_backward_data", "_log_softmax", "_log_softmax_backward_data", "bernoulli_", "normal_"),
+)
+_OVERWRITES = frozenset({"zero_", "fill_", "copy_", "normal_", "uniform_", "bernoulli_"})  # without reading the old
+
+
+class Shape(NamedTuple):
+    """A tensor without its memory."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def real(self, device: torch.device) -> Tensor:
+        """A tensor of this shape: ones, or zeros of integers, which are valid indices."""
+        extent = (
+            1 + sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True)) if all(self.shape) else 0
+        )
+        flat = torch.full((extent,), int(self.dtype.is_floating_point), dtype=self.dtype, device=device)
+        return flat.as_strided(self.shape, self.stride)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What one call costs, whatever the device. Equal calls are equal.
+
+    signature: the operator, shapes, dtypes and other arguments. work: floating-point operations, of FUNCTION elements.
+    moved: bytes read and written. allocates: whether its result is new memory. call: runs it for real on a device; None
+    where that is not possible.
+    """
+
+    name: str
+    signature: str
+    kind: str = field(compare=False)
+    dtype: torch.dtype = field(compare=False)
+    work: int = field(compare=False)
+    moved: int = field(compare=False)
+    allocates: bool = field(compare=False)
+    call: Callable[[torch.device], Callable[[], Any]] | None = field(compare=False)
+
+
+def operation_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Operation:
+    """The cost of one call of an operator, from shapes alone."""
+    name = func.overloadpacket.__name__
+    inputs, outputs = tensors_in([args, kwargs]), tensors_in([result])
+    written = tensors_in([arg for arg, writes in zip(args, written_arguments(func), strict=False) if writes])
+    old = {id(tensor) for tensor in inputs}
+    new = [tensor for tensor in outputs if id(tensor) not in old]
+    read = inputs[1:] if name in _OVERWRITES else inputs
+    moved = sum(tensor.nbytes for tensor in (*read, *written, *new))
+    kind, work = _arithmetic(func, name, args, kwargs, result)
+    if name in _FUNCTIONS:
+        kind, work = FUNCTION, max((tensor.numel() for tensor in (*inputs, *outputs)), default=0)
+    dtype = next((t.dtype for t in (*inputs, *outputs) if t.is_floating_point()), torch.float32)
+    call, signature = _call(func, args, kwargs)
+    return Operation(name, signature, kind, dtype, work, moved, bool(new), call)
+
+
+def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, str]:
+    """What runs the operation for real, and its signature."""
+    if any(tensor.layout is not torch.strided for tensor in tensors_in([args, kwargs])):
+        return None, str(func)
+    own: Any = (args, {name: value for name, value in kwargs.items() if name != "device"})
+    shapes = map_tensors(_shape_of, own)
+
+    def call(device: torch.device) -> Callable[[], Any]:
+        real_args, real_kwargs = _with_tensors(shapes, device)
+        if "device" in kwargs:
+            real_kwargs["device"] = device
+        return functools.partial(func, *real_args, **real_kwargs)
+
+    return (call if func.namespace == "aten" else None), f"{func} {shapes}"
+
+
+def _shape_of(tensor: Tensor) -> Any:
+    return Shape(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
+
+
+def _with_tensors(tree: Any, device: torch.device) -> Any:
+    """As `map_tensors`, in the other direction."""
+    if isinstance(tree, Shape):
+        return tree.real(device)
+    if isinstance(tree, dict):
+        return {name: _with_tensors(value, device) for name, value in tree.items()}
+    return type(tree)(_with_tensors(value, device) for value in tree) if type(tree) in (list, tuple) else tree
+
+
+def _arithmetic(func: Any, name: str, args: Any, kwargs: dict[str, Any], result: Any) -> tuple[str, int]:
+    formula = flop_counter.flop_registry.get(func.overloadpacket)
+    is_attention = any(name.startswith(operator) for operator in ATTENTION_OPERATORS)
+    if formula is None and not is_attention:
+        return "", 0
+    try:
+        if formula is None:  # torch 2.13 has none for the CPU's kernel
+            shapes = [tensor.shape for tensor in args[: 4 if name.endswith("backward") else 3]]
+            count = flop_counter.sdpa_backward_flop_count if len(shapes) == 4 else flop_counter.sdpa_flop_count
+            return ATTENTION, count(*shapes)
+        flops = int(formula(*args, **kwargs, out_val=result))
+    except Exception:  # formulas assert what their authors had in mind; the plan of memory must not fail for that
+        return "", 0
+    return (ATTENTION if is_attention else CONVOLUTION if "convolution" in name else MATMUL), flops

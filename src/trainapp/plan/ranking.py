@@ -1,0 +1,182 @@
+"""The levers of a configuration in its plan: what each saves and costs, and the fastest combination that fits.
+
+Levers are traced alone at one size first; then they are stacked, each time the one that is expected to save the most
+per time; the largest micro-batch is searched for the few that may be the best plan.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from trainapp.config.schema import Config
+from trainapp.plan.largest import largest_that_fits
+from trainapp.plan.recorder import Peak
+from trainapp.plan.variants import RESULTS, Variant, Variants
+
+if TYPE_CHECKING:
+    from trainapp.plan.sizes import Planner
+
+MOST_SEARCHES = 3  # variants whose largest micro-batch is searched: the first ones of the list, those of each choice
+ERROR_OF_TIME = 0.15  # relative: a gain below it may be none
+Facts = dict[str, Any]
+
+
+def ranked(planner: "Planner", facts: Facts) -> Facts:
+    """`levers` and `best` of plan.json.
+
+    planner: of the configuration, with its steps traced at the sizes in `facts`, its plan without levers. Raises
+    UserError for mistakes in the configuration.
+    """
+    variants = Variants(planner, facts)
+    ranking = Ranking(variants)
+    singles = [single for lever in variants.levers if (single := variants.of([lever])) is not None]
+    usable = [single for single in singles if single.result != "other"]
+    stacks = variants.stacked(variants.own, usable)
+    best = ranking.best([variants.own, *usable, *stacks])
+    if best is None:  # only now what changes the training
+        lowest = min([variants.own, *usable, *stacks], key=lambda variant: variant.total)
+        stacks = list(dict.fromkeys([*stacks, *variants.stacked(lowest, singles)]))
+        best = ranking.best([*singles, *stacks]) or ranking.closest([variants.own, *singles, *stacks])
+    entries = sorted([*singles, *stacks], key=ranking.order)
+    ranking.search([variant for variant in entries if variant.result != "other" and variants.saves(variant)])
+    planner.traces += sum(variant.planner.traces for variant in (*singles, *stacks))
+    return {"levers": [ranking.entry(variant) for variant in entries], "best": best}
+
+
+@dataclass(frozen=True)
+class Fitting:
+    """A variant with sizes that fit, its peak and the seconds of a step with them."""
+
+    variant: Variant
+    size: int
+    eval_size: int
+    peak: Peak
+    seconds: float
+
+
+class Ranking:
+    """Orders the variants of one configuration, and finds the sizes that fit."""
+
+    def __init__(self, variants: Variants):
+        self.variants, self.own, self.limit = variants, variants.own, variants.limit
+
+    def order(self, variant: Variant) -> tuple[Any, ...]:
+        """What fits, fastest first; what does not, lowest first; what saves nothing; what changes the training."""
+        fits = variant.total <= self.limit
+        return (
+            variant.result == "other",
+            not self.variants.saves(variant),
+            not fits,
+            variant.seconds if fits else variant.total,
+        )
+
+    def entry(self, variant: Variant) -> Facts:
+        """The variant in plan.json."""
+        is_traced = variant.peak is not None
+        return {
+            "overrides": variant.overrides,
+            "peak_bytes": variant.peak.total if variant.peak else None,
+            "largest_micro_size": variant.largest,
+            "relative_time": round(variant.seconds / self.own.seconds, 3) if is_traced else None,
+            "certainty": variant.planner.certainty if is_traced else "not traceable",
+            "result": variant.result,
+        }
+
+    def best(self, variants: Sequence[Variant]) -> Facts | None:
+        """The fastest that fits; None if none does.
+
+        Any lever counts only where nothing fits without it, or its gain is more than the error of the estimate; levers
+        that round otherwise, in the same way, only compared with those that do not.
+        """
+        chosen: Fitting | None = None
+        groups = [[variant for variant in variants if not variant.levers]]
+        groups += [[v for v in variants if v.levers and v.result == result] for result in RESULTS]
+        for group in groups:
+            enough = math.inf if chosen is None else (1 - ERROR_OF_TIME) * chosen.seconds
+            found = [self._fitting(variant) for variant in self._searched(group, enough)]
+            fastest = min((f for f in found if f is not None), key=lambda f: f.seconds, default=None)
+            if fastest is not None and fastest.seconds < enough:
+                chosen = fastest
+        return None if chosen is None else self._plan(chosen)
+
+    def _searched(self, variants: Iterable[Variant], enough: float) -> list[Variant]:
+        """Those that fit and may take less than `enough` seconds, with their largest micro-batch."""
+        candidates = sorted((v for v in variants if v.peak is not None and v.least < enough), key=self.order)
+        self.search(candidates)
+        return [variant for variant in candidates if variant.largest]
+
+    def search(self, variants: Iterable[Variant]) -> None:
+        """Find the largest micro-batch of the first MOST_SEARCHES."""
+        for variant in list(variants)[:MOST_SEARCHES]:
+            if variant.largest is None and variant.peak is not None:
+                variant.largest = self._largest(variant)
+
+    def _largest(self, variant: Variant) -> int:
+        planner = variant.planner
+
+        def peak_of(size: int) -> int:
+            found = planner.at(size, 0).training
+            assert found is not None, "traced without training"
+            return found.total
+
+        at_size = planner.at(self.variants.size, self.variants.eval_size).training
+        assert at_size is not None, "traced without training"
+        fits = at_size.total <= self.limit
+        if not fits and self.variants.size <= self.variants.smallest:
+            return 0
+        smallest = self.variants.size if fits else self.variants.smallest
+        return largest_that_fits(peak_of, self.limit, planner.share, smallest, {self.variants.size: at_size.total})
+
+    def _fitting(self, variant: Variant) -> Fitting | None:
+        """The variant with the largest sizes of training and evaluation that fit, its peak and seconds."""
+        size, planner = variant.largest or self.variants.smallest, variant.planner
+        peak, work = self.variants.measured(planner, size, 0)
+        eval_size = 0
+        if self.variants.evaluates:
+            eval_size = self.variants.eval_size or self.variants.largest_eval
+            evaluation = planner.at(0, eval_size).evaluation if eval_size else None
+            if evaluation is None or evaluation.total > self.limit:
+                eval_size = planner.largest_eval()
+                evaluation = planner.at(0, eval_size).evaluation if eval_size else None
+            if evaluation is None:
+                return None
+            peak = peak.joined(evaluation)
+        return Fitting(variant, size, eval_size, peak, work.seconds(self.variants.speeds))
+
+    def closest(self, variants: Iterable[Variant]) -> Facts:
+        """Where nothing fits: the lowest peak, with the smallest sizes."""
+        lowest = min(variants, key=lambda variant: variant.total)
+        eval_size = 1 if self.variants.evaluates else 0
+        peak, work = self.variants.measured(lowest.planner, self.variants.smallest, eval_size)
+        fitting = Fitting(lowest, self.variants.smallest, eval_size, peak, work.seconds(self.variants.speeds))
+        return self._plan(fitting) | {"missing_bytes": peak.total - self.limit}
+
+    def _plan(self, fitting: Fitting) -> Facts:
+        variant, peak = fitting.variant, fitting.peak
+        settings = [
+            *(lever.setting for lever in variant.levers),
+            *size_overrides(self.variants.planner.config, fitting.size),
+        ]
+        if fitting.eval_size:
+            settings.append(f"batch.eval_micro_size={fitting.eval_size}")
+        return {
+            "overrides": " ".join(settings),
+            "peak_bytes": peak.total,
+            "missing_bytes": 0,
+            "micro_size": fitting.size,
+            "eval_micro_size": fitting.eval_size or None,
+            "relative_time": round(fitting.seconds / self.own.seconds, 3),
+            "certainty": variant.planner.certainty,
+            "result": variant.result,
+        }
+
+
+def size_overrides(config: Config, size: int) -> list[str]:
+    """The overrides that set the micro-batch, whatever else would set it."""
+    others = []
+    if config.batch.micro_schedule is not None:
+        others.append("batch.micro_schedule=null")
+    if config.accumulation.steps != "auto":
+        others.append("accumulation.steps=auto")
+    return [*others, f"batch.micro_size={size}"]

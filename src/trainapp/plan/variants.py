@@ -1,0 +1,173 @@
+"""A configuration with levers, alone and stacked, each combination traced as a whole: savings do not add up."""
+
+import dataclasses
+import functools
+import logging
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from trainapp.config.schema import Config
+from trainapp.errors import UserError
+from trainapp.memory.levers.lever import Lever
+from trainapp.plan.recorder import Peak
+from trainapp.plan.step_time import Speeds, Work
+from trainapp.plan.traced_run import Trace
+from trainapp.train.components import choose_device
+
+if TYPE_CHECKING:
+    from trainapp.plan.sizes import Planner
+
+MOST_STACKS = 5  # combinations that are traced
+LEAST_SAVING = 0.01  # of the peak
+RANGE = "range"  # as in `planner`
+RESULTS = ("same", "rounded", "other")
+Facts = dict[str, Any]
+log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Variant:
+    """The configuration with some levers, traced. peak: None where it cannot be traced.
+
+    seconds: of a step with the micro-batch of `peak`; an estimate. least: if all samples were one micro-batch.
+    largest: the largest micro-batch that fits, 0 if none does; None where it has not been searched.
+    """
+
+    levers: tuple[Lever, ...]
+    planner: "Planner"
+    peak: Peak | None
+    seconds: float
+    least: float
+    largest: int | None = None
+
+    @property
+    def result(self) -> str:
+        """What becomes of the training's result: see `Lever`."""
+        return max((lever.result for lever in self.levers), key=RESULTS.index, default="same")
+
+    @property
+    def total(self) -> float:
+        """The peak in bytes; infinite where it is not known."""
+        return math.inf if self.peak is None else self.peak.total
+
+    @property
+    def overrides(self) -> str:
+        """What to paste on the command line."""
+        return " ".join(lever.setting for lever in self.levers)
+
+
+class Variants:
+    """The variants of one configuration, each traced once, at the sizes of its plan. `own`: without a lever."""
+
+    def __init__(self, planner: "Planner", facts: Facts):
+        self.planner, self.limit = planner, planner.limit
+        self.size, self.largest_eval = facts["micro_size"], facts["largest_eval_micro_size"] or 0
+        # An evaluation whose size is chosen by the limit always comes near it, which would hide what a lever saves.
+        is_fixed = planner.config.batch.eval_micro_size != "auto"
+        self.eval_size = facts["eval_micro_size"] or 0 if is_fixed else 0
+        self.evaluates = bool(planner.eval_samples)
+        self.speeds = Speeds(choose_device(planner.config.train.device))
+        self._known: dict[frozenset[str], Variant | None] = {}
+        peak, work = self.measured(planner, self.size, self.eval_size)
+        self.own = Variant((), planner, peak, *self._times(work), facts["largest_micro_size"])
+        self.smallest = min(planner.smallest, planner.share)
+        strategy = planner.config.parallel.strategy
+        self.levers = [lever for lever in planner.at(self.size, self.eval_size).levers if _is_traced(lever, strategy)]
+
+    def of(self, levers: Sequence[Lever]) -> Variant | None:
+        """The configuration with these levers; None where it is refused."""
+        names = frozenset(lever.setting for lever in levers)
+        if names not in self._known:
+            self._known[names] = self._traced(levers)
+        return self._known[names]
+
+    def _traced(self, levers: Sequence[Lever]) -> Variant | None:
+        planner = self.planner.variant(with_levers(self.planner.config, levers))
+        try:
+            peak, work = self.measured(planner, self.size, self.eval_size)
+        except UserError as error:
+            log.debug("not with this model: %s", error)
+            return None
+        except Exception:
+            log.debug("a lever could not be traced", exc_info=True)
+            return Variant(tuple(levers), planner, None, math.inf, math.inf)
+        fits_whole = peak.total <= self.limit and self.size == planner.share
+        return Variant(tuple(levers), planner, peak, *self._times(work), planner.share if fits_whole else None)
+
+    def _times(self, work: Work) -> tuple[float, float]:
+        return work.seconds(self.speeds), work.seconds(self.speeds, micro_batches=1)
+
+    def measured(self, planner: "Planner", size: int, eval_size: int) -> tuple[Peak, Work]:
+        """The peak with these sizes, and the operations of a step."""
+        found = planner.at(size, eval_size)
+        assert found.work is not None, "traced without counting its operations"
+        peak = _peak_of(found)
+        clips = peak.phase == "clip" and planner.config.train.grad_clip is not None
+        if found.reads or clips:  # as in the plan: both ways
+            other = _peak_of(planner.at(size, eval_size, True))
+            planner.certainty = RANGE if other.total != peak.total else planner.certainty
+            peak = peak.joined(other)
+        return peak, found.work
+
+    def stacked(self, start: Variant, singles: Sequence[Variant]) -> list[Variant]:
+        """From `start`, lever after lever, the one with the highest expected saving per time; each lowers the peak."""
+        stack, traced, refused = start, [], set[frozenset[str]]()
+        for _ in range(MOST_STACKS + 1):
+            choices = [choice for single in singles if (choice := self._extended(stack, single, singles)) is not None]
+            choices = [choice for choice in choices if frozenset(lever.setting for lever in choice[1]) not in refused]
+            if not choices:
+                break
+            levers = max(choices, key=lambda choice: choice[0])[1]
+            found = self.of(levers)
+            if found is None or found.total >= stack.total:
+                refused.add(frozenset(lever.setting for lever in levers))
+                continue
+            stack = found
+            if len(levers) > 1:
+                traced.append(found)
+        return traced
+
+    def _extended(
+        self, stack: Variant, single: Variant, singles: Sequence[Variant]
+    ) -> tuple[float, list[Lever]] | None:
+        """The stack's levers with one more, in place of those that set the same; and the expected bytes per second of
+        a step. None where it would save nothing.
+        """
+        lever = single.levers[0]
+        levers = [*(other for other in stack.levers if not other.changes.keys() & lever.changes.keys()), lever]
+        parts = [other for other in singles if other.levers[0] in levers]
+        if lever in stack.levers or any(part.peak is None for part in parts):
+            return None
+        peak = max(
+            own * math.prod(part.peak.phases.get(phase, own) / own for part in parts if part.peak is not None)
+            for phase, own in (self.own.peak.phases if self.own.peak else {}).items()
+            if own
+        )
+        seconds = self.own.seconds * math.prod(part.seconds / self.own.seconds for part in parts)
+        saving = stack.total - peak
+        if saving < LEAST_SAVING * stack.total:
+            return None
+        return saving / max(seconds - stack.seconds, 0.01 * self.own.seconds), levers
+
+    def saves(self, variant: Variant) -> bool:
+        """Whether its peak is lower than without the levers."""
+        return variant.total < (1 - LEAST_SAVING) * self.own.total
+
+
+def with_levers(config: Config, levers: Iterable[Lever]) -> Config:
+    """The configuration with the levers' changes."""
+    for lever in levers:
+        config = dataclasses.replace(config, **lever.sections(config))
+    return config
+
+
+def _peak_of(trace: Trace) -> Peak:
+    return functools.reduce(Peak.joined, [peak for peak in (trace.training, trace.evaluation) if peak is not None])
+
+
+def _is_traced(lever: Lever, strategy: str) -> bool:
+    """Whether a trace sees what the lever does: not that of the allocator, nor of checkpoints."""
+    unseen = ("memory.expandable", "checkpointing.", *(("parallel.",) if strategy == "single" else ()))
+    return not any(name.startswith(unseen) for name in lever.changes)

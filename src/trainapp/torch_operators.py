@@ -1,0 +1,41 @@
+"""The private, underscored or undocumented parts of torch that tell one operator from another, each with its reason.
+
+Used on torch 2.11 and 2.13; `tests/test_torch_private.py` tests each of them.
+"""
+
+import operator
+from typing import Any
+
+import torch
+from torch.utils import checkpoint, flop_counter
+
+# What `tensor.item()` and `bool(tensor)` dispatch to.
+READ_OPERATORS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default)
+
+
+def written_arguments(func: Any) -> tuple[bool, ...]:
+    """Per positional argument of an operator such as aten.add_.Tensor, whether it writes to it."""
+    infos = [argument.alias_info for argument in func._schema.arguments]  # no public way to ask
+    return tuple(info is not None and info.is_write for info in infos)
+
+
+# Attention kernels whose results selective activation checkpointing keeps. Every backend has an operator of its own.
+ATTENTION_OPERATORS = (
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+)
+
+
+# What `tensor.to(dtype)` dispatches to.
+CAST = torch.ops.aten._to_copy.default
+
+# operator -> its schema: the names and defaults of arguments, and whether it writes into one of them.
+schema_of = operator.attrgetter("_schema")
+
+# Operators that activation checkpointing never keeps, and does not count.
+CHECKPOINT_IGNORES = frozenset(checkpoint.SAC_IGNORED_OPS)
+
+# By operator: `(*args, out_val, **kwargs) -> int`, the floating-point operations of a call. Its decorator is public.
+FLOP_FORMULAS = flop_counter.flop_registry

@@ -1,0 +1,129 @@
+"""The time of a traced step: operations are counted as known, and priced by what they take here."""
+
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from trainapp.plan import step_time
+from trainapp.plan.operation import MATMUL
+from trainapp.plan.step_time import Speeds, Work, WorkCounter
+from trainapp.torch_private import fake_tensor_mode
+from trainapp.train.phase import Phase
+
+
+@pytest.fixture(scope="module")
+def speeds():
+    return Speeds(torch.device("cpu"))
+
+
+def counted(function, phase=Phase.FORWARD):
+    counter = WorkCounter(lambda: phase)
+    with counter:
+        function()
+    return counter.work
+
+
+def only(counts):
+    ((operation, times),) = counts.items()
+    return operation, times
+
+
+def test_a_product_has_its_flops_and_its_bytes():
+    a, b = torch.randn(30, 40), torch.randn(40, 50)
+    operation, times = only(counted(lambda: [a @ b, a @ b]).per_micro_batch)
+    assert (operation.kind, operation.work, times) == (MATMUL, 2 * 30 * 40 * 50, 2)
+    assert operation.moved == 4 * (30 * 40 + 40 * 50 + 30 * 50)
+    assert operation.allocates
+
+
+def test_views_and_metrics_cost_nothing():
+    x = torch.randn(4, 6)
+    assert not counted(lambda: x.t().view(6, 4)[1:]).per_micro_batch
+    work = counted(lambda: x @ x.t(), Phase.METRIC)
+    assert not work.per_micro_batch
+    assert not work.per_step
+    assert counted(lambda: x + x, Phase.CLIP).per_step
+
+
+def test_what_is_written_in_place_is_read_and_written():
+    x, y = torch.randn(100), torch.randn(100)
+    assert only(counted(lambda: x.add_(y)).per_micro_batch)[0].moved == 3 * 400
+    assert only(counted(lambda: x + y).per_micro_batch)[0].moved == 3 * 400
+    assert only(counted(lambda: x.copy_(y)).per_micro_batch)[0].moved == 2 * 400
+    assert not only(counted(lambda: x.add_(y)).per_micro_batch)[0].allocates
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_attention_of_the_cpu_is_counted(backward):
+    q = torch.randn(2, 3, 16, 8, requires_grad=backward)
+
+    def attend():
+        result = nn.functional.scaled_dot_product_attention(q, q, q)
+        if backward:
+            result.sum().backward()
+
+    products = 2 + 5 * backward  # the backward recomputes the scores
+    work = counted(attend).per_micro_batch
+    assert sum(o.work for o in work if o.kind == step_time.ATTENTION) == products * 2 * 2 * 3 * 16 * 16 * 8
+
+
+def test_tensors_without_data_are_counted_as_real_ones():
+    def step():
+        model = nn.Sequential(nn.Linear(8, 16), nn.SiLU(), nn.Linear(16, 2))
+        return counted(lambda: model(torch.ones(4, 8)).sum().backward())
+
+    with fake_tensor_mode():
+        fake = step()
+    assert fake.per_micro_batch == step().per_micro_batch
+
+
+def test_an_operation_takes_what_it_takes_alone(speeds):
+    """A large product against a small one, and both against the clock: within a factor of three on any machine."""
+    small, large = torch.randn(64, 64), torch.randn(512, 512)
+    seconds = [speeds.busy(only(counted(lambda x=x: x @ x).per_micro_batch)[0]) for x in (small, large)]
+    assert seconds[1] > 20 * seconds[0]
+    large @ large
+    started = time.thread_time()
+    for _ in range(5):
+        large @ large
+    assert seconds[1] == pytest.approx((time.thread_time() - started) / 5, rel=2.0)
+
+
+def test_beyond_what_is_run_for_real_the_roofline_holds(speeds, monkeypatch):
+    monkeypatch.setattr(step_time, "LARGEST", 0)
+    n = 700
+    x = torch.empty(n, n)
+    operation = only(counted(lambda: x @ x).per_micro_batch)[0]
+    each = 2 * n**3
+    assert speeds.busy(operation) >= speeds.roofline(operation) > 0
+    rate = each / speeds.roofline(operation)
+    fixed, per_flop = speeds._of_arithmetic(MATMUL, torch.float32)
+    assert rate == pytest.approx(each / (fixed + per_flop * each), rel=0.01)
+    twice = torch.empty(n, 2 * n)
+    wider = only(counted(lambda: x @ twice).per_micro_batch)[0]
+    assert speeds.roofline(wider) == pytest.approx(2 * speeds.roofline(operation), rel=0.1)
+
+
+def test_an_operation_costs_the_same_whenever_it_is_asked_for(speeds):
+    x = torch.randn(300, 300)
+    operation = only(counted(lambda: x @ x).per_micro_batch)[0]
+    again = only(counted(lambda: x @ x).per_micro_batch)[0]
+    assert operation == again
+    assert speeds.busy(operation) == speeds.busy(again)
+
+
+def test_a_call_costs_time_of_its_own(speeds):
+    assert 1e-7 < speeds.call < 1e-3
+
+
+def test_micro_batches_that_were_not_traced_count(speeds):
+    x = torch.randn(64, 64)
+    work = counted(lambda: x @ x)
+    one = work.seconds(speeds)
+    work.share, work.micro_batches = 0.25, 4  # of four, one was traced
+    assert work.seconds(speeds) == pytest.approx(4 * one)
+    assert work.seconds(speeds, micro_batches=1) == pytest.approx(4 * one - 3 * speeds.call)
+    update = Work(per_step=work.per_micro_batch, share=0.25, micro_batches=4)
+    assert update.seconds(speeds) == pytest.approx(one)  # once per step, however many there are
