@@ -42,7 +42,8 @@ def measure(what: str, settings: Sequence[str]) -> dict[str, Any]:
     from torch.distributed.fsdp import fully_shard  # noqa: F401  # a part of the imports
 
     from trainapp.config import compose
-    from trainapp.plan import planner, ranks
+    from trainapp.plan import planner, ranks, sizes
+    from trainapp.plan.assumed_shapes import Share
     from trainapp.torch_private import fake_tensor_mode
     from trainapp.train.components import load_components
 
@@ -52,9 +53,12 @@ def measure(what: str, settings: Sequence[str]) -> dict[str, Any]:
     if what == "plan":
         facts = planner.plan(config)[0]
     else:
-        plans = planner.Planner(config, load_components(config))
+        plans = sizes.Planner(config, load_components(config))
         rank = ranks.highest_ranks(plans.world, plans.shards, config.batch.global_size)[0]
-        facts = {"peak_bytes": plans.at_rank(rank, 1, 1, False, "longest").peak.total, "traces": plans.traces}
+        facts = {
+            "peak_bytes": plans.at_rank(rank, 1, 1, False, "longest", Share.MOST).peak.total,
+            "traces": plans.traces,
+        }
     return {
         "processor_seconds": _seconds() - before,
         "memory_bytes": _peak() - peak,

@@ -20,6 +20,7 @@ from trainapp.torch_operators import (
     CHECKPOINT_IGNORES,
     FLOP_FORMULAS,
     READ_OPERATORS,
+    UNIQUE,
     schema_of,
     written_arguments,
 )
@@ -478,7 +479,8 @@ def test_nothing_private_is_used_elsewhere():
     planted = "from torch._subclasses import fake_tensor\ntorch._foreach_norm(tensor._version, self._version)"
     assert list(private_uses(planted)) == ["fake_tensor", "_foreach_norm", "_version"]
     folder = Path(torch_private.__file__).parent
-    own = {folder / f"torch_{name}.py" for name in ("private", "direct", "elastic")}
+    own = {folder / f"torch_{name}.py" for name in ("private", "direct", "elastic", "operators")}
+    own |= {folder / "plan" / "cuda" / f"{name}.py" for name in ("pretend", "attention")}  # see test_pretended_cuda.py
     found = {path.name: list(private_uses(path.read_text())) for path in folder.rglob("*.py") if path not in own}
     assert {name: uses for name, uses in found.items() if uses} == {}
 
@@ -573,3 +575,16 @@ def test_which_arguments_an_operator_writes():
     assert written_arguments(aten.add_.Tensor)[:2] == (True, False)
     assert not any(written_arguments(aten.add.Tensor))
     assert written_arguments(aten._fused_adamw_.default)[:5] == (True, True, True, True, True)
+
+
+def test_unique_is_an_operator_of_its_own():
+    seen = []
+
+    class Sees(DispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Sees():
+        torch.ones(2).unique()
+    assert UNIQUE in seen

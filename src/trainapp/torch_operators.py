@@ -28,6 +28,9 @@ ATTENTION_OPERATORS = (
 )
 
 
+# What `tensor.unique()` dispatches to.
+UNIQUE = torch.ops.aten._unique2.default
+
 # What `tensor.to(dtype)` dispatches to.
 CAST = torch.ops.aten._to_copy.default
 

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from trainapp.torch_operators import UNIQUE
+
 _aten = torch.ops.aten
 
 
@@ -135,7 +137,7 @@ class AssumedShapes:
         places = source.new_empty(source.shape if inverse else 0, dtype=torch.long)
         return source.new_empty(number), places, source.new_empty(number if counts else 0, dtype=torch.long)
 
-    def _unique2(
+    def _unique_values(
         self, source: Tensor, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False
     ) -> tuple[Tensor, ...]:
         return self._unique(source, inverse=return_inverse, counts=return_counts)
@@ -167,7 +169,7 @@ _INDEXED = frozenset({_aten.index.Tensor, _aten.index_put.default, _aten.index_p
 _RESULTS: dict[Any, Callable[..., Any]] = {
     _aten.nonzero.default: AssumedShapes._nonzero,
     _aten.masked_select.default: AssumedShapes._masked_select,
-    _aten._unique2.default: AssumedShapes._unique2,
+    UNIQUE: AssumedShapes._unique_values,
     _aten.unique_dim.default: AssumedShapes._unique_dim,
     _aten.unique_consecutive.default: AssumedShapes._unique_consecutive,
 }

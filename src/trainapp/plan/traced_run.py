@@ -113,15 +113,7 @@ def trace(
     with contextlib.ExitStack() as stack:
         fake: Callable[[Tensor], Tensor] = _unchanged
         if real_bytes is None:
-            stack.enter_context(place.outside())
-            fake = place.fake(stack.enter_context(fake_tensor_mode()).from_tensor)
-            stack.enter_context(values)
-            stack.enter_context(place.inside())
-            model = models.built_somehow(components, fake, parts.batches.example, host, parts.numerics)
-            parts.components = dataclasses.replace(components, model=model)
-            parts.numerics = place.numerics(planned, parts)
-            numerics = {field.name: getattr(parts.numerics, field.name) for field in dataclasses.fields(parts.numerics)}
-            parts.numerics = NoOverflow(**numerics, values=values)
+            fake = _without_data(parts, planned, host, place, values, stack)
         parts.batches = cast(TrainBatches, place.batches(parts.batches, fake, instead, memory.passes))
         if parts.eval_batches is not None:
             parts.eval_batches = cast(EvalBatches, place.eval_batches(parts.eval_batches, fake, eval_instead))
@@ -159,6 +151,29 @@ def trace(
         work=None if work is None else _of_whole_step(work.work, config, planned, size, parts.batches.samples),
         allocations=allocations,
     )
+
+
+def _without_data(
+    parts: build.Parts,
+    planned: Config,
+    host: torch.device,
+    place: Place,
+    values: MadeUpValues,
+    stack: contextlib.ExitStack,
+) -> Callable[[Tensor], Tensor]:
+    """Enter the modes in which tensors have no data, and prepare model and numerics for them. Returns what makes such a
+    tensor of one with data. host: the device that the data are on.
+    """
+    stack.enter_context(place.outside())
+    fake = place.fake(stack.enter_context(fake_tensor_mode()).from_tensor)
+    stack.enter_context(values)
+    stack.enter_context(place.inside())
+    model = models.built_somehow(parts.components, fake, parts.batches.example, host, parts.numerics)
+    parts.components = dataclasses.replace(parts.components, model=model)
+    parts.numerics = place.numerics(planned, parts)
+    numerics = {field.name: getattr(parts.numerics, field.name) for field in dataclasses.fields(parts.numerics)}
+    parts.numerics = NoOverflow(**numerics, values=values)
+    return fake
 
 
 def _of_whole_step(work: Work, config: Config, traced: Config, size: int, samples: int) -> Work:
