@@ -88,8 +88,11 @@ def story(lines):
 
 def test_the_plan_it_shows_is_the_one_that_is_printed(session):
     process, _ = find(session, "mode=plan")
-    shown = next(text for text in blocks(DOCUMENT, "text") if "largest that fit" in text)
-    assert process.stdout == shown
+    shown = next(text for text in blocks(DOCUMENT, "text") if "largest that fit" in text).splitlines()
+    printed = [re.sub(r"x \d+\.\d\d", "x T", line) for line in process.stdout.splitlines()]  # times are this machine's
+    expected = [re.sub(r"x \d+\.\d\d", "x T", line) for line in shown if line != "..."]
+    assert [line for line in expected if line not in printed] == []
+    assert (printed[0], printed[-1]) == (expected[0], expected[-1])
 
 
 def test_sweep_makes_a_directory_for_each_combination(session):

@@ -76,6 +76,7 @@ def test_relative_times_say_what_recomputing_costs(facts):
     times = {entry["overrides"]: entry["relative_time"] for entry in facts["levers"]}
     assert 1 < times["activation_checkpointing=full"] < 2
     assert times["activation_checkpointing=selective"] < times["activation_checkpointing=full"]
+    assert 0.8 < times["optimizer.in_backward=true train.grad_clip=null"] < 1.5
 
 
 def test_what_fits_without_a_lever_stays_as_it_is():

@@ -63,6 +63,8 @@ class WorkCounter(DispatchMode):
         phase = self._phase()
         if func.is_view or func.namespace == "prim":  # asked of tensors without data only, such as for their device
             return result
+        if phase is Phase.UPDATE_IN_BACKWARD:  # the last backward, and the updates in between
+            phase = Phase.COMMIT if func.__name__.startswith(("_fused_", "_foreach_")) else Phase.BACKWARD
         if phase in _PER_MICRO_BATCH:
             self.work.per_micro_batch[operation_of(func, args, kwargs or {}, result)] += 1
         elif phase in _PER_STEP:
