@@ -19,6 +19,10 @@ def launch(config: Config, is_sweep: bool = False) -> float | None:
     srun or submitit started this process as one of several, in it as one of the ranks. is_sweep: whether
     other jobs may follow in this process. Raises UserError for mistakes and SystemExit when a signal ended the run.
     """
+    if config.plan.device is not None:  # a name that is misspelt is no better where it is not used
+        from trainapp.plan.cuda import devices
+
+        devices.find(config.plan.device)
     if config.mode == "plan":
         from trainapp.plan import report
 

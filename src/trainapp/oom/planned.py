@@ -5,7 +5,7 @@ import logging
 import time
 from dataclasses import dataclass
 
-from trainapp.config.schema import Config
+from trainapp.config.schema import Config, Plan
 from trainapp.data.micro_batch_sizes import MicroBatchSizes
 from trainapp.errors import UserError
 from trainapp.oom.incident import Incident
@@ -66,7 +66,8 @@ def after_first_error(run: Run, failure: Incident, sizes: MicroBatchSizes) -> Pr
     if not _may_ask(run, failure, sizes):
         return None
     sizes.is_planned = True  # it would answer the same again
-    config = dataclasses.replace(run.config, train=dataclasses.replace(run.config.train, device="cpu"))
+    on_cpu = dataclasses.replace(run.config.train, device="cpu")
+    config = dataclasses.replace(run.config, train=on_cpu, plan=Plan())  # for this run, whatever mode=plan would ask
     started = time.monotonic()
     patience = max(PATIENCE, ATTEMPTS * (started - run.attempt.started))
     kind = "evaluation micro-batch" if failure.evaluating else "micro-batch"

@@ -7,22 +7,18 @@ per time; the largest micro-batch is searched for the few that may be the best p
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trainapp.config.schema import Config
-from trainapp.plan.largest import largest_that_fits
 from trainapp.plan.recorder import Peak
-from trainapp.plan.variants import RESULTS, Variant, Variants
-
-if TYPE_CHECKING:
-    from trainapp.plan.sizes import Planner
+from trainapp.plan.sizes import NOT_TRACEABLE, Facts, Planner
+from trainapp.plan.variants import RESULTS, Variant, Variants, settings_of
 
 MOST_SEARCHES = 3  # variants whose largest micro-batch is searched: the first ones of the list, those of each choice
 ERROR_OF_TIME = 0.15  # relative: a gain below it may be none
-Facts = dict[str, Any]
 
 
-def ranked(planner: "Planner", facts: Facts) -> Facts:
+def ranked(planner: Planner, facts: Facts) -> Facts:
     """`levers` and `best` of plan.json.
 
     planner: of the configuration, with its steps traced at the sizes in `facts`, its plan without levers. Raises
@@ -79,7 +75,7 @@ class Ranking:
             "peak_bytes": variant.peak.total if variant.peak else None,
             "largest_micro_size": variant.largest,
             "relative_time": round(variant.seconds / self.own.seconds, 3) if is_traced else None,
-            "certainty": variant.planner.certainty if is_traced else "not traceable",
+            "certainty": variant.planner.certainty if is_traced else NOT_TRACEABLE,
             "result": variant.result,
         }
 
@@ -110,23 +106,7 @@ class Ranking:
         """Find the largest micro-batch of the first MOST_SEARCHES."""
         for variant in list(variants)[:MOST_SEARCHES]:
             if variant.largest is None and variant.peak is not None:
-                variant.largest = self._largest(variant)
-
-    def _largest(self, variant: Variant) -> int:
-        planner = variant.planner
-
-        def peak_of(size: int) -> int:
-            found = planner.at(size, 0).training
-            assert found is not None, "traced without training"
-            return found.total
-
-        at_size = planner.at(self.variants.size, self.variants.eval_size).training
-        assert at_size is not None, "traced without training"
-        fits = at_size.total <= self.limit
-        if not fits and self.variants.size <= self.variants.smallest:
-            return 0
-        smallest = self.variants.size if fits else self.variants.smallest
-        return largest_that_fits(peak_of, self.limit, planner.share, smallest, {self.variants.size: at_size.total})
+                variant.largest = variant.planner.largest()
 
     def _fitting(self, variant: Variant) -> Fitting | None:
         """The variant with the largest sizes of training and evaluation that fit, its peak and seconds."""
@@ -142,20 +122,27 @@ class Ranking:
             if evaluation is None:
                 return None
             peak = peak.joined(evaluation)
+        if peak.total > self.limit:
+            return None
         return Fitting(variant, size, eval_size, peak, work.seconds(self.variants.speeds))
 
     def closest(self, variants: Iterable[Variant]) -> Facts:
-        """Where nothing fits: the lowest peak, with the smallest sizes."""
+        """Where nothing fits: the lowest peak, with the smallest sizes or, where accumulation costs more than it saves,
+        with the planned one.
+        """
         lowest = min(variants, key=lambda variant: variant.total)
         eval_size = 1 if self.variants.evaluates else 0
-        peak, work = self.variants.measured(lowest.planner, self.variants.smallest, eval_size)
-        fitting = Fitting(lowest, self.variants.smallest, eval_size, peak, work.seconds(self.variants.speeds))
-        return self._plan(fitting) | {"missing_bytes": peak.total - self.limit}
+        found = []
+        for size in {self.variants.smallest, self.variants.size}:
+            peak, work = self.variants.measured(lowest.planner, size, eval_size)
+            found.append(Fitting(lowest, size, eval_size, peak, work.seconds(self.variants.speeds)))
+        fitting = min(found, key=lambda fitting: fitting.peak.total)
+        return self._plan(fitting) | {"missing_bytes": fitting.peak.total - self.limit}
 
     def _plan(self, fitting: Fitting) -> Facts:
         variant, peak = fitting.variant, fitting.peak
         settings = [
-            *(lever.setting for lever in variant.levers),
+            *settings_of(variant.levers),
             *size_overrides(self.variants.planner.config, fitting.size),
         ]
         if fitting.eval_size:

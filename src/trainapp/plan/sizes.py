@@ -101,7 +101,7 @@ class Planner:
         """
         facts: Facts = {"limit_bytes": self.limit}
         if "training" in only:
-            facts["largest_micro_size"] = largest = self._largest()
+            facts["largest_micro_size"] = largest = self.largest()
             traced = self.at(largest or self._smallest(), 0)
             facts |= {"largest_peak_bytes": self._joined([traced]).total, "bucket": traced.bucket}
         if "evaluation" in only:
@@ -110,7 +110,7 @@ class Planner:
 
     def plan(self) -> tuple[Facts, Peak | None]:
         """Everything. At the sizes that the configuration gives, else at the largest that fit, else at the smallest."""
-        largest = self._largest()
+        largest = self.largest()
         largest_eval = self.largest_eval() if self.eval_samples else None
         size = self.given_size() or largest or self._smallest()
         eval_size = 0
@@ -182,11 +182,9 @@ class Planner:
     def _smallest(self) -> int:
         return min(self.smallest, self.share)
 
-    def _largest(self) -> int:
-        def at(size: int, otherwise: bool) -> Trace:
-            return self.at(size, 0, True) if otherwise else self.at(size, 0)
-
-        return self._fitting(at, self.share, self._smallest())
+    def largest(self) -> int:
+        """Training's largest micro-batch that fits the limit; 0 if none does."""
+        return self._fitting(lambda size, *other: self.at(size, 0, *other), self.share, self._smallest())
 
     def _needed(self, found: Trace) -> int:
         """The bytes that count against the limit."""
@@ -194,23 +192,20 @@ class Planner:
 
     def largest_eval(self) -> int:
         """Up to where the search of a run starts, twice the share of the global batch."""
+        top = min(2 * self.share, self.eval_samples)
+        return self._fitting(lambda size, *other: self.at(0, size, *other), top, 1)
 
-        def at(size: int, otherwise: bool) -> Trace:
-            return self.at(0, size, True) if otherwise else self.at(0, size)
-
-        return self._fitting(at, min(2 * self.share, self.eval_samples), 1)
-
-    def _fitting(self, at: Callable[[int, bool], Trace], top: int, smallest: int) -> int:
+    def _fitting(self, at: Callable[..., Trace], top: int, smallest: int) -> int:
         """The largest size from `smallest` to `top` that fits whatever the model reads; 0 if none does.
 
-        at: `(size, otherwise) -> trace`.
+        at: `(size) -> trace`; `(size, True)` answers reads the other way.
         """
 
-        def peak_of(size: int, otherwise: bool = False) -> int:
-            return self._needed(at(size, otherwise))
+        def peak_of(size: int, *other: bool) -> int:
+            return self._needed(at(size, *other))
 
         largest = largest_that_fits(peak_of, self.limit, top, smallest)
-        if not largest or not at(largest, False).reads:
+        if not largest or not at(largest).reads:
             return largest
         try:
             other_fits = peak_of(largest, True) <= self.limit

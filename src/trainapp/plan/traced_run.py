@@ -48,7 +48,7 @@ class Trace:
     results have shapes that depend on values. probed: those that were run for real to know what they allocate.
     varies: whether the micro-batches of the data differ in shape. bucket: where those of training do, the shape that
     was traced, see `bucket_of`; else 0. static: as `Meter.static`. uneven: whether ranks have shards of different
-    sizes. smallest: the model cannot train on fewer samples at once. rank: the one that was traced. levers: that apply
+    sizes. smallest: the model cannot train on fewer samples at once.  levers: that apply
     and are not in force. work: of one training step; None if it was not counted. allocations: what the place has
     recorded.
     """
@@ -63,7 +63,6 @@ class Trace:
     static: dict[MemoryKind, int]
     uneven: bool
     smallest: int
-    rank: int
     levers: tuple[Lever, ...]
     work: Work | None = None
     allocations: Any = None
@@ -146,7 +145,6 @@ def trace(
         static=run.meter.static,
         uneven=_is_uneven(run.state.model.parameters()),
         smallest=build.smallest_micro_batch(run.state.model),
-        rank=ranks.rank,
         levers=tuple(available(Situation(config, run.state.model, losses.is_built_in(run.task)))),
         work=None if work is None else _of_whole_step(work.work, config, planned, size, parts.batches.samples),
         allocations=allocations,

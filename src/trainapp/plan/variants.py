@@ -1,29 +1,22 @@
 """A configuration with levers, alone and stacked, each combination traced as a whole: savings do not add up."""
 
 import dataclasses
-import functools
 import logging
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
 from trainapp.memory.levers.lever import Lever
 from trainapp.plan.recorder import Peak
+from trainapp.plan.sizes import RANGE, Facts, Planner
 from trainapp.plan.step_time import Speeds, Work
-from trainapp.plan.traced_run import Trace
 from trainapp.train.components import choose_device
-
-if TYPE_CHECKING:
-    from trainapp.plan.sizes import Planner
 
 MOST_STACKS = 5  # combinations that are traced
 LEAST_SAVING = 0.01  # of the peak
-RANGE = "range"  # as in `planner`
 RESULTS = ("same", "rounded", "other")
-Facts = dict[str, Any]
 log = logging.getLogger(__name__)
 
 
@@ -36,7 +29,7 @@ class Variant:
     """
 
     levers: tuple[Lever, ...]
-    planner: "Planner"
+    planner: Planner
     peak: Peak | None
     seconds: float
     least: float
@@ -55,13 +48,13 @@ class Variant:
     @property
     def overrides(self) -> str:
         """What to paste on the command line."""
-        return " ".join(lever.setting for lever in self.levers)
+        return " ".join(settings_of(self.levers))
 
 
 class Variants:
     """The variants of one configuration, each traced once, at the sizes of its plan. `own`: without a lever."""
 
-    def __init__(self, planner: "Planner", facts: Facts):
+    def __init__(self, planner: Planner, facts: Facts):
         self.planner, self.limit = planner, planner.limit
         self.size, self.largest_eval = facts["micro_size"], facts["largest_eval_micro_size"] or 0
         # An evaluation whose size is chosen by the limit always comes near it, which would hide what a lever saves.
@@ -99,14 +92,14 @@ class Variants:
     def _times(self, work: Work) -> tuple[float, float]:
         return work.seconds(self.speeds), work.seconds(self.speeds, micro_batches=1)
 
-    def measured(self, planner: "Planner", size: int, eval_size: int) -> tuple[Peak, Work]:
+    def measured(self, planner: Planner, size: int, eval_size: int) -> tuple[Peak, Work]:
         """The peak with these sizes, and the operations of a step."""
         found = planner.at(size, eval_size)
         assert found.work is not None, "traced without counting its operations"
-        peak = _peak_of(found)
+        peak = found.peak
         clips = peak.phase == "clip" and planner.config.train.grad_clip is not None
         if found.reads or clips:  # as in the plan: both ways
-            other = _peak_of(planner.at(size, eval_size, True))
+            other = planner.at(size, eval_size, True).peak
             planner.certainty = RANGE if other.total != peak.total else planner.certainty
             peak = peak.joined(other)
         return peak, found.work
@@ -132,11 +125,11 @@ class Variants:
     def _extended(
         self, stack: Variant, single: Variant, singles: Sequence[Variant]
     ) -> tuple[float, list[Lever]] | None:
-        """The stack's levers with one more, in place of those that set the same; and the expected bytes per second of
-        a step. None where it would save nothing.
+        """The stack's levers with one more, in place of those that set nothing else; and the expected bytes per second
+        of a step. None where it would save nothing.
         """
         lever = single.levers[0]
-        levers = [*(other for other in stack.levers if not other.changes.keys() & lever.changes.keys()), lever]
+        levers = [*(other for other in stack.levers if not other.changes.keys() <= lever.changes.keys()), lever]
         parts = [other for other in singles if other.levers[0] in levers]
         if lever in stack.levers or any(part.peak is None for part in parts):
             return None
@@ -156,15 +149,17 @@ class Variants:
         return variant.total < (1 - LEAST_SAVING) * self.own.total
 
 
+def settings_of(levers: Iterable[Lever]) -> list[str]:
+    """Overrides to paste: of two that set the same, the later lever's."""
+    settings = {part.partition("=")[0]: part for lever in levers for part in lever.setting.split()}
+    return list(settings.values())
+
+
 def with_levers(config: Config, levers: Iterable[Lever]) -> Config:
     """The configuration with the levers' changes."""
     for lever in levers:
         config = dataclasses.replace(config, **lever.sections(config))
     return config
-
-
-def _peak_of(trace: Trace) -> Peak:
-    return functools.reduce(Peak.joined, [peak for peak in (trace.training, trace.evaluation) if peak is not None])
 
 
 def _is_traced(lever: Lever, strategy: str) -> bool:

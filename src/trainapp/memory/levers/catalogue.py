@@ -1,6 +1,7 @@
 """The one list of levers: every setting that trades something for memory.
 
-The advice of a run that cannot continue, the refusals when a run is assembled, and the table of docs/memory.md read it.
+The advice of a run that cannot continue, the plan, the refusals when a run is assembled, and the table of
+docs/memory.md read it.
 """
 
 from trainapp.errors import UserError
