@@ -9,7 +9,13 @@ from torch import nn
 
 from trainapp.errors import UserError
 from trainapp.memory.kinds import MemoryKind
-from trainapp.memory.levers.chunked_loss import LEAST_ROWS, auto_rows, features_only, linear_cross_entropy
+from trainapp.memory.levers.chunked_loss import (
+    LEAST_ROWS,
+    auto_rows,
+    features_only,
+    linear_cross_entropy,
+    require_same_forward,
+)
 from trainapp.memory.live_tensors import LiveTensors
 from trainapp.train import losses
 from trainapp.train.losses import InChunks, classification, in_chunks
@@ -233,3 +239,53 @@ def test_a_compiled_model(tmp_path):
         runs.run(tmp_path / name, *overrides, f"train.compile={name}", "train.max_steps=2")
     plain, compiled = ([line["loss"] for line in metrics(tmp_path / name)] for name in ("false", "true"))
     assert compiled == pytest.approx(plain, rel=1e-4)
+
+
+class Separate(nn.Module):
+    """Its forward is its head after its features, and then something more."""
+
+    def __init__(self, more=None, hook=None):
+        super().__init__()
+        self.body, self.head, self.more = nn.Linear(4, 8), nn.Linear(8, 5), more
+        self.register_buffer("calls", torch.zeros(()))
+        if hook:
+            self.head.register_forward_hook(hook)
+
+    def features(self, inputs):
+        self.calls += 1
+        return torch.dropout(self.body(inputs), 0.5, self.training)
+
+    def forward(self, inputs):
+        logits = self.head(self.features(inputs))
+        return logits if self.more is None else self.more(logits)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"more": lambda logits: logits * 0.1},
+        {"more": lambda logits: 30 * torch.tanh(logits / 30)},
+        {"more": lambda logits: torch.dropout(logits, 0.5, True)},
+        {"more": lambda logits: logits[..., :3]},
+        {"hook": lambda module, inputs, output: output * 0.1},
+    ],
+    ids=["scale", "cap", "dropout", "fewer", "hook"],
+)
+def test_a_model_whose_forward_is_more_than_its_head_is_refused(arguments):
+    with pytest.raises(UserError, match=r"^memory\.loss_chunk=auto: Separate's forward\(inputs\) is not head"):
+        require_same_forward(Separate(**arguments), torch.randn(2, 4), "auto")
+
+
+def test_comparing_leaves_no_trace():
+    model, inputs = Separate(), torch.randn(2, 4)
+    before = torch.get_rng_state()
+    require_same_forward(model, inputs, 64)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert float(model.calls) == 0
+
+
+def test_a_run_compares_before_it_begins(tmp_path):
+    own = ("model._target_=own_models.ScaledHead", "user_packages=[own_models]")
+    runs.prepare(tmp_path / "plain", *runs.MODELS["gpt"], *own).close()
+    with pytest.raises(UserError, match="is not head"):
+        runs.prepare(tmp_path, *runs.MODELS["gpt"], *own, "memory.loss_chunk=auto")

@@ -1,5 +1,7 @@
 """The plan against real runs: equal to the byte, or a range that holds what is measured."""
 
+import random
+
 import pytest
 import runs
 import torch
@@ -163,6 +165,28 @@ class Never(Branching):
     bound = 1e9
 
 
+class Drawing(Branching):
+    """Leaves out a layer by chance, by Python's generator."""
+
+    def forward(self, inputs):
+        self.bound = 1e9
+        inputs = inputs.flatten(1)
+        return self.last(inputs) + (self.first(inputs).relu().mean() if random.random() < 0.5 else 0)
+
+
+class Collecting(Branching):
+    """Keeps what it has seen."""
+
+    def __init__(self, num_classes: int = 10):
+        super().__init__(num_classes)
+        self.register_buffer("seen", torch.zeros(0, 64), persistent=False)
+
+    def forward(self, inputs):
+        inputs = inputs.flatten(1)
+        self.seen = torch.cat([self.seen, inputs.detach()])
+        return self.last(inputs)
+
+
 class Selecting(nn.Module):
     """The shape of an activation depends on values."""
 
@@ -181,7 +205,7 @@ def own(monkeypatch, tmp_path):
     import sys
 
     monkeypatch.setitem(sys.modules, "own_for_plan", sys.modules[__name__])
-    for kind in (Often, Never, Selecting):
+    for kind in (Often, Never, Drawing, Collecting, Selecting):
         monkeypatch.setattr(kind, "__module__", "own_for_plan")
 
     def overrides(kind):
@@ -198,10 +222,20 @@ def own(monkeypatch, tmp_path):
 def test_a_branch_on_a_value_gives_a_range_that_holds_both_ways(tmp_path, own, kind):
     facts = plan(*own(kind))
     assert facts["certainty"] == "range"
-    assert any("reads values" in note for note in facts["notes"])
+    assert any("values are read" in note for note in facts["notes"])
     low, high = facts["range_bytes"]
     assert high > low
     assert max(measure(tmp_path, *own(kind))) == (high if kind is Often else low)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [(Drawing, "the forward draws from Python's or NumPy's generator"), (Collecting, "buffers grow")],
+)
+def test_what_changes_from_step_to_step_is_not_called_exact(own, kind, reason):
+    facts = plan(*own(kind))
+    assert facts["certainty"] == "range"
+    assert f"other steps may need more: {reason}" in facts["notes"]
 
 
 def test_a_shape_that_depends_on_values_gives_a_range_and_the_operation_is_named(tmp_path, own):

@@ -59,7 +59,7 @@ def test_a_hidden_failure_is_remembered_over_a_resume(tmp_path, monkeypatch):
 
 
 def test_a_global_batch_that_has_fallen_is_noted_for_good(tmp_path):
-    fallen = (*MLP, "oom.keep_global_batch=false")
+    fallen = (*MLP, "oom.keep_global_batch=false", "schedule=constant")
     run = runs.prepare(tmp_path, *fallen, "train.max_steps=2")
     loop.train_step(run)
     run.set_global_size(8)
@@ -73,7 +73,10 @@ def test_a_global_batch_that_has_fallen_is_noted_for_good(tmp_path):
     ("overrides", "note"),
     [
         (("batch.global_size=32",), "batch.global_size: 32 after step 2, 16 until then"),
-        (("data.size=120", "data.on_change=next_epoch"), "training samples: 120 after step 2, 96 until then"),
+        (
+            ("data.size=120", "data.on_change=next_epoch"),
+            "data: its settings after step 2, others until then; training samples: 120 after step 2, 96 until then",
+        ),
         ((), None),
     ],
 )
@@ -87,17 +90,33 @@ def test_what_a_resume_changes(tmp_path, overrides, note):
 
 
 def test_another_number_of_ranks(tmp_path):
-    several = (*runs.TINY, *MLP, "parallel=ddp", "parallel.devices=2", "train.max_steps=2")
+    several = (*runs.TINY, *MLP, "parallel=ddp", "parallel.devices=2", "train.max_steps=2", "schedule=constant")
     assert helpers.train(tmp_path, *several).returncode == 0
     assert helpers.result(tmp_path)["bit_for_bit"] is True
-    note = "a schedule of sizes does not replay this: ranks: 1 after step 2, 2 until then"
-    assert runs.run(tmp_path, *MLP).bit_for_bit_note == note
+    note = runs.run(tmp_path, *MLP, "schedule=constant").bit_for_bit_note
+    assert note is not None
+    assert "ranks: 1 after step 2, 2 until then" in note
 
 
 def test_evaluations_smaller_micro_batch(tmp_path):
     """Its sizes are not in the schedule."""
-    evaluated = (*MLP, "every.eval=2", "batch.micro_size=1", "oom.remember=false")
+    evaluated = (*MLP, "every.eval=2", "batch.micro_size=1", "oom.remember=false", "oom.plan=false")
     need = runs.run(tmp_path / "free", *evaluated, "memory.limit=1GiB", "batch.eval_micro_size=16").peak_memory_bytes
     result = runs.run(tmp_path / "tight", *evaluated, f"memory.limit={need}")
     assert result.oom_restarts > 0
     assert "evaluation's micro-batch 16 since step 2" in result.bit_for_bit_note
+
+
+@pytest.mark.parametrize(
+    ("overrides", "name"),
+    [
+        (("optimizer.lr=0.1",), "optimizer: its settings after step 2, others until then"),
+        (("precision=bf16",), "precision: its settings after step 2, others until then"),
+        (("train.grad_clip=null",), "train.grad_clip: None after step 2, 1.0 until then"),
+        (("train.max_steps=6",), "train.max_steps: 6 after step 2, 4 until then"),
+        (("train.max_steps=6", "every.log=2", "memory.timeline=true"), "train.max_steps: 6 after step 2, 4 until then"),
+    ],
+)
+def test_settings_that_a_resume_changes(tmp_path, overrides, name):
+    runs.run_until(tmp_path, 2, *MLP)
+    assert runs.run(tmp_path, *MLP, *overrides).bit_for_bit_note == f"a schedule of sizes does not replay this: {name}"

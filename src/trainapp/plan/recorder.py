@@ -1,6 +1,7 @@
 """Measures a traced step: its peak by phase, what the peak consists of, in which module it lies. Sizes are bytes."""
 
 import contextlib
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -99,6 +100,9 @@ class TracedMemory(DeviceMemory):
         self._most = most
         self.resident: Callable[[], Resident] = dict  # what exists after a block, for the kinds of what it allocated
         self.phase: Phase | None = None
+        self.draws = False  # whether a forward has drawn from Python's or NumPy's generator
+        self.buffers_grow = False  # from one traced step to the next
+        self._generators: tuple[Any, ...] = ()
         self._devices = None if device.type == "cpu" else (device.type,)
         self.reset()
 
@@ -109,6 +113,10 @@ class TracedMemory(DeviceMemory):
 
     def enters(self, phase: Phase) -> None:
         """Note that the run is now in this phase."""
+        if self.phase is Phase.FORWARD:
+            self.draws |= self._generators != _host_generators()
+        if phase is Phase.FORWARD:
+            self._generators = _host_generators()
         self.phase = phase
         if self._counter is not None:
             self._counter.marks.append((len(self._counter.events), phase))
@@ -156,6 +164,11 @@ class TracedMemory(DeviceMemory):
     def used(self) -> int:
         """The peak: the end of a block is not recorded."""
         return self.peak
+
+
+def _host_generators() -> tuple[Any, ...]:
+    _, keys, *rest = np.random.get_state(legacy=True)
+    return random.getstate(), np.asarray(keys).tobytes(), *rest
 
 
 class PhaseLog(Attempt):

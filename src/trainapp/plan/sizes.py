@@ -84,7 +84,7 @@ class Planner:
                 share=share,
                 count_work=self.counts_work,
             )
-        if found.reads or found.varies or found.assumed:
+        if found.reads or found.varies or found.assumed or found.unsettled:
             self.certainty = RANGE
         elif found.probed and self.certainty == EXACT:
             self.certainty = PROBED
@@ -119,21 +119,22 @@ class Planner:
             eval_size = min(given, self.eval_samples) if given != "auto" else (largest_eval or 1)
         low, high, notes = self._bounds(size, eval_size)
         probed = sorted({operator for found in self._base(size, eval_size) for operator in found.probed})
-        certainty = RANGE if low.total != high.total or notes else PROBED if probed else EXACT
+        ranks = self._ranks(size, eval_size)
+        highest = max(high.total, *ranks["peak_bytes"].values())  # of ranks with longer texts than the one traced
+        certainty = RANGE if low.total != highest or notes else PROBED if probed else EXACT
         if probed:
             notes.append(f"run for real to know what they allocate: {', '.join(probed)}")
-        static = (self.at(size, 0)).static
         facts: Facts = {
-            "peak_bytes": high.total,
+            "peak_bytes": highest,
             "certainty": certainty,
-            **({"range_bytes": [low.total, high.total]} if certainty == RANGE else {}),
+            **({"range_bytes": [low.total, highest]} if certainty == RANGE else {}),
             **({"notes": notes} if notes else {}),
             "binding_phase": high.phase,
             "binding_module": high.module,
             "phases": {name: high.phases[name] for name in PHASES if name in high.phases},
             "kinds": high.kinds,
-            "ranks": self._ranks(size, eval_size),
-            "static": {kind.value: size for kind, size in static.items()},
+            "ranks": ranks,
+            "static": {kind.value: size for kind, size in self.at(size, 0).static.items()},
             "micro_size": size,
             "eval_micro_size": eval_size or None,
             "limit_bytes": self.limit,
@@ -233,13 +234,17 @@ class Planner:
             low = shortest if shortest.total < low.total else low
         reads = sorted({phase for found in traces for phase in found.reads})
         if reads:
-            notes.append(f"the model or the task reads values ({', '.join(reads)}): both ways were traced")
+            notes.append(
+                f"values are read ({', '.join(reads)}): traced as all true and as all false; a mix may need more"
+            )
         assumed = sorted({operation for found in traces for operation in found.assumed})
         if assumed:
             notes.append(
                 f"shapes depend on values ({', '.join(assumed)}): the range is from nothing to everything selected; of "
                 "a router, from equal parts to the same choice for all"
             )
+        if unsettled := sorted({reason for found in traces for reason in found.unsettled}):
+            notes.append(f"other steps may need more: {', '.join(unsettled)}")
         clips = high.phase == "clip" and self.config.train.grad_clip is not None
         # Whether gradients will be clipped is not known either.
         for otherwise, share in _ways(bool(reads or clips), bool(assumed)):

@@ -48,7 +48,8 @@ class Trace:
     results have shapes that depend on values. probed: those that were run for real to know what they allocate.
     varies: whether the micro-batches of the data differ in shape. bucket: where those of training do, the shape that
     was traced, see `bucket_of`; else 0. static: as `Meter.static`. uneven: whether ranks have shards of different
-    sizes. smallest: the model cannot train on fewer samples at once.  levers: that apply
+    sizes. smallest: the model cannot train on fewer samples at once.  unsettled: why another step
+    may need more. levers: that apply
     and are not in force. work: of one training step; None if it was not counted. allocations: what the place has
     recorded.
     """
@@ -64,6 +65,7 @@ class Trace:
     uneven: bool
     smallest: int
     levers: tuple[Lever, ...]
+    unsettled: tuple[str, ...] = ()
     work: Work | None = None
     allocations: Any = None
 
@@ -146,6 +148,7 @@ def trace(
         uneven=_is_uneven(run.state.model.parameters()),
         smallest=build.smallest_micro_batch(run.state.model),
         levers=tuple(available(Situation(config, run.state.model, losses.is_built_in(run.task)))),
+        unsettled=_unsettled(memory),
         work=None if work is None else _of_whole_step(work.work, config, planned, size, parts.batches.samples),
         allocations=allocations,
     )
@@ -216,7 +219,17 @@ def _training_peak(run: Run, memory: TracedMemory, steps: int, work: WorkCounter
         with work.afresh() if work else contextlib.nullcontext():
             train_step(run)
         update_weight_average(run)
+        now = static_bytes(state.model, state.optimizer, state.average.averages, state.keeps_gradients)
+        memory.buffers_grow = now[MemoryKind.BUFFERS] > static[MemoryKind.BUFFERS]
     return memory.highest
+
+
+def _unsettled(memory: TracedMemory) -> tuple[str, ...]:
+    """Why a step may need more than the traced ones, which nothing in them reads from a tensor."""
+    reasons = ["the forward draws from Python's or NumPy's generator"] if memory.draws else []
+    if memory.buffers_grow:
+        reasons.append("buffers grow")
+    return tuple(reasons)
 
 
 def _creates_state_late(config: Config, device: torch.device) -> bool:

@@ -1,6 +1,7 @@
 """The checkpoint that a run continues from: which one, and what of it counts."""
 
 import dataclasses
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -86,5 +87,30 @@ def _changed(run: Run, path: Path, sizes: dict[str, Any]) -> list[str]:
         ("ranks", ranks, world),
         ("batch.global_size", sizes["global"], run.state.global_size),
         ("training samples", run.state.data_samples, run.batches.samples),
+        *_settings_changed(read_manifest(path)["config"], run.config),
     )
     return [f"{name}: {now} after step {step}, {before} until then" for name, before, now in changes if now != before]
+
+
+# What decides the bits of a step beside the sizes; the length of the run decides its learning rates.
+_WHOLE = ("data", "model", "optimizer", "task", "precision", "schedule")
+_PARTS = {
+    "train": ("grad_clip", "ema", "nonfinite", "compile", "deterministic", "device"),
+    "memory": ("loss_chunk",),
+    "parallel": ("strategy",),
+}
+
+
+def _settings_changed(saved: dict[str, Any], config: Config) -> list[tuple[str, Any, Any]]:
+    """`(name, before, now)` of sections and settings. The values of whole sections are left out."""
+    now = json.loads(json.dumps(dataclasses.asdict(config), default=str))
+    changed = [(name, "others", "its settings") for name in _WHOLE if saved.get(name) != now[name]]
+    parts = {section: [*names] for section, names in _PARTS.items()}
+    if config.schedule.shape != "constant":
+        parts["train"] += ["max_steps", "max_epochs"]
+    for section, names in parts.items():
+        before = saved.get(section, {})
+        changed += [
+            (f"{section}.{n}", before.get(n), now[section][n]) for n in names if before.get(n) != now[section][n]
+        ]
+    return changed

@@ -18,7 +18,7 @@ from trainapp.config import targets
 from trainapp.config.schema import Config
 from trainapp.data.batch import map_tensors
 from trainapp.errors import UserError
-from trainapp.memory.levers import activation_checkpointing, frozen, offload
+from trainapp.memory.levers import activation_checkpointing, chunked_loss, frozen, offload
 from trainapp.memory.levers.budget import Budget, NoBudget
 from trainapp.memory.levers.catalogue import require_suited
 from trainapp.memory.levers.lever import Situation
@@ -32,7 +32,8 @@ from trainapp.parallel.ddp import DDP
 from trainapp.parallel.fsdp import FSDP
 from trainapp.parallel.ranks import DistributedRanks, Ranks
 from trainapp.parallel.strategy import SingleDevice
-from trainapp.rng import seed_everything
+from trainapp.rng import preserved_rng, seed_everything
+from trainapp.torch_private import is_tracing
 from trainapp.train import losses
 from trainapp.train.components import Components
 
@@ -81,6 +82,8 @@ def assemble(
     frozen.freeze(model, config.model.freeze)
     require_suited(Situation(config, model, losses.is_built_in(components.task)))
     precision.cast_parameters(model)
+    if config.memory.loss_chunk is not None and losses.is_built_in(components.task) and example and not is_meta:
+        _require_same_forward(config, model, example, device, precision)
     activation_checkpointing.apply(model, config.activation_checkpointing)
     budget = _budget(config, components, model, device)
     offloading = offload.apply(model, config)
@@ -148,6 +151,17 @@ def materialise(
     if lazy:
         reason = "parallel.fsdp.meta_init=true" if example is None else "a forward of the first two samples"
         raise UserError(f"model: the shapes of {', '.join(lazy)} are lazy and {reason} does not give them; state them")
+
+
+def _require_same_forward(
+    config: Config, model: nn.Module, example: Callable[[int], Any], device: torch.device, precision: Precision
+) -> None:
+    """Compares the loss in chunks with the model's forward on two samples. A trace has no values to compare."""
+    if is_tracing():
+        return
+    with preserved_rng(device), precision.autocast:
+        inputs, _ = losses.inputs_and_targets(map_tensors(lambda tensor: tensor.to(device), example(2)))
+        chunked_loss.require_same_forward(model, inputs, config.memory.loss_chunk)
 
 
 def _starts_on_meta(config: Config, ranks: Ranks) -> bool:

@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
 from trainapp.models.inspect import blocks_of
+from trainapp.rng import preserved_rng
 
 SETTING = "memory.loss_chunk"
 LEAST_ROWS = 128
@@ -89,6 +90,28 @@ def require_head(config: Config, model: nn.Module) -> None:
                 f"{setting}: with parallel=fsdp the head of {name} must not be inside one of its blocks(), outside of "
                 "which only a shard of it exists; take it out of blocks()"
             )
+
+
+@torch.no_grad()
+def require_same_forward(model: nn.Module, inputs: Tensor, setting: Any) -> None:
+    """Raises UserError for a model whose forward is something else than its head after its features.
+
+    inputs: of some samples. Buffers and generators stay as they are.
+    """
+    head: Any = model.head
+    before = [buffer.clone() for buffer in model.buffers()]
+    with preserved_rng(inputs.device):
+        logits = model(inputs)
+    with preserved_rng(inputs.device), features_only(model):
+        expected = F.linear(model(inputs), head.weight, head.bias)  # without hooks, as the loss does
+    for buffer, value in zip(model.buffers(), before, strict=True):
+        buffer.copy_(value)
+    if not (isinstance(logits, Tensor) and logits.shape == expected.shape and torch.equal(logits, expected)):
+        raise UserError(
+            f"{SETTING}={setting}: {type(model).__name__}'s forward(inputs) is not head(features(inputs)), which the "
+            "loss in chunks computes: something scales, caps or drops in between, or the head has hooks; move that "
+            "into features, or leave the setting out"
+        )
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

@@ -35,7 +35,8 @@ def for_device(config: Config, load: Callable[[Config], Components]) -> Planner:
     if config.parallel.strategy != "single":
         raise UserError(
             f"plan.device={config.plan.device} with parallel={config.parallel.strategy}: a plan for a GPU is for one "
-            "process; use parallel=single, with a rank's share of the batch as batch.global_size, or plan.device=null"
+            "process; plan the ranks as on the CPU (plan.device=null train.device=cpu memory.limit=76GiB), or one of "
+            "ddp's ranks with parallel=single and its share of the batch as batch.global_size"
         )
     find(str(config.plan.device))
     traced_from = dataclasses.replace(config, train=dataclasses.replace(config.train, device="cpu"))
