@@ -169,7 +169,6 @@ LEFT_ALONE = {
     "micro-batches of the user's": ("accumulation.steps=2",),
     "a schedule": ("batch.micro_schedule={1: 32}",),
     "a smaller global batch": ("oom.keep_global_batch=false",),
-    "ranks": ("parallel=ddp",),
     "false": ("oom.plan=false",),
 }
 

@@ -75,9 +75,9 @@ def backward(
     run.attempt.phase = Phase.METRIC
     finished = evaluate_metrics(metrics) if is_logged else {}
     del metrics  # functions among them hold what they compute from, such as all logits: not through the backward
+    totals = totals.plus(loss, count, finished, real=micro.real)
     run.attempt.phase = Phase.BACKWARD
     is_first = not run.meter.samples and micro.last
-    totals = totals.plus(loss, count, finished, real=micro.real)
     checked = checked_gradients(run.state.model, loss) if is_first else contextlib.nullcontext()
     with checked, around_last(totals) if micro.last else contextlib.nullcontext():
         torch_direct.backward(precision.scaler.scale(loss), weight if micro.real else weight * 0)
