@@ -148,7 +148,7 @@ def trace(
         uneven=_is_uneven(run.state.model.parameters()),
         smallest=build.smallest_micro_batch(run.state.model),
         levers=tuple(available(Situation(config, run.state.model, losses.is_built_in(run.task)))),
-        unsettled=_unsettled(memory),
+        unsettled=_unsettled(memory) if ranks.world == 1 else (),  # FSDP's forward draws for itself
         work=None if work is None else _of_whole_step(work.work, config, planned, size, parts.batches.samples),
         allocations=allocations,
     )
