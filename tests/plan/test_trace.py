@@ -44,6 +44,18 @@ def test_gradients_of_an_earlier_micro_batch_count(tmp_path):
     assert traced > traced_peak(run.config, 2)
 
 
+@pytest.mark.parametrize("optimizer", ["adamw_8bit", "adamw_4bit", "adamw_fp8"])
+def test_state_in_bytes_is_allocated_before_the_first_step(tmp_path, optimizer):
+    """As in a real run, where it is found to be zero: what is resident is known to the byte."""
+    config = (*GPT, "model.width=64", "batch.micro_size=8", f"optimizer={optimizer}")
+    run = runs.prepare(tmp_path, *config)
+    traced = traced_peak(run.config, 8)
+    loop.train_step(run)
+    run.close()
+    assert any("quantized" in state for state in run.state.optimizer.state.values())
+    assert traced == run.memory.peak
+
+
 def test_variants_in_a_process_of_their_own(tmp_path):
     """The advice's question: one peak per variant, none for one that cannot be built."""
     config = runs.configure(tmp_path, *GPT, "model.depth=4", "model.width=32")

@@ -120,6 +120,11 @@ def _conflicts(config: Config) -> list[str]:
             f"accumulation.steps={steps} and batch.micro_size={batch.micro_size}: both fix the micro-batch; "
             "set one of them to auto"
         )
+    if train.detect_anomaly and config.precision.mode == "fp16" and config.precision.initial_scale > 1:
+        errors.append(
+            "train.detect_anomaly=true with precision=fp16: its loss scale lets gradients overflow until it has "
+            "settled, and the detection would stop at the first one; use precision=bf16, or precision.initial_scale=1"
+        )
     if config.mode in ("eval", "export") and config.checkpointing.resume in ("auto", "none"):
         errors.append(
             f"mode={config.mode} with checkpointing.resume={config.checkpointing.resume}: name the checkpoint or the "

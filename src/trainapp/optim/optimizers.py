@@ -114,7 +114,8 @@ def materialise_state(optimizer: torch.optim.Optimizer) -> bool:
         return False
     step_without_effect(optimizer)
     values = [(name, value) for state in optimizer.state.values() for name, value in state.items()]
-    clean = not any(torch.is_tensor(value) and value.any() for name, value in values if name != "step")
+    # As bool, since `any` of uint8 is uint8, and a plan answers reads by their dtype.
+    clean = not any(torch.is_tensor(value) and value.any().bool() for name, value in values if name != "step")
     if not clean:
         optimizer.state.clear()
     return clean

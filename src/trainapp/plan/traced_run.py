@@ -148,7 +148,7 @@ def trace(
         uneven=_is_uneven(run.state.model.parameters()),
         smallest=build.smallest_micro_batch(run.state.model),
         levers=tuple(available(Situation(config, run.state.model, losses.is_built_in(run.task)))),
-        unsettled=_unsettled(memory) if ranks.world == 1 else (),  # FSDP's forward draws for itself
+        unsettled=_unsettled(memory, ranks),
         work=None if work is None else _of_whole_step(work.work, config, planned, size, parts.batches.samples),
         allocations=allocations,
     )
@@ -224,9 +224,13 @@ def _training_peak(run: Run, memory: TracedMemory, steps: int, work: WorkCounter
     return memory.highest
 
 
-def _unsettled(memory: TracedMemory) -> tuple[str, ...]:
-    """Why a step may need more than the traced ones, which nothing in them reads from a tensor."""
-    reasons = ["the forward draws from Python's or NumPy's generator"] if memory.draws else []
+def _unsettled(memory: TracedMemory, ranks: Ranks) -> tuple[str, ...]:
+    """Why a step may need more than the traced ones, which nothing in them reads from a tensor.
+
+    Of several ranks, draws say nothing: torch numbers every collective without values from Python's generator (2.13,
+    distributed/_meta_registrations.py).
+    """
+    reasons = ["the forward draws from Python's or NumPy's generator"] if memory.draws and ranks.world == 1 else []
     if memory.buffers_grow:
         reasons.append("buffers grow")
     return tuple(reasons)
