@@ -1,6 +1,7 @@
 """One test of each private part of torch that the program uses: it fails when torch changes that part."""
 
 import ast
+import copy
 import inspect
 import subprocess
 import sys
@@ -547,6 +548,21 @@ def test_fake_tensors_are_recognised():
     with fake_tensor_mode() as mode:
         assert is_fake(nn.Parameter(mode.from_tensor(torch.ones(2))))
     assert not is_fake(nn.Parameter(torch.ones(2)))
+
+
+def storages(weight):
+    """How many a parameter and a view of it have; one, outside of fake modes."""
+    return len({storage_id(tensor.untyped_storage()) for tensor in (weight, weight.t())})
+
+
+def test_a_copied_fake_tensor_stays_in_its_mode():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    for mode, expected in ((fake_tensor_mode(), 1), (FakeTensorMode(allow_non_fake_inputs=True), 2)):
+        with mode:
+            weight = copy.deepcopy(nn.Linear(3, 4)).weight
+            assert storages(weight) == expected  # when the last one fails, torch's own mode does
+    assert storages(nn.Linear(3, 4).weight) == 1
 
 
 def _exchanged(_, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -141,11 +141,17 @@ outside_dispatch_modes = _disable_current_modes
 def fake_tensor_mode() -> Any:
     """A FakeTensorMode: tensors under it have shapes and dtypes, but no memory. Imported on use: it takes 0.1 s.
 
-    Real tensors may take part: generators' states and constants that a model holds on to.
+    Real tensors may take part: generators' states and constants that a model holds on to. A deep copy of a tensor
+    stays in the mode: torch's own mode is copied with it (2.13, `Tensor.__deepcopy__`), and every operation on such a
+    parameter converts it again, to a second storage of its size. nn.TransformerEncoder copies its layer.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    class KeptByCopies(FakeTensorMode):
+        def __deepcopy__(self, memo: dict[int, Any]) -> "KeptByCopies":
+            return self
+
+    return KeptByCopies(allow_non_fake_inputs=True)
 
 
 def is_fake(tensor: Tensor) -> bool:

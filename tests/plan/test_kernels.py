@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from trainapp.plan.values import MadeUpValues
-from trainapp.torch_private import fake_tensor_mode
+from trainapp.torch_private import fake_tensor_mode, storage_id
 
 aten = torch.ops.aten
 
@@ -44,6 +44,18 @@ def test_norms_return_what_the_cpu_returns(dtype, weights):
     real = results(dtype, weights)
     with fake_tensor_mode(), MadeUpValues():
         assert results(dtype, weights) == real
+
+
+def test_the_biases_of_an_lstm_have_a_gradient_each():
+    weights, states = [torch.zeros(16, 4)] * 2 + [torch.zeros(16)] * 2, [torch.zeros(2, 4)] * 2
+    data, workspace = torch.zeros(3, 2, 4), torch.zeros(0, dtype=torch.uint8)
+    rest = (data, None, None, False, 2, 4, 1, True, True, False, [], False, workspace)
+    with fake_tensor_mode(), MadeUpValues():
+        results = aten.mkldnn_rnn_layer_backward(data, *weights, *states, data, *states, *rest)
+    assert len({storage_id(result.untyped_storage()) for result in results}) == 7
+    with fake_tensor_mode():  # when this fails, torch has changed, and the correction may go
+        results = aten.mkldnn_rnn_layer_backward(data, *weights, *states, data, *states, *rest)
+    assert len({storage_id(result.untyped_storage()) for result in results}) == 6
 
 
 def test_without_the_correction_they_do_not():

@@ -10,6 +10,7 @@ from helpers import run_cli
 from torch import nn
 
 from trainapp.config import compose
+from trainapp.memory.live_tensors import LiveTensors
 from trainapp.plan import planner, probes, real_steps
 from trainapp.plan.values import MadeUpValues
 from trainapp.torch_private import fake_tensor_mode
@@ -184,12 +185,37 @@ def test_models_that_no_fake_mode_builds_are_planned_exactly(tmp_path, own, kind
     assert by_part(facts) == measure(tmp_path, overrides)
 
 
-def test_an_lstm_is_probed(tmp_path, own):
+def test_an_lstm_is_probed_and_exact(tmp_path, own):
     overrides = own(Recurrent)
     facts = plan(overrides)
     assert facts["certainty"] == "probed"
     assert any("aten.mkldnn_rnn_layer" in note for note in facts["notes"])
-    assert by_part(facts) == pytest.approx(measure(tmp_path, overrides), rel=0.02)
+    assert by_part(facts) == measure(tmp_path, overrides)
+
+
+def recurrent_peaks(shape, settings):
+    """Live bytes at most, of training with all three results used, and of evaluation."""
+    lstm, inputs = nn.LSTM(24, 40, **settings), torch.zeros(shape)
+    with LiveTensors() as training:
+        output, (hidden, cell) = lstm(inputs)
+        (output.sum() + hidden.sum() + cell.sum()).backward()
+    lstm.eval()
+    with torch.no_grad(), LiveTensors() as evaluation:
+        lstm(inputs)
+    return training.peak, evaluation.peak
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize(("num_layers", "dropout"), [(1, 0.0), (3, 0.0), (3, 0.3)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_every_kind_of_lstm_is_exact(batch_first, bidirectional, num_layers, dropout, bias):
+    kind = {"num_layers": num_layers, "dropout": dropout, "bias": bias}
+    for shape in ((7, 20, 24), (65, 3, 24), (1, 1, 24)):  # steps and samples must not be taken for each other
+        settings = (shape, kind | {"batch_first": batch_first, "bidirectional": bidirectional})
+        real = recurrent_peaks(*settings)
+        with fake_tensor_mode(), MadeUpValues():
+            assert recurrent_peaks(*settings) == real
 
 
 def workspace(steps, samples):

@@ -11,13 +11,14 @@ from torch import Tensor
 _aten = torch.ops.aten
 _NORMS = (_aten.native_batch_norm.default, _aten.native_group_norm.default, _aten.native_layer_norm.default)
 _GROUP_NORM_BACKWARD = _aten.native_group_norm_backward.default
+_LSTM_BACKWARD = _aten.mkldnn_rnn_layer_backward.default
 _LOSSES = (
     _aten.mse_loss.default,
     _aten.smooth_l1_loss.default,
     _aten.soft_margin_loss.default,
     _aten.binary_cross_entropy.default,
 )
-CORRECTED = frozenset({*_NORMS, _GROUP_NORM_BACKWARD, *_LOSSES})
+CORRECTED = frozenset({*_NORMS, _GROUP_NORM_BACKWARD, _LSTM_BACKWARD, *_LOSSES})
 _NONE = 0  # at::Reduction::None
 
 
@@ -30,6 +31,8 @@ def as_on_cpu(func: Any, args: tuple[Any, ...], result: Any) -> Any:
 
     Losses that are reduced: the CPU writes the elements' losses into the result before it reduces them in place
     (aten/src/ATen/native/Loss.cpp), so that the scalar keeps the storage of all of them for as long as it lives.
+
+    LSTM's backward: the biases have a gradient each (aten/src/ATen/native/mkldnn/RNN.cpp), which fake ones share.
     """
     if args[0].device.type != "cpu":
         return result
@@ -39,6 +42,8 @@ def as_on_cpu(func: Any, args: tuple[Any, ...], result: Any) -> Any:
             return result
         elements = torch.broadcast_shapes(args[0].shape, args[1].shape).numel()
         return result.new_empty(max(1, elements)).as_strided((), ())
+    if func is _LSTM_BACKWARD:
+        return (*result[:4], torch.empty_like(result[4]), *result[5:])
     if func is _GROUP_NORM_BACKWARD:
         gradient = result[0]
         return (None if gradient is None else gradient.to(args[1].dtype), *result[1:])

@@ -20,8 +20,7 @@ PROBED = frozenset({_LSTM})
 def with_real_workspace(func: Any, args: tuple[Any, ...], result: Any) -> Any:
     """The results of an operation in PROBED, on fake tensors, with the workspace that the real one returns."""
     data, weights = args[0], args[1:5]
-    batch_first = args[14]
-    steps, samples = (data.shape[1], data.shape[0]) if batch_first else (data.shape[0], data.shape[1])
+    steps, samples = data.shape[:2]  # batch_first or not: the operator gets its input transposed
     shapes = tuple(tuple(weight.shape) for weight in weights)
     # batch_sizes, of packed sequences, are left out: oneDNN gets none.
     settings = (args[7], *args[9:14], args[15], torch.is_grad_enabled())
