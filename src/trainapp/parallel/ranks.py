@@ -9,13 +9,15 @@ vote pairs with the others' next one, and all ranks leave the step together.
 import contextlib
 import datetime
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
+from trainapp.errors import UserError
 from trainapp.torch_private import outside_dispatch_modes
 
+T = TypeVar("T")
 OUT_OF_MEMORY_EXIT = 82  # a worker's exit code: memory ran out where it could not be recovered in place
 
 
@@ -265,3 +267,20 @@ class DistributedRanks:
 
     def exchange_in_library(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
+
+
+def answered_by_rank_zero(ranks: Ranks, ask: Callable[[], T]) -> T:
+    """What `ask` returns on rank 0, the only one that calls it. Collective.
+
+    Its UserError is raised on all ranks: none waits for another.
+    """
+    answer, problem = None, None
+    if ranks.is_rank_zero:
+        try:
+            answer = ask()
+        except UserError as error:
+            problem = error
+    answer, problem = ranks.all_gather_object((answer, problem))[0]
+    if problem is not None:
+        raise problem
+    return cast(T, answer)
