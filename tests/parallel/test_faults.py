@@ -311,8 +311,7 @@ def test_a_peer_that_vanishes(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize("asynchronous", ["true", "false"])
+@pytest.mark.parametrize(("strategy", "asynchronous"), [("ddp", "false"), ("fsdp", "true")])
 def test_killed_anywhere(tmp_path, strategy, asynchronous):
     overrides = (*SABOTAGED, f"parallel={strategy}", f"checkpointing.asynchronous={asynchronous}")
     undisturbed = launch(tmp_path / "undisturbed", *overrides, env=environment(tmp_path))

@@ -72,29 +72,27 @@ BUFFERS = {
     "fsdp": [("gather buffer", 0), ("gather buffer", 4), ("reduce buffer", 0), ("reduce buffer", 3)],
     "hsdp": [("gather buffer", 2), ("reduce buffer", 1)],
 }
-GRID = [
-    (spread, rank, step, *place)
-    for spread in ("ddp", "fsdp", "hsdp")
-    for place in PLACES + BUFFERS[spread]
-    for rank in (0, 1)
-    for step in (1, 3)
-]
+TURNS = tuple(itertools.product((0, 1), (1, 3)))  # ranks and steps
 
 
-def is_fast(number: int, spread: str) -> bool:
-    """Each place with at least one of the strategies, alternating ranks and steps; one of HSDP."""
-    of_its_place = number % 4 == (number // 4) % 4
-    place = number // 4
-    return of_its_place and (place == len(GRID) // 4 - 1 if spread == "hsdp" else place % 2 == (spread == "fsdp"))
+def grid():
+    """Each place on every rank at every step; with HSDP, whose four processes take long, once, in turn. Fast is each
+    place with one of the other strategies, and one of HSDP.
+    """
+    for spread in ("ddp", "fsdp", "hsdp"):
+        places = PLACES + BUFFERS[spread]
+        for number, place in enumerate(places):
+            for turn, (rank, step) in enumerate(TURNS):
+                its_turn = turn == number % 4
+                if spread == "hsdp" and not its_turn:
+                    continue
+                among = number == len(places) - 1 if spread == "hsdp" else number % 2 == (spread == "fsdp")
+                cell = (spread, rank, step, *place)
+                marks = () if its_turn and among else pytest.mark.slow
+                yield pytest.param(*cell, marks=marks, id="-".join(map(str, cell)))
 
 
-@pytest.mark.parametrize(
-    ("spread", "rank", "step", "phase", "operation"),
-    [
-        pytest.param(*place, marks=() if is_fast(number, place[0]) else pytest.mark.slow, id="-".join(map(str, place)))
-        for number, place in enumerate(GRID)
-    ],
-)
+@pytest.mark.parametrize(("spread", "rank", "step", "phase", "operation"), grid())
 def test_recovered_in_place(cell, spread, rank, step, phase, operation):
     world = 4 if spread == "hsdp" else 2  # two replicas of two shards each: on two ranks there is nothing to gather
     share = f"batch.global_size={8 * world}"
