@@ -108,7 +108,7 @@ def trace(
     if evaluation and looked_at.eval_batches is not None:
         eval_instead = representative(looked_at.eval_batches.from_sample(0, eval_size, ranks), which)
     parts = build.load_parts(planned, ranks, components)
-    host, parts.device = parts.device, place.device or parts.device
+    host, parts.device, parts.accelerator = parts.device, place.device or parts.device, place.accelerator
     parts.memory = memory = TracedMemory(parts.device, place.limit(config), real_bytes)
     values = MadeUpValues(otherwise, lambda: memory.phase if memory.watching else None, config.train.grad_clip, share)
     with contextlib.ExitStack() as stack:
