@@ -6,6 +6,7 @@ import inspect
 import subprocess
 import sys
 import types
+import weakref
 from pathlib import Path
 
 import pytest
@@ -314,6 +315,22 @@ def test_fake_tensors_have_no_memory():
     with mode:
         result = weight @ torch.ones(4, 2**40)
     assert result.shape == (3, 2**40)
+
+
+def test_a_fake_mode_does_not_keep_the_storages_of_calls():
+    """torch's own does: in the keys of its cache."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    def is_gone(mode):
+        with mode:
+            storage = torch.empty(8).untyped_storage()
+            seen = weakref.ref(storage)
+            torch.empty(0).set_(storage, 0, (8,), (1,))
+            del storage
+        return seen() is None
+
+    assert is_gone(fake_tensor_mode())
+    assert not is_gone(FakeTensorMode())
 
 
 def test_importing_it_imports_nothing_that_is_slow():

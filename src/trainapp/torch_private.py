@@ -147,11 +147,17 @@ def fake_tensor_mode() -> Any:
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    class KeptByCopies(FakeTensorMode):
-        def __deepcopy__(self, memo: dict[int, Any]) -> "KeptByCopies":
+    class Mode(FakeTensorMode):
+        def __deepcopy__(self, memo: dict[int, Any]) -> "Mode":
             return self
 
-    return KeptByCopies(allow_non_fake_inputs=True)
+        def _cached_dispatch_impl(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+            """Without the cache for `set_`: its keys keep the storages that a call was given."""
+            has_storage = any(type(arg) is torch.UntypedStorage for arg in args)
+            dispatch = self._dispatch_impl if has_storage else super()._cached_dispatch_impl
+            return dispatch(func, types, args, kwargs)
+
+    return Mode(allow_non_fake_inputs=True)
 
 
 def is_fake(tensor: Tensor) -> bool:

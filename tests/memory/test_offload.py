@@ -224,7 +224,7 @@ def test_a_run_whose_activations_move_ends_alike(tmp_path, mode, monkeypatch):
 
 
 def _of_the_cpu(init):
-    return lambda self, model, device_type="cpu": init(self, model, device_type)
+    return lambda self, model, device_type="cpu", **others: init(self, model, device_type, **others)
 
 
 @pytest.mark.parametrize(

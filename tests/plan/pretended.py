@@ -15,8 +15,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import optimizer
 from torch.utils import _foreach_utils
 
+from trainapp.memory.levers import offload
 from trainapp.memory.live_tensors import LiveTensors
 from trainapp.plan.cuda import attention, devices, pretend, self_test
+from trainapp.plan.cuda.place import NotHere
 from trainapp.plan.values import MadeUpValues
 from trainapp.torch_private import fake_tensor_mode
 
@@ -135,6 +137,50 @@ def recurrent():
             nn.LSTM(8, 16, device="cuda")(torch.empty(4, 2, 8, device="cuda"))
         except NotImplementedError as error:
             return str(error)
+
+
+class Moved(offload.Offload):
+    """Notes the bytes of every storage that leaves the device."""
+
+    def __init__(self, model, *arguments):
+        super().__init__(model, *arguments)
+        self.bytes, store = [], self._copies.store
+
+        def noted(storage, device):
+            self.bytes.append(storage.nbytes())
+            return store(storage, device)
+
+        self._copies.store = noted
+
+
+def offloaded():
+    """The bytes of each storage that offload moves in two steps of one network, there and here; and what is left."""
+    found = []
+    with mock.patch.object(offload, "LEAST", 1):
+        for device, arguments in (("cuda", ("cuda", NotHere())), ("cpu", ("cpu",))):
+            with inside() if device == "cuda" else contextlib.nullcontext():
+                layers = [nn.Linear(8, 8, device=device), nn.GELU(), nn.LayerNorm(8, device=device)]
+                model, inputs = nn.Sequential(*layers), torch.ones(4, 8, device=device)
+                moving = Moved(model, *arguments)
+                with LiveTensors(devices=(device,)) as counter:
+                    for _ in range(2):
+                        with moving.forward():
+                            loss = model(inputs).square().sum()
+                        loss.backward()
+                        del loss
+                found.append({"moved": moving.bytes, "left": counter.live})
+    return found
+
+
+def plain_streams():
+    """What offload says where it asks torch itself for pinned memory."""
+    try:
+        with inside(), mock.patch.object(offload, "LEAST", 1):
+            model = nn.Linear(8, 8, device="cuda")
+            with offload.Offload(model).forward():
+                model(torch.ones(4, 8, device="cuda", requires_grad=True)).square().sum()
+    except Exception as error:
+        return type(error).__name__
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from helpers import run_cli
 import trainapp
 from trainapp.errors import UserError
 from trainapp.plan.cuda import planner
-from trainapp.plan.cuda.devices import DEVICES, MIB, find
+from trainapp.plan.cuda.devices import DEVICES, MIB, find, spelled
 from trainapp.plan.cuda.pretend import can_pretend
 
 needs_cuda = pytest.mark.skipif(not can_pretend(), reason="fake CUDA needs Linux on x86-64 or aarch64")
@@ -26,6 +26,15 @@ def test_the_table_is_plausible():
     assert find("a100-40gb").cublas_workspace == 8_519_680
     assert find("h100-80gb").cublas_workspace == 32 * MIB
     assert not find("v100-32gb").has_flash_attention
+
+
+def test_a_device_that_is_not_in_the_table_is_named_by_what_counts():
+    device = find("24GiB@8.9")
+    assert (device.memory, device.capability, device.name) == (24 * 2**30, (8, 9), "24GiB@8.9")
+    assert find(spelled(device.memory, device.capability)).memory == device.memory
+    for name in ("24@8.9", "24GiB", "GiB@8.9", "24GiB@8", "0GiB@8.0", "24GiB@8.9x"):
+        with pytest.raises(UserError, match="unknown; known are"):
+            find(name)
 
 
 @needs_cuda
@@ -114,10 +123,56 @@ def test_a_recurrent_layer_is_not_traceable(tmp_path):
 
 
 @needs_cuda
-def test_an_optimizer_with_a_generator_is_not_traceable():
-    facts = trainapp.plan([*GPT, "plan.device=a100-40gb", "precision=bf16_pure", "optimizer=adamw_bf16"])
+@pytest.mark.parametrize(
+    "chosen", [("adamw_bf16", "precision=bf16_pure"), ("adamw_8bit",), ("adamw_4bit",), ("adamw_fp8",)]
+)
+def test_optimizers_that_round_by_chance_keep_what_they_keep_on_the_cpu(chosen):
+    overrides = (*GPT, *WIDE, f"optimizer={chosen[0]}", *chosen[1:], "plan.levers=false", "every.eval=null")
+    here = trainapp.plan([*overrides, "train.device=cpu"])
+    there = trainapp.plan([*overrides, "plan.device=a100-40gb"])
+    assert there["certainty"] == "predicted", there
+    assert there["static"] == here["static"]
+    assert there["static"]["optimizer_state"] > 0
+
+
+@needs_cuda
+def test_an_optimizer_that_makes_a_generator_by_itself_is_not_traceable(tmp_path, monkeypatch):
+    (tmp_path / "drawing.py").write_text(
+        "import torch\n"
+        "class Drawing(torch.optim.SGD):\n"
+        "    def step(self, closure=None):\n"
+        "        torch.Generator(self.param_groups[0]['params'][0].device)\n"
+        "        return super().step(closure)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    own = ("~optimizer.betas", "~optimizer.eps", "optimizer._target_=drawing.Drawing", "user_packages=[drawing]")
+    facts = trainapp.plan([*GPT, *own, "plan.device=a100-40gb"])
     assert facts["certainty"] == "not traceable"
-    assert facts["reason"].startswith("NotImplementedError: torch.Generator")
+    assert "Generator" in facts["reason"] or "CUDA generator" in facts["reason"]
+
+
+@needs_cuda
+def test_activation_offload_is_planned():
+    """What it saves; all of what checkpointing leaves goes, too."""
+    deep = (
+        *GPT,
+        "model.depth=4",
+        "model.width=128",
+        "model.context_length=256",
+        "plan.levers=false",
+        "every.eval=null",
+    )
+    peaks = {
+        name: trainapp.plan([*deep, *chosen, "plan.device=a100-40gb"])["kinds"]["activations"]
+        for name, chosen in {
+            "none": (),
+            "all": ("memory.offload_activations=all",),
+            "full": ("activation_checkpointing=full",),
+            "inputs": ("activation_checkpointing=full", "memory.offload_activations=inputs"),
+        }.items()
+    }
+    assert peaks["all"] < 0.1 * peaks["none"]
+    assert peaks["inputs"] < 0.2 * peaks["full"] < 0.1 * peaks["none"]
 
 
 @pytest.mark.parametrize(

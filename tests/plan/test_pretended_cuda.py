@@ -21,7 +21,10 @@ REFUSED = {
     "no_accumulation": "the adding up of gradients",
     "no_foreach": "the use of foreach kernels",  # last: it stays
 }
-OTHERS = ("all_in_force", "bytes_of_attention", "autocast_reaches_attention", "residual_gradients", "recurrent")
+OTHERS = (
+    "all_in_force", "bytes_of_attention", "autocast_reaches_attention", "residual_gradients", "recurrent", "offloaded",
+    "plain_streams",
+)  # fmt: skip
 
 
 def program(*names):
@@ -87,3 +90,10 @@ def test_gradients_are_added_up_in_place(found):
 def test_recurrent_layers_are_refused(found):
     """Without cuDNN torch takes them apart: another figure, and no error."""
     assert found["recurrent"].startswith("lstm: what cuDNN keeps")
+
+
+def test_offload_moves_and_leaves_what_it_does_on_the_cpu(found):
+    there, here = found["offloaded"]
+    assert len(here["moved"]) > 6
+    assert there == here
+    assert found["plain_streams"] is not None  # without the stand-in it would not be traced

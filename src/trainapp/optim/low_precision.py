@@ -30,6 +30,9 @@ class AdamW(torch.optim.Optimizer):
     """
 
     rounds_by_chance = True
+    new_generator: Callable[[torch.device], torch.Generator] = staticmethod(
+        torch.Generator
+    )  # `build_optimizer` sets it
 
     def __init__(
         self,
@@ -58,7 +61,7 @@ class AdamW(torch.optim.Optimizer):
                 if parameter.grad is not None:
                     device = parameter.device
                     if device not in generators:
-                        generators[device] = torch.Generator(device)
+                        generators[device] = self.new_generator(device)
                     self._update(parameter, group, generators[device])
         return loss
 

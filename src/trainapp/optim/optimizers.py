@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainapp.accelerator import HERE, Accelerator
 from trainapp.config import targets
 from trainapp.config.schema import Config, Optimizer
 from trainapp.errors import UserError
@@ -30,10 +31,15 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
 
 def build_optimizer(
-    settings: Optimizer, model: nn.Module, device: torch.device, user_packages: Sequence[str]
+    settings: Optimizer,
+    model: nn.Module,
+    device: torch.device,
+    user_packages: Sequence[str],
+    accelerator: Accelerator = HERE,
 ) -> torch.optim.Optimizer:
     """The optimizer, with its state already allocated: the first step needs no more memory than later ones.
 
+    accelerator: makes the generators of an optimizer that has an attribute `new_generator`.
     Raises UserError for a class that is not allowed, and for arguments that it does not take.
     """
     kind = targets.locate(settings.target, "optimizer._target_", user_packages)
@@ -55,15 +61,20 @@ def build_optimizer(
         raise UserError(f"optimizer.fused=true: {settings.target} has no fused kernel; use optimizer.fused=auto")
     if can_be_fused and (device.type in _FUSED_DEVICES if is_auto else settings.fused):
         try:
-            return _ready(kind, {**arguments, "fused": True}, settings, model, user_packages)
+            return _ready(kind, {**arguments, "fused": True}, settings, model, user_packages, accelerator)
         except UserError as error:
             if not is_auto or _MEMORY.search(str(error.__cause__)):
                 raise  # else: torch has no such kernel for these parameters, as SGD's for shards of FSDP2
-    return _ready(kind, arguments, settings, model, user_packages)
+    return _ready(kind, arguments, settings, model, user_packages, accelerator)
 
 
 def _ready(
-    kind: Any, arguments: dict[str, Any], settings: Optimizer, model: nn.Module, user_packages: Sequence[str]
+    kind: Any,
+    arguments: dict[str, Any],
+    settings: Optimizer,
+    model: nn.Module,
+    user_packages: Sequence[str],
+    accelerator: Accelerator,
 ) -> torch.optim.Optimizer:
     takes = inspect.signature(kind).parameters
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -73,6 +84,8 @@ def _ready(
     )  # an optimizer may treat some parameters in another way
     groups = grouped(model, settings.weight_decay) if "weight_decay" in takes else trained
     optimizer = targets.construct(kind, arguments, "optimizer", user_packages, {"params": groups, "lr": settings.lr})
+    if hasattr(optimizer, "new_generator"):
+        optimizer.new_generator = accelerator.generator
     try:
         materialise_state(optimizer)
     except torch.OutOfMemoryError:

@@ -65,7 +65,7 @@ def built(
     planned = planned_config(config, size or UNTRAINED, eval_size or 1, ranks.world)
     shape, eval_shape = _shapes(planned, components, size, eval_size, way, ranks)
     parts = build.load_parts(planned, ranks, components)
-    host, parts.device = parts.device, place.device or parts.device
+    host, parts.device, parts.accelerator = parts.device, place.device or parts.device, place.accelerator
     parts.memory = memory = TracedMemory(parts.device, place.limit(config), real_bytes)
     values = MadeUpValues(
         way.otherwise, lambda: memory.phase if memory.watching else None, config.train.grad_clip, way.share

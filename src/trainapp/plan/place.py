@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainapp.accelerator import HERE, Accelerator
 from trainapp.config.schema import Config
 from trainapp.memory.host_memory import total_bytes
 from trainapp.optim.precision import Precision
@@ -20,11 +21,13 @@ from trainapp.units import parse_memory_size
 class Place:
     """What a trace asks of it. `device` None: the one on which the data and the numerics were prepared.
 
-    steps: how many are traced at least. batches, eval_batches: the classes that fetch without values.
+    steps: how many are traced at least. accelerator: what stands for
+    one. batches, eval_batches: the classes that fetch without values.
     """
 
     device: torch.device | None = None
     steps = 1
+    accelerator: Accelerator = HERE
     batches: type[FakeBatches] = FakeBatches
     eval_batches: type[FakeEvalBatches] = FakeEvalBatches
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainapp.accelerator import HERE, Accelerator
 from trainapp.checkpoint.train_state import TrainState
 from trainapp.config import targets
 from trainapp.config.schema import Config
@@ -59,6 +60,7 @@ def assemble(
     precision: Precision,
     initial_device: str | None = None,
     example: Callable[[int], Any] | None = None,
+    accelerator: Accelerator = HERE,
 ) -> Assembled:
     """The model on its device, spread over the ranks, with its optimizer and loss.
 
@@ -66,7 +68,8 @@ def assemble(
     sharding, optimizer. Draws the parameters from torch's generators.
     initial_device: where parameters are initialised; None: on the CPU, then moved (with `parallel.fsdp.meta_init`: on
     the meta device, then shard by shard).
-    example: a batch of so many samples, for lazy modules. Raises UserError for parts that do not fit together.
+    example: a batch of so many samples, for lazy modules. accelerator: gives the optimizer its generators, and offload
+    its streams. Raises UserError for parts that do not fit together.
     """
     is_meta = initial_device is None and _starts_on_meta(config, ranks)
     place = "meta" if is_meta else initial_device
@@ -86,7 +89,7 @@ def assemble(
         _require_same_forward(config, model, example, device, precision)
     activation_checkpointing.apply(model, config.activation_checkpointing)
     budget = _budget(config, components, model, device)
-    offloading = offload.apply(model, config)
+    offloading = offload.apply(model, config, accelerator)
     if config.train.compile:
         model.compile()
     strategy = _spread(config, model, ranks, precision.compute_dtype)
@@ -95,7 +98,7 @@ def assemble(
     if is_meta:
         assert isinstance(strategy, FSDP)
         _initialise_shards(config, strategy, ranks, device)
-    optimizer = build_optimizer(config.optimizer, model, device, config.user_packages)
+    optimizer = build_optimizer(config.optimizer, model, device, config.user_packages, accelerator)
     if config.optimizer.in_backward:
         in_backward.require_separable(optimizer)
     for group in optimizer.param_groups:

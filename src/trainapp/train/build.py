@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from trainapp.accelerator import HERE, Accelerator
 from trainapp.checkpoint import model_state, optimizer_state
 from trainapp.checkpoint.checkpointer import Checkpointer, NullCheckpointer
 from trainapp.checkpoint.directory import CheckpointDirectory
@@ -51,6 +52,7 @@ class Parts:
     numerics: precision.Precision
     batches: TrainBatches
     eval_batches: EvalBatches | None
+    accelerator: Accelerator = HERE
 
 
 def build(config: Config, stop: StopRequest, ranks: Ranks, memory: DeviceMemory | None = None) -> Run:
@@ -95,7 +97,9 @@ def run_of(
     """The run of these parts. initial_device: see `assemble`."""
     components, device, memory, numerics = parts.components, parts.device, parts.memory, parts.numerics
     batches, eval_batches = parts.batches, parts.eval_batches
-    assembled = assemble(config, components, ranks, device, numerics, initial_device, example=batches.example)
+    assembled = assemble(
+        config, components, ranks, device, numerics, initial_device, batches.example, parts.accelerator
+    )
     state, strategy = assembled.state, assembled.strategy
     strategy.note_buffer = memory.note_buffer
     state.stateful = owners_of_state(components, state.model, device)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainapp.accelerator import HERE, Accelerator
 from trainapp.config.schema import Config
 from trainapp.models.inspect import blocks_of
 from trainapp.parallel.dtensor import local
@@ -41,11 +42,11 @@ class Offload:
     Parameters and buffers stay, as do tensors in storages below LEAST bytes, and all that is not strided.
     """
 
-    def __init__(self, model: nn.Module, device_type: str = "cuda"):
+    def __init__(self, model: nn.Module, device_type: str = "cuda", accelerator: Accelerator = HERE):
         self._model, self._device_type = model, device_type
         self._known: dict[tuple[int, int], tuple[weakref.ref[Any], weakref.ref[_Stored]]] = {}
         self._persistent: set[int] = set()
-        self._copies = _Copies(device_type)
+        self._copies = _Copies(device_type, accelerator.has_streams(device_type))
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
@@ -84,7 +85,7 @@ class _Handle:
     """One saved tensor: where it lies in its storage."""
 
     def __init__(self, stored: "_Stored", tensor: Tensor):
-        self.stored, self.dtype = stored, tensor.dtype
+        self.stored, self.dtype, self.device = stored, tensor.dtype, tensor.device
         self.shape, self.strides, self.offset = tensor.size(), tensor.stride(), tensor.storage_offset()
 
 
@@ -92,7 +93,8 @@ def _unpack(packed: Tensor | _Handle) -> Tensor:
     if isinstance(packed, Tensor):
         return packed
     storage = packed.stored.fetched()
-    view = torch.empty(0, dtype=packed.dtype, device=storage.device)
+    # The tensor's device rather than the storage's, which is "meta" for a tensor without data.
+    view = torch.empty(0, dtype=packed.dtype, device=packed.device)
     return view.set_(storage, packed.offset, packed.shape, packed.strides)
 
 
@@ -139,10 +141,10 @@ class _Stored:
 
 
 class _Copies:
-    """Copies between a device and the host: on CUDA by a stream of their own and pinned memory, elsewhere at once."""
+    """Copies between a device and the host: by a stream of their own and pinned memory, or at once."""
 
-    def __init__(self, device_type: str):
-        self._is_cuda = device_type == "cuda"
+    def __init__(self, device_type: str, has_streams: bool):
+        self._has_streams = has_streams
         self._streams: dict[torch.device, Any] = {}
         self._leaving: deque[tuple[Tensor, Any]] = deque()  # what the host does not have yet
         self._last: weakref.ref[_Stored] | None = None
@@ -152,9 +154,9 @@ class _Copies:
         """Begin to copy a storage to the host."""
         self._device = device
         flat = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
-        host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=self._is_cuda)
+        host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=self._has_streams)
         with self._beside():
-            host.copy_(flat, non_blocking=self._is_cuda)
+            host.copy_(flat, non_blocking=self._has_streams)
             self._leaving.append((flat, self._mark()))
         self.finish(STASH)
         stored = _Stored(self, host, self._last)
@@ -165,7 +167,7 @@ class _Copies:
         """Begin to copy to the device. Returns the storage, and what to wait for before it is read or freed."""
         flat = torch.empty(host.nbytes, dtype=torch.uint8, device=self._device)
         with self._beside():  # after what was asked of the device so far, which may still use this memory
-            flat.copy_(host, non_blocking=self._is_cuda)
+            flat.copy_(host, non_blocking=self._has_streams)
             return flat.untyped_storage(), self._mark()
 
     def finish(self, but: int = 0) -> None:
@@ -182,7 +184,7 @@ class _Copies:
 
     @contextlib.contextmanager
     def _beside(self) -> Iterator[None]:
-        if not self._is_cuda:
+        if not self._has_streams:
             yield
             return
         stream = self._streams.setdefault(self._device, None) or torch.cuda.Stream(self._device)
@@ -192,10 +194,10 @@ class _Copies:
             yield
 
     def _mark(self) -> Any:
-        return torch.cuda.current_stream(self._device).record_event() if self._is_cuda else None
+        return torch.cuda.current_stream(self._device).record_event() if self._has_streams else None
 
 
-def apply(model: nn.Module, config: Config) -> Offload | NoOffload:
+def apply(model: nn.Module, config: Config, accelerator: Accelerator = HERE) -> Offload | NoOffload:
     """What to use around the forward. With "inputs", only what the checkpointed blocks of the model are called with is
     moved, and their forwards are wrapped.
 
@@ -204,7 +206,7 @@ def apply(model: nn.Module, config: Config) -> Offload | NoOffload:
     mode, checkpointing = config.memory.offload_activations, config.activation_checkpointing
     if mode == "none":
         return NoOffload()
-    offload = Offload(model)
+    offload = Offload(model, accelerator=accelerator)
     if mode == "all":
         return offload
     for block in blocks_of(model, "memory.offload_activations=inputs")[:: checkpointing.every]:

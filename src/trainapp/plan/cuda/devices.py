@@ -4,9 +4,12 @@ Memory is what torch reports as `total_memory`, which is less than the name. The
 been checked against a source or a device: where some hundred MiB matter, set `memory.limit`.
 """
 
+import contextlib
+import re
 from dataclasses import dataclass
 
 from trainapp.errors import UserError
+from trainapp.units import parse_memory_size
 
 MIB = 2**20
 # Bytes of the driver's context and of the libraries' code, which no allocator counts: about half a GiB, more with NCCL.
@@ -66,7 +69,23 @@ DEVICES = {
 
 
 def find(name: str) -> Device:
-    """The device of that name. Raises UserError for a name that is not in the table."""
-    if name not in DEVICES:
-        raise UserError(f"plan.device={name}: unknown; known are {', '.join(DEVICES)}")
-    return DEVICES[name]
+    """The device of that name, or one of this memory and compute capability, such as `24GiB@8.9`.
+
+    Raises UserError for any other name.
+    """
+    if name in DEVICES:
+        return DEVICES[name]
+    size, _, capability = name.partition("@")
+    version = re.fullmatch(r"(\d+)\.(\d)", capability)
+    with contextlib.suppress(ValueError):
+        if version and (memory := parse_memory_size(size, 0)) > 2 * CONTEXT:
+            return Device(name, memory, (int(version[1]), int(version[2])))
+    raise UserError(
+        f"plan.device={name}: unknown; known are {', '.join(DEVICES)}. Others are named by their memory and compute "
+        "capability, such as plan.device=24GiB@8.9"
+    )
+
+
+def spelled(memory: int, capability: tuple[int, int]) -> str:
+    """What `plan.device` calls a device of so many bytes, whatever its name."""
+    return f"{memory}@{capability[0]}.{capability[1]}"

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainapp.accelerator import Accelerator
 from trainapp.config.schema import Config
 from trainapp.data.batch import map_tensors
 from trainapp.data.micro_batch import MicroBatch
@@ -95,11 +96,28 @@ class AllFinite(NonFiniteCheck):
         """Nothing is read."""
 
 
+class NotHere(Accelerator):
+    """Generators of the host, from which nothing is drawn, and no streams: no tensor of a trace has values.
+
+    Memory is as with streams: `memory.levers.offload` allocates and frees on the device's own stream alone, in an order
+    that does not depend on how far copies have come.
+    """
+
+    def generator(self, device: torch.device) -> torch.Generator:
+        """Torch makes none for CUDA without a device."""
+        return torch.Generator()
+
+    def has_streams(self, device_type: str) -> bool:
+        """Nor streams, nor pinned memory."""
+        return False
+
+
 class CudaPlace(Place):
     """See the module. The first trace in it shows that everything pretended is in force."""
 
     device = CUDA
     steps = 2  # the allocator's cache is not the same after the first one
+    accelerator = NotHere()
     batches, eval_batches = AheadBatches, AheadEvalBatches
 
     def __init__(self, named: Device):
@@ -118,14 +136,16 @@ class CudaPlace(Place):
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
-        """Raises NotInForce where something pretended is not, and NotImplementedError for generators on the device."""
+        """Raises NotInForce where something pretended is not; NotImplementedError for generators that code makes by
+        itself.
+        """
         with EngineOnCuda() as engine:
             if not self._tested:
                 self_test.require(self.named, engine)
                 self._tested = True
             try:
                 yield
-            except UserError as error:  # an optimizer that rounds by chance draws in its first step
+            except UserError as error:  # an optimizer of the user's that draws in its first step
                 if "CUDA generator" in str(error.__cause__):
                     raise NotImplementedError("torch.Generator: CUDA's exist only with CUDA") from error
                 raise
