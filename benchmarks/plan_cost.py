@@ -43,7 +43,6 @@ def measure(what: str, settings: Sequence[str]) -> dict[str, Any]:
 
     from trainapp.config import compose
     from trainapp.plan import planner, ranks, sizes
-    from trainapp.plan.assumed_shapes import Share
     from trainapp.torch_private import fake_tensor_mode
     from trainapp.train.components import load_components
 
@@ -56,7 +55,7 @@ def measure(what: str, settings: Sequence[str]) -> dict[str, Any]:
         plans = sizes.Planner(config, load_components(config))
         rank = ranks.highest_ranks(plans.world, plans.shards, config.batch.global_size)[0]
         facts = {
-            "peak_bytes": plans.at_rank(rank, 1, 1, False, "longest", Share.MOST).peak.total,
+            "peak_bytes": plans.at_rank(rank, 1, 1).peak.total,
             "traces": plans.traces,
         }
     return {

@@ -9,7 +9,6 @@ import torch
 from trainapp.config import compose
 from trainapp.launch import worker
 from trainapp.plan import planner
-from trainapp.plan.assumed_shapes import Share
 from trainapp.run import runner
 from trainapp.signals import StopRequest
 from trainapp.train import loop
@@ -70,8 +69,8 @@ def compare(pool, folder, world, overrides):
     plans, sizes = planner.Planner(config, load_components(config)), (facts["micro_size"], facts["eval_micro_size"])
     traced = []
     for rank in range(world):
-        training = plans.at_rank(rank, sizes[0], 0, False, "longest", Share.MOST).training.total
-        traced.append((training, plans.at_rank(rank, 0, sizes[1], False, "longest", Share.MOST).evaluation.total))
+        training = plans.at_rank(rank, sizes[0], 0).training.total
+        traced.append((training, plans.at_rank(rank, 0, sizes[1]).evaluation.total))
     for _ in range(REPEATS):
         measured = pool.run(world, measure, dataclasses.replace(config, run_dir=str(folder)))
         peaks = [(max(steps), evaluation) for steps, evaluation in measured]

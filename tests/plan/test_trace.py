@@ -20,7 +20,7 @@ GPT = (*runs.MODELS["gpt"], "batch.global_size=8", "memory.limit=1GiB", "train.g
 
 def traced_peak(config: Config, samples: int) -> int:
     """Bytes."""
-    found = trace(config, load_components(config), samples, 1, evaluation=False).training
+    found = trace(config, load_components(config), samples, 0).training
     assert found is not None
     return found.total
 

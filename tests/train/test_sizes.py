@@ -4,7 +4,7 @@ import pytest
 
 from trainapp.config.compose import from_command_line
 from trainapp.parallel.ranks import SingleRank
-from trainapp.train.sizes import Begin, initial_sizes
+from trainapp.train.sizes import PlannedSizes, initial_sizes
 
 
 def known(size: int) -> dict:
@@ -132,15 +132,15 @@ def test_no_larger_size_is_tried_where_one_that_fails_costs_a_restart(source, re
 
 def test_a_plan_lowers_the_first_size():
     sizes = begin()
-    sizes.begin_at(Begin(16, 32))
+    sizes.begin_with(PlannedSizes(16, 32))
     assert (sizes.train.size, sizes.evaluation.size, sizes.origin) == (16, 32, "planned")
-    sizes.begin_at(Begin(128, 256))
+    sizes.begin_with(PlannedSizes(128, 256))
     assert (sizes.train.size, sizes.evaluation.size) == (16, 32)
 
 
 def test_a_plan_respects_the_model():
     sizes = begin(smallest=2)
-    sizes.begin_at(Begin(1, None))
+    sizes.begin_with(PlannedSizes(1, None))
     assert sizes.train.size == 2
     assert (sizes.evaluation.size, sizes.evaluation.is_planned) == (128, False)
 
@@ -153,7 +153,7 @@ def test_a_planned_size():
     plan = "batch.micro_size=plan"
 
     def planned(train, evaluation=None):
-        return lambda: Begin(train, evaluation)
+        return lambda: PlannedSizes(train, evaluation)
 
     sizes = begin(plan, planned=planned(21, 50))
     assert (sizes.train.size, sizes.evaluation.size, sizes.origin) == (21, 50, "planned")

@@ -46,17 +46,13 @@ def _savings(run: Run, failure: Incident) -> list[tuple[int, str]]:
     found = [(lever.state_saved(static, config), _text(lever)) for lever in levers if lever.state_saved is not None]
     if failure.evaluating:  # the rest is of a training step
         return found
-    traced = [lever for lever in levers if lever.state_saved is None and _can_be_traced(lever)]
+    # A trace is of one rank with the whole model.
+    traced = [v for v in levers if v.state_saved is None and v.shows_in_a_trace and not v.is_of_several_ranks]
     return found + _traced_savings(run, failure.old_size, traced)
 
 
 def _text(lever: Lever) -> str:
     return f"{lever.setting}: costs {lever.costs}"
-
-
-def _can_be_traced(lever: Lever) -> bool:
-    """A trace is of one rank with the whole model, on no particular device."""
-    return not any(name.startswith(("parallel.", "memory.expandable", "checkpointing.")) for name in lever.changes)
 
 
 def _traced_savings(run: Run, samples: int, levers: list[Lever]) -> list[tuple[int, str]]:

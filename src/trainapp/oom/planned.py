@@ -10,10 +10,10 @@ from trainapp.data.micro_batch_sizes import MicroBatchSizes
 from trainapp.errors import UserError
 from trainapp.oom.incident import Incident
 from trainapp.plan import process
+from trainapp.plan.certainty import EXACT
 from trainapp.plan.planner import require_plannable
-from trainapp.plan.sizes import EXACT
 from trainapp.train.run import Run
-from trainapp.train.sizes import Begin
+from trainapp.train.sizes import PlannedSizes
 from trainapp.units import bytes_text
 
 # Seconds after which halving goes on without a plan: some, or as long as a few more failed attempts would take.
@@ -21,7 +21,7 @@ PATIENCE, ATTEMPTS = 60.0, 5
 log = logging.getLogger(__name__)
 
 
-def first_sizes(config: Config) -> Begin | None:
+def first_sizes(config: Config) -> PlannedSizes | None:
     """For batch.micro_size=plan: the largest sizes within the memory limit, 1 where none fits. Takes seconds.
 
     None where the model cannot be traced. Raises UserError for what the planner does not cover.
@@ -34,10 +34,10 @@ def first_sizes(config: Config) -> Begin | None:
             facts["reason"],
         )
         return None
-    begin = Begin(max(1, facts["largest_micro_size"]), _at_least_one(facts.get("largest_eval_micro_size")))
-    evaluation = "" if begin.evaluation is None else f", evaluation {begin.evaluation}"
-    log.info("micro-batch %d%s, as planned in %.1f s", begin.train, evaluation, facts["seconds"])
-    return begin
+    planned = PlannedSizes(max(1, facts["largest_micro_size"]), _at_least_one(facts.get("largest_eval_micro_size")))
+    evaluation = "" if planned.evaluation is None else f", evaluation {planned.evaluation}"
+    log.info("micro-batch %d%s, as planned in %.1f s", planned.train, evaluation, facts["seconds"])
+    return planned
 
 
 def _searched(config: Config) -> tuple[str, ...]:
@@ -84,7 +84,7 @@ def after_first_error(run: Run, failure: Incident, sizes: MicroBatchSizes) -> Pr
         log.info("oom.plan: %s; halving instead", facts.get("reason", facts["certainty"]))
         return None
     if not failure.evaluating:
-        run.sizes.begin_evaluation_at(_at_least_one(facts.get("largest_eval_micro_size")))
+        run.sizes.begin_evaluation_with(_at_least_one(facts.get("largest_eval_micro_size")))
         if facts["bucket"] not in (0, failure.bucket):
             log.info("oom.plan: the batches differ in shape, and the plan is for longer ones; halving instead")
             return None

@@ -10,7 +10,7 @@ from trainapp.plan.step_peaks import of_one_rank
 from trainapp.plan.traced_run import trace
 from trainapp.train.components import load_components
 from trainapp.train.run import Run
-from trainapp.train.sizes import Begin
+from trainapp.train.sizes import PlannedSizes
 
 PATIENCE = 120.0  # seconds for the trace of all sizes
 log = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ def begin_with_plan(run: Run) -> None:
         return
     planned = planned_size(run, run.sizes.train.start)
     if planned is not None:
-        run.sizes.begin_at(Begin(planned, 2 * planned))
+        run.sizes.begin_with(PlannedSizes(planned, 2 * planned))
 
 
 def planned_size(run: Run, share: int) -> int | None:
@@ -60,7 +60,7 @@ def largest_within(config: Config, share: int, room: int) -> int:
     components = load_components(config)
     size = share
     while size > 1:
-        traced = trace(config, components, size, 1, evaluation=False)
+        traced = trace(config, components, size, 0)
         assert traced.training is not None, "traced without training"
         if traced.training.total - sum(traced.static.values()) <= room:
             break

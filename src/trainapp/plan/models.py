@@ -45,13 +45,13 @@ def built_somehow(
                     materialise(model, lazy, example, components.task, device, precision)
         except Exception as error:
             raise error from first
-        without_values(model, fake)
+        drop_values(model, fake)
         return model
 
     return build
 
 
-def without_values(model: nn.Module, fake: Callable[[Tensor], Tensor]) -> None:
+def drop_values(model: nn.Module, fake: Callable[[Tensor], Tensor]) -> None:
     """Replace every parameter and buffer by one without data. Those that share memory share it afterwards."""
     replaced: dict[int, Any] = {}
     for module in model.modules():

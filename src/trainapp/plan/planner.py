@@ -9,10 +9,12 @@ from typing import Any
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
 from trainapp.memory.timeline import Drawing, Picture
+from trainapp.plan.bounds import reason_of
+from trainapp.plan.certainty import NOT_TRACEABLE
 from trainapp.plan.ranking import ranked
 from trainapp.plan.real_steps import RealSteps
 from trainapp.plan.recorder import Peak
-from trainapp.plan.sizes import NOT_TRACEABLE, Facts, Planner, reason_of
+from trainapp.plan.sizes import Facts, Planner
 from trainapp.train.components import choose_device, load_components
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from typing import Any
 
 from trainapp.config.schema import Config
 from trainapp.plan.recorder import Peak
-from trainapp.plan.sizes import NOT_TRACEABLE, Facts, Planner
+from trainapp.plan.sizes import Facts, Planner
 from trainapp.plan.variants import RESULTS, Variant, Variants, settings_of
 
 MOST_SEARCHES = 3  # variants whose largest micro-batch is searched: the first ones of the list, those of each choice
@@ -42,12 +42,13 @@ def ranked(planner: Planner, facts: Facts) -> Facts:
 
 @dataclass(frozen=True)
 class Fitting:
-    """A variant with sizes that fit, its peak and the seconds of a step with them."""
+    """A variant with sizes, and what they need: peak, its certainty, seconds of a step."""
 
     variant: Variant
     size: int
     eval_size: int
     peak: Peak
+    certainty: str
     seconds: float
 
 
@@ -75,7 +76,7 @@ class Ranking:
             "peak_bytes": variant.peak.total if variant.peak else None,
             "largest_micro_size": variant.largest,
             "relative_time": round(variant.seconds / self.own.seconds, 3) if is_traced else None,
-            "certainty": variant.planner.certainty if is_traced else NOT_TRACEABLE,
+            "certainty": variant.certainty,
             "result": variant.result,
         }
 
@@ -90,8 +91,8 @@ class Ranking:
         groups += [[v for v in variants if v.levers and v.result == result] for result in RESULTS]
         for group in groups:
             enough = math.inf if chosen is None else (1 - ERROR_OF_TIME) * chosen.seconds
-            found = [self._fitting(variant) for variant in self._searched(group, enough)]
-            fastest = min((f for f in found if f is not None), key=lambda f: f.seconds, default=None)
+            fittings = [self._fitting(variant) for variant in self._searched(group, enough)]
+            fastest = min((f for f in fittings if f is not None), key=lambda f: f.seconds, default=None)
             if fastest is not None and fastest.seconds < enough:
                 chosen = fastest
         return None if chosen is None else self._plan(chosen)
@@ -106,25 +107,23 @@ class Ranking:
         """Find the largest micro-batch of the first MOST_SEARCHES."""
         for variant in list(variants)[:MOST_SEARCHES]:
             if variant.largest is None and variant.peak is not None:
-                variant.largest = variant.planner.largest()
+                variant.largest = variant.planner.largest().size
 
     def _fitting(self, variant: Variant) -> Fitting | None:
-        """The variant with the largest sizes of training and evaluation that fit, its peak and seconds."""
-        size, planner = variant.largest or self.variants.smallest, variant.planner
-        peak, work = self.variants.measured(planner, size, 0)
-        eval_size = 0
+        """The variant with the largest sizes of training and evaluation that fit, and what they need."""
+        planner, eval_size = variant.planner, 0
         if self.variants.evaluates:
             eval_size = self.variants.eval_size or self.variants.largest_eval
-            evaluation = planner.at(0, eval_size).evaluation if eval_size else None
-            if evaluation is None or evaluation.total > self.limit:
-                eval_size = planner.largest_eval()
-                evaluation = planner.at(0, eval_size).evaluation if eval_size else None
-            if evaluation is None:
+            if not eval_size or planner.bounds(0, eval_size, is_low_asked=False).high.total > self.limit:
+                eval_size = planner.largest_eval().size
+            if not eval_size:
                 return None
-            peak = peak.joined(evaluation)
-        if peak.total > self.limit:
-            return None
-        return Fitting(variant, size, eval_size, peak, work.seconds(self.variants.speeds))
+        fitting = self._with_sizes(variant, variant.largest or self.variants.smallest, eval_size)
+        return fitting if fitting.peak.total <= self.limit else None
+
+    def _with_sizes(self, variant: Variant, size: int, eval_size: int) -> Fitting:
+        peak, certainty, work = self.variants.measured(variant.planner, size, eval_size)
+        return Fitting(variant, size, eval_size, peak, certainty, work.seconds(self.variants.speeds))
 
     def closest(self, variants: Iterable[Variant]) -> Facts:
         """Where nothing fits: the lowest peak, with the smallest sizes or, where accumulation costs more than it saves,
@@ -132,11 +131,9 @@ class Ranking:
         """
         lowest = min(variants, key=lambda variant: variant.total)
         eval_size = 1 if self.variants.evaluates else 0
-        found = []
-        for size in {self.variants.smallest, self.variants.size}:
-            peak, work = self.variants.measured(lowest.planner, size, eval_size)
-            found.append(Fitting(lowest, size, eval_size, peak, work.seconds(self.variants.speeds)))
-        fitting = min(found, key=lambda fitting: fitting.peak.total)
+        sizes = {self.variants.smallest, self.variants.size}
+        fittings = [self._with_sizes(lowest, size, eval_size) for size in sizes]
+        fitting = min(fittings, key=lambda fitting: fitting.peak.total)
         return self._plan(fitting) | {"missing_bytes": fitting.peak.total - self.limit}
 
     def _plan(self, fitting: Fitting) -> Facts:
@@ -154,7 +151,7 @@ class Ranking:
             "micro_size": fitting.size,
             "eval_micro_size": fitting.eval_size or None,
             "relative_time": round(fitting.seconds / self.own.seconds, 3),
-            "certainty": variant.planner.certainty,
+            "certainty": fitting.certainty,
             "result": variant.result,
         }
 

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
+from trainapp.parallel.rank_zero import answered_by_rank_zero
 from trainapp.parallel.ranks import DistributedRanks, Flags, Ranks, SingleRank
 from trainapp.torch_private import DispatchMode, is_fake, outside_dispatch_modes
 
@@ -42,17 +43,9 @@ def world_of(config: Config) -> int:
 
 def by_rank_zero(ranks: Ranks, config: Config, ask: Callable[[Config], T]) -> T:
     """What `ask` answers on rank 0, for as many ranks as there are. Collective; raises its UserError on all ranks."""
-    answer, problem = None, None
-    if ranks.is_rank_zero:
-        world = ranks.world if ranks.world > 1 else None
-        try:
-            answer = ask(dataclasses.replace(config, plan=dataclasses.replace(config.plan, world=world)))
-        except UserError as error:
-            problem = error
-    answer, problem = ranks.all_gather_object((answer, problem))[0]
-    if problem is not None:
-        raise problem
-    return cast(T, answer)
+    world = ranks.world if ranks.world > 1 else None
+    for_all = dataclasses.replace(config, plan=dataclasses.replace(config.plan, world=world))
+    return answered_by_rank_zero(ranks, lambda: ask(for_all))
 
 
 class SimulatedRanks(DistributedRanks):

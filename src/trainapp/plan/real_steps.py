@@ -92,15 +92,8 @@ class RealSteps:
         changed = dataclasses.replace(self._config, batch=batch, accumulation=parts)
         left = Memory(guard=True, guard_reserve=max(0, available() - self.bytes))
         with guarded(left, total_bytes()):
-            return trace(
-                changed,
-                self._components,
-                size,
-                size,
-                training=trains,
-                evaluation=not trains,
-                real_bytes=self.bytes,
-            )
+            sizes = (size, 0) if trains else (0, size)
+            return trace(changed, self._components, *sizes, real_bytes=self.bytes)
 
     def _note_deviation(self, peaks: dict[int, Peak | None]) -> None:
         *known, (last, measured) = peaks.items()

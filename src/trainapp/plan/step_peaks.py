@@ -53,7 +53,7 @@ def traced(variants: Sequence[Config], size: int, seconds: float) -> list[int | 
             peaks.append(None)
             continue
         try:
-            found = trace(config, components, size, 1, evaluation=False).training
+            found = trace(config, components, size, 0).training
             peaks.append(None if found is None else found.total)
         except Exception as error:
             log.debug("the step could not be traced: %s", error)

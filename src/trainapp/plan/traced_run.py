@@ -1,36 +1,23 @@
 """Steps and an evaluation of a configuration, traced: the run is built and goes through its loop on fake tensors."""
 
 import contextlib
-import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, cast
-
-import torch
-from torch import Tensor, nn
+from typing import Any
 
 from trainapp.config.schema import Config
-from trainapp.data.batch import bucket_of, elements_in, map_tensors
-from trainapp.data.sampler import EvalBatches, TrainBatches
-from trainapp.errors import UserError
 from trainapp.memory.device import static_bytes
 from trainapp.memory.kinds import MemoryKind
 from trainapp.memory.levers.catalogue import available
 from trainapp.memory.levers.lever import Lever, Situation
-from trainapp.optim.optimizers import build_optimizer
-from trainapp.parallel.dtensor import is_shard, local
+from trainapp.parallel.dtensor import is_shard
 from trainapp.parallel.ranks import Ranks, SingleRank
-from trainapp.plan import models
-from trainapp.plan.assumed_shapes import Share
+from trainapp.plan.built import built
 from trainapp.plan.place import Place
-from trainapp.plan.ranks import EqualChunks
-from trainapp.plan.recorder import Peak, PhaseLog, TracedMemory
+from trainapp.plan.recorder import Peak, TracedMemory
 from trainapp.plan.step_time import Work, WorkCounter
-from trainapp.plan.traced_part import Which, planned_config, representative, training_shapes
-from trainapp.plan.values import MadeUpValues, NoOverflow
-from trainapp.signals import StopRequest
-from trainapp.torch_private import fake_tensor_mode, outside_dispatch_modes
+from trainapp.plan.ways import FIRST, Way
 from trainapp.train import build, losses
 from trainapp.train.components import Components
 from trainapp.train.evaluate import evaluate
@@ -46,11 +33,10 @@ class Trace:
 
     reads: the phases in which the model or the task read values, which were made up. assumed: the operations whose
     results have shapes that depend on values. probed: those that were run for real to know what they allocate.
-    varies: whether the micro-batches of the data differ in shape. bucket: where those of training do, the shape that
-    was traced, see `bucket_of`; else 0. static: as `Meter.static`. uneven: whether ranks have shards of different
-    sizes. smallest: the model cannot train on fewer samples at once.  unsettled: why another step
-    may need more. levers: that apply
-    and are not in force. work: of one training step; None if it was not counted. allocations: what the place has
+    varies: whether micro-batches of the data differ in shape. elements: where those of training do, those of a sample
+    in the one that was traced; else 0. static: as `Meter.static`. uneven: whether ranks have shards of different sizes.
+    smallest: the model cannot train on fewer samples at once. levers: that apply and are not in force. unsettled: why
+    another step may need more. work: of one training step; None if it was not counted. allocations: what the place has
     recorded.
     """
 
@@ -60,7 +46,7 @@ class Trace:
     assumed: tuple[str, ...]
     probed: tuple[str, ...]
     varies: bool
-    bucket: int
+    elements: int
     static: dict[MemoryKind, int]
     uneven: bool
     smallest: int
@@ -81,100 +67,47 @@ def trace(
     components: Components,
     size: int,
     eval_size: int,
+    way: Way = FIRST,
     *,
-    training: bool = True,
-    evaluation: bool = True,
-    otherwise: bool = False,
-    which: Which = "longest",
     place: Place = ON_CPU,
     ranks: Ranks | None = None,
-    share: Share = Share.MOST,
     real_bytes: int | None = None,
     count_work: bool = False,
 ) -> Trace:
     """Trace training steps with micro-batches of `size` and an evaluation with `eval_size`, on one process.
 
-    otherwise: answer reads of values the other way. share: see `MadeUpValues`. which: where shapes differ, all
-    micro-batches are of this one. ranks: as `simulated` gives them; None: a single process. real_bytes: run everything
-    for real, with at most so many live bytes. count_work: also count the operations of the step, for `Speeds`.
+    size, eval_size: 0 leaves out training, or evaluation. ranks: as `simulated` gives them; None: a single process.
+    real_bytes: run everything for real, with at most so many live bytes. count_work: also count the operations of the
+    training step, for `Speeds`.
     Raises whatever the model raises on tensors without data; MemoryLimitExceeded beyond `real_bytes`. Sets torch's
     global switches and seeds the generators: call it in a process of its own.
     """
     ranks = ranks or SingleRank()
-    planned = planned_config(config, size, eval_size, ranks.world)
-    looked_at = build.load_parts(planned, ranks, components)
-    instead = training_shapes(looked_at.batches, size, which) if training else None
-    eval_instead = None
-    if evaluation and looked_at.eval_batches is not None:
-        eval_instead = representative(looked_at.eval_batches.from_sample(0, eval_size, ranks), which)
-    parts = build.load_parts(planned, ranks, components)
-    host, parts.device = parts.device, place.device or parts.device
-    parts.memory = memory = TracedMemory(parts.device, place.limit(config), real_bytes)
-    values = MadeUpValues(otherwise, lambda: memory.phase if memory.watching else None, config.train.grad_clip, share)
-    with contextlib.ExitStack() as stack:
-        fake: Callable[[Tensor], Tensor] = _unchanged
-        if real_bytes is None:
-            fake = _without_data(parts, planned, host, place, values, stack)
-        parts.batches = cast(TrainBatches, place.batches(parts.batches, fake, instead, memory.passes))
-        if parts.eval_batches is not None:
-            parts.eval_batches = cast(EvalBatches, place.eval_batches(parts.eval_batches, fake, eval_instead))
-        values.state_is_late = late = _creates_state_late(planned, host)
-        with EqualChunks():
-            run = build.run_of(planned, parts, StopRequest(), ranks, initial_device=str(parts.device))
-        values.state_is_late = False
-        run.attempt = PhaseLog(memory)
-        memory.resident = run.meter.resident
-        if _has_padded_shards(run.state.model.parameters()):
-            _settle_shards(run)
-        work = WorkCounter(lambda: memory.phase) if count_work else None
+    with built(config, components, size, eval_size, way, place, ranks, real_bytes) as subject:
+        run, memory, values = subject.run, subject.memory, subject.values
+        work = WorkCounter(lambda: memory.phase) if count_work and size else None
+        training = evaluation = None
         with place.recording(run) as allocations:
-            found = _training_peak(run, memory, place.steps, work) if training else None
-            measured = None
-            if evaluation and run.eval_batches is not None and run.cadences.evaluate:
-                if late and not training:
-                    train_step(run)  # evaluations find the optimizer's state in memory
-                memory.reset()
-                evaluate(run)
-                measured = memory.highest
+            if size:
+                training = _training_peak(run, memory, place.steps, work)
+            if eval_size and run.eval_batches is not None and run.cadences.evaluate:
+                evaluation = _evaluation_peak(run, memory, needs_step=subject.state_is_late and not size)
     return Trace(
-        training=found,
-        evaluation=measured,
+        training=training,
+        evaluation=evaluation,
         reads=tuple(sorted(phase.value for phase in values.model_reads)),
         assumed=tuple(sorted(values.shapes.operations)),
         probed=tuple(sorted(values.probed)),
-        varies=instead is not None or eval_instead is not None,
-        bucket=0 if instead is None else bucket_of(instead.samples, elements_in(instead.data)),
+        varies=subject.varies,
+        elements=subject.elements,
         static=run.meter.static,
         uneven=_is_uneven(run.state.model.parameters()),
         smallest=build.smallest_micro_batch(run.state.model),
         levers=tuple(available(Situation(config, run.state.model, losses.is_built_in(run.task)))),
         unsettled=_unsettled(memory, ranks),
-        work=None if work is None else _of_whole_step(work.work, config, planned, size, parts.batches.samples),
+        work=None if work is None else _of_whole_step(work.work, config, subject.planned, size, run.batches.samples),
         allocations=allocations,
     )
-
-
-def _without_data(
-    parts: build.Parts,
-    planned: Config,
-    host: torch.device,
-    place: Place,
-    values: MadeUpValues,
-    stack: contextlib.ExitStack,
-) -> Callable[[Tensor], Tensor]:
-    """Enter the modes in which tensors have no data, and prepare model and numerics for them. Returns what makes such a
-    tensor of one with data. host: the device that the data are on.
-    """
-    stack.enter_context(place.outside())
-    fake = place.fake(stack.enter_context(fake_tensor_mode()).from_tensor)
-    stack.enter_context(values)
-    stack.enter_context(place.inside())
-    model = models.built_somehow(parts.components, fake, parts.batches.example, host, parts.numerics)
-    parts.components = dataclasses.replace(parts.components, model=model)
-    parts.numerics = place.numerics(planned, parts)
-    numerics = {field.name: getattr(parts.numerics, field.name) for field in dataclasses.fields(parts.numerics)}
-    parts.numerics = NoOverflow(**numerics, values=values)
-    return fake
 
 
 def _of_whole_step(work: Work, config: Config, traced: Config, size: int, samples: int) -> Work:
@@ -182,26 +115,6 @@ def _of_whole_step(work: Work, config: Config, traced: Config, size: int, sample
     whole, taken = (min(of.batch.global_size, samples) for of in (config, traced))
     work.share, work.traced, work.micro_batches = taken / whole, -(-taken // size), -(-whole // size)
     return work
-
-
-def _has_padded_shards(parameters: Iterable[nn.Parameter]) -> bool:
-    shards = [local(p) for p in parameters if is_shard(p)]
-    return any(shard.untyped_storage().nbytes() > shard.nbytes for shard in shards)
-
-
-def _settle_shards(run: Run) -> None:
-    """In its first forward FSDP2 pads fake shards once more, where it recognises real ones as padded (torch 2.13,
-    fsdp/_fully_shard/_fsdp_param.py, reset_sharded_param). Afterwards nothing may hold on to the old ones.
-    """
-    batch = run.batches.example(build.smallest_micro_batch(run.state.model))
-    batch = map_tensors(lambda tensor: tensor.to(run.state.device), batch)
-    with torch.no_grad(), run.state.precision.autocast:
-        run.strategy.evaluate(run.task, batch)
-    run.strategy.finish_accumulation()
-
-
-def _unchanged(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _training_peak(run: Run, memory: TracedMemory, steps: int, work: WorkCounter | None) -> Peak:
@@ -224,6 +137,16 @@ def _training_peak(run: Run, memory: TracedMemory, steps: int, work: WorkCounter
     return memory.highest
 
 
+def _evaluation_peak(run: Run, memory: TracedMemory, needs_step: bool) -> Peak:
+    """needs_step: evaluations find the optimizer's state in memory, which only a step creates."""
+    if needs_step:
+        run.sizes.train.start = max(run.sizes.train.start, build.smallest_micro_batch(run.state.model))
+        train_step(run)
+    memory.reset()
+    evaluate(run)
+    return memory.highest
+
+
 def _unsettled(memory: TracedMemory, ranks: Ranks) -> tuple[str, ...]:
     """Why a step may need more than the traced ones, which nothing in them reads from a tensor.
 
@@ -234,14 +157,6 @@ def _unsettled(memory: TracedMemory, ranks: Ranks) -> tuple[str, ...]:
     if memory.buffers_grow:
         reasons.append("buffers grow")
     return tuple(reasons)
-
-
-def _creates_state_late(config: Config, device: torch.device) -> bool:
-    """Whether the optimizer has no state before its first step. That depends on values: asked of a tiny real one."""
-    with contextlib.suppress(UserError), outside_dispatch_modes():
-        tiny = nn.Linear(2, 2, bias=False, device=device)
-        return not build_optimizer(config.optimizer, tiny, device, config.user_packages).state
-    return False
 
 
 def _is_uneven(parameters: Iterable[Any]) -> bool:

@@ -5,12 +5,14 @@ import logging
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
 from trainapp.memory.levers.lever import Lever
+from trainapp.plan.certainty import NOT_TRACEABLE
 from trainapp.plan.recorder import Peak
-from trainapp.plan.sizes import RANGE, Facts, Planner
+from trainapp.plan.sizes import Facts, Planner
 from trainapp.plan.step_time import Speeds, Work
 from trainapp.train.components import choose_device
 
@@ -25,7 +27,8 @@ class Variant:
     """The configuration with some levers, traced. peak: None where it cannot be traced.
 
     seconds: of a step with the micro-batch of `peak`; an estimate. least: if all samples were one micro-batch.
-    largest: the largest micro-batch that fits, 0 if none does; None where it has not been searched.
+    certainty: of the peak. largest: the largest micro-batch that fits, 0 if none does; None where it has not been
+    searched.
     """
 
     levers: tuple[Lever, ...]
@@ -33,6 +36,7 @@ class Variant:
     peak: Peak | None
     seconds: float
     least: float
+    certainty: str
     largest: int | None = None
 
     @property
@@ -51,6 +55,14 @@ class Variant:
         return " ".join(settings_of(self.levers))
 
 
+class Measured(NamedTuple):
+    """What was traced with some sizes: the highest peak that a run may have, how sure that is, a step's operations."""
+
+    peak: Peak
+    certainty: str
+    work: Work
+
+
 class Variants:
     """The variants of one configuration, each traced once, at the sizes of its plan. `own`: without a lever."""
 
@@ -63,11 +75,11 @@ class Variants:
         self.evaluates = bool(planner.eval_samples)
         self.speeds = Speeds(choose_device(planner.config.train.device))
         self._known: dict[frozenset[str], Variant | None] = {}
-        peak, work = self.measured(planner, self.size, self.eval_size)
-        self.own = Variant((), planner, peak, *self._times(work), facts["largest_micro_size"])
+        own = self.measured(planner, self.size, self.eval_size)
+        self.own = Variant((), planner, own.peak, *self._times(own.work), own.certainty, facts["largest_micro_size"])
         self.smallest = min(planner.smallest, planner.share)
         strategy = planner.config.parallel.strategy
-        self.levers = [lever for lever in planner.at(self.size, self.eval_size).levers if _is_traced(lever, strategy)]
+        self.levers = [lever for lever in planner.at(self.size, 0).levers if _is_traced(lever, strategy)]
 
     def of(self, levers: Sequence[Lever]) -> Variant | None:
         """The configuration with these levers; None where it is refused."""
@@ -79,30 +91,26 @@ class Variants:
     def _traced(self, levers: Sequence[Lever]) -> Variant | None:
         planner = self.planner.variant(with_levers(self.planner.config, levers))
         try:
-            peak, work = self.measured(planner, self.size, self.eval_size)
+            measured = self.measured(planner, self.size, self.eval_size)
         except UserError as error:
             log.debug("not with this model: %s", error)
             return None
         except Exception:
             log.debug("a lever could not be traced", exc_info=True)
-            return Variant(tuple(levers), planner, None, math.inf, math.inf)
-        fits_whole = peak.total <= self.limit and self.size == planner.share
-        return Variant(tuple(levers), planner, peak, *self._times(work), planner.share if fits_whole else None)
+            return Variant(tuple(levers), planner, None, math.inf, math.inf, NOT_TRACEABLE)
+        peak, certainty, work = measured
+        largest = planner.share if peak.total <= self.limit and self.size == planner.share else None
+        return Variant(tuple(levers), planner, peak, *self._times(work), certainty, largest)
 
     def _times(self, work: Work) -> tuple[float, float]:
         return work.seconds(self.speeds), work.seconds(self.speeds, micro_batches=1)
 
-    def measured(self, planner: Planner, size: int, eval_size: int) -> tuple[Peak, Work]:
-        """The peak with these sizes, and the operations of a step."""
-        found = planner.at(size, eval_size)
-        assert found.work is not None, "traced without counting its operations"
-        peak = found.peak
-        clips = peak.phase == "clip" and planner.config.train.grad_clip is not None
-        if found.reads or clips:  # as in the plan: both ways
-            other = planner.at(size, eval_size, True).peak
-            planner.certainty = RANGE if other.total != peak.total else planner.certainty
-            peak = peak.joined(other)
-        return peak, found.work
+    def measured(self, planner: Planner, size: int, eval_size: int) -> Measured:
+        """With these sizes; an `eval_size` of 0 leaves out evaluation."""
+        work = planner.at(size, 0).work
+        assert work is not None, "traced without counting its operations"
+        found = planner.bounds(size, eval_size, is_low_asked=False)
+        return Measured(found.high, found.certainty.name, work)
 
     def stacked(self, start: Variant, singles: Sequence[Variant]) -> list[Variant]:
         """From `start`, lever after lever, the one with the highest expected saving per time; each lowers the peak."""
@@ -163,6 +171,5 @@ def with_levers(config: Config, levers: Iterable[Lever]) -> Config:
 
 
 def _is_traced(lever: Lever, strategy: str) -> bool:
-    """Whether a trace sees what the lever does: not that of the allocator, nor of checkpoints."""
-    unseen = ("memory.expandable", "checkpointing.", *(("parallel.",) if strategy == "single" else ()))
-    return not any(name.startswith(unseen) for name in lever.changes)
+    """Whether a trace of this strategy shows what the lever does."""
+    return lever.shows_in_a_trace and (strategy != "single" or not lever.is_of_several_ranks)

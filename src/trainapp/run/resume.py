@@ -10,7 +10,7 @@ from trainapp.checkpoint import checkpointer
 from trainapp.checkpoint.directory import CheckpointDirectory, resolve
 from trainapp.checkpoint.manifest import read_manifest
 from trainapp.config.schema import Config
-from trainapp.errors import UserError
+from trainapp.parallel.rank_zero import answered_by_rank_zero
 from trainapp.parallel.ranks import Ranks, SingleRank
 from trainapp.run import changed_data
 from trainapp.train.run import Run
@@ -19,17 +19,8 @@ log = logging.getLogger(__name__)
 
 
 def agreed_checkpoint(config: Config, ranks: Ranks, has_restarted: bool) -> Path | None:
-    """Rank 0 looks for the checkpoint. What is wrong with it is raised on all ranks: none waits for another."""
-    path, problem = None, None
-    if ranks.is_rank_zero:
-        try:
-            path = _checkpoint_to_resume(config, has_restarted)
-        except UserError as error:
-            problem = error
-    path, problem = ranks.all_gather_object((path, problem))[0]
-    if problem is not None:
-        raise problem
-    return path
+    """Rank 0 looks for the checkpoint. Collective; raises UserError on all ranks."""
+    return answered_by_rank_zero(ranks, lambda: _checkpoint_to_resume(config, has_restarted))
 
 
 def _checkpoint_to_resume(config: Config, has_restarted: bool) -> Path | None:

@@ -14,7 +14,7 @@ Recorded = dict[int, dict[int, int]]  # by attempt, the size of each bucket
 log = logging.getLogger(__name__)
 
 
-class Begin(NamedTuple):
+class PlannedSizes(NamedTuple):
     """Sizes that a plan expects to fit. evaluation: None where there is none, or none was asked for."""
 
     train: int
@@ -37,15 +37,15 @@ class Sizes:
     not_replayed: set[str] = field(default_factory=set)
     origin: str = "share"  # what decided the training size: see `initial_sizes`
 
-    def begin_at(self, planned: Begin) -> None:
-        """Begin with sizes that a plan expects to fit."""
+    def begin_with(self, planned: PlannedSizes) -> None:
+        """PlannedSizes with sizes that a plan expects to fit."""
         self.train.start = max(self.train.smallest, min(planned.train, self.train.start))
         self.train.is_planned = True
-        self.begin_evaluation_at(planned.evaluation)
+        self.begin_evaluation_with(planned.evaluation)
         self.origin = "planned"
 
-    def begin_evaluation_at(self, planned: int | None) -> None:
-        """Begin evaluation with such a size, where no evaluation has begun."""
+    def begin_evaluation_with(self, planned: int | None) -> None:
+        """PlannedSizes evaluation with such a size, where no evaluation has begun."""
         if planned is not None and not self.evaluation.searches:
             self.evaluation.start = min(planned, self.evaluation.start)
             self.evaluation.is_planned = True
@@ -125,7 +125,7 @@ def initial_sizes(
     retries_in_place: bool = True,
     hint: dict[str, Any] | None = None,
     saved: dict[str, Any] | None = None,
-    planned: Callable[[], Begin | None] = lambda: None,
+    planned: Callable[[], PlannedSizes | None] = lambda: None,
     remembered: dict[str, Any] | None = None,
 ) -> Sizes:
     """The micro-batch sizes that a run starts with. For training, the first of these that is known:
@@ -165,8 +165,8 @@ def initial_sizes(
     elif _is_known(saved, "micro"):
         sizes.train.load_state_dict(saved["micro"])
         sizes.origin = "saved"
-    elif batch.micro_size == "plan" and (begin := planned()) is not None:
-        sizes.begin_at(begin)
+    elif batch.micro_size == "plan" and (first := planned()) is not None:
+        sizes.begin_with(first)
     elif _is_known(remembered, "micro"):
         sizes.train.load_state_dict(remembered["micro"])
         sizes.origin = "remembered"

@@ -30,7 +30,7 @@ from trainapp.torch_private import (
 )
 
 Task = Callable[[nn.Module, Any], tuple[Any, ...]]
-Operation = tuple[Any, int]  # the operator, and how many calls of it precede in the same call of the block
+OperatorCall = tuple[Any, int]  # the operator, and how many calls of it precede in the same call of the block
 Wrapping = Callable[[int, nn.Module, Callable[..., Any]], Callable[..., Any]]
 
 
@@ -51,7 +51,7 @@ class BlockCall:
     operations: int = 0
     cost: float = 0.0
     repeated: int = 0
-    keepable: dict[Operation, tuple[int, float]] = field(default_factory=dict)
+    keepable: dict[OperatorCall, tuple[int, float]] = field(default_factory=dict)
 
 
 def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -183,7 +183,7 @@ class _Current:
         self._elsewhere = elsewhere  # storages that are alive whatever this call keeps
         self._saved: set[int] = set()
         self._written: set[int] = set()
-        self._results: list[tuple[Operation, frozenset[int], int, float, bool]] = []
+        self._results: list[tuple[OperatorCall, frozenset[int], int, float, bool]] = []
         self._costs: list[float] = []
         self._counts: Counter[Any] = Counter()
 

@@ -20,7 +20,7 @@ from trainapp.data.batch import tensors_in
 from trainapp.memory.kinds import MemoryKind
 from trainapp.memory.levers.activation_checkpointing import Contexts, checkpointed
 from trainapp.memory.levers.block_state import BlockState
-from trainapp.memory.levers.block_trace import BlockCall, Operation, Skeleton, Task
+from trainapp.memory.levers.block_trace import BlockCall, OperatorCall, Skeleton, Task
 from trainapp.memory.levers.choice import Option, choose, least, options_of
 from trainapp.memory.live_tensors import LiveTensors
 from trainapp.models.inspect import blocks_of
@@ -189,7 +189,7 @@ class _Chosen:
         return checkpointed(state, forward, chosen, *inputs, **options)
 
 
-def _keeping(kept: dict[Operation, int]) -> Contexts:
+def _keeping(kept: dict[OperatorCall, int]) -> Contexts:
     return create_selective_checkpoint_contexts(_Policy(kept))
 
 
@@ -199,9 +199,9 @@ class _Policy:
     One whose result is larger than in the trace is recomputed: the forward depends on values, and goes another way.
     """
 
-    def __init__(self, kept: dict[Operation, int]):
+    def __init__(self, kept: dict[OperatorCall, int]):
         self._sizes = kept
-        self._kept: set[Operation] = set()
+        self._kept: set[OperatorCall] = set()
         self._counts: dict[bool, Counter[Any]] = {False: Counter(), True: Counter()}
 
     def __call__(self, context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

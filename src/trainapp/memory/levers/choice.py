@@ -10,7 +10,7 @@ import heapq
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from trainapp.memory.levers.block_trace import BlockCall, Operation
+from trainapp.memory.levers.block_trace import BlockCall, OperatorCall
 from trainapp.memory.levers.costs import SELECTION
 
 
@@ -22,14 +22,14 @@ class Option(NamedTuple):
 
     size: int
     cost: float
-    kept: dict[Operation, int] | None
+    kept: dict[OperatorCall, int] | None
 
 
 def options_of(call: BlockCall) -> list[Option]:
     """All options of a call, by rising size, each cheaper than those before it."""
     every = [Option(call.inputs, call.cost, {}), Option(call.saved, 0.0, None)]
     selecting = (call.operations + call.repeated) * SELECTION
-    size, cost, kept = call.inputs, call.cost + selecting, dict[Operation, int]()
+    size, cost, kept = call.inputs, call.cost + selecting, dict[OperatorCall, int]()
     by_density = sorted(call.keepable.items(), key=lambda item: (-item[1][1] / item[1][0], item[1][0]))
     for operation, (own, saved) in by_density:
         size, cost, kept = size + own, cost - saved, kept | {operation: own}

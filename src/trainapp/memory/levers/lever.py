@@ -67,6 +67,16 @@ class Lever:
             changed[section] = _replaced(changed.get(section, getattr(config, section)), path, value)
         return changed
 
+    @property
+    def shows_in_a_trace(self) -> bool:
+        """Whether a traced step tells what it saves: none has an allocator, nor checkpoints."""
+        return not any(name.startswith(("memory.expandable", "checkpointing.")) for name in self.changes)
+
+    @property
+    def is_of_several_ranks(self) -> bool:
+        """Whether it changes how the model is spread over them."""
+        return any(name.startswith("parallel.") for name in self.changes)
+
     def suits(self, situation: Situation) -> bool:
         """Whether the lever applies."""
         try:

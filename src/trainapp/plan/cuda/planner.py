@@ -6,6 +6,7 @@ from typing import Any
 
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
+from trainapp.plan.certainty import EXACT, PREDICTED, RANGE
 from trainapp.plan.cuda.devices import CONTEXT, find
 from trainapp.plan.cuda.place import THREADS, Allocations, CudaPlace
 from trainapp.plan.cuda.pretend import can_pretend, give_autograd_a_device
@@ -15,7 +16,6 @@ from trainapp.plan.traced_run import Trace
 from trainapp.train.components import Components
 from trainapp.units import bytes_text
 
-PREDICTED = "predicted"
 # What a trace on the CPU says about CUDA, where attention, autocast and norms have other kernels: for a few
 # models it was between 0.45 and 2.65 times what a trace on CUDA tensors says.
 BAND = (0.45, 2.65)
@@ -69,9 +69,9 @@ class CudaPlanner(_DevicePlanner):
         self.place = self._on_device = CudaPlace(self.named)
         self._expandable = config.memory.expandable_segments
 
-    def _needed(self, found: Trace) -> int:
+    def needed(self, trace: Trace) -> int:
         """Reserved bytes: at most the limit if the allocator serves everything within it, else more."""
-        allocations: Allocations = found.allocations
+        allocations: Allocations = trace.allocations
         free = allocations.replayed(self._expandable)
         if free.peak_reserved <= self.limit:
             return free.peak_reserved
@@ -89,7 +89,7 @@ class CudaPlanner(_DevicePlanner):
         added = allocated - live
         facts |= {
             "peak_bytes": allocated,
-            "certainty": PREDICTED if facts["certainty"] == "exact" else facts["certainty"],
+            "certainty": PREDICTED if facts["certainty"] == EXACT else facts["certainty"],
             "kinds": facts["kinds"] | {"libraries": libraries, "rounding": added - libraries},
             "phases": {name: size + added for name, size in facts["phases"].items()},
             "allocated_bytes": allocated,
@@ -119,7 +119,7 @@ class BandPlanner(_DevicePlanner):
         ends = [round(low / BAND[1]) + libraries, round(high / BAND[0]) + libraries]
         facts |= {
             "peak_bytes": ends[1],
-            "certainty": "range",
+            "certainty": RANGE,
             "range_bytes": ends,
             "notes": [
                 *facts.get("notes", []),

@@ -1,0 +1,86 @@
+"""How sure a figure of the plan is, and why it is no surer: decided here, for plans, searches and levers alike."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from trainapp.plan.traced_run import Trace
+
+EXACT, PREDICTED, PROBED = "exact", "predicted", "probed"
+RANGE, NOT_TRACEABLE = "range", "not traceable"
+
+
+@dataclass(frozen=True)
+class Noticed:
+    """What traces have noticed that a run may do otherwise; the fields are those of `Trace`.
+
+    untraced: why a way that the run may go could not be traced.
+    """
+
+    reads: frozenset[str] = frozenset()
+    assumed: frozenset[str] = frozenset()
+    probed: frozenset[str] = frozenset()
+    unsettled: frozenset[str] = frozenset()
+    varies: bool = False
+    untraced: tuple[str, ...] = ()
+
+    @classmethod
+    def by(cls, traces: Iterable[Trace], untraced: Iterable[str] = ()) -> "Noticed":
+        """What these traces have noticed."""
+        traces = list(traces)
+        return cls(
+            reads=frozenset(phase for trace in traces for phase in trace.reads),
+            assumed=frozenset(operator for trace in traces for operator in trace.assumed),
+            probed=frozenset(operator for trace in traces for operator in trace.probed),
+            unsettled=frozenset(reason for trace in traces for reason in trace.unsettled),
+            varies=any(trace.varies for trace in traces),
+            untraced=tuple(untraced),
+        )
+
+    def notes(self) -> list[str]:
+        """Why the run may need more or less than was traced."""
+        notes = []
+        if self.varies:
+            notes.append(
+                "the batches differ in shape: the longest of the first ones counts, and a longer one needs more"
+            )
+        if self.reads:
+            phases = ", ".join(sorted(self.reads))
+            notes.append(f"values are read ({phases}): traced as all true and as all false; a mix may need more")
+        if self.assumed:
+            notes.append(
+                f"shapes depend on values ({', '.join(sorted(self.assumed))}): the range is from nothing to everything "
+                "selected; of a router, from equal parts to the same choice for all"
+            )
+        if self.unsettled:
+            notes.append(f"other steps may need more: {', '.join(sorted(self.unsettled))}")
+        return [*notes, *(f"the other way cannot be traced ({reason})" for reason in dict.fromkeys(self.untraced))]
+
+
+@dataclass(frozen=True)
+class Certainty:
+    """name: one of the five above. ends: the lowest and the highest peak in bytes, of a range. notes: for people."""
+
+    name: str
+    ends: tuple[int, int] | None = None
+    notes: tuple[str, ...] = ()
+
+    def facts(self) -> dict[str, Any]:
+        """For plan.json."""
+        ends = {} if self.ends is None else {"range_bytes": list(self.ends)}
+        return {"certainty": self.name} | ends | ({"notes": list(self.notes)} if self.notes else {})
+
+
+def certainty_of(noticed: Noticed, low: int, high: int) -> Certainty:
+    """Of a peak that lies between two traced ones. Whatever was noticed makes it a range, even where both ends are
+    equal: of the ways that a run may go, only a few are traced.
+    """
+    notes = noticed.notes()
+    name, ends = EXACT, None
+    if notes or low != high:
+        name, ends = RANGE, (low, high)
+    elif noticed.probed:
+        name = PROBED
+    if noticed.probed:
+        notes.append(f"run for real to know what they allocate: {', '.join(sorted(noticed.probed))}")
+    return Certainty(name, ends, tuple(notes))
