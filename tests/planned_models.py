@@ -48,8 +48,31 @@ class Reading(Net):
         return 3000 if inputs.mean() > -1e9 else 1000
 
 
+class Thrifty(Net):
+    """Would keep more where a value is large: it never is, and a plan has to allow for it."""
+
+    def extra(self, inputs: Tensor) -> int:
+        return 3000 if inputs.mean() > 1e9 else 1000
+
+
+class Leaving(Leaner):
+    """Cannot be traced: its forward leaves torch."""
+
+    def extra(self, inputs: Tensor) -> int:
+        inputs.detach().numpy()
+        return 1000
+
+
 class Evaluating(Net):
     """Keeps more in evaluation."""
 
     def extra(self, inputs: Tensor) -> int:
         return 1000 if self.training else 9000
+
+
+class Careful(Net):
+    """Reads a value on which no memory depends."""
+
+    def extra(self, inputs: Tensor) -> int:
+        float(inputs.mean())
+        return 1000

@@ -5,10 +5,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainapp.data.batch import bucket_of, elements_in
+from trainapp.data.batch import bucket_of, elements_in, saved_bucket
+from trainapp.data.forecast import Forecast
 from trainapp.data.micro_batch import MicroBatch, cut, cut_evenly, pieces_of
 from trainapp.data.size_agreement import failed_buckets, largest_micro_batches, number_of_pieces
-from trainapp.data.size_search import CLOSE_ENOUGH, Failure, SizeSearch
+from trainapp.data.size_search import Failure, SizeSearch, require_possible
 from trainapp.parallel.ranks import Ranks
 
 _SIZE, _HAS_ENDED = operator.attrgetter("size"), operator.attrgetter("search_has_ended")
@@ -17,10 +18,10 @@ Plan = int | dict[int, int]  # one size for all shapes, or a size per bucket
 
 @dataclass
 class MicroBatchSizes:
-    """One search per shape of data, so that a long batch does not shrink all the others.
+    """One search per shape of data, so that a long batch does not shrink all the others. start: the first shape's size.
 
-    start: the size that a first shape begins with. `ranks`, in the methods, are those that go forward together. Their
-    searches are the same, for they change only by what all ranks have exchanged (see `size_agreement`).
+    `ranks`, in the methods, are those that go forward together. Their searches are the same, for they change only by
+    what all ranks have exchanged (see `size_agreement`).
     """
 
     start: int
@@ -37,7 +38,8 @@ class MicroBatchSizes:
     clean_elements: dict[int, int] = field(default_factory=dict)
     is_unproven: bool = True  # whether what ran last, on any rank, had a size that is not proven
     is_planned: bool = False  # whether a plan has been asked for sizes: it would answer the same again
-    predicted: tuple[int, int, int] | None = None  # (bucket, size, peak bytes) of the plan that has ended a search
+    forecast: tuple[int, Forecast] | None = None  # a plan's for one bucket, once it has been asked
+    _corrected: dict[int, int] = field(default_factory=dict)  # the last size by bucket that steps have made of it
 
     @property
     def size(self) -> int:
@@ -67,7 +69,12 @@ class MicroBatchSizes:
     @property
     def has_failed(self) -> bool:
         """Whether some size is known to be too large."""
-        return any(search.fails is not None for search in self.searches.values())
+        return bool(self.failed_buckets)
+
+    @property
+    def failed_buckets(self) -> list[int]:
+        """The buckets of which a size is known to be too large, in ascending order."""
+        return sorted(bucket for bucket, search in self.searches.items() if search.fails is not None)
 
     @property
     def search_has_ended(self) -> bool:
@@ -189,7 +196,6 @@ class MicroBatchSizes:
 
         culprit: whether memory ran out on this rank; failure: what is known of it.
         """
-        self.predicted = None
         bucket = self.current_bucket if culprit else None
         largest, failures = failed_buckets(ranks, self.attempt_samples, bucket, failure if culprit else None)
         self._forget_attempt()
@@ -204,36 +210,45 @@ class MicroBatchSizes:
         for bucket, why in failures.items():
             search = self.searches[bucket]
             ran = largest.get(bucket) or search.size  # nothing ran where the fetch failed
+            was_corrected = self._corrected.get(bucket) == search.size
             changes.append((ran, search.size) if search.failed(ran, why) else None)
+            if was_corrected:  # the plan is wrong all the same: a third error is not worth what is left to gain
+                self.forecast = None
+                search.aim_at(None)
         return None if None in changes else changes[0]
 
-    def expect(self, size: int, peak: int | None) -> bool:
-        """After `failed`: continue with a size that is predicted to be the largest that fits.
+    def expect(self, bucket: int, size: int, forecast: Forecast | None = None) -> bool:
+        """After `failed`: continue with a size that is predicted to be the largest that fits. No larger one is tried,
+        unless steps disprove the forecast (see `compare`).
 
-        peak: the bytes that it is predicted to need: no larger size is tried, unless a step disproves it (see
-        `compare`); None: the search goes on. False, and no change, where a size has been proven already, or where this
-        one has failed.
+        False, and the size stays, where a size has been proven already, or where this one has failed.
         """
-        bucket = self.current_bucket or 0
         search = self.search(bucket)
-        if search.works or not self.smallest <= size < (search.fails or 0):
+        if search.works or size < self.smallest:
+            return False
+        if forecast is not None:
+            self.forecast = bucket, forecast
+        if search.fails is None or size >= search.fails:
             return False
         search.size = size
-        if peak is not None:
-            search.search_has_ended, self.predicted = True, (bucket, size, peak)
+        search.aim_at(None)
         return True
 
-    def compare(self, measured: int | None) -> None:
-        """The peak of a clean step: the search goes on where it is far below what the plan has predicted.
-
-        None where it was not measured. Call before `succeeded`.
+    def compare(self, ranks: Ranks, measured: int | None) -> None:
+        """The peak of a clean step, None where it was not measured: where it is not what the plan has predicted, the
+        search goes on with the size that is then the largest to fit. Call before `succeeded`. Collective.
         """
-        if self.predicted is None or measured is None:
+        if self.forecast is None:
             return
-        bucket, size, expected = self.predicted
+        bucket, forecast = self.forecast
         search = self.searches.get(bucket)
-        if search is not None and search.size == size and not search.is_proven:
-            search.search_has_ended = not search.grow or measured >= CLOSE_ENOUGH * expected
+        if search is None or search.is_proven or search.fails is None:
+            return
+        is_full = self.attempt_samples.get(bucket, 0) >= search.size - 1
+        peak = max(ranks.all_gather_object(measured if measured and is_full else 0))
+        if peak:
+            search.aim_at(forecast.next_size(search.size, peak, search.fails))
+            self._corrected[bucket] = search.aim or self._corrected.get(bucket, 0)
 
     def _forget_attempt(self) -> None:
         self.attempt_samples, self.attempt_elements, self.largest_run = {}, {}, {}
@@ -250,29 +265,15 @@ class MicroBatchSizes:
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Start from saved sizes, between `smallest` and `start`, as unproven. Raises ValueError if they are malformed:
-        they may come from a file that anything has written.
-        """
-        self.searches |= {_bucket(key): self._loaded(*entry) for key, entry in saved["buckets"].items()}
+        """Start from saved sizes, between `smallest` and `start`, as unproven. Raises ValueError if malformed."""
+        self.searches |= {saved_bucket(key): self._loaded(*entry) for key, entry in saved["buckets"].items()}
         self.is_unproven = True
 
     def _loaded(self, size: int, works: int, fails: int | None, ended: bool) -> SizeSearch:
-        numbers = (size, works, *(() if fails is None else (fails,)))
-        if not all(type(n) is int for n in numbers) or type(ended) is not bool:  # True is an int, too
-            raise ValueError(f"not a micro-batch size: {[size, works, fails, ended]}")
-        if size < 1 or works < 0 or (fails is not None and max(size, works) >= fails):
-            raise ValueError(f"not a possible state of a search: {[size, works, fails, ended]}")
+        require_possible(size, works, fails, ended)
         if fails is not None and fails > self.start:  # of a larger global batch: never reached, hence never proven
             fails, ended = None, True
         size = max(self.smallest, min(size, self.start))
         search = SizeSearch(size, self.clean_steps, self.grow, smallest=self.smallest)
         search.works, search.fails, search.search_has_ended = min(works, size), fails, ended or not self.grow
         return search
-
-
-def _bucket(key: Any) -> int:
-    """A key of saved sizes: a power of two, or 0. JSON makes strings of them."""
-    bucket = int(key) if isinstance(key, str) and key.isdecimal() and len(key) < 20 else key
-    if type(bucket) is not int or bucket < 0 or bucket & (bucket - 1):
-        raise ValueError(f"not a shape: {key!r}")
-    return bucket

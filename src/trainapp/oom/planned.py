@@ -1,30 +1,36 @@
-"""Sizes that the plan predicts to be the largest that fit: for the begin of a run, and for after its first error."""
+"""Sizes that the plan predicts to be the largest that fit: for the start of a run, and for after its first error."""
 
 import dataclasses
 import logging
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from typing import Any
 
 from trainapp.config.schema import Config, Plan
+from trainapp.data.batch import bucket_of
+from trainapp.data.forecast import Forecast
 from trainapp.data.micro_batch_sizes import MicroBatchSizes
 from trainapp.errors import UserError
 from trainapp.oom.incident import Incident
 from trainapp.plan import process
 from trainapp.plan.certainty import EXACT
 from trainapp.plan.planner import require_plannable
+from trainapp.plan.ranks import by_rank_zero
 from trainapp.train.run import Run
 from trainapp.train.sizes import PlannedSizes
 from trainapp.units import bytes_text
 
 # Seconds after which halving goes on without a plan: some, or as long as a few more failed attempts would take.
 PATIENCE, ATTEMPTS = 60.0, 5
+Facts = dict[str, Any]
 log = logging.getLogger(__name__)
 
 
 def first_sizes(config: Config) -> PlannedSizes | None:
-    """For batch.micro_size=plan: the largest sizes within the memory limit, 1 where none fits. Takes seconds.
+    """For batch.micro_size=plan: the largest sizes within the memory limit. Takes seconds.
 
-    None where the model cannot be traced. Raises UserError for what the planner does not cover.
+    None where the model cannot be traced. Where none fits for certain, the run is refused; where the plan is not exact,
+    it begins with the smallest, and a warning. Raises UserError for that, and for what the planner does not cover.
     """
     facts = process.ask(config, only=_searched(config))
     if "largest_micro_size" not in facts:
@@ -34,10 +40,31 @@ def first_sizes(config: Config) -> PlannedSizes | None:
             facts["reason"],
         )
         return None
+    lacking = _what_does_not_fit(config, facts)
+    if lacking and facts["certainty"] == EXACT:
+        raise UserError(f"batch.micro_size=plan: {lacking}")
+    if lacking:
+        log.warning("batch.micro_size=plan: %s; the run begins with the smallest all the same", lacking)
     planned = PlannedSizes(max(1, facts["largest_micro_size"]), _at_least_one(facts.get("largest_eval_micro_size")))
     evaluation = "" if planned.evaluation is None else f", evaluation {planned.evaluation}"
     log.info("micro-batch %d%s, as planned in %.1f s", planned.train, evaluation, facts["seconds"])
     return planned
+
+
+def _what_does_not_fit(config: Config, facts: Facts) -> str:
+    """The message where not even the smallest sizes fit; empty where they do."""
+    limit = bytes_text(facts["limit_bytes"])
+    limit = f"memory.limit={limit}" if config.memory.limit is not None else f"this machine's {limit}"
+    for kind, size, peak, setting in (
+        ("micro-batch", "largest_micro_size", "largest_peak_bytes", "micro_size"),
+        ("evaluation micro-batch", "largest_eval_micro_size", "largest_eval_peak_bytes", "eval_micro_size"),
+    ):
+        if facts.get(size) == 0:
+            return (
+                f"no {kind} fits {limit}: the smallest needs {bytes_text(facts[peak])} ({facts['certainty']}). Raise "
+                f"the limit, or see mode=plan for what would need less; batch.{setting}=1 tries it all the same"
+            )
+    return ""
 
 
 def _searched(config: Config) -> tuple[str, ...]:
@@ -49,60 +76,87 @@ def _at_least_one(size: int | None) -> int | None:
     return None if size is None else max(1, size)
 
 
-@dataclass(frozen=True)
-class Prediction:
-    """The largest size that fits. seconds: what it took. peak: the bytes it needs, where that is exact and known."""
+def follow_after_first_error(run: Run, failure: Incident, sizes: MicroBatchSizes) -> str:
+    """With `oom.plan`: continue with the largest size within `memory.limit`, which becomes `failure.new_size`.
 
-    size: int
-    seconds: float
-    peak: int | None
-
-
-def after_first_error(run: Run, failure: Incident, sizes: MicroBatchSizes) -> Prediction | None:
-    """With `oom.plan`: the largest size within `memory.limit`. None where the plan does not cover the run, or is late.
-
-    After training's first error, evaluation begins with its planned size, too. Takes seconds.
+    Returns the words for the log; none where the plan does not cover the run, or is late. After training's first error,
+    evaluation begins with its planned size, too. Takes seconds. Collective, except for an evaluation of a rank's own.
     """
-    if not _may_ask(run, failure, sizes):
-        return None
+    ranks = run.ranks
+    if failure.alone and ranks.world > 1:
+        return ""
+    if not all(ranks.all_gather_object(_may_ask(run, failure, sizes))):
+        return ""
     sizes.is_planned = True  # it would answer the same again
     on_cpu = dataclasses.replace(run.config.train, device="cpu")
     config = dataclasses.replace(run.config, train=on_cpu, plan=Plan())  # for this run, whatever mode=plan would ask
     started = time.monotonic()
+    only = ("evaluation",) if failure.evaluating else _searched(config)
     patience = max(PATIENCE, ATTEMPTS * (started - run.attempt.started))
     kind = "evaluation micro-batch" if failure.evaluating else "micro-batch"
     log.info("planning the largest %s within %s, at most %.0f s", kind, bytes_text(failure.limit), patience)
-    try:
-        only = ("evaluation",) if failure.evaluating else _searched(config)
+
+    def ask(config: Config) -> Facts | None:
         # A stop request does not wait for the plan: a halved step is soon finished.
-        facts = process.ask(config, only=only, patience=patience, stops=lambda: run.stop.signal is not None)
+        return _asked(config, only, patience, stops=lambda: run.stop.signal is not None)
+
+    facts = by_rank_zero(ranks, config, ask)
+    if facts is None:
+        return ""
+    seconds = time.monotonic() - started
+    if lacking := _what_does_not_fit(config, facts):
+        log.info("oom.plan: %s", lacking)
+    failed = sizes.failed_buckets[0] if sizes.failed_buckets else 0
+    if failure.evaluating:
+        size, forecast = facts["largest_eval_micro_size"], None
+    else:
+        run.sizes.begin_evaluation_with(_at_least_one(facts.get("largest_eval_micro_size")))
+        forecast = _forecast(failed, facts)
+        size = forecast.size
+    if not sizes.expect(failed, max(sizes.smallest, size), forecast):
+        return f" (the plan expected {size} to fit)"
+    failure.new_size = sizes.search(failed).size
+    return f" as planned in {seconds:.1f} s"
+
+
+def _asked(config: Config, only: tuple[str, ...], patience: float, stops: Callable[[], bool]) -> Facts | None:
+    """The plan's answer; None where there is none."""
+    try:
+        facts = process.ask(config, only=only, patience=patience, stops=stops)
     except UserError as error:
         log.info("oom.plan: %s; halving instead", error)
         return None
-    largest = facts.get("largest_eval_micro_size" if failure.evaluating else "largest_micro_size")
-    if largest is None:
+    if facts.get("largest_micro_size" if "training" in only else "largest_eval_micro_size") is None:
         log.info("oom.plan: %s; halving instead", facts.get("reason", facts["certainty"]))
         return None
-    if not failure.evaluating:
-        run.sizes.begin_evaluation_with(_at_least_one(facts.get("largest_eval_micro_size")))
-        if facts["bucket"] not in (0, failure.bucket):
-            log.info("oom.plan: the batches differ in shape, and the plan is for longer ones; halving instead")
-            return None
-    peak = facts["largest_peak_bytes"] if facts["certainty"] == EXACT and not failure.evaluating else None
-    return Prediction(max(sizes.smallest, largest), time.monotonic() - started, peak)
+    return facts
+
+
+def _forecast(bucket: int, facts: Facts) -> Forecast:
+    """For batches of this shape. For another shape than the plan's, the same number of elements fits, about."""
+    shape, longest = (bucket_of(1, facts["elements"]), facts["elements"]) if facts["elements"] else (bucket, bucket)
+    if shape == bucket:
+        longest = bucket
+    return Forecast(
+        size=facts["largest_micro_size"] * longest // bucket,
+        peaks={max(1, size * longest // bucket): peak for size, peak in facts["peaks"].items()},
+        # Of longer batches than any that the plan has seen, nothing is sure.
+        least=facts["least_bytes"] if shape >= bucket else facts["limit_bytes"],
+        fixed=facts["static_bytes"],
+        limit=facts["limit_bytes"],
+    )
 
 
 def _may_ask(run: Run, failure: Incident, sizes: MicroBatchSizes) -> bool:
     """Whether the plan covers what has failed, and has not been asked.
 
-    On a GPU a trace of the CPU would not hold; several ranks would each need a plan of their own. Where batches of
-    several shapes have been seen, each has a size of its own, and the plan is for one.
+    On a GPU a trace of the CPU would not hold.
     """
     config = run.config
     if not config.oom.plan or sizes.is_planned or config.batch.micro_size == "plan" or config.mode != "train":
         return False
     is_limit = run.memory.limit is not None and not failure.host and not failure.swallowed
-    if not is_limit or run.state.device.type != "cpu" or run.ranks.world > 1 or len(sizes.searches) > 1:
+    if not is_limit or run.state.device.type != "cpu":
         return False
     if config.batch.micro_schedule is not None or not config.oom.keep_global_batch:
         return False

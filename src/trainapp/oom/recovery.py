@@ -116,7 +116,7 @@ def change_size(run: Run, failure: Incident) -> None:
         raise TrainingStopped(memory_report(run, failure))
     failure.old_size, failure.new_size = changed
     setting = "evaluation micro-batch" if failure.evaluating else "micro-batch"
-    source = _follow_plan(run, failure, sizes) if is_first else ""
+    source = planned.follow_after_first_error(run, failure, sizes) if is_first else ""
     _note_evaluation(run, failure)
     failure.action = f"{setting} {failure.old_size} -> {failure.new_size}{source}, retrying the step"
     if not failure.evaluating and not run.config.oom.keep_global_batch:
@@ -125,17 +125,6 @@ def change_size(run: Run, failure: Incident) -> None:
             f"; oom.keep_global_batch=false: the global batch falls from {run.state.global_size} to {smaller}"
         )
         run.set_global_size(smaller)
-
-
-def _follow_plan(run: Run, failure: Incident, sizes: MicroBatchSizes) -> str:
-    """Continue with the size that a plan predicts, where there is one. Returns the words for the log."""
-    prediction = planned.after_first_error(run, failure, sizes)
-    if prediction is None:
-        return ""
-    if not sizes.expect(prediction.size, prediction.peak):
-        return f" (the plan expected {prediction.size} to fit)"
-    failure.new_size = prediction.size
-    return f" as planned in {prediction.seconds:.1f} s"
 
 
 def _note_evaluation(run: Run, failure: Incident) -> None:

@@ -21,8 +21,8 @@ from trainapp.units import parse_memory_size
 class Place:
     """What a trace asks of it. `device` None: the one on which the data and the numerics were prepared.
 
-    steps: how many are traced at least. accelerator: what stands for
-    one. batches, eval_batches: the classes that fetch without values.
+    steps: how many are traced at least. accelerator: stands for the device's generators and streams. batches,
+    eval_batches: the classes that fetch without values.
     """
 
     device: torch.device | None = None

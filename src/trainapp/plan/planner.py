@@ -12,7 +12,7 @@ from trainapp.memory.timeline import Drawing, Picture
 from trainapp.plan.bounds import reason_of
 from trainapp.plan.certainty import NOT_TRACEABLE
 from trainapp.plan.ranking import ranked
-from trainapp.plan.real_steps import RealSteps
+from trainapp.plan.real_steps import MARGIN, RealSteps
 from trainapp.plan.recorder import Peak
 from trainapp.plan.sizes import Facts, Planner
 from trainapp.train.components import choose_device, load_components
@@ -100,6 +100,8 @@ def _estimated(planner: Planner, reason: str, only: Collection[str]) -> Facts:
         return unknown
     steps = RealSteps(config, planner.components)
     by_steps = Planner(config, planner.components, steps)
+    if only:
+        by_steps.limit = round((1 - MARGIN) * planner.limit)  # a run begins with the size
     try:
         facts, _ = by_steps.search(only) if only else by_steps.plan()
     except UserError:

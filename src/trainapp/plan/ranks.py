@@ -11,7 +11,8 @@ from torch.overrides import TorchFunctionMode
 
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
-from trainapp.parallel.ranks import DistributedRanks, Flags, Ranks, SingleRank, answered_by_rank_zero
+from trainapp.parallel.rank_zero import answered_by_rank_zero
+from trainapp.parallel.ranks import DistributedRanks, Flags, Ranks, SingleRank
 from trainapp.torch_private import DispatchMode, is_fake, outside_dispatch_modes
 
 T = TypeVar("T")

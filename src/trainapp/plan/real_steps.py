@@ -19,6 +19,7 @@ from trainapp.train.components import Components
 
 SIZES = (2, 4, 8)  # two give a line, the third tells how far it can be trusted
 MEMORY_SHARE = 0.25  # of the memory that is available: more is never used
+MARGIN = 0.05  # of the limit, which sizes that are only estimated leave
 PATIENCE = 20.0  # seconds after which no larger size is tried
 
 

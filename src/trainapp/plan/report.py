@@ -47,10 +47,14 @@ def text(facts: dict[str, Any]) -> str:
     ]
     if largest is None:
         return "\n".join(lines)
-    fitting = f"largest that fit {bytes_text(limit)}: micro-batch {largest}" if largest else _nothing_fits(limit)
+    fitting = _nothing_fits(limit)
+    if largest:
+        whole = " (all samples of a step)" if largest == facts["most_micro_size"] else ""
+        fitting = f"largest that fit {bytes_text(limit)}: micro-batch {largest}{whole}"
     overrides = [f"batch.micro_size={largest}"] if largest else []
     if largest and largest_eval:
-        fitting += f", evaluation {largest_eval}"
+        most = " (the most that a run tries)" if largest_eval == facts["most_eval_micro_size"] else ""
+        fitting += f", evaluation {largest_eval}{most}"
         overrides += [f"batch.eval_micro_size={largest_eval}"]
     elif largest and largest_eval == 0:
         fitting += ", evaluation none"
@@ -121,8 +125,8 @@ def _of_ranks(ranks: dict[str, Any]) -> list[str]:
 def _peak_text(facts: dict[str, Any]) -> str:
     if "range_bytes" not in facts:
         return f"{bytes_text(facts['peak_bytes'])} ({facts['certainty']})"
-    low, high = facts["range_bytes"]
-    return f"{bytes_text(low)} to {bytes_text(high)}"
+    low, high = (bytes_text(end) for end in facts["range_bytes"])
+    return f"{low} to {high}" if low != high else f"{high} (range)"
 
 
 def _rows(sizes: dict[str, int]) -> list[str]:

@@ -5,7 +5,6 @@ from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 from trainapp.config.schema import Config
-from trainapp.data.batch import bucket_of
 from trainapp.errors import UserError
 from trainapp.plan.bounds import Bounds, bounds, joined, ways_beside
 from trainapp.plan.certainty import certainty_of
@@ -98,10 +97,10 @@ class Planner:
         return bounds(self.at, self.config.train.grad_clip, size, eval_size, is_low_asked)
 
     def search(self, only: Collection[str]) -> tuple[Facts, Peak | None]:
-        """The largest micro-batches alone, and for training what is known of its peaks.
+        """The largest micro-batches alone, and for training what a `Forecast` is made of.
 
         `largest_peak_bytes`: with the largest, or the smallest where none fits. `least_bytes`: the lowest that it may
-        be. `bucket`: the shape that it is for, see `bucket_of`, or 0 where all batches have one.
+        be. `elements`: per sample of the longest batch, 0 where all are alike.
         """
         facts: Facts = {"limit_bytes": self.limit}
         if "evaluation" in only and self.eval_samples:
@@ -122,7 +121,7 @@ class Planner:
                 "least_bytes": found.low.total if traced.varies else found.high.total,
                 "peaks": largest.peaks,
                 "static_bytes": sum(traced.static.values()),
-                "bucket": bucket_of(1, traced.elements) if traced.elements else 0,
+                "elements": traced.elements,
                 "certainty": found.certainty.name,
             }
         return facts, None
@@ -153,6 +152,8 @@ class Planner:
             "limit_bytes": self.limit,
             "largest_micro_size": largest,
             "largest_eval_micro_size": largest_eval,
+            "most_micro_size": self.share,
+            "most_eval_micro_size": self.most_evaluated or None,
         }
         return facts, high
 
@@ -213,13 +214,17 @@ class Planner:
 
         at: `(size, way) -> trace`.
         """
+
+        def needed(way: Way) -> Callable[[int], int]:
+            return lambda size: self.needed(at(size, way))
+
         peaks: dict[int, int] = {}
-        largest = largest_that_fits(lambda size: self.needed(at(size, FIRST)), self.limit, top, smallest, peaks)
+        largest = largest_that_fits(needed(FIRST), self.limit, top, smallest, peaks)
         if not largest:
             return Largest(0, peaks)
         for way in ways_beside([at(largest, FIRST)], self.config.train.grad_clip, is_low_asked=False):
             try:
-                others = {largest: self.needed(at(largest, way))}
+                others = {largest: needed(way)(largest)}
             except UserError:
                 raise
             except Exception:  # `bounds` notes it
@@ -227,9 +232,7 @@ class Planner:
             if others[largest] <= peaks[largest]:
                 continue
             if others[largest] > self.limit:
-                largest = largest_that_fits(
-                    lambda size, way=way: self.needed(at(size, way)), self.limit, largest, smallest, others
-                )
+                largest = largest_that_fits(needed(way), self.limit, largest, smallest, others)
             peaks = others
             if not largest:
                 break

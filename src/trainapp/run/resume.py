@@ -10,7 +10,8 @@ from trainapp.checkpoint import checkpointer
 from trainapp.checkpoint.directory import CheckpointDirectory, resolve
 from trainapp.checkpoint.manifest import read_manifest
 from trainapp.config.schema import Config
-from trainapp.parallel.ranks import Ranks, SingleRank, answered_by_rank_zero
+from trainapp.parallel.rank_zero import answered_by_rank_zero
+from trainapp.parallel.ranks import Ranks, SingleRank
 from trainapp.run import changed_data
 from trainapp.train.run import Run
 

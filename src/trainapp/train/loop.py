@@ -72,7 +72,7 @@ def grow_micro_batch(run: Run, news: bool) -> None:
     sizes, step = run.sizes.train, run.state.progress.step
     was_searching = not sizes.search_has_ended
     run.attempt.phase = Phase.SEARCH
-    sizes.compare(run.memory.watched_peak)
+    sizes.compare(run.ranks, run.memory.watched_peak)
     for size in sizes.succeeded(run.ranks, news).values():
         run.tracker.note(f"step {step + 1} tries a larger micro-batch: {size}")
     if was_searching and sizes.search_has_ended:
