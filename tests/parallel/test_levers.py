@@ -1,5 +1,7 @@
 """Levers on several ranks: the result is that of one process, and a failure on one rank costs one retried step."""
 
+from importlib.util import find_spec
+
 import pytest
 import torch
 
@@ -20,6 +22,8 @@ OPTIMIZERS = {
     "adafactor": ("optimizer=adafactor", *SLOW_STEPS),
     "muon": ("optimizer=muon", *SLOW_STEPS),
 }
+if find_spec("torchao") is not None:
+    OPTIMIZERS |= {kind: (f"precision={kind}", *SLOW_STEPS) for kind in ("int8", "fp8")}
 REFUSED = {("adafactor", "fsdp"), ("adafactor", "hsdp")}
 QUICK = {("ddp", "chunks"), ("fsdp", "chunks"), ("fsdp", "frozen"), ("fsdp", "frozen from the start")}
 CELLS = [

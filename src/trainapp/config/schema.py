@@ -91,7 +91,7 @@ class Loader:
 
 @dataclass(config=STRICT)
 class Precision:
-    mode: Literal["fp32", "tf32", "bf16", "bf16_pure", "fp16"] = "fp32"
+    mode: Literal["fp32", "tf32", "bf16", "bf16_pure", "fp16", "int8", "fp8"] = "fp32"
     initial_scale: PositiveFloat = 65536.0
     growth_interval: PositiveInt = 2000
 

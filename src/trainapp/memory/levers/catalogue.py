@@ -22,6 +22,7 @@ from trainapp.memory.levers.optimizer_state import (
     quantized,
     weight_average,
 )
+from trainapp.memory.levers.products import PRODUCTS
 
 
 def require_suited(situation: Situation) -> None:
@@ -84,6 +85,7 @@ LEVERS = (
         require=needs_rounding_by_chance,
         result="rounded",
     ),
+    *PRODUCTS,
     *ACTIVATIONS,
     Lever(
         "memory.loss_chunk=auto",

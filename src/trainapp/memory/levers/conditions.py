@@ -5,6 +5,7 @@ from trainapp.errors import UserError
 from trainapp.memory.levers import chunked_loss
 from trainapp.memory.levers.lever import Situation
 from trainapp.models.inspect import blocks_of, has_batchnorm
+from trainapp.optim.quantized_products import MULTIPLE, quantizable
 
 
 def needs_blocks(situation: Situation) -> None:
@@ -83,6 +84,16 @@ def needs_rounding_by_chance(situation: Situation) -> None:
                 f"{setting} with {config.optimizer.target}: updates smaller than half of the last bit of a bf16 weight "
                 "(1/512 of it) would be lost; use optimizer=adamw_bf16, which rounds by chance, or precision=bf16"
             )
+
+
+def needs_linear_layers(situation: Situation) -> None:
+    """For products in 8 bits."""
+    kind, model = situation.config.precision.mode, situation.model
+    if not quantizable(blocks_of(model, f"precision={kind}")):
+        raise UserError(
+            f"precision={kind}: no nn.Linear in the blocks of {type(model).__name__} has two dimensions that are "
+            f"multiples of {MULTIPLE}, so that nothing would be computed in {kind}; use precision=bf16"
+        )
 
 
 def needs_updates_one_by_one(situation: Situation) -> None:
