@@ -33,6 +33,7 @@ LEVERS = {
     "in backward": ("optimizer.in_backward=true", "train.grad_clip=null"),
     "adafactor": ("optimizer=adafactor",),
     "muon": ("optimizer=muon",),
+    "on the host": ("optimizer.offload=true",),
 }
 if find_spec("torchao") is not None:
     LEVERS |= {kind: (f"precision={kind}",) for kind in ("int8", "fp8")}

@@ -113,6 +113,7 @@ class Optimizer:
     weight_decay: NonNegativeFloat = 0.0
     fused: Auto | Bool = "auto"
     in_backward: Bool = False
+    offload: Bool = False
     arguments: dict[str, Any] = field(default_factory=dict)
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from trainapp.config import targets
 from trainapp.config.schema import Config, Optimizer
 from trainapp.errors import UserError
+from trainapp.optim.on_host import HostCopies, expose, on_host
 
 _FUSED_DEVICES = ("cuda", "cpu", "mps")
 
@@ -51,9 +52,10 @@ def build_optimizer(
     dampened = arguments.get("momentum") and arguments.get("dampening")
     can_be_fused = "fused" in takes and not dampened
     is_auto = settings.fused == "auto"
+    place = "cpu" if settings.offload else device.type
     if settings.fused is True and "fused" not in takes:
         raise UserError(f"optimizer.fused=true: {settings.target} has no fused kernel; use optimizer.fused=auto")
-    if can_be_fused and (device.type in _FUSED_DEVICES if is_auto else settings.fused):
+    if can_be_fused and (place in _FUSED_DEVICES if is_auto else settings.fused):
         try:
             return _ready(kind, {**arguments, "fused": True}, settings, model, user_packages)
         except UserError as error:
@@ -72,6 +74,9 @@ def _ready(
         kind, "parameter_groups", parameter_groups
     )  # an optimizer may treat some parameters in another way
     groups = grouped(model, settings.weight_decay) if "weight_decay" in takes else trained
+    copies = HostCopies()
+    if settings.offload:
+        kind, groups = on_host(kind), copies.of_groups(groups)
     optimizer = targets.construct(kind, arguments, "optimizer", user_packages, {"params": groups, "lr": settings.lr})
     try:
         materialise_state(optimizer)
@@ -83,6 +88,8 @@ def _ready(
             f"optimizer._target_={settings.target}: it cannot take a plain step on this model's gradients ({error}); "
             "choose another"
         ) from error
+    if settings.offload:
+        expose(optimizer, copies)
     return optimizer
 
 
@@ -92,7 +99,7 @@ def lean_optimizer(config: Config, optimizer: torch.optim.Optimizer) -> tuple[Co
     The foreach kernels allocate a further copy of the parameters in the step; the fused ones and the plain loop do not.
     """
     group = optimizer.param_groups[0]
-    on_device = any(p.device.type != "cpu" for p in group["params"])
+    on_device = not config.optimizer.offload and any(p.device.type != "cpu" for p in group["params"])
     uses_foreach = group.get("foreach") or (group.get("foreach", False) is None and on_device)
     if not uses_foreach or group.get("fused"):
         return config, False

@@ -123,6 +123,23 @@ def needs_updates_one_by_one(situation: Situation) -> None:
         )
 
 
+def needs_parameters_on_a_gpu(situation: Situation) -> None:
+    """For the optimizer on the host. Where it is set on the CPU, it copies and saves nothing; it is offered on CUDA."""
+    config, setting = situation.config, "optimizer.offload=true"
+    if not config.optimizer.offload and not any(p.device.type == "cuda" for p in situation.model.parameters()):
+        raise UserError(f"{setting}: the state is kept in host memory instead of on a GPU; here there is none")
+    if config.parallel.strategy == "fsdp":
+        raise UserError(
+            f"{setting} with parallel=fsdp: FSDP keeps its shards on the host by itself; use "
+            "parallel.fsdp.cpu_offload=true"
+        )
+    if config.optimizer.in_backward:
+        raise UserError(
+            f"{setting} with optimizer.in_backward=true: the backward would wait for the host once per parameter; use "
+            "one of them"
+        )
+
+
 def needs_shards(situation: Situation) -> None:
     strategy = situation.config.parallel.strategy
     if strategy != "fsdp":
