@@ -83,7 +83,7 @@ def test_console_script_and_module_are_the_same_thing(tmp_path):
         ("model=resnt", ["model=resnt: no such option", "'resnet'", "available: gpt, mlp, resnet"]),
         (
             "precision=bf17",
-            ["precision=bf17: no such option", "'bf16'", "available: bf16, bf16_pure, fp16, fp32, tf32"],
+            ["precision=bf17: no such option", "'bf16'", "available: bf16, bf16_pure, fp16, fp32, fp8, int8, tf32"],
         ),
         ("precision=16", ["precision=16: an option is chosen by its name"]),
         ("train=null", ["train=null: must be"]),

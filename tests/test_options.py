@@ -26,6 +26,8 @@ BESIDE = {
     ("activation_checkpointing", "full"): MODELS["gpt"],
     ("activation_checkpointing", "selective"): MODELS["gpt"],
     ("precision", "bf16_pure"): (*MODELS["mlp"], "optimizer=adamw_bf16"),
+    ("precision", "int8"): MODELS["gpt"],
+    ("precision", "fp8"): MODELS["gpt"],
     ("experiment", "gpt_text"): ("model.depth=1", "model.width=16", "model.heads=2"),
 }
 
@@ -34,8 +36,14 @@ def choose(group, option):
     return (f"{group}={option}", *BESIDE.get((group, option), () if group == "experiment" else MODELS["mlp"]))
 
 
+def skip_without_package(option):
+    if option in ("int8", "fp8"):
+        pytest.importorskip("torchao", reason="needs the extra trainapp[torchao]")
+
+
 @pytest.mark.parametrize(("group", "option"), IN_PROCESS)
 def test_option_trains(tmp_path, group, option):
+    skip_without_package(option)
     overrides = choose(group, option)
     if "data=text" in overrides or group == "experiment":
         (tmp_path / "a.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
@@ -79,6 +87,9 @@ def test_parallel_option_trains_a_step(tmp_path, option):
 @pytest.mark.parametrize("mode", GROUPS["precision"])
 @pytest.mark.parametrize("model", MODELS)
 def test_every_precision_with_every_model(tmp_path, mode, model):
+    skip_without_package(mode)
+    if model == "resnet" and mode in ("int8", "fp8"):
+        pytest.skip("refused: tests/optim/test_quantized_products.py")
     more = ("optimizer=adamw_bf16", *(["model.norm=group"] if model == "resnet" else [])) if mode == "bf16_pure" else ()
     ended = runs.run(tmp_path, *MODELS[model], f"precision={mode}", *more, "train.max_steps=2", "every.eval=2")
     lines = metrics(tmp_path)

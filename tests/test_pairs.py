@@ -54,6 +54,11 @@ REFUSED = {
 REFUSED[frozenset(("activation_checkpointing=budget", "train.compile=true"))] = (
     "activation_checkpointing=budget with tr"
 )
+# Its blocks have convolutions only.
+REFUSED |= {
+    frozenset((f"precision={kind}", "model=resnet")): rf"precision={kind}: no nn\.Linear in the blocks of ResNet"
+    for kind in ("int8", "fp8")
+}
 REFUSED[frozenset(("debug=nonfinite", "precision=fp16"))] = r"train\.detect_anomaly=true with precision=fp16: its loss"
 # Weights in bf16 need an optimizer that rounds by chance.
 REFUSED |= {
@@ -152,6 +157,8 @@ def test_the_rows_have_every_pair():
 
 def complete(folder, row):
     """The overrides of a run of these options, small. Writes the files that it reads."""
+    if {"precision=int8", "precision=fp8"} & set(row):
+        pytest.importorskip("torchao", reason="needs the extra trainapp[torchao]")
     (folder / "a.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 100)
     model = next((o for o in row if o.startswith("model=")), "model=mlp")
     data = next((o for o in row if o.startswith("data=")), "data=digits")

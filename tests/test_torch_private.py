@@ -23,6 +23,7 @@ from trainapp.torch_operators import (
     FLOP_FORMULAS,
     READ_OPERATORS,
     UNIQUE,
+    int8_product,
     schema_of,
     written_arguments,
 )
@@ -621,3 +622,9 @@ def test_unique_is_an_operator_of_its_own():
     with Sees():
         torch.ones(2).unique()
     assert UNIQUE in seen
+
+
+def test_the_product_of_integers_is_exact():
+    a, b = (torch.arange(-128, 128, dtype=torch.int8).repeat(4).view(16, 64) for _ in range(2))
+    assert int8_product(a, b.t()).dtype == torch.int32
+    assert torch.equal(int8_product(a, b.t()).double(), a.double() @ b.t().double())

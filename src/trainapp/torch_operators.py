@@ -28,6 +28,9 @@ ATTENTION_OPERATORS = (
 )
 
 
+# (int8 [M, K], int8 [K, N]) -> int32 [M, N]. The only product of 8-bit integers that torch has on the CPU.
+int8_product = torch._int_mm
+
 # What `tensor.unique()` dispatches to.
 UNIQUE = torch.ops.aten._unique2.default
 

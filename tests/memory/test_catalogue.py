@@ -54,7 +54,7 @@ def test_a_lever_whose_changes_are_others_is_found():
 @by_name([lever for lever in LEVERS if not lever.changes])
 def test_a_value_of_the_users_choice(lever):
     name, value = lever.setting.split("=")
-    chosen = {"N": "8", "[NAMES]": "[embedding]"}[value]
+    chosen = {"N": "8", "[NAMES]": "[embedding]"}.get(value, value)
     compose.from_command_line(["model=gpt", "data=synthetic_tokens", f"{name}={chosen}"])
 
 

@@ -1,5 +1,6 @@
 """With a lever in force, an out-of-memory error costs one retried step: bit for bit the replay of the schedule."""
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,10 @@ LEVERS = {
     "in backward": ("optimizer.in_backward=true", "train.grad_clip=null"),
     "adafactor": ("optimizer=adafactor",),
     "muon": ("optimizer=muon",),
+    "on the host": ("optimizer.offload=true",),
 }
+if find_spec("torchao") is not None:
+    LEVERS |= {kind: (f"precision={kind}",) for kind in ("int8", "fp8")}
 PLACES = [("forward", 2), ("loss", 3), ("backward", 2)]
 
 

@@ -21,9 +21,13 @@ MLP = runs.MODELS["mlp"]
         ("bf16", torch.bfloat16, False),
         ("bf16_pure", torch.bfloat16, False),
         ("fp16", torch.float16, True),
+        ("int8", torch.bfloat16, False),
+        ("fp8", torch.bfloat16, False),
     ],
 )
 def test_modes(mode, dtype, scaled):
+    if mode in ("int8", "fp8"):
+        pytest.importorskip("torchao", reason="needs the extra trainapp[torchao]")
     built = precision.build(schema.Precision(mode=mode), torch.device("cpu"))
     assert built.compute_dtype == dtype
     assert built.scaler.is_enabled() == scaled

@@ -1,5 +1,7 @@
 """Levers on several ranks: the result is that of one process, and a failure on one rank costs one retried step."""
 
+from importlib.util import find_spec
+
 import pytest
 import torch
 
@@ -20,6 +22,8 @@ OPTIMIZERS = {
     "adafactor": ("optimizer=adafactor", *SLOW_STEPS),
     "muon": ("optimizer=muon", *SLOW_STEPS),
 }
+if find_spec("torchao") is not None:
+    OPTIMIZERS |= {kind: (f"precision={kind}", *SLOW_STEPS) for kind in ("int8", "fp8")}
 REFUSED = {("adafactor", "fsdp"), ("adafactor", "hsdp")}
 QUICK = {("ddp", "chunks"), ("fsdp", "chunks"), ("fsdp", "frozen"), ("fsdp", "frozen from the start")}
 CELLS = [
@@ -58,6 +62,25 @@ def test_a_head_inside_a_block_is_refused(cell: Cell):
     for record in cell.run(2, "parallel=fsdp", *overrides):
         assert record.error is not None
         assert record.error.startswith("memory.loss_chunk=5: with parallel=fsdp the head of HeadInBlock must not be")
+
+
+def test_an_optimizer_on_the_host(cell: Cell):
+    """Bit for bit DDP with the plain one, also after a failure on one rank."""
+    plain = cell.run(2, "parallel=ddp", "optimizer=adamw", *SLOW_STEPS, schedule={3: 2})
+    overrides = (
+        "parallel=ddp",
+        "optimizer=adamw",
+        *SLOW_STEPS,
+        "optimizer.offload=true",
+        "parallel.vote_on_oom=always",
+    )
+    records = cell.run(2, *overrides, faults=[fail_at(1, 3, "backward", operation=60)])
+    for record, other in zip(records, plain, strict=True):
+        assert len(record.failures) == 1
+        assert torch.equal(record.weights, other.weights)
+    # Negative control: the schedule one step late.
+    late = cell.run(2, *overrides, schedule={4: 2})
+    assert not torch.equal(records[0].weights, late[0].weights)
 
 
 @pytest.mark.parametrize("spread", SPREADS)

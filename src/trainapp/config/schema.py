@@ -91,7 +91,7 @@ class Loader:
 
 @dataclass(config=STRICT)
 class Precision:
-    mode: Literal["fp32", "tf32", "bf16", "bf16_pure", "fp16"] = "fp32"
+    mode: Literal["fp32", "tf32", "bf16", "bf16_pure", "fp16", "int8", "fp8"] = "fp32"
     initial_scale: PositiveFloat = 65536.0
     growth_interval: PositiveInt = 2000
 
@@ -113,6 +113,7 @@ class Optimizer:
     weight_decay: NonNegativeFloat = 0.0
     fused: Auto | Bool = "auto"
     in_backward: Bool = False
+    offload: Bool = False
     arguments: dict[str, Any] = field(default_factory=dict)
 
 

@@ -18,6 +18,7 @@ from trainapp.config.schema import Memory
 from trainapp.errors import UserError
 from trainapp.memory.kinds import MemoryKind
 from trainapp.memory.live_tensors import Events, Kinds, ModulePath, Resident
+from trainapp.optim.on_host import copies_of
 from trainapp.parallel.dtensor import local
 from trainapp.torch_private import storage_id, strided_parts
 from trainapp.units import parse_memory_size
@@ -41,8 +42,13 @@ def static_bytes(
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Every tensor in the optimizer's state."""
-    return [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+    """Every tensor that the optimizer keeps, but those on the host where the parameters are on a device."""
+    by_parameter = [
+        (key, value) for key, state in optimizer.state.items() for value in state.values() if torch.is_tensor(value)
+    ]
+    tensors = [value for key, value in by_parameter if not torch.is_tensor(key) or key.device.type == value.device.type]
+    is_on_cpu = all(p.device.type == "cpu" for group in optimizer.param_groups for p in group["params"])
+    return tensors + (copies_of(optimizer) if is_on_cpu else [])
 
 
 def _size(tensors: Iterable[Tensor]) -> int:

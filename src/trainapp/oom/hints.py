@@ -35,7 +35,12 @@ def describe(run: Run) -> dict[str, Any]:
         "offload": config.memory.offload_activations,
         "compile": config.train.compile,
         "average": config.train.ema is not None,
-        "optimizer": [config.optimizer.target, config.optimizer.arguments, config.optimizer.fused],
+        "optimizer": [
+            config.optimizer.target,
+            config.optimizer.arguments,
+            config.optimizer.fused,
+            config.optimizer.offload,
+        ],
         "batch": [config.batch.global_size, config.batch.eval_micro_size, run.ranks.world],
         "parallel": [config.parallel.strategy, asdict(config.parallel.ddp), asdict(config.parallel.fsdp)],
         "device": [name, run.memory.total, run.memory.limit],

@@ -13,6 +13,7 @@ from trainapp.accelerator import HERE, Accelerator
 from trainapp.config import targets
 from trainapp.config.schema import Config, Optimizer
 from trainapp.errors import UserError
+from trainapp.optim.on_host import HostCopies, expose, on_host
 
 _FUSED_DEVICES = ("cuda", "cpu", "mps")
 
@@ -57,9 +58,10 @@ def build_optimizer(
     dampened = arguments.get("momentum") and arguments.get("dampening")
     can_be_fused = "fused" in takes and not dampened
     is_auto = settings.fused == "auto"
+    place = "cpu" if settings.offload else device.type
     if settings.fused is True and "fused" not in takes:
         raise UserError(f"optimizer.fused=true: {settings.target} has no fused kernel; use optimizer.fused=auto")
-    if can_be_fused and (device.type in _FUSED_DEVICES if is_auto else settings.fused):
+    if can_be_fused and (place in _FUSED_DEVICES if is_auto else settings.fused):
         try:
             return _ready(kind, {**arguments, "fused": True}, settings, model, user_packages, accelerator)
         except UserError as error:
@@ -83,6 +85,9 @@ def _ready(
         kind, "parameter_groups", parameter_groups
     )  # an optimizer may treat some parameters in another way
     groups = grouped(model, settings.weight_decay) if "weight_decay" in takes else trained
+    copies = HostCopies()
+    if settings.offload:
+        kind, groups = on_host(kind), copies.of_groups(groups)
     optimizer = targets.construct(kind, arguments, "optimizer", user_packages, {"params": groups, "lr": settings.lr})
     if hasattr(optimizer, "new_generator"):
         optimizer.new_generator = accelerator.generator
@@ -96,6 +101,8 @@ def _ready(
             f"optimizer._target_={settings.target}: it cannot take a plain step on this model's gradients ({error}); "
             "choose another"
         ) from error
+    if settings.offload:
+        expose(optimizer, copies)
     return optimizer
 
 
@@ -105,7 +112,7 @@ def lean_optimizer(config: Config, optimizer: torch.optim.Optimizer) -> tuple[Co
     The foreach kernels allocate a further copy of the parameters in the step; the fused ones and the plain loop do not.
     """
     group = optimizer.param_groups[0]
-    on_device = any(p.device.type != "cpu" for p in group["params"])
+    on_device = not config.optimizer.offload and any(p.device.type != "cpu" for p in group["params"])
     uses_foreach = group.get("foreach") or (group.get("foreach", False) is None and on_device)
     if not uses_foreach or group.get("fused"):
         return config, False

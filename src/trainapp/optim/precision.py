@@ -7,6 +7,8 @@
 | bf16      | fp32     | bfloat16 (autocast)        | none       |
 | bf16_pure | bfloat16 | bfloat16 (autocast)        | none       |
 | fp16      | fp32     | float16 (autocast)         | dynamic    |
+| int8      | fp32     | as bf16; in blocks: int8   | none       |
+| fp8       | fp32     | as bf16; in blocks: fp8    | none       |
 
 Autocast stays on in bf16_pure for what a model or a loss mixes: fp32 inputs, buffers and losses.
 """
@@ -22,9 +24,16 @@ from torch import Tensor, nn
 from trainapp import torch_direct
 from trainapp.config import schema
 from trainapp.errors import UserError
+from trainapp.optim import quantized_products
 from trainapp.torch_private import forget_unscaling, found_inf
 
-_AUTOCAST = {"bf16": torch.bfloat16, "bf16_pure": torch.bfloat16, "fp16": torch.float16}
+_AUTOCAST = {
+    "bf16": torch.bfloat16,
+    "bf16_pure": torch.bfloat16,
+    "fp16": torch.float16,
+    "int8": torch.bfloat16,
+    "fp8": torch.bfloat16,
+}
 
 
 @dataclass
@@ -107,6 +116,8 @@ def build(settings: schema.Precision, device: torch.device) -> Precision:
     autocast = _AutocastOnCpu if device.type == "cpu" else torch.autocast
     if dtype is not None:
         _probe(settings.mode, dtype, device)
+    if settings.mode in ("int8", "fp8"):
+        quantized_products.require_kernels(settings.mode, device)
     return Precision(
         mode=settings.mode,
         compute_dtype=dtype or torch.float32,

@@ -25,7 +25,7 @@ from trainapp.memory.levers.catalogue import require_suited
 from trainapp.memory.levers.lever import Situation
 from trainapp.memory.levers.offload import NoOffload, Offload
 from trainapp.models.inspect import blocks_of, has_batchnorm, lazy_modules
-from trainapp.optim import in_backward
+from trainapp.optim import in_backward, quantized_products
 from trainapp.optim.ema import WeightAverage
 from trainapp.optim.optimizers import build_optimizer
 from trainapp.optim.precision import Precision
@@ -64,8 +64,8 @@ def assemble(
 ) -> Assembled:
     """The model on its device, spread over the ranks, with its optimizer and loss.
 
-    In this order: construction, shapes of lazy modules, frozen parameters, activation checkpointing, compilation,
-    sharding, optimizer. Draws the parameters from torch's generators.
+    In this order: construction, shapes of lazy modules, frozen parameters, products in 8 bits, activation
+    checkpointing, compilation, sharding, optimizer. Draws the parameters from torch's generators.
     initial_device: where parameters are initialised; None: on the CPU, then moved (with `parallel.fsdp.meta_init`: on
     the meta device, then shard by shard).
     example: a batch of so many samples, for lazy modules. accelerator: gives the optimizer its generators, and offload
@@ -85,6 +85,8 @@ def assemble(
     frozen.freeze(model, config.model.freeze)
     require_suited(Situation(config, model, losses.is_built_in(components.task)))
     precision.cast_parameters(model)
+    if config.precision.mode in ("int8", "fp8"):
+        _quantize_products(model, config.precision.mode)
     if config.memory.loss_chunk is not None and losses.is_built_in(components.task) and example and not is_meta:
         _require_same_forward(config, model, example, device, precision)
     activation_checkpointing.apply(model, config.activation_checkpointing)
@@ -165,6 +167,13 @@ def _require_same_forward(
     with preserved_rng(device), precision.autocast:
         inputs, _ = losses.inputs_and_targets(map_tensors(lambda tensor: tensor.to(device), example(2)))
         chunked_loss.require_same_forward(model, inputs, config.memory.loss_chunk)
+
+
+def _quantize_products(model: nn.Module, kind: quantized_products.Kind) -> None:
+    layers = quantized_products.quantizable(blocks_of(model, f"precision={kind}"))
+    quantized_products.quantize(layers, kind)
+    total = sum(isinstance(module, nn.Linear) for module in model.modules())
+    log.info("precision=%s: the products of %d of %d linear layers are in %s", kind, len(layers), total, kind)
 
 
 def _starts_on_meta(config: Config, ranks: Ranks) -> bool:

@@ -26,7 +26,8 @@ from trainapp.models.inspect import blocks_of
 from trainapp.torch_operators import ATTENTION_OPERATORS
 
 Contexts = tuple[AbstractContextManager[None], AbstractContextManager[None]]
-_KEPT = frozenset({"mm", "addmm", "bmm", "baddbmm", "convolution", *ATTENTION_OPERATORS})
+_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "scaled_int8_mm"})  # the last: torchao's
+_KEPT = frozenset({*_PRODUCTS, "convolution", *ATTENTION_OPERATORS})
 
 
 def apply(model: nn.Module, settings: ActivationCheckpointing) -> None:

@@ -15,6 +15,7 @@ from trainapp.memory.levers.conditions import (
 )
 from trainapp.memory.levers.lever import Lever, Situation
 from trainapp.memory.levers.optimizer_state import (
+    ON_HOST,
     adamw,
     half_of_adams_state,
     one_moment_of_two,
@@ -22,6 +23,7 @@ from trainapp.memory.levers.optimizer_state import (
     quantized,
     weight_average,
 )
+from trainapp.memory.levers.products import PRODUCTS
 
 
 def require_suited(situation: Situation) -> None:
@@ -84,6 +86,7 @@ LEVERS = (
         require=needs_rounding_by_chance,
         result="rounded",
     ),
+    *PRODUCTS,
     *ACTIVATIONS,
     Lever(
         "memory.loss_chunk=auto",
@@ -164,6 +167,7 @@ LEVERS = (
         in_force=lambda config: config.optimizer.in_backward,
         require=needs_updates_one_by_one,
     ),
+    ON_HOST,
     Lever(
         "optimizer.fused=auto",
         saves="a copy of the parameters in the optimizer's step",

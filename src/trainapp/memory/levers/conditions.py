@@ -5,6 +5,7 @@ from trainapp.errors import UserError
 from trainapp.memory.levers import chunked_loss
 from trainapp.memory.levers.lever import Situation
 from trainapp.models.inspect import blocks_of, has_batchnorm
+from trainapp.optim.quantized_products import MULTIPLE, quantizable
 
 
 def needs_blocks(situation: Situation) -> None:
@@ -85,6 +86,16 @@ def needs_rounding_by_chance(situation: Situation) -> None:
             )
 
 
+def needs_linear_layers(situation: Situation) -> None:
+    """For products in 8 bits."""
+    kind, model = situation.config.precision.mode, situation.model
+    if not quantizable(blocks_of(model, f"precision={kind}")):
+        raise UserError(
+            f"precision={kind}: no nn.Linear in the blocks of {type(model).__name__} has two dimensions that are "
+            f"multiples of {MULTIPLE}, so that nothing would be computed in {kind}; use precision=bf16"
+        )
+
+
 def needs_updates_one_by_one(situation: Situation) -> None:
     """`optimizer.in_backward`: what needs all gradients before the first update, or what other ranks would have to
     add to them, or the updated parameters of a step that is then not taken.
@@ -109,6 +120,23 @@ def needs_updates_one_by_one(situation: Situation) -> None:
         raise UserError(
             f"{setting} with parallel.strategy={config.parallel.strategy}: gradients are averaged over ranks after the "
             "backward of each has added them up; use parallel=single"
+        )
+
+
+def needs_parameters_on_a_gpu(situation: Situation) -> None:
+    """For the optimizer on the host. Where it is set on the CPU, it copies and saves nothing; it is offered on CUDA."""
+    config, setting = situation.config, "optimizer.offload=true"
+    if not config.optimizer.offload and not any(p.device.type == "cuda" for p in situation.model.parameters()):
+        raise UserError(f"{setting}: the state is kept in host memory instead of on a GPU; here there is none")
+    if config.parallel.strategy == "fsdp":
+        raise UserError(
+            f"{setting} with parallel=fsdp: FSDP keeps its shards on the host by itself; use "
+            "parallel.fsdp.cpu_offload=true"
+        )
+    if config.optimizer.in_backward:
+        raise UserError(
+            f"{setting} with optimizer.in_backward=true: the backward would wait for the host once per parameter; use "
+            "one of them"
         )
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from trainapp.config.schema import Config
 from trainapp.memory.kinds import MemoryKind
-from trainapp.memory.levers.conditions import needs_unsharded_blocks
+from trainapp.memory.levers.conditions import needs_parameters_on_a_gpu, needs_unsharded_blocks
 from trainapp.memory.levers.lever import Lever
 
 
@@ -59,3 +59,16 @@ def quantized(state_dtype: str, share: str, saved: float, bits: str) -> Lever:
         state_saved=state_saved,
         result="rounded",
     )
+
+
+ON_HOST = Lever(
+    "optimizer.offload=true",
+    saves="the device's part of the optimizer state, and all that the optimizer's step needs",
+    costs="in every step, gradients and parameters to the host, the update there, and parameters back",
+    applies="CUDA, without `parallel=fsdp` (`parallel.fsdp.cpu_offload=true`) and `optimizer.in_backward`",
+    changes={"optimizer.offload": True},
+    in_force=lambda config: config.optimizer.offload,
+    require=needs_parameters_on_a_gpu,
+    state_saved=optimizer_state,
+    result="same",
+)

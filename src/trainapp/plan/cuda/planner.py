@@ -38,6 +38,12 @@ def for_device(config: Config, load: Callable[[Config], Components]) -> Planner:
             "process; plan the ranks as on the CPU (plan.device=null train.device=cpu memory.limit=76GiB), or one of "
             "ddp's ranks with parallel=single and its share of the batch as batch.global_size"
         )
+    if config.precision.mode in ("int8", "fp8"):
+        raise UserError(
+            f"plan.device={config.plan.device} with precision={config.precision.mode}: its kernels cannot be traced "
+            "without the device; plan with precision=bf16, which needs as much memory but for what products need in "
+            "passing"
+        )
     find(str(config.plan.device))
     traced_from = dataclasses.replace(config, train=dataclasses.replace(config.train, device="cpu"))
     if not can_pretend():

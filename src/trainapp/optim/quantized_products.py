@@ -1,0 +1,181 @@
+"""Matrix products of linear layers in 8 bits: `precision=int8` and `precision=fp8`.
+
+The output and the gradient of the inputs are products of 8-bit numbers: every row of the left factor and every column
+of the right one is divided by a scale of its own and rounded to nearest. A row is one sample's or token's, so no
+product depends on what else is in the micro-batch, and a smaller micro-batch computes the same ones. The rows of the
+weight's gradient run over all samples instead, so that one stays in bf16, as in torchao's recipe "rowwise_with_gw_hp".
+
+The kernels are torchao's, its modules are not used (0.18): Float8Linear follows the autocast of CUDA only and wraps its
+numbers in tensors that the counter of live tensors does not see into; Int8MixedPrecisionTrainingLinear ignores
+autocast and calls `view` on inputs and gradients of any layout.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trainapp.errors import UserError
+from trainapp.torch_operators import int8_product
+
+Kind = Literal["int8", "fp8"]
+KINDS: tuple[Kind, ...] = ("int8", "fp8")
+MULTIPLE = 16  # of which the fp8 kernels need both dimensions of a weight (torch 2.13, native/cuda/ScaledBlas.cpp)
+# What int8 products are padded to: cuBLAS takes no fewer than 17 (torch 2.13, native/cuda/Blas.cpp, `_int_mm`), and
+# torchao's kernel no single one (0.18, prototype/quantized_training/int8_mm.py).
+LEAST_ROWS = 32
+
+
+class QuantizedLinear(nn.Linear):
+    """A linear layer whose products are in 8 bits. Its weight and bias, and their names, are those of nn.Linear."""
+
+    kind: Kind
+
+    def forward(self, input: Tensor) -> Tensor:  # its name in nn.Linear
+        device = input.device.type
+        if torch.is_autocast_enabled(device):
+            input = input.to(torch.get_autocast_dtype(device))
+        if not input.numel():  # there is nothing to scale by
+            bias = None if self.bias is None else self.bias.to(input.dtype)
+            return F.linear(input, self.weight.to(input.dtype), bias)
+        output = _Products.apply(input, self.weight, self.kind)
+        return output if self.bias is None else output + self.bias.to(output.dtype)
+
+
+class _Products(torch.autograd.Function):
+    """input [..., K] @ weight [N, K].T, with only what its gradients need kept for backward, as nn.Linear does."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor, kind: Kind) -> Tensor:
+        needs_input, needs_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(input if needs_weight else None, weight if needs_input else None)
+        ctx.kind = kind
+        rows = input.reshape(-1, input.shape[-1])
+        return _PRODUCTS[kind](rows, weight.to(input.dtype)).view(*input.shape[:-1], len(weight))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # rounding has no derivative
+            raise UserError(
+                f"precision={ctx.kind}: a gradient of a gradient (create_graph=True) cannot be computed through "
+                f"products in {ctx.kind}; use precision=bf16"
+            )
+        input, weight = ctx.saved_tensors
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        of_input = of_weight = None
+        if weight is not None:
+            transposed = weight.to(gradient.dtype).t()
+            of_input = _PRODUCTS[ctx.kind](rows, transposed).view(*gradient.shape[:-1], len(transposed))
+        if input is not None:
+            of_weight = rows.t() @ input.reshape(-1, input.shape[-1])
+        return of_input, of_weight, None
+
+
+def _int8(left: Tensor, right: Tensor) -> Tensor:
+    """left [M, K] @ right [N, K].T in their dtype."""
+    from torchao.prototype.quantized_training.int8 import quantize_int8_rowwise
+    from torchao.prototype.quantized_training.int8_mixed_precision import scaled_int8_mm
+
+    count = len(left)
+    if count < LEAST_ROWS:
+        left = F.pad(left, (0, 0, 0, LEAST_ROWS - count))
+    rows, row_scale = quantize_int8_rowwise(left)
+    columns, column_scale = quantize_int8_rowwise(right)
+    rows, columns = rows.contiguous(), columns.contiguous()
+    if left.device.type == "cuda":
+        return scaled_int8_mm(rows, columns.t(), row_scale, column_scale)[:count]
+    product = int8_product(rows, columns.t()).float()  # torchao's kernel is for CUDA
+    return product.mul_(row_scale.float().unsqueeze(1)).mul_(column_scale.float()).to(left.dtype)[:count]
+
+
+def _fp8(left: Tensor, right: Tensor) -> Tensor:
+    """left [M, K] @ right [N, K].T in their dtype. Sums are those of bf16 results."""
+    from torchao.float8.float8_ops import addmm_float8_unwrapped
+
+    rows, row_scale = _fp8_rows(left)
+    columns, column_scale = _fp8_rows(right)
+    return addmm_float8_unwrapped(
+        rows, row_scale, columns.t(), column_scale.t(), output_dtype=left.dtype, use_fast_accum=True
+    )
+
+
+def _fp8_rows(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """In float8_e4m3fn, with the factor of each row, [rows, 1], a power of two: only the numbers are rounded."""
+    from torchao.float8.config import ScalingGranularity, e4m3_dtype
+    from torchao.float8.float8_utils import tensor_to_scale, to_fp8_saturated
+
+    scale = tensor_to_scale(
+        tensor,
+        e4m3_dtype,
+        scaling_granularity=ScalingGranularity.AXISWISE,
+        axiswise_dim=-1,
+        round_scales_to_power_of_2=True,
+    )
+    return to_fp8_saturated(tensor.float() * scale, e4m3_dtype).contiguous(), scale
+
+
+_PRODUCTS: dict[Kind, Callable[[Tensor, Tensor], Tensor]] = {"int8": _int8, "fp8": _fp8}
+
+
+def quantizable(blocks: Iterable[nn.Module]) -> list[nn.Linear]:
+    """The linear layers in these blocks whose products can be in 8 bits: both dimensions are multiples of MULTIPLE.
+
+    Subclasses of nn.Linear are left out: their forward may be another one.
+    """
+    layers = {id(module): module for block in blocks for module in block.modules()}
+    return [
+        module
+        for module in layers.values()
+        if isinstance(module, nn.Linear)
+        and type(module) in (nn.Linear, QuantizedLinear)
+        and module.in_features % MULTIPLE == 0
+        and module.out_features % MULTIPLE == 0
+    ]
+
+
+def quantize(layers: Iterable[nn.Linear], kind: Kind) -> None:
+    """Let these layers multiply in 8 bits, in place: parameters, their names and the layers' hooks stay."""
+    for layer in layers:
+        layer.__class__ = QuantizedLinear
+        layer.kind = kind  # type: ignore[assignment]
+
+
+def require_kernels(kind: Kind, device: torch.device) -> None:
+    """Multiply two small matrices. Raises UserError without torchao, and where the device cannot multiply in `kind`."""
+    instead = "precision=bf16"
+    try:
+        with _quiet():
+            import torchao
+    except ImportError as error:
+        raise UserError(
+            f"precision={kind}: its products are computed by the package torchao, which cannot be imported "
+            f"({error}); install it with pip install 'trainapp[torchao]', or use {instead}"
+        ) from error
+    try:
+        ones = torch.ones(MULTIPLE, MULTIPLE, device=device, dtype=torch.bfloat16)
+        _PRODUCTS[kind](ones, ones)
+    except ImportError as error:
+        raise UserError(
+            f"precision={kind}: torchao {torchao.__version__} does not have the kernels of 0.18 ({error}); install "
+            f"that version, or use {instead}"
+        ) from error
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).partition("\n")[0]
+        raise UserError(
+            f"precision={kind}: this device ({device}) cannot multiply matrices in {kind}: {reason}; use {instead}"
+        ) from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what torchao logs when it is imported: kernels for other devices that it cannot load."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(disabled)

@@ -1,0 +1,185 @@
+"""optimizer.offload: the bits of the plain optimizer, its checkpoints, and its promises after an error."""
+
+from pathlib import Path
+
+import pytest
+import runs
+import torch
+from torch import nn
+
+from trainapp import torch_direct
+from trainapp.config.schema import Optimizer
+from trainapp.errors import UserError
+from trainapp.memory.device import optimizer_tensors
+from trainapp.optim.on_host import on_host
+from trainapp.optim.optimizers import build_optimizer
+from trainapp.plan.traced_run import trace
+from trainapp.train import loop
+from trainapp.train.components import load_components
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+HOST = "optimizer.offload=true"
+MLP = (*runs.MODELS["mlp"], "train.max_steps=4")
+OPTIMIZERS = {
+    "adamw": ("torch.optim.AdamW", {}),
+    "not fused": ("torch.optim.AdamW", {"foreach": False}),
+    "sgd": ("torch.optim.SGD", {"momentum": 0.9, "nesterov": True}),
+    "without state": ("torch.optim.SGD", {}),
+    "state from the start": ("torch.optim.Adagrad", {}),
+    "8 bits": ("trainapp.optim.low_precision.AdamW", {"state_dtype": "8bit"}),
+    "two parts": ("trainapp.optim.muon.Muon", {}),
+    "adafactor": ("torch.optim.Adafactor", {}),
+}
+
+
+def built(name, offload):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 8))
+    target, arguments = OPTIMIZERS[name]
+    settings = Optimizer(target=target, lr=0.01, weight_decay=0.05, offload=offload, arguments=arguments)
+    return model, build_optimizer(settings, model, torch.device("cpu"), [])
+
+
+def stepped(model, optimizer, steps=4):
+    for step in range(steps):
+        optimizer.zero_grad()
+        torch.manual_seed(step)
+        loss = model(torch.randn(4, 64)).square().mean()
+        if step == 2:  # not all parameters have a gradient
+            loss = model[2](torch.randn(4, 96)).sum()
+        loss.backward()
+        optimizer.param_groups[0]["lr"] = 0.01 / (step + 1)
+        torch_direct.step(optimizer)
+    return runs.weights(model)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_bits_of_the_plain_optimizer(name):
+    model, optimizer = built(name, True)
+    plain_model, plain = built(name, False)
+    assert torch.equal(stepped(model, optimizer), stepped(plain_model, plain))
+    assert runs.differences(optimizer.state_dict(), plain.state_dict()) == []
+    assert {id(p) for p in model.parameters()} == {id(p) for g in optimizer.param_groups for p in g["params"]}
+    assert set(optimizer.state) == set(plain.state) or len(optimizer.state) == len(plain.state)
+    # Negative control: one step more.
+    assert not torch.equal(stepped(model, optimizer, 1), runs.weights(plain_model))
+
+
+def test_parameters_that_others_write_are_those_of_the_next_step():
+    (model, optimizer), (plain_model, plain) = built("adamw", True), built("adamw", False)
+    for of in (model, plain_model):
+        with torch.no_grad():
+            of[0].weight.data.fill_(0.5)  # as a checkpoint that is read
+    assert torch.equal(stepped(model, optimizer), stepped(plain_model, plain))
+
+
+def test_the_class_keeps_its_name_and_its_hooks_run_once():
+    model, optimizer = built("adamw", True)
+    assert (type(optimizer).__module__, type(optimizer).__qualname__) == ("torch.optim.adamw", "AdamW")
+    assert isinstance(optimizer, torch.optim.AdamW)
+    called = []
+    optimizer.register_step_post_hook(lambda *_: called.append("after"))
+    optimizer.register_step_pre_hook(lambda *_: called.append("before"))
+    stepped(model, optimizer, 1)
+    assert called == ["before", "after"]
+
+
+def test_an_error_in_the_update_leaves_groups_and_state_usable():
+    model, optimizer = built("not fused", True)
+
+    class Failing(torch.optim.SGD):
+        def step(self, closure=None):
+            raise MemoryError("in the update")
+
+    before = runs.weights(model)
+    failing = on_host(Failing)(optimizer.param_groups[0]["params"])
+    vars(failing)["host_copies"] = vars(optimizer)["host_copies"]
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(MemoryError):
+        failing.step()
+    assert torch.equal(runs.weights(model), before)
+    assert failing.param_groups[0]["params"][0] is optimizer.param_groups[0]["params"][0]
+
+
+def test_no_closure():
+    _, optimizer = built("adamw", True)
+    with pytest.raises(TypeError, match="AdamW on the host takes no closure"):
+        optimizer.step(lambda: 0.0)
+
+
+def test_what_counts_as_the_devices_memory():
+    model, optimizer = built("adamw", True)
+    plain = built("adamw", False)[1]
+    copies = 2 * sum(p.nbytes for p in model.parameters())
+    assert (
+        sum(t.nbytes for t in optimizer_tensors(optimizer)) == sum(t.nbytes for t in optimizer_tensors(plain)) + copies
+    )
+    on_device = {nn.Parameter(p.detach().to("meta")): state for p, state in optimizer.state.items()}
+    optimizer.param_groups[0]["params"] = list(on_device)  # as where parameters are on a GPU
+    optimizer.param_groups[1:] = []
+    optimizer.state.clear()
+    optimizer.state.update(on_device)
+    assert optimizer_tensors(optimizer) == []
+
+
+# Runs
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_run_has_the_weights_of_the_plain_one(tmp_path, precision):
+    ends = []
+    for name, more in {"plain": (), "host": (HOST,), "sgd": ("optimizer=sgd",)}.items():
+        run = runs.prepare(tmp_path / name, *MLP, f"precision={precision}", *more)
+        for _ in range(4):
+            loop.train_step(run)
+        run.close()
+        ends.append(runs.weights(run.state.model))
+    assert torch.equal(ends[0], ends[1])
+    assert not torch.equal(ends[0], ends[2])
+
+
+def test_the_traced_peak_is_the_measured_one(tmp_path):
+    limited = ("memory.limit=1GiB", "train.grad_clip=null")
+    peaks = []
+    for name, more in {"plain": (), "host": (HOST,)}.items():
+        run = runs.prepare(tmp_path / name, *MLP, *limited, *more)
+        found = trace(run.config, load_components(run.config), 16, 1, evaluation=False).training
+        loop.train_step(run)
+        run.close()
+        assert found.total == run.memory.peak
+        peaks.append(found.total)
+    assert peaks[1] > peaks[0]  # on the CPU the copies are in the same memory
+
+
+@pytest.mark.parametrize(("first", "then"), [((HOST,), (HOST,)), ((HOST,), ()), ((), (HOST,))])
+def test_resumed_with_and_without(tmp_path: Path, first, then):
+    saving = (*MLP, "every.save=2", "schedule=constant")
+    runs.run(tmp_path / "whole", *saving)
+    runs.run(tmp_path / "parts", *saving, "train.max_steps=2", *first)
+    ended = runs.run(tmp_path / "parts", *saving, *then)
+    assert ended.steps == 4
+    whole, parts = (runs.saved(tmp_path / name, 4) for name in ("whole", "parts"))
+    for part in ("model", "optimizer"):
+        assert runs.differences(parts[part], whole[part]) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ("optimizer.in_backward=true", "train.grad_clip=null"),
+            "optimizer.offload=true with optimizer.in_backward=true: the backward would wait for the host once per",
+        ),
+        (
+            ("parallel=fsdp",),
+            "optimizer.offload=true with parallel=fsdp: FSDP keeps its shards on the host by itself; use parallel.fsdp",
+        ),
+    ],
+)
+def test_refused(tmp_path, overrides, message):
+    with pytest.raises(UserError) as refused:
+        runs.prepare(tmp_path, *MLP, HOST, *overrides)
+    assert str(refused.value).startswith(message)
+    assert "\n" not in str(refused.value)

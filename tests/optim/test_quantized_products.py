@@ -1,0 +1,264 @@
+"""precision=int8 and fp8: products in 8 bits, the same however a batch is cut, and everything else as in bf16."""
+
+import math
+import subprocess
+import sys
+
+import pytest
+import runs
+import torch
+from helpers import metrics
+from safetensors.torch import load_file
+from torch import nn
+
+from trainapp.errors import UserError
+from trainapp.optim.quantized_products import KINDS, QuantizedLinear, quantizable, quantize, require_kernels
+from trainapp.plan.cuda.planner import for_device
+from trainapp.plan.traced_run import trace
+from trainapp.run import runner
+from trainapp.train import loop
+from trainapp.train.components import load_components
+
+pytest.importorskip("torchao", reason="needs the extra trainapp[torchao]")
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+GPT = (*runs.MODELS["gpt"], "model.width=32", "model.dropout=0")
+ERRORS = {"int8": 0.015, "fp8": 0.05}  # of a product of normal numbers, relative, in the 2-norm
+by_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def layers(kind, bias=True):
+    """A linear layer in `kind` and the same one as it was."""
+    torch.manual_seed(0)
+    plain = nn.Linear(64, 32, bias)
+    quantized = nn.Linear(64, 32, bias)
+    quantized.load_state_dict(plain.state_dict())
+    quantize([quantized], kind)
+    return quantized, plain
+
+
+def gradients(layer, inputs, outputs):
+    """Of the inputs, the weight and the bias."""
+    inputs = inputs.detach().requires_grad_()
+    layer.zero_grad()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        result = layer(inputs)
+    result.backward(outputs)
+    return result.detach(), inputs.grad, *(p.grad for p in layer.parameters())
+
+
+def error(value, reference):
+    return float((value.float() - reference.float()).norm() / reference.float().norm())
+
+
+@by_kind
+def test_close_to_the_layer_in_bf16(kind):
+    quantized, plain = layers(kind)
+    inputs, outputs = torch.randn(3, 5, 64), torch.randn(3, 5, 32).bfloat16()
+    found, wanted = gradients(quantized, inputs, outputs), gradients(plain, inputs, outputs)
+    assert [(t.dtype, t.shape) for t in found] == [(t.dtype, t.shape) for t in wanted]
+    for value, reference in zip(found[:2], wanted[:2], strict=True):
+        assert 1e-4 < error(value, reference) < ERRORS[kind]  # it is rounded, but not much
+    assert torch.equal(found[2], wanted[2])
+    assert torch.equal(found[3], wanted[3])
+
+
+@by_kind
+def test_a_row_does_not_depend_on_the_others(kind):
+    quantized, _ = layers(kind)
+    inputs, outputs = torch.randn(8, 64) * torch.logspace(-2, 2, 8)[:, None], torch.randn(8, 32).bfloat16()
+    whole = gradients(quantized, inputs, outputs)
+    halves = [gradients(quantized, inputs[part], outputs[part]) for part in (slice(3), slice(3, 8))]
+    assert torch.equal(whole[0], torch.cat([half[0] for half in halves]))
+    assert torch.equal(whole[1], torch.cat([half[1] for half in halves]))
+    # Negative control: with one scale for the whole batch, the largest row rounds away the others.
+    scale = inputs.abs().amax() / 127
+    assert error((inputs / scale).round()[:3] * scale, inputs[:3]) > 10 * ERRORS[kind]
+
+
+@by_kind
+def test_values_that_are_not_finite_stay_so(kind):
+    quantized, _ = layers(kind)
+    inputs = torch.randn(3, 64)
+    inputs[0, 0], inputs[1, 0] = math.nan, math.inf
+    result = quantized(inputs.bfloat16())
+    assert not result[0].isfinite().any()
+    assert not result[1].isfinite().any()
+    assert result[2].isfinite().all()
+    assert quantized(torch.zeros(1, 64).bfloat16()).equal(quantized.bias.bfloat16()[None])
+
+
+@by_kind
+def test_any_layout(kind):
+    quantized, _ = layers(kind)
+    inputs = torch.randn(64, 3, 5).permute(1, 2, 0)
+    one = torch.ones((), dtype=torch.bfloat16)
+    found = gradients(quantized, inputs, one.expand(3, 5, 32))
+    wanted = gradients(quantized, inputs.contiguous(), torch.ones(3, 5, 32).bfloat16())
+    assert all(map(torch.equal, found, wanted))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert quantized(inputs[:0]).shape == (0, 5, 32)
+
+
+@by_kind
+def test_what_backward_keeps(kind):
+    """As nn.Linear: nothing for a frozen weight but the weight, and only the inputs where no gradient leaves."""
+
+    def kept(weight, inputs):
+        quantized, _ = layers(kind, bias=False)
+        quantized.weight.requires_grad_(weight)
+        sizes = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(tuple(t.shape)) or t, lambda t: t):
+            quantized(torch.randn(7, 64).bfloat16().requires_grad_(inputs))
+        return sizes
+
+    assert kept(True, True) == [(7, 64), (32, 64)]
+    assert kept(False, True) == [(32, 64)]
+    assert kept(True, False) == [(7, 64)]
+
+
+@by_kind
+def test_a_gradient_of_a_gradient_is_refused(kind):
+    quantized, _ = layers(kind)
+    inputs = torch.randn(2, 64, requires_grad=True)
+    with pytest.raises(UserError, match=rf"precision={kind}: a gradient of a gradient"):
+        torch.autograd.grad(quantized(inputs).sum(), inputs, create_graph=True)
+
+
+class Own(nn.Linear):
+    pass
+
+
+def test_which_layers():
+    suited = nn.Linear(16, 32)
+    others = [nn.Linear(16, 24), nn.Linear(8, 16), Own(16, 16), nn.Conv2d(16, 16, 1), nn.MultiheadAttention(16, 2)]
+    assert quantizable([nn.Sequential(suited, *others), suited]) == [suited]
+
+
+# Runs
+
+
+@by_kind
+def test_the_head_and_the_names_stay(tmp_path, kind):
+    run = runs.prepare(tmp_path / "quantized", *GPT, f"precision={kind}")
+    plain = runs.prepare(tmp_path / "plain", *GPT, "precision=bf16")
+    model = run.state.model
+    assert type(model.head) is nn.Linear
+    assert {type(m) for block in model.blocks() for m in block.modules() if isinstance(m, nn.Linear)} == {
+        QuantizedLinear
+    }
+    assert runs.differences(model.state_dict(), plain.state.model.state_dict()) == []
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    run.close()
+    plain.close()
+
+
+@by_kind
+def test_a_checkpoint_is_resumed_and_exported_in_another_precision(tmp_path, kind):
+    saving = (*GPT, "every.save=2", "train.max_steps=2")
+    runs.run(tmp_path / "run", *saving, f"precision={kind}")
+    continued = runs.run(tmp_path / "run", *saving, "train.max_steps=3")
+    assert continued.steps == 3
+    folder = tmp_path / "exported"
+    resume = f"checkpointing.resume={tmp_path / 'run'}"
+    runner.run(runs.configure(tmp_path / "run2", *GPT, "mode=export", resume, f"export.folder={folder}"))
+    exported = load_file(folder / "model.safetensors")
+    assert {t.dtype for t in exported.values()} == {torch.float32}
+
+
+@by_kind
+def test_micro_batches_add_up(tmp_path, kind):
+    def gradient(name, size):
+        run = runs.prepare(tmp_path / name, *GPT, f"precision={kind}", f"batch.micro_size={size}")
+        runs.accumulate(run)
+        run.close()
+        return torch.cat([p.grad.flatten() for p in run.state.model.parameters()])
+
+    # All but the order of additions in bf16, and values at the edge between two codes.
+    assert error(gradient("parts", 2), gradient("whole", 16)) < 0.01
+
+
+@by_kind
+def test_the_traced_peak_is_the_measured_one(tmp_path, kind):
+    run = runs.prepare(tmp_path, *GPT, f"precision={kind}", "memory.limit=1GiB", "train.grad_clip=null")
+    found = trace(run.config, load_components(run.config), 16, 1, evaluation=False).training
+    loop.train_step(run)
+    run.close()
+    assert found.total == run.memory.peak
+
+
+@by_kind
+@pytest.mark.parametrize("mode", ["full", "selective", "budget"])
+def test_checkpointing_has_the_same_gradients(tmp_path, kind, mode):
+    def gradients_of(mode):
+        run = runs.prepare(tmp_path / mode, *GPT, f"precision={kind}", f"activation_checkpointing={mode}")
+        runs.accumulate(run)
+        run.close()
+        return [p.grad for p in run.state.model.parameters()]
+
+    assert all(map(torch.equal, gradients_of(mode), gradients_of("none")))
+
+
+@pytest.mark.slow
+@by_kind
+def test_it_learns_as_bf16_does(tmp_path, kind):
+    def last_loss(precision):
+        learning = ("train.max_steps=300", "every.log=300", "schedule=constant", "optimizer.lr=3e-4")
+        runs.run(tmp_path / precision, *GPT, *learning, f"precision={precision}")
+        return metrics(tmp_path / precision)[-1]["loss"]
+
+    assert last_loss(kind) == pytest.approx(last_loss("bf16"), rel=0.02)
+
+
+# Refusals
+
+
+@by_kind
+def test_without_torchao(tmp_path, kind, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    with pytest.raises(UserError, match=rf"precision={kind}: .*pip install 'trainapp\[torchao\]', or use") as refused:
+        runs.prepare(tmp_path, *GPT, f"precision={kind}")
+    assert "\n" not in str(refused.value)
+
+
+@by_kind
+def test_another_version_of_torchao(kind, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchao.prototype.quantized_training.int8", None)
+    monkeypatch.setitem(sys.modules, "torchao.float8.float8_ops", None)
+    with pytest.raises(UserError, match=rf"precision={kind}: torchao [\d.]+ does not have the kernels of 0\.18"):
+        require_kernels(kind, torch.device("cpu"))
+
+
+@by_kind
+def test_a_device_that_cannot(kind):
+    """None is here whose kernels are missing: the message is that of a device that does not exist."""
+    with pytest.raises(UserError, match=rf"precision={kind}: this device \(xpu:9\) cannot multiply") as refused:
+        require_kernels(kind, torch.device("xpu:9"))
+    assert "\n" not in str(refused.value)
+
+
+@by_kind
+def test_a_plan_for_a_gpu_that_is_not_here_is_refused(tmp_path, kind):
+    planned = ("mode=plan", "plan.device=h100-80gb", "train.device=auto", f"precision={kind}")
+    with pytest.raises(UserError, match=rf"plan\.device=h100-80gb with precision={kind}: its kernels cannot be traced"):
+        for_device(runs.configure(tmp_path, *GPT, *planned), load_components)
+
+
+@by_kind
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (("model=resnet", "model.width=16", "data=digits"), "no nn.Linear in the blocks of ResNet has two dimensions"),
+        (("model=mlp", "model.width=20", "data=digits"), "no nn.Linear in the blocks of MLP has two dimensions that"),
+    ],
+)
+def test_nothing_to_quantize(tmp_path, kind, model, message):
+    with pytest.raises(UserError) as refused:
+        runs.prepare(tmp_path, *model, f"precision={kind}")
+    assert str(refused.value).startswith(f"precision={kind}: {message}")
+    assert "\n" not in str(refused.value)
+
+
+def test_torchao_is_imported_late():
+    command = "import sys, trainapp.train.assemble; assert 'torch' in sys.modules; assert 'torchao' not in sys.modules"
+    subprocess.run([sys.executable, "-c", command], check=True, timeout=120)
