@@ -15,13 +15,14 @@ from omegaconf import DictConfig, OmegaConf
 
 from trainapp.config import command_line, compose, hydra_errors
 from trainapp.errors import Reported, UserError
-from trainapp.launch import environment, one_run, run_name
+from trainapp.launch import environment, one_run, plan_table, run_name
+from trainapp.paths import CONF
 
 OmegaConf.register_new_resolver("run_name", run_name.default_run_name, use_cache=True, replace=True)
 log = logging.getLogger(__name__)
 
 
-@hydra.main(version_base="1.3", config_path=str(compose.CONF), config_name="train")
+@hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")
 def job(composed: DictConfig) -> float | None:
     """One run, or one job of a sweep. Returns the objective, for Hydra's optimizing sweepers.
 
@@ -43,6 +44,9 @@ def job(composed: DictConfig) -> float | None:
 
             return launch.launch(config, is_sweep)
     except Exception as error:
+        if is_sweep and isinstance(error, UserError) and one_run.is_plan(composed):
+            plan_table.leave_refusal(run_dir, error)
+            return None
         if is_sweep:
             _log_failure(error)
             _drop_tracebacks(error)

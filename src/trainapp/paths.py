@@ -1,7 +1,11 @@
-"""Directories of this user."""
+"""Directories of this program and of its user."""
 
 import os
 from pathlib import Path
+
+PACKAGE = Path(__file__).parent
+# An installed wheel carries conf/ inside the package; a checkout has it at its root.
+CONF = next(folder for folder in (PACKAGE / "conf", PACKAGE.parents[1] / "conf") if folder.is_dir())
 
 
 def user_cache_dir() -> Path:

@@ -3,8 +3,8 @@
 import pytest
 from hydra.errors import HydraException
 
-from trainapp.config.compose import PACKAGE
 from trainapp.config.hydra_errors import explain, fail
+from trainapp.paths import PACKAGE
 
 
 def test_fail_is_one_message(capsys):

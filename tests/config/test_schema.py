@@ -11,9 +11,10 @@ from helpers import ROOT
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from trainapp.config.compose import CONF, from_dict
+from trainapp.config.compose import from_dict
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
+from trainapp.paths import CONF
 from trainapp.units import parse_memory_size
 
 DOCUMENT = ROOT / "docs/configuration.md"

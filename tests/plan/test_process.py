@@ -69,6 +69,54 @@ def test_a_mistake_is_told_once_with_its_exit_code(tmp_path):
     assert done.stderr.count("model.depth=0") == 1
 
 
+NET = (
+    "from torch import nn\n"
+    "class Net(nn.Module):\n"
+    "    def __init__(self):\n"
+    "        super().__init__()\n"
+    "        self.linear = nn.Linear(64, 10)\n"
+    "    def forward(self, inputs):\n"
+    "        return self.linear(inputs.flatten(1))\n"
+)
+
+
+def test_options_of_ones_own_from_python(tmp_path):
+    (tmp_path / "own/model").mkdir(parents=True)
+    (tmp_path / "own/beside_its_yaml.py").write_text(NET)
+    (tmp_path / "own/model/mine.yaml").write_text("_target_: beside_its_yaml.Net\n")
+    overrides = ["model=mine", "user_packages=[beside_its_yaml]", "train.device=cpu", "plan.levers=false"]
+    before = list(sys.path)
+    facts = trainapp.plan(overrides, config_dir=tmp_path / "own")
+    assert sys.path == before
+    done = run_cli("--config-dir=own", "mode=plan", *overrides, "hydra.run.dir=here", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert facts["peak_bytes"] == json.loads((tmp_path / "here/plan.json").read_text())["peak_bytes"]
+    with pytest.raises(UserError, match=r"^model=mine: no such option; available: gpt, mlp, resnet$"):
+        trainapp.plan(overrides)
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    ["model=nope", "model.dept=3", "precision=16", "train.max_steps=${nope}", "model=[", "train.seed=-1", "nothing"],
+)
+def test_a_mistake_has_the_same_message_from_python_as_on_the_command_line(tmp_path, mistake):
+    with pytest.raises(UserError) as caught:
+        trainapp.plan([mistake])
+    done = run_cli("mode=plan", mistake, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "\n".join(line.strip() for line in done.stderr.splitlines()) == "trainapp: " + "\n".join(
+        line.strip() for line in str(caught.value).splitlines()
+    )
+
+
+def test_the_command_lines_own_options_are_refused_from_python(tmp_path):
+    for flag in ("--config-dir", "-m"):
+        with pytest.raises(UserError, match=rf"^trainapp\.plan: {flag} is an option .* config_dir=FOLDER$"):
+            trainapp.plan([flag, str(tmp_path), "model=gpt"])
+    with pytest.raises(UserError, match=r"^config_dir=.*nowhere: there is no such folder"):
+        trainapp.plan(["model=gpt"], config_dir=tmp_path / "nowhere")
+
+
 def test_a_planner_that_dies_is_not_traceable_and_says_how(tmp_path):
     (tmp_path / "dies.py").write_text(
         "import os, torch\n"

@@ -12,19 +12,38 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter
 
+from trainapp.config import hydra_errors
 from trainapp.config.schema import Config, Loader, Model, Optimizer
 from trainapp.config.validation import messages
 from trainapp.errors import UserError
-
-PACKAGE = Path(__file__).parents[1]
-# An installed wheel carries conf/ inside the package; a checkout has it at its root.
-CONF = next(folder for folder in (PACKAGE / "conf", PACKAGE.parents[1] / "conf") if folder.is_dir())
+from trainapp.paths import CONF
 
 
-def from_command_line(overrides: Iterable[str], run_dir: str = "") -> Config:
-    """The configuration of `python -m trainapp OVERRIDES`, for notebooks, tests and benchmarks. Raises UserError."""
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        return from_hydra(compose("train", list(overrides)), run_dir, "python -m trainapp")
+def from_command_line(overrides: Iterable[str], run_dir: str = "", config_dir: str | Path | None = None) -> Config:
+    """The configuration of `python -m trainapp OVERRIDES`, for notebooks, tests and benchmarks.
+
+    config_dir: as `--config-dir`, a folder with options of your own. Raises UserError for every mistake.
+    """
+    given = list(overrides)
+    try:
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            composed = compose("train", [*given, *_search_path(config_dir)])
+    except Exception as error:
+        message = hydra_errors.explain(error, given)
+        if message is None:
+            raise
+        raise UserError(message) from None
+    return from_hydra(composed, run_dir, "python -m trainapp")
+
+
+def _search_path(config_dir: str | Path | None) -> list[str]:
+    if config_dir is None:
+        return []
+    folder = Path(config_dir).expanduser().resolve()
+    if not folder.is_dir():
+        raise UserError(f"config_dir={config_dir}: there is no such folder; name the one that holds your YAML files")
+    quoted = str(folder).replace("\\", "\\\\").replace("'", "\\'")
+    return [f"hydra.searchpath=['{quoted}']"]
 
 
 def from_hydra(composed: DictConfig, run_dir: str, command: str) -> Config:

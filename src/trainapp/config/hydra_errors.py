@@ -10,8 +10,8 @@ import yaml
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from trainapp.config.compose import CONF, PACKAGE
 from trainapp.config.validation import suggest
+from trainapp.paths import CONF, PACKAGE
 
 
 def fail(text: str) -> None:

@@ -1,9 +1,10 @@
-"""Which process of a run holds the lock of its directory, and when. Imports no torch.
+"""Which process of a run holds the lock of its directory, and when; no plan in a run's directory. Imports no torch.
 
 Rank 0 of those that torchrun or a scheduler started; otherwise the process of the command line, workers or not.
 """
 
 import contextlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,25 +15,35 @@ from omegaconf import DictConfig, OmegaConf
 from trainapp.config.schema import Config
 from trainapp.errors import Reported, UserError
 from trainapp.launch import environment
-from trainapp.run import lock, restarts
+from trainapp.run import kept_run, lock, restarts
+from trainapp.units import listed
 
 _RESTART_PATIENCE = 30.0  # seconds that a launcher may take to end the workers before these
 
 
 class RefuseSecondRun(Callback):
-    """Takes the lock before Hydra writes the directory's .hydra and log, which may be those of a run in progress."""
+    """Takes the lock before Hydra writes the directory's .hydra and log, which may be those of a run in progress, and
+    refuses a plan where they are those of any run.
+
+    Hydra swallows exceptions that its callbacks raise, hence `Reported`.
+    """
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
-        """Called by Hydra, which swallows exceptions raised in callbacks, hence `Reported`.
-
-        In a sweep each job takes the lock of its own.
-        """
+        """Called by Hydra. In a sweep each job takes the lock of its own."""
         run_dir = _unchecked(config, "hydra.run.dir")
         try:
             if run_dir is not None:
+                if is_plan(config) and kept_run.holds_run(Path(str(run_dir))):
+                    raise _not_over("hydra.run.dir", run_dir, "a run")
                 _claim(Path(str(run_dir)), config)
         except UserError as error:
             raise Reported(error) from None
+
+    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+        """Called by Hydra. The jobs' directories are not known yet: that of the sweep must be free of runs."""
+        folder = _unchecked(config, "hydra.sweep.dir")
+        if folder is not None and _has_plans(config) and (found := kept_run.runs_below(Path(str(folder)))):
+            raise Reported(_not_over("hydra.sweep.dir", folder, f"runs ({listed(map(str, found))})"))
 
 
 @contextlib.contextmanager
@@ -54,6 +65,25 @@ def for_worker(config: Config) -> contextlib.AbstractContextManager[None]:
     if environment.is_rank_zero() and not lock.is_held(run_dir):
         return lock.held_by_worker(run_dir)
     return contextlib.nullcontext()
+
+
+def is_plan(composed: DictConfig) -> bool:
+    """Whether the configuration, not checked yet, is for `mode=plan`."""
+    return bool(_unchecked(composed, "mode") == "plan")
+
+
+def _has_plans(composed: DictConfig) -> bool:
+    """Whether jobs of this sweep are plans: the mode may itself be swept."""
+    given = _unchecked(composed, "hydra.overrides.task") or []
+    swept = [str(text).partition("=")[2] for text in given if str(text).lstrip("+").startswith("mode=")]
+    return is_plan(composed) or any("plan" in re.split(r"\W+", modes) for modes in swept)
+
+
+def _not_over(setting: str, folder: Any, content: str) -> UserError:
+    return UserError(
+        f"mode=plan with {setting}={folder}: this directory holds {content}, whose configuration a plan would replace "
+        f"by its own; leave {setting} out, or choose another directory"
+    )
 
 
 def _claim(run_dir: Path, composed: DictConfig) -> None:

@@ -1,47 +1,85 @@
 """After a multirun with `mode=plan`: one table over its configurations. Imports no torch."""
 
 import json
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
+from trainapp import strict_json
+from trainapp.errors import Reported, UserError
+from trainapp.files import atomic_write
 from trainapp.units import bytes_text
 
-_HEADER = ["job", "peak", "certainty", "largest micro-batch", "in evaluation", "overrides", "best plan"]
+PLAN, REFUSED = "plan.json", "refused"
+_HEADER = ["job", "peak", "certainty", "largest micro-batch", "in evaluation", "overrides", "best plan, or reason"]
 
 
 class PlanTable(Callback):
     """Prints the plans that the jobs of a sweep have left in their directories."""
 
+    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+        """Called by Hydra. Plans of an earlier sweep in the same directory are not of this one."""
+        self._earlier = {path: path.stat().st_mtime_ns for path in _plans(config)}
+
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
-        """Called by Hydra."""
-        if OmegaConf.select(config, "mode", throw_on_resolution_failure=False) != "plan":
-            return
-        folder = OmegaConf.select(config, "hydra.sweep.dir", throw_on_resolution_failure=False)
-        plans = sorted(Path(str(folder)).glob("**/plan.json"), key=lambda path: (len(path.parent.name), path))
+        """Called by Hydra. Raises Reported, which Hydra passes on, if a configuration was refused."""
+        plans = [path for path in _plans(config) if path.stat().st_mtime_ns != self._earlier.get(path)]
+        facts = [json.loads(path.read_text()) for path in plans]
         if plans:
-            print(table([_row(path) for path in plans]), flush=True)
+            print(table(_rows(plans, facts)), flush=True)
+        if refused := sum(of["certainty"] == REFUSED for of in facts):
+            raise Reported(UserError(f"mode=plan: {refused} of {len(plans)} configurations refused, see the table"))
 
 
-def _row(path: Path) -> list[str]:
-    facts = json.loads(path.read_text())
-    overrides = path.parent / ".hydra" / "overrides.yaml"
-    given = [line.removeprefix("- ") for line in overrides.read_text().splitlines()] if overrides.exists() else []
-    peak = bytes_text(facts["peak_bytes"]) if "peak_bytes" in facts else "-"
-    found = [facts.get(name) for name in ("largest_micro_size", "largest_eval_micro_size")]
-    sizes = ["-" if size is None else str(size) for size in found]
-    shown = " ".join(text for text in given if text != "mode=plan")
+def leave_refusal(run_dir: str, error: UserError) -> None:
+    """Write why a configuration was refused in place of its plan, for the table."""
+    with atomic_write(Path(run_dir) / PLAN) as file:
+        file.write(strict_json.dumps({"certainty": REFUSED, "reason": str(error)}, indent=1) + "\n")
+
+
+def _plans(config: DictConfig) -> list[Path]:
+    """The plans in the sweep's directory, in the order of the jobs; none of a sweep that trains."""
+    if OmegaConf.select(config, "mode", throw_on_resolution_failure=False) != "plan":
+        return []
+    folder = OmegaConf.select(config, "hydra.sweep.dir", throw_on_resolution_failure=False)
+    return sorted(Path(str(folder)).glob(f"**/{PLAN}"), key=lambda path: (len(path.parent.name), path))
+
+
+def _rows(plans: list[Path], facts: list[dict[str, Any]]) -> Iterator[list[str]]:
+    """One per plan. Of its overrides those in which the plans differ."""
+    given = [_overrides(path.parent) for path in plans]
+    common = set[str]() if len(plans) == 1 else set.intersection(*map(set, given))
+    for path, of, overrides in zip(plans, facts, given, strict=True):
+        peak = bytes_text(of["peak_bytes"]) if "peak_bytes" in of else "-"
+        found = [of.get(name) for name in ("largest_micro_size", "largest_eval_micro_size")]
+        sizes = ["-" if size is None else str(size) for size in found]
+        shown = " ".join(text for text in overrides if text not in common)
+        yield [path.parent.name, peak, of["certainty"], *sizes, shown, _outcome(of)]
+
+
+def _overrides(folder: Path) -> list[str]:
+    path = folder / ".hydra" / "overrides.yaml"
+    written = yaml.safe_load(path.read_text()) if path.exists() else []
+    return [text for text in written if text != "mode=plan"]
+
+
+def _outcome(facts: dict[str, Any]) -> str:
+    """The overrides of the best plan; why there is none."""
     best = facts.get("best")
-    pasted = "" if best is None else "nothing fits" if best["missing_bytes"] else best["overrides"]
-    return [path.parent.name, peak, facts["certainty"], *sizes, shown, pasted]
+    if best is not None:
+        return "nothing fits" if best["missing_bytes"] else str(best["overrides"])
+    return "" if "peak_bytes" in facts else "; ".join(facts["reason"].splitlines())
 
 
-def table(rows: list[list[str]]) -> str:
+def table(rows: Iterable[list[str]]) -> str:
     """Columns of equal width, the last one as it is."""
-    widths = [max(len(row[i]) for row in [_HEADER, *rows]) for i in range(len(_HEADER) - 1)]
+    cells = [_HEADER, *rows]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(_HEADER) - 1)]
     return "\n".join(
         "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]).rstrip()
-        for row in [_HEADER, *rows]
+        for row in cells
     )
