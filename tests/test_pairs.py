@@ -30,11 +30,15 @@ SWITCHES = {
     "every": ("activation_checkpointing.every=1", "activation_checkpointing.every=2"),
     "limit": ("memory.limit=null", "memory.limit=1GiB"),
     "nonfinite": ("train.nonfinite=stop", "train.nonfinite=skip"),
+    "in_backward": ("optimizer.in_backward=false", "optimizer.in_backward=true"),
 }
 FACTORS = GROUPS | OPTIONAL | SWITCHES
 WITHOUT_COMPILER = FACTORS | {"compile": SWITCHES["compile"][:1]}
 ON_ONE_RANK = WITHOUT_COMPILER | {"parallel": ("parallel=single",)}
-ON_TWO_RANKS = WITHOUT_COMPILER | {"parallel": tuple(o for o in GROUPS["parallel"] if o != "parallel=single")}
+ON_TWO_RANKS = WITHOUT_COMPILER | {
+    "parallel": tuple(o for o in GROUPS["parallel"] if o != "parallel=single"),
+    "in_backward": SWITCHES["in_backward"][:1],
+}
 
 # Pairs that are refused, each with the start of the message.
 CHOOSE_ANOTHER = r"model=trainapp\.models\.\w+\.\w+ cannot read data=trainapp\.data\.\w+\.\w+: it needs "
@@ -60,6 +64,17 @@ REFUSED |= {
     for kind in ("int8", "fp8")
 }
 REFUSED[frozenset(("debug=nonfinite", "precision=fp16"))] = r"train\.detect_anomaly=true with precision=fp16: its loss"
+REFUSED |= {
+    frozenset(("optimizer.in_backward=true", other)): f"optimizer.in_backward=true with {setting}: "
+    for other, setting in {
+        "train.compile=true": "train.compile=true",
+        "train.nonfinite=skip": "train.nonfinite=skip",
+        "precision=fp16": "precision=fp16",
+        "parallel=ddp": "parallel.strategy=ddp",
+        "parallel=fsdp": "parallel.strategy=fsdp",
+        "parallel=hsdp": "parallel.strategy=fsdp",
+    }.items()
+}
 # Weights in bf16 need an optimizer that rounds by chance.
 REFUSED |= {
     frozenset(("precision=bf16_pure", option)): r"precision=bf16_pure with [\w.]+: updates smaller than half of"
@@ -165,6 +180,8 @@ def complete(folder, row):
     row = [o for o in dict.fromkeys((model, data, *row)) if o[0] != "~" and not o.endswith("weights.safetensors")]
     if "activation_checkpointing=none" in row:
         row = [o for o in row if not o.startswith("activation_checkpointing.every")]
+    if "optimizer.in_backward=true" in row:
+        row.append("train.grad_clip=null")
     files = [o.replace("a.txt", str(folder / "a.txt")) for o in OF_DATA[data]]
     return [*row, *SMALL, *OF_MODEL[model], *files]
 

@@ -29,7 +29,9 @@ def without_rates(config):
 
 
 def surroundings(lever: Lever) -> list[str]:
-    """The group that has the setting, where the default has not."""
+    """What the setting needs beside the default: the group that has it, or another setting."""
+    if lever.setting == "optimizer.in_backward=true":
+        return ["train.grad_clip=null"]
     return ["parallel=fsdp"] if lever.setting.startswith("parallel.") else []
 
 
@@ -60,7 +62,8 @@ def test_a_value_of_the_users_choice(lever):
 
 @by_name(ONE_PROCESS)
 def test_every_lever_trains(tmp_path, lever):
-    ended = runs.run(tmp_path, *runs.MODELS["gpt"], *lever.setting.split(), "train.max_steps=2", "every.eval=2")
+    settings = (*runs.MODELS["gpt"], *surroundings(lever), *lever.setting.split())
+    ended = runs.run(tmp_path, *settings, "train.max_steps=2", "every.eval=2")
     assert ended.steps == 2
 
 
@@ -78,6 +81,19 @@ def test_what_applies_is_offered_unless_it_is_in_force(tmp_path):
     budget = "activation_checkpointing=budget activation_checkpointing.bytes=auto"
     assert offered - nothing == {"activation_checkpointing=full", "activation_checkpointing=selective", budget}
     run.close()
+
+
+def test_the_update_in_the_backward_changes_the_result_only_where_it_replaces_clipping(tmp_path):
+    results = {}
+    for clip in ("1.0", "null"):
+        run = runs.prepare(tmp_path / clip, *runs.MODELS["mlp"], f"train.grad_clip={clip}")
+        offered = catalogue.available(Situation(run.config, run.state.model, True))
+        results[clip] = {lever.setting: lever.result for lever in offered if "in_backward" in lever.setting}
+        run.close()
+    assert results == {
+        "1.0": {"optimizer.in_backward=true train.grad_clip=null": "other"},
+        "null": {"optimizer.in_backward=true": "same"},
+    }
 
 
 # Refusals: one message each, before anything is built from them

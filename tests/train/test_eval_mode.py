@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 from trainapp.errors import UserError
+from trainapp.memory.live_tensors import LiveTensors
+from trainapp.train import loop
 
 
 @pytest.mark.parametrize("case", runs.MODELS)
@@ -106,3 +108,54 @@ def test_the_objective_is_the_users(tmp_path, objective, best):
 def test_an_objective_that_is_no_metric(tmp_path):
     with pytest.raises(UserError, match=r"objective=max f1.*accuracy"):
         runs.run(tmp_path, *runs.MODELS["mlp"], "every.eval=1", "objective=max f1")
+
+
+class Caching(nn.Module):
+    """Makes a table in evaluation and uses it in the training that follows, as caches of positions do."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.head, self.table = nn.Linear(64, 64), nn.Linear(64, 10), None
+
+    def forward(self, images):
+        if self.table is None or not self.training:
+            self.table = torch.linspace(0.5, 1.5, 64)
+        return self.head(self.inner(images.flatten(1)) * self.table)
+
+
+CACHING = ("~model", "+model._target_=test_eval_mode.Caching", "user_packages=[test_eval_mode]", "data=digits")
+
+
+def under_inference_mode(monkeypatch):
+    monkeypatch.setattr(loop, "evaluate", torch.inference_mode()(loop.evaluate))
+
+
+def test_a_model_may_keep_what_it_makes_in_evaluation(tmp_path, monkeypatch):
+    """Negative control: under inference mode it could not, which is why evaluation is not."""
+    losses = {}
+    for every in ("2", "null"):
+        runs.run(tmp_path / every, *CACHING, f"every.eval={every}")
+        losses[every] = [line["loss"] for line in helpers.metrics(tmp_path / every)]
+    assert losses["2"] == losses["null"]
+    under_inference_mode(monkeypatch)
+    with pytest.raises(RuntimeError, match="Inference tensors cannot be saved for backward"):
+        runs.run(tmp_path / "inference", *CACHING, "every.eval=2")
+
+
+@pytest.mark.parametrize("case", ["resnet", "gpt"])
+def test_inference_mode_would_save_no_memory(tmp_path, monkeypatch, case):
+    """Without gradients nothing is kept for backward already. Negative control: with them, more is."""
+
+    def peak():
+        run = runs.prepare(tmp_path, *runs.MODELS[case])
+        with LiveTensors() as counter:
+            loop.evaluate(run)
+        run.close()
+        return counter.peak
+
+    without_gradients = peak()
+    with monkeypatch.context() as patched:
+        under_inference_mode(patched)
+        assert peak() == without_gradients
+    monkeypatch.setattr(loop, "evaluate", loop.evaluate.__wrapped__)
+    assert peak() > without_gradients

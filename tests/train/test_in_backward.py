@@ -95,7 +95,7 @@ def test_an_error_in_the_update_goes_back_to_the_checkpoint(tmp_path, monkeypatc
         failed = runs.run(tmp_path / "failed", *settings)
     assert failed.oom_restarts == 1
     (incident,) = incidents(tmp_path / "failed")
-    assert incident["phase"] == "update in backward"
+    assert incident["phase"] == "backward after updates"
     assert (
         "optimizer.in_backward=true has updated some of the parameters, so back to the checkpoint of step 2"
         in (incident["action"])
@@ -147,8 +147,34 @@ class Detached(nn.Module):
         return self.outer(self.inner(images.flatten(1)) @ self.outer.weight.detach())[:, :10]
 
 
+class Nested(nn.Module):
+    """One parameter in two backwards of their own, which do not read it."""
+
+    def __init__(self):
+        super().__init__()
+        self.shared, self.head = nn.Parameter(torch.zeros(64)), nn.Linear(64, 10)
+
+    def forward(self, images):
+        x = images.flatten(1).requires_grad_()
+        return self.head(_Apart.apply(_Apart.apply(x, self), self))
+
+
+class _Apart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, model):
+        with torch.enable_grad():
+            ctx.x = x.detach().requires_grad_()
+            ctx.y = ctx.x + model.shared
+        return ctx.y.detach()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        torch.autograd.backward(ctx.y, gradient)
+        return ctx.x.grad, None
+
+
 class Reentrant(nn.Module):
-    """One layer in two checkpoints, each of which has a backward of its own."""
+    """One layer in two of torch's reentrant checkpoints, each of which has a backward of its own."""
 
     def __init__(self):
         super().__init__()
@@ -182,7 +208,9 @@ def test_a_parameter_that_is_needed_again_is_refused(tmp_path):
 
 def test_gradients_in_several_parts_are_refused(tmp_path):
     with pytest.raises(TrainingStopped, match=r"in_backward=true, but the gradient of a parameter of shape \[64"):
-        ended(tmp_path, *own("Reentrant"), ON)
+        ended(tmp_path / "nested", *own("Nested"), ON)
+    with pytest.raises(UserError, match=r"the backward needs `shared.bias` again after its gradient is complete"):
+        ended(tmp_path / "reentrant", *own("Reentrant"), ON)
 
 
 def test_an_optimizer_of_ones_own_must_say_that_it_needs_one_gradient_at_a_time():
@@ -208,6 +236,7 @@ def test_only_the_one_parameter_is_updated():
     [
         (("train.grad_clip=1.0",), "optimizer.in_backward=true with train.grad_clip=1.0: the norm of all gradients is"),
         (("precision=fp16",), "optimizer.in_backward=true with precision=fp16: a step with a gradient that overflows"),
+        (("train.compile=true",), "optimizer.in_backward=true with train.compile=true: where a model is compiled in"),
         (("train.nonfinite=skip",), "optimizer.in_backward=true with train.nonfinite=skip: a step cannot be left out"),
         (("parallel=ddp",), "optimizer.in_backward=true with parallel.strategy=ddp: gradients are averaged over ranks"),
     ],

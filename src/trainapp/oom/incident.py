@@ -66,7 +66,7 @@ class Incident:
     @property
     def why_torn(self) -> str:
         """The reason for `is_torn`, for a message."""
-        if self.phase is Phase.UPDATE_IN_BACKWARD:
+        if self.phase.updates_in_backward:
             return "optimizer.in_backward=true has updated some of the parameters"
         if not self.lost:
             return "the parameters may be half updated"
@@ -139,7 +139,7 @@ def _place(run: Run, error: BaseException) -> tuple[Phase, str]:
     phase = run.attempt.phase
     if phase is Phase.FORWARD and not entered:
         phase = Phase.LOSS
-    if phase not in (Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE_IN_BACKWARD, Phase.EVALUATE):
+    if phase not in (Phase.FORWARD, Phase.BACKWARD, Phase.EVALUATE) and not phase.updates_in_backward:
         return phase, module
     path = run.memory.module_path.at_failure
     while path and path not in names.values():  # begins with what DDP or FSDP2 has put around the model

@@ -25,6 +25,7 @@ _NAMES = {
     Phase.LOSS: "forward",
     Phase.BACKWARD: "backward",
     Phase.UPDATE_IN_BACKWARD: "backward",
+    Phase.BACKWARD_AFTER_UPDATES: "backward",
     Phase.METRIC: "metrics",
     Phase.GRADIENTS: "clip",
     Phase.UNSCALE: "clip",
@@ -117,8 +118,9 @@ class TracedMemory(DeviceMemory):
             self.draws |= self._generators != _host_generators()
         if phase is Phase.FORWARD:
             self._generators = _host_generators()
+        is_same = phase.updates_in_backward and self.phase is not None and _NAMES.get(self.phase) == _NAMES[phase]
         self.phase = phase
-        if self._counter is not None:
+        if self._counter is not None and not is_same:  # each update would end a phase, and make temporaries outlive it
             self._counter.marks.append((len(self._counter.events), phase))
 
     def note_buffer(self, buffer: torch.Tensor) -> None:

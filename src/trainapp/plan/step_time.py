@@ -23,8 +23,10 @@ from trainapp.train.phase import Phase
 
 LARGEST = 2**26  # bytes that an operation may move to be run for real
 PATIENCE = 5.0  # seconds for all operations that are run for real
-_PER_MICRO_BATCH = frozenset({Phase.DATA, Phase.FORWARD, Phase.LOSS, Phase.BACKWARD})
-_PER_STEP = frozenset({Phase.GRADIENTS, Phase.UNSCALE, Phase.CLIP, Phase.COMMIT, Phase.COMMITTED})
+_PER_MICRO_BATCH = frozenset({Phase.DATA, Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.BACKWARD_AFTER_UPDATES})
+_PER_STEP = frozenset(
+    {Phase.GRADIENTS, Phase.UNSCALE, Phase.CLIP, Phase.UPDATE_IN_BACKWARD, Phase.COMMIT, Phase.COMMITTED}
+)
 
 
 @dataclass
@@ -63,8 +65,6 @@ class WorkCounter(DispatchMode):
         phase = self._phase()
         if func.is_view or func.namespace == "prim":  # asked of tensors without data only, such as for their device
             return result
-        if phase is Phase.UPDATE_IN_BACKWARD:  # the last backward, and the updates in between
-            phase = Phase.COMMIT if func.__name__.startswith(("_fused_", "_foreach_")) else Phase.BACKWARD
         if phase in _PER_MICRO_BATCH:
             self.work.per_micro_batch[operation_of(func, args, kwargs or {}, result)] += 1
         elif phase in _PER_STEP:

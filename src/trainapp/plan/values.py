@@ -92,7 +92,9 @@ class MadeUpValues(DispatchMode):
 
 _EQUAL = torch.ops.aten.equal.default
 # In the others, the step itself reads: counts, norms, the loss scale.
-_OF_THE_MODEL = frozenset({Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.METRIC, Phase.EVALUATE})
+_OF_THE_MODEL = frozenset(
+    {Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.BACKWARD_AFTER_UPDATES, Phase.METRIC, Phase.EVALUATE}
+)
 
 
 @dataclass

@@ -14,6 +14,7 @@ from torch import Tensor
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.optim.in_backward import ParameterSteps
 from trainapp.optim.nonfinite import gradient_norm, scale_gradients
+from trainapp.optim.updated_memory import UpdatedMemory
 from trainapp.torch_private import foreach_norm
 from trainapp.train.phase import Phase
 from trainapp.train.run import Run, Step
@@ -63,6 +64,7 @@ class _Commit:
         self.run, self.step = run, step
         self.applies = False
         self._steps = ParameterSteps(run.state.optimizer)
+        self._memory = UpdatedMemory(run.state.model)
         self._norms: dict[int, Tensor] = {}
         self._dtype: torch.dtype | None = None
         self._factor: Tensor | None = None
@@ -87,7 +89,8 @@ class _Commit:
                 if parameter.requires_grad:
                     hooks.enter_context(parameter.register_post_accumulate_grad_hook(self._update))
             try:
-                yield
+                with self._memory:
+                    yield
             except RuntimeError as error:
                 if "modified by an inplace operation" in str(error):
                     raise UserError(
@@ -96,12 +99,15 @@ class _Commit:
                         "optimizer.in_backward=false"
                     ) from error
                 raise
+            if run.attempt.phase.is_torn:
+                run.attempt.phase = Phase.UPDATE_IN_BACKWARD  # what follows is not read by the model, either
 
     def finished(self, totals: Totals) -> Tensor:
         """Update what had gradients in earlier micro-batches only. Returns the norm. Raises TrainingStopped for
         values that are not finite: the parameters have them, too, and reach no checkpoint.
         """
         run = self.run
+        run.attempt.phase = Phase.UPDATE_IN_BACKWARD
         for parameter in run.meter.parameters:
             if parameter.grad is not None:
                 self._update(parameter)
@@ -122,14 +128,16 @@ class _Commit:
                 f"{list(parameter.shape)} came in several parts, as with torch's checkpoint(use_reentrant=True); use "
                 "optimizer.in_backward=false"
             )
-        if not run.attempt.phase.is_torn:
-            run.attempt.phase = Phase.UPDATE_IN_BACKWARD
+        phase, run.attempt.phase = run.attempt.phase, Phase.UPDATE_IN_BACKWARD
         assert parameter.grad is not None
         self._norms[id(parameter)] = foreach_norm([parameter.grad], 2, self._dtype)[0]
         if self._steps.trains(parameter):
             if self._factor is not None:
                 scale_gradients([parameter.grad], self._factor)
-            self._steps.step(parameter)
-            # Torch's fused kernels leave it as it is (2.13): a backward that needs the old values would not notice.
+            with self._memory.update(parameter):
+                self._steps.step(parameter)
+            # Torch's fused kernels leave it as it is (2.13): a graph that has saved the old values would not notice.
             torch.autograd.graph.increment_version(parameter)
         parameter.grad = None
+        if phase is not Phase.UPDATE_IN_BACKWARD:
+            run.attempt.phase = Phase.BACKWARD_AFTER_UPDATES

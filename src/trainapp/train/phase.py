@@ -19,6 +19,7 @@ class Phase(str, Enum):
     UNSCALE = "unscale"
     CLIP = "clip"
     UPDATE_IN_BACKWARD = "update in backward"
+    BACKWARD_AFTER_UPDATES = "backward after updates"
     COMMIT = "commit"
     COMMITTED = "committed"
     SEARCH = "search"
@@ -35,7 +36,12 @@ class Phase(str, Enum):
     @property
     def is_torn(self) -> bool:
         """Whether parameters and optimizer may be half updated: only a checkpoint is safe."""
-        return self in (Phase.COMMIT, Phase.UPDATE_IN_BACKWARD)
+        return self is Phase.COMMIT or self.updates_in_backward
+
+    @property
+    def updates_in_backward(self) -> bool:
+        """Whether a backward that updates parameters has begun to do so."""
+        return self in (Phase.UPDATE_IN_BACKWARD, Phase.BACKWARD_AFTER_UPDATES)
 
     @property
     def depends_on_size(self) -> bool:

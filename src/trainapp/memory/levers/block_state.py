@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from trainapp.errors import TrainingStopped
 from trainapp.models.inspect import MODULE_ATTRIBUTES
+from trainapp.optim.updated_memory import UpdatedMemory
 from trainapp.rng import HostGenerators, generator_state, is_generator, set_generator_state
 from trainapp.torch_private import buffers_of, is_tracing, non_persistent_buffers, parameters_of, version_of
 
@@ -105,7 +106,7 @@ class BlockState:
                     again = _copy(kept) if isinstance(kept, Tensor) else copy.copy(kept)  # for a second recomputation
                     original = copies.setdefault(id(original), again)
                 elif isinstance(original, Tensor) and version_of(original) != before.versions[place, name]:
-                    self._stop(name)
+                    self._require_updated(original, name)
                 if original is not current:
                     now.append((owner, name, current))
                     _put(owner, name, original)
@@ -121,7 +122,10 @@ class BlockState:
             for generator, state in own:
                 set_generator_state(generator, state)
 
-    def _stop(self, name: str) -> None:
+    def _require_updated(self, tensor: Tensor, name: str) -> None:
+        """Raises TrainingStopped for a tensor that something else than the backward's own updates has written."""
+        if UpdatedMemory.watches(tensor):
+            return
         raise TrainingStopped(
             f"activation_checkpointing: `{name}` in a {type(self.block).__name__} is written in some forwards only, or "
             "by another module, and what it held before is lost, so that the block cannot be recomputed; register it "

@@ -10,6 +10,7 @@ from trainapp.memory.levers.conditions import (
     needs_a_head,
     needs_rounding_by_chance,
     needs_shards,
+    needs_updates_in_place_of_clipping,
     needs_updates_one_by_one,
     needs_whole_parameters,
 )
@@ -159,13 +160,23 @@ LEVERS = (
         },
     ),
     Lever(
+        "optimizer.in_backward=true",
+        saves="all gradients but one, where the step is one micro-batch",
+        costs="an error in the last backward goes back to the checkpoint",
+        applies="with `train.grad_clip=null`, `parallel=single`; not with `train.compile`, `precision=fp16` or "
+        "`train.nonfinite=skip`",
+        changes={"optimizer.in_backward": True},
+        require=needs_updates_one_by_one,
+        result="same",
+    ),
+    Lever(
         "optimizer.in_backward=true train.grad_clip=null",
         saves="all gradients but one, where the step is one micro-batch",
         costs="no clipping; an error in the last backward goes back to the checkpoint",
-        applies="`parallel=single`; not with `precision=fp16` or `train.nonfinite=skip`",
+        applies="as above, in place of `train.grad_clip`",
         changes={"optimizer.in_backward": True, "train.grad_clip": None},
         in_force=lambda config: config.optimizer.in_backward,
-        require=needs_updates_one_by_one,
+        require=needs_updates_in_place_of_clipping,
     ),
     ON_HOST,
     Lever(

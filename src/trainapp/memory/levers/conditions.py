@@ -1,6 +1,7 @@
 """Where levers apply: each function raises UserError elsewhere."""
 
 from trainapp.config import targets
+from trainapp.config.schema import Config
 from trainapp.errors import UserError
 from trainapp.memory.levers import chunked_loss
 from trainapp.memory.levers.lever import Situation
@@ -100,12 +101,25 @@ def needs_updates_one_by_one(situation: Situation) -> None:
     """`optimizer.in_backward`: what needs all gradients before the first update, or what other ranks would have to
     add to them, or the updated parameters of a step that is then not taken.
     """
-    config, setting = situation.config, "optimizer.in_backward=true"
-    if config.optimizer.in_backward and config.train.grad_clip is not None:
+    config = situation.config
+    if config.train.grad_clip is not None:
         raise UserError(
-            f"{setting} with train.grad_clip={config.train.grad_clip}: the norm of all gradients is known only after "
-            "the backward, when the parameters have been updated; use train.grad_clip=null"
+            f"optimizer.in_backward=true with train.grad_clip={config.train.grad_clip}: the norm of all gradients is "
+            "known only after the backward, when the parameters have been updated; use train.grad_clip=null"
         )
+    _need_separate_updates(config)
+
+
+def needs_updates_in_place_of_clipping(situation: Situation) -> None:
+    """The same, where clipping is given up for it."""
+    config = situation.config
+    if config.train.grad_clip is None and not config.optimizer.in_backward:
+        raise UserError("optimizer.in_backward=true train.grad_clip=null: nothing is clipped; leave the latter out")
+    _need_separate_updates(config)
+
+
+def _need_separate_updates(config: Config) -> None:
+    setting = "optimizer.in_backward=true"
     if config.precision.mode == "fp16":
         raise UserError(
             f"{setting} with precision=fp16: a step with a gradient that overflows is skipped, but a part of it has "
@@ -115,6 +129,11 @@ def needs_updates_one_by_one(situation: Situation) -> None:
         raise UserError(
             f"{setting} with train.nonfinite=skip: a step cannot be left out once its backward has begun; use "
             "train.nonfinite=stop"
+        )
+    if config.train.compile:
+        raise UserError(
+            f"{setting} with train.compile=true: where a model is compiled in several graphs, one of them may read a "
+            "parameter after its update, which nothing would notice; use train.compile=false"
         )
     if config.parallel.strategy != "single":
         raise UserError(
