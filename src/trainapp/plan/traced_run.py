@@ -23,6 +23,7 @@ from trainapp.parallel.dtensor import is_shard, local
 from trainapp.parallel.ranks import Ranks, SingleRank
 from trainapp.plan import models
 from trainapp.plan.assumed_shapes import Share
+from trainapp.plan.own_loss import LogitsWatch
 from trainapp.plan.place import Place
 from trainapp.plan.ranks import EqualChunks
 from trainapp.plan.recorder import Peak, PhaseLog, TracedMemory
@@ -48,10 +49,9 @@ class Trace:
     results have shapes that depend on values. probed: those that were run for real to know what they allocate.
     varies: whether the micro-batches of the data differ in shape. bucket: where those of training do, the shape that
     was traced, see `bucket_of`; else 0. static: as `Meter.static`. uneven: whether ranks have shards of different
-    sizes. smallest: the model cannot train on fewer samples at once.  unsettled: why another step
-    may need more. levers: that apply
-    and are not in force. work: of one training step; None if it was not counted. allocations: what the place has
-    recorded.
+    sizes. smallest: the model cannot train on fewer samples at once. unsettled: why another step may need more. levers:
+    that apply and are not in force. hints: what the user's own code could do. work: of one training step; None if it
+    was not counted. allocations: what the place has recorded.
     """
 
     training: Peak | None
@@ -66,6 +66,7 @@ class Trace:
     smallest: int
     levers: tuple[Lever, ...]
     unsettled: tuple[str, ...] = ()
+    hints: tuple[str, ...] = ()
     work: Work | None = None
     allocations: Any = None
 
@@ -127,7 +128,7 @@ def trace(
         if _has_padded_shards(run.state.model.parameters()):
             _settle_shards(run)
         work = WorkCounter(lambda: memory.phase) if count_work else None
-        with place.recording(run) as allocations:
+        with LogitsWatch(run) as logits, place.recording(run) as allocations:
             found = _training_peak(run, memory, place.steps, work) if training else None
             measured = None
             if evaluation and run.eval_batches is not None and run.cadences.evaluate:
@@ -149,6 +150,7 @@ def trace(
         smallest=build.smallest_micro_batch(run.state.model),
         levers=tuple(available(Situation(config, run.state.model, losses.is_built_in(run.task)))),
         unsettled=_unsettled(memory, ranks),
+        hints=logits.notes(),
         work=None if work is None else _of_whole_step(work.work, config, planned, size, parts.batches.samples),
         allocations=allocations,
     )
