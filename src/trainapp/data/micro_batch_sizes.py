@@ -211,8 +211,8 @@ class MicroBatchSizes:
         """After `failed`: continue with a size that is predicted to be the largest that fits.
 
         peak: the bytes that it is predicted to need: no larger size is tried, unless a step disproves it (see
-        `compare`); None: the search goes on. False, and no change, where a size has been proven already, or where this
-        one has failed.
+        `compare`); None: the search continues. False, and no change, where a size has been proven already, or where
+        this one has failed.
         """
         bucket = self.current_bucket or 0
         search = self.search(bucket)
@@ -224,7 +224,7 @@ class MicroBatchSizes:
         return True
 
     def compare(self, measured: int | None) -> None:
-        """The peak of a clean step: the search goes on where it is far below what the plan has predicted.
+        """The peak of a clean step: the search continues where it is far below what the plan has predicted.
 
         None where it was not measured. Call before `succeeded`.
         """

@@ -16,7 +16,7 @@ from trainapp.train.run import Run
 from trainapp.train.sizes import Begin
 from trainapp.units import bytes_text
 
-# Seconds after which halving goes on without a plan: some, or as long as a few more failed attempts would take.
+# Seconds after which halving continues without a plan: some, or as long as a few more failed attempts would take.
 PATIENCE, ATTEMPTS = 60.0, 5
 log = logging.getLogger(__name__)
 
