@@ -172,7 +172,8 @@ def test_each_python_has_one_exact_pin_for_each_package(python):
     for name, specifiers in pinned.items():
         assert len(specifiers) == 1, name
         assert re.fullmatch(r"==[0-9.]+", str(specifiers[0])), name
-    for requirement in direct_requirements():
+    of_extras = [Requirement(text) for text in PROJECT["project"]["optional-dependencies"]["hf"]]
+    for requirement in (*direct_requirements(), *of_extras):
         (specifier,) = pinned[canonicalize_name(requirement.name)]
         assert requirement.specifier.contains(str(specifier).removeprefix("==")), requirement
 

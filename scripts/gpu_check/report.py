@@ -24,7 +24,7 @@ tables, what was not as expected is bold, and *(measured)* stands where nothing 
 
 @dataclass(frozen=True)
 class Extent:
-    """How much was run. device: cuda or cpu. steps: that there are; ran: that have ended."""
+    """How much was run. device: cuda or cpu. steps: all of them; ran: those that have ended."""
 
     device: str
     steps: int

@@ -1,12 +1,12 @@
 """What cannot be traced as it is: built for real, probed, or planned from small steps that are run for real."""
 
 import json
-import sys
 
 import pytest
 import runs
 import torch
 from helpers import run_cli
+from measured import by_part, own_model, peaks
 from torch import nn
 
 from trainapp.config import compose
@@ -14,8 +14,6 @@ from trainapp.memory.live_tensors import LiveTensors
 from trainapp.plan import planner, probes, real_steps
 from trainapp.plan.values import MadeUpValues
 from trainapp.torch_private import fake_tensor_mode
-from trainapp.train import loop
-from trainapp.train.evaluate import evaluate
 
 OVER = (
     *runs.TINY, "every.eval=1", "checkpointing=off", "oom.remember=false", "oom.grow=false", "data=digits",
@@ -114,39 +112,11 @@ class RoutedToTheLast(Routed):
 @pytest.fixture
 def own(monkeypatch, tmp_path):
     """Overrides for a model of this file."""
-    monkeypatch.setitem(sys.modules, "own_untraceable", sys.modules[__name__])
-
-    def overrides(kind, *more):
-        monkeypatch.setattr(kind, "__module__", "own_untraceable")
-        group = tmp_path / "conf" / "model"
-        group.mkdir(parents=True, exist_ok=True)
-        (group / "own.yaml").write_text(f"_target_: own_untraceable.{kind.__name__}\n")
-        search = f"hydra.searchpath=[file://{tmp_path / 'conf'}]"
-        return (*OVER, "model=own", "user_packages=[own_untraceable]", search, *more)
-
-    return overrides
+    return lambda kind, *more: (*OVER, *own_model(monkeypatch, tmp_path, kind), *more)
 
 
 def plan(overrides):
     return planner.plan(compose.from_command_line(list(overrides)))[0]
-
-
-def measure(run_dir, overrides):
-    run = runs.prepare(run_dir, *overrides)
-    try:
-        for _ in range(3):
-            loop.train_step(run)
-        training, run.memory.peak = run.memory.peak, 0
-        evaluate(run)
-    finally:
-        run.close()
-    return training, run.memory.peak
-
-
-def by_part(facts):
-    phases = dict(facts["phases"])
-    evaluation = phases.pop("evaluation")
-    return max(phases.values()), evaluation
 
 
 @pytest.mark.parametrize("size", [16, 32])  # with and without accumulation
@@ -158,7 +128,7 @@ def test_an_estimate_from_small_real_steps_says_so_and_meets_the_run(tmp_path, o
     assert facts["estimate"]["micro_sizes"] == [2, 4, 8]
     assert facts["estimate"]["memory_share"] == real_steps.MEMORY_SHARE
     assert any("run for real with micro-batches of 2, 4 and 8" in note for note in facts["notes"])
-    real = measure(tmp_path, overrides)
+    real = peaks(tmp_path, *overrides)
     assert by_part(facts) == pytest.approx(real, rel=0.01)
     assert facts["largest_micro_size"] == 32
 
@@ -182,7 +152,7 @@ def test_models_that_no_fake_mode_builds_are_planned_exactly(tmp_path, own, kind
     overrides = own(kind)
     facts = plan(overrides)
     assert facts["certainty"] == "exact"
-    assert by_part(facts) == measure(tmp_path, overrides)
+    assert by_part(facts) == peaks(tmp_path, *overrides)
 
 
 def test_an_lstm_is_probed_and_exact(tmp_path, own):
@@ -190,7 +160,7 @@ def test_an_lstm_is_probed_and_exact(tmp_path, own):
     facts = plan(overrides)
     assert facts["certainty"] == "probed"
     assert any("aten.mkldnn_rnn_layer" in note for note in facts["notes"])
-    assert by_part(facts) == measure(tmp_path, overrides)
+    assert by_part(facts) == peaks(tmp_path, *overrides)
 
 
 def recurrent_peaks(shape, settings):
@@ -244,7 +214,7 @@ def test_routing_gives_a_range_from_equal_parts_to_one_choice(tmp_path, own, kin
     assert facts["certainty"] == "range"
     assert "aten.nonzero" in str(facts["notes"])
     low, high = facts["range_bytes"]
-    real = max(measure(tmp_path, overrides))
+    real = max(peaks(tmp_path, *overrides))
     assert low <= real <= high
     assert high < 1.6 * low  # four experts for all rows each would need more
 

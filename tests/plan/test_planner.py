@@ -5,13 +5,12 @@ import random
 import pytest
 import runs
 import torch
+from measured import by_part, own_model, peaks
 from torch import nn
 
 from trainapp.config import compose
 from trainapp.errors import UserError
 from trainapp.plan import planner
-from trainapp.train import loop
-from trainapp.train.evaluate import evaluate
 
 SIZES = ("batch.global_size=16", "batch.micro_size=8", "batch.eval_micro_size=8")
 OVER = (*runs.TINY, "every.eval=1", "checkpointing=off", "oom.remember=false", "oom.grow=false", "plan.levers=false")
@@ -22,23 +21,7 @@ def plan(*overrides):
 
 
 def measure(run_dir, *overrides):
-    """Peaks of training and of evaluation."""
-    run = runs.prepare(run_dir, *OVER, *overrides)
-    try:
-        for _ in range(3):
-            loop.train_step(run)
-            loop.update_weight_average(run)
-        training, run.memory.peak = run.memory.peak, 0
-        evaluate(run)
-    finally:
-        run.close()
-    return training, run.memory.peak
-
-
-def by_part(facts):
-    phases = dict(facts["phases"])
-    evaluation = phases.pop("evaluation")
-    return max(phases.values()), evaluation
+    return peaks(run_dir, *OVER, *overrides)
 
 
 CASES = [
@@ -202,20 +185,7 @@ class Selecting(nn.Module):
 @pytest.fixture
 def own(monkeypatch, tmp_path):
     """Overrides for a model of this file."""
-    import sys
-
-    monkeypatch.setitem(sys.modules, "own_for_plan", sys.modules[__name__])
-    for kind in (Often, Never, Drawing, Collecting, Selecting):
-        monkeypatch.setattr(kind, "__module__", "own_for_plan")
-
-    def overrides(kind):
-        group = tmp_path / "conf" / "model"
-        group.mkdir(parents=True, exist_ok=True)
-        (group / "own.yaml").write_text(f"_target_: own_for_plan.{kind.__name__}\n")
-        search = f"hydra.searchpath=[file://{tmp_path / 'conf'}]"
-        return ("model=own", "data=digits", "user_packages=[own_for_plan]", search, *SIZES)
-
-    return overrides
+    return lambda kind: (*own_model(monkeypatch, tmp_path, kind), "data=digits", *SIZES)
 
 
 @pytest.mark.parametrize("kind", [Often, Never])

@@ -236,7 +236,7 @@ class MicroBatchSizes:
 
     def compare(self, ranks: Ranks, measured: int | None) -> None:
         """The peak of a clean step, None where it was not measured: where it is not what the plan has predicted, the
-        search goes on with the size that is then the largest to fit. Call before `succeeded`. Collective.
+        search continues with the size that is then the largest to fit. Call before `succeeded`. Collective.
         """
         if self.forecast is None:
             return

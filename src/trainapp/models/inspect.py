@@ -5,6 +5,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
+from trainapp.config.schema import Model
 from trainapp.errors import UserError
 from trainapp.torch_private import BatchNorm
 
@@ -14,6 +15,12 @@ MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))  # what torch itself keeps in e
 def has_batchnorm(model: nn.Module) -> bool:
     """Whether the model normalises over the samples of a micro-batch."""
     return any(isinstance(module, BatchNorm) for module in model.modules())
+
+
+def instead_of_batchnorm(model_settings: Model) -> str:
+    """The remedy for a model that has BatchNorm: the setting where it has one, else a change of the model."""
+    has_setting = "norm" in model_settings.arguments and model_settings.target.startswith("trainapp.models.")
+    return "GroupNorm (model.norm=group)" if has_setting else "GroupNorm in its place in the model"
 
 
 def bilinear_modules(model: nn.Module) -> list[str]:

@@ -20,7 +20,7 @@ from trainapp.train.run import Run
 from trainapp.train.sizes import PlannedSizes
 from trainapp.units import bytes_text
 
-# Seconds after which halving goes on without a plan: some, or as long as a few more failed attempts would take.
+# Seconds after which halving continues without a plan: some, or as long as a few more failed attempts would take.
 PATIENCE, ATTEMPTS = 60.0, 5
 Facts = dict[str, Any]
 log = logging.getLogger(__name__)

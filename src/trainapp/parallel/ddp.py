@@ -47,7 +47,7 @@ class Exchange:
 
 
 class Buckets(DispatchMode):
-    """While active, notes the tensors that DDP allocates: its buckets belong to C++, which shows them to nobody."""
+    """While active, notes the tensors that DDP allocates: its buckets belong to C++, which does not expose them."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -97,41 +97,25 @@ class Ranks(Protocol):
         ...
 
 
-class SingleRank:
-    """A single process: every collective is the identity."""
+class NoExchange:
+    """Collectives that exchange nothing: there are no peers, or in a trace only such as have what this rank has."""
 
-    rank, world = 0, 1
-    device = torch.device("cpu")
-    votes_enabled = False
-    saving_group: dist.ProcessGroup | None = None
-    is_rank_zero = True
+    _read_flags: Callable[[], Flags]
 
     def enable_votes(self, unproven: bool) -> None:
-        """A single rank never votes."""
+        """No peer can fail."""
 
     def disable_votes(self) -> None:
-        """A single rank never votes."""
-
-    def check_peers(self) -> None:
-        """There are no peers."""
+        """No peer can fail."""
 
     def vote(self, failed: bool) -> bool:
         return failed
-
-    def reset_votes(self) -> None:
-        """A single rank never votes."""
-
-    def all_reduce_sum(self, value: torch.Tensor) -> torch.Tensor:
-        return value
 
     def all_reduce_min(self, value: int) -> int:
         return value
 
     def all_reduce_max(self, *values: int) -> list[int]:
         return list(values)
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        return [value]
 
     def start_flag_exchange(self, read: Callable[[], Flags]) -> None:
         self._read_flags = read
@@ -144,7 +128,29 @@ class SingleRank:
         """Nothing runs in the background."""
 
     def barrier(self) -> None:
+        """There are no peers to wait for."""
+
+
+class SingleRank(NoExchange):
+    """A single process: every collective is the identity."""
+
+    rank, world = 0, 1
+    device = torch.device("cpu")
+    votes_enabled = False
+    saving_group: dist.ProcessGroup | None = None
+    is_rank_zero = True
+
+    def check_peers(self) -> None:
         """There are no peers."""
+
+    def reset_votes(self) -> None:
+        """A single rank never votes."""
+
+    def all_reduce_sum(self, value: torch.Tensor) -> torch.Tensor:
+        return value
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        return [value]
 
     def exchange_in_library(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()

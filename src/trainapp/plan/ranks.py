@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
 from trainapp.parallel.rank_zero import answered_by_rank_zero
-from trainapp.parallel.ranks import DistributedRanks, Flags, Ranks, SingleRank
+from trainapp.parallel.ranks import DistributedRanks, NoExchange, Ranks, SingleRank
 from trainapp.torch_private import DispatchMode, is_fake, outside_dispatch_modes
 
 T = TypeVar("T")
@@ -48,46 +48,19 @@ def by_rank_zero(ranks: Ranks, config: Config, ask: Callable[[Config], T]) -> T:
     return answered_by_rank_zero(ranks, lambda: ask(for_all))
 
 
-class SimulatedRanks(DistributedRanks):
+class SimulatedRanks(NoExchange, DistributedRanks):
     """Rank `rank` of `world`, whose peers all have what it has. Needs `simulated` to be in force."""
 
     def __init__(self, rank: int, world: int, device: torch.device):
         self.rank, self.world, self.device = rank, world, device
         self.votes, self.votes_enabled, self.saving_group = 0, False, None
 
-    def enable_votes(self, unproven: bool) -> None:
-        """No rank fails in a trace."""
-
-    def disable_votes(self) -> None:
-        """No rank fails in a trace."""
-
-    def vote(self, failed: bool) -> bool:
-        return failed
-
     def all_reduce_sum(self, value: torch.Tensor) -> torch.Tensor:
         with outside_dispatch_modes():  # as in a run, where it is not counted either
             return value.clone()
 
-    def all_reduce_min(self, value: int) -> int:
-        return value
-
-    def all_reduce_max(self, *values: int) -> list[int]:
-        return list(values)
-
     def all_gather_object(self, value: Any) -> list[Any]:
         return [value] * self.world
-
-    def start_flag_exchange(self, read: Callable[[], Flags]) -> None:
-        self._read_flags = read
-
-    def finish_flag_exchange(self) -> Flags:
-        return self._read_flags()
-
-    def cancel_flag_exchange(self) -> None:
-        """Nothing runs in the background."""
-
-    def barrier(self) -> None:
-        """Nobody to wait for."""
 
     def exchange_in_library(self) -> contextlib.AbstractContextManager[None]:
         return _RealIntegers()

@@ -43,7 +43,7 @@ def text(facts: dict[str, Any]) -> str:
         "peak by phase",
         *_rows(facts["phases"]),
         "at the peak",
-        *_rows(facts["kinds"]),
+        *_rows(dict(sorted(facts["kinds"].items(), key=lambda kind: -kind[1]))),
     ]
     if largest is None:
         return "\n".join(lines)
@@ -84,6 +84,8 @@ def _levers(facts: dict[str, Any]) -> list[str]:
         lines += textwrap.wrap(
             entry["overrides"], WIDTH, initial_indent=start, subsequent_indent=" " * len(start), break_long_words=False
         )
+    if any(entry["largest_micro_size"] is None for entry in facts["levers"]):
+        lines.append("(largest -: not searched)")
     return lines
 
 

@@ -14,6 +14,7 @@ from trainapp.memory.levers.lever import Lever, Situation
 from trainapp.parallel.dtensor import is_shard
 from trainapp.parallel.ranks import Ranks, SingleRank
 from trainapp.plan.built import built
+from trainapp.plan.own_loss import LogitsWatch
 from trainapp.plan.place import Place
 from trainapp.plan.recorder import Peak, TracedMemory
 from trainapp.plan.step_time import Work, WorkCounter
@@ -36,8 +37,8 @@ class Trace:
     varies: whether micro-batches of the data differ in shape. elements: where those of training do, those of a sample
     in the one that was traced; else 0. static: as `Meter.static`. uneven: whether ranks have shards of different sizes.
     smallest: the model cannot train on fewer samples at once. levers: that apply and are not in force. unsettled: why
-    another step may need more. work: of one training step; None if it was not counted. allocations: what the place has
-    recorded.
+    another step may need more. hints: what the user's own code could do. work: of one training step; None if it was
+    not counted. allocations: what the place has recorded.
     """
 
     training: Peak | None
@@ -52,6 +53,7 @@ class Trace:
     smallest: int
     levers: tuple[Lever, ...]
     unsettled: tuple[str, ...] = ()
+    hints: tuple[str, ...] = ()
     work: Work | None = None
     allocations: Any = None
 
@@ -87,7 +89,7 @@ def trace(
         run, memory, values = subject.run, subject.memory, subject.values
         work = WorkCounter(lambda: memory.phase) if count_work and size else None
         training = evaluation = None
-        with place.recording(run) as allocations:
+        with LogitsWatch(run) as logits, place.recording(run) as allocations:
             if size:
                 training = _training_peak(run, memory, place.steps, work)
             if eval_size and run.eval_batches is not None and run.cadences.evaluate:
@@ -105,6 +107,7 @@ def trace(
         smallest=build.smallest_micro_batch(run.state.model),
         levers=tuple(available(Situation(config, run.state.model, losses.is_built_in(run.task)))),
         unsettled=_unsettled(memory, ranks),
+        hints=logits.notes(),
         work=None if work is None else _of_whole_step(work.work, config, subject.planned, size, run.batches.samples),
         allocations=allocations,
     )

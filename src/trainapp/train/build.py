@@ -20,6 +20,8 @@ from trainapp.data.sampler import EvalBatches, TrainBatches
 from trainapp.errors import UserError
 from trainapp.memory import backends
 from trainapp.memory.device import DeviceMemory, static_bytes
+from trainapp.memory.levers import catalogue
+from trainapp.memory.levers.lever import Situation
 from trainapp.models.inspect import bilinear_modules
 from trainapp.models.weights import load_initial_weights
 from trainapp.optim import precision, schedules
@@ -29,7 +31,7 @@ from trainapp.rng import seed_everything
 from trainapp.signals import StopRequest
 from trainapp.tracking.meter import Meter
 from trainapp.tracking.tracker import SilentTracker, Tracker
-from trainapp.train import exactness
+from trainapp.train import exactness, losses
 from trainapp.train.assemble import assemble
 from trainapp.train.autotuner import Autotuner
 from trainapp.train.components import Components, choose_device, load_components, set_global_switches
@@ -110,7 +112,7 @@ def run_of(
     if device.type == "cuda":
         strategy.warm_up()
     memory.enforce()  # again: the libraries have now allocated their own
-    require_room(memory, state)
+    require_room(memory, state, Situation(config, state.model, losses.is_built_in(components.task)))
     if eval_batches is not None:
         eval_batches.equal = strategy.forward_is_collective
     state.data_samples = batches.samples
@@ -196,14 +198,18 @@ def smallest_micro_batch(model: torch.nn.Module) -> int:
     return getattr(model, "smallest_micro_batch", 1)
 
 
-def require_room(memory: DeviceMemory, state: TrainState) -> None:
-    """Raises UserError when the limit leaves no memory for any batch, however small."""
+def require_room(memory: DeviceMemory, state: TrainState, situation: Situation) -> None:
+    """Raises UserError when the limit leaves no memory for any batch, however small. It names the levers that help."""
     sizes = static_bytes(state.model, state.optimizer, state.average.averages, state.keeps_gradients)
     if memory.limit is not None and sum(sizes.values()) >= memory.limit:
         parts = ", ".join(f"{kind.label} {bytes_text(size)}" for kind, size in sizes.items() if size)
+        levers = [
+            f"  {lever.setting}: saves {lever.saves if saved is None else bytes_text(saved)}; cost: {lever.costs}"
+            for saved, lever in catalogue.of_state(situation, sizes)
+        ]
         raise UserError(
             f"memory.limit={bytes_text(memory.limit)}: {parts} need {bytes_text(sum(sizes.values()))} before any "
-            "batch; raise the limit, or use a smaller model"
+            "batch; raise the limit, use a smaller model, or one of these:\n" + "\n".join(levers).replace("`", "")
         )
 
 

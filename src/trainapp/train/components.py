@@ -121,11 +121,8 @@ def _datasets(config: Config, kind: Any) -> tuple[Any, Any]:
         )
         for split in ("train", "val")
     )
-    if config.task == "auto" and getattr(train, "task", None) not in BUILT_IN_TASKS:
-        raise UserError(
-            f"task=auto: {config.data.target} does not say what its task is; set task to classification, next_token or "
-            "a function of yours"
-        )
+    if config.task == "auto":
+        _require_known_task(train, config.data.target)
     if len(train) == 0:
         raise UserError(f"data={config.data.target}: the training split is empty")
     if evaluation is not None and not len(evaluation):
@@ -133,6 +130,21 @@ def _datasets(config: Config, kind: Any) -> tuple[Any, Any]:
     if evaluation is None and config.mode == "eval":
         raise UserError(f"mode=eval: data={config.data.target} has no validation split")
     return train, evaluation
+
+
+def _require_known_task(data: Any, name: str) -> None:
+    """Raises UserError unless the data set's `task` is one of the application's own."""
+    task = getattr(data, "task", None)
+    if task is None:
+        raise UserError(
+            f"task=auto: {name} does not say what its task is; set task to classification, next_token or a function of "
+            "yours"
+        )
+    if task not in BUILT_IN_TASKS:
+        raise UserError(
+            f"task=auto: {name} says that its task is {task!r}, which must be one of {', '.join(BUILT_IN_TASKS)}; "
+            "correct it, or set task to a function of yours"
+        )
 
 
 def _parameters(target: Any) -> list[str]:

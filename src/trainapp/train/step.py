@@ -9,7 +9,7 @@ from torch import Tensor
 from trainapp import torch_direct
 from trainapp.data.micro_batch import MicroBatch
 from trainapp.errors import TrainingStopped
-from trainapp.models.inspect import has_batchnorm
+from trainapp.models.inspect import has_batchnorm, instead_of_batchnorm
 from trainapp.optim.nonfinite import gradient_norm, scale_gradients
 from trainapp.parallel.dtensor import locals_of
 from trainapp.train.allocations import require_all_allocated
@@ -52,7 +52,7 @@ def accumulate_gradients(run: Run, step: Step, around_last: Around = _alone) -> 
 
 
 def _enter(run: Run, phase: Phase) -> None:
-    """A step that is torn stays so until it is committed."""
+    """A torn step stays torn until it is committed."""
     if not run.attempt.phase.is_torn:
         run.attempt.phase = phase
 
@@ -200,7 +200,7 @@ def note_batchnorm(run: Run, step: Step) -> None:
     if run.batches.accumulation(size, run.sizes.parts) > 1 and has_batchnorm(run.state.model):
         run.tracker.note_once(
             f"step {step.number}: the model has BatchNorm, whose statistics are those of the micro-batch ({size}), not "
-            "of the global batch; GroupNorm (model.norm=group) does not depend on it",
+            f"of the global batch; {instead_of_batchnorm(run.config.model)} does not depend on it",
             topic="batchnorm",
         )
 

@@ -4,7 +4,10 @@ The advice of a run that cannot continue, the plan, the refusals when a run is a
 docs/memory.md read it.
 """
 
+from collections.abc import Mapping
+
 from trainapp.errors import UserError
+from trainapp.memory.kinds import MemoryKind
 from trainapp.memory.levers.activations import ACTIVATIONS
 from trainapp.memory.levers.conditions import (
     needs_a_head,
@@ -44,6 +47,17 @@ def available(situation: Situation) -> list[Lever]:
     """The levers that apply and are not in force."""
     own = situation.config
     return [lever for lever in LEVERS if lever.changes and not lever.is_set(own) and lever.suits(situation)]
+
+
+def of_state(situation: Situation, static: Mapping[MemoryKind, int]) -> list[tuple[int | None, Lever]]:
+    """The levers that save of `static`, the memory that persists between steps, and could be set: the largest saving
+    first, None where it is not known.
+    """
+    own = situation.config
+    known = [(lever.state_saved(static, own), lever) for lever in available(situation) if lever.state_saved is not None]
+    known.sort(key=lambda saving: -saving[0])
+    others = [lever for lever in LEVERS if lever.shrinks_state and not lever.is_set(own) and lever.suits(situation)]
+    return [(saved, lever) for saved, lever in known if saved] + [(None, lever) for lever in others]
 
 
 def table() -> list[str]:
@@ -86,6 +100,7 @@ LEVERS = (
         in_force=lambda config: config.precision.mode == "bf16_pure",
         require=needs_rounding_by_chance,
         result="rounded",
+        shrinks_state=True,
     ),
     *PRODUCTS,
     *ACTIVATIONS,
@@ -177,6 +192,7 @@ LEVERS = (
         changes={"optimizer.in_backward": True, "train.grad_clip": None},
         in_force=lambda config: config.optimizer.in_backward,
         require=needs_updates_in_place_of_clipping,
+        shrinks_state=True,
     ),
     ON_HOST,
     Lever(
@@ -202,6 +218,7 @@ LEVERS = (
         saves="gradients and optimizer state of these parameters, activations before the first one that is trained",
         costs="they are not trained",
         applies="always, unless nothing is left to train",
+        shrinks_state=True,
     ),
     Lever(
         "model.context_length=N",
@@ -216,6 +233,7 @@ LEVERS = (
         applies="several ranks, models with `blocks()`",
         changes={"parallel.strategy": "fsdp"},
         result="same",
+        shrinks_state=True,
     ),
     Lever(
         "parallel.fsdp.reshard_after_forward=true",
@@ -243,6 +261,7 @@ LEVERS = (
         changes={"parallel.fsdp.cpu_offload": True},
         require=needs_shards,
         result="same",
+        shrinks_state=True,
     ),
     Lever(
         "memory.expandable_segments=true",

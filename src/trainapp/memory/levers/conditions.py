@@ -5,7 +5,7 @@ from trainapp.config.schema import Config
 from trainapp.errors import UserError
 from trainapp.memory.levers import chunked_loss
 from trainapp.memory.levers.lever import Situation
-from trainapp.models.inspect import blocks_of, has_batchnorm
+from trainapp.models.inspect import blocks_of, has_batchnorm, instead_of_batchnorm
 from trainapp.optim.quantized_products import MULTIPLE, quantizable
 
 
@@ -72,7 +72,8 @@ def needs_a_head(situation: Situation) -> None:
 def needs_rounding_by_chance(situation: Situation) -> None:
     config, setting = situation.config, "precision=bf16_pure"
     if has_batchnorm(situation.model):
-        raise UserError(f"{setting}: BatchNorm needs its weights in fp32; use model.norm=group, or precision=bf16")
+        remedy = instead_of_batchnorm(config.model)
+        raise UserError(f"{setting}: BatchNorm needs its weights in fp32; use precision=bf16, or {remedy}")
     if config.train.ema is not None:
         raise UserError(
             f"{setting} with train.ema={config.train.ema}: an average in bf16 would stand still, as its changes are "

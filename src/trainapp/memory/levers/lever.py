@@ -40,6 +40,7 @@ class Lever:
     result: what becomes of the training's result: "same" but for the order of additions, "rounded" (the same algorithm
     in fewer bits), "other": another optimizer, model or task.
     state_saved: `(bytes by kind, config) -> bytes` that persist between steps; None: only a traced step tells.
+    shrinks_state: whether it saves of these at all, though only a trace or the user's choice tells how much.
     """
 
     setting: str
@@ -52,6 +53,7 @@ class Lever:
     is_default: bool = False
     result: Literal["same", "rounded", "other"] = "other"  # the one that no plan proposes unless nothing else fits
     state_saved: Callable[[Mapping[MemoryKind, int], Config], int] | None = None
+    shrinks_state: bool = False
 
     def is_set(self, config: Config) -> bool:
         """Whether the configuration has this lever's values."""
