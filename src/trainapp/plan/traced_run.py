@@ -38,6 +38,7 @@ from trainapp.train.loop import train_step, update_weight_average
 from trainapp.train.run import Run
 
 ON_CPU = Place()
+_KNOWN = {"torch", "trainapp"}
 
 
 @dataclass(frozen=True)
@@ -48,10 +49,9 @@ class Trace:
     results have shapes that depend on values. probed: those that were run for real to know what they allocate.
     varies: whether the micro-batches of the data differ in shape. bucket: where those of training do, the shape that
     was traced, see `bucket_of`; else 0. static: as `Meter.static`. uneven: whether ranks have shards of different
-    sizes. smallest: the model cannot train on fewer samples at once.  unsettled: why another step
-    may need more. levers: that apply
-    and are not in force. work: of one training step; None if it was not counted. allocations: what the place has
-    recorded.
+    sizes. smallest: the model cannot train on fewer samples at once. packages: that the model's modules are from, other
+    than torch and trainapp. unsettled: why another step may need more. levers: that apply and are not in force. work:
+    of one training step; None if it was not counted. allocations: what the place has recorded.
     """
 
     training: Peak | None
@@ -65,6 +65,7 @@ class Trace:
     uneven: bool
     smallest: int
     levers: tuple[Lever, ...]
+    packages: frozenset[str] = frozenset()
     unsettled: tuple[str, ...] = ()
     work: Work | None = None
     allocations: Any = None
@@ -148,6 +149,7 @@ def trace(
         uneven=_is_uneven(run.state.model.parameters()),
         smallest=build.smallest_micro_batch(run.state.model),
         levers=tuple(available(Situation(config, run.state.model, losses.is_built_in(run.task)))),
+        packages=frozenset(type(part).__module__.partition(".")[0] for part in run.state.model.modules()) - _KNOWN,
         unsettled=_unsettled(memory, ranks),
         work=None if work is None else _of_whole_step(work.work, config, planned, size, parts.batches.samples),
         allocations=allocations,
