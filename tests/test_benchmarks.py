@@ -117,6 +117,16 @@ def test_the_plan_is_as_accurate_as_the_documentation_says(tmp_path):
     assert len(json.loads((tmp_path / "j").read_text())) == 3
 
 
+def test_foreign_plans_must_be_near_or_say_that_they_may_not_be(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from plan_accuracy import foreign_is_good
+
+    near = [{"error": 0.01, "certainty": "exact"}] * 9
+    assert foreign_is_good([*near, {"error": 0.15, "certainty": "range"}])
+    assert not foreign_is_good([*near, {"error": 0.02, "certainty": "exact"}])
+    assert not foreign_is_good([*near[1:], *[{"error": 0.15, "certainty": "range"}] * 2])
+
+
 @pytest.mark.slow
 def test_plan_largest_finds_the_largest_and_auto_meets_one_error(tmp_path):
     found = rows(run("plan_largest.py", "--only", "model=mlp", "--every", "7", "--json", str(tmp_path / "j")))

@@ -1,7 +1,9 @@
 """One test of each private part of torch that the program uses: it fails when torch changes that part."""
 
 import ast
+import contextlib
 import copy
+import gc
 import inspect
 import subprocess
 import sys
@@ -15,6 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from trainapp import torch_private
+from trainapp.memory.live_tensors import LiveTensors
 from trainapp.torch_elastic import Restart, asked_before_restarts
 from trainapp.torch_operators import (
     ATTENTION_OPERATORS,
@@ -245,6 +248,26 @@ def test_the_tracker_ignores_recomputed_forwards():
 
     assert tracked(ModuleTracker) > 0  # the reason for the subclass
     assert tracked(ForwardModuleTracker) == 0
+
+
+def left_by_a_discarded_output(tracker):
+    """Bytes, before Python looks for cycles."""
+    layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    gc.disable()
+    try:
+        with LiveTensors() as counter, tracker():
+            layers(torch.ones(1, 2)).relu()
+            return counter.live
+    finally:
+        gc.enable()
+
+
+def test_the_tracker_keeps_nothing_that_a_model_discards():
+    from torch.utils.module_tracker import ModuleTracker
+
+    weights = left_by_a_discarded_output(contextlib.nullcontext)
+    assert left_by_a_discarded_output(ModuleTracker) > weights  # the reason for hooks of its own
+    assert left_by_a_discarded_output(ForwardModuleTracker) == weights
 
 
 def test_the_tracker_names_modules_in_forward_and_backward():

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import SUPPORTED_NODES
@@ -79,24 +80,30 @@ class KeepsBufferDtypes(nn.Module):
 
 
 class ForwardModuleTracker(ModuleTracker):
-    """torch's ModuleTracker, except that it ignores forwards that run inside a backward.
+    """torch's ModuleTracker, except that it ignores forwards that run inside a backward, and keeps nothing in memory.
 
     Activation checkpointing recomputes blocks there, and the tracker's hooks on the recomputed tensors would keep all
-    of them in memory. `_fw_pre_hook` and `_fw_post_hook` are what it registers for every module. It gets no leaves to
-    hook: such a hook fails in a forward that calls `torch.autograd.grad` itself, as a gradient penalty does.
+    of them in memory. So would hooks that wait for all gradients of a module, with what a model computes and discards,
+    as an early exit does: they hold on to the graph that holds them (torch 2.13, autograd/graph.py). It gets no leaves
+    to hook: such a hook fails in a forward that calls `torch.autograd.grad` itself, as a gradient penalty does.
+    `_fw_pre_hook` and `_fw_post_hook` are what it registers for every module.
     """
 
     def _fw_pre_hook(self, module: nn.Module, inputs: Any) -> None:
         if not self.is_bw:
-            super()._fw_pre_hook(module, _without_leaves(inputs))
+            super()._fw_pre_hook(module, ())
+            self._hook(inputs, self._get_pop_fn(self._get_mod_name(module), True))
 
     def _fw_post_hook(self, module: nn.Module, inputs: Any, output: Any) -> None:
         if not self.is_bw:
-            super()._fw_post_hook(module, inputs, _without_leaves(output))
+            super()._fw_post_hook(module, (), ())
+            self._hook(output, self._get_append_fn(self._get_mod_name(module), True))
 
-
-def _without_leaves(values: Any) -> list[torch.Tensor]:
-    return [value for value in _pytree.tree_leaves(values) if isinstance(value, torch.Tensor) and not value.is_leaf]
+    def _hook(self, values: Any, function: Callable[..., None]) -> None:
+        """Call it when the first of the gradients is there."""
+        tensors = [value for value in _pytree.tree_leaves(values) if isinstance(value, Tensor)]
+        if tensors := [tensor for tensor in tensors if tensor.requires_grad and not tensor.is_leaf]:
+            self._hooks.append(register_multi_grad_hook(tensors, function, mode="any"))
 
 
 # --- containers

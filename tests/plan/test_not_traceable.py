@@ -1,6 +1,8 @@
 """What cannot be traced as it is: built for real, probed, or planned from small steps that are run for real."""
 
+import importlib
 import json
+import re
 
 import pytest
 import runs
@@ -11,9 +13,9 @@ from torch import nn
 
 from trainapp.config import compose
 from trainapp.memory.live_tensors import LiveTensors
-from trainapp.plan import planner, probes, real_steps
+from trainapp.plan import planner, probes, real_steps, small_step
 from trainapp.plan.values import MadeUpValues
-from trainapp.torch_private import fake_tensor_mode
+from trainapp.torch_private import fake_tensor_mode, is_fake
 
 OVER = (
     *runs.TINY, "every.eval=1", "checkpointing=off", "oom.remember=false", "oom.grow=false", "data=digits",
@@ -82,6 +84,24 @@ class Recurrent(nn.Module):
 
     def forward(self, inputs):
         return self.head(self.lstm(inputs.squeeze(1))[0][:, -1])
+
+
+class Notices(nn.Module):
+    """Computes more on tensors without data."""
+
+    looks = True
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 2048), nn.Linear(2048, 10)
+
+    def forward(self, inputs):
+        hidden = self.first(inputs.flatten(1))
+        return self.last(hidden.sigmoid().tanh() if self.looks and is_fake(inputs) else hidden)
+
+
+class LooksAway(Notices):
+    looks = False
 
 
 class Routed(nn.Module):
@@ -205,6 +225,46 @@ def test_the_workspace_is_the_real_one_or_close_where_it_is_extrapolated(monkeyp
     monkeypatch.setattr(probes, "LARGEST", 2**20)
     with fake_tensor_mode(), MadeUpValues():
         assert workspace(steps, samples) == pytest.approx(real, rel=0.03)
+
+
+def test_a_model_that_notices_the_trace_is_planned_from_real_steps(tmp_path, own):
+    overrides = own(Notices)
+    facts = plan(overrides)
+    assert facts["certainty"] == "not traceable"
+    off = re.search(r"without data: in \w+, a step of 2 samples needs (\d+) bytes .*, (\d+) traced", facts["reason"])
+    assert off is not None, facts["reason"]
+    both = 2 * 2 * 2048 * 4  # bytes: of 2 samples the results of sigmoid and tanh
+    assert int(off[2]) - int(off[1]) == pytest.approx(both, rel=0.01)
+    assert "the levers are from the trace" in facts["notes"]
+    assert {entry["certainty"] for entry in facts["levers"]} == {"range"}
+    assert by_part(facts) == pytest.approx(peaks(tmp_path, *overrides), rel=0.01)
+
+
+def test_a_model_that_does_the_same_is_exact(tmp_path, own):
+    overrides = own(LooksAway, "plan.levers=false")
+    facts = plan(overrides)
+    assert facts["certainty"] == "exact"
+    assert by_part(facts) == peaks(tmp_path, *overrides)
+
+
+def test_where_no_small_step_can_be_run_a_model_that_may_notice_is_no_certainty(monkeypatch, own):
+    monkeypatch.setattr(small_step, "MOST_BYTES", 2**20)
+    facts = plan(own(Notices, "plan.levers=false"))  # this file names is_fake and its like
+    assert facts["certainty"] == "range"
+    assert facts["range_bytes"] == [facts["peak_bytes"]] * 2
+    assert any("no small step could be run for real" in note for note in facts["notes"])
+    monkeypatch.setattr(small_step, "look_for_fakes", lambda packages: [])
+    assert plan(own(Notices, "plan.levers=false"))["certainty"] == "exact"
+
+
+def test_packages_that_look_for_fakes_are_found_by_their_source(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(tmp_path)
+    for package, content in (("looks", "from torch._subclasses import FakeTensor"), ("does_not", "import torch")):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text("from . import inner\n")
+        (tmp_path / package / "inner.py").write_text(content + "\n")
+        importlib.import_module(package)
+    assert small_step.look_for_fakes({"looks", "does_not", "absent"}) == ["looks"]
 
 
 @pytest.mark.parametrize("kind", [Routed, RoutedToTheLast])

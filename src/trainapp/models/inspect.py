@@ -35,10 +35,13 @@ def lazy_modules(model: nn.Module) -> list[str]:
 
 
 def blocks_of(model: nn.Module, setting: str) -> list[nn.Module]:
-    """The repeated blocks that a model's `blocks()` returns. Raises UserError for a model without that method."""
-    if not callable(getattr(model, "blocks", None)):
+    """The repeated blocks that a model's `blocks()` returns. Raises UserError for a model without that method: a module
+    of that name can be called, too, but is none.
+    """
+    method = getattr(model, "blocks", None)
+    if not callable(method) or isinstance(method, nn.Module):
         raise UserError(
             f"{setting}: {type(model).__name__} does not say what its blocks are; give it a method "
             "`blocks(self) -> list[nn.Module]`"
         )
-    return list(model.blocks())
+    return list(method())

@@ -9,12 +9,14 @@ from typing import Any
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
 from trainapp.memory.timeline import Drawing, Picture
+from trainapp.plan import small_step
 from trainapp.plan.bounds import reason_of
-from trainapp.plan.certainty import NOT_TRACEABLE
+from trainapp.plan.certainty import NOT_TRACEABLE, RANGE
 from trainapp.plan.ranking import ranked
 from trainapp.plan.real_steps import MARGIN, RealSteps
 from trainapp.plan.recorder import Peak
 from trainapp.plan.sizes import Facts, Planner
+from trainapp.plan.traced_run import ON_CPU
 from trainapp.train.components import choose_device, load_components
 
 log = logging.getLogger(__name__)
@@ -35,8 +37,11 @@ def plan(config: Config, only: Collection[str] = (), untraceable: str | None = N
     if untraceable is None:
         try:
             facts, peak = planner.search(only) if only else planner.plan()
+            doubt = "" if only else _doubt(planner, facts)
             if has_levers:
                 facts |= _ranked(planner, facts)
+            if doubt != "":
+                facts, peak = _doubted(planner, facts, doubt), peak if doubt is None else None
         except UserError:
             raise
         except Exception as error:
@@ -63,6 +68,38 @@ def _planner(config: Config, only: Collection[str]) -> "Planner":
     from trainapp.plan.cuda import planner  # builds on this module
 
     return planner.for_device(config, load_components)
+
+
+def _doubt(planner: Planner, facts: Facts) -> str | None:
+    """Why the trace is wrong, if a small step that is run for real says so; "" if not. None if that could not be asked
+    of a model that may notice that it is traced.
+    """
+    config = planner.config
+    packages = {*planner.at(facts["micro_size"], 0).packages, *(n.partition(".")[0] for n in config.user_packages)}
+    if not packages or planner.place is not ON_CPU or facts["certainty"] == RANGE:
+        return ""
+    doubt = None
+    if planner.world == 1:
+        size = min(max(small_step.SIZE, planner.smallest), planner.share)
+        doubt = small_step.difference(config, planner.components, size)
+    return doubt if doubt is not None or small_step.look_for_fakes(packages) else ""
+
+
+def _doubted(planner: Planner, facts: Facts, doubt: str | None) -> Facts:
+    """The facts with the estimate in place of the trace, of which only the levers remain; without a reason, the trace
+    as one end of a range whose other end is not known.
+    """
+    for entry in (*facts.get("levers", []), *([facts["best"]] if "best" in facts else [])):
+        entry["certainty"] = NOT_TRACEABLE if entry["certainty"] == NOT_TRACEABLE else RANGE
+    if doubt is None:
+        note = "the model may do something else without data, and no small step could be run for real to compare"
+        ends = facts.get("range_bytes", [facts["peak_bytes"]] * 2)
+        return facts | {"certainty": RANGE, "range_bytes": ends, "notes": [*facts.get("notes", []), note]}
+    facts.pop("range_bytes", None)
+    estimate = _estimated(planner, doubt, ())
+    if "best" in facts:
+        estimate["notes"] = [*estimate.get("notes", []), "the levers are from the trace"]
+    return facts | estimate
 
 
 def _ranked(planner: "Planner", facts: Facts) -> Facts:

@@ -86,11 +86,7 @@ class RealSteps:
         return found
 
     def _run(self, size: int, trains: bool, accumulates: bool) -> Trace:
-        batch = dataclasses.replace(
-            self._config.batch, global_size=(1 + accumulates) * size, micro_size=size, micro_schedule=None
-        )
-        parts = dataclasses.replace(self._config.accumulation, steps="auto")
-        changed = dataclasses.replace(self._config, batch=batch, accumulation=parts)
+        changed = small(self._config, size, 1 + accumulates)
         left = Memory(guard=True, guard_reserve=max(0, available() - self.bytes))
         with guarded(left, total_bytes()):
             sizes = (size, 0) if trains else (0, size)
@@ -101,6 +97,13 @@ class RealSteps:
         expected = _at(last, dict(known))
         if measured is not None and expected is not None:
             self.deviation = max(self.deviation, abs(expected.total - measured.total) / measured.total)
+
+
+def small(config: Config, size: int, micro_batches: int = 1) -> Config:
+    """The configuration with so many samples per micro-batch, and so many micro-batches per step."""
+    batch = dataclasses.replace(config.batch, global_size=micro_batches * size, micro_size=size, micro_schedule=None)
+    parts = dataclasses.replace(config.accumulation, steps="auto")
+    return dataclasses.replace(config, batch=batch, accumulation=parts)
 
 
 def _at(size: int, peaks: dict[int, Peak | None]) -> Peak | None:

@@ -26,6 +26,7 @@ from trainapp.train.loop import train_step, update_weight_average
 from trainapp.train.run import Run
 
 ON_CPU = Place()
+_KNOWN = {"torch", "trainapp"}
 
 
 @dataclass(frozen=True)
@@ -36,9 +37,10 @@ class Trace:
     results have shapes that depend on values. probed: those that were run for real to know what they allocate.
     varies: whether micro-batches of the data differ in shape. elements: where those of training do, those of a sample
     in the one that was traced; else 0. static: as `Meter.static`. uneven: whether ranks have shards of different sizes.
-    smallest: the model cannot train on fewer samples at once. levers: that apply and are not in force. unsettled: why
-    another step may need more. hints: what the user's own code could do. work: of one training step; None if it was
-    not counted. allocations: what the place has recorded.
+    smallest: the model cannot train on fewer samples at once. levers: that apply and are not in force. packages: that
+    the model's modules are from, other than torch and trainapp. unsettled: why another step may need more. hints: what
+    the user's own code could do. work: of one training step; None if it was not counted. allocations: what the place
+    has recorded.
     """
 
     training: Peak | None
@@ -52,6 +54,7 @@ class Trace:
     uneven: bool
     smallest: int
     levers: tuple[Lever, ...]
+    packages: frozenset[str] = frozenset()
     unsettled: tuple[str, ...] = ()
     hints: tuple[str, ...] = ()
     work: Work | None = None
@@ -106,6 +109,7 @@ def trace(
         uneven=_is_uneven(run.state.model.parameters()),
         smallest=build.smallest_micro_batch(run.state.model),
         levers=tuple(available(Situation(config, run.state.model, losses.is_built_in(run.task)))),
+        packages=frozenset(type(part).__module__.partition(".")[0] for part in run.state.model.modules()) - _KNOWN,
         unsettled=_unsettled(memory, ranks),
         hints=logits.notes(),
         work=None if work is None else _of_whole_step(work.work, config, subject.planned, size, run.batches.samples),
