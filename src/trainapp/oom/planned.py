@@ -93,6 +93,8 @@ def follow_after_first_error(run: Run, failure: Incident, sizes: MicroBatchSizes
     started = time.monotonic()
     only = ("evaluation",) if failure.evaluating else _searched(config)
     patience = max(PATIENCE, ATTEMPTS * (started - run.attempt.started))
+    if ranks.world > 1:
+        patience = min(patience, config.parallel.timeout / 2)  # the other ranks wait in a collective
     kind = "evaluation micro-batch" if failure.evaluating else "micro-batch"
     log.info("planning the largest %s within %s, at most %.0f s", kind, bytes_text(failure.limit), patience)
 

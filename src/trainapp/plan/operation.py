@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils import flop_counter
 
 from trainapp.data.batch import map_tensors, tensors_in
-from trainapp.torch_operators import ATTENTION_OPERATORS, written_arguments
+from trainapp.memory.levers.costs import flops_of, is_attention
+from trainapp.torch_operators import written_arguments
 
 MATMUL, CONVOLUTION, ATTENTION, FUNCTION = "matmul", "convolution", "attention", "function"
 # Bound by arithmetic where memory is near: an exponential per element.
@@ -65,7 +65,8 @@ def operation_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], resul
     new = [tensor for tensor in outputs if id(tensor) not in old]
     read = inputs[1:] if name in _OVERWRITES else inputs
     moved = sum(tensor.nbytes for tensor in (*read, *written, *new))
-    kind, work = _arithmetic(func, name, args, kwargs, result)
+    work = flops_of(func, args, kwargs, result)
+    kind = ATTENTION if is_attention(func) else CONVOLUTION if "convolution" in name else MATMUL
     if name in _FUNCTIONS:
         kind, work = FUNCTION, max((tensor.numel() for tensor in (*inputs, *outputs)), default=0)
     dtype = next((t.dtype for t in (*inputs, *outputs) if t.is_floating_point()), torch.float32)
@@ -100,19 +101,3 @@ def _with_tensors(tree: Any, device: torch.device) -> Any:
     if isinstance(tree, dict):
         return {name: _with_tensors(value, device) for name, value in tree.items()}
     return type(tree)(_with_tensors(value, device) for value in tree) if type(tree) in (list, tuple) else tree
-
-
-def _arithmetic(func: Any, name: str, args: Any, kwargs: dict[str, Any], result: Any) -> tuple[str, int]:
-    formula = flop_counter.flop_registry.get(func.overloadpacket)
-    is_attention = any(name.startswith(operator) for operator in ATTENTION_OPERATORS)
-    if formula is None and not is_attention:
-        return "", 0
-    try:
-        if formula is None:  # torch 2.13 has none for the CPU's kernel
-            shapes = [tensor.shape for tensor in args[: 4 if name.endswith("backward") else 3]]
-            count = flop_counter.sdpa_backward_flop_count if len(shapes) == 4 else flop_counter.sdpa_flop_count
-            return ATTENTION, count(*shapes)
-        flops = int(formula(*args, **kwargs, out_val=result))
-    except Exception:  # formulas assert what their authors had in mind; the plan of memory must not fail for that
-        return "", 0
-    return (ATTENTION if is_attention else CONVOLUTION if "convolution" in name else MATMUL), flops

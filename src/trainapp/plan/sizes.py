@@ -105,7 +105,7 @@ class Planner:
         facts: Facts = {"limit_bytes": self.limit}
         if "evaluation" in only and self.eval_samples:
             largest = self.largest_eval()
-            found = self.bounds(0, largest.size or 1)
+            found = self.bounds(0, largest.size or 1, is_low_asked=False)
             facts |= {
                 "largest_eval_micro_size": largest.size,
                 "largest_eval_peak_bytes": found.high.total,
