@@ -1,9 +1,14 @@
 """A whole training step traced on CUDA tensors without a GPU, against what a GPU has recorded.
 
     python benchmarks/plan_cuda.py CHECKOUT
+    python benchmarks/plan_cuda.py --published [--only TEXT]
 
 CHECKOUT is github.com/Wedsonlin/assignment2-systems (MIT; commit 87b0864), whose GPT needs einops, einx and jaxtyping.
 One warm step is compared with the peaks of the four training snapshots in it. Nothing is downloaded.
+
+--published: instead, `plan.device` with trainapp's GPT of the same shape, beside peaks that other projects have
+published of their own programs: not like for like. The exit code is 1 if a row without a reason is off by more than
+10%.
 """
 
 import argparse
@@ -24,6 +29,48 @@ SNAPSHOTS = {
     512: (True, 11850.96, 12074),
     1024: (True, 23085.75, 24012),
 }
+
+
+A100_80 = "plan.device=a100-80gb"
+_LLAMA_3B = (
+    "model=gpt", "model.depth=28", "model.width=3072", "model.heads=24", "model.kv_heads=8",
+    "model.context_length=4096", "data=synthetic_tokens", "data.vocab_size=128256", "data.size=4", "data.val_size=2",
+    "batch.global_size=2", "batch.micro_size=2", "precision=bf16_pure", "optimizer=adamw_bf16", A100_80,
+)  # fmt: skip
+_LLAMA_7B = (
+    "model=gpt", "model.depth=32", "model.width=4096", "model.heads=32", "model.mlp_ratio=2.6875",
+    "model.tie_embeddings=false", "model.context_length=2048", "data=synthetic_tokens", "data.vocab_size=32000",
+    "data.size=2", "data.val_size=1", "batch.global_size=1", "batch.micro_size=1", "precision=bf16_pure",
+    "activation_checkpointing=full", A100_80,
+)  # fmt: skip
+_FULL = "activation_checkpointing=full"
+# The source, GiB measured there, the overrides, and why the plan may be off by more than 10%; "" for no reason.
+_UNKNOWN_BATCH = "the batch is not stated: one text of 2048 tokens is planned"
+PUBLISHED: tuple[tuple[str, float, tuple[str, ...], str], ...] = (
+    ("torchtune's README, Llama-3.2-3B in bf16, 2 x 4096 tokens", 60.0, _LLAMA_3B, ""),
+    ("the same, chunked loss and checkpointing", 24.9, (*_LLAMA_3B, _FULL, "memory.loss_chunk=auto"), ""),
+    ("torchao, Llama-2-7B in bf16", 51.6, (*_LLAMA_7B, "optimizer=adamw_bf16"), _UNKNOWN_BATCH),
+)
+
+
+def published(only: str) -> bool:
+    """Print the table of the rows whose source contains the text. Whether all without a reason are within 10%."""
+    import trainapp
+
+    found, good = [], True
+    for source, real, overrides, reason in PUBLISHED:
+        if only not in source:
+            continue
+        facts = trainapp.plan([*overrides, "every.eval=null", "plan.levers=false", "oom.remember=false"])
+        if "reserved_bytes" not in facts:
+            raise SystemExit(f"{source}: {facts['certainty']}: {facts['reason']}")
+        allocated, reserved = (facts[name] / 2**30 for name in ("allocated_bytes", "reserved_bytes"))
+        good &= bool(reason) or abs(allocated / real - 1) <= 0.1
+        error = f"{100 * (allocated / real - 1):+.1f}%"
+        found.append((source, f"{real:.1f}", f"{allocated:.1f}", error, f"{reserved:.1f}", reason))
+        print(f"{source}: {facts['seconds']:.0f} s", file=sys.stderr, flush=True)
+    print(table(("source", "GiB measured", "allocated", "", "reserved", "why it may be off"), found), flush=True)
+    return good
 
 
 def stepped(checkout: Path, context: int) -> tuple[int, int]:
@@ -70,9 +117,15 @@ def stepped(checkout: Path, context: int) -> tuple[int, int]:
 def main() -> None:
     """Print the table. The exit code is 1 if an allocated peak is off by more than 0.5%."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("checkout", type=Path, help="of github.com/Wedsonlin/assignment2-systems")
+    parser.add_argument("checkout", type=Path, nargs="?", help="of github.com/Wedsonlin/assignment2-systems")
+    parser.add_argument("--published", action="store_true", help="rows that other projects have published, instead")
+    parser.add_argument("--only", default="", metavar="TEXT", help="with --published, rows whose source has this text")
     options = parser.parse_args()
+    if options.published == (options.checkout is not None):
+        parser.error("either a checkout or --published")
     print(f"{machine()}\n", flush=True)
+    if options.published:
+        sys.exit(not published(options.only))
     rows, worst = [], 0.0
     for length, (_, real, real_reserved) in SNAPSHOTS.items():
         live, reserved = (size / MIB for size in in_a_process(stepped, options.checkout, length))

@@ -160,3 +160,27 @@ def test_precision_curves_have_every_run(tmp_path):
     assert len(set(finals.values())) > 1  # they are runs of different precision
     assert all(4 < loss < 6 for loss in finals.values())
     assert picture.stat().st_size > 1000
+
+
+def test_published_rows_compose(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from plan_cuda import PUBLISHED
+
+    from trainapp.config import compose
+
+    assert len({source for source, *_ in PUBLISHED}) == len(PUBLISHED) >= 3
+    for _, real, overrides, _ in PUBLISHED:
+        config = compose.from_command_line(overrides)
+        assert config.plan.device == "a100-80gb"
+        assert config.batch.micro_size == config.batch.global_size
+        assert 20 < real < 80
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="fake CUDA needs Linux")
+def test_a_published_peak_is_planned_to_within_a_tenth():
+    found = rows(run("plan_cuda.py", "--published", "--only", "chunked loss and checkpointing"))
+    real, allocated, error, reserved, reason = found["the same, chunked loss and checkpointing"]
+    assert (real, reason) == ("24.9", "")
+    assert abs(float(error.removesuffix("%"))) <= 10
+    assert 0.9 * 24.9 <= float(allocated) <= float(reserved)

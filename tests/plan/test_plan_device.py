@@ -14,7 +14,8 @@ from trainapp.plan.cuda.pretend import can_pretend
 
 needs_cuda = pytest.mark.skipif(not can_pretend(), reason="fake CUDA needs Linux on x86-64 or aarch64")
 WIDE = ("model.width=256", "model.context_length=64", "model.depth=2")
-GPT = (*runs.MODELS["gpt"], "batch.global_size=32", "batch.micro_size=8", "batch.eval_micro_size=8")
+NO_LEVERS = "plan.levers=false"
+GPT = (*runs.MODELS["gpt"], "batch.global_size=32", "batch.micro_size=8", "batch.eval_micro_size=8", NO_LEVERS)
 
 
 def test_the_table_is_plausible():
@@ -74,7 +75,7 @@ def test_the_device_its_numerics_and_its_optimizer_decide():
 @needs_cuda
 def test_the_largest_size_is_the_largest_that_the_allocator_serves():
     """Fits at N, and not at N + 1, by plans of one size each."""
-    base = (*runs.MODELS["gpt"], *WIDE, "batch.global_size=64", "plan.device=a100-40gb", "every.eval=null")
+    base = (*runs.MODELS["gpt"], *WIDE, "batch.global_size=64", "plan.device=a100-40gb", "every.eval=null", NO_LEVERS)
 
     def reserved(size):
         return trainapp.plan([*base, f"batch.micro_size={size}"])["reserved_bytes"]
@@ -97,7 +98,7 @@ def test_fixed_segments_reserve_more_or_the_same():
 
 @needs_cuda
 def test_convolutions_are_said_to_need_more():
-    notes = trainapp.plan([*runs.MODELS["resnet"], "plan.device=l4-24gb", "batch.micro_size=4"])["notes"]
+    notes = trainapp.plan([*runs.MODELS["resnet"], "plan.device=l4-24gb", "batch.micro_size=4", NO_LEVERS])["notes"]
     assert any("cuDNN" in note for note in notes)
     assert "notes" not in trainapp.plan([*GPT, "plan.device=l4-24gb", "precision=bf16"])
 
@@ -127,7 +128,7 @@ def test_a_recurrent_layer_is_not_traceable(tmp_path):
     "chosen", [("adamw_bf16", "precision=bf16_pure"), ("adamw_8bit",), ("adamw_4bit",), ("adamw_fp8",)]
 )
 def test_optimizers_that_round_by_chance_keep_what_they_keep_on_the_cpu(chosen):
-    overrides = (*GPT, *WIDE, f"optimizer={chosen[0]}", *chosen[1:], "plan.levers=false", "every.eval=null")
+    overrides = (*GPT, *WIDE, f"optimizer={chosen[0]}", *chosen[1:], "every.eval=null")
     here = trainapp.plan([*overrides, "train.device=cpu"])
     there = trainapp.plan([*overrides, "plan.device=a100-40gb"])
     assert there["certainty"] == "predicted", there
@@ -149,6 +150,60 @@ def test_an_optimizer_that_makes_a_generator_by_itself_is_not_traceable(tmp_path
     facts = trainapp.plan([*GPT, *own, "plan.device=a100-40gb"])
     assert facts["certainty"] == "not traceable"
     assert "Generator" in facts["reason"] or "CUDA generator" in facts["reason"]
+
+
+@needs_cuda
+def test_fused_sgd_is_planned():
+    """torch has no kernel of it for tensors without data. One moment of AdamW's two, but for AdamW's step counts."""
+    base = (*GPT, *WIDE, "plan.device=a100-40gb", "every.eval=null")
+    plain, sgd = trainapp.plan(base), trainapp.plan([*base, "optimizer=sgd"])
+    assert sgd["certainty"] == "predicted", sgd
+    assert 2 * sgd["static"]["optimizer_state"] == pytest.approx(plain["static"]["optimizer_state"], rel=1e-3)
+    assert sgd["static"]["optimizer_state"] == sgd["static"]["parameters"]
+
+
+@needs_cuda
+def test_levers_have_the_peaks_of_their_own_plans():
+    """And no time. The configuration fits, and so is the best plan."""
+    base = tuple(part for part in GPT if part != NO_LEVERS)
+    facts = trainapp.plan([*base, *WIDE, "plan.device=a100-40gb", "every.eval=null"])
+    by_name = {entry["overrides"]: entry for entry in facts["levers"]}
+    for name in (
+        "activation_checkpointing=full",
+        "memory.offload_activations=all",
+        "optimizer=adamw_8bit",
+        "precision=bf16",
+    ):
+        alone = trainapp.plan([*base, *WIDE, *name.split(), NO_LEVERS, "plan.device=a100-40gb", "every.eval=null"])
+        entry = by_name[name]
+        assert (entry["peak_bytes"], entry["reserved_bytes"]) == (alone["allocated_bytes"], alone["reserved_bytes"]), (
+            name
+        )
+        assert (entry["relative_time"], entry["certainty"]) == (None, "predicted")
+    assert by_name["activation_checkpointing=full"]["reserved_bytes"] < facts["reserved_bytes"]
+    assert any(len(name.split()) > 2 for name in by_name)  # stacks
+    assert facts["best"]["overrides"] == f"batch.micro_size={facts['largest_micro_size']}"
+    assert (facts["best"]["missing_bytes"], facts["best"]["relative_time"]) == (0, None)
+    assert facts["traces"] <= 60
+
+
+@needs_cuda
+def test_the_best_plan_fits_where_the_configuration_does_not(tmp_path):
+    base = tuple(part for part in GPT if part not in (NO_LEVERS, "batch.micro_size=8"))
+    base = (*base, *WIDE, "model.context_length=256", "plan.device=a100-40gb", "every.eval=null")
+    least = trainapp.plan([*base, "batch.micro_size=1", NO_LEVERS])["reserved_bytes"]
+    limit = f"memory.limit={least - 4 * MIB}"
+    done = run_cli("mode=plan", *base, limit, "hydra.run.dir=here", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    facts = json.loads((tmp_path / "here/plan.json").read_text())
+    assert facts["largest_micro_size"] == 0
+    best = done.stdout.splitlines()[-1]
+    assert best == facts["best"]["overrides"]
+    assert "peak  largest    reserved  certainty" in done.stdout
+    assert facts["best"]["result"] == "same"
+    alone = trainapp.plan([*base, *best.split(), limit, NO_LEVERS])
+    assert alone["reserved_bytes"] == facts["best"]["reserved_bytes"] <= least - 4 * MIB
+    assert alone["largest_micro_size"] == facts["best"]["micro_size"] >= 1
 
 
 @needs_cuda

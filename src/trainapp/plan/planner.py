@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
@@ -33,12 +33,13 @@ def plan(config: Config, only: Collection[str] = (), untraceable: str | None = N
     started = time.monotonic()
     require_plannable(config, bool(only))
     planner = _planner(config, only)
-    planner.counts_work = has_levers = config.plan.levers and config.plan.device is None and not only
+    has_levers = config.plan.levers and not only
+    planner.counts_work = has_levers and config.plan.device is None
     if untraceable is None:
         try:
             facts, peak = planner.search(only) if only else planner.plan()
             doubt = "" if only else _doubt(planner, facts)
-            if has_levers:
+            if has_levers and facts["largest_micro_size"] is not None:  # else a band, in which no lever can be seen
                 facts |= _ranked(planner, facts)
             if doubt != "":
                 facts, peak = _doubted(planner, facts, doubt), peak if doubt is None else None
@@ -105,6 +106,10 @@ def _doubted(planner: Planner, facts: Facts, doubt: str | None) -> Facts:
 def _ranked(planner: "Planner", facts: Facts) -> Facts:
     """The levers; a note in their place if they cannot be ranked, which is no reason to withhold the peak."""
     try:
+        if planner.config.plan.device is not None:
+            from trainapp.plan.cuda import levers  # builds on this module
+
+            return levers.ranked(cast(Any, planner), facts)
         return ranked(planner, facts)
     except UserError:
         raise

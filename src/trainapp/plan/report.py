@@ -71,7 +71,9 @@ def _nothing_fits(limit: int) -> str:
 def _levers(facts: dict[str, Any]) -> list[str]:
     """A table of WIDTH columns."""
     header = f"with micro-batch {facts['micro_size']} and"
-    lines = [f"{'peak':>10}  {'largest':>7}  {'time':>7}  {'certainty':<13}  {header}"]
+    on_device = "reserved_bytes" in facts  # instead of the time, which only the device tells
+    third, wide = ("reserved", 10) if on_device else ("time", 7)
+    lines = [f"{'peak':>10}  {'largest':>7}  {third:>{wide}}  {'certainty':<13}  {header}"]
     changes_training = False
     for entry in facts["levers"]:
         if entry["result"] == "other" and not changes_training:
@@ -80,7 +82,9 @@ def _levers(facts: dict[str, Any]) -> list[str]:
         peak = "-" if entry["peak_bytes"] is None else bytes_text(entry["peak_bytes"])
         largest = "-" if entry["largest_micro_size"] is None else str(entry["largest_micro_size"])
         time = "-" if entry["relative_time"] is None else f"x {entry['relative_time']:.2f}"
-        start = f"{peak:>10}  {largest:>7}  {time:>7}  {entry['certainty']:<13}  "
+        if on_device and entry["reserved_bytes"] is not None:
+            time = bytes_text(entry["reserved_bytes"])
+        start = f"{peak:>10}  {largest:>7}  {time:>{wide}}  {entry['certainty']:<13}  "
         lines += textwrap.wrap(
             entry["overrides"], WIDTH, initial_indent=start, subsequent_indent=" " * len(start), break_long_words=False
         )
@@ -92,11 +96,13 @@ def _levers(facts: dict[str, Any]) -> list[str]:
 def _best(facts: dict[str, Any]) -> list[str]:
     """What the best plan is, and its overrides to paste."""
     best, limit = facts["best"], bytes_text(facts["limit_bytes"])
-    peak, time = bytes_text(best["peak_bytes"]), f"x {best['relative_time']:.2f} of the time"
+    peak = bytes_text(best["reserved_bytes"] if "reserved_bytes" in best else best["peak_bytes"])
     if best["missing_bytes"]:
         line = f"nothing fits {limit}; the closest needs {peak}, {bytes_text(best['missing_bytes'])} too much:"
     else:
-        line = f"the fastest that fits {limit}: peak {peak}, {time}"
+        line = f"the least change that fits {limit}: {peak} reserved"
+        if best["relative_time"] is not None:
+            line = f"the fastest that fits {limit}: peak {peak}, x {best['relative_time']:.2f} of the time"
         line += ", though it changes the training:" if best["result"] == "other" else ":"
     return [line, best["overrides"]]
 

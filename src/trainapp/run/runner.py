@@ -20,7 +20,7 @@ from trainapp.oom.errors import is_out_of_memory
 from trainapp.oom.incident import Incident
 from trainapp.optim.optimizers import lean_optimizer
 from trainapp.parallel.ranks import Ranks, SingleRank
-from trainapp.plan import first_size
+from trainapp.plan import first_size, residuals
 from trainapp.plan.ranks import by_rank_zero
 from trainapp.run import export, restarts, resume
 from trainapp.run.result import RunResult, result_of
@@ -93,6 +93,8 @@ def _run_until_torn(
     result = result_of(current, time.monotonic() - started)
     if ranks.is_rank_zero:
         report(current, result)
+    if current.state.device.type == "cuda" and config.mode == "train" and not stop.agreed:
+        residuals.measure(current)
     return result
 
 

@@ -1,7 +1,8 @@
 """The devices that `plan.device` names, and what of them a plan depends on. Imports no torch.
 
-Memory is what torch reports as `total_memory`, which is less than the name. These figures are approximate and have not
-been checked against a source or a device: where some hundred MiB matter, set `memory.limit`.
+Memory is what torch reports as `total_memory` (MiB there), which is less than the name says and differs by some MiB to
+some hundred between drivers and boards: where that matters, set `memory.limit`. Of several reports, the lowest; where
+none is as low as the figure, it is an assumption on the safe side.
 """
 
 import contextlib
@@ -19,11 +20,16 @@ HEADROOM = 2**30  # as `memory.cuda.HEADROOM`, which a run without a limit leave
 
 @dataclass(frozen=True)
 class Device:
-    """`memory` in bytes; `capability` as (major, minor)."""
+    """`memory` in bytes; `capability` as (major, minor).
+
+    reported: the names by which drivers know it. source: who has reported its memory.
+    """
 
     name: str
     memory: int
     capability: tuple[int, int]
+    reported: tuple[str, ...] = ()
+    source: str = ""
 
     @property
     def has_bf16(self) -> bool:
@@ -49,21 +55,76 @@ class Device:
         return available - min(HEADROOM, available // 8)
 
 
+_PRINTED = "torch.cuda.get_device_properties, printed in "
 DEVICES = {
     device.name: device
     for device in (
-        Device("t4-16gb", 14_912 * MIB, (7, 5)),
-        Device("v100-16gb", 16_151 * MIB, (7, 0)),
-        Device("v100-32gb", 32_494 * MIB, (7, 0)),
-        Device("a10-24gb", 22_515 * MIB, (8, 6)),
-        Device("a100-40gb", 40_326 * MIB, (8, 0)),
-        Device("a100-80gb", 81_038 * MIB, (8, 0)),
-        Device("rtx3090-24gb", 24_113 * MIB, (8, 6)),
-        Device("l4-24gb", 22_478 * MIB, (8, 9)),
-        Device("l40s-48gb", 45_495 * MIB, (8, 9)),
-        Device("rtx4090-24gb", 24_091 * MIB, (8, 9)),
-        Device("h100-80gb", 81_008 * MIB, (9, 0)),
-        Device("h200-141gb", 143_167 * MIB, (9, 0)),
+        Device("t4-16gb", 15_079 * MIB, (7, 5), ("Tesla T4",), _PRINTED + "logs of runs on Colab: 15079 to 15109"),
+        Device(
+            "v100-16gb",
+            16_130 * MIB,
+            (7, 0),
+            ("Tesla V100-SXM2-16GB", "Tesla V100-PCIE-16GB"),
+            _PRINTED + "logs of YOLOv3 (SXM2); 16160 of PCIe in notes of a cluster",
+        ),
+        Device("v100-32gb", 32_494 * MIB, (7, 0), ("Tesla V100-SXM2-32GB", "Tesla V100-PCIE-32GB")),
+        Device(
+            "a10-24gb",
+            22_515 * MIB,
+            (8, 6),
+            ("NVIDIA A10", "NVIDIA A10G"),
+            "none for A10; of A10G, torch has printed 22723 and 22587 (torch 2.15 nightly)",
+        ),
+        Device(
+            "a100-40gb",
+            40_326 * MIB,
+            (8, 0),
+            ("NVIDIA A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB"),
+            _PRINTED + "UPPMAX's lessons (PCIe, torch 1.9); 40339 of SXM4 in bottlerocket-os/bottlerocket#3873",
+        ),
+        Device(
+            "a100-80gb",
+            81_038 * MIB,
+            (8, 0),
+            ("NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe"),
+            "none for SXM4; of PCIe, ekondis/mixbench#47 has 81049",
+        ),
+        Device(
+            "rtx3090-24gb",
+            24_113 * MIB,
+            (8, 6),
+            ("NVIDIA GeForce RTX 3090",),
+            "none so low; torch has printed 24268 in the documentation of Transformers, 24259 elsewhere",
+        ),
+        Device("l4-24gb", 22_478 * MIB, (8, 9), ("NVIDIA L4",)),
+        Device(
+            "l40s-48gb",
+            45_495 * MIB,
+            (8, 9),
+            ("NVIDIA L40S",),
+            "none so low; torch has printed 45589 in an article on sharing GPUs in Kubernetes",
+        ),
+        Device(
+            "rtx4090-24gb",
+            24_091 * MIB,
+            (8, 9),
+            ("NVIDIA GeForce RTX 4090",),
+            "none so low; 23.68 GiB in zai-org/CogVideo#36, and torch has printed 24563 on Windows",
+        ),
+        Device(
+            "h100-80gb",
+            81_008 * MIB,
+            (9, 0),
+            ("NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe"),
+            _PRINTED + "a report of torch on PCIe; of SXM, 81082, 81089 (stas00/ml-engineering) and 81090",
+        ),
+        Device(
+            "h200-141gb",
+            143_156 * MIB,
+            (9, 0),
+            ("NVIDIA H200",),
+            _PRINTED + "a script for Modal",
+        ),
     )
 }
 

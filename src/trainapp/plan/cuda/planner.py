@@ -6,7 +6,8 @@ from typing import Any
 
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
-from trainapp.plan.certainty import EXACT, PREDICTED, RANGE
+from trainapp.plan import residuals
+from trainapp.plan.certainty import EXACT, PREDICTED, RANGE, Noticed, certainty_of
 from trainapp.plan.cuda.devices import CONTEXT, find
 from trainapp.plan.cuda.place import THREADS, Allocations, CudaPlace
 from trainapp.plan.cuda.pretend import can_pretend, give_autograd_a_device
@@ -74,16 +75,42 @@ class CudaPlanner(_DevicePlanner):
         super().__init__(config, components)
         self.place = self._on_device = CudaPlace(self.named)
         self._expandable = config.memory.expandable_segments
+        self.residual = residuals.recall(config, self.named.reported)
+
+    def variant(self, config: Config) -> "CudaPlanner":
+        """Of a configuration with the same model and data: see `levers`."""
+        planner = CudaPlanner(config, self.components)
+        planner.smallest = self.smallest
+        planner.place = planner._on_device = self._on_device
+        return planner
+
+    @staticmethod
+    def predicted(certainty: str) -> str:
+        """The certainty of a figure for a device that is not here."""
+        return PREDICTED if certainty == EXACT else certainty
+
+    def peaks(self, size: int, eval_size: int) -> tuple[int, int]:
+        """Bytes allocated and reserved with these sizes; 0 leaves out the evaluation."""
+        allocations: Allocations = self.at(size, eval_size).allocations
+        return allocations.replayed(self._expandable).peak_allocated, self._reserved(allocations)
+
+    def certainty(self, size: int, eval_size: int) -> str:
+        """Of these peaks."""
+        return self.predicted(certainty_of(Noticed.by([self.at(size, eval_size)]), 0, 0).name)
 
     def needed(self, trace: Trace) -> int:
         """Reserved bytes: at most the limit if the allocator serves everything within it, else more."""
-        allocations: Allocations = trace.allocations
-        free = allocations.replayed(self._expandable)
-        if free.peak_reserved <= self.limit:
-            return free.peak_reserved
-        if allocations.fit(self._expandable, self.limit):  # by returning cached segments, which takes time
+        reserved = self._reserved(trace.allocations)
+        if reserved <= self.limit:
+            return reserved
+        return max(trace.allocations.replayed(self._expandable).peak_allocated, self.limit + 1)
+
+    def _reserved(self, allocations: Allocations) -> int:
+        """At the peak. The limit where the allocator keeps to it by returning cached segments, which takes time."""
+        free = allocations.replayed(self._expandable).peak_reserved + self.residual
+        if free > self.limit and allocations.fit(self._expandable, self.limit - self.residual):
             return self.limit
-        return max(free.peak_allocated, self.limit + 1)
+        return free
 
     def plan(self) -> tuple[Facts, Peak | None]:
         """As `Planner.plan`, with what the allocator makes of a step, another one and an evaluation."""
@@ -95,16 +122,22 @@ class CudaPlanner(_DevicePlanner):
         added = allocated - live
         facts |= {
             "peak_bytes": allocated,
-            "certainty": PREDICTED if facts["certainty"] == EXACT else facts["certainty"],
+            "certainty": self.predicted(facts["certainty"]),
             "kinds": facts["kinds"] | {"libraries": libraries, "rounding": added - libraries},
             "phases": {name: size + added for name, size in facts["phases"].items()},
             "allocated_bytes": allocated,
-            "reserved_bytes": replayed.peak_reserved,
+            "reserved_bytes": self._reserved(whole.allocations),
             "expandable_segments": self._expandable,
             "device": _facts_of(self),
         }
         if "range_bytes" in facts:
             facts["range_bytes"] = [size + added for size in facts["range_bytes"]]
+        if self.residual:
+            facts["residual_bytes"] = self.residual
+            more = (
+                f"{bytes_text(self.residual)} of what is reserved: a run on this device took so much more than planned"
+            )
+            facts["notes"] = [*facts.get("notes", []), more]
         if self._on_device.convolutions:
             facts["notes"] = [*facts.get("notes", []), _CONVOLUTIONS]
         return facts, peak

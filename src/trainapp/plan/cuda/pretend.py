@@ -31,6 +31,7 @@ _CODE = {  # machine code of: return 0; return 1; return a stream of device 0
     ),
 }
 _CALL = torch._ops.OpOverload.__call__.__code__  # by which a mode calls the next one
+_WITHOUT_META = (torch.ops.aten._fused_sgd_, torch.ops.aten._fused_adagrad_)  # torch 2.13 has no meta kernel for them
 _MODES = ("__torch_dispatch__", "__torch_function__")  # a function mode sees the calls of dispatch modes, too
 _kept: list[Any] = []  # what torch points to until the process ends
 
@@ -90,7 +91,8 @@ class EngineOnCuda(DispatchMode):
 
     The autograd engine adds up the gradients of a tensor that is used several times in place, but not those of
     subclasses, which fake tensors are (torch/csrc/autograd/input_buffer.cpp): half of them in memory twice.
-    Kernels allocate workspaces inside. Attributes, both counts: `added`, of additions made in place; `convolutions`.
+    Kernels allocate workspaces inside, and some fused optimizers have no kernel for fake tensors.
+    Attributes, both counts: `added`, of additions made in place; `convolutions`.
     """
 
     OWNERS = 3  # of a gradient's storage that only the engine holds: the tensor, and two here
@@ -107,6 +109,8 @@ class EngineOnCuda(DispatchMode):
                 self.added += 1
                 old.detach().add_(new)
                 return old
+        if func.overloadpacket in _WITHOUT_META:
+            return None  # it writes in place
         if func is torch.ops.aten.convolution.default:
             self.convolutions += 1
         size = workspace_of_backward(func, args)

@@ -1,0 +1,141 @@
+"""What a device has reserved beyond the plan: measured once in a real run, and added to later plans for that device.
+
+A plan does not know what libraries take for themselves inside the allocator, such as cuDNN's workspaces, nor how the
+allocator was used before. One small JSON file per device, torch version and class of configurations, in the user's
+cache directory. A wrong one costs memory that is left unused, or one retry.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainapp import strict_json
+from trainapp.config.schema import Config, Plan
+from trainapp.errors import UserError
+from trainapp.files import atomic_write
+from trainapp.paths import user_cache_dir
+from trainapp.plan import process
+from trainapp.plan.cuda.devices import spelled
+from trainapp.train.run import Run
+from trainapp.units import bytes_text
+
+PATIENCE = 60.0  # seconds for the plan of a run that has ended
+log = logging.getLogger(__name__)
+
+
+def describe(config: Config, device_name: str) -> dict[str, Any]:
+    """The device, and what decides which kernels run on it: the class of a configuration. Sizes are not part of it."""
+    return {
+        "device": device_name,
+        "torch": torch.__version__,
+        "model": config.model.target,
+        "precision": config.precision.mode,
+        "optimizer": [config.optimizer.target, config.optimizer.fused, config.optimizer.in_backward],
+        "activation_checkpointing": config.activation_checkpointing.mode,
+        "offload": config.memory.offload_activations,
+        "chunks": config.memory.loss_chunk is not None,
+        "expandable_segments": config.memory.expandable_segments,
+        "deterministic": config.train.deterministic,
+    }
+
+
+def recall(config: Config, device_names: Iterable[str]) -> int:
+    """The bytes to add to what a plan for one of these devices says; 0 where nothing is known or wanted.
+
+    Of several, the most. Files that cannot be read count as none.
+    """
+    if config.oom.remember is not True:
+        return 0
+    return max((_read(_path(describe(config, name))) or 0 for name in device_names), default=0)
+
+
+def store(config: Config, device_name: str, planned: int, measured: int) -> None:
+    """Remember both, in bytes reserved. A cache directory that cannot be written is ignored."""
+    description = describe(config, device_name)
+    facts = {"class": description, "planned_bytes": planned, "measured_bytes": measured}
+    path = _path(description)
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(path) as file:
+            file.write(strict_json.dumps(facts, indent=1, default=str))
+
+
+def measure(run: Run) -> None:
+    """Compare what the run has reserved with its plan, the first time that this device runs such a configuration.
+
+    For a run that has ended, in one process: with one size, and without an out-of-memory error, which would count too.
+    Takes some seconds, once per class of configurations; with `oom.remember=clear`, again.
+    """
+    sizes, name = run.sizes.used, device_name(run.state.device)
+    is_one = len(sizes) == 1 and all(isinstance(size, int) for size in sizes.values())
+    settled = is_one and not run.sizes.oom_restarts and run.ranks.world == 1
+    remember = run.config.oom.remember
+    if remember is False or run.config.train.compile or not settled or run.state.progress.step < 2:
+        return
+    if remember is True and _read(_path(describe(run.config, name))) is not None:
+        return
+    try:
+        facts = process.answer_of("trainapp.plan.planner.facts_of", _here(run), patience=PATIENCE, sees_devices=False)
+    except (process.NoAnswer, UserError) as error:
+        log.debug("no plan to compare with: %s", error)
+        return
+    planned = facts.get("reserved_bytes", facts.get("peak_bytes"))
+    if planned is None or "estimate" in facts or "range_bytes" in facts:
+        return
+    store(run.config, name, planned, run.memory.peak_reserved)
+    log.info(
+        "plan for %s: %s reserved, measured %s; plans for it will add the difference",
+        name,
+        bytes_text(planned),
+        bytes_text(run.memory.peak_reserved),
+    )
+
+
+def device_name(device: torch.device) -> str:
+    """As the driver reports it."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _here(run: Run) -> Config:
+    """The run's own configuration as one to plan, for its device, with the sizes that it has used."""
+    config, device = run.config, run.state.device
+    plan = Plan(levers=False)
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        plan.device = spelled(properties.total_memory, (properties.major, properties.minor))
+    return dataclasses.replace(
+        config,
+        plan=plan,
+        batch=dataclasses.replace(
+            config.batch,
+            micro_size=run.sizes.train.size,
+            eval_micro_size=run.sizes.evaluation.size,
+            micro_schedule=None,
+        ),
+        accumulation=dataclasses.replace(config.accumulation, steps="auto"),
+        memory=dataclasses.replace(config.memory, limit=None),
+        train=dataclasses.replace(config.train, device="auto" if device.type == "cuda" else config.train.device),
+    )
+
+
+def _read(path: Path) -> int | None:
+    """What was reserved beyond the plan, at least 0; None where no file says it."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        known = json.loads(path.read_text())
+        if isinstance(known, dict):
+            planned, measured = known.get("planned_bytes"), known.get("measured_bytes")
+            if type(planned) is int and type(measured) is int and 0 < planned < 2**50 and 0 < measured < 2**50:
+                return max(0, measured - planned)
+    return None
+
+
+def _path(description: dict[str, Any]) -> Path:
+    text = json.dumps(description, sort_keys=True, default=str)
+    return user_cache_dir() / "plan" / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
