@@ -50,6 +50,7 @@ def test_loss_in_chunks(dtype, tolerance, deterministic):
         (("memory.loss_chunk=100",), 1e-4),
         (("optimizer=adamw_bf16",), 0.02),
         (("optimizer=adamw_bf16", "precision=bf16_pure"), 0.05),
+        (("optimizer.offload=true",), 1e-4),
     ],
 )
 def test_losses_are_those_of_the_plain_run(tmp_path, overrides, tolerance):
@@ -123,3 +124,29 @@ def test_a_budget_on_the_gpu(tmp_path):
     middle, weights = trained(tmp_path, budget, f"activation_checkpointing.bytes={(most - least) // 2}")
     assert least < middle < most
     assert torch.equal(weights, expected)
+
+
+def test_an_optimizer_on_the_host_leaves_the_device_its_state(tmp_path):
+    resident, parameters = [], 0
+    for more in ((), ("optimizer.offload=true",)):
+        run = runs.prepare(tmp_path, *DEEP, *more)
+        runs.loop.train_step(run)
+        torch.cuda.synchronize()
+        resident.append(torch.cuda.memory_allocated())
+        parameters = sum(p.nbytes for p in run.state.model.parameters())
+        run.close()
+        del run
+        gc.collect()
+    assert resident[0] - resident[1] == pytest.approx(2 * parameters, rel=0.05)
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_products_in_8_bits(tmp_path, kind):
+    pytest.importorskip("torchao", reason="needs the extra trainapp[torchao]")
+    if kind == "fp8" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("fp8 needs compute capability 8.9")
+    for name in ("bf16", kind):
+        runs.run(tmp_path / name, *GPT, f"precision={name}")
+    plain, found = ([line["loss"] for line in helpers.metrics(tmp_path / name)] for name in ("bf16", kind))
+    assert found == pytest.approx(plain, rel=0.02)
+    runs.run(tmp_path / "one row", *runs.MODELS["mlp"], "train.device=cuda", f"precision={kind}", "batch.micro_size=1")
