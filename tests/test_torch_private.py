@@ -57,9 +57,8 @@ from trainapp.torch_private import (
     parameters_of,
     pytree_functions,
     rebuild_buckets,
+    record_memory_history,
     registries_of,
-    start_memory_history,
-    stop_memory_history,
     storage_id,
     strided_parts,
     tree_leaves,
@@ -432,12 +431,12 @@ def test_memory_history_takes_these_arguments():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_memory_history_of_a_gpu():
     device = torch.device("cuda", torch.cuda.current_device())
-    start_memory_history(1000)
+    record_memory_history(1000)
     block = torch.empty(2**20, device=device)
     address = block.data_ptr()
     del block
     snapshot = memory_snapshot(device)
-    stop_memory_history()
+    record_memory_history(None)
     actions = [e["action"] for e in snapshot["device_traces"][device.index] if e["addr"] == address and e["size"]]
     assert actions.index("alloc") < actions.index("free_completed")
 

@@ -235,18 +235,14 @@ def fsdp_collectives() -> tuple[type, type]:
 # --- CUDA's record of allocations: documented under "Understanding CUDA Memory Usage", but underscored
 
 
-def start_memory_history(max_entries: int) -> None:
-    """Record every allocation with its Python stack. Entries beyond `max_entries` replace the oldest."""
-    torch.cuda.memory._record_memory_history(max_entries=max_entries, context="alloc", stacks="python")
-
-
-def stop_memory_history() -> None:
-    """Stop recording."""
-    torch.cuda.memory._record_memory_history(enabled=None)
+def record_memory_history(max_entries: int | None) -> None:
+    """Record every allocation with its Python stack, the last `max_entries` of them; None stops recording."""
+    started: dict[str, Any] = {"max_entries": max_entries, "context": "alloc", "stacks": "python"}
+    torch.cuda.memory._record_memory_history(**{"enabled": None} if max_entries is None else started)
 
 
 def memory_snapshot(device: torch.device) -> dict[str, Any]:
-    """The allocator's segments and its record since `start_memory_history`, as pytorch.org/memory_viz reads them."""
+    """The allocator's segments and its record since `record_memory_history`, as pytorch.org/memory_viz reads them."""
     return torch.cuda.memory._snapshot(device)
 
 

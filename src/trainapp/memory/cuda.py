@@ -15,7 +15,7 @@ from trainapp.memory.device import DeviceMemory
 from trainapp.memory.kinds import MemoryKind
 from trainapp.memory.live_tensors import Events, Kinds, Resident
 from trainapp.parallel.dtensor import local
-from trainapp.torch_private import memory_snapshot, start_memory_history, stop_memory_history
+from trainapp.torch_private import memory_snapshot, record_memory_history
 
 MAX_HISTORY = 20_000  # allocations and frees that are recorded, the last ones of a step; some KB of host memory each
 _BEFORE = -1_000_000_000  # the number, in `events`, of what was allocated before the record begins
@@ -96,7 +96,7 @@ class CudaMemory(DeviceMemory):
         if not self._has_history:
             yield
             return
-        start_memory_history(MAX_HISTORY)
+        record_memory_history(MAX_HISTORY)
         try:
             yield
             if self.keep_events:
@@ -105,7 +105,7 @@ class CudaMemory(DeviceMemory):
             self._snapshot = memory_snapshot(self.device)
             raise
         finally:
-            stop_memory_history()
+            record_memory_history(None)
 
     def events(self, gradients: Iterable[Tensor]) -> tuple[Events, Kinds]:
         """From the allocator's history of the last watched block that failed, or was recorded for a timeline.

@@ -9,12 +9,11 @@ vote pairs with the others' next one, and all ranks leave the step together.
 import contextlib
 import datetime
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from trainapp.errors import UserError
 from trainapp.torch_private import outside_dispatch_modes
 
 T = TypeVar("T")
@@ -273,20 +272,3 @@ class DistributedRanks:
 
     def exchange_in_library(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
-
-
-def answered_by_rank_zero(ranks: Ranks, ask: Callable[[], T]) -> T:
-    """What `ask` returns on rank 0, the only one that calls it. Collective.
-
-    Its UserError is raised on all ranks: none waits for another.
-    """
-    answer, problem = None, None
-    if ranks.is_rank_zero:
-        try:
-            answer = ask()
-        except UserError as error:
-            problem = error
-    answer, problem = ranks.all_gather_object((answer, problem))[0]
-    if problem is not None:
-        raise problem
-    return cast(T, answer)

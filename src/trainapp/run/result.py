@@ -9,7 +9,7 @@ from trainapp.data.micro_batch_sizes import Plan
 from trainapp.data.progress import Progress
 from trainapp.files import atomic_write
 from trainapp.tracking.tracker import RESULT
-from trainapp.train.build import bilinear_modules_with_two_roundings
+from trainapp.train.bilinear import bilinear_modules_with_two_roundings
 from trainapp.train.run import Run
 from trainapp.train.sizes import as_schedule
 from trainapp.units import listed

@@ -22,7 +22,6 @@ from trainapp.memory import backends
 from trainapp.memory.device import DeviceMemory, static_bytes
 from trainapp.memory.levers import catalogue
 from trainapp.memory.levers.lever import Situation
-from trainapp.models.inspect import bilinear_modules
 from trainapp.models.weights import load_initial_weights
 from trainapp.optim import precision, schedules
 from trainapp.optim.nonfinite import NonFiniteCheck
@@ -34,12 +33,13 @@ from trainapp.tracking.tracker import SilentTracker, Tracker
 from trainapp.train import exactness, losses
 from trainapp.train.assemble import assemble
 from trainapp.train.autotuner import Autotuner
+from trainapp.train.bilinear import warn_of_bilinear
 from trainapp.train.components import Components, choose_device, load_components, set_global_switches
 from trainapp.train.restore_point import RestorePoint
 from trainapp.train.room import room_of
 from trainapp.train.run import Cadences, Objective, Run, run_length
 from trainapp.train.sizes import initial_sizes
-from trainapp.units import bytes_text, listed
+from trainapp.units import bytes_text
 
 log = logging.getLogger(__name__)
 
@@ -147,25 +147,6 @@ def run_of(
         rehearsals=exactness.STEPS if config.train.check_exactness else 0,
         autotuner=Autotuner(device, config.train.deterministic),
     )
-
-
-def warn_of_bilinear(state: TrainState) -> None:
-    """Under autocast on the CPU, torch computes nn.Bilinear in fp32 while a dispatch mode counts live tensors."""
-    names = bilinear_modules_with_two_roundings(state)
-    if names:
-        log.warning(
-            "precision=%s: on the CPU, torch computes nn.Bilinear (%s) in fp32 while memory is measured, else in %s; a "
-            "run and its replay may differ by this rounding. precision=fp32 excludes that",
-            state.precision.mode,
-            listed(names),
-            state.precision.mode,
-        )
-
-
-def bilinear_modules_with_two_roundings(state: TrainState) -> list[str]:
-    """The nn.Bilinear whose result depends on whether live tensors are counted; see `warn_of_bilinear`."""
-    has_two = state.device.type == "cpu" and state.precision.compute_dtype != torch.float32
-    return bilinear_modules(state.model) if has_two else []
 
 
 def owners_of_state(components: Components, model: torch.nn.Module, device: torch.device) -> Stateful:
