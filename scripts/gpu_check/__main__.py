@@ -70,7 +70,7 @@ def arguments(steps: Sequence[Step]) -> argparse.Namespace:
         "--device",
         choices=["cuda", "cpu"],
         default="cuda",
-        help="cuda: the first GPU that CUDA_VISIBLE_DEVICES leaves (default), twelve minutes at most; cpu: what needs "
+        help="cuda: the first GPU that CUDA_VISIBLE_DEVICES leaves (default), ten minutes at most; cpu: what needs "
         f"no GPU, with small sizes, {CPU_TIME_FACTOR} times as long at most",
     )
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=f"run only these: {', '.join(names)}")

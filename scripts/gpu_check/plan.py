@@ -5,7 +5,7 @@ A new step is a line here, and in `steps/` a function `(table, device, folder)` 
 
 from dataclasses import dataclass
 
-BUDGET = 700  # seconds for all steps together: twelve minutes with what lies around them
+BUDGET = 580  # seconds for all steps together: ten minutes with what lies around them
 CPU_TIME_FACTOR = 5  # a step may take so many times its seconds on a CPU
 
 
@@ -25,25 +25,25 @@ class Step:
 
 
 STEPS = (
-    Step("convolutions", "a convolution under 20 shrinking limits, cuDNN's search on and off", 30),
-    Step("resnet", "model=resnet at 8 limits", 55),
-    Step("tests", "tests/gpu, with and without expandable segments", 100, "gpu_check.steps.gpu_tests:check"),
-    Step("recovery", "20 errors each in forward, backward and recomputation", 35),
+    Step("convolutions", "a convolution under 20 shrinking limits, cuDNN's search on and off", 25),
+    Step("resnet", "model=resnet at 8 limits", 45),
+    Step("tests", "tests/gpu, with and without expandable segments", 80, "gpu_check.steps.gpu_tests:check"),
+    Step("recovery", "20 errors each in forward, backward and recomputation", 30),
     Step(
         "replay_deterministic",
         "a run with errors and its replay: bit for bit",
-        45,
+        35,
         "gpu_check.steps.replay:deterministic",
     ),
-    Step("replay_default", "the same with default kernels: equal to rounding", 35, "gpu_check.steps.replay:default"),
-    Step("waiting", "how often a step of a proven size waits for the device", 25),
-    Step("limits", "the smallest workable limit, two jobs in one process", 50),
-    Step("two_ranks", "two processes on one device over gloo, an error in each phase", 45),
-    Step("one_rank", "one rank over NCCL: groups, mesh, rewrapping, background checkpoints", 45),
+    Step("replay_default", "the same with default kernels: equal to rounding", 30, "gpu_check.steps.replay:default"),
+    Step("waiting", "how often a step of a proven size waits for the device", 20),
+    Step("limits", "the smallest workable limit, two jobs in one process", 40),
+    Step("two_ranks", "two processes on one device over gloo, an error in each phase", 35),
+    Step("one_rank", "one rank over NCCL: groups, mesh, rewrapping, background checkpoints", 40),
     Step("new_sizes", "seconds of the first steps at a new micro-batch", 20),
     Step("evaluations", "memory over 40 evaluations", 20),
-    Step("faults", "device-side assert, cudaMallocAsync, fp16 overflow", 30),
-    Step("speed", "steps per second against hand-written loops", 45),
-    Step("planned_peaks", "the plan's peaks against those of 25 runs", 75),
-    Step("planned_ladder", "levers and stacks on a GPT that takes half of the device: peak, plan, time", 45),
+    Step("faults", "device-side assert, cudaMallocAsync, fp16 overflow", 25),
+    Step("speed", "steps per second against hand-written loops", 35),
+    Step("planned_peaks", "the plan's peaks against those of 25 runs", 60),
+    Step("planned_ladder", "levers and stacks on a GPT that takes half of the device: peak, plan, time", 40),
 )
