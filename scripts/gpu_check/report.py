@@ -13,7 +13,7 @@ from .table import MEASURED, MET, MISSED, NEEDS_CUDA
 HEAD = """# On a GPU
 
 `scripts/check_gpu` runs the steps below on this machine's first GPU, each in a process of its own with a time limit, in
-at most twelve minutes and without network, and writes this page and `gpu.json`. It needs torch 2.11 or newer and what
+at most ten minutes and without network, and writes this page and `gpu.json`. It needs torch 2.11 or newer and what
 the tests need. `--only NAME ...` runs some of the steps, `--out FOLDER` writes elsewhere, `--device cpu` runs what
 needs no GPU, with small sizes. CUDA_VISIBLE_DEVICES chooses the GPU; nothing else should use it meanwhile. The exit
 code is 0 if all that was expected was found, 1 if not, 2 if nothing could be checked, 130 after an interruption. In the
