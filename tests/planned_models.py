@@ -76,3 +76,19 @@ class Careful(Net):
     def extra(self, inputs: Tensor) -> int:
         float(inputs.mean())
         return 1000
+
+
+class Stacked:
+    """Images as tensors, which a batch stacks: memory can run out in the very first fetch, before a shape is known."""
+
+    task = "classification"
+
+    def __init__(self, split: str):
+        self.split = split
+        self.spec = {"image_shape": (1, 8, 8), "num_classes": 10}
+
+    def __len__(self) -> int:
+        return 512
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.ones(1, 8, 8), index % 10

@@ -59,6 +59,23 @@ def test_the_second_attempt_has_the_largest_size_that_fits(tmp_path):
     assert ended.micro_schedule == {1: largest}
 
 
+def test_the_first_fetch_is_halved_without_a_plan(tmp_path, caplog):
+    """Its shape is not known until a batch has been cut. An error after that asks."""
+    own = ("model=mlp", "model.width=16", "data=digits", "~data.augment", "data._target_=planned_models.Stacked")
+    overrides = (
+        *RUN,
+        *own,
+        "user_packages=[planned_models]",
+        "batch.global_size=256",
+        "memory.limit=70000",
+        "data.num_workers=0",
+    )
+    _, failures, asked = run_of(tmp_path / "run", overrides, caplog)
+    assert (failures[0]["step"], failures[0]["phase"], failures[0]["new_size"]) == (1, "data", 128)
+    assert asked == 1
+    assert ["as planned" in failure["action"] for failure in failures] == [False, False, True]
+
+
 def test_it_replays_bit_for_bit(tmp_path):
     """Dropout: a step cut in another way has other bits."""
     changes = {"batch.micro_size": "auto", "batch.global_size": 32}
@@ -252,7 +269,7 @@ def test_a_plan_under_which_nothing_fits_refuses_the_run(tmp_path, own):
     message = str(error.value)
     assert message.startswith("batch.micro_size=plan: no micro-batch fits memory.limit=15.6 KiB: the smallest needs ")
     assert "(exact)" in message
-    assert "batch.micro_size=1 tries it all the same" in message
+    assert "batch.micro_size=N tries it anyway" in message
 
 
 def test_a_plan_under_which_evaluation_does_not_fit_refuses_the_run(tmp_path, own):
@@ -266,4 +283,4 @@ def test_a_range_under_which_nothing_fits_begins_with_the_smallest_and_a_warning
     assert (ended.micro_size, failures) == (1, [])
     (warning,) = [r.getMessage() for r in caplog.records if "no micro-batch fits" in r.getMessage()]
     assert "(range)" in warning
-    assert "the run begins with the smallest all the same" in warning
+    assert "the run starts with the smallest anyway" in warning

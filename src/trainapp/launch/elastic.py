@@ -112,10 +112,8 @@ class Failures:
             self._recoveries = recoveries
             self._for_memory += 1
             return Restart.FREE
-        self.count, self._recoveries = (
-            self.count + 1,
-            0,
-        )  # after a crash the workers resume with the checkpoint's, which is lower
+        self.count += 1
+        self._recoveries = 0  # after a crash the workers resume with the checkpoint's, which is lower
         return Restart.COUNTED
 
     @property

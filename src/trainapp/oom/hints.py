@@ -39,6 +39,7 @@ def describe(run: Run) -> dict[str, Any]:
             config.optimizer.target,
             config.optimizer.arguments,
             config.optimizer.fused,
+            config.optimizer.in_backward,
             config.optimizer.offload,
         ],
         "batch": [config.batch.global_size, config.batch.eval_micro_size, run.ranks.world],

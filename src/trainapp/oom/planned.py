@@ -29,8 +29,9 @@ log = logging.getLogger(__name__)
 def first_sizes(config: Config) -> PlannedSizes | None:
     """For batch.micro_size=plan: the largest sizes within the memory limit. Takes seconds.
 
-    None where the model cannot be traced. Where none fits for certain, the run is refused; where the plan is not exact,
-    it begins with the smallest, and a warning. Raises UserError for that, and for what the planner does not cover.
+    None where the model cannot be traced. If it is certain that none fits, the run is refused; where the plan is not
+    exact, it starts with the smallest, and a warning. Raises UserError for that, and for what the planner does not
+    cover.
     """
     facts = process.ask(config, only=_searched(config))
     if "largest_micro_size" not in facts:
@@ -44,7 +45,7 @@ def first_sizes(config: Config) -> PlannedSizes | None:
     if lacking and facts["certainty"] == EXACT:
         raise UserError(f"batch.micro_size=plan: {lacking}")
     if lacking:
-        log.warning("batch.micro_size=plan: %s; the run begins with the smallest all the same", lacking)
+        log.warning("batch.micro_size=plan: %s; the run starts with the smallest anyway", lacking)
     planned = PlannedSizes(max(1, facts["largest_micro_size"]), _at_least_one(facts.get("largest_eval_micro_size")))
     evaluation = "" if planned.evaluation is None else f", evaluation {planned.evaluation}"
     log.info("micro-batch %d%s, as planned in %.1f s", planned.train, evaluation, facts["seconds"])
@@ -62,7 +63,7 @@ def _what_does_not_fit(config: Config, facts: Facts) -> str:
         if facts.get(size) == 0:
             return (
                 f"no {kind} fits {limit}: the smallest needs {bytes_text(facts[peak])} ({facts['certainty']}). Raise "
-                f"the limit, or see mode=plan for what would need less; batch.{setting}=1 tries it all the same"
+                f"the limit, or see mode=plan for what would need less; batch.{setting}=N tries it anyway"
             )
     return ""
 
@@ -162,6 +163,8 @@ def _may_ask(run: Run, failure: Incident, sizes: MicroBatchSizes) -> bool:
         return False
     if config.batch.micro_schedule is not None or not config.oom.keep_global_batch:
         return False
+    if not failure.evaluating and not sizes.failed_buckets:
+        return False  # nothing has been cut yet: the shape that failed is not known
     if failure.evaluating:
         is_free = config.batch.eval_micro_size == "auto" and config.every.eval is not None
     else:

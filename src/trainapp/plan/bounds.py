@@ -1,4 +1,4 @@
-"""The lowest and the highest peak that a run may have with given sizes: every way that it may go is traced."""
+"""The lowest and the highest peak with given sizes: of the ways that a run may go, those furthest apart are traced."""
 
 import functools
 from collections.abc import Callable, Iterable, Sequence

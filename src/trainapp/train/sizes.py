@@ -38,14 +38,14 @@ class Sizes:
     origin: str = "share"  # what decided the training size: see `initial_sizes`
 
     def begin_with(self, planned: PlannedSizes) -> None:
-        """PlannedSizes with sizes that a plan expects to fit."""
+        """Start with sizes that a plan expects to fit."""
         self.train.start = max(self.train.smallest, min(planned.train, self.train.start))
         self.train.is_planned = True
         self.begin_evaluation_with(planned.evaluation)
         self.origin = "planned"
 
     def begin_evaluation_with(self, planned: int | None) -> None:
-        """PlannedSizes evaluation with such a size, where no evaluation has begun."""
+        """Start evaluation with such a size, where no evaluation has begun."""
         if planned is not None and not self.evaluation.searches:
             self.evaluation.start = min(planned, self.evaluation.start)
             self.evaluation.is_planned = True

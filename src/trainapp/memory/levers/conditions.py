@@ -138,8 +138,8 @@ def _need_separate_updates(config: Config) -> None:
         )
     if config.parallel.strategy != "single":
         raise UserError(
-            f"{setting} with parallel.strategy={config.parallel.strategy}: gradients are averaged over ranks after the "
-            "backward of each has added them up; use parallel=single"
+            f"{setting} with parallel.strategy={config.parallel.strategy}: gradients are summed over ranks only "
+            "after the backward of each is complete; use parallel=single"
         )
 
 
