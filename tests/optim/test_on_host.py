@@ -145,7 +145,7 @@ def test_the_traced_peak_is_the_measured_one(tmp_path):
     peaks = []
     for name, more in {"plain": (), "host": (HOST,)}.items():
         run = runs.prepare(tmp_path / name, *MLP, *limited, *more)
-        found = trace(run.config, load_components(run.config), 16, 1, evaluation=False).training
+        found = trace(run.config, load_components(run.config), 16, 0).training
         loop.train_step(run)
         run.close()
         assert found.total == run.memory.peak

@@ -181,7 +181,7 @@ def test_micro_batches_add_up(tmp_path, kind):
 @by_kind
 def test_the_traced_peak_is_the_measured_one(tmp_path, kind):
     run = runs.prepare(tmp_path, *GPT, f"precision={kind}", "memory.limit=1GiB", "train.grad_clip=null")
-    found = trace(run.config, load_components(run.config), 16, 1, evaluation=False).training
+    found = trace(run.config, load_components(run.config), 16, 0).training
     loop.train_step(run)
     run.close()
     assert found.total == run.memory.peak

@@ -36,7 +36,7 @@ def in_chunks(model, batch):
 )
 def test_a_hint_where_the_users_own_loss_has_all_logits(settings, is_noted):
     config = compose.from_command_line([*GPT, *settings])
-    found = trace(config, load_components(config), 4, 1, evaluation=False)
+    found = trace(config, load_components(config), 4, 0)
     assert [hint.startswith(NOTE) for hint in found.hints] == ([True] if is_noted else [])
     applies = any("memory.loss_chunk" in lever.setting for lever in found.levers)
     assert applies is (settings == ("task=auto",))
