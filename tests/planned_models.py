@@ -92,3 +92,14 @@ class Stacked:
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         return torch.ones(1, 8, 8), index % 10
+
+
+class Views(Stacked):
+    """The same as rows of one tensor of 128 KiB."""
+
+    def __init__(self, split: str):
+        super().__init__(split)
+        self.images = torch.ones(len(self), 1, 8, 8)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.images[index], index % 10

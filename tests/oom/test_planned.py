@@ -76,6 +76,25 @@ def test_the_first_fetch_is_halved_without_a_plan(tmp_path, caplog):
     assert ["as planned" in failure["action"] for failure in failures] == [False, False, True]
 
 
+def test_loader_processes_have_no_limit_of_their_own(tmp_path):
+    """The data set is larger than the limit. Its rows are views of it, which a counter in its process would add."""
+    own = ("model=mlp", "model.width=16", "data=digits", "~data.augment", "data._target_=planned_models.Views")
+    overrides = (*RUN, *own, "user_packages=[planned_models]", "memory.limit=100000", "data.num_workers=1")
+    ended, failures, _ = run_of(tmp_path / "run", overrides)
+    assert failures == []
+    assert ended.steps == 8
+
+
+def test_a_plan_of_views_is_no_more_than_a_range(tmp_path):
+    """A run in whose process they are fetched counts all that they are views of."""
+    own = ("model=mlp", "model.width=16", "data=digits", "~data.augment", "user_packages=[planned_models]")
+    overrides = (*RUN, *own, "plan.levers=false", "train.grad_clip=null")
+    views, stacked = (trainapp.plan([*overrides, f"data._target_=planned_models.{n}"]) for n in ("Views", "Stacked"))
+    assert stacked["certainty"] == "exact"
+    assert views["certainty"] == "range"
+    assert any("samples are views of larger tensors" in note for note in views["notes"])
+
+
 def test_it_replays_bit_for_bit(tmp_path):
     """Dropout: a step cut in another way has other bits."""
     changes = {"batch.micro_size": "auto", "batch.global_size": 32}
@@ -273,7 +292,7 @@ def test_a_plan_under_which_nothing_fits_refuses_the_run(tmp_path, own):
 
 
 def test_a_plan_under_which_evaluation_does_not_fit_refuses_the_run(tmp_path, own):
-    with pytest.raises(trainapp.errors.UserError, match=r"no evaluation micro-batch fits .* batch\.eval_micro_size=1"):
+    with pytest.raises(trainapp.errors.UserError, match=r"no evaluation micro-batch fits .* batch\.eval_micro_size=N"):
         run_of(tmp_path, own("Evaluating", 25_000, "batch.micro_size=plan", "every.eval=8"))
 
 

@@ -1,13 +1,14 @@
 """The time of a traced step: operations are counted as known, and priced by what they take here."""
 
 import time
+import weakref
 
 import pytest
 import torch
 from torch import nn
 
 from trainapp.plan import step_time
-from trainapp.plan.operation import MATMUL
+from trainapp.plan.operation import MATMUL, operation_of
 from trainapp.plan.step_time import Speeds, Work, WorkCounter
 from trainapp.torch_private import fake_tensor_mode
 from trainapp.train.phase import Phase
@@ -53,6 +54,15 @@ def test_what_is_written_in_place_is_read_and_written():
     assert only(counted(lambda: x + y).per_micro_batch)[0].moved == 3 * 400
     assert only(counted(lambda: x.copy_(y)).per_micro_batch)[0].moved == 2 * 400
     assert not only(counted(lambda: x.add_(y)).per_micro_batch)[0].allocates
+
+
+def test_an_operation_keeps_no_tensor_in_memory():
+    written = torch.empty(4)
+    alive = weakref.ref(written)
+    operation = operation_of(torch.ops.aten.sqrt.out, (torch.ones(4),), {"out": written}, written)
+    assert operation.call is not None
+    del written
+    assert alive() is None
 
 
 @pytest.mark.parametrize("backward", [False, True])

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, defau
 from trainapp.data.batch import map_tensors
 from trainapp.errors import UserError
 from trainapp.rng import preserved_rng
+from trainapp.torch_private import outside_dispatch_modes
 
 _CPU = torch.device("cpu")
 Split = Callable[[Any, int, int], Any]  # `split(batch, start, end)`: the batch of its samples [start, end) alone
@@ -142,7 +143,8 @@ class BatchLoader:
                 fetched = (map_tensors(torch.Tensor.pin_memory, batch) for batch in fetched)
         else:
             self._stream.requests = requests
-            fetched = iter(self._loader)
+            with outside_dispatch_modes():  # processes inherit what is active: a counter of memory, with its limit
+                fetched = iter(self._loader)
         return self._ahead(fetched) if self._pinned and self.ahead else map(self._move, fetched)
 
     def piece(self, batch: Any, epoch: int, indices: Sequence[int], start: int, end: int) -> Any:

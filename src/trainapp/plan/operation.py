@@ -80,10 +80,11 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any
         return None, str(func)
     own: Any = (args, {name: value for name, value in kwargs.items() if name != "device"})
     shapes = map_tensors(_shape_of, own)
+    has_device = "device" in kwargs  # `call` must not hold on to `kwargs`, whose `out` would stay in memory
 
     def call(device: torch.device) -> Callable[[], Any]:
         real_args, real_kwargs = _with_tensors(shapes, device)
-        if "device" in kwargs:
+        if has_device:
             real_kwargs["device"] = device
         return functools.partial(func, *real_args, **real_kwargs)
 

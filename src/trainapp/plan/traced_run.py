@@ -6,7 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
 from trainapp.config.schema import Config
+from trainapp.data.batch import tensors_in
 from trainapp.memory.device import static_bytes
 from trainapp.memory.kinds import MemoryKind
 from trainapp.memory.levers.catalogue import available
@@ -110,7 +113,7 @@ def trace(
         smallest=build.smallest_micro_batch(run.state.model),
         levers=tuple(available(Situation(config, run.state.model, losses.is_built_in(run.task)))),
         packages=frozenset(type(part).__module__.partition(".")[0] for part in run.state.model.modules()) - _KNOWN,
-        unsettled=_unsettled(memory, ranks),
+        unsettled=_unsettled(memory, ranks, run, components.train_data),
         hints=logits.notes(),
         work=None if work is None else _of_whole_step(work.work, config, subject.planned, size, run.batches.samples),
         allocations=allocations,
@@ -154,7 +157,7 @@ def _evaluation_peak(run: Run, memory: TracedMemory, needs_step: bool) -> Peak:
     return memory.highest
 
 
-def _unsettled(memory: TracedMemory, ranks: Ranks) -> tuple[str, ...]:
+def _unsettled(memory: TracedMemory, ranks: Ranks, run: Run, data: Any) -> tuple[str, ...]:
     """Why a step may need more than the traced ones, which nothing in them reads from a tensor.
 
     Of several ranks, draws say nothing: torch numbers every collective without values from Python's generator (2.13,
@@ -163,7 +166,28 @@ def _unsettled(memory: TracedMemory, ranks: Ranks) -> tuple[str, ...]:
     reasons = ["the forward draws from Python's or NumPy's generator"] if memory.draws and ranks.world == 1 else []
     if memory.buffers_grow:
         reasons.append("buffers grow")
+    if any(type(module).get_extra_state is not nn.Module.get_extra_state for module in run.state.model.modules()):
+        reasons.append("the model has state besides its tensors")
+    if _package(run.state.optimizer) not in _KNOWN:
+        reasons.append("the optimizer may create state later than in its first step")
+    if hasattr(data, "set_epoch") and _package(data) not in _KNOWN:
+        reasons.append("the data set may change from epoch to epoch")
+    if _has_views(data):
+        reasons.append("samples are views of larger tensors, which a run counts as a whole")
     return tuple(reasons)
+
+
+def _package(value: Any) -> str:
+    return type(value).__module__.partition(".")[0]
+
+
+def _has_views(data: Any) -> bool:
+    """Whether the first sample has tensors that are parts of larger ones, as a row of a table is."""
+    try:
+        sample = data[0]
+    except Exception:  # whatever this is, the run will say it
+        return False
+    return any(tensor.untyped_storage().nbytes() > tensor.nbytes for tensor in tensors_in(sample))
 
 
 def _is_uneven(parameters: Iterable[Any]) -> bool:
