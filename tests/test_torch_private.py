@@ -28,6 +28,7 @@ from trainapp.torch_operators import (
     UNIQUE,
     int8_product,
     schema_of,
+    unsafe_view,
     written_arguments,
 )
 from trainapp.torch_private import (
@@ -644,6 +645,23 @@ def test_unique_is_an_operator_of_its_own():
     with Sees():
         torch.ones(2).unique()
     assert UNIQUE in seen
+
+
+def test_an_unsafe_view_may_be_changed_in_place():
+    class Shaped(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, reshape):
+            return reshape(x * 2, [6])
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return 2 * gradient.view(2, 3), None
+
+    x = torch.ones(2, 3, requires_grad=True)
+    Shaped.apply(x, unsafe_view).relu_().sum().backward()
+    assert torch.equal(x.grad, torch.full((2, 3), 2.0))
+    with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
+        Shaped.apply(x, torch.Tensor.view).relu_()
 
 
 def test_the_product_of_integers_is_exact():

@@ -31,6 +31,10 @@ ATTENTION_OPERATORS = (
 # (int8 [M, K], int8 [K, N]) -> int32 [M, N]. The only product of 8-bit integers that torch has on the CPU.
 int8_product = torch._int_mm
 
+# (tensor, shape) -> the same memory in another shape, which autograd takes for a tensor of its own: nn.Linear returns
+# such a one. A view that a function of one's own returns must not be changed in place.
+unsafe_view = torch.ops.aten._unsafe_view.default
+
 # What `tensor.unique()` dispatches to.
 UNIQUE = torch.ops.aten._unique2.default
 

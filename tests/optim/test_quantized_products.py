@@ -101,6 +101,28 @@ def test_any_layout(kind):
 
 
 @by_kind
+def test_the_output_may_be_changed_in_place(kind):
+    """Without a bias it is the product itself. 3 rows are fewer than int8 kernels take, 40 are enough."""
+    quantized, _ = layers(kind, bias=False)
+    for rows in (3, 40):
+        inputs = torch.randn(rows, 64, requires_grad=True)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            nn.functional.relu(quantized(inputs), inplace=True).sum().backward()
+            wanted = nn.functional.relu(quantized(inputs.detach()))
+            found = nn.functional.relu(quantized(inputs.detach()), inplace=True)
+        assert torch.equal(found, wanted)
+        assert inputs.grad.isfinite().all()
+
+
+@by_kind
+def test_small_gradients_are_as_exact_as_large_ones(kind):
+    quantized, _ = layers(kind)
+    inputs, outputs = torch.randn(40, 64), torch.randn(40, 32)
+    (_, large, *_), (_, small, *_) = (gradients(quantized, inputs, (outputs * f).bfloat16()) for f in (1, 2.0**-40))
+    assert torch.equal(small * 2.0**40, large)
+
+
+@by_kind
 def test_what_backward_keeps(kind):
     """As nn.Linear: nothing for a frozen weight but the weight, and only the inputs where no gradient leaves."""
 

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainapp.errors import UserError
-from trainapp.torch_operators import int8_product
+from trainapp.torch_operators import int8_product, unsafe_view
 
 Kind = Literal["int8", "fp8"]
 KINDS: tuple[Kind, ...] = ("int8", "fp8")
@@ -28,6 +28,7 @@ MULTIPLE = 16  # of which the fp8 kernels need both dimensions of a weight (torc
 # What int8 products are padded to: cuBLAS takes no fewer than 17 (torch 2.13, native/cuda/Blas.cpp, `_int_mm`), and
 # torchao's kernel no single one (0.18, prototype/quantized_training/int8_mm.py).
 LEAST_ROWS = 32
+LEAST_SCALE = 1e-30  # of int8: smaller numbers become 0. By default (1e-12) gradients of small losses would
 
 
 class QuantizedLinear(nn.Linear):
@@ -55,7 +56,7 @@ class _Products(torch.autograd.Function):
         ctx.save_for_backward(input if needs_weight else None, weight if needs_input else None)
         ctx.kind = kind
         rows = input.reshape(-1, input.shape[-1])
-        return _PRODUCTS[kind](rows, weight.to(input.dtype)).view(*input.shape[:-1], len(weight))
+        return unsafe_view(_PRODUCTS[kind](rows, weight.to(input.dtype)), [*input.shape[:-1], len(weight)])
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
@@ -83,8 +84,8 @@ def _int8(left: Tensor, right: Tensor) -> Tensor:
     count = len(left)
     if count < LEAST_ROWS:
         left = F.pad(left, (0, 0, 0, LEAST_ROWS - count))
-    rows, row_scale = quantize_int8_rowwise(left)
-    columns, column_scale = quantize_int8_rowwise(right)
+    rows, row_scale = quantize_int8_rowwise(left, eps=LEAST_SCALE)
+    columns, column_scale = quantize_int8_rowwise(right, eps=LEAST_SCALE)
     rows, columns = rows.contiguous(), columns.contiguous()
     if left.device.type == "cuda":
         return scaled_int8_mm(rows, columns.t(), row_scale, column_scale)[:count]
