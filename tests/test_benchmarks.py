@@ -180,7 +180,7 @@ def test_published_rows_compose(monkeypatch):
 @pytest.mark.skipif(sys.platform != "linux", reason="fake CUDA needs Linux")
 def test_a_published_peak_is_planned_to_within_a_tenth():
     found = rows(run("plan_cuda.py", "--published", "--only", "chunked loss and checkpointing"))
-    real, allocated, error, reserved, reason = found["the same, chunked loss and checkpointing"]
-    assert (real, reason) == ("24.9", "")
+    real, allocated, error, reserved = found["the same, chunked loss and checkpointing"]  # and no reason to be off
+    assert real == "24.9"
     assert abs(float(error.removesuffix("%"))) <= 10
     assert 0.9 * 24.9 <= float(allocated) <= float(reserved)
