@@ -28,7 +28,7 @@ STEPS = (
     Step("convolutions", "a convolution under 20 shrinking limits, cuDNN's search on and off", 25),
     Step("resnet", "model=resnet at 8 limits", 45),
     Step("tests", "tests/gpu, with and without expandable segments", 80, "gpu_check.steps.gpu_tests:check"),
-    Step("recovery", "20 errors each in forward, backward and recomputation", 30),
+    Step("recovery", "20 errors each in forward, backward and recomputation", 35),
     Step(
         "replay_deterministic",
         "a run with errors and its replay: bit for bit",
@@ -44,6 +44,6 @@ STEPS = (
     Step("evaluations", "memory over 40 evaluations", 20),
     Step("faults", "device-side assert, cudaMallocAsync, fp16 overflow", 25),
     Step("speed", "steps per second against hand-written loops", 35),
-    Step("planned_peaks", "the plan's peaks against those of 25 runs", 60),
+    Step("planned_peaks", "the plan's peaks against those of 25 runs", 55),
     Step("planned_ladder", "levers and stacks on a GPT that takes half of the device: peak, plan, time", 40),
 )
