@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from trainapp import strict_json
+from trainapp.config.schema import Config
 from trainapp.files import atomic_write
 from trainapp.paths import user_cache_dir
 from trainapp.train.run import Run
@@ -46,7 +47,18 @@ def describe(run: Run) -> dict[str, Any]:
         "parallel": [config.parallel.strategy, asdict(config.parallel.ddp), asdict(config.parallel.fsdp)],
         "device": [name, run.memory.total, run.memory.limit],
         "torch": torch.__version__,
-    }
+    } | _of_updates(config)
+
+
+def _of_updates(config: Config) -> dict[str, Any]:
+    """What there is only in some configurations: the names of others' files stay as they are."""
+    found: dict[str, Any] = {}
+    if config.updates:
+        found["updates"] = [
+            [u.name, u.task, u.parameters, u.optimizer.target, u.optimizer.arguments] for u in config.updates
+        ]
+    frozen = [group["match"] for group in config.optimizer.groups if group.get("freeze")]
+    return found | ({"frozen_groups": frozen} if frozen else {})
 
 
 def recall(run: Run) -> dict[str, Any] | None:
@@ -66,7 +78,7 @@ def remember(run: Run) -> None:
         return
     description, sizes = describe(run), run.sizes.state_dict()
     if not _is_searched(run):
-        sizes["micro"] = None
+        sizes |= {key: None for key in sizes if key != "eval_micro"}
     text = strict_json.dumps({"run": description, **sizes}, indent=1, default=str)
     path = _path(description)
     with contextlib.suppress(OSError):

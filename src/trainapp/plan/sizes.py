@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
+from trainapp.config import micro_schedule
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
 from trainapp.plan.bounds import Bounds, bounds, joined, ways_beside
@@ -187,7 +188,7 @@ class Planner:
         """The micro-batch that the configuration fixes, if it does."""
         batch, parts = self.config.batch, self.config.accumulation.steps
         if batch.micro_schedule is not None:
-            plans = batch.micro_schedule.values()
+            plans = [plan for _, plan in micro_schedule.entries(batch.micro_schedule)]
             largest = max(max(plan.values()) if isinstance(plan, dict) else plan for plan in plans)
             return min(largest, self.share)
         if parts != "auto":

@@ -137,12 +137,12 @@ def _training_peak(run: Run, memory: TracedMemory, steps: int, work: WorkCounter
         train_step(run)
     update_weight_average(run)
     state = run.state
-    static = static_bytes(state.model, state.optimizer, state.average.averages, state.keeps_gradients)
+    static = static_bytes(state.model, state.optimizers, state.average.averages, state.keeps_gradients)
     if steps > 1 or static != run.meter.static:
         with work.afresh() if work else contextlib.nullcontext():
             train_step(run)
         update_weight_average(run)
-        now = static_bytes(state.model, state.optimizer, state.average.averages, state.keeps_gradients)
+        now = static_bytes(state.model, state.optimizers, state.average.averages, state.keeps_gradients)
         memory.buffers_grow = now[MemoryKind.BUFFERS] > static[MemoryKind.BUFFERS]
     return memory.highest
 
@@ -168,7 +168,7 @@ def _unsettled(memory: TracedMemory, ranks: Ranks, run: Run, data: Any) -> tuple
         reasons.append("buffers grow")
     if any(type(module).get_extra_state is not nn.Module.get_extra_state for module in run.state.model.modules()):
         reasons.append("the model has state besides its tensors")
-    if _package(run.state.optimizer) not in _KNOWN:
+    if any(_package(optimizer) not in _KNOWN for optimizer in run.state.optimizers):
         reasons.append("the optimizer may create state later than in its first step")
     if hasattr(data, "set_epoch") and _package(data) not in _KNOWN:
         reasons.append("the data set may change from epoch to epoch")

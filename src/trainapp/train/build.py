@@ -23,7 +23,7 @@ from trainapp.memory.device import DeviceMemory, static_bytes
 from trainapp.memory.levers import catalogue
 from trainapp.memory.levers.lever import Situation
 from trainapp.models.weights import load_initial_weights
-from trainapp.optim import precision, schedules
+from trainapp.optim import precision
 from trainapp.optim.nonfinite import NonFiniteCheck
 from trainapp.parallel.ranks import Ranks
 from trainapp.rng import seed_everything
@@ -120,16 +120,16 @@ def run_of(
     length = run_length(config, batches, state.progress)
     meter = Meter(state, memory, strategy.communication_buffers)
     assembled.budget.room = functools.partial(room_of, config, memory, meter, ranks)
-    return Run(
+    run = Run(
         config=config,
         state=state,
         strategy=strategy,
         ranks=ranks,
         task=assembled.task,
+        tasks=assembled.tasks,
         batches=batches,
         eval_batches=eval_batches,
         length=length,
-        schedule=schedules.build(config.schedule, length),
         sizes=initial_sizes(config, ranks.world, state.global_size, eval_samples(eval_batches)),
         memory=memory,
         meter=meter,
@@ -144,18 +144,21 @@ def run_of(
         stop=stop,
         cadences=Cadences.of(config, length),
         objective=_objective(config, components.train_data),
-        rehearsals=exactness.STEPS if config.train.check_exactness else 0,
+        rehearsals=exactness.STEPS * len(state.updates) if config.train.check_exactness else 0,
         autotuner=Autotuner(device, config.train.deterministic),
     )
+    run.schedule_rates()
+    return run
 
 
 def owners_of_state(components: Components, model: torch.nn.Module, device: torch.device) -> Stateful:
     """What owns state beside the model's tensors. Resets the task to the state with which this process first used
     it, and moves the modules among the owners to the device.
     """
-    task, data = components.task, components.train_data
-    stateful = Stateful(model=model, task=task, data=data, eval_data=components.eval_data)
-    stateful.return_to_start(task)
+    tasks = {"task": components.task} | {f"{name}'s task": task for name, task in components.updates.items()}
+    stateful = Stateful(model=model, **tasks, data=components.train_data, eval_data=components.eval_data)
+    for root, task in tasks.items():
+        stateful.return_to_start(task, root)
     for module in stateful.modules.values():
         module.to(device)
     return stateful
@@ -181,7 +184,7 @@ def smallest_micro_batch(model: torch.nn.Module) -> int:
 
 def require_room(memory: DeviceMemory, state: TrainState, situation: Situation) -> None:
     """Raises UserError when the limit leaves no memory for any batch, however small. It names the levers that help."""
-    sizes = static_bytes(state.model, state.optimizer, state.average.averages, state.keeps_gradients)
+    sizes = static_bytes(state.model, state.optimizers, state.average.averages, state.keeps_gradients)
     if memory.limit is not None and sum(sizes.values()) >= memory.limit:
         parts = ", ".join(f"{kind.label} {bytes_text(size)}" for kind, size in sizes.items() if size)
         levers = [
@@ -205,7 +208,7 @@ def _batch_arguments(config: Config, components: Components, device: torch.devic
         "ahead": not owners,
         "rank": ranks.rank,
         "world": ranks.world,
-        "split": getattr(components.task, "split", None),
+        "split": next(filter(None, (getattr(task, "split", None) for task in components.training_tasks)), None),
     }
 
 
@@ -251,7 +254,8 @@ def _checkpointer(config: Config, state: TrainState, ranks: Ranks) -> Checkpoint
         return NullCheckpointer()
     if config.mode == "train":
         model_state.require_loadable(state.model)
-        optimizer_state.require_loadable(state.optimizer)
+        for optimizer in state.optimizers:
+            optimizer_state.require_loadable(optimizer)
     state.stateful.state_dict()  # raises UserError now rather than at the first save
     directory = CheckpointDirectory(Path(config.run_dir), settings.keep_last, ranks)
     return Checkpointer(state, directory, ranks, settings.asynchronous)
@@ -261,5 +265,7 @@ def _objective(config: Config, data: Any) -> Objective:
     if config.objective != "auto":
         direction, metric = config.objective.split()
         return Objective(direction, metric)
+    if config.task == "auto" and config.updates:
+        return Objective("min", "loss")
     classifies = config.task == "classification" or (config.task == "auto" and data.task == "classification")
     return Objective("max", "accuracy") if classifies else Objective("min", "loss")
