@@ -9,7 +9,7 @@ from trainapp.data.batch import bucket_of, elements_in, saved_bucket
 from trainapp.data.forecast import Forecast
 from trainapp.data.micro_batch import MicroBatch, cut, cut_evenly, pieces_of
 from trainapp.data.size_agreement import failed_buckets, largest_micro_batches, number_of_pieces
-from trainapp.data.size_search import Failure, SizeSearch, require_possible
+from trainapp.data.size_search import FailedAllocation, SizeSearch, require_possible
 from trainapp.parallel.ranks import Ranks
 
 _SIZE, _HAS_ENDED = operator.attrgetter("size"), operator.attrgetter("search_has_ended")
@@ -191,13 +191,13 @@ class MicroBatchSizes:
         self.is_unproven = not all(map(self.is_proven, largest)) if largest else self.is_unproven
         return grown
 
-    def failed(self, ranks: Ranks, culprit: bool = True, failure: Failure | None = None) -> tuple[int, int] | None:
+    def failed(self, ranks: Ranks, culprit: bool = True, why: FailedAllocation | None = None) -> tuple[int, int] | None:
         """Memory ran out: returns `(size that ran, new size)`, or None if no smaller size can fit.
 
-        culprit: whether memory ran out on this rank; failure: what is known of it.
+        culprit: whether memory ran out on this rank; why: what is known of it.
         """
         bucket = self.current_bucket if culprit else None
-        largest, failures = failed_buckets(ranks, self.attempt_samples, bucket, failure if culprit else None)
+        largest, failures = failed_buckets(ranks, self.attempt_samples, bucket, why if culprit else None)
         self._forget_attempt()
         if not failures:
             failures = dict.fromkeys(self._largest_bucket())
@@ -207,12 +207,12 @@ class MicroBatchSizes:
         # Create all searches before changing any: a new one starts from the failures of the others.
         self.searches |= {bucket: self.search(bucket) for bucket in failures}
         changes = []
-        for bucket, why in failures.items():
+        for bucket, failure in failures.items():
             search = self.searches[bucket]
             ran = largest.get(bucket) or search.size  # nothing ran where the fetch failed
             was_corrected = self._corrected.get(bucket) == search.size
-            changes.append((ran, search.size) if search.failed(ran, why) else None)
-            if was_corrected:  # the plan is wrong all the same: a third error is not worth what is left to gain
+            changes.append((ran, search.size) if search.failed(ran, failure) else None)
+            if was_corrected:  # still wrong: what is left to gain is not worth a third error
                 self.forecast = None
                 search.aim_at(None)
         return None if None in changes else changes[0]

@@ -3,7 +3,7 @@
 Collective: call each function on every rank. Free for a single rank.
 """
 
-from trainapp.data.size_search import Failure
+from trainapp.data.size_search import FailedAllocation
 from trainapp.parallel.ranks import Ranks
 
 
@@ -21,14 +21,14 @@ def largest_micro_batches(ranks: Ranks, largest: dict[int, int]) -> dict[int, in
 
 
 def failed_buckets(
-    ranks: Ranks, largest: dict[int, int], bucket: int | None, failure: Failure | None
-) -> tuple[dict[int, int], dict[int, Failure | None]]:
+    ranks: Ranks, largest: dict[int, int], bucket: int | None, failure: FailedAllocation | None
+) -> tuple[dict[int, int], dict[int, FailedAllocation | None]]:
     """The largest micro-batches of the attempt over ranks, and the first rank's failure of each bucket that failed.
 
     bucket: the bucket that ran out of memory on this rank, or None.
     """
     by_rank = ranks.all_gather_object((largest, bucket, failure))
-    failures: dict[int, Failure | None] = {}
+    failures: dict[int, FailedAllocation | None] = {}
     for _, failed_bucket, why in by_rank:
         if failed_bucket is not None and failures.get(failed_bucket) is None:
             failures[failed_bucket] = why

@@ -7,7 +7,7 @@ import time
 from typing import NoReturn
 
 from trainapp.data.micro_batch_sizes import MicroBatchSizes
-from trainapp.data.size_search import Failure
+from trainapp.data.size_search import FailedAllocation
 from trainapp.errors import TrainingStopped
 from trainapp.memory.kinds import MemoryKind
 from trainapp.memory.timeline import Picture
@@ -143,11 +143,11 @@ def _may_fit_without_cache(failure: Incident, sizes: MicroBatchSizes) -> bool:
     return has_cache and (not failure.by_allocator or sizes.is_proven(sizes.current_bucket or 0))
 
 
-def _outcome(run: Run, failure: Incident) -> Failure:
+def _outcome(run: Run, failure: Incident) -> FailedAllocation:
     """What the search may learn from the failure. Gradients may not have existed yet, so they do not count as fixed."""
     fixed = sum(size for kind, size in run.meter.static.items() if kind is not MemoryKind.GRADIENTS)
     place = (failure.phase.value, failure.module)
-    return Failure(place=place, requested=failure.requested, fixed_bytes=fixed, limit=failure.limit)
+    return FailedAllocation(place=place, requested=failure.requested, fixed_bytes=fixed, limit=failure.limit)
 
 
 def record(run: Run, failure: Incident) -> None:
