@@ -51,7 +51,7 @@ class Owner(NamedTuple):
 class Stateful:
     """The owners of state in a model, a task and data sets, by name, such as `task.queue` or `data.transform.rng`.
 
-    roots: by the first part of the names. `modules` are those found beside the model: in task and data, and in the
+    roots: by the first part of the names. `modules` are those found outside the model: in task and data, and in the
     model's attributes where it has not registered them.
     """
 

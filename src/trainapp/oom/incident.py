@@ -48,7 +48,7 @@ class Incident:
     seconds_lost: float = 0.0
     unused_cache: int = 0
     by_allocator: bool = True  # torch's allocator refused it, not a library or the driver
-    alone: bool = False  # no other rank waits for this one, so none needs to be told
+    alone: bool = False  # no other rank waits for this one, so none needs to be informed
     by_peer: bool = False  # another rank ran out of memory, not this one
     culprits: list[tuple[int, str]] = field(default_factory=list)  # (rank, message) of the ranks that ran out
     lost: list[str] = field(default_factory=list)  # parameters that a forward has written, and that had no copy

@@ -55,7 +55,7 @@ def wait_for_device(run: Run) -> None:
 def abort_on_all_ranks(run: Run, failure: Incident) -> None:
     """With several ranks: tell the others, and wait until all have left the step.
 
-    Where the others cannot be told (no votes are held, or inside the commit), or where this process cannot recover,
+    Where the others cannot be informed (no votes are held, or inside the commit), or where this process cannot recover,
     this worker ends with an exit code of its own; the launcher then restarts all of them from the last checkpoint, with
     the smaller size that is left for them in a file.
     """
@@ -136,7 +136,7 @@ def _note_evaluation(run: Run, failure: Incident) -> None:
 def _may_fit_without_cache(failure: Incident, sizes: MicroBatchSizes) -> bool:
     """Whether the same size may fit once the allocator's cache has been given back.
 
-    The allocator empties its cache by itself before it raises (torch 2.13, c10/cuda/CUDACachingAllocator.cpp). So the
+    The allocator empties its cache itself before it raises (torch 2.13, c10/cuda/CUDACachingAllocator.cpp). So the
     size must have fitted before, and memory be fragmented, or the error be that of a library that allocates for itself.
     """
     has_cache = failure.unused_cache > (failure.requested or 0)

@@ -13,10 +13,13 @@ from trainapp.optim.stochastic_rounding import copy_rounded
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-# Elements that are computed in fp32 at a time, with five temporaries: 5 MiB on the CPU, where they stay in its caches,
-# and 80 MiB elsewhere, where each operation has a cost of its own. A multiple of every block.
+# Elements that are computed in fp32 at a time, with six temporaries: 6 MiB on the CPU, where they stay in its caches,
+# and 96 MiB elsewhere, where each operation has a cost of its own. A multiple of every block.
 PIECES = {"cpu": 1 << 18}
 PIECE = 1 << 22
+# In fp32: weight, gradient and moments of a piece, and what rounding one of these by chance takes.
+_TEMPORARIES, _OF_QUANTIZED = 6, 10
+StateDtype = Literal["bf16", "fp32", "8bit", "4bit", "fp8"]
 
 
 class AdamW(torch.optim.Optimizer):
@@ -41,7 +44,7 @@ class AdamW(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
-        state_dtype: Literal["bf16", "fp32", "8bit", "4bit", "fp8"] = "bf16",
+        state_dtype: StateDtype = "bf16",
     ):
         self._kind = state_dtype
         self._quantizers: dict[torch.device, tuple[Quantizer, Quantizer]] = {}
@@ -118,6 +121,12 @@ class AdamW(torch.optim.Optimizer):
     def _as_quantized(self) -> Kind:
         assert self._kind in BLOCKS
         return self._kind
+
+
+def step_bytes(parameters: Iterable[Tensor], state_dtype: StateDtype) -> int:
+    """The most bytes that `AdamW.step` allocates in passing, for parameters whose memory is contiguous."""
+    sizes = [min(p.numel(), PIECES.get(p.device.type, PIECE)) for p in parameters if p.requires_grad]
+    return 4 * max(sizes, default=0) * (_TEMPORARIES if state_dtype in _DTYPES else _OF_QUANTIZED)
 
 
 @dataclass(frozen=True)

@@ -1,24 +1,31 @@
 """Whether a directory holds a run, which a plan must not write over. Imports no torch."""
 
+import os
 from pathlib import Path
 
 import yaml
 
-_FILES = ("checkpoints", "metrics.jsonl", "evaluations.jsonl", "result.json", "oom")
+_FILES = (
+    "checkpoints", "metrics.jsonl", "evaluations.jsonl", "result.json", "oom", "tensorboard", "ranks", "trainapp.log"
+)  # fmt: skip
 
 
 def holds_run(folder: Path) -> bool:
     """Whether this directory is that of a run: by its files, or by the configuration that Hydra has written there.
 
-    A directory that only plans have used holds none.
+    A directory that only plans have used holds none: their files have names of their own.
     """
     return any((folder / name).exists() for name in _FILES) or _was_run(folder / ".hydra" / "config.yaml")
 
 
 def runs_below(folder: Path) -> list[Path]:
-    """The directories of runs in `folder`, such as the jobs of a sweep."""
-    configured = {path.parent.parent for path in folder.glob("**/.hydra/config.yaml")}
-    return sorted(path for path in configured if holds_run(path))
+    """The directories of runs in `folder`, such as the jobs of a sweep. What lies below a run is not looked at."""
+    found = []
+    for path, folders, _ in os.walk(folder):
+        if holds_run(Path(path)):
+            found.append(Path(path))
+            folders.clear()
+    return sorted(found)
 
 
 def _was_run(configuration: Path) -> bool:

@@ -85,7 +85,7 @@ class Sizes:
         }
 
     def happened(self) -> dict[str, Any]:
-        """What the next process or run must know beside the sizes, see `continue_history`. Primitives only."""
+        """What the next process or run must know in addition to the sizes, see `continue_history`. Primitives only."""
         return {"oom_restarts": self.oom_restarts, "not_replayed": sorted(self.not_replayed)}
 
     def continue_history(self, saved: dict[str, Any] | None, hint: dict[str, Any] | None) -> None:

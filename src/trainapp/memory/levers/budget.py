@@ -49,7 +49,7 @@ class Budget:
     task: what the loss is computed with; it is copied. device: where the model will be.
     Raises UserError for a model without blocks.
 
-    Attribute `room`: a function that gives the bytes that a micro-batch may take beside what persists between steps,
+    Attribute `room`: a function that gives the bytes that a micro-batch may take after what persists between steps,
     which `bytes=auto` needs. Its argument: whether the micro-batch is the only one of its step.
     """
 
@@ -227,7 +227,7 @@ def peak_with(
     every: int,
     alone: bool,
 ) -> int:
-    """The peak of a forward and backward, in bytes beside parameters and buffers, if every `every`-th block keeps what
+    """The peak of a forward and backward, in bytes above parameters and buffers, if every `every`-th block keeps what
     `choice` says. Gradients count only if the micro-batch is `alone`; otherwise they exist before it.
     """
     chosen = _Chosen()
@@ -239,7 +239,7 @@ def peak_with(
     parameters = [p for p in skeleton.model.parameters() if p.requires_grad]
     counter = LiveTensors(devices=None)
     with skeleton.running(batch, wrapping) as (model, fake):
-        for parameter in parameters if not alone else ():  # the second of a step peaks highest, beside the first one's
+        for parameter in parameters if not alone else ():  # a step's second one peaks highest
             parameter.grad = torch.empty_like(parameter)
         gradients = [p.grad for p in parameters if p.grad is not None]
         counter.register({MemoryKind.PARAMETERS: model.parameters(), MemoryKind.BUFFERS: model.buffers()})

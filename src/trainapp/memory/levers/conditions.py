@@ -19,7 +19,7 @@ def needs_blocks_in_eager_mode(situation: Situation) -> None:
     config = situation.config
     if config.train.compile:
         raise UserError(
-            "activation_checkpointing=budget with train.compile=true: a compiled step chooses what to keep by itself, "
+            "activation_checkpointing=budget with train.compile=true: a compiled step chooses what to keep itself, "
             "and torch's own budget is no bound on bytes; use activation_checkpointing=full, or train.compile=false"
         )
     blocks_of(situation.model, "activation_checkpointing=budget")
@@ -34,7 +34,7 @@ def needs_a_gpu(situation: Situation) -> None:
         raise UserError(f"{setting}: activations are kept in host memory instead of on a GPU; here there is none")
     if config.train.compile:
         raise UserError(
-            f"{setting} with train.compile=true: a compiled graph saves its tensors by itself; use "
+            f"{setting} with train.compile=true: a compiled graph saves its tensors itself; use "
             "train.compile=false, or leave the setting out"
         )
     if checkpointing == "budget":
@@ -112,7 +112,7 @@ def needs_updates_one_by_one(situation: Situation) -> None:
 
 
 def needs_updates_in_place_of_clipping(situation: Situation) -> None:
-    """The same, where clipping is given up for it."""
+    """The same, where it replaces clipping."""
     config = situation.config
     if config.train.grad_clip is None and not config.optimizer.in_backward:
         raise UserError("optimizer.in_backward=true train.grad_clip=null: nothing is clipped; leave the latter out")
@@ -150,7 +150,7 @@ def needs_parameters_on_a_gpu(situation: Situation) -> None:
         raise UserError(f"{setting}: the state is kept in host memory instead of on a GPU; here there is none")
     if config.parallel.strategy == "fsdp":
         raise UserError(
-            f"{setting} with parallel=fsdp: FSDP keeps its shards on the host by itself; use "
+            f"{setting} with parallel=fsdp: FSDP keeps its shards on the host itself; use "
             "parallel.fsdp.cpu_offload=true"
         )
     if config.optimizer.in_backward:

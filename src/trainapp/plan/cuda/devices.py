@@ -10,9 +10,16 @@ import re
 from dataclasses import dataclass
 
 from trainapp.errors import UserError
-from trainapp.units import parse_memory_size
+from trainapp.units import bytes_text, parse_memory_size
 
 MIB = 2**20
+# Compute capabilities of the GPUs that exist, as (major, minor): from Maxwell on those of torch 2.13,
+# utils/cpp_extension.py.
+CAPABILITIES = (
+    (5, 0), (5, 2), (5, 3), (6, 0), (6, 1), (6, 2), (7, 0), (7, 2), (7, 5), (8, 0), (8, 6), (8, 7), (8, 9), (9, 0),
+    (10, 0), (10, 3), (11, 0), (12, 0), (12, 1),
+)  # fmt: skip
+MOST_MEMORY = 2**40  # bytes; the largest GPUs have a quarter of it
 # Bytes of the driver's context and of the libraries' code, which no allocator counts: about half a GiB, more with NCCL.
 CONTEXT = 512 * MIB
 HEADROOM = 2**30  # as `memory.cuda.HEADROOM`, which a run without a limit leaves
@@ -132,19 +139,35 @@ DEVICES = {
 def find(name: str) -> Device:
     """The device of that name, or one of this memory and compute capability, such as `24GiB@8.9`.
 
-    Raises UserError for any other name.
+    Raises UserError for any other name, and for a capability or a memory that no GPU has.
     """
     if name in DEVICES:
         return DEVICES[name]
     size, _, capability = name.partition("@")
     version = re.fullmatch(r"(\d+)\.(\d)", capability)
+    memory = 0
     with contextlib.suppress(ValueError):
-        if version and (memory := parse_memory_size(size, 0)) > 2 * CONTEXT:
-            return Device(name, memory, (int(version[1]), int(version[2])))
+        memory = parse_memory_size(size, 0)
+    if version and memory:
+        return _unnamed(name, memory, (int(version[1]), int(version[2])))
     raise UserError(
         f"plan.device={name}: unknown; known are {', '.join(DEVICES)}. Others are named by their memory and compute "
         "capability, such as plan.device=24GiB@8.9"
     )
+
+
+def _unnamed(name: str, memory: int, capability: tuple[int, int]) -> Device:
+    if capability not in CAPABILITIES:
+        known = ", ".join(f"{major}.{minor}" for major, minor in CAPABILITIES)
+        raise UserError(
+            f"plan.device={name}: no GPU has compute capability {capability[0]}.{capability[1]}; use one of {known}"
+        )
+    if not 2 * CONTEXT < memory <= MOST_MEMORY:
+        raise UserError(
+            f"plan.device={name}: a GPU has between {bytes_text(2 * CONTEXT)} and {bytes_text(MOST_MEMORY)}; give its "
+            "memory in bytes or as a size, such as plan.device=24GiB@8.9"
+        )
+    return Device(name, memory, capability)
 
 
 def spelled(memory: int, capability: tuple[int, int]) -> str:

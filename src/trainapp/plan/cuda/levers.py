@@ -5,16 +5,17 @@ Without time, which only the device could tell: the best plan has the fewest lev
 
 import dataclasses
 import logging
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainapp.errors import UserError
-from trainapp.memory.levers.lever import Lever
+from trainapp.memory.levers.lever import Lever, to_paste
 from trainapp.plan.certainty import NOT_TRACEABLE
 from trainapp.plan.ranking import size_overrides
 from trainapp.plan.sizes import Facts
-from trainapp.plan.variants import settings_of, with_levers
+from trainapp.plan.variants import with_levers
 
 if TYPE_CHECKING:
     from trainapp.plan.cuda.planner import CudaPlanner
@@ -47,6 +48,11 @@ class Variant:
         return max((lever.result for lever in self.levers), key=_RESULTS.index, default="same")
 
     @property
+    def overrides(self) -> str:
+        """What to paste on the command line."""
+        return shlex.join(to_paste(self.levers, self.planner.config.command))
+
+    @property
     def total(self) -> float:
         """What is reserved; infinite where it is not known."""
         return float("inf") if self.reserved is None else self.reserved
@@ -60,7 +66,7 @@ class Variant:
     def entry(self) -> Facts:
         """In plan.json."""
         return {
-            "overrides": " ".join(settings_of(self.levers)),
+            "overrides": self.overrides,
             "peak_bytes": self.allocated,
             "reserved_bytes": self.reserved,
             "largest_micro_size": self.largest,
@@ -157,7 +163,7 @@ class _Ranking:
         if planner.eval_samples:
             eval_size = self.eval_size or self.largest_eval or planner.largest_eval().size or 1
         allocated, reserved = planner.peaks(size, eval_size)
-        settings = [*settings_of(variant.levers), *size_overrides(planner.config, size)]
+        settings = [*variant.overrides.split(), *size_overrides(planner.config, size)]
         settings += [f"batch.eval_micro_size={eval_size}"] if eval_size else []
         return dataclasses.replace(variant, allocated=allocated, reserved=reserved, largest=size).entry() | {
             "overrides": " ".join(settings),

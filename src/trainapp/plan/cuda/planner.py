@@ -128,12 +128,12 @@ class CudaPlanner(_DevicePlanner):
             "allocated_bytes": allocated,
             "reserved_bytes": self._reserved(whole.allocations),
             "expandable_segments": self._expandable,
+            "residual_bytes": self.residual,
             "device": _facts_of(self),
         }
         if "range_bytes" in facts:
             facts["range_bytes"] = [size + added for size in facts["range_bytes"]]
         if self.residual:
-            facts["residual_bytes"] = self.residual
             more = (
                 f"{bytes_text(self.residual)} of what is reserved: a run on this device took so much more than planned"
             )
