@@ -38,8 +38,8 @@ class MicroBatchSizes:
     clean_elements: dict[int, int] = field(default_factory=dict)
     is_unproven: bool = True  # whether what ran last, on any rank, had a size that is not proven
     is_planned: bool = False  # whether sizes have been planned: another plan would give the same
-    forecast: tuple[int, Forecast] | None = None  # of the plan for one bucket, once there is one
-    _corrected: dict[int, int] = field(default_factory=dict)  # the last size by bucket that `compare` has aimed at
+    forecast: tuple[int | None, Forecast] | None = None  # a plan's for one bucket; None: for whichever all have
+    _corrected: dict[int, int] = field(default_factory=dict)  # the last size by bucket that steps have made of it
 
     @property
     def size(self) -> int:
@@ -241,8 +241,8 @@ class MicroBatchSizes:
         if self.forecast is None:
             return
         bucket, forecast = self.forecast
-        search = self.searches.get(bucket)
-        if search is None or search.is_proven or search.fails is None:
+        search = None if bucket is None else self.searches.get(bucket)
+        if bucket is None or search is None or search.is_proven or search.fails is None:
             return
         is_full = self.attempt_samples.get(bucket, 0) >= search.size - 1
         peak = max(ranks.all_gather_object(measured if measured and is_full else 0))

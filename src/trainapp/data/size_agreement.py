@@ -17,7 +17,7 @@ def number_of_pieces(ranks: Ranks, pieces: int, unproven: bool) -> int:
 
 def largest_micro_batches(ranks: Ranks, largest: dict[int, int]) -> dict[int, int]:
     """`{bucket: samples}`, the largest over ranks, by ascending bucket."""
-    return _largest(ranks.all_gather_object(largest))
+    return largest_of(ranks.all_gather_object(largest))
 
 
 def failed_buckets(
@@ -32,9 +32,10 @@ def failed_buckets(
     for _, failed_bucket, why in by_rank:
         if failed_bucket is not None and failures.get(failed_bucket) is None:
             failures[failed_bucket] = why
-    return _largest([samples for samples, _, _ in by_rank]), dict(sorted(failures.items()))
+    return largest_of([samples for samples, _, _ in by_rank]), dict(sorted(failures.items()))
 
 
-def _largest(by_rank: list[dict[int, int]]) -> dict[int, int]:
+def largest_of(by_rank: list[dict[int, int]]) -> dict[int, int]:
+    """The largest of each bucket over ranks, by ascending bucket."""
     buckets = sorted(set().union(*by_rank))
     return {bucket: max(samples.get(bucket, 0) for samples in by_rank) for bucket in buckets}

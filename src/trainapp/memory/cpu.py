@@ -43,14 +43,16 @@ class CpuMemory(DeviceMemory):
             self.counter.register(resident)
             yield
             return
-        counter = self.counter = LiveTensors(self.limit)
+        counter = self.counter = LiveTensors(self.limit, ignored=self.kept.of_data)
         self.watching = True
         try:
             counter.register(resident)
+            counter.register_kept(self.kept)
             with self.module_path.watch() if track_modules else contextlib.nullcontext(), counter:
                 yield
         finally:
             self.watching, self._watched_at = False, time.monotonic()
+            self.kept.carry(counter.surviving())
             self._allocated, self._window_peak = counter.live, max(self._window_peak, counter.peak)
             self._note_peaks(counter.peak, counter.peak)
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from trainapp import strict_json
 from trainapp.memory.kinds import MemoryKind
+from trainapp.memory.live_tensors import Events, Kinds
 from trainapp.oom.errors import broken_part, requested_bytes
 from trainapp.parallel.dtensor import local
 from trainapp.parallel.ranks import PeerOutOfMemory
@@ -97,7 +98,9 @@ def describe(run: Run, error: BaseException) -> Incident:
     if buffers:  # gradients may be views of them
         parts[MemoryKind.COMMUNICATION_BUFFERS] = sum(buffers.values())
     events, kinds = memory.events(meter.gradients())
-    parts[MemoryKind.BATCH] = sum(size for number, size in events if kinds.get(number) is MemoryKind.BATCH)
+    parts[MemoryKind.BATCH] = _live(MemoryKind.BATCH, events, kinds)
+    if kept := _live(MemoryKind.KEPT, events, kinds):
+        parts[MemoryKind.KEPT] = kept
     parts[MemoryKind.ACTIVATIONS] = max(0, used - sum(parts.values()))
     if memory.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(memory.device)
@@ -124,6 +127,11 @@ def describe(run: Run, error: BaseException) -> Incident:
         events=events,
         kinds=kinds,
     )
+
+
+def _live(kind: MemoryKind, events: Events, kinds: Kinds) -> int:
+    """Bytes of a kind after the last event."""
+    return sum(size for number, size in events if kinds.get(number) is kind)
 
 
 def _place(run: Run, error: BaseException) -> tuple[Phase, str]:

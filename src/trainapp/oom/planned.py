@@ -6,14 +6,13 @@ import time
 from collections.abc import Callable
 
 from trainapp.config.schema import Config, Plan
-from trainapp.data.batch import bucket_of
-from trainapp.data.forecast import Forecast
 from trainapp.data.micro_batch_sizes import MicroBatchSizes
 from trainapp.errors import UserError
 from trainapp.oom.incident import Incident
 from trainapp.plan import process
 from trainapp.plan.first_sizes import Facts, at_least_one, searched, what_does_not_fit
 from trainapp.plan.planner import require_plannable
+from trainapp.plan.promised import forecast_of
 from trainapp.plan.ranks import by_rank_zero
 from trainapp.train.run import Run
 from trainapp.units import bytes_text
@@ -60,7 +59,7 @@ def follow_after_first_error(run: Run, failure: Incident, sizes: MicroBatchSizes
         size, forecast = facts["largest_eval_micro_size"], None
     else:
         run.sizes.begin_evaluation_with(at_least_one(facts.get("largest_eval_micro_size")))
-        forecast = _forecast(failed, facts)
+        _, forecast = forecast_of(facts, "oom.plan", failed)
         size = forecast.size
     if not sizes.expect(failed, max(sizes.smallest, size), forecast):
         return f" (the plan expected {size} to fit)"
@@ -79,21 +78,6 @@ def _asked(config: Config, only: tuple[str, ...], patience: float, stops: Callab
         log.info("oom.plan: %s; halving instead", facts.get("reason", facts["certainty"]))
         return None
     return facts
-
-
-def _forecast(bucket: int, facts: Facts) -> Forecast:
-    """For batches of this shape. For another shape than the plan's, the same number of elements fits, about."""
-    shape, longest = (bucket_of(1, facts["elements"]), facts["elements"]) if facts["elements"] else (bucket, bucket)
-    if shape == bucket:
-        longest = bucket
-    return Forecast(
-        size=facts["largest_micro_size"] * longest // bucket,
-        peaks={max(1, size * longest // bucket): peak for size, peak in facts["peaks"].items()},
-        # Of longer batches than any that the plan has seen, nothing is sure.
-        least=facts["least_bytes"] if shape >= bucket else facts["limit_bytes"],
-        fixed=facts["static_bytes"],
-        limit=facts["limit_bytes"],
-    )
 
 
 def _may_ask(run: Run, failure: Incident, sizes: MicroBatchSizes) -> bool:

@@ -50,6 +50,14 @@ class AdamW(torch.optim.Optimizer):
         self._quantizers: dict[torch.device, tuple[Quantizer, Quantizer]] = {}
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay})
         self._places = {p: place for place, p in enumerate(p for group in self.param_groups for p in group["params"])}
+        for device in {p.device for p in self._places} if self._kind in BLOCKS else ():
+            kind = self._as_quantized()
+            self._quantizers[device] = Quantizer(kind, False, device), Quantizer(kind, True, device)
+
+    @property
+    def tables(self) -> list[Tensor]:
+        """What it needs to read its state, beside the state."""
+        return [table for pair in self._quantizers.values() for quantizer in pair for table in quantizer.tables]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -109,12 +117,9 @@ class AdamW(torch.optim.Optimizer):
                 f"resume with optimizer.state_dtype={state['quantized']}, or start from its weights alone "
                 "(model.init_from)"
             )
-        device, kind = parameter.device, self._as_quantized()
-        if device not in self._quantizers:
-            self._quantizers[device] = Quantizer(kind, False, device), Quantizer(kind, True, device)
         mean, square = (
             _Quantized(Moment(state[name], state[f"{name}_scale"], quantizer))
-            for name, quantizer in zip(_MOMENTS, self._quantizers[device], strict=True)
+            for name, quantizer in zip(_MOMENTS, self._quantizers[parameter.device], strict=True)
         )
         return mean, square
 

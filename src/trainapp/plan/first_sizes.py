@@ -7,6 +7,7 @@ from trainapp.config.schema import Config
 from trainapp.errors import UserError
 from trainapp.plan import process
 from trainapp.plan.certainty import EXACT
+from trainapp.plan.promised import forecast_of
 from trainapp.train.sizes import PlannedSizes
 from trainapp.units import bytes_text
 
@@ -34,7 +35,11 @@ def first_sizes(config: Config) -> PlannedSizes | None:
         raise UserError(f"batch.micro_size=plan: {lacking}")
     if lacking:
         log.warning("batch.micro_size=plan: %s; the run starts with the smallest anyway", lacking)
-    planned = PlannedSizes(max(1, facts["largest_micro_size"]), at_least_one(facts.get("largest_eval_micro_size")))
+    planned = PlannedSizes(
+        max(1, facts["largest_micro_size"]),
+        at_least_one(facts.get("largest_eval_micro_size")),
+        forecast_of(facts, "batch.micro_size=plan") if facts["largest_micro_size"] else None,
+    )
     evaluation = "" if planned.evaluation is None else f", evaluation {planned.evaluation}"
     log.info("micro-batch %d%s, as planned in %.1f s", planned.train, evaluation, facts["seconds"])
     return planned

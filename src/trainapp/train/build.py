@@ -13,6 +13,7 @@ from trainapp.accelerator import HERE, Accelerator
 from trainapp.checkpoint import model_state, optimizer_state
 from trainapp.checkpoint.checkpointer import Checkpointer, NullCheckpointer
 from trainapp.checkpoint.directory import CheckpointDirectory
+from trainapp.checkpoint.held_tensors import kept_of
 from trainapp.checkpoint.stateful import Owner, Stateful
 from trainapp.checkpoint.train_state import TrainState
 from trainapp.config.schema import Config
@@ -120,6 +121,7 @@ def run_of(
     checkpointer = _checkpointer(config, state, ranks)
     length = run_length(config, batches, state.progress)
     meter = Meter(state, memory, strategy.communication_buffers)
+    memory.kept = kept_of(state.stateful.roots)
     assembled.budget.room = functools.partial(room_of, config, memory, meter, ranks)
     return Run(
         config=config,

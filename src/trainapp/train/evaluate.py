@@ -16,6 +16,7 @@ from trainapp.train.losses import evaluate_metrics
 from trainapp.train.phase import Phase
 from trainapp.train.run import Run
 from trainapp.train.totals import Totals
+from trainapp.train.watching import watch_micro_batch
 
 
 @torch.no_grad()
@@ -35,7 +36,8 @@ def evaluate(run: Run) -> None:
         all_proven = run.ranks.all_reduce_min(int(not (tunes or sizes.is_unproven))) == 1
         run.ranks.enable_votes(not all_proven)
         run.strategy.broadcast_buffers()
-        attempt.evaluation = Totals()
+        # Adding to a tensor makes another, so that the first batch's loss is not kept for the others.
+        attempt.evaluation = Totals(loss=torch.zeros((), device=state.device))
     with contextlib.ExitStack() as stack:
         stack.enter_context(preserved_rng(state.device))
         stack.enter_context(state.stateful.preserved_generators())
@@ -81,8 +83,7 @@ def evaluate_batch(run: Run, micro: MicroBatch) -> None:
     """One evaluation micro-batch. Counted only when complete, and on all ranks or none."""
     sizes, totals = run.sizes.evaluation, run.attempt.evaluation
     assert totals is not None, "outside an evaluation"
-    watch = run.memory.watch(run.meter.resident(micro.data)) if sizes.needs_watching else contextlib.nullcontext()
-    with watch:
+    with watch_micro_batch(run, sizes, micro.data):
         with run.state.precision.autocast:
             loss, count, metrics = run.strategy.evaluate(run.task, micro.data)
         finished = evaluate_metrics(metrics)
