@@ -31,7 +31,9 @@ def transaction(run: Run, step: Step) -> Iterator[None]:
     run.ranks.start_flag_exchange(run.flags)  # in the background: the step hides it
     tunes = run.autotuner.follow(sizes.train)
     run.ranks.enable_votes(tunes or sizes.train.is_unproven)
-    if sizes.train.is_unproven or step.is_drawn or (step.is_logged and memory.watch_is_due):
+    # Watching runs a compiled step uncompiled: it would round otherwise, in steps that depend on the clock.
+    is_due = step.is_logged and memory.watch_is_due and not run.config.train.compile
+    if sizes.train.is_unproven or step.is_drawn or is_due:
         with memory.watch(run.meter.resident(), track_modules=sizes.train.is_untried):
             check_exactness(run, step)
             yield
