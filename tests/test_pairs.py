@@ -55,9 +55,6 @@ REFUSED = {
     frozenset(("precision=bf16_pure", "model=resnet")): r"precision=bf16_pure: BatchNorm needs its weights in fp32",
     frozenset(("precision=bf16_pure", "train.ema=0.9")): r"precision=bf16_pure with train\.ema=0\.9: an average",
 }
-REFUSED[frozenset(("activation_checkpointing=budget", "train.compile=true"))] = (
-    "activation_checkpointing=budget with tr"
-)
 # Its blocks have convolutions only.
 REFUSED |= {
     frozenset((f"precision={kind}", "model=resnet")): rf"precision={kind}: no nn\.Linear in the blocks of ResNet"

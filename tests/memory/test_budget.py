@@ -279,7 +279,6 @@ def test_no_budget_wants_nothing():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (("train.compile=true",), "activation_checkpointing=budget with train.compile=true: a compiled step chooses"),
         (
             ("activation_checkpointing.bytes=0.5",),
             "activation_checkpointing.bytes=0.5: must be 'auto' or bytes, or a size",

@@ -1,6 +1,7 @@
 """CPU memory: live tensor storages."""
 
 import contextlib
+import sys
 import time
 from collections.abc import Iterable, Iterator
 
@@ -48,7 +49,7 @@ class CpuMemory(DeviceMemory):
         try:
             counter.register(resident)
             counter.register_kept(self.kept)
-            with self.module_path.watch() if track_modules else contextlib.nullcontext(), counter:
+            with self.module_path.watch() if track_modules else contextlib.nullcontext(), counter, _uncompiled():
                 yield
         finally:
             self.watching, self._watched_at = False, time.monotonic()
@@ -78,3 +79,14 @@ class CpuMemory(DeviceMemory):
     def used(self) -> int:
         """Live bytes at the end of the last watched step."""
         return self._allocated
+
+
+def _uncompiled() -> contextlib.AbstractContextManager[None]:
+    """Inside the block, what `torch.compile` has wrapped runs as it is written.
+
+    A compiled graph allocates where no counter sees it. And a function whose first call is counted would never be
+    compiled at all: torch skips its code for good (2.13, _dynamo/convert_frame.py, `CatchErrorsWrapper`).
+    """
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and importing it takes a second
+        return contextlib.nullcontext()
+    return torch.compiler.set_stance("force_eager")

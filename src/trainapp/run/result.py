@@ -81,6 +81,8 @@ def why_not_bit_for_bit(run: Run, not_replayed: list[str]) -> str | None:
     if not_replayed:
         return f"a schedule of sizes does not replay this: {'; '.join(not_replayed)}"
     if kind == "cpu":
+        if run.config.train.compile:
+            return "train.compile=true: steps run uncompiled while memory is counted, and round otherwise"
         bilinear = bilinear_modules_with_two_roundings(run.state)
         return f"nn.Bilinear ({listed(bilinear)}) has another rounding while memory is counted" if bilinear else None
     if kind != "cuda" or not run.config.train.deterministic:

@@ -88,7 +88,7 @@ def assemble(
     budget = _budget(config, components, model, device)
     offloading = offload.apply(model, config, accelerator)
     if config.train.compile:
-        model.compile()
+        model.compile(**budget.compile_options)
     strategy = _spread(config, model, ranks, precision.compute_dtype)
     if not strategy.recovers_in_place:
         ranks.disable_votes()
@@ -135,7 +135,7 @@ def _budget(config: Config, components: Components, model: nn.Module, device: to
     if config.activation_checkpointing.mode != "budget":
         return NoBudget()
     task = losses.in_chunks(components.task, config.memory.loss_chunk)
-    return Budget(model, task, config.activation_checkpointing, device)
+    return Budget(model, task, config.activation_checkpointing, device, compiles=config.train.compile)
 
 
 def _make_gradients_dense(model: nn.Module) -> list[str]:

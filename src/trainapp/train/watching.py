@@ -29,7 +29,9 @@ def watch_step(run: Run, step: Step) -> Iterator[None]:
 
 
 def _is_watched(run: Run, step: Step) -> bool:
-    return run.sizes.train.is_unproven or step.is_drawn or (step.is_logged and run.memory.watch_is_due)
+    # Watching runs a compiled step uncompiled: it would round otherwise, in steps that depend on the clock.
+    is_due = step.is_logged and run.memory.watch_is_due and not run.config.train.compile
+    return run.sizes.train.is_unproven or step.is_drawn or is_due
 
 
 def watch_micro_batch(run: Run, sizes: MicroBatchSizes, batch: Any) -> contextlib.AbstractContextManager[None]:

@@ -14,13 +14,14 @@ def needs_blocks(situation: Situation) -> None:
     blocks_of(situation.model, "activation_checkpointing" if mode == "none" else f"activation_checkpointing={mode}")
 
 
-def needs_blocks_in_eager_mode(situation: Situation) -> None:
+def needs_blocks_to_budget(situation: Situation) -> None:
     """For checkpointing by budget."""
     config = situation.config
-    if config.train.compile:
+    if config.train.compile and config.parallel.strategy == "fsdp":
         raise UserError(
-            "activation_checkpointing=budget with train.compile=true: a compiled step chooses what to keep itself, "
-            "and torch's own budget is no bound on bytes; use activation_checkpointing=full, or train.compile=false"
+            "activation_checkpointing=budget with train.compile=true and parallel=fsdp: FSDP has torch compile each "
+            "block by itself, and no budget of one graph holds for all of them; use activation_checkpointing=full, or "
+            "train.compile=false"
         )
     blocks_of(situation.model, "activation_checkpointing=budget")
 
