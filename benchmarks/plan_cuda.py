@@ -110,7 +110,13 @@ PUBLISHED = (
         ),
         _EVERY_SECOND,
     ),
-    Row("Wedsonlin/assignment2-systems, 3.4B, own DDP on 2 GPUs, 2 x 512 tokens", 51.30, "allocated", _OWN_DDP, _FIRST_STEP),
+    Row(
+        "Wedsonlin/assignment2-systems, 3.4B, own DDP on 2 GPUs, 2 x 512 tokens",
+        51.30,
+        "allocated",
+        _OWN_DDP,
+        _FIRST_STEP,
+    ),
 )  # fmt: skip
 
 

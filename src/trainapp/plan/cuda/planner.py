@@ -27,8 +27,8 @@ BAND = (0.45, 2.65)
 BAND_OF_RANKS = (0.75, 1.1)
 BUILDING = "building"  # the phase before the first step
 _UNCONFIRMED = (
-    "no run on several GPUs has confirmed such a plan: the range is from 25% less to 10% more, and what fits has 10% to "
-    "spare"
+    "no run on several GPUs has confirmed such a plan: the range is from 25% less to 10% more, and what fits "
+    "has 10% to spare"
 )
 _CONVOLUTIONS = "convolutions: what cuDNN needs for its algorithms is chosen on the device, and comes on top"
 
