@@ -167,20 +167,22 @@ def test_published_rows_compose(monkeypatch):
     from plan_cuda import PUBLISHED
 
     from trainapp.config import compose
+    from trainapp.plan.cuda.devices import find
+    from trainapp.plan.ranks import world_of
 
-    assert len({source for source, *_ in PUBLISHED}) == len(PUBLISHED) >= 3
-    for _, real, overrides, _ in PUBLISHED:
-        config = compose.from_command_line(overrides)
-        assert config.plan.device == "a100-80gb"
-        assert config.batch.micro_size == config.batch.global_size
-        assert 20 < real < 80
+    assert len({row.source for row in PUBLISHED}) == len(PUBLISHED) >= 7
+    for row in PUBLISHED:
+        config = compose.from_command_line(row.overrides)
+        assert find(config.plan.device).memory > 2**30 * row.real
+        assert config.batch.micro_size * world_of(config) == config.batch.global_size
+        assert row.of in ("allocated", "reserved")
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="fake CUDA needs Linux")
 def test_a_published_peak_is_planned_to_within_a_tenth():
-    found = rows(run("plan_cuda.py", "--published", "--only", "chunked loss and checkpointing"))
-    real, allocated, error, reserved = found["the same, chunked loss and checkpointing"]  # and no reason to be off
-    assert real == "24.9"
+    source = "the same, chunked loss and checkpointing"
+    real, _, allocated, reserved, error = rows(run("plan_cuda.py", "--published", "--only", source))[source]
+    assert real == "24.9"  # and no reason to be off
     assert abs(float(error.removesuffix("%"))) <= 10
-    assert 0.9 * 24.9 <= float(allocated) <= float(reserved)
+    assert float(allocated) <= float(reserved)

@@ -111,6 +111,14 @@ def test_the_update_in_the_backward_changes_the_result_only_where_it_replaces_cl
             ("model=mlp", "+parallel.fsdp.cpu_offload=true"),
             "parallel.fsdp.cpu_offload=true: only shards are kept on the host, but parallel.strategy=single; use",
         ),
+        (
+            ("model=mlp", "+parallel.fsdp.meta_init=true"),
+            "parallel.fsdp.meta_init=true: only shards are drawn one by one, but parallel.strategy=single; use",
+        ),
+        (
+            ("model=mlp", "parallel=fsdp", "parallel.devices=1", "parallel.fsdp.meta_init=true"),
+            "parallel.fsdp.meta_init=true: MLP has no method `init_weights()`",
+        ),
     ],
 )
 def test_a_lever_that_does_not_apply_is_refused(tmp_path, overrides, message):

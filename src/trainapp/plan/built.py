@@ -19,7 +19,7 @@ from trainapp.parallel.dtensor import is_shard, local
 from trainapp.parallel.ranks import Ranks
 from trainapp.plan import models
 from trainapp.plan.place import Place
-from trainapp.plan.ranks import EqualChunks
+from trainapp.plan.ranks import EqualChunks, SimulatedRanks
 from trainapp.plan.recorder import PhaseLog, TracedMemory
 from trainapp.plan.traced_part import planned_config, representative, training_shapes
 from trainapp.plan.values import MadeUpValues, NoOverflow
@@ -66,6 +66,8 @@ def built(
     shape, eval_shape = _shapes(planned, components, size, eval_size, way, ranks)
     parts = build.load_parts(planned, ranks, components)
     host, parts.device, parts.accelerator = parts.device, place.device or parts.device, place.accelerator
+    if isinstance(ranks, SimulatedRanks):  # the data were opened on the host
+        ranks = ranks.on(parts.device)
     parts.memory = memory = TracedMemory(parts.device, place.limit(config), real_bytes)
     values = MadeUpValues(
         way.otherwise, lambda: memory.phase if memory.watching else None, config.train.grad_clip, way.share

@@ -118,10 +118,11 @@ def _device_lines(facts: dict[str, Any]) -> list[str]:
     if "reserved_bytes" not in facts:
         return []
     device, segments = facts["device"], "expandable segments" if facts["expandable_segments"] else "fixed segments"
+    outside, nccl = bytes_text(device["context_bytes"] + device["nccl_bytes"]), device["nccl_bytes"]
     return [
         f"on {device['name']}, predicted without it: allocated {bytes_text(facts['allocated_bytes'])}, reserved "
-        f"{bytes_text(facts['reserved_bytes'])} ({segments}); outside of the allocator about "
-        f"{bytes_text(device['context_bytes'])}"
+        f"{bytes_text(facts['reserved_bytes'])} ({segments}); outside of the allocator about {outside}"
+        + (f", {bytes_text(nccl)} of it NCCL's buffers" if nccl else "")
     ]
 
 

@@ -170,6 +170,21 @@ def needs_shards(situation: Situation) -> None:
         )
 
 
+def needs_drawn_shards(situation: Situation) -> None:
+    """For parameters that are drawn where their shards are."""
+    strategy, model = situation.config.parallel.strategy, situation.model
+    if strategy != "fsdp":
+        raise UserError(
+            f"parallel.fsdp.meta_init=true: only shards are drawn one by one, but parallel.strategy={strategy}; use "
+            "parallel=fsdp, or leave it out"
+        )
+    if not callable(getattr(model, "init_weights", None)):
+        raise UserError(
+            f"parallel.fsdp.meta_init=true: {type(model).__name__} has no method `init_weights()` that draws its "
+            "parameters and fills its buffers; add one, or use meta_init=false"
+        )
+
+
 def needs_unsharded_blocks(situation: Situation) -> None:
     """Quantized moments: the blocks of values that share a scale would change with the number of ranks."""
     config = situation.config

@@ -9,6 +9,7 @@ import contextlib
 import re
 from dataclasses import dataclass
 
+from trainapp.config.schema import Parallel
 from trainapp.errors import UserError
 from trainapp.units import bytes_text, parse_memory_size
 
@@ -20,8 +21,11 @@ CAPABILITIES = (
     (10, 0), (10, 3), (11, 0), (12, 0), (12, 1),
 )  # fmt: skip
 MOST_MEMORY = 2**40  # bytes; the largest GPUs have a quarter of it
-# Bytes of the driver's context and of the libraries' code, which no allocator counts: about half a GiB, more with NCCL.
+# Bytes of the driver's context and of the libraries' code, which no allocator counts: about half a GiB.
 CONTEXT = 512 * MIB
+# Bytes that NCCL allocates for a group of ranks, past torch's allocator, on A100s with NVLink (NVIDIA/nccl#964).
+# It grows with the channels, which the network decides, and hardly with the ranks beyond two hosts (NVIDIA/nccl#986).
+COMMUNICATOR = 688 * MIB
 HEADROOM = 2**30  # as `memory.cuda.HEADROOM`, which a run without a limit leaves
 
 
@@ -58,7 +62,11 @@ class Device:
     @property
     def cap(self) -> int:
         """The bytes that a run without `memory.limit` may reserve, on a device that nothing else uses."""
-        available = self.memory - CONTEXT
+        return self.cap_beside(0)
+
+    def cap_beside(self, communicators: int) -> int:
+        """The same beside what NCCL takes for so many groups of ranks."""
+        available = self.memory - CONTEXT - communicators * COMMUNICATOR
         return available - min(HEADROOM, available // 8)
 
 
@@ -74,7 +82,13 @@ DEVICES = {
             ("Tesla V100-SXM2-16GB", "Tesla V100-PCIE-16GB"),
             _PRINTED + "logs of YOLOv3 (SXM2); 16160 of PCIe in notes of a cluster",
         ),
-        Device("v100-32gb", 32_494 * MIB, (7, 0), ("Tesla V100-SXM2-32GB", "Tesla V100-PCIE-32GB")),
+        Device(
+            "v100-32gb",
+            32_494 * MIB,
+            (7, 0),
+            ("Tesla V100-SXM2-32GB", "Tesla V100-PCIE-32GB"),
+            _PRINTED + "a log of YOLOv5 (SXM2, torch 1.12); 32510 in others, of SXM2 and PCIe",
+        ),
         Device(
             "a10-24gb",
             22_515 * MIB,
@@ -103,7 +117,13 @@ DEVICES = {
             ("NVIDIA GeForce RTX 3090",),
             "none so low; torch has printed 24268 in the documentation of Transformers, 24259 elsewhere",
         ),
-        Device("l4-24gb", 22_478 * MIB, (8, 9), ("NVIDIA L4",)),
+        Device(
+            "l4-24gb",
+            22_478 * MIB,
+            (8, 9),
+            ("NVIDIA L4",),
+            "none so low; torch has printed 22563 in a log of Ultralytics (torch 2.11), 22700 in one of Unsloth (2.3)",
+        ),
         Device(
             "l40s-48gb",
             45_495 * MIB,
@@ -168,6 +188,15 @@ def _unnamed(name: str, memory: int, capability: tuple[int, int]) -> Device:
             "memory in bytes or as a size, such as plan.device=24GiB@8.9"
         )
     return Device(name, memory, capability)
+
+
+def communicators_of(parallel: Parallel) -> int:
+    """The groups for which a run has NCCL's buffers: that of all ranks, the shards', the replicas'."""
+    if parallel.strategy == "single":
+        return 0
+    if parallel.strategy == "ddp":
+        return 1
+    return 2 if parallel.fsdp.replicas == 1 else 3
 
 
 def spelled(memory: int, capability: tuple[int, int]) -> str:

@@ -24,7 +24,6 @@ MOST_SEARCHES = 4  # variants of each kind of result whose largest micro-batch i
 MOST_STACKS = 4  # combinations that are traced
 LEAST_SAVING = 0.01  # of what is reserved
 _RESULTS = ("same", "rounded", "other")
-_UNSEEN = ("checkpointing.", "parallel.")  # what no trace of one process shows
 log = logging.getLogger(__name__)
 
 
@@ -85,7 +84,7 @@ def ranked(planner: "CudaPlanner", facts: Facts) -> Facts:
 
 class _Ranking:
     def __init__(self, planner: "CudaPlanner", facts: Facts):
-        self.planner, self.limit, self.size = planner, planner.limit, facts["micro_size"]
+        self.planner, self.room, self.size = planner, planner.room, facts["micro_size"]
         # An evaluation whose size is chosen by the limit always comes near it, which would hide what a lever saves.
         is_fixed = planner.config.batch.eval_micro_size != "auto"
         self.eval_size = facts["eval_micro_size"] or 0 if is_fixed else 0
@@ -95,7 +94,7 @@ class _Ranking:
 
     def facts(self) -> Facts:
         levers = self.planner.at(self.size, self.eval_size).levers
-        seen = [lever for lever in levers if not any(name.startswith(_UNSEEN) for name in lever.changes)]
+        seen = [lever for lever in levers if not self._is_hidden(lever)]
         singles = [single for lever in seen if (single := self._traced((lever,))) is not None]
         saving = sorted((v for v in singles if self._saves(v)), key=lambda v: v.total)
         stacks = self._stacked([v for v in saving if v.result != "other"])
@@ -104,6 +103,11 @@ class _Ranking:
             variant.search()
         self.planner.traces += sum(variant.planner.traces for variant in (*singles, *stacks))
         return {"levers": [v.entry() for v in sorted([*singles, *stacks], key=self._order)], "best": best}
+
+    def _is_hidden(self, lever: Lever) -> bool:
+        """Whether no trace shows it: checkpoints, and in one process what acts on several."""
+        of_ranks = lever.is_of_several_ranks and self.planner.world == 1
+        return of_ranks or any(name.startswith("checkpointing.") for name in lever.changes)
 
     def _traced(self, levers: Sequence[Lever]) -> Variant | None:
         """The configuration with these levers; None where it is refused."""
@@ -116,7 +120,7 @@ class _Ranking:
         except Exception:
             log.debug("a lever could not be traced", exc_info=True)
             return Variant(tuple(levers), planner)
-        fits_whole = reserved <= self.limit and self.size == planner.share
+        fits_whole = reserved <= self.room and self.size == planner.share
         largest, certainty = planner.share if fits_whole else None, planner.certainty(self.size, self.eval_size)
         return Variant(tuple(levers), planner, allocated, reserved, largest, certainty)
 
@@ -167,7 +171,7 @@ class _Ranking:
         settings += [f"batch.eval_micro_size={eval_size}"] if eval_size else []
         return dataclasses.replace(variant, allocated=allocated, reserved=reserved, largest=size).entry() | {
             "overrides": " ".join(settings),
-            "missing_bytes": max(0, reserved - self.limit),
+            "missing_bytes": max(0, reserved - self.room),
             "micro_size": size,
             "eval_micro_size": eval_size or None,
         }
