@@ -160,6 +160,17 @@ def test_a_limit_that_fails_at_the_start_of_a_block_forgets_nothing():
     assert run.used() == KIB
 
 
+@pytest.mark.parametrize(("numbers", "carried"), [(1, 0), (15, 0), (16, 64)])
+def test_scalars_are_not_carried(numbers, carried):
+    run = memory()
+    with run.watch({}):
+        kept = torch.zeros(numbers)
+    assert run.used() == kept.nbytes
+    with run.watch({}):
+        pass
+    assert run.used() == carried
+
+
 def test_a_nested_block_counts_it_once():
     run, bank = memory(), []
     for _ in range(2):

@@ -14,6 +14,8 @@ from trainapp.parallel.dtensor import local
 from trainapp.torch_private import storage_id
 
 Tensors = Callable[[], Iterable[Tensor]]
+# Bytes. Scalars are not carried: a run has a few of its own, such as the loss scale, which a trace has at another time.
+LEAST = 64
 
 
 class WeakStorages:
@@ -69,4 +71,5 @@ class Kept:
     def carry(self, storages: Iterable[torch.UntypedStorage]) -> None:
         """Add what a block has left."""
         for storage in storages:
-            self.carried.add(storage)
+            if storage.nbytes() >= LEAST:
+                self.carried.add(storage)
