@@ -1,5 +1,7 @@
 """One test of each private part of torch's compiler that the program uses: it fails when torch changes that part."""
 
+import pickle
+
 import pytest
 import torch
 from torch import nn
@@ -74,6 +76,7 @@ def test_what_is_marked_is_saved(keeps):
 def test_the_class_is_what_inductor_takes():
     """It asserts the class, and reads `uuid()` for its cache: None is none."""
     from torch._inductor import config
+    from torch._inductor.codecache import BypassFxGraphCache
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
     own = partitioner(lambda graph, inputs, **options: (graph, inputs, options))
@@ -82,3 +85,6 @@ def test_the_class_is_what_inductor_takes():
     assert own("graph", "inputs", compiler="inductor") == ("graph", "inputs", {"compiler": "inductor"})
     with config.patch(custom_partitioner_fn=own):
         assert config.custom_partitioner_fn is own
+        assert config.get_config_copy()["custom_partitioner_fn"] is own
+    with pytest.raises(BypassFxGraphCache):
+        pickle.dumps(own)

@@ -21,6 +21,7 @@ def partitioner(function: Callable[..., Halves]) -> Any:
     graph of forward and backward is at hand; the documented `torch._functorch.config.activation_memory_budget` needs a
     number before there is one.
     """
+    from torch._inductor.codecache import BypassFxGraphCache
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
     class Partitioner(CustomPartitionerFn):
@@ -29,6 +30,14 @@ def partitioner(function: Callable[..., Halves]) -> Any:
 
         def uuid(self) -> None:
             """No cache on disk: what another run has chosen may not fit."""
+
+        def __deepcopy__(self, memo: Any) -> "Partitioner":
+            """Inductor copies its settings."""
+            return self
+
+        def __reduce__(self) -> Any:
+            """For the key of that cache, which is made all the same."""
+            raise BypassFxGraphCache("what is saved for backward depends on the run's memory")
 
     return Partitioner()
 

@@ -8,15 +8,16 @@ import pytest
 import runs
 import torch
 from torch import nn
+from torch._dynamo.backends.registry import lookup_backend
 
 from trainapp.config.schema import ActivationCheckpointing, Memory
 from trainapp.errors import UserError
 from trainapp.memory.cpu import CpuMemory
 from trainapp.memory.kinds import MemoryKind
-from trainapp.memory.levers import compiled_budget
+from trainapp.memory.levers import activation_checkpointing, compiled_budget
 from trainapp.memory.levers.block_trace import Skeleton
 from trainapp.memory.levers.budget import Budget
-from trainapp.memory.levers.compiled_budget import SHARES, Beside, CompiledBudget, measured
+from trainapp.memory.levers.compiled_budget import MARGIN, SHARES, Beside, CompiledBudget, measured
 from trainapp.memory.levers.loss_trace import beside_model
 from trainapp.memory.live_tensors import LiveTensors
 from trainapp.torch_compiler import copy_of, split_at
@@ -237,7 +238,8 @@ def test_the_limit_of_a_peak_counts_batch_and_loss(caplog):
     function, found = halves_of(model, x, 1.0)
     function(x)
     highest = max(found[0].forward, found[0].between + 500, found[0].backward)
-    for limit, default in ((highest + 100, True), (highest + 99, False)):
+    needed = (highest + 100) + (highest + 100) // MARGIN
+    for limit, default in ((needed, True), (needed - 1, False)):
         budget = CompiledBudget()
         budget.begin("x", limit, Beside(batch=100, loss=500))
         caplog.clear()
@@ -333,6 +335,26 @@ def test_torch_alone_would_never_compile_it():
     counted.clear()  # the handler of the mode
     compiled(x)
     assert not counted
+
+
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+def test_other_modes_compile(mode):
+    """In one graph, which has the checkpoints; torch refuses the context that checkpoints have by default."""
+    model, x = built()
+    expected, _ = backward(model, model, x)
+    activation_checkpointing.apply(model, ActivationCheckpointing(mode=mode))
+    torch.compiler.reset()
+    graphs = []
+
+    def noting(graph, inputs):
+        graphs.append(graph)
+        return aot_eager(graph, inputs)
+
+    aot_eager = lookup_backend("aot_eager")
+    function = torch.compile(model, backend=noting, fullgraph=True)
+    assert runs.relative_error(backward(model, function, x)[0], expected) < 1e-6
+    operations = [str(node.target) for node in graphs[0].graph.nodes]
+    assert any("checkpoint" in name for name in operations) is (mode != "none")
 
 
 def test_several_ranks_of_fsdp_are_refused(tmp_path):

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts, noop_context_fn
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from trainapp.memory.levers.activation_checkpointing import Contexts, checkpointed
 from trainapp.memory.levers.block_state import BlockState
@@ -44,7 +44,7 @@ class Chosen:
         self._numbers[index] += 1
         if option is not None and option.kept is None:
             return forward(*inputs, **options)
-        chosen = functools.partial(_keeping, option.kept) if option is not None and option.kept else noop_context_fn
+        chosen = functools.partial(_keeping, option.kept) if option is not None and option.kept else None
         return checkpointed(state, forward, chosen, *inputs, **options)
 
 
