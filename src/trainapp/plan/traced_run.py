@@ -143,16 +143,24 @@ def _training_peak(run: Run, memory: TracedMemory, steps: int, work: WorkCounter
     update_weight_average(run)
     state = run.state
     static = static_bytes(state.model, state.optimizer, state.average.averages, state.keeps_gradients)
-    kept = memory.kept_bytes()
+    kept = _kept(run, memory)
     if steps > 1 or kept != kept_before or static != run.meter.static:
         with work.afresh() if work else contextlib.nullcontext():
             train_step(run)
         update_weight_average(run)
         now = static_bytes(state.model, state.optimizer, state.average.averages, state.keeps_gradients)
         memory.buffers_grow = now[MemoryKind.BUFFERS] > static[MemoryKind.BUFFERS]
-        memory.kept_by_steps = memory.kept_bytes() - kept_before
+        memory.kept_by_steps = _kept(run, memory) - kept_before
         memory.kept_grows = memory.kept_by_steps > kept - kept_before
     return memory.highest
+
+
+def _kept(run: Run, memory: TracedMemory) -> int:
+    """Bytes that a step has left for the next one, which begins with a restore point: the last one's may hold buffers
+    that the forward has replaced.
+    """
+    run.restore_point.take(run.sizes.train.is_unproven)
+    return memory.kept_bytes()
 
 
 def _evaluation_peak(run: Run, memory: TracedMemory, needs_step: bool) -> Peak:
