@@ -32,12 +32,14 @@ def evaluate(run: Run) -> None:
     attempt.phase, attempt.started = Phase.EVALUATE, started
     note_refused(run)
     if attempt.evaluation is None:  # not on a retry: a rank that evaluates alone recovers alone
+        # Adding to a tensor makes another, so that the first batch's loss is not kept for the others. Allocated before
+        # the ranks meet: a rank without memory for it retries while they wait.
+        nothing = Totals(loss=torch.zeros((), device=state.device))
         # Each rank proves its size on its own batches, whose number differs: agree once.
         all_proven = run.ranks.all_reduce_min(int(not (tunes or sizes.is_unproven))) == 1
         run.ranks.enable_votes(not all_proven)
         run.strategy.broadcast_buffers()
-        # Adding to a tensor makes another, so that the first batch's loss is not kept for the others.
-        attempt.evaluation = Totals(loss=torch.zeros((), device=state.device))
+        attempt.evaluation = nothing
     with contextlib.ExitStack() as stack:
         stack.enter_context(preserved_rng(state.device))
         stack.enter_context(state.stateful.preserved_generators())
