@@ -48,7 +48,7 @@ class CpuMemory(DeviceMemory):
         self.watching = True
         try:
             counter.register(resident)
-            counter.register_kept(self.kept)
+            self.kept_before = counter.register_kept(self.kept)
             with self.module_path.watch() if track_modules else contextlib.nullcontext(), counter, _uncompiled():
                 yield
         finally:

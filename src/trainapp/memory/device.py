@@ -78,6 +78,7 @@ class DeviceMemory:
         self.out_of_memory_count = 0
         self.module_path = ModulePath()
         self.kept = Kept()  # of the run; where live tensors are counted
+        self.kept_before = 0  # bytes of it at the beginning of the last watched block
         self.watching = False
         self.keep_events = False  # keep a successful step's events too, for its timeline
 

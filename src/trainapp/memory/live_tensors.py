@@ -65,11 +65,15 @@ class LiveTensors(DispatchMode):
         for kind, tensors in resident.items():
             self._register(kind, self._storages_of(tensors), may_be_ignored=kind is MemoryKind.BATCH)
 
-    def register_kept(self, kept: Kept) -> None:
-        """Count what has been kept from earlier work, after `register`. Raises MemoryLimitExceeded as that does."""
+    def register_kept(self, kept: Kept) -> int:
+        """Count what has been kept from earlier work, after `register`. Returns its bytes. Raises MemoryLimitExceeded
+        as that does.
+        """
         storages = [*kept.carried, *self._storages_of(kept.owned())]
         new = [storage for storage in storages if storage_id(storage) not in self._alive]
+        before = self.live
         self._register(MemoryKind.KEPT, new, may_be_ignored=True)
+        return self.live - before
 
     def _register(self, kind: MemoryKind, storages: Iterable[torch.UntypedStorage], may_be_ignored: bool) -> None:
         before, first = self.live, len(self.events)

@@ -159,7 +159,7 @@ class TracedMemory(DeviceMemory):
         self.watching = True
         try:
             counter.register(resident)
-            counter.register_kept(self.kept)
+            self.kept_before = counter.register_kept(self.kept)
             with tracker, counter:
                 yield
             for kind, tensors in self.resident().items():
@@ -175,9 +175,7 @@ class TracedMemory(DeviceMemory):
         """What exists now beside what is resident."""
         counter = LiveTensors(devices=self._devices, ignored=self.kept.of_data)
         counter.register(self.resident())
-        before = counter.live
-        counter.register_kept(self.kept)
-        return counter.live - before
+        return counter.register_kept(self.kept)
 
     def window(self) -> dict[str, float]:
         """The scalars of a log step."""

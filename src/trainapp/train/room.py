@@ -14,7 +14,7 @@ def room_of(config: Config, memory: DeviceMemory, meter: Meter, ranks: Ranks, al
     Several ranks: also after DDP's new buckets, or a whole model that FSDP has gathered. It gathers less at a time.
     CUDA, whose limit bounds reserved memory: a tenth of it is left to cache and fragmentation.
     """
-    room = memory.enforced - meter.static_bytes
+    room = memory.enforced - meter.static_bytes - memory.kept_before
     if alone and ranks.world == 1:
         room += meter.static[MemoryKind.GRADIENTS]
     if memory.device.type == "cuda":
