@@ -49,7 +49,12 @@ class CpuMemory(DeviceMemory):
         try:
             counter.register(resident)
             self.kept_before = counter.register_kept(self.kept)
-            with self.module_path.watch() if track_modules else contextlib.nullcontext(), counter, _uncompiled():
+            with contextlib.ExitStack() as stack:
+                if track_modules:
+                    stack.enter_context(self.module_path.watch())
+                stack.enter_context(counter)
+                if self.compiles:
+                    stack.enter_context(_uncompiled())
                 yield
         finally:
             self.watching, self._watched_at = False, time.monotonic()
@@ -85,7 +90,8 @@ def _uncompiled() -> contextlib.AbstractContextManager[None]:
     """Inside the block, what `torch.compile` has wrapped runs as it is written.
 
     A compiled graph allocates where no counter sees it. And a function whose first call is counted would never be
-    compiled at all: torch skips its code for good (2.13, _dynamo/convert_frame.py, `CatchErrorsWrapper`).
+    compiled at all: torch skips its code for good (2.13, _dynamo/convert_frame.py, `CatchErrorsWrapper`). That is left
+    so for what a model compiles itself: else it would round otherwise in the steps that the clock chooses to count.
     """
     if "torch._dynamo" not in sys.modules:  # nothing is compiled, and importing it takes a second
         return contextlib.nullcontext()

@@ -80,6 +80,7 @@ class DeviceMemory:
         self.kept = Kept()  # of the run; where live tensors are counted
         self.kept_before = 0  # bytes of it at the beginning of the last watched block
         self.watching = False
+        self.compiles = False  # `train.compile`: watched work runs uncompiled
         self.keep_events = False  # keep a successful step's events too, for its timeline
 
     @property

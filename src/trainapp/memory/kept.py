@@ -46,7 +46,7 @@ class Kept:
     """Of one run: the storages that exist between watched blocks.
 
     owned: the tensors that model and task hold in plain attributes. They are looked up before each block, since blocks
-    in between were not watched. data: those of the data sets, looked up once. stand_in: what counts in place of an
+    in between were not watched. data: those of the data sets. stand_in: what counts in place of an
     owned tensor; a trace has tensors without data for them.
     """
 
@@ -69,7 +69,10 @@ class Kept:
         return map(self.stand_in, self._owned())
 
     def carry(self, storages: Iterable[torch.UntypedStorage]) -> None:
-        """Add what a block has left."""
-        for storage in storages:
-            if storage.nbytes() >= LEAST:
+        """Add what a block has left, but for what the data sets have loaded or cached meanwhile."""
+        left = [storage for storage in storages if storage.nbytes() >= LEAST]
+        if any(storage_id(storage) not in self.carried for storage in left):
+            self._of_data = None  # look them up again
+        for storage in left:
+            if storage_id(storage) not in self.of_data:
                 self.carried.add(storage)

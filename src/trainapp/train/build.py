@@ -81,7 +81,7 @@ def load_parts(
     device = ranks.device if ranks.world > 1 else choose_device(config.train.device)
     set_global_switches(config, device)
     memory = memory or backends.build(config.memory, device)  # before anything is allocated on the device
-    memory.keep_events = config.memory.timeline
+    memory.keep_events, memory.compiles = config.memory.timeline, config.train.compile
     seed_everything(config.train.seed)
     numerics = precision.build(config.precision, device)
     arguments = _batch_arguments(config, components, device, ranks)

@@ -14,9 +14,12 @@ def room_of(config: Config, memory: DeviceMemory, meter: Meter, ranks: Ranks, al
     Several ranks: also after DDP's new buckets, or a whole model that FSDP has gathered. It gathers less at a time.
     CUDA, whose limit bounds reserved memory: a tenth of it is left to cache and fragmentation.
     """
-    room = memory.enforced - meter.static_bytes - memory.kept_before
-    if alone and ranks.world == 1:
-        room += meter.static[MemoryKind.GRADIENTS]
+    room = memory.enforced - meter.static_bytes
+    if ranks.world == 1:  # ranks may keep different things, but must choose alike
+        step = max(1, memory.enforced // 64)  # coarse: every other amount is another choice
+        room -= -(-memory.kept_before // step) * step
+        if alone:
+            room += meter.static[MemoryKind.GRADIENTS]
     if memory.device.type == "cuda":
         room -= memory.enforced // 10
     if ranks.world > 1:
