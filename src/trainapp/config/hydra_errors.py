@@ -39,7 +39,7 @@ def explain(error: BaseException, arguments: Sequence[str] = ()) -> str | None:
 
 
 def _explain_composition(error: Exception, arguments: Sequence[str]) -> str:
-    """Hydra's message, without its advice to add the unknown key with `+`."""
+    """Hydra's message; `+` is advised only for an argument that the constructor takes."""
     text = str(error).strip().partition("\nConfig search path:")[0].strip()
     option = re.search(r"Could not find '([^']+)/([^'/]+)'", text)
     if option:

@@ -1,4 +1,4 @@
-"""Overrides that the program offers: they must start as they stand, behind the command line that they are for.
+"""Overrides that the program offers: they must work as printed, appended to the user's command.
 
 An override such as `optimizer=adamw_8bit` fails where the command line also sets `optimizer.momentum`, which that
 option lacks, and has no effect where an experiment's file sets `optimizer._target_` itself. So it is composed first; if

@@ -139,7 +139,7 @@ def prepare(config: Config, stop: StopRequest, ranks: Ranks, carried: CarriedOve
     size_without_retries.begin_with_plan(run)
     if run.sizes.origin == "remembered":
         log.info(
-            "micro-batch %d, as an earlier run of this configuration found (oom.remember=clear forgets it)",
+            "micro-batch %d, as found by an earlier run of this configuration (oom.remember=clear forgets it)",
             run.sizes.train.size,
         )
     build.start_tracking(run)

@@ -118,7 +118,7 @@ class Budget:
             try:
                 beside = beside_model(self._skeleton, batch, autocast)
             except Exception as error:  # whatever the task raises on tensors without data
-                self._warn(error)
+                log.debug("the loss cannot be traced, which the compiled graph says", exc_info=error)
         compiled.begin(key, None if beside is None else room, beside)
 
     def _choose(self, batch: Any, autocast: contextlib.AbstractContextManager[Any], room: int, alone: bool) -> Choice:
