@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import runs
+from helpers import run_cli
 
 import trainapp
 from trainapp.config import compose
@@ -84,9 +85,25 @@ def test_so_does_what_a_run_without_room_is_told(folder, case):
     static = compose.from_command_line([*given, f"memory.limit={peak // 4}"], str(folder.parent / "run"), folder)
     with pytest.raises(UserError) as told:
         runner.run(static)
-    offered = re.findall(r"^  +(?:[\d.]+ \w+  )?(\S.*?): (?:costs|saves)", str(told.value), re.MULTILINE)
+    for text in offered_in(str(told.value)):
+        starts(folder, *given, *shlex.split(text))
+
+
+def offered_in(message):
+    """The overrides that the message of a run offers to one process."""
+    offered = re.findall(r"^  +(?:[\d.]+ \w+  )?(\S.*?): (?:costs|saves)", message, re.MULTILINE)
     offered = [text for text in offered if "[NAMES]" not in text and "parallel" not in text]
-    assert len(offered) >= 2, str(told.value)
+    assert len(offered) >= 2, message
+    return offered
+
+
+def test_so_does_what_a_run_from_the_command_line_is_told(folder, tmp_path):
+    """There Hydra is in use when the overrides are tried."""
+    given = (*TINY, *CASES["an argument that only the command line has"], "train.device=cpu")
+    done = run_cli(*given, "memory.limit=60KiB", "hydra.run.dir=run", cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    offered = offered_in(done.stderr)
+    assert any("torch.optim.SGD" in text for text in offered)  # `optimizer=sgd` would keep amsgrad, which SGD refuses
     for text in offered:
         starts(folder, *given, *shlex.split(text))
 

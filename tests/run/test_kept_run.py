@@ -1,12 +1,13 @@
 """A plan leaves the directory of a run as it is: Hydra would write its configuration over the run's."""
 
 import json
+import os
 
 import pytest
 from helpers import PLAN_FILES, files, run_cli, train
 from runs import MODELS, TINY
 
-from trainapp.run import lock
+from trainapp.run import kept_run, lock
 
 GPT = (*MODELS["gpt"], "train.device=cpu", "plan.levers=false")
 
@@ -143,3 +144,40 @@ def test_nothing_is_written_into_a_directory_that_another_run_holds(tmp_path):
     assert contents(tmp_path / "sweep/0")["plan.json"] == before["plan.json"]
     assert json.loads((tmp_path / "sweep/refused_0.json").read_text())["certainty"] == "refused"
     assert json.loads((tmp_path / "sweep/1/plan.json").read_text())["certainty"] == "exact"
+
+
+def test_what_was_taken_for_a_run_is_named(tmp_path):
+    (tmp_path / "mine/checkpoints").mkdir(parents=True)
+    done = run_cli("mode=plan", *GPT, "hydra.run.dir=mine", cwd=tmp_path)
+    assert refused(done, "hydra.run.dir")
+    assert "holds a run (it has checkpoints), " in done.stderr
+    (tmp_path / "sweep/0/.hydra").mkdir(parents=True)
+    (tmp_path / "sweep/0/.hydra/config.yaml").write_text("mode: train\n")
+    done = run_cli("-m", "mode=plan", *GPT, "hydra.sweep.dir=sweep", cwd=tmp_path)
+    assert refused(done, "hydra.sweep.dir")
+    assert "holds runs (sweep/0 has .hydra/config.yaml), " in done.stderr
+
+
+def test_a_large_tree_is_not_searched(tmp_path, monkeypatch):
+    """A sweep's directory may be a home directory."""
+    (tmp_path / "a/b/c/d/checkpoints").mkdir(parents=True)
+    assert kept_run.runs_below(tmp_path) == {}
+    assert kept_run.runs_below(tmp_path / "a") == {tmp_path / "a/b/c/d": "checkpoints"}
+    for number in range(2000):
+        (tmp_path / str(number)).mkdir()
+    opened, scandir = [], os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: (opened.append(path), scandir(path))[1])
+    kept_run.runs_below(tmp_path)
+    assert 1 <= len(opened) <= 1001
+
+
+def test_a_run_too_deep_for_that_is_kept_all_the_same(tmp_path):
+    """By its own job."""
+    deep = tmp_path / "sweep/a/b/c/d"
+    train(deep, *TINY, *MODELS["gpt"], "train.max_steps=1")
+    before = contents(deep)
+    into = ("hydra.sweep.dir=sweep", "hydra.sweep.subdir=a/b/c/d")
+    assert refused_in_the_table(run_cli("-m", "mode=plan", *GPT, *into, cwd=tmp_path), "0")
+    after = contents(deep)
+    assert after.keys() - before.keys() == PLAN_FILES
+    assert {name: after[name] for name in before} == before

@@ -1,15 +1,19 @@
 """Turns what Hydra composed into the typed configuration and reports all mistakes at once. Imports no torch."""
 
+import contextlib
 import dataclasses
 import os
 import re
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import pydantic
 from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.utils import JobRuntime
+from hydra.version import VersionBase
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter
@@ -28,7 +32,7 @@ def from_command_line(overrides: Iterable[str], run_dir: str = "", config_dir: s
     """
     given = as_overrides(overrides)
     try:
-        with initialize_config_dir(str(CONF), version_base="1.3"):
+        with _without_callers_hydra(), initialize_config_dir(str(CONF), version_base="1.3"):
             composed = compose("train", [*given, *_search_path(config_dir)])
     except Exception as error:
         message = hydra_errors.explain(error, given)
@@ -37,6 +41,21 @@ def from_command_line(overrides: Iterable[str], run_dir: str = "", config_dir: s
         raise UserError(message) from None
     folder = [] if config_dir is None else [f"--config-dir {shlex.quote(str(Path(config_dir).expanduser().resolve()))}"]
     return from_hydra(composed, run_dir, " ".join(["python -m trainapp", *folder, *map(shlex.quote, given)]))
+
+
+@contextlib.contextmanager
+def _without_callers_hydra() -> Iterator[None]:
+    """Inside `@hydra.main`, ours or the user's, Hydra refuses a second initialization: set its state aside."""
+    main, runtime, version = GlobalHydra.instance(), JobRuntime.instance(), VersionBase.instance()
+    hydra, name, base = main.hydra, runtime.get("name"), version.version_base
+    main.clear()
+    try:
+        yield
+    finally:
+        main.hydra = hydra
+        GlobalHydra.set_instance(main)
+        runtime.set("name", name)
+        version.version_base = base
 
 
 def as_overrides(given: Iterable[str]) -> list[str]:

@@ -89,7 +89,7 @@ def _constructor(node: Any, arguments: Sequence[str]) -> tuple[str, list[str]]:
     allowed = OmegaConf.select(node._get_root(), "user_packages", throw_on_resolution_failure=False)
     packages = list(allowed) if isinstance(allowed, ListConfig) else []
     for text in arguments:  # overrides after the wrong one are not applied yet
-        if text.startswith("user_packages=") and isinstance(given := yaml.safe_load(text.partition("=")[2]), list):
+        if text.startswith("user_packages=") and isinstance(given := _value(text), list):
             packages += map(str, given)
     try:
         constructor = targets.locate(target, "_target_", packages)
@@ -98,7 +98,17 @@ def _constructor(node: Any, arguments: Sequence[str]) -> tuple[str, list[str]]:
         return target, []
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     names = [parameter.name for parameter in parameters if parameter.kind in named]
-    return constructor.__name__, [name for name in names if name not in ("self", "params", "split")]
+    shown = getattr(constructor, "__name__", target)  # an instance with `__call__` has no name of its own
+    return shown, [name for name in names if name not in ("self", "params", "split")]
+
+
+def _value(override: str) -> Any:
+    """What is set; the text itself where it is no YAML, as Hydra's own grammar differs."""
+    text = override.partition("=")[2]
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError):  # the latter for 2026-13-45
+        return text
 
 
 def _groups() -> Iterable[str]:
@@ -110,7 +120,7 @@ def _argument_without_name(arguments: Sequence[str]) -> str:
     """`precision=16: ` if such an argument was given, else an empty string."""
     for argument in arguments:
         group, _, option = argument.partition("=")
-        is_name = option in ("on", "off", "yes", "no") or isinstance(yaml.safe_load(option), str | list)  # as for Hydra
+        is_name = option in ("on", "off", "yes", "no") or isinstance(_value(argument), str | list)  # as for Hydra
         if (CONF / group.lstrip("+~")).is_dir() and not is_name:
             return f"{argument}: "
     return ""

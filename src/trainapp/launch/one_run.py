@@ -45,11 +45,12 @@ class RefuseSecondRun(Callback):
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         """Called by Hydra. The jobs' directories are not known yet: that of the sweep must be free of runs. Where only
-        a job's own settings make it a plan, `per_directory` tells.
+        a job's own settings make it a plan, and for a run that lies too deep to be found, `per_directory` tells.
         """
         folder = _unchecked(config, "hydra.sweep.dir")
         if folder is not None and _has_plans(config) and (found := kept_run.runs_below(Path(str(folder)))):
-            raise Reported(_not_over("hydra.sweep.dir", folder, f"runs ({listed(map(str, found))})"))
+            runs = listed(f"{path} has {trace}" for path, trace in found.items())
+            raise Reported(_not_over("hydra.sweep.dir", folder, f"runs ({runs})"))
 
 
 @contextlib.contextmanager
@@ -92,8 +93,8 @@ def _has_plans(composed: DictConfig) -> bool:
 
 
 def _require_no_run(run_dir: Path, composed: DictConfig) -> None:
-    if is_plan(composed) and kept_run.holds_run(run_dir):
-        raise _not_over("hydra.run.dir", run_dir, "a run")
+    if is_plan(composed) and (trace := kept_run.trace_of_run(run_dir)):
+        raise _not_over("hydra.run.dir", run_dir, f"a run (it has {trace})")
 
 
 def _not_over(setting: str, folder: Any, content: str) -> UserError:
