@@ -307,6 +307,7 @@ def test_what_is_first_called_while_memory_is_counted_is_compiled_later():
     torch.compiler.reset()
     compiled, x = torch.compile(function, backend=counting), torch.ones(3)
     memory = CpuMemory(CPU, Memory())
+    memory.compiles = True
     with memory.watch({}):
         compiled(x)
     assert not counted
