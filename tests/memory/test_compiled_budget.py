@@ -294,48 +294,54 @@ def test_another_edition_is_another_graph():
 # Runs
 
 
-def test_what_is_first_called_while_memory_is_counted_is_compiled_later():
-    counted = []
+@pytest.fixture
+def doubling():
+    """A compiled function, and the list of graphs that have been compiled."""
+    graphs = []
 
     def counting(graph, inputs):
-        counted.append(graph)
+        graphs.append(graph)
         return graph.forward
 
-    def function(x):
-        return x * 2
-
     torch.compiler.reset()
-    compiled, x = torch.compile(function, backend=counting), torch.ones(3)
+    return torch.compile(lambda x: x * 2, backend=counting), graphs
+
+
+def test_what_is_first_called_while_memory_is_counted_is_compiled_later(doubling):
+    (compiled, graphs), x = doubling, torch.ones(3)
     memory = CpuMemory(CPU, Memory())
     memory.compiles = True
     with memory.watch({}):
         compiled(x)
-    assert not counted
+    assert not graphs
     assert memory.watched_peak == x.nbytes  # the counter sees all
     compiled(x)
-    assert len(counted) == 1
+    assert len(graphs) == 1
     with memory.watch({}):
         compiled(x)
     assert memory.watched_peak == x.nbytes
 
 
-def test_torch_alone_would_never_compile_it():
-    counted = []
+def test_what_a_model_compiles_itself_never_changes_from_step_to_step(doubling):
+    (compiled, graphs), x = doubling, torch.ones(3)
+    memory = CpuMemory(CPU, Memory())  # of a run without train.compile
+    with memory.watch({}):
+        compiled(x)
+    graphs.clear()  # the counter's own handler
+    compiled(x)
+    with memory.watch({}):
+        compiled(x)
+    assert memory.watched_peak == x.nbytes
+    assert not graphs
 
-    def counting(graph, inputs):
-        counted.append(graph)
-        return graph.forward
 
-    def function(x):
-        return x * 2
-
-    torch.compiler.reset()
-    compiled, x = torch.compile(function, backend=counting), torch.ones(3)
+def test_torch_alone_would_never_compile_it(doubling):
+    (compiled, graphs), x = doubling, torch.ones(3)
     with LiveTensors():
         compiled(x)
-    counted.clear()  # the handler of the mode
+    graphs.clear()  # the handler of the mode
     compiled(x)
-    assert not counted
+    assert not graphs
 
 
 @pytest.mark.parametrize("mode", ["none", "full", "selective"])

@@ -88,7 +88,7 @@ def assemble(
     budget = _budget(config, components, model, device)
     offloading = offload.apply(model, config, accelerator)
     if config.train.compile:
-        model.compile(**budget.compile_options)
+        _compile(config, model, budget)
     strategy = _spread(config, model, ranks, precision.compute_dtype)
     if not strategy.recovers_in_place:
         ranks.disable_votes()
@@ -136,6 +136,14 @@ def _budget(config: Config, components: Components, model: nn.Module, device: to
         return NoBudget()
     task = losses.in_chunks(components.task, config.memory.loss_chunk)
     return Budget(model, task, config.activation_checkpointing, device, compiles=config.train.compile)
+
+
+def _compile(config: Config, model: nn.Module, budget: Budget | NoBudget) -> None:
+    """With FSDP, torch compiles each block by itself, from code that the blocks share: where their shapes differ, it
+    would compile for any shape, which fails for BatchNorm (torch 2.13). So each shape is compiled separately there.
+    """
+    options = {"dynamic": False} if config.parallel.strategy == "fsdp" else {}
+    model.compile(**options, **budget.compile_options)
 
 
 def _make_gradients_dense(model: nn.Module) -> list[str]:

@@ -32,14 +32,11 @@ def evaluate(run: Run) -> None:
     attempt.phase, attempt.started = Phase.EVALUATE, started
     note_refused(run)
     if attempt.evaluation is None:  # not on a retry: a rank that evaluates alone recovers alone
-        # Adding to a tensor makes another, so that the first batch's loss is not kept for the others. Allocated before
-        # the ranks meet: a rank without memory for it retries while they wait.
-        nothing = Totals(loss=torch.zeros((), device=state.device))
         # Each rank proves its size on its own batches, whose number differs: agree once.
         all_proven = run.ranks.all_reduce_min(int(not (tunes or sizes.is_unproven))) == 1
         run.ranks.enable_votes(not all_proven)
         run.strategy.broadcast_buffers()
-        attempt.evaluation = nothing
+        attempt.evaluation = Totals()
     with contextlib.ExitStack() as stack:
         stack.enter_context(preserved_rng(state.device))
         stack.enter_context(state.stateful.preserved_generators())
@@ -92,7 +89,8 @@ def evaluate_batch(run: Run, micro: MicroBatch) -> None:
     if sizes.is_unproven:
         require_all_allocated(run, sizes, run.eval_ranks)
     run.restore_point.tensors.note_written()
-    totals = totals.plus(loss, count, finished, micro.samples, micro.real)
+    # A copy: a loss that is a view would keep its micro-batch's tensors until the evaluation ends.
+    totals = totals.plus(loss.clone(), count, finished, micro.samples, micro.real)
     run.eval_ranks.check_peers()  # the last moment at which a micro-batch can be repeated
     run.attempt.evaluation = totals
     run.restore_point.take(sizes.is_unproven)

@@ -231,12 +231,5 @@ def peak_with(
         counter.register({MemoryKind.GRADIENTS: gradients})
         before = counter.live
         counter.register({MemoryKind.BATCH: tensors_in(fake)})
-        try:
-            with counter:
-                with autocast:
-                    loss, *_ = skeleton.task(model, fake)
-                loss.backward()
-        finally:
-            for parameter in parameters:
-                parameter.grad = None
+        skeleton.forward_and_backward(fake, autocast, counter)
     return counter.peak - before

@@ -33,15 +33,10 @@ def beside_model(skeleton: Skeleton, batch: Any, autocast: contextlib.AbstractCo
     with skeleton.running(batch, lambda index, block, forward: forward) as (model, fake), torch.enable_grad():
         hooks = [model.register_forward_pre_hook(without_graph), model.register_forward_hook(as_leaves)]
         try:
-            with counter:
-                with autocast:
-                    loss, *_ = skeleton.task(model, fake)
-                loss.backward()
+            skeleton.forward_and_backward(fake, autocast, counter)
         finally:
             for hook in hooks:
                 hook.remove()
-            for parameter in model.parameters():
-                parameter.grad = None  # of a layer that belongs to the loss
         storages = {storage_id(t.untyped_storage()): t.untyped_storage().nbytes() for t in tensors_in(fake)}
     return Beside(sum(storages.values()), counter.peak - base)
 
