@@ -147,7 +147,7 @@ class TrainState:
         }
 
     def follow(self, saved: dict[str, Any], sizes: Sizes, rank: int = 0, world: int = 1) -> list[str]:
-        """Make room for the saved tensors: before they are read into `tensors`. saved: the `values` beside them.
+        """Make room for the saved tensors: before they are read into `tensors`. saved: the `values` stored with them.
 
         sizes: of the saved tensors. Returns names in the optimizer's state that differ from those of another one.
         Raises UserError where the updates are others.

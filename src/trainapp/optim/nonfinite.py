@@ -75,7 +75,7 @@ class NonFiniteCheck:
         if self._reads_every_step or not isinstance(count, Tensor):
             count = float(count)
             if count == 0:
-                why = "because the loss's count was 0; it is what the task returns beside the loss"
+                why = "because the loss's count was 0; it is what the task returns next to the loss"
                 self.count(False, step, why, update)
                 return False
             if count < 0:

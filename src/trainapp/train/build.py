@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from trainapp.accelerator import HERE, Accelerator
 from trainapp.checkpoint import model_state, optimizer_state
 from trainapp.checkpoint.checkpointer import Checkpointer, NullCheckpointer
 from trainapp.checkpoint.directory import CheckpointDirectory
+from trainapp.checkpoint.held_tensors import kept_of
 from trainapp.checkpoint.stateful import Owner, Stateful
 from trainapp.checkpoint.train_state import TrainState
 from trainapp.config.schema import Config
@@ -21,7 +23,7 @@ from trainapp.errors import UserError
 from trainapp.memory import backends
 from trainapp.memory.device import DeviceMemory, static_bytes
 from trainapp.memory.levers import catalogue
-from trainapp.memory.levers.lever import Situation
+from trainapp.memory.levers.lever import Lever, Situation, to_paste
 from trainapp.models.weights import load_initial_weights
 from trainapp.optim import precision
 from trainapp.optim.nonfinite import NonFiniteCheck
@@ -79,7 +81,7 @@ def load_parts(
     device = ranks.device if ranks.world > 1 else choose_device(config.train.device)
     set_global_switches(config, device)
     memory = memory or backends.build(config.memory, device)  # before anything is allocated on the device
-    memory.keep_events = config.memory.timeline
+    memory.keep_events, memory.compiles = config.memory.timeline, config.train.compile
     seed_everything(config.train.seed)
     numerics = precision.build(config.precision, device)
     arguments = _batch_arguments(config, components, device, ranks)
@@ -119,6 +121,7 @@ def run_of(
     checkpointer = _checkpointer(config, state, ranks)
     length = run_length(config, batches, state.progress)
     meter = Meter(state, memory, strategy.communication_buffers)
+    memory.kept = kept_of(state.stateful.roots)
     assembled.budget.room = functools.partial(room_of, config, memory, meter, ranks)
     run = Run(
         config=config,
@@ -152,7 +155,7 @@ def run_of(
 
 
 def owners_of_state(components: Components, model: torch.nn.Module, device: torch.device) -> Stateful:
-    """What owns state beside the model's tensors. Resets the task to the state with which this process first used
+    """What owns state other than the model's tensors. Resets the task to the state with which this process first used
     it, and moves the modules among the owners to the device.
     """
     tasks = {"task": components.task} | {f"{name}'s task": task for name, task in components.updates.items()}
@@ -188,13 +191,19 @@ def require_room(memory: DeviceMemory, state: TrainState, situation: Situation) 
     if memory.limit is not None and sum(sizes.values()) >= memory.limit:
         parts = ", ".join(f"{kind.label} {bytes_text(size)}" for kind, size in sizes.items() if size)
         levers = [
-            f"  {lever.setting}: saves {lever.saves if saved is None else bytes_text(saved)}; cost: {lever.costs}"
+            f"  {_pasted(lever, situation)}: saves {lever.saves if saved is None else bytes_text(saved)}; "
+            f"cost: {lever.costs}"
             for saved, lever in catalogue.of_state(situation, sizes)
         ]
         raise UserError(
             f"memory.limit={bytes_text(memory.limit)}: {parts} need {bytes_text(sum(sizes.values()))} before any "
             "batch; raise the limit, use a smaller model, or one of these:\n" + "\n".join(levers).replace("`", "")
         )
+
+
+def _pasted(lever: Lever, situation: Situation) -> str:
+    """Its overrides; its setting where the value is the user's to choose."""
+    return shlex.join(to_paste([lever], situation.config.command)) if lever.changes else lever.setting
 
 
 def _batch_arguments(config: Config, components: Components, device: torch.device, ranks: Ranks) -> dict[str, Any]:
@@ -224,7 +233,7 @@ def _train_batches(config: Config, components: Components, arguments: dict[str, 
 
 
 def _workers(config: Config, components: Components, local_ranks: int, owners: dict[str, Owner]) -> int:
-    """Loader processes; none for data with a state, which each of them would change by itself, ahead of the steps."""
+    """Loader processes; none for data with a state, of which each would change its own copy, ahead of the steps."""
     setting = config.loader.num_workers
     count = worker_count(setting, components.train_data, local_ranks)
     if not (count and owners):

@@ -16,6 +16,7 @@ from trainapp.train.losses import evaluate_metrics
 from trainapp.train.phase import Phase
 from trainapp.train.run import Run
 from trainapp.train.totals import Totals
+from trainapp.train.watching import watch_micro_batch
 
 
 @torch.no_grad()
@@ -81,15 +82,15 @@ def evaluate_batch(run: Run, micro: MicroBatch) -> None:
     """One evaluation micro-batch. Counted only when complete, and on all ranks or none."""
     sizes, totals = run.sizes.evaluation, run.attempt.evaluation
     assert totals is not None, "outside an evaluation"
-    watch = run.memory.watch(run.meter.resident(micro.data)) if sizes.needs_watching else contextlib.nullcontext()
-    with watch:
+    with watch_micro_batch(run, sizes, micro.data):
         with run.state.precision.autocast:
             loss, count, metrics = run.strategy.evaluate(run.task, micro.data)
         finished = evaluate_metrics(metrics)
     if sizes.is_unproven:
         require_all_allocated(run, sizes, run.eval_ranks)
     run.restore_point.tensors.note_written()
-    totals = totals.plus(loss, count, finished, micro.samples, micro.real)
+    # A copy: a loss that is a view would keep its micro-batch's tensors until the evaluation ends.
+    totals = totals.plus(loss.clone(), count, finished, micro.samples, micro.real)
     run.eval_ranks.check_peers()  # the last moment at which a micro-batch can be repeated
     run.attempt.evaluation = totals
     run.restore_point.take(sizes.is_unproven)

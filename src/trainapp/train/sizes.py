@@ -35,7 +35,7 @@ def initial_sizes(
     5. `planned`, for `batch.micro_size=plan`: the largest sizes that are predicted to fit. It is called only here.
     6. `remembered`: where an earlier run of the same configuration ended.
     7. This rank's share of the global batch; where a size that fails costs a restart of all workers, it is then
-       replaced by what is expected to fit (`plan.first_size`).
+       replaced by what is expected to fit (`plan.size_without_retries`).
 
     For evaluation: `hint`, `batch.eval_micro_size=N`, `saved`, `planned` with training's, `remembered`, twice this
     rank's share (without gradients more fits).

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from trainapp.data.forecast import Forecast
 from trainapp.data.micro_batch_sizes import MicroBatchSizes, Plan
 from trainapp.data.sampler import TrainBatches
 from trainapp.parallel.ranks import Ranks
@@ -14,10 +15,13 @@ log = logging.getLogger(__name__)
 
 
 class PlannedSizes(NamedTuple):
-    """Sizes that a plan expects to fit. evaluation: None where there is none, or none was asked for."""
+    """Sizes that a plan expects to fit. evaluation: None where there is none, or none was asked for. forecast: of
+    training, with the shape that it is of (None: all are alike); None where the plan is a mere estimate.
+    """
 
     train: int
     evaluation: int | None
+    forecast: tuple[int | None, Forecast] | None = None
 
 
 @dataclass
@@ -42,7 +46,7 @@ class Sizes:
 
     parts: `accumulation.steps`, the minimum number of micro-batches per step. updates: their names; empty for the only
     one. Attributes since the run began, in whatever process: `oom_restarts`, the number of recoveries; `not_replayed`,
-    what a replay of these sizes does not repeat.
+    what a replay of these sizes does not repeat. `plan_note`: how a step has contradicted the plan that they follow.
     """
 
     def __init__(
@@ -62,6 +66,7 @@ class Sizes:
         self._current = self.by_update[updates[0]]
         self.oom_restarts = 0
         self.not_replayed: set[str] = set()
+        self.plan_note: str | None = None
 
     def turn_to(self, update: str) -> None:
         """From now on, training's sizes are those of this update."""
@@ -107,6 +112,8 @@ class Sizes:
         """Start with sizes that a plan expects to fit."""
         self.train.start = max(self.train.smallest, min(planned.train, self.train.start))
         self.train.is_planned = True
+        # Of several updates, the plan knows only the peak of the highest: no step of another contradicts it.
+        self.train.forecast = planned.forecast if len(self.by_update) == 1 else None
         self.begin_evaluation_with(planned.evaluation)
         self.origin = "planned"
 
@@ -153,7 +160,7 @@ class Sizes:
         }
 
     def happened(self) -> dict[str, Any]:
-        """What the next process or run must know beside the sizes, see `continue_history`. Primitives only."""
+        """What the next process or run must know in addition to the sizes, see `continue_history`. Primitives only."""
         return {"oom_restarts": self.oom_restarts, "not_replayed": sorted(self.not_replayed)}
 
     def continue_history(self, saved: dict[str, Any] | None, hint: dict[str, Any] | None) -> None:

@@ -12,6 +12,7 @@ from trainapp.train.phase import Phase
 from trainapp.train.run import Run, Step
 from trainapp.train.split_check import require_right_split
 from trainapp.train.step import accumulate_gradients
+from trainapp.train.watching import watch_step
 from trainapp.trained import trained_alone
 
 
@@ -20,8 +21,7 @@ def transaction(run: Run, step: Step) -> Iterator[None]:
     """Use around a step, up to and including its commit. An error passes through: the runner calls `rollback`.
 
     Records what a forward may change (`RestorePoint`). While the size is unproven, enables votes before each collective
-    on whether any rank ran out of memory, and watches memory; it also watches logged and drawn steps, and votes in the
-    one in which cuDNN tunes itself.
+    on whether any rank ran out of memory; also in the one in which cuDNN tunes itself. Watches memory, see `watching`.
     """
     attempt, sizes = run.attempt, run.sizes
     attempt.phase, attempt.started = Phase.START, time.monotonic()  # no restore point yet
@@ -34,7 +34,7 @@ def transaction(run: Run, step: Step) -> Iterator[None]:
         run.ranks.start_flag_exchange(run.flags)  # in the background: the step hides it
         tunes = run.autotuner.follow(sizes.train)
         run.ranks.enable_votes(tunes or sizes.train.is_unproven)
-        with watched(run, step):
+        with watch_step(run, step):
             check_exactness(run, step)
             yield
 
@@ -45,14 +45,6 @@ def alone(run: Run, update: Update) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
     run.strategy.turn_to(update.number)
     return trained_alone(update.parameters, run.meter.parameters)
-
-
-def watched(run: Run, step: Step) -> contextlib.AbstractContextManager[None]:
-    """Measure the step's memory where that is needed: see `transaction`."""
-    sizes, memory = run.sizes.train, run.memory
-    if sizes.is_unproven or step.is_drawn or (step.is_logged and memory.watch_is_due):
-        return memory.watch(run.meter.resident(), track_modules=sizes.is_untried)
-    return contextlib.nullcontext()
 
 
 def check_exactness(run: Run, step: Step) -> None:
