@@ -20,19 +20,24 @@ RMSPROP = "optimizer._target_=torch.optim.RMSprop"
         # What is removed from the default's settings is not there; what an earlier call has expanded stays as it is.
         (["~optimizer.betas", RMSPROP], ["~optimizer", f"++{RMSPROP}"]),
         (["~optimizer", f"++{RMSPROP}"], ["~optimizer", f"++{RMSPROP}"]),
+        # What the command line itself has given can be removed by what is appended to it.
+        (
+            [RMSPROP, "optimizer.alpha=0.9", "~optimizer.alpha"],
+            ["~optimizer", f"++{RMSPROP}", "++optimizer.alpha=0.9", "~optimizer.alpha"],
+        ),
         # The settings of an option that is chosen stay.
         (["optimizer=sgd", "optimizer._target_=mine.SGD"], ["optimizer=sgd", "optimizer._target_=mine.SGD"]),
         # Of several groups, only those; flags and their values stay where they are.
         (
             [
                 "--config-dir",
-                "model._target_",
+                "model",
                 "-m",
-                "batch.global_size=4",
+                "train.seed=4",
                 "model._target_=mine.Net",
                 "model.width=1,2",
             ],
-            ["--config-dir", "mine", "-m", "train.seed=4", "~model", "++model._target_=mine.Net", "++model.width=1,2"],
+            ["--config-dir", "model", "-m", "train.seed=4", "~model", "++model._target_=mine.Net", "++model.width=1,2"],
         ),
         (["optimizer.lr=1"], ["optimizer.lr=1"]),
         (["optimizer=adamw", "model._target_=a.B"], ["optimizer=adamw", "~model", "++model._target_=a.B"]),

@@ -5,7 +5,7 @@ Imports no torch.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 GROUPS = ("data", "model", "optimizer", "schedule")  # whose options name a class
 _OVERRIDE = re.compile(r"(?P<sign>\+\+|\+|~)?(?P<key>[\w.@/:]+)(?P<rest>=.*)?", re.DOTALL)
@@ -14,15 +14,18 @@ _OVERRIDE = re.compile(r"(?P<sign>\+\+|\+|~)?(?P<key>[\w.@/:]+)(?P<rest>=.*)?", 
 def expanded(overrides: Sequence[str]) -> list[str]:
     """Hydra's overrides with the default option left out of each group that gets a `_target_`, so that it starts empty.
 
-    Its settings need no `+` then, and `~` has nothing to remove. Where an option is chosen, too, as in `optimizer=sgd
-    optimizer._target_=mine.SGD`, its settings stay. Other arguments of the command line may be among the overrides.
+    Its settings need no `+` then, and `~` has nothing of the option's to remove. Where an option is chosen, too, as in
+    `optimizer=sgd optimizer._target_=mine.SGD`, its settings stay. Other arguments of the command line may be among the
+    overrides.
     """
     texts = list(overrides)
     for group in GROUPS:
         keys = [_parts(text) for text in texts]
         is_inline = any(key == f"{group}._target_" and sign != "~" for sign, key, _ in keys)
-        if is_inline and not any(key == group for _, key, _ in keys):
-            own = [_added(text, group) for text in texts if not _removes(text, group)]
+        is_chosen = any(key == group and (sign == "~" or rest) for sign, key, rest in keys)
+        if is_inline and not is_chosen:
+            given = {key for sign, key, _ in keys if sign != "~"}
+            own = [_added(text, group) for text in texts if not _removes_default(text, group, given)]
             texts = [*own[: _first(own, group)], f"~{group}", *own[_first(own, group) :]]
     return texts
 
@@ -32,14 +35,15 @@ def _parts(text: str) -> tuple[str, str, str]:
     return ("", "", "") if match is None else (match["sign"] or "", match["key"], match["rest"] or "")
 
 
-def _removes(text: str, group: str) -> bool:
+def _removes_default(text: str, group: str, given: Collection[str]) -> bool:
+    """Whether it removes a setting that the option has and the empty group has not: none of those that are `given`."""
     sign, key, _ = _parts(text)
-    return sign == "~" and key.startswith(f"{group}.")
+    return sign == "~" and key.startswith(f"{group}.") and key not in given
 
 
 def _added(text: str, group: str) -> str:
-    _, key, rest = _parts(text)
-    return f"++{key}{rest}" if key.startswith(f"{group}.") else text
+    sign, key, rest = _parts(text)
+    return f"++{key}{rest}" if sign != "~" and key.startswith(f"{group}.") else text
 
 
 def _first(texts: Sequence[str], group: str) -> int:
