@@ -241,9 +241,10 @@ def test_levers_of_the_optimizer_change_no_bit(tmp_path, lever):
 
 def test_the_state_of_a_parameter_follows_it_into_another_group(tmp_path):
     """By name: the moments are those that were saved, whatever group the parameter is in now."""
-    runs.run(tmp_path, *MLP, "train.max_steps=2")
-    saved = runs.saved(tmp_path, 2)["optimizer"]
-    run = runs.prepare(tmp_path, *MLP, f"optimizer.groups=[{HEAD}]", "train.max_steps=4")
+    runs.run(tmp_path / "a", *MLP, "train.max_steps=2")
+    saved = runs.saved(tmp_path / "a", 2)["optimizer"]
+    resume = f"checkpointing.resume={tmp_path / 'a'}"
+    run = runs.prepare(tmp_path / "b", *MLP, f"optimizer.groups=[{HEAD}]", "train.max_steps=4", resume)
     run.close()
     assert len(run.state.optimizer.param_groups) > 2
     for name, parameter in run.state.model.named_parameters():
@@ -267,12 +268,13 @@ class Counting(torch.optim.SGD):
 
 
 def test_options_that_the_optimizer_has_changed_are_refused_for_other_groups(tmp_path):
-    runs.run(tmp_path, *MLP, *COUNTING, "train.max_steps=2")
-    again = runs.prepare(tmp_path, *MLP, *COUNTING)
+    runs.run(tmp_path / "a", *MLP, *COUNTING, "train.max_steps=2")
+    resume = f"checkpointing.resume={tmp_path / 'a'}"
+    again = runs.prepare(tmp_path / "b", *MLP, *COUNTING, resume)
     again.close()
     assert [own["count"] for own in again.state.optimizer.param_groups] == [2, 4]
     with pytest.raises(UserError, match=r"the optimizer's groups .* instead of .*, whose options it had"):
-        runs.prepare(tmp_path, *MLP, *COUNTING, f"optimizer.groups=[{HEAD}]")
+        runs.prepare(tmp_path / "c", *MLP, *COUNTING, f"optimizer.groups=[{HEAD}]", resume)
 
 
 # Attributes of parameters

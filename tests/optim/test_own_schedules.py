@@ -244,8 +244,9 @@ def test_its_state_is_in_the_checkpoint(tmp_path, stop):
 
 
 def test_a_resumed_run_has_the_settings_of_its_own_command_line(tmp_path):
-    runs.run_until(tmp_path, 3, *CONSTANT, *PLATEAU)
-    run = runs.prepare(tmp_path, *CONSTANT, *PLATEAU, "schedule.factor=0.1", "optimizer.lr=0.2")
+    runs.run_until(tmp_path / "a", 3, *CONSTANT, *PLATEAU)
+    changed = ("schedule.factor=0.1", "optimizer.lr=0.2", f"checkpointing.resume={tmp_path / 'a'}")
+    run = runs.prepare(tmp_path / "b", *CONSTANT, *PLATEAU, *changed)
     schedule = run.state.update.schedule
     run.close()
     assert schedule.state_dict()["rates"][0] == pytest.approx(0.2 / 4)  # two reductions so far, of another rate

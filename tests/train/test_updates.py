@@ -454,10 +454,10 @@ def test_mistakes_are_one_message(tmp_path, overrides, message):
 
 
 def test_checkpoints_of_other_updates_are_refused(tmp_path):
-    runs.run(tmp_path, *OWN, "train.max_steps=1")
-    one = (*PARTS, "task=zoo.gans.generate", "train.max_steps=2")
+    runs.run(tmp_path / "a", *OWN, "train.max_steps=1")
+    one = (*PARTS, "task=zoo.gans.generate", "train.max_steps=2", f"checkpointing.resume={tmp_path / 'a'}")
     with pytest.raises(UserError, match="it was saved with the updates discriminator, generator, and this run has one"):
-        runs.run(tmp_path, *one)
+        runs.run(tmp_path / "b", *one)
 
 
 def test_a_checkpoint_of_one_optimizer_has_the_layout_that_it_always_had(tmp_path):
