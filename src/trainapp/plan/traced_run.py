@@ -24,7 +24,7 @@ from trainapp.plan.recorder import Peak, TracedMemory
 from trainapp.plan.step_time import Work, WorkCounter
 from trainapp.plan.ways import FIRST, Way
 from trainapp.torch_private import storage_id
-from trainapp.train import build, losses
+from trainapp.train import build
 from trainapp.train.components import Components
 from trainapp.train.evaluate import evaluate
 from trainapp.train.loop import train_step, update_weight_average
@@ -114,7 +114,7 @@ def trace(
         static=run.meter.static,
         uneven=_is_uneven(run.state.model.parameters()),
         smallest=build.smallest_micro_batch(run.state.model),
-        levers=tuple(available(Situation(config, run.state.model, losses.is_built_in(run.task)))),
+        levers=tuple(available(Situation(config, run.state.model, run.knows_loss))),
         packages=frozenset(type(part).__module__.partition(".")[0] for part in run.state.model.modules()) - _KNOWN,
         unsettled=_unsettled(memory, ranks, run, components.train_data),
         hints=logits.notes(),

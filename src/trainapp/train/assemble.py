@@ -80,14 +80,13 @@ def assemble(
     frozen.freeze(model, config.model.freeze)
     names = updates.names_of(config, model)
     updates.freeze(config, model, names)
-    knows_loss = all(map(losses.is_built_in, components.training_tasks))
     for own in updates.with_one_optimizer(config):
-        require_suited(Situation(own, model, knows_loss))
+        require_suited(Situation(own, model, components.knows_loss))
     tags = parameter_tags.of(model)
     precision.cast_parameters(model)
     if config.precision.mode in ("int8", "fp8"):
         _quantize_products(model, config.precision.mode)
-    if config.memory.loss_chunk is not None and knows_loss and example and not is_meta:
+    if config.memory.loss_chunk is not None and components.knows_loss and example and not is_meta:
         _require_same_forward(config, model, example, device, precision)
     activation_checkpointing.apply(model, config.activation_checkpointing)
     budget = _budget(config, components, model, device)

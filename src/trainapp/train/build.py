@@ -32,7 +32,7 @@ from trainapp.rng import seed_everything
 from trainapp.signals import StopRequest
 from trainapp.tracking.meter import Meter
 from trainapp.tracking.tracker import SilentTracker, Tracker
-from trainapp.train import exactness, losses
+from trainapp.train import exactness
 from trainapp.train.assemble import assemble
 from trainapp.train.autotuner import Autotuner
 from trainapp.train.bilinear import warn_of_bilinear
@@ -114,7 +114,7 @@ def run_of(
     if device.type == "cuda":
         strategy.warm_up()
     memory.enforce()  # again: the libraries have now allocated their own
-    require_room(memory, state, Situation(config, state.model, losses.is_built_in(components.task)))
+    require_room(memory, state, Situation(config, state.model, components.knows_loss))
     if eval_batches is not None:
         eval_batches.equal = strategy.forward_is_collective
     state.data_samples = batches.samples

@@ -34,6 +34,11 @@ class Components:
         """What a step computes: the tasks of its updates, or the only one."""
         return list(self.updates.values()) or [self.task]
 
+    @property
+    def knows_loss(self) -> bool:
+        """Whether every loss is one of the application's own."""
+        return all(map(losses.is_built_in, (self.task, *self.training_tasks)))
+
 
 def load_components(config: Config) -> Components:
     """Find the named classes and open the data sets. Raises UserError with all mistakes in names and arguments."""

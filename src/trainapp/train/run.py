@@ -22,7 +22,7 @@ from trainapp.signals import StopRequest
 from trainapp.tracking.meter import Meter
 from trainapp.tracking.tracker import SilentTracker, Tracker
 from trainapp.train.autotuner import Autotuner
-from trainapp.train.losses import Task
+from trainapp.train.losses import Task, is_built_in
 from trainapp.train.phase import Phase
 from trainapp.train.restore_point import RestorePoint
 from trainapp.train.sizes import Sizes
@@ -147,6 +147,11 @@ class Run:
     def training_task(self) -> Task:
         """The loss of the update at work."""
         return self.tasks.get(self.state.update.name, self.task)
+
+    @property
+    def knows_loss(self) -> bool:
+        """Whether every loss is one of the application's own."""
+        return all(map(is_built_in, (self.task, *self.tasks.values())))
 
     @property
     def schedule(self) -> Any:
