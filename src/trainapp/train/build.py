@@ -2,7 +2,6 @@
 
 import functools
 import logging
-import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,8 @@ from trainapp.data.loader import worker_count
 from trainapp.data.sampler import EvalBatches, TrainBatches
 from trainapp.errors import UserError
 from trainapp.memory import backends
-from trainapp.memory.device import DeviceMemory, static_bytes
-from trainapp.memory.levers import catalogue
-from trainapp.memory.levers.lever import Lever, Situation, to_paste
+from trainapp.memory.device import DeviceMemory
+from trainapp.memory.levers.lever import Situation
 from trainapp.models.weights import load_initial_weights
 from trainapp.optim import precision
 from trainapp.optim.nonfinite import NonFiniteCheck
@@ -38,10 +36,9 @@ from trainapp.train.autotuner import Autotuner
 from trainapp.train.bilinear import warn_of_bilinear
 from trainapp.train.components import Components, choose_device, load_components, set_global_switches
 from trainapp.train.restore_point import RestorePoint
-from trainapp.train.room import room_of
+from trainapp.train.room import require_room, room_of
 from trainapp.train.run import Cadences, Objective, Run, run_length
 from trainapp.train.sizes import initial_sizes
-from trainapp.units import bytes_text
 
 log = logging.getLogger(__name__)
 
@@ -183,27 +180,6 @@ def eval_samples(batches: EvalBatches | None) -> int:
 def smallest_micro_batch(model: torch.nn.Module) -> int:
     """The model's `smallest_micro_batch`, 1 by default: some models cannot train on single samples."""
     return getattr(model, "smallest_micro_batch", 1)
-
-
-def require_room(memory: DeviceMemory, state: TrainState, situation: Situation) -> None:
-    """Raises UserError when the limit leaves no memory for any batch, however small. It names the levers that help."""
-    sizes = static_bytes(state.model, state.optimizers, state.average.averages, state.keeps_gradients)
-    if memory.limit is not None and sum(sizes.values()) >= memory.limit:
-        parts = ", ".join(f"{kind.label} {bytes_text(size)}" for kind, size in sizes.items() if size)
-        levers = [
-            f"  {_pasted(lever, situation)}: saves {lever.saves if saved is None else bytes_text(saved)}; "
-            f"cost: {lever.costs}"
-            for saved, lever in catalogue.of_state(situation, sizes)
-        ]
-        raise UserError(
-            f"memory.limit={bytes_text(memory.limit)}: {parts} need {bytes_text(sum(sizes.values()))} before any "
-            "batch; raise the limit, use a smaller model, or one of these:\n" + "\n".join(levers).replace("`", "")
-        )
-
-
-def _pasted(lever: Lever, situation: Situation) -> str:
-    """Its overrides; its setting where the value is the user's to choose."""
-    return shlex.join(to_paste([lever], situation.config.command)) if lever.changes else lever.setting
 
 
 def _batch_arguments(config: Config, components: Components, device: torch.device, ranks: Ranks) -> dict[str, Any]:
