@@ -25,6 +25,7 @@ RMSPROP = "optimizer._target_=torch.optim.RMSprop"
             [RMSPROP, "optimizer.alpha=0.9", "~optimizer.alpha"],
             ["~optimizer", f"++{RMSPROP}", "++optimizer.alpha=0.9", "~optimizer.alpha"],
         ),
+        (["~optimizer.eps", RMSPROP, "optimizer.eps=1"], ["~optimizer", f"++{RMSPROP}", "++optimizer.eps=1"]),
         # The settings of an option that is chosen stay.
         (["optimizer=sgd", "optimizer._target_=mine.SGD"], ["optimizer=sgd", "optimizer._target_=mine.SGD"]),
         # Of several groups, only those; flags and their values stay where they are.

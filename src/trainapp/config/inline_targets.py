@@ -5,7 +5,7 @@ Imports no torch.
 """
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 GROUPS = ("data", "model", "optimizer", "schedule")  # whose options name a class
 _OVERRIDE = re.compile(r"(?P<sign>\+\+|\+|~)?(?P<key>[\w.@/:]+)(?P<rest>=.*)?", re.DOTALL)
@@ -24,8 +24,7 @@ def expanded(overrides: Sequence[str]) -> list[str]:
         is_inline = any(key == f"{group}._target_" and sign != "~" for sign, key, _ in keys)
         is_chosen = any(key == group and (sign == "~" or rest) for sign, key, rest in keys)
         if is_inline and not is_chosen:
-            given = {key for sign, key, _ in keys if sign != "~"}
-            own = [_added(text, group) for text in texts if not _removes_default(text, group, given)]
+            own = [_added(text, group) for n, text in enumerate(texts) if not _removes_default(text, group, texts[:n])]
             texts = [*own[: _first(own, group)], f"~{group}", *own[_first(own, group) :]]
     return texts
 
@@ -35,10 +34,11 @@ def _parts(text: str) -> tuple[str, str, str]:
     return ("", "", "") if match is None else (match["sign"] or "", match["key"], match["rest"] or "")
 
 
-def _removes_default(text: str, group: str, given: Collection[str]) -> bool:
-    """Whether it removes a setting that the option has and the empty group has not: none of those that are `given`."""
+def _removes_default(text: str, group: str, before: Sequence[str]) -> bool:
+    """Whether it removes a setting of the option's, which an empty group does not have: none that was given before."""
     sign, key, _ = _parts(text)
-    return sign == "~" and key.startswith(f"{group}.") and key not in given
+    is_removed = sign == "~" and key.startswith(f"{group}.")
+    return is_removed and not any(own == key and sign != "~" for sign, own, _ in map(_parts, before))
 
 
 def _added(text: str, group: str) -> str:
