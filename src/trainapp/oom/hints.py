@@ -45,9 +45,11 @@ def _of_updates(config: Config) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if config.updates:
         found["updates"] = [
-            [u.name, u.task, u.parameters, u.optimizer.target, u.optimizer.arguments] for u in config.updates
+            [update.name, update.task, update.parameters, *remembered.settings_of(update.optimizer)]
+            for update in config.updates
         ]
-    frozen = [group["match"] for group in config.optimizer.groups if group.get("freeze")]
+    groups = [group for optimizer in config.optimizers.values() for group in optimizer.groups]
+    frozen = [group["match"] for group in groups if group.get("freeze")]
     return found | ({"frozen_groups": frozen} if frozen else {})
 
 

@@ -39,7 +39,7 @@ def train(run: Run) -> None:
 
 
 def train_step(run: Run) -> None:
-    """One optimizer step over the global batch: its one update or, with several optimizers, what is left of them."""
+    """One optimizer step over the global batch: one update or, with several optimizers, each that is not yet made."""
     for step in run.coming_updates():
         train_update(run, step)
 
