@@ -64,6 +64,8 @@ def build_optimizer(
     dampened = arguments.get("momentum") and arguments.get("dampening")
     can_be_fused = "fused" in takes and not dampened
     is_auto = settings.fused == "auto"
+    if is_auto and not _is_known(kind) and any(hasattr(p, "device_mesh") for p in model.parameters()):
+        can_be_fused = False  # of shards, not every kernel exists, and only a step that is tried below would tell
     place = "cpu" if settings.offload else device.type
     if settings.fused is True and "fused" not in takes:
         raise UserError(f"{setting}.fused=true: {settings.target} has no fused kernel; use {setting}.fused=auto")
@@ -151,7 +153,7 @@ def materialise_state(optimizer: torch.optim.Optimizer) -> bool:
     It is not where the state is not zero after a step without effect (Rprop's step sizes), for SGD's dampened momentum,
     which treats the first step differently, nor for optimizers that neither torch nor trainapp ships.
     """
-    if type(optimizer).__module__.partition(".")[0] not in ("torch", "trainapp"):
+    if not _is_known(type(optimizer)):
         return False
     if optimizer.state:  # created by the constructor, as in Adagrad
         return True
@@ -164,6 +166,11 @@ def materialise_state(optimizer: torch.optim.Optimizer) -> bool:
     if not clean:
         optimizer.state.clear()
     return clean
+
+
+def _is_known(kind: Any) -> bool:
+    """Whether torch or trainapp ships this class: of others, nothing is known of what a step changes."""
+    return str(getattr(kind, "__module__", "")).partition(".")[0] in ("torch", "trainapp")
 
 
 @torch.no_grad()

@@ -104,9 +104,7 @@ def run_of(
     state, strategy = assembled.state, assembled.strategy
     strategy.note_buffer = memory.note_buffer
     state.stateful = owners_of_state(components, state.model, device)
-    if config.model.init_from:
-        load_initial_weights(state.model, Path(config.model.init_from), config.model.init_strict)
-        state.average.start_at_weights()
+    _begin_at_weights(config, state)
     warn_of_bilinear(state)
     if device.type == "cuda":
         strategy.warm_up()
@@ -149,6 +147,13 @@ def run_of(
     )
     run.schedule_rates()
     return run
+
+
+def _begin_at_weights(config: Config, state: TrainState) -> None:
+    """Those of `model.init_from`, if any."""
+    if config.model.init_from:
+        load_initial_weights(state.model, Path(config.model.init_from), config.model.init_strict)
+        state.average.start_at_weights()
 
 
 def owners_of_state(components: Components, model: torch.nn.Module, device: torch.device) -> Stateful:
