@@ -292,6 +292,17 @@ def test_batches_of_the_next_update_are_fetched_ahead():
     assert next(iter(batches.micro_batches(progress, 8))).data.tolist() == epoch_order(0, 0, 20)[8:16]
 
 
+def test_a_size_that_changes_after_its_batch_was_fetched_ahead_cuts_the_same_samples():
+    batches = TrainBatches(list(map(torch.tensor, range(20))), global_size=8, seed=0, device=CPU)
+    batches.sizes_of_updates = (8, 8)
+    progress = Progress()
+    assert len(list(batches.micro_batches(progress, 8))) == 1
+    progress.update = 1
+    cut = [micro.data.tolist() for micro in batches.micro_batches(progress, 4)]
+    assert [len(piece) for piece in cut] == [4, 4]
+    assert [number for piece in cut for number in piece] == epoch_order(0, 0, 20)[:8]
+
+
 class Counted:
     """Numbers; counts how many were asked for."""
 

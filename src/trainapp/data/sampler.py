@@ -102,6 +102,7 @@ class TrainBatches:
         position or another cut are dropped, and their samples fetched again.
         """
         update, sizes = (progress.update, self.sizes_of_updates) if self.sizes_of_updates else (0, (size,))
+        sizes = (*sizes[:update], size, *sizes[update + 1 :])  # those of the others are what they were at last
         position = (progress.epoch, progress.consumed, update, sizes, parts)
         if self._position != position:
             self._open = iter(())  # ends the workers' iteration before the next one begins
