@@ -48,8 +48,8 @@ def require_same(config: Config, looks_up_defaults: bool = True) -> None:
         raise UserError(
             f"hydra.run.dir={run_dir}: this directory belongs to a run of other settings, which change the result:\n"
             f"{listed}\n"
-            "choose another directory (of a sweep, hydra.sweep.dir); to continue that run with the new settings, set "
-            f"checkpointing.resume={run_dir} as well, and checkpointing.load=weights to take its weights alone"
+            "choose another directory (of a sweep, hydra.sweep.dir); to continue that run there with the new settings, "
+            f"also set checkpointing.resume={run_dir}, and checkpointing.load=weights to take its weights alone"
         )
 
 
