@@ -181,6 +181,11 @@ def _conflicts(config: Config) -> list[str]:
             "train.detect_anomaly=true with precision=fp16: its loss scale lets gradients overflow until it has "
             "settled, and the detection would stop at the first one; use precision=bf16, or precision.initial_scale=1"
         )
+    if config.mode == "train" and config.checkpointing.load == "weights" and config.checkpointing.resume == "none":
+        errors.append(
+            "checkpointing.load=weights with checkpointing.resume=none: name the run whose weights to begin with, "
+            "as checkpointing.resume=RUN"
+        )
     if config.mode in ("eval", "export") and config.checkpointing.resume in ("auto", "none"):
         errors.append(
             f"mode={config.mode} with checkpointing.resume={config.checkpointing.resume}: name the checkpoint or the "
