@@ -225,6 +225,11 @@ def _conflicts(config: Config) -> list[str]:
             f"batch.micro_schedule: sizes for {', '.join(batch.micro_schedule)}, but there are no updates of these "
             "names; write {1: 64, 30: 32}"
         )
+    if config.mode == "train" and config.checkpointing.load == "weights" and config.checkpointing.resume == "none":
+        errors.append(
+            "checkpointing.load=weights with checkpointing.resume=none: name the run whose weights to begin with, "
+            "as checkpointing.resume=RUN"
+        )
     if config.mode in ("eval", "export") and config.checkpointing.resume in ("auto", "none"):
         errors.append(
             f"mode={config.mode} with checkpointing.resume={config.checkpointing.resume}: name the checkpoint or the "
