@@ -14,11 +14,8 @@ from trainapp.config.schema import Config, Update
 
 # Another value is another experiment. Not named: the arguments of constructors, which all are part of it.
 RESULT = {
-    "": (
-        "task",
-        "updates",
-        "objective",
-    ),  # with another objective, the best of before would be compared with other numbers
+    # With another objective, the best of before would be compared with other numbers.
+    "": ("task", "updates", "objective"),
     "data": ("_target_", "drop_last"),
     "model": ("_target_", "init_from", "init_strict", "freeze"),
     "optimizer": ("_target_", "lr", "weight_decay", "groups", "layer_decay"),
