@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from trainapp.errors import UserError
 from trainapp.rng import rng_state
-from trainapp.train import exactness, losses
+from trainapp.train import exactness, loss_check, losses
 from trainapp.train.totals import Totals
 
 PACKAGES = "user_packages=[own_tasks,checked_tasks,test_loss_check]"
@@ -196,6 +196,33 @@ def test_each_part_of_it_is_needed(tmp_path, monkeypatch, part):
     assert starts[0] != starts[1]
 
 
+class Initialised(nn.Module):
+    """Its first forward fills a buffer from its batch."""
+
+    def __init__(self, num_classes: int):
+        super().__init__()
+        self.head = nn.Linear(64, num_classes)
+        self.register_buffer("mean", None)
+
+    def forward(self, inputs):
+        if self.mean is None:
+            self.mean = inputs.flatten(1).mean(0)
+        return self.head(inputs.flatten(1) - self.mean)
+
+
+def test_an_initialisation_from_the_first_batch_is_no_interaction(tmp_path):
+    runs.prepare(tmp_path, *model_of("test_loss_check.Initialised"), "data=digits", "train.seed=1").close()
+
+
+def test_halves_are_known_by_their_values():
+    """A `split` that returns everything makes none; a table is all of theirs."""
+    whole = {"x": torch.arange(4.0)}
+    assert not loss_check._consists_of(whole, [whole, whole])
+    assert loss_check._consists_of(whole, [{"x": torch.arange(2.0)}, {"x": torch.arange(2.0) + 2}])
+    table = torch.eye(3)
+    assert loss_check._consists_of((whole["x"], table), [(torch.arange(2.0), table), (torch.arange(2.0) + 2, table)])
+
+
 class Calls:
     """Where a check does not look."""
 
@@ -211,7 +238,7 @@ def test_the_task_is_called_at_all(tmp_path, monkeypatch):
 
     monkeypatch.setattr(checked_tasks, "task_of_the_test", task, raising=False)
     prepare(tmp_path, "task=checked_tasks.task_of_the_test")
-    assert Calls.made == [(4, False, False)] * 2 + [(2, False, False)] * 4
+    assert Calls.made == [(size, False, False) for size in (4, 4, 4, 2, 4, 2)]
 
 
 def test_trainapps_own_parts_are_known(tmp_path, monkeypatch):

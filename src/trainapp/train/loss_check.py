@@ -105,7 +105,8 @@ def _compared(
         try:
             with untouched(device, **roots):
                 cut = _halves(components, config.train.seed, workers, samples, device)
-            sums = [_results(batch, roots, modules, device, precision) for batch in (cut.batch, *cut.halves)]
+            batches = (cut.batch, *cut.halves)
+            sums = [_result(cut.batch, batch, roots, modules, device, precision) for batch in batches]
         except Exception as error:  # the first step shows it, in its place and with its traceback
             log.debug("train.check_loss: %d samples cannot be compared: %s", samples, error)
             continue
@@ -118,26 +119,26 @@ def _compared(
     return None
 
 
-def _results(
-    batch: Any, roots: dict[str, Any], modules: list[nn.Module], device: torch.device, precision: Precision
+def _result(
+    whole: Any, batch: Any, roots: dict[str, Any], modules: list[nn.Module], device: torch.device, precision: Precision
 ) -> Sums | None:
-    """What the task returns for a batch, called twice; None where that is not finite, or differs, or is of chance.
+    """What the task returns for a batch, after it was called with the whole one: a first forward may initialise what it
+    finds empty from its batch. None where that is not finite, or of chance: the whole one then differs from itself.
 
     Raises what the task raises.
     """
-    batch = map_tensors(lambda tensor: tensor.to(device), batch)
     with contextlib.ExitStack() as stack:
         watched = stack.enter_context(untouched(device, **roots))
         for context in (torch.no_grad(), evaluation_mode(modules), precision.autocast, _uncompiled()):
             stack.enter_context(context)
         sums = []
-        for _ in range(2):
-            loss, count, _ = roots["task"](roots["model"], batch)
+        for part in (whole, batch):
+            loss, count, _ = roots["task"](roots["model"], map_tensors(lambda tensor: tensor.to(device), part))
             if not isinstance(loss, Tensor) or loss.ndim:
                 return None
             sums.append(Sums(float(loss), float(count)))
-    is_certain = all(math.isclose(a, b, rel_tol=1e-5) for a, b in zip(*sums, strict=True))
-    return sums[0] if is_certain and not watched.has_drawn and all(map(math.isfinite, sums[0])) else None
+    is_certain = batch is not whole or all(math.isclose(a, b, rel_tol=1e-5) for a, b in zip(*sums, strict=True))
+    return sums[1] if is_certain and not watched.has_drawn and all(map(math.isfinite, sums[1])) else None
 
 
 def _uncompiled() -> contextlib.AbstractContextManager[Any]:
@@ -169,18 +170,27 @@ def _halves(components: Components, seed: int, workers: int, samples: int, devic
 
 
 def _consists_of(batch: Any, parts: Sequence[Any]) -> bool:
-    """Whether each tensor of the batch is its parts', next to each other in some dimension, or is one of each part."""
+    """Whether each tensor of the batch is its parts' next to each other in some dimension; but for tables, which all of
+    them have alike.
+    """
     found = [tensors_in(batch), *map(tensors_in, parts)]
-    if not found[0] or len({len(tensors) for tensors in found}) > 1:
+    if len({len(tensors) for tensors in found}) > 1:
         return False
-    return all(_is_made_of(whole, pieces) for whole, *pieces in zip(*found, strict=True))
+    of_samples = [tensors for tensors in zip(*found, strict=True) if not _are_alike(tensors)]
+    return bool(of_samples) and all(_is_made_of(whole, pieces) for whole, *pieces in of_samples)
+
+
+def _are_alike(tensors: Sequence[Tensor]) -> bool:
+    return all(_is_plain(t) for t in tensors) and all(torch.equal(tensors[0], t) for t in tensors[1:])
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested
 
 
 def _is_made_of(whole: Tensor, pieces: list[Tensor]) -> bool:
-    if any(t.layout is not torch.strided or t.is_nested or t.ndim != whole.ndim for t in (whole, *pieces)):
+    if not all(_is_plain(t) and t.ndim == whole.ndim for t in (whole, *pieces)):
         return False
-    if all(torch.equal(whole, piece) for piece in pieces):
-        return True
     for dimension in range(whole.ndim):
         sizes = [(*p.shape[:dimension], *p.shape[dimension + 1 :]) for p in (whole, *pieces)]
         if len(set(sizes)) == 1 and torch.equal(whole, torch.cat(pieces, dimension)):
