@@ -1,12 +1,14 @@
 """Before the first step, the loss of a few samples is compared with those of their halves: no trace, no false alarm."""
 
 import contextlib
+import os
 from typing import ClassVar
 
 import checked_tasks
 import pytest
 import runs
 import torch
+from helpers import ROOT, run_cli
 from torch import nn
 from torch.nn import functional as F
 
@@ -194,6 +196,20 @@ def test_each_part_of_it_is_needed(tmp_path, monkeypatch, part):
         starts.append((everything(run), exactness._digest(rng_state(run.state.device))))
         run.close()
     assert starts[0] != starts[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_several_ranks_end_with_one_message(tmp_path, strategy):
+    folders = [str(ROOT / "tests"), str(ROOT / "tests/train"), os.environ.get("PYTHONPATH")]
+    path = os.pathsep.join(filter(None, folders))
+    words = [*OWN, f"parallel={strategy}", "parallel.devices=2", "train.device=cpu", "train.max_steps=2"]
+    ended = run_cli(*words, "task=checked_tasks.mean", cwd=tmp_path, env={"PYTHONPATH": path})
+    assert ended.returncode == 2, ended.stderr
+    assert ended.stderr.count("task=checked_tasks.mean: the loss is a mean") == 1
+    assert "Traceback" not in ended.stderr
+    ended = run_cli(*words, "task=own_tasks.reads_attributes", cwd=tmp_path, env={"PYTHONPATH": path})
+    assert ended.returncode == 0, ended.stderr
 
 
 class Initialised(nn.Module):
