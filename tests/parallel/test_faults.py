@@ -67,24 +67,40 @@ def test_a_killed_launcher_does_not_block_the_next_run(reference, tmp_path):
 
 @pytest.mark.slow
 def test_restarts_are_bounded(tmp_path):
-    faults = [fail_at(1, step, "backward", "exception") for step in (2, 3, 4)]  # another step each time
+    faults = [fail_at(1, step, "backward", "io error") for step in (2, 3, 4)]  # another step each time
     ended = launch(tmp_path / "run", *DDP, "parallel.max_restarts=1", env=environment(tmp_path, *faults))
     assert [fired(tmp_path, fault) for fault in faults] == [1, 1, 0]
     assert ended.code == 1
-    assert "rank 1 failed (exit code 1) after 1 restarts: RuntimeError: injected failure; its log is in" in ended.text
+    assert "rank 1 failed (exit code 1) after 1 restarts: OSError: injected failure; its log is in" in ended.text
     assert "in strike" in (tmp_path / "run" / "ranks" / "rank_1.log").read_text()  # the traceback
 
 
 @pytest.mark.slow
 def test_an_error_that_comes_again_at_the_same_step_ends_the_run(tmp_path):
     """One restart shows that another would not help, though three are allowed."""
-    fault = fail_at(1, 4, "backward", "exception", times=9)
+    fault = fail_at(1, 4, "backward", "io error", times=9)
     ended = launch(tmp_path / "run", *DDP, env=environment(tmp_path, fault))
     assert fired(tmp_path, fault) == 2
     assert ended.code == 1
-    told = "so that another restart would not help: RuntimeError: injected failure (at step 4); its log is in"
+    told = "so that another restart would not help: OSError: injected failure (at step 4); its log is in"
     assert ended.text.count(told) == 1
     assert "in strike" in (tmp_path / "run" / "ranks" / "rank_1.log").read_text()  # the traceback
+    assert last(tmp_path / "run") == 2
+    assert not list((tmp_path / "run" / "ranks").glob("*.error"))
+
+
+def test_an_error_of_code_ends_the_run_at_once(tmp_path):
+    """With its traceback, though three restarts are allowed; the checkpoints of before stay."""
+    fault = fail_at(1, 4, "backward", "exception", times=9)
+    ended = launch(tmp_path / "run", *DDP, env=environment(tmp_path, fault))
+    assert fired(tmp_path, fault) == 1
+    assert ended.code == 1
+    told = (
+        "an error that every restart would repeat: RuntimeError: injected failure (at step 4); its traceback is above"
+    )
+    assert ended.text.count(told) == 1
+    assert "in strike" in ended.text.partition(told)[0]  # the traceback
+    assert "in strike" in (tmp_path / "run" / "ranks" / "rank_1.log").read_text()
     assert last(tmp_path / "run") == 2
     assert not list((tmp_path / "run" / "ranks").glob("*.error"))
 

@@ -120,7 +120,7 @@ def run_of(
     state.data_samples = batches.samples
     checkpointer = _checkpointer(config, state, ranks)
     length = run_length(config, batches, state.progress)
-    meter = Meter(state, memory, strategy.communication_buffers)
+    meter, whole = Meter(state, memory, strategy.communication_buffers), losses.needs_whole_batch(components.task)
     memory.kept = kept_of(state.stateful.roots)
     assembled.budget.room = functools.partial(room_of, config, memory, meter, ranks)
     return Run(
@@ -133,7 +133,7 @@ def run_of(
         eval_batches=eval_batches,
         length=length,
         schedule=schedules.build(config.schedule, length),
-        sizes=initial_sizes(config, ranks.world, state.global_size, eval_samples(eval_batches)),
+        sizes=initial_sizes(config, ranks.world, state.global_size, eval_samples(eval_batches), whole=whole),
         memory=memory,
         meter=meter,
         activation_budget=assembled.budget,
