@@ -52,6 +52,8 @@ MODELS = {
 
 def configure(run_dir: Path, *overrides: str) -> Config:
     """The configuration of `trainapp OVERRIDES hydra.run.dir=RUN_DIR` over TINY. It may be changed."""
+    if any(override.startswith("hydra.searchpath") for override in overrides):  # files that tests write anew
+        return compose.from_command_line([*TINY, *overrides], str(run_dir))
     return dataclasses.replace(copy.deepcopy(_composed(overrides)), run_dir=str(run_dir))
 
 
