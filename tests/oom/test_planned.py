@@ -1,4 +1,7 @@
-"""`auto` asks the plan after a run's first error: one error, then the size that fits, which the step itself proves."""
+"""`auto` asks the plan after a run's first error: one error, then the size that fits, which the step itself proves.
+
+The planner's process has started already: tests/plan/test_process.py has runs that start it.
+"""
 
 import logging
 
@@ -20,7 +23,7 @@ RUN = (*runs.TINY, "batch.global_size=32", "train.max_steps=8", "checkpointing=o
 RUN = (*RUN, "plan.levers=false")  # for the plans that are compared with runs: tracing all levers takes half a minute
 GPT = (*RUN, *runs.MODELS["gpt"], "memory.limit=300KB")
 
-pytestmark = pytest.mark.usefixtures("without_pictures")
+pytestmark = pytest.mark.usefixtures("without_pictures", "planner_that_stays")
 
 
 @pytest.fixture
@@ -278,7 +281,7 @@ def test_a_stop_request_does_not_wait_for_the_plan(tmp_path, caplog):
 
 def test_what_does_not_fit_at_all_takes_two_errors(tmp_path, caplog):
     """The plan says that none fits: the smallest is tried, and the run ends with its advice."""
-    overrides = (*runs.MODELS["gpt"], "model.depth=4", "batch.micro_size=auto", "oom.plan=true")
+    overrides = (*runs.MODELS["gpt"], "batch.micro_size=auto", "oom.plan=true")
     limit = plan_of([*RUN, *overrides, "batch.micro_size=1"])["peak_bytes"] - 4000
     caplog.set_level(logging.INFO)
     with pytest.raises(trainapp.errors.TrainingStopped, match="with micro-batch 1: nothing is left to halve"):
