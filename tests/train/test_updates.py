@@ -396,9 +396,32 @@ def updates(*entries):
     return (*PARTS, f"updates=[{', '.join(entries)}]")
 
 
+def averaged(model, batch):
+    """A mistake: the mean in place of the sum. Draws nothing, so that its check can tell."""
+    loss = model.discriminator(batch["inputs"]).square().mean()
+    return loss, len(batch["inputs"]), {}
+
+
+def whole(model, batch):
+    """Never cut."""
+    return discriminate(model, batch)
+
+
+whole.whole_batch = True
+OWN_TASKS = "user_packages=[zoo,test_updates]"
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
+        (
+            (*updates(DISCRIMINATOR.replace("zoo.gans.discriminate", "test_updates.averaged"), GENERATOR), OWN_TASKS),
+            r"task=test_updates\.averaged",
+        ),
+        (
+            (*updates(DISCRIMINATOR.replace("zoo.gans.discriminate", "test_updates.whole"), GENERATOR), OWN_TASKS),
+            r"updates\.0\.task=test_updates\.whole has whole_batch=True",
+        ),
         (
             updates(DISCRIMINATOR),
             r"updates: no update trains generator\.0\.weight, .* add them to the parameters of one",

@@ -39,6 +39,7 @@ FREE = {
         "deterministic",
         "nonfinite",
         "detect_anomaly",
+        "check_loss",
         "check_exactness",
     ),
     "batch": ("micro_size", "eval_micro_size", "micro_schedule"),

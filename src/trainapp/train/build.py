@@ -30,7 +30,7 @@ from trainapp.rng import seed_everything
 from trainapp.signals import StopRequest
 from trainapp.tracking.meter import Meter
 from trainapp.tracking.tracker import SilentTracker, Tracker
-from trainapp.train import exactness
+from trainapp.train import exactness, losses
 from trainapp.train.assemble import assemble
 from trainapp.train.autotuner import Autotuner
 from trainapp.train.bilinear import warn_of_bilinear
@@ -115,7 +115,7 @@ def run_of(
     state.data_samples = batches.samples
     checkpointer = _checkpointer(config, state, ranks)
     length = run_length(config, batches, state.progress)
-    meter = Meter(state, memory, strategy.communication_buffers)
+    meter, whole = Meter(state, memory, strategy.communication_buffers), losses.needs_whole_batch(components.task)
     memory.kept = kept_of(state.stateful.roots)
     assembled.budget.room = functools.partial(room_of, config, memory, meter, ranks)
     run = Run(
@@ -128,7 +128,7 @@ def run_of(
         batches=batches,
         eval_batches=eval_batches,
         length=length,
-        sizes=initial_sizes(config, ranks.world, state.global_size, eval_samples(eval_batches)),
+        sizes=initial_sizes(config, ranks.world, state.global_size, eval_samples(eval_batches), whole=whole),
         memory=memory,
         meter=meter,
         activation_budget=assembled.budget,

@@ -20,6 +20,8 @@ from trainapp.optim import groups, in_backward
 from trainapp.optim.optimizers import build_optimizer
 from trainapp.optim.patterns import all_names, matching
 from trainapp.optim.precision import Precision
+from trainapp.train.components import Components
+from trainapp.train.losses import needs_whole_batch
 from trainapp.trained import trained_alone
 from trainapp.units import listed
 
@@ -55,6 +57,28 @@ def with_one_optimizer(config: Config) -> list[Config]:
     if not config.updates:
         return [config]
     return [dataclasses.replace(config, optimizer=update.optimizer, updates=[]) for update in config.updates]
+
+
+def with_one_loss(config: Config, components: Components) -> list[tuple[Config, Components]]:
+    """Configuration and parts once for each loss that is trained, as if it were the only one.
+
+    Raises UserError for an update whose batch is never cut.
+    """
+    if not config.updates:
+        return [(config, components)]
+    for number, update in enumerate(config.updates):
+        if needs_whole_batch(components.updates[update.name]):
+            raise UserError(
+                f"updates.{number}.task={update.task} has whole_batch=True, which goes with one optimizer only: each "
+                "update is cut by itself; use a loss that is a sum over samples"
+            )
+    return [
+        (
+            dataclasses.replace(config, task=update.task),
+            dataclasses.replace(components, task=components.updates[update.name]),
+        )
+        for update in config.updates
+    ]
 
 
 def freeze(config: Config, model: nn.Module, names: Names) -> None:
