@@ -67,7 +67,7 @@ def result_of(run: Run, seconds: float) -> RunResult:
         micro_size=size,
         accumulation=run.batches.accumulation(size, run.sizes.parts),
         oom_restarts=history["oom_restarts"],
-        micro_schedule=_schedule(run, history["used"]),
+        micro_schedule=schedule_of(run, history["used"]),
         bit_for_bit=note is None,
         bit_for_bit_note=note,
         peak_memory_bytes=max(peak for peak, _ in peaks),
@@ -79,8 +79,8 @@ def result_of(run: Run, seconds: float) -> RunResult:
     )
 
 
-def _schedule(run: Run, used: dict[Any, Any]) -> dict[Any, Any]:
-    """As `batch.micro_schedule` takes it."""
+def schedule_of(run: Run, used: dict[Any, Any]) -> dict[Any, Any]:
+    """A record of sizes as `batch.micro_schedule` takes it. used: from `Sizes.history`."""
     if not run.config.updates:
         return as_schedule(used)
     return {name: as_schedule(own) for name, own in used.items()}
