@@ -13,6 +13,7 @@ class Cell(NamedTuple):
     resumes: whether a checkpoint can hold all of its state. sums: whether an
     evaluation is the sum over its samples, whatever batches they come in. adds_up: whether `train.check_loss` takes the
     loss for such a sum. ranks: whether DDP takes the model as it is.
+    updates: (name, task, parameters) of several optimizers; `task` is what is evaluated.
     """
 
     model: str
@@ -22,6 +23,7 @@ class Cell(NamedTuple):
     sums: bool = True
     adds_up: bool = True
     ranks: bool = True
+    updates: tuple[tuple[str, str, str], ...] = ()
 
 
 MODELS = {
@@ -106,7 +108,19 @@ STATEFUL = {
     "replay": Cell("batches.Linear", "stateful.Replay"),
 }
 
-ALL = MODELS | BATCHES | STATEFUL
+SEVERAL_OPTIMIZERS = {
+    "gan": Cell(
+        "gans.GAN",
+        task="gans.distance",
+        sums=False,
+        updates=(
+            ("discriminator", "gans.discriminate", "discriminator"),
+            ("generator", "gans.generate", "generator"),
+        ),
+    ),
+}
+
+ALL = MODELS | BATCHES | STATEFUL | SEVERAL_OPTIMIZERS
 
 
 def find(name):

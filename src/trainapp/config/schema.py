@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, ConfigDict, Field, PlainValidator
 from pydantic.dataclasses import dataclass
 
-from trainapp.config import durations, micro_schedule
+from trainapp.config import durations, micro_schedule, parameter_groups, updates
 from trainapp.config.validation import Bool, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Str
 from trainapp.units import parse_memory_size
 
@@ -47,7 +47,9 @@ def _objective(value: str) -> str:
 Duration = Annotated[int | str, AfterValidator(_duration)]
 MemorySize = Annotated[int | float | str, AfterValidator(_memory_size)]
 ByteCount = Annotated[int | float | str, AfterValidator(_byte_count)]
-MicroSchedule = Annotated[dict[int, int | dict[int, int]], PlainValidator(micro_schedule.check)]
+MicroSchedule = Annotated[dict[Any, Any], PlainValidator(micro_schedule.check)]
+ParameterGroups = Annotated[list[dict[str, Any]], PlainValidator(parameter_groups.check)]
+UpdateName = Annotated[str, AfterValidator(updates.check_name)]
 Seed = Annotated[int, Field(ge=0, lt=2**63, strict=True)]  # data sets may still add to it, below 2**64
 Auto = Literal["auto"]
 
@@ -99,10 +101,14 @@ class Precision:
 
 @dataclass(config=STRICT)
 class Schedule:
+    """A shape, or what `target` names with these `arguments`; then only `warmup` of the others counts."""
+
     shape: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
     warmup: Duration = 0
     decay: Duration = "20 percent"
     final: Annotated[float, Field(ge=0, le=1)] = 0.0
+    target: Str | None = None
+    arguments: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(config=STRICT)
@@ -110,12 +116,24 @@ class Optimizer:
     """The settings that the application reads; `arguments` go to the optimizer class unchanged."""
 
     target: Str
-    lr: PositiveFloat
+    lr: PositiveFloat | None = None  # the class's own
     weight_decay: NonNegativeFloat = 0.0
     fused: Auto | Bool = "auto"
     in_backward: Bool = False
     offload: Bool = False
+    groups: ParameterGroups = field(default_factory=list)
+    layer_decay: Annotated[float, Field(gt=0, le=1, strict=True)] | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(config=STRICT)
+class Update:
+    """One of several updates of a step: a loss, the parameters that it trains, their optimizer."""
+
+    name: UpdateName
+    task: Str
+    parameters: Annotated[list[Str], Field(min_length=1)]
+    optimizer: Optimizer
 
 
 @dataclass(config=STRICT)
@@ -227,6 +245,7 @@ class Config:
     loader: Loader
     model: Model
     optimizer: Optimizer
+    updates: list[Update] = field(default_factory=list)
     mode: Literal["train", "eval", "export", "plan"] = "train"
     task: Str = "auto"
     objective: Annotated[str, AfterValidator(_objective)] = "auto"
@@ -246,6 +265,13 @@ class Config:
     export: Export = field(default_factory=Export)
     run_dir: str = ""
     command: str = ""
+
+    @property
+    def optimizers(self) -> dict[str, Optimizer]:
+        """By the setting that they come from: of each update, or the only one."""
+        if not self.updates:
+            return {"optimizer": self.optimizer}
+        return {f"updates.{number}.optimizer": update.optimizer for number, update in enumerate(self.updates)}
 
     def to_dict(self) -> dict[str, Any]:
         """Plain containers, as written to checkpoints and TensorBoard."""

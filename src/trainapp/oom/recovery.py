@@ -207,7 +207,7 @@ def leave_for_restart(run: Run, failure: Incident) -> NoReturn:
     log.warning("rank %d: %s", run.ranks.rank, incident.one_line(failure))
     run_dir = run.tracker.run_dir
     # Training's and evaluation's, if either has failed before: no checkpoint may hold it yet, and it would fail again.
-    kinds = {"micro": run.sizes.train, "eval_micro": run.sizes.evaluation}
+    kinds = run.sizes.by_key()
     failed = {name: kind.state_dict() for name, kind in kinds.items() if kind is sizes or kind.has_failed}
     hint = failed | run.sizes.happened()
     try:

@@ -1,5 +1,6 @@
 """What is measured while training: time, throughput, memory by kind. Keeps the loop free of bookkeeping."""
 
+import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -42,7 +43,7 @@ class Meter:
         self.state, self.memory, self.host = state, memory, HostMemory()
         self.communication_buffers = communication_buffers
         self.parameters = [p for p in state.model.parameters() if p.requires_grad]
-        self.static = static_bytes(state.model, state.optimizer, state.average.averages, state.keeps_gradients)
+        self.static = static_bytes(state.model, state.optimizers, state.average.averages, state.keeps_gradients)
         self.started = self._window_start = time.monotonic()
         self.samples = self._window_samples = 0
         self.paused = self._window_paused = self._waited = 0.0
@@ -61,7 +62,7 @@ class Meter:
             MemoryKind.GRADIENTS: self.gradients(),
             MemoryKind.COMMUNICATION_BUFFERS: self.communication_buffers(),
             MemoryKind.BUFFERS: self.state.model.buffers(),
-            MemoryKind.OPTIMIZER_STATE: optimizer_tensors(self.state.optimizer),
+            MemoryKind.OPTIMIZER_STATE: itertools.chain(*map(optimizer_tensors, self.state.optimizers)),
             MemoryKind.WEIGHT_AVERAGE: self.state.average.averages,
             MemoryKind.BATCH: tensors_in(batch),  # last, so that an error names it
         }
@@ -113,8 +114,9 @@ class Meter:
             "memory/left_for_activations": max(0, self.memory.budget - self.static_bytes),
             **self.host.window(),
         }
-        if state.precision.scaler.is_enabled():
-            values["loss_scale"] = state.precision.scaler.get_scale()
+        for update in state.updates:
+            if update.precision.scaler.is_enabled():
+                values[update.named("loss_scale")] = update.precision.scaler.get_scale()
         self._window_start, self._window_samples = now, 0
         self._window_paused = self._waited = 0.0
         return values
