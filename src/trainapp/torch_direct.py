@@ -32,7 +32,7 @@ def backward(loss: Tensor, gradient: Tensor) -> None:
 
 
 def release_failed_backward() -> None:
-    """Free what a backward that has failed in this thread would have needed.
+    """Free what a failed backward in this thread had saved.
 
     Its nodes stay in the thread's queue with all that they have saved, until the next backward finds them there (torch
     2.13, autograd/engine.cpp, `thread_main` and `local_ready_queue`): memory that a retried forward lacks.

@@ -1,6 +1,6 @@
 """`optimizer._target_=CLASS` on the command line: the class by itself, without the settings of the group's option.
 
-An option such as `optimizer=adamw` has the arguments of its own class, which another one would refuse, or worse, take.
+An option such as `optimizer=adamw` has arguments for its own class, which another would reject or, worse, accept.
 Imports no torch.
 """
 
@@ -14,7 +14,7 @@ _OVERRIDE = re.compile(r"(?P<sign>\+\+|\+|~)?(?P<key>[\w.@/:]+)(?P<rest>=.*)?", 
 def expanded(overrides: Sequence[str]) -> list[str]:
     """Hydra's overrides with the default option left out of each group that gets a `_target_`, so that it starts empty.
 
-    Its settings need no `+` then, and `~` has nothing of the option's to remove. Where an option is chosen, too, as in
+    Its settings then need no `+`, and `~` for a setting of the option is dropped. Where an option is chosen, too, as in
     `optimizer=sgd optimizer._target_=mine.SGD`, its settings stay. Other arguments of the command line may be among the
     overrides.
     """

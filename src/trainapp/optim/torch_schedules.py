@@ -18,7 +18,7 @@ from trainapp.errors import UserError
 
 Groups = list[dict[str, Any]]
 Make = Callable[[torch.optim.Optimizer], Any]
-_NOT_ITS = ("params", "initial_lr", "label")  # of a group, what no scheduler is to change
+_NOT_ITS = ("params", "initial_lr", "label")  # keys of a group that no scheduler may change
 
 
 class StandIn(torch.optim.Optimizer):

@@ -1,12 +1,13 @@
 """`train.check_loss`: before the first step, whether the task's loss is a sum over samples, so that a batch can be cut.
 
-A mean is divided by the count once more, which makes gradients as many times too small; a loss that compares the
-samples of its batch depends on the micro-batch. Neither can be seen in a curve. So the loss of a few first samples is
+A mean would be divided by the count again, making gradients that many times too small; a loss that compares the
+samples of its batch depends on the micro-batch. Neither shows in a curve. So the loss of the first few samples is
 compared with those of their two halves, in evaluation mode and without gradients.
 
-Costs six forwards of at most 4 samples, and fetching at most 12. What cannot be compared is passed over in silence: a
-task that draws random numbers, a loss that is not finite, a batch whose halves hold other values (see `_halves`; only
-a mean is told there), a task or model that fails here, where the first step says what is wrong.
+Costs six forwards of at most 4 samples and fetching 12; where 2 samples must do, twice as many and 6 more. What cannot
+be compared is skipped silently: a task that draws random numbers, a loss that is not finite, a batch whose halves hold
+other values (see `_halves`; only a mean is reported then), a task or model that fails here: the first step reports that
+error.
 """
 
 import contextlib
@@ -36,7 +37,7 @@ from trainapp.train.untouched import untouched
 SAMPLES = (4, 2)  # the second where the first fail, such as for want of memory
 # Relative. Kernels choose their order of additions by the batch's size, which changes the last bits, and layers amplify
 # them; a mean is off by half, a contrastive loss of 4 and 2 samples by a third.
-FINE, COARSE = 1e-3, 2e-2  # COARSE: where products have fewer bits
+FINE, COARSE = 1e-3, 2e-2  # COARSE: for products of less than fp32 precision
 FLOOR = 0.1  # per count: a loss whose summands cancel out has the rounding errors of the summands
 log = logging.getLogger(__name__)
 
@@ -69,7 +70,7 @@ def require_sum(
     config: Config, components: Components, model: nn.Module, device: torch.device, precision: Precision, ranks: Ranks
 ) -> None:
     """Raises UserError for a loss or a count that does not add up. Collective. Call before the model is compiled or
-    sharded. Leaves model, task, data and generators as they are.
+    sharded. Leaves model, task, data and generators as they are, but on `device`; see `untouched`.
     """
     task = components.task
     is_known = is_built_in(task) and belongs_to_trainapp(model)
@@ -123,7 +124,7 @@ def _result(
     whole: Any, batch: Any, roots: dict[str, Any], modules: list[nn.Module], device: torch.device, precision: Precision
 ) -> Sums | None:
     """What the task returns for a batch, after it was called with the whole one: a first forward may initialise what it
-    finds empty from its batch. None where that is not finite, or of chance: the whole one then differs from itself.
+    finds empty from its batch. None if the result is not finite, or random: two calls with the whole batch then differ.
 
     Raises what the task raises.
     """
@@ -151,7 +152,7 @@ def _uncompiled() -> contextlib.AbstractContextManager[Any]:
 def _halves(components: Components, seed: int, workers: int, samples: int, device: torch.device) -> Halves:
     """The first samples and their halves. Raises what the data set raises.
 
-    Halves that are collated again may be padded otherwise, or hold other mixtures; then `split` may cut them, or the
+    Halves collated on their own may be padded differently, or mix other samples; then `split` may cut them, or the
     first half twice is the batch, which is as long as its halves.
     """
     data, half = components.train_data, samples // 2

@@ -1,7 +1,7 @@
 """A block of work that leaves no trace in the model, the task and the data: `untouched`.
 
 The restore point of a step covers what a forward is expected to change. This covers what a forward may change when
-nobody has asked for it: plain attributes too, and the first write of a parameter, without a copy of the model.
+unasked: plain attributes too, and the first write to a parameter, without a copy of the model.
 """
 
 import contextlib
