@@ -15,13 +15,13 @@ def expanded(overrides: Sequence[str]) -> list[str]:
     """Hydra's overrides with the default option left out of each group that gets a `_target_`, so that it starts empty.
 
     Its settings then need no `+`, and `~` for a setting of the option is dropped. Where an option is chosen, too, as in
-    `optimizer=sgd optimizer._target_=mine.SGD`, its settings stay. Other arguments of the command line may be among the
-    overrides.
+    `optimizer=sgd optimizer._target_=mine.SGD`, its settings stay, as they do behind `++optimizer._target_`, which
+    replaces a value among others. Other arguments of the command line may be among the overrides.
     """
     texts = list(overrides)
     for group in GROUPS:
         keys = [_parts(text) for text in texts]
-        is_inline = any(key == f"{group}._target_" and sign != "~" for sign, key, _ in keys)
+        is_inline = any(key == f"{group}._target_" and sign in ("", "+") for sign, key, _ in keys)
         is_chosen = any(key == group and (sign == "~" or rest) for sign, key, rest in keys)
         if is_inline and not is_chosen:
             own = [_added(text, group) for n, text in enumerate(texts) if not _removes_default(text, group, texts[:n])]
