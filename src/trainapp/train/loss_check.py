@@ -43,10 +43,11 @@ log = logging.getLogger(__name__)
 
 
 class Sums(NamedTuple):
-    """What the task returns for a batch. divisor: its count."""
+    """What the task returns for a batch. divisor: its count. bits: of the loss's type."""
 
     loss: float
     divisor: float
+    bits: int = 32
 
 
 class Halves(NamedTuple):
@@ -79,7 +80,8 @@ def require_sum(
     verdict = None
     if not any(p.is_meta for p in model.parameters()):  # with parallel.fsdp.meta_init there are no values yet
         compared = _compared(config, components, model, device, precision, ranks.world // config.parallel.nodes)
-        is_fine = config.precision.mode == "fp32" and model_is_fine(model)
+        has_bits = compared is not None and min(own.bits for own in (compared.whole, *compared.halves)) >= 32
+        is_fine = config.precision.mode == "fp32" and model_is_fine(model) and has_bits
         verdict = None if compared is None else _verdict(compared, config.task, FINE if is_fine else COARSE)
     by_rank = [text for text in ranks.all_gather_object(verdict) if text]  # one may have had no memory for it
     if by_rank:
@@ -137,7 +139,7 @@ def _result(
             loss, count, _ = roots["task"](roots["model"], map_tensors(lambda tensor: tensor.to(device), part))
             if not isinstance(loss, Tensor) or loss.ndim:
                 return None
-            sums.append(Sums(float(loss), float(count)))
+            sums.append(Sums(float(loss), float(count), 8 * loss.dtype.itemsize))
     is_certain = batch is not whole or all(math.isclose(a, b, rel_tol=1e-5) for a, b in zip(*sums, strict=True))
     return sums[1] if is_certain and not watched.has_drawn and all(map(math.isfinite, sums[1])) else None
 
@@ -210,7 +212,7 @@ def _verdict(compared: Comparison, setting: str, tolerance: float) -> str | None
         f"for {samples} samples it returns {whole.loss:.6g} with a count of {whole.divisor:g}, and for their halves "
         f"{a.loss:.6g} with {a.divisor:g} and {b.loss:.6g} with {b.divisor:g}"
     )
-    if difference > tolerance * size and size > 1e-6 * abs(whole.divisor) and _is_mean(compared, tolerance):
+    if difference > tolerance * size and size > 1e-6 * min(1.0, abs(whole.divisor)) and _is_mean(compared, tolerance):
         return (
             f"task={setting}: the loss is a mean, where a sum is needed: {numbers}. It would be divided by the count "
             "once more, and weigh uneven micro-batches wrongly: return the sum of the samples' (or tokens') losses and "
