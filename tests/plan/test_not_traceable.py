@@ -252,7 +252,7 @@ def test_where_no_small_step_can_be_run_a_model_that_may_notice_is_no_certainty(
     facts = plan(own(Notices))  # this file names is_fake and its like
     assert facts["certainty"] == "range"
     assert facts["range_bytes"] == [facts["peak_bytes"]] * 2
-    assert any("no small step could be run for real" in note for note in facts["notes"])
+    assert any("no small step could be run to compare" in note for note in facts["notes"])
     monkeypatch.setattr(small_step, "look_for_fakes", lambda packages: [])
     assert plan(own(Notices))["certainty"] == "exact"
 
