@@ -12,6 +12,7 @@ class Cell(NamedTuple):
 
     resumes: whether a checkpoint can hold all of its state. sums: whether an
     evaluation is the sum over its samples, whatever batches they come in. ranks: whether DDP takes the model as it is.
+    metric: a class, of which evaluations have an instance called "own".
     """
 
     model: str
@@ -20,6 +21,7 @@ class Cell(NamedTuple):
     resumes: bool = True
     sums: bool = True
     ranks: bool = True
+    metric: str | None = None
 
 
 MODELS = {
@@ -102,6 +104,7 @@ STATEFUL = {
     "noisy data": Cell("batches.Linear", "stateful.NoisyVectors"),
     "shuffled features": Cell("batches.Linear", "stateful.ShuffledFeatures"),
     "replay": Cell("batches.Linear", "stateful.Replay"),
+    "stateful metric": Cell("batches.Linear", task="losses.classify_passing", metric="stateful.Deviation"),
 }
 
 ALL = MODELS | BATCHES | STATEFUL

@@ -67,6 +67,7 @@ def configure(cell: Cell, run_dir: Path, changes: dict[str, Any] | None = None) 
         model=dataclasses.replace(config.model, target=f"zoo.{cell.model}", arguments={}),
         data=Target(f"zoo.{cell.data}", {}),
         task=f"zoo.{cell.task}",
+        metrics={} if cell.metric is None else {"own": Target(f"zoo.{cell.metric}", {})},
         run_dir=str(run_dir),
     )
     for name, value in (changes or {}).items():

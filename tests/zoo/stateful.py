@@ -164,6 +164,25 @@ class Replay(NoisyVectors):
         return sample
 
 
+class Deviation:
+    """A metric: the standard deviation of the true class's logit over all samples. It keeps them, in a list."""
+
+    def __init__(self):
+        self.found = []
+
+    def reset(self):
+        self.found = []
+
+    def update(self, logits, targets):
+        self.found.append(logits.gather(1, targets[:, None]).flatten())
+
+    def merge(self, other):
+        self.found += other.found
+
+    def compute(self):
+        return torch.cat(self.found).double().std()
+
+
 running_scale = RunningScale()
 class_counter = ClassCounter()
 with_metric = WithMetric()

@@ -44,7 +44,7 @@ class Owner(NamedTuple):
 
     get: Callable[[], Any]
     set: Callable[[Any], Any]
-    kind: str  # "model", "task" or "data"; "generator"
+    kind: str  # "model", "task", "data" or "callbacks"; "generator"
     tensors_are_held: bool = False  # a module's state_dict: a transaction holds its tensors in another way
 
 
@@ -68,7 +68,12 @@ class Stateful:
             kind = "data" if root.endswith("data") else root
             for name, found, is_part in walk(held, root, seen):
                 self._add(name, found, kind, is_part or found is self.roots.get("model"))
-        self._momentary = {name: owner for name, owner in self.owners.items() if not owner.tensors_are_held}
+        # Callbacks run between steps, where there is nothing to restore.
+        self._momentary = {
+            name: owner
+            for name, owner in self.owners.items()
+            if not owner.tensors_are_held and owner.kind != "callbacks"
+        }
 
     def _add(self, name: str, found: Any, kind: str, is_part: bool) -> None:
         if is_generator(found):

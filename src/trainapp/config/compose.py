@@ -60,7 +60,7 @@ def from_dict(plain: dict[str, Any], run_dir: str = "", command: str = "") -> Co
     """As `from_hydra`, from plain containers in the layout of conf/train.yaml."""
     errors = _unknown_groups(plain)
     settings = {key: value for key, value in plain.items() if key not in ("data", "model", "optimizer")}
-    settings |= _split_targets(plain, errors)
+    settings |= _split_targets(plain, errors) | _named_targets(plain, errors)
     try:
         config = TypeAdapter(Config).validate_python(settings | {"run_dir": run_dir, "command": command})
     except pydantic.ValidationError as error:
@@ -90,6 +90,28 @@ def _split_targets(plain: dict[str, Any], errors: list[str]) -> dict[str, Any]:
             own = {}
         sections[group] = own | {"target": node["_target_"], "arguments": arguments}
     sections.setdefault("loader", {})
+    return sections
+
+
+def _named_targets(plain: dict[str, Any], errors: list[str]) -> dict[str, Any]:
+    """`metrics`, `callbacks` and `tracker` hold classes by names of the user's. `name: null` leaves one out."""
+    sections: dict[str, Any] = {}
+    for group in ("metrics", "callbacks", "tracker"):
+        nodes = plain.get(group) or {}
+        if not isinstance(nodes, dict):
+            errors.append(f"{group}={nodes}: must be a mapping of names to classes, {{NAME: {{_target_: ...}}}}")
+            nodes = {}
+        sections[group] = {}
+        for name, node in nodes.items():
+            if node is None:
+                continue
+            if not re.fullmatch(r"\w[\w.-]*", str(name)):
+                errors.append(f"{group}.{name}: a name may have letters, digits, `_`, `-` and `.`")
+            elif not isinstance(node, dict) or not isinstance(node.get("_target_"), str):
+                errors.append(f"{group}.{name}={node}: must have a `_target_`, the class to build")
+            else:
+                arguments = {key: value for key, value in node.items() if key != "_target_"}
+                sections[group][str(name)] = {"target": node["_target_"], "arguments": arguments}
     return sections
 
 
@@ -143,6 +165,11 @@ def _conflicts(config: Config) -> list[str]:
         errors.append(
             "train.detect_anomaly=true with precision=fp16: its loss scale lets gradients overflow until it has "
             "settled, and the detection would stop at the first one; use precision=bf16, or precision.initial_scale=1"
+        )
+    if config.stopping.patience is not None and config.mode == "train" and config.every.eval is None:
+        errors.append(
+            f"stopping.patience={config.stopping.patience} with every.eval=null: it counts evaluations, and there are "
+            "none; set every.eval, or stopping.patience=null"
         )
     if config.mode in ("eval", "export") and config.checkpointing.resume in ("auto", "none"):
         errors.append(

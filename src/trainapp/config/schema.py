@@ -65,6 +65,7 @@ class Train:
     detect_anomaly: Bool = False
     check_exactness: Bool = False
     ema: Annotated[float, Field(gt=0, lt=1)] | None = None
+    peak_flops: PositiveFloat | None = None
 
 
 @dataclass(config=STRICT)
@@ -197,6 +198,13 @@ class Checkpointing:
 
 
 @dataclass(config=STRICT)
+class Stopping:
+    patience: PositiveInt | None = None
+    min_delta: NonNegativeFloat = 0.0
+    metric: Annotated[str, AfterValidator(_objective)] = "auto"
+
+
+@dataclass(config=STRICT)
 class Export:
     folder: Str | None = None
     file_size: MemorySize = "5GB"
@@ -241,6 +249,10 @@ class Config:
     oom: Oom = field(default_factory=Oom)
     plan: Plan = field(default_factory=Plan)
     checkpointing: Checkpointing = field(default_factory=Checkpointing)
+    stopping: Stopping = field(default_factory=Stopping)
+    metrics: dict[str, Target] = field(default_factory=dict)
+    callbacks: dict[str, Target] = field(default_factory=dict)
+    tracker: dict[str, Target] = field(default_factory=dict)
     export: Export = field(default_factory=Export)
     run_dir: str = ""
     command: str = ""

@@ -16,6 +16,7 @@ class Progress:
     objective: float | None = None  # of the last evaluation
     best: float | None = None
     best_step: int | None = None
+    stopped: str | None = None  # why the run has ended before its length; None if it has not
 
     def begin_next_epoch(self) -> None:
         """Skip the rest of this epoch."""

@@ -42,6 +42,10 @@ def planned_config(config: Config, size: int, eval_size: int, world: int) -> Con
         "train": dataclasses.replace(config.train, check_exactness=False),
         "memory": dataclasses.replace(config.memory, limit=None, timeline=False),
         "checkpointing": dataclasses.replace(config.checkpointing, save=False),
+        "objective": "min loss",  # others may be computed from values
+        "callbacks": {},  # what they allocate between steps is theirs
+        "stopping": dataclasses.replace(config.stopping, patience=None),
+        "tracker": {},
     }
     return dataclasses.replace(config, mode="train", **changes)
 

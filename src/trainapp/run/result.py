@@ -1,6 +1,7 @@
 """How a run ended: what result.json holds."""
 
 import math
+import signal
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -35,6 +36,7 @@ class RunResult:
     samples_per_second: float
     seconds: float
     checkpoint: str | None
+    ended: str | None = None  # why: the setting of its length, what has stopped it, or the signal
 
 
 def result_of(run: Run, seconds: float) -> RunResult:
@@ -60,7 +62,21 @@ def result_of(run: Run, seconds: float) -> RunResult:
         samples_per_second=run.meter.samples_per_second(),
         seconds=seconds,
         checkpoint=run.checkpointer.newest_name(),
+        ended=_why_ended(run),
     )
+
+
+def _why_ended(run: Run) -> str | None:
+    """None where nothing was trained."""
+    progress, train = run.state.progress, run.config.train
+    if run.config.mode != "train":
+        return None
+    if progress.stopped is not None:
+        return progress.stopped
+    if run.is_finished:
+        by_steps = train.max_steps is not None and progress.step >= train.max_steps
+        return f"train.max_steps={train.max_steps}" if by_steps else f"train.max_epochs={train.max_epochs}"
+    return signal.Signals(run.stop.agreed).name if run.stop.agreed else None
 
 
 def _note(progress: Progress) -> str | None:

@@ -60,6 +60,9 @@ def restore(run: Run, path: Path) -> dict[str, Any]:
     sizes["not_replayed"] = [*sizes.get("not_replayed", ()), *_changed(run, path, sizes)]
     progress = run.state.progress
     run.checkpointer.saved_at = progress.step
+    if progress.stopped is not None and _stops_otherwise(read_manifest(path)["config"], run.config.to_dict()):
+        log.info("the run had ended (%s); with other settings of stopping and callbacks it continues", progress.stopped)
+        progress.stopped = None
     changed_data.follow(run, path)
     if run.batches.steps_left(progress.consumed) <= 0:  # another batch size or drop_last may leave nothing
         progress.begin_next_epoch()
@@ -67,6 +70,11 @@ def restore(run: Run, path: Path) -> dict[str, Any]:
         run.measure_length()  # data or global batch may have changed, now or before this checkpoint
     log.info("resumed from %s: step %d, epoch %d, %d samples", path, progress.step, progress.epoch, progress.samples)
     return sizes
+
+
+def _stops_otherwise(saved: dict[str, Any], now: dict[str, Any]) -> bool:
+    """Whether what may end a run before its length has other settings than in the checkpoint."""
+    return any(saved.get(name) != json.loads(json.dumps(now[name])) for name in ("stopping", "callbacks"))
 
 
 def _changed(run: Run, path: Path, sizes: dict[str, Any]) -> list[str]:

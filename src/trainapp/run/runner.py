@@ -26,7 +26,7 @@ from trainapp.run import export, restarts, resume
 from trainapp.run.result import RunResult, result_of
 from trainapp.run.summary import opening_line, report
 from trainapp.signals import StopRequest
-from trainapp.train import build, loop
+from trainapp.train import build, callbacks, loop
 from trainapp.train.allocations import refused_in_attempt
 from trainapp.train.evaluate import evaluate
 from trainapp.train.phase import Phase
@@ -168,11 +168,13 @@ def work(run: Run) -> None:
     config = run.config
     if config.mode == "eval":
         evaluate(run)
+        callbacks.end(run)
     elif config.mode == "export":
         folder = Path(config.export.folder or Path(config.run_dir) / "export")
         export.export(run, folder, parse_memory_size(config.export.file_size, 0))
     else:
         loop.train(run)
+        callbacks.end(run)
 
 
 def recover(run: Run, failure: Incident) -> CarriedOver | None:

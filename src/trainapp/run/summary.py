@@ -78,6 +78,7 @@ def print_summary(run: Run, result: RunResult) -> None:
         reserved = f" ({bytes_text(result.peak_reserved_bytes)} reserved)" if is_more else ""
         rows += [
             ("steps", f"{result.steps} ({result.samples} samples)"),
+            *([("ended by", progress.stopped)] if progress.stopped else []),
             ("time", f"{result.seconds:.1f} s"),
             ("throughput", f"{result.samples_per_second:.0f} samples/s"),
             ("peak memory", f"{bytes_text(result.peak_memory_bytes)} of {bytes_text(run.memory.budget)}{reserved}"),
@@ -86,10 +87,11 @@ def print_summary(run: Run, result: RunResult) -> None:
             ("checkpoint", result.checkpoint or "none"),
         ]
     rows.append(("outputs", config.run_dir))
-    with contextlib.suppress(ValueError):
-        run_dir = Path(config.run_dir)
-        shown = run_dir.relative_to(Path.cwd()) if run_dir.is_relative_to(Path.cwd()) else run_dir
-        rows.append(("TensorBoard", f"tensorboard --logdir {shown}"))
+    if "tensorboard" in config.tracker:
+        with contextlib.suppress(ValueError):
+            run_dir = Path(config.run_dir)
+            shown = run_dir.relative_to(Path.cwd()) if run_dir.is_relative_to(Path.cwd()) else run_dir
+            rows.append(("TensorBoard", f"tensorboard --logdir {shown}"))
     width = max(len(name) for name, _ in rows)
     print("\n".join(f"{name:<{width}}  {value}" for name, value in rows), flush=True)
 

@@ -2,6 +2,7 @@
 
 import functools
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from trainapp.rng import seed_everything
 from trainapp.signals import StopRequest
 from trainapp.tracking.meter import Meter
 from trainapp.tracking.tracker import SilentTracker, Tracker
-from trainapp.train import exactness, losses
+from trainapp.train import exactness, hook_parts, losses
 from trainapp.train.assemble import assemble
 from trainapp.train.autotuner import Autotuner
 from trainapp.train.bilinear import warn_of_bilinear
@@ -104,7 +105,9 @@ def run_of(
     )
     state, strategy = assembled.state, assembled.strategy
     strategy.note_buffer = memory.note_buffer
-    state.stateful = owners_of_state(components, state.model, device)
+    objective = _objective(config, components.train_data)
+    callbacks = hook_parts.callbacks_of(config, components.hooks, objective, components.eval_data is not None)
+    state.stateful = owners_of_state(components, state.model, device, callbacks)
     if config.model.init_from:
         load_initial_weights(state.model, Path(config.model.init_from), config.model.init_strict)
         state.average.start_at_weights()
@@ -120,7 +123,7 @@ def run_of(
     length = run_length(config, batches, state.progress)
     meter = Meter(state, memory, strategy.communication_buffers)
     assembled.budget.room = functools.partial(room_of, config, memory, meter, ranks)
-    return Run(
+    run = Run(
         config=config,
         state=state,
         strategy=strategy,
@@ -143,18 +146,21 @@ def run_of(
         restore_point=RestorePoint(state.model, device, state.stateful),
         stop=stop,
         cadences=Cadences.of(config, length),
-        objective=_objective(config, components.train_data),
+        objective=objective,
         rehearsals=exactness.STEPS if config.train.check_exactness else 0,
         autotuner=Autotuner(device, config.train.deterministic),
     )
+    return hook_parts.attached(run, components.hooks, callbacks)
 
 
-def owners_of_state(components: Components, model: torch.nn.Module, device: torch.device) -> Stateful:
+def owners_of_state(
+    components: Components, model: torch.nn.Module, device: torch.device, callbacks: Mapping[str, Any]
+) -> Stateful:
     """What owns state beside the model's tensors. Resets the task to the state with which this process first used
     it, and moves the modules among the owners to the device.
     """
     task, data = components.task, components.train_data
-    stateful = Stateful(model=model, task=task, data=data, eval_data=components.eval_data)
+    stateful = Stateful(model=model, task=task, data=data, eval_data=components.eval_data, callbacks=callbacks or None)
     stateful.return_to_start(task)
     for module in stateful.modules.values():
         module.to(device)
@@ -164,9 +170,10 @@ def owners_of_state(components: Components, model: torch.nn.Module, device: torc
 def start_tracking(run: Run) -> None:
     """Open the run's files, at the step where it begins or resumes."""
     if run.ranks.is_rank_zero:
-        is_training = run.config.mode == "train"
-        step = run.state.progress.step
-        run.tracker = Tracker(Path(run.config.run_dir), step, run.length.total_steps, run.config.to_dict(), is_training)
+        folder, settings, is_training = Path(run.config.run_dir), run.config.to_dict(), run.config.mode == "train"
+        run.tracker = Tracker(
+            folder, run.state.progress.step, run.length.total_steps, settings, is_training, run.outlets
+        )
 
 
 def eval_samples(batches: EvalBatches | None) -> int:

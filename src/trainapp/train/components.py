@@ -3,7 +3,7 @@
 import inspect
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from trainapp.config.schema import Config
 from trainapp.config.validation import check_arguments
 from trainapp.errors import UserError
 from trainapp.train import losses
+from trainapp.train.hook_parts import Hooks, load_hooks
 
 BUILT_IN_TASKS = ("classification", "next_token")
 log = logging.getLogger(__name__)
@@ -27,18 +28,21 @@ class Components:
     train_data: Any
     eval_data: Any  # None where there is none
     spec: dict[str, Any]  # arguments that the data provides to the model's constructor
+    hooks: Hooks = field(default_factory=Hooks)
 
 
 def load_components(config: Config) -> Components:
     """Find the named classes and open the data sets. Raises UserError with all mistakes in names and arguments."""
     found = _locate_all(config)
     train, evaluation = _datasets(config, found["data"])
+    spec = dict(getattr(train, "spec", {}))
     return Components(
         model=found["model"],
         task=_task(config, found["task"]) or getattr(losses, train.task),
         train_data=train,
         eval_data=evaluation,
-        spec=dict(getattr(train, "spec", {})),
+        spec=spec,
+        hooks=load_hooks(config, spec),
     )
 
 

@@ -3,16 +3,17 @@
 import contextlib
 import math
 import time
-from collections.abc import Iterable, Iterator
 
 import torch
-from torch import nn
 
 from trainapp.data.micro_batch import MicroBatch
 from trainapp.errors import UserError
+from trainapp.hooks.metrics import as_scalars
 from trainapp.rng import preserved_rng
+from trainapp.train import callbacks
 from trainapp.train.allocations import note_refused, require_all_allocated
 from trainapp.train.losses import evaluate_metrics
+from trainapp.train.modes import evaluation_mode
 from trainapp.train.phase import Phase
 from trainapp.train.run import Run
 from trainapp.train.totals import Totals
@@ -36,6 +37,7 @@ def evaluate(run: Run) -> None:
         run.ranks.enable_votes(not all_proven)
         run.strategy.broadcast_buffers()
         attempt.evaluation = Totals()
+        run.metrics.reset()
     with contextlib.ExitStack() as stack:
         stack.enter_context(preserved_rng(state.device))
         stack.enter_context(state.stateful.preserved_generators())
@@ -49,7 +51,8 @@ def evaluate(run: Run) -> None:
         run.strategy.finish_accumulation()
         sizes.succeeded(run.ranks, news=True)  # a rank may have seen shapes that are new to others
     totals = attempt.evaluation.over(run.ranks)
-    means, attempt.evaluation = totals.means(run.ranks), None
+    results = run.metrics.results(run.ranks)
+    means, attempt.evaluation = totals.means(run.ranks) | as_scalars(results), None
     if totals.count == 0:
         run.tracker.note_once(
             f"evaluation at step {progress.step}: the loss's count is 0 over the whole evaluation set, so the loss is "
@@ -60,37 +63,26 @@ def evaluate(run: Run) -> None:
     run.meter.pause(time.monotonic() - started)
     run.tracker.evaluated(progress.step, progress.samples, means)
     record_objective(run, means)
-
-
-@contextlib.contextmanager
-def evaluation_mode(roots: Iterable[nn.Module]) -> Iterator[None]:
-    """Evaluation mode inside the block, for each module its own mode after it: a part of a model may be in evaluation
-    mode for good.
-    """
-    modes = [(module, module.training) for root in roots for module in root.modules()]
-    try:
-        for module, _ in modes:
-            module.eval()
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
+    callbacks.after_evaluation(run, results | means)
 
 
 def evaluate_batch(run: Run, micro: MicroBatch) -> None:
     """One evaluation micro-batch. Counted only when complete, and on all ranks or none."""
     sizes, totals = run.sizes.evaluation, run.attempt.evaluation
     assert totals is not None, "outside an evaluation"
-    watch = run.memory.watch(run.meter.resident(micro.data)) if sizes.needs_watching else contextlib.nullcontext()
-    with watch:
-        with run.state.precision.autocast:
-            loss, count, metrics = run.strategy.evaluate(run.task, micro.data)
-        finished = evaluate_metrics(metrics)
-    if sizes.is_unproven:
-        require_all_allocated(run, sizes, run.eval_ranks)
-    run.restore_point.tensors.note_written()
-    totals = totals.plus(loss, count, finished, micro.samples, micro.real)
-    run.eval_ranks.check_peers()  # the last moment at which a micro-batch can be repeated
+    with run.metrics.undone_on_error():
+        watch = run.memory.watch(run.meter.resident(micro.data)) if sizes.needs_watching else contextlib.nullcontext()
+        with watch:
+            with run.state.precision.autocast:
+                loss, count, metrics = run.strategy.evaluate(run.task, micro.data)
+            finished = evaluate_metrics(metrics, run.metrics.names)
+            if micro.real:
+                run.metrics.update(metrics)
+        if sizes.is_unproven:
+            require_all_allocated(run, sizes, run.eval_ranks)
+        run.restore_point.tensors.note_written()
+        totals = totals.plus(loss, count, finished, micro.samples, micro.real)
+        run.eval_ranks.check_peers()  # the last moment at which a micro-batch can be repeated
     run.attempt.evaluation = totals
     run.restore_point.take(sizes.is_unproven)
     run.eval_ranks.check_peers()  # what follows is collective and has no vote

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from trainapp.memory.timeline import Picture
 from trainapp.tracking.meter import spread_over_ranks
+from trainapp.train import callbacks
 from trainapp.train.evaluate import evaluate
 from trainapp.train.in_backward import update_in_backward
 from trainapp.train.phase import Phase
@@ -27,6 +28,7 @@ def train(run: Run) -> None:
     """
     while True:
         update_weight_average(run)
+        callbacks.after_step(run)
         if run.evaluation_is_due:
             evaluate(run)
         if run.save_is_due:
@@ -96,6 +98,7 @@ def log(run: Run, totals: Totals, norm: Tensor) -> None:
         "grad_norm": float(norm),
     }
     scalars |= run.sizes.scalars(batches) | run.meter.scalars()
+    scalars |= run.utilisation.scalars(scalars["samples_per_second"], run.ranks.world)
     scalars |= spread_over_ranks(scalars, run.ranks)
     run.tracker.log(progress.step, progress.samples, scalars, run.objective.metric)
 

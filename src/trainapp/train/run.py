@@ -1,5 +1,6 @@
 """The `Run`: everything that the loop works with, in named parts."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -9,6 +10,8 @@ from trainapp.config.durations import RunLength, to_steps
 from trainapp.config.schema import Config
 from trainapp.data.progress import Progress
 from trainapp.data.sampler import EvalBatches, TrainBatches
+from trainapp.hooks.callbacks import Callbacks
+from trainapp.hooks.metrics import StatefulMetrics
 from trainapp.memory.device import DeviceMemory
 from trainapp.memory.levers.budget import Budget, NoBudget
 from trainapp.memory.levers.offload import NoOffload, Offload
@@ -19,7 +22,9 @@ from trainapp.parallel.ranks import Flags, Ranks, SingleRank
 from trainapp.parallel.strategy import SingleDevice
 from trainapp.signals import StopRequest
 from trainapp.tracking.meter import Meter
+from trainapp.tracking.outlet import Outlet
 from trainapp.tracking.tracker import SilentTracker, Tracker
+from trainapp.tracking.utilisation import NoUtilisation, Utilisation
 from trainapp.train.autotuner import Autotuner
 from trainapp.train.losses import Task
 from trainapp.train.phase import Phase
@@ -109,6 +114,10 @@ class Run:
     stop: StopRequest
     cadences: Cadences
     objective: Objective
+    metrics: StatefulMetrics = field(default_factory=StatefulMetrics)
+    callbacks: Callbacks = field(default_factory=Callbacks)
+    outlets: Mapping[str, Outlet] = field(default_factory=dict)  # of the tracker
+    utilisation: Utilisation | NoUtilisation = field(default_factory=NoUtilisation)
     activation_budget: Budget | NoBudget = field(default_factory=NoBudget)
     offload: Offload | NoOffload = field(default_factory=NoOffload)
     rehearsals: int = 0  # steps yet to be checked by `train.check_exactness`
@@ -128,14 +137,14 @@ class Run:
 
     @property
     def is_ending(self) -> bool:
-        """Whether the run has reached its end, or all ranks have agreed to stop."""
-        return self.is_finished or self.stop.agreed > 0
+        """Whether the run has reached its end, or all ranks have agreed to stop, or a callback has failed."""
+        return self.is_finished or self.stop.agreed > 0 or self.callbacks.failure is not None
 
     @property
     def is_finished(self) -> bool:
-        """Whether the run has reached its end."""
+        """Whether the run has reached its end, or a callback has ended it."""
         progress = self.state.progress
-        return self._is_end(progress.step, progress.epoch)
+        return progress.stopped is not None or self._is_end(progress.step, progress.epoch)
 
     def next_step(self) -> Step:
         """The coming optimizer step. Steps on the cadence are logged, and the run's last."""
@@ -192,6 +201,7 @@ class Run:
         self.batches.close()
         if self.eval_batches is not None:
             self.eval_batches.close()
+        self.callbacks.close()
         self.tracker.close()
 
     def _is_end(self, step: int, epoch: int) -> bool:

@@ -41,7 +41,8 @@ def accumulate_gradients(run: Run, step: Step, around_last: Around = _alone) -> 
             run.activation_budget.prepare(micro.data, run.state.precision.autocast, micro.last)
             watched = run.memory.watching or sizes.train.needs_watching
             watch = run.memory.watch(run.meter.resident(micro.data)) if watched else contextlib.nullcontext()
-            with run.strategy.micro_batch(micro.last), watch:
+            counting = run.utilisation.counting(micro.samples, micro.real)
+            with run.strategy.micro_batch(micro.last), watch, counting:
                 totals = backward(run, micro, weight, totals, step.is_logged, around_last)
             if sizes.train.is_unproven:
                 require_all_allocated(run, sizes.train, run.ranks)
@@ -73,7 +74,7 @@ def backward(
     if before is not None:
         require_same_gradients(run.meter.parameters, before)
     run.attempt.phase = Phase.METRIC
-    finished = evaluate_metrics(metrics) if is_logged else {}
+    finished = evaluate_metrics(metrics, run.metrics.names) if is_logged else {}
     del metrics  # functions among them hold what they compute from, such as all logits: not through the backward
     totals = totals.plus(loss, count, finished, real=micro.real)
     run.attempt.phase = Phase.BACKWARD
@@ -147,7 +148,7 @@ def update(run: Run, step: Step, totals: Totals, norm: Tensor) -> bool:
         run.nonfinite.count(applied, progress.step)
     else:
         leave_out(run, step, totals)
-    count_step(run, step, applied)
+    count_step(run, step, applied, totals)
     return applied
 
 
@@ -158,10 +159,10 @@ def set_rates(run: Run) -> None:
         group["lr"] = group["initial_lr"] * factor
 
 
-def count_step(run: Run, step: Step, applied: bool) -> None:
+def count_step(run: Run, step: Step, applied: bool, totals: Totals) -> None:
     """The step is committed: what follows is the next one's."""
     progress = run.state.progress
-    run.meter.count(step.samples)
+    run.meter.count(step.samples, totals.count)
     run.batches.advance(progress)
     progress.step += applied
     progress.skipped += not applied
