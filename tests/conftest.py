@@ -24,7 +24,17 @@ def one_thread():
 
 
 # Longest first, so that no process ends up with one of them last.
-LONGEST = ("test_readme.py", "test_faults.py", "test_out_of_memory.py", "test_equality.py", "test_cli.py")
+LONGEST = (
+    "test_readme.py",
+    "test_faults.py",
+    "test_out_of_memory.py",
+    "test_twenty.py",
+    "test_check_gpu.py",
+    "test_benchmarks.py",
+    "test_launch.py",
+    "test_equality.py",
+    "test_cli.py",
+)
 
 
 def pytest_collection_modifyitems(items):

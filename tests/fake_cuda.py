@@ -164,7 +164,7 @@ def twin(overrides: list[str], device: torch.device, scaled: bool = False, ranks
 
         scaler = torch.amp.GradScaler(device.type, enabled=scaled)
         parts.numerics = Precision("fp32", torch.float32, contextlib.nullcontext(), scaler)
-        parts.batches = FakeBatches(parts.batches, moved, None, parts.memory.passes)
+        parts.batches = FakeBatches(parts.batches, moved, None, parts.memory)
         run = build.run_of(config, parts, StopRequest(), SingleRank(), initial_device=str(device))
         run.cadences = Cadences(log=0, evaluate=0, save=0)
         if ranks > 1:

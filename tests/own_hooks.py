@@ -67,6 +67,24 @@ class Large(Unmergeable):
         self.table = torch.zeros(2**18)
 
 
+class Keeps(Unmergeable):
+    """Keeps all logits in a list, and a sum that each update replaces and `reset` writes in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept, self.sum = [], torch.zeros(())
+
+    def reset(self):
+        super().reset()
+        self.kept = []
+        self.sum.zero_()
+
+    def update(self, logits, targets):
+        super().update(logits, targets)
+        self.kept.append(logits)
+        self.sum = self.sum + logits.sum()
+
+
 class Fixed(Unmergeable):
     """Computes what it was given."""
 
@@ -141,6 +159,13 @@ class Changes:
     def after_step(self, view):
         with torch.no_grad():
             next(view.model.parameters()).add_(1.0)
+
+
+class Holds:
+    """A table of a megabyte from the first step on; the model's parameters and the data are not its own."""
+
+    def after_step(self, view):
+        self.table, self.data, self.parameters = torch.zeros(2**18), view.data, list(view.model.parameters())
 
 
 class StopsAt:

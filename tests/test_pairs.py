@@ -58,9 +58,6 @@ REFUSED = {
     frozenset(("precision=bf16_pure", "model=resnet")): r"precision=bf16_pure: BatchNorm needs its weights in fp32",
     frozenset(("precision=bf16_pure", "train.ema=0.9")): r"precision=bf16_pure with train\.ema=0\.9: an average",
 }
-REFUSED[frozenset(("activation_checkpointing=budget", "train.compile=true"))] = (
-    "activation_checkpointing=budget with tr"
-)
 # Its blocks have convolutions only.
 REFUSED |= {
     frozenset((f"precision={kind}", "model=resnet")): rf"precision={kind}: no nn\.Linear in the blocks of ResNet"
@@ -105,6 +102,14 @@ REFUSED |= {
     for strategy in ("fsdp", "hsdp")
 }
 
+# Three options of which every two go together.
+REFUSED_TRIPLES = {
+    frozenset(("activation_checkpointing=budget", "train.compile=true", f"parallel={strategy}")): (
+        r"activation_checkpointing=budget with train\.compile=true and parallel=fsdp: FSDP has torch compile each block"
+    )
+    for strategy in ("fsdp", "hsdp")
+}
+
 # What keeps a run small. None of it is a default that another choice of option depends on.
 SMALL = (
     "train.device=cpu",
@@ -140,10 +145,18 @@ def all_pairs(factors):
     return {frozenset(pair) for a, b in groups for pair in itertools.product(a, b)} - REFUSED.keys() - MEANINGLESS
 
 
+def is_barred(row):
+    """Whether its last option cannot be had with the others."""
+    *row, last = row
+    barred = REFUSED.keys() | MEANINGLESS
+    return any(frozenset((last, other)) in barred for other in row) or any(
+        frozenset((last, *pair)) in REFUSED_TRIPLES for pair in itertools.combinations(row, 2)
+    )
+
+
 def covering(factors, wanted=None):
     """Rows with one option per group that together have every wanted pair, and no pair that is refused."""
     uncovered = all_pairs(factors) if wanted is None else set(wanted)
-    barred = REFUSED.keys() | MEANINGLESS
     rows = []
     while uncovered:
         row = sorted(min(uncovered, key=sorted))  # start at a pair that is lacking, then add what covers most
@@ -151,7 +164,7 @@ def covering(factors, wanted=None):
         for name, options in factors.items():
             if name in chosen:
                 continue
-            allowed = [o for o in options if not any(frozenset((o, other)) in barred for other in row)]
+            allowed = [option for option in options if not is_barred((*row, option))]
             row.append(max(allowed, key=lambda o: sum(frozenset((o, other)) in uncovered for other in row)))
         rows.append(tuple(sorted(row)))
         uncovered -= pairs_of(row)
@@ -256,9 +269,9 @@ def test_every_pair_with_compile_trains(tmp_path, row):
     check(tmp_path, row)
 
 
-@pytest.mark.parametrize("pair", REFUSED, ids=lambda pair: " ".join(sorted(pair)))
-def test_what_is_refused_is_one_message(tmp_path, pair):
-    with pytest.raises(UserError, match=REFUSED[pair]) as refused:
-        runs.run(tmp_path / "run", *complete(tmp_path, sorted(pair)))
+@pytest.mark.parametrize("options", [*REFUSED, *REFUSED_TRIPLES], ids=lambda options: " ".join(sorted(options)))
+def test_what_is_refused_is_one_message(tmp_path, options):
+    with pytest.raises(UserError, match=(REFUSED | REFUSED_TRIPLES)[options]) as refused:
+        runs.run(tmp_path / "run", *complete(tmp_path, sorted(options)))
     assert "\n" not in str(refused.value)
     assert not (tmp_path / "run").exists()

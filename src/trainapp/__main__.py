@@ -11,14 +11,13 @@ from pathlib import Path
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from trainapp.config import command_line, compose, hydra_errors
 from trainapp.errors import Reported, UserError
-from trainapp.launch import environment, one_run, plan_table, run_name
+from trainapp.launch import environment, one_run, plan_table
 from trainapp.paths import CONF
 
-OmegaConf.register_new_resolver("run_name", run_name.default_run_name, use_cache=True, replace=True)
 log = logging.getLogger(__name__)
 
 
@@ -45,7 +44,7 @@ def job(composed: DictConfig) -> float | None:
             return launch.launch(config, is_sweep)
     except Exception as error:
         if is_sweep and isinstance(error, UserError) and one_run.is_plan(composed):
-            plan_table.leave_refusal(run_dir, error)
+            plan_table.leave_refusal(run_dir, error, hydra_config)
             return None
         if is_sweep:
             _log_failure(error)

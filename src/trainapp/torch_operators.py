@@ -32,7 +32,7 @@ ATTENTION_OPERATORS = (
 int8_product = torch._int_mm
 
 # (tensor, shape) -> the same memory in another shape, which autograd takes for a tensor of its own: nn.Linear returns
-# such a one. A view that a function of one's own returns must not be changed in place.
+# such a one. A view that a user's own function returns must not be changed in place.
 unsafe_view = torch.ops.aten._unsafe_view.default
 
 # What `tensor.unique()` dispatches to.

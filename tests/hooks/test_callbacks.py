@@ -7,8 +7,10 @@ import torch
 from helpers import metrics, result, train
 
 from trainapp.errors import TrainingStopped, UserError
+from trainapp.memory.kinds import MemoryKind
 from trainapp.run import runner
 from trainapp.train import callbacks, loop
+from trainapp.train.room import room_of
 
 MLP = (*runs.MODELS["mlp"], "model.dropout=0.1", "user_packages=[own_hooks]", "oom.plan=false")
 
@@ -123,6 +125,24 @@ def test_what_is_refused(tmp_path, overrides, message):
         runs.run(tmp_path, *MLP, *overrides)
 
 
+def test_what_they_hold_counts_once_and_not_as_kept(tmp_path):
+    peaks, rooms = {}, {}
+    for name, chosen in {"plain": (), "holds": (own("Holds"),)}.items():
+        run = runs.prepare(tmp_path / name, *MLP, *chosen, "memory.limit=64MiB")
+        for _ in range(2):
+            loop.train_step(run)
+            callbacks.after_step(run)
+        with run.memory.watch(run.meter.resident()):
+            pass
+        run.close()
+        assert run.memory.kept_before == 0
+        rooms[name] = room_of(run.config, run.memory, run.meter, run.ranks, alone=False)
+        events, kinds = run.memory.events([])
+        peaks[name] = {kinds[number]: size for number, size in events}
+    assert peaks["holds"] == {**peaks["plain"], MemoryKind.BUFFERS: 2**20}
+    assert rooms["plain"] - rooms["holds"] == 2**20
+
+
 # Errors
 
 
@@ -185,11 +205,13 @@ def test_early_stopping(tmp_path):
     assert runs.run(tmp_path, *MLP, *STOPPING[:3], "stopping.patience=5", "stopping.min_delta=10").steps == 6
 
 
-def test_what_early_stopping_has_counted_is_in_the_checkpoint(tmp_path):
+def test_what_early_stopping_has_counted_is_in_the_checkpoint(tmp_path, caplog):
     run = runs.run_until(tmp_path, 3, *MLP, *STOPPING)
     assert run.state.progress.stopped is None
     assert runs.saved(tmp_path, 3)["stateful"][0]["callbacks.early_stopping"]["bad"] == 2
     assert runs.run(tmp_path, *MLP, *STOPPING).steps == 4
+    runs.run(tmp_path, *MLP, "mode=eval", f"checkpointing.resume={tmp_path}")
+    assert "only the checkpoint" not in caplog.text
 
 
 def test_an_improvement_resets_the_patience(tmp_path):

@@ -1,5 +1,6 @@
 """Metrics with a state: once per finished batch, undone with it, computed from all samples."""
 
+import copy
 import json
 import math
 
@@ -180,7 +181,10 @@ def test_declared_states_are_merged(uneven):
             if len(ours):
                 held.metric.update(ours, theirs)
         exported = [held.exported() for held in ranks]
+        own = copy.deepcopy(ranks[1].take())
         found = ranks[1].merged(exported)
+        assert not runs.differences([*map(list, own)], [*map(list, ranks[1].take())])  # its own state stays
+        assert ranks[1].metric.reset() is None  # a merged list is no list any more
         expected = make()
         expected.update(x, y)
         expected = expected.compute()
@@ -222,6 +226,21 @@ def test_the_state_counts_as_memory(tmp_path):
         run.close()
         peaks[kind] = run.memory.window()["memory/peak"]
     assert peaks["Large"] - peaks["Unmergeable"] == 2 * 2**20  # and the copy that undoes an update
+
+
+def test_nothing_of_the_samples_stays_after_an_evaluation(tmp_path, monkeypatch):
+    run = runs.prepare(tmp_path, *MLP, own("Keeps"), "batch.eval_micro_size=50")
+    before, seen = sum(t.nbytes for t in run.metrics.tensors()), []
+    monkeypatch.setattr(
+        evaluate.callbacks, "after_evaluation", lambda run, _: seen.append(sum(t.nbytes for t in run.metrics.tensors()))
+    )
+    evaluate.evaluate(run)
+    run.close()
+    assert seen == [before + 360 * 10 * 4]
+    assert sum(t.nbytes for t in run.metrics.tensors()) == before
+    with run.memory.watch(run.meter.resident()):
+        pass
+    assert run.memory.kept_before == 0
 
 
 # Refusals

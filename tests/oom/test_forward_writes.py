@@ -170,7 +170,7 @@ def test_an_evaluation_that_writes_for_the_first_time_goes_back(tmp_path):
 
 def test_without_the_transaction_an_evaluation_counts_twice(tmp_path, monkeypatch):
     monkeypatch.setattr(RestorePoint, "undone_on_error", lambda self, unproven: contextlib.nullcontext())
-    assert survives_in_evaluation(tmp_path, 4) != []
+    assert survives_in_evaluation(tmp_path, 4, 0.6) != []
 
 
 def test_a_rebuilt_run_continues_where_it_began(tmp_path):

@@ -85,14 +85,12 @@ def test_loader_processes_have_no_limit_of_their_own(tmp_path):
     assert ended.steps == 8
 
 
-def test_a_plan_of_views_is_no_more_than_a_range(tmp_path):
-    """A run in whose process they are fetched counts all that they are views of."""
+def test_a_plan_of_views_is_exact(tmp_path):
+    """Neither a run nor its plan counts what the samples are views of."""
     own = ("model=mlp", "model.width=16", "data=digits", "~data.augment", "user_packages=[planned_models]")
     overrides = (*RUN, *own, "plan.levers=false", "train.grad_clip=null")
-    views, stacked = (trainapp.plan([*overrides, f"data._target_=planned_models.{n}"]) for n in ("Views", "Stacked"))
-    assert stacked["certainty"] == "exact"
-    assert views["certainty"] == "range"
-    assert any("samples are views of larger tensors" in note for note in views["notes"])
+    facts = trainapp.plan([*overrides, "data._target_=planned_models.Views"])
+    assert facts["certainty"] == "exact"
 
 
 def test_it_replays_bit_for_bit(tmp_path):

@@ -25,6 +25,7 @@ from trainapp.parallel.dtensor import whole
 from trainapp.parallel.ranks import Ranks, SingleRank
 from trainapp.run import runner
 from trainapp.signals import StopRequest
+from trainapp.torch_private import outside_dispatch_modes
 from trainapp.train import loop, step
 from trainapp.train.run import Run, Step
 from trainapp.train.totals import Totals
@@ -128,7 +129,8 @@ def _facts(failure: Incident) -> dict[str, Any]:
 
 def _noting(update: Any, record: Record) -> Any:
     def noting(run: Run, coming: Step, totals: Any, norm: torch.Tensor) -> bool:
-        gradients = vector([p.grad for p in run.meter.parameters if p.grad is not None])
+        with outside_dispatch_modes():  # it is the test that keeps them, not the run
+            gradients = vector([p.grad for p in run.meter.parameters if p.grad is not None])
         applied = update(run, coming, totals, norm)
         record.gradients.append(gradients)
         record.losses.append(totals.means()["loss"])

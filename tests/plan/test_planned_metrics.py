@@ -18,7 +18,9 @@ CHOSEN = (
 )
 METRICS = {
     "counts": ("callbacks=confusion_matrix",),
+    "predictions": ("callbacks=predictions",),
     "whole object": ("+metrics.mine={_target_: own_hooks.Large}",),
+    "list": ("+metrics.mine={_target_: own_hooks.Keeps}",),
     "f1": ("+metrics.f1={_target_: torchmetrics.F1Score, task: multiclass, average: macro}",),
     "auroc": ("+metrics.auroc={_target_: torchmetrics.AUROC, task: multiclass}",),
 }
@@ -29,7 +31,10 @@ def test_the_traced_evaluation_has_what_metrics_allocate(tmp_path, kind):
     if kind in ("f1", "auroc"):
         pytest.importorskip("torchmetrics", reason="needs the extra trainapp[metrics]")
     config = runs.configure(tmp_path, *CHOSEN, *METRICS[kind], "objective=min loss")
-    found = trace(config, load_components(config), 16, 50)
+    components = load_components(config)
+    found = trace(config, components, 16, 50)
+    again = trace(config, components, 16, 50)  # nothing of the first is left in the metrics
+    assert (again.training.total, again.evaluation.total) == (found.training.total, found.evaluation.total)
     training, evaluation = measured.peaks(tmp_path / "real", *CHOSEN, *METRICS[kind])
     assert found.training.total == training
     assert found.evaluation.total == evaluation

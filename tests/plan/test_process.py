@@ -61,6 +61,30 @@ def test_from_python_the_same_facts_and_no_files(tmp_path, monkeypatch):
         trainapp.plam  # noqa: B018
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("model=gpt", r"overrides='model=gpt': must be a list of strings; use \['model=gpt'\]"),
+        ("model=gpt precision=bf16", r"use \['model=gpt', 'precision=bf16'\]"),
+        ([1], r"overrides\[0\]=1: must be a string, such as 'model=gpt'"),
+        ([["model=gpt"]], r"overrides\[0\]=\['model=gpt'\]: must be a string"),
+        ({"model": "gpt"}, r"overrides=\{'model': 'gpt'\}: must be a list of strings, such as"),
+        (None, r"overrides=None: must be a list of strings"),
+        (["model"], r"model"),
+        (["model=gpt,mlp"], r"model"),
+    ],
+)
+def test_overrides_of_another_kind_are_one_message(given, message):
+    for function in (trainapp.plan, compose.from_command_line):
+        with pytest.raises(UserError, match=message):
+            function(given)
+
+
+def test_so_is_a_folder_of_another_kind():
+    with pytest.raises(UserError, match=r"^config_dir=3: must be the path of the folder that holds your YAML files$"):
+        trainapp.plan([*GPT], config_dir=3)
+
+
 def test_a_mistake_is_told_once_with_its_exit_code(tmp_path):
     with pytest.raises(UserError, match=r"^model\.depth=0: must be greater than 0$"):
         trainapp.plan([*GPT, "model.depth=0"])

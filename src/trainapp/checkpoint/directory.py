@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 class CheckpointDirectory:
     """The checkpoints of one run directory. Writing is collective: `begin`, the files, `commit`.
 
-    keep_last: how many of the newest to keep, beside the best.
+    keep_last: how many of the newest to keep, in addition to the best.
     """
 
     def __init__(self, run_dir: Path, keep_last: int, ranks: Ranks):

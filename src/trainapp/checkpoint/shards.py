@@ -93,7 +93,7 @@ def copy_to_host(tensors: dict[str, Any], folder: Path) -> dict[str, Any]:
 def write(tensors: dict[str, Any], folder: Path, group: dist.ProcessGroup | None) -> None:
     """Write the tensors in nested dicts into the existing `folder`, each rank its part. Collective over `group`.
 
-    group: one that nothing else uses, for this may run in a thread beside training; None for a single process.
+    group: one that nothing else uses, since this may run in a thread during training; None for a single process.
     Raises CheckpointException, a BaseException, on every rank when one could not write.
     """
     save(_tensors_only(tensors), storage_writer=_writer(folder), process_group=group, no_dist=group is None)

@@ -51,7 +51,7 @@ class Owner(NamedTuple):
 class Stateful:
     """The owners of state in a model, a task and data sets, by name, such as `task.queue` or `data.transform.rng`.
 
-    roots: by the first part of the names. `modules` are those found beside the model: in task and data, and in the
+    roots: by the first part of the names. `modules` are those found outside the model: in task and data, and in the
     model's attributes where it has not registered them.
     """
 
@@ -208,10 +208,11 @@ def children(held: Any) -> Iterator[tuple[str, Any]]:
         home = type(held).__module__
         if home.partition(".")[0] not in FOREIGN or home.startswith(OPEN):
             yield from getattr(held, "__dict__", {}).items()
-            slots = getattr(type(held), "__slots__", ())
-            for name in (slots,) if isinstance(slots, str) else slots:
-                if hasattr(held, name):
-                    yield name, getattr(held, name)
+            for kind in type(held).__mro__:
+                slots = vars(kind).get("__slots__", ())
+                for name in (slots,) if isinstance(slots, str) else slots:
+                    if name not in ("__dict__", "__weakref__") and hasattr(held, name):
+                        yield name, getattr(held, name)
 
 
 def _owns_state(held: Any) -> bool:

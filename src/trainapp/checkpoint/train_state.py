@@ -87,7 +87,7 @@ class TrainState:
         }
 
     def follow(self, saved: dict[str, Any], sizes: Sizes, rank: int = 0, world: int = 1) -> list[str]:
-        """Make room for the saved tensors: before they are read into `tensors`. saved: the `values` beside them.
+        """Make room for the saved tensors: before they are read into `tensors`. saved: the `values` stored with them.
 
         sizes: of the saved tensors. Returns names in the optimizer's state that differ from those of another one.
         """
@@ -119,6 +119,8 @@ class TrainState:
                 world,
             )
         unknown = self.stateful.load_state_dict(saved[rank if len(saved) == world else 0])
+        own = self.stateful.owners  # a callback that is no longer configured is not missed
+        unknown = [name for name in unknown if name in own or not name.startswith("callbacks.")]
         if unknown:
             log.warning(
                 "only the checkpoint or only this run has a state of %s: it starts from its initial state",

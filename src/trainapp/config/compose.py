@@ -1,13 +1,19 @@
 """Turns what Hydra composed into the typed configuration and reports all mistakes at once. Imports no torch."""
 
+import contextlib
 import dataclasses
+import os
 import re
-from collections.abc import Iterable
+import shlex
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import pydantic
 from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.utils import JobRuntime
+from hydra.version import VersionBase
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter
@@ -24,21 +30,52 @@ def from_command_line(overrides: Iterable[str], run_dir: str = "", config_dir: s
 
     config_dir: as `--config-dir`, a folder with options of your own. Raises UserError for every mistake.
     """
-    given = list(overrides)
+    given = as_overrides(overrides)
     try:
-        with initialize_config_dir(str(CONF), version_base="1.3"):
+        with _without_callers_hydra(), initialize_config_dir(str(CONF), version_base="1.3"):
             composed = compose("train", [*given, *_search_path(config_dir)])
     except Exception as error:
         message = hydra_errors.explain(error, given)
         if message is None:
             raise
         raise UserError(message) from None
-    return from_hydra(composed, run_dir, "python -m trainapp")
+    folder = [] if config_dir is None else [f"--config-dir {shlex.quote(str(Path(config_dir).expanduser().resolve()))}"]
+    return from_hydra(composed, run_dir, " ".join(["python -m trainapp", *folder, *map(shlex.quote, given)]))
+
+
+@contextlib.contextmanager
+def _without_callers_hydra() -> Iterator[None]:
+    """Inside `@hydra.main`, ours or the user's, Hydra refuses a second initialization: set its state aside."""
+    main, runtime, version = GlobalHydra.instance(), JobRuntime.instance(), VersionBase.instance()
+    hydra, name, base = main.hydra, runtime.get("name"), version.version_base
+    main.clear()
+    try:
+        yield
+    finally:
+        main.hydra = hydra
+        GlobalHydra.set_instance(main)
+        runtime.set("name", name)
+        version.version_base = base
+
+
+def as_overrides(given: Iterable[str]) -> list[str]:
+    """The overrides of a call from Python. Raises UserError for anything but a list of strings."""
+    if isinstance(given, str):
+        raise UserError(f"overrides={given!r}: must be a list of strings; use {given.split() or ['model=gpt']!r}")
+    if isinstance(given, Mapping) or not isinstance(given, Iterable):
+        raise UserError(f"overrides={given!r}: must be a list of strings, such as ['model=gpt', 'batch.micro_size=4']")
+    overrides = list(given)
+    for index, override in enumerate(overrides):
+        if not isinstance(override, str):
+            raise UserError(f"overrides[{index}]={override!r}: must be a string, such as 'model=gpt'")
+    return overrides
 
 
 def _search_path(config_dir: str | Path | None) -> list[str]:
     if config_dir is None:
         return []
+    if not isinstance(config_dir, str | os.PathLike):
+        raise UserError(f"config_dir={config_dir!r}: must be the path of the folder that holds your YAML files")
     folder = Path(config_dir).expanduser().resolve()
     if not folder.is_dir():
         raise UserError(f"config_dir={config_dir}: there is no such folder; name the one that holds your YAML files")
@@ -73,7 +110,7 @@ def from_dict(plain: dict[str, Any], run_dir: str = "", command: str = "") -> Co
 
 
 def _split_targets(plain: dict[str, Any], errors: list[str]) -> dict[str, Any]:
-    """`data`, `model` and `optimizer` hold the application's own keys beside their constructor's arguments."""
+    """`data`, `model` and `optimizer` hold the application's own keys and their constructor's arguments."""
     own_keys: dict[str, Any] = {"data": Loader, "model": Model, "optimizer": Optimizer}
     sections: dict[str, Any] = {}
     for group, keys in own_keys.items():

@@ -50,6 +50,11 @@ def locate(target: str, setting: str, user_packages: Sequence[str]) -> Callable[
             f"{setting}={target}: there is no module {module_name}; modules are found in the working directory, "
             "in --config-dir, and on PYTHONPATH"
         ) from None
+    except SystemExit as error:  # else the program would end without a word about it
+        raise UserError(
+            f"{setting}={target}: importing {module_name} failed: it exits with {error.code}; keep what only a script "
+            'does under `if __name__ == "__main__":`'
+        ) from error
     located = getattr(module, name, None)
     if not callable(located):
         raise UserError(

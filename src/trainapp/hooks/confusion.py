@@ -41,7 +41,7 @@ class Counts:
         self._counts += other._counts
 
     def compute(self) -> Tensor:
-        return self._counts.reshape(self.num_classes, self.num_classes).cpu()
+        return self._counts.reshape(self.num_classes, self.num_classes).to("cpu", copy=True)
 
     def reset(self) -> None:
         self._counts.zero_()

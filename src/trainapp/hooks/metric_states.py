@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from trainapp.checkpoint.held_tensors import held_tensors
 from trainapp.data.batch import tensors_in
 from trainapp.errors import UserError
 from trainapp.torch_private import outside_dispatch_modes
@@ -41,9 +42,13 @@ class Held(Protocol):
         """The state as it is sent to other ranks. Raises UserError for one that cannot be merged."""
         ...
 
+    def computed(self) -> Any:
+        """What the metric computes from this rank's state alone."""
+        ...
+
     def merged(self, by_rank: list[Any]) -> Any:
         """What the metric computes from the states that all ranks have exported. On the host, where every rank gets the
-        same value and none can run out of the device's memory. The metric's own state is lost: `reset` it.
+        same value and none can run out of the device's memory. The metric's own state stays as it is.
         """
         ...
 
@@ -98,7 +103,8 @@ class DeclaredStates:
             part._update_count, part._computed = count, None
 
     def tensors(self) -> list[Tensor]:
-        return tensors_in([getattr(part, name) for part in self._parts() for name in part._reductions])
+        states = tensors_in([getattr(part, name) for part in self._parts() for name in part._reductions])
+        return [*states, *self.metric.parameters(), *self.metric.buffers()]
 
     def tensors_of(self, state: list[tuple[dict[str, Any], int]]) -> list[Tensor]:
         return tensors_in([values for values, _ in state])
@@ -110,16 +116,20 @@ class DeclaredStates:
                 share()
         return [({name: _on_host(value) for name, value in values.items()}, count) for values, count in self.take()]
 
+    def computed(self) -> Any:
+        return self.merged([self.exported()])  # on the host: what is kept in lists may be too large to be joined here
+
     def merged(self, by_rank: list[list[tuple[dict[str, Any], int]]]) -> Any:
-        device = next((tensor.device for tensor in self.tensors()), None)
-        self.metric.to("cpu")
-        for part, states in zip(self._parts(), zip(*by_rank, strict=True), strict=True):
-            _merge_into(part, list(states))
+        own, device = self.take(), self._parts()[0].device
         try:
+            self.metric.reset()
+            self.metric.to("cpu")
+            for part, states in zip(self._parts(), zip(*by_rank, strict=True), strict=True):
+                _merge_into(part, list(states))
             return self.metric.compute()
         finally:
-            if device is not None:
-                self.metric.to(device)
+            self.restore(own)  # first: what all ranks have gathered may be too large for the device
+            self.metric.to(device)
 
 
 def _copied(value: Any) -> Any:
@@ -136,7 +146,9 @@ def _merge_into(part: Any, states: list[tuple[dict[str, Any], int]]) -> None:
     for name, reduce in part._reductions.items():
         by_rank = [values[name] for values in updated]
         whole: Any
-        if isinstance(by_rank[0], list):
+        if len(by_rank) == 1:
+            whole = by_rank[0]
+        elif isinstance(by_rank[0], list):
             whole = [item for items in by_rank for item in items]
             if whole and reduce is not None:
                 whole = reduce(whole)
@@ -153,7 +165,7 @@ class WholeObject:
     def __init__(self, metric: Any, setting: str):
         self.metric, self._setting = metric, setting
         try:
-            copy.deepcopy(metric)
+            self.take()
         except Exception as error:  # whatever its attributes raise
             raise UserError(
                 f"{setting}: a {type(metric).__name__} cannot be copied ({error}), as it must be so that an update "
@@ -172,7 +184,7 @@ class WholeObject:
 
     def tensors_of(self, state: Any) -> list[Tensor]:
         registered = [*state.parameters(), *state.buffers()] if isinstance(state, nn.Module) else []
-        return [*registered, *tensors_in(list(getattr(state, "__dict__", {}).values()))]
+        return [*registered, *held_tensors([state])]
 
     def exported(self) -> bytes:
         if not callable(getattr(self.metric, "merge", None)):
@@ -187,6 +199,9 @@ class WholeObject:
         except Exception as error:  # whatever its attributes raise
             raise UserError(f"{self._setting}: it cannot be sent to other ranks: {error}") from error
         return content.getvalue()
+
+    def computed(self) -> Any:
+        return self.metric.compute()
 
     def merged(self, by_rank: list[bytes]) -> Any:
         # The bytes are from this program's own ranks, which run the same code. map_location: wherever tensors were.

@@ -56,7 +56,7 @@ class StatefulMetrics:
         return kept + [tensor for name, state in self._before.items() for tensor in self._held[name].tensors_of(state)]
 
     def reset(self) -> None:
-        """Before an evaluation."""
+        """Before an evaluation, and after it: what metrics keep of all samples would stay in memory."""
         self._updated.clear()
         for held in self._held.values():
             held.metric.reset()
@@ -108,11 +108,9 @@ class StatefulMetrics:
                 "targets)"
             )
         if ranks.world == 1:
-            return {name: held.metric.compute() for name, held in self._held.items()}
+            return {name: held.computed() for name, held in self._held.items()}
         by_rank = ranks.all_gather_object({name: held.exported() for name, held in self._held.items()})
-        merged = {name: held.merged([states[name] for states in by_rank]) for name, held in self._held.items()}
-        self.reset()  # merging has replaced this rank's own states
-        return merged
+        return {name: held.merged([states[name] for states in by_rank]) for name, held in self._held.items()}
 
 
 def _update(metric: Any, name: str, arguments: Any) -> None:

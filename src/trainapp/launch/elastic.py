@@ -90,7 +90,7 @@ class Failures:
     """How often workers of this node failed, and whether the last was a repeated error at the same step.
 
     What a restart cannot cure would otherwise cost `parallel.max_restarts` times the way back to the checkpoint. A
-    restart with a smaller micro-batch is not counted: a search for the size may need many, and ends by itself at 1.
+    restart with a smaller micro-batch is not counted: a search for the size may need many, and ends at 1 anyway.
     """
 
     def __init__(self, run_dir: Path):

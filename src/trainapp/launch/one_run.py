@@ -14,11 +14,16 @@ from omegaconf import DictConfig, OmegaConf
 
 from trainapp.config.schema import Config
 from trainapp.errors import Reported, UserError
-from trainapp.launch import environment
+from trainapp.launch import environment, run_name
 from trainapp.run import kept_run, lock, restarts
 from trainapp.units import listed
 
 _RESTART_PATIENCE = 30.0  # seconds that a launcher may take to end the workers before these
+run_name.register()  # here, since the jobs of a launcher such as submitit import the callbacks and not __main__
+
+
+class Occupied(UserError):
+    """The directory of a job is another run's, or holds a run that a plan must not join: nothing is written there."""
 
 
 class RefuseSecondRun(Callback):
@@ -33,30 +38,38 @@ class RefuseSecondRun(Callback):
         run_dir = _unchecked(config, "hydra.run.dir")
         try:
             if run_dir is not None:
-                if is_plan(config) and kept_run.holds_run(Path(str(run_dir))):
-                    raise _not_over("hydra.run.dir", run_dir, "a run")
+                _require_no_run(Path(str(run_dir)), config)
                 _claim(Path(str(run_dir)), config)
         except UserError as error:
             raise Reported(error) from None
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
-        """Called by Hydra. The jobs' directories are not known yet: that of the sweep must be free of runs."""
+        """Called by Hydra. The jobs' directories are not known yet: that of the sweep must be free of runs. Where only
+        a job's own settings make it a plan, and for a run that lies too deep to be found, `per_directory` tells.
+        """
         folder = _unchecked(config, "hydra.sweep.dir")
         if folder is not None and _has_plans(config) and (found := kept_run.runs_below(Path(str(folder)))):
-            raise Reported(_not_over("hydra.sweep.dir", folder, f"runs ({listed(map(str, found))})"))
+            runs = listed(f"{path} has {trace}" for path, trace in found.items())
+            raise Reported(_not_over("hydra.sweep.dir", folder, f"runs ({runs})"))
 
 
 @contextlib.contextmanager
 def per_directory(run_dir: str, composed: DictConfig) -> Iterator[None]:
-    """Hold the run directory's lock inside the block. Raises UserError when another run uses the directory.
+    """Hold the run directory's lock inside the block. Raises Occupied when another run uses the directory, and for a
+    plan where it holds a run.
 
     composed: by Hydra, and not checked yet.
     """
-    _claim(Path(run_dir), composed)
+    folder = Path(run_dir)
     try:
+        try:
+            _claim(folder, composed)
+            _require_no_run(folder, composed)
+        except UserError as error:
+            raise Occupied(str(error)) from None
         yield
     finally:
-        lock.release(Path(run_dir))
+        lock.release(folder)
 
 
 def for_worker(config: Config) -> contextlib.AbstractContextManager[None]:
@@ -79,10 +92,15 @@ def _has_plans(composed: DictConfig) -> bool:
     return is_plan(composed) or any("plan" in re.split(r"\W+", modes) for modes in swept)
 
 
+def _require_no_run(run_dir: Path, composed: DictConfig) -> None:
+    if is_plan(composed) and (trace := kept_run.trace_of_run(run_dir)):
+        raise _not_over("hydra.run.dir", run_dir, f"a run (it has {trace})")
+
+
 def _not_over(setting: str, folder: Any, content: str) -> UserError:
     return UserError(
-        f"mode=plan with {setting}={folder}: this directory holds {content}, whose configuration a plan would replace "
-        f"by its own; leave {setting} out, or choose another directory"
+        f"mode=plan with {setting}={folder}: this directory holds {content}, which a plan would be taken for a part "
+        f"of; leave {setting} out, or choose another directory"
     )
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from trainapp.config.schema import Memory
 from trainapp.errors import UserError
+from trainapp.memory.kept import Kept
 from trainapp.memory.kinds import MemoryKind
 from trainapp.memory.live_tensors import Events, Kinds, ModulePath, Resident
 from trainapp.optim.on_host import copies_of
@@ -33,11 +34,11 @@ def static_bytes(
     """
     parameters = list(model.parameters())
     return {
-        MemoryKind.PARAMETERS: _size(parameters),
-        MemoryKind.GRADIENTS: _size(p for p in parameters if p.requires_grad and keeps_gradients),
-        MemoryKind.OPTIMIZER_STATE: _size(optimizer_tensors(optimizer)),
-        MemoryKind.BUFFERS: _size(model.buffers()),
-        MemoryKind.WEIGHT_AVERAGE: _size(averages),
+        MemoryKind.PARAMETERS: size_of(parameters),
+        MemoryKind.GRADIENTS: size_of(p for p in parameters if p.requires_grad and keeps_gradients),
+        MemoryKind.OPTIMIZER_STATE: size_of(optimizer_tensors(optimizer)),
+        MemoryKind.BUFFERS: size_of(model.buffers()),
+        MemoryKind.WEIGHT_AVERAGE: size_of(averages),
     }
 
 
@@ -48,10 +49,11 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     ]
     tensors = [value for key, value in by_parameter if not torch.is_tensor(key) or key.device.type == value.device.type]
     is_on_cpu = all(p.device.type == "cpu" for group in optimizer.param_groups for p in group["params"])
-    return tensors + (copies_of(optimizer) if is_on_cpu else [])
+    return [*tensors, *getattr(optimizer, "tables", ()), *(copies_of(optimizer) if is_on_cpu else [])]
 
 
-def _size(tensors: Iterable[Tensor]) -> int:
+def size_of(tensors: Iterable[Tensor]) -> int:
+    """Bytes of their storages, each once."""
     storages = [part.untyped_storage() for tensor in tensors for part in strided_parts(local(tensor))]
     return sum({storage_id(storage): storage.nbytes() for storage in storages}.values())  # tied weights share one
 
@@ -76,7 +78,10 @@ class DeviceMemory:
         self.peak = self.peak_reserved = 0  # of the whole run
         self.out_of_memory_count = 0
         self.module_path = ModulePath()
+        self.kept = Kept()  # of the run; where live tensors are counted
+        self.kept_before = 0  # bytes of it at the beginning of the last watched block
         self.watching = False
+        self.compiles = False  # `train.compile`: watched work runs uncompiled
         self.keep_events = False  # keep a successful step's events too, for its timeline
 
     @property

@@ -3,19 +3,15 @@
 One small JSON file per configuration in the user's cache directory. A wrong hint costs one retry.
 """
 
-import contextlib
-import hashlib
-import json
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from trainapp import strict_json
-from trainapp.files import atomic_write
-from trainapp.paths import user_cache_dir
+from trainapp.config import remembered
 from trainapp.train.run import Run
+
+FOLDER = "oom"  # in the cache directory
 
 
 def describe(run: Run) -> dict[str, Any]:
@@ -37,13 +33,7 @@ def describe(run: Run) -> dict[str, Any]:
         **({"metrics": {n: [m.target, m.arguments] for n, m in config.metrics.items()}} if config.metrics else {}),
         "compile": config.train.compile,
         "average": config.train.ema is not None,
-        "optimizer": [
-            config.optimizer.target,
-            config.optimizer.arguments,
-            config.optimizer.fused,
-            config.optimizer.in_backward,
-            config.optimizer.offload,
-        ],
+        "optimizer": remembered.optimizer_of(config),
         "batch": [config.batch.global_size, config.batch.eval_micro_size, run.ranks.world],
         "parallel": [config.parallel.strategy, asdict(config.parallel.ddp), asdict(config.parallel.fsdp)],
         "device": [name, run.memory.total, run.memory.limit],
@@ -69,12 +59,7 @@ def remember(run: Run) -> None:
     description, sizes = describe(run), run.sizes.state_dict()
     if not _is_searched(run):
         sizes["micro"] = None
-    text = strict_json.dumps({"run": description, **sizes}, indent=1, default=str)
-    path = _path(description)
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(path) as file:
-            file.write(text)
+    remembered.write(FOLDER, description, {"run": description, **sizes})
 
 
 def _is_searched(run: Run) -> bool:
@@ -83,17 +68,7 @@ def _is_searched(run: Run) -> bool:
 
 
 def _read(run: Run) -> dict[str, Any] | None:
-    path = _path(describe(run))
+    description = describe(run)
     if run.config.oom.remember == "clear":
-        path.unlink(missing_ok=True)
-    if run.config.oom.remember is not True:
-        return None
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        known = json.loads(path.read_text())
-        return known if isinstance(known, dict) else None
-    return None
-
-
-def _path(description: dict[str, Any]) -> Path:
-    text = json.dumps(description, sort_keys=True, default=str)
-    return user_cache_dir() / "oom" / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
+        remembered.path_of(FOLDER, description).unlink(missing_ok=True)
+    return remembered.read(FOLDER, description) if run.config.oom.remember is True else None

@@ -12,6 +12,7 @@ from torch import nn
 
 from trainapp import strict_json
 from trainapp.memory.kinds import MemoryKind
+from trainapp.memory.live_tensors import Events, Kinds
 from trainapp.oom.errors import broken_part, requested_bytes
 from trainapp.parallel.dtensor import local
 from trainapp.parallel.ranks import PeerOutOfMemory
@@ -48,7 +49,7 @@ class Incident:
     seconds_lost: float = 0.0
     unused_cache: int = 0
     by_allocator: bool = True  # torch's allocator refused it, not a library or the driver
-    alone: bool = False  # no other rank waits for this one, so none needs to be told
+    alone: bool = False  # no other rank waits for this one, so none needs to be informed
     by_peer: bool = False  # another rank ran out of memory, not this one
     culprits: list[tuple[int, str]] = field(default_factory=list)  # (rank, message) of the ranks that ran out
     lost: list[str] = field(default_factory=list)  # parameters that a forward has written, and that had no copy
@@ -97,7 +98,9 @@ def describe(run: Run, error: BaseException) -> Incident:
     if buffers:  # gradients may be views of them
         parts[MemoryKind.COMMUNICATION_BUFFERS] = sum(buffers.values())
     events, kinds = memory.events(meter.gradients())
-    parts[MemoryKind.BATCH] = sum(size for number, size in events if kinds.get(number) is MemoryKind.BATCH)
+    parts[MemoryKind.BATCH] = _live(MemoryKind.BATCH, events, kinds)
+    if kept := _live(MemoryKind.KEPT, events, kinds):
+        parts[MemoryKind.KEPT] = kept
     parts[MemoryKind.ACTIVATIONS] = max(0, used - sum(parts.values()))
     if memory.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(memory.device)
@@ -124,6 +127,11 @@ def describe(run: Run, error: BaseException) -> Incident:
         events=events,
         kinds=kinds,
     )
+
+
+def _live(kind: MemoryKind, events: Events, kinds: Kinds) -> int:
+    """Bytes of a kind after the last event."""
+    return sum(size for number, size in events if kinds.get(number) is kind)
 
 
 def _place(run: Run, error: BaseException) -> tuple[Phase, str]:

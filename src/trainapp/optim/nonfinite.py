@@ -73,7 +73,7 @@ class NonFiniteCheck:
         if self._reads_every_step or not isinstance(count, Tensor):
             count = float(count)
             if count == 0:
-                self.count(False, step, "because the loss's count was 0; it is what the task returns beside the loss")
+                self.count(False, step, "because the loss's count was 0; it is what the task returns next to the loss")
                 return False
             if count < 0:
                 self._stop_for_count(step, f"negative ({count:g})")

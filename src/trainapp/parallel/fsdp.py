@@ -117,6 +117,15 @@ class FSDP(SingleDevice):
             self._root.reset_iter_state()
         self.model.zero_grad(set_to_none=True)
 
+    def sharded_together(self) -> Iterator[list[nn.Parameter]]:
+        """The parameters of each module that is sharded for itself, in the order in which they were sharded."""
+        known: set[nn.Parameter] = set()
+        root, *blocks = self._sharded
+        for module in (*blocks, root):
+            own = [parameter for parameter in module.parameters() if parameter not in known]
+            known.update(own)
+            yield own
+
     def warm_up(self) -> None:
         """On the group of all ranks and on those of the mesh, which may be the same."""
         groups = {group.group_name: group for group in (dist.group.WORLD, *self._groups) if group is not None}

@@ -55,7 +55,7 @@ class SingleDevice:
         """Let the libraries allocate now what they otherwise allocate at a collective's first use. Collective."""
 
     def communication_buffers(self) -> Iterator[torch.Tensor]:
-        """Tensors that persist between steps for exchanging gradients, beside what `model` holds."""
+        """Tensors that persist between steps for exchanging gradients, in addition to what `model` holds."""
         return iter(())
 
     def broadcast_buffers(self) -> None:

@@ -19,13 +19,13 @@ from trainapp.parallel.dtensor import is_shard, local
 from trainapp.parallel.ranks import Ranks
 from trainapp.plan import models
 from trainapp.plan.place import Place
-from trainapp.plan.ranks import EqualChunks
+from trainapp.plan.ranks import EqualChunks, SimulatedRanks
 from trainapp.plan.recorder import PhaseLog, TracedMemory
 from trainapp.plan.traced_part import planned_config, representative, training_shapes
 from trainapp.plan.values import MadeUpValues, NoOverflow
 from trainapp.plan.ways import Way
 from trainapp.signals import StopRequest
-from trainapp.torch_private import fake_tensor_mode, outside_dispatch_modes
+from trainapp.torch_private import fake_tensor_mode, is_fake, outside_dispatch_modes, storage_id
 from trainapp.train import build
 from trainapp.train.components import Components
 from trainapp.train.run import Run
@@ -66,6 +66,8 @@ def built(
     shape, eval_shape = _shapes(planned, components, size, eval_size, way, ranks)
     parts = build.load_parts(planned, ranks, components)
     host, parts.device, parts.accelerator = parts.device, place.device or parts.device, place.accelerator
+    if isinstance(ranks, SimulatedRanks):  # the data were opened on the host
+        ranks = ranks.on(parts.device)
     parts.memory = memory = TracedMemory(parts.device, place.limit(config), real_bytes)
     values = MadeUpValues(
         way.otherwise, lambda: memory.phase if memory.watching else None, config.train.grad_clip, way.share
@@ -74,13 +76,17 @@ def built(
         fake: Callable[[Tensor], Tensor] = _unchanged
         if real_bytes is None:
             fake = _without_data(parts, planned, host, place, values, stack)
-        parts.batches = cast(TrainBatches, place.batches(parts.batches, fake, shape, memory.passes))
+            if place.device is None:
+                fake = _of_data_as_before(fake, memory)
+        parts.batches = cast(TrainBatches, place.batches(parts.batches, fake, shape, memory))
         if parts.eval_batches is not None:
             parts.eval_batches = cast(EvalBatches, place.eval_batches(parts.eval_batches, fake, eval_shape))
         values.state_is_late = state_is_late = _creates_state_late(planned, host)
         with EqualChunks():
             run = build.run_of(planned, parts, StopRequest(), ranks, initial_device=str(parts.device))
         values.state_is_late = False
+        if real_bytes is None and place.device is None:
+            memory.kept.stand_in = _remembered(fake)
         run.attempt = PhaseLog(memory)
         memory.resident = run.meter.resident
         if _has_padded_shards(run.state.model.parameters()):
@@ -142,6 +148,35 @@ def _settle_shards(run: Run) -> None:
 
 def _unchanged(tensor: Tensor) -> Tensor:
     return tensor
+
+
+def _of_data_as_before(fake: Callable[[Tensor], Tensor], memory: TracedMemory) -> Callable[[Tensor], Tensor]:
+    """A view of a data set's tensor stays one, which never counts."""
+
+    def made(tensor: Tensor) -> Tensor:
+        of_data = memory.kept.of_data
+        if storage_id(tensor.untyped_storage()) not in of_data:
+            return fake(tensor)
+        with outside_dispatch_modes():  # making it would be counted
+            new = fake(tensor)
+        of_data.add(new.untyped_storage())
+        return new
+
+    return made
+
+
+def _remembered(fake: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Of tensors that existed before the trace, one each: a task may hold some, and use them in every step."""
+    made: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def stand_in(tensor: Tensor) -> Tensor:
+        if is_fake(tensor):
+            return tensor
+        if id(tensor) not in made:
+            made[id(tensor)] = tensor, fake(tensor)
+        return made[id(tensor)][1]
+
+    return stand_in
 
 
 def _creates_state_late(config: Config, device: torch.device) -> bool:

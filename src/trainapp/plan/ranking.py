@@ -12,7 +12,7 @@ from typing import Any
 from trainapp.config.schema import Config
 from trainapp.plan.recorder import Peak
 from trainapp.plan.sizes import Facts, Planner
-from trainapp.plan.variants import RESULTS, Variant, Variants, settings_of
+from trainapp.plan.variants import RESULTS, Variant, Variants
 
 MOST_SEARCHES = 3  # variants whose largest micro-batch is searched: the first ones of the list, those of each choice
 ERROR_OF_TIME = 0.15  # relative: a gain below it may be none
@@ -141,7 +141,7 @@ class Ranking:
     def _plan(self, fitting: Fitting) -> Facts:
         variant, peak = fitting.variant, fitting.peak
         settings = [
-            *settings_of(variant.levers),
+            *variant.overrides.split(),
             *size_overrides(self.variants.planner.config, fitting.size),
         ]
         if fitting.eval_size:

@@ -7,6 +7,7 @@ from typing import Any
 from trainapp import strict_json
 from trainapp.config.schema import Config
 from trainapp.files import atomic_write
+from trainapp.plan.answer import complete
 from trainapp.plan.process import ask
 from trainapp.units import bytes_text
 
@@ -20,7 +21,7 @@ def run(config: Config) -> float | None:
     facts = ask(config, picture=run_dir / PICTURE)
     run_dir.mkdir(parents=True, exist_ok=True)
     with atomic_write(run_dir / PLAN) as file:
-        file.write(strict_json.dumps(facts, indent=1) + "\n")
+        file.write(strict_json.dumps(complete(facts), indent=1) + "\n")
     print(text(facts), flush=True)
     peak = facts.get("peak_bytes")
     return None if peak is None else float(peak)
@@ -86,7 +87,12 @@ def _levers(facts: dict[str, Any]) -> list[str]:
             time = bytes_text(entry["reserved_bytes"])
         start = f"{peak:>10}  {largest:>7}  {time:>{wide}}  {entry['certainty']:<13}  "
         lines += textwrap.wrap(
-            entry["overrides"], WIDTH, initial_indent=start, subsequent_indent=" " * len(start), break_long_words=False
+            entry["overrides"],
+            WIDTH,
+            initial_indent=start,
+            subsequent_indent=" " * len(start),
+            break_long_words=False,
+            break_on_hyphens=False,
         )
     if any(entry["largest_micro_size"] is None for entry in facts["levers"]):
         lines.append("(largest -: not searched)")
@@ -112,10 +118,11 @@ def _device_lines(facts: dict[str, Any]) -> list[str]:
     if "reserved_bytes" not in facts:
         return []
     device, segments = facts["device"], "expandable segments" if facts["expandable_segments"] else "fixed segments"
+    outside, nccl = bytes_text(device["context_bytes"] + device["nccl_bytes"]), device["nccl_bytes"]
     return [
         f"on {device['name']}, predicted without it: allocated {bytes_text(facts['allocated_bytes'])}, reserved "
-        f"{bytes_text(facts['reserved_bytes'])} ({segments}); outside of the allocator about "
-        f"{bytes_text(device['context_bytes'])}"
+        f"{bytes_text(facts['reserved_bytes'])} ({segments}); outside of the allocator about {outside}"
+        + (f", {bytes_text(nccl)} of it NCCL's buffers" if nccl else "")
     ]
 
 

@@ -179,7 +179,7 @@ class Speeds:
     def _best(self, function: Callable[[], Any], patience: float = 0.03) -> float:
         """Seconds per call, of the fastest of some rounds: what disturbs the machine only adds.
 
-        patience: seconds for all rounds; at least two count, or one that takes longer by itself.
+        patience: seconds for all rounds; at least two count, or one that alone takes longer.
         """
         function()
         found, number, spent = float("inf"), 1, 0.0

@@ -33,6 +33,7 @@ class RunResult:
     bit_for_bit_note: str | None  # why not
     peak_memory_bytes: int
     peak_reserved_bytes: int  # with the allocator's unused cache, which counts towards the limit on CUDA
+    plan_note: str | None  # how a step has contradicted the plan that the sizes follow
     samples_per_second: float
     seconds: float
     checkpoint: str | None
@@ -59,6 +60,7 @@ def result_of(run: Run, seconds: float) -> RunResult:
         bit_for_bit_note=note,
         peak_memory_bytes=max(peak for peak, _ in peaks),
         peak_reserved_bytes=max(reserved for _, reserved in peaks),
+        plan_note=run.sizes.plan_note,
         samples_per_second=run.meter.samples_per_second(),
         seconds=seconds,
         checkpoint=run.checkpointer.newest_name(),
@@ -95,6 +97,8 @@ def why_not_bit_for_bit(run: Run, not_replayed: list[str]) -> str | None:
     if not_replayed:
         return f"a schedule of sizes does not replay this: {'; '.join(not_replayed)}"
     if kind == "cpu":
+        if run.config.train.compile:
+            return "train.compile=true: steps run uncompiled while memory is counted, and round otherwise"
         bilinear = bilinear_modules_with_two_roundings(run.state)
         return f"nn.Bilinear ({listed(bilinear)}) has another rounding while memory is counted" if bilinear else None
     if kind != "cuda" or not run.config.train.deterministic:
@@ -106,7 +110,7 @@ def why_not_bit_for_bit(run: Run, not_replayed: list[str]) -> str | None:
 def write(run_dir: Path, result: RunResult) -> None:
     """Write result.json. Raises OSError when it cannot be written; an older one then stays."""
     facts = asdict(result)
-    for note in ("objective_note", "bit_for_bit_note"):
+    for note in ("objective_note", "bit_for_bit_note", "plan_note"):
         if facts[note] is None:
             del facts[note]
     with atomic_write(run_dir / RESULT) as file:

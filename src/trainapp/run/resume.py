@@ -91,7 +91,7 @@ def _changed(run: Run, path: Path, sizes: dict[str, Any]) -> list[str]:
     return [f"{name}: {now} after step {step}, {before} until then" for name, before, now in changes if now != before]
 
 
-# What decides the bits of a step beside the sizes; the length of the run decides its learning rates.
+# What decides the bits of a step apart from the sizes; the length of the run decides its learning rates.
 _WHOLE = ("data", "model", "optimizer", "task", "precision", "schedule")
 _PARTS = {
     "train": ("grad_clip", "ema", "nonfinite", "compile", "deterministic", "device"),

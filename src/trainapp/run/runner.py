@@ -14,13 +14,13 @@ from trainapp.checkpoint.manifest import read_manifest
 from trainapp.config.schema import Config
 from trainapp.memory import host_guard
 from trainapp.memory.device import DeviceMemory
-from trainapp.oom import handover, hints, incident, planned, recovery
+from trainapp.oom import handover, hints, incident, recovery
 from trainapp.oom.building import out_of_memory_named
 from trainapp.oom.errors import is_out_of_memory
 from trainapp.oom.incident import Incident
 from trainapp.optim.optimizers import lean_optimizer
 from trainapp.parallel.ranks import Ranks, SingleRank
-from trainapp.plan import first_size, residuals
+from trainapp.plan import first_sizes, residuals, size_without_retries
 from trainapp.plan.ranks import by_rank_zero
 from trainapp.run import export, restarts, resume
 from trainapp.run.result import RunResult, result_of
@@ -132,14 +132,14 @@ def prepare(config: Config, stop: StopRequest, ranks: Ranks, carried: CarriedOve
         retries_in_place=run.retries_in_place,
         hint=hint,
         saved=saved if saved and saved["budget"] == run.memory.budget else None,
-        planned=lambda: by_rank_zero(ranks, config, planned.first_sizes) if config.mode == "train" else None,
+        planned=lambda: by_rank_zero(ranks, config, first_sizes.first_sizes) if config.mode == "train" else None,
         remembered=hints.recall(run) if config.oom.enabled else None,
     )
     run.sizes.continue_history(saved, hint)
-    first_size.begin_with_plan(run)
+    size_without_retries.begin_with_plan(run)
     if run.sizes.origin == "remembered":
         log.info(
-            "micro-batch %d, as an earlier run of this configuration found (oom.remember=clear forgets it)",
+            "micro-batch %d, as found by an earlier run of this configuration (oom.remember=clear forgets it)",
             run.sizes.train.size,
         )
     build.start_tracking(run)

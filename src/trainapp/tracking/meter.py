@@ -44,7 +44,8 @@ def spread_over_ranks(scalars: dict[str, float], ranks: Ranks) -> dict[str, floa
 class Meter:
     """Counts samples and seconds since the last log step, and since the start.
 
-    communication_buffers, metric_states: functions that give tensors in memory which neither model nor optimizer hold.
+    communication_buffers, hook_tensors: functions that give tensors in memory which neither model nor optimizer hold;
+    the latter what metrics and callbacks keep.
     counts_tokens: whether the counts of the loss are numbers of tokens.
     """
 
@@ -56,7 +57,7 @@ class Meter:
     ):
         self.state, self.memory, self.host = state, memory, HostMemory()
         self.communication_buffers = communication_buffers
-        self.metric_states: Callable[[], Iterable[torch.Tensor]] = tuple
+        self.hook_tensors: Callable[[], Iterable[torch.Tensor]] = tuple
         self.counts_tokens = False
         self._window_counts: list[Any] = []  # tensors stay on the device until a log step
         self.parameters = [p for p in state.model.parameters() if p.requires_grad]
@@ -78,7 +79,7 @@ class Meter:
             MemoryKind.PARAMETERS: self.state.model.parameters(),
             MemoryKind.GRADIENTS: self.gradients(),
             MemoryKind.COMMUNICATION_BUFFERS: self.communication_buffers(),
-            MemoryKind.BUFFERS: itertools.chain(self.state.model.buffers(), self.metric_states()),
+            MemoryKind.BUFFERS: itertools.chain(self.state.model.buffers(), self.hook_tensors()),
             MemoryKind.OPTIMIZER_STATE: optimizer_tensors(self.state.optimizer),
             MemoryKind.WEIGHT_AVERAGE: self.state.average.averages,
             MemoryKind.BATCH: tensors_in(batch),  # last, so that an error names it

@@ -144,7 +144,7 @@ class Tracker:
 
 
 class SilentTracker:
-    """For ranks other than 0: writes nothing but pictures, which go beside the incident reports."""
+    """For ranks other than 0: writes nothing but pictures, which go next to the incident reports."""
 
     def __init__(self, run_dir: Path, *_: Any):
         self.run_dir, self.complain = run_dir, Complaints()

@@ -72,12 +72,7 @@ def assemble(
     its streams. Raises UserError for parts that do not fit together.
     """
     is_meta = initial_device is None and _starts_on_meta(config, ranks)
-    place = "meta" if is_meta else initial_device
-    with torch.device(place) if place else contextlib.nullcontext():
-        model = _construct(config, components)
-    if not is_meta and any(t.device.type != device.type for t in (*model.parameters(), *model.buffers())):
-        model.to(device)
-    model.train()
+    model = _on_device(config, components, device, "meta" if is_meta else initial_device)
     if lazy := lazy_modules(model):
         materialise(model, lazy, None if is_meta else example, components.task, device, precision)
     if dense := _make_gradients_dense(model):
@@ -93,18 +88,14 @@ def assemble(
     budget = _budget(config, components, model, device)
     offloading = offload.apply(model, config, accelerator)
     if config.train.compile:
-        model.compile()
+        _compile(config, model, budget)
     strategy = _spread(config, model, ranks, precision.compute_dtype)
     if not strategy.recovers_in_place:
         ranks.disable_votes()
     if is_meta:
         assert isinstance(strategy, FSDP)
         _initialise_shards(config, strategy, ranks, device)
-    optimizer = build_optimizer(config.optimizer, model, device, config.user_packages, accelerator)
-    if config.optimizer.in_backward:
-        in_backward.require_separable(optimizer)
-    for group in optimizer.param_groups:
-        group["initial_lr"] = group["lr"]
+    optimizer = _optimizer(config, model, device, accelerator)
     state = TrainState(
         model=model,
         optimizer=optimizer,
@@ -119,11 +110,40 @@ def assemble(
     return Assembled(state, strategy, losses.checked(task, config.task), budget, offloading)
 
 
+def _on_device(config: Config, components: Components, device: torch.device, initial: str | None) -> nn.Module:
+    """The model in training mode on `device`, initialised on `initial`: see `assemble`."""
+    with torch.device(initial) if initial else contextlib.nullcontext():
+        model = _construct(config, components)
+    if initial != "meta" and any(t.device.type != device.type for t in (*model.parameters(), *model.buffers())):
+        model.to(device)
+    model.train()
+    return model
+
+
+def _optimizer(
+    config: Config, model: nn.Module, device: torch.device, accelerator: Accelerator
+) -> torch.optim.Optimizer:
+    optimizer = build_optimizer(config.optimizer, model, device, config.user_packages, accelerator)
+    if config.optimizer.in_backward:
+        in_backward.require_separable(optimizer)
+    for group in optimizer.param_groups:
+        group["initial_lr"] = group["lr"]
+    return optimizer
+
+
 def _budget(config: Config, components: Components, model: nn.Module, device: torch.device) -> Budget | NoBudget:
     if config.activation_checkpointing.mode != "budget":
         return NoBudget()
     task = losses.in_chunks(components.task, config.memory.loss_chunk)
-    return Budget(model, task, config.activation_checkpointing, device)
+    return Budget(model, task, config.activation_checkpointing, device, compiles=config.train.compile)
+
+
+def _compile(config: Config, model: nn.Module, budget: Budget | NoBudget) -> None:
+    """With FSDP, torch compiles each block by itself, from code that the blocks share: where their shapes differ, it
+    would compile for any shape, which fails for BatchNorm (torch 2.13). So each shape is compiled separately there.
+    """
+    options = {"dynamic": False} if config.parallel.strategy == "fsdp" else {}
+    model.compile(**options, **budget.compile_options)
 
 
 def _make_gradients_dense(model: nn.Module) -> list[str]:

@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from trainapp.errors import UserError
 from trainapp.memory import backends
 from trainapp.memory.device import DeviceMemory, static_bytes
 from trainapp.memory.levers import catalogue
-from trainapp.memory.levers.lever import Situation
+from trainapp.memory.levers.lever import Lever, Situation, to_paste
 from trainapp.models.weights import load_initial_weights
 from trainapp.optim import precision, schedules
 from trainapp.optim.nonfinite import NonFiniteCheck
@@ -80,7 +81,7 @@ def load_parts(
     device = ranks.device if ranks.world > 1 else choose_device(config.train.device)
     set_global_switches(config, device)
     memory = memory or backends.build(config.memory, device)  # before anything is allocated on the device
-    memory.keep_events = config.memory.timeline
+    memory.keep_events, memory.compiles = config.memory.timeline, config.train.compile
     seed_everything(config.train.seed)
     numerics = precision.build(config.precision, device)
     arguments = _batch_arguments(config, components, device, ranks)
@@ -90,13 +91,7 @@ def load_parts(
     return Parts(components, device, memory, numerics, batches, eval_batches)
 
 
-def run_of(
-    config: Config,
-    parts: Parts,
-    stop: StopRequest,
-    ranks: Ranks,
-    initial_device: str | None = None,
-) -> Run:
+def run_of(config: Config, parts: Parts, stop: StopRequest, ranks: Ranks, initial_device: str | None = None) -> Run:
     """The run of these parts. initial_device: see `assemble`."""
     components, device, memory, numerics = parts.components, parts.device, parts.memory, parts.numerics
     batches, eval_batches = parts.batches, parts.eval_batches
@@ -105,8 +100,8 @@ def run_of(
     )
     state, strategy = assembled.state, assembled.strategy
     strategy.note_buffer = memory.note_buffer
-    objective = _objective(config, components.train_data)
-    callbacks = hook_parts.callbacks_of(config, components.hooks, objective, components.eval_data is not None)
+    can_evaluate = components.eval_data is not None
+    callbacks = hook_parts.callbacks_of(config, components.hooks, components.train_data, can_evaluate)
     state.stateful = owners_of_state(components, state.model, device, callbacks)
     if config.model.init_from:
         load_initial_weights(state.model, Path(config.model.init_from), config.model.init_strict)
@@ -146,7 +141,7 @@ def run_of(
         restore_point=RestorePoint(state.model, device, state.stateful),
         stop=stop,
         cadences=Cadences.of(config, length),
-        objective=objective,
+        objective=Objective.of(config, components.train_data),
         rehearsals=exactness.STEPS if config.train.check_exactness else 0,
         autotuner=Autotuner(device, config.train.deterministic),
     )
@@ -156,7 +151,7 @@ def run_of(
 def owners_of_state(
     components: Components, model: torch.nn.Module, device: torch.device, callbacks: Mapping[str, Any]
 ) -> Stateful:
-    """What owns state beside the model's tensors. Resets the task to the state with which this process first used
+    """What owns state other than the model's tensors. Resets the task to the state with which this process first used
     it, and moves the modules among the owners to the device.
     """
     task, data = components.task, components.train_data
@@ -192,13 +187,19 @@ def require_room(memory: DeviceMemory, state: TrainState, situation: Situation) 
     if memory.limit is not None and sum(sizes.values()) >= memory.limit:
         parts = ", ".join(f"{kind.label} {bytes_text(size)}" for kind, size in sizes.items() if size)
         levers = [
-            f"  {lever.setting}: saves {lever.saves if saved is None else bytes_text(saved)}; cost: {lever.costs}"
+            f"  {_pasted(lever, situation)}: saves {lever.saves if saved is None else bytes_text(saved)}; "
+            f"cost: {lever.costs}"
             for saved, lever in catalogue.of_state(situation, sizes)
         ]
         raise UserError(
             f"memory.limit={bytes_text(memory.limit)}: {parts} need {bytes_text(sum(sizes.values()))} before any "
             "batch; raise the limit, use a smaller model, or one of these:\n" + "\n".join(levers).replace("`", "")
         )
+
+
+def _pasted(lever: Lever, situation: Situation) -> str:
+    """Its overrides; its setting where the value is the user's to choose."""
+    return shlex.join(to_paste([lever], situation.config.command)) if lever.changes else lever.setting
 
 
 def _batch_arguments(config: Config, components: Components, device: torch.device, ranks: Ranks) -> dict[str, Any]:
@@ -228,7 +229,7 @@ def _train_batches(config: Config, components: Components, arguments: dict[str, 
 
 
 def _workers(config: Config, components: Components, local_ranks: int, owners: dict[str, Owner]) -> int:
-    """Loader processes; none for data with a state, which each of them would change by itself, ahead of the steps."""
+    """Loader processes; none for data with a state, of which each would change its own copy, ahead of the steps."""
     setting = config.loader.num_workers
     count = worker_count(setting, components.train_data, local_ranks)
     if not (count and owners):
@@ -262,11 +263,3 @@ def _checkpointer(config: Config, state: TrainState, ranks: Ranks) -> Checkpoint
     state.stateful.state_dict()  # raises UserError now rather than at the first save
     directory = CheckpointDirectory(Path(config.run_dir), settings.keep_last, ranks)
     return Checkpointer(state, directory, ranks, settings.asynchronous)
-
-
-def _objective(config: Config, data: Any) -> Objective:
-    if config.objective != "auto":
-        direction, metric = config.objective.split()
-        return Objective(direction, metric)
-    classifies = config.task == "classification" or (config.task == "auto" and data.task == "classification")
-    return Objective("max", "accuracy") if classifies else Objective("min", "loss")

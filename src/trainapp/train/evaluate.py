@@ -17,6 +17,7 @@ from trainapp.train.modes import evaluation_mode
 from trainapp.train.phase import Phase
 from trainapp.train.run import Run
 from trainapp.train.totals import Totals
+from trainapp.train.watching import watch_micro_batch
 
 
 @torch.no_grad()
@@ -64,6 +65,7 @@ def evaluate(run: Run) -> None:
     run.tracker.evaluated(progress.step, progress.samples, means)
     record_objective(run, means)
     callbacks.after_evaluation(run, results | means)
+    run.metrics.reset()
 
 
 def evaluate_batch(run: Run, micro: MicroBatch) -> None:
@@ -71,8 +73,7 @@ def evaluate_batch(run: Run, micro: MicroBatch) -> None:
     sizes, totals = run.sizes.evaluation, run.attempt.evaluation
     assert totals is not None, "outside an evaluation"
     with run.metrics.undone_on_error():
-        watch = run.memory.watch(run.meter.resident(micro.data)) if sizes.needs_watching else contextlib.nullcontext()
-        with watch:
+        with watch_micro_batch(run, sizes, micro.data):
             with run.state.precision.autocast:
                 loss, count, metrics = run.strategy.evaluate(run.task, micro.data)
             finished = evaluate_metrics(metrics, run.metrics.names)
@@ -81,7 +82,8 @@ def evaluate_batch(run: Run, micro: MicroBatch) -> None:
         if sizes.is_unproven:
             require_all_allocated(run, sizes, run.eval_ranks)
         run.restore_point.tensors.note_written()
-        totals = totals.plus(loss, count, finished, micro.samples, micro.real)
+        # A copy: a loss that is a view would keep its micro-batch's tensors until the evaluation ends.
+        totals = totals.plus(loss.clone(), count, finished, micro.samples, micro.real)
         run.eval_ranks.check_peers()  # the last moment at which a micro-batch can be repeated
     run.attempt.evaluation = totals
     run.restore_point.take(sizes.is_unproven)

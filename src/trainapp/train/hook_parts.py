@@ -1,16 +1,24 @@
 """Metrics with a state, callbacks and outlets of the tracker: found by their names, built, and checked."""
 
-from collections.abc import Mapping
+import copy
+import functools
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+
+from trainapp.checkpoint.held_tensors import held_tensors, kept_of
 from trainapp.config import targets
 from trainapp.config.schema import Config, Target
 from trainapp.errors import UserError
 from trainapp.hooks.callbacks import Callbacks
 from trainapp.hooks.early_stopping import EarlyStopping
 from trainapp.hooks.metrics import StatefulMetrics
-from trainapp.torch_private import is_tracing
+from trainapp.memory.kept import Kept
+from trainapp.parallel.dtensor import local
+from trainapp.torch_private import is_tracing, outside_dispatch_modes, storage_id
 from trainapp.tracking.utilisation import NoUtilisation, Utilisation, peak_of
 from trainapp.train import losses
 from trainapp.train.phase import Phase
@@ -58,9 +66,11 @@ def load_hooks(config: Config, spec: Mapping[str, Any]) -> Hooks:
     return hooks
 
 
-def callbacks_of(config: Config, hooks: Hooks, objective: Objective, can_evaluate: bool) -> dict[str, Any]:
+def callbacks_of(config: Config, hooks: Hooks, data: Any, can_evaluate: bool) -> dict[str, Any]:
     """The callbacks, with the one that `stopping.patience` asks for; without it where nothing is trained. Raises
     UserError where there is nothing to evaluate.
+
+    data: the training data set.
     """
     stopping = config.stopping
     chosen_by_name = {name: hooks.callbacks[name] for name in config.callbacks}  # a plan's configuration has none
@@ -71,7 +81,7 @@ def callbacks_of(config: Config, hooks: Hooks, objective: Objective, can_evaluat
             f"stopping.patience={stopping.patience}: data={config.data.target} has no validation split, and patience "
             "counts evaluations; set stopping.patience=null"
         )
-    chosen = objective if stopping.metric == "auto" else Objective(*stopping.metric.split())
+    chosen = Objective.of(config, data) if stopping.metric == "auto" else Objective(*stopping.metric.split())
     early = EarlyStopping(stopping.patience, stopping.min_delta, chosen.direction, chosen.metric)
     return {**chosen_by_name, EARLY_STOPPING: early}
 
@@ -82,14 +92,33 @@ def attached(run: Run, hooks: Hooks, callbacks: Mapping[str, Any]) -> Run:
     run.callbacks = Callbacks(callbacks)
     run.outlets = hooks.outlets
     run.utilisation = _utilisation_of(run)
-    run.meter.metric_states = run.metrics.tensors
     run.meter.counts_tokens = losses.counts_tokens(run.task)
+    run.memory.kept = kept = kept_of(run.state.stateful.roots)
+    run.meter.hook_tensors = functools.partial(_tensors_of, run.metrics, callbacks, run.state.model, kept)
     return run
+
+
+def _tensors_of(
+    metrics: StatefulMetrics, callbacks: Mapping[str, Any], model: nn.Module, kept: Kept
+) -> Iterator[Tensor]:
+    """What metrics and callbacks keep, but for tensors that are the model's or a data set's as well."""
+    yield from metrics.tensors()
+    held = [tensor for tensor in held_tensors([callbacks]) if tensor.layout is torch.strided]
+    if held:  # else the model's storages need not be listed
+        others = {storage_id(local(p).untyped_storage()) for p in (*model.parameters(), *model.buffers())}
+        for tensor in held:
+            key = storage_id(local(tensor).untyped_storage())
+            if key not in others and key not in kept.of_data:
+                yield tensor
 
 
 def _metrics_of(run: Run, hooks: Hooks) -> StatefulMetrics:
     """On the device, where their states count as memory."""
-    metrics, loss_chunk = StatefulMetrics(hooks.metrics), run.config.memory.loss_chunk
+    objects = hooks.metrics
+    if is_tracing():  # several traces use the same ones, which would mix tensors of theirs
+        with outside_dispatch_modes():
+            objects = copy.deepcopy(objects)
+    metrics, loss_chunk = StatefulMetrics(objects), run.config.memory.loss_chunk
     if metrics.names and loss_chunk is not None and losses.is_built_in(run.task):
         raise UserError(
             f"memory.loss_chunk={loss_chunk} with metrics.{sorted(metrics.names)[0]}: metrics get logits, which a loss "

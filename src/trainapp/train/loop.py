@@ -13,6 +13,7 @@ from torch import Tensor
 from trainapp.memory.timeline import Picture
 from trainapp.tracking.meter import spread_over_ranks
 from trainapp.train import callbacks
+from trainapp.train.against_plan import compare_with_plan
 from trainapp.train.evaluate import evaluate
 from trainapp.train.in_backward import update_in_backward
 from trainapp.train.phase import Phase
@@ -74,7 +75,7 @@ def grow_micro_batch(run: Run, news: bool) -> None:
     sizes, step = run.sizes.train, run.state.progress.step
     was_searching = not sizes.search_has_ended
     run.attempt.phase = Phase.SEARCH
-    sizes.compare(run.ranks, run.memory.watched_peak)
+    compare_with_plan(run)
     for size in sizes.succeeded(run.ranks, news).values():
         run.tracker.note(f"step {step + 1} tries a larger micro-batch: {size}")
     if was_searching and sizes.search_has_ended:

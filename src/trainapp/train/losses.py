@@ -152,7 +152,7 @@ def _refuse(result: Any, setting: str) -> NoReturn:
     )
 
 
-# What the log records beside metrics: see `loop.log`, `Sizes.scalars` and `Meter.scalars`.
+# What the log records in addition to metrics: see `loop.log`, `Sizes.scalars` and `Meter.scalars`.
 RESERVED = frozenset({"loss", "step", "samples", "epoch", "lr", "grad_norm", "samples_per_second", "data_wait"})
 
 

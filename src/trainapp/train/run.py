@@ -49,6 +49,15 @@ class Objective(NamedTuple):
     direction: str  # "max" or "min"
     metric: str
 
+    @classmethod
+    def of(cls, config: Config, data: Any) -> "Objective":
+        """From `objective`; auto goes by the task. data: the training data set."""
+        if config.objective != "auto":
+            direction, metric = config.objective.split()
+            return cls(direction, metric)
+        classifies = config.task == "classification" or (config.task == "auto" and data.task == "classification")
+        return cls("max", "accuracy") if classifies else cls("min", "loss")
+
 
 @dataclass
 class Cadences:
@@ -89,6 +98,9 @@ class Attempt:
     retried: set[tuple] = field(default_factory=set)  # what was retried at the same size in the present step
     evaluation: Totals | None = None  # totals so far of an evaluation in progress
     refused: int = 0  # allocations that the device's allocator had refused when it began
+    step: Step | None = None  # the last one that was begun
+    peak: int | None = None  # of that step in bytes, where it was watched as a whole
+    contradictions: int = 0  # watched steps in a row that contradict the plan
 
 
 @dataclass

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeGuard
 
 from trainapp.config.schema import Config
+from trainapp.data.forecast import Forecast
 from trainapp.data.micro_batch_sizes import MicroBatchSizes, Plan
 from trainapp.data.sampler import TrainBatches
 from trainapp.parallel.ranks import Ranks
@@ -15,10 +16,13 @@ log = logging.getLogger(__name__)
 
 
 class PlannedSizes(NamedTuple):
-    """Sizes that a plan expects to fit. evaluation: None where there is none, or none was asked for."""
+    """Sizes that a plan expects to fit. evaluation: None where there is none, or none was asked for. forecast: of
+    training, with the shape that it is of (None: all are alike); None where the plan is a mere estimate.
+    """
 
     train: int
     evaluation: int | None
+    forecast: tuple[int | None, Forecast] | None = None
 
 
 @dataclass
@@ -35,12 +39,13 @@ class Sizes:
     recorded: Recorded = field(default_factory=dict)
     oom_restarts: int = 0
     not_replayed: set[str] = field(default_factory=set)
+    plan_note: str | None = None  # how a step has contradicted the plan that the sizes follow
     origin: str = "share"  # what decided the training size: see `initial_sizes`
 
     def begin_with(self, planned: PlannedSizes) -> None:
         """Start with sizes that a plan expects to fit."""
         self.train.start = max(self.train.smallest, min(planned.train, self.train.start))
-        self.train.is_planned = True
+        self.train.is_planned, self.train.forecast = True, planned.forecast
         self.begin_evaluation_with(planned.evaluation)
         self.origin = "planned"
 
@@ -85,7 +90,7 @@ class Sizes:
         }
 
     def happened(self) -> dict[str, Any]:
-        """What the next process or run must know beside the sizes, see `continue_history`. Primitives only."""
+        """What the next process or run must know in addition to the sizes, see `continue_history`. Primitives only."""
         return {"oom_restarts": self.oom_restarts, "not_replayed": sorted(self.not_replayed)}
 
     def continue_history(self, saved: dict[str, Any] | None, hint: dict[str, Any] | None) -> None:
@@ -137,7 +142,7 @@ def initial_sizes(
     5. `planned`, for `batch.micro_size=plan`: the largest sizes that are predicted to fit. It is called only here.
     6. `remembered`: where an earlier run of the same configuration ended.
     7. This rank's share of the global batch; where a size that fails costs a restart of all workers, it is then
-       replaced by what is expected to fit (`plan.first_size`).
+       replaced by what is expected to fit (`plan.size_without_retries`).
 
     For evaluation: `hint`, `batch.eval_micro_size=N`, `saved`, `planned` with training's, `remembered`, twice this
     rank's share (without gradients more fits).

@@ -18,6 +18,7 @@ from trainapp.train.losses import evaluate_metrics
 from trainapp.train.phase import Phase
 from trainapp.train.run import Run, Step
 from trainapp.train.totals import Number, Totals
+from trainapp.train.watching import watch_micro_batch
 
 Around = Callable[[Totals], contextlib.AbstractContextManager[None]]
 
@@ -39,10 +40,8 @@ def accumulate_gradients(run: Run, step: Step, around_last: Around = _alone) -> 
     for fetched in run.meter.timed(micro_batches):
         for micro in sizes.train.cut(fetched, run.ranks):
             run.activation_budget.prepare(micro.data, run.state.precision.autocast, micro.last)
-            watched = run.memory.watching or sizes.train.needs_watching
-            watch = run.memory.watch(run.meter.resident(micro.data)) if watched else contextlib.nullcontext()
             counting = run.utilisation.counting(micro.samples, micro.real)
-            with run.strategy.micro_batch(micro.last), watch, counting:
+            with run.strategy.micro_batch(micro.last), watch_micro_batch(run, sizes.train, micro.data), counting:
                 totals = backward(run, micro, weight, totals, step.is_logged, around_last)
             if sizes.train.is_unproven:
                 require_all_allocated(run, sizes.train, run.ranks)

@@ -11,6 +11,7 @@ from trainapp.train.phase import Phase
 from trainapp.train.run import Run, Step
 from trainapp.train.split_check import require_right_split
 from trainapp.train.step import accumulate_gradients
+from trainapp.train.watching import watch_step
 
 
 @contextlib.contextmanager
@@ -18,10 +19,9 @@ def transaction(run: Run, step: Step) -> Iterator[None]:
     """Use around a step, up to and including its commit. An error passes through: the runner calls `rollback`.
 
     Records what a forward may change (`RestorePoint`). While the size is unproven, enables votes before each collective
-    on whether any rank ran out of memory, and watches memory; it also watches logged and drawn steps, and votes in the
-    one in which cuDNN tunes itself.
+    on whether any rank ran out of memory; also in the one in which cuDNN tunes itself. Watches memory, see `watching`.
     """
-    attempt, sizes, memory = run.attempt, run.sizes, run.memory
+    attempt, sizes = run.attempt, run.sizes
     attempt.phase, attempt.started = Phase.START, time.monotonic()  # no restore point yet
     sizes.follow_schedule(step.attempt)
     run.restore_point.take(sizes.train.is_unproven, run.rehearsals > 0)
@@ -31,11 +31,7 @@ def transaction(run: Run, step: Step) -> Iterator[None]:
     run.ranks.start_flag_exchange(run.flags)  # in the background: the step hides it
     tunes = run.autotuner.follow(sizes.train)
     run.ranks.enable_votes(tunes or sizes.train.is_unproven)
-    if sizes.train.is_unproven or step.is_drawn or (step.is_logged and memory.watch_is_due):
-        with memory.watch(run.meter.resident(), track_modules=sizes.train.is_untried):
-            check_exactness(run, step)
-            yield
-    else:
+    with watch_step(run, step):
         check_exactness(run, step)
         yield
 
