@@ -38,7 +38,7 @@ CUDA = torch.device("cuda", 0)
 SAMPLES = 8  # in each of two micro-batches
 STEPS = 6  # a size is proven after three
 _aten = torch.ops.aten
-# Beside reads of single values: operations whose result has a size that only the device knows, and comparisons.
+# Besides reads of single values: operations whose result has a size that only the device knows, and comparisons.
 _WAITING = {
     *READ_OPERATORS,
     _aten.nonzero.default,

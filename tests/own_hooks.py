@@ -162,10 +162,10 @@ class Changes:
 
 
 class Holds:
-    """A table of a megabyte from the first step on; the model's parameters and the data are not its own."""
+    """A table of a megabyte from its first step on; model and data are not its own."""
 
     def after_step(self, view):
-        self.table, self.data, self.parameters = torch.zeros(2**18), view.data, list(view.model.parameters())
+        self.table, self.model, self.data = torch.zeros(2**18), view.model, view.data
 
 
 class StopsAt:

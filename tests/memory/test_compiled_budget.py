@@ -14,11 +14,12 @@ from trainapp.config.schema import ActivationCheckpointing, Memory
 from trainapp.errors import UserError
 from trainapp.memory.cpu import CpuMemory
 from trainapp.memory.kinds import MemoryKind
-from trainapp.memory.levers import activation_checkpointing, compiled_budget
+from trainapp.memory.levers import activation_checkpointing, compiled_budget, graph_memory
 from trainapp.memory.levers.block_trace import Skeleton
 from trainapp.memory.levers.budget import Budget
-from trainapp.memory.levers.compiled_budget import MARGIN, SHARES, Beside, CompiledBudget, measured
-from trainapp.memory.levers.loss_trace import beside_model
+from trainapp.memory.levers.compiled_budget import MARGIN, SHARES, CompiledBudget, LossMemory
+from trainapp.memory.levers.graph_memory import measured
+from trainapp.memory.levers.loss_trace import loss_memory
 from trainapp.memory.live_tensors import LiveTensors
 from trainapp.torch_compiler import copy_of, split_at
 
@@ -72,7 +73,7 @@ def traced(model, budget):
 
 
 def backward(model, loss_of, x, seed=1):
-    """The gradients, and the bytes that were saved for them beside parameters and the batch."""
+    """The gradients, and the bytes that were saved for them besides parameters and the batch."""
     own = {t.untyped_storage()._cdata for t in (*model.parameters(), x)}
     stored = {}
 
@@ -162,7 +163,8 @@ def test_random_numbers_are_not_drawn_again(limit):
 
 def test_torch_itself_would_draw_them_again(monkeypatch):
     """The comparison above can fail."""
-    monkeypatch.setattr(compiled_budget, "_draws", lambda node: False)
+    for module in (compiled_budget, graph_memory):
+        monkeypatch.setattr(module, "draws_numbers", lambda node: False)
     model, x = built(dropout=0.3)
     everything = CompiledBudget()
     everything.begin("x", 10**9)
@@ -177,7 +179,7 @@ def test_too_little_is_said_once(caplog):
     budget = CompiledBudget()
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            budget.begin("x", 1, Beside(batch=0, loss=0))
+            budget.begin("x", 1, LossMemory(batch=0, loss=0))
             backward(model, traced(model, budget), x)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "1 B are left, but at every value of torch's budget" in caplog.text
@@ -241,7 +243,7 @@ def test_the_limit_of_a_peak_counts_batch_and_loss(caplog):
     needed = (highest + 100) + (highest + 100) // MARGIN
     for limit, default in ((needed, True), (needed - 1, False)):
         budget = CompiledBudget()
-        budget.begin("x", limit, Beside(batch=100, loss=500))
+        budget.begin("x", limit, LossMemory(batch=100, loss=500))
         caplog.clear()
         with caplog.at_level(logging.INFO):
             traced(model, budget)(x)
@@ -249,16 +251,16 @@ def test_the_limit_of_a_peak_counts_batch_and_loss(caplog):
 
 
 def test_what_the_loss_needs_is_counted():
-    """Beside the model: the gradient of its outputs, and what the loss itself computes."""
+    """Outside the model: the gradient of its outputs, and what the loss itself computes."""
     model, x = built()
-    beside = beside_model(Skeleton(model, squared, CPU), x, contextlib.nullcontext())
+    loss = loss_memory(Skeleton(model, squared, CPU), x, contextlib.nullcontext())
     outputs = x.nbytes  # as large as the inputs
-    assert beside.batch == x.nbytes
+    assert loss.batch == x.nbytes
     counter, leaf = LiveTensors(), model(x).detach().requires_grad_()
     counter.register({MemoryKind.BATCH: [leaf]})
     with counter:
         leaf.square().sum().backward()
-    assert beside.loss == counter.peak - leaf.nbytes >= outputs
+    assert loss.loss == counter.peak - leaf.nbytes >= outputs
 
 
 def test_a_limit_that_shrinks_below_what_is_needed_compiles_anew():

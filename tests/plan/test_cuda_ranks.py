@@ -194,7 +194,7 @@ def test_what_was_needed_to_build_counts_for_the_cache_alone():
 
 def test_groups_of_ranks_take_memory_that_no_plan_can_give():
     device = find("a100-80gb")
-    assert device.cap_beside(3) == device.cap - 3 * COMMUNICATOR
+    assert device.cap_with(3) == device.cap - 3 * COMMUNICATOR
     assert device.cap == device.memory - CONTEXT - 2**30
     fsdp = Parallel(strategy="fsdp")
     assert communicators_of(Parallel()) == 0

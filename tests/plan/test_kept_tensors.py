@@ -126,6 +126,13 @@ def test_a_queue_of_the_task_is_counted_from_the_start(tmp_path):
     assert max(plain) + 16_000 <= max(peaks) < max(plain) + 17_000
 
 
+def test_the_parameters_of_a_teacher_count_before_they_are_used(tmp_path):
+    overrides = (*OVER, "model=mlp", "model.width=16", "task=planned_models.Taught")
+    peaks, facts = measured(tmp_path / "run", *overrides), planned(*overrides)
+    assert (facts["certainty"], facts["peak_bytes"]) == ("exact", max(peaks))
+    assert facts["kinds"]["kept"] == 26_000
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_the_limit_is_not_exceeded_without_a_word(tmp_path, own, workers):
     """Every step is small, and none fails in a run that forgets."""

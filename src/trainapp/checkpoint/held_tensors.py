@@ -29,16 +29,18 @@ def kept_of(roots: Mapping[str, Any]) -> Kept:
     return Kept(functools.partial(_in_memory, others), functools.partial(held_tensors, of_data))
 
 
-def held_tensors(roots: Iterable[Any]) -> Iterator[Tensor]:
-    """Each of them once per place that holds it. Parameters and buffers of modules are left out, unless they are also
-    held elsewhere. Takes some microseconds per attribute.
+def held_tensors(roots: Iterable[Any], with_modules: bool = False) -> Iterator[Tensor]:
+    """Each of them once per place that holds it. Takes some microseconds per attribute.
+
+    with_modules: with the parameters and buffers of modules, such as a teacher's; else they are left out unless they
+    are also held elsewhere.
     """
     seen: set[int] = set()
     for root in roots:
-        yield from _held_by(root, seen)
+        yield from _held_by(root, seen, with_modules)
 
 
-def _held_by(root: Any, seen: set[int]) -> Iterator[Tensor]:
+def _held_by(root: Any, seen: set[int], with_modules: bool) -> Iterator[Tensor]:
     """Breadth first, so that a large table hides nothing that is closer. seen: ids of what needs no second look."""
     waiting, looked_into = deque([(root, 0)]), 0
     while waiting:
@@ -53,6 +55,8 @@ def _held_by(root: Any, seen: set[int]) -> Iterator[Tensor]:
         looked_into += 1
         seen.add(id(held))
         if issubclass(kind, nn.Module):
+            if with_modules:
+                yield from filter(_has_storage, (*held.parameters(), *held.buffers()))
             modules = list(held.modules())
             seen.update(map(id, modules))
             waiting += [(value, depth + 1) for module in modules for value in _attributes(module)]
@@ -70,7 +74,7 @@ def _has_storage(tensor: Tensor) -> bool:
 
 def _in_memory(roots: Iterable[Any]) -> Iterator[Tensor]:
     """What is held, but for views of files, of which the system keeps in memory what it likes."""
-    for tensor in held_tensors(roots):
+    for tensor in held_tensors(roots, with_modules=True):
         if tensor.layout is not torch.strided or local(tensor).untyped_storage().filename is None:
             yield tensor
 

@@ -183,8 +183,7 @@ class WholeObject:
         return self.tensors_of(self.metric)
 
     def tensors_of(self, state: Any) -> list[Tensor]:
-        registered = [*state.parameters(), *state.buffers()] if isinstance(state, nn.Module) else []
-        return [*registered, *held_tensors([state])]
+        return list(held_tensors([state], with_modules=True))
 
     def exported(self) -> bytes:
         if not callable(getattr(self.metric, "merge", None)):

@@ -1,5 +1,6 @@
-"""What exists between steps beside parameters, buffers and the optimizer's state: a memory bank in a list, a queue of a
-loss, the last output of a model. It counts as long as it lives. What the data sets hold never counts.
+"""Tensors that outlive a step and are neither parameters nor buffers of the model nor optimizer state: a memory bank in
+a list, the queue of a loss, a teacher, the last output of a model. They count as long as they live. What the data sets
+hold never counts.
 
 Storages are held weakly: counting must not keep anything alive.
 """

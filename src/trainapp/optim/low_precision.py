@@ -56,7 +56,7 @@ class AdamW(torch.optim.Optimizer):
 
     @property
     def tables(self) -> list[Tensor]:
-        """What it needs to read its state, beside the state."""
+        """What it needs, in addition to its state, to read it."""
         return [table for pair in self._quantizers.values() for quantizer in pair for table in quantizer.tables]
 
     @torch.no_grad()

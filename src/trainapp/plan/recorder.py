@@ -172,7 +172,7 @@ class TracedMemory(DeviceMemory):
         self.highest = self.highest.joined(_peak_of(counter))
 
     def kept_bytes(self) -> int:
-        """What exists now beside what is resident."""
+        """What exists now and is not resident."""
         counter = LiveTensors(devices=self._devices, ignored=self.kept.of_data)
         counter.register(self.resident())
         return counter.register_kept(self.kept)

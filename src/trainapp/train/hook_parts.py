@@ -103,7 +103,7 @@ def _tensors_of(
 ) -> Iterator[Tensor]:
     """What metrics and callbacks keep, but for tensors that are the model's or a data set's as well."""
     yield from metrics.tensors()
-    held = [tensor for tensor in held_tensors([callbacks]) if tensor.layout is torch.strided]
+    held = [tensor for tensor in held_tensors([callbacks], with_modules=True) if tensor.layout is torch.strided]
     if held:  # else the model's storages need not be listed
         others = {storage_id(local(p).untyped_storage()) for p in (*model.parameters(), *model.buffers())}
         for tensor in held:

@@ -23,7 +23,7 @@ from trainapp.memory.levers.block_trace import BlockCall, Skeleton, Task
 from trainapp.memory.levers.choice import Option, choose, least, options_of
 from trainapp.memory.levers.chosen import Choice, Chosen
 from trainapp.memory.levers.compiled_budget import CompiledBudget
-from trainapp.memory.levers.loss_trace import beside_model
+from trainapp.memory.levers.loss_trace import loss_memory
 from trainapp.memory.live_tensors import LiveTensors
 from trainapp.models.inspect import blocks_of
 from trainapp.units import bytes_text, parse_memory_size
@@ -113,13 +113,13 @@ class Budget:
         if self.settings.bytes != "auto":
             compiled.begin(key, parse_memory_size(self.settings.bytes, total=0))
             return
-        beside = compiled.beside(key)
-        if beside is None and self._skeleton is not None:
+        loss = compiled.loss_memory(key)
+        if loss is None and self._skeleton is not None:
             try:
-                beside = beside_model(self._skeleton, batch, autocast)
+                loss = loss_memory(self._skeleton, batch, autocast)
             except Exception as error:  # whatever the task raises on tensors without data
                 log.debug("the loss cannot be traced, which the compiled graph says", exc_info=error)
-        compiled.begin(key, None if beside is None else room, beside)
+        compiled.begin(key, None if loss is None else room, loss)
 
     def _choose(self, batch: Any, autocast: contextlib.AbstractContextManager[Any], room: int, alone: bool) -> Choice:
         skeleton = self._skeleton

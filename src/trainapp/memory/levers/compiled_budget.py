@@ -8,17 +8,14 @@ lives, is an estimate: compiled code never stores what lies between operations t
 """
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule
 
-from trainapp.memory.levers.block_trace import draws
-from trainapp.torch_compiler import Halves, copy_of, keep, partitioner, split_at, value_of
-from trainapp.torch_private import storage_id, tree_leaves
+from trainapp.memory.levers.graph_memory import Split, draws_numbers, measured, storages_of_inputs
+from trainapp.torch_compiler import Halves, copy_of, keep, partitioner, split_at
 from trainapp.units import bytes_text
 
 SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05, 0.0)
@@ -26,27 +23,11 @@ MARGIN = 8  # a peak is taken to be higher by one in so many: estimates of a GPT
 log = logging.getLogger(__name__)
 
 
-class Beside(NamedTuple):
+class LossMemory(NamedTuple):
     """What a micro-batch needs besides the graph, in bytes: its batch, and what its loss adds to the outputs."""
 
     batch: int
     loss: int
-
-
-class Split(NamedTuple):
-    """A graph split at one share. Sizes are bytes, beside the graph's inputs.
-
-    kept: saved from forward to backward. forward, between, backward: the highest sums of what lives during each;
-    between the two halves that is what is saved and what the graph returns.
-    draws_again: whether random numbers of the forward are drawn a second time. They would be others.
-    """
-
-    share: float
-    kept: int
-    forward: int
-    between: int
-    backward: int
-    draws_again: bool = False
 
 
 class _Graph(NamedTuple):
@@ -77,8 +58,8 @@ class CompiledBudget:
         self._shapes: dict[Any, _Shape] = {}
         self._key: Any = None
         self._limit: int | None = None
-        self._beside: Beside | None = None
-        self._besides: dict[Any, Beside] = {}
+        self._loss: LossMemory | None = None
+        self._losses: dict[Any, LossMemory] = {}
         self._forward = 0
         self._warned: set[str] = set()
 
@@ -87,30 +68,30 @@ class CompiledBudget:
         """Arguments for `torch.compile`. Every shape is compiled by itself, since each needs a share of its own."""
         return {"dynamic": False, "options": {"custom_partitioner_fn": partitioner(self.split)}}
 
-    def beside(self, key: Any) -> Beside | None:
+    def loss_memory(self, key: Any) -> LossMemory | None:
         """As the last micro-batch of this shape was begun with."""
-        return self._besides.get(key)
+        return self._losses.get(key)
 
-    def begin(self, key: Any, limit: int | None, beside: Beside | None = None) -> None:
+    def begin(self, key: Any, limit: int | None, loss: LossMemory | None = None) -> None:
         """The coming forward is of batches of shape `key`.
 
-        limit: bytes; None if not known, for torch's default. beside: given, the limit is for the peak of the
+        limit: bytes; None if not known, for torch's default. loss: given, the limit is for the peak of the
         micro-batch; None: for what is saved for backward.
         """
         before = self._shapes.get(key)
         if before is not None and limit is not None and limit < min(before.limit, before.needed):
             self.edition += 1
             self._shapes.clear()
-        if beside is not None:
-            self._besides[key] = beside
-        self._key, self._limit, self._beside = key, limit, beside
+        if loss is not None:
+            self._losses[key] = loss
+        self._key, self._limit, self._loss = key, limit, loss
         self._forward += 1
 
     def split(self, graph: GraphModule, inputs: Sequence[object], **options: Any) -> Halves:
         """Torch's partition of the graph, at the largest share that fits."""
         try:
             for node in graph.graph.nodes:
-                if _draws(node):
+                if draws_numbers(node):
                     keep(node)
             share = self._choose(graph, inputs, options)
         except Exception as error:  # whatever a graph of any kind raises when it is split or measured
@@ -137,7 +118,7 @@ class CompiledBudget:
                 "the model is compiled in several graphs, which share the budget in the order in which they run; one "
                 "that runs more than once per forward counts once"
             )
-        fixed = _inputs(graph.graph, options.get("static_lifetime_input_indices") or ())
+        fixed = storages_of_inputs(graph.graph, options.get("static_lifetime_input_indices") or ())
         tried: list[tuple[int, Split]] = []
         for share in SHARES:
             halves = split_at(share, copy_of(graph), inputs, **options)
@@ -153,10 +134,10 @@ class CompiledBudget:
         return split.share
 
     def _needed(self, earlier: int, split: Split) -> int:
-        if self._beside is None:
+        if self._loss is None:
             return earlier + split.kept
-        highest = max(split.forward, split.between + self._beside.loss, split.backward)
-        total = self._beside.batch + earlier + highest
+        highest = max(split.forward, split.between + self._loss.loss, split.backward)
+        total = self._loss.batch + earlier + highest
         return total + total // MARGIN
 
     def _report(self, needed: int, split: Split, default: Split) -> None:
@@ -174,86 +155,10 @@ class CompiledBudget:
             bytes_text(split.kept),
             bytes_text(default.kept),
             split.share,
-            "" if self._beside is None else f"; its micro-batch takes up to about {bytes_text(needed)}",
+            "" if self._loss is None else f"; its micro-batch takes up to about {bytes_text(needed)}",
         )
 
     def _warn(self, message: str, *values: Any) -> None:
         if message not in self._warned:
             self._warned.add(message)
             log.warning("activation_checkpointing=budget with train.compile=true: " + message, *values)
-
-
-def measured(share: float, halves: Halves, outputs: int, given: set[int] | None = None) -> Split:
-    """What a split keeps and needs. outputs: how many results of the forward half are not for its backward.
-
-    given: the storages that exist anyway, such as those of parameters; None: those of all inputs, for a graph that is
-    called with the batch itself. Operations are taken in their order in the graph.
-    """
-    forward, backward = halves[0].graph, halves[1].graph
-    given = _inputs(forward) if given is None else given
-    results: Any = forward.output_node().args[0]
-    returned, saved = [_nodes(part) for part in (results[:outputs], results[outputs:])]
-    kept = {key: size for key, size in _storages(saved).items() if key not in given}
-    alone = {key: size for key, size in _storages(returned).items() if key not in given and key not in kept}
-    names = {node.name for node in saved}
-    gradients = [node for node in backward.nodes if node.op == "placeholder" and node.name not in names]
-    drawn = {node.name for node in forward.nodes if _draws(node)}
-    return Split(
-        share,
-        sum(kept.values()),
-        _highest(forward, given),
-        sum(kept.values()) + sum(alone.values()),
-        _highest(backward, given, until_the_end=_storages(gradients)),  # autograd holds on to them
-        any(_draws(node) and node.name in drawn for node in backward.nodes),
-    )
-
-
-def _highest(graph: Graph, given: set[int], until_the_end: Iterable[int] = ()) -> int:
-    """The highest sum of bytes that live while the graph runs, without the storages of `given`.
-
-    An input counts from the start to its last use, a result from its operation on; what the graph returns, to the end.
-    """
-    nodes = list(graph.nodes)
-    last: dict[int, int] = {}
-    for place, node in enumerate(nodes):
-        for key in _storages([node, *node.all_input_nodes]):
-            last[key] = place
-    last |= dict.fromkeys(until_the_end, len(nodes))
-    live: dict[int, int] = {}
-    total = highest = 0
-    for place, node in enumerate(nodes):
-        for key, size in _storages([node]).items():
-            if key not in given and key not in live:
-                live[key] = size
-                total += size
-        highest = max(highest, total)
-        for key in _storages([node, *node.all_input_nodes]):
-            if last[key] <= place and node.op != "placeholder":
-                total -= live.pop(key, 0)
-    return highest
-
-
-def _inputs(graph: Graph, places: Sequence[int] | None = None) -> set[int]:
-    """The storages of the graph's inputs, or of those at `places`."""
-    nodes = [node for node in graph.nodes if node.op == "placeholder"]
-    return set(_storages(nodes if places is None else [nodes[place] for place in places]))
-
-
-def _storages(nodes: Iterable[Node]) -> dict[int, int]:
-    """Bytes by storage of the tensors that these nodes compute."""
-    tensors = [t for node in nodes for t in tree_leaves(value_of(node)) if isinstance(t, Tensor)]
-    storages = [t.untyped_storage() for t in tensors if t.layout is torch.strided]
-    return {storage_id(storage): int(storage.nbytes()) for storage in storages}
-
-
-def _nodes(values: Any) -> list[Node]:
-    return [value for value in values if isinstance(value, Node)]
-
-
-def _draws(node: Node) -> bool:
-    """Whether the operation takes numbers from a generator.
-
-    Torch 2.13 recomputes such operations at shares below 1, and its backward then draws other numbers than the forward
-    did: wrong gradients, without a word (pytorch/pytorch#190758).
-    """
-    return node.op == "call_function" and hasattr(node.target, "tags") and draws(node.target, node.args, node.kwargs)

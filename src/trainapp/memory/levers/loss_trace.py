@@ -8,12 +8,12 @@ from torch import Tensor, nn
 
 from trainapp.data.batch import map_tensors, tensors_in
 from trainapp.memory.levers.block_trace import Skeleton
-from trainapp.memory.levers.compiled_budget import Beside
+from trainapp.memory.levers.compiled_budget import LossMemory
 from trainapp.memory.live_tensors import LiveTensors
 from trainapp.torch_private import storage_id
 
 
-def beside_model(skeleton: Skeleton, batch: Any, autocast: contextlib.AbstractContextManager[Any]) -> Beside:
+def loss_memory(skeleton: Skeleton, batch: Any, autocast: contextlib.AbstractContextManager[Any]) -> LossMemory:
     """The bytes of the batch, and what the loss and its gradient add to what the model returns.
 
     The model runs without a graph of its own, and the backward ends at its outputs. Raises whatever the model and the
@@ -38,7 +38,7 @@ def beside_model(skeleton: Skeleton, batch: Any, autocast: contextlib.AbstractCo
             for hook in hooks:
                 hook.remove()
         storages = {storage_id(t.untyped_storage()): t.untyped_storage().nbytes() for t in tensors_in(fake)}
-    return Beside(sum(storages.values()), counter.peak - base)
+    return LossMemory(sum(storages.values()), counter.peak - base)
 
 
 def _leaf(tensor: Tensor) -> Tensor:

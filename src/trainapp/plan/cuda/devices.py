@@ -62,10 +62,10 @@ class Device:
     @property
     def cap(self) -> int:
         """The bytes that a run without `memory.limit` may reserve, on a device that nothing else uses."""
-        return self.cap_beside(0)
+        return self.cap_with(0)
 
-    def cap_beside(self, communicators: int) -> int:
-        """The same beside what NCCL takes for so many groups of ranks."""
+    def cap_with(self, communicators: int) -> int:
+        """The same, less what NCCL takes for so many groups of ranks."""
         available = self.memory - CONTEXT - communicators * COMMUNICATOR
         return available - min(HEADROOM, available // 8)
 

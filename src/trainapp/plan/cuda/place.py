@@ -107,7 +107,7 @@ class CudaPlace(Place):
         """What a run on the device would be limited to."""
         setting = config.memory.limit
         if setting is None:
-            return self.named.cap_beside(communicators_of(config.parallel) if world_of(config) > 1 else 0)
+            return self.named.cap_with(communicators_of(config.parallel) if world_of(config) > 1 else 0)
         return parse_memory_size(setting, self.named.memory)
 
     def outside(self) -> contextlib.AbstractContextManager[Any]:
