@@ -29,6 +29,8 @@ class StatefulMetrics:
         self._updated: set[str] = set()
         self._before: dict[str, Any] = {}  # states before an update that may still be undone
         self._has_values = True
+        self._empty_bytes = 0  # of the states after `reset`
+        self.grow = False  # in a trace: whether an update has added to what they keep
 
     @property
     def names(self) -> frozenset[str]:
@@ -60,6 +62,7 @@ class StatefulMetrics:
         self._updated.clear()
         for held in self._held.values():
             held.metric.reset()
+        self._empty_bytes = self._bytes()
 
     def update(self, passed: Mapping[str, Any]) -> None:
         """Pass on what the task has returned as metrics for a batch: for each configured name, or for EVERY, a tuple of
@@ -76,6 +79,11 @@ class StatefulMetrics:
                 arguments[key] = passed[key]() if callable(passed[key]) else passed[key]
             _update(held.metric, name, arguments[key])
             self._updated.add(name)
+        if not self._has_values:
+            self.grow |= self._bytes() > self._empty_bytes
+
+    def _bytes(self) -> int:
+        return sum(tensor.nbytes for held in self._held.values() for tensor in held.tensors())
 
     @contextlib.contextmanager
     def undone_on_error(self) -> Iterator[None]:

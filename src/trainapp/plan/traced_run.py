@@ -184,6 +184,8 @@ def _unsettled(memory: TracedMemory, ranks: Ranks, run: Run, data: Any) -> tuple
         reasons.append("buffers grow")
     if memory.kept_grows:
         reasons.append("what is kept from step to step grows")
+    if run.metrics.grow:
+        reasons.append("metrics keep more with every batch of an evaluation")
     if any(type(module).get_extra_state is not nn.Module.get_extra_state for module in run.state.model.modules()):
         reasons.append("the model has state besides its tensors")
     if _package(run.state.optimizer) not in _KNOWN:
