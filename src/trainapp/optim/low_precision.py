@@ -79,7 +79,6 @@ class AdamW(torch.optim.Optimizer):
     def _update(self, parameter: Tensor, group: dict[str, Any], generator: torch.Generator) -> None:
         state = self.state[parameter]
         if not state:
-            state["step"] = 0
             self._allocate(parameter, state)
         state["step"] += 1
         # Below 2 ** 32 for long: the CPU's generator takes the lower half of a seed (ATen/core/MT19937RNGEngine.h).
@@ -98,7 +97,14 @@ class AdamW(torch.optim.Optimizer):
             square.write(piece, new_square, generator)
             copy_rounded(values, new_weight, generator)
 
+    def allocate_state(self) -> None:
+        """As the first step does, for all parameters: moments of 0."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self._allocate(parameter, self.state[parameter])
+
     def _allocate(self, parameter: Tensor, state: dict[str, Any]) -> None:
+        state["step"] = 0
         if self._kind in _DTYPES or parameter.numel() < SMALLEST:
             dtype = _DTYPES.get(self._kind, torch.float32)
             state |= {name: torch.zeros_like(parameter, dtype=dtype) for name in _MOMENTS}

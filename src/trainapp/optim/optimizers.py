@@ -130,6 +130,9 @@ def materialise_state(optimizer: torch.optim.Optimizer) -> bool:
         return False
     if optimizer.state:  # created by the constructor, as in Adagrad
         return True
+    if hasattr(optimizer, "allocate_state"):  # trainapp's own: a step of theirs is many operations
+        optimizer.allocate_state()
+        return True
     if any(group.get("momentum") and group.get("dampening") for group in optimizer.param_groups):
         return False
     step_without_effect(optimizer)
