@@ -227,9 +227,10 @@ def test_an_improvement_resets_the_patience(tmp_path):
 
 
 def test_a_misspelt_metric_is_named(tmp_path):
-    message = r"stopping\.metric=max acuracy: there is no such metric; there are loss, accuracy"
+    message = r"stopping\.metric=max acuracy: there is no such metric; there are accuracy, loss"
     with pytest.raises(UserError, match=message):
         runs.run(tmp_path, *MLP, *STOPPING, "stopping.metric=max acuracy")
+    assert not (tmp_path / "metrics.jsonl").exists()  # before anything is trained
 
 
 def test_patience_without_evaluations(tmp_path):

@@ -13,7 +13,7 @@ from helpers import environment, incidents, metrics, result, run_cli
 import trainapp
 from trainapp.config import compose
 from trainapp.errors import UserError
-from trainapp.plan import process
+from trainapp.plan import process, report
 from trainapp.units import bytes_text
 
 GPT = (*runs.MODELS["gpt"], "train.device=cpu", "batch.global_size=32", "plan.levers=false")
@@ -176,6 +176,22 @@ def test_a_planner_that_cannot_start_is_not_traceable(monkeypatch):
     facts = process.ask(compose.from_command_line(GPT))
     assert facts["certainty"] == "not traceable"
     assert "cannot start" in facts["reason"]
+
+
+def test_what_is_known_before_the_levers_is_printed_at_once(tmp_path, monkeypatch, capsys):
+    config = compose.from_command_line(["mode=plan", *GPT, "plan.levers=true", "memory.limit=300KB"], str(tmp_path))
+    parts, asked = [], process.ask_in_parts
+
+    def noting(*arguments):
+        facts = asked(*arguments)
+        parts.append(capsys.readouterr().out)  # while the whole answer is not printed yet
+        return facts
+
+    monkeypatch.setattr(report, "ask_in_parts", noting)
+    report.run(config)
+    parts.append(capsys.readouterr().out)
+    assert parts[0].splitlines()[-1].startswith(("largest that fit", "no micro-batch fits"))
+    assert parts[1].splitlines()[0].split()[:3] == ["peak", "largest", "time"]
 
 
 def test_the_planners_process_is_of_no_rank_and_may_see_no_device(monkeypatch):

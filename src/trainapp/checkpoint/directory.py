@@ -153,7 +153,8 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 
 def resolve(setting: str) -> Path:
-    """The checkpoint at `checkpointing.resume=PATH`, or the newest good one if PATH is a run directory.
+    """The checkpoint at `checkpointing.resume=PATH`, the best one if PATH is a run's `checkpoints/best`, or the newest
+    good one if PATH is a run directory.
 
     Raises UserError when there is none, and when the named checkpoint cannot be used.
     """
@@ -161,6 +162,11 @@ def resolve(setting: str) -> Path:
     name = f"checkpointing.resume={setting}"
     if not path.exists():
         raise UserError(f"{name}: no such file or directory")
+    if path.is_file() and path.name == "best":
+        best = CheckpointDirectory(path.parent.parent, 1, SingleRank()).best()
+        if best is None:
+            raise UserError(f"{name}: it names no checkpoint that is still here")
+        path = best
     if path.is_file():
         path = path.parent
     if (path / MANIFEST).is_file():

@@ -7,7 +7,7 @@ ever asked for, which torch loads with `weights_only`.
 
 import pickle
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +140,21 @@ def read(
         if isinstance(first, UserError):
             raise first from None
         raise _misfit(folder, first) from first
+
+
+def read_whole(names: Iterable[str], folder: Path) -> dict[str, torch.Tensor]:
+    """The saved tensors of these names, whole, in host memory: by this process alone, whatever wrote them.
+
+    Raises UserError for files that cannot be read.
+    """
+    reader, saved = SafeReader(str(folder)), sizes(folder)
+    tensors = {name: torch.empty(saved[name][0], dtype=saved[name][1]) for name in names}
+    try:
+        load(dict(tensors), storage_reader=reader, no_dist=True)
+    except dcp.api.CheckpointException as error:  # a BaseException
+        first = next(iter(error.failures.values()))[0]
+        raise UserError(f"checkpoint {folder} cannot be read: {first}") from first
+    return tensors
 
 
 def _misfit(folder: Path, reason: object) -> UserError:

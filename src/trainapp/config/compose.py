@@ -208,6 +208,11 @@ def _conflicts(config: Config) -> list[str]:
             f"stopping.patience={config.stopping.patience} with every.eval=null: it counts evaluations, and there are "
             "none; set every.eval, or stopping.patience=null"
         )
+    if config.mode == "train" and config.checkpointing.load == "weights" and config.checkpointing.resume == "none":
+        errors.append(
+            "checkpointing.load=weights with checkpointing.resume=none: name the run whose weights to begin with, "
+            "as checkpointing.resume=RUN"
+        )
     if config.mode in ("eval", "export") and config.checkpointing.resume in ("auto", "none"):
         errors.append(
             f"mode={config.mode} with checkpointing.resume={config.checkpointing.resume}: name the checkpoint or the "

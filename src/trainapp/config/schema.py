@@ -192,6 +192,7 @@ class Parallel:
 @dataclass(config=STRICT)
 class Checkpointing:
     resume: Str = "auto"
+    load: Literal["all", "weights"] = "all"
     save: Bool = True
     keep_last: PositiveInt = 2
     asynchronous: Bool = False

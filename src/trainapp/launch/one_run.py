@@ -4,18 +4,20 @@ Rank 0 of those that torchrun or a scheduler started; otherwise the process of t
 """
 
 import contextlib
+import copy
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 
+from trainapp.config import compose
 from trainapp.config.schema import Config
 from trainapp.errors import Reported, UserError
 from trainapp.launch import environment, run_name
-from trainapp.run import kept_run, lock, restarts
+from trainapp.run import experiment, kept_run, lock, restarts
 from trainapp.units import listed
 
 _RESTART_PATIENCE = 30.0  # seconds that a launcher may take to end the workers before these
@@ -28,7 +30,7 @@ class Occupied(UserError):
 
 class RefuseSecondRun(Callback):
     """Takes the lock before Hydra writes the directory's .hydra and log, which may be those of a run in progress, and
-    refuses a plan where they are those of any run.
+    refuses a plan where they are those of any run, and a run where they are those of another experiment.
 
     Hydra swallows exceptions that its callbacks raise, hence `Reported`.
     """
@@ -40,6 +42,7 @@ class RefuseSecondRun(Callback):
             if run_dir is not None:
                 _require_no_run(Path(str(run_dir)), config)
                 _claim(Path(str(run_dir)), config)
+                _require_same_experiment(Path(str(run_dir)), config)
         except UserError as error:
             raise Reported(error) from None
 
@@ -95,6 +98,26 @@ def _has_plans(composed: DictConfig) -> bool:
 def _require_no_run(run_dir: Path, composed: DictConfig) -> None:
     if is_plan(composed) and (trace := kept_run.trace_of_run(run_dir)):
         raise _not_over("hydra.run.dir", run_dir, f"a run (it has {trace})")
+
+
+def _require_same_experiment(run_dir: Path, composed: DictConfig) -> None:
+    """Raises UserError, and gives the lock back, if the directory holds a run of another experiment. `launch` asks
+    again, with what needs imports; of several ranks only that, which all of them take part in.
+    """
+    if environment.is_one_of_many_ranks() or not kept_run.trace_of_run(run_dir):
+        return
+    own = copy.deepcopy(composed)
+    with open_dict(own):
+        own.pop("hydra", None)
+    try:
+        config = compose.from_hydra(own, str(run_dir.resolve()), "")
+    except UserError:  # reported by the job
+        return
+    try:
+        experiment.require_same(config, looks_up_defaults=False)
+    except UserError:
+        lock.release(run_dir)
+        raise
 
 
 def _not_over(setting: str, folder: Any, content: str) -> UserError:

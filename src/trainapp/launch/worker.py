@@ -19,7 +19,9 @@ from trainapp.config.schema import Config
 from trainapp.errors import UserError
 from trainapp.launch import environment, one_run
 from trainapp.memory import host_guard
+from trainapp.parallel.rank_zero import answered_by_rank_zero
 from trainapp.parallel.ranks import DistributedRanks, Ranks
+from trainapp.run import experiment
 from trainapp.tracking import console
 
 COLLECTED_WITHIN = 5.0  # seconds; a launcher that still collects outcomes looks every 0.1 s
@@ -43,7 +45,8 @@ def run_worker(config: Config) -> Outcome:
 
     try:
         with process_group(config) as ranks, one_run.for_worker(config):
-            return Outcome(objective=runner.run(config, ranks).objective)
+            answered_by_rank_zero(ranks, lambda: experiment.require_same(config))
+            return Outcome(objective=runner.run(config, ranks).for_sweeper)
     except UserError as error:
         return Outcome(error=str(error), exit_code=error.exit_code)
     except runner.Interrupted as error:

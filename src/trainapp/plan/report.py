@@ -8,7 +8,7 @@ from trainapp import strict_json
 from trainapp.config.schema import Config
 from trainapp.files import atomic_write
 from trainapp.plan.answer import complete
-from trainapp.plan.process import ask
+from trainapp.plan.process import ask_in_parts
 from trainapp.units import bytes_text
 
 PLAN, PICTURE = "plan.json", "plan.png"
@@ -17,12 +17,18 @@ WIDTH = 100
 
 def run(config: Config) -> float | None:
     """Plan, print and write. Returns the peak in bytes, for Hydra's optimizing sweepers; None if it is not known."""
-    run_dir = Path(config.run_dir)
-    facts = ask(config, picture=run_dir / PICTURE)
+    run_dir, printed = Path(config.run_dir), ""
+
+    def print_early(known: dict[str, Any]) -> None:
+        nonlocal printed
+        printed = "\n".join(_before_levers(known)) + "\n"
+        print(printed, end="", flush=True)
+
+    facts = ask_in_parts(config, run_dir / PICTURE, print_early)
     run_dir.mkdir(parents=True, exist_ok=True)
     with atomic_write(run_dir / PLAN) as file:
         file.write(strict_json.dumps(complete(facts), indent=1) + "\n")
-    print(text(facts), flush=True)
+    print(text(facts).removeprefix(printed), flush=True)
     peak = facts.get("peak_bytes")
     return None if peak is None else float(peak)
 
@@ -31,6 +37,16 @@ def text(facts: dict[str, Any]) -> str:
     """The plan for people; its last line are the overrides to paste."""
     if "peak_bytes" not in facts:
         return f"{facts['certainty']}: {facts['reason']}"
+    lines, largest = _before_levers(facts), facts["largest_micro_size"]
+    if "best" in facts:
+        lines += [*_levers(facts), *_best(facts)]
+    elif largest:
+        evaluation = facts["largest_eval_micro_size"]
+        lines.append(f"batch.micro_size={largest}" + (f" batch.eval_micro_size={evaluation}" if evaluation else ""))
+    return "\n".join(lines)
+
+
+def _before_levers(facts: dict[str, Any]) -> list[str]:
     limit, largest, largest_eval = (facts[f] for f in ("limit_bytes", "largest_micro_size", "largest_eval_micro_size"))
     evaluation = f", evaluation {facts['eval_micro_size']}" if facts["eval_micro_size"] else ""
     lines = [
@@ -47,22 +63,17 @@ def text(facts: dict[str, Any]) -> str:
         *_rows(dict(sorted(facts["kinds"].items(), key=lambda kind: -kind[1]))),
     ]
     if largest is None:
-        return "\n".join(lines)
+        return lines
     fitting = _nothing_fits(limit)
     if largest:
         whole = " (all samples of a step)" if largest == facts["most_micro_size"] else ""
         fitting = f"largest that fit {bytes_text(limit)}: micro-batch {largest}{whole}"
-    overrides = [f"batch.micro_size={largest}"] if largest else []
     if largest and largest_eval:
         most = " (the most that a run tries)" if largest_eval == facts["most_eval_micro_size"] else ""
         fitting += f", evaluation {largest_eval}{most}"
-        overrides += [f"batch.eval_micro_size={largest_eval}"]
     elif largest and largest_eval == 0:
         fitting += ", evaluation none"
-    lines.append(fitting)
-    if "best" not in facts:
-        return "\n".join([*lines, *([" ".join(overrides)] if overrides else [])])
-    return "\n".join([*lines, *_levers(facts), *_best(facts)])
+    return [*lines, fitting]
 
 
 def _nothing_fits(limit: int) -> str:

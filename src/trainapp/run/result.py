@@ -23,6 +23,9 @@ class RunResult:
     objective: float | None  # of the last evaluation; it may be nan or inf, which the file cannot hold
     objective_note: str | None  # why it is not a number
     metric: str
+    best_objective: float | None  # of all evaluations; None where none was finite
+    best_step: int | None
+    sweeper_receives: str  # which of the two a sweeper is given: its name here
     steps: int
     samples: int
     micro_size: int
@@ -39,6 +42,12 @@ class RunResult:
     checkpoint: str | None
     ended: str | None = None  # why: the setting of its length, what has stopped it, or the signal
 
+    @property
+    def for_sweeper(self) -> float | None:
+        """What Hydra's optimizing sweepers receive."""
+        value: float | None = getattr(self, self.sweeper_receives)
+        return value
+
 
 def result_of(run: Run, seconds: float) -> RunResult:
     """The run's result. Collective: call on every rank."""
@@ -50,6 +59,9 @@ def result_of(run: Run, seconds: float) -> RunResult:
         objective=progress.objective,
         objective_note=_note(progress),
         metric=run.objective.metric,
+        best_objective=progress.best,
+        best_step=progress.best_step,
+        sweeper_receives="objective",
         steps=progress.step,
         samples=progress.samples,
         micro_size=size,

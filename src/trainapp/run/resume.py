@@ -10,6 +10,7 @@ from trainapp.checkpoint import checkpointer
 from trainapp.checkpoint.directory import CheckpointDirectory, resolve
 from trainapp.checkpoint.manifest import read_manifest
 from trainapp.config.schema import Config
+from trainapp.errors import UserError
 from trainapp.parallel.rank_zero import answered_by_rank_zero
 from trainapp.parallel.ranks import Ranks, SingleRank
 from trainapp.run import changed_data
@@ -25,10 +26,12 @@ def agreed_checkpoint(config: Config, ranks: Ranks, has_restarted: bool) -> Path
 
 def _checkpoint_to_resume(config: Config, has_restarted: bool) -> Path | None:
     """The requested checkpoint, else the newest one in the run directory."""
-    resume = config.checkpointing.resume
+    resume, load = config.checkpointing.resume, config.checkpointing.load
     own = CheckpointDirectory(Path(config.run_dir), 1, SingleRank())
     if has_restarted and own.newest_name():
         return own.newest()
+    if config.mode == "train" and load == "weights":
+        return own.newest()  # its own comes before the weights of another run to begin with
     if resume not in ("auto", "none"):
         return resolve(resume)
     return own.newest() if resume == "auto" else None
@@ -67,6 +70,8 @@ def restore(run: Run, path: Path) -> dict[str, Any]:
     if run.batches.steps_left(progress.consumed) <= 0:  # another batch size or drop_last may leave nothing
         progress.begin_next_epoch()
     if run.config.mode == "train":
+        _require_steps_left(run, path)
+        _forget_other_objective(run, path)
         run.measure_length()  # data or global batch may have changed, now or before this checkpoint
     log.info("resumed from %s: step %d, epoch %d, %d samples", path, progress.step, progress.epoch, progress.samples)
     return sizes
@@ -75,6 +80,32 @@ def restore(run: Run, path: Path) -> dict[str, Any]:
 def _stops_otherwise(saved: dict[str, Any], now: dict[str, Any]) -> bool:
     """Whether what may end a run before its length has other settings than in the checkpoint."""
     return any(saved.get(name) != json.loads(json.dumps(now[name])) for name in ("stopping", "callbacks"))
+
+
+def _require_steps_left(run: Run, path: Path) -> None:
+    """Raises UserError where the run is to end before the checkpoint, or in a new directory also right there: what it
+    returned would be the result of another run. A finished run, started again, returns its own.
+    """
+    train, progress = run.config.train, run.state.progress
+    run_dir = Path(run.config.run_dir)
+    is_own = path.resolve().is_relative_to(run_dir.resolve())
+    begun = progress.epoch + progress.consumed / run.batches.epoch_samples  # epochs
+    for name, end, reached in (("steps", train.max_steps, progress.step), ("epochs", train.max_epochs, begun)):
+        if end is None or reached < end or (is_own and reached == end):
+            continue
+        if is_own:
+            advice = f"set a later end, or another directory than hydra.run.dir={run_dir}"
+        else:
+            advice = "set a later end to continue it, or checkpointing.load=weights to begin a run with its weights"
+        trained = f"{path} has already trained {round(reached, 2):.10g} {name}"
+        raise UserError(f"train.max_{name}={end}: {trained}, so that none is left; {advice}")
+
+
+def _forget_other_objective(run: Run, path: Path) -> None:
+    """The best value so far means nothing where the objective is another one."""
+    if read_manifest(path)["config"].get("objective") != run.config.objective:
+        progress = run.state.progress
+        progress.objective = progress.best = progress.best_step = None
 
 
 def _changed(run: Run, path: Path, sizes: dict[str, Any]) -> list[str]:

@@ -22,11 +22,11 @@ from trainapp.optim.optimizers import lean_optimizer
 from trainapp.parallel.ranks import Ranks, SingleRank
 from trainapp.plan import first_sizes, residuals, size_without_retries
 from trainapp.plan.ranks import by_rank_zero
-from trainapp.run import export, restarts, resume
+from trainapp.run import experiment, export, fine_tuning, restarts, resume
 from trainapp.run.result import RunResult, result_of
 from trainapp.run.summary import opening_line, report
 from trainapp.signals import StopRequest
-from trainapp.train import build, callbacks, loop
+from trainapp.train import build, callbacks, loop, objective
 from trainapp.train.allocations import refused_in_attempt
 from trainapp.train.evaluate import evaluate
 from trainapp.train.phase import Phase
@@ -112,13 +112,17 @@ def _naming_the_step(run: Run) -> Iterator[None]:
 def prepare(config: Config, stop: StopRequest, ranks: Ranks, carried: CarriedOver | None = None) -> Run:
     """A run ready for its next step: built, restored from a checkpoint, micro-batch sizes chosen, files open."""
     has_restarted = any(ranks.all_gather_object(restarts.has_restarted()))  # torchrun counts each node's own failures
+    given = config
     path = resume.agreed_checkpoint(config, ranks, has_restarted)
+    weights = fine_tuning.agreed_source(config, ranks) if path is None else None
     if path is not None:
         config = resume.as_saved(config, path)
     run = build.build(config, stop, ranks, carried.memory if carried else None)
     if carried is not None:
         run.restore_point.tensors.written |= carried.written
     saved = resume.restore(run, path) if path is not None else None
+    if weights is not None:
+        fine_tuning.load(run, weights)
     hint = carried.hint if carried else None
     if hint is None and config.mode == "train":
         hint = handover.take(Path(config.run_dir), has_restarted, ranks)
@@ -142,7 +146,10 @@ def prepare(config: Config, stop: StopRequest, ranks: Ranks, carried: CarriedOve
             "micro-batch %d, as found by an earlier run of this configuration (oom.remember=clear forgets it)",
             run.sizes.train.size,
         )
+    objective.require_known(run)
     build.start_tracking(run)
+    if carried is None and config.mode == "train" and ranks.is_rank_zero:
+        experiment.remember(given)
     return run
 
 
@@ -206,7 +213,11 @@ def _carry_over(run: Run, failure: Incident) -> CarriedOver:
     if path is None:  # it may have begun at another's
         path = resume.agreed_checkpoint(config, run.ranks, False)
     checkpoint_step = read_manifest(path)["step"] if path else 0
-    place = f"the checkpoint of step {checkpoint_step}" if path else "the start, from the seed"
+    checkpointing = config.checkpointing
+    if path is not None or checkpointing.load == "all":  # else the run begins again with another run's weights
+        checkpointing = dataclasses.replace(checkpointing, resume=str(path) if path else "none")
+    start = "from the seed" if checkpointing.load == "all" else "with the weights of the other run"
+    place = f"the checkpoint of step {checkpoint_step}" if path else f"the start, {start}"
     if is_leaner:
         failure.old_size = failure.new_size = run.sizes.train.size
         change = "an optimizer without temporaries (foreach=false)"
@@ -217,7 +228,6 @@ def _carry_over(run: Run, failure: Incident) -> CarriedOver:
     repeated = run.state.progress.step - checkpoint_step
     failure.action = f"{failure.why_torn}, so back to {place}; {repeated} finished steps are repeated, with {change}"
     recovery.record(run, failure)
-    checkpointing = dataclasses.replace(config.checkpointing, resume=str(path) if path else "none")
     return CarriedOver(
         config=dataclasses.replace(config, checkpointing=checkpointing),
         hint={name: sizes for name, sizes in run.sizes.state_dict().items() if name == "micro" or failure.evaluating}

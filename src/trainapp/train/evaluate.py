@@ -3,9 +3,11 @@
 import contextlib
 import math
 import time
+from collections.abc import Iterable
 
 import torch
 
+from trainapp.config.validation import suggest
 from trainapp.data.micro_batch import MicroBatch
 from trainapp.errors import UserError
 from trainapp.hooks.metrics import as_scalars
@@ -15,7 +17,7 @@ from trainapp.train.allocations import note_refused, require_all_allocated
 from trainapp.train.losses import evaluate_metrics
 from trainapp.train.modes import evaluation_mode
 from trainapp.train.phase import Phase
-from trainapp.train.run import Run
+from trainapp.train.run import Objective, Run
 from trainapp.train.totals import Totals
 from trainapp.train.watching import watch_micro_batch
 
@@ -95,9 +97,18 @@ def record_objective(run: Run, means: dict[str, float]) -> None:
     """Record this evaluation's objective, and the best so far: nan and inf are never it."""
     progress, (direction, metric) = run.state.progress, run.objective
     if metric not in means and progress.objective is None:  # else it is one that only some batches have
-        raise UserError(f"objective={direction} {metric}: there is no such metric; there are {', '.join(means)}")
+        raise no_such_metric(run.objective, means)
     progress.objective = value = means.get(metric, math.nan)
     best = progress.best
     is_better = best is None or (value > best if direction == "max" else value < best)
     if math.isfinite(value) and is_better:
         progress.best, progress.best_step = value, progress.step
+
+
+def no_such_metric(objective: Objective, known: Iterable[str], setting: str = "objective") -> UserError:
+    """The error for a metric that the task does not have."""
+    names = sorted(known)
+    return UserError(
+        f"{setting}={objective.direction} {objective.metric}: there is no such metric; there are {', '.join(names)}"
+        f"{suggest(objective.metric, names)}"
+    )
