@@ -58,7 +58,7 @@ def main() -> None:
     """Print one row per run. The exit code is 1 if weights differ or a limit is exceeded."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--compile", action="store_true", help="with train.compile=true: some minutes to compile")
-    parser.add_argument("--quick", action="store_true", help="a tiny model and two rounds, to see that it works")
+    parser.add_argument("--quick", action="store_true", help="a tiny model, one budget, two rounds: does it work?")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=1, help="steps per run and round")
     parser.add_argument("--width", type=int, default=256)
@@ -75,7 +75,8 @@ def main() -> None:
         *("model.context_length=256", f"batch.global_size={options.samples}", f"batch.micro_size={options.samples}"),
         f"train.compile={str(options.compile).lower()}",
     )
-    contenders = within_bytes(common) if options.compile else within_limits(common)
+    shares = SHARES[-1:] if options.quick else SHARES
+    contenders = within_bytes(common, shares) if options.compile else within_limits(common, shares)
     ratios = compare(contenders, options.rounds, options.steps)
     limited = [name for name, own in contenders.items() if own.limit is not None]
     gains = {name: 100 * (1 / statistics.median(ratios[name]) - 1) for name in limited}
@@ -94,11 +95,11 @@ def main() -> None:
         raise SystemExit(1)
 
 
-def within_limits(common: tuple[str, ...]) -> dict[str, Contender]:
+def within_limits(common: tuple[str, ...], shares: tuple[float, ...]) -> dict[str, Contender]:
     """Uncompiled runs."""
     found = {mode: prepared(*common, f"activation_checkpointing={mode}") for mode in ("none", "selective", "full")}
     none, selective, full = (contender.peak for contender in found.values())
-    limits = {f"{share:.0%} of the way": round(full + share * (none - full)) for share in SHARES}
+    limits = {f"{share:.0%} of the way": round(full + share * (none - full)) for share in shares}
     for name, limit in (limits | {"at the peak of selective": selective}).items():
         found[f"budget, {name}"] = prepared(
             *common, "activation_checkpointing=budget", f"memory.limit={limit}", limit=limit
@@ -106,11 +107,11 @@ def within_limits(common: tuple[str, ...]) -> dict[str, Contender]:
     return found
 
 
-def within_bytes(common: tuple[str, ...]) -> dict[str, Contender]:
+def within_bytes(common: tuple[str, ...], shares: tuple[float, ...]) -> dict[str, Contender]:
     """Compiled runs."""
     found = {mode: prepared(*common, f"activation_checkpointing={mode}") for mode in ("none", "full")}
     none, full = (contender.saved for contender in found.values())
-    for share in SHARES:
+    for share in shares:
         limit = round(full + share * (none - full))
         budget = ("activation_checkpointing=budget", f"activation_checkpointing.bytes={limit}")
         found[f"budget, {share:.0%} of the way"] = prepared(*common, *budget, limit=limit)

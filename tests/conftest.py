@@ -25,13 +25,16 @@ def one_thread():
 
 # Longest first, so that no process ends up with one of them last.
 LONGEST = (
-    "test_readme.py",
+    "test_pairs.py",
     "test_faults.py",
-    "test_out_of_memory.py",
-    "test_twenty.py",
-    "test_check_gpu.py",
+    "test_readme.py",
     "test_benchmarks.py",
+    "test_out_of_memory.py",
+    "test_check_gpu.py",
+    "test_planned.py",
     "test_launch.py",
+    "test_fuzz.py",
+    "test_planned_ranks.py",
     "test_equality.py",
     "test_cli.py",
 )

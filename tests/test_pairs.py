@@ -11,8 +11,13 @@ import shutil
 import pytest
 import runs
 from helpers import ROOT, metrics, result, run_cli
+from parallel.pool import Pool
 
+from trainapp.config import compose
+from trainapp.config.schema import Config
 from trainapp.errors import UserError
+from trainapp.launch import worker
+from trainapp.run import runner
 
 SERVICES = ("wandb", "mlflow")  # extras, whose rows would be skipped without them: tests/tracking/test_outlets.py
 GROUPS = {
@@ -172,7 +177,7 @@ def covering(factors, wanted=None):
 
 
 ALONE = covering(ON_ONE_RANK)
-# Two ranks take 20 seconds: there, every option meets every strategy; among themselves options meet on one rank.
+# Two ranks take some seconds: there, every option meets every strategy; among themselves options meet on one rank.
 WITH_STRATEGY = {pair for pair in all_pairs(ON_TWO_RANKS) if any(option in GROUPS["parallel"] for option in pair)}
 TOGETHER = covering(ON_TWO_RANKS, WITH_STRATEGY)
 # Compiling takes a minute: the pairs with it are covered by as few rows as possible.
@@ -221,14 +226,32 @@ def save_weights(folder, overrides):
     return f"model.init_from={folder / 'weights.safetensors'}"
 
 
-def check(folder, row):
-    """Three steps of these options, on two ranks where `parallel` asks for more than one."""
+@pytest.fixture(scope="module")
+def pool():
+    workers = Pool()
+    yield workers
+    workers.close()
+
+
+def train(rank: int, config: Config) -> None:
+    """On a worker of the pool."""
+    with worker.process_group(config) as ranks:
+        runner.run(config, ranks)
+
+
+def check(folder, row, pool=None):
+    """Three steps of these options, on two ranks where `parallel` asks for more than one: on those of the pool if there
+    is one, or through the launcher.
+    """
     overrides = complete(folder, row)
     if "model.init_from=weights.safetensors" in row:
         overrides = [o for o in overrides if o != "model.init_from=null"] + [save_weights(folder, overrides)]
     run_dir = folder / "run"
     if "parallel=single" in row:
         assert runs.run(run_dir, *overrides, "memory.guard=false").steps == 3
+    elif pool is not None:
+        config = compose.from_command_line([*overrides, "parallel.devices=2", "memory.guard=false"], str(run_dir))
+        pool.run(2, train, config)
     else:
         command = (*overrides, "parallel.devices=2", f"hydra.run.dir={run_dir}")
         done = run_cli(*command, cwd=folder, timeout=400)
@@ -258,8 +281,9 @@ def test_every_pair_trains_on_one_rank(tmp_path, row):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("row", TOGETHER, ids=named)
-def test_every_pair_trains_on_two_ranks(tmp_path, row):
-    check(tmp_path, row)
+def test_every_pair_trains_on_two_ranks(tmp_path, pool, row):
+    """tests/test_options.py starts each strategy through the launcher."""
+    check(tmp_path, row, pool)
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ RUN = (
     "oom.clean_steps=40", "train.grad_clip=null",
 )  # fmt: skip
 
-pytestmark = pytest.mark.usefixtures("without_pictures")
+pytestmark = pytest.mark.usefixtures("without_pictures", "planner_that_stays")
 
 
 @pytest.fixture

@@ -28,6 +28,7 @@ from trainapp.signals import StopRequest
 from trainapp.torch_private import outside_dispatch_modes
 from trainapp.train import loop, step
 from trainapp.train.run import Run, Step
+from trainapp.train.sizes import as_schedule
 from trainapp.train.totals import Totals
 
 from .faults import Fault, injected
@@ -53,6 +54,7 @@ class Record:
     error: str | None = None
     peak: int = 0
     shapes: dict[int, int] = field(default_factory=dict)  # the current micro-batch by shape
+    schedule: dict[int, Any] = field(default_factory=dict)  # the sizes that were used, as in result.json
     progress: dict[str, Any] = field(default_factory=dict)
     log: list[str] = field(default_factory=list)
 
@@ -120,6 +122,7 @@ def _run(config: Config, ranks: Ranks, record: Record) -> None:
     record.votes = getattr(ranks, "votes", 0)
     record.peak = max(ranks.all_gather_object(run.memory.peak))
     record.shapes = {bucket: search.size for bucket, search in run.sizes.train.searches.items()}
+    record.schedule = as_schedule(run.sizes.history(ranks)["used"])
 
 
 def _facts(failure: Incident) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 import pytest
 
+from .test_equality import slow
+
 PLANNED = (
     "batch.micro_size=plan",
     "batch.global_size=16",
@@ -16,7 +18,7 @@ def said(records):
     return [[line for line in record.log if "were planned" in line] for record in records]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", [slow("ddp"), "fsdp"])
 def test_two_ranks_that_do_as_planned_get_no_word(cell, strategy):
     records = cell.run(2, f"parallel={strategy}", LENGTHS, *PLANNED, limit=300.0)
     assert [record.error for record in records] == [None, None]
@@ -24,7 +26,7 @@ def test_two_ranks_that_do_as_planned_get_no_word(cell, strategy):
     assert said(records) == [[], []]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", slow("fsdp")])
 def test_two_ranks_that_need_more_later_get_one(cell, strategy):
     growing = ("user_packages=[planned_models]", "task=planned_models.Metered", "train.max_steps=30")
     records = cell.run(2, f"parallel={strategy}", LENGTHS, *PLANNED, *growing, "oom.clean_steps=40", limit=300.0)

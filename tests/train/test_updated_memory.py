@@ -179,8 +179,9 @@ def test_a_read_in_a_later_step_is_refused(tmp_path, monkeypatch):
         return x if len(calls) < 6 else x @ self.outer.weight.data
 
     monkeypatch.setattr(Reading, "product", product)
+    steps = ("train.max_steps=8", "batch.micro_size=16", "every.log=null", "train.check_loss=false")
     with pytest.raises(UserError, match=REFUSED):
-        ended(tmp_path, *own(Reading), ON, "train.max_steps=8", "batch.micro_size=16", "every.log=null")
+        ended(tmp_path, *own(Reading), ON, *steps)
     assert len(calls) == 6
 
 

@@ -11,8 +11,9 @@ class Cell(NamedTuple):
     """Dotted names below this package, and what is special.
 
     resumes: whether a checkpoint can hold all of its state. sums: whether an
-    evaluation is the sum over its samples, whatever batches they come in. ranks: whether DDP takes the model as it is.
-    metric: a class, of which evaluations have an instance called "own".
+    evaluation is the sum over its samples, whatever batches they come in. adds_up: whether `train.check_loss` takes the
+    loss for such a sum. ranks: whether DDP takes the model as it is. metric: a class, of which evaluations have an
+    instance called "own".
     """
 
     model: str
@@ -20,6 +21,7 @@ class Cell(NamedTuple):
     task: str = "losses.classify"
     resumes: bool = True
     sums: bool = True
+    adds_up: bool = True
     ranks: bool = True
     metric: str | None = None
 
@@ -58,7 +60,7 @@ MODELS = {
     "seq2seq": Cell("structures.Seq2Seq", "data.Tokens", "losses.own"),
     "tied weights": Cell("structures.TiedLanguageModel", "data.Tokens", "losses.next_token"),
     "u-net": Cell("structures.UNet", "data.Images", "losses.own"),
-    "siamese": Cell("structures.Siamese", task="losses.own", sums=False),
+    "siamese": Cell("structures.Siamese", task="losses.own", sums=False, adds_up=False),
     "experts": Cell("structures.Experts", task="losses.with_auxiliary", sums=False),
     "adapters": Cell("structures.Adapted"),
     "adversarial": Cell("structures.Adversarial", task="losses.own", sums=False),

@@ -68,6 +68,7 @@ def configure(cell: Cell, run_dir: Path, changes: dict[str, Any] | None = None) 
         data=Target(f"zoo.{cell.data}", {}),
         task=f"zoo.{cell.task}",
         metrics={} if cell.metric is None else {"own": Target(f"zoo.{cell.metric}", {})},
+        train=dataclasses.replace(config.train, check_loss=cell.adds_up),
         run_dir=str(run_dir),
     )
     for name, value in (changes or {}).items():

@@ -37,6 +37,7 @@ FREE = {
         "deterministic",
         "nonfinite",
         "detect_anomaly",
+        "check_loss",
         "check_exactness",
         "peak_flops",
     ),

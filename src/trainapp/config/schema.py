@@ -63,6 +63,7 @@ class Train:
     grad_clip: PositiveFloat | None = 1.0
     nonfinite: Literal["stop", "skip"] = "stop"
     detect_anomaly: Bool = False
+    check_loss: Bool = True
     check_exactness: Bool = False
     ema: Annotated[float, Field(gt=0, lt=1)] | None = None
     peak_flops: PositiveFloat | None = None

@@ -229,6 +229,28 @@ def _used_on(stream: torch.cuda.Stream, tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def fetched_apart(dataset: Any, seed: int, requests: Sequence[Request], workers: int) -> list[Any]:
+    """The batches of these requests, on the CPU, by a fetcher of their own.
+
+    workers: as the run has. With some, a process of its own fetches: the data set then opens nothing here that
+    processes started later would inherit.
+    """
+    fetcher = Fetcher(dataset, seed)
+    if not workers:
+        return [fetcher[request] for request in requests]
+    with outside_dispatch_modes():
+        loader: DataLoader = DataLoader(
+            fetcher,
+            batch_size=None,
+            collate_fn=_unchanged,
+            sampler=requests,
+            num_workers=1,
+            worker_init_fn=_leave_ctrl_c,
+            generator=torch.Generator(),
+        )
+        return list(loader)
+
+
 def worker_count(setting: int | str, dataset: Dataset, ranks: int = 1) -> int:
     """Worker processes per rank: none for data in memory, else this rank's share of the cores, less one for training.
 

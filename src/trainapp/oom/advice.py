@@ -38,6 +38,9 @@ def memory_report(run: Run, failure: Incident) -> str:
 
 def _why_no_smaller(run: Run, failure: Incident) -> str:
     sizes = run.sizes.evaluation if failure.evaluating else run.sizes.train
+    if losses.needs_whole_batch(run.task):
+        setting = "batch.eval_micro_size" if failure.evaluating else "batch.global_size"
+        return f"its loss lives on the whole batch (whole_batch=True), which is never cut; a smaller {setting} helps"
     if failure.old_size <= sizes.smallest:
         return "nothing is left to halve"
     return "a smaller one cannot help, since what fails asks for the same memory at every size"

@@ -17,6 +17,8 @@ from trainapp.plan.traced_part import planned_config
 from trainapp.plan.traced_run import ON_CPU, Trace, trace
 from trainapp.plan.ways import FIRST, Way
 from trainapp.train.components import Components, choose_device
+from trainapp.train.losses import needs_whole_batch
+from trainapp.train.whole_batch import require_uncut
 
 Facts = dict[str, Any]
 
@@ -47,7 +49,9 @@ class Planner:
         evaluates = evaluated is not None and config.every.eval is not None
         self.all_eval_samples = len(evaluated) if evaluates else 0
         self.eval_samples = -(-self.all_eval_samples // self.world)  # of the rank with the most
-        self.most_evaluated = min(2 * self.share, self.eval_samples)  # at once
+        # A batch that is never cut has one size: it fits, or nothing does.
+        self.whole = needs_whole_batch(components.task)
+        self.most_evaluated = min(self.share if self.whole else 2 * self.share, self.eval_samples)  # at once
         self._cached, self._cached_rank = functools.cache(self._trace), functools.cache(self._trace_rank)
 
     def at(self, size: int, eval_size: int, way: Way = FIRST) -> Trace:
@@ -67,7 +71,7 @@ class Planner:
     @functools.cached_property
     def smallest(self) -> int:
         """The model cannot train on fewer samples at once."""
-        return self.at(self.share, 0).smallest
+        return self.share if self.whole else self.at(self.share, 0).smallest
 
     def _trace(self, size: int, eval_size: int, way: Way) -> Trace:
         if self._steps is not None:
@@ -185,6 +189,8 @@ class Planner:
 
     def given_size(self) -> int | None:
         """The micro-batch that the configuration fixes, if it does."""
+        if self.whole:
+            require_uncut(self.config, self.world, len(self.components.train_data))
         batch, parts = self.config.batch, self.config.accumulation.steps
         if batch.micro_schedule is not None:
             plans = batch.micro_schedule.values()
@@ -203,7 +209,8 @@ class Planner:
 
     def largest_eval(self) -> Largest:
         """Evaluation's, up to where the search of a run starts, twice the share of the global batch."""
-        return self._fitting(lambda size, way: self.at(0, size, way), self.most_evaluated, 1)
+        smallest = self.most_evaluated if self.whole else 1
+        return self._fitting(lambda size, way: self.at(0, size, way), self.most_evaluated, smallest)
 
     def needed(self, trace: Trace) -> int:
         """The bytes that count against the limit."""

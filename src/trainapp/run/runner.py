@@ -26,12 +26,13 @@ from trainapp.run import experiment, export, fine_tuning, restarts, resume
 from trainapp.run.result import RunResult, result_of
 from trainapp.run.summary import opening_line, report
 from trainapp.signals import StopRequest
-from trainapp.train import build, callbacks, loop, objective
+from trainapp.train import build, callbacks, loop, losses, objective
 from trainapp.train.allocations import refused_in_attempt
 from trainapp.train.evaluate import evaluate
 from trainapp.train.phase import Phase
 from trainapp.train.run import Run
 from trainapp.train.sizes import initial_sizes
+from trainapp.train.whole_batch import require_uncut
 from trainapp.units import parse_memory_size
 
 log = logging.getLogger(__name__)
@@ -118,6 +119,9 @@ def prepare(config: Config, stop: StopRequest, ranks: Ranks, carried: CarriedOve
     if path is not None:
         config = resume.as_saved(config, path)
     run = build.build(config, stop, ranks, carried.memory if carried else None)
+    whole = losses.needs_whole_batch(run.task)
+    if whole and config.mode == "train":
+        require_uncut(config, ranks.world, run.batches.samples)
     if carried is not None:
         run.restore_point.tensors.written |= carried.written
     saved = resume.restore(run, path) if path is not None else None
@@ -132,6 +136,7 @@ def prepare(config: Config, stop: StopRequest, ranks: Ranks, carried: CarriedOve
         run.state.global_size,
         build.eval_samples(run.eval_batches),
         smallest=build.smallest_micro_batch(run.state.model),
+        whole=whole,
         attempts=run.state.progress.step + run.state.progress.skipped,
         retries_in_place=run.retries_in_place,
         hint=hint,

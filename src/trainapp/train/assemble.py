@@ -35,7 +35,7 @@ from trainapp.parallel.ranks import DistributedRanks, Ranks
 from trainapp.parallel.strategy import SingleDevice
 from trainapp.rng import preserved_rng, seed_everything
 from trainapp.torch_private import is_tracing
-from trainapp.train import losses
+from trainapp.train import loss_check, losses
 from trainapp.train.components import Components
 
 log = logging.getLogger(__name__)
@@ -64,8 +64,8 @@ def assemble(
 ) -> Assembled:
     """The model on its device, spread over the ranks, with its optimizer and loss.
 
-    In this order: construction, shapes of lazy modules, frozen parameters, products in 8 bits, activation
-    checkpointing, compilation, sharding, optimizer. Draws the parameters from torch's generators.
+    In this order: construction, shapes of lazy modules, frozen parameters, a check of the loss, products in 8 bits,
+    activation checkpointing, compilation, sharding, optimizer. Draws the parameters from torch's generators.
     initial_device: where parameters are initialised; None: on the CPU, then moved (with `parallel.fsdp.meta_init`: on
     the meta device, then shard by shard).
     example: a batch of so many samples, for lazy modules. accelerator: gives the optimizer its generators, and offload
@@ -80,6 +80,7 @@ def assemble(
     frozen.freeze(model, config.model.freeze)
     require_suited(Situation(config, model, losses.is_built_in(components.task)))
     precision.cast_parameters(model)
+    loss_check.require_sum(config, components, model, device, precision, ranks)
     if config.precision.mode in ("int8", "fp8"):
         _quantize_products(model, config.precision.mode)
     if config.memory.loss_chunk is not None and losses.is_built_in(components.task) and example and not is_meta:

@@ -116,7 +116,7 @@ def run_of(config: Config, parts: Parts, stop: StopRequest, ranks: Ranks, initia
     state.data_samples = batches.samples
     checkpointer = _checkpointer(config, state, ranks)
     length = run_length(config, batches, state.progress)
-    meter = Meter(state, memory, strategy.communication_buffers)
+    meter, whole = Meter(state, memory, strategy.communication_buffers), losses.needs_whole_batch(components.task)
     assembled.budget.room = functools.partial(room_of, config, memory, meter, ranks)
     run = Run(
         config=config,
@@ -128,7 +128,7 @@ def run_of(config: Config, parts: Parts, stop: StopRequest, ranks: Ranks, initia
         eval_batches=eval_batches,
         length=length,
         schedule=schedules.build(config.schedule, length),
-        sizes=initial_sizes(config, ranks.world, state.global_size, eval_samples(eval_batches)),
+        sizes=initial_sizes(config, ranks.world, state.global_size, eval_samples(eval_batches), whole=whole),
         memory=memory,
         meter=meter,
         activation_budget=assembled.budget,

@@ -11,10 +11,12 @@ For metrics that are no such means, which `metrics.NAME` configures, `metrics` a
 """
 
 import functools
+import numbers
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -108,31 +110,37 @@ def in_chunks(task: Task, rows: int | Literal["auto"] | None) -> Task:
 def checked(task: Task, setting: str) -> Task:
     """The task, raising UserError for a result that cannot be trained on or added up. Costs half a microsecond.
 
+    The values of metrics are looked at in the first result only: later ones are when they are added up.
     setting: the task's name, for messages.
     """
+    is_first = True
 
     @functools.wraps(task, assigned=("__name__", "__doc__"), updated=())
     def checked_task(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | float, Metrics]:
+        nonlocal is_first
         result = task(model, batch)
         try:
             loss, count, metrics = result
             fits = loss.ndim == 0 and (loss.requires_grad or not torch.is_grad_enabled()) and hasattr(metrics, "items")
         except (TypeError, ValueError, AttributeError):
             fits = False
+        if not fits or is_first:
+            _require_addable(result, setting)
+            is_first = False
         if not fits:
-            _refuse(result, setting)
+            _refuse_without_gradient(setting)
         return loss, count, metrics
 
     setattr(checked_task, "unchecked", task)  # noqa: B010  # a function has no such attribute, says mypy
     return checked_task
 
 
-def _refuse(result: Any, setting: str) -> NoReturn:
-    """Raise UserError that says what is wrong with a task's result."""
+def _require_addable(result: Any, setting: str) -> None:
+    """Raise UserError that says what is wrong with a task's result, if its form is not the right one."""
     if not isinstance(result, (tuple, list)) or len(result) != 3:
         found = f"{len(result)} values" if isinstance(result, (tuple, list)) else f"a {type(result).__name__}"
         raise UserError(f"task={setting}: must return (loss_sum, count, metrics), but returned {found}")
-    loss, _, metrics = result
+    loss, count, metrics = result
     if not isinstance(loss, Tensor):
         raise UserError(f"task={setting}: its loss must be a scalar tensor, not a {type(loss).__name__}")
     if loss.ndim:
@@ -140,16 +148,49 @@ def _refuse(result: Any, setting: str) -> NoReturn:
             f"task={setting}: its loss must be a scalar, the sum over the micro-batch, but has shape "
             f"{list(loss.shape)}; return loss.sum()"
         )
+    if loss.is_complex():
+        raise UserError(f"task={setting}: its loss must be a real number, but is {loss.dtype}; return loss.abs(), say")
+    if (problem := problem_of_count(count)) is not None:
+        raise UserError(f"task={setting}: {problem}")
     if not isinstance(metrics, Mapping):
         raise UserError(
             f"task={setting}: its metrics must be a dict of names and sums, which may be empty, not a "
             f"{type(metrics).__name__}"
         )
+    for name, value in metrics.items():
+        if not isinstance(name, str):
+            raise UserError(f"task={setting}: the name of a metric must be a string, not {name!r}")
+        if isinstance(value, Tensor):
+            _metric_sum(name, value)
+
+
+def _refuse_without_gradient(setting: str) -> NoReturn:
     raise UserError(
         f"task={setting}: its loss needs no gradient, so nothing can be trained; it must depend on parameters of the "
         "model that are not frozen, without detach(), .item() or torch.no_grad() between (for a micro-batch that has "
         "nothing to learn from, return outputs.sum() * 0)"
     )
+
+
+def problem_of_count(count: Any) -> str | None:
+    """What is wrong with a task's count; None for a number or a scalar tensor."""
+    has_shape = isinstance(count, (Tensor, np.ndarray))
+    if not count.ndim if has_shape else isinstance(count, numbers.Real):
+        return None
+    found = f"has shape {list(count.shape)}" if has_shape else f"is a {type(count).__name__}"
+    return (
+        f"the count must be a number or a scalar tensor, what the loss is to be divided by, but {found}; return the "
+        "number of samples or tokens, or the sum of their weights"
+    )
+
+
+def needs_whole_batch(task: Any) -> bool:
+    """Whether the task says by `whole_batch = True` that its loss is no sum over samples, so that its batch is never
+    cut.
+    """
+    plain = getattr(task, "unchecked", task)
+    plain = plain.func if isinstance(plain, functools.partial) else plain
+    return bool(getattr(plain, "whole_batch", False))
 
 
 # What the log records in addition to metrics: see `loop.log`, `Sizes.scalars` and `Meter.scalars`.

@@ -126,6 +126,7 @@ def initial_sizes(
     eval_samples: int,
     *,
     smallest: int = 1,
+    whole: bool = False,
     attempts: int = 0,
     retries_in_place: bool = True,
     hint: dict[str, Any] | None = None,
@@ -148,13 +149,13 @@ def initial_sizes(
     rank's share (without gradients more fits).
 
     global_size: samples per optimizer step over all ranks. eval_samples: the same of an evaluation. attempts: finished
-    steps, skipped ones included. smallest: some models cannot train on single samples. retries_in_place: whether a size
-    that fails costs one retried step; where it costs a restart of all workers, no larger size is tried. hint, saved,
-    remembered: as `Sizes.state_dict` returns them, `hint` may have only one of the two; damaged ones are ignored.
+    steps, skipped ones included. smallest: some models cannot train on single samples. whole: batches are never cut.
+    retries_in_place: whether a size that fails costs one retried step; where it costs a restart of all workers, no
+    larger size is tried. hint, saved, remembered: as `Sizes.state_dict` returns them, `hint` may have only one of the
+    two; damaged ones are ignored.
     """
-    batch, hint = config.batch, hint or {}
-    share = -(-global_size // world)
-    sizes = _as_configured(config, share, -(-eval_samples // world), smallest, retries_in_place)
+    batch, hint, share = config.batch, hint or {}, -(-global_size // world)
+    sizes = _as_configured(config, share, -(-eval_samples // world), smallest, retries_in_place, whole)
     if batch.micro_schedule is not None:
         sizes.schedule = _from_attempt(batch.micro_schedule, attempts + 1, share)
     if _is_valid(hint, "micro"):
@@ -180,7 +181,9 @@ def initial_sizes(
     return sizes
 
 
-def _as_configured(config: Config, share: int, eval_share: int, smallest: int, retries_in_place: bool) -> Sizes:
+def _as_configured(
+    config: Config, share: int, eval_share: int, smallest: int, retries_in_place: bool, whole: bool
+) -> Sizes:
     """What the configuration says, for this rank's share of a training step and of an evaluation."""
     batch, parts = config.batch, config.accumulation.steps
     start = share
@@ -189,11 +192,11 @@ def _as_configured(config: Config, share: int, eval_share: int, smallest: int, r
     elif isinstance(batch.micro_size, int):
         start = min(batch.micro_size, share)
     grows = config.oom.grow and config.oom.keep_global_batch and batch.micro_schedule is None and parts == "auto"
-    grows = grows and retries_in_place
-    eval_start = _eval_start(config, share, eval_share)
+    grows = grows and retries_in_place and not whole
+    eval_start = _eval_start(config, share if whole else 2 * share, eval_share)
     return Sizes(
-        train=MicroBatchSizes(start, config.oom.clean_steps, grow=grows, smallest=smallest),
-        evaluation=MicroBatchSizes(eval_start, config.oom.clean_steps, grow=grows),
+        train=MicroBatchSizes(start, config.oom.clean_steps, grow=grows, smallest=start if whole else smallest),
+        evaluation=MicroBatchSizes(eval_start, config.oom.clean_steps, grow=grows, smallest=eval_start if whole else 1),
         parts=None if parts == "auto" else parts,
     )
 
@@ -209,10 +212,10 @@ def _load_evaluation(sizes: MicroBatchSizes, hint: dict[str, Any], others: tuple
         sizes.load_state_dict(known["eval_micro"])
 
 
-def _eval_start(config: Config, share: int, eval_share: int) -> int:
+def _eval_start(config: Config, most: int, eval_share: int) -> int:
     """Never more than this rank has: a size that is never reached is never proven."""
     size = config.batch.eval_micro_size
-    return min(2 * share if size == "auto" else size, eval_share)
+    return min(most if size == "auto" else size, eval_share)
 
 
 def _from_attempt(schedule: Mapping[int, Plan], attempt: int, share: int) -> dict[int, Plan]:
