@@ -13,7 +13,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from trainapp.config import command_line, compose, hydra_errors
+from trainapp.config import command_line, compose, hydra_errors, inline_targets
 from trainapp.errors import Reported, UserError
 from trainapp.launch import environment, one_run, plan_table
 from trainapp.paths import CONF
@@ -80,6 +80,7 @@ def _drop_tracebacks(error: BaseException) -> None:
 def main() -> None:
     """Run the command line. A UserError ends it with one message and its exit code; others keep their traceback."""
     command_line.add_import_paths(sys.argv[1:])
+    sys.argv[1:] = inline_targets.expanded(sys.argv[1:])
     wants_traceback = "HYDRA_FULL_ERROR" in os.environ
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its errors instead of printing them its own way
     try:

@@ -38,6 +38,28 @@ def test_no_setting_of_the_schema_is_hidden_by_its_section():
     assert sections == top - {"loader"}
 
 
+def update(**optimizer):
+    """A generator that is trained by SGD with these settings."""
+    settings = {"target": "torch.optim.SGD", "lr": 0.1, "arguments": {"momentum": 0.9}, **optimizer}
+    return [{"name": "generator", "task": "gan.generate", "parameters": ["generator"], "optimizer": settings}]
+
+
+@pytest.mark.parametrize(
+    ("changes", "differing"),
+    [
+        ({}, []),
+        ({"lr": 0.2, "fused": True, "offload": True}, ["updates.generator.optimizer.lr"]),
+        ({"lr": 0.1 + 0, "groups": [], "weight_decay": 0}, []),
+        ({"arguments": {"momentum": 0.5}}, ["updates.generator.optimizer.momentum"]),
+        ({"target": "torch.optim.Adam", "arguments": {}}, ["updates.generator.optimizer._target_"]),
+    ],
+)
+def test_settings_of_updates_are_compared_one_by_one(changes, differing):
+    before, after = BASE | {"updates": update()}, BASE | {"updates": update(**changes)}
+    assert [name for name, _, _ in identity.differences(before, after)] == differing
+    assert "updates" in [name for name, _, _ in identity.differences(BASE, after)]
+
+
 @pytest.mark.parametrize(
     ("values", "differing"),
     [
@@ -51,6 +73,8 @@ def test_no_setting_of_the_schema_is_hidden_by_its_section():
         ({"batch.global_size": 8, "batch.micro_size": 4, "parallel.strategy": "ddp"}, ["batch.global_size"]),
         ({"schedule.warmup": "3 epochs"}, ["schedule.warmup"]),
         ({"optimizer.arguments.betas": [0.1, 0.2]}, ["optimizer.betas"]),
+        ({"optimizer.groups": [{"match": ["head"], "lr": 1.0}]}, ["optimizer.groups"]),
+        ({"schedule.target": "torch.optim.lr_scheduler.StepLR"}, ["schedule._target_"]),
     ],
 )
 def test_differences_are_named_as_users_write_them(values, differing):

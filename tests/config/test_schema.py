@@ -229,7 +229,7 @@ def default_of(name):
     """A setting's default: from conf/, or else from the dataclass that reads it."""
     node = dataclasses.asdict(from_dict(PLAIN))
     for part in name.split("."):
-        node = node[part]
+        node = node["target" if part == "_target_" else part]
     return list(node) if name in ("callbacks", "tracker") else node  # as they are chosen
 
 

@@ -253,7 +253,7 @@ def test_nothing_of_the_samples_stays_after_an_evaluation(tmp_path, monkeypatch)
         ((own("Nothing"),), r"metrics\.mine: a Nothing has no method update and no method compute and no method reset"),
         (
             (own("Correct"), "task=own_hooks.silent"),
-            r"metrics\.mine: the task passes nothing to it; .*metrics\['mine'\]",
+            r"metrics\.mine: the task of evaluations passes nothing to it; .*metrics\['mine'\]",
         ),
         (
             (own("Correct"), "task=own_hooks.own_sum"),

@@ -128,7 +128,7 @@ def _notes_with(monkeypatch, strategy, contradictions):
         tracker=Some(note=lambda text: said.append(run.attempt.step.number)),
     )
     for number, contradicts in enumerate(contradictions, 1):
-        run.attempt.step = Step(number, number, 4, True, False)
+        run.attempt.step = Step(None, number, number, 4, True, False)
         found = Deviation(4, 100, 101) if contradicts else None
         monkeypatch.setattr(against_plan, "deviation", lambda *_, found=found: found)
         against_plan.compare_with_plan(run)

@@ -24,11 +24,11 @@ from trainapp.oom.incident import Incident
 from trainapp.parallel.dtensor import whole
 from trainapp.parallel.ranks import Ranks, SingleRank
 from trainapp.run import runner
+from trainapp.run.result import schedule_of
 from trainapp.signals import StopRequest
 from trainapp.torch_private import outside_dispatch_modes
 from trainapp.train import loop, step
 from trainapp.train.run import Run, Step
-from trainapp.train.sizes import as_schedule
 from trainapp.train.totals import Totals
 
 from .faults import Fault, injected
@@ -122,7 +122,7 @@ def _run(config: Config, ranks: Ranks, record: Record) -> None:
     record.votes = getattr(ranks, "votes", 0)
     record.peak = max(ranks.all_gather_object(run.memory.peak))
     record.shapes = {bucket: search.size for bucket, search in run.sizes.train.searches.items()}
-    record.schedule = as_schedule(run.sizes.history(ranks)["used"])
+    record.schedule = schedule_of(run, run.sizes.history(ranks)["used"])
 
 
 def _facts(failure: Incident) -> dict[str, Any]:

@@ -13,7 +13,7 @@ class Cell(NamedTuple):
     resumes: whether a checkpoint can hold all of its state. sums: whether an
     evaluation is the sum over its samples, whatever batches they come in. adds_up: whether `train.check_loss` takes the
     loss for such a sum. ranks: whether DDP takes the model as it is. metric: a class, of which evaluations have an
-    instance called "own".
+    instance called "own". updates: (name, task, parameters) of several optimizers; `task` is what is evaluated.
     """
 
     model: str
@@ -24,6 +24,7 @@ class Cell(NamedTuple):
     adds_up: bool = True
     ranks: bool = True
     metric: str | None = None
+    updates: tuple[tuple[str, str, str], ...] = ()
 
 
 MODELS = {
@@ -109,7 +110,19 @@ STATEFUL = {
     "stateful metric": Cell("batches.Linear", task="losses.classify_passing", metric="stateful.Deviation"),
 }
 
-ALL = MODELS | BATCHES | STATEFUL
+SEVERAL_OPTIMIZERS = {
+    "gan": Cell(
+        "gans.GAN",
+        task="gans.distance",
+        sums=False,
+        updates=(
+            ("discriminator", "gans.discriminate", "discriminator"),
+            ("generator", "gans.generate", "generator"),
+        ),
+    ),
+}
+
+ALL = MODELS | BATCHES | STATEFUL | SEVERAL_OPTIMIZERS
 
 
 def find(name):

@@ -65,7 +65,7 @@ class Stateful:
         self.modules: dict[str, nn.Module] = {}
         seen: set[int] = set()
         for root, held in self.roots.items():
-            kind = "data" if root.endswith("data") else root
+            kind = next((kind for kind in ("task", "data") if root.endswith(kind)), root)
             for name, found, is_part in walk(held, root, seen):
                 self._add(name, found, kind, is_part or found is self.roots.get("model"))
         # Callbacks run between steps, where there is nothing to restore.
@@ -89,11 +89,11 @@ class Stateful:
         elif has_protocol(found):
             self.owners[name] = Owner(found.state_dict, found.load_state_dict, kind)
 
-    def return_to_start(self, task: Any) -> None:
+    def return_to_start(self, task: Any, root: str = "task") -> None:
         """Give `task` and what it holds the state that it had when a run of this process first used it: an instance at
-        the top of a module outlives a run that is built again, and the runs of a sweep.
+        the top of a module outlives a run that is built again, and the runs of a sweep. root: its name here.
         """
-        owned = self.owners_in("task")
+        owned = self.owners_in(root)
         if not owned:
             return
         for key in [key for key, (held, _) in _at_start.items() if held() is None]:

@@ -18,8 +18,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter
 
-from trainapp.config import hydra_errors
-from trainapp.config.schema import Config, Loader, Model, Optimizer
+from trainapp.config import hydra_errors, inline_targets, updates
+from trainapp.config.micro_schedule import entries, is_by_update
+from trainapp.config.schema import Config, Loader, Model, Optimizer, Update
 from trainapp.config.validation import messages
 from trainapp.errors import UserError
 from trainapp.paths import CONF
@@ -30,7 +31,7 @@ def from_command_line(overrides: Iterable[str], run_dir: str = "", config_dir: s
 
     config_dir: as `--config-dir`, a folder with options of your own. Raises UserError for every mistake.
     """
-    given = as_overrides(overrides)
+    given = inline_targets.expanded(as_overrides(overrides))
     try:
         with _without_callers_hydra(), initialize_config_dir(str(CONF), version_base="1.3"):
             composed = compose("train", [*given, *_search_path(config_dir)])
@@ -98,6 +99,10 @@ def from_dict(plain: dict[str, Any], run_dir: str = "", command: str = "") -> Co
     errors = _unknown_groups(plain)
     settings = {key: value for key, value in plain.items() if key not in ("data", "model", "optimizer")}
     settings |= _split_targets(plain, errors) | _named_targets(plain, errors)
+    if isinstance(plain.get("updates"), list):
+        settings["updates"] = [_split_update(update, plain.get("optimizer")) for update in plain["updates"]]
+    if isinstance(plain.get("schedule"), dict):
+        settings["schedule"] = _split_schedule(plain["schedule"], errors)
     try:
         config = TypeAdapter(Config).validate_python(settings | {"run_dir": run_dir, "command": command})
     except pydantic.ValidationError as error:
@@ -120,12 +125,10 @@ def _split_targets(plain: dict[str, Any], errors: list[str]) -> dict[str, Any]:
             sections[group] = {"target": "", "lr": 1.0} if group == "optimizer" else {"target": ""}
             continue
         names = {f.name for f in dataclasses.fields(keys)} - {"target", "arguments"}
-        own = {key: value for key, value in node.items() if key in names}
-        arguments = {key: value for key, value in node.items() if key not in names and key != "_target_"}
+        split = _split(node, names)
         if group == "data":
-            sections["loader"] = own
-            own = {}
-        sections[group] = own | {"target": node["_target_"], "arguments": arguments}
+            sections["loader"] = {key: split.pop(key) for key in names & split.keys()}
+        sections[group] = split
     sections.setdefault("loader", {})
     return sections
 
@@ -147,9 +150,40 @@ def _named_targets(plain: dict[str, Any], errors: list[str]) -> dict[str, Any]:
             elif not isinstance(node, dict) or not isinstance(node.get("_target_"), str):
                 errors.append(f"{group}.{name}={node}: must have a `_target_`, the class to build")
             else:
-                arguments = {key: value for key, value in node.items() if key != "_target_"}
-                sections[group][str(name)] = {"target": node["_target_"], "arguments": arguments}
+                sections[group][str(name)] = _split(node, set())
     return sections
+
+
+def _split(node: dict[str, Any], names: set[str]) -> dict[str, Any]:
+    """Keys of these names stay, and all others are arguments of what `_target_` names."""
+    own = {key: value for key, value in node.items() if key in names}
+    arguments = {key: value for key, value in node.items() if key not in names and key != "_target_"}
+    return own | {"target": node["_target_"], "arguments": arguments}
+
+
+def _split_schedule(node: dict[str, Any], errors: list[str]) -> dict[str, Any]:
+    """A shape with its settings, or a `_target_` with arguments."""
+    if node.get("_target_") is not None:
+        return _split(node, {"warmup"})
+    errors += [
+        f"schedule.{key}: no such setting; write schedule._target_" for key in ("target", "arguments") if key in node
+    ]
+    return {key: value for key, value in node.items() if key not in ("_target_", "target", "arguments")}
+
+
+def _split_update(update: Any, common: Any) -> Any:
+    """One of `updates`. Its optimizer starts from `optimizer`, the common one, unless it names a class of its own."""
+    if not isinstance(update, dict):
+        return update
+    own = update.get("optimizer") or {}
+    if not isinstance(own, dict):
+        return update
+    inherited = {key: value for key, value in common.items() if key != "groups"} if isinstance(common, dict) else {}
+    node = own if "_target_" in own else {**inherited, **own}
+    if "_target_" not in node:
+        return update
+    names = {f.name for f in dataclasses.fields(Optimizer)} - {"target", "arguments"}
+    return {**update, "optimizer": _split(node, names)}
 
 
 def _unknown_groups(plain: dict[str, Any]) -> list[str]:
@@ -159,13 +193,15 @@ def _unknown_groups(plain: dict[str, Any]) -> list[str]:
 
 def _as_written(line: str) -> str:
     """The message, with settings named as the user writes them."""
-    return re.sub(r"^loader\.", "data.", re.sub(r"^(data|model|optimizer)\.target\b", r"\1._target_", line))
+    line = re.sub(r"^((?:updates\.\d+\.)?(?:data|model|optimizer|schedule))\.target\b", r"\1._target_", line)
+    return re.sub(r"^loader\.", "data.", line)
 
 
 def _known_keys(location: tuple[Any, ...]) -> list[str]:
     node: Any = Config
     for part in location:
-        kind = next(f.type for f in dataclasses.fields(node) if f.name == part)
+        # `updates`, the only list of sections, has numbers in its locations
+        kind = Update if isinstance(part, int) else next(f.type for f in dataclasses.fields(node) if f.name == part)
         node = kind
     return [f.name for f in dataclasses.fields(node) if f.name not in ("run_dir", "command", "loader")]
 
@@ -181,7 +217,7 @@ def _conflicts(config: Config) -> list[str]:
             f"batch.micro_size={batch.micro_size}: must be at most batch.global_size={batch.global_size}; "
             "use batch.micro_size=auto"
         )
-    for step, sizes in (batch.micro_schedule or {}).items():
+    for step, sizes in entries(batch.micro_schedule or {}):
         largest = max(sizes.values()) if isinstance(sizes, dict) else sizes
         if largest > batch.global_size:
             errors.append(
@@ -207,6 +243,13 @@ def _conflicts(config: Config) -> list[str]:
         errors.append(
             f"stopping.patience={config.stopping.patience} with every.eval=null: it counts evaluations, and there are "
             "none; set every.eval, or stopping.patience=null"
+        )
+    if config.updates:
+        errors += updates.conflicts(config)
+    elif batch.micro_schedule and is_by_update(batch.micro_schedule):
+        errors.append(
+            f"batch.micro_schedule: sizes for {', '.join(batch.micro_schedule)}, but there are no updates of these "
+            "names; write {1: 64, 30: 32}"
         )
     if config.mode == "train" and config.checkpointing.load == "weights" and config.checkpointing.resume == "none":
         errors.append(

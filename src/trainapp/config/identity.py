@@ -4,23 +4,25 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from trainapp import strict_json
 from trainapp.config import durations
-from trainapp.config.schema import Config
+from trainapp.config.schema import Config, Update
 
 # Another value is another experiment. Not named: the arguments of constructors, which all are part of it.
 RESULT = {
-    "": ("task", "objective"),  # with another objective, the best of before would be compared with other numbers
+    # With another objective, the best of before would be compared with other numbers.
+    "": ("task", "updates", "objective"),
     "data": ("_target_", "drop_last"),
     "model": ("_target_", "init_from", "init_strict", "freeze"),
-    "optimizer": ("_target_", "lr", "weight_decay"),
+    "optimizer": ("_target_", "lr", "weight_decay", "groups", "layer_decay"),
     "train": ("seed", "grad_clip", "ema"),
     "batch": ("global_size",),
     "precision": ("mode", "initial_scale", "growth_interval"),
-    "schedule": ("shape", "warmup", "decay", "final"),
+    "schedule": ("_target_", "shape", "warmup", "decay", "final"),
     "checkpointing": ("load",),
 }
 # May change in the course of an experiment: its end (a schedule is then measured again), cadences, limits, where and
@@ -72,6 +74,7 @@ FREE = {
 }
 _IMPLEMENTATION = ("optimizer.foreach", "optimizer.capturable")  # arguments that a recovery may change
 _DURATIONS = ("schedule.warmup", "schedule.decay")
+_OF_UPDATE = re.compile(r"updates\.\w+\.")  # of each of `updates`, by its name: `updates.generator.optimizer.lr`
 _NOT_SETTINGS = ("run_dir", "command")
 _AS_WRITTEN = {"loader": "data", "target": "_target_"}
 ABSENT = object()  # the value of an argument that a configuration does not name
@@ -104,6 +107,10 @@ def _settings(kind: Any, values: dict[str, Any], prefix: str) -> Iterator[tuple[
         value = values.get(field.name, _default(field))
         if dataclasses.is_dataclass(field.type):
             yield from _settings(field.type, value or {}, f"{name}.")
+        elif field.name == "updates":
+            yield name, [own["name"] for own in value]
+            for own in value:
+                yield from _settings(Update, own, f"updates.{own['name']}.")
         elif field.name == "arguments":
             yield from ((prefix + argument, given) for argument, given in (value or {}).items())
         else:
@@ -126,11 +133,13 @@ def differences(
     over these. Where the constructors differ, their arguments are left out.
     """
     old, new = settings(before), settings(now)
-    replaced = {section for section in ("data", "model", "optimizer") if _differ(f"{section}._target_", old, new)}
+    every = sorted(old.keys() | new.keys())
+    replaced = {_split(name)[0] for name in every if _split(name)[1] == "_target_" and _differ(name, old, new)}
     found = []
-    for name in sorted(old.keys() | new.keys()):
-        section, _, argument = name.partition(".")
-        if name in _FREE or name in _IMPLEMENTATION or (section in replaced and argument != "_target_"):
+    for name in every:
+        section, argument = _split(name)
+        common = _OF_UPDATE.sub("", name)
+        if common in _FREE or common in _IMPLEMENTATION or (section in replaced and argument != "_target_"):
             continue
         a, b = old.get(name, ABSENT), new.get(name, ABSENT)
         if ABSENT in (a, b):
@@ -141,6 +150,14 @@ def differences(
         if not _same(name, a, b):
             found.append((name, a, b))
     return found + _sources(old, new) + _of_objective(old, new)
+
+
+def _split(name: str) -> tuple[str, str]:
+    """Section and argument."""
+    update = _OF_UPDATE.match(name)
+    prefix = update[0] if update else ""
+    section, _, argument = name.removeprefix(prefix).partition(".")
+    return prefix + section, argument
 
 
 def _differ(name: str, old: dict[str, Any], new: dict[str, Any]) -> bool:

@@ -7,14 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from trainapp import strict_json
-from trainapp.config.schema import Config
+from trainapp.config.schema import Config, Optimizer
 from trainapp.files import atomic_write
 from trainapp.paths import user_cache_dir
 
 
 def optimizer_of(config: Config) -> list[Any]:
     """The settings that decide what the optimizer holds, and where."""
-    optimizer = config.optimizer
+    return settings_of(config.optimizer)
+
+
+def settings_of(optimizer: Optimizer) -> list[Any]:
+    """The same of one of several."""
     return [optimizer.target, optimizer.arguments, optimizer.fused, optimizer.in_backward, optimizer.offload]
 
 

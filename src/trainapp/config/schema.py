@@ -5,51 +5,26 @@ downstream, workers included, sees only these.
 """
 
 import dataclasses
-import re
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field, PlainValidator
+from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-from trainapp.config import durations, micro_schedule
+from trainapp.config.rules import (
+    Auto,
+    ByteCount,
+    Duration,
+    Goal,
+    MemorySize,
+    MicroSchedule,
+    ParameterGroups,
+    Seed,
+    UpdateName,
+)
 from trainapp.config.validation import Bool, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Str
-from trainapp.units import parse_memory_size
 
 STRICT = ConfigDict(extra="forbid")
-
-
-def _duration(value: int | str) -> int | str:
-    durations.parse(value)
-    return value
-
-
-def _memory_size(value: int | float | str) -> int | float | str:
-    parse_memory_size(value, total=1)
-    return value
-
-
-def _byte_count(value: int | float | str) -> int | float | str:
-    try:
-        if parse_memory_size(value, total=0):  # a fraction of nothing is none
-            return value
-    except ValueError:
-        pass
-    raise ValueError("must be bytes, or a size such as 6GiB or 500MB")
-
-
-def _objective(value: str) -> str:
-    if value != "auto" and not re.fullmatch(r"(min|max) \S+", value):
-        raise ValueError("must be auto, or like 'max accuracy' or 'min loss'")
-    return value
-
-
-Duration = Annotated[int | str, AfterValidator(_duration)]
-MemorySize = Annotated[int | float | str, AfterValidator(_memory_size)]
-ByteCount = Annotated[int | float | str, AfterValidator(_byte_count)]
-MicroSchedule = Annotated[dict[int, int | dict[int, int]], PlainValidator(micro_schedule.check)]
-Seed = Annotated[int, Field(ge=0, lt=2**63, strict=True)]  # data sets may still add to it, below 2**64
-Auto = Literal["auto"]
 
 
 @dataclass(config=STRICT)
@@ -100,10 +75,14 @@ class Precision:
 
 @dataclass(config=STRICT)
 class Schedule:
+    """A shape, or what `target` names with these `arguments`; then only `warmup` of the others counts."""
+
     shape: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
     warmup: Duration = 0
     decay: Duration = "20 percent"
     final: Annotated[float, Field(ge=0, le=1)] = 0.0
+    target: Str | None = None
+    arguments: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(config=STRICT)
@@ -111,12 +90,24 @@ class Optimizer:
     """The settings that the application reads; `arguments` go to the optimizer class unchanged."""
 
     target: Str
-    lr: PositiveFloat
+    lr: PositiveFloat | None = None  # the class's own
     weight_decay: NonNegativeFloat = 0.0
     fused: Auto | Bool = "auto"
     in_backward: Bool = False
     offload: Bool = False
+    groups: ParameterGroups = field(default_factory=list)
+    layer_decay: Annotated[float, Field(gt=0, le=1, strict=True)] | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(config=STRICT)
+class Update:
+    """One of several updates of a step: a loss, the parameters that it trains, their optimizer."""
+
+    name: UpdateName
+    task: Str
+    parameters: Annotated[list[Str], Field(min_length=1)]
+    optimizer: Optimizer
 
 
 @dataclass(config=STRICT)
@@ -203,7 +194,7 @@ class Checkpointing:
 class Stopping:
     patience: PositiveInt | None = None
     min_delta: NonNegativeFloat = 0.0
-    metric: Annotated[str, AfterValidator(_objective)] = "auto"
+    metric: Goal = "auto"
 
 
 @dataclass(config=STRICT)
@@ -235,9 +226,10 @@ class Config:
     loader: Loader
     model: Model
     optimizer: Optimizer
+    updates: list[Update] = field(default_factory=list)
     mode: Literal["train", "eval", "export", "plan"] = "train"
     task: Str = "auto"
-    objective: Annotated[str, AfterValidator(_objective)] = "auto"
+    objective: Goal = "auto"
     user_packages: list[Str] = field(default_factory=list)
     train: Train = field(default_factory=Train)
     batch: Batch = field(default_factory=Batch)
@@ -258,6 +250,13 @@ class Config:
     export: Export = field(default_factory=Export)
     run_dir: str = ""
     command: str = ""
+
+    @property
+    def optimizers(self) -> dict[str, Optimizer]:
+        """By the setting that they come from: of each update, or the only one."""
+        if not self.updates:
+            return {"optimizer": self.optimizer}
+        return {f"updates.{number}.optimizer": update.optimizer for number, update in enumerate(self.updates)}
 
     def to_dict(self) -> dict[str, Any]:
         """Plain containers, as written to checkpoints and TensorBoard."""

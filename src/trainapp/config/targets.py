@@ -104,6 +104,17 @@ def construct(
     Nodes with a `_target_` in the arguments, at any depth, in lists too, are built first: see `_build`. Raises
     UserError for arguments that do not fit, and for all nodes that name nothing allowed before any of them is built.
     """
+    return _call(target, [], arguments_of(target, arguments, setting, user_packages, provided), setting)
+
+
+def arguments_of(
+    target: Callable[..., Any],
+    arguments: dict[str, Any],
+    setting: str,
+    user_packages: Sequence[str],
+    provided: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """What `construct` calls the target with, for one that is called more than once."""
     provided = {k: v for k, v in (provided or {}).items() if k in _parameters(target) and arguments.get(k) is None}
     arguments = {k: v for k, v in arguments.items() if k not in provided}
     plain = {
@@ -116,7 +127,7 @@ def construct(
     if errors:
         raise UserError("\n".join(errors))
     built = {name: _build(value, f"{setting}.{name}", user_packages) for name, value in arguments.items()}
-    return _call(target, [], {**built, **provided}, setting)
+    return {**built, **provided}
 
 
 def _call(target: Callable[..., Any], positional: list[Any], arguments: dict[str, Any], setting: str) -> Any:

@@ -81,7 +81,7 @@ def check_arguments(
     provided: parameters that the application fills in when `arguments` lacks them.
     """
     function = target.__init__ if inspect.isclass(target) else target
-    hints = typing.get_type_hints(function, include_extras=True)
+    hints = _hints(function)
     fields: dict[str, Any] = {}
     open_ended = False
     for name, parameter in inspect.signature(target).parameters.items():
@@ -103,3 +103,11 @@ def check_arguments(
         settable = [field.alias for field in model.model_fields.values() if field.alias not in ("params", "self")]
         return messages(error, path, lambda location: settable)
     return []
+
+
+def _hints(function: Callable[..., Any]) -> dict[str, Any]:
+    """The annotations that can be resolved: a module may import some of their names for type checkers alone."""
+    try:
+        return typing.get_type_hints(function, include_extras=True)
+    except (NameError, AttributeError, TypeError):
+        return {}

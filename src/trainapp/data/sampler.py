@@ -39,7 +39,8 @@ class TrainBatches:
 
     global_size: samples per optimizer step over all ranks; it may change between two steps. drop_last: no step has
     fewer. rank, world: which part of each step is this process's. split: the task's way to cut a batch, see
-    `BatchLoader`. Attribute: `samples` in the data set.
+    `BatchLoader`. Attributes: `samples` in the data set; `sizes_of_updates`, where a step has several updates, the
+    micro-batch of each, so that their batches, too, are fetched ahead.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class TrainBatches:
         self.global_size, self.seed, self.rank, self.world = global_size, seed, rank, world
         self.dataset, self.samples = dataset, len(dataset)
         self.drop_last = drop_last
+        self.sizes_of_updates: tuple[int, ...] = ()
         self._source = BatchLoader(dataset, seed, workers, device, ahead, split)
         self._order: tuple[int, list[int]] = (-1, [])
         self._open: Iterator[Any] = iter(())
@@ -99,19 +101,21 @@ class TrainBatches:
         parts: cut evenly into at least this many; None cuts off `size` at a time. Batches fetched ahead for another
         position or another cut are dropped, and their samples fetched again.
         """
-        position = (progress.epoch, progress.consumed, size, parts)
+        update, sizes = (progress.update, self.sizes_of_updates) if self.sizes_of_updates else (0, (size,))
+        sizes = (*sizes[:update], size, *sizes[update + 1 :])  # those of the others are what they were at last
+        position = (progress.epoch, progress.consumed, update, sizes, parts)
         if self._position != position:
             self._open = iter(())  # ends the workers' iteration before the next one begins
             self._open = self._source.batches(self._requests(*position))
         self._position = None  # an aborted step leaves the iterator mid-step
-        pieces = self._cut(*position)
+        pieces = self._cut(progress.epoch, progress.consumed, size, parts)
         for number, piece in enumerate(pieces, start=1):
             batch, indices = next(self._open), piece or _DUMMY
             if not self._source.split_works:
                 self._source.try_split(batch)
             again = functools.partial(self._source.piece, batch, position[0], indices)
             yield MicroBatch(batch, number == len(pieces), bool(piece), len(indices), again)
-        self._position = (*self.after(progress.epoch, progress.consumed), size, parts)
+        self._position = self._after_update(*position)
 
     def halves(self, progress: Progress, size: int, parts: int | None = None) -> Halves | None:
         """The coming step's first micro-batch, cut in two in both ways; None where nothing but collating again cuts."""
@@ -149,11 +153,18 @@ class TrainBatches:
         needed = self.global_size if self.drop_last else 1  # for another step
         return (epoch, consumed) if self.samples - consumed >= needed else (epoch + 1, 0)
 
-    def _requests(self, epoch: int, consumed: int, size: int, parts: int | None) -> Iterator[Request]:
+    def _requests(self, *position: Any) -> Iterator[Request]:
         while True:
-            for piece in self._cut(epoch, consumed, size, parts):
+            epoch, consumed, update, sizes, parts = position
+            for piece in self._cut(epoch, consumed, sizes[update], parts):
                 yield Request(epoch, piece or _DUMMY)
-            epoch, consumed = self.after(epoch, consumed)
+            position = self._after_update(*position)
+
+    def _after_update(self, epoch: int, consumed: int, update: int, sizes: tuple[int, ...], parts: int | None) -> tuple:
+        """The position of the next update: of the same samples, or of the next step's."""
+        if update + 1 < len(sizes):
+            return epoch, consumed, update + 1, sizes, parts
+        return *self.after(epoch, consumed), 0, sizes, parts
 
     def _cut(self, *position: Any) -> list[Sequence[int]]:
         """`_pieces`, cached: without workers, the fetcher and the loop ask for the same ones in turn."""

@@ -111,9 +111,9 @@ class StatefulMetrics:
         if silent:
             name = sorted(silent)[0]
             raise UserError(
-                f"metrics.{name}: the task passes nothing to it; under metrics[{name!r}], or metrics[{EVERY!r}] for "
-                "all that are configured, it must return a tuple of the arguments of their `update`, such as (logits, "
-                "targets)"
+                f"metrics.{name}: the task of evaluations passes nothing to it; under metrics[{name!r}], or "
+                f"metrics[{EVERY!r}] for all that are configured, it must return a tuple of the arguments of their "
+                "`update`, such as (logits, targets)"
             )
         if ranks.world == 1:
             return {name: held.computed() for name, held in self._held.items()}

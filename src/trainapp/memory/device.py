@@ -7,7 +7,7 @@ and fragmentation.
 
 import contextlib
 import gc
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -26,17 +26,25 @@ from trainapp.units import parse_memory_size
 
 
 def static_bytes(
-    model: nn.Module, optimizer: torch.optim.Optimizer, averages: list[Tensor], keeps_gradients: bool = True
+    model: nn.Module,
+    optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    averages: list[Tensor],
+    keeps_gradients: bool = True,
 ) -> dict[MemoryKind, int]:
-    """Bytes that persist between steps, by kind. Gradients are counted in full, whether or not they exist now.
+    """Bytes that persist between steps, by kind. Gradients are counted in full, whether or not they exist now; of
+    several optimizers, those of the one with the most: each has its turn.
 
     keeps_gradients: whether all of them exist at once, between backward and update.
     """
     parameters = list(model.parameters())
+    optimizers = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers
+    trained = [[p for p in parameters if p.requires_grad]]
+    if len(optimizers) > 1:
+        trained = [[p for group in optimizer.param_groups for p in group["params"]] for optimizer in optimizers]
     return {
         MemoryKind.PARAMETERS: size_of(parameters),
-        MemoryKind.GRADIENTS: size_of(p for p in parameters if p.requires_grad and keeps_gradients),
-        MemoryKind.OPTIMIZER_STATE: size_of(optimizer_tensors(optimizer)),
+        MemoryKind.GRADIENTS: max(size_of(own) for own in trained) if keeps_gradients else 0,
+        MemoryKind.OPTIMIZER_STATE: size_of(t for optimizer in optimizers for t in optimizer_tensors(optimizer)),
         MemoryKind.BUFFERS: size_of(model.buffers()),
         MemoryKind.WEIGHT_AVERAGE: size_of(averages),
     }

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from trainapp.config import remembered
+from trainapp.config.schema import Config
 from trainapp.train.run import Run
 
 FOLDER = "oom"  # in the cache directory
@@ -38,7 +39,20 @@ def describe(run: Run) -> dict[str, Any]:
         "parallel": [config.parallel.strategy, asdict(config.parallel.ddp), asdict(config.parallel.fsdp)],
         "device": [name, run.memory.total, run.memory.limit],
         "torch": torch.__version__,
-    }
+    } | _of_updates(config)
+
+
+def _of_updates(config: Config) -> dict[str, Any]:
+    """What there is only in some configurations: the names of others' files stay as they are."""
+    found: dict[str, Any] = {}
+    if config.updates:
+        found["updates"] = [
+            [update.name, update.task, update.parameters, *remembered.settings_of(update.optimizer)]
+            for update in config.updates
+        ]
+    groups = [group for optimizer in config.optimizers.values() for group in optimizer.groups]
+    frozen = [group["match"] for group in groups if group.get("freeze")]
+    return found | ({"frozen_groups": frozen} if frozen else {})
 
 
 def recall(run: Run) -> dict[str, Any] | None:
@@ -58,7 +72,7 @@ def remember(run: Run) -> None:
         return
     description, sizes = describe(run), run.sizes.state_dict()
     if not _is_searched(run):
-        sizes["micro"] = None
+        sizes |= {key: None for key in sizes if key != "eval_micro"}
     remembered.write(FOLDER, description, {"run": description, **sizes})
 
 

@@ -55,6 +55,7 @@ class Incident:
     lost: list[str] = field(default_factory=list)  # parameters that a forward has written, and that had no copy
     host: bool = False  # the host ran out, not a device or `memory.limit`
     swallowed: bool = False  # no error: what asked for the memory caught it
+    update: str = ""  # in which of a step's updates; empty where there is one, and between steps
     broken: str | None = None  # what the error has broken for the rest of this process
     events: list[tuple[int, int]] = field(default_factory=list, repr=False)
     kinds: dict[int, MemoryKind] = field(default_factory=dict, repr=False)
@@ -122,6 +123,7 @@ def describe(run: Run, error: BaseException) -> Incident:
         by_peer=isinstance(error, PeerOutOfMemory),
         host=not isinstance(error, torch.OutOfMemoryError) and memory.device.type == "cpu",
         swallowed=isinstance(error, SwallowedOutOfMemory),
+        update=state.update.name if phase.can_be_undone or phase.is_torn else "",
         broken=broken_part(error),
         bucket=(run.sizes.evaluation if phase is Phase.EVALUATE else run.sizes.train).current_bucket or 0,
         events=events,
@@ -164,6 +166,7 @@ def _frames(trace: TracebackType | None) -> Iterator[FrameType]:
 def one_line(incident: Incident) -> str:
     """The incident in one line, for the terminal."""
     where = f"{incident.phase}{f' ({incident.module})' if incident.module else ''}"
+    where += f" of update {incident.update}" if incident.update else ""
     if incident.swallowed:
         where = "a library, which caught the error and may have taken another algorithm,"
     asked = f" asking for {bytes_text(incident.requested)}" if incident.requested else ""

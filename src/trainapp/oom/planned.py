@@ -86,6 +86,8 @@ def _may_ask(run: Run, failure: Incident, sizes: MicroBatchSizes) -> bool:
     On a GPU a trace of the CPU would not hold.
     """
     config = run.config
+    if config.updates and not failure.evaluating:
+        return False  # the plan's peak is that of the highest update, which need not be the one that failed
     if not config.oom.plan or sizes.is_planned or config.batch.micro_size == "plan" or config.mode != "train":
         return False
     is_limit = run.memory.limit is not None and not failure.host and not failure.swallowed

@@ -16,6 +16,7 @@ from trainapp.oom.advice import memory_report
 from trainapp.oom.errors import is_device_lost, is_out_of_memory
 from trainapp.oom.incident import Incident
 from trainapp.parallel.ranks import OUT_OF_MEMORY_EXIT, SingleRank
+from trainapp.torch_direct import release_failed_backward
 from trainapp.train.phase import Phase
 from trainapp.train.run import Run
 from trainapp.train.transaction import rollback
@@ -77,6 +78,7 @@ def abort_on_all_ranks(run: Run, failure: Incident) -> None:
 
 def roll_back(run: Run, failure: Incident) -> None:
     """Leave no trace of the failed attempt; see `transaction.rollback`."""
+    release_failed_backward()
     rollback(run, failure.phase, other_ranks_wait=not failure.alone)
 
 
@@ -207,7 +209,7 @@ def leave_for_restart(run: Run, failure: Incident) -> NoReturn:
     log.warning("rank %d: %s", run.ranks.rank, incident.one_line(failure))
     run_dir = run.tracker.run_dir
     # Training's and evaluation's, if either has failed before: no checkpoint may hold it yet, and it would fail again.
-    kinds = {"micro": run.sizes.train, "eval_micro": run.sizes.evaluation}
+    kinds = run.sizes.by_key()
     failed = {name: kind.state_dict() for name, kind in kinds.items() if kind is sizes or kind.has_failed}
     hint = failed | run.sizes.happened()
     try:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from trainapp import torch_fsdp
 from trainapp.config.schema import Fsdp
 from trainapp.errors import UserError
 from trainapp.parallel.ranks import DistributedRanks
@@ -68,6 +69,11 @@ class FSDP(SingleDevice):
     def recovers_in_place(self) -> bool:
         """Before torch 2.13 nothing resets a backward that was left halfway."""
         return hasattr(self._root, "reset_iter_state")
+
+    def turn_to(self, update: int) -> None:
+        """Called while the parameters of all updates require gradients: FSDP2 asks once, in its first forward."""
+        if not self._has_run:
+            torch_fsdp.prepare(self._root)
 
     def compute(self, task: Task, batch: Any) -> tuple[Any, ...]:
         """Within the root's forward. Raises UserError for a parameter of a block that is read outside the block."""

@@ -31,6 +31,9 @@ class SingleDevice:
         """Whether `abort_step` works. Where it does not, all workers restart after an out-of-memory error."""
         return True
 
+    def turn_to(self, update: int) -> None:
+        """Where a step has several updates: what follows is for this one, whose parameters alone get gradients."""
+
     def compute(self, task: Task, batch: Any) -> tuple[Any, ...]:
         """What the task returns for a training batch, ready for backward."""
         return task(self.model, batch)

@@ -181,7 +181,10 @@ def _remembered(fake: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 
 def _creates_state_late(config: Config, device: torch.device) -> bool:
     """Whether the optimizer has no state before its first step. That depends on values: asked of a tiny real one."""
-    with contextlib.suppress(UserError), outside_dispatch_modes():
-        tiny = nn.Linear(2, 2, bias=False, device=device)
-        return not build_optimizer(config.optimizer, tiny, device, config.user_packages).state
+    for optimizer in config.optimizers.values():
+        settings = dataclasses.replace(optimizer, groups=[], layer_decay=None)
+        with contextlib.suppress(UserError), outside_dispatch_modes():
+            tiny = nn.Linear(2, 2, bias=False, device=device)
+            if not build_optimizer(settings, tiny, device, config.user_packages).state:
+                return True
     return False

@@ -65,7 +65,7 @@ def measure(run: Run) -> None:
     Takes some seconds, once per class of configurations; with `oom.remember=clear`, again.
     """
     sizes, name = run.sizes.used, device_name(run.state.device)
-    is_one = len(sizes) == 1 and all(isinstance(size, int) for size in sizes.values())
+    is_one = len(run.sizes.by_update) == len(sizes) == 1 and all(isinstance(size, int) for size in sizes.values())
     settled = is_one and not run.sizes.oom_restarts and run.ranks.world == 1
     remember = run.config.oom.remember
     if remember is False or run.config.train.compile or not settled or run.state.progress.step < 2:

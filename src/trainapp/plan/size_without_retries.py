@@ -23,7 +23,9 @@ def begin_with_plan(run: Run) -> None:
         return
     planned = planned_size(run, run.sizes.train.start)
     if planned is not None:
-        run.sizes.begin_with(PlannedSizes(planned, 2 * planned))
+        for name in reversed(run.sizes.by_update):
+            run.sizes.turn_to(name)
+            run.sizes.begin_with(PlannedSizes(planned, 2 * planned))
 
 
 def planned_size(run: Run, share: int) -> int | None:

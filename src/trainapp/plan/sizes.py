@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
+from trainapp.config import micro_schedule
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
 from trainapp.plan.bounds import Bounds, bounds, joined, ways_beside
@@ -193,7 +194,7 @@ class Planner:
             require_uncut(self.config, self.world, len(self.components.train_data))
         batch, parts = self.config.batch, self.config.accumulation.steps
         if batch.micro_schedule is not None:
-            plans = batch.micro_schedule.values()
+            plans = [plan for _, plan in micro_schedule.entries(batch.micro_schedule)]
             largest = max(max(plan.values()) if isinstance(plan, dict) else plan for plan in plans)
             return min(largest, self.share)
         if parts != "auto":

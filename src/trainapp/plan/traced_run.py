@@ -24,7 +24,7 @@ from trainapp.plan.recorder import Peak, TracedMemory
 from trainapp.plan.step_time import Work, WorkCounter
 from trainapp.plan.ways import FIRST, Way
 from trainapp.torch_private import storage_id
-from trainapp.train import build, losses
+from trainapp.train import build
 from trainapp.train.components import Components
 from trainapp.train.evaluate import evaluate
 from trainapp.train.loop import train_step, update_weight_average
@@ -114,7 +114,7 @@ def trace(
         static=run.meter.static,
         uneven=_is_uneven(run.state.model.parameters()),
         smallest=build.smallest_micro_batch(run.state.model),
-        levers=tuple(available(Situation(config, run.state.model, losses.is_built_in(run.task)))),
+        levers=tuple(available(Situation(config, run.state.model, run.knows_loss))),
         packages=frozenset(type(part).__module__.partition(".")[0] for part in run.state.model.modules()) - _KNOWN,
         unsettled=_unsettled(memory, ranks, run, components.train_data),
         hints=logits.notes(),
@@ -142,13 +142,13 @@ def _training_peak(run: Run, memory: TracedMemory, steps: int, work: WorkCounter
         train_step(run)
     update_weight_average(run)
     state = run.state
-    static = static_bytes(state.model, state.optimizer, state.average.averages, state.keeps_gradients)
+    static = static_bytes(state.model, state.optimizers, state.average.averages, state.keeps_gradients)
     kept = _kept(run, memory)
     if steps > 1 or kept != kept_before or static != run.meter.static:
         with work.afresh() if work else contextlib.nullcontext():
             train_step(run)
         update_weight_average(run)
-        now = static_bytes(state.model, state.optimizer, state.average.averages, state.keeps_gradients)
+        now = static_bytes(state.model, state.optimizers, state.average.averages, state.keeps_gradients)
         memory.buffers_grow = now[MemoryKind.BUFFERS] > static[MemoryKind.BUFFERS]
         memory.kept_by_steps = _kept(run, memory) - kept_before
         memory.kept_grows = memory.kept_by_steps > kept - kept_before
@@ -166,7 +166,8 @@ def _kept(run: Run, memory: TracedMemory) -> int:
 def _evaluation_peak(run: Run, memory: TracedMemory, needs_step: bool) -> Peak:
     """needs_step: evaluations find the optimizer's state in memory, which only a step creates."""
     if needs_step:
-        run.sizes.train.start = max(run.sizes.train.start, build.smallest_micro_batch(run.state.model))
+        for own in run.sizes.by_update.values():
+            own.train.start = max(own.train.start, build.smallest_micro_batch(run.state.model))
         train_step(run)
     memory.reset()
     evaluate(run)
@@ -188,7 +189,7 @@ def _unsettled(memory: TracedMemory, ranks: Ranks, run: Run, data: Any) -> tuple
         reasons.append("metrics keep more with every batch of an evaluation")
     if any(type(module).get_extra_state is not nn.Module.get_extra_state for module in run.state.model.modules()):
         reasons.append("the model has state besides its tensors")
-    if _package(run.state.optimizer) not in _KNOWN:
+    if any(_package(optimizer) not in _KNOWN for optimizer in run.state.optimizers):
         reasons.append("the optimizer may create state later than in its first step")
     if hasattr(data, "set_epoch") and _package(data) not in _KNOWN:
         reasons.append("the data set may change from epoch to epoch")

@@ -4,15 +4,15 @@ import math
 import signal
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from trainapp import strict_json
-from trainapp.data.micro_batch_sizes import Plan
 from trainapp.data.progress import Progress
 from trainapp.files import atomic_write
 from trainapp.tracking.tracker import RESULT
 from trainapp.train.bilinear import bilinear_modules_with_two_roundings
 from trainapp.train.run import Run
-from trainapp.train.sizes import as_schedule
+from trainapp.train.sizes_of_run import as_schedule
 from trainapp.units import listed
 
 
@@ -31,7 +31,9 @@ class RunResult:
     micro_size: int
     accumulation: int
     oom_restarts: int  # since the run began, in whatever process
-    micro_schedule: dict[int, Plan]  # set as batch.micro_schedule, it replays the sizes of this run
+    micro_schedule: dict[
+        Any, Any
+    ]  # sizes by step, or such by the update's name; set as batch.micro_schedule, it replays the sizes of this run
     bit_for_bit: bool  # whether nothing is known that keeps a replay from the same bits: see docs/oom.md
     bit_for_bit_note: str | None  # why not
     peak_memory_bytes: int
@@ -67,7 +69,7 @@ def result_of(run: Run, seconds: float) -> RunResult:
         micro_size=size,
         accumulation=run.batches.accumulation(size, run.sizes.parts),
         oom_restarts=history["oom_restarts"],
-        micro_schedule=as_schedule(history["used"]),
+        micro_schedule=schedule_of(run, history["used"]),
         bit_for_bit=note is None,
         bit_for_bit_note=note,
         peak_memory_bytes=max(peak for peak, _ in peaks),
@@ -91,6 +93,13 @@ def _why_ended(run: Run) -> str | None:
         by_steps = train.max_steps is not None and progress.step >= train.max_steps
         return f"train.max_steps={train.max_steps}" if by_steps else f"train.max_epochs={train.max_epochs}"
     return signal.Signals(run.stop.agreed).name if run.stop.agreed else None
+
+
+def schedule_of(run: Run, used: dict[Any, Any]) -> dict[Any, Any]:
+    """A record of sizes as `batch.micro_schedule` takes it. used: from `Sizes.history`."""
+    if not run.config.updates:
+        return as_schedule(used)
+    return {name: as_schedule(own) for name, own in used.items()}
 
 
 def _note(progress: Progress) -> str | None:

@@ -123,7 +123,7 @@ def _changed(run: Run, path: Path, sizes: dict[str, Any]) -> list[str]:
 
 
 # What decides the bits of a step apart from the sizes; the length of the run decides its learning rates.
-_WHOLE = ("data", "model", "optimizer", "task", "precision", "schedule")
+_WHOLE = ("data", "model", "optimizer", "updates", "task", "precision", "schedule")
 _PARTS = {
     "train": ("grad_clip", "ema", "nonfinite", "compile", "deterministic", "device"),
     "memory": ("loss_chunk",),
@@ -134,7 +134,8 @@ _PARTS = {
 def _settings_changed(saved: dict[str, Any], config: Config) -> list[tuple[str, Any, Any]]:
     """`(name, before, now)` of sections and settings. The values of whole sections are left out."""
     now = json.loads(json.dumps(dataclasses.asdict(config), default=str))
-    changed = [(name, "others", "its settings") for name in _WHOLE if saved.get(name) != now[name]]
+    before = {name: _completed(saved.get(name), getattr(config, name)) for name in _WHOLE}
+    changed = [(name, "others", "its settings") for name in _WHOLE if before[name] != now[name]]
     parts = {section: [*names] for section, names in _PARTS.items()}
     if config.schedule.shape != "constant":
         parts["train"] += ["max_steps", "max_epochs"]
@@ -144,3 +145,17 @@ def _settings_changed(saved: dict[str, Any], config: Config) -> list[tuple[str, 
             (f"{section}.{n}", before.get(n), now[section][n]) for n in names if before.get(n) != now[section][n]
         ]
     return changed
+
+
+def _completed(saved: Any, section: Any) -> Any:
+    """A saved section with the defaults of settings that did not exist when it was saved."""
+    if saved is None and isinstance(section, list):
+        return []
+    if not (isinstance(saved, dict) and dataclasses.is_dataclass(section)):
+        return saved
+    new = [field for field in dataclasses.fields(section) if field.name not in saved]
+    defaults = {
+        field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        for field in new
+    }
+    return {**saved, **{name: value for name, value in defaults.items() if value is not dataclasses.MISSING}}

@@ -212,7 +212,9 @@ def recover(run: Run, failure: Incident) -> CarriedOver | None:
 def _carry_over(run: Run, failure: Incident) -> CarriedOver:
     """Parameters may be half updated, or written by a forward: restart from the last checkpoint, or from the start."""
     in_step = failure.phase is Phase.COMMIT and not failure.lost  # where the optimizer's temporaries are
-    config, is_leaner = lean_optimizer(run.config, run.state.optimizer) if in_step else (run.config, False)
+    config, is_leaner = run.config, False
+    if in_step:
+        config, is_leaner = lean_optimizer(run.config, run.state.optimizer, run.state.update.number)
     run.checkpointer.finish()  # what is still being written in the background may be the newest
     path = run.checkpointer.newest()
     if path is None:  # it may have begun at another's
@@ -235,7 +237,7 @@ def _carry_over(run: Run, failure: Incident) -> CarriedOver:
     recovery.record(run, failure)
     return CarriedOver(
         config=dataclasses.replace(config, checkpointing=checkpointing),
-        hint={name: sizes for name, sizes in run.sizes.state_dict().items() if name == "micro" or failure.evaluating}
+        hint={name: own for name, own in run.sizes.state_dict().items() if name != "eval_micro" or failure.evaluating}
         | run.sizes.happened(),
         memory=run.memory,
         written=run.restore_point.tensors.written,

@@ -5,6 +5,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from trainapp.config import micro_schedule
 from trainapp.run.result import RunResult, write
 from trainapp.tracking.tracker import RESULT
 from trainapp.train.run import Run
@@ -39,10 +40,11 @@ def _schedule_text(run: Run) -> str:
     more = f", ... ({len(entries)} changes)" if len(entries) > 4 else ""
     text = f"; batch.micro_schedule is in force{': ' if entries else ''}{', '.join(entries[:4])}{more}"
     share = -(-run.state.global_size // run.batches.world)
-    sizes_of = (plan.values() if isinstance(plan, dict) else [plan] for plan in batch.micro_schedule.values())
+    plans = [plan for _, plan in micro_schedule.entries(batch.micro_schedule)]
+    sizes_of = (plan.values() if isinstance(plan, dict) else [plan] for plan in plans)
     if any(size > share for plan in sizes_of for size in plan):
         text += f" (at most this rank's share, {share})"
-    first = min(batch.micro_schedule)
+    first = min(step for step, _ in micro_schedule.entries(batch.micro_schedule))
     if batch.micro_size != "auto":
         text += f"; batch.micro_size={batch.micro_size} " + (
             f"holds before step {first}" if first > 1 else "is not used"

@@ -61,7 +61,7 @@ class Meter:
         self.counts_tokens = False
         self._window_counts: list[Any] = []  # tensors stay on the device until a log step
         self.parameters = [p for p in state.model.parameters() if p.requires_grad]
-        self.static = static_bytes(state.model, state.optimizer, state.average.averages, state.keeps_gradients)
+        self.static = static_bytes(state.model, state.optimizers, state.average.averages, state.keeps_gradients)
         self.started = self._window_start = time.monotonic()
         self.samples = self._window_samples = 0
         self.paused = self._window_paused = self._waited = self.waited = 0.0
@@ -80,7 +80,7 @@ class Meter:
             MemoryKind.GRADIENTS: self.gradients(),
             MemoryKind.COMMUNICATION_BUFFERS: self.communication_buffers(),
             MemoryKind.BUFFERS: itertools.chain(self.state.model.buffers(), self.hook_tensors()),
-            MemoryKind.OPTIMIZER_STATE: optimizer_tensors(self.state.optimizer),
+            MemoryKind.OPTIMIZER_STATE: itertools.chain(*map(optimizer_tensors, self.state.optimizers)),
             MemoryKind.WEIGHT_AVERAGE: self.state.average.averages,
             MemoryKind.BATCH: tensors_in(batch),  # last, so that an error names it
         }
@@ -141,8 +141,9 @@ class Meter:
         if self.counts_tokens:
             values["tokens_per_second"] = float(_sum(self._window_counts)) / seconds
             self._window_counts.clear()
-        if state.precision.scaler.is_enabled():
-            values["loss_scale"] = state.precision.scaler.get_scale()
+        for update in state.updates:
+            if update.precision.scaler.is_enabled():
+                values[update.named("loss_scale")] = update.precision.scaler.get_scale()
         self._window_start, self._window_samples = now, 0
         self._window_paused = self._waited = 0.0
         return values

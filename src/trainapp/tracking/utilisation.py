@@ -1,8 +1,9 @@
 """Model-FLOPs utilisation (MFU): the share of the device's arithmetic that the model itself asks for.
 
 As in PaLM (Chowdhery et al. 2022, appendix B), what is recomputed in the backward does not count. The FLOPs of a sample
-are counted once, in a real micro-batch, by the formulas of torch's FlopCounterMode. That class itself is not used: its
-hooks in all modules keep graphs alive, which would change the memory of the step that it counts in.
+are counted once for each update of a step, in a real micro-batch, by the formulas of torch's FlopCounterMode. That
+class itself is not used: its hooks in all modules keep graphs alive, which would change the memory of the step that it
+counts in.
 """
 
 import contextlib
@@ -59,7 +60,7 @@ def peak_of(device: torch.device, mode: str, given: float | None) -> float | Non
 class NoUtilisation:
     """Stands for a Utilisation where the device's peak is not known."""
 
-    def counting(self, samples: int, real: bool) -> contextlib.AbstractContextManager[Any]:
+    def counting(self, update: str, samples: int, real: bool) -> contextlib.AbstractContextManager[Any]:
         """Counts nothing."""
         return _NOTHING
 
@@ -76,25 +77,24 @@ class Utilisation(NoUtilisation):
 
     def __init__(self, peak: float, in_backward: Callable[[], bool], recomputes: bool):
         self.peak, self._in_backward, self._recomputes = peak, in_backward, recomputes
-        self.flops_per_sample: float | None = None
+        self.flops_per_sample: dict[str, float] = {}  # by update
 
-    def counting(self, samples: int, real: bool) -> contextlib.AbstractContextManager[Any]:
-        """Around forward and backward of a micro-batch: counts in the first that comes to its end."""
-        return self._count(samples) if real and self.flops_per_sample is None else _NOTHING
+    def counting(self, update: str, samples: int, real: bool) -> contextlib.AbstractContextManager[Any]:
+        """Around forward and backward of a micro-batch: counts in the update's first that comes to its end."""
+        return self._count(update, samples) if real and update not in self.flops_per_sample else _NOTHING
 
     @contextlib.contextmanager
-    def _count(self, samples: int) -> Iterator[None]:
+    def _count(self, update: str, samples: int) -> Iterator[None]:
         counter = _Counter(self._in_backward)
         with counter:
             yield
         backward = 2 * counter.forward if self._recomputes else counter.backward
-        self.flops_per_sample = (counter.forward + backward) / samples
+        self.flops_per_sample[update] = (counter.forward + backward) / samples
 
     def scalars(self, samples_per_second: float, world: int) -> dict[str, float]:
         """`mfu`, from 0 to 1: where torch.compile hides the operations, none."""
-        if not self.flops_per_sample:
-            return {}
-        return {"mfu": self.flops_per_sample * samples_per_second / (world * self.peak)}
+        flops = sum(self.flops_per_sample.values())
+        return {"mfu": flops * samples_per_second / (world * self.peak)} if flops else {}
 
 
 _NOTHING = contextlib.nullcontext()

@@ -2,7 +2,6 @@
 
 import functools
 import logging
-import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,11 +20,10 @@ from trainapp.data.loader import worker_count
 from trainapp.data.sampler import EvalBatches, TrainBatches
 from trainapp.errors import UserError
 from trainapp.memory import backends
-from trainapp.memory.device import DeviceMemory, static_bytes
-from trainapp.memory.levers import catalogue
-from trainapp.memory.levers.lever import Lever, Situation, to_paste
+from trainapp.memory.device import DeviceMemory
+from trainapp.memory.levers.lever import Situation
 from trainapp.models.weights import load_initial_weights
-from trainapp.optim import precision, schedules
+from trainapp.optim import precision
 from trainapp.optim.nonfinite import NonFiniteCheck
 from trainapp.parallel.ranks import Ranks
 from trainapp.rng import seed_everything
@@ -36,12 +34,12 @@ from trainapp.train import exactness, hook_parts, losses
 from trainapp.train.assemble import assemble
 from trainapp.train.autotuner import Autotuner
 from trainapp.train.bilinear import warn_of_bilinear
+from trainapp.train.cadences import Cadences, run_length
 from trainapp.train.components import Components, choose_device, load_components, set_global_switches
 from trainapp.train.restore_point import RestorePoint
-from trainapp.train.room import room_of
-from trainapp.train.run import Cadences, Objective, Run, run_length
+from trainapp.train.room import require_room, room_of
+from trainapp.train.run import Objective, Run
 from trainapp.train.sizes import initial_sizes
-from trainapp.units import bytes_text
 
 log = logging.getLogger(__name__)
 
@@ -103,14 +101,12 @@ def run_of(config: Config, parts: Parts, stop: StopRequest, ranks: Ranks, initia
     can_evaluate = components.eval_data is not None
     callbacks = hook_parts.callbacks_of(config, components.hooks, components.train_data, can_evaluate)
     state.stateful = owners_of_state(components, state.model, device, callbacks)
-    if config.model.init_from:
-        load_initial_weights(state.model, Path(config.model.init_from), config.model.init_strict)
-        state.average.start_at_weights()
+    _begin_at_weights(config, state)
     warn_of_bilinear(state)
     if device.type == "cuda":
         strategy.warm_up()
     memory.enforce()  # again: the libraries have now allocated their own
-    require_room(memory, state, Situation(config, state.model, losses.is_built_in(components.task)))
+    require_room(memory, state, Situation(config, state.model, components.knows_loss))
     if eval_batches is not None:
         eval_batches.equal = strategy.forward_is_collective
     state.data_samples = batches.samples
@@ -124,10 +120,10 @@ def run_of(config: Config, parts: Parts, stop: StopRequest, ranks: Ranks, initia
         strategy=strategy,
         ranks=ranks,
         task=assembled.task,
+        tasks=assembled.tasks,
         batches=batches,
         eval_batches=eval_batches,
         length=length,
-        schedule=schedules.build(config.schedule, length),
         sizes=initial_sizes(config, ranks.world, state.global_size, eval_samples(eval_batches), whole=whole),
         memory=memory,
         meter=meter,
@@ -142,10 +138,18 @@ def run_of(config: Config, parts: Parts, stop: StopRequest, ranks: Ranks, initia
         stop=stop,
         cadences=Cadences.of(config, length),
         objective=Objective.of(config, components.train_data),
-        rehearsals=exactness.STEPS if config.train.check_exactness else 0,
+        rehearsals=exactness.STEPS * len(state.updates) if config.train.check_exactness else 0,
         autotuner=Autotuner(device, config.train.deterministic),
     )
+    run.schedule_rates()
     return hook_parts.attached(run, components.hooks, callbacks)
+
+
+def _begin_at_weights(config: Config, state: TrainState) -> None:
+    """Those of `model.init_from`, if any."""
+    if config.model.init_from:
+        load_initial_weights(state.model, Path(config.model.init_from), config.model.init_strict)
+        state.average.start_at_weights()
 
 
 def owners_of_state(
@@ -154,9 +158,11 @@ def owners_of_state(
     """What owns state other than the model's tensors. Resets the task to the state with which this process first used
     it, and moves the modules among the owners to the device.
     """
-    task, data = components.task, components.train_data
-    stateful = Stateful(model=model, task=task, data=data, eval_data=components.eval_data, callbacks=callbacks or None)
-    stateful.return_to_start(task)
+    tasks = {"task": components.task} | {f"{name}'s task": task for name, task in components.updates.items()}
+    data = {"data": components.train_data, "eval_data": components.eval_data}
+    stateful = Stateful(model=model, **tasks, **data, callbacks=callbacks or None)
+    for root, task in tasks.items():
+        stateful.return_to_start(task, root)
     for module in stateful.modules.values():
         module.to(device)
     return stateful
@@ -181,27 +187,6 @@ def smallest_micro_batch(model: torch.nn.Module) -> int:
     return getattr(model, "smallest_micro_batch", 1)
 
 
-def require_room(memory: DeviceMemory, state: TrainState, situation: Situation) -> None:
-    """Raises UserError when the limit leaves no memory for any batch, however small. It names the levers that help."""
-    sizes = static_bytes(state.model, state.optimizer, state.average.averages, state.keeps_gradients)
-    if memory.limit is not None and sum(sizes.values()) >= memory.limit:
-        parts = ", ".join(f"{kind.label} {bytes_text(size)}" for kind, size in sizes.items() if size)
-        levers = [
-            f"  {_pasted(lever, situation)}: saves {lever.saves if saved is None else bytes_text(saved)}; "
-            f"cost: {lever.costs}"
-            for saved, lever in catalogue.of_state(situation, sizes)
-        ]
-        raise UserError(
-            f"memory.limit={bytes_text(memory.limit)}: {parts} need {bytes_text(sum(sizes.values()))} before any "
-            "batch; raise the limit, use a smaller model, or one of these:\n" + "\n".join(levers).replace("`", "")
-        )
-
-
-def _pasted(lever: Lever, situation: Situation) -> str:
-    """Its overrides; its setting where the value is the user's to choose."""
-    return shlex.join(to_paste([lever], situation.config.command)) if lever.changes else lever.setting
-
-
 def _batch_arguments(config: Config, components: Components, device: torch.device, ranks: Ranks) -> dict[str, Any]:
     """What training and evaluation batches have in common."""
     local_ranks = ranks.world // config.parallel.nodes
@@ -213,7 +198,7 @@ def _batch_arguments(config: Config, components: Components, device: torch.devic
         "ahead": not owners,
         "rank": ranks.rank,
         "world": ranks.world,
-        "split": getattr(components.task, "split", None),
+        "split": next(filter(None, (getattr(task, "split", None) for task in components.training_tasks)), None),
     }
 
 
@@ -259,7 +244,8 @@ def _checkpointer(config: Config, state: TrainState, ranks: Ranks) -> Checkpoint
         return NullCheckpointer()
     if config.mode == "train":
         model_state.require_loadable(state.model)
-        optimizer_state.require_loadable(state.optimizer)
+        for optimizer in state.optimizers:
+            optimizer_state.require_loadable(optimizer)
     state.stateful.state_dict()  # raises UserError now rather than at the first save
     directory = CheckpointDirectory(Path(config.run_dir), settings.keep_last, ranks)
     return Checkpointer(state, directory, ranks, settings.asynchronous)

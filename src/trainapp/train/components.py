@@ -29,6 +29,17 @@ class Components:
     eval_data: Any  # None where there is none
     spec: dict[str, Any]  # arguments that the data provides to the model's constructor
     hooks: Hooks = field(default_factory=Hooks)
+    updates: dict[str, losses.Task] = field(default_factory=dict)  # by name, the task of each of `updates`
+
+    @property
+    def training_tasks(self) -> list[losses.Task]:
+        """What a step computes: the tasks of its updates, or the only one."""
+        return list(self.updates.values()) or [self.task]
+
+    @property
+    def knows_loss(self) -> bool:
+        """Whether every loss is one of the application's own."""
+        return all(map(losses.is_built_in, (self.task, *self.training_tasks)))
 
 
 def load_components(config: Config) -> Components:
@@ -36,9 +47,14 @@ def load_components(config: Config) -> Components:
     found = _locate_all(config)
     train, evaluation = _datasets(config, found["data"])
     spec = dict(getattr(train, "spec", {}))
+    updates = {
+        update.name: _task(config, found[setting], setting, update.task)
+        for setting, update in zip(_settings_of_tasks(config), config.updates, strict=True)
+    }
     return Components(
         model=found["model"],
-        task=_task(config, found["task"]) or getattr(losses, train.task),
+        task=_task(config, found["task"]) or _default_task(train, updates),
+        updates=updates,
         train_data=train,
         eval_data=evaluation,
         spec=spec,
@@ -46,22 +62,35 @@ def load_components(config: Config) -> Components:
     )
 
 
-def _task(config: Config, found: Any) -> Any:
-    """The function or object that `task` names; an instance of the class that it names, built without arguments."""
+def _settings_of_tasks(config: Config) -> list[str]:
+    return [f"updates.{number}.task" for number in range(len(config.updates))]
+
+
+def _default_task(data: Any, updates: dict[str, losses.Task]) -> losses.Task:
+    """For task=auto: the data set's or, where there are updates, that of the last one: a GAN's data names no loss."""
+    if updates:
+        return list(updates.values())[-1]
+    task: losses.Task = getattr(losses, data.task)
+    return task
+
+
+def _task(config: Config, found: Any, setting: str = "task", name: str | None = None) -> Any:
+    """The function or object that a setting names; an instance of the class that it names, built without arguments."""
     if not inspect.isclass(found):
         return found
+    name = name or config.task
     lacking = check_arguments(found, {}, "task", {})
     if lacking:
         names = ", ".join(line.partition(":")[0].removeprefix("task.") for line in lacking)
         raise UserError(
-            f"task={config.task}: the class must be constructible without arguments, but requires {names}; give them "
-            "defaults, or a subclass with defaults, or let `task` name an instance in your module, such as "
+            f"{setting}={name}: the class must be constructible without arguments, but requires {names}; give them "
+            f"defaults, or a subclass with defaults, or let `{setting}` name an instance in your module, such as "
             f"`my_task = {found.__name__}({names.partition(',')[0]}=...)`"
         )
-    task = targets.construct(found, {}, "task", config.user_packages)
+    task = targets.construct(found, {}, setting, config.user_packages)
     if not callable(task):
         raise UserError(
-            f"task={config.task}: an instance of it cannot be called; give the class a method "
+            f"{setting}={name}: an instance of it cannot be called; give the class a method "
             "`__call__(self, model, batch)` that returns (loss_sum, count, metrics)"
         )
     return task
@@ -89,7 +118,9 @@ def set_global_switches(config: Config, device: torch.device) -> None:
 
 
 def _locate_all(config: Config) -> dict[str, Any]:
-    """`data`, `model` and `task` (None: from the data set). Raises UserError with all mistakes at once."""
+    """`data`, `model`, `task` (None: from the data set) and the tasks of updates, by setting. Raises UserError with all
+    mistakes at once.
+    """
     errors: list[str] = []
     found: dict[str, Any] = {"task": None}
     for group, node in {"data": config.data, "model": config.model}.items():
@@ -99,14 +130,22 @@ def _locate_all(config: Config) -> dict[str, Any]:
             errors += check_arguments(found[group], node.arguments, group, open_ended)
         except UserError as error:
             errors.append(str(error))
-    try:
-        targets.locate(config.optimizer.target, "optimizer._target_", config.user_packages)
-        if config.task in BUILT_IN_TASKS:
-            found["task"] = getattr(losses, config.task)
-        elif config.task != "auto":
-            found["task"] = targets.locate(config.task, "task", config.user_packages)
-    except UserError as error:
-        errors.append(str(error))
+    tasks = {"task": config.task} | dict(
+        zip(_settings_of_tasks(config), (update.task for update in config.updates), strict=True)
+    )
+    for setting, optimizer in config.optimizers.items():
+        try:
+            targets.locate(optimizer.target, f"{setting}._target_", config.user_packages)
+        except UserError as error:
+            errors.append(str(error))
+    for setting, task in tasks.items():
+        try:
+            if task in BUILT_IN_TASKS:
+                found[setting] = getattr(losses, task)
+            elif task != "auto" or setting != "task":
+                found[setting] = targets.locate(task, setting, config.user_packages)
+        except UserError as error:
+            errors.append(str(error))
     if errors:
         raise UserError("\n".join(errors))
     return found
@@ -125,7 +164,7 @@ def _datasets(config: Config, kind: Any) -> tuple[Any, Any]:
         )
         for split in ("train", "val")
     )
-    if config.task == "auto":
+    if config.task == "auto" and not config.updates:
         _require_known_task(train, config.data.target)
     if len(train) == 0:
         raise UserError(f"data={config.data.target}: the training split is empty")

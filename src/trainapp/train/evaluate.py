@@ -99,6 +99,8 @@ def record_objective(run: Run, means: dict[str, float]) -> None:
     if metric not in means and progress.objective is None:  # else it is one that only some batches have
         raise no_such_metric(run.objective, means)
     progress.objective = value = means.get(metric, math.nan)
+    for update in run.state.updates:
+        update.schedule.evaluated(value)
     best = progress.best
     is_better = best is None or (value > best if direction == "max" else value < best)
     if math.isfinite(value) and is_better:

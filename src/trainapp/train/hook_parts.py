@@ -92,7 +92,8 @@ def attached(run: Run, hooks: Hooks, callbacks: Mapping[str, Any]) -> Run:
     run.callbacks = Callbacks(callbacks)
     run.outlets = hooks.outlets
     run.utilisation = _utilisation_of(run)
-    run.meter.counts_tokens = losses.counts_tokens(run.task)
+    last = [run.task, *run.tasks.values()][-1]  # the update whose count is that of a finished step
+    run.meter.counts_tokens = losses.counts_tokens(last)
     run.memory.kept = kept = kept_of(run.state.stateful.roots)
     run.meter.hook_tensors = functools.partial(_tensors_of, run.metrics, callbacks, run.state.model, kept)
     return run

@@ -1,15 +1,15 @@
 """The `Run`: everything that the loop works with, in named parts."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from trainapp.checkpoint.checkpointer import Checkpointer, NullCheckpointer
-from trainapp.checkpoint.train_state import TrainState
-from trainapp.config.durations import RunLength, to_steps
+from trainapp.checkpoint.train_state import TrainState, Update
+from trainapp.config.durations import RunLength
 from trainapp.config.schema import Config
-from trainapp.data.progress import Progress
 from trainapp.data.sampler import EvalBatches, TrainBatches
+from trainapp.errors import UserError
 from trainapp.hooks.callbacks import Callbacks
 from trainapp.hooks.metrics import StatefulMetrics
 from trainapp.memory.device import DeviceMemory
@@ -17,7 +17,6 @@ from trainapp.memory.levers.budget import Budget, NoBudget
 from trainapp.memory.levers.offload import NoOffload, Offload
 from trainapp.optim import schedules
 from trainapp.optim.nonfinite import NonFiniteCheck
-from trainapp.optim.schedules import Schedule
 from trainapp.parallel.ranks import Flags, Ranks, SingleRank
 from trainapp.parallel.strategy import SingleDevice
 from trainapp.signals import StopRequest
@@ -26,7 +25,8 @@ from trainapp.tracking.outlet import Outlet
 from trainapp.tracking.tracker import SilentTracker, Tracker
 from trainapp.tracking.utilisation import NoUtilisation, Utilisation
 from trainapp.train.autotuner import Autotuner
-from trainapp.train.losses import Task
+from trainapp.train.cadences import Cadences, run_length
+from trainapp.train.losses import Task, is_built_in
 from trainapp.train.phase import Phase
 from trainapp.train.restore_point import RestorePoint
 from trainapp.train.sizes import Sizes
@@ -34,8 +34,9 @@ from trainapp.train.totals import Totals
 
 
 class Step(NamedTuple):
-    """The coming optimizer step."""
+    """The coming optimizer step, and which of its updates: with one optimizer, there is one."""
 
+    update: Update
     number: int  # from 1; the same again after a skipped step
     attempt: int  # from 1, skipped steps included: what `batch.micro_schedule` counts
     samples: int  # over all ranks
@@ -55,38 +56,10 @@ class Objective(NamedTuple):
         if config.objective != "auto":
             direction, metric = config.objective.split()
             return cls(direction, metric)
+        if config.task == "auto" and config.updates:  # the last update's task is evaluated
+            return cls("min", "loss")
         classifies = config.task == "classification" or (config.task == "auto" and data.task == "classification")
         return cls("max", "accuracy") if classifies else cls("min", "loss")
-
-
-@dataclass
-class Cadences:
-    """How often, in optimizer steps; 0 is never."""
-
-    log: int
-    evaluate: int
-    save: int
-
-    @classmethod
-    def of(cls, config: Config, length: RunLength) -> "Cadences":
-        """From `every.*`. Raises ValueError for a percentage of a run without an end."""
-        every = config.every
-        return cls(to_steps(every.log, length), to_steps(every.eval, length), to_steps(every.save, length))
-
-
-def run_length(config: Config, batches: TrainBatches, progress: Progress) -> RunLength:
-    """What durations are measured against: the steps so far, and those from here to the end.
-
-    Where neither data nor global batch have changed, that is the same at every position: skipped steps count, too.
-    """
-    train, steps_per_epoch = config.train, batches.steps_per_epoch
-    ends = [] if train.max_steps is None else [train.max_steps]
-    if train.max_epochs is not None:
-        epochs = train.max_epochs - progress.epoch
-        left = batches.steps_left(progress.consumed) + (epochs - 1) * steps_per_epoch if epochs > 0 else 0
-        ends.append(progress.step + progress.skipped + left)
-    # mode=eval and mode=export take no step and need no end
-    return RunLength(steps_per_epoch, batches.global_size, min(ends, default=1))
 
 
 @dataclass
@@ -115,7 +88,6 @@ class Run:
     batches: TrainBatches
     eval_batches: EvalBatches | None
     length: RunLength
-    schedule: Schedule  # the learning rate's factor, by finished steps
     sizes: Sizes  # micro-batches
     memory: DeviceMemory
     meter: Meter
@@ -130,9 +102,11 @@ class Run:
     callbacks: Callbacks = field(default_factory=Callbacks)
     outlets: Mapping[str, Outlet] = field(default_factory=dict)  # of the tracker
     utilisation: Utilisation | NoUtilisation = field(default_factory=NoUtilisation)
+    tasks: dict[str, Task] = field(default_factory=dict)  # of the updates, by name, where there are several
+    logged: dict[str, float] = field(default_factory=dict)  # metrics of the present step's finished updates
     activation_budget: Budget | NoBudget = field(default_factory=NoBudget)
     offload: Offload | NoOffload = field(default_factory=NoOffload)
-    rehearsals: int = 0  # steps yet to be checked by `train.check_exactness`
+    rehearsals: int = 0  # updates yet to be checked by `train.check_exactness`
     attempt: Attempt = field(default_factory=Attempt)
     autotuner: Autotuner = field(default_factory=Autotuner)
 
@@ -149,8 +123,11 @@ class Run:
 
     @property
     def is_ending(self) -> bool:
-        """Whether the run has reached its end, or all ranks have agreed to stop, or a callback has failed."""
-        return self.is_finished or self.stop.agreed > 0 or self.callbacks.failure is not None
+        """Whether the run has reached its end or, after a whole step, all ranks have agreed to stop or a callback has
+        failed.
+        """
+        must_end = self.stop.agreed > 0 or self.callbacks.failure is not None
+        return self.is_finished or (must_end and not self.state.progress.update)
 
     @property
     def is_finished(self) -> bool:
@@ -158,16 +135,41 @@ class Run:
         progress = self.state.progress
         return progress.stopped is not None or self._is_end(progress.step, progress.epoch)
 
+    @property
+    def training_task(self) -> Task:
+        """The loss of the update at work."""
+        return self.tasks.get(self.state.update.name, self.task)
+
+    @property
+    def knows_loss(self) -> bool:
+        """Whether every loss is one of the application's own."""
+        return all(map(is_built_in, (self.task, *self.tasks.values())))
+
+    @property
+    def schedule(self) -> Any:
+        """The learning rates of the update at work: a `Schedule`, nearly always a function of the finished steps."""
+        return self.state.update.schedule
+
+    def coming_updates(self) -> Iterator[Step]:
+        """The coming step, once for each of its updates that are not finished."""
+        for _ in self.state.updates[self.state.progress.update :]:
+            yield self.next_step()
+
     def next_step(self) -> Step:
         """The coming optimizer step. Steps on the cadence are logged, and the run's last."""
         progress, every = self.state.progress, self.cadences.log
+        self.sizes.turn_to(self.state.update.name)
+        self.batches.sizes_of_updates = self.sizes.of_updates()
+        if not progress.update:
+            self.logged = {}
         number = progress.step + 1
         is_logged = every > 0 and (
             number % every == 0 or self._is_end(number, self.batches.after(progress.epoch, progress.consumed)[0])
         )
         # Only once the size is proven, so that the plot shows a typical step.
         is_drawn = self.memory.keep_events and not self.sizes.train.is_unproven
-        return Step(number, number + progress.skipped, self.batches.step_samples(progress), is_logged, is_drawn)
+        samples = self.batches.step_samples(progress)
+        return Step(self.state.update, number, number + progress.skipped, samples, is_logged, is_drawn)
 
     @property
     def eval_ranks(self) -> Ranks:
@@ -204,9 +206,34 @@ class Run:
         Raises UserError where the schedule's warm-up and decay no longer fit.
         """
         self.length = run_length(self.config, self.batches, self.state.progress)
-        self.schedule = schedules.build(self.config.schedule, self.length)
+        self.schedule_rates()
         self.cadences = Cadences.of(self.config, self.length)
         self.tracker.progress.set_total(self.length.total_steps)
+
+    def schedule_rates(self) -> None:
+        """Give each update the schedule of a run of this length. One that follows evaluations continues.
+
+        Raises UserError where the schedule does not fit the run.
+        """
+        config = self.config
+        for update in self.state.updates:
+            state, direction = update.schedule.state_dict(), self.objective.direction
+            update.schedule = schedules.for_optimizer(
+                config.schedule, self.length, update.optimizer, config.user_packages, direction
+            )
+            if state:
+                update.schedule.load_state_dict(state)
+            if update.schedule.state_dict():
+                self._require_evaluations()
+
+    def _require_evaluations(self) -> None:
+        """Raises UserError where there are none, which a schedule follows."""
+        if self.config.mode == "train" and (self.eval_batches is None or not self.cadences.evaluate):
+            why = "every.eval=null" if self.eval_batches is not None else "the data has no validation split"
+            raise UserError(
+                f"schedule._target_={self.config.schedule.target}: it follows the {self.objective.metric} of "
+                f"evaluations, but {why}: the rate would never change; evaluate, or choose another schedule"
+            )
 
     def close(self) -> None:
         """End loader workers and close files."""

@@ -94,6 +94,8 @@ class Lever:
 
     def suits(self, situation: Situation) -> bool:
         """Whether the lever applies."""
+        if situation.config.updates and any(name.startswith("optimizer.") for name in self.changes):
+            return False  # of several optimizers, it would change none that has settings of its own
         try:
             self.require(situation)
         except UserError:
