@@ -102,6 +102,8 @@ STATEFUL = {
     "noisy data": Cell("batches.Linear", "stateful.NoisyVectors"),
     "shuffled features": Cell("batches.Linear", "stateful.ShuffledFeatures"),
     "replay": Cell("batches.Linear", "stateful.Replay"),
+    "stream": Cell("batches.Linear", "stateful.StreamWithState"),
+    "stream without state": Cell("batches.Linear", "stateful.Stream"),
 }
 
 ALL = MODELS | BATCHES | STATEFUL

@@ -59,8 +59,8 @@ def from_hydra(composed: DictConfig, run_dir: str, command: str) -> Config:
 def from_dict(plain: dict[str, Any], run_dir: str = "", command: str = "") -> Config:
     """As `from_hydra`, from plain containers in the layout of conf/train.yaml."""
     errors = _unknown_groups(plain)
-    settings = {key: value for key, value in plain.items() if key not in ("data", "model", "optimizer")}
-    settings |= _split_targets(plain, errors)
+    settings = {key: value for key, value in plain.items() if key not in ("data", "model", "optimizer", "eval")}
+    settings |= _split_targets(plain, errors) | {"eval": _eval_targets(plain.get("eval"), errors)}
     try:
         config = TypeAdapter(Config).validate_python(settings | {"run_dir": run_dir, "command": command})
     except pydantic.ValidationError as error:
@@ -93,6 +93,29 @@ def _split_targets(plain: dict[str, Any], errors: list[str]) -> dict[str, Any]:
     return sections
 
 
+def _eval_targets(node: Any, errors: list[str]) -> dict[str, Any]:
+    """`eval` by name: each a data set, in the layout of `data` but without the settings that all data sets share."""
+    if not isinstance(node, dict):
+        if node is not None:
+            errors.append(
+                f"eval={node}: must be a mapping of names to data sets, such as {{hard: {{_target_: my.Set}}}}"
+            )
+        return {}
+    shared, found = {f.name for f in dataclasses.fields(Loader)}, {}
+    for name, child in node.items():
+        if not isinstance(child, dict) or "_target_" not in child:
+            errors.append(
+                f"eval.{name}={child}: must be a data set with a _target_; give one, or choose a shipped one with "
+                f"+data@eval.{name}=NAME"
+            )
+            continue
+        both = sorted(shared & child.keys())
+        errors += [f"eval.{name}.{key}: is set for all data sets together, by data.{key}" for key in both]
+        arguments = {key: value for key, value in child.items() if key != "_target_"}
+        found[name] = {"target": child["_target_"], "arguments": arguments}
+    return found
+
+
 def _unknown_groups(plain: dict[str, Any]) -> list[str]:
     """Settings that the program fills in itself: `run_dir`, `command` and `loader`."""
     return [f"{key}: no such setting" for key in ("run_dir", "command", "loader") if key in plain]
@@ -100,7 +123,7 @@ def _unknown_groups(plain: dict[str, Any]) -> list[str]:
 
 def _as_written(line: str) -> str:
     """The message, with settings named as the user writes them."""
-    return re.sub(r"^loader\.", "data.", re.sub(r"^(data|model|optimizer)\.target\b", r"\1._target_", line))
+    return re.sub(r"^loader\.", "data.", re.sub(r"^(data|model|optimizer|eval\.[^.]+)\.target\b", r"\1._target_", line))
 
 
 def _known_keys(location: tuple[Any, ...]) -> list[str]:

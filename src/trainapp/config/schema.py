@@ -44,11 +44,18 @@ def _objective(value: str) -> str:
     return value
 
 
+def _eval_name(value: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9_-]+", value):
+        raise ValueError("must be letters, digits, _ and -: it becomes part of the names of metrics")
+    return value
+
+
 Duration = Annotated[int | str, AfterValidator(_duration)]
 MemorySize = Annotated[int | float | str, AfterValidator(_memory_size)]
 ByteCount = Annotated[int | float | str, AfterValidator(_byte_count)]
 MicroSchedule = Annotated[dict[int, int | dict[int, int]], PlainValidator(micro_schedule.check)]
 Seed = Annotated[int, Field(ge=0, lt=2**63, strict=True)]  # data sets may still add to it, below 2**64
+EvalName = Annotated[Str, AfterValidator(_eval_name)]
 Auto = Literal["auto"]
 
 
@@ -83,10 +90,16 @@ class Every:
 
 
 @dataclass(config=STRICT)
+class Sampling:
+    weights: Str | None = None
+
+
+@dataclass(config=STRICT)
 class Loader:
     num_workers: Auto | NonNegativeInt = "auto"
     drop_last: Bool = False
     on_change: Literal["refuse", "next_epoch"] = "refuse"
+    sampling: Sampling = field(default_factory=Sampling)
 
 
 @dataclass(config=STRICT)
@@ -225,6 +238,7 @@ class Config:
     loader: Loader
     model: Model
     optimizer: Optimizer
+    eval: dict[EvalName, Target] = field(default_factory=dict)
     mode: Literal["train", "eval", "export", "plan"] = "train"
     task: Str = "auto"
     objective: Annotated[str, AfterValidator(_objective)] = "auto"

@@ -9,7 +9,7 @@ from trainapp.config.schema import Config
 from trainapp.data.batch import elements_in
 from trainapp.data.micro_batch import MicroBatch
 from trainapp.data.progress import Progress
-from trainapp.data.sampler import TrainBatches
+from trainapp.data.step_batches import StepBatches
 from trainapp.plan.values import shapes_of
 
 SURVEYED = 256  # samples whose shapes are compared, or two micro-batches of more
@@ -46,7 +46,7 @@ def planned_config(config: Config, size: int, eval_size: int, world: int) -> Con
     return dataclasses.replace(config, mode="train", **changes)
 
 
-def training_shapes(batches: TrainBatches, size: int, which: Which) -> MicroBatch | None:
+def training_shapes(batches: StepBatches, size: int, which: Which) -> MicroBatch | None:
     """See `representative`."""
 
     def steps() -> Iterator[MicroBatch]:

@@ -22,6 +22,7 @@ class RunResult:
     objective: float | None  # of the last evaluation; it may be nan or inf, which the file cannot hold
     objective_note: str | None  # why it is not a number
     metric: str
+    evaluation: dict[str, float]  # the last evaluation's metrics, those of `eval` as `eval_NAME/METRIC`
     steps: int
     samples: int
     micro_size: int
@@ -47,6 +48,7 @@ def result_of(run: Run, seconds: float) -> RunResult:
         objective=progress.objective,
         objective_note=_note(progress),
         metric=run.objective.metric,
+        evaluation=run.last_evaluation,
         steps=progress.step,
         samples=progress.samples,
         micro_size=size,

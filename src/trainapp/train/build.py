@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,10 @@ from trainapp.accelerator import HERE, Accelerator
 from trainapp.checkpoint import model_state, optimizer_state
 from trainapp.checkpoint.checkpointer import Checkpointer, NullCheckpointer
 from trainapp.checkpoint.directory import CheckpointDirectory
-from trainapp.checkpoint.stateful import Owner, Stateful
+from trainapp.checkpoint.stateful import Stateful
 from trainapp.checkpoint.train_state import TrainState
 from trainapp.config.schema import Config
-from trainapp.data.loader import worker_count
-from trainapp.data.sampler import EvalBatches, TrainBatches
+from trainapp.data.step_batches import StepBatches
 from trainapp.errors import UserError
 from trainapp.memory import backends
 from trainapp.memory.device import DeviceMemory, static_bytes
@@ -33,11 +33,12 @@ from trainapp.tracking.tracker import SilentTracker, Tracker
 from trainapp.train import exactness, losses
 from trainapp.train.assemble import assemble
 from trainapp.train.autotuner import Autotuner
+from trainapp.train.batches import data_batches, eval_roots
 from trainapp.train.bilinear import warn_of_bilinear
 from trainapp.train.components import Components, choose_device, load_components, set_global_switches
 from trainapp.train.restore_point import RestorePoint
 from trainapp.train.room import room_of
-from trainapp.train.run import Cadences, Objective, Run, run_length
+from trainapp.train.run import Cadences, EvalSets, Objective, Run, run_length
 from trainapp.train.sizes import initial_sizes
 from trainapp.units import bytes_text
 
@@ -52,8 +53,8 @@ class Parts:
     device: torch.device
     memory: DeviceMemory
     numerics: precision.Precision
-    batches: TrainBatches
-    eval_batches: EvalBatches | None
+    batches: StepBatches
+    eval_sets: EvalSets
     accelerator: Accelerator = HERE
 
 
@@ -82,11 +83,7 @@ def load_parts(
     memory.keep_events = config.memory.timeline
     seed_everything(config.train.seed)
     numerics = precision.build(config.precision, device)
-    arguments = _batch_arguments(config, components, device, ranks)
-    batches = _train_batches(config, components, arguments)
-    evaluated = components.eval_data
-    eval_batches = None if evaluated is None else EvalBatches(evaluated, **arguments)
-    return Parts(components, device, memory, numerics, batches, eval_batches)
+    return Parts(components, device, memory, numerics, *data_batches(config, components, device, ranks))
 
 
 def run_of(
@@ -98,13 +95,13 @@ def run_of(
 ) -> Run:
     """The run of these parts. initial_device: see `assemble`."""
     components, device, memory, numerics = parts.components, parts.device, parts.memory, parts.numerics
-    batches, eval_batches = parts.batches, parts.eval_batches
+    batches, eval_sets = parts.batches, parts.eval_sets
     assembled = assemble(
         config, components, ranks, device, numerics, initial_device, batches.example, parts.accelerator
     )
     state, strategy = assembled.state, assembled.strategy
     strategy.note_buffer = memory.note_buffer
-    state.stateful = owners_of_state(components, state.model, device)
+    state.stateful = owners_of_state(components.task, batches, eval_sets, state.model, device)
     if config.model.init_from:
         load_initial_weights(state.model, Path(config.model.init_from), config.model.init_strict)
         state.average.start_at_weights()
@@ -113,9 +110,9 @@ def run_of(
         strategy.warm_up()
     memory.enforce()  # again: the libraries have now allocated their own
     require_room(memory, state, Situation(config, state.model, losses.is_built_in(components.task)))
-    if eval_batches is not None:
-        eval_batches.equal = strategy.forward_is_collective
-    state.data_samples = batches.samples
+    for evaluated in eval_sets.values():
+        evaluated.equal = strategy.forward_is_collective
+    state.data_samples, state.data_order = batches.samples, batches.order_name
     checkpointer = _checkpointer(config, state, ranks)
     length = run_length(config, batches, state.progress)
     meter = Meter(state, memory, strategy.communication_buffers)
@@ -127,10 +124,10 @@ def run_of(
         ranks=ranks,
         task=assembled.task,
         batches=batches,
-        eval_batches=eval_batches,
+        eval_sets=eval_sets,
         length=length,
         schedule=schedules.build(config.schedule, length),
-        sizes=initial_sizes(config, ranks.world, state.global_size, eval_samples(eval_batches)),
+        sizes=initial_sizes(config, ranks.world, state.global_size, eval_samples(eval_sets)),
         memory=memory,
         meter=meter,
         activation_budget=assembled.budget,
@@ -143,18 +140,20 @@ def run_of(
         restore_point=RestorePoint(state.model, device, state.stateful),
         stop=stop,
         cadences=Cadences.of(config, length),
-        objective=_objective(config, components.train_data),
+        objective=_objective(config, components),
         rehearsals=exactness.STEPS if config.train.check_exactness else 0,
         autotuner=Autotuner(device, config.train.deterministic),
     )
 
 
-def owners_of_state(components: Components, model: torch.nn.Module, device: torch.device) -> Stateful:
+def owners_of_state(
+    task: Any, batches: StepBatches, eval_sets: EvalSets, model: torch.nn.Module, device: torch.device
+) -> Stateful:
     """What owns state beside the model's tensors. Resets the task to the state with which this process first used
     it, and moves the modules among the owners to the device.
     """
-    task, data = components.task, components.train_data
-    stateful = Stateful(model=model, task=task, data=data, eval_data=components.eval_data)
+    evaluated = {name: evaluated.state_owner for name, evaluated in eval_sets.items()}
+    stateful = Stateful(model=model, task=task, data=batches.state_owner, **eval_roots(evaluated))
     stateful.return_to_start(task)
     for module in stateful.modules.values():
         module.to(device)
@@ -169,9 +168,9 @@ def start_tracking(run: Run) -> None:
         run.tracker = Tracker(Path(run.config.run_dir), step, run.length.total_steps, run.config.to_dict(), is_training)
 
 
-def eval_samples(batches: EvalBatches | None) -> int:
-    """Samples of the evaluation set over all ranks, at least 1."""
-    return batches.samples if batches is not None else 1
+def eval_samples(batches: EvalSets) -> int:
+    """Samples of the largest evaluation set over all ranks, at least 1; very many where that is unknown."""
+    return max((evaluated.samples or sys.maxsize for evaluated in batches.values()), default=1)
 
 
 def smallest_micro_batch(model: torch.nn.Module) -> int:
@@ -194,57 +193,6 @@ def require_room(memory: DeviceMemory, state: TrainState, situation: Situation) 
         )
 
 
-def _batch_arguments(config: Config, components: Components, device: torch.device, ranks: Ranks) -> dict[str, Any]:
-    """What training and evaluation batches have in common."""
-    local_ranks = ranks.world // config.parallel.nodes
-    owners = Stateful(data=components.train_data, eval_data=components.eval_data).owners
-    return {
-        "seed": config.train.seed,
-        "device": device,
-        "workers": _workers(config, components, local_ranks, owners),
-        "ahead": not owners,
-        "rank": ranks.rank,
-        "world": ranks.world,
-        "split": getattr(components.task, "split", None),
-    }
-
-
-def _train_batches(config: Config, components: Components, arguments: dict[str, Any]) -> TrainBatches:
-    size = config.batch.global_size
-    batches = TrainBatches(components.train_data, global_size=size, drop_last=config.loader.drop_last, **arguments)
-    if batches.epoch_samples == 0:
-        raise UserError(
-            f"data.drop_last=true with batch.global_size={size}: the data set has only {batches.samples} samples, so "
-            "no batch is left; use data.drop_last=false"
-        )
-    return batches
-
-
-def _workers(config: Config, components: Components, local_ranks: int, owners: dict[str, Owner]) -> int:
-    """Loader processes; none for data with a state, which each of them would change by itself, ahead of the steps."""
-    setting = config.loader.num_workers
-    count = worker_count(setting, components.train_data, local_ranks)
-    if not (count and owners):
-        return count
-    names = ", ".join(owners)
-    if setting == "auto":
-        log.info("data.num_workers=auto: 0, since the data has a state (%s) that follows the steps", names)
-        return 0
-    if any(owner.kind == "data" for owner in owners.values()):
-        raise UserError(
-            f"data.num_workers={setting}: the data has a state ({names}) that worker processes would each change by "
-            "themselves, ahead of the steps; use data.num_workers=0, or make a sample a function of its index"
-        )
-    log.warning(
-        "data.num_workers=%s: the data owns generators (%s), from which workers draw ahead of the steps: a retried or "
-        "resumed step may see other numbers. Draw from the global generators, which are seeded per sample, or use "
-        "data.num_workers=0",
-        setting,
-        names,
-    )
-    return count
-
-
 def _checkpointer(config: Config, state: TrainState, ranks: Ranks) -> Checkpointer | NullCheckpointer:
     settings = config.checkpointing
     if not settings.save:
@@ -257,9 +205,14 @@ def _checkpointer(config: Config, state: TrainState, ranks: Ranks) -> Checkpoint
     return Checkpointer(state, directory, ranks, settings.asynchronous)
 
 
-def _objective(config: Config, data: Any) -> Objective:
+def _objective(config: Config, components: Components) -> Objective:
+    """As configured. `auto` is that of the data's own validation split, else of the first set of `eval`."""
     if config.objective != "auto":
         direction, metric = config.objective.split()
         return Objective(direction, metric)
-    classifies = config.task == "classification" or (config.task == "auto" and data.task == "classification")
-    return Objective("max", "accuracy") if classifies else Objective("min", "loss")
+    classifies = config.task == "classification" or (
+        config.task == "auto" and components.train_data.task == "classification"
+    )
+    name = next(iter(components.eval_data), "")
+    prefix = f"{name}/" if name else ""
+    return Objective("max", f"{prefix}accuracy") if classifies else Objective("min", f"{prefix}loss")

@@ -91,7 +91,7 @@ def log(run: Run, totals: Totals, norm: Tensor) -> None:
     run.nonfinite.check()
     progress, batches = run.state.progress, run.batches
     scalars = totals.means(run.ranks) | {
-        "epoch": progress.epoch + progress.consumed / batches.epoch_samples,
+        "epoch": batches.epochs(progress),
         "lr": run.state.optimizer.param_groups[0]["lr"],
         "grad_norm": float(norm),
     }

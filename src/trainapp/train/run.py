@@ -5,10 +5,13 @@ from typing import Any, NamedTuple
 
 from trainapp.checkpoint.checkpointer import Checkpointer, NullCheckpointer
 from trainapp.checkpoint.train_state import TrainState
-from trainapp.config.durations import RunLength, to_steps
+from trainapp.config.durations import RunLength, parse, to_steps
 from trainapp.config.schema import Config
+from trainapp.data.eval_stream import EvalStream
 from trainapp.data.progress import Progress
-from trainapp.data.sampler import EvalBatches, TrainBatches
+from trainapp.data.sampler import EvalBatches
+from trainapp.data.step_batches import StepBatches
+from trainapp.errors import UserError
 from trainapp.memory.device import DeviceMemory
 from trainapp.memory.levers.budget import Budget, NoBudget
 from trainapp.memory.levers.offload import NoOffload, Offload
@@ -26,6 +29,8 @@ from trainapp.train.phase import Phase
 from trainapp.train.restore_point import RestorePoint
 from trainapp.train.sizes import Sizes
 from trainapp.train.totals import Totals
+
+EvalSets = dict[str, "EvalBatches | EvalStream"]  # by name; the data's own validation split is ""
 
 
 class Step(NamedTuple):
@@ -47,29 +52,54 @@ class Objective(NamedTuple):
 
 @dataclass
 class Cadences:
-    """How often, in optimizer steps; 0 is never."""
+    """How often, in optimizer steps; 0 is never.
+
+    evaluate_epochs, save_epochs: the same in epochs, at whose ends it is done, where their lengths are not known.
+    """
 
     log: int
     evaluate: int
     save: int
+    evaluate_epochs: int = 0
+    save_epochs: int = 0
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether the run evaluates at all."""
+        return self.evaluate > 0 or self.evaluate_epochs > 0
 
     @classmethod
     def of(cls, config: Config, length: RunLength) -> "Cadences":
-        """From `every.*`. Raises ValueError for a percentage of a run without an end."""
-        every = config.every
-        return cls(to_steps(every.log, length), to_steps(every.eval, length), to_steps(every.save, length))
+        """From `every.*`. Raises UserError for a duration that cannot be measured against this length."""
+        every, steps = config.every, {}
+        epochs = {"eval": _epochs(every.eval, length), "save": _epochs(every.save, length)}
+        for name, value in {"log": every.log, "eval": every.eval, "save": every.save}.items():
+            try:
+                steps[name] = 0 if epochs.get(name) else to_steps(value, length)
+            except ValueError as error:
+                raise UserError(f"every.{name}: {error}") from None
+        return cls(steps["log"], steps["eval"], steps["save"], epochs["eval"], epochs["save"])
 
 
-def run_length(config: Config, batches: TrainBatches, progress: Progress) -> RunLength:
+def _epochs(value: int | str | None, length: RunLength) -> int:
+    """Whole epochs of unknown length; 0 for any other duration."""
+    if value is None or length.steps_per_epoch is not None:
+        return 0
+    amount, unit = parse(value)
+    return int(amount) if unit == "epochs" and amount == int(amount) else 0
+
+
+def run_length(config: Config, batches: StepBatches, progress: Progress) -> RunLength:
     """What durations are measured against: the steps so far, and those from here to the end.
 
     Where neither data nor global batch have changed, that is the same at every position: skipped steps count, too.
     """
     train, steps_per_epoch = config.train, batches.steps_per_epoch
+    rest = batches.steps_left(progress.consumed)
     ends = [] if train.max_steps is None else [train.max_steps]
-    if train.max_epochs is not None:
+    if train.max_epochs is not None and steps_per_epoch is not None and rest is not None:
         epochs = train.max_epochs - progress.epoch
-        left = batches.steps_left(progress.consumed) + (epochs - 1) * steps_per_epoch if epochs > 0 else 0
+        left = rest + (epochs - 1) * steps_per_epoch if epochs > 0 else 0
         ends.append(progress.step + progress.skipped + left)
     # mode=eval and mode=export take no step and need no end
     return RunLength(steps_per_epoch, batches.global_size, min(ends, default=1))
@@ -82,7 +112,8 @@ class Attempt:
     phase: Phase = Phase.START
     started: float = 0.0  # time.monotonic()
     retried: set[tuple] = field(default_factory=set)  # what was retried at the same size in the present step
-    evaluation: Totals | None = None  # totals so far of an evaluation in progress
+    evaluation: Totals | None = None  # totals so far of the data set that is being evaluated
+    evaluated: dict[str, dict[str, float]] = field(default_factory=dict)  # the results of those before it, by name
     refused: int = 0  # allocations that the device's allocator had refused when it began
 
 
@@ -95,8 +126,8 @@ class Run:
     strategy: SingleDevice  # how the model is spread over the ranks
     ranks: Ranks
     task: Task
-    batches: TrainBatches
-    eval_batches: EvalBatches | None
+    batches: StepBatches
+    eval_sets: EvalSets  # empty: nothing to evaluate
     length: RunLength
     schedule: Schedule  # the learning rate's factor, by finished steps
     sizes: Sizes  # micro-batches
@@ -111,6 +142,7 @@ class Run:
     objective: Objective
     activation_budget: Budget | NoBudget = field(default_factory=NoBudget)
     offload: Offload | NoOffload = field(default_factory=NoOffload)
+    last_evaluation: dict[str, float] = field(default_factory=dict)  # as logged; of this process
     rehearsals: int = 0  # steps yet to be checked by `train.check_exactness`
     attempt: Attempt = field(default_factory=Attempt)
     autotuner: Autotuner = field(default_factory=Autotuner)
@@ -118,13 +150,16 @@ class Run:
     @property
     def evaluation_is_due(self) -> bool:
         """Whether the cadence asks for an evaluation that has not been done at this step."""
-        return self.eval_batches is not None and self._is_due(self.cadences.evaluate, self.state.progress.evaluated_at)
+        return bool(self.eval_sets) and self._is_due(
+            self.cadences.evaluate, self.cadences.evaluate_epochs, self.state.progress.evaluated_at
+        )
 
     @property
     def save_is_due(self) -> bool:
         """Whether the cadence, or the end of the run, asks for a checkpoint of this step."""
-        saved_at = self.checkpointer.saved_at
-        return self._is_due(self.cadences.save, saved_at) or (self.is_ending and saved_at != self.state.progress.step)
+        cadences, saved_at = self.cadences, self.checkpointer.saved_at
+        is_due = self._is_due(cadences.save, cadences.save_epochs, saved_at)
+        return is_due or (self.is_ending and saved_at != self.state.progress.step)
 
     @property
     def is_ending(self) -> bool:
@@ -190,8 +225,8 @@ class Run:
     def close(self) -> None:
         """End loader workers and close files."""
         self.batches.close()
-        if self.eval_batches is not None:
-            self.eval_batches.close()
+        for evaluated in self.eval_sets.values():
+            evaluated.close()
         self.tracker.close()
 
     def _is_end(self, step: int, epoch: int) -> bool:
@@ -199,6 +234,9 @@ class Run:
         by_steps = train.max_steps is not None and step >= train.max_steps
         return by_steps or (train.max_epochs is not None and epoch >= train.max_epochs)
 
-    def _is_due(self, every: int, done_at: int) -> bool:
-        step = self.state.progress.step
-        return every > 0 and step != done_at and (step % every == 0 or self.is_finished)
+    def _is_due(self, every: int, every_epochs: int, done_at: int) -> bool:
+        progress = self.state.progress
+        if (every == 0 and every_epochs == 0) or progress.step == done_at:
+            return False
+        epoch_has_ended = every_epochs > 0 and progress.consumed == 0 and progress.epoch % every_epochs == 0
+        return epoch_has_ended or (every > 0 and progress.step % every == 0) or self.is_finished
