@@ -8,6 +8,7 @@ import runs
 import torch
 
 from trainapp.data.digits import Digits
+from trainapp.data.progress import Progress
 from trainapp.data.sampler import TrainBatches
 from trainapp.data.sampling import BLOCK, Weighted, weighted_order
 from trainapp.data.synthetic import SyntheticImages
@@ -84,6 +85,29 @@ def test_weights_from_a_file_and_from_an_attribute(tmp_path):
     assert by_file.indices(2, 0, 600) == by_name.indices(2, 0, 600)
     assert by_file.name == by_name.name
     assert {index % 4 for index in by_name.indices(0, 0, 600)} == {1, 2, 3}
+
+
+class Noisy(Rare):
+    """Every sample of the rare class, with noise."""
+
+    def __getitem__(self, index):
+        return torch.stack([torch.tensor(float(index)), torch.rand(())])
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_sample_drawn_twice_has_other_noise(workers):
+    """The same again in another cut, and after a resume."""
+    arguments = {"global_size": 300, "seed": 0, "device": CPU, "workers": workers}
+    batches = TrainBatches(Noisy(), order=weighted_order(0, Noisy(), "balanced"), **arguments)
+    (whole,) = (micro.data for micro in batches.micro_batches(Progress(), 300))
+    rare = whole[whole[:, 0] >= 594]
+    assert len(rare) > 60
+    assert len(rare[:, 0].unique()) == 6
+    assert len(rare[:, 1].unique()) == len(rare)
+    again = torch.cat([micro.data for micro in batches.micro_batches(Progress(), 70)])
+    assert torch.equal(again, whole)
+    assert torch.equal(next(batches.micro_batches(Progress(), 300)).piece(5, 9), whole[5:9])
+    batches.close()
 
 
 @pytest.mark.parametrize("world", [2, 3])

@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, default_collate
 
 from trainapp.data.batch import map_tensors
+from trainapp.data.order import Draw
 from trainapp.errors import UserError
 from trainapp.rng import preserved_rng
 from trainapp.torch_private import outside_dispatch_modes
@@ -60,6 +61,9 @@ class Fetcher(Dataset):
             return self._collate(samples, request.indices)
 
     def _sample(self, index: int) -> Any:
+        if isinstance(index, Draw):  # the same sample again: with other random transforms
+            self._seed_generators(index, index.position)
+            return self.dataset[int(index)]
         self._seed_generators(index)
         return self.dataset[index]
 

@@ -5,6 +5,7 @@ to shuffle, so the sample at a position is computed where it is needed: a keyed 
 """
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Protocol
 
@@ -24,9 +25,23 @@ class Order(Protocol):
 
     name: str
 
-    def indices(self, epoch: int, start: int, end: int) -> list[int]:
+    def indices(self, epoch: int, start: int, end: int) -> Sequence[int]:
         """The samples at the positions [start, end) of an epoch."""
         ...
+
+
+class Draw(int):
+    """The index of a sample that may come more than once in an epoch, with the position that it is drawn for."""
+
+    position: int
+
+    def __new__(cls, index: int, position: int) -> "Draw":
+        draw = super().__new__(cls, index)
+        draw.position = position
+        return draw
+
+    def __getnewargs__(self) -> tuple[int, int]:
+        return int(self), self.position
 
 
 class Shuffled:

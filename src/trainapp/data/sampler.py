@@ -6,7 +6,7 @@ so a retry or a resume may change all three and still see the same samples. Stre
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -90,7 +90,7 @@ class TrainBatches(StepBatches):
     def _largest_share(self, epoch: int, consumed: int) -> int:
         return -(-self._samples_of(consumed) // self.world)
 
-    def _local(self, epoch: int, consumed: int) -> list[int]:
+    def _local(self, epoch: int, consumed: int) -> Sequence[int]:
         samples = self._samples_of(consumed)
         start, end = (consumed + samples * rank // self.world for rank in (self.rank, self.rank + 1))
         return self.order.indices(epoch, start, end)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from trainapp.data.counter_rng import uniform
+from trainapp.data.order import Draw
 from trainapp.errors import UserError
 
 BLOCK = 256  # weights that one sum stands for
@@ -45,12 +46,13 @@ class Weighted:
             raise UserError(f"{setting}: the weights must have a finite sum above 0, but add up to {self._sums[-1]:g}")
         self.name = f"weighted-{hashlib.sha256(sums.tobytes()).hexdigest()[:16]}"  # other weights are another order
 
-    def indices(self, epoch: int, start: int, end: int) -> list[int]:
+    def indices(self, epoch: int, start: int, end: int) -> list[Draw]:
         """The draws at the positions [start, end) of an epoch."""
-        found: list[int] = []
+        found: list[Draw] = []
         for first in range(start, end, _DRAWN_AT_ONCE):
             positions = np.arange(first, min(first + _DRAWN_AT_ONCE, end))
-            found += self._drawn(uniform(self.seed + _SALT, epoch, positions, 2)).tolist()
+            samples = self._drawn(uniform(self.seed + _SALT, epoch, positions, 2))
+            found += map(Draw, samples.tolist(), positions.tolist())
         return found
 
     def _drawn(self, draws: np.ndarray) -> np.ndarray:

@@ -77,7 +77,7 @@ class StepBatches:
         """The first `samples` samples of the data as a batch, on the CPU."""
         raise NotImplementedError
 
-    def _local(self, epoch: int, consumed: int) -> list[int]:
+    def _local(self, epoch: int, consumed: int) -> Sequence[int]:
         """This rank's samples of the step that begins there, as the source knows them."""
         raise NotImplementedError
 
@@ -90,7 +90,7 @@ class StepBatches:
         local = -(-self.global_size // self.world)
         return max(-(-local // size), parts or 1)
 
-    def indices(self, progress: Progress) -> list[int]:
+    def indices(self, progress: Progress) -> Sequence[int]:
         """This rank's samples of the coming step."""
         return self._local(progress.epoch, progress.consumed)
 
