@@ -247,7 +247,7 @@ def test_predictions_and_confusion_matrix(tmp_path):
     config = runs.configure(tmp_path / "run", *chosen)
     run = runner.prepare(config, runs.StopRequest(), runs.SingleRank())
     run.close()
-    data = run.eval_batches.dataset
+    data = run.eval_sets[""].dataset
     batch = data.__getitems__(list(range(len(data))))
     with torch.no_grad():
         logits = run.state.model.eval()(batch["inputs"])

@@ -28,7 +28,7 @@ def own(kind, name="mine", **arguments):
 
 def whole(run):
     """Logits and targets of the whole validation set, in one batch."""
-    data = run.eval_batches.dataset
+    data = run.eval_sets[""].dataset
     batch = data.__getitems__(list(range(len(data))))
     run.state.model.eval()
     with torch.no_grad():

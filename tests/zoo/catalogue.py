@@ -108,6 +108,8 @@ STATEFUL = {
     "shuffled features": Cell("batches.Linear", "stateful.ShuffledFeatures"),
     "replay": Cell("batches.Linear", "stateful.Replay"),
     "stateful metric": Cell("batches.Linear", task="losses.classify_passing", metric="stateful.Deviation"),
+    "stream": Cell("batches.Linear", "stateful.StreamWithState"),
+    "stream without state": Cell("batches.Linear", "stateful.Stream"),
 }
 
 SEVERAL_OPTIMIZERS = {

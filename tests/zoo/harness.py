@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from trainapp.config import compose
 from trainapp.config.schema import Config, Target, Update
+from trainapp.data.sampler import TrainBatches
 from trainapp.oom import recovery
 from trainapp.oom.incident import Incident
 from trainapp.rng import rng_state
@@ -311,13 +312,14 @@ def _plain(value: Any) -> Any:
 def check_samples(training: Training) -> None:
     """Each finished epoch has each of its samples once; an unfinished one has none twice."""
     batches = training.run.batches
+    samples = batches.epoch_samples if isinstance(batches, TrainBatches) else len(batches.dataset.vectors)
     by_epoch: dict[int, list[int]] = {}
     for (epoch, _), micro_batches in sorted(training.trained.items()):
         by_epoch.setdefault(epoch, []).extend(index for micro in micro_batches for index in micro)
     for epoch, indices in by_epoch.items():
         assert len(indices) == len(set(indices)), f"epoch {epoch} has samples twice: {sorted(indices)}"
         if epoch < training.run.state.progress.epoch:
-            assert len(indices) == batches.epoch_samples, f"epoch {epoch} lacks samples: {sorted(indices)}"
+            assert len(indices) == samples, f"epoch {epoch} lacks samples: {sorted(indices)}"
 
 
 def schedule_of(text: str) -> dict[int, Any]:

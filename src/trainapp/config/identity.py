@@ -17,6 +17,7 @@ RESULT = {
     # With another objective, the best of before would be compared with other numbers.
     "": ("task", "updates", "objective"),
     "data": ("_target_", "drop_last"),
+    "data.sampling": ("weights",),
     "model": ("_target_", "init_from", "init_strict", "freeze"),
     "optimizer": ("_target_", "lr", "weight_decay", "groups", "layer_decay"),
     "train": ("seed", "grad_clip", "ema"),
@@ -28,7 +29,7 @@ RESULT = {
 # May change in the course of an experiment: its end (a schedule is then measured again), cadences, limits, where and
 # how it is computed (at most the rounding differs), what it writes, and what is done about an error that has ended it.
 FREE = {
-    "": ("mode", "user_packages", "metrics", "callbacks", "tracker"),  # but see `_of_objective`
+    "": ("mode", "user_packages", "eval", "metrics", "callbacks", "tracker"),  # but see `_of_objective`
     "data": ("num_workers", "on_change"),
     "optimizer": ("fused", "in_backward", "offload"),
     "train": (
@@ -174,10 +175,15 @@ def _sources(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[str, Any, A
 
 
 def _of_objective(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Another metric under the name that the objective has: the best of before would be compared with other numbers."""
-    name = new["objective"].partition(" ")[2].partition("/")[0]
-    a, b = (of["metrics"].get(name, ABSENT) for of in (old, new))
-    return [(f"metrics.{name}", a, b)] if a != b else []
+    """Another metric or validation set under the name that the objective has: the best of before would be compared with
+    other numbers.
+    """
+    names = new["objective"].partition(" ")[2].split("/")[:2]
+    found = []
+    for section, name in [("eval", names[0]), *(("metrics", name) for name in names)]:
+        a, b = (of[section].get(name, ABSENT) for of in (old, new))
+        found += [(f"{section}.{name}", a, b)] if a != b else []
+    return found
 
 
 def _same(name: str, a: Any, b: Any) -> bool:

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, PlainValidator
 
 from trainapp.config import durations, micro_schedule, parameter_groups, updates
+from trainapp.config.validation import Str
 from trainapp.units import parse_memory_size
 
 
@@ -34,12 +35,19 @@ def _objective(value: str) -> str:
     return value
 
 
+def _eval_name(value: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9_-]+", value):
+        raise ValueError("must be letters, digits, _ and -: it becomes part of the names of metrics")
+    return value
+
+
 Duration = Annotated[int | str, AfterValidator(_duration)]
 MemorySize = Annotated[int | float | str, AfterValidator(_memory_size)]
 ByteCount = Annotated[int | float | str, AfterValidator(_byte_count)]
 MicroSchedule = Annotated[dict[Any, Any], PlainValidator(micro_schedule.check)]
 ParameterGroups = Annotated[list[dict[str, Any]], PlainValidator(parameter_groups.check)]
 UpdateName = Annotated[str, AfterValidator(updates.check_name)]
+EvalName = Annotated[Str, AfterValidator(_eval_name)]
 Goal = Annotated[str, AfterValidator(_objective)]
 Seed = Annotated[int, Field(ge=0, lt=2**63, strict=True)]  # data sets may still add to it, below 2**64
 Auto = Literal["auto"]

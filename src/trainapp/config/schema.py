@@ -15,6 +15,7 @@ from trainapp.config.rules import (
     Auto,
     ByteCount,
     Duration,
+    EvalName,
     Goal,
     MemorySize,
     MicroSchedule,
@@ -60,10 +61,16 @@ class Every:
 
 
 @dataclass(config=STRICT)
+class Sampling:
+    weights: Str | None = None
+
+
+@dataclass(config=STRICT)
 class Loader:
     num_workers: Auto | NonNegativeInt = "auto"
     drop_last: Bool = False
     on_change: Literal["refuse", "next_epoch"] = "refuse"
+    sampling: Sampling = field(default_factory=Sampling)
 
 
 @dataclass(config=STRICT)
@@ -227,6 +234,7 @@ class Config:
     model: Model
     optimizer: Optimizer
     updates: list[Update] = field(default_factory=list)
+    eval: dict[EvalName, Target] = field(default_factory=dict)
     mode: Literal["train", "eval", "export", "plan"] = "train"
     task: Str = "auto"
     objective: Goal = "auto"

@@ -20,6 +20,7 @@ from typing import Any
 from torch import nn
 
 from trainapp.errors import UserError
+from trainapp.hooks.metrics import logged
 from trainapp.tracking.tracker import SilentTracker, Tracker
 
 METHODS = ("after_step", "after_evaluation", "on_end")
@@ -32,8 +33,9 @@ class View:
     step: finished optimizer steps. epoch: that of the coming step, from 0. samples: trained so far, over all ranks.
     model: the one that is trained, not to be changed; under DDP and FSDP a forward is a matter for all ranks.
     tracker: has `scalars(values, step)`, `note(text)` and `image(tag, path, step)`; it writes on rank 0 alone.
-    waited: seconds that this process has waited for batches. data: the evaluation's data set, or None. stop: ends the
-    run after this step, as if it had reached its end; takes the reason, for result.json.
+    waited: seconds that this process has waited for batches. evaluated: the data sets of evaluations by name, "" for
+    the data's own split. stop: ends the run after this step, as if it had reached its end; takes the reason, for
+    result.json.
     """
 
     step: int
@@ -45,7 +47,7 @@ class View:
     rank: int
     world: int
     waited: float
-    data: Any
+    evaluated: Mapping[str, Any]
     stop: Callable[[str], None]
 
     @property
@@ -54,9 +56,27 @@ class View:
         return self.rank == 0
 
     @property
+    def data(self) -> Any:
+        """The first data set of evaluations, or None."""
+        return next(iter(self.evaluated.values()), None)
+
+    @property
     def labels(self) -> Sequence[str]:
-        """The names of the classes, where the data set has `class_names`; else empty."""
-        return list(getattr(self.data, "class_names", None) or ())
+        """The names of its classes, where it has `class_names`; else empty."""
+        return labels_of(self.data)
+
+    def computed(self, metric: str, metrics: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+        """What a metric has computed of each data set: `(name, data set, result)`. None where it has nothing.
+
+        metrics: as `after_evaluation` gets them.
+        """
+        for name, data in self.evaluated.items():
+            yield name, data, metrics.get(logged(name, metric))
+
+
+def labels_of(data: Any) -> Sequence[str]:
+    """The names of a data set's classes, where it has `class_names`; else empty."""
+    return list(getattr(data, "class_names", None) or ())
 
 
 @dataclass

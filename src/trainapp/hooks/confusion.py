@@ -11,7 +11,8 @@ from torch import Tensor
 from trainapp.config.validation import PositiveInt, Str
 from trainapp.errors import UserError
 from trainapp.files import atomic_write
-from trainapp.hooks.callbacks import View
+from trainapp.hooks.callbacks import View, labels_of
+from trainapp.hooks.metrics import logged
 
 MOST_LABELS = 30  # beyond it a picture has no room for names and numbers
 
@@ -58,21 +59,23 @@ class ConfusionMatrix:
 
     def after_evaluation(self, view: View, metrics: Mapping[str, Any]) -> None:
         """Raises UserError where the metric is not configured, or computes something else."""
-        matrix = metrics.get(self.metric)
-        if not isinstance(matrix, Tensor) or matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
-            raise UserError(
-                f"callbacks.confusion_matrix.metric={self.metric}: no metric of this name computes a square matrix; "
-                "callbacks=confusion_matrix configures one, metrics.confusion_matrix"
-            )
-        if not view.is_rank_zero:
-            return
+        for name, data, matrix in view.computed(self.metric, metrics):
+            if not isinstance(matrix, Tensor) or matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
+                raise UserError(
+                    f"callbacks.confusion_matrix.metric={self.metric}: no metric of this name computes a square "
+                    "matrix; callbacks=confusion_matrix configures one, metrics.confusion_matrix"
+                )
+            if view.is_rank_zero:
+                self._show(view, name, data, matrix)
+
+    def _show(self, view: View, name: str, data: Any, matrix: Tensor) -> None:
         folder = view.run_dir / "confusion_matrix"
         folder.mkdir(exist_ok=True)
-        names = [str(name) for name in view.labels] or [str(number) for number in range(len(matrix))]
-        path = folder / f"step_{view.step:08d}"
-        write_table(path.with_suffix(".csv"), names, matrix.tolist())
-        draw(path.with_suffix(".png"), names, matrix, f"step {view.step}")
-        view.tracker.image("confusion_matrix", path.with_suffix(".png"), view.step)
+        labels = [str(label) for label in labels_of(data)] or [str(number) for number in range(len(matrix))]
+        path = folder / f"{name}{'_' if name else ''}step_{view.step:08d}"
+        write_table(path.with_suffix(".csv"), labels, matrix.tolist())
+        draw(path.with_suffix(".png"), labels, matrix, f"{name} step {view.step}".strip())
+        view.tracker.image(logged(name, "confusion_matrix"), path.with_suffix(".png"), view.step)
 
 
 def write_table(path: Path, names: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from trainapp.errors import UserError
 from trainapp.hooks.callbacks import View
+from trainapp.hooks.metrics import as_logged, asked
 
 
 class EarlyStopping:
@@ -22,12 +23,13 @@ class EarlyStopping:
 
     def after_evaluation(self, view: View, metrics: Mapping[str, Any]) -> None:
         """Count this evaluation. Raises UserError for a metric that there is not."""
-        if self.metric not in metrics and self.best is None and not self.bad:  # else one that only some batches have
+        metric = as_logged(self.metric, metrics)
+        if metric not in metrics and self.best is None and not self.bad:  # else one that only some batches have
             raise UserError(
                 f"stopping.metric={self.direction} {self.metric}: there is no such metric; there are "
-                f"{', '.join(name for name, value in metrics.items() if isinstance(value, float))}"
+                f"{', '.join(asked(name) for name, value in metrics.items() if isinstance(value, float))}"
             )
-        value = metrics.get(self.metric, math.nan)
+        value = metrics.get(metric, math.nan)
         gain = math.inf if self.best is None else value - self.best if self.direction == "max" else self.best - value
         if math.isfinite(value) and gain > self.min_delta:
             self.best, self.best_step, self.bad = value, view.step, 0

@@ -200,7 +200,7 @@ class WholeObject:
         return content.getvalue()
 
     def computed(self) -> Any:
-        return self.metric.compute()
+        return copy.deepcopy(self.metric.compute())  # it may be a part of the state, which is reset
 
     def merged(self, by_rank: list[bytes]) -> Any:
         # The bytes are from this program's own ranks, which run the same code. map_location: wherever tensors were.

@@ -4,7 +4,7 @@ They are updated once per finished batch of an evaluation, merged over ranks, an
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,21 @@ from trainapp.parallel.ranks import Ranks
 
 EVERY = "*"  # under this name a task passes arguments to all configured metrics that it does not name
 MOST_VALUES = 100  # of a vector that is logged as one number each
+
+
+def logged(name: str, metric: str) -> str:
+    """How a metric of the validation set `name` is logged: `eval_NAME/loss`; `loss` of the data's own split, ""."""
+    return f"eval_{name}/{metric}" if name else metric
+
+
+def asked(metric: str) -> str:
+    """How settings name a metric that is logged as `eval_NAME/loss`: `NAME/loss`."""
+    return metric.removeprefix("eval_") if "/" in metric else metric
+
+
+def as_logged(metric: str, known: Collection[str]) -> str:
+    """The inverse of `asked`. known: names that are logged."""
+    return f"eval_{metric}" if metric not in known and f"eval_{metric}" in known else metric
 
 
 class StatefulMetrics:

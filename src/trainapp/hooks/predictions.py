@@ -13,7 +13,8 @@ from trainapp import strict_json
 from trainapp.config.validation import PositiveInt, Str
 from trainapp.errors import UserError
 from trainapp.files import atomic_write
-from trainapp.hooks.callbacks import View
+from trainapp.hooks.callbacks import View, labels_of
+from trainapp.hooks.metrics import logged
 
 SHOWN = 60  # characters of a cell in the trackers' table
 
@@ -69,25 +70,27 @@ class SamplePredictions:
 
     def after_evaluation(self, view: View, metrics: Mapping[str, Any]) -> None:
         """Raises UserError where the metric is not configured."""
-        kept = metrics.get(self.metric)
-        if not isinstance(kept, Rows):
-            raise UserError(
-                f"callbacks.predictions.metric={self.metric}: no metric of this name keeps predictions; "
-                "callbacks=predictions configures one, metrics.predictions"
-            )
-        if not view.is_rank_zero:
-            return
-        rows = [{"sample": number} | _readable(row, view) for number, row in enumerate(kept.rows)]
+        for name, data, kept in view.computed(self.metric, metrics):
+            if not isinstance(kept, Rows):
+                raise UserError(
+                    f"callbacks.predictions.metric={self.metric}: no metric of this name keeps predictions; "
+                    "callbacks=predictions configures one, metrics.predictions"
+                )
+            if view.is_rank_zero:
+                self._write(view, name, data, kept)
+
+    def _write(self, view: View, name: str, data: Any, kept: Rows) -> None:
+        rows = [{"sample": number} | _readable(row, data) for number, row in enumerate(kept.rows)]
         folder = view.run_dir / "predictions"
         folder.mkdir(exist_ok=True)
-        with atomic_write(folder / f"step_{view.step:08d}.jsonl") as file:
+        with atomic_write(folder / f"{name}{'_' if name else ''}step_{view.step:08d}.jsonl") as file:
             file.writelines(strict_json.dumps(row) + "\n" for row in rows)
-        view.tracker.text("predictions", as_table(rows), view.step)
+        view.tracker.text(logged(name, "predictions"), as_table(rows), view.step)
 
 
-def _readable(row: dict[str, Any], view: View) -> dict[str, Any]:
+def _readable(row: dict[str, Any], data: Any) -> dict[str, Any]:
     """With names of classes, or with text, beside the numbers."""
-    names, decode = view.labels, getattr(view.data, "decode", None)
+    names, decode = labels_of(data), getattr(data, "decode", None)
     more: dict[str, Any] = {}
     for key in ("target", "prediction"):
         value = row[key]

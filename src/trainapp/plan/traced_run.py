@@ -101,7 +101,7 @@ def trace(
         with LogitsWatch(run) as logits, place.recording(run) as allocations:
             if size:
                 training = _training_peak(run, memory, place.steps, work)
-            if eval_size and run.eval_batches is not None and run.cadences.evaluate:
+            if eval_size and run.eval_sets and run.cadences.evaluates:
                 evaluation = _evaluation_peak(run, memory, needs_step=subject.state_is_late and not size)
     return Trace(
         training=training,
@@ -126,7 +126,7 @@ def trace(
 
 def _of_whole_step(work: Work, config: Config, traced: Config, size: int, samples: int) -> Work:
     """The work with its shares of a step's samples and micro-batches: `planned_config` may have left out some."""
-    whole, taken = (min(of.batch.global_size, samples) for of in (config, traced))
+    whole, taken = (min(of.batch.global_size, samples or of.batch.global_size) for of in (config, traced))
     work.share, work.traced, work.micro_batches = taken / whole, -(-taken // size), -(-whole // size)
     return work
 

@@ -26,6 +26,7 @@ class RunResult:
     best_objective: float | None  # of all evaluations; None where none was finite
     best_step: int | None
     sweeper_receives: str  # which of the two a sweeper is given: its name here
+    evaluation: dict[str, float]  # the last evaluation's metrics, those of `eval` as `eval_NAME/METRIC`
     steps: int
     samples: int
     micro_size: int
@@ -64,6 +65,7 @@ def result_of(run: Run, seconds: float) -> RunResult:
         best_objective=progress.best,
         best_step=progress.best_step,
         sweeper_receives="objective",
+        evaluation=run.last_evaluation,
         steps=progress.step,
         samples=progress.samples,
         micro_size=size,

@@ -134,7 +134,7 @@ def prepare(config: Config, stop: StopRequest, ranks: Ranks, carried: CarriedOve
         config,
         ranks.world,
         run.state.global_size,
-        build.eval_samples(run.eval_batches),
+        build.eval_samples(run.eval_sets),
         smallest=build.smallest_micro_batch(run.state.model),
         whole=whole,
         attempts=run.state.progress.step + run.state.progress.skipped,

@@ -26,9 +26,17 @@ def opening_line(run: Run) -> str:
     return (
         f"{name} with {_count_text(parameters)} parameters on {state.device}, {state.precision.mode}; global batch "
         f"{state.global_size} = micro-batch {micro_size} x {count} accumulated x {batches.world} "
-        f"rank{'s' * (batches.world > 1)}; {batches.samples} samples, {batches.steps_per_epoch} steps per epoch"
-        + _schedule_text(run)
+        f"rank{'s' * (batches.world > 1)}; {_data_text(run)}" + _schedule_text(run)
     )
+
+
+def _data_text(run: Run) -> str:
+    """Samples and steps per epoch; of a stream, what ends the run."""
+    train, batches = run.config.train, run.batches
+    if batches.steps_per_epoch is not None:
+        return f"{batches.samples} samples, {batches.steps_per_epoch} steps per epoch"
+    epochs = "" if train.max_epochs is None else f", at most {train.max_epochs} epochs (train.max_epochs)"
+    return "a stream" if train.max_steps is None else f"a stream, at most {train.max_steps} steps{epochs}"
 
 
 def _schedule_text(run: Run) -> str:

@@ -93,7 +93,7 @@ def _act(run: Run, own: Verdict, method: str) -> None:
 
 
 def _view(run: Run, name: str, verdict: Verdict) -> View:
-    progress, batches = run.state.progress, run.eval_batches
+    progress = run.state.progress
 
     def stop(reason: str) -> None:
         verdict.stop = verdict.stop or (reason if reason.startswith("stopping.") else f"callbacks.{name}: {reason}")
@@ -108,7 +108,7 @@ def _view(run: Run, name: str, verdict: Verdict) -> View:
         rank=run.ranks.rank,
         world=run.ranks.world,
         waited=run.meter.waited,
-        data=None if batches is None else batches.dataset,
+        evaluated={name: batches.dataset for name, batches in run.eval_sets.items()},
         stop=stop,
     )
 

@@ -1,4 +1,4 @@
-"""Evaluation: the whole evaluation set, each sample once."""
+"""Evaluation: every evaluation set in turn, each sample once."""
 
 import contextlib
 import math
@@ -8,32 +8,50 @@ from collections.abc import Iterable
 import torch
 
 from trainapp.config.validation import suggest
+from trainapp.data.eval_stream import EvalStream
 from trainapp.data.micro_batch import MicroBatch
+from trainapp.data.sampler import EvalBatches
 from trainapp.errors import UserError
-from trainapp.hooks.metrics import as_scalars
+from trainapp.hooks.metrics import as_logged, as_scalars, asked, logged
 from trainapp.rng import preserved_rng
 from trainapp.train import callbacks
 from trainapp.train.allocations import note_refused, require_all_allocated
 from trainapp.train.losses import evaluate_metrics
 from trainapp.train.modes import evaluation_mode
 from trainapp.train.phase import Phase
-from trainapp.train.run import Objective, Run
+from trainapp.train.run import Evaluated, Objective, Run
 from trainapp.train.totals import Totals
 from trainapp.train.watching import watch_micro_batch
 
 
 @torch.no_grad()
 def evaluate(run: Run) -> None:
-    """Evaluate all samples, from where an out-of-memory error interrupted it. Raises UserError for a metric that the
-    task does not have.
+    """Evaluate all samples of every set, from where an out-of-memory error interrupted it. Raises UserError for a
+    metric that the task does not have.
     """
-    state, progress, started = run.state, run.state.progress, time.monotonic()
-    sizes, attempt = run.sizes.evaluation, run.attempt
-    assert run.eval_batches is not None, "evaluation without evaluation data"
+    progress, attempt, started = run.state.progress, run.attempt, time.monotonic()
+    assert run.eval_sets, "evaluation without evaluation data"
     run.nonfinite.check()
-    tunes = run.autotuner.follow(sizes)
     attempt.phase, attempt.started = Phase.EVALUATE, started
     note_refused(run)
+    for name, batches in run.eval_sets.items():
+        if name not in attempt.evaluated:
+            attempt.evaluated[name] = evaluate_set(run, name, batches)
+    evaluated, attempt.evaluated = attempt.evaluated, {}
+    means = {logged(name, metric): value for name, own in evaluated.items() for metric, value in own.means.items()}
+    results = {logged(name, metric): value for name, own in evaluated.items() for metric, value in own.results.items()}
+    run.last_evaluation = means
+    progress.evaluated_at = progress.step
+    run.meter.pause(time.monotonic() - started)
+    run.tracker.evaluated(progress.step, progress.samples, means)
+    record_objective(run, means)
+    callbacks.after_evaluation(run, results | means)
+
+
+def evaluate_set(run: Run, name: str, batches: EvalBatches | EvalStream) -> Evaluated:
+    """One set, all its samples. Collective."""
+    state, sizes, attempt = run.state, run.sizes.evaluation, run.attempt
+    tunes = run.autotuner.follow(sizes)
     if attempt.evaluation is None:  # not on a retry: a rank that evaluates alone recovers alone
         # Each rank proves its size on its own batches, whose number differs: agree once.
         all_proven = run.ranks.all_reduce_min(int(not (tunes or sizes.is_unproven))) == 1
@@ -47,7 +65,7 @@ def evaluate(run: Run) -> None:
         stack.enter_context(state.average.in_place_of_weights())
         stack.enter_context(evaluation_mode((state.model, *state.stateful.modules.values())))
         stack.enter_context(run.restore_point.undone_on_error(sizes.is_unproven))
-        for fetched in run.eval_batches.from_sample(attempt.evaluation.samples, sizes.size, run.ranks):
+        for fetched in batches.from_sample(attempt.evaluation.samples, sizes.size, run.ranks):
             for micro in sizes.cut(fetched, run.eval_ranks):
                 evaluate_batch(run, micro)
     if run.strategy.forward_is_collective:
@@ -55,19 +73,15 @@ def evaluate(run: Run) -> None:
         sizes.succeeded(run.ranks, news=True)  # a rank may have seen shapes that are new to others
     totals = attempt.evaluation.over(run.ranks)
     results = run.metrics.results(run.ranks)
-    means, attempt.evaluation = totals.means(run.ranks) | as_scalars(results), None
+    found, attempt.evaluation = Evaluated(totals.means(run.ranks) | as_scalars(results), results), None
+    run.metrics.reset()
     if totals.count == 0:
         run.tracker.note_once(
-            f"evaluation at step {progress.step}: the loss's count is 0 over the whole evaluation set, so the loss is "
-            "nan",
-            topic="nothing counts in evaluation",
+            f"evaluation{f' of {name}' if name else ''} at step {state.progress.step}: the loss's count is 0 over the "
+            "whole evaluation set, so the loss is nan",
+            topic=f"nothing counts in evaluation {name}",
         )
-    progress.evaluated_at = progress.step
-    run.meter.pause(time.monotonic() - started)
-    run.tracker.evaluated(progress.step, progress.samples, means)
-    record_objective(run, means)
-    callbacks.after_evaluation(run, results | means)
-    run.metrics.reset()
+    return found
 
 
 def evaluate_batch(run: Run, micro: MicroBatch) -> None:
@@ -96,8 +110,9 @@ def evaluate_batch(run: Run, micro: MicroBatch) -> None:
 def record_objective(run: Run, means: dict[str, float]) -> None:
     """Record this evaluation's objective, and the best so far: nan and inf are never it."""
     progress, (direction, metric) = run.state.progress, run.objective
+    metric = as_logged(metric, means)
     if metric not in means and progress.objective is None:  # else it is one that only some batches have
-        raise no_such_metric(run.objective, means)
+        raise no_such_metric(run.objective, map(asked, means))
     progress.objective = value = means.get(metric, math.nan)
     for update in run.state.updates:
         update.schedule.evaluated(value)

@@ -2,7 +2,7 @@
 
 import copy
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,22 +66,22 @@ def load_hooks(config: Config, spec: Mapping[str, Any]) -> Hooks:
     return hooks
 
 
-def callbacks_of(config: Config, hooks: Hooks, data: Any, can_evaluate: bool) -> dict[str, Any]:
+def callbacks_of(config: Config, hooks: Hooks, data: Any, sets: Sequence[str]) -> dict[str, Any]:
     """The callbacks, with the one that `stopping.patience` asks for; without it where nothing is trained. Raises
     UserError where there is nothing to evaluate.
 
-    data: the training data set.
+    data: the training data set. sets: the names of those that are evaluated.
     """
     stopping = config.stopping
     chosen_by_name = {name: hooks.callbacks[name] for name in config.callbacks}  # a plan's configuration has none
     if stopping.patience is None or config.mode != "train":
         return chosen_by_name
-    if not can_evaluate:
+    if not sets:
         raise UserError(
             f"stopping.patience={stopping.patience}: data={config.data.target} has no validation split, and patience "
             "counts evaluations; set stopping.patience=null"
         )
-    chosen = Objective.of(config, data) if stopping.metric == "auto" else Objective(*stopping.metric.split())
+    chosen = Objective.of(config, data, sets) if stopping.metric == "auto" else Objective(*stopping.metric.split())
     early = EarlyStopping(stopping.patience, stopping.min_delta, chosen.direction, chosen.metric)
     return {**chosen_by_name, EARLY_STOPPING: early}
 

@@ -104,7 +104,7 @@ def log(run: Run, step: Step, totals: Totals, norm: Tensor, applied: bool) -> No
         run.logged |= {step.update.named(name): value for name, value in own.items()} | {"loss": own["loss"]}
     if progress.update or not run.logged:
         return
-    scalars = run.logged | {"epoch": progress.epoch + progress.consumed / batches.epoch_samples}
+    scalars = run.logged | {"epoch": batches.epochs(progress)}
     scalars |= run.sizes.scalars(batches) | run.meter.scalars()
     scalars |= run.utilisation.scalars(scalars["samples_per_second"], run.ranks.world)
     scalars |= spread_over_ranks(scalars, run.ranks)

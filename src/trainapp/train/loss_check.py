@@ -23,6 +23,7 @@ from trainapp.checkpoint.stateful import Stateful
 from trainapp.config.schema import Config
 from trainapp.data.batch import map_tensors, tensors_in
 from trainapp.data.loader import Request, fetched_apart, worker_count
+from trainapp.data.stream import is_stream
 from trainapp.errors import UserError
 from trainapp.models.inspect import belongs_to_trainapp
 from trainapp.optim.precision import Precision
@@ -72,6 +73,8 @@ def require_sum(
     sharded. Leaves model, task, data and generators as they are.
     """
     task = components.task
+    if is_stream(components.train_data):  # has no samples that can be fetched again in halves
+        return
     is_known = is_built_in(task) and belongs_to_trainapp(model)
     if config.mode != "train" or not config.train.check_loss or needs_whole_batch(task) or is_known or is_tracing():
         return

@@ -22,19 +22,20 @@ def require_known(run: Run) -> None:
     named, progress = _named(run.config), run.state.progress
     if run.config.mode != "train" or not named:
         return
-    if run.eval_batches is None or not run.cadences.evaluate:
-        reason = "the data has no validation split" if run.eval_batches is None else "every.eval=null"
+    if not (run.eval_sets and run.cadences.evaluates):
+        reason = "every.eval=null" if run.eval_sets else "the data has no validation split"
         setting, wanted = next(iter(named.items()))
         log.warning("%s=%s %s: the run is never evaluated (%s), so that it has none", setting, *wanted, reason)
         return
     unknown = {name: wanted for name, wanted in named.items() if not _is_configured(run, wanted.metric)}
     if not unknown or progress.objective is not None:
         return
-    known = run.metrics.names | ({"loss", "accuracy"} if is_built_in(run.task) else metric_names(run))
+    own = run.metrics.names | ({"loss", "accuracy"} if is_built_in(run.task) else metric_names(run))
+    known = {f"{name}/{metric}" if name else metric for name in run.eval_sets for metric in own}
     for setting, wanted in unknown.items():
         if wanted.metric in known:
             continue
-        if is_built_in(run.task):
+        if is_built_in(run.task) or _set_and_metric(run, wanted.metric)[0] not in run.eval_sets:
             raise no_such_metric(wanted, known, setting)
         if progress.step == 0:
             progress.evaluated_at = NOT_EVALUATED
@@ -51,4 +52,11 @@ def _named(config: Config) -> dict[str, Objective]:
 
 def _is_configured(run: Run, metric: str) -> bool:
     """Whether it is the loss, or a metric with a state or one of the numbers that such a metric computes."""
-    return metric == "loss" or metric.partition("/")[0] in run.metrics.names
+    name, own = _set_and_metric(run, metric)
+    return name in run.eval_sets and (own == "loss" or own.partition("/")[0] in run.metrics.names)
+
+
+def _set_and_metric(run: Run, metric: str) -> tuple[str, str]:
+    """Of `hard/loss`, the validation set and its metric; of others the data's own split, which may not exist."""
+    name, _, own = metric.partition("/")
+    return (name, own) if name in run.eval_sets else ("", metric)

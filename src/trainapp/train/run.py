@@ -1,6 +1,6 @@
 """The `Run`: everything that the loop works with, in named parts."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -8,7 +8,9 @@ from trainapp.checkpoint.checkpointer import Checkpointer, NullCheckpointer
 from trainapp.checkpoint.train_state import TrainState, Update
 from trainapp.config.durations import RunLength
 from trainapp.config.schema import Config
-from trainapp.data.sampler import EvalBatches, TrainBatches
+from trainapp.data.eval_stream import EvalStream
+from trainapp.data.sampler import EvalBatches
+from trainapp.data.step_batches import StepBatches
 from trainapp.errors import UserError
 from trainapp.hooks.callbacks import Callbacks
 from trainapp.hooks.metrics import StatefulMetrics
@@ -32,6 +34,8 @@ from trainapp.train.restore_point import RestorePoint
 from trainapp.train.sizes import Sizes
 from trainapp.train.totals import Totals
 
+EvalSets = dict[str, "EvalBatches | EvalStream"]  # by name; the data's own validation split is ""
+
 
 class Step(NamedTuple):
     """The coming optimizer step, and which of its updates: with one optimizer, there is one."""
@@ -51,15 +55,25 @@ class Objective(NamedTuple):
     metric: str
 
     @classmethod
-    def of(cls, config: Config, data: Any) -> "Objective":
-        """From `objective`; auto goes by the task. data: the training data set."""
+    def of(cls, config: Config, data: Any, sets: Sequence[str]) -> "Objective":
+        """From `objective`; auto goes by the task. data: the training data set. sets: names of those that are
+        evaluated; auto is of the first, which is the data's own validation split (""), if there is one.
+        """
         if config.objective != "auto":
             direction, metric = config.objective.split()
             return cls(direction, metric)
+        prefix = f"{sets[0]}/" if sets and sets[0] else ""
         if config.task == "auto" and config.updates:  # the last update's task is evaluated
-            return cls("min", "loss")
+            return cls("min", f"{prefix}loss")
         classifies = config.task == "classification" or (config.task == "auto" and data.task == "classification")
-        return cls("max", "accuracy") if classifies else cls("min", "loss")
+        return cls("max", f"{prefix}accuracy") if classifies else cls("min", f"{prefix}loss")
+
+
+class Evaluated(NamedTuple):
+    """What an evaluation of one data set has found, by metric: numbers, and what metrics with a state have computed."""
+
+    means: dict[str, float]
+    results: dict[str, Any]
 
 
 @dataclass
@@ -69,7 +83,8 @@ class Attempt:
     phase: Phase = Phase.START
     started: float = 0.0  # time.monotonic()
     retried: set[tuple] = field(default_factory=set)  # what was retried at the same size in the present step
-    evaluation: Totals | None = None  # totals so far of an evaluation in progress
+    evaluation: Totals | None = None  # totals so far of the data set that is being evaluated
+    evaluated: dict[str, Evaluated] = field(default_factory=dict)  # the results of those before it, by name
     refused: int = 0  # allocations that the device's allocator had refused when it began
     step: Step | None = None  # the last one that was begun
     peak: int | None = None  # of that step in bytes, where it was watched as a whole
@@ -85,8 +100,8 @@ class Run:
     strategy: SingleDevice  # how the model is spread over the ranks
     ranks: Ranks
     task: Task
-    batches: TrainBatches
-    eval_batches: EvalBatches | None
+    batches: StepBatches
+    eval_sets: EvalSets  # empty: nothing to evaluate
     length: RunLength
     sizes: Sizes  # micro-batches
     memory: DeviceMemory
@@ -106,6 +121,7 @@ class Run:
     logged: dict[str, float] = field(default_factory=dict)  # metrics of the present step's finished updates
     activation_budget: Budget | NoBudget = field(default_factory=NoBudget)
     offload: Offload | NoOffload = field(default_factory=NoOffload)
+    last_evaluation: dict[str, float] = field(default_factory=dict)  # as logged; of this process
     rehearsals: int = 0  # updates yet to be checked by `train.check_exactness`
     attempt: Attempt = field(default_factory=Attempt)
     autotuner: Autotuner = field(default_factory=Autotuner)
@@ -113,13 +129,16 @@ class Run:
     @property
     def evaluation_is_due(self) -> bool:
         """Whether the cadence asks for an evaluation that has not been done at this step."""
-        return self.eval_batches is not None and self._is_due(self.cadences.evaluate, self.state.progress.evaluated_at)
+        return bool(self.eval_sets) and self._is_due(
+            self.cadences.evaluate, self.cadences.evaluate_epochs, self.state.progress.evaluated_at
+        )
 
     @property
     def save_is_due(self) -> bool:
         """Whether the cadence, or the end of the run, asks for a checkpoint of this step."""
-        saved_at = self.checkpointer.saved_at
-        return self._is_due(self.cadences.save, saved_at) or (self.is_ending and saved_at != self.state.progress.step)
+        cadences, saved_at = self.cadences, self.checkpointer.saved_at
+        is_due = self._is_due(cadences.save, cadences.save_epochs, saved_at)
+        return is_due or (self.is_ending and saved_at != self.state.progress.step)
 
     @property
     def is_ending(self) -> bool:
@@ -228,8 +247,8 @@ class Run:
 
     def _require_evaluations(self) -> None:
         """Raises UserError where there are none, which a schedule follows."""
-        if self.config.mode == "train" and (self.eval_batches is None or not self.cadences.evaluate):
-            why = "every.eval=null" if self.eval_batches is not None else "the data has no validation split"
+        if self.config.mode == "train" and not (self.eval_sets and self.cadences.evaluates):
+            why = "every.eval=null" if self.eval_sets else "the data has no validation split"
             raise UserError(
                 f"schedule._target_={self.config.schedule.target}: it follows the {self.objective.metric} of "
                 f"evaluations, but {why}: the rate would never change; evaluate, or choose another schedule"
@@ -238,8 +257,8 @@ class Run:
     def close(self) -> None:
         """End loader workers and close files."""
         self.batches.close()
-        if self.eval_batches is not None:
-            self.eval_batches.close()
+        for evaluated in self.eval_sets.values():
+            evaluated.close()
         self.callbacks.close()
         self.tracker.close()
 
@@ -248,6 +267,9 @@ class Run:
         by_steps = train.max_steps is not None and step >= train.max_steps
         return by_steps or (train.max_epochs is not None and epoch >= train.max_epochs)
 
-    def _is_due(self, every: int, done_at: int) -> bool:
-        step = self.state.progress.step
-        return every > 0 and step != done_at and (step % every == 0 or self.is_finished)
+    def _is_due(self, every: int, every_epochs: int, done_at: int) -> bool:
+        progress = self.state.progress
+        if (every == 0 and every_epochs == 0) or progress.step == done_at:
+            return False
+        epoch_has_ended = every_epochs > 0 and progress.consumed == 0 and progress.epoch % every_epochs == 0
+        return epoch_has_ended or (every > 0 and progress.step % every == 0) or self.is_finished
