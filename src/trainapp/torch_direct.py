@@ -16,11 +16,14 @@ from torch.autograd.graph import _engine_run_backward
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
+from trainapp.torch_private import outside_dispatch_modes
+
 # The code object that every wrapped `step` shares. A `step` that is wrapped again or replaced has another.
 _WRAPPER = Optimizer.profile_hook_step(lambda: None).__code__
 
-_LEAF = torch.zeros((), device="cpu", requires_grad=True)
-_FIRST = _LEAF.clone()  # before all other nodes of a run: the engine takes it last
+with torch.inference_mode(False), torch.enable_grad():  # whatever is in force at the import
+    _LEAF = torch.zeros((), device="cpu", requires_grad=True)
+    _FIRST = _LEAF.clone()  # before all other nodes of a run: the engine takes it last
 
 
 def backward(loss: Tensor, gradient: Tensor) -> None:
@@ -32,12 +35,13 @@ def backward(loss: Tensor, gradient: Tensor) -> None:
 
 
 def release_failed_backward() -> None:
-    """Free what a backward that has failed in this thread would have needed.
+    """Free what a failed backward in this thread had saved.
 
     Its nodes stay in the thread's queue with all that they have saved, until the next backward finds them there (torch
     2.13, autograd/engine.cpp, `thread_main` and `local_ready_queue`): memory that a retried forward lacks.
     """
-    torch.autograd.grad(_FIRST, _LEAF, retain_graph=True)
+    with outside_dispatch_modes():
+        torch.autograd.grad(_FIRST, _LEAF, retain_graph=True)
 
 
 def step(optimizer: Optimizer) -> None:

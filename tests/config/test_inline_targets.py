@@ -20,6 +20,7 @@ RMSPROP = "optimizer._target_=torch.optim.RMSprop"
         # What is removed from the default's settings is not there; what an earlier call has expanded stays as it is.
         (["~optimizer.betas", RMSPROP], ["~optimizer", f"++{RMSPROP}"]),
         (["~optimizer", f"++{RMSPROP}"], ["~optimizer", f"++{RMSPROP}"]),
+        ([f"++{RMSPROP}", "~optimizer.amsgrad"], [f"++{RMSPROP}", "~optimizer.amsgrad"]),  # of an experiment's file
         # What the command line itself has given can be removed by what is appended to it.
         (
             [RMSPROP, "optimizer.alpha=0.9", "~optimizer.alpha"],

@@ -12,6 +12,7 @@ from torch.optim import lr_scheduler
 from trainapp.config import schema
 from trainapp.config.durations import RunLength
 from trainapp.errors import UserError
+from trainapp.optim import torch_schedules
 from trainapp.optim.schedules import for_optimizer
 from trainapp.train import loop
 
@@ -281,3 +282,16 @@ def test_an_out_of_memory_error_in_an_evaluation_counts_it_once(tmp_path):
         runs.runner.prepare = prepare
     assert ended.oom_restarts == len(failed) == 2
     assert [line["lr"] for line in metrics(tmp_path)] == [0.1, 0.1, 0.05, 0.025, 0.0125, 0.00625]
+
+
+def test_numbers_that_an_optimizer_keeps_in_its_groups_are_its_own():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1, momentum=0.9)
+    (group,) = optimizer.param_groups
+    group |= {"count": 0, "initial_lr": 0.1}
+    stand_in = torch_schedules.StandIn(optimizer)
+    for step in range(3):
+        group["count"] = step
+        stand_in.param_groups[0] |= {"lr": 0.1 / (step + 1), "momentum": 0.9 - 0.1 * (step == 1)}
+        stand_in.give_to(optimizer.param_groups)
+        assert (group["count"], group["lr"]) == (step, 0.1 / (step + 1))
+        assert group["momentum"] == 0.9 - 0.1 * (step == 1)  # a scheduler's, also back to what it was

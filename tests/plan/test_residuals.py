@@ -103,7 +103,7 @@ def test_a_run_that_says_nothing_is_not_compared(ended, monkeypatch):
     monkeypatch.setattr(ended.sizes, "oom_restarts", 1)
     residuals.measure(ended)
     monkeypatch.setattr(ended.sizes, "oom_restarts", 0)
-    monkeypatch.setattr(ended.sizes, "recorded", {1: {16: 8}, 2: {16: 4}})
+    monkeypatch.setattr(ended.sizes.by_update[""], "recorded", {1: {16: 8}, 2: {16: 4}})
     residuals.measure(ended)
     assert files() == []
 

@@ -114,6 +114,16 @@ def test_the_end_in_epochs(tmp_path):
     assert runs.run(tmp_path / "b", *epochs, named, "train.max_epochs=2").steps == 4
 
 
+def test_another_run_replaces_none_that_is_there(tmp_path):
+    for name, rate in (("a", 0.5), ("b", 0.1)):
+        runs.run(tmp_path / name, *MLP, f"optimizer.lr={rate}", "train.max_steps=2")
+    longer = (*MLP, "optimizer.lr=0.1", "train.max_steps=4")
+    with pytest.raises(UserError, match="has checkpoints of its own run"):
+        runs.prepare(tmp_path / "b", *longer, f"checkpointing.resume={tmp_path / 'a'}")
+    own = tmp_path / "b" / "checkpoints" / "step_00000002"
+    assert runs.run(tmp_path / "b", *longer, f"checkpointing.resume={own}").steps == 4
+
+
 def test_an_end_before_the_runs_own_checkpoint(tmp_path):
     runs.run(tmp_path, *MLP, "train.max_steps=3")
     assert runs.run(tmp_path, *MLP, "train.max_steps=3").steps == 3

@@ -185,6 +185,19 @@ def test_it_leaves_no_trace(tmp_path, monkeypatch, workers):
     assert runs.differences(ends[0][1], ends[1][1]) == []
 
 
+def test_what_a_data_set_has_opened_stays_so(tmp_path):
+    """Its locks and queues, too: a thread waits for them."""
+    opened = ("user_packages=[checked_tasks]", "data=digits", "data._target_=checked_tasks.Opened", "model=mlp")
+    assert runs.run(tmp_path, *opened, "data.num_workers=0", "task=checked_tasks.total", "train.max_steps=2").steps == 2
+
+
+def test_a_mean_over_many_is_told_however_small():
+    pixels = loss_check.Sums(0.08, 200_000.0)
+    halves = [loss_check.Sums(0.0799, 100_000.0), loss_check.Sums(0.0801, 100_000.0)]
+    for same in (True, False):
+        assert "is a mean" in loss_check._verdict(loss_check.Comparison(4, pixels, halves, same), "mine", 1e-3)
+
+
 @pytest.mark.parametrize("part", ["KeepsWritten.restore", "Attributes.restore", "preserved_rng"])
 def test_each_part_of_it_is_needed(tmp_path, monkeypatch, part):
     monkeypatch.setattr(checked_tasks, "task_of_the_test", checked_tasks.counting(), raising=False)

@@ -12,7 +12,7 @@ from trainapp import strict_json
 from trainapp.config import durations
 from trainapp.config.schema import Config, Update
 
-# Another value is another experiment. Not named: the arguments of constructors, which all are part of it.
+# A different value makes a different experiment. So does any constructor argument; those are not listed.
 RESULT = {
     # With another objective, the best of before would be compared with other numbers.
     "": ("task", "updates", "objective"),
@@ -27,7 +27,8 @@ RESULT = {
     "checkpointing": ("load",),
 }
 # May change in the course of an experiment: its end (a schedule is then measured again), cadences, limits, where and
-# how it is computed (at most the rounding differs), what it writes, and what is done about an error that has ended it.
+# how it is computed (mostly, at most the rounding differs), what it writes, and what is done about an error that has
+# ended it.
 FREE = {
     "": ("mode", "user_packages", "eval", "metrics", "callbacks", "tracker"),  # but see `_of_objective`
     "data": ("num_workers", "on_change"),

@@ -1,6 +1,6 @@
 """`optimizer._target_=CLASS` on the command line: the class by itself, without the settings of the group's option.
 
-An option such as `optimizer=adamw` has the arguments of its own class, which another one would refuse, or worse, take.
+An option such as `optimizer=adamw` has arguments for its own class, which another would reject or, worse, accept.
 Imports no torch.
 """
 
@@ -14,14 +14,14 @@ _OVERRIDE = re.compile(r"(?P<sign>\+\+|\+|~)?(?P<key>[\w.@/:]+)(?P<rest>=.*)?", 
 def expanded(overrides: Sequence[str]) -> list[str]:
     """Hydra's overrides with the default option left out of each group that gets a `_target_`, so that it starts empty.
 
-    Its settings need no `+` then, and `~` has nothing of the option's to remove. Where an option is chosen, too, as in
-    `optimizer=sgd optimizer._target_=mine.SGD`, its settings stay. Other arguments of the command line may be among the
-    overrides.
+    Its settings then need no `+`, and `~` for a setting of the option is dropped. Where an option is chosen, too, as in
+    `optimizer=sgd optimizer._target_=mine.SGD`, its settings stay, as they do behind `++optimizer._target_`, which
+    replaces a value among others. Other arguments of the command line may be among the overrides.
     """
     texts = list(overrides)
     for group in GROUPS:
         keys = [_parts(text) for text in texts]
-        is_inline = any(key == f"{group}._target_" and sign != "~" for sign, key, _ in keys)
+        is_inline = any(key == f"{group}._target_" and sign in ("", "+") for sign, key, _ in keys)
         is_chosen = any(key == group and (sign == "~" or rest) for sign, key, rest in keys)
         if is_inline and not is_chosen:
             own = [_added(text, group) for n, text in enumerate(texts) if not _removes_default(text, group, texts[:n])]

@@ -1,12 +1,13 @@
 """The rules of `optimizer.groups`: options of the parameters that patterns match.
 
-Checked by hand: which options there are, only the optimizer's class knows (`optim.groups`).
+Checked by hand: only the optimizer's class knows which options exist (`optim.groups`).
 """
 
 from typing import Any
 
 OWN = ("match", "freeze")  # what is no option of an optimizer
-_EXAMPLE = '[{match: "head.*", lr: 1e-2}, {match: backbone, freeze: true}]'
+_GROUP = '{match: "head.*", lr: 1e-2}'
+_EXAMPLE = f"[{_GROUP}, {{match: backbone, freeze: true}}]"
 
 
 def check(value: Any) -> list[dict[str, Any]]:
@@ -27,7 +28,7 @@ def patterns_of(group: dict[str, Any]) -> list[str]:
 
 def _rules(number: int, group: Any) -> list[str]:
     if not isinstance(group, dict):
-        return [f"group {number} must be a mapping, such as {_EXAMPLE[1:25]}"]
+        return [f"group {number} must be a mapping, such as {_GROUP}"]
     match = group.get("match")
     patterns = match if isinstance(match, list) else [match]
     if not patterns or not all(isinstance(pattern, str) and pattern for pattern in patterns):

@@ -19,12 +19,12 @@ def check_name(value: str) -> str:
 
 
 def conflicts(config: "Config") -> list[str]:
-    """What does not go with several optimizers."""
+    """Settings that cannot be combined with several optimizers."""
     errors = []
     names = [update.name for update in config.updates]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        errors.append(f"updates: {', '.join(twice)} is the name of several; their metrics are told apart by it")
+        errors.append(f"updates: {', '.join(twice)} is the name of several; give each a name of its own")
     if config.optimizer.groups:
         errors.append(
             "optimizer.groups with updates: their patterns would be matched among the parameters of every update; give "

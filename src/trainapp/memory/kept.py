@@ -67,7 +67,7 @@ class Kept:
 
     def owned(self) -> Iterator[Tensor]:
         """The tensors in attributes, as they count."""
-        return map(self.stand_in, self._owned())
+        return (self.stand_in(local(tensor)) for tensor in self._owned())
 
     def carry(self, storages: Iterable[torch.UntypedStorage]) -> None:
         """Add what a block has left, but for what the data sets have loaded or cached meanwhile."""

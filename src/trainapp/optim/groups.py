@@ -32,7 +32,7 @@ class Own(NamedTuple):
 
 
 def freeze(parameters: Mapping[str, nn.Parameter], settings: Optimizer, owner: str, setting: str = "optimizer") -> None:
-    """Freeze which of the parameters the groups with `freeze: true` match. Call before the model is spread over ranks.
+    """Freeze the parameters that groups with `freeze: true` match. Call before the model is spread over ranks.
 
     owner: the model's name, and setting: where the settings are from, for messages. Raises UserError for a pattern that
     matches nothing.

@@ -1,7 +1,7 @@
 """Attributes that a model has put on its parameters, such as a factor of the learning rate.
 
-FSDP replaces the parameters by shards, and building on the meta device by others: the attributes would be gone where an
-optimizer looks for them, without an error.
+FSDP replaces parameters by shards, and `to_empty` replaces those on the meta device: the attributes would be lost to an
+optimizer that reads them, without an error.
 """
 
 from typing import Any

@@ -118,7 +118,7 @@ def _function(
 
 
 def _checked(function: Callable[[int], Any], warmup: int, name: str) -> Factor:
-    """As plain numbers. Raises UserError for a factor that is none."""
+    """The function, returning floats. Raises UserError for a value that is not a number of at least 0."""
 
     def factor(step: int) -> float:
         value = function(max(0, step - warmup))

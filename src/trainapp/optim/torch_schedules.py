@@ -18,7 +18,7 @@ from trainapp.errors import UserError
 
 Groups = list[dict[str, Any]]
 Make = Callable[[torch.optim.Optimizer], Any]
-_NOT_ITS = ("params", "initial_lr", "label")  # of a group, what no scheduler is to change
+_NOT_ITS = ("params", "initial_lr", "label")  # keys of a group that no scheduler may change
 
 
 class StandIn(torch.optim.Optimizer):
@@ -32,14 +32,20 @@ class StandIn(torch.optim.Optimizer):
             for group in optimizer.param_groups
         ]
         super().__init__(groups, defaults)
+        self._given = [dict(group) for group in self.param_groups]
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Does nothing: schedulers warn where none comes before their own."""
 
     def give_to(self, groups: Groups) -> None:
-        """Put the options that the other optimizer has, too, into its groups."""
-        for own, group in zip(self.param_groups, groups, strict=True):
-            group.update({name: value for name, value in own.items() if name in group and name not in _NOT_ITS})
+        """Put the rate, and what other options a scheduler has set since, into the groups of the other optimizer.
+
+        Not the others: an optimizer may keep numbers of its own there.
+        """
+        for own, given, group in zip(self.param_groups, self._given, groups, strict=True):
+            known = {name: value for name, value in own.items() if name in group and name not in _NOT_ITS}
+            group.update({name: value for name, value in known.items() if name == "lr" or value is not given.get(name)})
+            given.update(known)
 
 
 def of(make: Make, optimizer: torch.optim.Optimizer, warmup: int, name: str) -> "ByStep | ByEvaluation":

@@ -13,12 +13,12 @@ from trainapp.memory.levers.costs import flops_of, is_attention
 from trainapp.torch_operators import written_arguments
 
 MATMUL, CONVOLUTION, ATTENTION, FUNCTION = "matmul", "convolution", "attention", "function"
-# Bound by arithmetic where memory is near: an exponential per element.
+# Compute-bound where the data is in cache: an exponential per element.
 _FUNCTIONS = (
     *("silu", "silu_backward", "gelu", "gelu_backward", "exp", "log", "tanh", "sigmoid", "logsumexp", "erf", "pow"),
     *("_softmax", "_softmax_backward_data", "_log_softmax", "_log_softmax_backward_data", "bernoulli_", "normal_"),
 )
-# A binary search takes twice as long where the processor cannot guess how each comparison ends.
+# A binary search takes twice as long where branch prediction fails.
 _SEARCHES = {"bucketize": 0, "searchsorted": 1}  # the place of the values among the arguments
 _OVERWRITES = frozenset({"zero_", "fill_", "copy_", "normal_", "uniform_", "bernoulli_"})  # without reading the old
 

@@ -120,7 +120,7 @@ def _doubted(planner: Planner, facts: Facts, doubt: str | None) -> Facts:
     for entry in (*facts.get("levers", []), *([facts["best"]] if "best" in facts else [])):
         entry["certainty"] = NOT_TRACEABLE if entry["certainty"] == NOT_TRACEABLE else RANGE
     if doubt is None:
-        note = "the model may do something else without data, and no small step could be run for real to compare"
+        note = "the model may behave differently when it is traced, and no small step could be run to compare"
         ends = facts.get("range_bytes", [facts["peak_bytes"]] * 2)
         return facts | {"certainty": RANGE, "range_bytes": ends, "notes": [*facts.get("notes", []), note]}
     facts.pop("range_bytes", None)

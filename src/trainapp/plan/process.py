@@ -99,7 +99,7 @@ def answer_of(
 ) -> Any:
     """What the function of this dotted name returns in a process of its own. Importing torch there takes seconds.
 
-    arguments: pickled, as is the answer. patience: seconds; None waits. stops: asked while waiting, whether to give up.
+    arguments: pickled, as is the answer. patience: seconds; None waits. stops: polled while waiting; True aborts.
     sees_devices: False hides CUDA from it, whose context would take some hundred MiB of a device that may be full.
     Raises NoAnswer, and UserError as the function does.
     """

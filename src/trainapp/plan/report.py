@@ -17,24 +17,32 @@ WIDTH = 100
 
 def run(config: Config) -> float | None:
     """Plan, print and write. Returns the peak in bytes, for Hydra's optimizing sweepers; None if it is not known."""
-    run_dir, printed = Path(config.run_dir), ""
+    run_dir, known = Path(config.run_dir), {}
 
-    def print_early(known: dict[str, Any]) -> None:
-        nonlocal printed
-        printed = "\n".join(_before_levers(known)) + "\n"
-        print(printed, end="", flush=True)
+    def print_early(facts: dict[str, Any]) -> None:
+        known.update(facts)
+        print("\n".join(_before_levers(facts)), flush=True)
 
     facts = ask_in_parts(config, run_dir / PICTURE, print_early)
     run_dir.mkdir(parents=True, exist_ok=True)
     with atomic_write(run_dir / PLAN) as file:
         file.write(strict_json.dumps(complete(facts), indent=1) + "\n")
-    print(text(facts).removeprefix(printed), flush=True)
+    print(_rest(facts, known) if known else text(facts), flush=True)
     peak = facts.get("peak_bytes")
     return None if peak is None else float(peak)
 
 
+def _rest(facts: dict[str, Any], known: dict[str, Any]) -> str:
+    """What `text` adds to what was printed early; all of it where that no longer holds."""
+    printed, notes = "\n".join(_before_levers(known)) + "\n", known.get("notes", [])
+    whole = text(facts | {"notes": notes})
+    if not whole.startswith(printed):
+        return text(facts)
+    return "\n".join([*facts.get("notes", [])[len(notes) :], whole.removeprefix(printed)])
+
+
 def text(facts: dict[str, Any]) -> str:
-    """The plan for people; its last line are the overrides to paste."""
+    """The plan as text; the last line is the overrides to paste."""
     if "peak_bytes" not in facts:
         return f"{facts['certainty']}: {facts['reason']}"
     lines, largest = _before_levers(facts), facts["largest_micro_size"]

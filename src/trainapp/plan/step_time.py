@@ -1,7 +1,7 @@
 """How long a traced step takes on the device at hand, for comparing configurations: an estimate, not a measurement.
 
-An operation takes what it takes alone: each is run once for real, with tensors of the same shapes, where it is small
-enough. Of others the longer of arithmetic and memory traffic counts, from rates measured here: the roofline of Williams
+Each operation is assumed to take as long as it does alone: it is run for real, on tensors of these shapes, if small
+enough. For others, the larger of compute time and memory time counts, at rates measured here: the roofline of Williams
 et al. 2009, times what small operations of the same name take beyond it. Every operation is also called, from Python.
 Left out: fetching batches, metrics, evaluation, writing files, traffic between ranks.
 """

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 def require_same(config: Config, looks_up_defaults: bool = True) -> None:
     """Raises UserError, with all differences, if the run directory holds a run of another experiment.
 
-    Only training asks: evaluation and export write nothing of a run. looks_up_defaults: also compares an argument that
+    Training only: evaluation and export write nothing of a run. looks_up_defaults: also compares an argument that
     only one of the two names with its constructor's default, for which the constructor's module is imported.
     """
     run_dir = Path(config.run_dir)
@@ -33,8 +33,8 @@ def require_same(config: Config, looks_up_defaults: bool = True) -> None:
         return
     before = _record(run_dir) or _of_newest_checkpoint(run_dir)
     if before is None:
-        if looks_up_defaults:  # else called once more
-            log.warning("%s has no record of its run's settings, which an older version has written", run_dir)
+        if looks_up_defaults:  # the early call without it stays silent: warn once
+            log.warning("%s has no record of its run's settings: an older version wrote it", run_dir)
         return
 
     def default(section: str, target: str, argument: str) -> Any:
@@ -56,7 +56,7 @@ def require_same(config: Config, looks_up_defaults: bool = True) -> None:
 def remember(config: Config) -> None:
     """Record the settings of a run that begins in its directory. No effect on one that continues there.
 
-    config: as the user gave it. A directory that cannot be written to is warned of.
+    config: as the user gave it. Warns if the directory cannot be written to.
     """
     run_dir = Path(config.run_dir)
     if _holds_run(run_dir) and _record(run_dir) is not None:

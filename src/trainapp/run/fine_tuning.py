@@ -1,4 +1,4 @@
-"""`checkpointing.load=weights`: a run that begins with the weights of another one, and with nothing else of it."""
+"""`checkpointing.load=weights`: a run that starts from the weights of another, and takes over nothing else."""
 
 import logging
 from pathlib import Path

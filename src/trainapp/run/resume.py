@@ -34,7 +34,14 @@ def _checkpoint_to_resume(config: Config, has_restarted: bool) -> Path | None:
     if config.mode == "train" and load == "weights":
         return own.newest()  # its own comes before the weights of another run to begin with
     if resume not in ("auto", "none"):
-        return resolve(resume)
+        path, run_dir = resolve(resume), Path(config.run_dir).resolve()
+        if config.mode == "train" and own.newest_name() and not path.resolve().is_relative_to(run_dir):
+            raise UserError(
+                f"checkpointing.resume={resume} with hydra.run.dir={config.run_dir}: this directory has checkpoints of "
+                "its own run, which that one would replace; choose another directory, or checkpointing.resume=auto to "
+                "continue the run that is here"
+            )
+        return path
     return own.newest() if resume == "auto" else None
 
 

@@ -1,12 +1,13 @@
 """`train.check_loss`: before the first step, whether the task's loss is a sum over samples, so that a batch can be cut.
 
-A mean is divided by the count once more, which makes gradients as many times too small; a loss that compares the
-samples of its batch depends on the micro-batch. Neither can be seen in a curve. So the loss of a few first samples is
+A mean would be divided by the count again, making gradients that many times too small; a loss that compares the
+samples of its batch depends on the micro-batch. Neither shows in a curve. So the loss of the first few samples is
 compared with those of their two halves, in evaluation mode and without gradients.
 
-Costs six forwards of at most 4 samples, and fetching at most 12. What cannot be compared is passed over in silence: a
-task that draws random numbers, a loss that is not finite, a batch whose halves hold other values (see `_halves`; only
-a mean is told there), a task or model that fails here, where the first step says what is wrong.
+Costs six forwards of at most 4 samples and fetching 12; where 2 samples must do, twice as many and 6 more. What cannot
+be compared is skipped silently: a task that draws random numbers, a loss that is not finite, a batch whose halves hold
+other values (see `_halves`; only a mean is reported then), a task or model that fails here: the first step reports that
+error.
 """
 
 import contextlib
@@ -37,16 +38,17 @@ from trainapp.train.untouched import untouched
 SAMPLES = (4, 2)  # the second where the first fail, such as for want of memory
 # Relative. Kernels choose their order of additions by the batch's size, which changes the last bits, and layers amplify
 # them; a mean is off by half, a contrastive loss of 4 and 2 samples by a third.
-FINE, COARSE = 1e-3, 2e-2  # COARSE: where products have fewer bits
+FINE, COARSE = 1e-3, 2e-2  # COARSE: for products of less than fp32 precision
 FLOOR = 0.1  # per count: a loss whose summands cancel out has the rounding errors of the summands
 log = logging.getLogger(__name__)
 
 
 class Sums(NamedTuple):
-    """What the task returns for a batch. divisor: its count."""
+    """What the task returns for a batch. divisor: its count. bits: of the loss's type."""
 
     loss: float
     divisor: float
+    bits: int = 32
 
 
 class Halves(NamedTuple):
@@ -70,7 +72,7 @@ def require_sum(
     config: Config, components: Components, model: nn.Module, device: torch.device, precision: Precision, ranks: Ranks
 ) -> None:
     """Raises UserError for a loss or a count that does not add up. Collective. Call before the model is compiled or
-    sharded. Leaves model, task, data and generators as they are.
+    sharded. Leaves model, task, data and generators as they are, but on `device`; see `untouched`.
     """
     task = components.task
     if is_stream(components.train_data):  # has no samples that can be fetched again in halves
@@ -81,7 +83,8 @@ def require_sum(
     verdict = None
     if not any(p.is_meta for p in model.parameters()):  # with parallel.fsdp.meta_init there are no values yet
         compared = _compared(config, components, model, device, precision, ranks.world // config.parallel.nodes)
-        is_fine = config.precision.mode == "fp32" and model_is_fine(model)
+        has_bits = compared is not None and min(own.bits for own in (compared.whole, *compared.halves)) >= 32
+        is_fine = config.precision.mode == "fp32" and model_is_fine(model) and has_bits
         verdict = None if compared is None else _verdict(compared, config.task, FINE if is_fine else COARSE)
     by_rank = [text for text in ranks.all_gather_object(verdict) if text]  # one may have had no memory for it
     if by_rank:
@@ -126,7 +129,7 @@ def _result(
     whole: Any, batch: Any, roots: dict[str, Any], modules: list[nn.Module], device: torch.device, precision: Precision
 ) -> Sums | None:
     """What the task returns for a batch, after it was called with the whole one: a first forward may initialise what it
-    finds empty from its batch. None where that is not finite, or of chance: the whole one then differs from itself.
+    finds empty from its batch. None if the result is not finite, or random: two calls with the whole batch then differ.
 
     Raises what the task raises.
     """
@@ -139,7 +142,7 @@ def _result(
             loss, count, _ = roots["task"](roots["model"], map_tensors(lambda tensor: tensor.to(device), part))
             if not isinstance(loss, Tensor) or loss.ndim:
                 return None
-            sums.append(Sums(float(loss), float(count)))
+            sums.append(Sums(float(loss), float(count), 8 * loss.dtype.itemsize))
     is_certain = batch is not whole or all(math.isclose(a, b, rel_tol=1e-5) for a, b in zip(*sums, strict=True))
     return sums[1] if is_certain and not watched.has_drawn and all(map(math.isfinite, sums[1])) else None
 
@@ -154,7 +157,7 @@ def _uncompiled() -> contextlib.AbstractContextManager[Any]:
 def _halves(components: Components, seed: int, workers: int, samples: int, device: torch.device) -> Halves:
     """The first samples and their halves. Raises what the data set raises.
 
-    Halves that are collated again may be padded otherwise, or hold other mixtures; then `split` may cut them, or the
+    Halves collated on their own may be padded differently, or mix other samples; then `split` may cut them, or the
     first half twice is the batch, which is as long as its halves.
     """
     data, half = components.train_data, samples // 2
@@ -212,7 +215,7 @@ def _verdict(compared: Comparison, setting: str, tolerance: float) -> str | None
         f"for {samples} samples it returns {whole.loss:.6g} with a count of {whole.divisor:g}, and for their halves "
         f"{a.loss:.6g} with {a.divisor:g} and {b.loss:.6g} with {b.divisor:g}"
     )
-    if difference > tolerance * size and size > 1e-6 * abs(whole.divisor) and _is_mean(compared, tolerance):
+    if difference > tolerance * size and size > 1e-6 * min(1.0, abs(whole.divisor)) and _is_mean(compared, tolerance):
         return (
             f"task={setting}: the loss is a mean, where a sum is needed: {numbers}. It would be divided by the count "
             "once more, and weigh uneven micro-batches wrongly: return the sum of the samples' (or tokens') losses and "

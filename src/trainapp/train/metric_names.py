@@ -17,7 +17,7 @@ def metric_names(run: Run, samples: int = 2) -> set[str]:
     """`loss` and the metrics that the task has for the first samples of the training data, on any rank.
 
     One forward in evaluation mode, uncompiled, without gradients, that leaves no trace: generators, buffers, states and
-    attributes are restored. Collective.
+    attributes of model and task are restored. Collective.
     """
     state = run.state
     with contextlib.ExitStack() as stack:

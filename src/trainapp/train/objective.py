@@ -1,4 +1,4 @@
-"""Whether the objective is one of the task's metrics, told before training."""
+"""Checks before training that the objective is one of the task's metrics."""
 
 import logging
 
@@ -17,7 +17,7 @@ def require_known(run: Run) -> None:
 
     The built-in losses have known ones; a task of the user's is called with two samples. A metric that these lack may
     be one that only some batches have: then the run begins with an evaluation, which refuses it or finds it. A run that
-    is never evaluated is warned of.
+    is never evaluated gets a warning.
     """
     named, progress = _named(run.config), run.state.progress
     if run.config.mode != "train" or not named:

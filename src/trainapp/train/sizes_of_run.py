@@ -36,7 +36,7 @@ class OfUpdate:
 
 
 def key_of(update: str) -> str:
-    """Under which a file has the sizes of this update; the only one has no name."""
+    """The key of this update's sizes in a file. The only update of a step has no name."""
     return f"micro.{update}" if update else "micro"
 
 
@@ -69,7 +69,7 @@ class Sizes:
         self.plan_note: str | None = None
 
     def turn_to(self, update: str) -> None:
-        """From now on, training's sizes are those of this update."""
+        """Select the update whose sizes `train` and the others are."""
         self._current = self.by_update[update]
 
     def of_updates(self) -> tuple[int, ...]:

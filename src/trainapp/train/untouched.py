@@ -1,11 +1,12 @@
 """A block of work that leaves no trace in the model, the task and the data: `untouched`.
 
 The restore point of a step covers what a forward is expected to change. This covers what a forward may change when
-nobody has asked for it: plain attributes too, and the first write of a parameter, without a copy of the model.
+unasked: plain attributes too, and the first write to a parameter, without a copy of the model.
 """
 
 import contextlib
 import functools
+import sys
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
@@ -24,6 +25,9 @@ from trainapp.torch_private import DispatchMode
 
 MOST_KEPT = 100_000  # items of a container that is copied
 _DICTS = (dict, OrderedDict, defaultdict, Counter)  # not classes of the user's, which may refuse to be filled
+# Of the standard library, only these are looked into: putting back what a lock or a queue holds would break it.
+_OPEN = ("builtins", "collections", "functools", "types")
+_NUMBERS = (int, float)
 _LEAVES = (str, bytes, int, float, complex, bool, type(None), Tensor, torch.dtype, torch.device, range)
 
 
@@ -87,9 +91,14 @@ def _plain_tensors(value: Any) -> Iterator[Tensor]:
 
 
 class Attributes:
-    """What attributes, containers, closures and global variables hold, reachable from some objects; see `children`."""
+    """What attributes, containers, closures and global variables hold, reachable from some objects; see `children`.
 
-    def __init__(self, *roots: Any):
+    numbers_only: only attributes that are numbers before and after, such as a counter. What is loaded or opened lazily
+    stays so: its file may be closed.
+    """
+
+    def __init__(self, *roots: Any, numbers_only: bool = False):
+        self._numbers_only = numbers_only
         self._undo: list[Callable[[], None]] = []
         self._seen: set[int] = set()
         for root in roots:
@@ -104,6 +113,9 @@ class Attributes:
         if isinstance(held, _LEAVES) or id(held) in self._seen or depth > DEPTH or len(self._seen) > MOST_OBJECTS:
             return
         self._seen.add(id(held))
+        package = type(held).__module__.partition(".")[0]
+        if package in sys.stdlib_module_names and package not in _OPEN:
+            return
         if isinstance(held, nn.Module):
             for module in held.modules():
                 self._seen.add(id(module))
@@ -148,15 +160,22 @@ class Attributes:
             return
         before = dict(held)
 
+        def undo_numbers() -> None:
+            for key in [key for key, value in held.items() if type(value) in _NUMBERS]:
+                if key not in before:  # the class may have its first value
+                    del held[key]
+                elif type(before[key]) in _NUMBERS:
+                    held[key] = before[key]
+
         def undo() -> None:
             if len(held) != len(before) or any(held.get(key, before) is not value for key, value in before.items()):
                 held.clear()
                 held.update(before)
 
-        self._undo.append(undo)
+        self._undo.append(undo_numbers if self._numbers_only else undo)
 
     def _keep_items(self, held: Any) -> None:
-        if len(held) > MOST_KEPT:
+        if len(held) > MOST_KEPT or self._numbers_only:
             return
         before = list(held)
 
@@ -175,7 +194,9 @@ def untouched(device: torch.device, **roots: Any) -> Iterator[KeepsWritten]:
     Costs a walk over what the roots hold, and copies of what is written.
     """
     stateful = Stateful(**roots)
-    states, attributes, written = stateful.take(), Attributes(*roots.values()), KeepsWritten()
+    others = [root for name, root in roots.items() if name != "data"]
+    states, attributes, written = stateful.take(), Attributes(*others), KeepsWritten()
+    of_data = Attributes(roots.get("data"), numbers_only=True)
     frozen = [(p, p.requires_grad) for m in (roots["model"], *stateful.modules.values()) for p in m.parameters()]
     with preserved_rng(device), stateful.preserved_generators():
         try:
@@ -184,6 +205,7 @@ def untouched(device: torch.device, **roots: Any) -> Iterator[KeepsWritten]:
         finally:
             written.restore()
             attributes.restore()
+            of_data.restore()
             for parameter, needs_gradient in frozen:
                 parameter.requires_grad_(needs_gradient)
             now = stateful.take()

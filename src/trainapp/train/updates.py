@@ -1,6 +1,6 @@
 """Several optimizers (`updates`): which parameters each of them trains, and their assembly.
 
-A step is then a transaction for each update, in order, on the same samples. Without `updates` it has one, which trains
+A step is then one transaction per update, in order, on the same samples. Without `updates` it has one, which trains
 all parameters that require gradients.
 """
 
@@ -53,7 +53,7 @@ def names_of(config: Config, model: nn.Module) -> Names:
 
 
 def with_one_optimizer(config: Config) -> list[Config]:
-    """The configuration once for each optimizer, as if it were the only one: for what is asked of `optimizer`."""
+    """The configuration once per optimizer, as if it were the only one: for code that reads `config.optimizer`."""
     if not config.updates:
         return [config]
     return [dataclasses.replace(config, optimizer=update.optimizer, updates=[]) for update in config.updates]

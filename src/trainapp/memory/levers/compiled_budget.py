@@ -1,6 +1,6 @@
 """Checkpointing by budget under `train.compile`: torch's own activation memory budget, at a value that fits.
 
-That budget is a share, from 1 (what a compiled graph saves by default) to 0 (nothing but its inputs). It is no bound on
+That budget is a share, from 1 (what a compiled graph saves by default) to 0 (nothing but its inputs). It does not bound
 bytes, and the peak may rise where it falls: at small values nearly everything is recomputed at once
 (pytorch/pytorch#197838). So the values are tried on the graph that is being compiled, from the largest down. The
 first that fits recomputes the least. What a split saves is known to the byte. Its peak, from how long each result
@@ -69,7 +69,7 @@ class CompiledBudget:
         return {"dynamic": False, "options": {"custom_partitioner_fn": partitioner(self.split)}}
 
     def loss_memory(self, key: Any) -> LossMemory | None:
-        """As the last micro-batch of this shape was begun with."""
+        """The `loss` that `begin` was last given for this shape."""
         return self._losses.get(key)
 
     def begin(self, key: Any, limit: int | None, loss: LossMemory | None = None) -> None:
