@@ -205,7 +205,7 @@ class Stream:
 class StreamWithState(Stream):
     """Says where it is."""
 
-    start = 0
+    start = position = 0
 
     def __iter__(self):
         self.position, self.start = self.start, 0

@@ -134,7 +134,9 @@ class EvalBatches:
         pieces = itertools.chain((list(range(*piece)) for piece in ranges(start, self.end, size)), dummies)
         asked, used = itertools.tee(pieces)  # holds as many as are fetched ahead
         batches = self._source.batches(Request(0, indices) for indices in asked)
-        for number, (indices, batch) in enumerate(zip(used, batches, strict=True), start=1):
+        number = 0  # not by `enumerate`: under it, `zip` would keep the first batch to the end
+        for indices, batch in zip(used, batches, strict=True):
+            number += 1  # noqa: SIM113
             again = functools.partial(self._source.piece, batch, 0, indices)
             yield MicroBatch(batch, number == count, number <= own, len(indices), again)
 
