@@ -8,6 +8,7 @@ def private_cache(tmp_path_factory, monkeypatch):
     """The directory set as $TRAINAPP_CACHE during the test, for subprocesses too."""
     folder = tmp_path_factory.mktemp("cache")
     monkeypatch.setenv("TRAINAPP_CACHE", str(folder))
+    monkeypatch.setenv("WANDB_MODE", "offline")  # nothing leaves this machine
     return folder
 
 

@@ -32,7 +32,7 @@ from trainapp.signals import StopRequest
 from trainapp.torch_operators import READ_OPERATORS
 from trainapp.torch_private import DispatchMode, fake_tensor_mode
 from trainapp.train import build, loop
-from trainapp.train.run import Cadences
+from trainapp.train.cadences import Cadences
 
 CUDA = torch.device("cuda", 0)
 SAMPLES = 8  # in each of two micro-batches

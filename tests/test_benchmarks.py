@@ -193,3 +193,14 @@ def test_a_published_peak_is_planned_to_within_a_tenth():
     assert real == "24.9"  # and no reason to be off
     assert abs(float(error.removesuffix("%"))) <= 10
     assert float(allocated) <= float(reserved)
+
+
+@pytest.mark.slow
+def test_scale_measures_small_and_large_alike(tmp_path):
+    found = rows(run("scale.py", "--sizes", "1000", "100000000", "--runs", "1", "--json", str(tmp_path / "j")))
+    assert float(found["1e+08"][0]) < 100  # milliseconds
+    measured = json.loads((tmp_path / "j").read_text())
+    assert measured["orders"]["100000000"][0]["memory"] < 20  # MiB
+    memory = [measured["runs"][size][0]["memory"] for size in ("1000", "100000000")]
+    assert memory[1] < 1.2 * memory[0]
+    assert "100000000" not in measured["lists"]

@@ -39,6 +39,8 @@ def choose(group, option):
 def skip_without_package(option):
     if option in ("int8", "fp8"):
         pytest.importorskip("torchao", reason="needs the extra trainapp[torchao]")
+    if option in ("wandb", "mlflow"):
+        pytest.importorskip(option, reason=f"needs the extra trainapp[{option}]")
 
 
 @pytest.mark.parametrize(("group", "option"), IN_PROCESS)

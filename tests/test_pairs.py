@@ -19,13 +19,16 @@ from trainapp.errors import UserError
 from trainapp.launch import worker
 from trainapp.run import runner
 
+SERVICES = ("wandb", "mlflow")  # extras, whose rows would be skipped without them: tests/tracking/test_outlets.py
 GROUPS = {
-    folder.name: tuple(f"{folder.name}={path.stem}" for path in sorted(folder.glob("*.yaml")))
+    folder.name: tuple(
+        f"{folder.name}={path.stem}" for path in sorted(folder.glob("*.yaml")) if path.stem not in SERVICES
+    )
     for folder in sorted((ROOT / "conf").iterdir())
     if folder.is_dir()
 }
 # Groups whose default is to choose none of their options; `~` before an option stands for that.
-OPTIONAL = {group: (f"~{group}", *GROUPS[group]) for group in ("debug", "experiment")}
+OPTIONAL = {group: (f"~{group}", *GROUPS[group]) for group in ("callbacks", "debug", "experiment")}
 SWITCHES = {
     "compile": ("train.compile=false", "train.compile=true"),
     "workers": ("data.num_workers=auto", "data.num_workers=1"),
@@ -83,6 +86,14 @@ REFUSED |= {
     for option in GROUPS["optimizer"]
     if not option.startswith("optimizer=adamw_")
 }
+# Tokens have no classes to confuse.
+REFUSED |= {
+    frozenset(
+        ("callbacks=confusion_matrix", f"data={data}")
+    ): r"metrics\.confusion_matrix\.num_classes: required, but not"
+    for data in ("text", "synthetic_tokens")
+}
+REFUSED[frozenset(("callbacks=confusion_matrix", "model=gpt"))] = CHOOSE_ANOTHER  # it reads nothing but tokens
 # Options do not exist where their group's choice has no such key.
 MEANINGLESS = {frozenset(("activation_checkpointing=none", "activation_checkpointing.every=2"))}
 

@@ -66,6 +66,7 @@ from trainapp.torch_private import (
     tree_map,
     version_of,
 )
+from trainapp.torch_workers import become_main_process, is_loader_worker
 
 
 class Seen(DispatchMode):
@@ -532,7 +533,8 @@ def test_nothing_private_is_used_elsewhere():
     planted = "from torch._subclasses import fake_tensor\ntorch._foreach_norm(tensor._version, self._version)"
     assert list(private_uses(planted)) == ["fake_tensor", "_foreach_norm", "_version"]
     folder = Path(torch_private.__file__).parent
-    own = {folder / f"torch_{name}.py" for name in ("private", "direct", "elastic", "fsdp", "operators", "compiler")}
+    names = ("private", "direct", "elastic", "fsdp", "operators", "compiler", "workers")
+    own = {folder / f"torch_{name}.py" for name in names}
     own |= {folder / "plan" / "cuda" / f"{name}.py" for name in ("pretend", "attention")}  # see test_pretended_cuda.py
     found = {path.name: list(private_uses(path.read_text())) for path in folder.rglob("*.py") if path not in own}
     assert {name: uses for name, uses in found.items() if uses} == {}
@@ -679,3 +681,21 @@ def test_the_product_of_integers_is_exact():
     a, b = (torch.arange(-128, 128, dtype=torch.int8).repeat(4).view(16, 64) for _ in range(2))
     assert int8_product(a, b.t()).dtype == torch.int32
     assert torch.equal(int8_product(a, b.t()).double(), a.double() @ b.t().double())
+
+
+class AsksForItsWorker(torch.utils.data.Dataset):
+    def __getitem__(self, index):
+        before = is_loader_worker()
+        if index == 1:
+            become_main_process()
+        return before, is_loader_worker()
+
+
+def test_a_worker_can_forget_that_it_is_one():
+    loader = torch.utils.data.DataLoader(AsksForItsWorker(), batch_size=None, sampler=[0, 1, 2], num_workers=1)
+    assert [tuple(bool(answer) for answer in found) for found in loader] == [
+        (True, True),
+        (True, False),
+        (False, False),
+    ]
+    assert not is_loader_worker()

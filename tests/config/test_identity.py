@@ -132,3 +132,21 @@ def test_weights_to_begin_with_are_those_of_one_run():
     assert identity.differences(of("runs/a"), of("./runs/a")) == []
     assert identity.differences(of("runs/a"), of("auto")) == []
     assert identity.differences(of("runs/a"), of("runs/b")) == [("checkpointing.resume", "runs/a", "runs/b")]
+
+
+def test_the_metric_behind_the_objective_is_part_of_the_experiment():
+    """The best so far would be compared with other numbers. Other metrics come and go."""
+    f1 = {"target": "own.F1", "arguments": {"average": "macro"}}
+    before = BASE | {"objective": "max f1/0", "metrics": {"f1": f1}}
+    micro = before | {"metrics": {"f1": {**f1, "arguments": {"average": "micro"}}}}
+    assert [name for name, _, _ in identity.differences(before, micro)] == ["metrics.f1"]
+    assert identity.differences(before, before | {"metrics": {"f1": f1, "other": f1}, "callbacks": {"own": f1}}) == []
+
+
+def test_the_validation_set_behind_the_objective_is_part_of_the_experiment():
+    hard, easy = ({"target": "own.Set", "arguments": {"noise": noise}} for noise in (0.6, 0.1))
+    f1 = {"target": "own.F1", "arguments": {}}
+    before = BASE | {"objective": "max hard/f1", "eval": {"hard": hard}, "metrics": {"f1": f1}}
+    assert [name for name, _, _ in identity.differences(before, before | {"eval": {"hard": easy}})] == ["eval.hard"]
+    assert [name for name, _, _ in identity.differences(before, before | {"metrics": {}})] == ["metrics.f1"]
+    assert identity.differences(before, before | {"eval": {"hard": hard, "easy": easy}}) == []

@@ -13,8 +13,9 @@ from torch.utils.data import Dataset, default_collate
 from trainapp.data.digits import Digits
 from trainapp.data.loader import BatchLoader, Fetcher, Request, worker_count
 from trainapp.data.micro_batch import pieces_of
+from trainapp.data.order import epoch_order
 from trainapp.data.progress import Progress
-from trainapp.data.sampler import EvalBatches, TrainBatches, epoch_order
+from trainapp.data.sampler import EvalBatches, TrainBatches
 from trainapp.data.synthetic import SyntheticTokens
 from trainapp.parallel.ranks import SingleRank
 

@@ -142,7 +142,7 @@ def evaluation_survives(tmp_path: Path, model: str, precision: str, step: int, o
     recorded = Recorded(tiny(tmp_path, *overrides), injector)
     assert injector.fired == len(recorded.failures) == 1
     (failure,) = recorded.failures
-    ran = min(90, len(recorded.run.eval_batches.dataset))  # the size that ran and failed, halved next
+    ran = min(90, len(recorded.run.eval_sets[""].dataset))  # the size that ran and failed, halved next
     assert (failure.phase, failure.step, failure.old_size, failure.new_size) == ("evaluate", step, ran, ran // 2)
     assert (recorded.run.sizes.train.size, recorded.run.sizes.evaluation.size) == (8, ran // 2)
     undisturbed, _ = evaluated(model, precision, 90)

@@ -4,14 +4,15 @@ import copy
 import json
 from pathlib import Path
 
+import own_hooks
 import pytest
 import runs
 import torch
 from helpers import metrics, result, run_cli
 from torch import nn
-from zoo.gans import discriminate, generate
+from zoo.gans import discriminate, distance, generate
 
-from trainapp.data.sampler import epoch_order
+from trainapp.data.order import epoch_order
 from trainapp.errors import UserError
 from trainapp.train import loop
 
@@ -337,6 +338,56 @@ def test_the_plan_is_that_of_the_highest_update(tmp_path):
         run.close()
     assert both == max(peaks)
     assert len(set(peaks)) == 2
+
+
+# Callbacks and metrics
+
+HOOKED = (*OWN, "user_packages=[zoo,own_hooks,test_updates]", "train.max_steps=2", "every.eval=2")
+
+
+def measured(model, batch):
+    """What is evaluated, with arguments for a metric."""
+    loss, count, sums = distance(model, batch)
+    return loss, count, {**sums, "mine": (batch["inputs"], batch["targets"])}
+
+
+def test_callbacks_are_called_once_per_step_and_metrics_by_evaluations(tmp_path):
+    """The generator's update runs out of memory: the discriminator's is committed by then, and the step is not."""
+    own_hooks.SEEN.clear()
+    above = Above("generator", 4)
+    hooks = ("+callbacks.mine={_target_: own_hooks.Records}", "+metrics.mine={_target_: own_hooks.Unmergeable}")
+    chosen = (*HOOKED, *hooks, "task=test_updates.measured", "objective=max mine")
+    failing_run(tmp_path, above, *chosen, "batch.micro_size=auto", "oom.grow=false")
+    assert above.failed == [16, 8]
+    assert [call[:2] for call in own_hooks.SEEN] == [("step", 1), ("step", 2), ("evaluation", 2), ("end", 2)]
+    assert own_hooks.SEEN[2][2]["mine"] == result(tmp_path)["objective"] == 12  # samples
+
+
+def test_a_metric_gets_what_the_task_of_evaluations_passes(tmp_path):
+    """Without a task, that is the last update's."""
+    metric = "+metrics.mine={_target_: own_hooks.Unmergeable}"
+    with pytest.raises(UserError, match=r"metrics\.mine: the task of evaluations passes nothing to it"):
+        runs.run(tmp_path, *HOOKED, metric, "task=auto")
+
+
+def in_tokens(model, batch):
+    """The generator's loss, as of three tokens per sample."""
+    loss, count, sums = generate(model, batch)
+    return 3 * loss, 3 * count, sums
+
+
+in_tokens.counts = "tokens"
+
+
+def test_throughput_is_of_whole_steps(tmp_path):
+    """Tokens are those of the last update, once per step; FLOPs are those of all updates."""
+    tasks = updates(DISCRIMINATOR, GENERATOR.replace("zoo.gans.generate", "test_updates.in_tokens"))
+    run = runs.run_until(tmp_path, 2, *tasks, *HOOKED[len(OWN) :], "train.peak_flops=1e9", "every.eval=null")
+    flops = run.utilisation.flops_per_sample
+    assert flops.keys() == {"discriminator", "generator"}
+    for line in metrics(tmp_path):
+        assert line["tokens_per_second"] == pytest.approx(3 * line["samples_per_second"])
+        assert line["mfu"] == pytest.approx(sum(flops.values()) * line["samples_per_second"] / 1e9)
 
 
 # Numerics

@@ -19,7 +19,7 @@ def test_it_is_never_cut(tmp_path):
     share = run.batches.samples
     expected = [600] * (share // 600) + [share % 600] * bool(share % 600)
     assert run.task.unchecked.sizes == (expected * 4)[:4]
-    assert run.sizes.evaluation.size == min(600, run.eval_batches.samples)
+    assert run.sizes.evaluation.size == min(600, run.eval_sets[""].samples)
     lines = metrics(tmp_path)
     assert all(line["batch/accumulation"] == 1 for line in lines)
 

@@ -12,8 +12,8 @@ class Cell(NamedTuple):
 
     resumes: whether a checkpoint can hold all of its state. sums: whether an
     evaluation is the sum over its samples, whatever batches they come in. adds_up: whether `train.check_loss` takes the
-    loss for such a sum. ranks: whether DDP takes the model as it is.
-    updates: (name, task, parameters) of several optimizers; `task` is what is evaluated.
+    loss for such a sum. ranks: whether DDP takes the model as it is. metric: a class, of which evaluations have an
+    instance called "own". updates: (name, task, parameters) of several optimizers; `task` is what is evaluated.
     """
 
     model: str
@@ -23,6 +23,7 @@ class Cell(NamedTuple):
     sums: bool = True
     adds_up: bool = True
     ranks: bool = True
+    metric: str | None = None
     updates: tuple[tuple[str, str, str], ...] = ()
 
 
@@ -106,6 +107,9 @@ STATEFUL = {
     "noisy data": Cell("batches.Linear", "stateful.NoisyVectors"),
     "shuffled features": Cell("batches.Linear", "stateful.ShuffledFeatures"),
     "replay": Cell("batches.Linear", "stateful.Replay"),
+    "stateful metric": Cell("batches.Linear", task="losses.classify_passing", metric="stateful.Deviation"),
+    "stream": Cell("batches.Linear", "stateful.StreamWithState"),
+    "stream without state": Cell("batches.Linear", "stateful.Stream"),
 }
 
 SEVERAL_OPTIMIZERS = {

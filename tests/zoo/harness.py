@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from trainapp.config import compose
 from trainapp.config.schema import Config, Target, Update
+from trainapp.data.sampler import TrainBatches
 from trainapp.oom import recovery
 from trainapp.oom.incident import Incident
 from trainapp.rng import rng_state
@@ -67,6 +68,7 @@ def configure(cell: Cell, run_dir: Path, changes: dict[str, Any] | None = None) 
         model=dataclasses.replace(config.model, target=f"zoo.{cell.model}", arguments={}),
         data=Target(f"zoo.{cell.data}", {}),
         task=f"zoo.{cell.task}",
+        metrics={} if cell.metric is None else {"own": Target(f"zoo.{cell.metric}", {})},
         updates=[
             Update(name=name, task=f"zoo.{task}", parameters=[parameters], optimizer=config.optimizer)
             for name, task, parameters in cell.updates
@@ -310,13 +312,14 @@ def _plain(value: Any) -> Any:
 def check_samples(training: Training) -> None:
     """Each finished epoch has each of its samples once; an unfinished one has none twice."""
     batches = training.run.batches
+    samples = batches.epoch_samples if isinstance(batches, TrainBatches) else len(batches.dataset.vectors)
     by_epoch: dict[int, list[int]] = {}
     for (epoch, _), micro_batches in sorted(training.trained.items()):
         by_epoch.setdefault(epoch, []).extend(index for micro in micro_batches for index in micro)
     for epoch, indices in by_epoch.items():
         assert len(indices) == len(set(indices)), f"epoch {epoch} has samples twice: {sorted(indices)}"
         if epoch < training.run.state.progress.epoch:
-            assert len(indices) == batches.epoch_samples, f"epoch {epoch} lacks samples: {sorted(indices)}"
+            assert len(indices) == samples, f"epoch {epoch} lacks samples: {sorted(indices)}"
 
 
 def schedule_of(text: str) -> dict[int, Any]:

@@ -21,9 +21,11 @@ _PLAIN = (str, bytes, int, float, complex, type(None), np.ndarray, np.generic)
 
 
 def kept_of(roots: Mapping[str, Any]) -> Kept:
-    """What model and task keep from step to step, apart from what the data sets hold. roots: as `Stateful.roots`."""
+    """What model and task keep from step to step, apart from what the data sets hold. roots: as `Stateful.roots`; what
+    callbacks hold counts elsewhere.
+    """
     of_data = [root for name, root in roots.items() if name.endswith("data")]
-    others = [root for name, root in roots.items() if not name.endswith("data")]
+    others = [root for name, root in roots.items() if not name.endswith("data") and name != "callbacks"]
     return Kept(functools.partial(_in_memory, others), functools.partial(held_tensors, of_data))
 
 

@@ -61,6 +61,7 @@ class TrainState:
     keeps_gradients: bool = True  # until the update, which `optimizer.in_backward` makes part of the backward
     progress: Progress = field(default_factory=Progress)
     data_samples: int = 0  # in the training data that `progress.epoch` and `consumed` are counted in
+    data_order: str = "shuffled"  # the order that they are counted in: `StepBatches.order_name`
     stateful: Stateful = field(default_factory=Stateful)  # what owns state outside of tensors
     # As it was built: what differs from it later is state, and not configuration.
     built: dict[str, Layout] = field(init=False)
@@ -134,6 +135,7 @@ class TrainState:
                 "epoch": self.progress.epoch,
                 "consumed": self.progress.consumed,
                 "samples": self.data_samples,
+                "order": self.data_order,
             },
             "model_values": {
                 "changed": model_state.changes(self.model, self.built),
@@ -176,6 +178,7 @@ class TrainState:
                 update.schedule.load_state_dict(decoded(schedule))
         self.progress = Progress(**saved["progress"])
         self.seed, self.data_samples = saved["sampler"]["seed"], saved["sampler"]["samples"]
+        self.data_order = saved["sampler"].get("order", "shuffled")  # the only one of earlier checkpoints
         self.average.step, self.average.position = saved["average_step"], 0
         self._load_stateful(saved["stateful"], rank, world)
         if len(saved["rng"]) == world:
@@ -192,6 +195,8 @@ class TrainState:
                 world,
             )
         unknown = self.stateful.load_state_dict(saved[rank if len(saved) == world else 0])
+        own = self.stateful.owners  # a callback that is no longer configured is not missed
+        unknown = [name for name in unknown if name in own or not name.startswith("callbacks.")]
         if unknown:
             log.warning(
                 "only the checkpoint or only this run has a state of %s: it starts from its initial state",

@@ -18,9 +18,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter
 
-from trainapp.config import hydra_errors, inline_targets, updates
+from trainapp.config import hydra_errors, inline_targets, sections, updates
 from trainapp.config.micro_schedule import entries, is_by_update
-from trainapp.config.schema import Config, Loader, Model, Optimizer, Update
+from trainapp.config.schema import Config, Update
 from trainapp.config.validation import messages
 from trainapp.errors import UserError
 from trainapp.paths import CONF
@@ -97,12 +97,8 @@ def from_hydra(composed: DictConfig, run_dir: str, command: str) -> Config:
 def from_dict(plain: dict[str, Any], run_dir: str = "", command: str = "") -> Config:
     """As `from_hydra`, from plain containers in the layout of conf/train.yaml."""
     errors = _unknown_groups(plain)
-    settings = {key: value for key, value in plain.items() if key not in ("data", "model", "optimizer")}
-    settings |= _split_targets(plain, errors)
-    if isinstance(plain.get("updates"), list):
-        settings["updates"] = [_split_update(update, plain.get("optimizer")) for update in plain["updates"]]
-    if isinstance(plain.get("schedule"), dict):
-        settings["schedule"] = _split_schedule(plain["schedule"], errors)
+    settings = {key: value for key, value in plain.items() if key not in ("data", "model", "optimizer", "eval")}
+    settings |= sections.split(plain, errors)
     try:
         config = TypeAdapter(Config).validate_python(settings | {"run_dir": run_dir, "command": command})
     except pydantic.ValidationError as error:
@@ -114,57 +110,6 @@ def from_dict(plain: dict[str, Any], run_dir: str = "", command: str = "") -> Co
     return config
 
 
-def _split_targets(plain: dict[str, Any], errors: list[str]) -> dict[str, Any]:
-    """`data`, `model` and `optimizer` hold the application's own keys and their constructor's arguments."""
-    own_keys: dict[str, Any] = {"data": Loader, "model": Model, "optimizer": Optimizer}
-    sections: dict[str, Any] = {}
-    for group, keys in own_keys.items():
-        node = plain.get(group)
-        if not isinstance(node, dict) or "_target_" not in node:
-            errors.append(f"{group}: no {group} is chosen; choose one with {group}=NAME")
-            sections[group] = {"target": "", "lr": 1.0} if group == "optimizer" else {"target": ""}
-            continue
-        names = {f.name for f in dataclasses.fields(keys)} - {"target", "arguments"}
-        split = _split(node, names)
-        if group == "data":
-            sections["loader"] = {key: split.pop(key) for key in names & split.keys()}
-        sections[group] = split
-    sections.setdefault("loader", {})
-    return sections
-
-
-def _split(node: dict[str, Any], names: set[str]) -> dict[str, Any]:
-    """Keys of these names stay, and all others are arguments of what `_target_` names."""
-    own = {key: value for key, value in node.items() if key in names}
-    arguments = {key: value for key, value in node.items() if key not in names and key != "_target_"}
-    return own | {"target": node["_target_"], "arguments": arguments}
-
-
-def _split_schedule(node: dict[str, Any], errors: list[str]) -> dict[str, Any]:
-    """A shape with its settings, or a `_target_` with arguments."""
-    if node.get("_target_") is not None:
-        return _split(node, {"warmup"})
-    errors += [
-        f"schedule.{key}: no such setting; write schedule._target_" for key in ("target", "arguments") if key in node
-    ]
-    return {key: value for key, value in node.items() if key not in ("_target_", "target", "arguments")}
-
-
-def _split_update(update: Any, common: Any) -> Any:
-    """One of `updates`. Its optimizer starts from `optimizer`, the common one, unless it names a class of its own."""
-    if not isinstance(update, dict):
-        return update
-    own = update.get("optimizer") or {}
-    if not isinstance(own, dict):
-        return update
-    inherited = {key: value for key, value in common.items() if key != "groups"} if isinstance(common, dict) else {}
-    node = own if "_target_" in own else {**inherited, **own}
-    if "_target_" not in node:
-        return update
-    names = {f.name for f in dataclasses.fields(Optimizer)} - {"target", "arguments"}
-    return {**update, "optimizer": _split(node, names)}
-
-
 def _unknown_groups(plain: dict[str, Any]) -> list[str]:
     """Settings that the program fills in itself: `run_dir`, `command` and `loader`."""
     return [f"{key}: no such setting" for key in ("run_dir", "command", "loader") if key in plain]
@@ -172,7 +117,9 @@ def _unknown_groups(plain: dict[str, Any]) -> list[str]:
 
 def _as_written(line: str) -> str:
     """The message, with settings named as the user writes them."""
-    line = re.sub(r"^((?:updates\.\d+\.)?(?:data|model|optimizer|schedule))\.target\b", r"\1._target_", line)
+    line = re.sub(
+        r"^((?:updates\.\d+\.)?(?:data|model|optimizer|schedule|eval\.[^.]+))\.target\b", r"\1._target_", line
+    )
     return re.sub(r"^loader\.", "data.", line)
 
 
@@ -217,6 +164,11 @@ def _conflicts(config: Config) -> list[str]:
         errors.append(
             "train.detect_anomaly=true with precision=fp16: its loss scale lets gradients overflow until it has "
             "settled, and the detection would stop at the first one; use precision=bf16, or precision.initial_scale=1"
+        )
+    if config.stopping.patience is not None and config.mode == "train" and config.every.eval is None:
+        errors.append(
+            f"stopping.patience={config.stopping.patience} with every.eval=null: it counts evaluations, and there are "
+            "none; set every.eval, or stopping.patience=null"
         )
     if config.updates:
         errors += updates.conflicts(config)

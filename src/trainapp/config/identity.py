@@ -17,6 +17,7 @@ RESULT = {
     # With another objective, the best of before would be compared with other numbers.
     "": ("task", "updates", "objective"),
     "data": ("_target_", "drop_last"),
+    "data.sampling": ("weights",),
     "model": ("_target_", "init_from", "init_strict", "freeze"),
     "optimizer": ("_target_", "lr", "weight_decay", "groups", "layer_decay"),
     "train": ("seed", "grad_clip", "ema"),
@@ -29,7 +30,7 @@ RESULT = {
 # how it is computed (mostly, at most the rounding differs), what it writes, and what is done about an error that has
 # ended it.
 FREE = {
-    "": ("mode", "user_packages"),
+    "": ("mode", "user_packages", "eval", "metrics", "callbacks", "tracker"),  # but see `_of_objective`
     "data": ("num_workers", "on_change"),
     "optimizer": ("fused", "in_backward", "offload"),
     "train": (
@@ -42,9 +43,11 @@ FREE = {
         "detect_anomaly",
         "check_loss",
         "check_exactness",
+        "peak_flops",
     ),
     "batch": ("micro_size", "eval_micro_size", "micro_schedule"),
     "every": ("log", "eval", "save"),
+    "stopping": ("patience", "min_delta", "metric"),
     "accumulation": ("steps",),
     "activation_checkpointing": ("mode", "every", "bytes"),
     "memory": (
@@ -148,7 +151,7 @@ def differences(
             a, b = (at_default if value is ABSENT else value for value in (a, b))
         if not _same(name, a, b):
             found.append((name, a, b))
-    return found + _sources(old, new)
+    return found + _sources(old, new) + _of_objective(old, new)
 
 
 def _split(name: str) -> tuple[str, str]:
@@ -170,6 +173,18 @@ def _sources(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[str, Any, A
         return []
     a, b = (None if of[name] in ("auto", "none") else os.path.realpath(of[name]) for of in (old, new))
     return [(name, old[name], new[name])] if a and b and a != b else []
+
+
+def _of_objective(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Another metric or validation set under the name that the objective has: the best of before would be compared with
+    other numbers.
+    """
+    names = new["objective"].partition(" ")[2].split("/")[:2]
+    found = []
+    for section, name in [("eval", names[0]), *(("metrics", name) for name in names)]:
+        a, b = (of[section].get(name, ABSENT) for of in (old, new))
+        found += [(f"{section}.{name}", a, b)] if a != b else []
+    return found
 
 
 def _same(name: str, a: Any, b: Any) -> bool:

@@ -5,53 +5,27 @@ downstream, workers included, sees only these.
 """
 
 import dataclasses
-import re
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field, PlainValidator
+from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-from trainapp.config import durations, micro_schedule, parameter_groups, updates
+from trainapp.config.rules import (
+    Auto,
+    ByteCount,
+    Duration,
+    EvalName,
+    Goal,
+    MemorySize,
+    MicroSchedule,
+    ParameterGroups,
+    Seed,
+    UpdateName,
+)
 from trainapp.config.validation import Bool, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Str
-from trainapp.units import parse_memory_size
 
 STRICT = ConfigDict(extra="forbid")
-
-
-def _duration(value: int | str) -> int | str:
-    durations.parse(value)
-    return value
-
-
-def _memory_size(value: int | float | str) -> int | float | str:
-    parse_memory_size(value, total=1)
-    return value
-
-
-def _byte_count(value: int | float | str) -> int | float | str:
-    try:
-        if parse_memory_size(value, total=0):  # a fraction of nothing is none
-            return value
-    except ValueError:
-        pass
-    raise ValueError("must be bytes, or a size such as 6GiB or 500MB")
-
-
-def _objective(value: str) -> str:
-    if value != "auto" and not re.fullmatch(r"(min|max) \S+", value):
-        raise ValueError("must be auto, or like 'max accuracy' or 'min loss'")
-    return value
-
-
-Duration = Annotated[int | str, AfterValidator(_duration)]
-MemorySize = Annotated[int | float | str, AfterValidator(_memory_size)]
-ByteCount = Annotated[int | float | str, AfterValidator(_byte_count)]
-MicroSchedule = Annotated[dict[Any, Any], PlainValidator(micro_schedule.check)]
-ParameterGroups = Annotated[list[dict[str, Any]], PlainValidator(parameter_groups.check)]
-UpdateName = Annotated[str, AfterValidator(updates.check_name)]
-Seed = Annotated[int, Field(ge=0, lt=2**63, strict=True)]  # data sets may still add to it, below 2**64
-Auto = Literal["auto"]
 
 
 @dataclass(config=STRICT)
@@ -68,6 +42,7 @@ class Train:
     check_loss: Bool = True
     check_exactness: Bool = False
     ema: Annotated[float, Field(gt=0, lt=1)] | None = None
+    peak_flops: PositiveFloat | None = None
 
 
 @dataclass(config=STRICT)
@@ -86,10 +61,16 @@ class Every:
 
 
 @dataclass(config=STRICT)
+class Sampling:
+    weights: Str | None = None
+
+
+@dataclass(config=STRICT)
 class Loader:
     num_workers: Auto | NonNegativeInt = "auto"
     drop_last: Bool = False
     on_change: Literal["refuse", "next_epoch"] = "refuse"
+    sampling: Sampling = field(default_factory=Sampling)
 
 
 @dataclass(config=STRICT)
@@ -217,6 +198,13 @@ class Checkpointing:
 
 
 @dataclass(config=STRICT)
+class Stopping:
+    patience: PositiveInt | None = None
+    min_delta: NonNegativeFloat = 0.0
+    metric: Goal = "auto"
+
+
+@dataclass(config=STRICT)
 class Export:
     folder: Str | None = None
     file_size: MemorySize = "5GB"
@@ -246,9 +234,10 @@ class Config:
     model: Model
     optimizer: Optimizer
     updates: list[Update] = field(default_factory=list)
+    eval: dict[EvalName, Target] = field(default_factory=dict)
     mode: Literal["train", "eval", "export", "plan"] = "train"
     task: Str = "auto"
-    objective: Annotated[str, AfterValidator(_objective)] = "auto"
+    objective: Goal = "auto"
     user_packages: list[Str] = field(default_factory=list)
     train: Train = field(default_factory=Train)
     batch: Batch = field(default_factory=Batch)
@@ -262,6 +251,10 @@ class Config:
     oom: Oom = field(default_factory=Oom)
     plan: Plan = field(default_factory=Plan)
     checkpointing: Checkpointing = field(default_factory=Checkpointing)
+    stopping: Stopping = field(default_factory=Stopping)
+    metrics: dict[str, Target] = field(default_factory=dict)
+    callbacks: dict[str, Target] = field(default_factory=dict)
+    tracker: dict[str, Target] = field(default_factory=dict)
     export: Export = field(default_factory=Export)
     run_dir: str = ""
     command: str = ""

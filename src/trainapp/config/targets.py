@@ -5,6 +5,7 @@ Hydra's own block-list is no security boundary (torch.load and os._exit pass it)
 
 import functools
 import importlib
+import importlib.util
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,9 +20,13 @@ ALLOWED_PACKAGES = (
     "trainapp.train.losses",
     "trainapp.optim.low_precision",
     "trainapp.optim.muon",
+    "trainapp.hooks",
+    "trainapp.tracking",
     "torch.optim",
     "torch.nn",
+    "torchmetrics",
 )
+EXTRAS = {"torchmetrics": "metrics", "wandb": "wandb", "mlflow": "mlflow"}  # by package
 
 
 def locate(target: str, setting: str, user_packages: Sequence[str]) -> Callable[..., Any]:
@@ -40,6 +45,7 @@ def locate(target: str, setting: str, user_packages: Sequence[str]) -> Callable[
     except ImportError as error:
         if error.name and not (module_name == error.name or module_name.startswith(error.name + ".")):
             raise UserError(f"{setting}={target}: importing {module_name} failed: {error}") from error
+        require_package(module_name.partition(".")[0], f"{setting}={target}")
         raise UserError(
             f"{setting}={target}: there is no module {module_name}; modules are found in the working directory, "
             "in --config-dir, and on PYTHONPATH"
@@ -57,6 +63,24 @@ def locate(target: str, setting: str, user_packages: Sequence[str]) -> Callable[
     # A module's namespace also holds what it imports: judge the object by where it comes from.
     _require_allowed(f"{getattr(located, '__module__', '')}.{name}", target, setting, allowed)
     return located
+
+
+def require_package(package: str, setting: str) -> None:
+    """Raises UserError where a package is missing that an extra of trainapp installs. Does not import it.
+
+    setting: with its value, for the message.
+    """
+    if package in EXTRAS and not _is_installed(package):
+        raise UserError(
+            f"{setting}: needs {package}, which is not installed; pip install 'trainapp[{EXTRAS[package]}]'"
+        )
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except (ImportError, ValueError):  # half installed
+        return False
 
 
 def _require_allowed(name: str, target: str, setting: str, allowed: Sequence[str]) -> None:
@@ -93,7 +117,10 @@ def arguments_of(
     """What `construct` calls the target with, for one that is called more than once."""
     provided = {k: v for k, v in (provided or {}).items() if k in _parameters(target) and arguments.get(k) is None}
     arguments = {k: v for k, v in arguments.items() if k not in provided}
-    errors = check_arguments(target, arguments, setting, provided)
+    plain = {
+        name: value for name, value in arguments.items() if not _holds_target(value)
+    }  # the others are no values yet
+    errors = check_arguments(target, plain, setting, {*provided, *(arguments.keys() - plain.keys())})
     if errors:
         raise UserError("\n".join(errors))
     errors = _nested(arguments, setting, user_packages)

@@ -16,6 +16,7 @@ class Progress:
     objective: float | None = None  # of the last evaluation
     best: float | None = None
     best_step: int | None = None
+    stopped: str | None = None  # why the run has ended before its length; None if it has not
     update: int = 0  # updates of the present step that are finished: with one optimizer, there is one per step
     applied: int = 0  # of those, how many changed the parameters
 

@@ -42,11 +42,11 @@ def static_bytes(
     if len(optimizers) > 1:
         trained = [[p for group in optimizer.param_groups for p in group["params"]] for optimizer in optimizers]
     return {
-        MemoryKind.PARAMETERS: _size(parameters),
-        MemoryKind.GRADIENTS: max(_size(own) for own in trained) if keeps_gradients else 0,
-        MemoryKind.OPTIMIZER_STATE: _size(t for optimizer in optimizers for t in optimizer_tensors(optimizer)),
-        MemoryKind.BUFFERS: _size(model.buffers()),
-        MemoryKind.WEIGHT_AVERAGE: _size(averages),
+        MemoryKind.PARAMETERS: size_of(parameters),
+        MemoryKind.GRADIENTS: max(size_of(own) for own in trained) if keeps_gradients else 0,
+        MemoryKind.OPTIMIZER_STATE: size_of(t for optimizer in optimizers for t in optimizer_tensors(optimizer)),
+        MemoryKind.BUFFERS: size_of(model.buffers()),
+        MemoryKind.WEIGHT_AVERAGE: size_of(averages),
     }
 
 
@@ -60,7 +60,8 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [*tensors, *getattr(optimizer, "tables", ()), *(copies_of(optimizer) if is_on_cpu else [])]
 
 
-def _size(tensors: Iterable[Tensor]) -> int:
+def size_of(tensors: Iterable[Tensor]) -> int:
+    """Bytes of their storages, each once."""
     storages = [part.untyped_storage() for tensor in tensors for part in strided_parts(local(tensor))]
     return sum({storage_id(storage): storage.nbytes() for storage in storages}.values())  # tied weights share one
 

@@ -30,6 +30,8 @@ def describe(run: Run) -> dict[str, Any]:
         "activation_checkpointing": [checkpointing.mode, checkpointing.every, checkpointing.bytes],
         "loss_chunk": config.memory.loss_chunk,
         "offload": config.memory.offload_activations,
+        # Of evaluations; only where there are some, so that what was remembered without them stays known.
+        **({"metrics": {n: [m.target, m.arguments] for n, m in config.metrics.items()}} if config.metrics else {}),
         "compile": config.train.compile,
         "average": config.train.ema is not None,
         "optimizer": remembered.optimizer_of(config),

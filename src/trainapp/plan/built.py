@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from trainapp.config.schema import Config
 from trainapp.data.batch import elements_in, map_tensors
 from trainapp.data.micro_batch import MicroBatch
-from trainapp.data.sampler import EvalBatches, TrainBatches
+from trainapp.data.sampler import EvalBatches
+from trainapp.data.step_batches import StepBatches
 from trainapp.errors import UserError
 from trainapp.optim.optimizers import build_optimizer
 from trainapp.parallel.dtensor import is_shard, local
@@ -63,7 +64,7 @@ def built(
 ) -> Iterator[Built]:
     """The run; the modes that it needs are in force inside the block. Arguments: see `traced_run.trace`."""
     planned = planned_config(config, size or UNTRAINED, eval_size or 1, ranks.world)
-    shape, eval_shape = _shapes(planned, components, size, eval_size, way, ranks)
+    shape, eval_shapes = _shapes(planned, components, size, eval_size, way, ranks)
     parts = build.load_parts(planned, ranks, components)
     host, parts.device, parts.accelerator = parts.device, place.device or parts.device, place.accelerator
     if isinstance(ranks, SimulatedRanks):  # the data were opened on the host
@@ -78,9 +79,9 @@ def built(
             fake = _without_data(parts, planned, host, place, values, stack)
             if place.device is None:
                 fake = _of_data_as_before(fake, memory)
-        parts.batches = cast(TrainBatches, place.batches(parts.batches, fake, shape, memory))
-        if parts.eval_batches is not None:
-            parts.eval_batches = cast(EvalBatches, place.eval_batches(parts.eval_batches, fake, eval_shape))
+        parts.batches = cast(StepBatches, place.batches(parts.batches, fake, shape, memory))
+        for name, evaluated in parts.eval_sets.items():
+            parts.eval_sets[name] = cast(EvalBatches, place.eval_batches(evaluated, fake, eval_shapes.get(name)))
         values.state_is_late = state_is_late = _creates_state_late(planned, host)
         with EqualChunks():
             run = build.run_of(planned, parts, StopRequest(), ranks, initial_device=str(parts.device))
@@ -92,19 +93,22 @@ def built(
         if _has_padded_shards(run.state.model.parameters()):
             _settle_shards(run)
         elements = 0 if shape is None else -(-elements_in(shape.data) // shape.samples)
-        varies = shape is not None or eval_shape is not None
+        varies = shape is not None or any(shape is not None for shape in eval_shapes.values())
         yield Built(run, planned, memory, values, varies, elements, state_is_late)
 
 
 def _shapes(
     planned: Config, components: Components, size: int, eval_size: int, way: Way, ranks: Ranks
-) -> tuple[MicroBatch | None, MicroBatch | None]:
-    """The micro-batches of training and of evaluation that stand for all, see `representative`."""
+) -> tuple[MicroBatch | None, dict[str, MicroBatch | None]]:
+    """The micro-batches of training and of each evaluation set that stand for all, see `representative`."""
     real = build.load_parts(planned, ranks, components)
     shape = training_shapes(real.batches, size, way.which) if size else None
-    if not eval_size or real.eval_batches is None:
-        return shape, None
-    return shape, representative(real.eval_batches.from_sample(0, eval_size, ranks), way.which)
+    if not eval_size:
+        return shape, {}
+    return shape, {
+        name: representative(evaluated.from_sample(0, eval_size, ranks), way.which)
+        for name, evaluated in real.eval_sets.items()
+    }
 
 
 def _without_data(

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from trainapp.config import micro_schedule
 from trainapp.config.schema import Config
+from trainapp.data.stream import at_most, is_stream
 from trainapp.errors import UserError
 from trainapp.plan.bounds import Bounds, bounds, joined, ways_beside
 from trainapp.plan.certainty import certainty_of
@@ -45,10 +46,12 @@ class Planner:
         is_sharded = config.parallel.strategy == "fsdp" and self.world > 1
         self.shards = self.world // config.parallel.fsdp.replicas if is_sharded else 1
         self.device = choose_device(config.train.device)
-        self.share = -(-min(config.batch.global_size, len(components.train_data)) // self.world)
-        evaluated = components.eval_data
-        evaluates = evaluated is not None and config.every.eval is not None
-        self.all_eval_samples = len(evaluated) if evaluates else 0
+        self.share = -(-at_most(config.batch.global_size, components.train_data) // self.world)
+        evaluated = components.eval_data.values() if config.every.eval is not None else ()
+        # Of the largest set: none has a larger micro-batch. A stream may have as many samples as fit.
+        self.all_eval_samples = max(
+            (2 * self.share * self.world if is_stream(data) else len(data) for data in evaluated), default=0
+        )
         self.eval_samples = -(-self.all_eval_samples // self.world)  # of the rank with the most
         # A batch that is never cut has one size: it fits, or nothing does.
         self.whole = needs_whole_batch(components.task)
@@ -186,12 +189,13 @@ class Planner:
 
     def _traced_samples(self, size: int) -> int:
         """Of a traced step, over all ranks."""
-        return min(planned_config(self.config, size, 1, self.world).batch.global_size, len(self.components.train_data))
+        return at_most(planned_config(self.config, size, 1, self.world).batch.global_size, self.components.train_data)
 
     def given_size(self) -> int | None:
         """The micro-batch that the configuration fixes, if it does."""
         if self.whole:
-            require_uncut(self.config, self.world, len(self.components.train_data))
+            size = self.config.batch.global_size
+            require_uncut(self.config, self.world, at_most(size, self.components.train_data))
         batch, parts = self.config.batch, self.config.accumulation.steps
         if batch.micro_schedule is not None:
             plans = [plan for _, plan in micro_schedule.entries(batch.micro_schedule)]

@@ -101,7 +101,7 @@ def trace(
         with LogitsWatch(run) as logits, place.recording(run) as allocations:
             if size:
                 training = _training_peak(run, memory, place.steps, work)
-            if eval_size and run.eval_batches is not None and run.cadences.evaluate:
+            if eval_size and run.eval_sets and run.cadences.evaluates:
                 evaluation = _evaluation_peak(run, memory, needs_step=subject.state_is_late and not size)
     return Trace(
         training=training,
@@ -126,7 +126,7 @@ def trace(
 
 def _of_whole_step(work: Work, config: Config, traced: Config, size: int, samples: int) -> Work:
     """The work with its shares of a step's samples and micro-batches: `planned_config` may have left out some."""
-    whole, taken = (min(of.batch.global_size, samples) for of in (config, traced))
+    whole, taken = (min(of.batch.global_size, samples or of.batch.global_size) for of in (config, traced))
     work.share, work.traced, work.micro_batches = taken / whole, -(-taken // size), -(-whole // size)
     return work
 
@@ -185,6 +185,8 @@ def _unsettled(memory: TracedMemory, ranks: Ranks, run: Run, data: Any) -> tuple
         reasons.append("buffers grow")
     if memory.kept_grows:
         reasons.append("what is kept from step to step grows")
+    if run.metrics.grow:
+        reasons.append("metrics keep more with every batch of an evaluation")
     if any(type(module).get_extra_state is not nn.Module.get_extra_state for module in run.state.model.modules()):
         reasons.append("the model has state besides its tensors")
     if any(_package(optimizer) not in _KNOWN for optimizer in run.state.optimizers):

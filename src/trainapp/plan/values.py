@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from trainapp.data.batch import map_tensors, tensors_in
+from trainapp.data.eval_stream import EvalStream
 from trainapp.data.micro_batch import MicroBatch
 from trainapp.data.progress import Progress
-from trainapp.data.sampler import EvalBatches, TrainBatches
+from trainapp.data.sampler import EvalBatches
+from trainapp.data.step_batches import StepBatches
 from trainapp.memory.kept import WeakStorages
 from trainapp.memory.live_tensors import LiveTensors
 from trainapp.optim.precision import Precision
@@ -124,7 +126,7 @@ class FakeBatches:
 
     def __init__(
         self,
-        real: TrainBatches,
+        real: StepBatches,
         fake: Callable[[Tensor], Tensor],
         instead: MicroBatch | None,
         memory: TracedMemory,
@@ -135,12 +137,12 @@ class FakeBatches:
         return getattr(self._real, name)
 
     def micro_batches(self, progress: Progress, size: int, parts: int | None = None) -> Iterator[MicroBatch]:
-        """As `TrainBatches.micro_batches`."""
+        """As `StepBatches.micro_batches`."""
         real = self._real.micro_batches(progress, size, parts)
         return without_values(real, self._fake, self._instead, self._memory)
 
     def example(self, samples: int) -> Any:
-        """As `TrainBatches.example`."""
+        """As `StepBatches.example`."""
         with outside_dispatch_modes():
             batch = self._real.example(samples)
         return map_tensors(self._fake, batch)
@@ -149,7 +151,7 @@ class FakeBatches:
 class FakeEvalBatches:
     """As `FakeBatches`, but only the first batch of an evaluation: no other has more samples."""
 
-    def __init__(self, real: EvalBatches, fake: Callable[[Tensor], Tensor], instead: MicroBatch | None):
+    def __init__(self, real: EvalBatches | EvalStream, fake: Callable[[Tensor], Tensor], instead: MicroBatch | None):
         self.__dict__["_real"] = real
         self.__dict__["_fake"], self.__dict__["_instead"] = fake, instead
 

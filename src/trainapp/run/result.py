@@ -1,6 +1,7 @@
 """How a run ended: what result.json holds."""
 
 import math
+import signal
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ class RunResult:
     best_objective: float | None  # of all evaluations; None where none was finite
     best_step: int | None
     sweeper_receives: str  # which of the two a sweeper is given: its name here
+    evaluation: dict[str, float]  # the last evaluation's metrics, those of `eval` as `eval_NAME/METRIC`
     steps: int
     samples: int
     micro_size: int
@@ -41,6 +43,7 @@ class RunResult:
     samples_per_second: float
     seconds: float
     checkpoint: str | None
+    ended: str | None = None  # why: the setting of its length, what has stopped it, or the signal
 
     @property
     def for_sweeper(self) -> float | None:
@@ -62,6 +65,7 @@ def result_of(run: Run, seconds: float) -> RunResult:
         best_objective=progress.best,
         best_step=progress.best_step,
         sweeper_receives="objective",
+        evaluation=run.last_evaluation,
         steps=progress.step,
         samples=progress.samples,
         micro_size=size,
@@ -76,7 +80,21 @@ def result_of(run: Run, seconds: float) -> RunResult:
         samples_per_second=run.meter.samples_per_second(),
         seconds=seconds,
         checkpoint=run.checkpointer.newest_name(),
+        ended=_why_ended(run),
     )
+
+
+def _why_ended(run: Run) -> str | None:
+    """None where nothing was trained."""
+    progress, train = run.state.progress, run.config.train
+    if run.config.mode != "train":
+        return None
+    if progress.stopped is not None:
+        return progress.stopped
+    if run.is_finished:
+        by_steps = train.max_steps is not None and progress.step >= train.max_steps
+        return f"train.max_steps={train.max_steps}" if by_steps else f"train.max_epochs={train.max_epochs}"
+    return signal.Signals(run.stop.agreed).name if run.stop.agreed else None
 
 
 def schedule_of(run: Run, used: dict[Any, Any]) -> dict[Any, Any]:

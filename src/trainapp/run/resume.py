@@ -10,6 +10,7 @@ from trainapp.checkpoint import checkpointer
 from trainapp.checkpoint.directory import CheckpointDirectory, resolve
 from trainapp.checkpoint.manifest import read_manifest
 from trainapp.config.schema import Config
+from trainapp.data.order import ORDERS
 from trainapp.errors import UserError
 from trainapp.parallel.rank_zero import answered_by_rank_zero
 from trainapp.parallel.ranks import Ranks, SingleRank
@@ -70,8 +71,12 @@ def restore(run: Run, path: Path) -> dict[str, Any]:
     sizes["not_replayed"] = [*sizes.get("not_replayed", ()), *_changed(run, path, sizes)]
     progress = run.state.progress
     run.checkpointer.saved_at = progress.step
+    if progress.stopped is not None and _stops_otherwise(read_manifest(path)["config"], run.config.to_dict()):
+        log.info("the run had ended (%s); with other settings of stopping and callbacks it continues", progress.stopped)
+        progress.stopped = None
     changed_data.follow(run, path)
-    if run.batches.steps_left(progress.consumed) <= 0:  # another batch size or drop_last may leave nothing
+    left = run.batches.steps_left(progress.consumed)
+    if left is not None and left <= 0:  # another batch size or drop_last may leave nothing
         progress.begin_next_epoch()
     if run.config.mode == "train":
         _require_steps_left(run, path)
@@ -81,6 +86,11 @@ def restore(run: Run, path: Path) -> dict[str, Any]:
     return sizes
 
 
+def _stops_otherwise(saved: dict[str, Any], now: dict[str, Any]) -> bool:
+    """Whether what may end a run before its length has other settings than in the checkpoint."""
+    return any(saved.get(name) != json.loads(json.dumps(now[name])) for name in ("stopping", "callbacks"))
+
+
 def _require_steps_left(run: Run, path: Path) -> None:
     """Raises UserError where the run is to end before the checkpoint, or in a new directory also right there: what it
     returned would be the result of another run. A finished run, started again, returns its own.
@@ -88,7 +98,7 @@ def _require_steps_left(run: Run, path: Path) -> None:
     train, progress = run.config.train, run.state.progress
     run_dir = Path(run.config.run_dir)
     is_own = path.resolve().is_relative_to(run_dir.resolve())
-    begun = progress.epoch + progress.consumed / run.batches.epoch_samples  # epochs
+    begun = run.batches.epochs(progress)
     for name, end, reached in (("steps", train.max_steps, progress.step), ("epochs", train.max_epochs, begun)):
         if end is None or reached < end or (is_own and reached == end):
             continue
@@ -116,9 +126,16 @@ def _changed(run: Run, path: Path, sizes: dict[str, Any]) -> list[str]:
         ("ranks", ranks, world),
         ("batch.global_size", sizes["global"], run.state.global_size),
         ("training samples", run.state.data_samples, run.batches.samples),
+        ("the training data's order", *_orders(run)),
         *_settings_changed(read_manifest(path)["config"], run.config),
     )
     return [f"{name}: {now} after step {step}, {before} until then" for name, before, now in changes if now != before]
+
+
+def _orders(run: Run) -> tuple[str, str]:
+    """Before and now. An order that the run keeps is none that has changed."""
+    kept = {run.state.data_order, run.batches.order_name} <= set(ORDERS)
+    return run.state.data_order, run.state.data_order if kept else run.batches.order_name
 
 
 # What decides the bits of a step apart from the sizes; the length of the run decides its learning rates.

@@ -26,7 +26,7 @@ from trainapp.run import experiment, export, fine_tuning, restarts, resume
 from trainapp.run.result import RunResult, result_of
 from trainapp.run.summary import opening_line, report
 from trainapp.signals import StopRequest
-from trainapp.train import build, loop, losses, objective
+from trainapp.train import build, callbacks, loop, losses, objective
 from trainapp.train.allocations import refused_in_attempt
 from trainapp.train.evaluate import evaluate
 from trainapp.train.phase import Phase
@@ -134,7 +134,7 @@ def prepare(config: Config, stop: StopRequest, ranks: Ranks, carried: CarriedOve
         config,
         ranks.world,
         run.state.global_size,
-        build.eval_samples(run.eval_batches),
+        build.eval_samples(run.eval_sets),
         smallest=build.smallest_micro_batch(run.state.model),
         whole=whole,
         attempts=run.state.progress.step + run.state.progress.skipped,
@@ -180,11 +180,13 @@ def work(run: Run) -> None:
     config = run.config
     if config.mode == "eval":
         evaluate(run)
+        callbacks.end(run)
     elif config.mode == "export":
         folder = Path(config.export.folder or Path(config.run_dir) / "export")
         export.export(run, folder, parse_memory_size(config.export.file_size, 0))
     else:
         loop.train(run)
+        callbacks.end(run)
 
 
 def recover(run: Run, failure: Incident) -> CarriedOver | None:

@@ -11,8 +11,10 @@ import torch
 from trainapp.config import targets
 from trainapp.config.schema import Config
 from trainapp.config.validation import check_arguments
+from trainapp.data.stream import is_empty, is_stream
 from trainapp.errors import UserError
 from trainapp.train import losses
+from trainapp.train.hook_parts import Hooks, load_hooks
 
 BUILT_IN_TASKS = ("classification", "next_token")
 log = logging.getLogger(__name__)
@@ -25,8 +27,9 @@ class Components:
     model: Callable[..., Any]
     task: losses.Task
     train_data: Any
-    eval_data: Any  # None where there is none
+    eval_data: dict[str, Any]  # the data's own under "", which may be missing; then those of `eval`, by name
     spec: dict[str, Any]  # arguments that the data provides to the model's constructor
+    hooks: Hooks = field(default_factory=Hooks)
     updates: dict[str, losses.Task] = field(default_factory=dict)  # by name, the task of each of `updates`
 
     @property
@@ -43,7 +46,11 @@ class Components:
 def load_components(config: Config) -> Components:
     """Find the named classes and open the data sets. Raises UserError with all mistakes in names and arguments."""
     found = _locate_all(config)
-    train, evaluation = _datasets(config, found["data"])
+    train, evaluated = _datasets(config, found["data"])
+    evaluated |= {name: _eval_set(config, name, found[f"eval.{name}"]) for name in config.eval}
+    if not evaluated and config.mode == "eval":
+        raise UserError(f"mode=eval: data={config.data.target} has no validation split, and `eval` names no other data")
+    spec = dict(getattr(train, "spec", {}))
     updates = {
         update.name: _task(config, found[setting], setting, update.task)
         for setting, update in zip(_settings_of_tasks(config), config.updates, strict=True)
@@ -53,8 +60,9 @@ def load_components(config: Config) -> Components:
         task=_task(config, found["task"]) or _default_task(train, updates),
         updates=updates,
         train_data=train,
-        eval_data=evaluation,
-        spec=dict(getattr(train, "spec", {})),
+        eval_data=evaluated,
+        spec=spec,
+        hooks=load_hooks(config, spec),
     )
 
 
@@ -119,10 +127,11 @@ def _locate_all(config: Config) -> dict[str, Any]:
     """
     errors: list[str] = []
     found: dict[str, Any] = {"task": None}
-    for group, node in {"data": config.data, "model": config.model}.items():
+    evaluated = {f"eval.{name}": node for name, node in config.eval.items()}
+    for group, node in {"data": config.data, "model": config.model, **evaluated}.items():
         try:
             found[group] = targets.locate(node.target, f"{group}._target_", config.user_packages)
-            open_ended = {"split", "seed"} if group == "data" else set(_parameters(found[group]))
+            open_ended = set(_parameters(found[group])) if group == "model" else {"split", "seed"}
             errors += check_arguments(found[group], node.arguments, group, open_ended)
         except UserError as error:
             errors.append(str(error))
@@ -147,8 +156,8 @@ def _locate_all(config: Config) -> dict[str, Any]:
     return found
 
 
-def _datasets(config: Config, kind: Any) -> tuple[Any, Any]:
-    """Training data and evaluation data."""
+def _datasets(config: Config, kind: Any) -> tuple[Any, dict[str, Any]]:
+    """Training data, and the data's own validation split under the name "", if there is one."""
     if "split" not in _parameters(kind):
         raise UserError(
             f"data._target_={config.data.target}: its constructor has no parameter `split`; the application asks for "
@@ -162,13 +171,33 @@ def _datasets(config: Config, kind: Any) -> tuple[Any, Any]:
     )
     if config.task == "auto" and not config.updates:
         _require_known_task(train, config.data.target)
-    if len(train) == 0:
+    _require_samples(train, config.data.target)
+    if is_empty(train):
         raise UserError(f"data={config.data.target}: the training split is empty")
-    if evaluation is not None and not len(evaluation):
-        evaluation = None
-    if evaluation is None and config.mode == "eval":
-        raise UserError(f"mode=eval: data={config.data.target} has no validation split")
-    return train, evaluation
+    if evaluation is not None:
+        _require_samples(evaluation, config.data.target)
+    return train, {} if evaluation is None or is_empty(evaluation) else {"": evaluation}
+
+
+def _eval_set(config: Config, name: str, kind: Any) -> Any:
+    """The data set `eval.name`: its validation split, unless its arguments say otherwise."""
+    node, provided = config.eval[name], {"split": "val", "seed": config.train.seed}
+    found = targets.construct(kind, node.arguments, f"eval.{name}", config.user_packages, provided)
+    if found is not None:
+        _require_samples(found, node.target)
+    if found is None or is_empty(found):
+        raise UserError(f"eval.{name}._target_={node.target}: it has no samples; leave it out, or give it some")
+    return found
+
+
+def _require_samples(data: Any, name: str) -> None:
+    """Raises UserError for an object from which no sample can be had."""
+    fetches = hasattr(data, "__getitem__") or hasattr(data, "__getitems__")
+    if not (is_stream(data) or (hasattr(data, "__len__") and fetches)):
+        raise UserError(
+            f"data={name}: a {type(data).__name__} is no data set; it needs `__len__` and `__getitem__`, or, as a "
+            "stream, `__iter__` alone"
+        )
 
 
 def _require_known_task(data: Any, name: str) -> None:

@@ -42,7 +42,7 @@ def update_in_backward(run: Run, step: Step) -> tuple[Totals, Tensor, bool]:
     else:
         norm = gradient_norm(run.meter.gradients())
         leave_out(run, step, totals)
-    count_step(run, step, commit.applies)
+    count_step(run, step, commit.applies, totals)
     return totals, norm, commit.applies
 
 

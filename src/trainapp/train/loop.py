@@ -13,6 +13,7 @@ from torch import Tensor
 from trainapp.memory.timeline import Picture
 from trainapp.optim.groups import rates
 from trainapp.tracking.meter import spread_over_ranks
+from trainapp.train import callbacks
 from trainapp.train.against_plan import compare_with_plan
 from trainapp.train.evaluate import evaluate
 from trainapp.train.in_backward import update_in_backward
@@ -29,6 +30,7 @@ def train(run: Run) -> None:
     """
     while True:
         update_weight_average(run)
+        callbacks.after_step(run)
         if run.evaluation_is_due:
             evaluate(run)
         if run.save_is_due:
@@ -102,8 +104,9 @@ def log(run: Run, step: Step, totals: Totals, norm: Tensor, applied: bool) -> No
         run.logged |= {step.update.named(name): value for name, value in own.items()} | {"loss": own["loss"]}
     if progress.update or not run.logged:
         return
-    scalars = run.logged | {"epoch": progress.epoch + progress.consumed / batches.epoch_samples}
+    scalars = run.logged | {"epoch": batches.epochs(progress)}
     scalars |= run.sizes.scalars(batches) | run.meter.scalars()
+    scalars |= run.utilisation.scalars(scalars["samples_per_second"], run.ranks.world)
     scalars |= spread_over_ranks(scalars, run.ranks)
     run.tracker.log(progress.step, progress.samples, scalars, run.objective.metric)
 

@@ -24,14 +24,15 @@ from trainapp.checkpoint.stateful import Stateful
 from trainapp.config.schema import Config
 from trainapp.data.batch import map_tensors, tensors_in
 from trainapp.data.loader import Request, fetched_apart, worker_count
+from trainapp.data.stream import is_stream
 from trainapp.errors import UserError
 from trainapp.models.inspect import belongs_to_trainapp
 from trainapp.optim.precision import Precision
 from trainapp.parallel.ranks import Ranks
 from trainapp.torch_private import is_tracing
 from trainapp.train.components import Components
-from trainapp.train.evaluate import evaluation_mode
 from trainapp.train.losses import is_built_in, needs_whole_batch
+from trainapp.train.modes import evaluation_mode
 from trainapp.train.untouched import untouched
 
 SAMPLES = (4, 2)  # the second where the first fail, such as for want of memory
@@ -74,6 +75,8 @@ def require_sum(
     sharded. Leaves model, task, data and generators as they are, but on `device`; see `untouched`.
     """
     task = components.task
+    if is_stream(components.train_data):  # has no samples that can be fetched again in halves
+        return
     is_known = is_built_in(task) and belongs_to_trainapp(model)
     if config.mode != "train" or not config.train.check_loss or needs_whole_batch(task) or is_known or is_tracing():
         return

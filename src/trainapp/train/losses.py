@@ -5,11 +5,14 @@ number, or a scalar tensor where padding decides). The loop divides by the true 
 that uneven micro-batches and padding weigh as they should. metrics maps a name to a sum over the same count (a scalar
 tensor or a number), or to a function that computes it: functions are only called for steps that are logged, and in
 evaluation. A metric that only some micro-batches or ranks have is averaged over the count of those.
+
+For metrics that are no such means, which `metrics.NAME` configures, `metrics` also holds the arguments of their
+`update` under their names, or under EVERY for all of them: see `hooks/metrics.py`.
 """
 
 import functools
 import numbers
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
@@ -19,10 +22,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainapp.errors import UserError
+from trainapp.hooks.metrics import EVERY
 from trainapp.memory.levers.chunked_loss import features_only, linear_cross_entropy
 
 Number = float | int | bool  # or a number of NumPy's
-Metrics = Mapping[str, Tensor | Number | Callable[[], Tensor | Number]]
+Metrics = Mapping[str, Any]  # sums: Tensor | Number | Callable[[], Tensor | Number]; or arguments of an `update`
 Task = Callable[[nn.Module, Any], tuple[Tensor, "Tensor | float", Metrics]]
 
 IGNORED = -100  # the target of padding
@@ -43,8 +47,7 @@ def classification(model: nn.Module, batch: Any) -> tuple[Tensor, int, Metrics]:
     inputs, targets = inputs_and_targets(batch)
     logits = model(inputs)
     loss_sum = F.cross_entropy(logits.float(), targets, reduction="sum")
-    detached = logits.detach()
-    return loss_sum, len(targets), {"accuracy": lambda: (detached.argmax(-1) == targets).sum()}
+    return loss_sum, len(targets), _metrics(logits.detach(), targets)
 
 
 def next_token(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor, Metrics]:
@@ -52,8 +55,15 @@ def next_token(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor, Metrics]:
     inputs, targets = inputs_and_targets(batch)
     logits = model(inputs)
     loss_sum = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
-    detached = logits.detach()
-    return loss_sum, (targets != IGNORED).sum(), {"accuracy": lambda: (detached.argmax(-1) == targets).sum()}
+    return loss_sum, (targets != IGNORED).sum(), _metrics(logits.detach(), targets)
+
+
+next_token.counts = "tokens"  # type: ignore[attr-defined]  # what its count is, for the log's tokens per second
+
+
+def _metrics(logits: Tensor, targets: Tensor) -> Metrics:
+    """The accuracy, and `(logits, targets)` for each configured metric."""
+    return {"accuracy": lambda: (logits.argmax(-1) == targets).sum(), EVERY: lambda: (logits.float(), targets)}
 
 
 @dataclass(frozen=True)
@@ -79,6 +89,13 @@ def is_built_in(task: Task) -> bool:
     """Whether the task's loss is one of this module, which can be computed in chunks."""
     plain = getattr(task, "unchecked", task)
     return plain in (classification, next_token) or isinstance(plain, InChunks)
+
+
+def counts_tokens(task: Task) -> bool:
+    """Whether the task's count is a number of tokens: it says so by an attribute `counts = "tokens"`."""
+    plain = getattr(task, "unchecked", task)
+    plain = plain.task if isinstance(plain, InChunks) else plain
+    return bool(getattr(plain, "counts", None) == "tokens")
 
 
 def in_chunks(task: Task, rows: int | Literal["auto"] | None) -> Task:
@@ -180,15 +197,22 @@ def needs_whole_batch(task: Any) -> bool:
 RESERVED = frozenset({"loss", "step", "samples", "epoch", "lr", "grad_norm", "samples_per_second", "data_wait"})
 
 
-def evaluate_metrics(metrics: Metrics) -> dict[str, Tensor]:
-    """The metrics' sums as scalar tensors; metrics given as functions are called. Raises UserError for others."""
+def evaluate_metrics(metrics: Metrics, stateful: Collection[str] = ()) -> dict[str, Tensor]:
+    """The metrics' sums as scalar tensors; metrics given as functions are called. Raises UserError for others.
+
+    stateful: names of metrics with a state, for which `metrics` has no sum.
+    """
     taken = sorted(RESERVED & metrics.keys())
     if taken:
         raise UserError(
             f"task: a metric cannot be called {taken[0]}, which the log itself records; choose another name"
         )
     with torch.no_grad():
-        return {name: _metric_sum(name, value() if callable(value) else value) for name, value in metrics.items()}
+        return {
+            name: _metric_sum(name, value() if callable(value) else value)
+            for name, value in metrics.items()
+            if name != EVERY and name not in stateful
+        }
 
 
 def _metric_sum(name: str, value: Any) -> Tensor:

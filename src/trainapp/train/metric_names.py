@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from trainapp.data.batch import map_tensors
+from trainapp.hooks.metrics import EVERY
 from trainapp.rng import preserved_rng
-from trainapp.train.evaluate import evaluation_mode
+from trainapp.train.modes import evaluation_mode
 from trainapp.train.run import Run
 
 
@@ -36,7 +37,7 @@ def metric_names(run: Run, samples: int = 2) -> set[str]:
             _, _, metrics = run.strategy.evaluate(run.task, batch)
         if run.strategy.forward_is_collective:
             run.strategy.finish_accumulation()
-        own = {"loss", *metrics}
+        own = {"loss", *metrics} - {EVERY}
     return set().union(*run.ranks.all_gather_object(own))
 
 

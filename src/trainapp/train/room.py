@@ -5,7 +5,7 @@ import shlex
 from trainapp.checkpoint.train_state import TrainState
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
-from trainapp.memory.device import DeviceMemory, static_bytes
+from trainapp.memory.device import DeviceMemory, size_of, static_bytes
 from trainapp.memory.kinds import MemoryKind
 from trainapp.memory.levers import catalogue
 from trainapp.memory.levers.lever import Lever, Situation, to_paste
@@ -24,7 +24,8 @@ def room_of(config: Config, memory: DeviceMemory, meter: Meter, ranks: Ranks, al
     room = memory.enforced - meter.static_bytes
     if ranks.world == 1:  # ranks may keep different things, but must choose alike
         step = max(1, memory.enforced // 64)  # coarse: every other amount is another choice
-        room -= -(-memory.kept_before // step) * step
+        hooks = size_of(tensor for tensor in meter.hook_tensors() if tensor.device.type == memory.device.type)
+        room -= -(-(memory.kept_before + hooks) // step) * step
         if alone:
             room += meter.static[MemoryKind.GRADIENTS]
     if memory.device.type == "cuda":

@@ -1,16 +1,19 @@
 """The `Run`: everything that the loop works with, in named parts."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from trainapp.checkpoint.checkpointer import Checkpointer, NullCheckpointer
 from trainapp.checkpoint.train_state import TrainState, Update
-from trainapp.config.durations import RunLength, to_steps
+from trainapp.config.durations import RunLength
 from trainapp.config.schema import Config
-from trainapp.data.progress import Progress
-from trainapp.data.sampler import EvalBatches, TrainBatches
+from trainapp.data.eval_stream import EvalStream
+from trainapp.data.sampler import EvalBatches
+from trainapp.data.step_batches import StepBatches
 from trainapp.errors import UserError
+from trainapp.hooks.callbacks import Callbacks
+from trainapp.hooks.metrics import StatefulMetrics
 from trainapp.memory.device import DeviceMemory
 from trainapp.memory.levers.budget import Budget, NoBudget
 from trainapp.memory.levers.offload import NoOffload, Offload
@@ -20,13 +23,18 @@ from trainapp.parallel.ranks import Flags, Ranks, SingleRank
 from trainapp.parallel.strategy import SingleDevice
 from trainapp.signals import StopRequest
 from trainapp.tracking.meter import Meter
+from trainapp.tracking.outlet import Outlet
 from trainapp.tracking.tracker import SilentTracker, Tracker
+from trainapp.tracking.utilisation import NoUtilisation, Utilisation
 from trainapp.train.autotuner import Autotuner
+from trainapp.train.cadences import Cadences, run_length
 from trainapp.train.losses import Task, is_built_in
 from trainapp.train.phase import Phase
 from trainapp.train.restore_point import RestorePoint
 from trainapp.train.sizes import Sizes
 from trainapp.train.totals import Totals
+
+EvalSets = dict[str, "EvalBatches | EvalStream"]  # by name; the data's own validation split is ""
 
 
 class Step(NamedTuple):
@@ -46,35 +54,26 @@ class Objective(NamedTuple):
     direction: str  # "max" or "min"
     metric: str
 
-
-@dataclass
-class Cadences:
-    """How often, in optimizer steps; 0 is never."""
-
-    log: int
-    evaluate: int
-    save: int
-
     @classmethod
-    def of(cls, config: Config, length: RunLength) -> "Cadences":
-        """From `every.*`. Raises ValueError for a percentage of a run without an end."""
-        every = config.every
-        return cls(to_steps(every.log, length), to_steps(every.eval, length), to_steps(every.save, length))
+    def of(cls, config: Config, data: Any, sets: Sequence[str]) -> "Objective":
+        """From `objective`; auto goes by the task. data: the training data set. sets: names of those that are
+        evaluated; auto is of the first, which is the data's own validation split (""), if there is one.
+        """
+        if config.objective != "auto":
+            direction, metric = config.objective.split()
+            return cls(direction, metric)
+        prefix = f"{sets[0]}/" if sets and sets[0] else ""
+        if config.task == "auto" and config.updates:  # the last update's task is evaluated
+            return cls("min", f"{prefix}loss")
+        classifies = config.task == "classification" or (config.task == "auto" and data.task == "classification")
+        return cls("max", f"{prefix}accuracy") if classifies else cls("min", f"{prefix}loss")
 
 
-def run_length(config: Config, batches: TrainBatches, progress: Progress) -> RunLength:
-    """What durations are measured against: the steps so far, and those from here to the end.
+class Evaluated(NamedTuple):
+    """What an evaluation of one data set has found, by metric: numbers, and what metrics with a state have computed."""
 
-    Where neither data nor global batch have changed, that is the same at every position: skipped steps count, too.
-    """
-    train, steps_per_epoch = config.train, batches.steps_per_epoch
-    ends = [] if train.max_steps is None else [train.max_steps]
-    if train.max_epochs is not None:
-        epochs = train.max_epochs - progress.epoch
-        left = batches.steps_left(progress.consumed) + (epochs - 1) * steps_per_epoch if epochs > 0 else 0
-        ends.append(progress.step + progress.skipped + left)
-    # mode=eval and mode=export take no step and need no end
-    return RunLength(steps_per_epoch, batches.global_size, min(ends, default=1))
+    means: dict[str, float]
+    results: dict[str, Any]
 
 
 @dataclass
@@ -84,7 +83,8 @@ class Attempt:
     phase: Phase = Phase.START
     started: float = 0.0  # time.monotonic()
     retried: set[tuple] = field(default_factory=set)  # what was retried at the same size in the present step
-    evaluation: Totals | None = None  # totals so far of an evaluation in progress
+    evaluation: Totals | None = None  # totals so far of the data set that is being evaluated
+    evaluated: dict[str, Evaluated] = field(default_factory=dict)  # the results of those before it, by name
     refused: int = 0  # allocations that the device's allocator had refused when it began
     step: Step | None = None  # the last one that was begun
     peak: int | None = None  # of that step in bytes, where it was watched as a whole
@@ -100,8 +100,8 @@ class Run:
     strategy: SingleDevice  # how the model is spread over the ranks
     ranks: Ranks
     task: Task
-    batches: TrainBatches
-    eval_batches: EvalBatches | None
+    batches: StepBatches
+    eval_sets: EvalSets  # empty: nothing to evaluate
     length: RunLength
     sizes: Sizes  # micro-batches
     memory: DeviceMemory
@@ -113,10 +113,15 @@ class Run:
     stop: StopRequest
     cadences: Cadences
     objective: Objective
+    metrics: StatefulMetrics = field(default_factory=StatefulMetrics)
+    callbacks: Callbacks = field(default_factory=Callbacks)
+    outlets: Mapping[str, Outlet] = field(default_factory=dict)  # of the tracker
+    utilisation: Utilisation | NoUtilisation = field(default_factory=NoUtilisation)
     tasks: dict[str, Task] = field(default_factory=dict)  # of the updates, by name, where there are several
     logged: dict[str, float] = field(default_factory=dict)  # metrics of the present step's finished updates
     activation_budget: Budget | NoBudget = field(default_factory=NoBudget)
     offload: Offload | NoOffload = field(default_factory=NoOffload)
+    last_evaluation: dict[str, float] = field(default_factory=dict)  # as logged; of this process
     rehearsals: int = 0  # updates yet to be checked by `train.check_exactness`
     attempt: Attempt = field(default_factory=Attempt)
     autotuner: Autotuner = field(default_factory=Autotuner)
@@ -124,24 +129,30 @@ class Run:
     @property
     def evaluation_is_due(self) -> bool:
         """Whether the cadence asks for an evaluation that has not been done at this step."""
-        return self.eval_batches is not None and self._is_due(self.cadences.evaluate, self.state.progress.evaluated_at)
+        return bool(self.eval_sets) and self._is_due(
+            self.cadences.evaluate, self.cadences.evaluate_epochs, self.state.progress.evaluated_at
+        )
 
     @property
     def save_is_due(self) -> bool:
         """Whether the cadence, or the end of the run, asks for a checkpoint of this step."""
-        saved_at = self.checkpointer.saved_at
-        return self._is_due(self.cadences.save, saved_at) or (self.is_ending and saved_at != self.state.progress.step)
+        cadences, saved_at = self.cadences, self.checkpointer.saved_at
+        is_due = self._is_due(cadences.save, cadences.save_epochs, saved_at)
+        return is_due or (self.is_ending and saved_at != self.state.progress.step)
 
     @property
     def is_ending(self) -> bool:
-        """Whether the run has reached its end, or all ranks have agreed to stop, which they do after a whole step."""
-        return self.is_finished or (self.stop.agreed > 0 and not self.state.progress.update)
+        """Whether the run has reached its end or, after a whole step, all ranks have agreed to stop or a callback has
+        failed.
+        """
+        must_end = self.stop.agreed > 0 or self.callbacks.failure is not None
+        return self.is_finished or (must_end and not self.state.progress.update)
 
     @property
     def is_finished(self) -> bool:
-        """Whether the run has reached its end."""
+        """Whether the run has reached its end, or a callback has ended it."""
         progress = self.state.progress
-        return self._is_end(progress.step, progress.epoch)
+        return progress.stopped is not None or self._is_end(progress.step, progress.epoch)
 
     @property
     def training_task(self) -> Task:
@@ -236,8 +247,8 @@ class Run:
 
     def _require_evaluations(self) -> None:
         """Raises UserError where there are none, which a schedule follows."""
-        if self.config.mode == "train" and (self.eval_batches is None or not self.cadences.evaluate):
-            why = "every.eval=null" if self.eval_batches is not None else "the data has no validation split"
+        if self.config.mode == "train" and not (self.eval_sets and self.cadences.evaluates):
+            why = "every.eval=null" if self.eval_sets else "the data has no validation split"
             raise UserError(
                 f"schedule._target_={self.config.schedule.target}: it follows the {self.objective.metric} of "
                 f"evaluations, but {why}: the rate would never change; evaluate, or choose another schedule"
@@ -246,8 +257,9 @@ class Run:
     def close(self) -> None:
         """End loader workers and close files."""
         self.batches.close()
-        if self.eval_batches is not None:
-            self.eval_batches.close()
+        for evaluated in self.eval_sets.values():
+            evaluated.close()
+        self.callbacks.close()
         self.tracker.close()
 
     def _is_end(self, step: int, epoch: int) -> bool:
@@ -255,6 +267,9 @@ class Run:
         by_steps = train.max_steps is not None and step >= train.max_steps
         return by_steps or (train.max_epochs is not None and epoch >= train.max_epochs)
 
-    def _is_due(self, every: int, done_at: int) -> bool:
-        step = self.state.progress.step
-        return every > 0 and step != done_at and (step % every == 0 or self.is_finished)
+    def _is_due(self, every: int, every_epochs: int, done_at: int) -> bool:
+        progress = self.state.progress
+        if (every == 0 and every_epochs == 0) or progress.step == done_at:
+            return False
+        epoch_has_ended = every_epochs > 0 and progress.consumed == 0 and progress.epoch % every_epochs == 0
+        return epoch_has_ended or (every > 0 and progress.step % every == 0) or self.is_finished

@@ -40,7 +40,8 @@ def accumulate_gradients(run: Run, step: Step, around_last: Around = _alone) -> 
     for fetched in run.meter.timed(micro_batches):
         for micro in sizes.train.cut(fetched, run.ranks):
             run.activation_budget.prepare(micro.data, run.state.precision.autocast, micro.last)
-            with run.strategy.micro_batch(micro.last), watch_micro_batch(run, sizes.train, micro.data):
+            counting = run.utilisation.counting(step.update.name, micro.samples, micro.real)
+            with run.strategy.micro_batch(micro.last), watch_micro_batch(run, sizes.train, micro.data), counting:
                 totals = backward(run, micro, weight, totals, step.is_logged, around_last)
             if sizes.train.is_unproven:
                 require_all_allocated(run, sizes.train, run.ranks)
@@ -72,7 +73,7 @@ def backward(
     if before is not None:
         require_same_gradients(run.meter.parameters, before)
     run.attempt.phase = Phase.METRIC
-    finished = evaluate_metrics(metrics) if is_logged else {}
+    finished = evaluate_metrics(metrics, run.metrics.names) if is_logged else {}
     del metrics  # functions among them hold what they compute from, such as all logits: not through the backward
     totals = totals.plus(loss, count, finished, real=micro.real)
     run.attempt.phase = Phase.BACKWARD
@@ -146,7 +147,7 @@ def update(run: Run, step: Step, totals: Totals, norm: Tensor) -> bool:
         run.nonfinite.count(applied, progress.step, update=step.update.name)
     else:
         leave_out(run, step, totals)
-    count_step(run, step, applied)
+    count_step(run, step, applied, totals)
     return applied
 
 
@@ -155,11 +156,11 @@ def set_rates(run: Run) -> None:
     run.schedule.set_rates(run.state.optimizer.param_groups, run.state.progress.step)
 
 
-def count_step(run: Run, step: Step, applied: bool) -> None:
+def count_step(run: Run, step: Step, applied: bool, totals: Totals) -> None:
     """The update is committed: what follows is the next one's, or the next step's."""
     progress = run.state.progress
     if progress.finish_update(applied, len(run.state.updates)):
-        run.meter.count(step.samples)
+        run.meter.count(step.samples, totals.count)
         run.batches.advance(progress)
     run.attempt.phase = Phase.COMMITTED
     if run.sizes.record(step.attempt):

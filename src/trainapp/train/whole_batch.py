@@ -7,9 +7,10 @@ from trainapp.errors import UserError
 def require_uncut(config: Config, world: int, samples: int) -> None:
     """For a run of such a task. Raises UserError for settings that would cut its batch.
 
-    world: ranks. samples: in the data set.
+    world: ranks. samples: in the data set; 0 where that is unknown.
     """
-    batch, needed = config.batch, min(config.batch.global_size, samples)
+    batch = config.batch
+    needed = min(batch.global_size, samples or batch.global_size)
     why = f"task={config.task} has whole_batch=True: its batch is never cut"
     if world > 1:
         raise UserError(
