@@ -262,7 +262,7 @@ def test_resume_from_what_is_no_checkpoint(tmp_path):
             runs.run(tmp_path / "run", "model=mlp", f"checkpointing.resume={tmp_path / name}")
 
 
-def test_objective_that_nobody_measures(tmp_path):
+def test_objective_that_is_not_measured(tmp_path):
     with pytest.raises(UserError, match=r"objective=max speed.*accuracy"):
         runs.run(tmp_path / "run", "model=mlp", "objective=max speed", "train.max_steps=1", "every.eval=1")
 

@@ -1,4 +1,4 @@
-"""The order of an epoch: a permutation, the same for whoever asks, that needs no memory."""
+"""The order of an epoch: a permutation, the same on every rank, that needs no memory."""
 
 import time
 import tracemalloc

@@ -200,7 +200,7 @@ def test_early_stopping(tmp_path):
     assert ended.ended.startswith("stopping.patience=3: accuracy has not improved on ")
     assert ended.ended.endswith(", of step 1, since")
     assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3, 4]
-    # It has ended, also for a process that comes later; with more patience it goes on where it was.
+    # It has ended, also for a process that comes later; with more patience it continues where it was.
     assert runs.run(tmp_path, *MLP, *STOPPING).steps == 4
     assert runs.run(tmp_path, *MLP, *STOPPING[:3], "stopping.patience=5", "stopping.min_delta=10").steps == 6
 

@@ -97,7 +97,7 @@ def test_a_zero_gradient_step_that_is_left_in_would_change_it():
     assert not torch.equal(*ends)
 
 
-def test_an_optimizer_of_somebody_else_is_left_alone():
+def test_a_users_optimizer_is_left_alone():
     class Own(torch.optim.SGD):
         pass
 

@@ -116,7 +116,7 @@ def test_a_worker_that_is_killed_again_at_the_same_step_is_restarted(reference, 
 
 
 @pytest.mark.slow
-def test_out_of_memory_where_nobody_votes(reference, tmp_path):
+def test_out_of_memory_without_votes(reference, tmp_path):
     # The worker exits with a dedicated code; all restart from step 2's checkpoint at half the micro-batch.
     fault = fail_at(1, 3, "backward", operation=20)
     ended = launch(tmp_path / "run", *DDP, "parallel.vote_on_oom=never", env=environment(tmp_path, fault))

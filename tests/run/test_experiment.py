@@ -139,7 +139,7 @@ def test_the_command_line_refuses_before_anything_is_written(tmp_path):
 
 @pytest.mark.slow
 def test_a_job_of_a_sweep_is_refused_alone(tmp_path):
-    """Hydra's sweeper goes on with the others, and an optimizing one counts it as failed."""
+    """Hydra's sweeper continues with the others, and an optimizing one counts it as failed."""
     first = runs.run(tmp_path / "sweep" / "0", *MLP)
     done = helpers.run_cli(
         "-m", *runs.TINY, *MLP, "optimizer.lr=0.5,0.01", "hydra.sweep.dir=sweep", cwd=tmp_path

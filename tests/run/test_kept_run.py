@@ -30,7 +30,7 @@ def test_a_plan_in_a_runs_directory_is_refused_and_changes_nothing(tmp_path):
     before = contents(tmp_path / "run")
     assert refused(run_cli("mode=plan", *GPT, "hydra.run.dir=run", cwd=tmp_path), "hydra.run.dir")
     assert contents(tmp_path / "run") == before
-    train(tmp_path / "run", *TINY, *MODELS["gpt"], "train.max_steps=3")  # and the run can go on
+    train(tmp_path / "run", *TINY, *MODELS["gpt"], "train.max_steps=3")  # and the run can continue
     assert contents(tmp_path / "run") != before  # else the comparison above would say nothing
 
 

@@ -230,7 +230,7 @@ def test_cadences(tmp_path):
 @pytest.mark.parametrize("is_logged", [False, True])
 @pytest.mark.parametrize("is_kept", [False, True])
 def test_what_a_metric_holds_is_gone_in_the_backward(prepare, is_logged, is_kept):
-    """Such as the logits of all samples. Negative control: what somebody else holds is there."""
+    """Such as the logits of all samples. Negative control: what another object holds is there."""
     found, kept = [], []
 
     def task(model, batch):

@@ -48,7 +48,7 @@ class TrainBatches(StepBatches):
 
     @property
     def order_name(self) -> str:
-        """What a checkpoint must know of the order beside (seed, epoch, samples consumed)."""
+        """What a checkpoint must know of the order besides (seed, epoch, samples consumed)."""
         return self.order.name
 
     @property

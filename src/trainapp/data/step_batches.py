@@ -49,7 +49,7 @@ class StepBatches:
 
     @property
     def order_name(self) -> str:
-        """What a checkpoint must know of the order beside (seed, epoch, samples consumed)."""
+        """What a checkpoint must know of the order besides (seed, epoch, samples consumed)."""
         raise NotImplementedError
 
     @property

@@ -89,7 +89,7 @@ class SamplePredictions:
 
 
 def _readable(row: dict[str, Any], data: Any) -> dict[str, Any]:
-    """With names of classes, or with text, beside the numbers."""
+    """With names of classes, or with text, besides the numbers."""
     names, decode = labels_of(data), getattr(data, "decode", None)
     more: dict[str, Any] = {}
     for key in ("target", "prediction"):

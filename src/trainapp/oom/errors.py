@@ -133,7 +133,7 @@ def would_repeat(error: BaseException) -> bool:
         return False
     if any(isinstance(e, torch.AcceleratorError) for e in chain):
         return False
-    # A compiler's error goes on with its command and its output, which may hold any word.
+    # A compiler's error continues with its command and its output, which may hold any word.
     first_lines = (_own_text(e).strip().partition("\n")[0] for e in chain if isinstance(e, RuntimeError))
     return not any(map(_PASSING_WORDS.search, first_lines))
 

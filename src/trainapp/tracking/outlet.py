@@ -1,4 +1,4 @@
-"""Where numbers, texts and pictures of a run go beside its own files: what `tracker=[...]` chooses.
+"""Where numbers, texts and pictures of a run go besides its own files: what `tracker=[...]` chooses.
 
 Another one of your own is a class with these methods, those that it needs. It is built on every rank and used on rank 0
 alone. Whatever it raises is logged once; then the run continues without it.

@@ -128,7 +128,7 @@ def _streams(device: Device, engine: EngineOnCuda) -> bool:
 
 
 def _shards(device: Device, engine: EngineOnCuda) -> bool:
-    """Gathered and reduced on two streams beside the computation's, and updated with foreach kernels."""
+    """Gathered and reduced on two streams next to the computation's, and updated with foreach kernels."""
     if not dist.is_initialized():
         return True
     from torch.distributed.fsdp import fully_shard
