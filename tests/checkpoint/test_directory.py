@@ -40,14 +40,15 @@ def test_the_last_and_the_best_are_kept(tmp_path):
     assert bool((value(directory(tmp_path).newest()) == 6).all())
 
 
-def test_the_best_of_a_run(tmp_path):
-    """By the evaluation of the same step."""
+@pytest.mark.parametrize("every", [1, 8])
+def test_the_best_of_a_run(tmp_path, every):
+    """By the evaluation of the same step, which is saved even between two that `every.save` asks for."""
     runs.run(
         tmp_path,
         *MLP,
         "train.max_steps=8",
         "every.eval=1",
-        "every.save=1",
+        f"every.save={every}",
         "checkpointing.keep_last=1",
         "optimizer.lr=0.3",
     )
@@ -56,6 +57,12 @@ def test_the_best_of_a_run(tmp_path):
     assert best not in (1, 8)  # otherwise this proves nothing
     assert directory(tmp_path).best().name == f"step_{best:08d}"
     assert {name for name in names(tmp_path) if name.startswith("step_")} == {f"step_{best:08d}", "step_00000008"}
+
+
+def test_a_run_that_saves_only_its_end(tmp_path):
+    """The best is not saved either: `every.save=null` is the user's word."""
+    runs.run(tmp_path, *MLP, "train.max_steps=3", "every.eval=1", "every.save=null", "objective=max loss")
+    assert [name for name in names(tmp_path) if name.startswith("step_")] == ["step_00000003"]
 
 
 @pytest.mark.parametrize("how", ["flipped", "truncated", "empty", "missing"])

@@ -220,11 +220,14 @@ def test_cadences(tmp_path):
         "every.eval=2",
         "every.save=64 samples",
         "checkpointing.keep_last=9",
+        "objective=max loss",  # the first evaluation is the best, and saved, too
     )
     runs.run(tmp_path, *runs.MODELS["mlp"], *overrides)
     assert [line["step"] for line in helpers.metrics(tmp_path)] == [3, 6, 7]
     assert [line["step"] for line in helpers.evaluations(tmp_path)] == [2, 4, 6, 7]
-    assert sorted(p.name for p in (tmp_path / "checkpoints").glob("step_*")) == ["step_00000004", "step_00000007"]
+    assert sorted(p.name for p in (tmp_path / "checkpoints").glob("step_*")) == [
+        f"step_0000000{step}" for step in (2, 4, 7)
+    ]
 
 
 @pytest.mark.parametrize("is_logged", [False, True])

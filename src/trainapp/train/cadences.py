@@ -27,6 +27,11 @@ class Cadences:
         """Whether the run evaluates at all."""
         return self.evaluate > 0 or self.evaluate_epochs > 0
 
+    @property
+    def saves(self) -> bool:
+        """Whether the run saves before its end."""
+        return self.save > 0 or self.save_epochs > 0
+
     @classmethod
     def of(cls, config: Config, length: RunLength) -> "Cadences":
         """From `every.*`. Raises UserError for a duration that cannot be measured against this length."""

@@ -135,10 +135,12 @@ class Run:
 
     @property
     def save_is_due(self) -> bool:
-        """Whether the cadence, or the end of the run, asks for a checkpoint of this step."""
-        cadences, saved_at = self.cadences, self.checkpointer.saved_at
-        is_due = self._is_due(cadences.save, cadences.save_epochs, saved_at)
-        return is_due or (self.is_ending and saved_at != self.state.progress.step)
+        """Whether the cadence, the best evaluation so far, or the end of the run asks for a checkpoint of this step."""
+        cadences, saved_at, progress = self.cadences, self.checkpointer.saved_at, self.state.progress
+        if saved_at == progress.step:
+            return False
+        is_best = cadences.saves and progress.best_step == progress.step
+        return is_best or self.is_ending or self._is_due(cadences.save, cadences.save_epochs, saved_at)
 
     @property
     def is_ending(self) -> bool:
