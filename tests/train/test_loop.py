@@ -225,9 +225,7 @@ def test_cadences(tmp_path):
     runs.run(tmp_path, *runs.MODELS["mlp"], *overrides)
     assert [line["step"] for line in helpers.metrics(tmp_path)] == [3, 6, 7]
     assert [line["step"] for line in helpers.evaluations(tmp_path)] == [2, 4, 6, 7]
-    assert sorted(p.name for p in (tmp_path / "checkpoints").glob("step_*")) == [
-        f"step_0000000{step}" for step in (2, 4, 7)
-    ]
+    assert {int(path.name[-1]) for path in (tmp_path / "checkpoints").glob("step_*")} == {2, 4, 7}
 
 
 @pytest.mark.parametrize("is_logged", [False, True])

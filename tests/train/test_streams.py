@@ -110,7 +110,8 @@ def test_the_log_says_that_samples_are_skipped(tmp_path, caplog):
 
 def test_evaluation_and_checkpoints_follow_the_epochs(tmp_path):
     """Epochs of 50 samples end in steps 4 and 8; the run ends in step 9."""
-    ended = runs.run(tmp_path, *of("Stateful", "every.eval=1 epochs", "every.save=2 epochs", "checkpointing.keep_last=9"))
+    overrides = ("every.eval=1 epochs", "every.save=2 epochs", "checkpointing.keep_last=9")
+    ended = runs.run(tmp_path, *of("Stateful", *overrides))
     assert [line["step"] for line in helpers.evaluations(tmp_path)] == [4, 8, 9]
     saved = {int(path.name[-1]) for path in (tmp_path / "checkpoints").glob("step_*")}
     assert saved == {4, 8, 9}  # 4 has the best evaluation until then
