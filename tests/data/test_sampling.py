@@ -146,6 +146,12 @@ def test_weights_that_are_none(weights, message):
         weighted_order(0, data, weights)
 
 
+def test_weights_of_the_same_sum_are_another_order():
+    """Or a resume with them would draw other samples without a word."""
+    first, second, again = (Weighted(0, np.array(weights), "x").name for weights in ([1, 2], [2, 1], [1, 2]))
+    assert first == again != second
+
+
 def test_data_without_classes():
     class Nameless(Rare):
         def __init__(self):

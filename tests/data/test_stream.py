@@ -360,6 +360,15 @@ def test_an_interrupted_evaluation_continues(finished):
     assert again == list(range(20))
 
 
+def test_an_evaluation_that_failed_after_its_last_uneven_batch_ends():
+    """Of the 20 samples, three ranks have 7, 7 and 6: the last read lacks one."""
+    batches = EvalStream(own_streams.Plain("val"), seed=0, device=CPU, rank=0, world=3)
+    opened = batches.from_sample(0, 7, SingleRank())
+    assert next(opened).data["number"].tolist() == list(range(0, 20, 3))
+    del opened
+    assert list(batches.from_sample(7, 7, SingleRank())) == []
+
+
 @pytest.mark.parametrize(
     ("a", "b", "same"),
     [

@@ -1,5 +1,7 @@
 """Callbacks: once per committed step, never in a retried one, and nothing of theirs reaches the run."""
 
+from types import SimpleNamespace
+
 import own_hooks
 import pytest
 import runs
@@ -7,6 +9,8 @@ import torch
 from helpers import metrics, result, train
 
 from trainapp.errors import TrainingStopped, UserError
+from trainapp.hooks.callbacks import Callbacks
+from trainapp.hooks.early_stopping import EarlyStopping
 from trainapp.memory.kinds import MemoryKind
 from trainapp.run import runner
 from trainapp.train import callbacks, loop
@@ -224,6 +228,41 @@ def test_an_improvement_resets_the_patience(tmp_path):
         early.after_evaluation(type(view)(**{**vars(view), "step": step, "stop": stops.append}), {"loss": loss})
         assert bool(stops) == (step == 7)
     assert (early.best, early.best_step) == (1.5, 5)
+
+
+def test_another_metric_begins_without_a_best_value(tmp_path):
+    """An accuracy is not compared with a loss."""
+    early = EarlyStopping(2, 0.0, "min", "loss")
+    early.after_evaluation(SimpleNamespace(step=1), {"loss": 0.5})
+    for direction, metric, best in (("min", "loss", 0.5), ("max", "loss", None), ("min", "error", None)):
+        other = EarlyStopping(2, 0.0, direction, metric)
+        other.load_state_dict(early.state_dict())
+        assert other.best == best
+
+
+def test_a_metric_that_is_no_number_cannot_be_watched():
+    message = r"stopping\.metric=max matrix: there is no such metric; there are loss"
+    with pytest.raises(UserError, match=message):
+        EarlyStopping(2, 0.0, "max", "matrix").after_evaluation(None, {"matrix": torch.eye(2), "loss": 1.0})
+
+
+def test_a_failing_close_leaves_the_others_to_be_closed(caplog):
+    closed = []
+
+    class Closes:
+        def __init__(self, fails):
+            self.fails = fails
+
+        def on_end(self, view): ...
+
+        def close(self):
+            closed.append(self)
+            if self.fails:
+                raise RuntimeError("no")
+
+    Callbacks({"bad": Closes(True), "good": Closes(False)}).close()
+    assert len(closed) == 2
+    assert "callbacks.bad: close failed" in caplog.text
 
 
 def test_a_misspelt_metric_is_named(tmp_path):

@@ -113,7 +113,7 @@ def test_a_full_disk_where_checkpoints_have_another(small_disk, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_full_disk_for_checkpoints_too(small_disk, tmp_path, asynchronous):
-    overrides = ("every.save=3", f"checkpointing.asynchronous={str(asynchronous).lower()}")
+    overrides = ("every.eval=3", "every.save=3", f"checkpointing.asynchronous={str(asynchronous).lower()}")
     ended = run_on(small_disk, tmp_path, small_disk / "run", *overrides)
     assert ended.returncode == 1, ended.stderr
     assert "Traceback" not in ended.stderr

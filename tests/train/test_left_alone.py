@@ -144,7 +144,7 @@ def test_the_names_of_the_log_are_reserved(tmp_path):
     assert run.steps
     (line, *_) = metrics(tmp_path)
     plain = {name for name in line if "/" not in name}
-    assert plain - {"accuracy", "skipped_steps", "loss_scale"} <= RESERVED
+    assert plain - {"accuracy", "loss_scale"} <= RESERVED
 
 
 class OwnNoise:

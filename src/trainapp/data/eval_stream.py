@@ -21,7 +21,7 @@ class EvalStream:
     """
 
     samples = 0  # unknown
-    state_owner = None  # it begins anew for each evaluation
+    state_owner = None  # each evaluation reads it from the beginning
 
     def __init__(
         self,
@@ -74,7 +74,9 @@ class EvalStream:
     def _finish(self, samples: int, read: int | None = None) -> None:
         """Count so many of this rank's samples as finished. read: of all ranks'; None: those before its next one."""
         self._done += samples
-        self._part.advance(self._done * self.world - self._part.number if read is None else read)
+        if read is None:  # the last ones may be fewer than one of each rank
+            read = self._part.available(0, self._done * self.world - self._part.number)
+        self._part.advance(read)
 
     def close(self) -> None:
         """End the process that reads."""

@@ -35,25 +35,26 @@ class Weighted:
         self.seed, self.samples = seed, len(weights)
         self._weights, self._by_label = weights, by_label
         blocks = -(-self.samples // BLOCK)
-        sums = np.empty(blocks)
+        sums, digest = np.empty(blocks), hashlib.sha256()
         for first in range(0, blocks, _READ_AT_ONCE):
             rows = self._rows(np.arange(first, min(first + _READ_AT_ONCE, blocks)))
             sums[first : first + len(rows)] = rows.sum(1)
+            digest.update(rows.tobytes())
             if not (np.isfinite(rows).all() and rows.min() >= 0):
                 raise UserError(f"{setting}: weights must be finite and not negative")
         self._sums = np.cumsum(sums)
         if not 0 < self._sums[-1] < np.inf:
             raise UserError(f"{setting}: the weights must have a finite sum above 0, but add up to {self._sums[-1]:g}")
-        self.name = f"weighted-{hashlib.sha256(sums.tobytes()).hexdigest()[:16]}"  # other weights are another order
+        self.name = f"weighted-{digest.hexdigest()[:16]}"  # other weights are another order
 
     def indices(self, epoch: int, start: int, end: int) -> list[Draw]:
         """The draws at the positions [start, end) of an epoch."""
-        found: list[Draw] = []
+        draws: list[Draw] = []
         for first in range(start, end, _DRAWN_AT_ONCE):
             positions = np.arange(first, min(first + _DRAWN_AT_ONCE, end))
             samples = self._drawn(uniform(self.seed + _SALT, epoch, positions, 2))
-            found += map(Draw, samples.tolist(), positions.tolist())
-        return found
+            draws += map(Draw, samples.tolist(), positions.tolist())
+        return draws
 
     def _drawn(self, draws: np.ndarray) -> np.ndarray:
         """First the block, in proportion to its sum, then the sample in it. draws: in [0, 1), float64 [N, 2]."""
@@ -98,7 +99,7 @@ def _balanced(seed: int, dataset: Any, setting: str) -> Weighted:
             f"{setting}: {type(dataset).__name__} does not say which class a sample belongs to; give it an attribute "
             "`targets` with one label per sample, or weights of your own"
         )
-    labels = _one_per_sample(getattr(dataset, name), dataset, f"{setting} ({name})")
+    labels = _one_per_sample(getattr(dataset, name), dataset, f"{setting} ({name})", numeric=False)
     if labels.dtype.kind not in "iu" or int(labels.min()) < 0 or int(labels.max()) >= _MOST_CLASSES:
         _, labels = np.unique(labels, return_inverse=True)
     counts = np.bincount(labels)
@@ -117,12 +118,12 @@ def _loaded(path: str, setting: str) -> np.ndarray:
         raise UserError(f"{setting}: the file cannot be read as an array: {error}") from None
 
 
-def _one_per_sample(values: Any, dataset: Any, setting: str) -> np.ndarray:
+def _one_per_sample(values: Any, dataset: Any, setting: str, numeric: bool = True) -> np.ndarray:
     array = values if isinstance(values, np.ndarray) else np.asarray(values)
     if array.shape != (len(dataset),):
         raise UserError(
             f"{setting}: must have one entry per sample, {len(dataset)}, but its shape is {list(array.shape)}"
         )
-    if array.dtype.kind not in "biuf" and BALANCED not in setting:
+    if array.dtype.kind not in "biuf" and numeric:
         raise UserError(f"{setting}: must be numbers, but its entries are of type {array.dtype}")
     return array.astype(np.uint8) if array.dtype.kind == "b" else array

@@ -12,6 +12,7 @@ They run on every rank, one after the other, with the model in evaluation mode, 
 are restored after them. With `state_dict` and `load_state_dict`, what they keep is in the checkpoints.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,7 @@ from trainapp.errors import UserError
 from trainapp.hooks.metrics import logged
 from trainapp.tracking.tracker import SilentTracker, Tracker
 
+log = logging.getLogger(__name__)
 METHODS = ("after_step", "after_evaluation", "on_end")
 
 
@@ -31,8 +33,10 @@ class View:
     """What a callback sees of a run.
 
     step: finished optimizer steps. epoch: that of the coming step, from 0. samples: trained so far, over all ranks.
-    model: the one that is trained, not to be changed; under DDP and FSDP a forward is a matter for all ranks.
-    tracker: has `scalars(values, step)`, `note(text)` and `image(tag, path, step)`; it writes on rank 0 alone.
+    model: the one that is trained, with its own weights even where evaluations use those of `train.ema`; not to be
+    changed. Under DDP and FSDP every rank must make the same forward.
+    tracker: has `scalars(values, step)`, `text(tag, text, step)`, `image(tag, path, step)` and `note(text)`; it writes
+    on rank 0 alone.
     waited: seconds that this process has waited for batches. evaluated: the data sets of evaluations by name, "" for
     the data's own split. stop: ends the run after this step, as if it had reached its end; takes the reason, for
     result.json.
@@ -102,11 +106,14 @@ class Callbacks:
     def having(self, method: str) -> Iterator[tuple[str, Callable[..., Any]]]:
         """`(name, method)` of the callbacks that have it."""
         for name, callback in self.by_name.items():
-            found = getattr(callback, method, None)
-            if callable(found):
-                yield name, found
+            bound = getattr(callback, method, None)
+            if callable(bound):
+                yield name, bound
 
     def close(self) -> None:
         """However the run ends: call `close()` of the callbacks that hold something open."""
-        for _, close in self.having("close"):
-            close()
+        for name, close in self.having("close"):
+            try:
+                close()
+            except Exception:  # the others, and the trackers, are still to be closed
+                log.exception("callbacks.%s: close failed", name)

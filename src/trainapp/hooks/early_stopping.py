@@ -22,12 +22,13 @@ class EarlyStopping:
         self.bad = 0  # evaluations without an improvement since
 
     def after_evaluation(self, view: View, metrics: Mapping[str, Any]) -> None:
-        """Count this evaluation. Raises UserError for a metric that there is not."""
+        """Count this evaluation. Raises UserError for a metric that does not exist or is no number."""
+        metrics = {name: value for name, value in metrics.items() if isinstance(value, float)}
         metric = as_logged(self.metric, metrics)
         if metric not in metrics and self.best is None and not self.bad:  # else one that only some batches have
             raise UserError(
                 f"stopping.metric={self.direction} {self.metric}: there is no such metric; there are "
-                f"{', '.join(asked(name) for name, value in metrics.items() if isinstance(value, float))}"
+                f"{', '.join(map(asked, metrics))}"
             )
         value = metrics.get(metric, math.nan)
         gain = math.inf if self.best is None else value - self.best if self.direction == "max" else self.best - value
@@ -36,11 +37,21 @@ class EarlyStopping:
             return
         self.bad += 1
         if self.bad >= self.patience:
-            best = "a number" if self.best is None else f"{self.best:.6g}, of step {self.best_step},"
-            view.stop(f"stopping.patience={self.patience}: {self.metric} has not improved on {best} since")
+            outcome = (
+                "has never been finite"
+                if self.best is None
+                else f"has not improved on {self.best:.6g}, of step {self.best_step}, since"
+            )
+            view.stop(f"stopping.patience={self.patience}: {self.metric} {outcome}")
 
     def state_dict(self) -> dict[str, Any]:
-        return {"best": self.best, "best_step": self.best_step, "bad": self.bad}
+        return {"watched": self._watched, "best": self.best, "best_step": self.best_step, "bad": self.bad}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.best, self.best_step, self.bad = state["best"], state["best_step"], state["bad"]
+        """Nothing of another metric or direction."""
+        if state.get("watched") == self._watched:
+            self.best, self.best_step, self.bad = state["best"], state["best_step"], state["bad"]
+
+    @property
+    def _watched(self) -> str:
+        return f"{self.direction} {self.metric}"

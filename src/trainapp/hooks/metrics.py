@@ -128,7 +128,7 @@ class StatefulMetrics:
             raise UserError(
                 f"metrics.{name}: the task of evaluations passes nothing to it; under metrics[{name!r}], or "
                 f"metrics[{EVERY!r}] for all that are configured, it must return a tuple of the arguments of their "
-                "`update`, such as (logits, targets)"
+                "`update`, such as (logits, targets); or the evaluation data has no samples"
             )
         if ranks.world == 1:
             return {name: held.computed() for name, held in self._held.items()}

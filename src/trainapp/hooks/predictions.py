@@ -36,13 +36,14 @@ class FirstPredictions:
         self._rows: list[dict[str, Any]] = []
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
+        """outputs: logits [B, ..., classes] for integer targets [B, ...]; else values, kept as they are."""
         left = self.samples - len(self._rows)
         if left > 0:
             pairs = zip(outputs[:left].float().cpu(), targets[:left].cpu(), strict=True)
             self._rows += [_row(output, target) for output, target in pairs]
 
     def merge(self, other: "FirstPredictions") -> None:
-        self._rows = (self._rows + other._rows)[: self.samples]  # ranks have consecutive parts of the data set
+        self._rows = (self._rows + other._rows)[: self.samples]  # of a data set ranks have consecutive parts
 
     def compute(self) -> Rows:
         return Rows(list(self._rows))

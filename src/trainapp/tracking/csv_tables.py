@@ -12,7 +12,7 @@ NAMES = {"train": "metrics", "eval": "evaluations"}  # other groups: as they are
 
 
 class Csv(Outlet):
-    """A table per group, one row per step. A number that appears later adds a column."""
+    """A table per group, one row per call. A number that appears later adds a column."""
 
     def start(self, start: Start) -> None:
         self._start = start
@@ -38,13 +38,16 @@ class _Table:
         self._columns: list[str] = []
         if not path.exists():
             return
+        content = path.read_bytes()
+        if content and not content.endswith(b"\n"):  # half a row, which a killed run has left
+            path.write_bytes(content[: content.rfind(b"\n") + 1])
         rows = self._read()
         kept = rows if last_step is None else [row for row in rows if _step_of(row) <= last_step]
         if len(kept) < len(rows):
             self._write(kept)
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Each row is on the disk when this returns. Raises OSError."""
+        """The row is handed to the system when this returns. Raises OSError."""
         new = [name for name in row if name not in self._columns]
         if new:
             rows = self._read() if self._path.exists() else []
@@ -69,7 +72,7 @@ class _Table:
 
 
 def _step_of(row: Mapping[str, Any]) -> float:
-    """Infinity for half a row, which a killed run has left."""
+    """Infinity for a row without a step."""
     try:
         return int(row["step"])
     except (KeyError, TypeError, ValueError):

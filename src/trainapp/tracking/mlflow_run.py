@@ -15,7 +15,7 @@ MOST_PARAMETERS, MOST_METRICS = 100, 1000  # of one request
 
 
 class Mlflow(Outlet):
-    """uri: of a server or a data base, such as sqlite:///runs.db; None: MLFLOW_TRACKING_URI, else files in the run
+    """uri: of a server or a database, such as sqlite:///runs.db; None: MLFLOW_TRACKING_URI, else files in the run
     directory, mlruns/. name: None for that of the run directory.
     """
 

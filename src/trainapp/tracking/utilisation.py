@@ -7,6 +7,7 @@ counts in.
 """
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from trainapp.memory.levers.costs import flops_of
 from trainapp.torch_private import DispatchMode
 
-# FLOP/s of dense products in bf16 or fp16 with sums in fp32, by a part of the name that torch reports; the makers' data
+# FLOP/s of dense products in bf16 or fp16 with sums in fp32, by words of the name that torch reports; the makers' data
 # sheets. First match counts.
 PEAKS = (
     ("B200", 2250e12),
@@ -43,6 +44,7 @@ PEAKS = (
     ("MI250X", 191.5e12),  # torch sees each of its two dies as a device
 )
 # Relative to those; fp32 has no tensor cores, and its rate is no fixed share.
+WITHOUT_TF32 = ("V100", "T4", "MI250X")
 OF_MODE = {"bf16": 1.0, "bf16_pure": 1.0, "fp16": 1.0, "tf32": 0.5, "int8": 2.0, "fp8": 2.0}
 
 
@@ -54,7 +56,9 @@ def peak_of(device: torch.device, mode: str, given: float | None) -> float | Non
     if given is not None or device.type != "cuda" or mode not in OF_MODE:
         return given
     name = torch.cuda.get_device_name(device)
-    return next((peak * OF_MODE[mode] for part, peak in PEAKS if part in name), None)
+    if mode == "tf32" and any(part in name for part in WITHOUT_TF32):
+        return None
+    return next((peak * OF_MODE[mode] for part, peak in PEAKS if re.search(rf"\b{part}\b", name)), None)
 
 
 class NoUtilisation:

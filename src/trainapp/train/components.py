@@ -171,11 +171,11 @@ def _datasets(config: Config, kind: Any) -> tuple[Any, dict[str, Any]]:
     )
     if config.task == "auto" and not config.updates:
         _require_known_task(train, config.data.target)
-    _require_samples(train, config.data.target)
+    _require_samples(train, f"data={config.data.target}")
     if is_empty(train):
         raise UserError(f"data={config.data.target}: the training split is empty")
     if evaluation is not None:
-        _require_samples(evaluation, config.data.target)
+        _require_samples(evaluation, f"data={config.data.target}")
     return train, {} if evaluation is None or is_empty(evaluation) else {"": evaluation}
 
 
@@ -184,18 +184,18 @@ def _eval_set(config: Config, name: str, kind: Any) -> Any:
     node, provided = config.eval[name], {"split": "val", "seed": config.train.seed}
     found = targets.construct(kind, node.arguments, f"eval.{name}", config.user_packages, provided)
     if found is not None:
-        _require_samples(found, node.target)
+        _require_samples(found, f"eval.{name}._target_={node.target}")
     if found is None or is_empty(found):
         raise UserError(f"eval.{name}._target_={node.target}: it has no samples; leave it out, or give it some")
     return found
 
 
-def _require_samples(data: Any, name: str) -> None:
+def _require_samples(data: Any, setting: str) -> None:
     """Raises UserError for an object from which no sample can be had."""
     fetches = hasattr(data, "__getitem__") or hasattr(data, "__getitems__")
     if not (is_stream(data) or (hasattr(data, "__len__") and fetches)):
         raise UserError(
-            f"data={name}: a {type(data).__name__} is no data set; it needs `__len__` and `__getitem__`, or, as a "
+            f"{setting}: a {type(data).__name__} is no data set; it needs `__len__` and `__getitem__`, or, as a "
             "stream, `__iter__` alone"
         )
 

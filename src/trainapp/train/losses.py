@@ -194,7 +194,10 @@ def needs_whole_batch(task: Any) -> bool:
 
 
 # What the log records in addition to metrics: see `loop.log`, `Sizes.scalars` and `Meter.scalars`.
-RESERVED = frozenset({"loss", "step", "samples", "epoch", "lr", "grad_norm", "samples_per_second", "data_wait"})
+RESERVED = frozenset(
+    {"loss", "step", "samples", "epoch", "lr", "grad_norm", "data_wait", "skipped_steps"}
+    | {"samples_per_second", "tokens_per_second", "mfu"}
+)
 
 
 def evaluate_metrics(metrics: Metrics, stateful: Collection[str] = ()) -> dict[str, Tensor]:
