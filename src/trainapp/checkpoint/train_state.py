@@ -12,6 +12,7 @@ from trainapp.checkpoint import model_state, optimizer_state
 from trainapp.checkpoint.model_state import Layout, Sizes
 from trainapp.checkpoint.stateful import Stateful
 from trainapp.data.progress import Progress
+from trainapp.models import adapters
 from trainapp.optim.ema import WeightAverage
 from trainapp.optim.precision import Precision
 from trainapp.rng import rng_state, seed_everything, set_rng_state
@@ -43,13 +44,14 @@ class TrainState:
         self.built_options = optimizer_state.options(self.optimizer)
 
     def tensors(self) -> dict[str, Any]:
-        """Model, optimizer and average by parameter name: the tensors themselves, whole or in shards.
+        """Model, optimizer and average by parameter name: the tensors themselves, whole or in shards. Of a model with
+        adapters, not its frozen base.
 
         A tensor with several names, such as tied weights, is listed under the first. The optimizer's part has its other
         values, too.
         """
         return {
-            "model": {name: tensor.detach() for name, tensor in model_state.own_tensors(self.model).items()},
+            "model": {name: tensor.detach() for name, tensor in model_state.saved_tensors(self.model).items()},
             "optimizer": optimizer_state.tensors(self.model, self.optimizer),
             "average": dict(zip(_trained_names(self.model), self.average.averages, strict=False)),
         }
@@ -67,6 +69,7 @@ class TrainState:
         By rank: ranks, the `rank_values`; stateful, what else owns state (one for all where it is the same on every
         rank; None: this process's). Raises UserError for an optimizer's value that a checkpoint cannot hold.
         """
+        base = adapters.base_of(self.model)
         return {
             "scaler": self.precision.scaler.state_dict(),
             "rng": [own["rng"] for own in ranks],
@@ -79,6 +82,7 @@ class TrainState:
                 "consumed": self.progress.consumed,
                 "samples": self.data_samples,
             },
+            "base": None if base is None else base.digest,
             "model_values": {
                 "changed": model_state.changes(self.model, self.built),
                 "added": [own["added"] for own in ranks],
@@ -90,7 +94,9 @@ class TrainState:
         """Make room for the saved tensors: before they are read into `tensors`. saved: the `values` beside them.
 
         sizes: of the saved tensors. Returns names in the optimizer's state that differ from those of another one.
+        Raises UserError for adapters that were trained on another base.
         """
+        adapters.require_same_base(self.model, saved.get("base"))
         added = saved["model_values"]["added"]
         model_state.load_added_entries(self.model, added[rank if len(added) == world else 0])
         own_sizes = {name.removeprefix("model."): size for name, size in sizes.items() if name.startswith("model.")}

@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,6 +17,8 @@ from trainapp.config.schema import Config, Loader, Model, Optimizer
 from trainapp.config.validation import messages
 from trainapp.errors import UserError
 from trainapp.paths import CONF
+
+FILLED_IN = ("run_dir", "command", "loader", "given")
 
 
 def from_command_line(overrides: Iterable[str], run_dir: str = "", config_dir: str | Path | None = None) -> Config:
@@ -33,7 +35,7 @@ def from_command_line(overrides: Iterable[str], run_dir: str = "", config_dir: s
         if message is None:
             raise
         raise UserError(message) from None
-    return from_hydra(composed, run_dir, "python -m trainapp")
+    return from_hydra(composed, run_dir, "python -m trainapp", given)
 
 
 def _search_path(config_dir: str | Path | None) -> list[str]:
@@ -46,23 +48,28 @@ def _search_path(config_dir: str | Path | None) -> list[str]:
     return [f"hydra.searchpath=['{quoted}']"]
 
 
-def from_hydra(composed: DictConfig, run_dir: str, command: str) -> Config:
-    """The typed configuration of one run. Raises UserError with all mistakes, one per line."""
+def from_hydra(composed: DictConfig, run_dir: str, command: str, overrides: Iterable[str] = ()) -> Config:
+    """The typed configuration of one run. overrides: of the command line. Raises UserError with all mistakes, one per
+    line.
+    """
     try:
         plain = cast(dict[str, Any], OmegaConf.to_container(composed, resolve=True))
     except OmegaConfBaseException as error:
         setting = f"{error.full_key}: " if error.full_key else ""
         raise UserError(f"{setting}{str(error).strip().splitlines()[0]}") from None
-    return from_dict(plain, run_dir, command)
+    given = {re.split(r"[.@=:]", text.lstrip("+~"), maxsplit=1)[0] for text in overrides}
+    return from_dict(plain, run_dir, command, sorted(given))
 
 
-def from_dict(plain: dict[str, Any], run_dir: str = "", command: str = "") -> Config:
+def from_dict(plain: dict[str, Any], run_dir: str = "", command: str = "", given: Sequence[str] = ()) -> Config:
     """As `from_hydra`, from plain containers in the layout of conf/train.yaml."""
     errors = _unknown_groups(plain)
     settings = {key: value for key, value in plain.items() if key not in ("data", "model", "optimizer")}
     settings |= _split_targets(plain, errors)
     try:
-        config = TypeAdapter(Config).validate_python(settings | {"run_dir": run_dir, "command": command})
+        config = TypeAdapter(Config).validate_python(
+            settings | {"run_dir": run_dir, "command": command, "given": [*given]}
+        )
     except pydantic.ValidationError as error:
         errors += [_as_written(line) for line in messages(error, "", _known_keys)]
     if not errors:
@@ -94,8 +101,8 @@ def _split_targets(plain: dict[str, Any], errors: list[str]) -> dict[str, Any]:
 
 
 def _unknown_groups(plain: dict[str, Any]) -> list[str]:
-    """Settings that the program fills in itself: `run_dir`, `command` and `loader`."""
-    return [f"{key}: no such setting" for key in ("run_dir", "command", "loader") if key in plain]
+    """Settings that the program fills in itself."""
+    return [f"{key}: no such setting" for key in FILLED_IN if key in plain]
 
 
 def _as_written(line: str) -> str:
@@ -108,7 +115,7 @@ def _known_keys(location: tuple[Any, ...]) -> list[str]:
     for part in location:
         kind = next(f.type for f in dataclasses.fields(node) if f.name == part)
         node = kind
-    return [f.name for f in dataclasses.fields(node) if f.name not in ("run_dir", "command", "loader")]
+    return [f.name for f in dataclasses.fields(node) if f.name not in FILLED_IN]
 
 
 def _conflicts(config: Config) -> list[str]:
@@ -143,6 +150,13 @@ def _conflicts(config: Config) -> list[str]:
         errors.append(
             "train.detect_anomaly=true with precision=fp16: its loss scale lets gradients overflow until it has "
             "settled, and the detection would stop at the first one; use precision=bf16, or precision.initial_scale=1"
+        )
+    if config.export.merge and config.adapter.kind == "none" and "adapter" in config.given:
+        errors.append("export.merge=true with adapter=none: there is nothing to merge; leave it out")
+    if config.adapter.kind != "none" and config.parallel.fsdp.meta_init:
+        errors.append(
+            f"adapter={config.adapter.kind} with parallel.fsdp.meta_init=true: the frozen weights would be drawn shard "
+            "by shard, and no checkpoint has them; use parallel.fsdp.meta_init=false"
         )
     if config.mode in ("eval", "export") and config.checkpointing.resume in ("auto", "none"):
         errors.append(

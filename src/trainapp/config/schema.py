@@ -13,7 +13,7 @@ from pydantic import AfterValidator, ConfigDict, Field, PlainValidator
 from pydantic.dataclasses import dataclass
 
 from trainapp.config import durations, micro_schedule
-from trainapp.config.validation import Bool, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Str
+from trainapp.config.validation import Bool, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Str
 from trainapp.units import parse_memory_size
 
 STRICT = ConfigDict(extra="forbid")
@@ -200,6 +200,18 @@ class Checkpointing:
 class Export:
     folder: Str | None = None
     file_size: MemorySize = "5GB"
+    merge: Bool = False
+
+
+@dataclass(config=STRICT)
+class Adapter:
+    kind: Literal["none", "lora"] = "none"
+    rank: PositiveInt = 8
+    alpha: PositiveFloat = 16.0
+    dropout: Fraction = 0.0
+    targets: Auto | list[Str] = "auto"
+    train: Auto | list[Str] = "auto"
+    base_dtype: Literal["fp32", "bf16"] = "fp32"
 
 
 @dataclass(config=STRICT)
@@ -219,7 +231,9 @@ class Model(Target):
 
 @dataclass(config=STRICT)
 class Config:
-    """One run. `run_dir` is where the run writes its files; `command` is the shell command that resumes it."""
+    """One run. `run_dir` is where the run writes its files; `command` is the shell command that resumes it; `given` are
+    the sections that the command line names.
+    """
 
     data: Target
     loader: Loader
@@ -242,8 +256,10 @@ class Config:
     plan: Plan = field(default_factory=Plan)
     checkpointing: Checkpointing = field(default_factory=Checkpointing)
     export: Export = field(default_factory=Export)
+    adapter: Adapter = field(default_factory=Adapter)
     run_dir: str = ""
     command: str = ""
+    given: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain containers, as written to checkpoints and TensorBoard."""

@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from trainapp.config.validation import check_arguments, suggest
+from trainapp.config.validation import check_arguments, holds_target, suggest
 from trainapp.errors import UserError
 
 ALLOWED_PACKAGES = (
@@ -21,6 +21,7 @@ ALLOWED_PACKAGES = (
     "trainapp.optim.muon",
     "torch.optim",
     "torch.nn",
+    "transformers",
 )
 
 
@@ -129,7 +130,7 @@ def _nested(node: Any, setting: str, user_packages: Sequence[str]) -> list[str]:
             target = locate(node["_target_"], f"{setting}._target_", user_packages)
             own = {key: value for key, value in node.items() if key not in ("_target_", "_args_", "_partial_")}
             if not node.get("_args_") and not node.get("_partial_"):
-                plain = {key: value for key, value in own.items() if not _holds_target(value)}  # the others: once built
+                plain = {key: value for key, value in own.items() if not holds_target(value)}  # the others: once built
                 errors += check_arguments(target, plain, setting, own.keys() - plain.keys())
         except UserError as error:
             errors.append(str(error))
@@ -138,12 +139,6 @@ def _nested(node: Any, setting: str, user_packages: Sequence[str]) -> list[str]:
     for key, child in children:
         errors += _nested(child, f"{setting}.{key}", user_packages)
     return errors
-
-
-def _holds_target(node: Any) -> bool:
-    if isinstance(node, dict):
-        return "_target_" in node or any(map(_holds_target, node.values()))
-    return isinstance(node, list) and any(map(_holds_target, node))
 
 
 def _parameters(target: Callable[..., Any]) -> Sequence[str]:

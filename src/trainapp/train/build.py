@@ -105,7 +105,7 @@ def run_of(
     state, strategy = assembled.state, assembled.strategy
     strategy.note_buffer = memory.note_buffer
     state.stateful = owners_of_state(components, state.model, device)
-    if config.model.init_from:
+    if config.model.init_from and config.adapter.kind == "none":  # else it was loaded into the base
         load_initial_weights(state.model, Path(config.model.init_from), config.model.init_strict)
         state.average.start_at_weights()
     warn_of_bilinear(state)

@@ -12,6 +12,7 @@ from trainapp.config import targets
 from trainapp.config.schema import Config
 from trainapp.config.validation import check_arguments
 from trainapp.errors import UserError
+from trainapp.models.adapters import adapted
 from trainapp.train import losses
 
 BUILT_IN_TASKS = ("classification", "next_token")
@@ -34,7 +35,7 @@ def load_components(config: Config) -> Components:
     found = _locate_all(config)
     train, evaluation = _datasets(config, found["data"])
     return Components(
-        model=found["model"],
+        model=adapted(found["model"], config),
         task=_task(config, found["task"]) or getattr(losses, train.task),
         train_data=train,
         eval_data=evaluation,
