@@ -51,8 +51,8 @@ def build(
     """A model of Transformers, in fp32.
 
     task: what its last layer is for, one of TASKS. config: `{model_type: llama, ...}`, drawn from the seed; with
-    `path`, changes of what is there. path: a folder, or a name on the hub. revision: on the hub. attention: `sdpa`, `eager`,
-    `flash_attention_2`; None: Transformers' choice.
+    `path`, changes of what is there. path: a folder, or a name on the hub. revision: on the hub. attention: `sdpa`,
+    `eager`, `flash_attention_2`; None: Transformers' choice.
     The others come from the data, where it knows them. packed: whether its sequences hold several documents.
     Raises UserError for settings that do not fit each other or the data, and where Transformers is missing.
     """
