@@ -1,5 +1,6 @@
 """`data=sft`: the loss is on answers alone, padded or packed; no example sees another."""
 
+import itertools
 import json
 
 import hf_files
@@ -71,9 +72,9 @@ def test_packed_sequences_hold_the_same_targets_with_positions_of_their_own(make
     found = []
     for targets, positions in zip(batch["targets"], batch["position_ids"], strict=True):
         starts = [*(positions == 0).nonzero().flatten().tolist(), 64]
-        pieces = [targets[a:b] for a, b in zip(starts, starts[1:], strict=False)]
+        pieces = [targets[a:b] for a, b in itertools.pairwise(starts)]
         found += [tuple(piece[piece != IGNORED].tolist()) for piece in pieces if (piece != IGNORED).any()]
-        assert all(torch.equal(positions[a:b], torch.arange(b - a)) for a, b in zip(starts, starts[1:], strict=False))
+        assert all(torch.equal(positions[a:b], torch.arange(b - a)) for a, b in itertools.pairwise(starts))
     assert sorted(found) == wanted
 
 
@@ -109,7 +110,7 @@ def test_the_splits_share_the_examples(make):
         ("[1]", r"chat\.jsonl:1: an example must be an object"),
         (
             '{"prompt": "a", "reply": "b"}',
-            r"chat\.jsonl:1: an example needs texts under 'prompt' and 'answer'.*'reply'",
+            "needs texts under 'prompt' and 'answer'.*this one has 'prompt', 'reply'",
         ),
         ('{"messages": "hello"}', r"chat\.jsonl:1: messages must be a list of objects"),
     ],
