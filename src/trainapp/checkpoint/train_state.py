@@ -53,8 +53,12 @@ class TrainState:
         return {
             "model": {name: tensor.detach() for name, tensor in model_state.saved_tensors(self.model).items()},
             "optimizer": optimizer_state.tensors(self.model, self.optimizer),
-            "average": dict(zip(_trained_names(self.model), self.average.averages, strict=False)),
+            "average": self.averages(),
         }
+
+    def averages(self) -> dict[str, torch.Tensor]:
+        """The weight average by parameter name; empty where none is kept."""
+        return dict(zip(_trained_names(self.model), self.average.averages, strict=False))
 
     def rank_values(self) -> dict[str, Any]:
         """What every rank has of its own: its random generators, and entries that modules add to the state dict.

@@ -103,7 +103,10 @@ def check_arguments(
     options = pydantic.ConfigDict(extra="allow" if open_ended else "forbid", arbitrary_types_allowed=True)
     try:
         model = pydantic.create_model("Arguments", __config__=options, **fields)
+        is_complete = model.__pydantic_complete__  # else a name within an annotation is unresolved
     except Exception:
+        is_complete = False
+    if not is_complete:
         fields = {name: (hint if _can_be_checked(hint) else Any, rule) for name, (hint, rule) in fields.items()}
         model = pydantic.create_model("Arguments", __config__=options, **fields)
     try:
@@ -142,9 +145,7 @@ def _hints(target: Callable[..., Any]) -> dict[str, Any]:
 def _can_be_checked(annotation: Any) -> bool:
     """Whether pydantic has a check for it: it refuses typing's own TypedDict, say, and names that are unresolved."""
     for config in (_ANY_CLASS, None):  # none for a type that has a configuration of its own
-        try:
-            TypeAdapter(annotation, config=config)
-        except Exception:
-            continue
-        return True
+        with contextlib.suppress(Exception):
+            if TypeAdapter(annotation, config=config).pydantic_complete:
+                return True
     return False

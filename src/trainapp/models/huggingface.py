@@ -57,6 +57,11 @@ def build(
     Raises UserError for settings that do not fit each other or the data, and where Transformers is missing.
     """
     transformers = require_transformers("model=hf")
+    if path is not None and torch.empty(0).is_meta:
+        raise UserError(
+            f"model.path={path} with parallel.fsdp.meta_init=true: weights are read into a model in host memory; use "
+            "parallel.fsdp.meta_init=false"
+        )
     kind = getattr(transformers, _class_of(task))
     settings = _configuration(transformers, config, path, revision)
     from_data = {"vocab_size": vocab_size, "num_classes": num_classes, "classes": classes, "image_shape": image_shape}

@@ -54,8 +54,8 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     """The repeated layers, outermost ones only; none for other models."""
     if not is_one(model):
         return []
-    layer = sys.modules["transformers.modeling_layers"].GradientCheckpointingLayer
-    found = _outermost(model, lambda module: isinstance(module, layer))
+    layers = sys.modules.get("transformers.modeling_layers")
+    found = [] if layers is None else _outermost(model, layers.GradientCheckpointingLayer)
     if found:
         return found
     lists = [[*module] for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 1]
@@ -63,10 +63,10 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     return max(alike, key=lambda members: sum(p.numel() for m in members for p in m.parameters()), default=[])
 
 
-def _outermost(root: nn.Module, is_wanted: Callable[[nn.Module], bool]) -> list[nn.Module]:
+def _outermost(root: nn.Module, kind: type) -> list[nn.Module]:
     found: list[nn.Module] = []
     for child in root.children():
-        found += [child] if is_wanted(child) else _outermost(child, is_wanted)
+        found += [child] if isinstance(child, kind) else _outermost(child, kind)
     return list(dict.fromkeys(found))
 
 

@@ -41,7 +41,7 @@ def export_weights(run: Run, folder: Path, largest: int) -> list[Path]:
     Exports the weight average if the run keeps one. Tied weights are written once, under their first name.
     Collective: shards are gathered one tensor at a time, so that rank 0 holds at most one file's worth.
     """
-    average = run.state.tensors()["average"]
+    average = run.state.averages()
     parts: list[Path] = []
     places: dict[str, Path] = {}
     waiting: dict[str, torch.Tensor] = {}

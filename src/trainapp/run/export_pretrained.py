@@ -74,7 +74,7 @@ def _gathered(run: Run, tensors: dict[str, Any]) -> dict[str, torch.Tensor]:
     ranks other than 0, which take part in gathering.
     """
     names = {id(parameter): name for name, parameter in run.state.model.named_parameters()}
-    average = run.state.tensors()["average"]
+    average = run.state.averages()
     gathered: dict[int, torch.Tensor] = {}
     weights: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
