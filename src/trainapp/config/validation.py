@@ -129,7 +129,7 @@ def _hints(target: Callable[..., Any]) -> dict[str, Any]:
     of their types for type checkers alone.
     """
     own = inspect.unwrap(target)
-    function = own.__init__ if inspect.isclass(own) else own  # type: ignore[misc]
+    function = own.__init__ if inspect.isclass(own) else own
     try:
         return typing.get_type_hints(function, include_extras=True)
     except Exception:  # a NameError, and whatever an expression in an annotation raises

@@ -11,6 +11,7 @@ import numpy as np
 
 from trainapp.files import publish, temporary_file
 
+Tokens = Sequence[int] | np.ndarray
 log = logging.getLogger(__name__)
 
 
@@ -39,7 +40,7 @@ def key_of(*parts: Any) -> str:
     return hashlib.sha256("\0".join(map(repr, parts)).encode()).hexdigest()
 
 
-def token_store(directory: Path, key: str, documents: Callable[[], Iterable[Sequence[int]]]) -> TokenStore:
+def token_store(directory: Path, key: str, documents: Callable[[], Iterable[Tokens]]) -> TokenStore:
     """The documents under this key: those of an earlier run, or tokenised now and kept. In memory where the directory
     cannot be written.
 
@@ -62,7 +63,7 @@ def token_store(directory: Path, key: str, documents: Callable[[], Iterable[Sequ
     return TokenStore(np.concatenate([np.empty(0, np.int32), *arrays]), ends)
 
 
-def _write(tokens: Path, offsets: Path, documents: Iterable[Sequence[int]]) -> None:
+def _write(tokens: Path, offsets: Path, documents: Iterable[Tokens]) -> None:
     tokens.parent.mkdir(parents=True, exist_ok=True)
     lengths = [0]
     with temporary_file(tokens.parent, "wb") as file:

@@ -148,7 +148,7 @@ def exported(model: nn.Module) -> tuple[dict[str, Tensor], Any]:
     configuration of them.
     """
     peft = _require_peft()
-    settings = model.peft_config["default"]  # type: ignore[index, union-attr]  # set by peft
+    settings = model.peft_config["default"]  # set by peft
     # Otherwise it would ask the hub about the base's embeddings.
     options = {"state_dict": model.state_dict(keep_vars=True), "save_embedding_layers": False}
     trained = peft.get_peft_model_state_dict(model, **options)

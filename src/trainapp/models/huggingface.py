@@ -66,7 +66,7 @@ def build(
     settings = _configuration(transformers, config, path, revision)
     from_data = {"vocab_size": vocab_size, "num_classes": num_classes, "classes": classes, "image_shape": image_shape}
     _follow_data(settings, config or {}, path is None, from_data, context_length)
-    options = {} if attention is None else {"attn_implementation": attention}
+    options: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
     try:
         if path is None or is_tracing():  # a trace has no values to load
             model: Any = kind.from_config(settings, dtype=torch.float32, **options)
