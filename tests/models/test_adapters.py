@@ -163,6 +163,7 @@ def test_models_of_ones_own_take_adapters(tmp_path):
         (["adapter.targets=[q_prj]"], r"adapter\.targets=\[q_prj\]: LlamaForCausalLM has no module of this name"),
         (["adapter.train=[head]"], r"adapter\.train=\[head\]: LlamaForCausalLM has no module"),
         (["adapter.rank=0"], r"adapter\.rank=0: must be greater than 0"),
+        (["adapter.base_dtype=bf16"], r"adapter\.base_dtype=bf16 with precision=fp32: products"),
         (["parallel.fsdp.meta_init=true", "parallel=fsdp"], r"adapter=lora with parallel\.fsdp\.meta_init=true"),
     ],
 )

@@ -87,9 +87,17 @@ def test_adapters_on_two_ranks_are_those_of_one(tmp_path, strategy):
     from safetensors.torch import load_file
 
     alone = sharded(tmp_path, "one")
-    together = sharded(tmp_path, "two", f"parallel={strategy}", "parallel.devices=2", "adapter.base_dtype=fp32")
+    together = sharded(tmp_path, "two", f"parallel={strategy}", "parallel.devices=2")
     assert together == pytest.approx(alone, rel=1e-5)
     one, two = (load_file(tmp_path / name / "export/adapter_model.safetensors") for name in ("one_out", "two_out"))
     assert one.keys() == two.keys()
     for name, tensor in one.items():
         torch.testing.assert_close(two[name], tensor, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_shards_of_a_base_in_bf16_beside_adapters_in_fp32(tmp_path):
+    pytest.importorskip("peft", reason="needs the extra trainapp[peft]")
+    bf16 = ("adapter.base_dtype=bf16", "precision=bf16")
+    losses = sharded(tmp_path, "two", "parallel=fsdp", "parallel.devices=2", *bf16)
+    assert losses == pytest.approx(sharded(tmp_path, "one", *bf16), rel=2e-2)

@@ -2,7 +2,8 @@
 
 import importlib
 import types
-from typing import NamedTuple
+from importlib.util import find_spec
+from typing import Any, NamedTuple
 
 import torch
 
@@ -12,6 +13,7 @@ class Cell(NamedTuple):
 
     resumes: whether a checkpoint can hold all of its state. sums: whether an
     evaluation is the sum over its samples, whatever batches they come in. ranks: whether DDP takes the model as it is.
+    changes: settings, as for `harness.configure`.
     """
 
     model: str
@@ -20,6 +22,7 @@ class Cell(NamedTuple):
     resumes: bool = True
     sums: bool = True
     ranks: bool = True
+    changes: tuple[tuple[str, Any], ...] = ()
 
 
 MODELS = {
@@ -71,6 +74,18 @@ MODELS = {
     "gradient penalty": Cell("structures.GradientPenalty", task="losses.own"),
     "unused branch": Cell("structures.NestedLists", ranks=False),
 }
+
+if find_spec("peft") is not None:  # an extra
+    MODELS |= {
+        "llama": Cell("llamas.llama", "data.Tokens", "losses.next_token_of_outputs"),
+        "llama with lora": Cell(
+            "llamas.llama",
+            "data.Tokens",
+            "losses.next_token_of_outputs",
+            changes=(("adapter.kind", "lora"), ("adapter.dropout", 0.1)),
+        ),
+        "packed documents": Cell("llamas.llama", "llamas.PackedTokens", "losses.next_token_of_outputs"),
+    }
 
 BATCHES = {
     "dict": Cell("batches.Linear", "batches.Dicts", "batches.of_dict"),

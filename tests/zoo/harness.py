@@ -69,7 +69,7 @@ def configure(cell: Cell, run_dir: Path, changes: dict[str, Any] | None = None) 
         task=f"zoo.{cell.task}",
         run_dir=str(run_dir),
     )
-    for name, value in (changes or {}).items():
+    for name, value in {**dict(cell.changes), **(changes or {})}.items():
         section, key = name.split(".")
         part = getattr(config, section)
         change = {"arguments": {**part.arguments, key: value}} if section in ("data", "model") else {key: value}

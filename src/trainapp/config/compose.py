@@ -153,6 +153,11 @@ def _conflicts(config: Config) -> list[str]:
         )
     if config.export.merge and config.adapter.kind == "none" and "adapter" in config.given:
         errors.append("export.merge=true with adapter=none: there is nothing to merge; leave it out")
+    if config.adapter.base_dtype == "bf16" and config.precision.mode in ("fp32", "tf32", "fp16"):
+        errors.append(
+            f"adapter.base_dtype=bf16 with precision={config.precision.mode}: products with a base in bf16 are in bf16; "
+            "use precision=bf16"
+        )
     if config.adapter.kind != "none" and config.parallel.fsdp.meta_init:
         errors.append(
             f"adapter={config.adapter.kind} with parallel.fsdp.meta_init=true: the frozen weights would be drawn shard "
