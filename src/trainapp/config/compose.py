@@ -155,8 +155,8 @@ def _conflicts(config: Config) -> list[str]:
         errors.append("export.merge=true with adapter=none: there is nothing to merge; leave it out")
     if config.adapter.base_dtype == "bf16" and config.precision.mode in ("fp32", "tf32", "fp16"):
         errors.append(
-            f"adapter.base_dtype=bf16 with precision={config.precision.mode}: products with a base in bf16 are in bf16; "
-            "use precision=bf16"
+            f"adapter.base_dtype=bf16 with precision={config.precision.mode}: products with a base in bf16 are in "
+            "bf16; use precision=bf16"
         )
     if config.adapter.kind != "none" and config.parallel.fsdp.meta_init:
         errors.append(
