@@ -120,7 +120,7 @@ def _known_keys(location: tuple[Any, ...]) -> list[str]:
 
 def _conflicts(config: Config) -> list[str]:
     """Rules that span several settings."""
-    errors = []
+    errors = _conflicts_of_adapters(config)
     train, batch, steps = config.train, config.batch, config.accumulation.steps
     if config.mode == "train" and train.max_steps is None and train.max_epochs is None:
         errors.append("train.max_steps=null and train.max_epochs=null: the run would never end; set one of them")
@@ -151,6 +151,16 @@ def _conflicts(config: Config) -> list[str]:
             "train.detect_anomaly=true with precision=fp16: its loss scale lets gradients overflow until it has "
             "settled, and the detection would stop at the first one; use precision=bf16, or precision.initial_scale=1"
         )
+    if config.mode in ("eval", "export") and config.checkpointing.resume in ("auto", "none"):
+        errors.append(
+            f"mode={config.mode} with checkpointing.resume={config.checkpointing.resume}: name the checkpoint or the "
+            "run directory that it is about"
+        )
+    return errors
+
+
+def _conflicts_of_adapters(config: Config) -> list[str]:
+    errors = []
     if config.export.merge and config.adapter.kind == "none" and "adapter" in config.given:
         errors.append("export.merge=true with adapter=none: there is nothing to merge; leave it out")
     if config.adapter.base_dtype == "bf16" and config.precision.mode in ("fp32", "tf32", "fp16"):
@@ -162,10 +172,5 @@ def _conflicts(config: Config) -> list[str]:
         errors.append(
             f"adapter={config.adapter.kind} with parallel.fsdp.meta_init=true: the frozen weights would be drawn shard "
             "by shard, and no checkpoint has them; use parallel.fsdp.meta_init=false"
-        )
-    if config.mode in ("eval", "export") and config.checkpointing.resume in ("auto", "none"):
-        errors.append(
-            f"mode={config.mode} with checkpointing.resume={config.checkpointing.resume}: name the checkpoint or the "
-            "run directory that it is about"
         )
     return errors
