@@ -259,7 +259,7 @@ class Config:
     adapter: Adapter = field(default_factory=Adapter)
     run_dir: str = ""
     command: str = ""
-    given: list[str] = field(default_factory=list)
+    given: list[str] = field(default_factory=list, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain containers, as written to checkpoints and TensorBoard."""

@@ -37,6 +37,7 @@ def describe(config: Config, device_name: str) -> dict[str, Any]:
         "torch": torch.__version__,
         "model": config.model.target,
         "precision": config.precision.mode,
+        **({} if config.adapter.kind == "none" else {"adapter": config.adapter.kind}),
         "optimizer": [
             config.optimizer.target,
             config.optimizer.arguments,
