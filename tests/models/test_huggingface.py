@@ -8,6 +8,7 @@ from helpers import metrics
 from oom.inject import Injector, Recorded
 from torch import nn
 
+from trainapp.config import targets
 from trainapp.errors import UserError
 from trainapp.models import transformers_models
 from trainapp.models.inspect import blocks_of, last_layer
@@ -68,6 +69,10 @@ def test_the_data_fills_in_what_the_configuration_leaves_open():
         ({"task": "causal_lm", "config": {**CONFIG, "hidden_size": "x"}}, r"model\.config=.*hidden_size"),
         ({"task": "causal_lm", "config": CONFIG, "vocab_size": 65}, r"vocab_size=64: the data has 65 tokens"),
         ({"task": "causal_lm", "path": "./no/such"}, r"model\.path=\./no/such: there is no such folder"),
+        (
+            {"task": "causal_lm", "config": {**CONFIG, "trust_remote_code": True}},
+            r"model\.config\.trust_remote_code: code that comes with a model is not run",
+        ),
         ({"task": "image_classification", "config": CONFIG}, r"model\.config=.*Unrecognized configuration class"),
         (
             {"task": "causal_lm", "config": {**CONFIG, "max_position_embeddings": 8}, "context_length": 9},
@@ -174,6 +179,13 @@ def test_any_class_by_its_name(tmp_path):
             "+model.config={_target_: transformers.LlamaConfig, hidden_size: x}",
             *TOKENS,
         )
+
+
+@pytest.mark.parametrize("name", ["pipeline", "AutoModelForCausalLM", "Trainer"])
+def test_other_names_of_transformers_are_refused(name):
+    with pytest.raises(UserError, match=rf"model\._target_=transformers\.{name}: of Transformers, classes of models"):
+        targets.locate(f"transformers.{name}", "model._target_", [])
+    assert targets.locate("transformers.LlamaConfig", "model._target_", []) is transformers.LlamaConfig
 
 
 def test_memory_runs_out_and_nothing_is_lost(tmp_path):

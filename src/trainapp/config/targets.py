@@ -52,7 +52,20 @@ def locate(target: str, setting: str, user_packages: Sequence[str]) -> Callable[
         )
     # A module's namespace also holds what it imports: judge the object by where it comes from.
     _require_allowed(f"{getattr(located, '__module__', '')}.{name}", target, setting, allowed)
+    if target.startswith("transformers.") and "transformers" not in user_packages:
+        _require_model_or_configuration(located, target, setting)
     return located
+
+
+def _require_model_or_configuration(located: Any, target: str, setting: str) -> None:
+    """Of Transformers' other names some download and run code, as `pipeline` does."""
+    package = importlib.import_module("transformers")
+    kinds = (package.PreTrainedModel, package.PreTrainedConfig)
+    if not (inspect.isclass(located) and issubclass(located, kinds)):
+        raise UserError(
+            f"{setting}={target}: of Transformers, classes of models and of their configurations may be named here; "
+            "for an Auto class, use model=hf with model.task"
+        )
 
 
 def _require_allowed(name: str, target: str, setting: str, allowed: Sequence[str]) -> None:

@@ -8,7 +8,7 @@ import inspect
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,8 @@ from trainapp.rng import preserved_rng
 from trainapp.torch_private import is_tracing
 
 log = logging.getLogger(__name__)
+
+_CODE = ("trust_remote_code", "auto_map")  # settings by which Transformers would download and run code
 
 # Transformers' class for each value of `model.task`.
 TASKS = {
@@ -39,7 +41,7 @@ def build(
     config: dict[str, Any] | None = None,
     path: Str | None = None,
     revision: Str | None = None,
-    attention: Str | None = None,
+    attention: Literal["sdpa", "eager", "flash_attention_2", "flex_attention"] | None = None,
     vocab_size: PositiveInt | None = None,
     context_length: PositiveInt | None = None,
     num_classes: PositiveInt | None = None,
@@ -51,8 +53,8 @@ def build(
     """A model of Transformers, in fp32.
 
     task: what its last layer is for, one of TASKS. config: `{model_type: llama, ...}`, drawn from the seed; with
-    `path`, changes of what is there. path: a folder, or a name on the hub. revision: on the hub. attention: `sdpa`,
-    `eager`, `flash_attention_2`; None: Transformers' choice.
+    `path`, changes of what is there. path: a folder, or a name on the hub. revision: on the hub. attention: how it is
+    computed; None: Transformers' choice.
     The others come from the data, where it knows them. packed: whether its sequences hold several documents.
     Raises UserError for settings that do not fit each other or the data, and where Transformers is missing.
     """
@@ -120,6 +122,12 @@ def _place(path: str) -> str:
 
 def _configuration(transformers: Any, config: dict[str, Any] | None, path: str | None, revision: str | None) -> Any:
     given = dict(config or {})
+    refused = [name for name in given if name in _CODE or name.endswith("_implementation")]
+    if refused:
+        raise UserError(
+            f"model.config.{refused[0]}: code that comes with a model is not run, nor kernels of the hub; leave it out "
+            "(model.attention chooses among the kinds of attention)"
+        )
     if path is None and "model_type" not in given:
         raise UserError(
             f"model.config={config}: needs a model_type, as in model.config={{model_type: llama, hidden_size: 64}}; or "

@@ -55,9 +55,10 @@ def as_saved(config: Config, path: Path) -> Config:
     return dataclasses.replace(config, train=dataclasses.replace(config.train, **changes))
 
 
-# What a run is made of; the first of them say that a command line chooses for itself.
+# The sections that say that a command line chooses for itself, and what a run is made of. Not `user_packages`: a
+# checkpoint from elsewhere would otherwise decide which code is imported.
 _CHOICES = ("model", "data", "task", "experiment")
-_MADE_OF = ("model", "data", "loader", "task", "adapter", "optimizer", "precision", "objective", "user_packages")
+_MADE_OF = ("model", "data", "loader", "task", "adapter", "optimizer", "precision", "objective")
 
 
 def _with_parts_of(config: Config, path: Path) -> Config:

@@ -169,7 +169,7 @@ def _require_same_forward(
         batch = map_tensors(lambda tensor: tensor.to(device), example(2))
         inputs, _ = losses.inputs_and_targets(batch)
         others = losses.beside_inputs(model, batch)
-        chunked_loss.require_same_forward(model, inputs, others, config.memory.loss_chunk)
+        chunked_loss.require_same_forward(model, inputs, config.memory.loss_chunk, others)
 
 
 def _quantize_products(model: nn.Module, kind: quantized_products.Kind) -> None:

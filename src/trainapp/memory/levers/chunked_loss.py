@@ -12,6 +12,7 @@ nothing from which to count correct predictions; and the application also runs o
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -104,7 +105,9 @@ def require_head(config: Config, model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def require_same_forward(model: nn.Module, inputs: Tensor, others: Mapping[str, Tensor], setting: Any) -> None:
+def require_same_forward(
+    model: nn.Module, inputs: Tensor, setting: Any, others: Mapping[str, Tensor] = MappingProxyType({})
+) -> None:
     """Raises UserError for a model whose forward is something else than its head after its features.
 
     inputs: of some samples; others: what the model takes beside them. Buffers and generators stay as they are.
