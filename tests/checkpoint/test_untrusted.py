@@ -116,7 +116,7 @@ def test_an_export_builds_nothing_that_only_the_checkpoint_allows(tmp_path, part
     runs.run(tmp_path / "sound", *resume)  # as it stands
     config = manifest["config"] | {"user_packages": ["os"]}
     changed = {
-        "model": {"target": "os.system", "arguments": {"command": "true"}} | {"init_from": None},
+        "model": {"target": "os.system", "arguments": {"command": f"touch {tmp_path / 'payload-ran'}"}},
         "task": "os.abort",
     }
     (path / MANIFEST).write_bytes(with_digest(manifest | {"config": config | {part: changed[part]}}))
