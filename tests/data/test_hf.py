@@ -65,6 +65,16 @@ def test_labels_become_classes_and_texts_are_padded_with_a_mask(tmp_path):
     assert batch["attention_mask"].min() == 0
 
 
+def test_classes_in_the_order_of_a_model(tmp_path):
+    tokenizer, path = str(hf_files.tokenizer_folder(tmp_path / "tokenizer")), str(written(tmp_path, "json"))
+    order = ["none", "fox", "dog", "cat"]
+    data = open_dataset("train", path, label="label", tokenizer=tokenizer, classes=order)
+    assert data.__getitems__([0, 1, 2])["targets"].tolist() == [1, 0, 2]
+    assert data.spec["num_classes"] == 4
+    with pytest.raises(UserError, match="data.label=label: dog have no class: not among fox, none, which data.classes"):
+        open_dataset("train", path, label="label", tokenizer=tokenizer, classes=["fox", "none"])
+
+
 def test_long_texts_are_cut(tmp_path, caplog):
     tokenizer = str(hf_files.tokenizer_folder(tmp_path / "tokenizer"))
     data = open_dataset("train", str(written(tmp_path, "json")), label="label", tokenizer=tokenizer, context_length=2)

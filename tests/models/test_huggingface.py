@@ -99,6 +99,18 @@ def test_a_folder_is_opened_and_its_settings_may_be_changed(tmp_path):
         build("causal_lm", path=str(folder), vocab_size=301)
 
 
+def test_classes_in_another_order_are_refused(tmp_path):
+    bert = {"model_type": "bert", **hf_files.SIZES, "vocab_size": 64}
+    with transformers_models.as_published(model := build("sequence_classification", bert, num_classes=2)):
+        model.config.id2label = {0: "no", 1: "yes"}
+        model.save_pretrained(tmp_path)
+    path = {"path": str(tmp_path), "num_classes": 2}
+    kept = build("sequence_classification", **path, classes=["no", "yes"])
+    assert torch.equal(kept.classifier.weight, model.classifier.weight)
+    with pytest.raises(UserError, match=r"in another order \(yes, no\); set data\.classes=\[no, yes\]"):
+        build("sequence_classification", **path, classes=["yes", "no"])
+
+
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_packed_documents_are_computed_as_by_themselves(attention):
     torch.manual_seed(0)
@@ -197,6 +209,15 @@ def test_memory_runs_out_and_nothing_is_lost(tmp_path):
     assert runs.differences(recorded.state(), replay.state()) == []
     control = Recorded(runs.configure(tmp_path / "c", *overrides, "train.seed=1"))
     assert runs.differences(recorded.state()["tensors"], control.state()["tensors"]) != []
+
+
+@pytest.mark.parametrize("adapter", ["none", "lora"])
+def test_a_rehearsed_step_is_the_same(tmp_path, adapter):
+    if adapter == "lora":
+        pytest.importorskip("peft", reason="needs the extra trainapp[peft]")
+    dropout = "+model.config.attention_dropout=0.1"
+    runs.run(tmp_path, *hf_files.CAUSAL, dropout, *TOKENS, f"adapter={adapter}", "debug=exactness", "train.max_steps=3")
+    assert len(metrics(tmp_path)) == 3
 
 
 def test_batches_with_a_mask_need_a_model_that_takes_it():

@@ -32,6 +32,7 @@ def open_dataset(
     val_split: Str | None = None,
     text: Str = "text",
     label: Str | None = None,
+    classes: list[Str] | None = None,
     tokenizer: Str | None = None,
     vocab_size: PositiveInt = 4096,
     context_length: PositiveInt = 128,
@@ -42,7 +43,8 @@ def open_dataset(
 
     path: a folder that `save_to_disk` wrote, files or globs of them, a folder of files, or a name on the hub; name: its
     configuration there. val_split: None takes the split with a usual name, else the last `val_fraction` of the
-    training rows. tokenizer: a folder, a tokenizer.json or a name on the hub; None trains a byte-level BPE of
+    training rows. classes: their names in the order of a model; None: that of the column, or sorted. tokenizer: a
+    folder, a tokenizer.json or a name on the hub; None trains a byte-level BPE of
     `vocab_size` tokens on the training rows. Tokens and tokenizers are kept in `cache_dir`; see `paths.user_cache_dir`
     for the default.
     Raises UserError for a path, split or column that does not exist, and for a text too short for one block.
@@ -58,7 +60,7 @@ def open_dataset(
         tokenizer = str(folder)
     if label is None:
         return Blocks(rows, text, tokenizer, context_length, directory, split)
-    return Labelled(rows, train, text, label, tokenizer, context_length, directory)
+    return Labelled(rows, train, text, label, classes, tokenizer, context_length, directory)
 
 
 def open_rows(path: str | Sequence[str], name: str | None, directory: Path) -> Any:
@@ -182,6 +184,23 @@ class Blocks(_Tokenized):
         }
 
 
+def _classes(rows: Any, train: Any, label: str, wanted: list[str] | None) -> tuple[list[str], dict[Any, int]]:
+    """The names of the classes, and the number of each value in the column. Raises UserError for a value without."""
+    names = getattr(rows.features[label], "names", None)
+    values = list(range(len(names))) if names else sorted(set(train[label]) - {None})
+    by_name = dict(zip(map(str, names or values), values, strict=True))
+    order = list(by_name) if wanted is None else list(wanted)
+    missing = [value for name, value in by_name.items() if name not in order]
+    missing += sorted(set(rows[label]) - set(values), key=str)
+    if missing:
+        raise UserError(
+            f"data.label={label}: {listed(map(str, missing))} have no class: not among {listed(order)}, which "
+            f"{'the training rows have' if wanted is None else 'data.classes names'}"
+        )
+    numbers = {by_name[name]: number for number, name in enumerate(order) if name in by_name}
+    return order, numbers
+
+
 class Labelled(_Tokenized):
     """Texts and classes: inputs int64 [B, T], attention_mask int64 [B, T] with 0 where padded to the longest of the
     batch, targets int64 [B].
@@ -193,19 +212,18 @@ class Labelled(_Tokenized):
     task = "classification"
 
     def __init__(
-        self, rows: Any, train: Any, text: str, label: str, tokenizer: str, context_length: int, directory: Path
+        self,
+        rows: Any,
+        train: Any,
+        text: str,
+        label: str,
+        classes: list[str] | None,
+        tokenizer: str,
+        context_length: int,
+        directory: Path,
     ):
         super().__init__(tokenizer, context_length)
-        names = getattr(rows.features[label], "names", None)
-        known = list(range(len(names))) if names else sorted(set(train[label]) - {None})
-        missing = sorted(set(rows[label]) - set(known), key=str)
-        if missing:
-            raise UserError(
-                f"data.label={label}: {listed(map(str, missing))} have no class: not among those of the training rows "
-                f"({listed(map(str, known))})"
-            )
-        numbers = {value: number for number, value in enumerate(known)}
-        self.classes = [str(value) for value in (names or known)]
+        self.classes, numbers = _classes(rows, train, label, classes)
         self._targets = np.array([numbers[value] for value in rows[label]], np.int64)
         self._texts = self._store(rows, text, directory, True, [])
         self._special = frozenset(self.tokenizer.all_special_ids)

@@ -81,8 +81,9 @@ def build(
     transformers_models.prepare(model)
     _require_embeddings(model, vocab_size, path)
     text = model.config.get_text_config()
-    if getattr(text, "pad_token_id", None) is None and pad_token_id is not None:
-        text.pad_token_id = pad_token_id  # after the embedding is built: there it would mean "no gradient"
+    if num_classes is not None and getattr(text, "pad_token_id", None) is None:
+        # To find the last token of a text. Set after the embedding is built, where it would mean "no gradient".
+        text.pad_token_id = pad_token_id
     if packed:
         require_documents_apart(model)
     built: nn.Module = model
@@ -173,6 +174,8 @@ def _follow_data(
             )
         text.max_position_embeddings = context_length
     if data["num_classes"] is not None:
+        if not is_new and classes is not None:
+            _require_same_order(settings.id2label, classes)
         _set_classes(settings, given, data["num_classes"], classes)
     if data["image_shape"] is not None and is_new:
         channels, *size = data["image_shape"]
@@ -191,6 +194,18 @@ def _set_classes(settings: Any, given: dict[str, Any], count: int, classes: Sequ
     if classes is not None and "id2label" not in given:
         settings.id2label = dict(enumerate(classes))
         settings.label2id = {name: number for number, name in enumerate(classes)}
+
+
+def _require_same_order(of_model: dict[int, str], classes: Sequence[str]) -> None:
+    """Raises UserError where a model and the data have the same classes in another order: each would be trained as
+    another.
+    """
+    own = [of_model[number] for number in sorted(of_model)]
+    if own != list(classes) and sorted(own) == sorted(classes):
+        raise UserError(
+            f"model.path: its classes are {', '.join(own)}, and the data has them in another order "
+            f"({', '.join(classes)}); set data.classes=[{', '.join(own)}]"
+        )
 
 
 def _require_embeddings(model: Any, vocab_size: int | None, path: str | None) -> None:
@@ -233,5 +248,5 @@ def require_documents_apart(model: nn.Module) -> None:
 
 
 def _logits(output: Any) -> Tensor:
-    logits: Tensor = output.logits
+    logits: Tensor = output.logits if hasattr(output, "logits") else output[0]
     return logits.float()
