@@ -71,7 +71,9 @@ def test_classes_in_the_order_of_a_model(tmp_path):
     data = open_dataset("train", path, label="label", tokenizer=tokenizer, classes=order)
     assert data.__getitems__([0, 1, 2])["targets"].tolist() == [1, 0, 2]
     assert data.spec["num_classes"] == 4
-    with pytest.raises(UserError, match="data.label=label: dog have no class: not among fox, none, which data.classes"):
+    with pytest.raises(
+        UserError, match=r"data\.label=label: dog have no class: not among fox, none, which data\.classes"
+    ):
         open_dataset("train", path, label="label", tokenizer=tokenizer, classes=["fox", "none"])
 
 
