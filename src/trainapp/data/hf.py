@@ -44,9 +44,8 @@ def open_dataset(
     path: a folder that `save_to_disk` wrote, files or globs of them, a folder of files, or a name on the hub; name: its
     configuration there. val_split: None takes the split with a usual name, else the last `val_fraction` of the
     training rows. classes: their names in the order of a model; None: that of the column, or sorted. tokenizer: a
-    folder, a tokenizer.json or a name on the hub; None trains a byte-level BPE of
-    `vocab_size` tokens on the training rows. Tokens and tokenizers are kept in `cache_dir`; see `paths.user_cache_dir`
-    for the default.
+    folder, a tokenizer.json or a name on the hub; None trains a byte-level BPE of `vocab_size` tokens on the training
+    rows. Tokens and tokenizers are kept in `cache_dir`; see `paths.user_cache_dir` for the default.
     Raises UserError for a path, split or column that does not exist, and for a text too short for one block.
     """
     directory = user_cache_dir() if cache_dir is None else Path(cache_dir).expanduser()
