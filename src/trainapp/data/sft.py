@@ -86,16 +86,16 @@ class SupervisedFineTuning(BatchedDataset):
     def _usable(self, chosen: range, split: str) -> list[int]:
         """The examples of which an answer is left when they are cut. Raises UserError where there are none."""
         longest = self._longest + 1  # tokens: the last one is a target only
-        is_cut = [index for index in chosen if self._store.lengths[index] > longest]
+        cut = int((self._store.lengths[chosen.start : chosen.stop] > longest).sum())
         lost = {index for index in chosen if not (self._store.document(index)[1:longest] & ANSWER).any()}
-        if is_cut or lost:
+        if cut or lost:
             log.warning(
                 "data.context_length=%d: of %d examples of the %s split %d are longer and cut, and %d are left out, "
                 "since nothing of an answer is left",
                 self._longest,
                 len(chosen),
                 split,
-                len(is_cut),
+                cut,
                 len(lost),
             )
         if len(lost) == len(chosen) and (chosen or split == "train"):
