@@ -157,6 +157,22 @@ def test_models_of_ones_own_take_adapters(tmp_path):
     assert run.state.progress.step == 4
 
 
+def test_initial_weights_are_read_into_the_base(tmp_path):
+    gpt = (*runs.MODELS["gpt"], "oom.remember=false")
+    runs.run(tmp_path / "run", *gpt)
+    runs.run(tmp_path / "out", "mode=export", f"checkpointing.resume={tmp_path / 'run'}")
+    weights = load_file(tmp_path / "out/export/model.safetensors")
+
+    def base(*overrides):
+        run = runs.prepare(tmp_path / f"lora{len(overrides)}", *gpt, "adapter=lora", *overrides)
+        run.close()
+        named = run.state.model.named_parameters()
+        return {name.replace(".base_layer", ""): p.detach() for name, p in named if not p.requires_grad}
+
+    assert runs.differences(base(f"model.init_from={tmp_path / 'out/export/model.safetensors'}"), weights) == []
+    assert runs.differences(base(), weights) != []
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
