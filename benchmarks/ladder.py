@@ -70,7 +70,8 @@ def case(model: str, scale: float) -> tuple[str, ...]:
     width = max(2, round(8 * scale)) * 16
     if model == "gpt":
         return (
-            *("model=gpt", "model.depth=6", f"model.width={width}", "model.heads=4", "model.context_length=128"),
+            *("model=gpt", f"model.depth={max(2, round(6 * scale))}", f"model.width={width}", "model.heads=4"),
+            f"model.context_length={max(16, round(128 * scale))}",
             *("data=synthetic_tokens", f"data.vocab_size={max(64, round(8192 * scale))}", "data.size=256"),
         )
     image = max(8, round(32 * scale))
@@ -84,7 +85,7 @@ def main() -> None:
     parser.add_argument("--models", default="gpt,resnet")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=2, help="steps per run and round")
-    parser.add_argument("--scale", type=float, default=1.0, help="of widths, vocabulary and images")
+    parser.add_argument("--scale", type=float, default=1.0, help="of depth, widths, lengths, vocabulary and images")
     parser.add_argument("--json", type=Path, help="also write peaks and ratios to this file")
     options = parser.parse_args()
     logging.getLogger("trainapp").setLevel(logging.ERROR)

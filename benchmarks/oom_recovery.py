@@ -3,9 +3,11 @@
     python benchmarks/oom_recovery.py [--quick] [--json FILE]
 
 Accelerate and the Transformers Trainer are included if installed (`pip install accelerate transformers`); they are not
-dependencies. Each trainer runs in its own process, once without the limit and once with it, always inside the same
-counter of live tensors, so that times are comparable and the peak is known. The second table gives the cost of recovery
-in `python -m trainapp` relative to a run that starts at the micro-batch where the first one ended.
+dependencies. trainapp has two rows: one plans the size after the first error, as by default; the other halves it, as
+where nothing can be planned (`oom.plan=false`). Each trainer runs in its own process, once without the limit and once
+with it, always inside the same counter of live tensors, so that times are comparable and the peak is known. The second
+table gives the cost of recovery in `python -m trainapp` relative to a run that starts at the micro-batch where the
+first one ended.
 """
 
 import argparse
@@ -26,7 +28,8 @@ from _common import machine, table
 
 HERE = Path(__file__).resolve().parent
 MIB = 2**20
-TRAINERS = ("trainapp", "accelerate", "transformers")
+HALVING = "trainapp oom.plan=false"
+TRAINERS = ("trainapp", HALVING, "accelerate", "transformers")
 LEARNING_RATE = 1e-3
 # Long sequences come in steps 8, 11, 18 and 20 of 20 (quick: 2 and 3 of 5). Only they do not fit.
 FULL = {"size": 640, "val_size": 128, "global_size": 32, "limit": 64 * MIB, "context_length": 256, "rarity": 160}
@@ -63,7 +66,7 @@ def compare(trainer: str, job: dict[str, int]) -> dict[str, Any]:
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         return {"trainer": trainer, "missing": f"pip install {' '.join(missing)}"}
-    version = importlib.metadata.version(trainer)
+    version = importlib.metadata.version(trainer.partition(" ")[0])
     free, limited = (in_process(trainer, job | {"limit": limit}) for limit in (None, job["limit"]))
     return {"trainer": trainer, "version": version, **limited, "undisturbed": free}
 
@@ -99,6 +102,11 @@ def with_trainapp(job: dict[str, Any]) -> dict[str, Any]:
     return findings(ledger, job, reported, loss, started, counter.peak, restarts)
 
 
+def with_trainapp_halving(job: dict[str, Any]) -> dict[str, Any]:
+    """The same where nothing can be planned."""
+    return with_trainapp(job | {"plan": False})
+
+
 def overrides(job: dict[str, Any]) -> list[str]:
     """The job as arguments of `python -m trainapp`, where `oom_job` can be imported."""
     return [
@@ -117,6 +125,7 @@ def overrides(job: dict[str, Any]) -> list[str]:
         "optimizer.weight_decay=0",
         f"memory.limit={job['limit'] or 'null'}",
         "checkpointing.save=false",
+        f"oom.plan={str(job.get('plan', True)).lower()}",
     ]
 
 
@@ -126,7 +135,7 @@ def with_accelerate(job: dict[str, Any]) -> dict[str, Any]:
     import torch
     from accelerate.utils import find_executable_batch_size
 
-    from trainapp.data.sampler import epoch_order
+    from trainapp.data.order import epoch_order
 
     ledger, tries = oom_job.ledger(), Counter()
     train_data, val_data = datasets(job)
@@ -158,7 +167,7 @@ def with_transformers(job: dict[str, Any]) -> dict[str, Any]:
     from torch.utils.data import Sampler
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
-    from trainapp.data.sampler import epoch_order
+    from trainapp.data.order import epoch_order
 
     ledger, tries = oom_job.ledger(), Counter()
     train_data, val_data = datasets(job)
@@ -375,6 +384,7 @@ def _spread(values: list[float]) -> str:
 
 WORKERS = {
     "trainapp": with_trainapp,
+    HALVING: with_trainapp_halving,
     "accelerate": with_accelerate,
     "transformers": with_transformers,
     "overhead": run_once,

@@ -33,7 +33,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from trainapp.config import compose
-from trainapp.data.sampler import epoch_order
+from trainapp.data.order import epoch_order
 from trainapp.parallel.ranks import SingleRank
 from trainapp.signals import StopRequest
 from trainapp.train import build, loop

@@ -1,11 +1,11 @@
 """What a plan of large shapes costs: processor time and memory of the planner's process.
 
-    python benchmarks/plan_cost.py [--world N] [--only TEXT]
+    python benchmarks/plan_cost.py [--world N] [--device NAME] [--only TEXT]
 
 GPTs of the shapes of an 8B and a 70B language model, context 8192, on N ranks (512) of FSDP, HSDP and DDP, with one
 text per rank, bf16 and full activation checkpointing. `trace`: a step and an evaluation, once. `plan`: `mode=plan` with
 a given size, which searches for the largest one, too. Memory is the growth of the process's peak over what it has once
-everything is imported.
+everything is imported. --device: the same on CUDA tensors of a device that is not here.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from typing import Any
 from _common import machine, table
 
 BASE = (
-    "train.device=cpu", "train.max_epochs=null", "train.max_steps=3", "every.save=null", "checkpointing=off",
+    "train.max_epochs=null", "train.max_steps=3", "every.save=null", "checkpointing=off",
     "precision=bf16", "activation_checkpointing=full", "model=gpt", "model.context_length=8192",
     "data=synthetic_tokens", "data.vocab_size=128256", "memory.limit=null",
 )  # fmt: skip
@@ -30,11 +30,12 @@ SHAPES = {
 }
 
 
-def overrides(shape: str, spread: str, world: int) -> list[str]:
-    """The configuration: one text per rank, in training and in evaluation."""
+def overrides(shape: str, spread: str, world: int, device: str = "") -> list[str]:
+    """The configuration: one text per rank, in training and in evaluation. device: see `plan.device`; "" is the CPU."""
     data = (f"batch.global_size={world}", f"data.size={world}", f"data.val_size={world}")
     sizes = ("batch.micro_size=1", "batch.eval_micro_size=1")
-    return [*BASE, *SHAPES[shape], *data, *sizes, f"parallel={spread}", f"plan.world={world}"]
+    place = (f"plan.device={device}", "plan.levers=false") if device else ("train.device=cpu",)
+    return [*BASE, *SHAPES[shape], *data, *sizes, *place, f"parallel={spread}", f"plan.world={world}"]
 
 
 def measure(what: str, settings: Sequence[str]) -> dict[str, Any]:
@@ -43,6 +44,7 @@ def measure(what: str, settings: Sequence[str]) -> dict[str, Any]:
 
     from trainapp.config import compose
     from trainapp.plan import planner, ranks, sizes
+    from trainapp.plan.cuda import planner as cuda_planner
     from trainapp.torch_private import fake_tensor_mode
     from trainapp.train.components import load_components
 
@@ -52,7 +54,10 @@ def measure(what: str, settings: Sequence[str]) -> dict[str, Any]:
     if what == "plan":
         facts = planner.plan(config)[0]
     else:
-        plans = sizes.Planner(config, load_components(config))
+        if config.plan.device is None:
+            plans = sizes.Planner(config, load_components(config))
+        else:
+            plans = cuda_planner.for_device(config, load_components)
         rank = ranks.highest_ranks(plans.world, plans.shards, config.batch.global_size)[0]
         facts = {
             "peak_bytes": plans.at_rank(rank, 1, 1).peak.total,
@@ -88,6 +93,7 @@ def main() -> None:
     """Print one row per shape, strategy and kind of work."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--world", type=int, default=512, help="ranks")
+    parser.add_argument("--device", default="", help="a device as in plan.device, such as h100-80gb; else the CPU")
     parser.add_argument("--only", default="", help="rows with this text in their name, such as 70B fsdp trace")
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -100,7 +106,7 @@ def main() -> None:
             for what in ("trace", "plan"):
                 if options.only not in f"{shape} {spread} {what}":
                     continue
-                found = in_child(what, overrides(shape, spread, options.world))
+                found = in_child(what, overrides(shape, spread, options.world, options.device))
                 size = "-" if found["peak_bytes"] is None else f"{found['peak_bytes'] / 2**30:.2f}"
                 seconds, memory = f"{found['processor_seconds']:.1f}", f"{found['memory_bytes'] / 2**20:.0f}"
                 rows.append([shape, spread, what, str(found["traces"]), seconds, memory, size, found["reason"]])

@@ -176,7 +176,7 @@ def hand_written(strategy: str, settings: Any, ranks: Any, checked: int) -> tupl
     from torch.nn import functional
 
     from trainapp.config import schema
-    from trainapp.data.sampler import epoch_order
+    from trainapp.data.order import epoch_order
     from trainapp.parallel.ranks import SingleRank
     from trainapp.signals import StopRequest
     from trainapp.train import build

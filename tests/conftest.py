@@ -8,6 +8,7 @@ def private_cache(tmp_path_factory, monkeypatch):
     """The directory set as $TRAINAPP_CACHE during the test, for subprocesses too."""
     folder = tmp_path_factory.mktemp("cache")
     monkeypatch.setenv("TRAINAPP_CACHE", str(folder))
+    monkeypatch.setenv("WANDB_MODE", "offline")  # nothing leaves this machine
     return folder
 
 
@@ -23,7 +24,20 @@ def one_thread():
 
 
 # Longest first, so that no process ends up with one of them last.
-LONGEST = ("test_readme.py", "test_faults.py", "test_out_of_memory.py", "test_equality.py", "test_cli.py")
+LONGEST = (
+    "test_pairs.py",
+    "test_faults.py",
+    "test_readme.py",
+    "test_benchmarks.py",
+    "test_out_of_memory.py",
+    "test_check_gpu.py",
+    "test_planned.py",
+    "test_launch.py",
+    "test_fuzz.py",
+    "test_planned_ranks.py",
+    "test_equality.py",
+    "test_cli.py",
+)
 
 
 def pytest_collection_modifyitems(items):

@@ -32,13 +32,13 @@ from trainapp.signals import StopRequest
 from trainapp.torch_operators import READ_OPERATORS
 from trainapp.torch_private import DispatchMode, fake_tensor_mode
 from trainapp.train import build, loop
-from trainapp.train.run import Cadences
+from trainapp.train.cadences import Cadences
 
 CUDA = torch.device("cuda", 0)
 SAMPLES = 8  # in each of two micro-batches
 STEPS = 6  # a size is proven after three
 _aten = torch.ops.aten
-# Beside reads of single values: operations whose result has a size that only the device knows, and comparisons.
+# Besides reads of single values: operations whose result has a size that only the device knows, and comparisons.
 _WAITING = {
     *READ_OPERATORS,
     _aten.nonzero.default,
@@ -164,7 +164,7 @@ def twin(overrides: list[str], device: torch.device, scaled: bool = False, ranks
 
         scaler = torch.amp.GradScaler(device.type, enabled=scaled)
         parts.numerics = Precision("fp32", torch.float32, contextlib.nullcontext(), scaler)
-        parts.batches = FakeBatches(parts.batches, moved, None, parts.memory.passes)
+        parts.batches = FakeBatches(parts.batches, moved, None, parts.memory)
         run = build.run_of(config, parts, StopRequest(), SingleRank(), initial_device=str(device))
         run.cadences = Cadences(log=0, evaluate=0, save=0)
         if ranks > 1:

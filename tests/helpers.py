@@ -12,6 +12,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 # What Hydra and the log write before a run does anything.
 OWN_FILES = {".hydra/config.yaml", ".hydra/hydra.yaml", ".hydra/overrides.yaml", "trainapp.log"}
+PLAN_FILES = {".plan/config.yaml", ".plan/hydra.yaml", ".plan/overrides.yaml", "plan.log"}  # with mode=plan
 
 
 def environment(env: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from trainapp.train.losses import classification
+from trainapp.train.losses import classification, next_token
 
 
 class Net(nn.Module):
@@ -222,3 +222,21 @@ def keeps_weights(model: nn.Module, batch: Any) -> tuple[Tensor, int, dict[str, 
         KEPT["weights"] = torch.full((10,), 0.5)
     loss = F.cross_entropy(model(batch["inputs"]), batch["targets"], weight=KEPT["weights"], reduction="sum")
     return loss, len(batch["targets"]), {}
+
+
+class Bank:
+    """next_token with 400 KB in a list beside the model."""
+
+    def __init__(self):
+        self.bank = [torch.zeros(100_000)]
+
+    def __call__(self, model, batch):
+        return next_token(model, batch)
+
+
+def dropout_and_data(model: nn.Module, batch: Any) -> tuple[Tensor, int, dict[str, Tensor]]:
+    """Classification that draws a random number and counts its calls in an attribute, which scales the loss."""
+    loss, count, _ = classification(model, batch)
+    calls = model.calls = getattr(model, "calls", 0) + 1
+    logits = model(batch["inputs"]).detach()
+    return loss * (calls + torch.rand(())), count, {"accuracy": (logits.argmax(-1) == batch["targets"]).sum()}

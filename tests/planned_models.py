@@ -1,8 +1,11 @@
 """Models whose memory in a run is not that of their trace, which runs on fake tensors."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
+from trainapp.tasks import classification, next_token
 from trainapp.torch_private import is_tracing
 
 
@@ -78,6 +81,102 @@ class Careful(Net):
         return 1000
 
 
+class Bank(Net):
+    """Keeps 1000 numbers more after each training step."""
+
+    def __init__(self):
+        super().__init__()
+        self.bank: list[Tensor] = []
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            self.bank.append(torch.zeros(1000))
+        return super().forward(inputs)
+
+
+class Ring(Bank):
+    """Keeps those of the last three."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        result = super().forward(inputs)
+        del self.bank[:-3]
+        return result
+
+
+class Remembering(Net):
+    """Keeps what it has computed, with its graph, until it computes it again."""
+
+    features = None
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        flat = inputs.flatten(1)
+        flat.new_ones(len(flat), 8000)  # for a moment, beside what is still kept: the peak
+        self.features = flat.new_ones(len(flat), 1000) * self.scale
+        return self.last(flat) + (self.features * self.features).mean(1, keepdim=True)
+
+
+class Growing(Net):
+    """Keeps twice as much for backward from its 13th training forward on: a trace has fewer."""
+
+    forwards = 0
+    later = 2000
+
+    def extra(self, inputs: Tensor) -> int:
+        self.forwards += self.training
+        return self.later if self.forwards > 12 else 1000
+
+
+class Creeping(Growing):
+    """A thousandth more."""
+
+    later = 1001
+
+
+class Shrinking(Growing):
+    """Half as much."""
+
+    later = 500
+
+
+class Queue:
+    """A classification whose loss holds 4000 numbers from the start, and uses them as a whole and in part."""
+
+    def __init__(self):
+        self.numbers = torch.zeros(4000)
+
+    def __call__(self, model: nn.Module, batch: Any) -> tuple[Any, ...]:
+        loss, *rest = classification(model, batch)
+        self.numbers[:10] = loss.detach()
+        return (loss + 0 * self.numbers.sum() + 0 * self.numbers[:10].sum(), *rest)
+
+
+class Taught:
+    """A classification with a teacher of 26,000 bytes."""
+
+    def __init__(self):
+        self.teacher = nn.Linear(64, 100)
+
+    def __call__(self, model: nn.Module, batch: Any) -> tuple[Any, ...]:
+        loss, *rest = classification(model, batch)
+        with torch.no_grad():
+            wanted = self.teacher(batch["inputs"].flatten(1)).mean()
+        return (loss + 0 * wanted, *rest)
+
+
+class Metered:
+    """next_token with a tensor more from the 20th training forward on: of 8 MB, for a moment."""
+
+    def __init__(self):
+        self.forwards = 0
+
+    def __call__(self, model: nn.Module, batch: Any) -> tuple[Any, ...]:
+        self.forwards += model.training
+        result = next_token(model, batch)
+        if self.forwards > 20:
+            torch.zeros(2_000_000)
+        return result
+
+
 class Stacked:
     """Images as tensors, which a batch stacks: memory can run out in the very first fetch, before a shape is known."""
 
@@ -103,3 +202,13 @@ class Views(Stacked):
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         return self.images[index], index % 10
+
+
+class Sliced(Views):
+    """Whole batches as slices of it."""
+
+    def collate(self, samples: list[tuple[Tensor, int]]) -> dict[str, Tensor]:
+        first = samples[0][0].storage_offset() // 64
+        first = min(first, len(self) - len(samples))
+        targets = torch.tensor([target for _, target in samples])
+        return {"inputs": self.images[first : first + len(samples)], "targets": targets}

@@ -1,5 +1,8 @@
 """Runs in this process, composed from the same YAML files as the command line's."""
 
+import copy
+import dataclasses
+import functools
 from pathlib import Path
 
 import torch
@@ -48,8 +51,16 @@ MODELS = {
 
 
 def configure(run_dir: Path, *overrides: str) -> Config:
-    """The configuration of `trainapp OVERRIDES hydra.run.dir=RUN_DIR` over TINY."""
-    return compose.from_command_line([*TINY, *overrides], str(run_dir))
+    """The configuration of `trainapp OVERRIDES hydra.run.dir=RUN_DIR` over TINY. It may be changed."""
+    if any(override.startswith("hydra.searchpath") for override in overrides):  # files that tests write anew
+        return compose.from_command_line([*TINY, *overrides], str(run_dir))
+    return dataclasses.replace(copy.deepcopy(_composed(overrides)), run_dir=str(run_dir))
+
+
+@functools.lru_cache(256)
+def _composed(overrides: tuple[str, ...]) -> Config:
+    """Composing takes as long as several steps of a tiny run, and most tests have several runs."""
+    return compose.from_command_line([*TINY, *overrides])
 
 
 def run(run_dir: Path, *overrides: str) -> RunResult:

@@ -31,9 +31,10 @@ def quick(tmp_path_factory):
     return done.stdout, found["job"], {row["trainer"]: row for row in found["trainers"]}
 
 
-def test_an_out_of_memory_error_changes_nothing(quick):
+@pytest.mark.parametrize("trainer", ["trainapp", "trainapp oom.plan=false"])
+def test_an_out_of_memory_error_changes_nothing(quick, trainer):
     _, job, rows = quick
-    row = rows["trainapp"]
+    row = rows[trainer]
     steps = job["size"] // job["global_size"]
     assert row["out_of_memory"] > 0  # otherwise nothing is tested
     assert row["undisturbed"]["out_of_memory"] == 0
@@ -47,7 +48,8 @@ def test_an_out_of_memory_error_changes_nothing(quick):
 def test_the_table_has_a_row_for_each_trainer(quick):
     printed, job, rows = quick
     lines = [line for line in printed.splitlines() if line.startswith("| ")]
-    assert [line.split()[1] for line in lines[1:]] == list(rows) == ["trainapp", "accelerate", "transformers"]
+    first = [line.split()[1] for line in lines[1:]]
+    assert first == [name.split()[0] for name in rows] == ["trainapp", "trainapp", "accelerate", "transformers"]
     steps = job["size"] // job["global_size"]
     assert f"{steps} / {steps} / {steps}" in lines[1]
 

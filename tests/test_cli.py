@@ -108,6 +108,56 @@ def test_mistake_is_one_message(tmp_path, arguments, parts):
     assert_refused(run_cli(*arguments.split(), cwd=tmp_path), tmp_path, *parts)
 
 
+OWN = """import torch
+class Net(torch.nn.Module):
+    def __init__(self, num_classes: int, width: int = 8, side: int = 8):
+        super().__init__()
+class Words:
+    task, spec = "classification", {"num_classes": 2}
+    def __init__(self, split, path: str = "x"):
+        pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.side=9", "the option's YAML file does not list this argument of Net; set it with +model.side=9"),
+        ("data.path=y", "the option's YAML file does not list this argument of Words; set it with +data.path=y"),
+        ("optimizer.amsgrad=true", "the option's YAML file does not list this argument of AdamW; set it with +opt"),
+        (
+            "model.colour=1",
+            "no such setting; known in model: init_from, init_strict, freeze, width; Net takes num_classes, side as "
+            "well, set with + as in +model.num_classes=VALUE",
+        ),
+        ("model.widht=1", "no such setting; did you mean 'width'? (`trainapp --cfg job` shows all of them)"),
+    ],
+)
+def test_an_argument_that_no_yaml_file_lists(tmp_path, override, message):
+    """A constructor takes it, and the override needs a plus; where the message offers one, it works."""
+    (tmp_path / "own_words.py").write_text(OWN)
+    for group, text in {"model": "_target_: own_words.Net\nwidth: 8\n", "data": "_target_: own_words.Words\n"}.items():
+        (tmp_path / group).mkdir()
+        (tmp_path / group / "own.yaml").write_text(text)
+    given = ("--config-dir=.", "model=own", "data=own", override, "user_packages=[own_words]")
+    done = run_cli(*given, cwd=tmp_path)
+    assert_refused(done, tmp_path, written={"own_words.py", "model/own.yaml", "data/own.yaml", *compiled(tmp_path)})
+    assert done.stderr.startswith(f"trainapp: {override.partition('=')[0]}: {message}")
+    if "set it with" in message:
+        offered = re.search(r"set it with (\S+)", done.stderr)[1]
+        done = run_cli(*given[:3], offered, given[-1], "--cfg", "job", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+
+
+def compiled(folder):
+    return {name for name in files(folder) if name.endswith(".pyc")}
+
+
+def test_where_the_constructor_cannot_be_found_the_plus_is_still_named(tmp_path):
+    done = run_cli("model=mlp", "model._target_=nowhere.Net", "model.side=3", "user_packages=[nowhere]", cwd=tmp_path)
+    assert_refused(done, tmp_path, "model.side: no such setting; known in model: ", "is set with +model.side=3")
+
+
 def test_several_mistakes_are_reported_together(tmp_path):
     done = run_cli("optimizer.lr=-1", "train.max_steps=-1", "memory.limit=banana", "+batch.foo=1", cwd=tmp_path)
     assert_refused(done, tmp_path, "optimizer.lr=-1", "train.max_steps=-1", "memory.limit=banana", "batch.foo")

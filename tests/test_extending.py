@@ -1,5 +1,6 @@
 """The files and commands of docs/extending.md work as printed."""
 
+import json
 import subprocess
 
 import pytest
@@ -35,7 +36,7 @@ def runs_in(folder):
 
 def test_every_command_succeeds(project):
     _, done = project
-    assert len(done) == 5
+    assert len(done) == 7
     for words, process, _ in done:
         assert process.returncode == 0, f"{words}\n{process.stderr}"
 
@@ -68,7 +69,11 @@ def test_own_model_reads_the_applications_data(project):
 def test_help_lists_the_users_options(project):
     _, done = project
     shown = done[3][1].stdout
-    for line in ("model: convnet, gpt, mlp, resnet", "experiment: gpt_text, shapes", "optimizer: adafactor, adamw, "):
+    for line in (
+        "model: convnet, gpt, mlp, resnet",
+        "experiment: gan, gpt_text, shapes",
+        "optimizer: adafactor, adamw, ",
+    ):
         assert line in shown
     assert "rmsprop" in next(line for line in shown.splitlines() if line.startswith("optimizer: "))
 
@@ -87,3 +92,14 @@ def test_a_setting_of_the_machine_reaches_the_run(project):
     words = [*with_this_python(commands(DOCUMENT)[0]), "--cfg", "job"]
     shown = subprocess.run(words, cwd=folder, env=environment(), capture_output=True, text=True, timeout=60)
     assert "num_workers: auto" in shown.stdout
+
+
+def test_the_gan_trains(project):
+    _, done = project
+    plain, limited = (run for _, _, (run,) in done[5:7])
+    assert result(plain)["steps"] == result(limited)["steps"] == 46
+    assert result(plain)["oom_restarts"] == 0
+    assert set(result(plain)["micro_schedule"]) == {"discriminator", "generator"}
+    lines = [json.loads(line) for line in (plain / "metrics.jsonl").read_text().splitlines()]
+    assert {"discriminator/loss", "discriminator/right", "generator/loss", "generator/lr"} <= lines[-1].keys()
+    assert (lines[-1]["discriminator/lr"], lines[-1]["generator/lr"]) == (2e-3, 1e-3)

@@ -41,7 +41,8 @@ def choose(group, option):
 
 
 def skip_without_package(option):
-    for package, options in {"torchao": ("int8", "fp8"), "datasets": ("hf", "sft"), "peft": ("lora",)}.items():
+    packages = {"torchao": ("int8", "fp8"), "datasets": ("hf", "sft"), "peft": ("lora",), "wandb": ("wandb",)}
+    for package, options in (packages | {"mlflow": ("mlflow",)}).items():
         if option in options:
             pytest.importorskip(package, reason="needs an extra")
 

@@ -11,16 +11,24 @@ import shutil
 import pytest
 import runs
 from helpers import ROOT, metrics, result, run_cli
+from parallel.pool import Pool
 
+from trainapp.config import compose
+from trainapp.config.schema import Config
 from trainapp.errors import UserError
+from trainapp.launch import worker
+from trainapp.run import runner
 
+SERVICES = ("wandb", "mlflow")  # extras, whose rows would be skipped without them: tests/tracking/test_outlets.py
 GROUPS = {
-    folder.name: tuple(f"{folder.name}={path.stem}" for path in sorted(folder.glob("*.yaml")))
+    folder.name: tuple(
+        f"{folder.name}={path.stem}" for path in sorted(folder.glob("*.yaml")) if path.stem not in SERVICES
+    )
     for folder in sorted((ROOT / "conf").iterdir())
     if folder.is_dir()
 }
 # Groups whose default is to choose none of their options; `~` before an option stands for that.
-OPTIONAL = {group: (f"~{group}", *GROUPS[group]) for group in ("debug", "experiment")}
+OPTIONAL = {group: (f"~{group}", *GROUPS[group]) for group in ("callbacks", "debug", "experiment")}
 SWITCHES = {
     "compile": ("train.compile=false", "train.compile=true"),
     "workers": ("data.num_workers=auto", "data.num_workers=1"),
@@ -55,9 +63,6 @@ REFUSED = {
     frozenset(("precision=bf16_pure", "model=resnet")): r"precision=bf16_pure: BatchNorm needs its weights in fp32",
     frozenset(("precision=bf16_pure", "train.ema=0.9")): r"precision=bf16_pure with train\.ema=0\.9: an average",
 }
-REFUSED[frozenset(("activation_checkpointing=budget", "train.compile=true"))] = (
-    "activation_checkpointing=budget with tr"
-)
 # Its blocks have convolutions only.
 REFUSED |= {
     frozenset((f"precision={kind}", "model=resnet")): rf"precision={kind}: no nn\.Linear in the blocks of ResNet"
@@ -81,6 +86,14 @@ REFUSED |= {
     for option in GROUPS["optimizer"]
     if not option.startswith("optimizer=adamw_")
 }
+# Tokens have no classes to confuse.
+REFUSED |= {
+    frozenset(
+        ("callbacks=confusion_matrix", f"data={data}")
+    ): r"metrics\.confusion_matrix\.num_classes: required, but not"
+    for data in ("text", "synthetic_tokens")
+}
+REFUSED[frozenset(("callbacks=confusion_matrix", "model=gpt"))] = CHOOSE_ANOTHER  # it reads nothing but tokens
 # Options do not exist where their group's choice has no such key.
 MEANINGLESS = {frozenset(("activation_checkpointing=none", "activation_checkpointing.every=2"))}
 
@@ -91,6 +104,14 @@ REFUSED |= {
 REFUSED |= {
     frozenset((f"optimizer=adamw_{kind}", f"parallel={strategy}")): f"optimizer.state_dtype={kind} with parallel=fsdp:"
     for kind in ("8bit", "4bit", "fp8")
+    for strategy in ("fsdp", "hsdp")
+}
+
+# Three options of which every two go together.
+REFUSED_TRIPLES = {
+    frozenset(("activation_checkpointing=budget", "train.compile=true", f"parallel={strategy}")): (
+        r"activation_checkpointing=budget with train\.compile=true and parallel=fsdp: FSDP has torch compile each block"
+    )
     for strategy in ("fsdp", "hsdp")
 }
 
@@ -129,10 +150,18 @@ def all_pairs(factors):
     return {frozenset(pair) for a, b in groups for pair in itertools.product(a, b)} - REFUSED.keys() - MEANINGLESS
 
 
+def is_barred(row):
+    """Whether its last option cannot be had with the others."""
+    *row, last = row
+    barred = REFUSED.keys() | MEANINGLESS
+    return any(frozenset((last, other)) in barred for other in row) or any(
+        frozenset((last, *pair)) in REFUSED_TRIPLES for pair in itertools.combinations(row, 2)
+    )
+
+
 def covering(factors, wanted=None):
     """Rows with one option per group that together have every wanted pair, and no pair that is refused."""
     uncovered = all_pairs(factors) if wanted is None else set(wanted)
-    barred = REFUSED.keys() | MEANINGLESS
     rows = []
     while uncovered:
         row = sorted(min(uncovered, key=sorted))  # start at a pair that is lacking, then add what covers most
@@ -140,7 +169,7 @@ def covering(factors, wanted=None):
         for name, options in factors.items():
             if name in chosen:
                 continue
-            allowed = [o for o in options if not any(frozenset((o, other)) in barred for other in row)]
+            allowed = [option for option in options if not is_barred((*row, option))]
             row.append(max(allowed, key=lambda o: sum(frozenset((o, other)) in uncovered for other in row)))
         rows.append(tuple(sorted(row)))
         uncovered -= pairs_of(row)
@@ -148,7 +177,7 @@ def covering(factors, wanted=None):
 
 
 ALONE = covering(ON_ONE_RANK)
-# Two ranks take 20 seconds: there, every option meets every strategy; among themselves options meet on one rank.
+# Two ranks take some seconds: there, every option meets every strategy; among themselves options meet on one rank.
 WITH_STRATEGY = {pair for pair in all_pairs(ON_TWO_RANKS) if any(option in GROUPS["parallel"] for option in pair)}
 TOGETHER = covering(ON_TWO_RANKS, WITH_STRATEGY)
 # Compiling takes a minute: the pairs with it are covered by as few rows as possible.
@@ -197,14 +226,32 @@ def save_weights(folder, overrides):
     return f"model.init_from={folder / 'weights.safetensors'}"
 
 
-def check(folder, row):
-    """Three steps of these options, on two ranks where `parallel` asks for more than one."""
+@pytest.fixture(scope="module")
+def pool():
+    workers = Pool()
+    yield workers
+    workers.close()
+
+
+def train(rank: int, config: Config) -> None:
+    """On a worker of the pool."""
+    with worker.process_group(config) as ranks:
+        runner.run(config, ranks)
+
+
+def check(folder, row, pool=None):
+    """Three steps of these options, on two ranks where `parallel` asks for more than one: on those of the pool if there
+    is one, or through the launcher.
+    """
     overrides = complete(folder, row)
     if "model.init_from=weights.safetensors" in row:
         overrides = [o for o in overrides if o != "model.init_from=null"] + [save_weights(folder, overrides)]
     run_dir = folder / "run"
     if "parallel=single" in row:
         assert runs.run(run_dir, *overrides, "memory.guard=false").steps == 3
+    elif pool is not None:
+        config = compose.from_command_line([*overrides, "parallel.devices=2", "memory.guard=false"], str(run_dir))
+        pool.run(2, train, config)
     else:
         command = (*overrides, "parallel.devices=2", f"hydra.run.dir={run_dir}")
         done = run_cli(*command, cwd=folder, timeout=400)
@@ -234,8 +281,9 @@ def test_every_pair_trains_on_one_rank(tmp_path, row):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("row", TOGETHER, ids=named)
-def test_every_pair_trains_on_two_ranks(tmp_path, row):
-    check(tmp_path, row)
+def test_every_pair_trains_on_two_ranks(tmp_path, pool, row):
+    """tests/test_options.py starts each strategy through the launcher."""
+    check(tmp_path, row, pool)
 
 
 @pytest.mark.slow
@@ -245,9 +293,9 @@ def test_every_pair_with_compile_trains(tmp_path, row):
     check(tmp_path, row)
 
 
-@pytest.mark.parametrize("pair", REFUSED, ids=lambda pair: " ".join(sorted(pair)))
-def test_what_is_refused_is_one_message(tmp_path, pair):
-    with pytest.raises(UserError, match=REFUSED[pair]) as refused:
-        runs.run(tmp_path / "run", *complete(tmp_path, sorted(pair)))
+@pytest.mark.parametrize("options", [*REFUSED, *REFUSED_TRIPLES], ids=lambda options: " ".join(sorted(options)))
+def test_what_is_refused_is_one_message(tmp_path, options):
+    with pytest.raises(UserError, match=(REFUSED | REFUSED_TRIPLES)[options]) as refused:
+        runs.run(tmp_path / "run", *complete(tmp_path, sorted(options)))
     assert "\n" not in str(refused.value)
     assert not (tmp_path / "run").exists()

@@ -138,12 +138,13 @@ def test_every_file_it_points_to_exists():
 
 @pytest.mark.slow
 def test_the_scarce_run_ends_with_the_same_quality(tmp_path):
-    for name, overrides in (("plenty", []), ("scarce", ["memory.limit=48MiB"])):
-        done = run_cli("model=resnet", *overrides, f"hydra.run.dir={tmp_path / name}", cwd=tmp_path, timeout=290)
+    for name, limit in (("plenty", []), ("scarce", ["memory.limit=48MiB"])):
+        settings = ("model=resnet", "train.max_epochs=4", *limit, f"hydra.run.dir={tmp_path / name}")
+        done = run_cli(*settings, cwd=tmp_path, timeout=290)
         assert done.returncode == 0, done.stderr
     plenty, scarce = result(tmp_path / "plenty"), result(tmp_path / "scarce")
     assert plenty["oom_restarts"] == 0
     assert scarce["oom_restarts"] >= 1
     assert scarce["samples"] == plenty["samples"]
-    assert plenty["objective"] >= 0.98
-    assert scarce["objective"] >= 0.98
+    assert plenty["objective"] >= 0.95
+    assert scarce["objective"] == pytest.approx(plenty["objective"], abs=0.02)

@@ -108,7 +108,7 @@ def test_saves_and_continues_as_if_never_stopped(tmp_path, monkeypatch, number, 
     command = re.search(r"Resume with:\n  (.*)\n", output)[1]
     program, *arguments = shlex.split(command)
     assert program == "python"
-    done = helpers.run_cli(*arguments, "+model.seconds=0.0", cwd=folder, command=[sys.executable])
+    done = helpers.run_cli(*arguments, cwd=folder, command=[sys.executable])
     assert done.returncode == 0, done.stderr
     assert f"step {step}" in done.stderr
     monkeypatch.syspath_prepend(folder)

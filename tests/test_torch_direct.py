@@ -1,6 +1,7 @@
 """The direct ways do what the documented ones do, and leave everything unusual to them."""
 
 import functools
+import weakref
 
 import pytest
 import torch
@@ -18,6 +19,30 @@ def network_and_loss(dtype=torch.float32):
 
 def gradients(network):
     return [p.grad.clone() for p in network.parameters()]
+
+
+class Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise torch.OutOfMemoryError
+
+
+def test_what_a_failed_backward_left_in_the_engine_is_released():
+    leaf = torch.ones(3, requires_grad=True)
+    saved = [leaf * 2, leaf * 3]  # of two branches, one of which waits while the other fails
+    loss = sum((part.sin() + Failing.apply(part)).sum() for part in saved)
+    storages = [weakref.ref(part.untyped_storage()) for part in saved]
+    with pytest.raises(torch.OutOfMemoryError):
+        loss.backward()
+    del loss, saved
+    kept = sum(storage() is not None for storage in storages)
+    torch_direct.release_failed_backward()
+    assert not any(storage() is not None for storage in storages)
+    assert kept, "torch keeps none: nothing is to be released any more"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

@@ -66,6 +66,7 @@ from trainapp.torch_private import (
     tree_map,
     version_of,
 )
+from trainapp.torch_workers import become_main_process, is_loader_worker
 
 
 class Seen(DispatchMode):
@@ -421,6 +422,17 @@ def test_fsdps_collectives_can_be_extended():
     assert "comm" in inspect.signature(FSDPModule.set_custom_reduce_scatter).parameters
 
 
+def test_fsdp_decides_once_by_which_parameters_require_gradients():
+    """Both methods that `torch_fsdp.prepare` relies on; tests/parallel/test_updates_on_ranks.py trains with it."""
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+    assert "sharded_param.requires_grad" in inspect.getsource(FSDPParamGroup._init_mp_dtypes)
+    assert "if self._is_root is not None" in inspect.getsource(FSDPState._lazy_init)
+    assert callable(FSDPModule._get_fsdp_state)
+
+
 def test_memory_history_takes_these_arguments():
     """Only the signature: needs no GPU. `test_memory_history_of_a_gpu` calls it."""
     recording = inspect.signature(torch.cuda.memory._record_memory_history)
@@ -521,7 +533,8 @@ def test_nothing_private_is_used_elsewhere():
     planted = "from torch._subclasses import fake_tensor\ntorch._foreach_norm(tensor._version, self._version)"
     assert list(private_uses(planted)) == ["fake_tensor", "_foreach_norm", "_version"]
     folder = Path(torch_private.__file__).parent
-    own = {folder / f"torch_{name}.py" for name in ("private", "direct", "elastic", "operators")}
+    names = ("private", "direct", "elastic", "fsdp", "operators", "compiler", "workers")
+    own = {folder / f"torch_{name}.py" for name in names}
     own |= {folder / "plan" / "cuda" / f"{name}.py" for name in ("pretend", "attention")}  # see test_pretended_cuda.py
     found = {path.name: list(private_uses(path.read_text())) for path in folder.rglob("*.py") if path not in own}
     assert {name: uses for name, uses in found.items() if uses} == {}
@@ -668,3 +681,21 @@ def test_the_product_of_integers_is_exact():
     a, b = (torch.arange(-128, 128, dtype=torch.int8).repeat(4).view(16, 64) for _ in range(2))
     assert int8_product(a, b.t()).dtype == torch.int32
     assert torch.equal(int8_product(a, b.t()).double(), a.double() @ b.t().double())
+
+
+class AsksForItsWorker(torch.utils.data.Dataset):
+    def __getitem__(self, index):
+        before = is_loader_worker()
+        if index == 1:
+            become_main_process()
+        return before, is_loader_worker()
+
+
+def test_a_worker_can_forget_that_it_is_one():
+    loader = torch.utils.data.DataLoader(AsksForItsWorker(), batch_size=None, sampler=[0, 1, 2], num_workers=1)
+    assert [tuple(bool(answer) for answer in found) for found in loader] == [
+        (True, True),
+        (True, False),
+        (False, False),
+    ]
+    assert not is_loader_worker()

@@ -34,9 +34,10 @@ def unlimited(run_dir: Path, *settings: str) -> SimpleNamespace:
     """See `on_gpu.unlimited`.
 
     Twice: in the first run cuDNN times its algorithms at step 4, which takes far more memory than a step; it keeps the
-    plans for the second. (Only model=resnet has any to time, and only where it is not deterministic.)
+    plans for the second. (Only model=resnet has any to time, and only where it is not deterministic.) On the CPU once.
     """
-    on_gpu.unlimited(run_dir / "first", *settings)
+    if "train.device=cpu" not in settings:
+        on_gpu.unlimited(run_dir / "first", *settings)
     return on_gpu.unlimited(run_dir / "second", *settings)
 
 

@@ -11,14 +11,13 @@ from pathlib import Path
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
-from trainapp.config import command_line, compose, hydra_errors
+from trainapp.config import command_line, compose, hydra_errors, inline_targets
 from trainapp.errors import Reported, UserError
-from trainapp.launch import environment, one_run, plan_table, run_name
+from trainapp.launch import environment, one_run, plan_table
 from trainapp.paths import CONF
 
-OmegaConf.register_new_resolver("run_name", run_name.default_run_name, use_cache=True, replace=True)
 log = logging.getLogger(__name__)
 
 
@@ -47,7 +46,7 @@ def job(composed: DictConfig) -> float | None:
             return launch.launch(config, is_sweep)
     except Exception as error:
         if is_sweep and isinstance(error, UserError) and one_run.is_plan(composed):
-            plan_table.leave_refusal(run_dir, error)
+            plan_table.leave_refusal(run_dir, error, hydra_config)
             return None
         if is_sweep:
             _log_failure(error)
@@ -83,6 +82,7 @@ def _drop_tracebacks(error: BaseException) -> None:
 def main() -> None:
     """Run the command line. A UserError ends it with one message and its exit code; others keep their traceback."""
     command_line.add_import_paths(sys.argv[1:])
+    sys.argv[1:] = inline_targets.expanded(sys.argv[1:])
     wants_traceback = "HYDRA_FULL_ERROR" in os.environ
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its errors instead of printing them its own way
     try:

@@ -1,4 +1,4 @@
-"""What code asks of a device beside tensors: generators, and streams for copies to and from the host.
+"""What code asks of a device other than tensors: generators, and streams for copies to and from the host.
 
 A plan for a device that is not here has a stand-in: `plan.cuda.place.NotHere`.
 """
@@ -7,14 +7,14 @@ import torch
 
 
 class Accelerator:
-    """A device of this machine. It is handed to what is assembled, so that nothing makes these by itself."""
+    """A device of this machine. It is handed to what is assembled, so that nothing makes its own."""
 
     def generator(self, device: torch.device) -> torch.Generator:
         """A new random generator, for numbers on this device."""
         return torch.Generator(device)
 
     def has_streams(self, device_type: str) -> bool:
-        """Whether copies run beside the computation: on streams, from and to pinned memory."""
+        """Whether copies overlap with the computation: on streams, from and to pinned memory."""
         return device_type == "cuda"
 
 

@@ -13,7 +13,7 @@ def atomic_write(path: Path, mode: str = "w", sync: bool = False) -> Iterator[IO
     """Yields a new file that replaces `path` when the block ends; after an error in the block `path` is as before.
 
     Several processes may write the same path at once: each has its own temporary file, and the last rename wins.
-    A process that is killed inside the block leaves a file named `.tmp-*` beside `path`.
+    A process that is killed inside the block leaves a file named `.tmp-*` next to `path`.
 
     mode: "w" or "wb". sync: as in `publish`. Raises OSError when the file cannot be written.
     """

@@ -72,7 +72,7 @@ class Generators:
 
     `rng_state` costs 80 microseconds in a training loop, nearly all of it for copying the 624 words of Python's and of
     NumPy's generator one by one, which most runs never touch. Their positions tell whether they have moved: each draw
-    moves it, and four words beside it tell where exactly 624 draws, or a new seed, have led back to the same one.
+    moves it, and four more words tell where exactly 624 draws, or a new seed, have led back to the same one.
     """
 
     def __init__(self, device: torch.device):

@@ -8,7 +8,7 @@ from typing import Any
 def dumps(value: Any, **options: Any) -> str:
     """`json.dumps`, with null for each number that is not finite.
 
-    In an object the reason stands beside it: `{"loss": nan}` becomes `{"loss": null, "loss_note": "nan"}`, unless the
+    In an object the reason stands next to it: `{"loss": nan}` becomes `{"loss": null, "loss_note": "nan"}`, unless the
     object has a note of its own. options: of `json.dumps`.
     """
     return json.dumps(_finite(value), allow_nan=False, **options)

@@ -20,7 +20,7 @@ class Restart(Enum):
 
 @contextlib.contextmanager
 def asked_before_restarts(decide: Callable[[list[int]], Restart]) -> Iterator[None]:
-    """Inside the block, the launcher asks `decide` before it restarts failed workers; by itself it only counts them.
+    """Inside the block, the launcher asks `decide` before it restarts failed workers; on its own it only counts them.
 
     decide: called with the ranks of this node's workers, once for each time that one of them failed.
     """

@@ -19,6 +19,16 @@ def written_arguments(func: Any) -> tuple[bool, ...]:
     return tuple(info is not None and info.is_write for info in infos)
 
 
+# Operators that take random numbers only where they drop something, and are tagged in any case.
+_MAY_DROP = ("attention", "sdp", "rnn", "lstm", "gru")
+
+
+def draws_numbers(func: Any) -> bool:
+    """Whether an operator takes numbers from a generator of torch. (OpOverload's `tags` are not documented.)"""
+    tags = getattr(func, "tags", ())
+    return torch.Tag.nondeterministic_seeded in tags and not any(word in func.name() for word in _MAY_DROP)
+
+
 # Attention kernels whose results selective activation checkpointing keeps. Every backend has an operator of its own.
 ATTENTION_OPERATORS = (
     "_scaled_dot_product_flash_attention",
@@ -32,7 +42,7 @@ ATTENTION_OPERATORS = (
 int8_product = torch._int_mm
 
 # (tensor, shape) -> the same memory in another shape, which autograd takes for a tensor of its own: nn.Linear returns
-# such a one. A view that a function of one's own returns must not be changed in place.
+# such a one. A view that a user's own function returns must not be changed in place.
 unsafe_view = torch.ops.aten._unsafe_view.default
 
 # What `tensor.unique()` dispatches to.

@@ -1,8 +1,11 @@
 """A run that was stopped and resumed ends bit-identical to an uninterrupted one."""
 
+import functools
 import json
 import random
+import tempfile
 import time
+from pathlib import Path
 
 import helpers
 import numpy as np
@@ -37,9 +40,13 @@ def end(run_dir):
     return state
 
 
-def whole(run_dir, case):
-    runs.run(run_dir, *CASES[case], "train.max_steps=6", "every.eval=4")
-    return end(run_dir), losses(run_dir), helpers.evaluations(run_dir)
+@functools.cache
+def whole(case):
+    """The uninterrupted run."""
+    with tempfile.TemporaryDirectory() as folder:
+        run_dir = Path(folder) / "run"
+        runs.run(run_dir, *CASES[case], "train.max_steps=6", "every.eval=4")
+        return end(run_dir), losses(run_dir), helpers.evaluations(run_dir)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +65,7 @@ def whole(run_dir, case):
 )
 def test_resumed_is_uninterrupted_bit_for_bit(tmp_path, case, stop, first, second):
     """Weights, buffers, optimizer, average, loss scale, generators, losses and evaluations; first, second: workers."""
-    expected, lines, evaluations = whole(tmp_path / "a", case)
+    expected, lines, evaluations = whole(case)
     overrides = (*CASES[case], "train.max_steps=6", "every.eval=4")
     runs.run_until(tmp_path / "b", stop, *overrides, f"data.num_workers={first}")
     stopped = runs.saved(tmp_path / "b", stop)
@@ -73,7 +80,7 @@ def test_resumed_is_uninterrupted_bit_for_bit(tmp_path, case, stop, first, secon
 @pytest.mark.parametrize("case", ["mlp", "gpt"])
 def test_stopped_at_every_step(tmp_path, case):
     """A separate process for each step: the same losses."""
-    _, lines, _ = whole(tmp_path / "a", case)
+    _, lines, _ = whole(case)
     for stop in range(1, 7):
         runs.run_until(tmp_path / "b", stop, *CASES[case], "train.max_steps=6", "every.eval=4")
     assert losses(tmp_path / "b") == lines
@@ -85,7 +92,7 @@ def test_stopped_at_every_step(tmp_path, case):
 )
 def test_each_part_of_the_state_is_needed(tmp_path, case, lost):
     """Negative controls: with one part of the state lost, the result differs."""
-    expected, _, _ = whole(tmp_path / "a", case)
+    expected, _, _ = whole(case)
     stop = 5  # in the middle of the second epoch
     overrides = (*CASES[case], "train.max_steps=6", "every.eval=4")
     runs.run_until(tmp_path / "b", stop, *overrides)

@@ -10,7 +10,7 @@ from trainapp.data.forecast import Forecast
 from trainapp.data.micro_batch import MicroBatch
 from trainapp.data.micro_batch_sizes import MicroBatchSizes
 from trainapp.data.size_agreement import failed_buckets
-from trainapp.data.size_search import Failure
+from trainapp.data.size_search import FailedAllocation
 from trainapp.parallel.ranks import SingleRank
 
 
@@ -86,7 +86,10 @@ class ThreeRanks(SingleRank):
 
 
 def test_ranks_agree_on_what_ran_and_on_who_failed():
-    first_failure, third_failure = Failure(("forward", ""), 10, 20, 30), Failure(("forward", ""), 11, 20, 30)
+    first_failure, third_failure = (
+        FailedAllocation(("forward", ""), 10, 20, 30),
+        FailedAllocation(("forward", ""), 11, 20, 30),
+    )
     first, third = ({16: 30}, 16, first_failure), ({16: 31, 1024: 7}, 1024, third_failure)
     largest, failures = failed_buckets(ThreeRanks(first, third), {16: 32}, None, None)
     assert largest == {16: 32, 1024: 7}

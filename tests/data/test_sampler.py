@@ -13,8 +13,9 @@ from torch.utils.data import Dataset, default_collate
 from trainapp.data.digits import Digits
 from trainapp.data.loader import BatchLoader, Fetcher, Request, worker_count
 from trainapp.data.micro_batch import pieces_of
+from trainapp.data.order import epoch_order
 from trainapp.data.progress import Progress
-from trainapp.data.sampler import EvalBatches, TrainBatches, epoch_order
+from trainapp.data.sampler import EvalBatches, TrainBatches
 from trainapp.data.synthetic import SyntheticTokens
 from trainapp.parallel.ranks import SingleRank
 
@@ -271,3 +272,49 @@ def test_batches_without_workers_are_lazy():
     opened = BatchLoader(Watched(), 0, 0, CPU).batches(Request(0, [i]) for i in range(50))
     next(opened)
     assert fetched == [0]
+
+
+def test_batches_of_the_next_update_are_fetched_ahead():
+    """The same samples again, cut by its own size, from the same iteration: none is fetched twice for one update."""
+    data = Counted(20)
+    batches = TrainBatches(data, global_size=8, seed=0, device=CPU)
+    batches.sizes_of_updates = (8, 3)
+    progress, opened = Progress(), []
+    for update, size in enumerate((8, 3)):
+        progress.update = update
+        cut = [micro.data.tolist() for micro in batches.micro_batches(progress, size)]
+        opened.append(batches._open)
+        assert [len(piece) for piece in cut] == ([8] if size == 8 else [3, 3, 2])
+        assert [number for piece in cut for number in piece] == epoch_order(0, 0, 20)[:8]
+    assert opened[0] is opened[1]
+    assert data.fetched == 16
+    progress.update = 0
+    batches.advance(progress)
+    assert next(iter(batches.micro_batches(progress, 8))).data.tolist() == epoch_order(0, 0, 20)[8:16]
+
+
+def test_a_size_that_changes_after_its_batch_was_fetched_ahead_cuts_the_same_samples():
+    batches = TrainBatches(list(map(torch.tensor, range(20))), global_size=8, seed=0, device=CPU)
+    batches.sizes_of_updates = (8, 8)
+    progress = Progress()
+    assert len(list(batches.micro_batches(progress, 8))) == 1
+    progress.update = 1
+    cut = [micro.data.tolist() for micro in batches.micro_batches(progress, 4)]
+    assert [len(piece) for piece in cut] == [4, 4]
+    assert [number for piece in cut for number in piece] == epoch_order(0, 0, 20)[:8]
+
+
+class Counted:
+    """Numbers; counts how many were asked for."""
+
+    in_memory = True
+
+    def __init__(self, samples):
+        self.samples, self.fetched = samples, 0
+
+    def __len__(self):
+        return self.samples
+
+    def __getitem__(self, index):
+        self.fetched += 1
+        return index

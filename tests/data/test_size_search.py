@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainapp.data.size_search import Failure, SizeSearch
+from trainapp.data.size_search import FailedAllocation, SizeSearch
 
 
 def search_with(fits: int, start: int, clean_steps: int = 3, base: int = 0, per_sample: int = 10) -> SizeSearch:
@@ -104,8 +104,8 @@ def test_more_than_the_size_may_have_run():
 
 
 HERE = ("forward", "head")
-TOO_MUCH = Failure(HERE, requested=90, fixed_bytes=20, limit=100)  # 90 + 20 > 100
-ENOUGH_ALONE = Failure(HERE, requested=70, fixed_bytes=20, limit=100)
+TOO_MUCH = FailedAllocation(HERE, requested=90, fixed_bytes=20, limit=100)  # 90 + 20 > 100
+ENOUGH_ALONE = FailedAllocation(HERE, requested=70, fixed_bytes=20, limit=100)
 
 
 def sizes_tried(start: int, fits, failure_at, smallest: int = 1, grow: bool = False) -> tuple[list[int], bool]:
@@ -127,10 +127,13 @@ def test_three_alike_failures_end_the_search():
     # In all other cases the search halves.
     halving = [1024 >> n for n in range(11)]
     assert sizes_tried(1024, never, lambda size: None) == (halving, False)
-    assert sizes_tried(1024, never, lambda size: Failure(HERE, None, 20, 100)) == (halving, False)
+    assert sizes_tried(1024, never, lambda size: FailedAllocation(HERE, None, 20, 100)) == (halving, False)
     assert sizes_tried(1024, never, lambda size: ENOUGH_ALONE) == (halving, False)
-    assert sizes_tried(1024, never, lambda size: Failure(HERE, size * 90, 20, 100)) == (halving, False)
-    assert sizes_tried(1024, never, lambda size: Failure(("forward", str(size)), 90, 20, 100)) == (halving, False)
+    assert sizes_tried(1024, never, lambda size: FailedAllocation(HERE, size * 90, 20, 100)) == (halving, False)
+    assert sizes_tried(1024, never, lambda size: FailedAllocation(("forward", str(size)), 90, 20, 100)) == (
+        halving,
+        False,
+    )
 
 
 def test_the_same_size_again_is_the_same_failure():
@@ -143,7 +146,10 @@ def test_a_run_that_fits_is_not_stopped_by_a_coincidence(grow):
     """Each layer is twice as wide as the one before, so it requests the same amount at half the size."""
     at = {1024: "first", 512: "second", 256: "third"}
     tried, fits = sizes_tried(
-        1024, lambda size: size <= 200, lambda size: Failure(("forward", at.get(size, "")), 90, 20, 100), grow=grow
+        1024,
+        lambda size: size <= 200,
+        lambda size: FailedAllocation(("forward", at.get(size, "")), 90, 20, 100),
+        grow=grow,
     )
     assert fits
     assert tried[:6] == [1024, 512, 256, 128, 128, 128]

@@ -217,6 +217,17 @@ def test_auto_uses_what_the_limit_leaves(tmp_path, free_selection):
     assert torch.equal(weights, expected)
 
 
+def test_auto_leaves_what_the_task_keeps_between_steps(tmp_path, free_selection):
+    """The limit is just above what `full` needs: what the task keeps must not be given to the blocks."""
+    own = ("user_packages=[own_tasks]", "task=own_tasks.Bank")
+    full, expected = measured(tmp_path, *own, "activation_checkpointing=full")
+    assert full > measured(tmp_path, "activation_checkpointing=full")[0] + 390_000
+    limit = full + 50_000
+    peak, weights = measured(tmp_path, *own, "activation_checkpointing=budget", f"memory.limit={limit}")
+    assert full <= peak <= limit
+    assert torch.equal(weights, expected)
+
+
 def test_auto_without_a_limit_recomputes_nothing(tmp_path):
     assert measured(tmp_path, "activation_checkpointing=budget")[0] == measured(tmp_path)[0]
 
@@ -279,7 +290,6 @@ def test_no_budget_wants_nothing():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (("train.compile=true",), "activation_checkpointing=budget with train.compile=true: a compiled step chooses"),
         (
             ("activation_checkpointing.bytes=0.5",),
             "activation_checkpointing.bytes=0.5: must be 'auto' or bytes, or a size",

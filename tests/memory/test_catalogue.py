@@ -24,8 +24,9 @@ def by_name(levers):
 
 
 def without_rates(config):
-    """Without what an optimizer's file sets beside what concerns memory."""
-    return dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, lr=1.0, weight_decay=0.0))
+    """Without what an optimizer's file sets beside what concerns memory, and without the command."""
+    optimizer = dataclasses.replace(config.optimizer, lr=1.0, weight_decay=0.0)
+    return dataclasses.replace(config, optimizer=optimizer, command="")
 
 
 def surroundings(lever: Lever) -> list[str]:
@@ -110,6 +111,14 @@ def test_the_update_in_the_backward_changes_the_result_only_where_it_replaces_cl
             ("model=mlp", "+parallel.fsdp.cpu_offload=true"),
             "parallel.fsdp.cpu_offload=true: only shards are kept on the host, but parallel.strategy=single; use",
         ),
+        (
+            ("model=mlp", "+parallel.fsdp.meta_init=true"),
+            "parallel.fsdp.meta_init=true: only shards are drawn one by one, but parallel.strategy=single; use",
+        ),
+        (
+            ("model=mlp", "parallel=fsdp", "parallel.devices=1", "parallel.fsdp.meta_init=true"),
+            "parallel.fsdp.meta_init=true: MLP has no method `init_weights()`",
+        ),
     ],
 )
 def test_a_lever_that_does_not_apply_is_refused(tmp_path, overrides, message):
@@ -125,3 +134,13 @@ def test_all_refusals_at_once(tmp_path):
     with pytest.raises(UserError) as refused:
         catalogue.require_suited(Situation(config, nn.Linear(2, 2), True))
     assert len(str(refused.value).splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "result"), [("adamw", "rounded"), ("adamw_fp8", "rounded"), ("sgd", "other"), ("muon", "other")]
+)
+def test_adamw_in_fewer_bits_is_another_algorithm_for_all_but_adams(optimizer, result):
+    config = compose.from_command_line([f"optimizer={optimizer}"])
+    levers = catalogue.available(Situation(config, nn.Linear(2, 2), knows_loss=False))
+    (of_4_bits,) = [lever for lever in levers if lever.setting == "optimizer=adamw_4bit"]
+    assert of_4_bits.result == result

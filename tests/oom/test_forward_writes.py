@@ -170,7 +170,7 @@ def test_an_evaluation_that_writes_for_the_first_time_goes_back(tmp_path):
 
 def test_without_the_transaction_an_evaluation_counts_twice(tmp_path, monkeypatch):
     monkeypatch.setattr(RestorePoint, "undone_on_error", lambda self, unproven: contextlib.nullcontext())
-    assert survives_in_evaluation(tmp_path, 4) != []
+    assert survives_in_evaluation(tmp_path, 4, 0.6) != []
 
 
 def test_a_rebuilt_run_continues_where_it_began(tmp_path):
@@ -185,6 +185,25 @@ def test_a_rebuilt_run_continues_where_it_began(tmp_path):
             assert "so back to the checkpoint of step 2; 0 finished steps are repeated" in recorded.failures[0].action
             found = everything(recorded)
     assert differences(found, everything(recorded)) == []
+
+
+def test_a_rebuilt_run_begins_again_with_the_weights_that_it_began_with(tmp_path):
+    """Those of another run, as long as it has no checkpoint of its own."""
+    saving = (*CASES["Teacher"], "checkpointing=standard", "every.save=2")
+    Recorded(tiny(tmp_path / "a", *saving, "train.max_steps=2"))
+    ends = []
+    for name, injector in (("b", Injector("backward", 1, 3)), ("c", None), ("from the seed", None)):
+        config = tiny(tmp_path / name, *CASES["Teacher"], schedule=None if injector else {1: 4})
+        if name != "from the seed":
+            source = dataclasses.replace(config.checkpointing, resume=str(tmp_path / "a"), load="weights")
+            config = dataclasses.replace(config, checkpointing=source)
+        recorded = Recorded(config, injector)
+        if injector:
+            action = "so back to the start, with the weights of the other run; 0 finished steps are repeated"
+            assert action in recorded.failures[0].action
+        ends.append(everything(recorded))
+    assert differences(ends[0], ends[1]) == []
+    assert differences(ends[1], ends[2]) != []
 
 
 SKIPPING = ("train.nonfinite=skip",)

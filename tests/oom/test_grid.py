@@ -69,19 +69,20 @@ def recovered_as_configured(tmp_path: Path, model: str, precision: str, phase: s
     return differences(recorded.state(), wanted) + differences(logged(tmp_path), losses)
 
 
-GRID = list(itertools.product(MODELS, PRECISIONS, (*PHASES, "weight average"), STEPS))
-# The fast tests cover every pair of model, phase, step and precision.
-FAST = {
-    (model, list(PRECISIONS)[(2 * i + j) % 3], phase, STEPS[(i + j) % 3])
+# The fast tests have every pair of model, precision, phase and step; the slow ones have each model in each phase with
+# the other two steps and precisions.
+GRID = [
+    pytest.param(
+        *(model, list(PRECISIONS)[(2 * i + j + more) % 3], phase, STEPS[(i + j + more) % 3]),
+        marks=pytest.mark.slow if more else (),
+    )
     for i, model in enumerate(MODELS)
     for j, phase in enumerate((*PHASES, "weight average"))
-}
+    for more in range(3)
+]
 
 
-@pytest.mark.parametrize(
-    ("model", "precision", "phase", "step"),
-    [pytest.param(*c, marks=() if c in FAST else pytest.mark.slow, id="-".join(map(str, c))) for c in GRID],
-)
+@pytest.mark.parametrize(("model", "precision", "phase", "step"), GRID)
 def test_bit_identical_to_a_configured_switch(tmp_path, model, precision, phase, step):
     assert recovered_as_configured(tmp_path, model, precision, phase, step) == []
 
@@ -126,7 +127,12 @@ def evaluated(model: str, precision: str, size: int) -> tuple[dict, list[dict]]:
         return recorded.state(), evaluations(Path(folder))
 
 
-CELLS = list(itertools.product(MODELS, PRECISIONS, STEPS))
+# Every pair of model, precision and step; one of three is fast.
+CELLS = [
+    pytest.param(model, precision, STEPS[(i + j) % 3], marks=() if i == j else pytest.mark.slow)
+    for i, model in enumerate(MODELS)
+    for j, precision in enumerate(PRECISIONS)
+]
 
 
 def evaluation_survives(tmp_path: Path, model: str, precision: str, step: int, operation: int) -> None:
@@ -136,7 +142,7 @@ def evaluation_survives(tmp_path: Path, model: str, precision: str, step: int, o
     recorded = Recorded(tiny(tmp_path, *overrides), injector)
     assert injector.fired == len(recorded.failures) == 1
     (failure,) = recorded.failures
-    ran = min(90, len(recorded.run.eval_batches.dataset))  # the size that ran and failed, halved next
+    ran = min(90, len(recorded.run.eval_sets[""].dataset))  # the size that ran and failed, halved next
     assert (failure.phase, failure.step, failure.old_size, failure.new_size) == ("evaluate", step, ran, ran // 2)
     assert (recorded.run.sizes.train.size, recorded.run.sizes.evaluation.size) == (8, ran // 2)
     undisturbed, _ = evaluated(model, precision, 90)
@@ -154,13 +160,7 @@ def evaluation_survives(tmp_path: Path, model: str, precision: str, step: int, o
 TOLERANCE = {"fp32": 1e-6, "bf16": 1e-2, "fp16": 1e-3}  # totals over other batches; matmuls round by shape
 
 
-@pytest.mark.parametrize(
-    ("model", "precision", "step"),
-    [
-        pytest.param(*c, marks=() if number % 4 == 0 else pytest.mark.slow, id="-".join(map(str, c)))
-        for number, c in enumerate(CELLS)
-    ],
-)
+@pytest.mark.parametrize(("model", "precision", "step"), CELLS)
 def test_evaluation(tmp_path, model, precision, step):
     counts = operations(model, precision, *EVALUATION)
     evaluation_survives(tmp_path, model, precision, step, counts["evaluate", step] // 2)
@@ -173,13 +173,7 @@ def test_evaluation_counts_once_wherever_it_fails(tmp_path, back):
     evaluation_survives(tmp_path, "mlp", "fp32", 3, count - 1 - back)
 
 
-@pytest.mark.parametrize(
-    ("model", "precision", "step"),
-    [
-        pytest.param(*c, marks=() if number % 4 == 0 else pytest.mark.slow, id="-".join(map(str, c)))
-        for number, c in enumerate(CELLS)
-    ],
-)
+@pytest.mark.parametrize(("model", "precision", "step"), CELLS)
 def test_commit_goes_back_to_the_start(tmp_path, model, precision, step):
     injector = Injector("commit", step, late(model, precision, "commit", step))
     recorded = Recorded(tiny(tmp_path, *cell(model, precision)), injector)

@@ -67,6 +67,14 @@ def test_a_limit_on_the_command_line(tmp_path, model):
     assert digest(tmp_path / "limited") == digest(tmp_path / "told")
 
 
+def test_an_error_in_backward_leaves_its_graph_to_no_retry(tmp_path):
+    """A third of the limit: what torch's engine keeps of a failed backward until the next one."""
+    narrow = ("model=resnet", "model.width=8", "data=digits", "precision=bf16", "memory.limit=3460300")
+    config = composed(*narrow, *COMMON, "batch.global_size=48", "train.max_steps=1", "every.eval=null")
+    assert runner.run(dataclasses.replace(config, run_dir=str(tmp_path))).steps == 1
+    assert incidents(tmp_path)[0]["phase"] == "backward"
+
+
 def test_a_limit_that_leaves_nothing(tmp_path):
     done = run_cli(*MODELS["mlp"], *COMMON, "memory.limit=64KiB", f"hydra.run.dir={tmp_path / 'run'}", cwd=tmp_path)
     assert done.returncode == 2

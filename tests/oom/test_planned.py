@@ -1,4 +1,7 @@
-"""`auto` asks the plan after a run's first error: one error, then the size that fits, which the step itself proves."""
+"""`auto` asks the plan after a run's first error: one error, then the size that fits, which the step itself proves.
+
+The planner's process has started already: tests/plan/test_process.py has runs that start it.
+"""
 
 import logging
 
@@ -17,9 +20,10 @@ from .conftest import MODELS, tiny
 from .inject import Recorded
 
 RUN = (*runs.TINY, "batch.global_size=32", "train.max_steps=8", "checkpointing=off", "oom.remember=false")
+RUN = (*RUN, "plan.levers=false")  # for the plans that are compared with runs: tracing all levers takes half a minute
 GPT = (*RUN, *runs.MODELS["gpt"], "memory.limit=300KB")
 
-pytestmark = pytest.mark.usefixtures("without_pictures")
+pytestmark = pytest.mark.usefixtures("without_pictures", "planner_that_stays")
 
 
 @pytest.fixture
@@ -37,6 +41,11 @@ def own(tmp_path):
     return overrides
 
 
+def plan_of(overrides):
+    """As `trainapp.plan`, in this process."""
+    return planner.plan(compose.from_command_line(overrides))[0]
+
+
 def run_of(folder, overrides, caplog=None):
     """The run's result, its incidents, and how often a plan was asked for."""
     if caplog is not None:
@@ -50,7 +59,7 @@ def run_of(folder, overrides, caplog=None):
 def test_the_second_attempt_has_the_largest_size_that_fits(tmp_path):
     ended, (only,), _ = run_of(tmp_path / "planned", GPT)
     searched, _, _ = run_of(tmp_path / "searched", (*GPT, "oom.plan=false"))
-    largest = trainapp.plan(GPT)["largest_micro_size"]
+    largest = plan_of(GPT)["largest_micro_size"]
     assert (only["old_size"], only["new_size"]) == (32, largest)
     assert f"micro-batch 32 -> {largest} as planned in " in only["action"]
     assert ended.micro_size == largest >= searched.micro_size
@@ -85,14 +94,12 @@ def test_loader_processes_have_no_limit_of_their_own(tmp_path):
     assert ended.steps == 8
 
 
-def test_a_plan_of_views_is_no_more_than_a_range(tmp_path):
-    """A run in whose process they are fetched counts all that they are views of."""
+def test_a_plan_of_views_is_exact(tmp_path):
+    """Neither a run nor its plan counts what the samples are views of."""
     own = ("model=mlp", "model.width=16", "data=digits", "~data.augment", "user_packages=[planned_models]")
-    overrides = (*RUN, *own, "plan.levers=false", "train.grad_clip=null")
-    views, stacked = (trainapp.plan([*overrides, f"data._target_=planned_models.{n}"]) for n in ("Views", "Stacked"))
-    assert stacked["certainty"] == "exact"
-    assert views["certainty"] == "range"
-    assert any("samples are views of larger tensors" in note for note in views["notes"])
+    overrides = (*RUN, *own, "train.grad_clip=null")
+    facts = plan_of([*overrides, "data._target_=planned_models.Views"])
+    assert facts["certainty"] == "exact"
 
 
 def test_it_replays_bit_for_bit(tmp_path):
@@ -152,7 +159,7 @@ def test_evaluation_begins_with_its_planned_size_too(tmp_path, own, caplog):
     _, failures, asked = run_of(tmp_path / "run", overrides, caplog)
     assert [failure["phase"] for failure in failures] == ["forward"]
     assert asked == 1
-    facts = trainapp.plan(overrides)
+    facts = plan_of(overrides)
     assert 1 < facts["largest_eval_micro_size"] < facts["largest_micro_size"]
     assert metrics(tmp_path / "run")[-1]["batch/eval_micro_size"] == facts["largest_eval_micro_size"]
 
@@ -160,7 +167,7 @@ def test_evaluation_begins_with_its_planned_size_too(tmp_path, own, caplog):
 def test_an_error_of_evaluation_is_planned_alone(tmp_path, own, caplog):
     overrides = own("Evaluating", 300_000, "every.eval=8", "batch.micro_size=2")
     ended, (only,), asked = run_of(tmp_path / "run", overrides, caplog)
-    largest = trainapp.plan(overrides)["largest_eval_micro_size"]
+    largest = plan_of(overrides)["largest_eval_micro_size"]
     assert only["phase"] == "evaluate"
     assert f"evaluation micro-batch 64 -> {largest} as planned in " in only["action"]
     assert (ended.micro_size, asked) == (2, 1)
@@ -169,7 +176,7 @@ def test_an_error_of_evaluation_is_planned_alone(tmp_path, own, caplog):
 def test_a_run_that_begins_with_the_plan_meets_no_error(tmp_path, own, caplog):
     overrides = own("Evaluating", 300_000, "every.eval=8", "batch.micro_size=plan")
     ended, failures, asked = run_of(tmp_path / "run", overrides, caplog)
-    facts = trainapp.plan(overrides)
+    facts = plan_of(overrides)
     assert failures == []
     assert asked == 0
     assert ended.micro_size == facts["largest_micro_size"] < 32
@@ -213,7 +220,7 @@ def test_texts_of_all_lengths_meet_one_error(tmp_path):
 def test_what_is_only_estimated_leaves_a_margin(tmp_path, own):
     overrides = own("Leaving", 500_000, "train.max_steps=12")
     ended, (only,), _ = run_of(tmp_path / "run", overrides)
-    facts = trainapp.plan(overrides)
+    facts = plan_of(overrides)
     assert facts["certainty"] == "not traceable"
     assert 0.9 * facts["largest_micro_size"] <= only["new_size"] < facts["largest_micro_size"]
     assert ended.micro_size >= only["new_size"]
@@ -274,8 +281,8 @@ def test_a_stop_request_does_not_wait_for_the_plan(tmp_path, caplog):
 
 def test_what_does_not_fit_at_all_takes_two_errors(tmp_path, caplog):
     """The plan says that none fits: the smallest is tried, and the run ends with its advice."""
-    overrides = (*runs.MODELS["gpt"], "model.depth=4", "batch.micro_size=auto", "oom.plan=true")
-    limit = planner.plan(compose.from_command_line([*RUN, *overrides, "batch.micro_size=1"]))[0]["peak_bytes"] - 4000
+    overrides = (*runs.MODELS["gpt"], "batch.micro_size=auto", "oom.plan=true")
+    limit = plan_of([*RUN, *overrides, "batch.micro_size=1"])["peak_bytes"] - 4000
     caplog.set_level(logging.INFO)
     with pytest.raises(trainapp.errors.TrainingStopped, match="with micro-batch 1: nothing is left to halve"):
         runs.run(tmp_path, *RUN, *overrides, f"memory.limit={limit}")

@@ -121,7 +121,7 @@ def test_real_runs(**drawn):
 
 
 @pytest.mark.slow
-@settings(REAL, max_examples=150)
+@settings(REAL, max_examples=60)
 @given(**REAL_ARGUMENTS)
 def test_many_real_runs(**drawn):
     real_run(**drawn)

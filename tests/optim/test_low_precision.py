@@ -5,6 +5,7 @@ from helpers import metrics
 from torch import nn
 
 from trainapp.memory.kinds import MemoryKind
+from trainapp.memory.live_tensors import LiveTensors
 from trainapp.optim import low_precision
 from trainapp.optim.low_precision import AdamW
 from trainapp.optim.optimizers import materialise_state
@@ -114,3 +115,20 @@ def test_a_fused_kernel_that_it_lacks_is_refused(tmp_path):
         UserError, match=r"optimizer.fused=true: trainapp.optim.low_precision.AdamW has no fused kernel"
     ):
         runs.prepare(tmp_path, *runs.MODELS["mlp"], "optimizer=adamw_bf16", "optimizer.fused=true")
+
+
+@pytest.mark.parametrize("state_dtype", ["fp32", "bf16", "8bit", "4bit", "fp8"])
+@pytest.mark.parametrize("shape", [(300, 400), (1100, 500)])  # less than a piece, and more
+def test_what_a_step_allocates_in_passing_is_known_beforehand(state_dtype, shape):
+    weight = nn.Parameter(torch.randn(shape))
+    optimizer = AdamW([weight], state_dtype=state_dtype)
+    weight.grad = torch.randn_like(weight)
+    optimizer.step()  # which allocates the state
+    live, stored = LiveTensors(), [value for value in optimizer.state[weight].values() if torch.is_tensor(value)]
+    tables = [table for pair in optimizer._quantizers.values() for q in pair for table in (q._levels, q._by_code)]
+    live.register({MemoryKind.PARAMETERS: [weight, weight.grad, *stored, *tables]})
+    before = live.peak
+    with live:
+        optimizer.step()
+    expected = low_precision.step_bytes([weight], state_dtype)
+    assert 0.5 * expected < live.peak - before <= expected

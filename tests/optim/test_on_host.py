@@ -174,7 +174,7 @@ def test_resumed_with_and_without(tmp_path: Path, first, then):
         ),
         (
             ("parallel=fsdp",),
-            "optimizer.offload=true with parallel=fsdp: FSDP keeps its shards on the host by itself; use parallel.fsdp",
+            "optimizer.offload=true with parallel=fsdp: FSDP keeps its shards on the host itself; use parallel.fsdp",
         ),
     ],
 )

@@ -24,7 +24,9 @@ from trainapp.oom.incident import Incident
 from trainapp.parallel.dtensor import whole
 from trainapp.parallel.ranks import Ranks, SingleRank
 from trainapp.run import runner
+from trainapp.run.result import schedule_of
 from trainapp.signals import StopRequest
+from trainapp.torch_private import outside_dispatch_modes
 from trainapp.train import loop, step
 from trainapp.train.run import Run, Step
 from trainapp.train.totals import Totals
@@ -52,6 +54,7 @@ class Record:
     error: str | None = None
     peak: int = 0
     shapes: dict[int, int] = field(default_factory=dict)  # the current micro-batch by shape
+    schedule: dict[int, Any] = field(default_factory=dict)  # the sizes that were used, as in result.json
     progress: dict[str, Any] = field(default_factory=dict)
     log: list[str] = field(default_factory=list)
 
@@ -119,6 +122,7 @@ def _run(config: Config, ranks: Ranks, record: Record) -> None:
     record.votes = getattr(ranks, "votes", 0)
     record.peak = max(ranks.all_gather_object(run.memory.peak))
     record.shapes = {bucket: search.size for bucket, search in run.sizes.train.searches.items()}
+    record.schedule = schedule_of(run, run.sizes.history(ranks)["used"])
 
 
 def _facts(failure: Incident) -> dict[str, Any]:
@@ -128,7 +132,8 @@ def _facts(failure: Incident) -> dict[str, Any]:
 
 def _noting(update: Any, record: Record) -> Any:
     def noting(run: Run, coming: Step, totals: Any, norm: torch.Tensor) -> bool:
-        gradients = vector([p.grad for p in run.meter.parameters if p.grad is not None])
+        with outside_dispatch_modes():  # it is the test that keeps them, not the run
+            gradients = vector([p.grad for p in run.meter.parameters if p.grad is not None])
         applied = update(run, coming, totals, norm)
         record.gradients.append(gradients)
         record.losses.append(totals.means()["loss"])

@@ -53,6 +53,9 @@ RESETS = hasattr(FSDPModule, "reset_iter_state")
 needs_reset = pytest.mark.skipif(not RESETS, reason="FSDP2 recovers in place from torch 2.13 on")
 
 
+REFERENCES: dict[tuple[Any, ...], list[cells.Record]] = {}  # see `Cell.reference`
+
+
 @functools.cache
 def composed(overrides: tuple[str, ...]) -> Config:
     """The configuration of `trainapp OVERRIDES`, cached."""
@@ -76,7 +79,7 @@ class Cell:
         world: int,
         *overrides: str,
         faults: Sequence[Fault] = (),
-        schedule: dict[int, int] | None = None,
+        schedule: dict[int, Any] | None = None,
         run_dir: Path | None = None,
         limit: float = 60.0,
         tiny: Sequence[str] = (*TINY, *GPT),
@@ -95,6 +98,19 @@ class Cell:
         missed = [fault for fault in faults if fired(marks, fault) != fault.times]
         assert not missed if must_fire == "all" else len(missed) < len(faults), f"did not fire: {missed}"
         return records
+
+    def reference(
+        self,
+        world: int,
+        *overrides: str,
+        schedule: dict[int, Any] | None = None,
+        tiny: Sequence[str] = (*TINY, *GPT),
+    ) -> list[cells.Record]:
+        """The records of an undisturbed run. All tests that ask for the same share it, unchanged."""
+        key = (world, overrides, repr(schedule), tuple(tiny))
+        if key not in REFERENCES:
+            REFERENCES[key] = self.run(world, *overrides, schedule=schedule, tiny=tiny)
+        return REFERENCES[key]
 
 
 @pytest.fixture(scope="session")

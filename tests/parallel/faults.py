@@ -63,7 +63,9 @@ class Fault:
 
 
 def fail_at(rank: int, step: int, phase: str, kind: str = "oom", operation: int = 0, times: int = 1) -> Fault:
-    """One fault. Kinds: oom, swallowed, driver, nccl, exception, kill, freeze, term, usr1, nan, inf, slow, disk full.
+    """One fault.
+
+    Kinds: oom, swallowed, driver, nccl, exception, io error, kill, freeze, term, usr1, nan, inf, slow, disk full.
 
     "swallowed": an allocation fails and something catches the error. driver, nccl: what no process recovers from.
     """
@@ -133,6 +135,8 @@ def _do(kind: str) -> float | None:
         raise error(text)
     if kind == "exception":
         raise RuntimeError("injected failure")
+    if kind == "io error":
+        raise OSError("injected failure")
     signals = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP, "term": signal.SIGTERM, "usr1": signal.SIGUSR1}
     if kind in signals:
         os.kill(os.getpid(), signals[kind])

@@ -1,5 +1,6 @@
 """Saved on N ranks, resumed on M: same samples, same losses. And what a checkpoint must not do."""
 
+import dataclasses
 import hashlib
 import io
 import json
@@ -14,7 +15,6 @@ import torch
 
 from trainapp.checkpoint.manifest import with_digest
 
-from .cells import Record
 from .conftest import Cell
 from .test_equality import TOLERANCE, error
 
@@ -26,16 +26,42 @@ def spread(world: int, strategy: str) -> tuple[int, str]:
     return (0, "parallel=single") if world == 1 and strategy == "ddp" else (world, f"parallel={strategy}")
 
 
-def resumed(cell: Cell, saver: tuple[int, str], reader: tuple[int, str], *overrides: str) -> tuple[list[Record], Path]:
-    """Two steps on the first, the other two on the second, in one directory."""
-    run_dir = cell.directory()
-    ranks, strategy = spread(*saver)
-    cell.run(ranks, strategy, *SAVING, *overrides, "train.max_steps=2", run_dir=run_dir)
-    ranks, strategy = spread(*reader)
-    return cell.run(ranks, strategy, *SAVING, run_dir=run_dir), run_dir
+@dataclasses.dataclass
+class Saved:
+    """Runs that tests resume: each is run once, and every test gets a copy of its directory."""
+
+    folder: Path
+    originals: dict[tuple[str | int, ...], Path] = dataclasses.field(default_factory=dict)
+
+    def __call__(self, cell: Cell, saver: tuple[int, str], *overrides: str) -> Path:
+        """The copy of a run on these ranks with SAVING."""
+        ranks, strategy = spread(*saver)
+        key = (ranks, strategy, *overrides)
+        if key not in self.originals:
+            run_dir = self.folder / f"run_{len(self.originals)}"
+            cell.run(ranks, strategy, *SAVING, *overrides, run_dir=run_dir)
+            self.originals[key] = run_dir
+        copy = cell.directory()
+        shutil.copytree(self.originals[key], copy)
+        return copy
+
+    def in_step_2(self, cell: Cell, saver: tuple[int, str], *overrides: str) -> Path:
+        """Likewise, with half of the steps to go."""
+        return self(cell, saver, *overrides, "train.max_steps=2")
 
 
-PAIRS = [((n, a), (m, b)) for a in ("ddp", "fsdp") for b in ("ddp", "fsdp") for n in (1, 2, 3, 4) for m in (1, 2, 3, 4)]
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Saved:
+    return Saved(tmp_path_factory.mktemp("saved"))
+
+
+# Every saver meets every number of readers, and every reader every number of savers; both strategies meet each other
+# and every number on either side.
+PAIRS = [
+    ((n, ("ddp", "fsdp")[(n + m) % 2]), (m, ("ddp", "fsdp")[(n + m) // 2 % 2]))
+    for n in (1, 2, 3, 4)
+    for m in (1, 2, 3, 4)
+]
 FAST = [
     ((1, "ddp"), (2, "fsdp")), ((2, "fsdp"), (1, "ddp")), ((1, "ddp"), (3, "ddp")), ((3, "ddp"), (1, "ddp")),
     ((2, "fsdp"), (4, "fsdp")), ((4, "fsdp"), (3, "fsdp")), ((2, "ddp"), (2, "fsdp")), ((2, "fsdp"), (2, "ddp")),
@@ -47,12 +73,13 @@ FAST = [
     ("saver", "reader"),
     [
         pytest.param(*pair, marks=() if pair in FAST else pytest.mark.slow, id="-".join(f"{n}_{s}" for n, s in pair))
-        for pair in PAIRS
+        for pair in dict.fromkeys((*FAST, *PAIRS))
     ],
 )
-def test_saved_on_some_ranks_resumed_on_others(cell, saver, reader):
-    (reference,) = cell.run(0, *SAVING)
-    records, _ = resumed(cell, saver, reader)
+def test_saved_on_some_ranks_resumed_on_others(cell, saved, saver, reader):
+    (reference,) = cell.reference(0, *SAVING)
+    ranks, strategy = spread(*reader)
+    records = cell.run(ranks, strategy, *SAVING, run_dir=saved.in_step_2(cell, saver))
     for record in records:
         assert record.progress["step"] == 4
         assert record.losses == pytest.approx(reference.losses[2:], rel=TOLERANCE)
@@ -65,7 +92,6 @@ def test_saved_on_some_ranks_resumed_on_others(cell, saver, reader):
 def test_on_as_many_ranks_it_is_bit_identical(cell):
     for strategy in ("ddp", "fsdp", "hsdp"):
         undisturbed = cell.run(2, f"parallel={strategy}", *SAVING, "model.dropout=0.1")
-        records, _ = resumed(cell, (2, strategy), (2, strategy), "model.dropout=0.1")
         run_dir = cell.directory()
         cell.run(2, f"parallel={strategy}", *SAVING, "model.dropout=0.1", "train.max_steps=2", run_dir=run_dir)
         records = cell.run(2, f"parallel={strategy}", *SAVING, "model.dropout=0.1", run_dir=run_dir)
@@ -104,7 +130,7 @@ def test_state_in_unusual_places_on_two_ranks(cell, model):
 def test_an_optimizer_with_plain_and_late_state_on_two_ranks(cell, strategy, stop):
     """Also in shards, and read by one rank."""
     settings = (*SAVING, "every.save=1", "optimizer._target_=foreign.LateMomentum", *OWN_OPTIMIZER, "train.max_steps=6")
-    undisturbed = cell.run(2, f"parallel={strategy}", *settings)
+    undisturbed = cell.reference(2, f"parallel={strategy}", *settings)
     run_dir = cell.directory()
     cell.run(2, f"parallel={strategy}", *settings, f"train.max_steps={stop}", run_dir=run_dir)
     alone = cell.directory()
@@ -116,10 +142,9 @@ def test_an_optimizer_with_plain_and_late_state_on_two_ranks(cell, strategy, sto
     assert record.losses == pytest.approx(undisturbed[0].losses[stop:], rel=TOLERANCE)
 
 
-def test_another_micro_batch_and_other_workers(cell):
-    (reference,) = cell.run(0, *SAVING)
-    run_dir = cell.directory()
-    cell.run(2, "parallel=fsdp", *SAVING, "train.max_steps=2", run_dir=run_dir)
+def test_another_micro_batch_and_other_workers(cell, saved):
+    (reference,) = cell.reference(0, *SAVING)
+    run_dir = saved.in_step_2(cell, (2, "fsdp"))
     records = cell.run(2, "parallel=fsdp", *SAVING, "batch.micro_size=3", "data.num_workers=1", run_dir=run_dir)
     for record in records:
         assert record.losses == pytest.approx(reference.losses[2:], rel=TOLERANCE)
@@ -159,8 +184,9 @@ def everything(path: Path) -> dict[str, torch.Tensor]:
     return flat
 
 
-def test_manifest_names_every_file_of_every_rank(cell):
-    _, run_dir = resumed(cell, (2, "fsdp"), (3, "fsdp"))
+def test_manifest_names_every_file_of_every_rank(cell, saved):
+    run_dir = saved.in_step_2(cell, (2, "fsdp"))
+    cell.run(3, "parallel=fsdp", *SAVING, run_dir=run_dir)
     for step, ranks in ((2, 2), (4, 3)):
         path = run_dir / "checkpoints" / f"step_{step:08d}"
         manifest = json.loads((path / "manifest.json").read_text())
@@ -175,9 +201,8 @@ def test_manifest_names_every_file_of_every_rank(cell):
 
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("damage", ["flipped bit", "truncated", "missing"])
-def test_a_damaged_shard_is_named_and_the_one_before_used(cell, damage, world):
-    run_dir = cell.directory()
-    cell.run(2, "parallel=fsdp", *SAVING, run_dir=run_dir)
+def test_a_damaged_shard_is_named_and_the_one_before_used(cell, saved, damage, world):
+    run_dir = saved(cell, (2, "fsdp"))
     shard = next((run_dir / "checkpoints" / "step_00000004").glob("__1_*.distcp"))
     content = bytearray(shard.read_bytes())
     if damage == "missing":
@@ -195,9 +220,16 @@ def test_a_damaged_shard_is_named_and_the_one_before_used(cell, damage, world):
     assert "using the one before it" in lines
 
 
-def test_exported_from_any_number_of_ranks(cell, tmp_path):
+def test_a_folder_that_cannot_be_made(cell):
     run_dir = cell.directory()
-    cell.run(2, "parallel=fsdp", *SAVING, "train.max_steps=2", run_dir=run_dir)
+    run_dir.mkdir()
+    (run_dir / "checkpoints").write_text("in the way")
+    for record in cell.run(2, "parallel=fsdp", *SAVING, run_dir=run_dir):
+        assert "the checkpoint of step 2 could not be written" in record.error
+
+
+def test_exported_from_any_number_of_ranks(cell, saved, tmp_path):
+    run_dir = saved.in_step_2(cell, (2, "fsdp"))
     folders = [tmp_path / f"export_{number}" for number in range(4)]
     readers = [(0, "parallel=single"), (2, "parallel=fsdp"), (3, "parallel=fsdp"), (2, "parallel=ddp")]
     for folder, (world, strategy) in zip(folders, readers, strict=True):
@@ -233,9 +265,8 @@ def plant(path: Path, name: str, content: bytes) -> None:
 
 
 @pytest.mark.parametrize("place", [".metadata", "planner_data", "values.pt", "values.pt as pickle", "byte item"])
-def test_planted_payloads_do_not_run(cell, place, tmp_path):
-    run_dir, marker = cell.directory(), tmp_path / "ran"
-    cell.run(2, "parallel=fsdp", *SAVING, "train.max_steps=2", run_dir=run_dir)
+def test_planted_payloads_do_not_run(cell, saved, place, tmp_path):
+    run_dir, marker = saved.in_step_2(cell, (2, "fsdp")), tmp_path / "ran"
     path = run_dir / "checkpoints" / "step_00000002"
     if place == ".metadata":
         plant(path, ".metadata", pickle.dumps(Payload(marker)))
@@ -274,8 +305,6 @@ def _turn_into_bytes(path: Path, marker: Path) -> None:
     torch.save(Payload(marker), content)
     shard = bytearray((path / info.relative_path).read_bytes())
     place = len(shard)
-    import dataclasses
-
     changed = dataclasses.replace(info, offset=place, length=len(content.getvalue()))
     metadata.storage_data = {
         (dataclasses.replace(i, offset=None, index=None) if i.fqn == name else i): (changed if i.fqn == name else entry)
@@ -287,9 +316,8 @@ def _turn_into_bytes(path: Path, marker: Path) -> None:
 
 
 @pytest.mark.parametrize("world", [0, 2])
-def test_another_model_is_refused(cell, world):
-    run_dir = cell.directory()
-    cell.run(2, "parallel=fsdp", *SAVING, "train.max_steps=2", run_dir=run_dir)
+def test_another_model_is_refused(cell, saved, world):
+    run_dir = saved.in_step_2(cell, (2, "fsdp"))
     strategy = "parallel=fsdp" if world else "parallel=single"
     for record in cell.run(world, strategy, *SAVING, "model.width=32", run_dir=run_dir):
         assert "does not fit this configuration's model or optimizer" in record.error
@@ -306,8 +334,7 @@ def test_an_average_that_was_not_saved_begins_at_the_weights(cell, reader):
         assert error(record.average, first[0].weights) < 1e-5
 
 
-def test_another_optimizer_is_refused_or_begins_anew(cell):
-    run_dir = cell.directory()
-    cell.run(2, "parallel=fsdp", *SAVING, "train.max_steps=2", run_dir=run_dir)
+def test_another_optimizer_is_refused_or_begins_anew(cell, saved):
+    run_dir = saved.in_step_2(cell, (2, "fsdp"))
     for record in cell.run(2, "parallel=fsdp", *SAVING, "optimizer=sgd", "optimizer.momentum=0.5", run_dir=run_dir):
         assert record.error is not None

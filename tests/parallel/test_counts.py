@@ -21,7 +21,7 @@ OVERRIDES = (
 
 def both(cell: Cell, *overrides: str, function=cells.train):
     """The records of one process and of two ranks."""
-    (alone,) = cell.run(0, *overrides, tiny=(*TINY, *OVERRIDES))
+    (alone,) = cell.reference(0, *overrides, tiny=(*TINY, *OVERRIDES))
     ranks = ("parallel=ddp", *overrides)
     return alone, cell.run(2, *ranks, tiny=(*TINY, *OVERRIDES), limit=LIMIT, function=function)
 
@@ -40,7 +40,7 @@ def test_fractions(cell, task):
 @pytest.mark.parametrize("ranks", ["both ranks", "one rank"])
 def test_nothing_counts(cell, ranks):
     """In a step of both ranks there is no update; on one rank, the other's samples decide."""
-    (first,) = cell.run(0, "task=weighted.task", tiny=(*TINY, *OVERRIDES))
+    (first,) = cell.reference(0, "task=weighted.task", tiny=(*TINY, *OVERRIDES))
     silent = first.samples[1] if ranks == "both ranks" else first.samples[1][8:]
     alone, records = both(cell, "task=weighted.task", f"+data.silent={silent}")
     assert alone.skipped == int(ranks == "both ranks")

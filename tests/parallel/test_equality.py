@@ -46,7 +46,7 @@ def assert_same(records: list[Record], reference: Record, tolerance: float = TOL
 
 def as_one(cell: Cell, world: int, spread: str, *overrides: str, tolerance: float = TOLERANCE) -> list[Record]:
     """Runs the same configuration alone and on `world` ranks; both must agree. Returns the ranks' records."""
-    (reference,) = cell.run(0, *overrides)
+    (reference,) = cell.reference(0, *overrides)
     records = cell.run(world, f"parallel={spread}", *overrides)
     assert_same(records, reference, tolerance)
     return records
@@ -70,7 +70,7 @@ def test_as_one_process(cell, spread, world):
 @pytest.mark.parametrize("spread", SPREADS)
 def test_averaging_would_be_noticed(cell, spread):
     # Negative control: gradients averaged over ranks, as DDP and FSDP do by default.
-    (reference,) = cell.run(0)
+    (reference,) = cell.reference(0)
     for record in cell.run(2, f"parallel={spread}", function=cells.train_averaging):
         assert min(errors(record, reference)) > 0.01
         assert error(record.gradients[0], reference.gradients[0]) == pytest.approx(0.5, abs=1e-4)
@@ -78,7 +78,7 @@ def test_averaging_would_be_noticed(cell, spread):
 
 def test_means_of_means_would_be_noticed(cell):
     # Likewise the mean over ranks of each rank's own mean, the usual mistake with padded tokens.
-    (reference,) = cell.run(0)
+    (reference,) = cell.reference(0)
     (first, _) = cell.run(2, "parallel=ddp", function=cells.train_mean_of_means)
     assert errors(first, reference)[0] > 1e-3
 
@@ -101,8 +101,8 @@ def test_a_rank_without_a_valid_token(cell, spread):
 @pytest.mark.parametrize("spread", ["ddp", "fsdp"])
 def test_no_valid_token_anywhere(cell, spread):
     overrides = (*MASKED, "+data.every=1", "train.max_steps=null", "train.max_epochs=1")
-    (reference,) = cell.run(0, *overrides)
-    (longer,) = cell.run(0, *overrides, "train.max_epochs=2")
+    (reference,) = cell.reference(0, *overrides)
+    (longer,) = cell.reference(0, *overrides, "train.max_epochs=2")
     for record in (reference, *cell.run(2, f"parallel={spread}", *overrides)):
         assert all(map(math.isnan, record.losses))
         assert (record.progress["step"], record.progress["skipped"]) == (0, len(record.losses))
@@ -113,7 +113,7 @@ def test_no_valid_token_anywhere(cell, spread):
 @pytest.mark.parametrize("spread", SPREADS)
 def test_clipping(cell, spread):
     # Once per step, by the norm over all ranks.
-    (unclipped,) = cell.run(0)
+    (unclipped,) = cell.reference(0)
     records = as_one(cell, 4 if spread == "hsdp" else 2, spread, "train.grad_clip=0.05")
     assert errors(records[0], unclipped)[-1] > 1e-3
 
@@ -126,7 +126,7 @@ def test_fp16_overflow_on_one_rank(cell, spread, world):
     first = 28 if (spread, world) == ("fsdp", 2) else 3
     fault = fail_at(world - 1, 2, "backward", "inf", operation=first)
     records = cell.run(world, f"parallel={spread}", *fp16, faults=[fault])
-    (undisturbed,) = cell.run(0, *fp16)
+    (undisturbed,) = cell.reference(0, *fp16)
     for record in records:
         assert record.scales == [256.0, 128.0, 128.0, 128.0, 128.0]  # halved by the skipped step, on all ranks
         assert record.skipped == 1
@@ -157,7 +157,7 @@ def test_a_global_batch_that_does_not_divide(cell, spread, world, global_size, m
 @pytest.mark.parametrize(("world", "samples"), [(2, 37), slow(4, 37), (4, 3), slow(4, 5)])
 def test_evaluation_counts_every_sample_once(cell, spread, world, samples):
     overrides = ("every.eval=1", "batch.eval_micro_size=6", f"data.val_size={samples}", "train.max_steps=5")
-    (reference,) = cell.run(0, *overrides)
+    (reference,) = cell.reference(0, *overrides)
     records = cell.run(world, f"parallel={spread}", *overrides)
     assert_same(records, reference)
     for record in records:
@@ -187,7 +187,7 @@ def test_evaluation_counts_every_sample_once(cell, spread, world, samples):
 )
 def test_settings_that_change_no_result(cell, spread, overrides):
     shared = tuple(o for o in overrides if not o.startswith("parallel."))
-    (reference,) = cell.run(0, *shared)
+    (reference,) = cell.reference(0, *shared)
     assert_same(cell.run(2, f"parallel={spread}", *overrides), reference)
 
 
@@ -200,14 +200,14 @@ def test_settings_that_change_no_result(cell, spread, overrides):
 def test_activation_checkpointing(cell, spread, checkpointing):
     mode, *more = checkpointing
     chosen = [f"activation_checkpointing={mode}", *(f"activation_checkpointing.{text}" for text in more)]
-    (reference,) = cell.run(0)
+    (reference,) = cell.reference(0)
     assert_same(cell.run(2, f"parallel={spread}", *chosen), reference)
 
 
 @pytest.mark.parametrize("spread", SPREADS)
 def test_bf16(cell, spread):
     # bf16 has 8 bits: matmuls round differently in other micro-batches. Still, far from fp32's tolerance.
-    (reference,) = cell.run(0, "precision=bf16")
+    (reference,) = cell.reference(0, "precision=bf16")
     for record in cell.run(2, f"parallel={spread}", "precision=bf16"):
         assert record.losses == pytest.approx(reference.losses, rel=2e-3)
         assert max(errors(record, reference)) < 2e-2

@@ -27,8 +27,8 @@ def reference(tmp_path_factory) -> Path:
 
 def test_one_directory_and_one_log(reference):
     assert {path.name for path in reference.iterdir()} == {
-        ".hydra", "checkpoints", "evaluations.jsonl", "metrics.jsonl", "ranks", "result.json", "tensorboard",
-        "trainapp.log",
+        ".hydra", "checkpoints", "evaluations.jsonl", "experiment.json", "metrics.jsonl", "ranks", "result.json",
+        "tensorboard", "trainapp.log",
     }  # fmt: skip
     assert [path.name for path in (reference / "ranks").iterdir()] == ["rank_1.log"]
     log = (reference / "trainapp.log").read_text()
@@ -96,6 +96,7 @@ def test_a_multirun_inside_torchrun_is_refused(tmp_path):
     assert not list(tmp_path.rglob("metrics.jsonl"))
 
 
+@pytest.mark.slow
 def test_slurm_gives_the_same_run(reference, tmp_path):
     job = str(free_port())
     started = []
@@ -109,7 +110,8 @@ def test_slurm_gives_the_same_run(reference, tmp_path):
     same_run(tmp_path / "outputs" / "slurm" / f"{job}.0", reference)
 
 
-@pytest.mark.parametrize("tasks", [2, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("tasks", [2, 1])
 def test_submitit_gives_the_same_run(reference, tmp_path, tasks):
     """Two tasks are the ranks of the sweep's job; a single task starts its workers itself."""
     submitit = ["hydra/launcher=submitit_local", f"hydra.launcher.tasks_per_node={tasks}", "hydra.sweep.dir=sweep"]
@@ -154,11 +156,3 @@ def test_several_nodes_need_names(tmp_path):
     ended = launch(tmp_path / "run", "parallel=ddp", "parallel.nodes=2")
     assert ended.code == 2
     assert "parallel.endpoint=HOST:PORT" in ended.text
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["fsdp", "hsdp"])
-def test_shards_through_the_launcher(tmp_path, strategy):
-    ended = launch(tmp_path / "run", f"parallel={strategy}")
-    assert ended.code == 0, ended.text
-    assert result(tmp_path / "run")["steps"] == 6

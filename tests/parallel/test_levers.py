@@ -37,9 +37,9 @@ CELLS = [
 def test_as_one_process(cell: Cell, spread, lever):
     records = as_one(cell, 2, spread, *LEVERS[lever])
     if lever == "chunks":  # and as all logits at once
-        (plain,) = cell.run(0)
+        (plain,) = cell.reference(0)
         assert_same(records, plain)
-        (control,) = cell.run(0, "train.seed=1")
+        (control,) = cell.reference(0, "train.seed=1")
         assert errors(control, plain)[-1] > 1e-3
 
 
@@ -52,9 +52,9 @@ def test_a_failure_on_one_rank(cell: Cell, spread, lever):
         assert len(record.failures) == 1
         assert torch.equal(record.weights, other.weights)
         assert record.losses == other.losses
-    # Negative control: the schedule one step late.
-    late = cell.run(2, *overrides, schedule={4: 2})
-    assert not torch.equal(records[0].weights, late[0].weights)
+    if lever == "chunks":  # negative control: the schedule one step late
+        late = cell.run(2, *overrides, schedule={4: 2})
+        assert not torch.equal(records[0].weights, late[0].weights)
 
 
 def test_a_head_inside_a_block_is_refused(cell: Cell):
@@ -87,7 +87,7 @@ def test_an_optimizer_on_the_host(cell: Cell):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_optimizers(cell: Cell, spread, optimizer):
     """The same weights on all ranks, and nearly those of one process: what is rounded by chance is rounded alike."""
-    (reference,) = cell.run(0, *OPTIMIZERS[optimizer])
+    (reference,) = cell.reference(0, *OPTIMIZERS[optimizer])
     records = cell.run(2, f"parallel={spread}", *OPTIMIZERS[optimizer])
     if (optimizer, spread) in REFUSED:
         for record in records:

@@ -7,6 +7,7 @@ from trainapp.oom import planned
 from trainapp.plan import planner
 
 from .conftest import GPT, TINY
+from .test_equality import slow
 
 # Half of a sample's bytes above what 4 need: gloo may free a message of FSDP late.
 SEARCHING = ("batch.micro_size=auto", "oom.grow=true", "oom.clean_steps=1", "train.max_steps=8", "parallel.devices=2")
@@ -21,8 +22,10 @@ def limit_between(cell, *overrides):
     return f"memory.limit={sum(peaks) // 2}"
 
 
-@pytest.mark.parametrize("lengths", LENGTHS)
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    ("strategy", "lengths"),
+    [("ddp", "different"), ("fsdp", "alike"), slow("ddp", "alike"), slow("fsdp", "different")],
+)
 def test_two_ranks_meet_one_error_and_continue_with_the_planned_size(cell, strategy, lengths):
     overrides = (f"parallel={strategy}", LENGTHS[lengths])
     limit = limit_between(cell, *overrides)

@@ -17,6 +17,11 @@ OWN = (
 SPREADS = [pytest.param(spread, marks=pytest.mark.slow) if spread == "hsdp" else spread for spread in SPREAD]
 
 
+def alone(cell, task):
+    (reference,) = cell.reference(0, *OWN, f"task=own_tasks.{task}", tiny=TINY)
+    return reference
+
+
 def run(cell, world, task, *overrides, **options):
     return cell.run(world, *OWN, f"task=own_tasks.{task}", *overrides, tiny=TINY, **options)
 
@@ -24,20 +29,20 @@ def run(cell, world, task, *overrides, **options):
 @pytest.mark.parametrize("task", ["reads_attributes", "calls_twice"])
 @pytest.mark.parametrize("spread", SPREADS)
 def test_methods_and_parameters_of_the_model(cell, spread, task):
-    (reference,) = run(cell, 0, task)
+    reference = alone(cell, task)
     assert_same(run(cell, 2, task, f"parallel={spread}"), reference)
     log_vars = reference.weights[:2]  # which only the task reads
     assert (log_vars != 0).all() == (task == "reads_attributes")
 
 
 def test_a_task_outside_of_the_wrapper_fails_it(cell):
-    (reference,) = run(cell, 0, "reads_attributes")
+    reference = alone(cell, "reads_attributes")
     (record, _) = run(cell, 2, "reads_attributes", "parallel=ddp", function=cells.train_outside_of_the_wrapper)
     assert error(record.gradients[0], reference.gradients[0]) > 1e-3
 
 
 def test_all_parameters_read_by_a_task(cell):
-    (reference,) = run(cell, 0, "reads_a_blocks_weight")
+    reference = alone(cell, "reads_a_blocks_weight")
     assert_same(run(cell, 2, "reads_a_blocks_weight", "parallel=ddp"), reference)
     for record in run(cell, 2, "reads_a_blocks_weight", "parallel=fsdp"):
         assert "reads a parameter of one of the blocks outside the block's forward" in record.error

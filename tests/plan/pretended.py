@@ -15,10 +15,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import optimizer
 from torch.utils import _foreach_utils
 
+from trainapp.accelerator import HERE
 from trainapp.memory.levers import offload
 from trainapp.memory.live_tensors import LiveTensors
 from trainapp.plan.cuda import attention, devices, pretend, self_test
 from trainapp.plan.cuda.place import NotHere
+from trainapp.plan.ranks import simulated
 from trainapp.plan.values import MadeUpValues
 from trainapp.torch_private import fake_tensor_mode
 
@@ -79,6 +81,49 @@ def no_autocast():
         mock.patch.object(torch.cuda.amp.common, "amp_definitely_not_available", return_value=True),
     ):
         return refusal(A100, engine)
+
+
+def no_streams():
+    with inside() as engine, mock.patch.object(torch.cuda, "stream", return_value=contextlib.nullcontext()):
+        return refusal(A100, engine)
+
+
+def sharded_in_force():
+    """On two ranks and on 512, and again in another trace."""
+    found = []
+    for world in (2, 512, 2):
+        with simulated(0, world, torch.device("cpu")), inside() as engine:
+            found.append(refusal(A100, engine))
+    return found
+
+
+def sharded_without_foreach():
+    """As where DTensor adds itself to a list that is in force for one trace alone."""
+    from torch.distributed.tensor import DTensor
+
+    with simulated(0, 2, torch.device("cpu")), inside() as engine:
+        optimizer._foreach_supported_types.remove(DTensor)
+        try:
+            return refusal(A100, engine)
+        finally:
+            optimizer._foreach_supported_types.append(DTensor)
+
+
+def sharded_on_one_stream():
+    with (
+        simulated(0, 2, torch.device("cpu")),
+        inside() as engine,
+        mock.patch.dict(self_test._CHECKS, {"the allocation on streams": lambda device, engine: True}),
+        mock.patch.object(torch.cuda, "stream", return_value=contextlib.nullcontext()),
+    ):
+        return refusal(A100, engine)
+
+
+def pinned():
+    """What FSDP asks of a shard that it keeps on the host."""
+    with inside():
+        shard = torch.empty(4)
+        return [shard.pin_memory() is shard, shard.is_pinned(), torch.empty(4, device="cuda").is_pinned()]
 
 
 def no_foreach():
@@ -154,10 +199,12 @@ class Moved(offload.Offload):
 
 
 def offloaded():
-    """The bytes of each storage that offload moves in two steps of one network, there and here; and what is left."""
+    """The bytes of each storage that offload moves in two steps of one network, and what is left: there, on streams of
+    its own too, and here.
+    """
     found = []
     with mock.patch.object(offload, "LEAST", 1):
-        for device, arguments in (("cuda", ("cuda", NotHere())), ("cpu", ("cpu",))):
+        for device, arguments in (("cuda", ("cuda", NotHere())), ("cuda", ("cuda", HERE)), ("cpu", ("cpu",))):
             with inside() if device == "cuda" else contextlib.nullcontext():
                 layers = [nn.Linear(8, 8, device=device), nn.GELU(), nn.LayerNorm(8, device=device)]
                 model, inputs = nn.Sequential(*layers), torch.ones(4, 8, device=device)
@@ -170,17 +217,6 @@ def offloaded():
                         del loss
                 found.append({"moved": moving.bytes, "left": counter.live})
     return found
-
-
-def plain_streams():
-    """What offload says where it asks torch itself for pinned memory."""
-    try:
-        with inside(), mock.patch.object(offload, "LEAST", 1):
-            model = nn.Linear(8, 8, device="cuda")
-            with offload.Offload(model).forward():
-                model(torch.ones(4, 8, device="cuda", requires_grad=True)).square().sum()
-    except Exception as error:
-        return type(error).__name__
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from trainapp.torch_private import fake_tensor_mode, is_fake
 
 OVER = (
     *runs.TINY, "every.eval=1", "checkpointing=off", "oom.remember=false", "oom.grow=false", "data=digits",
-    "batch.global_size=32", "batch.eval_micro_size=8", "batch.micro_size=16",
+    "batch.global_size=32", "batch.eval_micro_size=8", "batch.micro_size=16", "plan.levers=false",
 )  # fmt: skip
 
 
@@ -228,7 +228,7 @@ def test_the_workspace_is_the_real_one_or_close_where_it_is_extrapolated(monkeyp
 
 
 def test_a_model_that_notices_the_trace_is_planned_from_real_steps(tmp_path, own):
-    overrides = own(Notices)
+    overrides = own(Notices, "plan.levers=true")
     facts = plan(overrides)
     assert facts["certainty"] == "not traceable"
     off = re.search(r"without data: in \w+, a step of 2 samples needs (\d+) bytes .*, (\d+) traced", facts["reason"])
@@ -241,7 +241,7 @@ def test_a_model_that_notices_the_trace_is_planned_from_real_steps(tmp_path, own
 
 
 def test_a_model_that_does_the_same_is_exact(tmp_path, own):
-    overrides = own(LooksAway, "plan.levers=false")
+    overrides = own(LooksAway)
     facts = plan(overrides)
     assert facts["certainty"] == "exact"
     assert by_part(facts) == peaks(tmp_path, *overrides)
@@ -249,12 +249,12 @@ def test_a_model_that_does_the_same_is_exact(tmp_path, own):
 
 def test_where_no_small_step_can_be_run_a_model_that_may_notice_is_no_certainty(monkeypatch, own):
     monkeypatch.setattr(small_step, "MOST_BYTES", 2**20)
-    facts = plan(own(Notices, "plan.levers=false"))  # this file names is_fake and its like
+    facts = plan(own(Notices))  # this file names is_fake and its like
     assert facts["certainty"] == "range"
     assert facts["range_bytes"] == [facts["peak_bytes"]] * 2
-    assert any("no small step could be run for real" in note for note in facts["notes"])
+    assert any("no small step could be run to compare" in note for note in facts["notes"])
     monkeypatch.setattr(small_step, "look_for_fakes", lambda packages: [])
-    assert plan(own(Notices, "plan.levers=false"))["certainty"] == "exact"
+    assert plan(own(Notices))["certainty"] == "exact"
 
 
 def test_packages_that_look_for_fakes_are_found_by_their_source(monkeypatch, tmp_path):

@@ -9,7 +9,7 @@ from helpers import run_cli
 import trainapp
 from trainapp.errors import UserError
 from trainapp.plan.cuda import planner
-from trainapp.plan.cuda.devices import DEVICES, MIB, find, spelled
+from trainapp.plan.cuda.devices import CAPABILITIES, DEVICES, MIB, find, spelled
 from trainapp.plan.cuda.pretend import can_pretend
 
 needs_cuda = pytest.mark.skipif(not can_pretend(), reason="fake CUDA needs Linux on x86-64 or aarch64")
@@ -33,9 +33,29 @@ def test_a_device_that_is_not_in_the_table_is_named_by_what_counts():
     device = find("24GiB@8.9")
     assert (device.memory, device.capability, device.name) == (24 * 2**30, (8, 9), "24GiB@8.9")
     assert find(spelled(device.memory, device.capability)).memory == device.memory
-    for name in ("24@8.9", "24GiB", "GiB@8.9", "24GiB@8", "0GiB@8.0", "24GiB@8.9x"):
+    for name in ("24GiB", "GiB@8.9", "24GiB@8", "0GiB@8.0", "24GiB@8.9x"):
         with pytest.raises(UserError, match="unknown; known are"):
             find(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("24GiB@0.0", "no GPU has compute capability 0.0; use one of 5.0, "),
+        ("24GiB@99.9", "no GPU has compute capability 99.9"),
+        ("24@8.9", "a GPU has between 1.0 GiB and "),
+        ("24TiB@8.9", "a GPU has between 1.0 GiB and "),
+    ],
+)
+def test_a_device_that_cannot_exist_is_refused(tmp_path, name, reason):
+    done = run_cli("mode=plan", *runs.MODELS["gpt"], f"plan.device={name}", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"trainapp: plan.device={name}: {reason}")
+    assert done.stderr.count("\n") == 1
+
+
+def test_every_device_in_the_table_has_a_capability_that_exists():
+    assert {device.capability for device in DEVICES.values()} <= set(CAPABILITIES)
 
 
 @needs_cuda
@@ -100,7 +120,7 @@ def test_fixed_segments_reserve_more_or_the_same():
 def test_convolutions_are_said_to_need_more():
     notes = trainapp.plan([*runs.MODELS["resnet"], "plan.device=l4-24gb", "batch.micro_size=4", NO_LEVERS])["notes"]
     assert any("cuDNN" in note for note in notes)
-    assert "notes" not in trainapp.plan([*GPT, "plan.device=l4-24gb", "precision=bf16"])
+    assert trainapp.plan([*GPT, "plan.device=l4-24gb", "precision=bf16"])["notes"] == []
 
 
 @needs_cuda

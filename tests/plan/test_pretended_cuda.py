@@ -19,11 +19,14 @@ REFUSED = {
     "another_devices_attention": "the choice of attention kernels",
     "no_autocast": "autocast",
     "no_accumulation": "the adding up of gradients",
+    "no_streams": "the allocation on streams",
+    "sharded_without_foreach": "the sharding of parameters",
+    "sharded_on_one_stream": "the sharding of parameters",
     "no_foreach": "the use of foreach kernels",  # last: it stays
 }
 OTHERS = (
     "all_in_force", "bytes_of_attention", "autocast_reaches_attention", "residual_gradients", "recurrent", "offloaded",
-    "plain_streams",
+    "sharded_in_force", "pinned",
 )  # fmt: skip
 
 
@@ -93,7 +96,14 @@ def test_recurrent_layers_are_refused(found):
 
 
 def test_offload_moves_and_leaves_what_it_does_on_the_cpu(found):
-    there, here = found["offloaded"]
+    there, on_streams, here = found["offloaded"]
     assert len(here["moved"]) > 6
-    assert there == here
-    assert found["plain_streams"] is not None  # without the stand-in it would not be traced
+    assert there == on_streams == here
+
+
+def test_shards_are_gathered_reduced_and_updated_as_on_a_device(found):
+    assert found["sharded_in_force"] == [None] * 3
+
+
+def test_shards_on_the_host_are_taken_to_be_pinned(found):
+    assert found["pinned"] == [True, True, False]

@@ -13,7 +13,7 @@ from helpers import environment, incidents, metrics, result, run_cli
 import trainapp
 from trainapp.config import compose
 from trainapp.errors import UserError
-from trainapp.plan import process
+from trainapp.plan import process, report
 from trainapp.units import bytes_text
 
 GPT = (*runs.MODELS["gpt"], "train.device=cpu", "batch.global_size=32", "plan.levers=false")
@@ -59,6 +59,30 @@ def test_from_python_the_same_facts_and_no_files(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(AttributeError, match="plam"):
         trainapp.plam  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("model=gpt", r"overrides='model=gpt': must be a list of strings; use \['model=gpt'\]"),
+        ("model=gpt precision=bf16", r"use \['model=gpt', 'precision=bf16'\]"),
+        ([1], r"overrides\[0\]=1: must be a string, such as 'model=gpt'"),
+        ([["model=gpt"]], r"overrides\[0\]=\['model=gpt'\]: must be a string"),
+        ({"model": "gpt"}, r"overrides=\{'model': 'gpt'\}: must be a list of strings, such as"),
+        (None, r"overrides=None: must be a list of strings"),
+        (["model"], r"model"),
+        (["model=gpt,mlp"], r"model"),
+    ],
+)
+def test_overrides_of_another_kind_are_one_message(given, message):
+    for function in (trainapp.plan, compose.from_command_line):
+        with pytest.raises(UserError, match=message):
+            function(given)
+
+
+def test_so_is_a_folder_of_another_kind():
+    with pytest.raises(UserError, match=r"^config_dir=3: must be the path of the folder that holds your YAML files$"):
+        trainapp.plan([*GPT], config_dir=3)
 
 
 def test_a_mistake_is_told_once_with_its_exit_code(tmp_path):
@@ -152,6 +176,22 @@ def test_a_planner_that_cannot_start_is_not_traceable(monkeypatch):
     facts = process.ask(compose.from_command_line(GPT))
     assert facts["certainty"] == "not traceable"
     assert "cannot start" in facts["reason"]
+
+
+def test_what_is_known_before_the_levers_is_printed_at_once(tmp_path, monkeypatch, capsys):
+    config = compose.from_command_line(["mode=plan", *GPT, "plan.levers=true", "memory.limit=300KB"], str(tmp_path))
+    parts, asked = [], process.ask_in_parts
+
+    def noting(*arguments):
+        facts = asked(*arguments)
+        parts.append(capsys.readouterr().out)  # while the whole answer is not printed yet
+        return facts
+
+    monkeypatch.setattr(report, "ask_in_parts", noting)
+    report.run(config)
+    parts.append(capsys.readouterr().out)
+    assert parts[0].splitlines()[-1].startswith(("largest that fit", "no micro-batch fits"))
+    assert parts[1].splitlines()[0].split()[:3] == ["peak", "largest", "time"]
 
 
 def test_the_planners_process_is_of_no_rank_and_may_see_no_device(monkeypatch):

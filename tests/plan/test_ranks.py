@@ -16,7 +16,7 @@ from trainapp.plan.ranks import EqualChunks, SimulatedRanks, by_rank_zero, highe
 from trainapp.torch_private import fake_tensor_mode
 
 ROOT = Path(__file__).parents[2]
-OVER = (*runs.TINY, "checkpointing=off", "oom.remember=false")
+OVER = (*runs.TINY, "checkpointing=off", "oom.remember=false", "plan.levers=false")
 
 
 def configure(*overrides):

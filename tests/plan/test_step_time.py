@@ -101,6 +101,17 @@ def test_an_operation_takes_what_it_takes_alone(speeds):
     assert seconds[1] == pytest.approx((time.thread_time() - started) / 5, rel=2.0)
 
 
+@pytest.mark.parametrize("name", ["bucketize", "searchsorted"])
+def test_a_search_is_timed_on_values_that_cannot_be_guessed(name):
+    """On equal values it takes half as long."""
+    search, values = getattr(torch.ops.aten, name).Tensor, torch.zeros(1000)
+    args = (values, torch.zeros(255)) if name == "bucketize" else (torch.zeros(255), values)
+    before = torch.get_rng_state()
+    places = operation_of(search, args, {}, search(*args)).call(torch.device("cpu"))()
+    assert len(places.unique()) > 200
+    assert (torch.get_rng_state() == before).all()
+
+
 def test_beyond_what_is_run_for_real_the_roofline_holds(speeds, monkeypatch):
     monkeypatch.setattr(step_time, "LARGEST", 0)
     n = 700

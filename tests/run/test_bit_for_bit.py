@@ -33,6 +33,7 @@ def test_on_the_cpu_it_does(tmp_path):
     ("device", "overrides", "note"),
     [
         ("cpu", (), None),
+        ("cpu", ("train.compile=true",), "steps run uncompiled while memory is counted"),
         ("cuda", (), "any order (cuda, train.deterministic=false)"),
         ("cuda", ("train.deterministic=true",), None),
         ("mps", ("train.deterministic=true",), "any order (mps)"),

@@ -312,8 +312,8 @@ def test_a_run_in_progress_is_evaluated_from_another_directory(tmp_path, in_prog
 
 @pytest.mark.slow
 def test_jobs_of_a_sweep_in_one_directory_follow_each_other(tmp_path):
-    """One after the other they may share it, as before."""
-    sweep = ("-m", *TINY, "model=mlp", "model.width=4", "train.seed=1,2", f"hydra.sweep.dir={tmp_path / 'sweep'}")
+    """One after the other they may share it, as runs of one experiment."""
+    sweep = ("-m", *TINY, "model=mlp", "model.width=4", "train.max_steps=2,3", f"hydra.sweep.dir={tmp_path / 'sweep'}")
     done = run_cli(*sweep, "hydra.sweep.subdir=same", "checkpointing=off", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert lock.NAME not in files(tmp_path / "sweep" / "same")

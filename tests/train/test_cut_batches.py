@@ -124,6 +124,7 @@ def test_a_task_or_a_data_set_may_say_how(tmp_path, monkeypatch):
                 patched.setattr(odd_batches.Texts, "split", staticmethod(split), raising=False)
             run, calls = prepare(tmp_path / way, "padded")
         fetched.clear()
+        cuts.clear()
         runs.accumulate(run)
         run.close()
         assert calls == [3, 3, 2] * 2

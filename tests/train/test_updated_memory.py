@@ -179,8 +179,9 @@ def test_a_read_in_a_later_step_is_refused(tmp_path, monkeypatch):
         return x if len(calls) < 6 else x @ self.outer.weight.data
 
     monkeypatch.setattr(Reading, "product", product)
+    steps = ("train.max_steps=8", "batch.micro_size=16", "every.log=null", "train.check_loss=false")
     with pytest.raises(UserError, match=REFUSED):
-        ended(tmp_path, *own(Reading), ON, "train.max_steps=8", "batch.micro_size=16", "every.log=null")
+        ended(tmp_path, *own(Reading), ON, *steps)
     assert len(calls) == 6
 
 
@@ -210,3 +211,33 @@ def test_what_the_model_reads_after_an_update_is_noted_in_a_plan(tmp_path):
     assert [note for note in planned["notes"] if "values are read (backward after updates)" in note]
     planned, _ = planner.plan(runs.configure(tmp_path / "own", *runs.MODELS["mlp"], "optimizer=adafactor", *settings))
     assert (planned["certainty"], "notes" in planned) == ("exact", False)
+
+
+class Slices(nn.Module):
+    """Two weights in one tensor: above one another, or side by side."""
+
+    def __init__(self, num_classes: int, dim: int = 0, apart: bool = False):
+        super().__init__()
+        whole = torch.randn(128 if dim == 0 else 64, 64 if dim == 0 else 128) / 8
+        first, second = whole.chunk(2, dim)
+        self.first = nn.Parameter(first.clone() if apart else first)
+        self.second = nn.Parameter(second.clone() if apart else second)
+        self.entry, self.head = nn.Linear(64, 64), nn.Linear(64, num_classes)
+
+    def forward(self, images):
+        return self.head(((self.entry(images.flatten(1)) @ self.first).relu() @ self.second).relu())
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_slices_of_one_tensor_are_refused_as_that(tmp_path, dim):
+    own = (*own_slices(), f"+model.dim={dim}")
+    with pytest.raises(UserError, match=r"first, second are slices of one tensor.*`\.clone\(\)`"):
+        ended(tmp_path / "within", *own, ON)
+    apart = ended(tmp_path / "apart", *own, "+model.apart=true", ON)  # what the message says to do
+    assert runs.differences(apart, ended(tmp_path / "after", *own, "+model.apart=true")) == []
+
+
+def own_slices():
+    unlisted = ("~model.width", "~model.depth", "~model.dropout")
+    own = ("model._target_=test_updated_memory.Slices", *unlisted, "user_packages=[test_updated_memory]")
+    return ("model=mlp", *own, "data=digits")

@@ -12,7 +12,9 @@ class Cell(NamedTuple):
     """Dotted names below this package, and what is special.
 
     resumes: whether a checkpoint can hold all of its state. sums: whether an
-    evaluation is the sum over its samples, whatever batches they come in. ranks: whether DDP takes the model as it is.
+    evaluation is the sum over its samples, whatever batches they come in. adds_up: whether `train.check_loss` takes the
+    loss for such a sum. ranks: whether DDP takes the model as it is. metric: a class, of which evaluations have an
+    instance called "own". updates: (name, task, parameters) of several optimizers; `task` is what is evaluated.
     changes: settings, as for `harness.configure`.
     """
 
@@ -21,7 +23,10 @@ class Cell(NamedTuple):
     task: str = "losses.classify"
     resumes: bool = True
     sums: bool = True
+    adds_up: bool = True
     ranks: bool = True
+    metric: str | None = None
+    updates: tuple[tuple[str, str, str], ...] = ()
     changes: tuple[tuple[str, Any], ...] = ()
 
 
@@ -59,7 +64,7 @@ MODELS = {
     "seq2seq": Cell("structures.Seq2Seq", "data.Tokens", "losses.own"),
     "tied weights": Cell("structures.TiedLanguageModel", "data.Tokens", "losses.next_token"),
     "u-net": Cell("structures.UNet", "data.Images", "losses.own"),
-    "siamese": Cell("structures.Siamese", task="losses.own", sums=False),
+    "siamese": Cell("structures.Siamese", task="losses.own", sums=False, adds_up=False),
     "experts": Cell("structures.Experts", task="losses.with_auxiliary", sums=False),
     "adapters": Cell("structures.Adapted"),
     "adversarial": Cell("structures.Adversarial", task="losses.own", sums=False),
@@ -117,9 +122,24 @@ STATEFUL = {
     "noisy data": Cell("batches.Linear", "stateful.NoisyVectors"),
     "shuffled features": Cell("batches.Linear", "stateful.ShuffledFeatures"),
     "replay": Cell("batches.Linear", "stateful.Replay"),
+    "stateful metric": Cell("batches.Linear", task="losses.classify_passing", metric="stateful.Deviation"),
+    "stream": Cell("batches.Linear", "stateful.StreamWithState"),
+    "stream without state": Cell("batches.Linear", "stateful.Stream"),
 }
 
-ALL = MODELS | BATCHES | STATEFUL
+SEVERAL_OPTIMIZERS = {
+    "gan": Cell(
+        "gans.GAN",
+        task="gans.distance",
+        sums=False,
+        updates=(
+            ("discriminator", "gans.discriminate", "discriminator"),
+            ("generator", "gans.generate", "generator"),
+        ),
+    ),
+}
+
+ALL = MODELS | BATCHES | STATEFUL | SEVERAL_OPTIMIZERS
 
 
 def find(name):

@@ -19,7 +19,8 @@ from runs import TINY, differences
 from torch import Tensor, nn
 
 from trainapp.config import compose
-from trainapp.config.schema import Config, Target
+from trainapp.config.schema import Config, Target, Update
+from trainapp.data.sampler import TrainBatches
 from trainapp.oom import recovery
 from trainapp.oom.incident import Incident
 from trainapp.rng import rng_state
@@ -67,6 +68,12 @@ def configure(cell: Cell, run_dir: Path, changes: dict[str, Any] | None = None) 
         model=dataclasses.replace(config.model, target=f"zoo.{cell.model}", arguments={}),
         data=Target(f"zoo.{cell.data}", {}),
         task=f"zoo.{cell.task}",
+        metrics={} if cell.metric is None else {"own": Target(f"zoo.{cell.metric}", {})},
+        updates=[
+            Update(name=name, task=f"zoo.{task}", parameters=[parameters], optimizer=config.optimizer)
+            for name, task, parameters in cell.updates
+        ],
+        train=dataclasses.replace(config.train, check_loss=cell.adds_up),
         run_dir=str(run_dir),
     )
     for name, value in {**dict(cell.changes), **(changes or {})}.items():
@@ -107,7 +114,9 @@ class _Recording:
         run = self.training.run
         if run.attempt.phase != "evaluate":
             progress = run.state.progress
-            self.training.trained.setdefault((progress.epoch, progress.consumed), []).append(index_of(batch).tolist())
+            if not progress.update:  # the others are on the same samples
+                place = (progress.epoch, progress.consumed)
+                self.training.trained.setdefault(place, []).append(index_of(batch).tolist())
             self.training.on_batch(run)
             return self.task(model, batch)
         result = self.task(model, batch)
@@ -160,13 +169,15 @@ class Training:
         if run is not self.run:
             self.run = run
             run.task = _Recording(run.task, self)
+            run.tasks = {name: _Recording(task, self) for name, task in run.tasks.items()}
             for fault in self.faults:
                 fault.attach(run)
             fetcher = run.batches._source.fetcher
             fetcher.dataset = _Failing(fetcher.dataset, self)
         here = (run.state.progress.epoch, run.state.progress.consumed)
         self.began = min(here, self.began or here)  # a run that went back to an older checkpoint repeats its steps
-        self.trained = {place: samples for place, samples in self.trained.items() if place < here}
+        first_is_done = run.state.progress.update > 0
+        self.trained = {p: samples for p, samples in self.trained.items() if p < here or (p == here and first_is_done)}
         with contextlib.ExitStack() as stack:
             for fault in self.faults:
                 fault.arm_attempt()
@@ -238,9 +249,12 @@ def state_of(run: Run, cell: Cell) -> dict[str, Any]:
     incidental = {"evaluated_at", "oom_restarts"}  # no result depends on them
     return {
         "model": model_state(state.model),
-        "optimizer": {number: dict(kept) for number, kept in state.optimizer.state_dict()["state"].items()},
+        "optimizer": [
+            {number: dict(kept) for number, kept in optimizer.state_dict()["state"].items()}
+            for optimizer in state.optimizers
+        ],
         "average": [state.average.step, *(average.clone() for average in state.average.averages)],
-        "scaler": state.precision.scaler.state_dict(),
+        "scaler": [update.precision.scaler.state_dict() for update in state.updates],
         "generators": rng_state(state.device),
         "progress": {name: value for name, value in progress.items() if name not in incidental},
         "task": owned(catalogue.find(cell.task)),
@@ -298,20 +312,24 @@ def _plain(value: Any) -> Any:
 def check_samples(training: Training) -> None:
     """Each finished epoch has each of its samples once; an unfinished one has none twice."""
     batches = training.run.batches
+    samples = batches.epoch_samples if isinstance(batches, TrainBatches) else len(batches.dataset.vectors)
     by_epoch: dict[int, list[int]] = {}
     for (epoch, _), micro_batches in sorted(training.trained.items()):
         by_epoch.setdefault(epoch, []).extend(index for micro in micro_batches for index in micro)
     for epoch, indices in by_epoch.items():
         assert len(indices) == len(set(indices)), f"epoch {epoch} has samples twice: {sorted(indices)}"
         if epoch < training.run.state.progress.epoch:
-            assert len(indices) == batches.epoch_samples, f"epoch {epoch} lacks samples: {sorted(indices)}"
+            assert len(indices) == samples, f"epoch {epoch} lacks samples: {sorted(indices)}"
 
 
 def schedule_of(text: str) -> dict[int, Any]:
-    """A schedule from JSON, whose keys are strings."""
+    """A schedule from JSON, whose keys are strings; of several updates, by their names."""
+    schedule = json.loads(text)
+    if not all(step.isdecimal() for step in schedule):
+        return {name: schedule_of(json.dumps(own)) for name, own in schedule.items()}
     return {
         int(step): {int(shape): size for shape, size in plan.items()} if isinstance(plan, dict) else plan
-        for step, plan in json.loads(text).items()
+        for step, plan in schedule.items()
     }
 
 

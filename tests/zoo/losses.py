@@ -11,6 +11,13 @@ def classify(model, batch):
     return F.cross_entropy(logits, batch["targets"], reduction="sum"), len(logits), {"accuracy": right}
 
 
+def classify_passing(model, batch):
+    """The same, for metrics that get logits and targets."""
+    logits = model(batch["inputs"])
+    loss = F.cross_entropy(logits, batch["targets"], reduction="sum")
+    return loss, len(logits), {"own": (logits.detach(), batch["targets"])}
+
+
 def own(model, batch):
     """The model returns one loss per sample."""
     losses = model(batch["inputs"])

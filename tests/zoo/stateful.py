@@ -164,6 +164,62 @@ class Replay(NoisyVectors):
         return sample
 
 
+class Deviation:
+    """A metric: the standard deviation of the true class's logit over all samples. It keeps them, in a list."""
+
+    def __init__(self):
+        self.found = []
+
+    def reset(self):
+        self.found = []
+
+    def update(self, logits, targets):
+        self.found.append(logits.gather(1, targets[:, None]).flatten())
+
+    def merge(self, other):
+        self.found += other.found
+
+    def compute(self):
+        return torch.cat(self.found).double().std()
+
+
+class Stream:
+    """Vectors in turn, from another one in each epoch, with noise from the global generator; no indices, no length."""
+
+    in_memory = True
+
+    def __init__(self, split, seed=0, size=40, val_size=12):
+        self.vectors, self.epoch = Vectors(split, seed, size, val_size), 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        return map(self.sample, range(len(self.vectors)))
+
+    def sample(self, number):
+        sample = self.vectors[(number + 3 * self.epoch) % len(self.vectors)]
+        return {**sample, "inputs": sample["inputs"] + 0.3 * torch.randn(8)}
+
+
+class StreamWithState(Stream):
+    """Says where it is."""
+
+    start = position = 0
+
+    def __iter__(self):
+        self.position, self.start = self.start, 0
+        while self.position < len(self.vectors):
+            self.position += 1
+            yield self.sample(self.position - 1)
+
+    def state_dict(self):
+        return {"position": self.position}
+
+    def load_state_dict(self, state):
+        self.start = state["position"]
+
+
 running_scale = RunningScale()
 class_counter = ClassCounter()
 with_metric = WithMetric()

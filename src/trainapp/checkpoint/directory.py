@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 class CheckpointDirectory:
     """The checkpoints of one run directory. Writing is collective: `begin`, the files, `commit`.
 
-    keep_last: how many of the newest to keep, beside the best.
+    keep_last: how many of the newest to keep, in addition to the best.
     """
 
     def __init__(self, run_dir: Path, keep_last: int, ranks: Ranks):
@@ -153,7 +153,8 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 
 def resolve(setting: str) -> Path:
-    """The checkpoint at `checkpointing.resume=PATH`, or the newest good one if PATH is a run directory.
+    """The checkpoint at `checkpointing.resume=PATH`, the best one if PATH is a run's `checkpoints/best`, or the newest
+    good one if PATH is a run directory.
 
     Raises UserError when there is none, and when the named checkpoint cannot be used.
     """
@@ -161,6 +162,11 @@ def resolve(setting: str) -> Path:
     name = f"checkpointing.resume={setting}"
     if not path.exists():
         raise UserError(f"{name}: no such file or directory")
+    if path.is_file() and path.name == "best":
+        best = CheckpointDirectory(path.parent.parent, 1, SingleRank()).best()
+        if best is None:
+            raise UserError(f"{name}: it names no checkpoint that is still here")
+        path = best
     if path.is_file():
         path = path.parent
     if (path / MANIFEST).is_file():

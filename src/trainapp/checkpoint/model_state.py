@@ -1,7 +1,7 @@
 """The tensors of a model as a checkpoint holds them, and a fresh model made ready to take them.
 
 Parameters and persistent buffers are taken from the modules themselves, whatever hooks make of the state dict, and are
-filled in place. What a user's module adds to its state dict beside them is restored through `load_state_dict`.
+filled in place. What a user's module adds to its state dict in addition is restored through `load_state_dict`.
 """
 
 from typing import Any
@@ -101,7 +101,7 @@ def _replace(module: nn.Module, name: str, layout: Layout | None, size: Any, dev
 
 
 def added_entries(model: nn.Module) -> dict[str, Any]:
-    """What the modules add to the state dict beside dense parameters and buffers, and extra state, by name.
+    """What the modules add to the state dict in addition to dense parameters and buffers, and extra state, by name.
 
     Tensors that share memory with a parameter or a buffer are views of what is saved anyway. Copies of them under
     their own name, as hooks make them, are left out too: the originals are exact.

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from trainapp.checkpoint.model_state import Sizes
 from trainapp.checkpoint.plain import decoded, digest, encoded
 from trainapp.errors import UserError
+from trainapp.optim.groups import changed_members
 from trainapp.optim.optimizers import step_without_effect
+from trainapp.units import listed
 
 _OF_THE_LOOP = ("params", "lr", "initial_lr")  # set from the configuration in every step
 
@@ -74,16 +76,21 @@ def values(model: nn.Module, optimizer: torch.optim.Optimizer, built: list[dict[
         "state": encoded(state, "optimizer.state"),
         "shared": encoded(shared, "optimizer.state"),
         "groups": encoded(groups, "optimizer.param_groups"),
-    }
+    } | ({"members": _members(model, optimizer)} if any(groups) else {})
 
 
 def follow(
-    model: nn.Module, optimizer: torch.optim.Optimizer, saved: dict[str, Any], sizes: Sizes, device: torch.device
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    saved: dict[str, Any],
+    sizes: Sizes,
+    device: torch.device,
+    prefix: str = "optimizer",
 ) -> list[str]:
     """Make the optimizer's state that of the saved one: plain values filled in, tensors allocated.
 
-    A state that exists already is used where it fits. Returns the names that differ, where the saved state is another
-    optimizer's.
+    A state that exists already is used where it fits. prefix: of its tensors' names in `sizes`. Returns the names that
+    differ, where the saved state is another optimizer's.
     """
     _allocate(optimizer)
     same_class = saved["class"] == _class(optimizer)
@@ -96,22 +103,47 @@ def follow(
         saved_keys = {*(plain or ()), *(path[0] for path in paths)}
         lacking = own_keys - saved_keys if plain is not None or not same_class else set()
         unknown = set() if same_class else saved_keys - own_keys
-        differences += [f"optimizer.{name}.{key}" for key in sorted(lacking | unknown, key=str)]
+        differences += [f"{prefix}.{name}.{key}" for key in sorted(lacking | unknown, key=str)]
         if plain is None:
             optimizer.state.pop(parameter, None)  # it has had no gradient yet
             continue
         leaves = dict(_leaves(own))
         for path, kind in paths.items():
-            size = sizes.get(".".join(map(str, ("optimizer", name, *path))))
+            size = sizes.get(".".join(map(str, (prefix, name, *path))))
             if size is not None:
                 _put(plain, path, _tensor(leaves.get(path), size, kind, parameter))
         optimizer.state[parameter] = plain
     optimizer.state.update(decoded(saved["shared"], device))
-    if any(saved["groups"]) and len(saved["groups"]) != len(optimizer.param_groups):
-        return [*differences, f"{len(saved['groups'])} parameter groups instead of {len(optimizer.param_groups)}"]
-    for group, changed in zip(optimizer.param_groups, saved["groups"], strict=False):
-        group.update(decoded(changed, device))
-    return differences
+    return differences + _follow_options(model, optimizer, saved, device)
+
+
+def _follow_options(
+    model: nn.Module, optimizer: torch.optim.Optimizer, saved: dict[str, Any], device: torch.device
+) -> list[str]:
+    """Give each group the options that its optimizer had changed as it stepped. Returns what differs, where groups of
+    other parameters had different ones.
+    """
+    if not any(saved["groups"]):
+        return []
+    now = _members(model, optimizer)
+    before = saved.get("members", now)  # an older checkpoint does not have them
+    if len(before) != len(saved["groups"]):
+        return [f"{len(saved['groups'])} parameter groups instead of {len(now)}"]
+    by_members = {tuple(sorted(names)): changed for names, changed in zip(before, saved["groups"], strict=True)}
+    are_alike = len({digest(changed) for changed in saved["groups"]}) == 1
+    if not are_alike and any(tuple(sorted(names)) not in by_members for names in now):
+        gone, new = changed_members(before, now)
+        groups = (listed(" ".join(names) for names in some) or "none" for some in (new, gone))
+        return ["the optimizer's groups ({}) instead of ({}), whose options it had changed".format(*groups)]
+    for group, names in zip(optimizer.param_groups, now, strict=True):
+        group.update(decoded(by_members.get(tuple(sorted(names)), saved["groups"][0]), device))
+    return []
+
+
+def _members(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+    """The names of each group's parameters."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [[names.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
 
 
 def _allocate(optimizer: torch.optim.Optimizer) -> None:

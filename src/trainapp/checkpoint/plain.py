@@ -1,4 +1,4 @@
-"""Plain values: what a checkpoint may hold beside its shards, since reading it executes nothing.
+"""Plain values: what a checkpoint may hold in addition to its shards, since reading it executes nothing.
 
 `torch.load(weights_only=True)` reads numbers, strings, tensors, and dicts, lists and tuples of them. `encoded` writes
 the rest, such as arrays and sets, as dicts with a tag.

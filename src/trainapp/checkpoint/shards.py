@@ -7,7 +7,7 @@ ever asked for, which torch loads with `weights_only`.
 
 import pickle
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +93,7 @@ def copy_to_host(tensors: dict[str, Any], folder: Path) -> dict[str, Any]:
 def write(tensors: dict[str, Any], folder: Path, group: dist.ProcessGroup | None) -> None:
     """Write the tensors in nested dicts into the existing `folder`, each rank its part. Collective over `group`.
 
-    group: one that nothing else uses, for this may run in a thread beside training; None for a single process.
+    group: one that nothing else uses, since this may run in a thread during training; None for a single process.
     Raises CheckpointException, a BaseException, on every rank when one could not write.
     """
     save(_tensors_only(tensors), storage_writer=_writer(folder), process_group=group, no_dist=group is None)
@@ -140,6 +140,21 @@ def read(
         if isinstance(first, UserError):
             raise first from None
         raise _misfit(folder, first) from first
+
+
+def read_whole(names: Iterable[str], folder: Path) -> dict[str, torch.Tensor]:
+    """The saved tensors of these names, whole, in host memory: by this process alone, whatever wrote them.
+
+    Raises UserError for files that cannot be read.
+    """
+    reader, saved = SafeReader(str(folder)), sizes(folder)
+    tensors = {name: torch.empty(saved[name][0], dtype=saved[name][1]) for name in names}
+    try:
+        load(dict(tensors), storage_reader=reader, no_dist=True)
+    except dcp.api.CheckpointException as error:  # a BaseException
+        first = next(iter(error.failures.values()))[0]
+        raise UserError(f"checkpoint {folder} cannot be read: {first}") from first
+    return tensors
 
 
 def _misfit(folder: Path, reason: object) -> UserError:

@@ -44,14 +44,14 @@ class Owner(NamedTuple):
 
     get: Callable[[], Any]
     set: Callable[[Any], Any]
-    kind: str  # "model", "task" or "data"; "generator"
-    tensors_are_held: bool = False  # a module's state_dict: a transaction holds its tensors in another way
+    kind: str  # "model", "task", "data" or "callbacks"; "generator"
+    is_held: bool = False  # a transaction holds it in another way: a module's tensors, a stream's samples
 
 
 class Stateful:
     """The owners of state in a model, a task and data sets, by name, such as `task.queue` or `data.transform.rng`.
 
-    roots: by the first part of the names. `modules` are those found beside the model: in task and data, and in the
+    roots: by the first part of the names. `modules` are those found outside the model: in task and data, and in the
     model's attributes where it has not registered them.
     """
 
@@ -65,10 +65,13 @@ class Stateful:
         self.modules: dict[str, nn.Module] = {}
         seen: set[int] = set()
         for root, held in self.roots.items():
-            kind = "data" if root.endswith("data") else root
+            kind = next((kind for kind in ("task", "data") if root.endswith(kind)), root)
             for name, found, is_part in walk(held, root, seen):
                 self._add(name, found, kind, is_part or found is self.roots.get("model"))
-        self._momentary = {name: owner for name, owner in self.owners.items() if not owner.tensors_are_held}
+        # Callbacks run between steps, where there is nothing to restore.
+        self._momentary = {
+            name: owner for name, owner in self.owners.items() if not owner.is_held and owner.kind != "callbacks"
+        }
 
     def _add(self, name: str, found: Any, kind: str, is_part: bool) -> None:
         if is_generator(found):
@@ -82,13 +85,13 @@ class Stateful:
                 self.modules[name] = found
                 self.owners[name] = Owner(found.state_dict, functools.partial(_load_module, found), kind, True)
         elif has_protocol(found):
-            self.owners[name] = Owner(found.state_dict, found.load_state_dict, kind)
+            self.owners[name] = Owner(found.state_dict, found.load_state_dict, kind, moves_at_commit(found))
 
-    def return_to_start(self, task: Any) -> None:
+    def return_to_start(self, task: Any, root: str = "task") -> None:
         """Give `task` and what it holds the state that it had when a run of this process first used it: an instance at
-        the top of a module outlives a run that is built again, and the runs of a sweep.
+        the top of a module outlives a run that is built again, and the runs of a sweep. root: its name here.
         """
-        owned = self.owners_in("task")
+        owned = self.owners_in(root)
         if not owned:
             return
         for key in [key for key, (held, _) in _at_start.items() if held() is None]:
@@ -138,7 +141,7 @@ class Stateful:
         """
         for name in sorted(self.owners.keys() & saved.keys()):
             owner, state = self.owners[name], decoded(saved[name])
-            if owner.tensors_are_held or owner.kind == "generator":
+            if owner.is_held or owner.kind == "generator":
                 owner.set(state)
                 continue
             try:
@@ -176,6 +179,8 @@ def walk(held: Any, name: str, seen: set[int], depth: int = 0) -> Iterator[tuple
         return
     if is_generator(held) or has_protocol(held):
         yield name, held, False
+    if moves_at_commit(held):
+        return
     if depth < DEPTH:
         for part, value in children(held):
             yield from walk(value, f"{name}.{part}" if part else name, seen, depth + 1)
@@ -203,10 +208,11 @@ def children(held: Any) -> Iterator[tuple[str, Any]]:
         home = type(held).__module__
         if home.partition(".")[0] not in FOREIGN or home.startswith(OPEN):
             yield from getattr(held, "__dict__", {}).items()
-            slots = getattr(type(held), "__slots__", ())
-            for name in (slots,) if isinstance(slots, str) else slots:
-                if hasattr(held, name):
-                    yield name, getattr(held, name)
+            for kind in type(held).__mro__:
+                slots = vars(kind).get("__slots__", ())
+                for name in (slots,) if isinstance(slots, str) else slots:
+                    if name not in ("__dict__", "__weakref__") and hasattr(held, name):
+                        yield name, getattr(held, name)
 
 
 def _owns_state(held: Any) -> bool:
@@ -225,6 +231,11 @@ def has_protocol(held: Any) -> bool:
     """Whether the object's class has `state_dict` and `load_state_dict`."""
     kind = type(held)
     return callable(getattr(kind, "state_dict", None)) and callable(getattr(kind, "load_state_dict", None))
+
+
+def moves_at_commit(held: Any) -> bool:
+    """Whether the object says that its state, which covers all that it holds, moves only when a step is committed."""
+    return getattr(type(held), "moves_at_commit", False) is True
 
 
 def copied(state: Any) -> Any:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,23 +11,50 @@ from torch import nn
 
 from trainapp.checkpoint import model_state, optimizer_state
 from trainapp.checkpoint.model_state import Layout, Sizes
+from trainapp.checkpoint.plain import decoded, encoded
 from trainapp.checkpoint.stateful import Stateful
 from trainapp.data.progress import Progress
+from trainapp.errors import UserError
 from trainapp.models import adapters
 from trainapp.optim.ema import WeightAverage
 from trainapp.optim.precision import Precision
+from trainapp.optim.schedules import ByFactor, Schedule
 from trainapp.rng import rng_state, seed_everything, set_rng_state
 
 log = logging.getLogger(__name__)
 
 
-@dataclass
-class TrainState:
-    """Exactly what a resume needs. The learning rate is a function of `progress.step` and needs no state."""
+@dataclass(eq=False)
+class Update:
+    """What one update of a step trains, and with what. A step has one, or several in turn: see `updates`.
 
-    model: nn.Module
+    name: empty for the only one. parameters: that it trains. precision: with a loss scale of its own. schedule: of its
+    learning rates. number: its place in the step.
+    """
+
     optimizer: torch.optim.Optimizer
     precision: Precision
+    name: str = ""
+    parameters: list[nn.Parameter] = field(default_factory=list)
+    schedule: Schedule = field(default_factory=lambda: ByFactor(lambda step: 1.0))
+    number: int = 0
+    # Options of the groups as they were built: what differs from them later is state, and not configuration.
+    built_options: list[dict[str, Any]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.built_options = optimizer_state.options(self.optimizer)
+
+    def named(self, metric: str) -> str:
+        """A metric's name in the log: with the update's, where there are several."""
+        return f"{self.name}/{metric}" if self.name else metric
+
+
+@dataclass
+class TrainState:
+    """Exactly what a resume needs. What is between the updates of a step is never saved."""
+
+    model: nn.Module
+    updates: list[Update]
     average: WeightAverage
     device: torch.device
     seed: int
@@ -34,14 +62,43 @@ class TrainState:
     keeps_gradients: bool = True  # until the update, which `optimizer.in_backward` makes part of the backward
     progress: Progress = field(default_factory=Progress)
     data_samples: int = 0  # in the training data that `progress.epoch` and `consumed` are counted in
+    data_order: str = "shuffled"  # the order that they are counted in: `StepBatches.order_name`
     stateful: Stateful = field(default_factory=Stateful)  # what owns state outside of tensors
-    # As they were built: what differs from it later is state, and not configuration.
+    # As it was built: what differs from it later is state, and not configuration.
     built: dict[str, Layout] = field(init=False)
-    built_options: list[dict[str, Any]] = field(init=False)
 
     def __post_init__(self) -> None:
         self.built = model_state.layout(self.model)
-        self.built_options = optimizer_state.options(self.optimizer)
+
+    @property
+    def update(self) -> Update:
+        """The coming update, or the one in progress."""
+        return self.updates[self.progress.update]
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Of that update."""
+        return self.update.optimizer
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Of all updates."""
+        return [update.optimizer for update in self.updates]
+
+    @property
+    def precision(self) -> Precision:
+        """Of that update; all have the same autocast."""
+        return self.update.precision
+
+    def _by_update(self, of: Callable[[Update], Any]) -> Any:
+        """What a checkpoint has for each update, by name; without a name where there is only one."""
+        if not self.updates[0].name:
+            return of(self.updates[0])
+        return {update.name: of(update) for update in self.updates}
+
+    def _saved_by_update(self, saved: Any) -> list[tuple[Update, Any]]:
+        """The inverse of `_by_update`."""
+        return [(update, saved[update.name] if update.name else saved) for update in self.updates]
 
     def tensors(self) -> dict[str, Any]:
         """Model, optimizer and average by parameter name: the tensors themselves, whole or in shards. Of a model with
@@ -52,7 +109,7 @@ class TrainState:
         """
         return {
             "model": {name: tensor.detach() for name, tensor in model_state.saved_tensors(self.model).items()},
-            "optimizer": optimizer_state.tensors(self.model, self.optimizer),
+            "optimizer": self._by_update(lambda update: optimizer_state.tensors(self.model, update.optimizer)),
             "average": self.averages(),
         }
 
@@ -75,7 +132,7 @@ class TrainState:
         """
         base = adapters.base_of(self.model)
         return {
-            "scaler": self.precision.scaler.state_dict(),
+            "scaler": self._by_update(lambda update: update.precision.scaler.state_dict()),
             "rng": [own["rng"] for own in ranks],
             "progress": dataclasses.asdict(self.progress),
             "stateful": [self.stateful.state_dict()] if stateful is None else stateful,
@@ -85,34 +142,52 @@ class TrainState:
                 "epoch": self.progress.epoch,
                 "consumed": self.progress.consumed,
                 "samples": self.data_samples,
+                "order": self.data_order,
             },
             "base": None if base is None else base.digest,
             "model_values": {
                 "changed": model_state.changes(self.model, self.built),
                 "added": [own["added"] for own in ranks],
             },
-            "optimizer_values": optimizer_state.values(self.model, self.optimizer, self.built_options),
+            "optimizer_values": self._by_update(
+                lambda update: optimizer_state.values(self.model, update.optimizer, update.built_options)
+            ),
+            "updates": [update.name for update in self.updates],
+            "schedule": self._by_update(lambda update: encoded(update.schedule.state_dict(), "the schedule's state")),
         }
 
     def follow(self, saved: dict[str, Any], sizes: Sizes, rank: int = 0, world: int = 1) -> list[str]:
-        """Make room for the saved tensors: before they are read into `tensors`. saved: the `values` beside them.
+        """Make room for the saved tensors: before they are read into `tensors`. saved: the `values` stored with them.
 
         sizes: of the saved tensors. Returns names in the optimizer's state that differ from those of another one.
-        Raises UserError for adapters that were trained on another base.
+        Raises UserError where the updates are others, and for adapters that were trained on another base.
         """
         adapters.require_same_base(self.model, saved.get("base"))
+        names, before = [update.name for update in self.updates], saved.get("updates", [""])
+        if names != before:
+            now, then = (f"the updates {', '.join(some)}" if any(some) else "one optimizer" for some in (names, before))
+            raise UserError(f"it was saved with {then}, and this run has {now}")
         added = saved["model_values"]["added"]
         model_state.load_added_entries(self.model, added[rank if len(added) == world else 0])
         own_sizes = {name.removeprefix("model."): size for name, size in sizes.items() if name.startswith("model.")}
         model_state.follow(self.model, saved["model_values"]["changed"], own_sizes, self.device)
-        return optimizer_state.follow(self.model, self.optimizer, saved["optimizer_values"], sizes, self.device)
+        differences = []
+        for update, values in self._saved_by_update(saved["optimizer_values"]):
+            prefix = f"optimizer.{update.name}" if update.name else "optimizer"
+            differences += optimizer_state.follow(self.model, update.optimizer, values, sizes, self.device, prefix)
+        return differences
 
     def load_values(self, saved: dict[str, Any], rank: int = 0, world: int = 1) -> None:
         """Continue from `saved`, the `values` of a run on any number of ranks."""
-        if self.precision.scaler.is_enabled() and saved["scaler"]:
-            self.precision.scaler.load_state_dict(saved["scaler"])
+        for update, scaler in self._saved_by_update(saved["scaler"]):
+            if update.precision.scaler.is_enabled() and scaler:
+                update.precision.scaler.load_state_dict(scaler)
+        for update, schedule in self._saved_by_update(saved.get("schedule", {})):
+            if schedule and update.schedule.state_dict():  # both the saved run and this one follow evaluations
+                update.schedule.load_state_dict(decoded(schedule))
         self.progress = Progress(**saved["progress"])
         self.seed, self.data_samples = saved["sampler"]["seed"], saved["sampler"]["samples"]
+        self.data_order = saved["sampler"].get("order", "shuffled")  # the only one of earlier checkpoints
         self.average.step, self.average.position = saved["average_step"], 0
         self._load_stateful(saved["stateful"], rank, world)
         if len(saved["rng"]) == world:
@@ -129,6 +204,8 @@ class TrainState:
                 world,
             )
         unknown = self.stateful.load_state_dict(saved[rank if len(saved) == world else 0])
+        own = self.stateful.owners  # a callback that is no longer configured is not missed
+        unknown = [name for name in unknown if name in own or not name.startswith("callbacks.")]
         if unknown:
             log.warning(
                 "only the checkpoint or only this run has a state of %s: it starts from its initial state",

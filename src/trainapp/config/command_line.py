@@ -44,8 +44,10 @@ def _config_directories(hydra_config: HydraConf) -> list[str]:
 def overrides(hydra_config: HydraConf) -> list[str]:
     """What the command line sets, but for the checkpoint to resume."""
     task = cast(ListConfig, hydra_config.overrides.task)
-    given = OmegaConf.to_container(task, resolve=False)  # an override may contain an interpolation
-    return [text for text in cast(list[str], given) if not text.startswith("checkpointing.resume=")]
+    given = cast(list[str], OmegaConf.to_container(task, resolve=False))  # an override may contain an interpolation
+    # Weights to begin with are needed until the run has a checkpoint of its own, which then comes first.
+    begins_with_weights = any(text.lstrip("+").startswith("checkpointing.load=") for text in given)
+    return [text for text in given if begins_with_weights or not text.startswith("checkpointing.resume=")]
 
 
 def _hydra_quoted(value: str) -> str:

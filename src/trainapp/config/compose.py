@@ -1,19 +1,26 @@
 """Turns what Hydra composed into the typed configuration and reports all mistakes at once. Imports no torch."""
 
+import contextlib
 import dataclasses
+import os
 import re
-from collections.abc import Iterable, Sequence
+import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import pydantic
 from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.utils import JobRuntime
+from hydra.version import VersionBase
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter
 
-from trainapp.config import hydra_errors
-from trainapp.config.schema import Config, Loader, Model, Optimizer
+from trainapp.config import hydra_errors, inline_targets, sections, updates
+from trainapp.config.micro_schedule import entries, is_by_update
+from trainapp.config.schema import Config, Update
 from trainapp.config.validation import messages
 from trainapp.errors import UserError
 from trainapp.paths import CONF
@@ -26,21 +33,52 @@ def from_command_line(overrides: Iterable[str], run_dir: str = "", config_dir: s
 
     config_dir: as `--config-dir`, a folder with options of your own. Raises UserError for every mistake.
     """
-    given = list(overrides)
+    given = inline_targets.expanded(as_overrides(overrides))
     try:
-        with initialize_config_dir(str(CONF), version_base="1.3"):
+        with _without_callers_hydra(), initialize_config_dir(str(CONF), version_base="1.3"):
             composed = compose("train", [*given, *_search_path(config_dir)])
     except Exception as error:
         message = hydra_errors.explain(error, given)
         if message is None:
             raise
         raise UserError(message) from None
-    return from_hydra(composed, run_dir, "python -m trainapp", given)
+    folder = [] if config_dir is None else [f"--config-dir {shlex.quote(str(Path(config_dir).expanduser().resolve()))}"]
+    return from_hydra(composed, run_dir, " ".join(["python -m trainapp", *folder, *map(shlex.quote, given)]), given)
+
+
+@contextlib.contextmanager
+def _without_callers_hydra() -> Iterator[None]:
+    """Inside `@hydra.main`, ours or the user's, Hydra refuses a second initialization: set its state aside."""
+    main, runtime, version = GlobalHydra.instance(), JobRuntime.instance(), VersionBase.instance()
+    hydra, name, base = main.hydra, runtime.get("name"), version.version_base
+    main.clear()
+    try:
+        yield
+    finally:
+        main.hydra = hydra
+        GlobalHydra.set_instance(main)
+        runtime.set("name", name)
+        version.version_base = base
+
+
+def as_overrides(given: Iterable[str]) -> list[str]:
+    """The overrides of a call from Python. Raises UserError for anything but a list of strings."""
+    if isinstance(given, str):
+        raise UserError(f"overrides={given!r}: must be a list of strings; use {given.split() or ['model=gpt']!r}")
+    if isinstance(given, Mapping) or not isinstance(given, Iterable):
+        raise UserError(f"overrides={given!r}: must be a list of strings, such as ['model=gpt', 'batch.micro_size=4']")
+    overrides = list(given)
+    for index, override in enumerate(overrides):
+        if not isinstance(override, str):
+            raise UserError(f"overrides[{index}]={override!r}: must be a string, such as 'model=gpt'")
+    return overrides
 
 
 def _search_path(config_dir: str | Path | None) -> list[str]:
     if config_dir is None:
         return []
+    if not isinstance(config_dir, str | os.PathLike):
+        raise UserError(f"config_dir={config_dir!r}: must be the path of the folder that holds your YAML files")
     folder = Path(config_dir).expanduser().resolve()
     if not folder.is_dir():
         raise UserError(f"config_dir={config_dir}: there is no such folder; name the one that holds your YAML files")
@@ -64,8 +102,8 @@ def from_hydra(composed: DictConfig, run_dir: str, command: str, overrides: Iter
 def from_dict(plain: dict[str, Any], run_dir: str = "", command: str = "", given: Sequence[str] = ()) -> Config:
     """As `from_hydra`, from plain containers in the layout of conf/train.yaml."""
     errors = _unknown_groups(plain)
-    settings = {key: value for key, value in plain.items() if key not in ("data", "model", "optimizer")}
-    settings |= _split_targets(plain, errors)
+    settings = {key: value for key, value in plain.items() if key not in ("data", "model", "optimizer", "eval")}
+    settings |= sections.split(plain, errors)
     try:
         config = TypeAdapter(Config).validate_python(
             settings | {"run_dir": run_dir, "command": command, "given": [*given]}
@@ -79,27 +117,6 @@ def from_dict(plain: dict[str, Any], run_dir: str = "", command: str = "", given
     return config
 
 
-def _split_targets(plain: dict[str, Any], errors: list[str]) -> dict[str, Any]:
-    """`data`, `model` and `optimizer` hold the application's own keys beside their constructor's arguments."""
-    own_keys: dict[str, Any] = {"data": Loader, "model": Model, "optimizer": Optimizer}
-    sections: dict[str, Any] = {}
-    for group, keys in own_keys.items():
-        node = plain.get(group)
-        if not isinstance(node, dict) or "_target_" not in node:
-            errors.append(f"{group}: no {group} is chosen; choose one with {group}=NAME")
-            sections[group] = {"target": "", "lr": 1.0} if group == "optimizer" else {"target": ""}
-            continue
-        names = {f.name for f in dataclasses.fields(keys)} - {"target", "arguments"}
-        own = {key: value for key, value in node.items() if key in names}
-        arguments = {key: value for key, value in node.items() if key not in names and key != "_target_"}
-        if group == "data":
-            sections["loader"] = own
-            own = {}
-        sections[group] = own | {"target": node["_target_"], "arguments": arguments}
-    sections.setdefault("loader", {})
-    return sections
-
-
 def _unknown_groups(plain: dict[str, Any]) -> list[str]:
     """Settings that the program fills in itself."""
     return [f"{key}: no such setting" for key in FILLED_IN if key in plain]
@@ -107,13 +124,17 @@ def _unknown_groups(plain: dict[str, Any]) -> list[str]:
 
 def _as_written(line: str) -> str:
     """The message, with settings named as the user writes them."""
-    return re.sub(r"^loader\.", "data.", re.sub(r"^(data|model|optimizer)\.target\b", r"\1._target_", line))
+    line = re.sub(
+        r"^((?:updates\.\d+\.)?(?:data|model|optimizer|schedule|eval\.[^.]+))\.target\b", r"\1._target_", line
+    )
+    return re.sub(r"^loader\.", "data.", line)
 
 
 def _known_keys(location: tuple[Any, ...]) -> list[str]:
     node: Any = Config
     for part in location:
-        kind = next(f.type for f in dataclasses.fields(node) if f.name == part)
+        # `updates`, the only list of sections, has numbers in its locations
+        kind = Update if isinstance(part, int) else next(f.type for f in dataclasses.fields(node) if f.name == part)
         node = kind
     return [f.name for f in dataclasses.fields(node) if f.name not in FILLED_IN]
 
@@ -129,7 +150,7 @@ def _conflicts(config: Config) -> list[str]:
             f"batch.micro_size={batch.micro_size}: must be at most batch.global_size={batch.global_size}; "
             "use batch.micro_size=auto"
         )
-    for step, sizes in (batch.micro_schedule or {}).items():
+    for step, sizes in entries(batch.micro_schedule or {}):
         largest = max(sizes.values()) if isinstance(sizes, dict) else sizes
         if largest > batch.global_size:
             errors.append(
@@ -150,6 +171,23 @@ def _conflicts(config: Config) -> list[str]:
         errors.append(
             "train.detect_anomaly=true with precision=fp16: its loss scale lets gradients overflow until it has "
             "settled, and the detection would stop at the first one; use precision=bf16, or precision.initial_scale=1"
+        )
+    if config.stopping.patience is not None and config.mode == "train" and config.every.eval is None:
+        errors.append(
+            f"stopping.patience={config.stopping.patience} with every.eval=null: it counts evaluations, and there are "
+            "none; set every.eval, or stopping.patience=null"
+        )
+    if config.updates:
+        errors += updates.conflicts(config)
+    elif batch.micro_schedule and is_by_update(batch.micro_schedule):
+        errors.append(
+            f"batch.micro_schedule: sizes for {', '.join(batch.micro_schedule)}, but there are no updates of these "
+            "names; write {1: 64, 30: 32}"
+        )
+    if config.mode == "train" and config.checkpointing.load == "weights" and config.checkpointing.resume == "none":
+        errors.append(
+            "checkpointing.load=weights with checkpointing.resume=none: name the run whose weights to begin with, "
+            "as checkpointing.resume=RUN"
         )
     if config.mode in ("eval", "export") and config.checkpointing.resume in ("auto", "none"):
         errors.append(

@@ -13,9 +13,11 @@ _PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*")
 
 @dataclass(frozen=True)
 class RunLength:
-    """What durations are measured against. `total_steps` is None when the run's end is not known in steps."""
+    """What durations are measured against. `total_steps` is None when the run's end is not known in steps, and
+    `steps_per_epoch` for a stream.
+    """
 
-    steps_per_epoch: int
+    steps_per_epoch: int | None
     global_size: int
     total_steps: int | None
 
@@ -48,6 +50,8 @@ def to_steps(value: int | str | None, run: RunLength) -> int:
             raise ValueError(f"{value} needs a run whose end is known: set train.max_steps or train.max_epochs")
         steps = amount / 100 * run.total_steps
     elif unit == "epochs":
+        if run.steps_per_epoch is None:
+            raise ValueError(f"{value} needs epochs of known length, which a stream lacks: use steps or samples")
         steps = amount * run.steps_per_epoch
     elif unit == "samples":
         steps = amount / run.global_size

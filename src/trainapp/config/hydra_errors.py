@@ -1,15 +1,19 @@
 """Hydra's and OmegaConf's errors as messages for a user. Imports no torch."""
 
+import inspect
 import re
 import sys
 import traceback
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 from hydra.errors import HydraException
+from omegaconf import ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from trainapp.config import targets
 from trainapp.config.validation import suggest
 from trainapp.paths import CONF, PACKAGE
 
@@ -26,7 +30,7 @@ def explain(error: BaseException, arguments: Sequence[str] = ()) -> str | None:
     arguments: the command line, searched for the one that the error does not name.
     """
     if isinstance(error, (HydraException, OmegaConfBaseException)):
-        return _explain_composition(error)
+        return _explain_composition(error, arguments)
     if isinstance(error, ValueError) and str(error).startswith("Config group override"):  # Hydra's, for precision=16
         return f"{_argument_without_name(arguments)}an option is chosen by its name; `trainapp --help` lists them"
     if isinstance(error, OSError) and not _raised_in_job(error):
@@ -34,8 +38,8 @@ def explain(error: BaseException, arguments: Sequence[str] = ()) -> str | None:
     return None
 
 
-def _explain_composition(error: Exception) -> str:
-    """Hydra's message, without its advice to add the unknown key with `+`."""
+def _explain_composition(error: Exception, arguments: Sequence[str]) -> str:
+    """Hydra's message; `+` is advised only for an argument that the constructor takes."""
     text = str(error).strip().partition("\nConfig search path:")[0].strip()
     option = re.search(r"Could not find '([^']+)/([^'/]+)'", text)
     if option:
@@ -44,23 +48,67 @@ def _explain_composition(error: Exception) -> str:
         return f"{group}={name}: no such option{suggest(name, choices)}; available: {', '.join(choices) or 'none'}"
     override = re.search(r"Could not override '([^']+)'", text)
     if override:
-        path = override[1]
-        parent, _, key = path.rpartition(".")
-        known = [*_keys_beside(error), *(() if parent else _groups())]
-        hint = suggest(key, known) or (f"; known in {parent}: {', '.join(known)}" if parent and known else "")
-        return f"{path}: no such setting{hint} (`trainapp --cfg job` shows all of them)"
+        return _unknown_setting(override[1], error, arguments)
     cause = str(error.__cause__).strip() if error.__cause__ else ""
     return text if not cause or cause in text else f"{text}\n{cause}"
 
 
-def _keys_beside(error: BaseException) -> list[str]:
-    """The keys that exist where the unknown one was meant to be: OmegaConf's error carries the node."""
-    cause = error.__cause__ or error
-    node = getattr(cause, "parent_node", None)
+def _unknown_setting(path: str, error: BaseException, arguments: Sequence[str]) -> str:
+    """For an override of a key that does not exist. An argument of a constructor may be missing in the YAML only."""
+    parent, _, key = path.rpartition(".")
+    node = _node_of(error)
+    has_target = node is not None and "_target_" in node
+    listed = [str(name) for name in node if name != "_target_"] if node is not None else []
+    known = [*listed, *(() if parent else _groups())]
+    close, shown = suggest(key, [*known, *["_target_"] * has_target]), "(`trainapp --cfg job` shows all of them)"
+    if parent in ("data", "model", "optimizer") and not close and has_target:
+        value = next((text.partition("=")[2] for text in arguments if text.startswith(f"{path}=")), "VALUE")
+        name, takes = _constructor(node, arguments)
+        unlisted = [argument for argument in takes if argument not in listed]
+        if key in unlisted:
+            return f"{path}: the option's YAML file does not list this argument of {name}; set it with +{path}={value}"
+        others = ""
+        if not takes:
+            others = f"; an argument of {name} that the YAML file does not list is set with +{path}={value}"
+        elif unlisted:
+            others = f"; {name} takes {', '.join(unlisted)} as well, set with + as in +{parent}.{unlisted[0]}=VALUE"
+        return f"{path}: no such setting; known in {parent}: {', '.join(listed)}{others}"
+    hint = close or (f"; known in {parent}: {', '.join(known)}" if parent and known else "")
+    return f"{path}: no such setting{hint} {shown}"
+
+
+def _node_of(error: BaseException) -> Any:
+    """The mapping where the unknown key was meant to be, which OmegaConf's error carries; None if it is none."""
+    node = getattr(error.__cause__ or error, "parent_node", None)
+    return node if OmegaConf.is_dict(node) else None
+
+
+def _constructor(node: Any, arguments: Sequence[str]) -> tuple[str, list[str]]:
+    """What the node's `_target_` names, and the arguments that it takes; none where that cannot be found out."""
+    target = str(OmegaConf.select(node, "_target_", throw_on_resolution_failure=False))
+    allowed = OmegaConf.select(node._get_root(), "user_packages", throw_on_resolution_failure=False)
+    packages = list(allowed) if isinstance(allowed, ListConfig) else []
+    for text in arguments:  # overrides after the wrong one are not applied yet
+        if text.startswith("user_packages=") and isinstance(given := _value(text), list):
+            packages += map(str, given)
     try:
-        return [str(name) for name in node] if node is not None else []
-    except TypeError:
-        return []
+        constructor = targets.locate(target, "_target_", packages)
+        parameters = inspect.signature(constructor).parameters.values()
+    except Exception:  # importing the user's module may raise anything; the run will report it
+        return target, []
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    names = [parameter.name for parameter in parameters if parameter.kind in named]
+    shown = getattr(constructor, "__name__", target)  # an instance with `__call__` has no name of its own
+    return shown, [name for name in names if name not in ("self", "params", "split")]
+
+
+def _value(override: str) -> Any:
+    """What is set; the text itself where it is no YAML, as Hydra's own grammar differs."""
+    text = override.partition("=")[2]
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError):  # the latter for 2026-13-45
+        return text
 
 
 def _groups() -> Iterable[str]:
@@ -72,7 +120,7 @@ def _argument_without_name(arguments: Sequence[str]) -> str:
     """`precision=16: ` if such an argument was given, else an empty string."""
     for argument in arguments:
         group, _, option = argument.partition("=")
-        is_name = option in ("on", "off", "yes", "no") or isinstance(yaml.safe_load(option), str | list)  # as for Hydra
+        is_name = option in ("on", "off", "yes", "no") or isinstance(_value(argument), str | list)  # as for Hydra
         if (CONF / group.lstrip("+~")).is_dir() and not is_name:
             return f"{argument}: "
     return ""

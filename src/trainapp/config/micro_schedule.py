@@ -1,10 +1,12 @@
 """The rules of `batch.micro_schedule`: sizes by the step from which they hold, one for all shapes or one for each.
+With `updates`, there is one such schedule by the name of each.
 
 Checked by hand: pydantic's errors for a union name its branches, which mean nothing to a user.
 """
 
 import contextlib
 import json
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 
@@ -16,6 +18,30 @@ def check(value: Any) -> Any:
     if isinstance(value, str):
         with contextlib.suppress(ValueError):
             value = json.loads(value)
+    if is_by_update(value):
+        return {name: _checked(schedule, f"{name}: ") for name, schedule in value.items()}
+    return _checked(value)
+
+
+def is_by_update(value: Any) -> bool:
+    """Whether it has a schedule for each update, by name, in place of sizes by step."""
+    if not isinstance(value, dict) or not value:
+        return False
+    return all(isinstance(name, str) and name.isidentifier() and isinstance(own, dict) for name, own in value.items())
+
+
+def entries(schedule: Mapping[Any, Any]) -> Iterator[tuple[int, Any]]:
+    """`(step, sizes)` of all updates."""
+    for own in schedule.values() if is_by_update(schedule) else (schedule,):
+        yield from own.items()
+
+
+def of_update(schedule: Mapping[Any, Any] | None, name: str) -> Mapping[int, Any] | None:
+    """The schedule of this update; "" stands for the only one. None where there is none."""
+    return schedule.get(name) if schedule is not None and name else schedule
+
+
+def _checked(value: Any, place: str = "") -> Any:
     value, twice = _whole_keys(value)
     if not isinstance(value, dict) or not value:
         raise ValueError("must give sizes by the step from which they hold, such as {1: 64, 30: 32}; null for none")
@@ -30,7 +56,7 @@ def check(value: Any) -> Any:
         else:
             rules += _size_rules(f"step {step}", sizes)
     if rules:
-        raise ValueError("; ".join(dict.fromkeys(rules)))
+        raise ValueError(place + "; ".join(dict.fromkeys(rules)))
     return value
 
 

@@ -5,51 +5,27 @@ downstream, workers included, sees only these.
 """
 
 import dataclasses
-import re
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field, PlainValidator
+from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-from trainapp.config import durations, micro_schedule
+from trainapp.config.rules import (
+    Auto,
+    ByteCount,
+    Duration,
+    EvalName,
+    Goal,
+    MemorySize,
+    MicroSchedule,
+    ParameterGroups,
+    Seed,
+    UpdateName,
+)
 from trainapp.config.validation import Bool, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Str
-from trainapp.units import parse_memory_size
 
 STRICT = ConfigDict(extra="forbid")
-
-
-def _duration(value: int | str) -> int | str:
-    durations.parse(value)
-    return value
-
-
-def _memory_size(value: int | float | str) -> int | float | str:
-    parse_memory_size(value, total=1)
-    return value
-
-
-def _byte_count(value: int | float | str) -> int | float | str:
-    try:
-        if parse_memory_size(value, total=0):  # a fraction of nothing is none
-            return value
-    except ValueError:
-        pass
-    raise ValueError("must be bytes, or a size such as 6GiB or 500MB")
-
-
-def _objective(value: str) -> str:
-    if value != "auto" and not re.fullmatch(r"(min|max) \S+", value):
-        raise ValueError("must be auto, or like 'max accuracy' or 'min loss'")
-    return value
-
-
-Duration = Annotated[int | str, AfterValidator(_duration)]
-MemorySize = Annotated[int | float | str, AfterValidator(_memory_size)]
-ByteCount = Annotated[int | float | str, AfterValidator(_byte_count)]
-MicroSchedule = Annotated[dict[int, int | dict[int, int]], PlainValidator(micro_schedule.check)]
-Seed = Annotated[int, Field(ge=0, lt=2**63, strict=True)]  # data sets may still add to it, below 2**64
-Auto = Literal["auto"]
 
 
 @dataclass(config=STRICT)
@@ -63,8 +39,10 @@ class Train:
     grad_clip: PositiveFloat | None = 1.0
     nonfinite: Literal["stop", "skip"] = "stop"
     detect_anomaly: Bool = False
+    check_loss: Bool = True
     check_exactness: Bool = False
     ema: Annotated[float, Field(gt=0, lt=1)] | None = None
+    peak_flops: PositiveFloat | None = None
 
 
 @dataclass(config=STRICT)
@@ -83,10 +61,16 @@ class Every:
 
 
 @dataclass(config=STRICT)
+class Sampling:
+    weights: Str | None = None
+
+
+@dataclass(config=STRICT)
 class Loader:
     num_workers: Auto | NonNegativeInt = "auto"
     drop_last: Bool = False
     on_change: Literal["refuse", "next_epoch"] = "refuse"
+    sampling: Sampling = field(default_factory=Sampling)
 
 
 @dataclass(config=STRICT)
@@ -98,10 +82,14 @@ class Precision:
 
 @dataclass(config=STRICT)
 class Schedule:
+    """A shape, or what `target` names with these `arguments`; then only `warmup` of the others counts."""
+
     shape: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
     warmup: Duration = 0
     decay: Duration = "20 percent"
     final: Annotated[float, Field(ge=0, le=1)] = 0.0
+    target: Str | None = None
+    arguments: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(config=STRICT)
@@ -109,12 +97,24 @@ class Optimizer:
     """The settings that the application reads; `arguments` go to the optimizer class unchanged."""
 
     target: Str
-    lr: PositiveFloat
+    lr: PositiveFloat | None = None  # the class's own
     weight_decay: NonNegativeFloat = 0.0
     fused: Auto | Bool = "auto"
     in_backward: Bool = False
     offload: Bool = False
+    groups: ParameterGroups = field(default_factory=list)
+    layer_decay: Annotated[float, Field(gt=0, le=1, strict=True)] | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(config=STRICT)
+class Update:
+    """One of several updates of a step: a loss, the parameters that it trains, their optimizer."""
+
+    name: UpdateName
+    task: Str
+    parameters: Annotated[list[Str], Field(min_length=1)]
+    optimizer: Optimizer
 
 
 @dataclass(config=STRICT)
@@ -191,9 +191,17 @@ class Parallel:
 @dataclass(config=STRICT)
 class Checkpointing:
     resume: Str = "auto"
+    load: Literal["all", "weights"] = "all"
     save: Bool = True
     keep_last: PositiveInt = 2
     asynchronous: Bool = False
+
+
+@dataclass(config=STRICT)
+class Stopping:
+    patience: PositiveInt | None = None
+    min_delta: NonNegativeFloat = 0.0
+    metric: Goal = "auto"
 
 
 @dataclass(config=STRICT)
@@ -239,9 +247,11 @@ class Config:
     loader: Loader
     model: Model
     optimizer: Optimizer
+    updates: list[Update] = field(default_factory=list)
+    eval: dict[EvalName, Target] = field(default_factory=dict)
     mode: Literal["train", "eval", "export", "plan"] = "train"
     task: Str = "auto"
-    objective: Annotated[str, AfterValidator(_objective)] = "auto"
+    objective: Goal = "auto"
     user_packages: list[Str] = field(default_factory=list)
     train: Train = field(default_factory=Train)
     batch: Batch = field(default_factory=Batch)
@@ -255,11 +265,22 @@ class Config:
     oom: Oom = field(default_factory=Oom)
     plan: Plan = field(default_factory=Plan)
     checkpointing: Checkpointing = field(default_factory=Checkpointing)
+    stopping: Stopping = field(default_factory=Stopping)
+    metrics: dict[str, Target] = field(default_factory=dict)
+    callbacks: dict[str, Target] = field(default_factory=dict)
+    tracker: dict[str, Target] = field(default_factory=dict)
     export: Export = field(default_factory=Export)
     adapter: Adapter = field(default_factory=Adapter)
     run_dir: str = ""
     command: str = ""
     given: list[str] = field(default_factory=list, compare=False)
+
+    @property
+    def optimizers(self) -> dict[str, Optimizer]:
+        """By the setting that they come from: of each update, or the only one."""
+        if not self.updates:
+            return {"optimizer": self.optimizer}
+        return {f"updates.{number}.optimizer": update.optimizer for number, update in enumerate(self.updates)}
 
     def to_dict(self) -> dict[str, Any]:
         """Plain containers, as written to checkpoints and TensorBoard."""

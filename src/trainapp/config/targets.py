@@ -5,6 +5,7 @@ Hydra's own block-list is no security boundary (torch.load and os._exit pass it)
 
 import functools
 import importlib
+import importlib.util
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,10 +20,14 @@ ALLOWED_PACKAGES = (
     "trainapp.train.losses",
     "trainapp.optim.low_precision",
     "trainapp.optim.muon",
+    "trainapp.hooks",
+    "trainapp.tracking",
     "torch.optim",
     "torch.nn",
+    "torchmetrics",
     "transformers",
 )
+EXTRAS = {"torchmetrics": "metrics", "wandb": "wandb", "mlflow": "mlflow"}  # by package
 
 
 def locate(target: str, setting: str, user_packages: Sequence[str]) -> Callable[..., Any]:
@@ -41,10 +46,16 @@ def locate(target: str, setting: str, user_packages: Sequence[str]) -> Callable[
     except ImportError as error:
         if error.name and not (module_name == error.name or module_name.startswith(error.name + ".")):
             raise UserError(f"{setting}={target}: importing {module_name} failed: {error}") from error
+        require_package(module_name.partition(".")[0], f"{setting}={target}")
         raise UserError(
             f"{setting}={target}: there is no module {module_name}; modules are found in the working directory, "
             "in --config-dir, and on PYTHONPATH"
         ) from None
+    except SystemExit as error:  # else the program would end without a word about it
+        raise UserError(
+            f"{setting}={target}: importing {module_name} failed: it exits with {error.code}; keep what only a script "
+            'does under `if __name__ == "__main__":`'
+        ) from error
     located = getattr(module, name, None)
     if not callable(located):
         raise UserError(
@@ -68,6 +79,24 @@ def _require_model_or_configuration(located: Any, target: str, setting: str) -> 
         )
 
 
+def require_package(package: str, setting: str) -> None:
+    """Raises UserError where a package is missing that an extra of trainapp installs. Does not import it.
+
+    setting: with its value, for the message.
+    """
+    if package in EXTRAS and not _is_installed(package):
+        raise UserError(
+            f"{setting}: needs {package}, which is not installed; pip install 'trainapp[{EXTRAS[package]}]'"
+        )
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except (ImportError, ValueError):  # half installed
+        return False
+
+
 def _require_allowed(name: str, target: str, setting: str, allowed: Sequence[str]) -> None:
     if not any(name == package or name.startswith(package + ".") for package in allowed):
         package = target.partition(".")[0]
@@ -89,6 +118,17 @@ def construct(
     Nodes with a `_target_` in the arguments, at any depth, in lists too, are built first: see `_build`. Raises
     UserError for arguments that do not fit, and for all nodes that name nothing allowed before any of them is built.
     """
+    return _call(target, [], arguments_of(target, arguments, setting, user_packages, provided), setting)
+
+
+def arguments_of(
+    target: Callable[..., Any],
+    arguments: dict[str, Any],
+    setting: str,
+    user_packages: Sequence[str],
+    provided: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """What `construct` calls the target with, for one that is called more than once."""
     provided = {k: v for k, v in (provided or {}).items() if k in _parameters(target) and arguments.get(k) is None}
     arguments = {k: v for k, v in arguments.items() if k not in provided}
     errors = check_arguments(target, arguments, setting, provided)
@@ -98,7 +138,7 @@ def construct(
     if errors:
         raise UserError("\n".join(errors))
     built = {name: _build(value, f"{setting}.{name}", user_packages) for name, value in arguments.items()}
-    return _call(target, [], {**built, **provided}, setting)
+    return {**built, **provided}
 
 
 def _call(target: Callable[..., Any], positional: list[Any], arguments: dict[str, Any], setting: str) -> Any:

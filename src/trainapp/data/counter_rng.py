@@ -25,9 +25,10 @@ def splitmix64(state: np.ndarray) -> np.ndarray:
 
 
 @lru_cache(maxsize=64)
-def _key(seed: int, epoch: int) -> np.uint64:
-    key = splitmix64(np.array([(seed + GAMMA) % _WORD], dtype=np.uint64))
-    return splitmix64(key + np.uint64((epoch + 1) * GAMMA % _WORD))[0]
+def key(seed: int, epoch: int) -> np.uint64:
+    """A hash of the two, which may be any integers, taken modulo 2**64."""
+    hashed = splitmix64(np.array([(seed + GAMMA) % _WORD], dtype=np.uint64))
+    return splitmix64(hashed + np.uint64((epoch + 1) * GAMMA % _WORD))[0]
 
 
 @lru_cache(maxsize=64)
@@ -42,6 +43,6 @@ def uniform(seed: int, epoch: int, indices: Sequence[int] | np.ndarray, count: i
     taken modulo 2**64.
     """
     index = np.asarray(indices, dtype=np.int64).astype(np.uint64)
-    streams = splitmix64((index + np.uint64(1)) * np.uint64(GAMMA) + _key(seed, epoch))
+    streams = splitmix64((index + np.uint64(1)) * np.uint64(GAMMA) + key(seed, epoch))
     bits = splitmix64(streams[:, None] + _steps(count))
     return (bits >> np.uint64(11)) * 2.0**-53

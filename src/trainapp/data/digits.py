@@ -67,6 +67,11 @@ class Digits(BatchedDataset):
     def __len__(self) -> int:
         return len(self._labels)
 
+    @property
+    def targets(self) -> np.ndarray:
+        """The class of each sample, for `data.sampling.weights=balanced`."""
+        return self._labels
+
     def set_epoch(self, epoch: int) -> None:
         """The augmentation is a function of (seed, epoch, sample index)."""
         self.epoch = epoch

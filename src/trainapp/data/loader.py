@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, default_collate
 
 from trainapp.data.batch import map_tensors
+from trainapp.data.order import Draw
 from trainapp.errors import UserError
 from trainapp.rng import preserved_rng
 from trainapp.torch_private import outside_dispatch_modes
@@ -60,6 +61,9 @@ class Fetcher(Dataset):
             return self._collate(samples, request.indices)
 
     def _sample(self, index: int) -> Any:
+        if isinstance(index, Draw):  # the same sample again: with other random transforms
+            self._seed_generators(index, index.position)
+            return self.dataset[int(index)]
         self._seed_generators(index)
         return self.dataset[index]
 
@@ -70,11 +74,15 @@ class Fetcher(Dataset):
         return self._own_collate(samples)
 
     def _seed_generators(self, *indices: int) -> None:
-        """The global ones of Python, NumPy and torch's CPU: torch.manual_seed would touch the device's, too."""
-        seed = hash((self.seed, self._epoch, *indices)) % 2**63
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
-        torch.default_generator.manual_seed(seed)
+        seed_generators(self.seed, self._epoch or 0, *indices)
+
+
+def seed_generators(*numbers: int) -> None:
+    """The global ones of Python, NumPy and torch's CPU: torch.manual_seed would touch the device's, too."""
+    seed = hash(numbers) % 2**63
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)
 
 
 def _unchanged(batch: Any) -> Any:
@@ -86,14 +94,29 @@ def _leave_ctrl_c(worker: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-class _Stream(IterableDataset):
+class Requests(IterableDataset):
     """The requests for a DataLoader's workers. Set `requests` before each iteration over the loader."""
 
     def __init__(self) -> None:
-        self.requests: Iterator[Request] = iter(())
+        self.requests: Iterator[Any] = iter(())
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[Any]:
         return self.requests
+
+
+def in_workers(dataset: Dataset, requests: Requests, workers: int, pinned: bool) -> DataLoader:
+    """`dataset[request]` for each request, in their order, computed by this many processes."""
+    return DataLoader(
+        dataset,
+        batch_size=None,  # a request is a batch already
+        collate_fn=_unchanged,  # torch's default makes lists of tuples, and loses attributes of mappings
+        sampler=requests,
+        num_workers=workers,
+        pin_memory=pinned,
+        persistent_workers=True,
+        worker_init_fn=_leave_ctrl_c,
+        generator=torch.Generator(),  # the default draws from the run's, so that workers change the result
+    )
 
 
 class BatchLoader:
@@ -119,20 +142,8 @@ class BatchLoader:
         self.split_works = self._split is None
         self._pinned = device.type == "cuda"
         self._copy_stream: torch.cuda.Stream | None = None
-        self._stream = _Stream()
-        self._loader = None
-        if workers:
-            self._loader = DataLoader(
-                self.fetcher,
-                batch_size=None,  # a request is a batch already
-                collate_fn=_unchanged,  # torch's default makes lists of tuples, and loses attributes of mappings
-                sampler=self._stream,
-                num_workers=workers,
-                pin_memory=self._pinned,
-                persistent_workers=True,
-                worker_init_fn=_leave_ctrl_c,
-                generator=torch.Generator(),  # the default draws from the run's, so that workers change the result
-            )
+        self._requests = Requests()
+        self._loader = in_workers(self.fetcher, self._requests, workers, self._pinned) if workers else None
 
     def batches(self, requests: Iterator[Request]) -> Iterator[Any]:
         """Batches on the device, in the order of the requests; on CUDA the next one is copied ahead."""
@@ -142,7 +153,7 @@ class BatchLoader:
             if self._pinned:
                 fetched = (map_tensors(torch.Tensor.pin_memory, batch) for batch in fetched)
         else:
-            self._stream.requests = requests
+            self._requests.requests = requests
             with outside_dispatch_modes():  # processes inherit what is active: a counter of memory, with its limit
                 fetched = iter(self._loader)
         return self._ahead(fetched) if self._pinned and self.ahead else map(self._move, fetched)
@@ -191,7 +202,7 @@ class BatchLoader:
 
     def close(self) -> None:
         """End the worker processes. Batches fetched ahead are lost."""
-        self._stream.requests = iter(())
+        self._requests.requests = iter(())
         self._loader = None  # torch ends the workers with the last reference to their iterator
 
     def _move(self, batch: Any) -> Any:
@@ -227,6 +238,28 @@ def _used_on(stream: torch.cuda.Stream, tensor: torch.Tensor) -> torch.Tensor:
     """Mark the tensor as in use on `stream`, so that its memory is not reused too early. Returns it."""
     tensor.record_stream(stream)
     return tensor
+
+
+def fetched_apart(dataset: Any, seed: int, requests: Sequence[Request], workers: int) -> list[Any]:
+    """The batches of these requests, on the CPU, by a fetcher of their own.
+
+    workers: as the run has. With some, a process of its own fetches: the data set then opens nothing here that
+    processes started later would inherit.
+    """
+    fetcher = Fetcher(dataset, seed)
+    if not workers:
+        return [fetcher[request] for request in requests]
+    with outside_dispatch_modes():
+        loader: DataLoader = DataLoader(
+            fetcher,
+            batch_size=None,
+            collate_fn=_unchanged,
+            sampler=requests,
+            num_workers=1,
+            worker_init_fn=_leave_ctrl_c,
+            generator=torch.Generator(),
+        )
+        return list(loader)
 
 
 def worker_count(setting: int | str, dataset: Dataset, ranks: int = 1) -> int:

@@ -20,18 +20,21 @@ class MicroBatch(NamedTuple):
 
 
 def cut(indices: Sequence[int], size: int) -> list[Sequence[int]]:
-    """Micro-batches of `size` samples; the last holds the remainder.
+    """Micro-batches of `size` samples; see `ranges`."""
+    return [indices[start:end] for start, end in ranges(0, len(indices), size)]
+
+
+def ranges(start: int, end: int, size: int) -> Iterator[tuple[int, int]]:
+    """[start, end) in ranges of `size`, of which the last holds the remainder. Computed one at a time.
 
     A remainder of one sample takes a second one from its neighbour: BatchNorm cannot normalise a single value.
     """
-    if not indices:  # an evaluation that was interrupted after its last batch
-        return []
-    starts = list(range(0, len(indices), size))
-    ends = [*starts[1:], len(indices)]
-    if len(starts) > 1 and ends[-1] - starts[-1] == 1 and size > 2:
-        starts[-1] -= 1
-        ends[-2] -= 1
-    return [indices[start:end] for start, end in zip(starts, ends, strict=True)]
+    while start < end:
+        stop = min(end, start + size)
+        if end - stop == 1 and size > 2:
+            stop -= 1
+        yield start, stop
+        start = stop
 
 
 def cut_evenly(indices: Sequence[int], parts: int) -> list[Sequence[int]]:

@@ -9,7 +9,7 @@ from trainapp.data.batch import bucket_of, elements_in, saved_bucket
 from trainapp.data.forecast import Forecast
 from trainapp.data.micro_batch import MicroBatch, cut, cut_evenly, pieces_of
 from trainapp.data.size_agreement import failed_buckets, largest_micro_batches, number_of_pieces
-from trainapp.data.size_search import Failure, SizeSearch, require_possible
+from trainapp.data.size_search import FailedAllocation, SizeSearch, require_possible
 from trainapp.parallel.ranks import Ranks
 
 _SIZE, _HAS_ENDED = operator.attrgetter("size"), operator.attrgetter("search_has_ended")
@@ -20,8 +20,8 @@ Plan = int | dict[int, int]  # one size for all shapes, or a size per bucket
 class MicroBatchSizes:
     """One search per shape of data, so that a long batch does not shrink all the others. start: the first shape's size.
 
-    `ranks`, in the methods, are those that go forward together. Their searches are the same, for they change only by
-    what all ranks have exchanged (see `size_agreement`).
+    The `ranks` of the methods are those that run the same micro-batches together. Their searches are equal, because
+    only what all of them have exchanged changes a search (see `size_agreement`).
     """
 
     start: int
@@ -30,15 +30,15 @@ class MicroBatchSizes:
     smallest: int = 1
     searches: dict[int, SizeSearch] = field(default_factory=dict)
     current_bucket: int | None = None  # the bucket of the current micro-batch
-    # This rank's largest micro-batches by bucket: of the attempt at work, in samples and in elements;
+    # This rank's largest micro-batches by bucket: of the current attempt, in samples and in elements;
     attempt_samples: dict[int, int] = field(default_factory=dict)
     attempt_elements: dict[int, int] = field(default_factory=dict)
     # of all clean steps since the ranks last exchanged them, in samples; of all clean steps, in elements.
     largest_run: dict[int, int] = field(default_factory=dict)
     clean_elements: dict[int, int] = field(default_factory=dict)
     is_unproven: bool = True  # whether what ran last, on any rank, had a size that is not proven
-    is_planned: bool = False  # whether a plan has been asked for sizes: it would answer the same again
-    forecast: tuple[int, Forecast] | None = None  # a plan's for one bucket, once it has been asked
+    is_planned: bool = False  # whether sizes have been planned: another plan would give the same
+    forecast: tuple[int | None, Forecast] | None = None  # a plan's for one bucket; None: for whichever all have
     _corrected: dict[int, int] = field(default_factory=dict)  # the last size by bucket that steps have made of it
 
     @property
@@ -73,7 +73,7 @@ class MicroBatchSizes:
 
     @property
     def failed_buckets(self) -> list[int]:
-        """The buckets of which a size is known to be too large, in ascending order."""
+        """The buckets with a size that is known to be too large, in ascending order."""
         return sorted(bucket for bucket, search in self.searches.items() if search.fails is not None)
 
     @property
@@ -97,7 +97,7 @@ class MicroBatchSizes:
         return longest or not self.is_proven(bucket)
 
     def is_proven(self, bucket: int) -> bool:
-        """Whether a bucket's size is proven, by itself or by at least as many samples of a larger bucket."""
+        """Whether a bucket's size is proven, by its own steps or by at least as many samples of a larger bucket."""
         own = self.searches.get(bucket) or self.search(bucket)
         return own.clean >= own.clean_steps or any(  # SizeSearch.is_proven, inlined: asked for every micro-batch
             s.is_proven and s.size >= own.size for other, s in self.searches.items() if other >= bucket
@@ -114,10 +114,10 @@ class MicroBatchSizes:
         return SizeSearch(min(size, self.start), self.clean_steps, self.grow, smallest=self.smallest)
 
     def as_plan(self) -> dict[int, int]:
-        """By bucket, the sizes at which this attempt was cut: as a schedule, they cut it the same way again.
+        """By bucket, the sizes at which this attempt was cut: as a schedule, they reproduce the cut.
 
-        A size above the fetch size cannot have mattered, but as a schedule it would raise the fetch size. A shape that
-        was left whole (see `cut`) ran at more than its size.
+        A size above the fetch size had no effect, but as a schedule it would raise the fetch size. A shape that was
+        left whole (see `cut`) ran at more than its size.
         """
         fetched, plan = self.size, {}
         for bucket in {*self.searches, *self.largest_run, *self.attempt_samples}:
@@ -191,28 +191,28 @@ class MicroBatchSizes:
         self.is_unproven = not all(map(self.is_proven, largest)) if largest else self.is_unproven
         return grown
 
-    def failed(self, ranks: Ranks, culprit: bool = True, failure: Failure | None = None) -> tuple[int, int] | None:
+    def failed(self, ranks: Ranks, culprit: bool = True, why: FailedAllocation | None = None) -> tuple[int, int] | None:
         """Memory ran out: returns `(size that ran, new size)`, or None if no smaller size can fit.
 
-        culprit: whether memory ran out on this rank; failure: what is known of it.
+        culprit: whether memory ran out on this rank; why: what is known of it.
         """
         bucket = self.current_bucket if culprit else None
-        largest, failures = failed_buckets(ranks, self.attempt_samples, bucket, failure if culprit else None)
+        largest, failures = failed_buckets(ranks, self.attempt_samples, bucket, why if culprit else None)
         self._forget_attempt()
         if not failures:
             failures = dict.fromkeys(self._largest_bucket())
-        if not failures:  # at the very first fetch: no shape is known yet
+        if not failures:  # in the first fetch: no shape is known yet
             old, self.start = self.start, max(self.smallest, self.start // 2)
             return None if old <= self.smallest else (old, self.start)
         # Create all searches before changing any: a new one starts from the failures of the others.
         self.searches |= {bucket: self.search(bucket) for bucket in failures}
         changes = []
-        for bucket, why in failures.items():
+        for bucket, failure in failures.items():
             search = self.searches[bucket]
             ran = largest.get(bucket) or search.size  # nothing ran where the fetch failed
             was_corrected = self._corrected.get(bucket) == search.size
-            changes.append((ran, search.size) if search.failed(ran, why) else None)
-            if was_corrected:  # the plan is wrong all the same: a third error is not worth what is left to gain
+            changes.append((ran, search.size) if search.failed(ran, failure) else None)
+            if was_corrected:  # even corrected, the plan was wrong: a third error is not worth the rest of the gain
                 self.forecast = None
                 search.aim_at(None)
         return None if None in changes else changes[0]
@@ -221,7 +221,7 @@ class MicroBatchSizes:
         """After `failed`: continue with a size that is predicted to be the largest that fits. No larger one is tried,
         unless steps disprove the forecast (see `compare`).
 
-        False, and the size stays, where a size has been proven already, or where this one has failed.
+        Returns False and keeps the size if one has been proven already, or if this one has failed.
         """
         search = self.search(bucket)
         if search.works or size < self.smallest:
@@ -235,14 +235,14 @@ class MicroBatchSizes:
         return True
 
     def compare(self, ranks: Ranks, measured: int | None) -> None:
-        """The peak of a clean step, None where it was not measured: where it is not what the plan has predicted, the
-        search continues with the size that is then the largest to fit. Call before `succeeded`. Collective.
+        """Check the forecast against the peak of a clean step (None: not measured). Where they differ, the search
+        continues with the largest size that fits by the corrected forecast. Call before `succeeded`. Collective.
         """
         if self.forecast is None:
             return
         bucket, forecast = self.forecast
-        search = self.searches.get(bucket)
-        if search is None or search.is_proven or search.fails is None:
+        search = None if bucket is None else self.searches.get(bucket)
+        if bucket is None or search is None or search.is_proven or search.fails is None:
             return
         is_full = self.attempt_samples.get(bucket, 0) >= search.size - 1
         peak = max(ranks.all_gather_object(measured if measured and is_full else 0))

@@ -16,6 +16,21 @@ class Progress:
     objective: float | None = None  # of the last evaluation
     best: float | None = None
     best_step: int | None = None
+    stopped: str | None = None  # why the run has ended before its length; None if it has not
+    update: int = 0  # updates of the present step that are finished: with one optimizer, there is one per step
+    applied: int = 0  # of those, how many changed the parameters
+
+    def finish_update(self, applied: bool, updates: int) -> bool:
+        """Count one of the step's `updates`. Returns whether it was the last, which finishes the step. A step counts as
+        skipped if none of its updates was applied.
+        """
+        self.update, self.applied = self.update + 1, self.applied + applied
+        if self.update < updates:
+            return False
+        self.step += self.applied > 0
+        self.skipped += self.applied == 0
+        self.update = self.applied = 0
+        return True
 
     def begin_next_epoch(self) -> None:
         """Skip the rest of this epoch."""

@@ -1,44 +1,28 @@
 """Which samples a step trains on, and how they are cut into micro-batches.
 
 The sampler's whole state is (seed, epoch, samples consumed): it depends on neither batch size nor workers nor ranks,
-so a retry or a resume may change all three and still see the same samples.
+so a retry or a resume may change all three and still see the same samples. Streams are in `data.stream_batches`.
 """
 
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from trainapp.data.loader import BatchLoader, Request, Split
-from trainapp.data.micro_batch import MicroBatch, cut, cut_evenly
+from trainapp.data.micro_batch import MicroBatch, ranges
+from trainapp.data.order import Order, order_of
 from trainapp.data.progress import Progress
+from trainapp.data.step_batches import DUMMY, StepBatches
 from trainapp.parallel.ranks import Ranks
 
-_DUMMY = [0]  # the samples of a micro-batch that only keeps its rank in step with the others
 
+class TrainBatches(StepBatches):
+    """The training samples of an indexable data set, step by step.
 
-def epoch_order(seed: int, epoch: int, samples: int) -> list[int]:
-    """The order of an epoch: a permutation of range(samples), a pure function of its arguments."""
-    generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
-    return torch.randperm(samples, generator=generator).tolist()
-
-
-class Halves(NamedTuple):
-    """A batch, and what `split` and collating again make of its two halves (of one of one sample: that, twice)."""
-
-    batch: Any
-    ranges: list[tuple[int, int]]
-    split: list[Any]
-    collated: list[Any]
-    samples: int
-
-
-class TrainBatches:
-    """The training samples, step by step.
-
-    global_size: samples per optimizer step over all ranks; it may change between two steps. drop_last: no step has
-    fewer. rank, world: which part of each step is this process's. split: the task's way to cut a batch, see
+    order: which sample stands where in an epoch; None: see `order_of`. For the others see `StepBatches` and
     `BatchLoader`. Attribute: `samples` in the data set.
     """
 
@@ -55,15 +39,17 @@ class TrainBatches:
         world: int = 1,
         ahead: bool = True,
         split: Split | None = None,
+        order: Order | None = None,
     ):
-        self.global_size, self.seed, self.rank, self.world = global_size, seed, rank, world
-        self.dataset, self.samples = dataset, len(dataset)
-        self.drop_last = drop_last
-        self._source = BatchLoader(dataset, seed, workers, device, ahead, split)
-        self._order: tuple[int, list[int]] = (-1, [])
-        self._open: Iterator[Any] = iter(())
-        self._cuts: tuple[tuple, list[Sequence[int]]] = ((), [])
-        self._position: tuple | None = None  # of the open iterator: `micro_batches`' next arguments; None: unknown
+        super().__init__(BatchLoader(dataset, seed, workers, device, ahead, split), global_size, rank, world)
+        self.dataset, self.seed, self.drop_last = dataset, seed, drop_last
+        self.state_owner, self.samples = dataset, len(dataset)
+        self.order: Order = order or order_of(seed, self.samples)
+
+    @property
+    def order_name(self) -> str:
+        """What a checkpoint must know of the order beside (seed, epoch, samples consumed)."""
+        return self.order.name
 
     @property
     def epoch_samples(self) -> int:
@@ -80,68 +66,17 @@ class TrainBatches:
         left = self.samples - consumed
         return left // self.global_size if self.drop_last else -(-left // self.global_size)
 
-    def accumulation(self, size: int, parts: int | None = None) -> int:
-        """Micro-batches of a full step on this rank."""
-        local = -(-self.global_size // self.world)
-        return max(-(-local // size), parts or 1)
+    def epochs(self, progress: Progress) -> float:
+        """The epochs so far, with the fraction of the present one."""
+        return progress.epoch + progress.consumed / self.epoch_samples
 
     def step_samples(self, progress: Progress) -> int:
         """Samples of the coming step over all ranks."""
-        return min(self.global_size, self.samples - progress.consumed)
-
-    def indices(self, progress: Progress) -> list[int]:
-        """This rank's samples of the coming step."""
-        return self._local(progress.epoch, progress.consumed)
-
-    def micro_batches(self, progress: Progress, size: int, parts: int | None = None) -> Iterator[MicroBatch]:
-        """The coming step's micro-batches, on the device; the same number on every rank.
-
-        parts: cut evenly into at least this many; None cuts off `size` at a time. Batches fetched ahead for another
-        position or another cut are dropped, and their samples fetched again.
-        """
-        position = (progress.epoch, progress.consumed, size, parts)
-        if self._position != position:
-            self._open = iter(())  # ends the workers' iteration before the next one begins
-            self._open = self._source.batches(self._requests(*position))
-        self._position = None  # an aborted step leaves the iterator mid-step
-        pieces = self._cut(*position)
-        for number, piece in enumerate(pieces, start=1):
-            batch, indices = next(self._open), piece or _DUMMY
-            if not self._source.split_works:
-                self._source.try_split(batch)
-            again = functools.partial(self._source.piece, batch, position[0], indices)
-            yield MicroBatch(batch, number == len(pieces), bool(piece), len(indices), again)
-        self._position = (*self.after(progress.epoch, progress.consumed), size, parts)
-
-    def halves(self, progress: Progress, size: int, parts: int | None = None) -> Halves | None:
-        """The coming step's first micro-batch, cut in two in both ways; None where nothing but collating again cuts."""
-        if not self._source.has_split:
-            return None
-        micro = next(self.micro_batches(progress, size, parts))
-        position = (progress.epoch, progress.consumed, size, parts)
-        indices = self._cut(*position)[0] or _DUMMY
-        middle = len(indices) // 2
-        ranges = [(0, middle), (middle, len(indices))] if middle else [(0, 1)] * 2
-        collated = [self._source.collated(progress.epoch, indices, *ends) for ends in ranges]
-        return Halves(micro.data, ranges, [micro.piece(*ends) for ends in ranges], collated, micro.samples)
+        return self._samples_of(progress.consumed)
 
     def example(self, samples: int) -> Any:
         """The first `samples` samples of the data set as a batch, on the CPU."""
         return self._source.fetcher[Request(0, list(range(min(samples, self.samples))))]
-
-    def advance(self, progress: Progress) -> None:
-        """Count the step's samples as trained."""
-        progress.samples += self.step_samples(progress)
-        progress.epoch, progress.consumed = self.after(progress.epoch, progress.consumed)
-
-    def drop_fetched(self) -> None:
-        """Free the batches that were fetched ahead. The next step fetches the same samples again."""
-        self._open, self._position = iter(()), None
-
-    def close(self) -> None:
-        """End the worker processes."""
-        self.drop_fetched()
-        self._source.close()
 
     def after(self, epoch: int, consumed: int) -> tuple[int, int]:
         """`(epoch, consumed)` after the step that begins at the given position."""
@@ -149,40 +84,23 @@ class TrainBatches:
         needed = self.global_size if self.drop_last else 1  # for another step
         return (epoch, consumed) if self.samples - consumed >= needed else (epoch + 1, 0)
 
-    def _requests(self, epoch: int, consumed: int, size: int, parts: int | None) -> Iterator[Request]:
-        while True:
-            for piece in self._cut(epoch, consumed, size, parts):
-                yield Request(epoch, piece or _DUMMY)
-            epoch, consumed = self.after(epoch, consumed)
+    def _samples_of(self, consumed: int) -> int:
+        return max(0, min(self.global_size, self.samples - consumed))
 
-    def _cut(self, *position: Any) -> list[Sequence[int]]:
-        """`_pieces`, cached: without workers, the fetcher and the loop ask for the same ones in turn."""
-        key = (*position, self.global_size)
-        if self._cuts[0] != key:
-            self._cuts = (key, self._pieces(*position))
-        return self._cuts[1]
+    def _largest_share(self, epoch: int, consumed: int) -> int:
+        return -(-self._samples_of(consumed) // self.world)
 
-    def _pieces(self, epoch: int, consumed: int, size: int, parts: int | None) -> list[Sequence[int]]:
-        """This rank's micro-batches: as many as the rank with the most samples has, so that some may be empty."""
-        local = self._local(epoch, consumed)
-        largest_share = -(-min(self.global_size, self.samples - consumed) // self.world)
-        count = max(-(-largest_share // size), min(parts or 1, largest_share))
-        pieces = cut(local, size) if parts is None else cut_evenly(local, count)
-        if len(pieces) < count:
-            pieces = cut_evenly(local, count)
-        return pieces + [[]] * (count - len(pieces))
-
-    def _local(self, epoch: int, consumed: int) -> list[int]:
-        if self._order[0] != epoch:
-            self._order = (epoch, epoch_order(self.seed, epoch, self.samples))
-        chunk = self._order[1][consumed : consumed + self.global_size]
-        return chunk[len(chunk) * self.rank // self.world : len(chunk) * (self.rank + 1) // self.world]
+    def _local(self, epoch: int, consumed: int) -> Sequence[int]:
+        samples = self._samples_of(consumed)
+        start, end = (consumed + samples * rank // self.world for rank in (self.rank, self.rank + 1))
+        return self.order.indices(epoch, start, end)
 
 
 class EvalBatches:
     """The evaluation samples in the data set's order, split evenly over the ranks; each sample is seen once.
 
     equal: the same number of batches on every rank, for models whose forward is collective. split: as for training.
+    Attribute: `samples` in the data set.
     """
 
     def __init__(
@@ -198,7 +116,7 @@ class EvalBatches:
         ahead: bool = True,
         split: Split | None = None,
     ):
-        self.dataset, self.samples = dataset, len(dataset)
+        self.dataset, self.state_owner, self.samples = dataset, dataset, len(dataset)
         self.start, self.end = (self.samples * r // world for r in (rank, rank + 1))
         self.equal = equal
         self._source = BatchLoader(dataset, seed, workers, device, ahead, split)
@@ -208,14 +126,19 @@ class EvalBatches:
 
         ranks: those that evaluate together; `done` may differ between them after one of them ran out of memory.
         """
-        pieces = cut(list(range(self.start + done, self.end)), size)
-        if self.equal:
-            pieces += [[]] * (ranks.all_reduce_max(len(pieces))[0] - len(pieces))
-        batches = self._source.batches(Request(0, piece or _DUMMY) for piece in pieces)
-        for piece, batch in zip(pieces, batches, strict=True):
-            indices = piece or _DUMMY
+        start = min(self.start + done, self.end)
+        own = -(-(self.end - start) // size)
+        count = ranks.all_reduce_max(own)[0] if self.equal else own
+        dummies = itertools.repeat(DUMMY, count - own)
+        # Cut as they are fetched: a list of them would grow with the data set.
+        pieces = itertools.chain((list(range(*piece)) for piece in ranges(start, self.end, size)), dummies)
+        asked, used = itertools.tee(pieces)  # holds as many as are fetched ahead
+        batches = self._source.batches(Request(0, indices) for indices in asked)
+        number = 0  # not by `enumerate`: under it, `zip` would keep the first batch to the end
+        for indices, batch in zip(used, batches, strict=True):
+            number += 1  # noqa: SIM113
             again = functools.partial(self._source.piece, batch, 0, indices)
-            yield MicroBatch(batch, piece is pieces[-1], bool(piece), len(indices), again)
+            yield MicroBatch(batch, number == count, number <= own, len(indices), again)
 
     def close(self) -> None:
         """End the worker processes."""

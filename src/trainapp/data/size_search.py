@@ -16,7 +16,7 @@ ALIKE = 3  # failures that show that an allocation does not shrink
 
 
 @dataclass(frozen=True)
-class Failure:
+class FailedAllocation:
     """An allocation that failed. Sizes are bytes.
 
     place: phase and module. requested: None if the error does not say. fixed_bytes: in use whatever the micro-batch.
@@ -33,7 +33,7 @@ class Failure:
         """Whether the allocation would fail with nothing else of the batch in memory."""
         return self.requested is not None and self.fixed_bytes + self.requested > self.limit
 
-    def is_alike(self, other: "Failure") -> bool:
+    def is_alike(self, other: "FailedAllocation") -> bool:
         """Whether both asked for the same number of bytes at the same place."""
         return (self.place, self.requested) == (other.place, other.requested)
 
@@ -54,7 +54,9 @@ class SizeSearch:
     search_has_ended: bool = True  # no larger size is worth trying
     smallest: int = 1  # some models cannot train on single samples
     aim: int | None = None  # the size to try next, in place of the middle, where a plan says so
-    alike: list[tuple[int, Failure]] = field(default_factory=list)  # samples that ran and failed alike, in a row
+    alike: list[tuple[int, FailedAllocation]] = field(
+        default_factory=list
+    )  # samples that ran and failed alike, in a row
 
     @property
     def is_proven(self) -> bool:
@@ -93,7 +95,7 @@ class SizeSearch:
             return None
         return (self.size + self.fails) // 2
 
-    def failed(self, ran: int, failure: Failure | None = None) -> bool:
+    def failed(self, ran: int, failure: FailedAllocation | None = None) -> bool:
         """Memory ran out: fall back to the largest proven size, else to half of what ran. False if none can fit.
 
         ran: the largest micro-batch of the attempt. It is less than `size` where the step has fewer samples, and then
@@ -111,7 +113,7 @@ class SizeSearch:
         self.search_has_ended = not self.grow
         return True
 
-    def _cannot_shrink(self, ran: int, failure: Failure | None) -> bool:
+    def _cannot_shrink(self, ran: int, failure: FailedAllocation | None) -> bool:
         """Whether sizes keep failing for an allocation that does not depend on them."""
         if failure is None or not failure.exceeds_limit_alone:
             self.alike = []

@@ -61,6 +61,11 @@ class SyntheticImages(BatchedDataset):
     def __len__(self) -> int:
         return self.size
 
+    @property
+    def targets(self) -> np.ndarray:
+        """The class of each sample, for `data.sampling.weights=balanced`."""
+        return np.resize(np.arange(self.num_classes), self.size)
+
     def __getitems__(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
         """The batch of these samples, collated. Raises IndexError for an index outside the data."""
         positions = self._positions(indices)

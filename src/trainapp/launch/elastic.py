@@ -28,7 +28,8 @@ def run_workers(config: Config) -> Outcome:
     """Run the workers of this node until they end.
 
     Raises UserError for settings that conflict or do not suit this machine, and TrainingStopped when a worker failed
-    more than `parallel.max_restarts` times (see `Failures`), or twice with the same error at the same step.
+    with an error that a restart would only repeat, twice with the same error at the same step, or more than
+    `parallel.max_restarts` times (see `Failures`).
     """
     settings = config.parallel
     if settings.nodes > 1 and not (settings.endpoint and settings.run_id):
@@ -68,17 +69,7 @@ def run_workers(config: Config) -> Outcome:
         pass_on(error.sigval, handlers[error.sigval])
         return Outcome(exit_code=128 + error.sigval)
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        log_place = f"its log is in {config.run_dir}/ranks (rank 0: trainapp.log)"
-        if failures.repeated is not None:
-            raise TrainingStopped(
-                f"a rank failed as it did before all workers were restarted, so that another restart would not help: "
-                f"{failures.repeated}; {log_place}"
-            ) from None
-        raise TrainingStopped(
-            f"rank {rank} failed (exit code {failure.exitcode}) after {failures.count - 1} restarts"
-            f"{failures.restarts_for_memory}: {_reason(failure)}; {log_place}"
-        ) from None
+        raise TrainingStopped(_why_it_ended(error, failures)) from None
     ended = list(outcomes.values())
     return next((outcome for outcome in ended if outcome.error or outcome.exit_code), ended[0])
 
@@ -87,23 +78,26 @@ MAX_FREE = 100  # restarts with a smaller micro-batch that are not counted: halv
 
 
 class Failures:
-    """How often workers of this node failed, and whether the last was a repeated error at the same step.
+    """How often workers of this node failed, and whether the last was an error that a restart cannot cure.
 
-    What a restart cannot cure would otherwise cost `parallel.max_restarts` times the way back to the checkpoint. A
-    restart with a smaller micro-batch is not counted: a search for the size may need many, and ends by itself at 1.
+    It would otherwise cost `parallel.max_restarts` times the way back to the checkpoint. A restart with a smaller
+    micro-batch is not counted: a search for the size may need many, and ends at 1 anyway.
     """
 
     def __init__(self, run_dir: Path):
         self.run_dir, self.count = run_dir, 0
-        self.repeated: str | None = None  # the repeated error
+        self.of_code: str | None = None  # an error of Python code, see `would_repeat`
+        self.repeated: str | None = None  # any other error, for the second time at the same step
         self._before: set[str] = set()
         self._for_memory = self._recoveries = 0
 
     def decide(self, ranks: list[int]) -> Restart:
         """Called after each failure, before the workers are restarted."""
-        errors = {error for rank in ranks if (error := take_error(self.run_dir, rank)) is not None}
+        left = [error for rank in ranks if (error := take_error(self.run_dir, rank)) is not None]
+        self.of_code = min((error.text for error in left if error.repeats), default=None)
+        errors = {error.text for error in left}
         self.repeated, self._before = min(errors & self._before, default=None), errors
-        if self.repeated is not None:
+        if self.of_code is not None or self.repeated is not None:
             return Restart.REFUSED
         # Free only if the count has risen: where restart.json stays on another node's disk, the same size would fail
         # for ever, uncounted.
@@ -120,6 +114,25 @@ class Failures:
     def restarts_for_memory(self) -> str:
         """For a message: the restarts that are not in `count`, if any."""
         return f" (and {self._for_memory} with a smaller micro-batch)" if self._for_memory else ""
+
+
+def _why_it_ended(error: ChildFailedError, failures: "Failures") -> str:
+    log_place = f"its log is in {failures.run_dir}/ranks (rank 0: trainapp.log)"
+    if failures.of_code is not None:
+        return (
+            f"a rank failed with an error that every restart would repeat: {failures.of_code}; its traceback is above, "
+            f"and {log_place}"
+        )
+    if failures.repeated is not None:
+        return (
+            f"a rank failed as it did before all workers were restarted, so that another restart would not help: "
+            f"{failures.repeated}; {log_place}"
+        )
+    rank, failure = error.get_first_failure()
+    return (
+        f"rank {rank} failed (exit code {failure.exitcode}) after {failures.count - 1} restarts"
+        f"{failures.restarts_for_memory}: {_reason(failure)}; {log_place}"
+    )
 
 
 def _reason(failure: ProcessFailure) -> str:

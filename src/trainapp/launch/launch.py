@@ -6,6 +6,7 @@ from trainapp.config.schema import Config
 from trainapp.errors import UserError
 from trainapp.launch import environment
 from trainapp.memory import host_guard
+from trainapp.run import experiment
 
 # torch 2.13 reads the first of these that is set, while it is imported: c10/cuda/CUDAAllocatorConfig.h. (The second
 # only in a build for ROCm.)
@@ -31,6 +32,8 @@ def launch(config: Config, is_sweep: bool = False) -> float | None:
     # is unset then, a later job of the sweep with train.deterministic=true is refused. Not set for every run:
     # before Hopper it makes each of cuBLAS's workspaces 24 MiB larger.
     prepare_process(config.memory.expandable_segments, config.train.deterministic or is_sweep)
+    if config.parallel.nodes == 1 and not environment.is_one_of_many_ranks():  # the others ask rank 0, in `run_worker`
+        experiment.require_same(config)
     if config.parallel.strategy == "single":
         if environment.is_one_of_many_ranks():
             raise UserError(
@@ -39,7 +42,7 @@ def launch(config: Config, is_sweep: bool = False) -> float | None:
             )
         from trainapp.run import runner
 
-        return runner.run(config).objective
+        return runner.run(config).for_sweeper
     from trainapp.launch import elastic, worker
 
     if environment.is_one_of_many_ranks():

@@ -1,12 +1,27 @@
-"""The name of a run's directory: the same on all ranks of a run, unique among runs. Imports no torch."""
+"""Names that the configuration of Hydra computes: of a run's directory, the same on all ranks of a run and unique among
+runs, and of what Hydra writes there. Imports no torch.
+"""
 
 import datetime
 import os
 import secrets
 
 import psutil
+from omegaconf import DictConfig, OmegaConf
 
 from trainapp.launch import environment
+
+
+def register() -> None:
+    """Make `run_name` and `by_mode` known in configurations, once per process."""
+    OmegaConf.register_new_resolver("run_name", default_run_name, use_cache=True, replace=True)
+    OmegaConf.register_new_resolver("by_mode", by_mode, replace=True)
+
+
+def by_mode(of_run: str, of_plan: str, *, _root_: DictConfig) -> str:
+    """The second name for `mode=plan`: whatever chose the mode, Hydra then writes none of a run's files."""
+    mode = OmegaConf.select(_root_, "mode", throw_on_resolution_failure=False)
+    return of_plan if mode == "plan" else of_run
 
 
 def default_run_name(run_id: str | None = None) -> str:

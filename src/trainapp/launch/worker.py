@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import gc
+import json
 import logging
 import os
 import re
@@ -11,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,7 +21,10 @@ from trainapp.config.schema import Config
 from trainapp.errors import UserError
 from trainapp.launch import environment, one_run
 from trainapp.memory import host_guard
+from trainapp.oom.errors import would_repeat
+from trainapp.parallel.rank_zero import answered_by_rank_zero
 from trainapp.parallel.ranks import DistributedRanks, Ranks
+from trainapp.run import experiment
 from trainapp.tracking import console
 
 COLLECTED_WITHIN = 5.0  # seconds; a launcher that still collects outcomes looks every 0.1 s
@@ -43,7 +48,8 @@ def run_worker(config: Config) -> Outcome:
 
     try:
         with process_group(config) as ranks, one_run.for_worker(config):
-            return Outcome(objective=runner.run(config, ranks).objective)
+            answered_by_rank_zero(ranks, lambda: experiment.require_same(config))
+            return Outcome(objective=runner.run(config, ranks).for_sweeper)
     except UserError as error:
         return Outcome(error=str(error), exit_code=error.exit_code)
     except runner.Interrupted as error:
@@ -56,26 +62,34 @@ def run_worker(config: Config) -> Outcome:
         raise
 
 
+class LeftError(NamedTuple):
+    """An error in one line, with its step. repeats: whether restarted workers would only run into it again."""
+
+    text: str
+    repeats: bool
+
+
 def _leave_error(run_dir: Path, rank: int, error: Exception) -> None:
-    """Leave the error in one line for `take_error`. Not where it only says that another rank is gone."""
+    """Leave the error for `take_error`. Not where it only says that another rank is gone."""
     text = str(error).strip().partition("\n")[0]
     if isinstance(error, dist.DistError) or re.search(r"gloo|nccl|peer", text, re.IGNORECASE):
         return
     text = re.sub(r"0x[0-9a-f]+", "0x...", text)  # an address is another one in another process
     place = "".join(f" ({note})" for note in getattr(error, "__notes__", []))
+    left = LeftError(f"{type(error).__name__}: {text}{place}", would_repeat(error))
     with contextlib.suppress(OSError):  # then all restarts are tried
-        _error_file(run_dir, rank).write_text(f"{type(error).__name__}: {text}{place}")
+        _error_file(run_dir, rank).write_text(json.dumps(left))
 
 
-def take_error(run_dir: Path, rank: int) -> str | None:
-    """The error, with its step, that this rank's last worker has left; None if it left none, as a killed one does."""
+def take_error(run_dir: Path, rank: int) -> LeftError | None:
+    """The error that this rank's last worker has left; None if it left none, as a killed one does."""
     path = _error_file(run_dir, rank)
     try:
-        text = path.read_text(errors="replace")
+        text, repeats = json.loads(path.read_text(errors="replace"))
         path.unlink()
-    except OSError:
+    except (OSError, ValueError, TypeError):
         return None
-    return text
+    return LeftError(str(text), repeats is True)
 
 
 def _error_file(run_dir: Path, rank: int) -> Path:
@@ -139,7 +153,7 @@ def _device(config: Config, local_rank: int) -> torch.device:
 
 
 def _log_to(run_dir: Path, rank: int) -> None:
-    """Rank 0 logs to the run's log and to the terminal, every other rank to a file in ranks/ beside it."""
+    """Rank 0 logs to the run's log and to the terminal, every other rank to a file in ranks/ next to it."""
     path = run_dir / "trainapp.log" if rank == 0 else run_dir / "ranks" / f"rank_{rank}.log"
     path.parent.mkdir(parents=True, exist_ok=True)
     handlers: list[logging.Handler] = [console.LogFile(path)]

@@ -7,7 +7,7 @@ and fragmentation.
 
 import contextlib
 import gc
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from trainapp.config.schema import Memory
 from trainapp.errors import UserError
+from trainapp.memory.kept import Kept
 from trainapp.memory.kinds import MemoryKind
 from trainapp.memory.live_tensors import Events, Kinds, ModulePath, Resident
 from trainapp.optim.on_host import copies_of
@@ -25,19 +26,27 @@ from trainapp.units import parse_memory_size
 
 
 def static_bytes(
-    model: nn.Module, optimizer: torch.optim.Optimizer, averages: list[Tensor], keeps_gradients: bool = True
+    model: nn.Module,
+    optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    averages: list[Tensor],
+    keeps_gradients: bool = True,
 ) -> dict[MemoryKind, int]:
-    """Bytes that persist between steps, by kind. Gradients are counted in full, whether or not they exist now.
+    """Bytes that persist between steps, by kind. Gradients are counted in full, whether or not they exist now; of
+    several optimizers, those of the one with the most: each has its turn.
 
     keeps_gradients: whether all of them exist at once, between backward and update.
     """
     parameters = list(model.parameters())
+    optimizers = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers
+    trained = [[p for p in parameters if p.requires_grad]]
+    if len(optimizers) > 1:
+        trained = [[p for group in optimizer.param_groups for p in group["params"]] for optimizer in optimizers]
     return {
-        MemoryKind.PARAMETERS: _size(parameters),
-        MemoryKind.GRADIENTS: _size(p for p in parameters if p.requires_grad and keeps_gradients),
-        MemoryKind.OPTIMIZER_STATE: _size(optimizer_tensors(optimizer)),
-        MemoryKind.BUFFERS: _size(model.buffers()),
-        MemoryKind.WEIGHT_AVERAGE: _size(averages),
+        MemoryKind.PARAMETERS: size_of(parameters),
+        MemoryKind.GRADIENTS: max(size_of(own) for own in trained) if keeps_gradients else 0,
+        MemoryKind.OPTIMIZER_STATE: size_of(t for optimizer in optimizers for t in optimizer_tensors(optimizer)),
+        MemoryKind.BUFFERS: size_of(model.buffers()),
+        MemoryKind.WEIGHT_AVERAGE: size_of(averages),
     }
 
 
@@ -48,10 +57,11 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     ]
     tensors = [value for key, value in by_parameter if not torch.is_tensor(key) or key.device.type == value.device.type]
     is_on_cpu = all(p.device.type == "cpu" for group in optimizer.param_groups for p in group["params"])
-    return tensors + (copies_of(optimizer) if is_on_cpu else [])
+    return [*tensors, *getattr(optimizer, "tables", ()), *(copies_of(optimizer) if is_on_cpu else [])]
 
 
-def _size(tensors: Iterable[Tensor]) -> int:
+def size_of(tensors: Iterable[Tensor]) -> int:
+    """Bytes of their storages, each once."""
     storages = [part.untyped_storage() for tensor in tensors for part in strided_parts(local(tensor))]
     return sum({storage_id(storage): storage.nbytes() for storage in storages}.values())  # tied weights share one
 
@@ -76,7 +86,10 @@ class DeviceMemory:
         self.peak = self.peak_reserved = 0  # of the whole run
         self.out_of_memory_count = 0
         self.module_path = ModulePath()
+        self.kept = Kept()  # of the run; where live tensors are counted
+        self.kept_before = 0  # bytes of it at the beginning of the last watched block
         self.watching = False
+        self.compiles = False  # `train.compile`: watched work runs uncompiled
         self.keep_events = False  # keep a successful step's events too, for its timeline
 
     @property

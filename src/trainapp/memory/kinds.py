@@ -16,6 +16,7 @@ class MemoryKind(str, Enum):
     BATCH = "batch"
     GRADIENTS = "gradients"
     COMMUNICATION_BUFFERS = "communication_buffers"  # DDP's buckets, of which its gradients are views; FSDP's messages
+    KEPT = "kept"  # what lives on from earlier steps and is none of these: a memory bank in a list, a teacher
     ACTIVATIONS = "activations"  # whatever is not one of the others
     # CUDA: the context and what libraries allocate for themselves, some hundred MiB, and other processes. The driver's
     # counter does not tell them apart.

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainapp.memory.kept import Kept, WeakStorages
 from trainapp.memory.kinds import MemoryKind
 from trainapp.parallel.dtensor import local
 from trainapp.torch_private import DispatchMode, ForwardModuleTracker, storage_id
@@ -37,14 +38,21 @@ class MemoryLimitExceeded(torch.OutOfMemoryError):
 class LiveTensors(DispatchMode):
     """While active, counts the bytes of the storages that operations create, until they are freed.
 
-    limit: bytes, or None to count only; devices: the types whose storages count, None for all.
+    limit: bytes, or None to count only; devices: the types whose storages count, None for all; ignored: what existed
+    before and never counts, unless `register` names it as something else than a batch.
     Attributes: `live` and `peak`, in bytes, including what `register` was given; `events` and `kinds`, the record of
     every allocation and free.
     """
 
-    def __init__(self, limit: int | None = None, devices: tuple[str, ...] | None = ("cpu",)):
+    def __init__(
+        self,
+        limit: int | None = None,
+        devices: tuple[str, ...] | None = ("cpu",),
+        ignored: WeakStorages | None = None,
+    ):
         super().__init__()
         self.limit, self.devices = limit, devices
+        self._ignored = WeakStorages() if ignored is None else ignored
         self.live = self.peak = 0
         self.events: Events = []
         self.kinds: Kinds = {}
@@ -55,21 +63,44 @@ class LiveTensors(DispatchMode):
     def register(self, resident: Resident) -> None:
         """Count tensors that exist already. Raises MemoryLimitExceeded when they alone exceed the limit."""
         for kind, tensors in resident.items():
-            before, first = self.live, len(self.events)
-            for tensor in tensors:
-                self._count(tensor)
-                self.label(kind, tensor)
-            if self.live > before:  # one event per kind: they all existed from the start
-                self.events[first:] = [(self._number, self.live - before)]
-            if self.limit is not None and self.live > self.limit:
-                raise MemoryLimitExceeded(f"the {kind.label}", self.live - before, before, self.limit)
+            self._register(kind, self._storages_of(tensors), may_be_ignored=kind is MemoryKind.BATCH)
+
+    def register_kept(self, kept: Kept) -> int:
+        """Count what has been kept from earlier work, after `register`. Returns its bytes. Raises MemoryLimitExceeded
+        as that does.
+        """
+        storages = [*kept.carried, *self._storages_of(kept.owned())]
+        new = [storage for storage in storages if storage_id(storage) not in self._alive]
+        before = self.live
+        self._register(MemoryKind.KEPT, new, may_be_ignored=True)
+        return self.live - before
+
+    def _register(self, kind: MemoryKind, storages: Iterable[torch.UntypedStorage], may_be_ignored: bool) -> None:
+        before, first = self.live, len(self.events)
+        for storage in storages:
+            self._count_storage(storage, may_be_ignored)
+            self._label(kind, storage)
+        if self.live > before:  # one event per kind: they all existed from the start
+            self.events[first:] = [(self._number, self.live - before)]
+        if self.limit is not None and self.live > self.limit:
+            raise MemoryLimitExceeded(f"the {kind.label}", self.live - before, before, self.limit)
         self.peak = max(self.peak, self.live)
+
+    def surviving(self) -> Iterator[torch.UntypedStorage]:
+        """What is counted and still exists, but for what FSDP has gathered, which it empties unseen."""
+        gathered = {key for group in self._gathered for key in group}
+        for key, (_, _, ref) in list(self._alive.items()):
+            storage = ref()
+            if storage is not None and key not in gathered:
+                yield storage
 
     def label(self, kind: MemoryKind, tensor: Tensor) -> None:
         """Set the kind of a live tensor; no effect if it is not counted."""
-        if tensor.layout is not torch.strided:
-            return
-        counted = self._alive.get(storage_id(local(tensor).untyped_storage()))
+        if tensor.layout is torch.strided:
+            self._label(kind, local(tensor).untyped_storage())
+
+    def _label(self, kind: MemoryKind, storage: torch.UntypedStorage) -> None:
+        counted = self._alive.get(storage_id(storage))
         if counted is not None:
             self.kinds[counted[0]] = kind
 
@@ -124,15 +155,29 @@ class LiveTensors(DispatchMode):
             self.live -= found[1]
             self.events.append((found[0], -found[1]))
 
+    def _storage_of(self, tensor: Tensor) -> torch.UntypedStorage | None:
+        """The storage that counts for the tensor, if one does."""
+        if self.devices is not None and tensor.device.type not in self.devices:
+            return None
+        if tensor.layout is not torch.strided:  # of a sparse one, the indices and values count
+            return None
+        return local(tensor).untyped_storage()
+
+    def _storages_of(self, tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
+        """One at a time, since the caller's tensors may not be kept alive either: see `Buckets.existing`."""
+        for tensor in tensors:
+            storage = self._storage_of(tensor)
+            if storage is not None:
+                yield storage
+
     def _count(self, tensor: Tensor) -> int:
         """Bytes that this tensor adds: 0 if its storage is already counted."""
-        if self.devices is not None and tensor.device.type not in self.devices:
-            return 0
-        if tensor.layout is not torch.strided:  # of a sparse one, the indices and values count
-            return 0
-        storage = local(tensor).untyped_storage()
+        storage = self._storage_of(tensor)
+        return 0 if storage is None else self._count_storage(storage)
+
+    def _count_storage(self, storage: torch.UntypedStorage, may_be_ignored: bool = True) -> int:
         key = storage_id(storage)
-        if key in self._alive:
+        if key in self._alive or (may_be_ignored and key in self._ignored):
             return 0
         size = storage.nbytes()
         number = self._number = self._number + 1

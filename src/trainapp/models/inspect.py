@@ -25,6 +25,11 @@ def instead_of_batchnorm(model_settings: Model) -> str:
     return "GroupNorm (model.norm=group)" if has_setting else "GroupNorm in its place in the model"
 
 
+def belongs_to_trainapp(model: nn.Module) -> bool:
+    """Whether its class is one of trainapp's own, in which samples do not interact in evaluation mode."""
+    return type(model).__module__.startswith("trainapp.models.")
+
+
 def bilinear_modules(model: nn.Module) -> list[str]:
     """The names of modules that multiply two inputs by one weight."""
     return [name for name, module in model.named_modules() if isinstance(module, nn.Bilinear)]

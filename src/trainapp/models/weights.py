@@ -1,10 +1,11 @@
 """Loads a model's initial weights from a file."""
 
+import contextlib
 import logging
 import pickle
 import re
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,23 @@ def load_weights(model: nn.Module, path: str | Path, strict: bool = True) -> lis
     Returns the model's names that were not loaded: empty when strict.
     Raises UserError, before anything is copied, with one message that begins with `model.init_from=<path>: `.
     """
-    prefix = f"model.init_from={path}: "
+    setting = f"model.init_from={path}"
+    with _naming(setting):
+        return _load(model, _read(Path(path).expanduser()), strict, setting)
+
+
+def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor], strict: bool, setting: str) -> list[str]:
+    """As `load_weights`, from tensors by name. setting: what named them, with its value, for messages."""
+    with _naming(setting):
+        return _load(model, tensors, strict, setting)
+
+
+@contextlib.contextmanager
+def _naming(setting: str) -> Iterator[None]:
     try:
-        return _load(model, Path(path).expanduser(), strict)
+        yield
     except UserError as error:
-        raise UserError(prefix + str(error)) from error.__cause__
+        raise UserError(f"{setting}: {error}") from error.__cause__
 
 
 def load_initial_weights(model: nn.Module, path: Path, strict: bool) -> None:
@@ -47,9 +60,9 @@ def load_initial_weights(model: nn.Module, path: Path, strict: bool) -> None:
         log.warning("model.init_from: not loaded, left as initialised: %s", ", ".join(skipped))
 
 
-def _load(model: nn.Module, path: Path, strict: bool) -> list[str]:
+def _load(model: nn.Module, content: Mapping[str, Any], strict: bool, setting: str) -> list[str]:
     own = {name: t for name, t in model.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
-    found = _unwrap(_read(path), own)
+    found = _unwrap(content, own)
     aliases = {id(tensor): name for name, tensor in own.items() if name in found}
     _refuse_untied(own, found, aliases)
 
@@ -64,7 +77,7 @@ def _load(model: nn.Module, path: Path, strict: bool) -> list[str]:
         problem = _other_head(model, own, found, misshaped) if head_only else None
         raise UserError(problem or _misfit(own, found, missing, unexpected, misshaped))
     if unexpected:
-        log.warning("model.init_from=%s: not in the model, passed over: %s", path, listed(unexpected))
+        log.warning("%s: not in the model, passed over: %s", setting, listed(unexpected))
     for name, tensor in fitting.items():
         copy_into(own[name], tensor)
     return missing + misshaped

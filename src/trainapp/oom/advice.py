@@ -1,10 +1,11 @@
 """When no micro-batch fits: where the memory went, and which settings would need less."""
 
 import dataclasses
+import shlex
 
 from trainapp.memory.kinds import MemoryKind
 from trainapp.memory.levers import catalogue
-from trainapp.memory.levers.lever import Lever, Situation
+from trainapp.memory.levers.lever import Lever, Situation, to_paste
 from trainapp.oom.incident import Incident
 from trainapp.plan.step_peaks import of_one_rank, step_peaks
 from trainapp.train import losses
@@ -22,11 +23,14 @@ def memory_report(run: Run, failure: Incident) -> str:
         f"{'limit':<18}{bytes_text(failure.limit):>12}",
         *(f"{MemoryKind(name).label:<18}{bytes_text(size):>12}" for name, size in parts if size),
     ]
-    savings = [(saving, text) for saving, text in _savings(run, failure) if saving > 0.01 * failure.limit]
+    savings = [(saving, lever) for saving, lever in _savings(run, failure) if saving > 0.01 * failure.limit]
+    savings.sort(key=lambda saving: -saving[0])
     if savings:
         place = "" if run.state.device.type == "cpu" else ", activations as on the CPU"
         lines.append(f"What would help, largest saving first{place}:")
-        lines += [f"  {bytes_text(saving):>10}  {text}" for saving, text in sorted(savings, reverse=True)]
+        for saving, lever in savings:
+            overrides = shlex.join(to_paste([lever], run.config.command))
+            lines.append(f"  {bytes_text(saving):>10}  {overrides}: costs {lever.costs}")
     saved = run.checkpointer.newest_name()
     lines.append(f"The last checkpoint is {saved}." if saved else "No checkpoint was written yet.")
     return "\n".join(lines)
@@ -34,16 +38,20 @@ def memory_report(run: Run, failure: Incident) -> str:
 
 def _why_no_smaller(run: Run, failure: Incident) -> str:
     sizes = run.sizes.evaluation if failure.evaluating else run.sizes.train
+    if losses.needs_whole_batch(run.task):
+        setting = "batch.eval_micro_size" if failure.evaluating else "batch.global_size"
+        return f"its loss lives on the whole batch (whole_batch=True), which is never cut; a smaller {setting} helps"
     if failure.old_size <= sizes.smallest:
         return "nothing is left to halve"
     return "a smaller one cannot help, since what fails asks for the same memory at every size"
 
 
-def _savings(run: Run, failure: Incident) -> list[tuple[int, str]]:
-    """`(bytes, setting: cost)` per lever: state from the sizes of its tensors, activations from a traced step."""
-    config, static = run.config, run.meter.static
-    levers = catalogue.available(Situation(config, run.state.model, losses.is_built_in(run.task)))
-    found = [(lever.state_saved(static, config), _text(lever)) for lever in levers if lever.state_saved is not None]
+def _savings(run: Run, failure: Incident) -> list[tuple[int, Lever]]:
+    """`(bytes, lever)` per lever: state from the sizes of its tensors, activations from a traced step."""
+    situation = Situation(run.config, run.state.model, run.knows_loss)
+    levers, used = catalogue.available(situation), failure.used - sum(run.meter.static.values())
+    lowered = [(lever.lowers(run.meter.static, situation, max(0, used)), lever) for lever in levers]
+    found = [(saved, lever) for saved, lever in lowered if saved is not None]
     if failure.evaluating:  # the rest is of a training step
         return found
     # A trace is of one rank with the whole model.
@@ -51,11 +59,7 @@ def _savings(run: Run, failure: Incident) -> list[tuple[int, str]]:
     return found + _traced_savings(run, failure.old_size, traced)
 
 
-def _text(lever: Lever) -> str:
-    return f"{lever.setting}: costs {lever.costs}"
-
-
-def _traced_savings(run: Run, samples: int, levers: list[Lever]) -> list[tuple[int, str]]:
+def _traced_savings(run: Run, samples: int, levers: list[Lever]) -> list[tuple[int, Lever]]:
     """How much less memory a step with micro-batches of `samples` would need with each of the levers.
 
     Nothing where the model cannot be traced: the rest of the report still helps. Takes some seconds.
@@ -63,7 +67,5 @@ def _traced_savings(run: Run, samples: int, levers: list[Lever]) -> list[tuple[i
     own = of_one_rank(run)
     now, *others = step_peaks([own, *(dataclasses.replace(own, **lever.sections(own)) for lever in levers)], samples)
     return [
-        (now - peak, _text(lever))
-        for lever, peak in zip(levers, others, strict=True)
-        if now is not None and peak is not None
+        (now - peak, lever) for lever, peak in zip(levers, others, strict=True) if now is not None and peak is not None
     ]

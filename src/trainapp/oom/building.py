@@ -38,7 +38,7 @@ def _message(config: Config, reason: BaseException) -> str:
     limit = "" if config.memory.limit is None else f" (memory.limit={config.memory.limit})"
     return (
         f"out of memory while building the run{limit}, before any batch, so that no micro-batch size can help: use a "
-        "smaller model, an optimizer with less state (optimizer=sgd optimizer.momentum=0) or parallel=fsdp on more "
-        "devices, or free what other processes use\n"
+        "smaller model, an optimizer with less state (optimizer=sgd optimizer.momentum=0 optimizer.nesterov=false) or "
+        "parallel=fsdp on more devices, or free what other processes use\n"
         f"{type(reason).__name__}: {str(reason).strip()}"
     )

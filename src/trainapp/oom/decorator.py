@@ -11,6 +11,7 @@ import torch
 
 from trainapp.memory.cuda import refused_allocations
 from trainapp.oom.errors import is_out_of_memory, log
+from trainapp.torch_direct import release_failed_backward
 
 
 class NoExecutableBatchSize(ValueError, RuntimeError):
@@ -103,6 +104,7 @@ def _reduced(size: int, reduce: Callable[..., int] | None) -> int:
 
 
 def _release() -> None:
+    release_failed_backward()
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -1,12 +1,15 @@
-"""Classifies errors: out of memory, on every backend, or a lost device."""
+"""Classifies errors: out of memory, on every backend, a lost device, or a mistake that would only repeat."""
 
 import contextlib
 import errno
 import logging
+import pickle
 import re
+import subprocess
 from collections.abc import Iterator
 
 import torch
+import torch.distributed as dist
 
 log = logging.getLogger(__name__)
 
@@ -110,6 +113,29 @@ def broken_part(error: BaseException) -> str | None:
 def is_device_lost(error: BaseException) -> bool:
     """Whether `error` left the device's context unusable: only a new process can continue."""
     return any(isinstance(e, RuntimeError) and _DEVICE_LOST.search(_own_text(e)) for e in _chain(error))
+
+
+# What says that the cause is outside of the program, and may be gone when it runs again.
+_PASSING = (OSError, EOFError, MemoryError, pickle.UnpicklingError, subprocess.SubprocessError, dist.DistError)
+_PASSING_WORDS = re.compile(
+    r"gloo|nccl|\bpeer\b|connection|socket|time[d -]*out|DataLoader worker \(pid|start new thread"
+    r"|CUDA|CUDNN|CUBLAS|CUSOLVER|CUFFT|\bHIP\b|\bXPU\b|\bMPS\b|driver",
+    re.IGNORECASE,
+)
+
+
+def would_repeat(error: BaseException) -> bool:
+    """Whether a restart would only run into `error` again: an exception of Python code that mentions neither memory, a
+    device, a disk nor another process, and was caused by none that does.
+    """
+    chain = [*_chain(error)]
+    if any(isinstance(e, _PASSING) for e in chain) or is_out_of_memory(error) or is_device_lost(error):
+        return False
+    if any(isinstance(e, torch.AcceleratorError) for e in chain):
+        return False
+    # A compiler's error goes on with its command and its output, which may hold any word.
+    first_lines = (_own_text(e).strip().partition("\n")[0] for e in chain if isinstance(e, RuntimeError))
+    return not any(map(_PASSING_WORDS.search, first_lines))
 
 
 def requested_bytes(message: str) -> int | None:

@@ -3,19 +3,16 @@
 One small JSON file per configuration in the user's cache directory. A wrong hint costs one retry.
 """
 
-import contextlib
-import hashlib
-import json
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from trainapp import strict_json
-from trainapp.files import atomic_write
-from trainapp.paths import user_cache_dir
+from trainapp.config import remembered
+from trainapp.config.schema import Config
 from trainapp.train.run import Run
+
+FOLDER = "oom"  # in the cache directory
 
 
 def describe(run: Run) -> dict[str, Any]:
@@ -34,20 +31,29 @@ def describe(run: Run) -> dict[str, Any]:
         "activation_checkpointing": [checkpointing.mode, checkpointing.every, checkpointing.bytes],
         "loss_chunk": config.memory.loss_chunk,
         "offload": config.memory.offload_activations,
+        # Of evaluations; only where there are some, so that what was remembered without them stays known.
+        **({"metrics": {n: [m.target, m.arguments] for n, m in config.metrics.items()}} if config.metrics else {}),
         "compile": config.train.compile,
         "average": config.train.ema is not None,
-        "optimizer": [
-            config.optimizer.target,
-            config.optimizer.arguments,
-            config.optimizer.fused,
-            config.optimizer.in_backward,
-            config.optimizer.offload,
-        ],
+        "optimizer": remembered.optimizer_of(config),
         "batch": [config.batch.global_size, config.batch.eval_micro_size, run.ranks.world],
         "parallel": [config.parallel.strategy, asdict(config.parallel.ddp), asdict(config.parallel.fsdp)],
         "device": [name, run.memory.total, run.memory.limit],
         "torch": torch.__version__,
-    }
+    } | _of_updates(config)
+
+
+def _of_updates(config: Config) -> dict[str, Any]:
+    """What there is only in some configurations: the names of others' files stay as they are."""
+    found: dict[str, Any] = {}
+    if config.updates:
+        found["updates"] = [
+            [update.name, update.task, update.parameters, *remembered.settings_of(update.optimizer)]
+            for update in config.updates
+        ]
+    groups = [group for optimizer in config.optimizers.values() for group in optimizer.groups]
+    frozen = [group["match"] for group in groups if group.get("freeze")]
+    return found | ({"frozen_groups": frozen} if frozen else {})
 
 
 def recall(run: Run) -> dict[str, Any] | None:
@@ -67,13 +73,8 @@ def remember(run: Run) -> None:
         return
     description, sizes = describe(run), run.sizes.state_dict()
     if not _is_searched(run):
-        sizes["micro"] = None
-    text = strict_json.dumps({"run": description, **sizes}, indent=1, default=str)
-    path = _path(description)
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(path) as file:
-            file.write(text)
+        sizes |= {key: None for key in sizes if key != "eval_micro"}
+    remembered.write(FOLDER, description, {"run": description, **sizes})
 
 
 def _is_searched(run: Run) -> bool:
@@ -82,17 +83,7 @@ def _is_searched(run: Run) -> bool:
 
 
 def _read(run: Run) -> dict[str, Any] | None:
-    path = _path(describe(run))
+    description = describe(run)
     if run.config.oom.remember == "clear":
-        path.unlink(missing_ok=True)
-    if run.config.oom.remember is not True:
-        return None
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        known = json.loads(path.read_text())
-        return known if isinstance(known, dict) else None
-    return None
-
-
-def _path(description: dict[str, Any]) -> Path:
-    text = json.dumps(description, sort_keys=True, default=str)
-    return user_cache_dir() / "oom" / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
+        remembered.path_of(FOLDER, description).unlink(missing_ok=True)
+    return remembered.read(FOLDER, description) if run.config.oom.remember is True else None

@@ -12,6 +12,7 @@ from torch import nn
 
 from trainapp import strict_json
 from trainapp.memory.kinds import MemoryKind
+from trainapp.memory.live_tensors import Events, Kinds
 from trainapp.oom.errors import broken_part, requested_bytes
 from trainapp.parallel.dtensor import local
 from trainapp.parallel.ranks import PeerOutOfMemory
@@ -48,12 +49,13 @@ class Incident:
     seconds_lost: float = 0.0
     unused_cache: int = 0
     by_allocator: bool = True  # torch's allocator refused it, not a library or the driver
-    alone: bool = False  # no other rank waits for this one, so none needs to be told
+    alone: bool = False  # no other rank waits for this one, so none needs to be informed
     by_peer: bool = False  # another rank ran out of memory, not this one
     culprits: list[tuple[int, str]] = field(default_factory=list)  # (rank, message) of the ranks that ran out
     lost: list[str] = field(default_factory=list)  # parameters that a forward has written, and that had no copy
     host: bool = False  # the host ran out, not a device or `memory.limit`
     swallowed: bool = False  # no error: what asked for the memory caught it
+    update: str = ""  # in which of a step's updates; empty where there is one, and between steps
     broken: str | None = None  # what the error has broken for the rest of this process
     events: list[tuple[int, int]] = field(default_factory=list, repr=False)
     kinds: dict[int, MemoryKind] = field(default_factory=dict, repr=False)
@@ -97,7 +99,9 @@ def describe(run: Run, error: BaseException) -> Incident:
     if buffers:  # gradients may be views of them
         parts[MemoryKind.COMMUNICATION_BUFFERS] = sum(buffers.values())
     events, kinds = memory.events(meter.gradients())
-    parts[MemoryKind.BATCH] = sum(size for number, size in events if kinds.get(number) is MemoryKind.BATCH)
+    parts[MemoryKind.BATCH] = _live(MemoryKind.BATCH, events, kinds)
+    if kept := _live(MemoryKind.KEPT, events, kinds):
+        parts[MemoryKind.KEPT] = kept
     parts[MemoryKind.ACTIVATIONS] = max(0, used - sum(parts.values()))
     if memory.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(memory.device)
@@ -119,11 +123,17 @@ def describe(run: Run, error: BaseException) -> Incident:
         by_peer=isinstance(error, PeerOutOfMemory),
         host=not isinstance(error, torch.OutOfMemoryError) and memory.device.type == "cpu",
         swallowed=isinstance(error, SwallowedOutOfMemory),
+        update=state.update.name if phase.can_be_undone or phase.is_torn else "",
         broken=broken_part(error),
         bucket=(run.sizes.evaluation if phase is Phase.EVALUATE else run.sizes.train).current_bucket or 0,
         events=events,
         kinds=kinds,
     )
+
+
+def _live(kind: MemoryKind, events: Events, kinds: Kinds) -> int:
+    """Bytes of a kind after the last event."""
+    return sum(size for number, size in events if kinds.get(number) is kind)
 
 
 def _place(run: Run, error: BaseException) -> tuple[Phase, str]:
@@ -156,6 +166,7 @@ def _frames(trace: TracebackType | None) -> Iterator[FrameType]:
 def one_line(incident: Incident) -> str:
     """The incident in one line, for the terminal."""
     where = f"{incident.phase}{f' ({incident.module})' if incident.module else ''}"
+    where += f" of update {incident.update}" if incident.update else ""
     if incident.swallowed:
         where = "a library, which caught the error and may have taken another algorithm,"
     asked = f" asking for {bytes_text(incident.requested)}" if incident.requested else ""

@@ -1,80 +1,25 @@
-"""Sizes that the plan predicts to be the largest that fit: for the start of a run, and for after its first error."""
+"""After the first out-of-memory error of a run: the largest size that the plan predicts to fit."""
 
 import dataclasses
 import logging
 import time
 from collections.abc import Callable
-from typing import Any
 
 from trainapp.config.schema import Config, Plan
-from trainapp.data.batch import bucket_of
-from trainapp.data.forecast import Forecast
 from trainapp.data.micro_batch_sizes import MicroBatchSizes
 from trainapp.errors import UserError
 from trainapp.oom.incident import Incident
 from trainapp.plan import process
-from trainapp.plan.certainty import EXACT
+from trainapp.plan.first_sizes import Facts, at_least_one, searched, what_does_not_fit
 from trainapp.plan.planner import require_plannable
+from trainapp.plan.promised import forecast_of
 from trainapp.plan.ranks import by_rank_zero
 from trainapp.train.run import Run
-from trainapp.train.sizes import PlannedSizes
 from trainapp.units import bytes_text
 
 # Seconds after which halving continues without a plan: some, or as long as a few more failed attempts would take.
 PATIENCE, ATTEMPTS = 60.0, 5
-Facts = dict[str, Any]
 log = logging.getLogger(__name__)
-
-
-def first_sizes(config: Config) -> PlannedSizes | None:
-    """For batch.micro_size=plan: the largest sizes within the memory limit. Takes seconds.
-
-    None where the model cannot be traced. If it is certain that none fits, the run is refused; where the plan is not
-    exact, it starts with the smallest, and a warning. Raises UserError for that, and for what the planner does not
-    cover.
-    """
-    facts = process.ask(config, only=_searched(config))
-    if "largest_micro_size" not in facts:
-        log.warning(
-            "batch.micro_size=plan: %s (%s); the search begins with all samples, as with auto",
-            facts["certainty"],
-            facts["reason"],
-        )
-        return None
-    lacking = _what_does_not_fit(config, facts)
-    if lacking and facts["certainty"] == EXACT:
-        raise UserError(f"batch.micro_size=plan: {lacking}")
-    if lacking:
-        log.warning("batch.micro_size=plan: %s; the run starts with the smallest anyway", lacking)
-    planned = PlannedSizes(max(1, facts["largest_micro_size"]), _at_least_one(facts.get("largest_eval_micro_size")))
-    evaluation = "" if planned.evaluation is None else f", evaluation {planned.evaluation}"
-    log.info("micro-batch %d%s, as planned in %.1f s", planned.train, evaluation, facts["seconds"])
-    return planned
-
-
-def _what_does_not_fit(config: Config, facts: Facts) -> str:
-    """The message where not even the smallest sizes fit; empty where they do."""
-    limit = bytes_text(facts["limit_bytes"])
-    limit = f"memory.limit={limit}" if config.memory.limit is not None else f"this machine's {limit}"
-    for kind, size, peak, setting in (
-        ("micro-batch", "largest_micro_size", "largest_peak_bytes", "micro_size"),
-        ("evaluation micro-batch", "largest_eval_micro_size", "largest_eval_peak_bytes", "eval_micro_size"),
-    ):
-        if facts.get(size) == 0:
-            return (
-                f"no {kind} fits {limit}: the smallest needs {bytes_text(facts[peak])} ({facts['certainty']}). Raise "
-                f"the limit, or see mode=plan for what would need less; batch.{setting}=N tries it anyway"
-            )
-    return ""
-
-
-def _searched(config: Config) -> tuple[str, ...]:
-    is_searched = config.batch.eval_micro_size == "auto" and config.every.eval is not None
-    return ("training", "evaluation") if is_searched else ("training",)
-
-
-def _at_least_one(size: int | None) -> int | None:
-    return None if size is None else max(1, size)
 
 
 def follow_after_first_error(run: Run, failure: Incident, sizes: MicroBatchSizes) -> str:
@@ -92,7 +37,7 @@ def follow_after_first_error(run: Run, failure: Incident, sizes: MicroBatchSizes
     on_cpu = dataclasses.replace(run.config.train, device="cpu")
     config = dataclasses.replace(run.config, train=on_cpu, plan=Plan())  # for this run, whatever mode=plan would ask
     started = time.monotonic()
-    only = ("evaluation",) if failure.evaluating else _searched(config)
+    only = ("evaluation",) if failure.evaluating else searched(config)
     patience = max(PATIENCE, ATTEMPTS * (started - run.attempt.started))
     if ranks.world > 1:
         patience = min(patience, config.parallel.timeout / 2)  # the other ranks wait in a collective
@@ -107,14 +52,14 @@ def follow_after_first_error(run: Run, failure: Incident, sizes: MicroBatchSizes
     if facts is None:
         return ""
     seconds = time.monotonic() - started
-    if lacking := _what_does_not_fit(config, facts):
+    if lacking := what_does_not_fit(config, facts):
         log.info("oom.plan: %s", lacking)
     failed = sizes.failed_buckets[0] if sizes.failed_buckets else 0
     if failure.evaluating:
         size, forecast = facts["largest_eval_micro_size"], None
     else:
-        run.sizes.begin_evaluation_with(_at_least_one(facts.get("largest_eval_micro_size")))
-        forecast = _forecast(failed, facts)
+        run.sizes.begin_evaluation_with(at_least_one(facts.get("largest_eval_micro_size")))
+        _, forecast = forecast_of(facts, "oom.plan", failed)
         size = forecast.size
     if not sizes.expect(failed, max(sizes.smallest, size), forecast):
         return f" (the plan expected {size} to fit)"
@@ -135,27 +80,14 @@ def _asked(config: Config, only: tuple[str, ...], patience: float, stops: Callab
     return facts
 
 
-def _forecast(bucket: int, facts: Facts) -> Forecast:
-    """For batches of this shape. For another shape than the plan's, the same number of elements fits, about."""
-    shape, longest = (bucket_of(1, facts["elements"]), facts["elements"]) if facts["elements"] else (bucket, bucket)
-    if shape == bucket:
-        longest = bucket
-    return Forecast(
-        size=facts["largest_micro_size"] * longest // bucket,
-        peaks={max(1, size * longest // bucket): peak for size, peak in facts["peaks"].items()},
-        # Of longer batches than any that the plan has seen, nothing is sure.
-        least=facts["least_bytes"] if shape >= bucket else facts["limit_bytes"],
-        fixed=facts["static_bytes"],
-        limit=facts["limit_bytes"],
-    )
-
-
 def _may_ask(run: Run, failure: Incident, sizes: MicroBatchSizes) -> bool:
     """Whether the plan covers what has failed, and has not been asked.
 
     On a GPU a trace of the CPU would not hold.
     """
     config = run.config
+    if config.updates and not failure.evaluating:
+        return False  # the plan's peak is that of the highest update, which need not be the one that failed
     if not config.oom.plan or sizes.is_planned or config.batch.micro_size == "plan" or config.mode != "train":
         return False
     is_limit = run.memory.limit is not None and not failure.host and not failure.swallowed

@@ -7,7 +7,7 @@ import time
 from typing import NoReturn
 
 from trainapp.data.micro_batch_sizes import MicroBatchSizes
-from trainapp.data.size_search import Failure
+from trainapp.data.size_search import FailedAllocation
 from trainapp.errors import TrainingStopped
 from trainapp.memory.kinds import MemoryKind
 from trainapp.memory.timeline import Picture
@@ -16,6 +16,7 @@ from trainapp.oom.advice import memory_report
 from trainapp.oom.errors import is_device_lost, is_out_of_memory
 from trainapp.oom.incident import Incident
 from trainapp.parallel.ranks import OUT_OF_MEMORY_EXIT, SingleRank
+from trainapp.torch_direct import release_failed_backward
 from trainapp.train.phase import Phase
 from trainapp.train.run import Run
 from trainapp.train.transaction import rollback
@@ -55,7 +56,7 @@ def wait_for_device(run: Run) -> None:
 def abort_on_all_ranks(run: Run, failure: Incident) -> None:
     """With several ranks: tell the others, and wait until all have left the step.
 
-    Where the others cannot be told (no votes are held, or inside the commit), or where this process cannot recover,
+    Where the others cannot be informed (no votes are held, or inside the commit), or where this process cannot recover,
     this worker ends with an exit code of its own; the launcher then restarts all of them from the last checkpoint, with
     the smaller size that is left for them in a file.
     """
@@ -77,6 +78,7 @@ def abort_on_all_ranks(run: Run, failure: Incident) -> None:
 
 def roll_back(run: Run, failure: Incident) -> None:
     """Leave no trace of the failed attempt; see `transaction.rollback`."""
+    release_failed_backward()
     rollback(run, failure.phase, other_ranks_wait=not failure.alone)
 
 
@@ -136,18 +138,18 @@ def _note_evaluation(run: Run, failure: Incident) -> None:
 def _may_fit_without_cache(failure: Incident, sizes: MicroBatchSizes) -> bool:
     """Whether the same size may fit once the allocator's cache has been given back.
 
-    The allocator empties its cache by itself before it raises (torch 2.13, c10/cuda/CUDACachingAllocator.cpp). So the
+    The allocator empties its cache itself before it raises (torch 2.13, c10/cuda/CUDACachingAllocator.cpp). So the
     size must have fitted before, and memory be fragmented, or the error be that of a library that allocates for itself.
     """
     has_cache = failure.unused_cache > (failure.requested or 0)
     return has_cache and (not failure.by_allocator or sizes.is_proven(sizes.current_bucket or 0))
 
 
-def _outcome(run: Run, failure: Incident) -> Failure:
+def _outcome(run: Run, failure: Incident) -> FailedAllocation:
     """What the search may learn from the failure. Gradients may not have existed yet, so they do not count as fixed."""
     fixed = sum(size for kind, size in run.meter.static.items() if kind is not MemoryKind.GRADIENTS)
     place = (failure.phase.value, failure.module)
-    return Failure(place=place, requested=failure.requested, fixed_bytes=fixed, limit=failure.limit)
+    return FailedAllocation(place=place, requested=failure.requested, fixed_bytes=fixed, limit=failure.limit)
 
 
 def record(run: Run, failure: Incident) -> None:
@@ -207,7 +209,7 @@ def leave_for_restart(run: Run, failure: Incident) -> NoReturn:
     log.warning("rank %d: %s", run.ranks.rank, incident.one_line(failure))
     run_dir = run.tracker.run_dir
     # Training's and evaluation's, if either has failed before: no checkpoint may hold it yet, and it would fail again.
-    kinds = {"micro": run.sizes.train, "eval_micro": run.sizes.evaluation}
+    kinds = run.sizes.by_key()
     failed = {name: kind.state_dict() for name, kind in kinds.items() if kind is sizes or kind.has_failed}
     hint = failed | run.sizes.happened()
     try:

@@ -13,10 +13,13 @@ from trainapp.optim.stochastic_rounding import copy_rounded
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-# Elements that are computed in fp32 at a time, with five temporaries: 5 MiB on the CPU, where they stay in its caches,
-# and 80 MiB elsewhere, where each operation has a cost of its own. A multiple of every block.
+# Elements that are computed in fp32 at a time, with six temporaries: 6 MiB on the CPU, where they stay in its caches,
+# and 96 MiB elsewhere, where each operation has a cost of its own. A multiple of every block.
 PIECES = {"cpu": 1 << 18}
 PIECE = 1 << 22
+# In fp32: weight, gradient and moments of a piece, and what rounding one of these by chance takes.
+_TEMPORARIES, _OF_QUANTIZED = 6, 10
+StateDtype = Literal["bf16", "fp32", "8bit", "4bit", "fp8"]
 
 
 class AdamW(torch.optim.Optimizer):
@@ -41,12 +44,20 @@ class AdamW(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
-        state_dtype: Literal["bf16", "fp32", "8bit", "4bit", "fp8"] = "bf16",
+        state_dtype: StateDtype = "bf16",
     ):
         self._kind = state_dtype
         self._quantizers: dict[torch.device, tuple[Quantizer, Quantizer]] = {}
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay})
         self._places = {p: place for place, p in enumerate(p for group in self.param_groups for p in group["params"])}
+        for device in {p.device for p in self._places} if self._kind in BLOCKS else ():
+            kind = self._as_quantized()
+            self._quantizers[device] = Quantizer(kind, False, device), Quantizer(kind, True, device)
+
+    @property
+    def tables(self) -> list[Tensor]:
+        """What it needs, in addition to its state, to read it."""
+        return [table for pair in self._quantizers.values() for quantizer in pair for table in quantizer.tables]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -68,7 +79,6 @@ class AdamW(torch.optim.Optimizer):
     def _update(self, parameter: Tensor, group: dict[str, Any], generator: torch.Generator) -> None:
         state = self.state[parameter]
         if not state:
-            state["step"] = 0
             self._allocate(parameter, state)
         state["step"] += 1
         # Below 2 ** 32 for long: the CPU's generator takes the lower half of a seed (ATen/core/MT19937RNGEngine.h).
@@ -87,7 +97,14 @@ class AdamW(torch.optim.Optimizer):
             square.write(piece, new_square, generator)
             copy_rounded(values, new_weight, generator)
 
+    def allocate_state(self) -> None:
+        """As the first step does, for all parameters: moments of 0."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self._allocate(parameter, self.state[parameter])
+
     def _allocate(self, parameter: Tensor, state: dict[str, Any]) -> None:
+        state["step"] = 0
         if self._kind in _DTYPES or parameter.numel() < SMALLEST:
             dtype = _DTYPES.get(self._kind, torch.float32)
             state |= {name: torch.zeros_like(parameter, dtype=dtype) for name in _MOMENTS}
@@ -106,18 +123,21 @@ class AdamW(torch.optim.Optimizer):
                 f"resume with optimizer.state_dtype={state['quantized']}, or start from its weights alone "
                 "(model.init_from)"
             )
-        device, kind = parameter.device, self._as_quantized()
-        if device not in self._quantizers:
-            self._quantizers[device] = Quantizer(kind, False, device), Quantizer(kind, True, device)
         mean, square = (
             _Quantized(Moment(state[name], state[f"{name}_scale"], quantizer))
-            for name, quantizer in zip(_MOMENTS, self._quantizers[device], strict=True)
+            for name, quantizer in zip(_MOMENTS, self._quantizers[parameter.device], strict=True)
         )
         return mean, square
 
     def _as_quantized(self) -> Kind:
         assert self._kind in BLOCKS
         return self._kind
+
+
+def step_bytes(parameters: Iterable[Tensor], state_dtype: StateDtype) -> int:
+    """The most bytes that `AdamW.step` allocates in passing, for parameters whose memory is contiguous."""
+    sizes = [min(p.numel(), PIECES.get(p.device.type, PIECE)) for p in parameters if p.requires_grad]
+    return 4 * max(sizes, default=0) * (_TEMPORARIES if state_dtype in _DTYPES else _OF_QUANTIZED)
 
 
 @dataclass(frozen=True)

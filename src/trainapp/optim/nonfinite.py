@@ -1,6 +1,7 @@
 """Detects steps without a usable update: losses, gradients and counts that are inf or nan, and counts of 0."""
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -11,6 +12,7 @@ from trainapp.errors import TrainingStopped
 from trainapp.torch_private import foreach_mul_, foreach_norm
 
 Number = Tensor | float
+
 _NAMES = ("count", "loss", "gradient norm")
 MAX_SKIPPED = 100  # in a row: such a run makes no progress and will not recover
 
@@ -59,30 +61,31 @@ class NonFiniteCheck:
         # step of the first bad count, loss, gradient
         self._first_bad = torch.full((len(_NAMES),), -1, dtype=torch.int64, device=device)
         self._good = torch.ones((), dtype=torch.bool, device=device)
-        self._skipped = 0  # steps in a row
+        self._skipped: Counter[str] = Counter()  # steps in a row, by update
 
-    def allows_update(self, step: int, loss: Number, norm: Number, count: Number) -> bool:
+    def allows_update(self, step: int, loss: Number, norm: Number, count: Number, update: str = "") -> bool:
         """Whether the step may be applied. A scaled gradient may overflow: the loss scaler skips that step itself.
 
         step: steps applied before this one. count: what loss and gradients are divided by; a step with count 0 is
-        skipped under either policy. Raises TrainingStopped for "stop", for a negative count, or after too many skipped
-        steps.
+        skipped under either policy. update: its name, where a step has several. Raises TrainingStopped for "stop", for
+        a negative count, or after too many skipped steps.
         """
         if self._reads_device:
             count, loss, norm = _read(count, loss, norm)
         if self._reads_every_step or not isinstance(count, Tensor):
             count = float(count)
             if count == 0:
-                self.count(False, step, "because the loss's count was 0; it is what the task returns beside the loss")
+                why = "because the loss's count was 0; it is what the task returns next to the loss"
+                self.count(False, step, why, update)
                 return False
             if count < 0:
-                self._stop_for_count(step, f"negative ({count:g})")
+                self._stop_for_count(step, f"negative ({count:g})", update)
         if self._reads_every_step:
             for name, value in zip(_NAMES, (count, loss, norm), strict=True):
                 if not math.isfinite(value) and not (self.scaled and name == "gradient norm"):
                     if self.policy == "stop":
-                        self._stop(step, name, float(value))
-                    self.count(False, step)
+                        self._stop(step, name, float(value), update)
+                    self.count(False, step, update=update)
                     return False
             return True
         self._record(step, loss, norm, count)
@@ -104,16 +107,16 @@ class NonFiniteCheck:
         is_good = torch.stack([flag.to(self._good.device, non_blocking=True) for flag in good])
         self._first_bad = torch.where(is_good | (self._first_bad >= 0), self._first_bad, step)
 
-    def count(self, applied: bool, step: int, reason: str | None = None) -> None:
+    def count(self, applied: bool, step: int, reason: str | None = None, update: str = "") -> None:
         """Count steps that were not applied, and for what `reason` if not for their gradients. Raises TrainingStopped
         after more than MAX_SKIPPED in a row.
         """
-        self._skipped = 0 if applied else self._skipped + 1
-        if self._skipped > MAX_SKIPPED:
+        self._skipped[update] = 0 if applied else self._skipped[update] + 1
+        if self._skipped[update] > MAX_SKIPPED:
             advice = "use precision=bf16" if self.scaled else "debug=nonfinite finds where they come from"
             reason = reason or f"for gradients that are not finite; {advice}"
             raise TrainingStopped(
-                f"step {step + 1}: {MAX_SKIPPED} steps in a row were skipped {reason}; {self._saved()}"
+                f"step {step + 1}{_of(update)}: {MAX_SKIPPED} steps in a row were skipped {reason}; {self._saved()}"
             )
 
     def check(self) -> None:
@@ -126,18 +129,22 @@ class NonFiniteCheck:
             elif step >= 0:
                 self._stop(step, name, math.nan)
 
-    def _stop(self, step: int, name: str, value: float) -> NoReturn:
+    def _stop(self, step: int, name: str, value: float, update: str = "") -> NoReturn:
         raise TrainingStopped(
-            f"step {step + 1}: the {name} is not finite ({value}); {self._saved()}. A lower optimizer.lr, a longer "
-            "schedule.warmup or train.grad_clip may help; train.nonfinite=skip leaves such steps out; debug=nonfinite "
-            "finds where it comes from"
+            f"step {step + 1}{_of(update)}: the {name} is not finite ({value}); {self._saved()}. A lower optimizer.lr, "
+            "a longer schedule.warmup or train.grad_clip may help; train.nonfinite=skip leaves such steps out; "
+            "debug=nonfinite finds where it comes from"
         )
 
-    def _stop_for_count(self, step: int, problem: str) -> NoReturn:
+    def _stop_for_count(self, step: int, problem: str, update: str = "") -> NoReturn:
         raise TrainingStopped(
-            f"step {step + 1}: the count that the loss is divided by is {problem}; {self._saved()}. The task must "
-            "return the number of samples or tokens, or the sum of their weights"
+            f"step {step + 1}{_of(update)}: the count that the loss is divided by is {problem}; {self._saved()}. The "
+            "task must return the number of samples or tokens, or the sum of their weights"
         )
 
     def _saved(self) -> str:
         return f"the last good checkpoint is {self.last_checkpoint() or 'none'}"
+
+
+def _of(update: str) -> str:
+    return f" ({update})" if update else ""

@@ -119,7 +119,7 @@ def expose(optimizer: torch.optim.Optimizer, copies: HostCopies) -> None:
 
 
 def copies_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """The tensors beside the state that an optimizer on the host keeps; none for others."""
+    """The tensors that, in addition to the state, an optimizer on the host keeps; none for others."""
     copies: HostCopies | None = vars(optimizer).get("host_copies")
     return [] if copies is None else copies.tensors
 

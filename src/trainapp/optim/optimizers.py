@@ -13,6 +13,7 @@ from trainapp.accelerator import HERE, Accelerator
 from trainapp.config import targets
 from trainapp.config.schema import Config, Optimizer
 from trainapp.errors import UserError
+from trainapp.optim import groups as own_groups
 from trainapp.optim.on_host import HostCopies, expose, on_host
 
 _FUSED_DEVICES = ("cuda", "cpu", "mps")
@@ -37,13 +38,18 @@ def build_optimizer(
     device: torch.device,
     user_packages: Sequence[str],
     accelerator: Accelerator = HERE,
+    blocks: Sequence[nn.Module] = (),
+    setting: str = "optimizer",
 ) -> torch.optim.Optimizer:
-    """The optimizer, with its state already allocated: the first step needs no more memory than later ones.
+    """The optimizer of the parameters that require gradients, with its state already allocated: the first step needs no
+    more memory than later ones.
 
-    accelerator: makes the generators of an optimizer that has an attribute `new_generator`.
-    Raises UserError for a class that is not allowed, and for arguments that it does not take.
+    accelerator: makes the generators of an optimizer that has an attribute `new_generator`. blocks: of the model, for
+    `layer_decay`. setting: where the settings are from, for messages.
+    Raises UserError for a class that is not allowed, for arguments that it does not take, and for groups that do not
+    fit (`optim.groups`).
     """
-    kind = targets.locate(settings.target, "optimizer._target_", user_packages)
+    kind = targets.locate(settings.target, f"{setting}._target_", user_packages)
     takes = inspect.signature(kind).parameters
     arguments = dict(settings.arguments)
     if "betas" in arguments:
@@ -58,37 +64,53 @@ def build_optimizer(
     dampened = arguments.get("momentum") and arguments.get("dampening")
     can_be_fused = "fused" in takes and not dampened
     is_auto = settings.fused == "auto"
+    if is_auto and not _is_known(kind) and any(hasattr(p, "device_mesh") for p in model.parameters()):
+        can_be_fused = False  # of shards, not every kernel exists, and only a step that is tried below would tell
     place = "cpu" if settings.offload else device.type
     if settings.fused is True and "fused" not in takes:
-        raise UserError(f"optimizer.fused=true: {settings.target} has no fused kernel; use optimizer.fused=auto")
+        raise UserError(f"{setting}.fused=true: {settings.target} has no fused kernel; use {setting}.fused=auto")
+    own_groups.require_options(settings, kind, arguments, user_packages, setting)
+
+    def ready(arguments: dict[str, Any]) -> torch.optim.Optimizer:
+        # Made anew because an optimizer writes its settings into the groups that it is given.
+        groups = _groups(kind, settings, model, blocks, setting)
+        return _ready(kind, arguments, groups, settings, user_packages, accelerator, setting)
+
     if can_be_fused and (place in _FUSED_DEVICES if is_auto else settings.fused):
         try:
-            return _ready(kind, {**arguments, "fused": True}, settings, model, user_packages, accelerator)
+            return ready({**arguments, "fused": True})
         except UserError as error:
             if not is_auto or _MEMORY.search(str(error.__cause__)):
                 raise  # else: torch has no such kernel for these parameters, as SGD's for shards of FSDP2
-    return _ready(kind, arguments, settings, model, user_packages, accelerator)
+    return ready(arguments)
+
+
+def _groups(kind: Any, settings: Optimizer, model: nn.Module, blocks: Sequence[nn.Module], setting: str) -> list[Any]:
+    """What the optimizer's constructor gets: parameter groups, or parameters where nothing tells them apart."""
+    groups: list[Any] = [p for p in model.parameters() if p.requires_grad]
+    if "weight_decay" in inspect.signature(kind).parameters:
+        # An optimizer may treat some parameters in another way.
+        groups = getattr(kind, "parameter_groups", parameter_groups)(model, settings.weight_decay)
+    if settings.groups or settings.layer_decay is not None:
+        groups = own_groups.split(groups, model, settings, kind, blocks, setting)
+    return groups
 
 
 def _ready(
     kind: Any,
     arguments: dict[str, Any],
+    groups: list[Any],
     settings: Optimizer,
-    model: nn.Module,
     user_packages: Sequence[str],
     accelerator: Accelerator,
+    setting: str,
 ) -> torch.optim.Optimizer:
-    takes = inspect.signature(kind).parameters
-    trained = [p for p in model.parameters() if p.requires_grad]
-    # Made here because an optimizer writes its settings into the groups that it is given.
-    grouped = getattr(
-        kind, "parameter_groups", parameter_groups
-    )  # an optimizer may treat some parameters in another way
-    groups = grouped(model, settings.weight_decay) if "weight_decay" in takes else trained
     copies = HostCopies()
     if settings.offload:
         kind, groups = on_host(kind), copies.of_groups(groups)
-    optimizer = targets.construct(kind, arguments, "optimizer", user_packages, {"params": groups, "lr": settings.lr})
+    provided = {"params": groups} | ({} if settings.lr is None else {"lr": settings.lr})
+    optimizer = targets.construct(kind, arguments, setting, user_packages, provided)
+    own_groups.require_known(settings, optimizer, setting)
     if hasattr(optimizer, "new_generator"):
         optimizer.new_generator = accelerator.generator
     try:
@@ -98,7 +120,7 @@ def _ready(
     except (RuntimeError, TypeError) as error:  # LBFGS needs a closure, SparseAdam sparse gradients
         optimizer.zero_grad(set_to_none=True)
         raise UserError(
-            f"optimizer._target_={settings.target}: it cannot take a plain step on this model's gradients ({error}); "
+            f"{setting}._target_={settings.target}: it cannot take a plain step on this model's gradients ({error}); "
             "choose another"
         ) from error
     if settings.offload:
@@ -106,18 +128,23 @@ def _ready(
     return optimizer
 
 
-def lean_optimizer(config: Config, optimizer: torch.optim.Optimizer) -> tuple[Config, bool]:
-    """The configuration with `foreach=false` where that saves memory, and whether it does.
+def lean_optimizer(config: Config, optimizer: torch.optim.Optimizer, update: int = 0) -> tuple[Config, bool]:
+    """The configuration with `foreach=false` where that saves memory, and whether it does. update: the optimizer's.
 
     The foreach kernels allocate a further copy of the parameters in the step; the fused ones and the plain loop do not.
     """
     group = optimizer.param_groups[0]
-    on_device = not config.optimizer.offload and any(p.device.type != "cpu" for p in group["params"])
+    settings = list(config.optimizers.values())[update]
+    on_device = not settings.offload and any(p.device.type != "cpu" for p in group["params"])
     uses_foreach = group.get("foreach") or (group.get("foreach", False) is None and on_device)
     if not uses_foreach or group.get("fused"):
         return config, False
-    arguments = {**config.optimizer.arguments, "foreach": False}
-    return dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, arguments=arguments)), True
+    lean = dataclasses.replace(settings, arguments={**settings.arguments, "foreach": False})
+    if not config.updates:
+        return dataclasses.replace(config, optimizer=lean), True
+    updates = list(config.updates)
+    updates[update] = dataclasses.replace(updates[update], optimizer=lean)
+    return dataclasses.replace(config, updates=updates), True
 
 
 def materialise_state(optimizer: torch.optim.Optimizer) -> bool:
@@ -126,9 +153,12 @@ def materialise_state(optimizer: torch.optim.Optimizer) -> bool:
     It is not where the state is not zero after a step without effect (Rprop's step sizes), for SGD's dampened momentum,
     which treats the first step differently, nor for optimizers that neither torch nor trainapp ships.
     """
-    if type(optimizer).__module__.partition(".")[0] not in ("torch", "trainapp"):
+    if not _is_known(type(optimizer)):
         return False
     if optimizer.state:  # created by the constructor, as in Adagrad
+        return True
+    if hasattr(optimizer, "allocate_state"):  # trainapp's own: a step of theirs is many operations
+        optimizer.allocate_state()
         return True
     if any(group.get("momentum") and group.get("dampening") for group in optimizer.param_groups):
         return False
@@ -139,6 +169,11 @@ def materialise_state(optimizer: torch.optim.Optimizer) -> bool:
     if not clean:
         optimizer.state.clear()
     return clean
+
+
+def _is_known(kind: Any) -> bool:
+    """Whether torch or trainapp ships this class: of others, nothing is known of what a step changes."""
+    return str(getattr(kind, "__module__", "")).partition(".")[0] in ("torch", "trainapp")
 
 
 @torch.no_grad()

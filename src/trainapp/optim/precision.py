@@ -14,6 +14,7 @@ Autocast stays on in bf16_pure for what a model or a loss mixes: fp32 inputs, bu
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -61,6 +62,14 @@ class Precision:
             for parameter in model.parameters():
                 if parameter.is_floating_point():
                     parameter.data = parameter.data.to(self.compute_dtype)
+
+    def with_own_scaler(self, device: torch.device) -> "Precision":
+        """The same with a loss scale of its own, at its initial value: for another optimizer."""
+        if not self.scaler.is_enabled():
+            return self
+        scale, interval = self.scaler.get_scale(), self.scaler.get_growth_interval()
+        scaler = torch.amp.GradScaler(device.type, init_scale=scale, growth_interval=interval)
+        return dataclasses.replace(self, scaler=scaler)
 
     def unscale(self, optimizer: torch.optim.Optimizer, all_reduce_found_inf: Callable[[list[Tensor]], None]) -> None:
         """Divide the gradients by the loss scale. The reduction makes an overflow on one rank an overflow on all."""

@@ -44,6 +44,11 @@ class Quantizer:
             by_code[number - self._zero & self._mask] = level
         self._by_code = torch.tensor(by_code, device=device)
 
+    @property
+    def tables(self) -> tuple[Tensor, Tensor]:
+        """The levels, in order and by code."""
+        return self._levels, self._by_code
+
     def decoded(self, codes: Tensor) -> Tensor:
         """In fp32."""
         if self.kind == "fp8":

@@ -6,6 +6,7 @@ a dispatch mode sees. It costs some microseconds per operation of the backward t
 """
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from trainapp.errors import UserError
 from trainapp.torch_private import DispatchMode, storage_id
+from trainapp.units import listed
 
 # They look at shapes alone.
 _READ_NOTHING = frozenset(
@@ -24,6 +26,25 @@ _READ_NOTHING = frozenset(
     }.items()
     for suffix in suffixes
 )
+
+
+def slices_refused(model: nn.Module) -> str:
+    """The message where parameters are slices of one tensor; empty if none are.
+
+    An update of one then moves the version that torch keeps of the whole, and may lie between the bytes of another.
+    """
+    by_storage = defaultdict(list)
+    for name, parameter in model.named_parameters():
+        if parameter.layout is torch.strided and parameter.numel():
+            by_storage[storage_id(parameter.untyped_storage())].append(name)
+    for names in by_storage.values():
+        if len(names) > 1:
+            return (
+                f"optimizer.in_backward=true: {listed(names)} are slices of one tensor, so that the update of one "
+                "counts as a change of the others, which the backward still needs; give each memory of its own "
+                "(`.clone()`), or use optimizer.in_backward=false"
+            )
+    return ""
 
 
 class UpdatedMemory(DispatchMode):
@@ -99,7 +120,8 @@ class UpdatedMemory(DispatchMode):
             if own.start < there.stop and there.start < own.stop:
                 name = next(name for name, own in self._model.named_parameters() if own is parameter)
                 raise UserError(
-                    f"optimizer.in_backward=true: the backward needs `{name}` again after its gradient is complete "
+                    slices_refused(self._model)
+                    or f"optimizer.in_backward=true: the backward needs `{name}` again after its gradient is complete "
                     f"({operation}), such as where an earlier layer, or its recomputation, uses it under detach(): it "
                     "has been updated by then, and the gradients would be wrong; use optimizer.in_backward=false"
                 )

@@ -3,7 +3,7 @@
 import contextlib
 import gc
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from trainapp.parallel.ranks import DistributedRanks
 from trainapp.parallel.strategy import SingleDevice, Task, TaskModule, compute_within
 from trainapp.parallel.warm_up import warm_up_group
 from trainapp.torch_private import DispatchMode, outside_dispatch_modes, rebuild_buckets, storage_id
+from trainapp.trained import trained_alone
 
 
 @dataclass
@@ -71,24 +72,39 @@ class DDP(SingleDevice):
 
     DDP cannot abandon a backward. After a vote to abort, the backward runs to its end with reductions that do nothing;
     then gradients are dropped and the model is rewrapped on every rank.
+
+    updates: the parameters of each, where a step has several. DDP waits for the gradients of all parameters that were
+    trained when it wrapped the model: each update has a wrapper, with buckets for its own.
     """
 
-    forward: nn.parallel.DistributedDataParallel
+    forward: nn.parallel.DistributedDataParallel  # of the update at work, as are `_buckets` and `_exchange`
+    _buckets: Buckets
 
-    def __init__(self, model: nn.Module, ranks: DistributedRanks, settings: Ddp):
+    def __init__(
+        self, model: nn.Module, ranks: DistributedRanks, settings: Ddp, updates: Sequence[list[nn.Parameter]] = ()
+    ):
         super().__init__(model, ranks)
-        self.settings = settings
-        self._exchange = Exchange(ranks)
+        self.settings, self._updates = settings, updates
         self._task_module = TaskModule(model)
+        self._trained = [p for p in model.parameters() if p.requires_grad]
         with torch.no_grad():
             for tensor in [*model.parameters(), *model.buffers()]:
                 dist.broadcast(tensor, 0)
-        self._wrap()
+        self._of_update: dict[int, tuple[nn.parallel.DistributedDataParallel, Buckets, Exchange]] = {}
+        for number in reversed(range(len(updates) or 1)):
+            self._update, self._exchange = number, Exchange(ranks)
+            self._wrap()
+
+    def turn_to(self, update: int) -> None:
+        """Use its wrapper."""
+        self._update = update
+        self.forward, self._buckets, self._exchange = self._of_update[update]
 
     def _wrap(self) -> None:
         device = self.ranks.device
         self._buckets, self._exchange.has_reduced = Buckets(), False
-        with self._buckets:
+        own = trained_alone(self._updates[self._update], self._trained) if self._updates else contextlib.nullcontext()
+        with own, self._buckets:
             self.forward = nn.parallel.DistributedDataParallel(
                 self._task_module,
                 device_ids=[device.index] if device.type == "cuda" else None,
@@ -101,6 +117,7 @@ class DDP(SingleDevice):
             )
         self.forward.register_comm_hook(self._exchange, Exchange.reduce)
         self.forward.register_forward_pre_hook(lambda *_: self._before_forward())
+        self._of_update[self._update] = self.forward, self._buckets, self._exchange
 
     def _before_forward(self) -> None:
         """In the forward after the first backward DDP rearranges its buckets, which is a collective: vote before it.
@@ -136,13 +153,14 @@ class DDP(SingleDevice):
         self.model.zero_grad(set_to_none=True)
         # The new wrapper's buckets are as large as the gradients: before they are allocated, free the old ones and what
         # the failed step has left in reference cycles. Costs some 0.03 s.
-        del self.forward
+        del self.forward, self._of_update[self._update]
         gc.collect()
         self._wrap()
 
     def communication_buffers(self) -> Iterator[torch.Tensor]:
-        """DDP's buckets. After a backward the gradients are views of them."""
-        return self._buckets.existing()
+        """DDP's buckets, of all updates. After a backward the gradients are views of them."""
+        for _, buckets, _ in self._of_update.values():
+            yield from buckets.existing()
 
     def warm_up(self) -> None:
         """On the group of all ranks, the only one that it uses."""

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from trainapp import torch_fsdp
 from trainapp.config.schema import Fsdp
 from trainapp.errors import UserError
 from trainapp.parallel.ranks import DistributedRanks
@@ -69,6 +70,11 @@ class FSDP(SingleDevice):
         """Before torch 2.13 nothing resets a backward that was left halfway."""
         return hasattr(self._root, "reset_iter_state")
 
+    def turn_to(self, update: int) -> None:
+        """Called while the parameters of all updates require gradients: FSDP2 asks once, in its first forward."""
+        if not self._has_run:
+            torch_fsdp.prepare(self._root)
+
     def compute(self, task: Task, batch: Any) -> tuple[Any, ...]:
         """Within the root's forward. Raises UserError for a parameter of a block that is read outside the block."""
         try:
@@ -116,6 +122,15 @@ class FSDP(SingleDevice):
         if self._has_run:  # FSDP2 creates in its first forward what the reset needs
             self._root.reset_iter_state()
         self.model.zero_grad(set_to_none=True)
+
+    def sharded_together(self) -> Iterator[list[nn.Parameter]]:
+        """The parameters of each module that is sharded for itself, in the order in which they were sharded."""
+        known: set[nn.Parameter] = set()
+        root, *blocks = self._sharded
+        for module in (*blocks, root):
+            own = [parameter for parameter in module.parameters() if parameter not in known]
+            known.update(own)
+            yield own
 
     def warm_up(self) -> None:
         """On the group of all ranks and on those of the mesh, which may be the same."""

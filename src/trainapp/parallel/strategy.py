@@ -31,6 +31,9 @@ class SingleDevice:
         """Whether `abort_step` works. Where it does not, all workers restart after an out-of-memory error."""
         return True
 
+    def turn_to(self, update: int) -> None:
+        """Where a step has several updates: what follows is for this one, whose parameters alone get gradients."""
+
     def compute(self, task: Task, batch: Any) -> tuple[Any, ...]:
         """What the task returns for a training batch, ready for backward."""
         return task(self.model, batch)
@@ -55,7 +58,7 @@ class SingleDevice:
         """Let the libraries allocate now what they otherwise allocate at a collective's first use. Collective."""
 
     def communication_buffers(self) -> Iterator[torch.Tensor]:
-        """Tensors that persist between steps for exchanging gradients, beside what `model` holds."""
+        """Tensors that persist between steps for exchanging gradients, in addition to what `model` holds."""
         return iter(())
 
     def broadcast_buffers(self) -> None:

@@ -19,9 +19,10 @@ class _Callable(types.ModuleType):
         """
         from trainapp.config import command_line, compose
         from trainapp.errors import UserError
+        from trainapp.plan.answer import complete
         from trainapp.plan.process import ask
 
-        given = list(overrides)
+        given = compose.as_overrides(overrides)
         if flags := [text for text in given if text.startswith("-")]:
             raise UserError(
                 f"trainapp.plan: {flags[0]} is an option of the command line; give overrides such as 'model=gpt', and "
@@ -30,7 +31,7 @@ class _Callable(types.ModuleType):
         before = list(sys.path)
         try:
             command_line.add_import_paths([] if config_dir is None else ["--config-dir", str(config_dir)])
-            return ask(compose.from_command_line(given, config_dir=config_dir))
+            return complete(ask(compose.from_command_line(given, config_dir=config_dir)))
         finally:
             sys.path[:] = before
 

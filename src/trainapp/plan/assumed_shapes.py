@@ -163,6 +163,13 @@ class AssumedShapes:
         places = source.new_empty(whole if return_inverse else 0, dtype=torch.long)
         return source.new_empty(shape), places, source.new_empty(shape[dim] if return_counts else 0, dtype=torch.long)
 
+    def _bincount(self, source: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+        """As long as the call says: it is longer only where a value exceeds that."""
+        dtype = torch.long
+        if weights is not None:
+            dtype = torch.float32 if weights.dtype == torch.float32 else torch.float64
+        return source.new_empty(max(minlength, min(1, source.numel())), dtype=dtype)
+
 
 _MASKS = (torch.bool, torch.uint8)
 _INDEXED = frozenset({_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default})
@@ -172,6 +179,7 @@ _RESULTS: dict[Any, Callable[..., Any]] = {
     UNIQUE: AssumedShapes._unique_values,
     _aten.unique_dim.default: AssumedShapes._unique_dim,
     _aten.unique_consecutive.default: AssumedShapes._unique_consecutive,
+    _aten.bincount.default: AssumedShapes._bincount,
 }
 _CHOOSES = frozenset({_aten.topk.default, _aten.argmax.default, _aten.max.dim, _aten.argmin.default, _aten.min.dim})
 _COMPARES = frozenset({_aten.eq.Scalar, _aten.eq.Tensor})

@@ -12,20 +12,21 @@ from torch import Tensor, nn
 from trainapp.config.schema import Config
 from trainapp.data.batch import elements_in, map_tensors
 from trainapp.data.micro_batch import MicroBatch
-from trainapp.data.sampler import EvalBatches, TrainBatches
+from trainapp.data.sampler import EvalBatches
+from trainapp.data.step_batches import StepBatches
 from trainapp.errors import UserError
 from trainapp.optim.optimizers import build_optimizer
 from trainapp.parallel.dtensor import is_shard, local
 from trainapp.parallel.ranks import Ranks
 from trainapp.plan import models
 from trainapp.plan.place import Place
-from trainapp.plan.ranks import EqualChunks
+from trainapp.plan.ranks import EqualChunks, SimulatedRanks
 from trainapp.plan.recorder import PhaseLog, TracedMemory
 from trainapp.plan.traced_part import planned_config, representative, training_shapes
 from trainapp.plan.values import MadeUpValues, NoOverflow
 from trainapp.plan.ways import Way
 from trainapp.signals import StopRequest
-from trainapp.torch_private import fake_tensor_mode, outside_dispatch_modes
+from trainapp.torch_private import fake_tensor_mode, is_fake, outside_dispatch_modes, storage_id
 from trainapp.train import build
 from trainapp.train.components import Components
 from trainapp.train.run import Run
@@ -63,9 +64,11 @@ def built(
 ) -> Iterator[Built]:
     """The run; the modes that it needs are in force inside the block. Arguments: see `traced_run.trace`."""
     planned = planned_config(config, size or UNTRAINED, eval_size or 1, ranks.world)
-    shape, eval_shape = _shapes(planned, components, size, eval_size, way, ranks)
+    shape, eval_shapes = _shapes(planned, components, size, eval_size, way, ranks)
     parts = build.load_parts(planned, ranks, components)
     host, parts.device, parts.accelerator = parts.device, place.device or parts.device, place.accelerator
+    if isinstance(ranks, SimulatedRanks):  # the data were opened on the host
+        ranks = ranks.on(parts.device)
     parts.memory = memory = TracedMemory(parts.device, place.limit(config), real_bytes)
     values = MadeUpValues(
         way.otherwise, lambda: memory.phase if memory.watching else None, config.train.grad_clip, way.share
@@ -74,31 +77,38 @@ def built(
         fake: Callable[[Tensor], Tensor] = _unchanged
         if real_bytes is None:
             fake = _without_data(parts, planned, host, place, values, stack)
-        parts.batches = cast(TrainBatches, place.batches(parts.batches, fake, shape, memory.passes))
-        if parts.eval_batches is not None:
-            parts.eval_batches = cast(EvalBatches, place.eval_batches(parts.eval_batches, fake, eval_shape))
+            if place.device is None:
+                fake = _of_data_as_before(fake, memory)
+        parts.batches = cast(StepBatches, place.batches(parts.batches, fake, shape, memory))
+        for name, evaluated in parts.eval_sets.items():
+            parts.eval_sets[name] = cast(EvalBatches, place.eval_batches(evaluated, fake, eval_shapes.get(name)))
         values.state_is_late = state_is_late = _creates_state_late(planned, host)
         with EqualChunks():
             run = build.run_of(planned, parts, StopRequest(), ranks, initial_device=str(parts.device))
         values.state_is_late = False
+        if real_bytes is None and place.device is None:
+            memory.kept.stand_in = _remembered(fake)
         run.attempt = PhaseLog(memory)
         memory.resident = run.meter.resident
         if _has_padded_shards(run.state.model.parameters()):
             _settle_shards(run)
         elements = 0 if shape is None else -(-elements_in(shape.data) // shape.samples)
-        varies = shape is not None or eval_shape is not None
+        varies = shape is not None or any(shape is not None for shape in eval_shapes.values())
         yield Built(run, planned, memory, values, varies, elements, state_is_late)
 
 
 def _shapes(
     planned: Config, components: Components, size: int, eval_size: int, way: Way, ranks: Ranks
-) -> tuple[MicroBatch | None, MicroBatch | None]:
-    """The micro-batches of training and of evaluation that stand for all, see `representative`."""
+) -> tuple[MicroBatch | None, dict[str, MicroBatch | None]]:
+    """The micro-batches of training and of each evaluation set that stand for all, see `representative`."""
     real = build.load_parts(planned, ranks, components)
     shape = training_shapes(real.batches, size, way.which) if size else None
-    if not eval_size or real.eval_batches is None:
-        return shape, None
-    return shape, representative(real.eval_batches.from_sample(0, eval_size, ranks), way.which)
+    if not eval_size:
+        return shape, {}
+    return shape, {
+        name: representative(evaluated.from_sample(0, eval_size, ranks), way.which)
+        for name, evaluated in real.eval_sets.items()
+    }
 
 
 def _without_data(
@@ -144,9 +154,41 @@ def _unchanged(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def _of_data_as_before(fake: Callable[[Tensor], Tensor], memory: TracedMemory) -> Callable[[Tensor], Tensor]:
+    """A view of a data set's tensor stays one, which never counts."""
+
+    def made(tensor: Tensor) -> Tensor:
+        of_data = memory.kept.of_data
+        if storage_id(tensor.untyped_storage()) not in of_data:
+            return fake(tensor)
+        with outside_dispatch_modes():  # making it would be counted
+            new = fake(tensor)
+        of_data.add(new.untyped_storage())
+        return new
+
+    return made
+
+
+def _remembered(fake: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Of tensors that existed before the trace, one each: a task may hold some, and use them in every step."""
+    made: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def stand_in(tensor: Tensor) -> Tensor:
+        if is_fake(tensor):
+            return tensor
+        if id(tensor) not in made:
+            made[id(tensor)] = tensor, fake(tensor)
+        return made[id(tensor)][1]
+
+    return stand_in
+
+
 def _creates_state_late(config: Config, device: torch.device) -> bool:
     """Whether the optimizer has no state before its first step. That depends on values: asked of a tiny real one."""
-    with contextlib.suppress(UserError), outside_dispatch_modes():
-        tiny = nn.Linear(2, 2, bias=False, device=device)
-        return not build_optimizer(config.optimizer, tiny, device, config.user_packages).state
+    for optimizer in config.optimizers.values():
+        settings = dataclasses.replace(optimizer, groups=[], layer_decay=None)
+        with contextlib.suppress(UserError), outside_dispatch_modes():
+            tiny = nn.Linear(2, 2, bias=False, device=device)
+            if not build_optimizer(settings, tiny, device, config.user_packages).state:
+                return True
     return False

@@ -8,6 +8,9 @@ from trainapp.plan.traced_run import Trace
 
 EXACT, PREDICTED, PROBED = "exact", "predicted", "probed"
 RANGE, NOT_TRACEABLE = "range", "not traceable"
+SURE = (EXACT, PROBED)  # a step that needs less contradicts these, too
+# How far off a peak may be, as a share of it: a range by its ends, an estimate as much as it leaves free.
+SLACK = {EXACT: 0.0, PREDICTED: 0.05, PROBED: 0.03, RANGE: 0.0, NOT_TRACEABLE: 0.05}
 
 
 @dataclass(frozen=True)
@@ -28,11 +31,14 @@ class Noticed:
     def by(cls, traces: Iterable[Trace], untraced: Iterable[str] = ()) -> "Noticed":
         """What these traces have noticed."""
         traces = list(traces)
+        unsettled = {reason for trace in traces for reason in trace.unsettled}
+        if any(trace.kept for trace in traces) and any(trace.training is None for trace in traces):
+            unsettled.add("training and evaluation find what the other keeps")  # each is traced by itself
         return cls(
             reads=frozenset(phase for trace in traces for phase in trace.reads),
             assumed=frozenset(operator for trace in traces for operator in trace.assumed),
             probed=frozenset(operator for trace in traces for operator in trace.probed),
-            unsettled=frozenset(reason for trace in traces for reason in trace.unsettled),
+            unsettled=frozenset(unsettled),
             varies=any(trace.varies for trace in traces),
             untraced=tuple(untraced),
         )

@@ -42,7 +42,7 @@ def built_somehow(
             with outside_dispatch_modes(), torch.device(device):
                 model: nn.Module = components.model(*args, **kwargs)
                 if lazy := lazy_modules(model):
-                    materialise(model, lazy, example, components.task, device, precision)
+                    materialise(model, lazy, example, components.training_tasks, device, precision)
         except Exception as error:
             raise error from first
         drop_values(model, fake)
@@ -63,6 +63,8 @@ def drop_values(model: nn.Module, fake: Callable[[Tensor], Tensor]) -> None:
                     new = fake(tensor.detach())
                     if isinstance(tensor, nn.Parameter):
                         new = nn.Parameter(new, tensor.requires_grad)
+                        if type(tensor) is nn.Parameter:
+                            vars(new).update(vars(tensor))  # what the model has put on it
                     replaced[id(tensor)] = new
                 own[name] = replaced[id(tensor)]
         if isinstance(module, nn.RNNBase):  # holds its weights in a list, too, which assigning them fills

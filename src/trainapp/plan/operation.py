@@ -13,11 +13,13 @@ from trainapp.memory.levers.costs import flops_of, is_attention
 from trainapp.torch_operators import written_arguments
 
 MATMUL, CONVOLUTION, ATTENTION, FUNCTION = "matmul", "convolution", "attention", "function"
-# Bound by arithmetic where memory is near: an exponential per element.
+# Compute-bound where the data is in cache: an exponential per element.
 _FUNCTIONS = (
     *("silu", "silu_backward", "gelu", "gelu_backward", "exp", "log", "tanh", "sigmoid", "logsumexp", "erf", "pow"),
     *("_softmax", "_softmax_backward_data", "_log_softmax", "_log_softmax_backward_data", "bernoulli_", "normal_"),
 )
+# A binary search takes twice as long where branch prediction fails.
+_SEARCHES = {"bucketize": 0, "searchsorted": 1}  # the place of the values among the arguments
 _OVERWRITES = frozenset({"zero_", "fill_", "copy_", "normal_", "uniform_", "bernoulli_"})  # without reading the old
 
 
@@ -70,11 +72,11 @@ def operation_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], resul
     if name in _FUNCTIONS:
         kind, work = FUNCTION, max((tensor.numel() for tensor in (*inputs, *outputs)), default=0)
     dtype = next((t.dtype for t in (*inputs, *outputs) if t.is_floating_point()), torch.float32)
-    call, signature = _call(func, args, kwargs)
+    call, signature = _call(func, name, args, kwargs)
     return Operation(name, signature, kind, dtype, work, moved, bool(new), call)
 
 
-def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, str]:
+def _call(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, str]:
     """What runs the operation for real, and its signature."""
     if any(tensor.layout is not torch.strided for tensor in tensors_in([args, kwargs])):
         return None, str(func)
@@ -86,9 +88,22 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any
         real_args, real_kwargs = _with_tensors(shapes, device)
         if has_device:
             real_kwargs["device"] = device
+        if name in _SEARCHES:
+            real_args = _scattered(real_args, _SEARCHES[name])
         return functools.partial(func, *real_args, **real_kwargs)
 
     return (call if func.namespace == "aten" else None), f"{func} {shapes}"
+
+
+def _scattered(args: tuple[Any, ...], values: int) -> tuple[Any, ...]:
+    """The arguments of a search, with values in no order, and ascending limits between them."""
+    made: list[Any] = [*args]
+    for place, tensor in enumerate(args[:2]):
+        if isinstance(tensor, Tensor):
+            numbers = torch.rand(tensor.shape, generator=torch.Generator().manual_seed(0))
+            ordered = numbers if place == values else numbers.sort(-1).values
+            made[place] = ordered.to(tensor)
+    return tuple(made)
 
 
 def _shape_of(tensor: Tensor) -> Any:

@@ -1,13 +1,15 @@
 """The plan of a configuration: its peak, what it consists of, how sure that is, and the largest sizes that fit."""
 
 import logging
+import pickle
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, cast
 
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
+from trainapp.files import atomic_write
 from trainapp.memory.timeline import Drawing, Picture
 from trainapp.plan import small_step
 from trainapp.plan.bounds import reason_of
@@ -22,13 +24,23 @@ from trainapp.train.components import choose_device, load_components
 log = logging.getLogger(__name__)
 
 
-def plan(config: Config, only: Collection[str] = (), untraceable: str | None = None) -> tuple[Facts, Peak | None]:
+def _ignored(facts: Facts) -> None:
+    pass
+
+
+def plan(
+    config: Config,
+    only: Collection[str] = (),
+    untraceable: str | None = None,
+    early: Callable[[Facts], None] = _ignored,
+) -> tuple[Facts, Peak | None]:
     """The plan as plain values, the content of plan.json, and the highest peak with its events.
 
     only: "training", "evaluation" or both: their largest micro-batches and nothing else, see `Planner.search`.
-    untraceable: why a trace need not be tried. Raises UserError for mistakes in the configuration, and for what is not
-    planned. A model that cannot be traced is no error: `certainty` says so, `reason` why, and the rest is an estimate
-    from small steps that are run for real.
+    untraceable: why a trace need not be tried. early: called with what is known before levers are ranked, which takes
+    most of the time. Raises UserError for mistakes in the configuration, and for what is not planned. A model that
+    cannot be traced is no error: `certainty` says so, `reason` why, and the rest is an estimate from small steps that
+    are run for real.
     """
     started = time.monotonic()
     require_plannable(config, bool(only))
@@ -40,6 +52,9 @@ def plan(config: Config, only: Collection[str] = (), untraceable: str | None = N
             facts, peak = planner.search(only) if only else planner.plan()
             doubt = "" if only else _doubt(planner, facts)
             if has_levers and facts["largest_micro_size"] is not None:  # else a band, in which no lever can be seen
+                facts |= _hints(planner, facts)
+                if doubt == "":
+                    early(facts)
                 facts |= _ranked(planner, facts)
             if doubt != "":
                 facts, peak = _doubted(planner, facts, doubt), peak if doubt is None else None
@@ -54,10 +69,22 @@ def plan(config: Config, only: Collection[str] = (), untraceable: str | None = N
 
 
 def facts_of(
-    config: Config, only: Collection[str] = (), picture: Path | None = None, untraceable: str | None = None
+    config: Config,
+    only: Collection[str] = (),
+    picture: Path | None = None,
+    untraceable: str | None = None,
+    early: Path | None = None,
 ) -> Facts:
-    """The facts of `plan`. picture: also draw the step or evaluation that holds the peak to this PNG."""
-    facts, peak = plan(config, only, untraceable)
+    """The facts of `plan`. picture: also draw the step or evaluation that holds the peak to this PNG. early: where to
+    leave, pickled, what is known before levers are ranked.
+    """
+
+    def leave(facts: Facts) -> None:
+        if early is not None:
+            with atomic_write(early, "wb") as file:
+                pickle.dump(facts, file)
+
+    facts, peak = plan(config, only, untraceable, leave)
     if picture is not None and peak is not None:
         Drawing([picture_of(peak, facts, picture)]).wait()
     return facts
@@ -93,7 +120,7 @@ def _doubted(planner: Planner, facts: Facts, doubt: str | None) -> Facts:
     for entry in (*facts.get("levers", []), *([facts["best"]] if "best" in facts else [])):
         entry["certainty"] = NOT_TRACEABLE if entry["certainty"] == NOT_TRACEABLE else RANGE
     if doubt is None:
-        note = "the model may do something else without data, and no small step could be run for real to compare"
+        note = "the model may behave differently when it is traced, and no small step could be run to compare"
         ends = facts.get("range_bytes", [facts["peak_bytes"]] * 2)
         return facts | {"certainty": RANGE, "range_bytes": ends, "notes": [*facts.get("notes", []), note]}
     facts.pop("range_bytes", None)
@@ -101,6 +128,14 @@ def _doubted(planner: Planner, facts: Facts, doubt: str | None) -> Facts:
     if "best" in facts:
         estimate["notes"] = [*estimate.get("notes", []), "the levers are from the trace"]
     return facts | estimate
+
+
+def _hints(planner: Planner, facts: Facts) -> Facts:
+    """Notes with what only a change of the user's code would save."""
+    if planner.config.plan.device is not None:
+        return {}
+    hints = planner.at(facts["micro_size"], 0).hints
+    return {"notes": [*facts.get("notes", []), *hints]} if hints else {}
 
 
 def _ranked(planner: "Planner", facts: Facts) -> Facts:

@@ -50,11 +50,36 @@ def ask(
     stops: see `answer_of`. Raises UserError for mistakes in the configuration. Where the planner's process dies while
     it traces, another one runs small steps for real. Where it is late or is stopped, `certainty` is "not traceable".
     """
+    return _asked(config, only, picture, None, patience, stops)
+
+
+def ask_in_parts(config: Config, picture: Path, early: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """As `ask`. early: called with the plan without its levers, as soon as it is known."""
+    with tempfile.TemporaryDirectory(prefix="trainapp-plan-") as folder:
+        place = Path(folder, _ANSWER)
+
+        def look() -> bool:
+            if place.exists():
+                early(pickle.loads(place.read_bytes()))
+                place.unlink()
+            return False
+
+        return _asked(config, (), picture, place, None, look)
+
+
+def _asked(
+    config: Config,
+    only: Collection[str],
+    picture: Path | None,
+    early: Path | None,
+    patience: float | None,
+    stops: Callable[[], bool],
+) -> dict[str, Any]:
     started, untraceable = time.monotonic(), None
     for _ in range(2):
         left = None if patience is None else max(0.0, patience - (time.monotonic() - started))
         try:
-            arguments = (config, only, picture, untraceable)
+            arguments = (config, only, picture, untraceable, early)
             facts: dict[str, Any] = answer_of("trainapp.plan.planner.facts_of", *arguments, patience=left, stops=stops)
             return facts
         except Died as error:
@@ -74,7 +99,7 @@ def answer_of(
 ) -> Any:
     """What the function of this dotted name returns in a process of its own. Importing torch there takes seconds.
 
-    arguments: pickled, as is the answer. patience: seconds; None waits. stops: asked while waiting, whether to give up.
+    arguments: pickled, as is the answer. patience: seconds; None waits. stops: polled while waiting; True aborts.
     sees_devices: False hides CUDA from it, whose context would take some hundred MiB of a device that may be full.
     Raises NoAnswer, and UserError as the function does.
     """

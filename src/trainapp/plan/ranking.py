@@ -12,14 +12,14 @@ from typing import Any
 from trainapp.config.schema import Config
 from trainapp.plan.recorder import Peak
 from trainapp.plan.sizes import Facts, Planner
-from trainapp.plan.variants import RESULTS, Variant, Variants, settings_of
+from trainapp.plan.variants import RESULTS, Variant, Variants
 
 MOST_SEARCHES = 3  # variants whose largest micro-batch is searched: the first ones of the list, those of each choice
 ERROR_OF_TIME = 0.15  # relative: a gain below it may be none
 
 
 def ranked(planner: Planner, facts: Facts) -> Facts:
-    """`levers` and `best` of plan.json, and its `notes` with what only a change of the user's code would save.
+    """`levers` and `best` of plan.json.
 
     planner: of the configuration, with its steps traced at the sizes in `facts`, its plan without levers. Raises
     UserError for mistakes in the configuration.
@@ -37,9 +37,7 @@ def ranked(planner: Planner, facts: Facts) -> Facts:
     entries = sorted([*singles, *stacks], key=ranking.order)
     ranking.search([variant for variant in entries if variant.result != "other" and variants.saves(variant)])
     planner.traces += sum(variant.planner.traces for variant in (*singles, *stacks))
-    hints = planner.at(variants.size, variants.eval_size).hints
-    notes = {"notes": [*facts.get("notes", []), *hints]} if hints else {}
-    return {"levers": [ranking.entry(variant) for variant in entries], "best": best, **notes}
+    return {"levers": [ranking.entry(variant) for variant in entries], "best": best}
 
 
 @dataclass(frozen=True)
@@ -141,7 +139,7 @@ class Ranking:
     def _plan(self, fitting: Fitting) -> Facts:
         variant, peak = fitting.variant, fitting.peak
         settings = [
-            *settings_of(variant.levers),
+            *variant.overrides.split(),
             *size_overrides(self.variants.planner.config, fitting.size),
         ]
         if fitting.eval_size:

@@ -55,6 +55,10 @@ class SimulatedRanks(NoExchange, DistributedRanks):
         self.rank, self.world, self.device = rank, world, device
         self.votes, self.votes_enabled, self.saving_group = 0, False, None
 
+    def on(self, device: torch.device) -> "SimulatedRanks":
+        """The same rank with its model on this device."""
+        return SimulatedRanks(self.rank, self.world, device)
+
     def all_reduce_sum(self, value: torch.Tensor) -> torch.Tensor:
         with outside_dispatch_modes():  # as in a run, where it is not counted either
             return value.clone()

@@ -11,6 +11,7 @@ import torch
 
 from trainapp.config.schema import Memory
 from trainapp.memory.device import DeviceMemory
+from trainapp.memory.kept import WeakStorages
 from trainapp.memory.kinds import MemoryKind
 from trainapp.memory.live_tensors import Events, Kinds, LiveTensors, Resident
 from trainapp.torch_private import ForwardModuleTracker
@@ -66,8 +67,15 @@ class Peak:
 class _Counter(LiveTensors):
     """Also notes in which module the peak lies, and at which event each phase begins."""
 
-    def __init__(self, running: Callable[[], str], phase: Phase, devices: tuple[str, ...] | None, limit: int | None):
-        super().__init__(limit, devices=devices)
+    def __init__(
+        self,
+        running: Callable[[], str],
+        phase: Phase,
+        devices: tuple[str, ...] | None,
+        limit: int | None,
+        ignored: WeakStorages,
+    ):
+        super().__init__(limit, devices, ignored)
         self._running = running
         self.module = ""
         self.marks: list[tuple[int, Phase]] = [(0, phase)]
@@ -102,7 +110,8 @@ class TracedMemory(DeviceMemory):
         self.resident: Callable[[], Resident] = dict  # what exists after a block, for the kinds of what it allocated
         self.phase: Phase | None = None
         self.draws = False  # whether a forward has drawn from Python's or NumPy's generator
-        self.buffers_grow = False  # from one traced step to the next
+        self.buffers_grow = self.kept_grows = False  # from one traced step to the next
+        self.kept_by_steps = 0  # bytes
         self._generators: tuple[Any, ...] = ()
         self._devices = None if device.type == "cpu" else (device.type,)
         self.reset()
@@ -145,10 +154,12 @@ class TracedMemory(DeviceMemory):
             deepest = max(tracker.parents, key=lambda name: name.count("."), default="")
             return deepest.partition(".")[2]  # the first part is the class of the whole model
 
-        counter = self._counter = _Counter(running, self.phase or Phase.START, self._devices, self._most)
+        phase, ignored = self.phase or Phase.START, self.kept.of_data
+        counter = self._counter = _Counter(running, phase, self._devices, self._most, ignored)
         self.watching = True
         try:
             counter.register(resident)
+            self.kept_before = counter.register_kept(self.kept)
             with tracker, counter:
                 yield
             for kind, tensors in self.resident().items():
@@ -156,8 +167,15 @@ class TracedMemory(DeviceMemory):
                     counter.label(kind, tensor)
         finally:
             self.watching, self._counter = False, None
+            self.kept.carry(counter.surviving())
         self.peak = max(self.peak, counter.peak)
         self.highest = self.highest.joined(_peak_of(counter))
+
+    def kept_bytes(self) -> int:
+        """What exists now and is not resident."""
+        counter = LiveTensors(devices=self._devices, ignored=self.kept.of_data)
+        counter.register(self.resident())
+        return counter.register_kept(self.kept)
 
     def window(self) -> dict[str, float]:
         """The scalars of a log step."""

@@ -7,7 +7,8 @@ from typing import Any
 from trainapp import strict_json
 from trainapp.config.schema import Config
 from trainapp.files import atomic_write
-from trainapp.plan.process import ask
+from trainapp.plan.answer import complete
+from trainapp.plan.process import ask_in_parts
 from trainapp.units import bytes_text
 
 PLAN, PICTURE = "plan.json", "plan.png"
@@ -16,20 +17,44 @@ WIDTH = 100
 
 def run(config: Config) -> float | None:
     """Plan, print and write. Returns the peak in bytes, for Hydra's optimizing sweepers; None if it is not known."""
-    run_dir = Path(config.run_dir)
-    facts = ask(config, picture=run_dir / PICTURE)
+    run_dir, known = Path(config.run_dir), {}
+
+    def print_early(facts: dict[str, Any]) -> None:
+        known.update(facts)
+        print("\n".join(_before_levers(facts)), flush=True)
+
+    facts = ask_in_parts(config, run_dir / PICTURE, print_early)
     run_dir.mkdir(parents=True, exist_ok=True)
     with atomic_write(run_dir / PLAN) as file:
-        file.write(strict_json.dumps(facts, indent=1) + "\n")
-    print(text(facts), flush=True)
+        file.write(strict_json.dumps(complete(facts), indent=1) + "\n")
+    print(_rest(facts, known) if known else text(facts), flush=True)
     peak = facts.get("peak_bytes")
     return None if peak is None else float(peak)
 
 
+def _rest(facts: dict[str, Any], known: dict[str, Any]) -> str:
+    """What `text` adds to what was printed early; all of it where that no longer holds."""
+    printed, notes = "\n".join(_before_levers(known)) + "\n", known.get("notes", [])
+    whole = text(facts | {"notes": notes})
+    if not whole.startswith(printed):
+        return text(facts)
+    return "\n".join([*facts.get("notes", [])[len(notes) :], whole.removeprefix(printed)])
+
+
 def text(facts: dict[str, Any]) -> str:
-    """The plan for people; its last line are the overrides to paste."""
+    """The plan as text; the last line is the overrides to paste."""
     if "peak_bytes" not in facts:
         return f"{facts['certainty']}: {facts['reason']}"
+    lines, largest = _before_levers(facts), facts["largest_micro_size"]
+    if "best" in facts:
+        lines += [*_levers(facts), *_best(facts)]
+    elif largest:
+        evaluation = facts["largest_eval_micro_size"]
+        lines.append(f"batch.micro_size={largest}" + (f" batch.eval_micro_size={evaluation}" if evaluation else ""))
+    return "\n".join(lines)
+
+
+def _before_levers(facts: dict[str, Any]) -> list[str]:
     limit, largest, largest_eval = (facts[f] for f in ("limit_bytes", "largest_micro_size", "largest_eval_micro_size"))
     evaluation = f", evaluation {facts['eval_micro_size']}" if facts["eval_micro_size"] else ""
     lines = [
@@ -46,22 +71,17 @@ def text(facts: dict[str, Any]) -> str:
         *_rows(dict(sorted(facts["kinds"].items(), key=lambda kind: -kind[1]))),
     ]
     if largest is None:
-        return "\n".join(lines)
+        return lines
     fitting = _nothing_fits(limit)
     if largest:
         whole = " (all samples of a step)" if largest == facts["most_micro_size"] else ""
         fitting = f"largest that fit {bytes_text(limit)}: micro-batch {largest}{whole}"
-    overrides = [f"batch.micro_size={largest}"] if largest else []
     if largest and largest_eval:
         most = " (the most that a run tries)" if largest_eval == facts["most_eval_micro_size"] else ""
         fitting += f", evaluation {largest_eval}{most}"
-        overrides += [f"batch.eval_micro_size={largest_eval}"]
     elif largest and largest_eval == 0:
         fitting += ", evaluation none"
-    lines.append(fitting)
-    if "best" not in facts:
-        return "\n".join([*lines, *([" ".join(overrides)] if overrides else [])])
-    return "\n".join([*lines, *_levers(facts), *_best(facts)])
+    return [*lines, fitting]
 
 
 def _nothing_fits(limit: int) -> str:
@@ -86,7 +106,12 @@ def _levers(facts: dict[str, Any]) -> list[str]:
             time = bytes_text(entry["reserved_bytes"])
         start = f"{peak:>10}  {largest:>7}  {time:>{wide}}  {entry['certainty']:<13}  "
         lines += textwrap.wrap(
-            entry["overrides"], WIDTH, initial_indent=start, subsequent_indent=" " * len(start), break_long_words=False
+            entry["overrides"],
+            WIDTH,
+            initial_indent=start,
+            subsequent_indent=" " * len(start),
+            break_long_words=False,
+            break_on_hyphens=False,
         )
     if any(entry["largest_micro_size"] is None for entry in facts["levers"]):
         lines.append("(largest -: not searched)")
@@ -112,10 +137,11 @@ def _device_lines(facts: dict[str, Any]) -> list[str]:
     if "reserved_bytes" not in facts:
         return []
     device, segments = facts["device"], "expandable segments" if facts["expandable_segments"] else "fixed segments"
+    outside, nccl = bytes_text(device["context_bytes"] + device["nccl_bytes"]), device["nccl_bytes"]
     return [
         f"on {device['name']}, predicted without it: allocated {bytes_text(facts['allocated_bytes'])}, reserved "
-        f"{bytes_text(facts['reserved_bytes'])} ({segments}); outside of the allocator about "
-        f"{bytes_text(device['context_bytes'])}"
+        f"{bytes_text(facts['reserved_bytes'])} ({segments}); outside of the allocator about {outside}"
+        + (f", {bytes_text(nccl)} of it NCCL's buffers" if nccl else "")
     ]
 
 

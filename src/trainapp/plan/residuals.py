@@ -5,28 +5,23 @@ allocator was used before. One small JSON file per device, torch version and cla
 cache directory. A wrong one costs memory that is left unused, or one retry.
 """
 
-import contextlib
 import dataclasses
-import hashlib
-import json
 import logging
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from trainapp import strict_json
+from trainapp.config import remembered
 from trainapp.config.schema import Config, Plan
 from trainapp.errors import UserError
-from trainapp.files import atomic_write
-from trainapp.paths import user_cache_dir
 from trainapp.plan import process
 from trainapp.plan.cuda.devices import spelled
 from trainapp.train.run import Run
 from trainapp.units import bytes_text
 
 PATIENCE = 60.0  # seconds for the plan of a run that has ended
+FOLDER = "plan"  # in the cache directory
 log = logging.getLogger(__name__)
 
 
@@ -38,13 +33,7 @@ def describe(config: Config, device_name: str) -> dict[str, Any]:
         "model": config.model.target,
         "precision": config.precision.mode,
         **({} if config.adapter.kind == "none" else {"adapter": config.adapter.kind}),
-        "optimizer": [
-            config.optimizer.target,
-            config.optimizer.arguments,
-            config.optimizer.fused,
-            config.optimizer.in_backward,
-            config.optimizer.offload,
-        ],
+        "optimizer": remembered.optimizer_of(config),
         "activation_checkpointing": config.activation_checkpointing.mode,
         "offload": config.memory.offload_activations,
         "chunks": config.memory.loss_chunk is not None,
@@ -60,18 +49,14 @@ def recall(config: Config, device_names: Iterable[str]) -> int:
     """
     if config.oom.remember is not True:
         return 0
-    return max((_read(_path(describe(config, name))) or 0 for name in device_names), default=0)
+    return max((_read(describe(config, name)) or 0 for name in device_names), default=0)
 
 
 def store(config: Config, device_name: str, planned: int, measured: int) -> None:
     """Remember both, in bytes reserved. A cache directory that cannot be written is ignored."""
     description = describe(config, device_name)
     facts = {"class": description, "planned_bytes": planned, "measured_bytes": measured}
-    path = _path(description)
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(path) as file:
-            file.write(strict_json.dumps(facts, indent=1, default=str))
+    remembered.write(FOLDER, description, facts)
 
 
 def measure(run: Run) -> None:
@@ -81,12 +66,12 @@ def measure(run: Run) -> None:
     Takes some seconds, once per class of configurations; with `oom.remember=clear`, again.
     """
     sizes, name = run.sizes.used, device_name(run.state.device)
-    is_one = len(sizes) == 1 and all(isinstance(size, int) for size in sizes.values())
+    is_one = len(run.sizes.by_update) == len(sizes) == 1 and all(isinstance(size, int) for size in sizes.values())
     settled = is_one and not run.sizes.oom_restarts and run.ranks.world == 1
     remember = run.config.oom.remember
     if remember is False or run.config.train.compile or not settled or run.state.progress.step < 2:
         return
-    if remember is True and _read(_path(describe(run.config, name))) is not None:
+    if remember is True and _read(describe(run.config, name)) is not None:
         return
     try:
         facts = process.answer_of("trainapp.plan.planner.facts_of", _here(run), patience=PATIENCE, sees_devices=False)
@@ -132,17 +117,10 @@ def _here(run: Run) -> Config:
     )
 
 
-def _read(path: Path) -> int | None:
+def _read(description: dict[str, Any]) -> int | None:
     """What was reserved beyond the plan, at least 0; None where no file says it."""
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        known = json.loads(path.read_text())
-        if isinstance(known, dict):
-            planned, measured = known.get("planned_bytes"), known.get("measured_bytes")
-            if type(planned) is int and type(measured) is int and 0 < planned < 2**50 and 0 < measured < 2**50:
-                return max(0, measured - planned)
+    known = remembered.read(FOLDER, description) or {}
+    planned, measured = known.get("planned_bytes"), known.get("measured_bytes")
+    if type(planned) is int and type(measured) is int and 0 < planned < 2**50 and 0 < measured < 2**50:
+        return max(0, measured - planned)
     return None
-
-
-def _path(description: dict[str, Any]) -> Path:
-    text = json.dumps(description, sort_keys=True, default=str)
-    return user_cache_dir() / "plan" / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"

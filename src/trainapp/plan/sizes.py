@@ -4,7 +4,9 @@ import functools
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
+from trainapp.config import micro_schedule
 from trainapp.config.schema import Config
+from trainapp.data.stream import at_most, is_stream
 from trainapp.errors import UserError
 from trainapp.plan.bounds import Bounds, bounds, joined, ways_beside
 from trainapp.plan.certainty import certainty_of
@@ -17,6 +19,8 @@ from trainapp.plan.traced_part import planned_config
 from trainapp.plan.traced_run import ON_CPU, Trace, trace
 from trainapp.plan.ways import FIRST, Way
 from trainapp.train.components import Components, choose_device
+from trainapp.train.losses import needs_whole_batch
+from trainapp.train.whole_batch import require_uncut
 
 Facts = dict[str, Any]
 
@@ -42,12 +46,16 @@ class Planner:
         is_sharded = config.parallel.strategy == "fsdp" and self.world > 1
         self.shards = self.world // config.parallel.fsdp.replicas if is_sharded else 1
         self.device = choose_device(config.train.device)
-        self.share = -(-min(config.batch.global_size, len(components.train_data)) // self.world)
-        evaluated = components.eval_data
-        evaluates = evaluated is not None and config.every.eval is not None
-        self.all_eval_samples = len(evaluated) if evaluates else 0
+        self.share = -(-at_most(config.batch.global_size, components.train_data) // self.world)
+        evaluated = components.eval_data.values() if config.every.eval is not None else ()
+        # Of the largest set: none has a larger micro-batch. A stream may have as many samples as fit.
+        self.all_eval_samples = max(
+            (2 * self.share * self.world if is_stream(data) else len(data) for data in evaluated), default=0
+        )
         self.eval_samples = -(-self.all_eval_samples // self.world)  # of the rank with the most
-        self.most_evaluated = min(2 * self.share, self.eval_samples)  # at once
+        # A batch that is never cut has one size: it fits, or nothing does.
+        self.whole = needs_whole_batch(components.task)
+        self.most_evaluated = min(self.share if self.whole else 2 * self.share, self.eval_samples)  # at once
         self._cached, self._cached_rank = functools.cache(self._trace), functools.cache(self._trace_rank)
 
     def at(self, size: int, eval_size: int, way: Way = FIRST) -> Trace:
@@ -67,7 +75,7 @@ class Planner:
     @functools.cached_property
     def smallest(self) -> int:
         """The model cannot train on fewer samples at once."""
-        return self.at(self.share, 0).smallest
+        return self.share if self.whole else self.at(self.share, 0).smallest
 
     def _trace(self, size: int, eval_size: int, way: Way) -> Trace:
         if self._steps is not None:
@@ -181,13 +189,16 @@ class Planner:
 
     def _traced_samples(self, size: int) -> int:
         """Of a traced step, over all ranks."""
-        return min(planned_config(self.config, size, 1, self.world).batch.global_size, len(self.components.train_data))
+        return at_most(planned_config(self.config, size, 1, self.world).batch.global_size, self.components.train_data)
 
     def given_size(self) -> int | None:
         """The micro-batch that the configuration fixes, if it does."""
+        if self.whole:
+            size = self.config.batch.global_size
+            require_uncut(self.config, self.world, at_most(size, self.components.train_data))
         batch, parts = self.config.batch, self.config.accumulation.steps
         if batch.micro_schedule is not None:
-            plans = batch.micro_schedule.values()
+            plans = [plan for _, plan in micro_schedule.entries(batch.micro_schedule)]
             largest = max(max(plan.values()) if isinstance(plan, dict) else plan for plan in plans)
             return min(largest, self.share)
         if parts != "auto":
@@ -203,7 +214,8 @@ class Planner:
 
     def largest_eval(self) -> Largest:
         """Evaluation's, up to where the search of a run starts, twice the share of the global batch."""
-        return self._fitting(lambda size, way: self.at(0, size, way), self.most_evaluated, 1)
+        smallest = self.most_evaluated if self.whole else 1
+        return self._fitting(lambda size, way: self.at(0, size, way), self.most_evaluated, smallest)
 
     def needed(self, trace: Trace) -> int:
         """The bytes that count against the limit."""

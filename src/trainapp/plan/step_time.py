@@ -1,7 +1,7 @@
 """How long a traced step takes on the device at hand, for comparing configurations: an estimate, not a measurement.
 
-An operation takes what it takes alone: each is run once for real, with tensors of the same shapes, where it is small
-enough. Of others the longer of arithmetic and memory traffic counts, from rates measured here: the roofline of Williams
+Each operation is assumed to take as long as it does alone: it is run for real, on tensors of these shapes, if small
+enough. For others, the larger of compute time and memory time counts, at rates measured here: the roofline of Williams
 et al. 2009, times what small operations of the same name take beyond it. Every operation is also called, from Python.
 Left out: fetching batches, metrics, evaluation, writing files, traffic between ranks.
 """
@@ -22,7 +22,8 @@ from trainapp.torch_private import DispatchMode, outside_dispatch_modes
 from trainapp.train.phase import Phase
 
 LARGEST = 2**26  # bytes that an operation may move to be run for real
-PATIENCE = 5.0  # seconds for all operations that are run for real
+PATIENCE = 5.0  # seconds for the operations of the first steps that are run for real
+FOR_EACH = 1.0  # seconds at least for those of each further step
 _PER_MICRO_BATCH = frozenset({Phase.DATA, Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.BACKWARD_AFTER_UPDATES})
 _PER_STEP = frozenset(
     {Phase.GRADIENTS, Phase.UNSCALE, Phase.CLIP, Phase.UPDATE_IN_BACKWARD, Phase.COMMIT, Phase.COMMITTED}
@@ -41,6 +42,7 @@ class Work:
 
     def seconds(self, speeds: "Speeds", micro_batches: int | None = None) -> float:
         """Of the whole step. micro_batches: as if there were so many, of larger or smaller size."""
+        speeds.measure(self.per_micro_batch + self.per_step)
         busy = sum(count * speeds.busy(operation) for operation, count in self.per_micro_batch.items())
         calls = sum(self.per_micro_batch.values())
         once = sum(count * (speeds.busy(operation) + speeds.call) for operation, count in self.per_step.items())
@@ -91,6 +93,12 @@ class Speeds:
         self._of_arithmetic = functools.cache(self._arithmetic)
         self._of_traffic = functools.cache(self._traffic)
 
+    def measure(self, operations: "Counter[Operation]") -> None:
+        """Run them for real while patience lasts, first those that are expected to take the most of the step."""
+        self._left = max(self._left, FOR_EACH)
+        for operation in sorted(operations, key=lambda one: -operations[one] * self.roofline(one)):
+            self.busy(operation)
+
     def busy(self, operation: Operation) -> float:
         """Seconds of the operation itself, the same whenever it is asked for."""
         seconds = self._seconds.get(operation)
@@ -129,7 +137,7 @@ class Speeds:
             if operation.call is None:
                 return None
             with outside_dispatch_modes(), torch.no_grad():
-                return self._best(operation.call(self.device), patience=0.01)
+                return self._best(operation.call(self.device), patience=0.006)
         except Exception:
             return None
         finally:
@@ -179,7 +187,7 @@ class Speeds:
     def _best(self, function: Callable[[], Any], patience: float = 0.03) -> float:
         """Seconds per call, of the fastest of some rounds: what disturbs the machine only adds.
 
-        patience: seconds for all rounds; at least two count, or one that takes longer by itself.
+        patience: seconds for all rounds; at least two count, or one that alone takes longer.
         """
         function()
         found, number, spent = float("inf"), 1, 0.0

@@ -9,7 +9,7 @@ from trainapp.config.schema import Config
 from trainapp.data.batch import elements_in
 from trainapp.data.micro_batch import MicroBatch
 from trainapp.data.progress import Progress
-from trainapp.data.sampler import TrainBatches
+from trainapp.data.step_batches import StepBatches
 from trainapp.plan.values import shapes_of
 
 SURVEYED = 256  # samples whose shapes are compared, or two micro-batches of more
@@ -39,14 +39,18 @@ def planned_config(config: Config, size: int, eval_size: int, world: int) -> Con
         "every": dataclasses.replace(config.every, log=None if config.every.log is None else 1),
         "loader": dataclasses.replace(config.loader, num_workers=0),
         "model": dataclasses.replace(config.model, init_from=None),
-        "train": dataclasses.replace(config.train, check_exactness=False),
+        "train": dataclasses.replace(config.train, check_exactness=False, check_loss=False),
         "memory": dataclasses.replace(config.memory, limit=None, timeline=False),
         "checkpointing": dataclasses.replace(config.checkpointing, save=False),
+        "objective": "auto",  # others may be computed from values
+        "callbacks": {},  # what they allocate between steps is theirs
+        "stopping": dataclasses.replace(config.stopping, patience=None),
+        "tracker": {},
     }
     return dataclasses.replace(config, mode="train", **changes)
 
 
-def training_shapes(batches: TrainBatches, size: int, which: Which) -> MicroBatch | None:
+def training_shapes(batches: StepBatches, size: int, which: Which) -> MicroBatch | None:
     """See `representative`."""
 
     def steps() -> Iterator[MicroBatch]:

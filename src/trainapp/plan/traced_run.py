@@ -11,6 +11,7 @@ from torch import nn
 from trainapp.config.schema import Config
 from trainapp.data.batch import tensors_in
 from trainapp.memory.device import static_bytes
+from trainapp.memory.kept import WeakStorages
 from trainapp.memory.kinds import MemoryKind
 from trainapp.memory.levers.catalogue import available
 from trainapp.memory.levers.lever import Lever, Situation
@@ -22,7 +23,8 @@ from trainapp.plan.place import Place
 from trainapp.plan.recorder import Peak, TracedMemory
 from trainapp.plan.step_time import Work, WorkCounter
 from trainapp.plan.ways import FIRST, Way
-from trainapp.train import build, losses
+from trainapp.torch_private import storage_id
+from trainapp.train import build
 from trainapp.train.components import Components
 from trainapp.train.evaluate import evaluate
 from trainapp.train.loop import train_step, update_weight_average
@@ -43,7 +45,7 @@ class Trace:
     smallest: the model cannot train on fewer samples at once. levers: that apply and are not in force. packages: that
     the model's modules are from, other than torch and trainapp. unsettled: why another step may need more. hints: what
     the user's own code could do. work: of one training step; None if it was not counted. allocations: what the place
-    has recorded.
+    has recorded. kept: bytes that training steps leave to later work; 0 for a GPU, which holds the next batch.
     """
 
     training: Peak | None
@@ -62,6 +64,7 @@ class Trace:
     hints: tuple[str, ...] = ()
     work: Work | None = None
     allocations: Any = None
+    kept: int = 0
 
     @property
     def peak(self) -> Peak:
@@ -98,7 +101,7 @@ def trace(
         with LogitsWatch(run) as logits, place.recording(run) as allocations:
             if size:
                 training = _training_peak(run, memory, place.steps, work)
-            if eval_size and run.eval_batches is not None and run.cadences.evaluate:
+            if eval_size and run.eval_sets and run.cadences.evaluates:
                 evaluation = _evaluation_peak(run, memory, needs_step=subject.state_is_late and not size)
     return Trace(
         training=training,
@@ -111,46 +114,60 @@ def trace(
         static=run.meter.static,
         uneven=_is_uneven(run.state.model.parameters()),
         smallest=build.smallest_micro_batch(run.state.model),
-        levers=tuple(available(Situation(config, run.state.model, losses.is_built_in(run.task)))),
+        levers=tuple(available(Situation(config, run.state.model, run.knows_loss))),
         packages=frozenset(type(part).__module__.partition(".")[0] for part in run.state.model.modules()) - _KNOWN,
         unsettled=_unsettled(memory, ranks, run, components.train_data),
         hints=logits.notes(),
         work=None if work is None else _of_whole_step(work.work, config, subject.planned, size, run.batches.samples),
         allocations=allocations,
+        kept=memory.kept_by_steps if place.device is None else 0,
     )
 
 
 def _of_whole_step(work: Work, config: Config, traced: Config, size: int, samples: int) -> Work:
     """The work with its shares of a step's samples and micro-batches: `planned_config` may have left out some."""
-    whole, taken = (min(of.batch.global_size, samples) for of in (config, traced))
+    whole, taken = (min(of.batch.global_size, samples or of.batch.global_size) for of in (config, traced))
     work.share, work.traced, work.micro_batches = taken / whole, -(-taken // size), -(-whole // size)
     return work
 
 
 def _training_peak(run: Run, memory: TracedMemory, steps: int, work: WorkCounter | None) -> Peak:
-    """Of one step or two; always of two where the first creates state of the optimizer, which stays in memory.
+    """Of one step or two; always of two where the first leaves something in memory, such as state of the optimizer.
 
     work: counts the last of them.
     """
     memory.reset()
+    kept_before = memory.kept_bytes()
     with work or contextlib.nullcontext():
         train_step(run)
     update_weight_average(run)
     state = run.state
-    static = static_bytes(state.model, state.optimizer, state.average.averages, state.keeps_gradients)
-    if steps > 1 or static != run.meter.static:
+    static = static_bytes(state.model, state.optimizers, state.average.averages, state.keeps_gradients)
+    kept = _kept(run, memory)
+    if steps > 1 or kept != kept_before or static != run.meter.static:
         with work.afresh() if work else contextlib.nullcontext():
             train_step(run)
         update_weight_average(run)
-        now = static_bytes(state.model, state.optimizer, state.average.averages, state.keeps_gradients)
+        now = static_bytes(state.model, state.optimizers, state.average.averages, state.keeps_gradients)
         memory.buffers_grow = now[MemoryKind.BUFFERS] > static[MemoryKind.BUFFERS]
+        memory.kept_by_steps = _kept(run, memory) - kept_before
+        memory.kept_grows = memory.kept_by_steps > kept - kept_before
     return memory.highest
+
+
+def _kept(run: Run, memory: TracedMemory) -> int:
+    """Bytes that a step has left for the next one, which begins with a restore point: the last one's may hold buffers
+    that the forward has replaced.
+    """
+    run.restore_point.take(run.sizes.train.is_unproven)
+    return memory.kept_bytes()
 
 
 def _evaluation_peak(run: Run, memory: TracedMemory, needs_step: bool) -> Peak:
     """needs_step: evaluations find the optimizer's state in memory, which only a step creates."""
     if needs_step:
-        run.sizes.train.start = max(run.sizes.train.start, build.smallest_micro_batch(run.state.model))
+        for own in run.sizes.by_update.values():
+            own.train.start = max(own.train.start, build.smallest_micro_batch(run.state.model))
         train_step(run)
     memory.reset()
     evaluate(run)
@@ -166,14 +183,18 @@ def _unsettled(memory: TracedMemory, ranks: Ranks, run: Run, data: Any) -> tuple
     reasons = ["the forward draws from Python's or NumPy's generator"] if memory.draws and ranks.world == 1 else []
     if memory.buffers_grow:
         reasons.append("buffers grow")
+    if memory.kept_grows:
+        reasons.append("what is kept from step to step grows")
+    if run.metrics.grow:
+        reasons.append("metrics keep more with every batch of an evaluation")
     if any(type(module).get_extra_state is not nn.Module.get_extra_state for module in run.state.model.modules()):
         reasons.append("the model has state besides its tensors")
-    if _package(run.state.optimizer) not in _KNOWN:
+    if any(_package(optimizer) not in _KNOWN for optimizer in run.state.optimizers):
         reasons.append("the optimizer may create state later than in its first step")
     if hasattr(data, "set_epoch") and _package(data) not in _KNOWN:
         reasons.append("the data set may change from epoch to epoch")
-    if _has_views(data):
-        reasons.append("samples are views of larger tensors, which a run counts as a whole")
+    if _has_views(data, memory.kept.of_data):
+        reasons.append("samples are views of larger tensors, which a run may count as a whole")
     return tuple(reasons)
 
 
@@ -181,13 +202,14 @@ def _package(value: Any) -> str:
     return type(value).__module__.partition(".")[0]
 
 
-def _has_views(data: Any) -> bool:
-    """Whether the first sample has tensors that are parts of larger ones, as a row of a table is."""
+def _has_views(data: Any, known: WeakStorages) -> bool:
+    """Whether the first sample has tensors that are parts of larger ones, which are not known to be the data set's."""
     try:
         sample = data[0]
     except Exception:  # whatever this is, the run will say it
         return False
-    return any(tensor.untyped_storage().nbytes() > tensor.nbytes for tensor in tensors_in(sample))
+    storages = [(tensor.untyped_storage(), tensor.nbytes) for tensor in tensors_in(sample)]
+    return any(storage.nbytes() > size and storage_id(storage) not in known for storage, size in storages)
 
 
 def _is_uneven(parameters: Iterable[Any]) -> bool:

@@ -9,15 +9,19 @@ import torch
 from torch import Tensor
 
 from trainapp.data.batch import map_tensors, tensors_in
+from trainapp.data.eval_stream import EvalStream
 from trainapp.data.micro_batch import MicroBatch
 from trainapp.data.progress import Progress
-from trainapp.data.sampler import EvalBatches, TrainBatches
+from trainapp.data.sampler import EvalBatches
+from trainapp.data.step_batches import StepBatches
+from trainapp.memory.kept import WeakStorages
 from trainapp.memory.live_tensors import LiveTensors
 from trainapp.optim.precision import Precision
 from trainapp.parallel.ranks import Ranks
 from trainapp.plan.assumed_shapes import AssumedShapes, Share
 from trainapp.plan.kernels import CORRECTED, as_on_cpu
 from trainapp.plan.probes import PROBED, with_real_workspace
+from trainapp.plan.recorder import TracedMemory
 from trainapp.torch_operators import READ_OPERATORS
 from trainapp.torch_private import DispatchMode, outside_dispatch_modes
 from trainapp.train.phase import Phase
@@ -117,28 +121,28 @@ class FakeBatches:
     """A sampler whose micro-batches are fetched as usual and then lose their values.
 
     fake: makes a tensor without data from one with data. instead: a batch that takes the place of every full one; None
-    leaves each as it is. passes: called with the bytes that fetching a batch has needed.
+    leaves each as it is. memory: is told what fetching a batch has needed.
     """
 
     def __init__(
         self,
-        real: TrainBatches,
+        real: StepBatches,
         fake: Callable[[Tensor], Tensor],
         instead: MicroBatch | None,
-        passes: Callable[[int], None],
+        memory: TracedMemory,
     ):
-        self._real, self._fake, self._instead, self._passes = real, fake, instead, passes
+        self._real, self._fake, self._instead, self._memory = real, fake, instead, memory
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)
 
     def micro_batches(self, progress: Progress, size: int, parts: int | None = None) -> Iterator[MicroBatch]:
-        """As `TrainBatches.micro_batches`."""
+        """As `StepBatches.micro_batches`."""
         real = self._real.micro_batches(progress, size, parts)
-        return without_values(real, self._fake, self._instead, self._passes)
+        return without_values(real, self._fake, self._instead, self._memory)
 
     def example(self, samples: int) -> Any:
-        """As `TrainBatches.example`."""
+        """As `StepBatches.example`."""
         with outside_dispatch_modes():
             batch = self._real.example(samples)
         return map_tensors(self._fake, batch)
@@ -147,7 +151,7 @@ class FakeBatches:
 class FakeEvalBatches:
     """As `FakeBatches`, but only the first batch of an evaluation: no other has more samples."""
 
-    def __init__(self, real: EvalBatches, fake: Callable[[Tensor], Tensor], instead: MicroBatch | None):
+    def __init__(self, real: EvalBatches | EvalStream, fake: Callable[[Tensor], Tensor], instead: MicroBatch | None):
         self.__dict__["_real"] = real
         self.__dict__["_fake"], self.__dict__["_instead"] = fake, instead
 
@@ -168,12 +172,13 @@ def without_values(
     real: Iterator[MicroBatch],
     fake: Callable[[Tensor], Tensor],
     instead: MicroBatch | None,
-    passes: Callable[[int], None] = lambda size: None,
+    memory: TracedMemory | None = None,
 ) -> Iterator[MicroBatch]:
     """The micro-batches, fetched outside of all modes, with shapes alone."""
     while True:
-        fetched, size = fetch(real)
-        passes(size)
+        fetched, size = fetch(real, None if memory is None else memory.kept.of_data)
+        if memory is not None:
+            memory.passes(size)
         if fetched is None:
             return
         chosen = instead if instead is not None and instead.samples == fetched.samples else fetched
@@ -186,9 +191,11 @@ def without_values(
         yield fetched._replace(data=map_tensors(fake, chosen.data), piece=piece)
 
 
-def fetch(real: Iterator[MicroBatch]) -> tuple[MicroBatch | None, int]:
-    """The next micro-batch with its values, None at the end; and the peak bytes of the tensors that took."""
-    with outside_dispatch_modes(), LiveTensors() as counter:
+def fetch(real: Iterator[MicroBatch], of_data: WeakStorages | None) -> tuple[MicroBatch | None, int]:
+    """The next micro-batch with its values, None at the end; and the peak bytes of the tensors that took, but for those
+    of the data sets.
+    """
+    with outside_dispatch_modes(), LiveTensors(ignored=of_data) as counter:
         return next(real, None), counter.peak
 
 

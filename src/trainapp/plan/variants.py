@@ -3,13 +3,14 @@
 import dataclasses
 import logging
 import math
+import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
-from trainapp.memory.levers.lever import Lever
+from trainapp.memory.levers.lever import Lever, to_paste
 from trainapp.plan.certainty import NOT_TRACEABLE
 from trainapp.plan.recorder import Peak
 from trainapp.plan.sizes import Facts, Planner
@@ -52,7 +53,7 @@ class Variant:
     @property
     def overrides(self) -> str:
         """What to paste on the command line."""
-        return " ".join(settings_of(self.levers))
+        return shlex.join(to_paste(self.levers, self.planner.config.command))
 
 
 class Measured(NamedTuple):
@@ -155,12 +156,6 @@ class Variants:
     def saves(self, variant: Variant) -> bool:
         """Whether its peak is lower than without the levers."""
         return variant.total < (1 - LEAST_SAVING) * self.own.total
-
-
-def settings_of(levers: Iterable[Lever]) -> list[str]:
-    """Overrides to paste: of two that set the same, the later lever's."""
-    settings = {part.partition("=")[0]: part for lever in levers for part in lever.setting.split()}
-    return list(settings.values())
 
 
 def with_levers(config: Config, levers: Iterable[Lever]) -> Config:

@@ -2,7 +2,7 @@
 
 The kernel's lock on the file (POSIX, by byte range) is what counts: it ends with its process, however that dies, so
 that nothing stale can block the next run and no reused process id can be mistaken. NFS carries it between hosts (NFSv4
-by itself, NFSv3 through lockd). Forked children do not inherit it, unlike flock's, so that a loader's worker that
+itself, NFSv3 through lockd). Forked children do not inherit it, unlike flock's, so that a loader's worker that
 outlives a killed run does not keep its lock. What the file says is for the message, and decides only where the file
 system has no locks.
 

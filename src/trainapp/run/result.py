@@ -1,17 +1,18 @@
 """How a run ended: what result.json holds."""
 
 import math
+import signal
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from trainapp import strict_json
-from trainapp.data.micro_batch_sizes import Plan
 from trainapp.data.progress import Progress
 from trainapp.files import atomic_write
 from trainapp.tracking.tracker import RESULT
 from trainapp.train.bilinear import bilinear_modules_with_two_roundings
 from trainapp.train.run import Run
-from trainapp.train.sizes import as_schedule
+from trainapp.train.sizes_of_run import as_schedule
 from trainapp.units import listed
 
 
@@ -22,19 +23,33 @@ class RunResult:
     objective: float | None  # of the last evaluation; it may be nan or inf, which the file cannot hold
     objective_note: str | None  # why it is not a number
     metric: str
+    best_objective: float | None  # of all evaluations; None where none was finite
+    best_step: int | None
+    sweeper_receives: str  # which of the two a sweeper is given: its name here
+    evaluation: dict[str, float]  # the last evaluation's metrics, those of `eval` as `eval_NAME/METRIC`
     steps: int
     samples: int
     micro_size: int
     accumulation: int
     oom_restarts: int  # since the run began, in whatever process
-    micro_schedule: dict[int, Plan]  # set as batch.micro_schedule, it replays the sizes of this run
+    micro_schedule: dict[
+        Any, Any
+    ]  # sizes by step, or such by the update's name; set as batch.micro_schedule, it replays the sizes of this run
     bit_for_bit: bool  # whether nothing is known that keeps a replay from the same bits: see docs/oom.md
     bit_for_bit_note: str | None  # why not
     peak_memory_bytes: int
     peak_reserved_bytes: int  # with the allocator's unused cache, which counts towards the limit on CUDA
+    plan_note: str | None  # how a step has contradicted the plan that the sizes follow
     samples_per_second: float
     seconds: float
     checkpoint: str | None
+    ended: str | None = None  # why: the setting of its length, what has stopped it, or the signal
+
+    @property
+    def for_sweeper(self) -> float | None:
+        """What Hydra's optimizing sweepers receive."""
+        value: float | None = getattr(self, self.sweeper_receives)
+        return value
 
 
 def result_of(run: Run, seconds: float) -> RunResult:
@@ -47,20 +62,46 @@ def result_of(run: Run, seconds: float) -> RunResult:
         objective=progress.objective,
         objective_note=_note(progress),
         metric=run.objective.metric,
+        best_objective=progress.best,
+        best_step=progress.best_step,
+        sweeper_receives="objective",
+        evaluation=run.last_evaluation,
         steps=progress.step,
         samples=progress.samples,
         micro_size=size,
         accumulation=run.batches.accumulation(size, run.sizes.parts),
         oom_restarts=history["oom_restarts"],
-        micro_schedule=as_schedule(history["used"]),
+        micro_schedule=schedule_of(run, history["used"]),
         bit_for_bit=note is None,
         bit_for_bit_note=note,
         peak_memory_bytes=max(peak for peak, _ in peaks),
         peak_reserved_bytes=max(reserved for _, reserved in peaks),
+        plan_note=run.sizes.plan_note,
         samples_per_second=run.meter.samples_per_second(),
         seconds=seconds,
         checkpoint=run.checkpointer.newest_name(),
+        ended=_why_ended(run),
     )
+
+
+def _why_ended(run: Run) -> str | None:
+    """None where nothing was trained."""
+    progress, train = run.state.progress, run.config.train
+    if run.config.mode != "train":
+        return None
+    if progress.stopped is not None:
+        return progress.stopped
+    if run.is_finished:
+        by_steps = train.max_steps is not None and progress.step >= train.max_steps
+        return f"train.max_steps={train.max_steps}" if by_steps else f"train.max_epochs={train.max_epochs}"
+    return signal.Signals(run.stop.agreed).name if run.stop.agreed else None
+
+
+def schedule_of(run: Run, used: dict[Any, Any]) -> dict[Any, Any]:
+    """A record of sizes as `batch.micro_schedule` takes it. used: from `Sizes.history`."""
+    if not run.config.updates:
+        return as_schedule(used)
+    return {name: as_schedule(own) for name, own in used.items()}
 
 
 def _note(progress: Progress) -> str | None:
@@ -79,6 +120,8 @@ def why_not_bit_for_bit(run: Run, not_replayed: list[str]) -> str | None:
     if not_replayed:
         return f"a schedule of sizes does not replay this: {'; '.join(not_replayed)}"
     if kind == "cpu":
+        if run.config.train.compile:
+            return "train.compile=true: steps run uncompiled while memory is counted, and round otherwise"
         bilinear = bilinear_modules_with_two_roundings(run.state)
         return f"nn.Bilinear ({listed(bilinear)}) has another rounding while memory is counted" if bilinear else None
     if kind != "cuda" or not run.config.train.deterministic:
@@ -90,7 +133,7 @@ def why_not_bit_for_bit(run: Run, not_replayed: list[str]) -> str | None:
 def write(run_dir: Path, result: RunResult) -> None:
     """Write result.json. Raises OSError when it cannot be written; an older one then stays."""
     facts = asdict(result)
-    for note in ("objective_note", "bit_for_bit_note"):
+    for note in ("objective_note", "bit_for_bit_note", "plan_note"):
         if facts[note] is None:
             del facts[note]
     with atomic_write(run_dir / RESULT) as file:

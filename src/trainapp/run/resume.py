@@ -13,6 +13,7 @@ from trainapp.checkpoint import checkpointer
 from trainapp.checkpoint.directory import CheckpointDirectory, resolve
 from trainapp.checkpoint.manifest import read_manifest
 from trainapp.config.schema import Config
+from trainapp.data.order import ORDERS
 from trainapp.errors import UserError
 from trainapp.parallel.rank_zero import answered_by_rank_zero
 from trainapp.parallel.ranks import Ranks, SingleRank
@@ -29,12 +30,21 @@ def agreed_checkpoint(config: Config, ranks: Ranks, has_restarted: bool) -> Path
 
 def _checkpoint_to_resume(config: Config, has_restarted: bool) -> Path | None:
     """The requested checkpoint, else the newest one in the run directory."""
-    resume = config.checkpointing.resume
+    resume, load = config.checkpointing.resume, config.checkpointing.load
     own = CheckpointDirectory(Path(config.run_dir), 1, SingleRank())
     if has_restarted and own.newest_name():
         return own.newest()
+    if config.mode == "train" and load == "weights":
+        return own.newest()  # its own comes before the weights of another run to begin with
     if resume not in ("auto", "none"):
-        return resolve(resume)
+        path, run_dir = resolve(resume), Path(config.run_dir).resolve()
+        if config.mode == "train" and own.newest_name() and not path.resolve().is_relative_to(run_dir):
+            raise UserError(
+                f"checkpointing.resume={resume} with hydra.run.dir={config.run_dir}: this directory has checkpoints of "
+                "its own run, which that one would replace; choose another directory, or checkpointing.resume=auto to "
+                "continue the run that is here"
+            )
+        return path
     return own.newest() if resume == "auto" else None
 
 
@@ -91,13 +101,50 @@ def restore(run: Run, path: Path) -> dict[str, Any]:
     sizes["not_replayed"] = [*sizes.get("not_replayed", ()), *_changed(run, path, sizes)]
     progress = run.state.progress
     run.checkpointer.saved_at = progress.step
+    if progress.stopped is not None and _stops_otherwise(read_manifest(path)["config"], run.config.to_dict()):
+        log.info("the run had ended (%s); with other settings of stopping and callbacks it continues", progress.stopped)
+        progress.stopped = None
     changed_data.follow(run, path)
-    if run.batches.steps_left(progress.consumed) <= 0:  # another batch size or drop_last may leave nothing
+    left = run.batches.steps_left(progress.consumed)
+    if left is not None and left <= 0:  # another batch size or drop_last may leave nothing
         progress.begin_next_epoch()
     if run.config.mode == "train":
+        _require_steps_left(run, path)
+        _forget_other_objective(run, path)
         run.measure_length()  # data or global batch may have changed, now or before this checkpoint
     log.info("resumed from %s: step %d, epoch %d, %d samples", path, progress.step, progress.epoch, progress.samples)
     return sizes
+
+
+def _stops_otherwise(saved: dict[str, Any], now: dict[str, Any]) -> bool:
+    """Whether what may end a run before its length has other settings than in the checkpoint."""
+    return any(saved.get(name) != json.loads(json.dumps(now[name])) for name in ("stopping", "callbacks"))
+
+
+def _require_steps_left(run: Run, path: Path) -> None:
+    """Raises UserError where the run is to end before the checkpoint, or in a new directory also right there: what it
+    returned would be the result of another run. A finished run, started again, returns its own.
+    """
+    train, progress = run.config.train, run.state.progress
+    run_dir = Path(run.config.run_dir)
+    is_own = path.resolve().is_relative_to(run_dir.resolve())
+    begun = run.batches.epochs(progress)
+    for name, end, reached in (("steps", train.max_steps, progress.step), ("epochs", train.max_epochs, begun)):
+        if end is None or reached < end or (is_own and reached == end):
+            continue
+        if is_own:
+            advice = f"set a later end, or another directory than hydra.run.dir={run_dir}"
+        else:
+            advice = "set a later end to continue it, or checkpointing.load=weights to begin a run with its weights"
+        trained = f"{path} has already trained {round(reached, 2):.10g} {name}"
+        raise UserError(f"train.max_{name}={end}: {trained}, so that none is left; {advice}")
+
+
+def _forget_other_objective(run: Run, path: Path) -> None:
+    """The best value so far means nothing where the objective is another one."""
+    if read_manifest(path)["config"].get("objective") != run.config.objective:
+        progress = run.state.progress
+        progress.objective = progress.best = progress.best_step = None
 
 
 def _changed(run: Run, path: Path, sizes: dict[str, Any]) -> list[str]:
@@ -109,13 +156,20 @@ def _changed(run: Run, path: Path, sizes: dict[str, Any]) -> list[str]:
         ("ranks", ranks, world),
         ("batch.global_size", sizes["global"], run.state.global_size),
         ("training samples", run.state.data_samples, run.batches.samples),
+        ("the training data's order", *_orders(run)),
         *_settings_changed(read_manifest(path)["config"], run.config),
     )
     return [f"{name}: {now} after step {step}, {before} until then" for name, before, now in changes if now != before]
 
 
-# What decides the bits of a step beside the sizes; the length of the run decides its learning rates.
-_WHOLE = ("data", "model", "optimizer", "task", "precision", "schedule", "adapter")
+def _orders(run: Run) -> tuple[str, str]:
+    """Before and now. An order that the run keeps is none that has changed."""
+    kept = {run.state.data_order, run.batches.order_name} <= set(ORDERS)
+    return run.state.data_order, run.state.data_order if kept else run.batches.order_name
+
+
+# What decides the bits of a step apart from the sizes; the length of the run decides its learning rates.
+_WHOLE = ("data", "model", "optimizer", "updates", "task", "precision", "schedule", "adapter")
 _PARTS = {
     "train": ("grad_clip", "ema", "nonfinite", "compile", "deterministic", "device"),
     "memory": ("loss_chunk",),
@@ -126,7 +180,8 @@ _PARTS = {
 def _settings_changed(saved: dict[str, Any], config: Config) -> list[tuple[str, Any, Any]]:
     """`(name, before, now)` of sections and settings. The values of whole sections are left out."""
     now = json.loads(json.dumps(dataclasses.asdict(config), default=str))
-    changed = [(name, "others", "its settings") for name in _WHOLE if saved.get(name) != now[name]]
+    before = {name: _completed(saved.get(name), getattr(config, name)) for name in _WHOLE}
+    changed = [(name, "others", "its settings") for name in _WHOLE if before[name] != now[name]]
     parts = {section: [*names] for section, names in _PARTS.items()}
     if config.schedule.shape != "constant":
         parts["train"] += ["max_steps", "max_epochs"]
@@ -136,3 +191,17 @@ def _settings_changed(saved: dict[str, Any], config: Config) -> list[tuple[str, 
             (f"{section}.{n}", before.get(n), now[section][n]) for n in names if before.get(n) != now[section][n]
         ]
     return changed
+
+
+def _completed(saved: Any, section: Any) -> Any:
+    """A saved section with the defaults of settings that did not exist when it was saved."""
+    if saved is None and isinstance(section, list):
+        return []
+    if not (isinstance(saved, dict) and dataclasses.is_dataclass(section)):
+        return saved
+    new = [field for field in dataclasses.fields(section) if field.name not in saved]
+    defaults = {
+        field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        for field in new
+    }
+    return {**saved, **{name: value for name, value in defaults.items() if value is not dataclasses.MISSING}}

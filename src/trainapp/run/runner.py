@@ -14,24 +14,25 @@ from trainapp.checkpoint.manifest import read_manifest
 from trainapp.config.schema import Config
 from trainapp.memory import host_guard
 from trainapp.memory.device import DeviceMemory
-from trainapp.oom import handover, hints, incident, planned, recovery
+from trainapp.oom import handover, hints, incident, recovery
 from trainapp.oom.building import out_of_memory_named
 from trainapp.oom.errors import is_out_of_memory
 from trainapp.oom.incident import Incident
 from trainapp.optim.optimizers import lean_optimizer
 from trainapp.parallel.ranks import Ranks, SingleRank
-from trainapp.plan import first_size, residuals
+from trainapp.plan import first_sizes, residuals, size_without_retries
 from trainapp.plan.ranks import by_rank_zero
-from trainapp.run import export, restarts, resume
+from trainapp.run import experiment, export, fine_tuning, restarts, resume
 from trainapp.run.result import RunResult, result_of
 from trainapp.run.summary import opening_line, report
 from trainapp.signals import StopRequest
-from trainapp.train import build, loop
+from trainapp.train import build, callbacks, loop, losses, objective
 from trainapp.train.allocations import refused_in_attempt
 from trainapp.train.evaluate import evaluate
 from trainapp.train.phase import Phase
 from trainapp.train.run import Run
 from trainapp.train.sizes import initial_sizes
+from trainapp.train.whole_batch import require_uncut
 from trainapp.units import parse_memory_size
 
 log = logging.getLogger(__name__)
@@ -112,13 +113,20 @@ def _naming_the_step(run: Run) -> Iterator[None]:
 def prepare(config: Config, stop: StopRequest, ranks: Ranks, carried: CarriedOver | None = None) -> Run:
     """A run ready for its next step: built, restored from a checkpoint, micro-batch sizes chosen, files open."""
     has_restarted = any(ranks.all_gather_object(restarts.has_restarted()))  # torchrun counts each node's own failures
+    given = config
     path = resume.agreed_checkpoint(config, ranks, has_restarted)
+    weights = fine_tuning.agreed_source(config, ranks) if path is None else None
     if path is not None:
         config = resume.as_saved(config, path)
     run = build.build(config, stop, ranks, carried.memory if carried else None)
+    whole = losses.needs_whole_batch(run.task)
+    if whole and config.mode == "train":
+        require_uncut(config, ranks.world, run.batches.samples)
     if carried is not None:
         run.restore_point.tensors.written |= carried.written
     saved = resume.restore(run, path) if path is not None else None
+    if weights is not None:
+        fine_tuning.load(run, weights)
     hint = carried.hint if carried else None
     if hint is None and config.mode == "train":
         hint = handover.take(Path(config.run_dir), has_restarted, ranks)
@@ -126,23 +134,27 @@ def prepare(config: Config, stop: StopRequest, ranks: Ranks, carried: CarriedOve
         config,
         ranks.world,
         run.state.global_size,
-        build.eval_samples(run.eval_batches),
+        build.eval_samples(run.eval_sets),
         smallest=build.smallest_micro_batch(run.state.model),
+        whole=whole,
         attempts=run.state.progress.step + run.state.progress.skipped,
         retries_in_place=run.retries_in_place,
         hint=hint,
         saved=saved if saved and saved["budget"] == run.memory.budget else None,
-        planned=lambda: by_rank_zero(ranks, config, planned.first_sizes) if config.mode == "train" else None,
+        planned=lambda: by_rank_zero(ranks, config, first_sizes.first_sizes) if config.mode == "train" else None,
         remembered=hints.recall(run) if config.oom.enabled else None,
     )
     run.sizes.continue_history(saved, hint)
-    first_size.begin_with_plan(run)
+    size_without_retries.begin_with_plan(run)
     if run.sizes.origin == "remembered":
         log.info(
-            "micro-batch %d, as an earlier run of this configuration found (oom.remember=clear forgets it)",
+            "micro-batch %d, as found by an earlier run of this configuration (oom.remember=clear forgets it)",
             run.sizes.train.size,
         )
+    objective.require_known(run)
     build.start_tracking(run)
+    if carried is None and config.mode == "train" and ranks.is_rank_zero:
+        experiment.remember(given)
     return run
 
 
@@ -168,11 +180,13 @@ def work(run: Run) -> None:
     config = run.config
     if config.mode == "eval":
         evaluate(run)
+        callbacks.end(run)
     elif config.mode == "export":
         folder = Path(config.export.folder or Path(config.run_dir) / "export")
         export.export(run, folder, parse_memory_size(config.export.file_size, 0))
     else:
         loop.train(run)
+        callbacks.end(run)
 
 
 def recover(run: Run, failure: Incident) -> CarriedOver | None:
@@ -198,13 +212,19 @@ def recover(run: Run, failure: Incident) -> CarriedOver | None:
 def _carry_over(run: Run, failure: Incident) -> CarriedOver:
     """Parameters may be half updated, or written by a forward: restart from the last checkpoint, or from the start."""
     in_step = failure.phase is Phase.COMMIT and not failure.lost  # where the optimizer's temporaries are
-    config, is_leaner = lean_optimizer(run.config, run.state.optimizer) if in_step else (run.config, False)
+    config, is_leaner = run.config, False
+    if in_step:
+        config, is_leaner = lean_optimizer(run.config, run.state.optimizer, run.state.update.number)
     run.checkpointer.finish()  # what is still being written in the background may be the newest
     path = run.checkpointer.newest()
     if path is None:  # it may have begun at another's
         path = resume.agreed_checkpoint(config, run.ranks, False)
     checkpoint_step = read_manifest(path)["step"] if path else 0
-    place = f"the checkpoint of step {checkpoint_step}" if path else "the start, from the seed"
+    checkpointing = config.checkpointing
+    if path is not None or checkpointing.load == "all":  # else the run begins again with another run's weights
+        checkpointing = dataclasses.replace(checkpointing, resume=str(path) if path else "none")
+    start = "from the seed" if checkpointing.load == "all" else "with the weights of the other run"
+    place = f"the checkpoint of step {checkpoint_step}" if path else f"the start, {start}"
     if is_leaner:
         failure.old_size = failure.new_size = run.sizes.train.size
         change = "an optimizer without temporaries (foreach=false)"
@@ -215,10 +235,9 @@ def _carry_over(run: Run, failure: Incident) -> CarriedOver:
     repeated = run.state.progress.step - checkpoint_step
     failure.action = f"{failure.why_torn}, so back to {place}; {repeated} finished steps are repeated, with {change}"
     recovery.record(run, failure)
-    checkpointing = dataclasses.replace(config.checkpointing, resume=str(path) if path else "none")
     return CarriedOver(
         config=dataclasses.replace(config, checkpointing=checkpointing),
-        hint={name: sizes for name, sizes in run.sizes.state_dict().items() if name == "micro" or failure.evaluating}
+        hint={name: own for name, own in run.sizes.state_dict().items() if name != "eval_micro" or failure.evaluating}
         | run.sizes.happened(),
         memory=run.memory,
         written=run.restore_point.tensors.written,

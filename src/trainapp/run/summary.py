@@ -5,6 +5,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from trainapp.config import micro_schedule
 from trainapp.run.result import RunResult, write
 from trainapp.tracking.tracker import RESULT
 from trainapp.train.run import Run
@@ -25,9 +26,17 @@ def opening_line(run: Run) -> str:
     return (
         f"{name} with {_count_text(parameters)} parameters on {state.device}, {state.precision.mode}; global batch "
         f"{state.global_size} = micro-batch {micro_size} x {count} accumulated x {batches.world} "
-        f"rank{'s' * (batches.world > 1)}; {batches.samples} samples, {batches.steps_per_epoch} steps per epoch"
-        + _schedule_text(run)
+        f"rank{'s' * (batches.world > 1)}; {_data_text(run)}" + _schedule_text(run)
     )
+
+
+def _data_text(run: Run) -> str:
+    """Samples and steps per epoch; of a stream, what ends the run."""
+    train, batches = run.config.train, run.batches
+    if batches.steps_per_epoch is not None:
+        return f"{batches.samples} samples, {batches.steps_per_epoch} steps per epoch"
+    epochs = "" if train.max_epochs is None else f", at most {train.max_epochs} epochs (train.max_epochs)"
+    return "a stream" if train.max_steps is None else f"a stream, at most {train.max_steps} steps{epochs}"
 
 
 def _schedule_text(run: Run) -> str:
@@ -39,10 +48,11 @@ def _schedule_text(run: Run) -> str:
     more = f", ... ({len(entries)} changes)" if len(entries) > 4 else ""
     text = f"; batch.micro_schedule is in force{': ' if entries else ''}{', '.join(entries[:4])}{more}"
     share = -(-run.state.global_size // run.batches.world)
-    sizes_of = (plan.values() if isinstance(plan, dict) else [plan] for plan in batch.micro_schedule.values())
+    plans = [plan for _, plan in micro_schedule.entries(batch.micro_schedule)]
+    sizes_of = (plan.values() if isinstance(plan, dict) else [plan] for plan in plans)
     if any(size > share for plan in sizes_of for size in plan):
         text += f" (at most this rank's share, {share})"
-    first = min(batch.micro_schedule)
+    first = min(step for step, _ in micro_schedule.entries(batch.micro_schedule))
     if batch.micro_size != "auto":
         text += f"; batch.micro_size={batch.micro_size} " + (
             f"holds before step {first}" if first > 1 else "is not used"
@@ -78,18 +88,21 @@ def print_summary(run: Run, result: RunResult) -> None:
         reserved = f" ({bytes_text(result.peak_reserved_bytes)} reserved)" if is_more else ""
         rows += [
             ("steps", f"{result.steps} ({result.samples} samples)"),
+            *([("ended by", progress.stopped)] if progress.stopped else []),
             ("time", f"{result.seconds:.1f} s"),
             ("throughput", f"{result.samples_per_second:.0f} samples/s"),
             ("peak memory", f"{bytes_text(result.peak_memory_bytes)} of {bytes_text(run.memory.budget)}{reserved}"),
             ("micro-batch", f"{result.micro_size} x {result.accumulation} accumulated"),
+            *([("plan", result.plan_note)] if result.plan_note else []),
             ("OOM restarts", result.oom_restarts),
             ("checkpoint", result.checkpoint or "none"),
         ]
     rows.append(("outputs", config.run_dir))
-    with contextlib.suppress(ValueError):
-        run_dir = Path(config.run_dir)
-        shown = run_dir.relative_to(Path.cwd()) if run_dir.is_relative_to(Path.cwd()) else run_dir
-        rows.append(("TensorBoard", f"tensorboard --logdir {shown}"))
+    if "tensorboard" in config.tracker:
+        with contextlib.suppress(ValueError):
+            run_dir = Path(config.run_dir)
+            shown = run_dir.relative_to(Path.cwd()) if run_dir.is_relative_to(Path.cwd()) else run_dir
+            rows.append(("TensorBoard", f"tensorboard --logdir {shown}"))
     width = max(len(name) for name, _ in rows)
     print("\n".join(f"{name:<{width}}  {value}" for name, value in rows), flush=True)
 

@@ -1,5 +1,6 @@
 """What is measured while training: time, throughput, memory by kind. Keeps the loop free of bookkeeping."""
 
+import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -18,6 +19,16 @@ OF_EVERY_RANK = tuple(
 )
 
 
+MOST_COUNTS = 256  # that are kept apart: a run may never log
+
+
+def _sum(counts: list[Any]) -> Any:
+    """Of numbers and tensors, without waiting for the device."""
+    tensors = [count for count in counts if isinstance(count, torch.Tensor)]
+    numbers = sum(count for count in counts if not isinstance(count, torch.Tensor))
+    return torch.stack(tensors).sum() + numbers if tensors else numbers
+
+
 def spread_over_ranks(scalars: dict[str, float], ranks: Ranks) -> dict[str, float]:
     """The minimum and maximum of each memory scalar over ranks, with their ranks. Empty for a single rank."""
     if ranks.world == 1:
@@ -31,7 +42,12 @@ def spread_over_ranks(scalars: dict[str, float], ranks: Ranks) -> dict[str, floa
 
 
 class Meter:
-    """Counts samples and seconds since the last log step, and since the start."""
+    """Counts samples and seconds since the last log step, and since the start.
+
+    communication_buffers, hook_tensors: functions that give tensors in memory which neither model nor optimizer hold;
+    the latter what metrics and callbacks keep.
+    counts_tokens: whether the counts of the loss are numbers of tokens.
+    """
 
     def __init__(
         self,
@@ -41,11 +57,14 @@ class Meter:
     ):
         self.state, self.memory, self.host = state, memory, HostMemory()
         self.communication_buffers = communication_buffers
+        self.hook_tensors: Callable[[], Iterable[torch.Tensor]] = tuple
+        self.counts_tokens = False
+        self._window_counts: list[Any] = []  # tensors stay on the device until a log step
         self.parameters = [p for p in state.model.parameters() if p.requires_grad]
-        self.static = static_bytes(state.model, state.optimizer, state.average.averages, state.keeps_gradients)
+        self.static = static_bytes(state.model, state.optimizers, state.average.averages, state.keeps_gradients)
         self.started = self._window_start = time.monotonic()
         self.samples = self._window_samples = 0
-        self.paused = self._window_paused = self._waited = 0.0
+        self.paused = self._window_paused = self._waited = self.waited = 0.0
         self._weights: dict[int, torch.Tensor] = {}
 
     def weight(self, samples: int) -> torch.Tensor:
@@ -60,8 +79,8 @@ class Meter:
             MemoryKind.PARAMETERS: self.state.model.parameters(),
             MemoryKind.GRADIENTS: self.gradients(),
             MemoryKind.COMMUNICATION_BUFFERS: self.communication_buffers(),
-            MemoryKind.BUFFERS: self.state.model.buffers(),
-            MemoryKind.OPTIMIZER_STATE: optimizer_tensors(self.state.optimizer),
+            MemoryKind.BUFFERS: itertools.chain(self.state.model.buffers(), self.hook_tensors()),
+            MemoryKind.OPTIMIZER_STATE: itertools.chain(*map(optimizer_tensors, self.state.optimizers)),
             MemoryKind.WEIGHT_AVERAGE: self.state.average.averages,
             MemoryKind.BATCH: tensors_in(batch),  # last, so that an error names it
         }
@@ -75,14 +94,20 @@ class Meter:
         while True:
             start = time.perf_counter()
             batch = next(batches, None)
-            self._waited += time.perf_counter() - start
+            seconds = time.perf_counter() - start
+            self._waited += seconds
+            self.waited += seconds
             if batch is None:
                 return
             yield batch
             del batch
 
-    def count(self, samples: int) -> None:
-        """Count a finished step's samples."""
+    def count(self, samples: int, divisor: Any = 0) -> None:
+        """Count a finished step's samples. divisor: of its loss, a number or a tensor."""
+        if self.counts_tokens:
+            self._window_counts.append(divisor)
+            if len(self._window_counts) == MOST_COUNTS:
+                self._window_counts = [_sum(self._window_counts)]
         self.samples += samples
         self._window_samples += samples
 
@@ -113,8 +138,12 @@ class Meter:
             "memory/left_for_activations": max(0, self.memory.budget - self.static_bytes),
             **self.host.window(),
         }
-        if state.precision.scaler.is_enabled():
-            values["loss_scale"] = state.precision.scaler.get_scale()
+        if self.counts_tokens:
+            values["tokens_per_second"] = float(_sum(self._window_counts)) / seconds
+            self._window_counts.clear()
+        for update in state.updates:
+            if update.precision.scaler.is_enabled():
+                values[update.named("loss_scale")] = update.precision.scaler.get_scale()
         self._window_start, self._window_samples = now, 0
         self._window_paused = self._waited = 0.0
         return values

@@ -1,10 +1,11 @@
-"""Where metrics go: metrics.jsonl and TensorBoard in the run directory, a line or progress bar on the terminal."""
+"""Where metrics go: metrics.jsonl in the run directory, the outlets of `tracker`, a line or progress bar on the
+terminal.
+"""
 
 import contextlib
 import json
 import logging
 import math
-import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,15 @@ from typing import Any
 from trainapp.files import atomic_write
 from trainapp.memory.timeline import Drawing, Picture
 from trainapp.tracking.console import Progress
-from trainapp.tracking.records import Complaints, Events, JsonLines
+from trainapp.tracking.outlet import Guarded, Start
+from trainapp.tracking.records import Complaints, JsonLines
+from trainapp.tracking.tensorboard import TensorBoard
 from trainapp.units import bytes_text
 
 METRICS = "metrics.jsonl"
 EVALUATIONS = "evaluations.jsonl"
 RESULT = "result.json"
+MOST_SHOWN = 12  # numbers of an evaluation on the terminal; a metric may have one for each of 100 classes
 log = logging.getLogger(__name__)
 
 
@@ -25,10 +29,18 @@ class Tracker:
     """Writes the run's numbers. A resumed run continues after `step`.
 
     total: the run's steps for the progress bar, or None. continues: False only adds to what is there, for a run that
-    looks at a checkpoint and trains nothing.
+    looks at a checkpoint and trains nothing. outlets: by name; None: TensorBoard.
     """
 
-    def __init__(self, run_dir: Path, step: int, total: int | None, config: Mapping[str, Any], continues: bool = True):
+    def __init__(
+        self,
+        run_dir: Path,
+        step: int,
+        total: int | None,
+        config: Mapping[str, Any],
+        continues: bool = True,
+        outlets: Mapping[str, Any] | None = None,
+    ):
         run_dir.mkdir(parents=True, exist_ok=True)
         self.run_dir, self.complain = run_dir, Complaints()
         if continues:
@@ -39,8 +51,9 @@ class Tracker:
                     self.complain(run_dir / name, error)
         self._metrics = JsonLines(run_dir / METRICS, self.complain)
         self._evaluations = JsonLines(run_dir / EVALUATIONS, self.complain)
-        self._events = Events(run_dir / "tensorboard", step + 1 if continues else None, self.complain)
-        self._events.text("config", _as_code(config), step)
+        chosen = {"tensorboard": TensorBoard()} if outlets is None else outlets
+        self._outlets = [Guarded(name, outlet) for name, outlet in chosen.items()]
+        self._tell("start", Start(run_dir, step, config, continues, self.complain))
         self._noted: set[str] = set()
         self._pictures: list[tuple[str, int, Picture]] = []
         self._drawing: Drawing | None = None  # of the first `_drawn` pictures
@@ -48,9 +61,9 @@ class Tracker:
         self.progress = Progress(total, step)
 
     def log(self, step: int, samples: int, scalars: Mapping[str, float], metric: str) -> None:
-        """One log step: every scalar to TensorBoard and the file, the main ones to the terminal."""
+        """One log step: every scalar to the outlets and the file, the main ones to the terminal."""
         self._metrics.append({"step": step, "samples": samples, **scalars})
-        self._add_scalars("train", scalars, step)
+        self.scalars(scalars, step, "train")
         self._draw()
         shown = {"loss": f"{scalars['loss']:.4f}"}
         if metric in scalars:
@@ -63,20 +76,31 @@ class Tracker:
     def evaluated(self, step: int, samples: int, scalars: Mapping[str, float]) -> None:
         """Record one evaluation."""
         self._evaluations.append({"step": step, "samples": samples, **scalars})
-        self._add_scalars("eval", scalars, step)
-        log.info("step %d evaluated | %s", step, " | ".join(f"{name} {value:.4f}" for name, value in scalars.items()))
+        self.scalars(scalars, step, "eval")
+        shown = [f"{name} {value:.4f}" for name, value in scalars.items()]
+        more = [f"and {len(shown) - MOST_SHOWN} more"] if len(shown) > MOST_SHOWN else []
+        log.info("step %d evaluated | %s", step, " | ".join(shown[:MOST_SHOWN] + more))
 
-    def _add_scalars(self, group: str, scalars: Mapping[str, float], step: int) -> None:
-        from tensorboard.compat.proto.summary_pb2 import Summary
+    def scalars(self, values: Mapping[str, float], step: int, group: str = "callbacks") -> None:
+        """Numbers to the outlets alone; those of log steps and evaluations have their files, too."""
+        self._tell("scalars", group, values, step)
 
-        named = {name if "/" in name else f"{group}/{name}": value for name, value in scalars.items()}
-        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in named.items()]
-        self._events.summary(values, step)
+    def text(self, tag: str, text: str, step: int) -> None:
+        """A text in Markdown, to the outlets."""
+        self._tell("text", tag, text, step)
+
+    def image(self, tag: str, path: Path, step: int) -> None:
+        """A PNG file that exists, to the outlets."""
+        self._tell("image", tag, path, step)
+
+    def _tell(self, method: str, *arguments: Any) -> None:
+        for outlet in self._outlets:
+            outlet.call(method, *arguments)
 
     def note(self, text: str, tag: str = "notes") -> None:
-        """Something that happened: on the terminal, and as text in TensorBoard."""
+        """Something that happened: on the terminal, and as text to the outlets."""
         log.info("%s", text)
-        self._events.text(tag, text, self.progress.step)
+        self.text(tag, text, self.progress.step)
 
     def note_once(self, text: str, topic: str) -> None:
         """A note that is written at most once per run and topic."""
@@ -86,18 +110,18 @@ class Tracker:
 
     def incident(self, text: str, step: int) -> None:
         """The record of an out-of-memory error, flushed at once."""
-        self._events.text("out_of_memory", text, step)
-        self._events.flush()
+        self.text("out_of_memory", text, step)
+        self._tell("flush")
 
     def picture(self, tag: str, picture: Picture, step: int) -> None:
         """Queue a picture: drawn in the background after the next log step, together with all others queued."""
         self._pictures.append((tag, step, picture))
 
     def _draw(self) -> None:
-        """Write finished pictures to TensorBoard and start drawing queued ones."""
+        """Pass finished pictures to the outlets and start drawing queued ones."""
         if self._drawing is not None and self._drawing.ended:
             for tag, step, picture in self._pictures[: self._drawn]:
-                self._add_image(tag, step, picture.path)
+                self.image(tag, picture.path, step)
             self._pictures, self._drawing = self._pictures[self._drawn :], None
         if self._pictures and self._drawing is None:
             try:
@@ -107,18 +131,6 @@ class Tracker:
                 self.complain(self._pictures[0][2].path, error)
                 self._pictures.clear()
 
-    def _add_image(self, tag: str, step: int, path: Path) -> None:
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        try:
-            png = path.read_bytes()
-        except OSError as error:
-            self.complain(path, error)
-            return
-        width, height = struct.unpack(">II", png[16:24])  # from the PNG header
-        image = Summary.Image(width=width, height=height, colorspace=3, encoded_image_string=png)
-        self._events.summary([Summary.Value(tag=tag, image=image)], step)
-
     def close(self) -> None:
         """Flush everything to disk."""
         while self._pictures:
@@ -126,13 +138,13 @@ class Tracker:
                 self._drawing.wait()
             self._draw()
         self.progress.close()
-        self._events.close()
+        self._tell("close")
         self._metrics.close()
         self._evaluations.close()
 
 
 class SilentTracker:
-    """For ranks other than 0: writes nothing but pictures, which go beside the incident reports."""
+    """For ranks other than 0: writes nothing but pictures, which go next to the incident reports."""
 
     def __init__(self, run_dir: Path, *_: Any):
         self.run_dir, self.complain = run_dir, Complaints()
@@ -152,7 +164,7 @@ class SilentTracker:
     def _nothing(self, *_: Any, **__: Any) -> None:
         pass
 
-    log = evaluated = note = note_once = incident = _nothing
+    log = evaluated = scalars = text = image = note = note_once = incident = _nothing
 
 
 class SilentProgress:
@@ -180,8 +192,3 @@ def _step_of(line: str) -> float:
         return json.loads(line)["step"] if line.endswith("\n") else math.inf
     except (ValueError, KeyError, TypeError):
         return math.inf
-
-
-def _as_code(config: Mapping[str, Any]) -> str:
-    """As indented text, which Markdown shows verbatim."""
-    return "\n".join("    " + line for line in json.dumps(config, indent=2).splitlines())

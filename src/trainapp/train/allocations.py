@@ -32,7 +32,7 @@ def refused_in_attempt(run: Run) -> int:
 
 def require_all_allocated(run: Run, sizes: MicroBatchSizes, ranks: Ranks) -> None:
     """Call after each micro-batch of an unproven size. Raises SwallowedOutOfMemory if an allocation has failed in it,
-    a smaller size is left to try, and the other ranks can be told.
+    a smaller size is left to try, and the other ranks can be informed.
 
     sizes: those that the micro-batch was cut by. ranks: those that go forward together.
     """

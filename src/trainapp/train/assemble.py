@@ -6,7 +6,7 @@ Used for training on real tensors and for memory traces on fake ones.
 import contextlib
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,9 +26,8 @@ from trainapp.memory.levers.lever import Situation
 from trainapp.memory.levers.offload import NoOffload, Offload
 from trainapp.models import transformers_models
 from trainapp.models.inspect import blocks_of, has_batchnorm, lazy_modules
-from trainapp.optim import in_backward, quantized_products
+from trainapp.optim import parameter_tags, quantized_products
 from trainapp.optim.ema import WeightAverage
-from trainapp.optim.optimizers import build_optimizer
 from trainapp.optim.precision import Precision
 from trainapp.parallel.ddp import DDP
 from trainapp.parallel.fsdp import FSDP
@@ -36,7 +35,7 @@ from trainapp.parallel.ranks import DistributedRanks, Ranks
 from trainapp.parallel.strategy import SingleDevice
 from trainapp.rng import preserved_rng, seed_everything
 from trainapp.torch_private import is_tracing
-from trainapp.train import losses
+from trainapp.train import loss_check, losses, updates
 from trainapp.train.components import Components
 
 log = logging.getLogger(__name__)
@@ -49,6 +48,7 @@ class Assembled:
     state: TrainState
     strategy: SingleDevice
     task: losses.Task
+    tasks: dict[str, losses.Task]  # of the updates, where there are several
     budget: Budget | NoBudget
     offload: Offload | NoOffload
 
@@ -65,66 +65,89 @@ def assemble(
 ) -> Assembled:
     """The model on its device, spread over the ranks, with its optimizer and loss.
 
-    In this order: construction, shapes of lazy modules, frozen parameters, products in 8 bits, activation
-    checkpointing, compilation, sharding, optimizer. Draws the parameters from torch's generators.
+    In this order: construction, shapes of lazy modules, frozen parameters, a check of the loss, products in 8 bits,
+    activation checkpointing, compilation, sharding, optimizer. Draws the parameters from torch's generators.
     initial_device: where parameters are initialised; None: on the CPU, then moved (with `parallel.fsdp.meta_init`: on
     the meta device, then shard by shard).
     example: a batch of so many samples, for lazy modules. accelerator: gives the optimizer its generators, and offload
     its streams. Raises UserError for parts that do not fit together.
     """
     is_meta = initial_device is None and _starts_on_meta(config, ranks)
-    place = "meta" if is_meta else initial_device
-    with torch.device(place) if place else contextlib.nullcontext():
-        model = _construct(config, components)
-    if not is_meta and any(t.device.type != device.type for t in (*model.parameters(), *model.buffers())):
-        model.to(device)
-    model.train()
+    model = _on_device(config, components, device, "meta" if is_meta else initial_device)
     if lazy := lazy_modules(model):
-        materialise(model, lazy, None if is_meta else example, components.task, device, precision)
+        materialise(model, lazy, None if is_meta else example, components.training_tasks, device, precision)
     if dense := _make_gradients_dense(model):
         log.info("the gradients of %s are made dense: sparse ones cannot be clipped", ", ".join(dense))
     frozen.freeze(model, config.model.freeze)
-    require_suited(Situation(config, model, losses.is_built_in(components.task)))
+    names = updates.names_of(config, model)
+    updates.freeze(config, model, names)
+    for own in updates.with_one_optimizer(config):
+        require_suited(Situation(own, model, components.knows_loss))
+    tags = parameter_tags.of(model)
     precision.cast_parameters(model)
+    for own, parts in updates.with_one_loss(config, components):
+        loss_check.require_sum(own, parts, model, device, precision, ranks)
     if config.precision.mode in ("int8", "fp8"):
         _quantize_products(model, config.precision.mode)
-    if config.memory.loss_chunk is not None and losses.is_built_in(components.task) and example and not is_meta:
+    if config.memory.loss_chunk is not None and components.knows_loss and example and not is_meta:
         _require_same_forward(config, model, example, device, precision)
     activation_checkpointing.apply(model, config.activation_checkpointing)
     budget = _budget(config, components, model, device)
     offloading = offload.apply(model, config, accelerator)
     if config.train.compile:
-        model.compile()
-    strategy = _spread(config, model, ranks, precision.compute_dtype)
+        _compile(config, model, budget)
+    strategy = _spread(config, model, ranks, precision.compute_dtype, updates.parameters_of(model, names))
     if not strategy.recovers_in_place:
         ranks.disable_votes()
     if is_meta:
         assert isinstance(strategy, FSDP)
         _initialise_shards(config, strategy, ranks, device)
-    optimizer = build_optimizer(config.optimizer, model, device, config.user_packages, accelerator)
-    if config.optimizer.in_backward:
-        in_backward.require_separable(optimizer)
-    for group in optimizer.param_groups:
-        group["initial_lr"] = group["lr"]
+    parameter_tags.put_back(model, tags)
     state = TrainState(
         model=model,
-        optimizer=optimizer,
-        precision=precision,
+        updates=updates.build(config, model, names, precision, device, accelerator),
         average=WeightAverage(model, config.train.ema),
         device=device,
         seed=config.train.seed,
         global_size=config.batch.global_size,
         keeps_gradients=not config.optimizer.in_backward,
     )
-    task = losses.in_chunks(components.task, config.memory.loss_chunk)
-    return Assembled(state, strategy, losses.checked(task, config.task), budget, offloading)
+    return Assembled(state, strategy, *_checked_tasks(config, components), budget, offloading)
+
+
+def _checked_tasks(config: Config, components: Components) -> tuple[losses.Task, dict[str, losses.Task]]:
+    """What is evaluated, and what each update computes."""
+
+    def checked(task: losses.Task, setting: str) -> losses.Task:
+        return losses.checked(losses.in_chunks(task, config.memory.loss_chunk), setting)
+
+    own = {update.name: checked(components.updates[update.name], update.task) for update in config.updates}
+    return checked(components.task, config.task), own
+
+
+def _on_device(config: Config, components: Components, device: torch.device, initial: str | None) -> nn.Module:
+    """The model in training mode on `device`, initialised on `initial`: see `assemble`."""
+    with torch.device(initial) if initial else contextlib.nullcontext():
+        model = _construct(config, components)
+    if initial != "meta" and any(t.device.type != device.type for t in (*model.parameters(), *model.buffers())):
+        model.to(device)
+    model.train()
+    return model
 
 
 def _budget(config: Config, components: Components, model: nn.Module, device: torch.device) -> Budget | NoBudget:
     if config.activation_checkpointing.mode != "budget":
         return NoBudget()
     task = losses.in_chunks(components.task, config.memory.loss_chunk)
-    return Budget(model, task, config.activation_checkpointing, device)
+    return Budget(model, task, config.activation_checkpointing, device, compiles=config.train.compile)
+
+
+def _compile(config: Config, model: nn.Module, budget: Budget | NoBudget) -> None:
+    """With FSDP, torch compiles each block by itself, from code that the blocks share: where their shapes differ, it
+    would compile for any shape, which fails for BatchNorm (torch 2.13). So each shape is compiled separately there.
+    """
+    options = {"dynamic": False} if config.parallel.strategy == "fsdp" else {}
+    model.compile(**options, **budget.compile_options)
 
 
 def _make_gradients_dense(model: nn.Module) -> list[str]:
@@ -143,7 +166,7 @@ def materialise(
     model: nn.Module,
     lazy: list[str],
     example: Callable[[int], Any] | None,
-    task: losses.Task,
+    tasks: Iterable[losses.Task],
     device: torch.device,
     precision: Precision,
 ) -> None:
@@ -151,7 +174,8 @@ def materialise(
     if example is not None:
         model.eval()
         with torch.no_grad(), precision.autocast:
-            task(model, map_tensors(lambda tensor: tensor.to(device), example(2)))
+            for task in tasks:
+                task(model, map_tensors(lambda tensor: tensor.to(device), example(2)))
         model.train()
         lazy = lazy_modules(model)
     if lazy:
@@ -201,11 +225,17 @@ def _construct(config: Config, components: Components) -> nn.Module:
     return model
 
 
-def _spread(config: Config, model: nn.Module, ranks: Ranks, compute_dtype: torch.dtype) -> SingleDevice:
+def _spread(
+    config: Config,
+    model: nn.Module,
+    ranks: Ranks,
+    compute_dtype: torch.dtype,
+    updates: list[list[nn.Parameter]],
+) -> SingleDevice:
     if not isinstance(ranks, DistributedRanks) or ranks.world == 1:
         return SingleDevice(model, ranks)
     if config.parallel.strategy == "ddp":
-        return DDP(model, ranks, config.parallel.ddp)
+        return DDP(model, ranks, config.parallel.ddp, updates)
     blocks = blocks_of(model, "parallel=fsdp")
     # BatchNorm needs its parameters in fp32: such models are gathered in fp32, and autocast casts where it computes.
     dtype = torch.float32 if has_batchnorm(model) else compute_dtype

@@ -3,7 +3,7 @@
 import inspect
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,9 +11,11 @@ import torch
 from trainapp.config import targets
 from trainapp.config.schema import Config
 from trainapp.config.validation import check_arguments
+from trainapp.data.stream import is_empty, is_stream
 from trainapp.errors import UserError
 from trainapp.models.adapters import adapted
 from trainapp.train import losses
+from trainapp.train.hook_parts import Hooks, load_hooks
 
 BUILT_IN_TASKS = ("classification", "next_token")
 log = logging.getLogger(__name__)
@@ -26,39 +28,74 @@ class Components:
     model: Callable[..., Any]
     task: losses.Task
     train_data: Any
-    eval_data: Any  # None where there is none
+    eval_data: dict[str, Any]  # the data's own under "", which may be missing; then those of `eval`, by name
     spec: dict[str, Any]  # arguments that the data provides to the model's constructor
+    hooks: Hooks = field(default_factory=Hooks)
+    updates: dict[str, losses.Task] = field(default_factory=dict)  # by name, the task of each of `updates`
+
+    @property
+    def training_tasks(self) -> list[losses.Task]:
+        """What a step computes: the tasks of its updates, or the only one."""
+        return list(self.updates.values()) or [self.task]
+
+    @property
+    def knows_loss(self) -> bool:
+        """Whether every loss is one of the application's own."""
+        return all(map(losses.is_built_in, (self.task, *self.training_tasks)))
 
 
 def load_components(config: Config) -> Components:
     """Find the named classes and open the data sets. Raises UserError with all mistakes in names and arguments."""
     found = _locate_all(config)
-    train, evaluation = _datasets(config, found["data"])
+    train, evaluated = _datasets(config, found["data"])
+    evaluated |= {name: _eval_set(config, name, found[f"eval.{name}"]) for name in config.eval}
+    if not evaluated and config.mode == "eval":
+        raise UserError(f"mode=eval: data={config.data.target} has no validation split, and `eval` names no other data")
+    spec = dict(getattr(train, "spec", {}))
+    updates = {
+        update.name: _task(config, found[setting], setting, update.task)
+        for setting, update in zip(_settings_of_tasks(config), config.updates, strict=True)
+    }
     return Components(
         model=adapted(found["model"], config),
-        task=_task(config, found["task"]) or getattr(losses, train.task),
+        task=_task(config, found["task"]) or _default_task(train, updates),
+        updates=updates,
         train_data=train,
-        eval_data=evaluation,
-        spec=dict(getattr(train, "spec", {})),
+        eval_data=evaluated,
+        spec=spec,
+        hooks=load_hooks(config, spec),
     )
 
 
-def _task(config: Config, found: Any) -> Any:
-    """The function or object that `task` names; an instance of the class that it names, built without arguments."""
+def _settings_of_tasks(config: Config) -> list[str]:
+    return [f"updates.{number}.task" for number in range(len(config.updates))]
+
+
+def _default_task(data: Any, updates: dict[str, losses.Task]) -> losses.Task:
+    """For task=auto: the data set's or, where there are updates, that of the last one: a GAN's data names no loss."""
+    if updates:
+        return list(updates.values())[-1]
+    task: losses.Task = getattr(losses, data.task)
+    return task
+
+
+def _task(config: Config, found: Any, setting: str = "task", name: str | None = None) -> Any:
+    """The function or object that a setting names; an instance of the class that it names, built without arguments."""
     if not inspect.isclass(found):
         return found
+    name = name or config.task
     lacking = check_arguments(found, {}, "task", {})
     if lacking:
         names = ", ".join(line.partition(":")[0].removeprefix("task.") for line in lacking)
         raise UserError(
-            f"task={config.task}: the class must be constructible without arguments, but requires {names}; give them "
-            "defaults, or a subclass with defaults, or let `task` name an instance in your module, such as "
+            f"{setting}={name}: the class must be constructible without arguments, but requires {names}; give them "
+            f"defaults, or a subclass with defaults, or let `{setting}` name an instance in your module, such as "
             f"`my_task = {found.__name__}({names.partition(',')[0]}=...)`"
         )
-    task = targets.construct(found, {}, "task", config.user_packages)
+    task = targets.construct(found, {}, setting, config.user_packages)
     if not callable(task):
         raise UserError(
-            f"task={config.task}: an instance of it cannot be called; give the class a method "
+            f"{setting}={name}: an instance of it cannot be called; give the class a method "
             "`__call__(self, model, batch)` that returns (loss_sum, count, metrics)"
         )
     return task
@@ -86,31 +123,42 @@ def set_global_switches(config: Config, device: torch.device) -> None:
 
 
 def _locate_all(config: Config) -> dict[str, Any]:
-    """`data`, `model` and `task` (None: from the data set). Raises UserError with all mistakes at once."""
+    """`data`, `model`, `task` (None: from the data set) and the tasks of updates, by setting. Raises UserError with all
+    mistakes at once.
+    """
     errors: list[str] = []
     found: dict[str, Any] = {"task": None}
-    for group, node in {"data": config.data, "model": config.model}.items():
+    evaluated = {f"eval.{name}": node for name, node in config.eval.items()}
+    for group, node in {"data": config.data, "model": config.model, **evaluated}.items():
         try:
             found[group] = targets.locate(node.target, f"{group}._target_", config.user_packages)
-            open_ended = {"split", "seed"} if group == "data" else set(_parameters(found[group]))
+            open_ended = set(_parameters(found[group])) if group == "model" else {"split", "seed"}
             errors += check_arguments(found[group], node.arguments, group, open_ended)
         except UserError as error:
             errors.append(str(error))
-    try:
-        targets.locate(config.optimizer.target, "optimizer._target_", config.user_packages)
-        if config.task in BUILT_IN_TASKS:
-            found["task"] = getattr(losses, config.task)
-        elif config.task != "auto":
-            found["task"] = targets.locate(config.task, "task", config.user_packages)
-    except UserError as error:
-        errors.append(str(error))
+    tasks = {"task": config.task} | dict(
+        zip(_settings_of_tasks(config), (update.task for update in config.updates), strict=True)
+    )
+    for setting, optimizer in config.optimizers.items():
+        try:
+            targets.locate(optimizer.target, f"{setting}._target_", config.user_packages)
+        except UserError as error:
+            errors.append(str(error))
+    for setting, task in tasks.items():
+        try:
+            if task in BUILT_IN_TASKS:
+                found[setting] = getattr(losses, task)
+            elif task != "auto" or setting != "task":
+                found[setting] = targets.locate(task, setting, config.user_packages)
+        except UserError as error:
+            errors.append(str(error))
     if errors:
         raise UserError("\n".join(errors))
     return found
 
 
-def _datasets(config: Config, kind: Any) -> tuple[Any, Any]:
-    """Training data and evaluation data."""
+def _datasets(config: Config, kind: Any) -> tuple[Any, dict[str, Any]]:
+    """Training data, and the data's own validation split under the name "", if there is one."""
     if "split" not in _parameters(kind):
         raise UserError(
             f"data._target_={config.data.target}: its constructor has no parameter `split`; the application asks for "
@@ -122,15 +170,35 @@ def _datasets(config: Config, kind: Any) -> tuple[Any, Any]:
         )
         for split in ("train", "val")
     )
-    if config.task == "auto":
+    if config.task == "auto" and not config.updates:
         _require_known_task(train, config.data.target)
-    if len(train) == 0:
+    _require_samples(train, config.data.target)
+    if is_empty(train):
         raise UserError(f"data={config.data.target}: the training split is empty")
-    if evaluation is not None and not len(evaluation):
-        evaluation = None
-    if evaluation is None and config.mode == "eval":
-        raise UserError(f"mode=eval: data={config.data.target} has no validation split")
-    return train, evaluation
+    if evaluation is not None:
+        _require_samples(evaluation, config.data.target)
+    return train, {} if evaluation is None or is_empty(evaluation) else {"": evaluation}
+
+
+def _eval_set(config: Config, name: str, kind: Any) -> Any:
+    """The data set `eval.name`: its validation split, unless its arguments say otherwise."""
+    node, provided = config.eval[name], {"split": "val", "seed": config.train.seed}
+    found = targets.construct(kind, node.arguments, f"eval.{name}", config.user_packages, provided)
+    if found is not None:
+        _require_samples(found, node.target)
+    if found is None or is_empty(found):
+        raise UserError(f"eval.{name}._target_={node.target}: it has no samples; leave it out, or give it some")
+    return found
+
+
+def _require_samples(data: Any, name: str) -> None:
+    """Raises UserError for an object from which no sample can be had."""
+    fetches = hasattr(data, "__getitem__") or hasattr(data, "__getitems__")
+    if not (is_stream(data) or (hasattr(data, "__len__") and fetches)):
+        raise UserError(
+            f"data={name}: a {type(data).__name__} is no data set; it needs `__len__` and `__getitem__`, or, as a "
+            "stream, `__iter__` alone"
+        )
 
 
 def _require_known_task(data: Any, name: str) -> None:

@@ -1,96 +1,106 @@
-"""Evaluation: the whole evaluation set, each sample once."""
+"""Evaluation: every evaluation set in turn, each sample once."""
 
 import contextlib
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
-from torch import nn
 
+from trainapp.config.validation import suggest
+from trainapp.data.eval_stream import EvalStream
 from trainapp.data.micro_batch import MicroBatch
+from trainapp.data.sampler import EvalBatches
 from trainapp.errors import UserError
+from trainapp.hooks.metrics import as_logged, as_scalars, asked, logged
 from trainapp.rng import preserved_rng
+from trainapp.train import callbacks
 from trainapp.train.allocations import note_refused, require_all_allocated
 from trainapp.train.losses import evaluate_metrics
+from trainapp.train.modes import evaluation_mode
 from trainapp.train.phase import Phase
-from trainapp.train.run import Run
+from trainapp.train.run import Evaluated, Objective, Run
 from trainapp.train.totals import Totals
+from trainapp.train.watching import watch_micro_batch
 
 
 @torch.no_grad()
 def evaluate(run: Run) -> None:
-    """Evaluate all samples, from where an out-of-memory error interrupted it. Raises UserError for a metric that the
-    task does not have.
+    """Evaluate all samples of every set, from where an out-of-memory error interrupted it. Raises UserError for a
+    metric that the task does not have.
     """
-    state, progress, started = run.state, run.state.progress, time.monotonic()
-    sizes, attempt = run.sizes.evaluation, run.attempt
-    assert run.eval_batches is not None, "evaluation without evaluation data"
+    progress, attempt, started = run.state.progress, run.attempt, time.monotonic()
+    assert run.eval_sets, "evaluation without evaluation data"
     run.nonfinite.check()
-    tunes = run.autotuner.follow(sizes)
     attempt.phase, attempt.started = Phase.EVALUATE, started
     note_refused(run)
+    for name, batches in run.eval_sets.items():
+        if name not in attempt.evaluated:
+            attempt.evaluated[name] = evaluate_set(run, name, batches)
+    evaluated, attempt.evaluated = attempt.evaluated, {}
+    means = {logged(name, metric): value for name, own in evaluated.items() for metric, value in own.means.items()}
+    results = {logged(name, metric): value for name, own in evaluated.items() for metric, value in own.results.items()}
+    run.last_evaluation = means
+    progress.evaluated_at = progress.step
+    run.meter.pause(time.monotonic() - started)
+    run.tracker.evaluated(progress.step, progress.samples, means)
+    record_objective(run, means)
+    callbacks.after_evaluation(run, results | means)
+
+
+def evaluate_set(run: Run, name: str, batches: EvalBatches | EvalStream) -> Evaluated:
+    """One set, all its samples. Collective."""
+    state, sizes, attempt = run.state, run.sizes.evaluation, run.attempt
+    tunes = run.autotuner.follow(sizes)
     if attempt.evaluation is None:  # not on a retry: a rank that evaluates alone recovers alone
         # Each rank proves its size on its own batches, whose number differs: agree once.
         all_proven = run.ranks.all_reduce_min(int(not (tunes or sizes.is_unproven))) == 1
         run.ranks.enable_votes(not all_proven)
         run.strategy.broadcast_buffers()
         attempt.evaluation = Totals()
+        run.metrics.reset()
     with contextlib.ExitStack() as stack:
         stack.enter_context(preserved_rng(state.device))
         stack.enter_context(state.stateful.preserved_generators())
         stack.enter_context(state.average.in_place_of_weights())
         stack.enter_context(evaluation_mode((state.model, *state.stateful.modules.values())))
         stack.enter_context(run.restore_point.undone_on_error(sizes.is_unproven))
-        for fetched in run.eval_batches.from_sample(attempt.evaluation.samples, sizes.size, run.ranks):
+        for fetched in batches.from_sample(attempt.evaluation.samples, sizes.size, run.ranks):
             for micro in sizes.cut(fetched, run.eval_ranks):
                 evaluate_batch(run, micro)
     if run.strategy.forward_is_collective:
         run.strategy.finish_accumulation()
         sizes.succeeded(run.ranks, news=True)  # a rank may have seen shapes that are new to others
     totals = attempt.evaluation.over(run.ranks)
-    means, attempt.evaluation = totals.means(run.ranks), None
+    results = run.metrics.results(run.ranks)
+    found, attempt.evaluation = Evaluated(totals.means(run.ranks) | as_scalars(results), results), None
+    run.metrics.reset()
     if totals.count == 0:
         run.tracker.note_once(
-            f"evaluation at step {progress.step}: the loss's count is 0 over the whole evaluation set, so the loss is "
-            "nan",
-            topic="nothing counts in evaluation",
+            f"evaluation{f' of {name}' if name else ''} at step {state.progress.step}: the loss's count is 0 over the "
+            "whole evaluation set, so the loss is nan",
+            topic=f"nothing counts in evaluation {name}",
         )
-    progress.evaluated_at = progress.step
-    run.meter.pause(time.monotonic() - started)
-    run.tracker.evaluated(progress.step, progress.samples, means)
-    record_objective(run, means)
-
-
-@contextlib.contextmanager
-def evaluation_mode(roots: Iterable[nn.Module]) -> Iterator[None]:
-    """Evaluation mode inside the block, for each module its own mode after it: a part of a model may be in evaluation
-    mode for good.
-    """
-    modes = [(module, module.training) for root in roots for module in root.modules()]
-    try:
-        for module, _ in modes:
-            module.eval()
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
+    return found
 
 
 def evaluate_batch(run: Run, micro: MicroBatch) -> None:
     """One evaluation micro-batch. Counted only when complete, and on all ranks or none."""
     sizes, totals = run.sizes.evaluation, run.attempt.evaluation
     assert totals is not None, "outside an evaluation"
-    watch = run.memory.watch(run.meter.resident(micro.data)) if sizes.needs_watching else contextlib.nullcontext()
-    with watch:
-        with run.state.precision.autocast:
-            loss, count, metrics = run.strategy.evaluate(run.task, micro.data)
-        finished = evaluate_metrics(metrics)
-    if sizes.is_unproven:
-        require_all_allocated(run, sizes, run.eval_ranks)
-    run.restore_point.tensors.note_written()
-    totals = totals.plus(loss, count, finished, micro.samples, micro.real)
-    run.eval_ranks.check_peers()  # the last moment at which a micro-batch can be repeated
+    with run.metrics.undone_on_error():
+        with watch_micro_batch(run, sizes, micro.data):
+            with run.state.precision.autocast:
+                loss, count, metrics = run.strategy.evaluate(run.task, micro.data)
+            finished = evaluate_metrics(metrics, run.metrics.names)
+            if micro.real:
+                run.metrics.update(metrics)
+        if sizes.is_unproven:
+            require_all_allocated(run, sizes, run.eval_ranks)
+        run.restore_point.tensors.note_written()
+        # A copy: a loss that is a view would keep its micro-batch's tensors until the evaluation ends.
+        totals = totals.plus(loss.clone(), count, finished, micro.samples, micro.real)
+        run.eval_ranks.check_peers()  # the last moment at which a micro-batch can be repeated
     run.attempt.evaluation = totals
     run.restore_point.take(sizes.is_unproven)
     run.eval_ranks.check_peers()  # what follows is collective and has no vote
@@ -100,10 +110,22 @@ def evaluate_batch(run: Run, micro: MicroBatch) -> None:
 def record_objective(run: Run, means: dict[str, float]) -> None:
     """Record this evaluation's objective, and the best so far: nan and inf are never it."""
     progress, (direction, metric) = run.state.progress, run.objective
+    metric = as_logged(metric, means)
     if metric not in means and progress.objective is None:  # else it is one that only some batches have
-        raise UserError(f"objective={direction} {metric}: there is no such metric; there are {', '.join(means)}")
+        raise no_such_metric(run.objective, map(asked, means))
     progress.objective = value = means.get(metric, math.nan)
+    for update in run.state.updates:
+        update.schedule.evaluated(value)
     best = progress.best
     is_better = best is None or (value > best if direction == "max" else value < best)
     if math.isfinite(value) and is_better:
         progress.best, progress.best_step = value, progress.step
+
+
+def no_such_metric(objective: Objective, known: Iterable[str], setting: str = "objective") -> UserError:
+    """The error for a metric that the task does not have."""
+    names = sorted(known)
+    return UserError(
+        f"{setting}={objective.direction} {objective.metric}: there is no such metric; there are {', '.join(names)}"
+        f"{suggest(objective.metric, names)}"
+    )

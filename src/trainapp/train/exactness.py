@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from trainapp.checkpoint.plain import digest, encoded
-from trainapp.checkpoint.stateful import DEPTH, children
+from trainapp.checkpoint.stateful import DEPTH, children, moves_at_commit
 from trainapp.checksum import checksum
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.models.inspect import MODULE_ATTRIBUTES
@@ -132,7 +132,7 @@ def _add(found: Snapshot, name: str, held: Any, seen: set[int], depth: int) -> N
     if leaf is not _NO_LEAF:
         found[name] = leaf
         return
-    if id(held) in seen or depth > DEPTH:
+    if id(held) in seen or depth > DEPTH or moves_at_commit(held):
         return
     seen.add(id(held))
     parts: Iterable[tuple[Any, Any]]

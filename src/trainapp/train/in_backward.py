@@ -14,7 +14,7 @@ from torch import Tensor
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.optim.in_backward import ParameterSteps
 from trainapp.optim.nonfinite import gradient_norm, scale_gradients
-from trainapp.optim.updated_memory import UpdatedMemory
+from trainapp.optim.updated_memory import UpdatedMemory, slices_refused
 from trainapp.torch_private import foreach_norm
 from trainapp.train.phase import Phase
 from trainapp.train.run import Run, Step
@@ -42,7 +42,7 @@ def update_in_backward(run: Run, step: Step) -> tuple[Totals, Tensor, bool]:
     else:
         norm = gradient_norm(run.meter.gradients())
         leave_out(run, step, totals)
-    count_step(run, step, commit.applies)
+    count_step(run, step, commit.applies, totals)
     return totals, norm, commit.applies
 
 
@@ -94,7 +94,8 @@ class _Commit:
             except RuntimeError as error:
                 if "modified by an inplace operation" in str(error):
                     raise UserError(
-                        "optimizer.in_backward=true: the backward needs a parameter again after its gradient is "
+                        slices_refused(run.state.model)
+                        or "optimizer.in_backward=true: the backward needs a parameter again after its gradient is "
                         f"complete, such as one that is also used under detach() ({str(error).splitlines()[0]}); use "
                         "optimizer.in_backward=false"
                     ) from error

@@ -3,7 +3,7 @@
 A step is a transaction. Its samples are fixed by the sampler's state. Gradients are summed over micro-batches while
 parameters and optimizer stay unchanged, so that aborting is free; then one update changes everything. An
 out-of-memory error leaves `train`; the runner rolls the step back outside `except`, chooses a smaller micro-batch, and
-calls `train` again.
+calls `train` again. With several optimizers, a step is a transaction for each, on the same samples.
 """
 
 import time
@@ -11,11 +11,14 @@ import time
 from torch import Tensor
 
 from trainapp.memory.timeline import Picture
+from trainapp.optim.groups import rates
 from trainapp.tracking.meter import spread_over_ranks
+from trainapp.train import callbacks
+from trainapp.train.against_plan import compare_with_plan
 from trainapp.train.evaluate import evaluate
 from trainapp.train.in_backward import update_in_backward
 from trainapp.train.phase import Phase
-from trainapp.train.run import Run
+from trainapp.train.run import Run, Step
 from trainapp.train.step import accumulate_gradients, clip_gradients, drop_gradients, update
 from trainapp.train.totals import Totals
 from trainapp.train.transaction import transaction
@@ -27,6 +30,7 @@ def train(run: Run) -> None:
     """
     while True:
         update_weight_average(run)
+        callbacks.after_step(run)
         if run.evaluation_is_due:
             evaluate(run)
         if run.save_is_due:
@@ -37,8 +41,13 @@ def train(run: Run) -> None:
 
 
 def train_step(run: Run) -> None:
-    """One optimizer step over the global batch. Nothing changes before the update."""
-    step = run.next_step()
+    """One optimizer step over the global batch: one update or, with several optimizers, each that is not yet made."""
+    for step in run.coming_updates():
+        train_update(run, step)
+
+
+def train_update(run: Run, step: Step) -> None:
+    """One update. Nothing changes before it."""
     with transaction(run, step):  # saves what `rollback` restores; an error passes through
         if run.config.optimizer.in_backward:
             totals, norm, applied = update_in_backward(run, step)
@@ -46,8 +55,8 @@ def train_step(run: Run) -> None:
             totals = accumulate_gradients(run, step)
             norm = clip_gradients(run, step, totals)
             applied = update(run, step, totals, norm)
-    if applied and step.is_logged:
-        log(run, totals, norm)
+    if step.is_logged:
+        log(run, step, totals, norm, applied)
     if step.is_drawn:
         draw_timeline(run)
     finish_step(run)
@@ -72,7 +81,7 @@ def grow_micro_batch(run: Run, news: bool) -> None:
     sizes, step = run.sizes.train, run.state.progress.step
     was_searching = not sizes.search_has_ended
     run.attempt.phase = Phase.SEARCH
-    sizes.compare(run.ranks, run.memory.watched_peak)
+    compare_with_plan(run)
     for size in sizes.succeeded(run.ranks, news).values():
         run.tracker.note(f"step {step + 1} tries a larger micro-batch: {size}")
     if was_searching and sizes.search_has_ended:
@@ -85,17 +94,19 @@ def update_weight_average(run: Run) -> None:
     run.state.average.catch_up(run.state.progress.step)
 
 
-def log(run: Run, totals: Totals, norm: Tensor) -> None:
-    """Write the step's metrics. Waits for the device."""
+def log(run: Run, step: Step, totals: Totals, norm: Tensor, applied: bool) -> None:
+    """Note the update's metrics, and write those of the step after its last one. Waits for the device."""
     run.attempt.phase = Phase.LOG
-    run.nonfinite.check()
     progress, batches = run.state.progress, run.batches
-    scalars = totals.means(run.ranks) | {
-        "epoch": progress.epoch + progress.consumed / batches.epoch_samples,
-        "lr": run.state.optimizer.param_groups[0]["lr"],
-        "grad_norm": float(norm),
-    }
+    if applied:
+        run.nonfinite.check()
+        own = totals.means(run.ranks) | rates(step.update.optimizer) | {"grad_norm": float(norm)}
+        run.logged |= {step.update.named(name): value for name, value in own.items()} | {"loss": own["loss"]}
+    if progress.update or not run.logged:
+        return
+    scalars = run.logged | {"epoch": batches.epochs(progress)}
     scalars |= run.sizes.scalars(batches) | run.meter.scalars()
+    scalars |= run.utilisation.scalars(scalars["samples_per_second"], run.ranks.world)
     scalars |= spread_over_ranks(scalars, run.ranks)
     run.tracker.log(progress.step, progress.samples, scalars, run.objective.metric)
 

@@ -5,23 +5,29 @@ number, or a scalar tensor where padding decides). The loop divides by the true 
 that uneven micro-batches and padding weigh as they should. metrics maps a name to a sum over the same count (a scalar
 tensor or a number), or to a function that computes it: functions are only called for steps that are logged, and in
 evaluation. A metric that only some micro-batches or ranks have is averaged over the count of those.
+
+For metrics that are no such means, which `metrics.NAME` configures, `metrics` also holds the arguments of their
+`update` under their names, or under EVERY for all of them: see `hooks/metrics.py`.
 """
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+import numbers
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainapp.errors import UserError
+from trainapp.hooks.metrics import EVERY
 from trainapp.memory.levers.chunked_loss import features_only, head_of, linear_cross_entropy
 
 Number = float | int | bool  # or a number of NumPy's
-Metrics = Mapping[str, Tensor | Number | Callable[[], Tensor | Number]]
+Metrics = Mapping[str, Any]  # sums: Tensor | Number | Callable[[], Tensor | Number]; or arguments of an `update`
 Task = Callable[[nn.Module, Any], tuple[Tensor, "Tensor | float", Metrics]]
 
 IGNORED = -100  # the target of padding
@@ -81,16 +87,22 @@ def classification(model: nn.Module, batch: Any) -> tuple[Tensor, int, Metrics]:
     """Cross-entropy of logits [B, classes] against int64 targets [B]; the metric is accuracy."""
     logits, targets = predictions(model, batch)
     loss_sum = F.cross_entropy(logits.float(), targets, reduction="sum")
-    detached = logits.detach()
-    return loss_sum, len(targets), {"accuracy": lambda: (detached.argmax(-1) == targets).sum()}
+    return loss_sum, len(targets), _metrics(logits.detach(), targets)
 
 
 def next_token(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor, Metrics]:
     """Cross-entropy of logits [B, T, vocabulary] against int64 targets [B, T], -100 for padding."""
     logits, targets = predictions(model, batch)
     loss_sum = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
-    detached = logits.detach()
-    return loss_sum, (targets != IGNORED).sum(), {"accuracy": lambda: (detached.argmax(-1) == targets).sum()}
+    return loss_sum, (targets != IGNORED).sum(), _metrics(logits.detach(), targets)
+
+
+next_token.counts = "tokens"  # type: ignore[attr-defined]  # what its count is, for the log's tokens per second
+
+
+def _metrics(logits: Tensor, targets: Tensor) -> Metrics:
+    """The accuracy, and `(logits, targets)` for each configured metric."""
+    return {"accuracy": lambda: (logits.argmax(-1) == targets).sum(), EVERY: lambda: (logits.float(), targets)}
 
 
 @dataclass(frozen=True)
@@ -119,6 +131,13 @@ def is_built_in(task: Task) -> bool:
     return plain in (classification, next_token) or isinstance(plain, InChunks)
 
 
+def counts_tokens(task: Task) -> bool:
+    """Whether the task's count is a number of tokens: it says so by an attribute `counts = "tokens"`."""
+    plain = getattr(task, "unchecked", task)
+    plain = plain.task if isinstance(plain, InChunks) else plain
+    return bool(getattr(plain, "counts", None) == "tokens")
+
+
 def in_chunks(task: Task, rows: int | Literal["auto"] | None) -> Task:
     """A built-in task with its loss in chunks of so many rows; None: with all logits at once. Others are unchanged."""
     if not is_built_in(task):
@@ -131,31 +150,37 @@ def in_chunks(task: Task, rows: int | Literal["auto"] | None) -> Task:
 def checked(task: Task, setting: str) -> Task:
     """The task, raising UserError for a result that cannot be trained on or added up. Costs half a microsecond.
 
+    The values of metrics are looked at in the first result only: later ones are when they are added up.
     setting: the task's name, for messages.
     """
+    is_first = True
 
     @functools.wraps(task, assigned=("__name__", "__doc__"), updated=())
     def checked_task(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | float, Metrics]:
+        nonlocal is_first
         result = task(model, batch)
         try:
             loss, count, metrics = result
             fits = loss.ndim == 0 and (loss.requires_grad or not torch.is_grad_enabled()) and hasattr(metrics, "items")
         except (TypeError, ValueError, AttributeError):
             fits = False
+        if not fits or is_first:
+            _require_addable(result, setting)
+            is_first = False
         if not fits:
-            _refuse(result, setting)
+            _refuse_without_gradient(setting)
         return loss, count, metrics
 
     setattr(checked_task, "unchecked", task)  # noqa: B010  # a function has no such attribute, says mypy
     return checked_task
 
 
-def _refuse(result: Any, setting: str) -> NoReturn:
-    """Raise UserError that says what is wrong with a task's result."""
+def _require_addable(result: Any, setting: str) -> None:
+    """Raise UserError that says what is wrong with a task's result, if its form is not the right one."""
     if not isinstance(result, (tuple, list)) or len(result) != 3:
         found = f"{len(result)} values" if isinstance(result, (tuple, list)) else f"a {type(result).__name__}"
         raise UserError(f"task={setting}: must return (loss_sum, count, metrics), but returned {found}")
-    loss, _, metrics = result
+    loss, count, metrics = result
     if not isinstance(loss, Tensor):
         raise UserError(f"task={setting}: its loss must be a scalar tensor, not a {type(loss).__name__}")
     if loss.ndim:
@@ -163,11 +188,23 @@ def _refuse(result: Any, setting: str) -> NoReturn:
             f"task={setting}: its loss must be a scalar, the sum over the micro-batch, but has shape "
             f"{list(loss.shape)}; return loss.sum()"
         )
+    if loss.is_complex():
+        raise UserError(f"task={setting}: its loss must be a real number, but is {loss.dtype}; return loss.abs(), say")
+    if (problem := problem_of_count(count)) is not None:
+        raise UserError(f"task={setting}: {problem}")
     if not isinstance(metrics, Mapping):
         raise UserError(
             f"task={setting}: its metrics must be a dict of names and sums, which may be empty, not a "
             f"{type(metrics).__name__}"
         )
+    for name, value in metrics.items():
+        if not isinstance(name, str):
+            raise UserError(f"task={setting}: the name of a metric must be a string, not {name!r}")
+        if isinstance(value, Tensor):
+            _metric_sum(name, value)
+
+
+def _refuse_without_gradient(setting: str) -> NoReturn:
     raise UserError(
         f"task={setting}: its loss needs no gradient, so nothing can be trained; it must depend on parameters of the "
         "model that are not frozen, without detach(), .item() or torch.no_grad() between (for a micro-batch that has "
@@ -175,19 +212,47 @@ def _refuse(result: Any, setting: str) -> NoReturn:
     )
 
 
-# What the log records beside metrics: see `loop.log`, `Sizes.scalars` and `Meter.scalars`.
+def problem_of_count(count: Any) -> str | None:
+    """What is wrong with a task's count; None for a number or a scalar tensor."""
+    has_shape = isinstance(count, (Tensor, np.ndarray))
+    if not count.ndim if has_shape else isinstance(count, numbers.Real):
+        return None
+    found = f"has shape {list(count.shape)}" if has_shape else f"is a {type(count).__name__}"
+    return (
+        f"the count must be a number or a scalar tensor, what the loss is to be divided by, but {found}; return the "
+        "number of samples or tokens, or the sum of their weights"
+    )
+
+
+def needs_whole_batch(task: Any) -> bool:
+    """Whether the task says by `whole_batch = True` that its loss is no sum over samples, so that its batch is never
+    cut.
+    """
+    plain = getattr(task, "unchecked", task)
+    plain = plain.func if isinstance(plain, functools.partial) else plain
+    return bool(getattr(plain, "whole_batch", False))
+
+
+# What the log records in addition to metrics: see `loop.log`, `Sizes.scalars` and `Meter.scalars`.
 RESERVED = frozenset({"loss", "step", "samples", "epoch", "lr", "grad_norm", "samples_per_second", "data_wait"})
 
 
-def evaluate_metrics(metrics: Metrics) -> dict[str, Tensor]:
-    """The metrics' sums as scalar tensors; metrics given as functions are called. Raises UserError for others."""
+def evaluate_metrics(metrics: Metrics, stateful: Collection[str] = ()) -> dict[str, Tensor]:
+    """The metrics' sums as scalar tensors; metrics given as functions are called. Raises UserError for others.
+
+    stateful: names of metrics with a state, for which `metrics` has no sum.
+    """
     taken = sorted(RESERVED & metrics.keys())
     if taken:
         raise UserError(
             f"task: a metric cannot be called {taken[0]}, which the log itself records; choose another name"
         )
     with torch.no_grad():
-        return {name: _metric_sum(name, value() if callable(value) else value) for name, value in metrics.items()}
+        return {
+            name: _metric_sum(name, value() if callable(value) else value)
+            for name, value in metrics.items()
+            if name != EVERY and name not in stateful
+        }
 
 
 def _metric_sum(name: str, value: Any) -> Tensor:

@@ -109,7 +109,7 @@ class ModelTensors:
         if verify:
             unsure = (*range(self._parameters), *self._constant)
             with outside_dispatch_modes():  # counting live tensors would take longer than the sums
-                self._sums = {i: checksum(self._aliases[i]) for i in unsure if _has_memory(self._tensors[i])}
+                self._sums = {i: checksum(self._aliases[i]) for i in unsure if _has_memory(self._aliases[i])}
 
     def _holds_the_same(self) -> bool:
         values = chain.from_iterable(map(dict.values, self._filled))

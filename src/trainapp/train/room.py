@@ -1,25 +1,57 @@
-"""How much memory is left to a micro-batch: what `activation_checkpointing.bytes=auto` may use."""
+"""How much memory is left to a micro-batch, if any: what `activation_checkpointing.bytes=auto` may use."""
 
+import shlex
+
+from trainapp.checkpoint.train_state import TrainState
 from trainapp.config.schema import Config
-from trainapp.memory.device import DeviceMemory
+from trainapp.errors import UserError
+from trainapp.memory.device import DeviceMemory, size_of, static_bytes
 from trainapp.memory.kinds import MemoryKind
+from trainapp.memory.levers import catalogue
+from trainapp.memory.levers.lever import Lever, Situation, to_paste
 from trainapp.parallel.ranks import Ranks
 from trainapp.tracking.meter import Meter
+from trainapp.units import bytes_text
 
 
 def room_of(config: Config, memory: DeviceMemory, meter: Meter, ranks: Ranks, alone: bool) -> int:
-    """The bytes that the limit leaves to a micro-batch, beside what persists from step to step.
+    """The bytes that the limit leaves to a micro-batch, after what persists from step to step.
 
     alone: whether it is the only one of its step, which no gradients precede: on one rank, they count as its own.
-    Several ranks: also beside DDP's new buckets, or a whole model that FSDP has gathered. It gathers less at a time.
+    Several ranks: also after DDP's new buckets, or a whole model that FSDP has gathered. It gathers less at a time.
     CUDA, whose limit bounds reserved memory: a tenth of it is left to cache and fragmentation.
     """
     room = memory.enforced - meter.static_bytes
-    if alone and ranks.world == 1:
-        room += meter.static[MemoryKind.GRADIENTS]
+    if ranks.world == 1:  # ranks may keep different things, but must choose alike
+        step = max(1, memory.enforced // 64)  # coarse: every other amount is another choice
+        hooks = size_of(tensor for tensor in meter.hook_tensors() if tensor.device.type == memory.device.type)
+        room -= -(-(memory.kept_before + hooks) // step) * step
+        if alone:
+            room += meter.static[MemoryKind.GRADIENTS]
     if memory.device.type == "cuda":
         room -= memory.enforced // 10
     if ranks.world > 1:
         gradients = sum(p.numel() * p.element_size() for p in meter.parameters)  # of all shards
         room -= gradients if config.parallel.strategy == "ddp" else 2 * gradients
     return room
+
+
+def require_room(memory: DeviceMemory, state: TrainState, situation: Situation) -> None:
+    """Raises UserError when the limit leaves no memory for any batch, however small. It names the levers that help."""
+    sizes = static_bytes(state.model, state.optimizers, state.average.averages, state.keeps_gradients)
+    if memory.limit is not None and sum(sizes.values()) >= memory.limit:
+        parts = ", ".join(f"{kind.label} {bytes_text(size)}" for kind, size in sizes.items() if size)
+        levers = [
+            f"  {_pasted(lever, situation)}: saves {lever.saves if saved is None else bytes_text(saved)}; "
+            f"cost: {lever.costs}"
+            for saved, lever in catalogue.of_state(situation, sizes)
+        ]
+        raise UserError(
+            f"memory.limit={bytes_text(memory.limit)}: {parts} need {bytes_text(sum(sizes.values()))} before any "
+            "batch; raise the limit, use a smaller model, or one of these:\n" + "\n".join(levers).replace("`", "")
+        )
+
+
+def _pasted(lever: Lever, situation: Situation) -> str:
+    """Its overrides; its setting where the value is the user's to choose."""
+    return shlex.join(to_paste([lever], situation.config.command)) if lever.changes else lever.setting

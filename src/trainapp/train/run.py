@@ -1,36 +1,46 @@
 """The `Run`: everything that the loop works with, in named parts."""
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from trainapp.checkpoint.checkpointer import Checkpointer, NullCheckpointer
-from trainapp.checkpoint.train_state import TrainState
-from trainapp.config.durations import RunLength, to_steps
+from trainapp.checkpoint.train_state import TrainState, Update
+from trainapp.config.durations import RunLength
 from trainapp.config.schema import Config
-from trainapp.data.progress import Progress
-from trainapp.data.sampler import EvalBatches, TrainBatches
+from trainapp.data.eval_stream import EvalStream
+from trainapp.data.sampler import EvalBatches
+from trainapp.data.step_batches import StepBatches
+from trainapp.errors import UserError
+from trainapp.hooks.callbacks import Callbacks
+from trainapp.hooks.metrics import StatefulMetrics
 from trainapp.memory.device import DeviceMemory
 from trainapp.memory.levers.budget import Budget, NoBudget
 from trainapp.memory.levers.offload import NoOffload, Offload
 from trainapp.optim import schedules
 from trainapp.optim.nonfinite import NonFiniteCheck
-from trainapp.optim.schedules import Schedule
 from trainapp.parallel.ranks import Flags, Ranks, SingleRank
 from trainapp.parallel.strategy import SingleDevice
 from trainapp.signals import StopRequest
 from trainapp.tracking.meter import Meter
+from trainapp.tracking.outlet import Outlet
 from trainapp.tracking.tracker import SilentTracker, Tracker
+from trainapp.tracking.utilisation import NoUtilisation, Utilisation
 from trainapp.train.autotuner import Autotuner
-from trainapp.train.losses import Task
+from trainapp.train.cadences import Cadences, run_length
+from trainapp.train.losses import Task, is_built_in
 from trainapp.train.phase import Phase
 from trainapp.train.restore_point import RestorePoint
 from trainapp.train.sizes import Sizes
 from trainapp.train.totals import Totals
 
+EvalSets = dict[str, "EvalBatches | EvalStream"]  # by name; the data's own validation split is ""
+
 
 class Step(NamedTuple):
-    """The coming optimizer step."""
+    """The coming optimizer step, and which of its updates: with one optimizer, there is one."""
 
+    update: Update
     number: int  # from 1; the same again after a skipped step
     attempt: int  # from 1, skipped steps included: what `batch.micro_schedule` counts
     samples: int  # over all ranks
@@ -44,35 +54,26 @@ class Objective(NamedTuple):
     direction: str  # "max" or "min"
     metric: str
 
-
-@dataclass
-class Cadences:
-    """How often, in optimizer steps; 0 is never."""
-
-    log: int
-    evaluate: int
-    save: int
-
     @classmethod
-    def of(cls, config: Config, length: RunLength) -> "Cadences":
-        """From `every.*`. Raises ValueError for a percentage of a run without an end."""
-        every = config.every
-        return cls(to_steps(every.log, length), to_steps(every.eval, length), to_steps(every.save, length))
+    def of(cls, config: Config, data: Any, sets: Sequence[str]) -> "Objective":
+        """From `objective`; auto goes by the task. data: the training data set. sets: names of those that are
+        evaluated; auto is of the first, which is the data's own validation split (""), if there is one.
+        """
+        if config.objective != "auto":
+            direction, metric = config.objective.split()
+            return cls(direction, metric)
+        prefix = f"{sets[0]}/" if sets and sets[0] else ""
+        if config.task == "auto" and config.updates:  # the last update's task is evaluated
+            return cls("min", f"{prefix}loss")
+        classifies = config.task == "classification" or (config.task == "auto" and data.task == "classification")
+        return cls("max", f"{prefix}accuracy") if classifies else cls("min", f"{prefix}loss")
 
 
-def run_length(config: Config, batches: TrainBatches, progress: Progress) -> RunLength:
-    """What durations are measured against: the steps so far, and those from here to the end.
+class Evaluated(NamedTuple):
+    """What an evaluation of one data set has found, by metric: numbers, and what metrics with a state have computed."""
 
-    Where neither data nor global batch have changed, that is the same at every position: skipped steps count, too.
-    """
-    train, steps_per_epoch = config.train, batches.steps_per_epoch
-    ends = [] if train.max_steps is None else [train.max_steps]
-    if train.max_epochs is not None:
-        epochs = train.max_epochs - progress.epoch
-        left = batches.steps_left(progress.consumed) + (epochs - 1) * steps_per_epoch if epochs > 0 else 0
-        ends.append(progress.step + progress.skipped + left)
-    # mode=eval and mode=export take no step and need no end
-    return RunLength(steps_per_epoch, batches.global_size, min(ends, default=1))
+    means: dict[str, float]
+    results: dict[str, Any]
 
 
 @dataclass
@@ -82,8 +83,12 @@ class Attempt:
     phase: Phase = Phase.START
     started: float = 0.0  # time.monotonic()
     retried: set[tuple] = field(default_factory=set)  # what was retried at the same size in the present step
-    evaluation: Totals | None = None  # totals so far of an evaluation in progress
+    evaluation: Totals | None = None  # totals so far of the data set that is being evaluated
+    evaluated: dict[str, Evaluated] = field(default_factory=dict)  # the results of those before it, by name
     refused: int = 0  # allocations that the device's allocator had refused when it began
+    step: Step | None = None  # the last one that was begun
+    peak: int | None = None  # of that step in bytes, where it was watched as a whole
+    contradictions: int = 0  # watched steps in a row that contradict the plan
 
 
 @dataclass
@@ -95,10 +100,9 @@ class Run:
     strategy: SingleDevice  # how the model is spread over the ranks
     ranks: Ranks
     task: Task
-    batches: TrainBatches
-    eval_batches: EvalBatches | None
+    batches: StepBatches
+    eval_sets: EvalSets  # empty: nothing to evaluate
     length: RunLength
-    schedule: Schedule  # the learning rate's factor, by finished steps
     sizes: Sizes  # micro-batches
     memory: DeviceMemory
     meter: Meter
@@ -109,44 +113,82 @@ class Run:
     stop: StopRequest
     cadences: Cadences
     objective: Objective
+    metrics: StatefulMetrics = field(default_factory=StatefulMetrics)
+    callbacks: Callbacks = field(default_factory=Callbacks)
+    outlets: Mapping[str, Outlet] = field(default_factory=dict)  # of the tracker
+    utilisation: Utilisation | NoUtilisation = field(default_factory=NoUtilisation)
+    tasks: dict[str, Task] = field(default_factory=dict)  # of the updates, by name, where there are several
+    logged: dict[str, float] = field(default_factory=dict)  # metrics of the present step's finished updates
     activation_budget: Budget | NoBudget = field(default_factory=NoBudget)
     offload: Offload | NoOffload = field(default_factory=NoOffload)
-    rehearsals: int = 0  # steps yet to be checked by `train.check_exactness`
+    last_evaluation: dict[str, float] = field(default_factory=dict)  # as logged; of this process
+    rehearsals: int = 0  # updates yet to be checked by `train.check_exactness`
     attempt: Attempt = field(default_factory=Attempt)
     autotuner: Autotuner = field(default_factory=Autotuner)
 
     @property
     def evaluation_is_due(self) -> bool:
         """Whether the cadence asks for an evaluation that has not been done at this step."""
-        return self.eval_batches is not None and self._is_due(self.cadences.evaluate, self.state.progress.evaluated_at)
+        return bool(self.eval_sets) and self._is_due(
+            self.cadences.evaluate, self.cadences.evaluate_epochs, self.state.progress.evaluated_at
+        )
 
     @property
     def save_is_due(self) -> bool:
         """Whether the cadence, or the end of the run, asks for a checkpoint of this step."""
-        saved_at = self.checkpointer.saved_at
-        return self._is_due(self.cadences.save, saved_at) or (self.is_ending and saved_at != self.state.progress.step)
+        cadences, saved_at = self.cadences, self.checkpointer.saved_at
+        is_due = self._is_due(cadences.save, cadences.save_epochs, saved_at)
+        return is_due or (self.is_ending and saved_at != self.state.progress.step)
 
     @property
     def is_ending(self) -> bool:
-        """Whether the run has reached its end, or all ranks have agreed to stop."""
-        return self.is_finished or self.stop.agreed > 0
+        """Whether the run has reached its end or, after a whole step, all ranks have agreed to stop or a callback has
+        failed.
+        """
+        must_end = self.stop.agreed > 0 or self.callbacks.failure is not None
+        return self.is_finished or (must_end and not self.state.progress.update)
 
     @property
     def is_finished(self) -> bool:
-        """Whether the run has reached its end."""
+        """Whether the run has reached its end, or a callback has ended it."""
         progress = self.state.progress
-        return self._is_end(progress.step, progress.epoch)
+        return progress.stopped is not None or self._is_end(progress.step, progress.epoch)
+
+    @property
+    def training_task(self) -> Task:
+        """The loss of the update at work."""
+        return self.tasks.get(self.state.update.name, self.task)
+
+    @property
+    def knows_loss(self) -> bool:
+        """Whether every loss is one of the application's own."""
+        return all(map(is_built_in, (self.task, *self.tasks.values())))
+
+    @property
+    def schedule(self) -> Any:
+        """The learning rates of the update at work: a `Schedule`, nearly always a function of the finished steps."""
+        return self.state.update.schedule
+
+    def coming_updates(self) -> Iterator[Step]:
+        """The coming step, once for each of its updates that are not finished."""
+        for _ in self.state.updates[self.state.progress.update :]:
+            yield self.next_step()
 
     def next_step(self) -> Step:
         """The coming optimizer step. Steps on the cadence are logged, and the run's last."""
         progress, every = self.state.progress, self.cadences.log
+        self.sizes.turn_to(self.state.update.name)
+        self.batches.sizes_of_updates = self.sizes.of_updates()
+        if not progress.update:
+            self.logged = {}
         number = progress.step + 1
         is_logged = every > 0 and (
             number % every == 0 or self._is_end(number, self.batches.after(progress.epoch, progress.consumed)[0])
         )
         # Only once the size is proven, so that the plot shows a typical step.
         is_drawn = self.memory.keep_events and not self.sizes.train.is_unproven
-        return Step(number, number + progress.skipped, self.batches.step_samples(progress), is_logged, is_drawn)
+        samples = self.batches.step_samples(progress)
+        return Step(self.state.update, number, number + progress.skipped, samples, is_logged, is_drawn)
 
     @property
     def eval_ranks(self) -> Ranks:
@@ -183,15 +225,41 @@ class Run:
         Raises UserError where the schedule's warm-up and decay no longer fit.
         """
         self.length = run_length(self.config, self.batches, self.state.progress)
-        self.schedule = schedules.build(self.config.schedule, self.length)
+        self.schedule_rates()
         self.cadences = Cadences.of(self.config, self.length)
         self.tracker.progress.set_total(self.length.total_steps)
+
+    def schedule_rates(self) -> None:
+        """Give each update the schedule of a run of this length. One that follows evaluations continues.
+
+        Raises UserError where the schedule does not fit the run.
+        """
+        config = self.config
+        for update in self.state.updates:
+            state, direction = update.schedule.state_dict(), self.objective.direction
+            update.schedule = schedules.for_optimizer(
+                config.schedule, self.length, update.optimizer, config.user_packages, direction
+            )
+            if state:
+                update.schedule.load_state_dict(state)
+            if update.schedule.state_dict():
+                self._require_evaluations()
+
+    def _require_evaluations(self) -> None:
+        """Raises UserError where there are none, which a schedule follows."""
+        if self.config.mode == "train" and not (self.eval_sets and self.cadences.evaluates):
+            why = "every.eval=null" if self.eval_sets else "the data has no validation split"
+            raise UserError(
+                f"schedule._target_={self.config.schedule.target}: it follows the {self.objective.metric} of "
+                f"evaluations, but {why}: the rate would never change; evaluate, or choose another schedule"
+            )
 
     def close(self) -> None:
         """End loader workers and close files."""
         self.batches.close()
-        if self.eval_batches is not None:
-            self.eval_batches.close()
+        for evaluated in self.eval_sets.values():
+            evaluated.close()
+        self.callbacks.close()
         self.tracker.close()
 
     def _is_end(self, step: int, epoch: int) -> bool:
@@ -199,6 +267,9 @@ class Run:
         by_steps = train.max_steps is not None and step >= train.max_steps
         return by_steps or (train.max_epochs is not None and epoch >= train.max_epochs)
 
-    def _is_due(self, every: int, done_at: int) -> bool:
-        step = self.state.progress.step
-        return every > 0 and step != done_at and (step % every == 0 or self.is_finished)
+    def _is_due(self, every: int, every_epochs: int, done_at: int) -> bool:
+        progress = self.state.progress
+        if (every == 0 and every_epochs == 0) or progress.step == done_at:
+            return False
+        epoch_has_ended = every_epochs > 0 and progress.consumed == 0 and progress.epoch % every_epochs == 0
+        return epoch_has_ended or (every > 0 and progress.step % every == 0) or self.is_finished

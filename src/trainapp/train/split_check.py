@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from trainapp.data.sampler import Halves
+from trainapp.data.step_batches import Halves
 from trainapp.errors import TrainingStopped
 from trainapp.rng import preserved_rng
 from trainapp.train.run import Run

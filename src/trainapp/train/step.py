@@ -18,6 +18,7 @@ from trainapp.train.losses import evaluate_metrics
 from trainapp.train.phase import Phase
 from trainapp.train.run import Run, Step
 from trainapp.train.totals import Number, Totals
+from trainapp.train.watching import watch_micro_batch
 
 Around = Callable[[Totals], contextlib.AbstractContextManager[None]]
 
@@ -39,9 +40,8 @@ def accumulate_gradients(run: Run, step: Step, around_last: Around = _alone) -> 
     for fetched in run.meter.timed(micro_batches):
         for micro in sizes.train.cut(fetched, run.ranks):
             run.activation_budget.prepare(micro.data, run.state.precision.autocast, micro.last)
-            watched = run.memory.watching or sizes.train.needs_watching
-            watch = run.memory.watch(run.meter.resident(micro.data)) if watched else contextlib.nullcontext()
-            with run.strategy.micro_batch(micro.last), watch:
+            counting = run.utilisation.counting(step.update.name, micro.samples, micro.real)
+            with run.strategy.micro_batch(micro.last), watch_micro_batch(run, sizes.train, micro.data), counting:
                 totals = backward(run, micro, weight, totals, step.is_logged, around_last)
             if sizes.train.is_unproven:
                 require_all_allocated(run, sizes.train, run.ranks)
@@ -69,11 +69,11 @@ def backward(
     run.attempt.phase = Phase.FORWARD
     before = gradients_of(run.meter.parameters) if run.sizes.train.is_unproven else None
     with precision.autocast, run.offload.forward():
-        loss, count, metrics = run.strategy.compute(run.task, micro.data)
+        loss, count, metrics = run.strategy.compute(run.training_task, micro.data)
     if before is not None:
         require_same_gradients(run.meter.parameters, before)
     run.attempt.phase = Phase.METRIC
-    finished = evaluate_metrics(metrics) if is_logged else {}
+    finished = evaluate_metrics(metrics, run.metrics.names) if is_logged else {}
     del metrics  # functions among them hold what they compute from, such as all logits: not through the backward
     totals = totals.plus(loss, count, finished, real=micro.real)
     run.attempt.phase = Phase.BACKWARD
@@ -139,32 +139,29 @@ def update(run: Run, step: Step, totals: Totals, norm: Tensor) -> bool:
     state, progress = run.state, run.state.progress
     run.ranks.check_peers()  # the last moment at which a step can be aborted
     run.restore_point.tensors.note_step()
-    applied = run.nonfinite.allows_update(progress.step, totals.loss, norm, totals.count)
+    applied = run.nonfinite.allows_update(progress.step, totals.loss, norm, totals.count, step.update.name)
     if applied:
         set_rates(run)
         run.attempt.phase = Phase.COMMIT
         applied = state.precision.step(state.optimizer)
-        run.nonfinite.count(applied, progress.step)
+        run.nonfinite.count(applied, progress.step, update=step.update.name)
     else:
         leave_out(run, step, totals)
-    count_step(run, step, applied)
+    count_step(run, step, applied, totals)
     return applied
 
 
 def set_rates(run: Run) -> None:
-    """The learning rate of the coming update."""
-    factor = run.schedule(run.state.progress.step)
-    for group in run.state.optimizer.param_groups:
-        group["lr"] = group["initial_lr"] * factor
+    """The learning rates of the coming update."""
+    run.schedule.set_rates(run.state.optimizer.param_groups, run.state.progress.step)
 
 
-def count_step(run: Run, step: Step, applied: bool) -> None:
-    """The step is committed: what follows is the next one's."""
+def count_step(run: Run, step: Step, applied: bool, totals: Totals) -> None:
+    """The update is committed: what follows is the next one's, or the next step's."""
     progress = run.state.progress
-    run.meter.count(step.samples)
-    run.batches.advance(progress)
-    progress.step += applied
-    progress.skipped += not applied
+    if progress.finish_update(applied, len(run.state.updates)):
+        run.meter.count(step.samples, totals.count)
+        run.batches.advance(progress)
     run.attempt.phase = Phase.COMMITTED
     if run.sizes.record(step.attempt):
         note_batchnorm(run, step)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from trainapp.errors import UserError
 from trainapp.parallel.ranks import Ranks, SingleRank
+from trainapp.train.losses import problem_of_count
 
 Number = Tensor | float
 
@@ -94,11 +95,7 @@ def _sum_of_counts(total: Number, count: Number) -> Number:
     except TypeError:
         fits = False
     if not fits:
-        found = f"has shape {list(count.shape)}" if isinstance(count, Tensor) else f"is a {type(count).__name__}"
-        raise UserError(
-            f"task: the count must be a number or a scalar tensor, what the loss is to be divided by, but {found}; "
-            "return the number of samples or tokens, or the sum of their weights"
-        )
+        raise UserError(f"task: {problem_of_count(count)}")
     return total
 
 

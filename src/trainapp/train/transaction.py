@@ -5,12 +5,15 @@ import functools
 import time
 from collections.abc import Iterator
 
+from trainapp.checkpoint.train_state import Update
 from trainapp.train import exactness
 from trainapp.train.allocations import note_refused
 from trainapp.train.phase import Phase
 from trainapp.train.run import Run, Step
 from trainapp.train.split_check import require_right_split
 from trainapp.train.step import accumulate_gradients
+from trainapp.train.watching import watch_step
+from trainapp.trained import trained_alone
 
 
 @contextlib.contextmanager
@@ -18,33 +21,37 @@ def transaction(run: Run, step: Step) -> Iterator[None]:
     """Use around a step, up to and including its commit. An error passes through: the runner calls `rollback`.
 
     Records what a forward may change (`RestorePoint`). While the size is unproven, enables votes before each collective
-    on whether any rank ran out of memory, and watches memory; it also watches logged and drawn steps, and votes in the
-    one in which cuDNN tunes itself.
+    on whether any rank ran out of memory; also in the one in which cuDNN tunes itself. Watches memory, see `watching`.
     """
-    attempt, sizes, memory = run.attempt, run.sizes, run.memory
+    attempt, sizes = run.attempt, run.sizes
     attempt.phase, attempt.started = Phase.START, time.monotonic()  # no restore point yet
     sizes.follow_schedule(step.attempt)
-    run.restore_point.take(sizes.train.is_unproven, run.rehearsals > 0)
-    if sizes.train.is_unproven or step.is_logged:  # for ambiguous and for swallowed errors; reading counters takes time
-        note_refused(run)
-    attempt.phase = Phase.DATA
-    run.ranks.start_flag_exchange(run.flags)  # in the background: the step hides it
-    tunes = run.autotuner.follow(sizes.train)
-    run.ranks.enable_votes(tunes or sizes.train.is_unproven)
-    if sizes.train.is_unproven or step.is_drawn or (step.is_logged and memory.watch_is_due):
-        with memory.watch(run.meter.resident(), track_modules=sizes.train.is_untried):
+    with alone(run, step.update):
+        run.restore_point.take(sizes.train.is_unproven, run.rehearsals > 0)
+        if sizes.train.is_unproven or step.is_logged:  # for ambiguous and swallowed errors; reading counters takes time
+            note_refused(run)
+        attempt.phase = Phase.DATA
+        run.ranks.start_flag_exchange(run.flags)  # in the background: the step hides it
+        tunes = run.autotuner.follow(sizes.train)
+        run.ranks.enable_votes(tunes or sizes.train.is_unproven)
+        with watch_step(run, step):
             check_exactness(run, step)
             yield
-    else:
-        check_exactness(run, step)
-        yield
+
+
+def alone(run: Run, update: Update) -> contextlib.AbstractContextManager[None]:
+    """Where a step has several updates: inside, only the parameters of this one require gradients."""
+    if len(run.state.updates) == 1:
+        return contextlib.nullcontext()
+    run.strategy.turn_to(update.number)
+    return trained_alone(update.parameters, run.meter.parameters)
 
 
 def check_exactness(run: Run, step: Step) -> None:
     """Rehearse the first steps, if `train.check_exactness` asks for it."""
     if run.rehearsals:
         undo = functools.partial(rollback, run, Phase.GRADIENTS, other_ranks_wait=run.ranks.world > 1)
-        if run.rehearsals == exactness.STEPS:
+        if run.rehearsals == exactness.STEPS * len(run.state.updates):
             require_right_split(run, undo)
         exactness.rehearse(run, step, accumulate_gradients, undo)
         run.attempt.phase = Phase.DATA
@@ -67,8 +74,9 @@ def rollback(run: Run, phase: Phase, other_ranks_wait: bool) -> None:
     run.batches.drop_fetched()
     if other_ranks_wait:
         run.strategy.abort_step()
-    run.state.optimizer.zero_grad(set_to_none=True)
-    run.state.precision.reset_scaler()
+    for update in run.state.updates:
+        update.optimizer.zero_grad(set_to_none=True)
+        update.precision.reset_scaler()
     run.memory.release()
     if phase.can_be_undone:
         run.restore_point.restore()

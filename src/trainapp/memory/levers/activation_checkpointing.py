@@ -39,25 +39,29 @@ def apply(model: nn.Module, settings: ActivationCheckpointing) -> None:
         return
     for block in blocks_of(model, f"activation_checkpointing={settings.mode}")[:: settings.every]:
         selection = functools.partial(create_selective_checkpoint_contexts, _policy)
-        chosen = selection if settings.mode == "selective" else noop_context_fn
+        chosen = selection if settings.mode == "selective" else None
         block.forward = functools.partial(checkpointed, BlockState(block), block.forward, chosen)
 
 
 def checkpointed(
-    state: BlockState, forward: Callable[..., Any], chosen: Callable[[], Contexts], *inputs: Any, **options: Any
+    state: BlockState, forward: Callable[..., Any], chosen: Callable[[], Contexts] | None, *inputs: Any, **options: Any
 ) -> Any:
     """`forward(*inputs, **options)`, to be recomputed in backward but for what the contexts of `chosen` keep."""
     if not torch.is_grad_enabled():
         return forward(*inputs, **options)
-    # A compiled graph has no state of its own: what it writes, it writes once, however often it computes it.
-    contexts = chosen if torch.compiler.is_compiling() else functools.partial(_contexts, state, chosen)
     called = functools.partial(forward, **options) if options else forward  # `checkpoint` has options of its own
-    return checkpoint(called, *inputs, use_reentrant=False, context_fn=contexts)
+    if not torch.compiler.is_compiling():
+        contexts = functools.partial(_contexts, state, chosen)
+        return checkpoint(called, *inputs, use_reentrant=False, context_fn=contexts)
+    # A compiled graph has no state of its own: what it writes, it writes once, however often it computes it.
+    if chosen is None:  # the compiler refuses `noop_context_fn` by name (torch 2.13)
+        return checkpoint(called, *inputs, use_reentrant=False)
+    return checkpoint(called, *inputs, use_reentrant=False, context_fn=chosen)
 
 
-def _contexts(state: BlockState, chosen: Callable[[], Contexts]) -> Contexts:
+def _contexts(state: BlockState, chosen: Callable[[], Contexts] | None) -> Contexts:
     """The contexts of the forward and of the recomputation, which keep the block's state around `chosen`'s."""
-    forward, recompute = chosen()
+    forward, recompute = (chosen or noop_context_fn)()
     before = Before()
     # In this order: what selects the operations to keep must not see the copies.
     return _Nested(lambda: state.noted(before), forward), _Nested(lambda: state.rewound(before), recompute)

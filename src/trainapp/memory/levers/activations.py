@@ -4,7 +4,7 @@ from trainapp.memory.levers.conditions import (
     needs_a_gpu,
     needs_a_gpu_and_blocks,
     needs_blocks,
-    needs_blocks_in_eager_mode,
+    needs_blocks_to_budget,
 )
 from trainapp.memory.levers.lever import Lever
 
@@ -31,10 +31,10 @@ ACTIVATIONS = (
         "activation_checkpointing=budget activation_checkpointing.bytes=auto",
         saves="as many activations of the blocks as the limit, or a number of bytes, asks for",
         costs="recomputing what is cheapest to recompute per byte: nothing where all fits",
-        applies="models with `blocks()`, without `train.compile`",
+        applies="models with `blocks()`; not with both `train.compile` and `parallel=fsdp`",
         changes={"activation_checkpointing.mode": "budget", "activation_checkpointing.bytes": "auto"},
         in_force=lambda config: config.activation_checkpointing.mode == "budget",
-        require=needs_blocks_in_eager_mode,
+        require=needs_blocks_to_budget,
         result="same",
     ),
     Lever(

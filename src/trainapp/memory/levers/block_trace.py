@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from trainapp.data.batch import map_tensors
 from trainapp.memory.levers.costs import cost_of
+from trainapp.memory.live_tensors import LiveTensors
 from trainapp.models.inspect import MODULE_ATTRIBUTES, blocks_of
 from trainapp.rng import preserved_rng
 from trainapp.torch_operators import CAST, CHECKPOINT_IGNORES, READ_OPERATORS, schema_of
@@ -115,6 +116,19 @@ class Skeleton:
             finally:
                 for block in blocks:
                     vars(block).pop("forward", None)
+
+    def forward_and_backward(
+        self, fake: Any, autocast: contextlib.AbstractContextManager[Any], counter: LiveTensors
+    ) -> None:
+        """Of the task on a batch that `running` has given, inside it, counted. Leaves no gradients."""
+        try:
+            with counter:
+                with autocast:
+                    loss, *_ = self.task(self.model, fake)
+                loss.backward()
+        finally:
+            for parameter in self.model.parameters():
+                parameter.grad = None
 
     def calls(self, batch: Any, autocast: contextlib.AbstractContextManager[Any], every: int) -> list[BlockCall]:
         """The calls of every `every`-th block, in order. Raises what the model raises on tensors without data."""

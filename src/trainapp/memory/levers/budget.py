@@ -7,30 +7,30 @@ of the model without data. It is the same for the same shapes, so that a plan, a
 import contextlib
 import functools
 import logging
-from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts, noop_context_fn
+from torch import nn
 
 from trainapp.config.schema import ActivationCheckpointing
 from trainapp.data.batch import tensors_in
 from trainapp.memory.kinds import MemoryKind
-from trainapp.memory.levers.activation_checkpointing import Contexts, checkpointed
 from trainapp.memory.levers.block_state import BlockState
-from trainapp.memory.levers.block_trace import BlockCall, OperatorCall, Skeleton, Task
+from trainapp.memory.levers.block_trace import BlockCall, Skeleton, Task
 from trainapp.memory.levers.choice import Option, choose, least, options_of
+from trainapp.memory.levers.chosen import Choice, Chosen
+from trainapp.memory.levers.compiled_budget import CompiledBudget
+from trainapp.memory.levers.loss_trace import loss_memory
 from trainapp.memory.live_tensors import LiveTensors
 from trainapp.models.inspect import blocks_of
-from trainapp.torch_private import tree_leaves
 from trainapp.units import bytes_text, parse_memory_size
 
 SETTING = "activation_checkpointing=budget"
 REMEMBERED = 256  # shapes of batches, of which the choice is kept
 MOST_TRACES = 6  # of a forward and backward, for `bytes=auto`
-Choice = dict[tuple[int, int], Option]  # by block and number of the call
 log = logging.getLogger(__name__)
 
 
@@ -38,6 +38,7 @@ class NoBudget:
     """Stands for a `Budget` where there is none."""
 
     room: Callable[[bool], int] | None = None
+    compile_options: Mapping[str, Any] = MappingProxyType({})
 
     def prepare(self, batch: Any, autocast: contextlib.AbstractContextManager[Any], is_last: bool = False) -> None:
         """Nothing."""
@@ -46,17 +47,26 @@ class NoBudget:
 class Budget:
     """Checkpoints every `settings.every`-th block of the model. Parameter names are unchanged.
 
-    task: what the loss is computed with; it is copied. device: where the model will be.
+    task: what the loss is computed with; it is copied. device: where the model will be. compiles: whether the model
+    will be compiled, with `compile_options`. Then the compiler chooses, and the blocks do in uncompiled steps only.
     Raises UserError for a model without blocks.
 
-    Attribute `room`: a function that gives the bytes that a micro-batch may take beside what persists between steps,
+    Attribute `room`: a function that gives the bytes that a micro-batch may take after what persists between steps,
     which `bytes=auto` needs. Its argument: whether the micro-batch is the only one of its step.
     """
 
-    def __init__(self, model: nn.Module, task: Task, settings: ActivationCheckpointing, device: torch.device):
+    def __init__(
+        self,
+        model: nn.Module,
+        task: Task,
+        settings: ActivationCheckpointing,
+        device: torch.device,
+        compiles: bool = False,
+    ):
         self.settings, self.device = settings, device
+        self._compiled = CompiledBudget() if compiles else None
         self.room: Callable[[bool], int] | None = None
-        self._chosen = _Chosen()
+        self._chosen = Chosen()
         self._known: OrderedDict[Any, Choice] = OrderedDict()
         self._has_warned = False
         blocks = blocks_of(model, SETTING)[:: settings.every]
@@ -68,6 +78,11 @@ class Budget:
         self._model = model
         for index, block in enumerate(blocks):
             block.forward = functools.partial(self._chosen.call, index, BlockState(block), block.forward)
+
+    @property
+    def compile_options(self) -> Mapping[str, Any]:
+        """Arguments for `torch.compile`."""
+        return {} if self._compiled is None else self._compiled.compile_options
 
     def prepare(self, batch: Any, autocast: contextlib.AbstractContextManager[Any], is_last: bool = False) -> None:
         """Choose for the forward of this micro-batch. Call outside `autocast`, the context of that forward.
@@ -83,6 +98,28 @@ class Budget:
             if len(self._known) > REMEMBERED:
                 self._known.popitem(last=False)
         self._chosen.begin(self._known[key])
+        if self._compiled is not None:
+            self._begin_compiled(self._compiled, key[:2], batch, autocast, room)
+            self._chosen.edition = self._compiled.edition
+
+    def _begin_compiled(
+        self,
+        compiled: CompiledBudget,
+        key: Any,
+        batch: Any,
+        autocast: contextlib.AbstractContextManager[Any],
+        room: int,
+    ) -> None:
+        if self.settings.bytes != "auto":
+            compiled.begin(key, parse_memory_size(self.settings.bytes, total=0))
+            return
+        loss = compiled.loss_memory(key)
+        if loss is None and self._skeleton is not None:
+            try:
+                loss = loss_memory(self._skeleton, batch, autocast)
+            except Exception as error:  # whatever the task raises on tensors without data
+                log.debug("the loss cannot be traced, which the compiled graph says", exc_info=error)
+        compiled.begin(key, None if loss is None else room, loss)
 
     def _choose(self, batch: Any, autocast: contextlib.AbstractContextManager[Any], room: int, alone: bool) -> Choice:
         skeleton = self._skeleton
@@ -140,7 +177,7 @@ class Budget:
                 bytes_text(max(0, budget)),
                 bytes_text(least(calls)),
             )
-        elif not self._known:
+        elif not self._known and self._compiled is None:
             log.info(
                 "activation checkpointing keeps %s of %s: %d of %d blocks whole, %d in part",
                 bytes_text(kept),
@@ -163,58 +200,6 @@ class Budget:
             )
 
 
-class _Chosen:
-    """The choice for the present micro-batch. All that the blocks know of the budget: the model would own the copy of
-    itself otherwise, and with it what checkpoints hold.
-    """
-
-    def __init__(self) -> None:
-        self._choice: Choice = {}
-        self._numbers: Counter[int] = Counter()
-
-    def begin(self, choice: Choice) -> None:
-        """Choose so in the coming forward."""
-        self._choice = choice
-        self._numbers.clear()
-
-    def call(self, index: int, state: BlockState, forward: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
-        """The forward of block `index`. A call that was not foreseen is recomputed."""
-        if not torch.is_grad_enabled():
-            return forward(*inputs, **options)
-        option = self._choice.get((index, self._numbers[index]))
-        self._numbers[index] += 1
-        if option is not None and option.kept is None:
-            return forward(*inputs, **options)
-        chosen = functools.partial(_keeping, option.kept) if option is not None and option.kept else noop_context_fn
-        return checkpointed(state, forward, chosen, *inputs, **options)
-
-
-def _keeping(kept: dict[OperatorCall, int]) -> Contexts:
-    return create_selective_checkpoint_contexts(_Policy(kept))
-
-
-class _Policy:
-    """Which operations of one call of a block to keep.
-
-    One whose result is larger than in the trace is recomputed: the forward depends on values, and goes another way.
-    """
-
-    def __init__(self, kept: dict[OperatorCall, int]):
-        self._sizes = kept
-        self._kept: set[OperatorCall] = set()
-        self._counts: dict[bool, Counter[Any]] = {False: Counter(), True: Counter()}
-
-    def __call__(self, context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        counts = self._counts[context.is_recompute]  # torch 2.11 asks in the recomputation, too
-        operation = func, counts[func]
-        counts[func] += 1
-        if not context.is_recompute and operation in self._sizes:
-            results = [value for value in tree_leaves(context.op_output) if isinstance(value, Tensor)]
-            if sum(value.untyped_storage().nbytes() for value in results) <= self._sizes[operation]:
-                self._kept.add(operation)
-        return CheckpointPolicy.MUST_SAVE if operation in self._kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-
 def _by_call(calls: list[BlockCall], budget: int) -> Choice:
     return {(c.block, c.number): option for c, option in zip(calls, choose(calls, budget), strict=True)}
 
@@ -227,10 +212,10 @@ def peak_with(
     every: int,
     alone: bool,
 ) -> int:
-    """The peak of a forward and backward, in bytes beside parameters and buffers, if every `every`-th block keeps what
+    """The peak of a forward and backward, in bytes above parameters and buffers, if every `every`-th block keeps what
     `choice` says. Gradients count only if the micro-batch is `alone`; otherwise they exist before it.
     """
-    chosen = _Chosen()
+    chosen = Chosen()
     chosen.begin(choice)
 
     def wrapping(index: int, block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -239,19 +224,12 @@ def peak_with(
     parameters = [p for p in skeleton.model.parameters() if p.requires_grad]
     counter = LiveTensors(devices=None)
     with skeleton.running(batch, wrapping) as (model, fake):
-        for parameter in parameters if not alone else ():  # the second of a step peaks highest, beside the first one's
+        for parameter in parameters if not alone else ():  # a step's second one peaks highest
             parameter.grad = torch.empty_like(parameter)
         gradients = [p.grad for p in parameters if p.grad is not None]
         counter.register({MemoryKind.PARAMETERS: model.parameters(), MemoryKind.BUFFERS: model.buffers()})
         counter.register({MemoryKind.GRADIENTS: gradients})
         before = counter.live
         counter.register({MemoryKind.BATCH: tensors_in(fake)})
-        try:
-            with counter:
-                with autocast:
-                    loss, *_ = skeleton.task(model, fake)
-                loss.backward()
-        finally:
-            for parameter in parameters:
-                parameter.grad = None
+        skeleton.forward_and_backward(fake, autocast, counter)
     return counter.peak - before

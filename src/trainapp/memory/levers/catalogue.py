@@ -4,6 +4,7 @@ The advice of a run that cannot continue, the plan, the refusals when a run is a
 docs/memory.md read it.
 """
 
+import dataclasses
 from collections.abc import Mapping
 
 from trainapp.errors import UserError
@@ -25,6 +26,7 @@ from trainapp.memory.levers.optimizer_state import (
     one_moment_of_two,
     optimizer_state,
     quantized,
+    step_of_adamw,
     weight_average,
 )
 from trainapp.memory.levers.products import PRODUCTS
@@ -47,7 +49,8 @@ def require_suited(situation: Situation) -> None:
 def available(situation: Situation) -> list[Lever]:
     """The levers that apply and are not in force."""
     own = situation.config
-    return [lever for lever in LEVERS if lever.changes and not lever.is_set(own) and lever.suits(situation)]
+    found = [lever for lever in LEVERS if lever.changes and not lever.is_set(own) and lever.suits(situation)]
+    return [_instead_of(own.optimizer.target, lever) for lever in found]
 
 
 def of_state(situation: Situation, static: Mapping[MemoryKind, int]) -> list[tuple[int | None, Lever]]:
@@ -55,16 +58,23 @@ def of_state(situation: Situation, static: Mapping[MemoryKind, int]) -> list[tup
     first, None where it is not known.
     """
     own = situation.config
-    known = [(lever.state_saved(static, own), lever) for lever in available(situation) if lever.state_saved is not None]
+    lowered = [(lever.lowers(static, situation), lever) for lever in available(situation)]
+    known = [(saved, lever) for saved, lever in lowered if saved is not None and saved > 0]
     known.sort(key=lambda saving: -saving[0])
     others = [lever for lever in LEVERS if lever.shrinks_state and not lever.is_set(own) and lever.suits(situation)]
-    return [(saved, lever) for saved, lever in known if saved] + [(None, lever) for lever in others]
+    return [*known, *((None, lever) for lever in others)]
 
 
 def table() -> list[str]:
     """The rows of the table in docs/memory.md."""
     rows = ["| setting | saves | costs | applies |", "|---|---|---|---|"]
     return rows + [f"| `{lever.setting}` | {lever.saves} | {lever.costs} | {lever.applies} |" for lever in LEVERS]
+
+
+def _instead_of(optimizer: str, lever: Lever) -> Lever:
+    """AdamW in fewer bits is the same algorithm for an Adam alone."""
+    is_same = "optimizer.target" not in lever.changes or "Adam" in optimizer
+    return lever if is_same else dataclasses.replace(lever, result="other")
 
 
 _ADAMW_BF16 = adamw("bf16")
@@ -123,6 +133,7 @@ LEVERS = (
             "optimizer.target": "torch.optim.SGD",
             "optimizer.arguments": {"momentum": 0.9, "nesterov": True},
         },
+        in_force=lambda config: config.optimizer.target == "torch.optim.SGD",
         state_saved=one_moment_of_two,
     ),
     Lever(
@@ -133,6 +144,9 @@ LEVERS = (
             "optimizer.target": "torch.optim.SGD",
             "optimizer.arguments": {"momentum": 0, "nesterov": False},
         },
+        in_force=lambda config: (
+            config.optimizer.target == "torch.optim.SGD" and not config.optimizer.arguments.get("momentum")
+        ),
         state_saved=optimizer_state,
     ),
     Lever(
@@ -141,6 +155,7 @@ LEVERS = (
         costs="8 bits of precision in the state, rounded by chance; a slower optimizer step, without a fused kernel",
         changes=_ADAMW_BF16,
         state_saved=half_of_adams_state,
+        step_bytes=step_of_adamw("bf16"),
         result="rounded",
     ),
     quantized("8bit", "three quarters", 1 - 1.03 / 4, "8 bits and a scale per 256 values"),

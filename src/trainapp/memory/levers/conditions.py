@@ -14,13 +14,14 @@ def needs_blocks(situation: Situation) -> None:
     blocks_of(situation.model, "activation_checkpointing" if mode == "none" else f"activation_checkpointing={mode}")
 
 
-def needs_blocks_in_eager_mode(situation: Situation) -> None:
+def needs_blocks_to_budget(situation: Situation) -> None:
     """For checkpointing by budget."""
     config = situation.config
-    if config.train.compile:
+    if config.train.compile and config.parallel.strategy == "fsdp":
         raise UserError(
-            "activation_checkpointing=budget with train.compile=true: a compiled step chooses what to keep by itself, "
-            "and torch's own budget is no bound on bytes; use activation_checkpointing=full, or train.compile=false"
+            "activation_checkpointing=budget with train.compile=true and parallel=fsdp: FSDP has torch compile each "
+            "block by itself, and no budget of one graph holds for all of them; use activation_checkpointing=full, or "
+            "train.compile=false"
         )
     blocks_of(situation.model, "activation_checkpointing=budget")
 
@@ -40,7 +41,7 @@ def needs_a_gpu(situation: Situation) -> None:
         raise UserError(f"{setting}: activations are kept in host memory instead of on a GPU; here there is none")
     if config.train.compile:
         raise UserError(
-            f"{setting} with train.compile=true: a compiled graph saves its tensors by itself; use "
+            f"{setting} with train.compile=true: a compiled graph saves its tensors itself; use "
             "train.compile=false, or leave the setting out"
         )
     if checkpointing == "budget":
@@ -118,7 +119,7 @@ def needs_updates_one_by_one(situation: Situation) -> None:
 
 
 def needs_updates_in_place_of_clipping(situation: Situation) -> None:
-    """The same, where clipping is given up for it."""
+    """The same, where it replaces clipping."""
     config = situation.config
     if config.train.grad_clip is None and not config.optimizer.in_backward:
         raise UserError("optimizer.in_backward=true train.grad_clip=null: nothing is clipped; leave the latter out")
@@ -156,7 +157,7 @@ def needs_parameters_on_a_gpu(situation: Situation) -> None:
         raise UserError(f"{setting}: the state is kept in host memory instead of on a GPU; here there is none")
     if config.parallel.strategy == "fsdp":
         raise UserError(
-            f"{setting} with parallel=fsdp: FSDP keeps its shards on the host by itself; use "
+            f"{setting} with parallel=fsdp: FSDP keeps its shards on the host itself; use "
             "parallel.fsdp.cpu_offload=true"
         )
     if config.optimizer.in_backward:
@@ -172,6 +173,21 @@ def needs_shards(situation: Situation) -> None:
         raise UserError(
             f"parallel.fsdp.cpu_offload=true: only shards are kept on the host, but parallel.strategy={strategy}; use "
             "parallel=fsdp, or leave it out"
+        )
+
+
+def needs_drawn_shards(situation: Situation) -> None:
+    """For parameters that are drawn where their shards are."""
+    strategy, model = situation.config.parallel.strategy, situation.model
+    if strategy != "fsdp":
+        raise UserError(
+            f"parallel.fsdp.meta_init=true: only shards are drawn one by one, but parallel.strategy={strategy}; use "
+            "parallel=fsdp, or leave it out"
+        )
+    if not callable(getattr(model, "init_weights", None)):
+        raise UserError(
+            f"parallel.fsdp.meta_init=true: {type(model).__name__} has no method `init_weights()` that draws its "
+            "parameters and fills its buffers; add one, or use meta_init=false"
         )
 
 

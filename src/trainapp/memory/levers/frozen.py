@@ -4,13 +4,11 @@ A layer needs its input for its weight's gradient, and its weight for its input'
 that is trained needs neither, so that nothing of it is saved.
 """
 
-import fnmatch
 from collections.abc import Sequence
 
 from torch import nn
 
-from trainapp.errors import UserError
-from trainapp.units import listed
+from trainapp.optim.patterns import all_names, matching
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
@@ -19,19 +17,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
 
     Raises UserError for a pattern that names nothing.
     """
-    parameters = dict(model.named_parameters(remove_duplicate=False))
+    parameters = all_names(model)
     for pattern in patterns:
-        named = [name for name in parameters if _names(pattern, name)]
-        if not named:
-            modules = listed(dict.fromkeys(name.partition(".")[0] for name in parameters))
-            raise UserError(
-                f"model.freeze=[{pattern}]: {type(model).__name__} has no parameter or module of this name; at the top "
-                f"are {modules}; name one of them, a parameter such as {next(iter(parameters), 'weight')}, or use "
-                "wildcards"
-            )
-        for name in named:
+        for name in matching(pattern, parameters, f"model.freeze=[{pattern}]", type(model).__name__):
             parameters[name].requires_grad_(False)
-
-
-def _names(pattern: str, name: str) -> bool:
-    return name.startswith(f"{pattern}.") or fnmatch.fnmatchcase(name, pattern)

@@ -1,12 +1,13 @@
 """What a lever is: a setting that trades something for memory."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torch import nn
 
+from trainapp.config import pasted
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
 from trainapp.memory.kinds import MemoryKind
@@ -41,6 +42,7 @@ class Lever:
     in fewer bits), "other": another optimizer, model or task.
     state_saved: `(bytes by kind, config) -> bytes` that persist between steps; None: only a traced step tells.
     shrinks_state: whether it saves of these at all, though only a trace or the user's choice tells how much.
+    step_bytes: `model -> bytes` that the optimizer's step allocates in passing, which other optimizers do not.
     """
 
     setting: str
@@ -54,6 +56,7 @@ class Lever:
     result: Literal["same", "rounded", "other"] = "other"  # the one that no plan proposes unless nothing else fits
     state_saved: Callable[[Mapping[MemoryKind, int], Config], int] | None = None
     shrinks_state: bool = False
+    step_bytes: Callable[[nn.Module], int] | None = None
 
     def is_set(self, config: Config) -> bool:
         """Whether the configuration has this lever's values."""
@@ -79,13 +82,36 @@ class Lever:
         """Whether it changes how the model is spread over them."""
         return any(name.startswith("parallel.") for name in self.changes)
 
+    def lowers(self, static: Mapping[MemoryKind, int], situation: Situation, activations: int = 0) -> int | None:
+        """By how many bytes a run's peak falls, where a trace need not tell: by what persists no more, less what the
+        optimizer's step needs beyond `activations`, the most that other phases have and the step has not. May be
+        negative; None: only a traced step tells.
+        """
+        if self.state_saved is None:
+            return None
+        in_passing = 0 if self.step_bytes is None else self.step_bytes(situation.model)
+        return self.state_saved(static, situation.config) - max(0, in_passing - activations)
+
     def suits(self, situation: Situation) -> bool:
         """Whether the lever applies."""
+        if situation.config.updates and any(name.startswith("optimizer.") for name in self.changes):
+            return False  # of several optimizers, it would change none that has settings of its own
         try:
             self.require(situation)
         except UserError:
             return False
         return True
+
+
+def to_paste(levers: Iterable[Lever], command: str) -> list[str]:
+    """The overrides that set these levers behind a command line, see `pasted.startable`. Of two that set the same, the
+    later lever's.
+    """
+    chosen = list(levers)
+    settings = {part.partition("=")[0]: part for lever in chosen for part in lever.setting.split()}
+    changes = {name: value for lever in chosen for name, value in lever.changes.items()}
+    is_same_training = all(lever.result != "other" for lever in chosen)
+    return pasted.startable(command, list(settings.values()), changes, is_same_training)
 
 
 def _value(config: Config, name: str) -> Any:

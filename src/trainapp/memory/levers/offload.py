@@ -69,7 +69,7 @@ class Offload:
         storage = tensor.untyped_storage()
         if storage.nbytes() < LEAST or storage_id(storage) in self._persistent:
             return tensor
-        # FSDP's gathered parameters are none of the model's: it frees and gathers them by itself.
+        # FSDP's gathered parameters are none of the model's: it frees and gathers them itself.
         if isinstance(tensor, nn.Parameter) or isinstance(base_of(tensor), nn.Parameter):
             return tensor
         key = storage_id(storage), version_of(tensor)

@@ -3,10 +3,13 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch import nn
+
 from trainapp.config.schema import Config
 from trainapp.memory.kinds import MemoryKind
 from trainapp.memory.levers.conditions import needs_parameters_on_a_gpu, needs_unsharded_blocks
 from trainapp.memory.levers.lever import Lever
+from trainapp.optim import low_precision
 
 
 def optimizer_state(static: Mapping[MemoryKind, int], config: Config) -> int:
@@ -38,11 +41,16 @@ def adamw(state_dtype: str) -> dict[str, Any]:
     }
 
 
+def step_of_adamw(state_dtype: low_precision.StateDtype) -> Callable[[nn.Module], int]:
+    """What trainapp's AdamW needs in its step."""
+    return lambda model: low_precision.step_bytes(model.parameters(), state_dtype)
+
+
 def _has_moments_in(state_dtype: str) -> Callable[[Config], bool]:
     return lambda config: config.optimizer.arguments.get("state_dtype") == state_dtype
 
 
-def quantized(state_dtype: str, share: str, saved: float, bits: str) -> Lever:
+def quantized(state_dtype: low_precision.StateDtype, share: str, saved: float, bits: str) -> Lever:
     """The lever `optimizer=adamw_8bit` and the like. saved: of the fp32 state."""
 
     def state_saved(static: Mapping[MemoryKind, int], config: Config) -> int:
@@ -57,6 +65,7 @@ def quantized(state_dtype: str, share: str, saved: float, bits: str) -> Lever:
         in_force=_has_moments_in(state_dtype),
         require=needs_unsharded_blocks,
         state_saved=state_saved,
+        step_bytes=step_of_adamw(state_dtype),
         result="rounded",
     )
 

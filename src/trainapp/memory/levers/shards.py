@@ -1,6 +1,6 @@
 """The entries of the list of levers for several ranks: FSDP and its settings."""
 
-from trainapp.memory.levers.conditions import needs_shards
+from trainapp.memory.levers.conditions import needs_drawn_shards, needs_shards
 from trainapp.memory.levers.lever import Lever
 
 SHARDS = (
@@ -40,5 +40,13 @@ SHARDS = (
         require=needs_shards,
         result="same",
         shrinks_state=True,
+    ),
+    Lever(
+        "parallel.fsdp.meta_init=true",
+        saves="the whole model on each device before it is sharded",
+        costs="other initial weights, of the same distribution",
+        applies="`parallel=fsdp`, models with `init_weights()`",
+        changes={"parallel.fsdp.meta_init": True},
+        require=needs_drawn_shards,
     ),
 )

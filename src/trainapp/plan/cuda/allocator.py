@@ -8,7 +8,7 @@ no record has confirmed it yet. Left out: `max_split_size_mb`, `roundup_power2_d
 """
 
 import bisect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from trainapp.plan.cuda.blocks import MIB, Block, Pool
 
@@ -223,11 +223,17 @@ def _free_addresses(block: Block | None, enough: int) -> int:
     return size
 
 
-def replay(events: Iterable[tuple[int, int]], allocator: CachingAllocator) -> CachingAllocator:
-    """Allocations as (number, bytes) and frees as (number, -bytes), in order, on one stream. Raises OutOfMemory."""
+def replay(
+    events: Iterable[tuple[int, int]], allocator: CachingAllocator, streams: Mapping[int, int] | None = None
+) -> CachingAllocator:
+    """Allocations as (number, bytes) and frees as (number, -bytes), in order. Raises OutOfMemory.
+
+    streams: by number, of the allocations that are not on the default one.
+    """
+    streams = streams or {}
     for number, size in events:
         if size > 0:
-            allocator.allocate(number, size)
+            allocator.allocate(number, size, streams.get(number, 0))
         else:
             allocator.free(number)
     return allocator

@@ -130,7 +130,7 @@ def _renamed(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def workspace_of_backward(func: Any, args: tuple[Any, ...]) -> int:
-    """Bytes that a fused attention's backward needs beside its results, which no meta kernel knows; 0 for others.
+    """Bytes that a fused attention's backward needs on top of its results, which no meta kernel knows; 0 for others.
 
     Flash: the gradient of q in fp32 and one number per query (mha_bwd in flash_attn/flash_api.cpp). The efficient
     kernel: the same, in pieces; in fp32 also a product of output and gradient (attention_backward.cu). Estimates: not

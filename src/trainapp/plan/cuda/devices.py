@@ -9,12 +9,23 @@ import contextlib
 import re
 from dataclasses import dataclass
 
+from trainapp.config.schema import Parallel
 from trainapp.errors import UserError
-from trainapp.units import parse_memory_size
+from trainapp.units import bytes_text, parse_memory_size
 
 MIB = 2**20
-# Bytes of the driver's context and of the libraries' code, which no allocator counts: about half a GiB, more with NCCL.
+# Compute capabilities of the GPUs that exist, as (major, minor): from Maxwell on those of torch 2.13,
+# utils/cpp_extension.py.
+CAPABILITIES = (
+    (5, 0), (5, 2), (5, 3), (6, 0), (6, 1), (6, 2), (7, 0), (7, 2), (7, 5), (8, 0), (8, 6), (8, 7), (8, 9), (9, 0),
+    (10, 0), (10, 3), (11, 0), (12, 0), (12, 1),
+)  # fmt: skip
+MOST_MEMORY = 2**40  # bytes; the largest GPUs have a quarter of it
+# Bytes of the driver's context and of the libraries' code, which no allocator counts: about half a GiB.
 CONTEXT = 512 * MIB
+# Bytes that NCCL allocates for a group of ranks, past torch's allocator, on A100s with NVLink (NVIDIA/nccl#964).
+# It grows with the channels, which the network decides, and hardly with the ranks beyond two hosts (NVIDIA/nccl#986).
+COMMUNICATOR = 688 * MIB
 HEADROOM = 2**30  # as `memory.cuda.HEADROOM`, which a run without a limit leaves
 
 
@@ -51,7 +62,11 @@ class Device:
     @property
     def cap(self) -> int:
         """The bytes that a run without `memory.limit` may reserve, on a device that nothing else uses."""
-        available = self.memory - CONTEXT
+        return self.cap_with(0)
+
+    def cap_with(self, communicators: int) -> int:
+        """The same, less what NCCL takes for so many groups of ranks."""
+        available = self.memory - CONTEXT - communicators * COMMUNICATOR
         return available - min(HEADROOM, available // 8)
 
 
@@ -67,7 +82,13 @@ DEVICES = {
             ("Tesla V100-SXM2-16GB", "Tesla V100-PCIE-16GB"),
             _PRINTED + "logs of YOLOv3 (SXM2); 16160 of PCIe in notes of a cluster",
         ),
-        Device("v100-32gb", 32_494 * MIB, (7, 0), ("Tesla V100-SXM2-32GB", "Tesla V100-PCIE-32GB")),
+        Device(
+            "v100-32gb",
+            32_494 * MIB,
+            (7, 0),
+            ("Tesla V100-SXM2-32GB", "Tesla V100-PCIE-32GB"),
+            _PRINTED + "a log of YOLOv5 (SXM2, torch 1.12); 32510 in others, of SXM2 and PCIe",
+        ),
         Device(
             "a10-24gb",
             22_515 * MIB,
@@ -96,7 +117,13 @@ DEVICES = {
             ("NVIDIA GeForce RTX 3090",),
             "none so low; torch has printed 24268 in the documentation of Transformers, 24259 elsewhere",
         ),
-        Device("l4-24gb", 22_478 * MIB, (8, 9), ("NVIDIA L4",)),
+        Device(
+            "l4-24gb",
+            22_478 * MIB,
+            (8, 9),
+            ("NVIDIA L4",),
+            "none so low; torch has printed 22563 in a log of Ultralytics (torch 2.11), 22700 in one of Unsloth (2.3)",
+        ),
         Device(
             "l40s-48gb",
             45_495 * MIB,
@@ -132,19 +159,44 @@ DEVICES = {
 def find(name: str) -> Device:
     """The device of that name, or one of this memory and compute capability, such as `24GiB@8.9`.
 
-    Raises UserError for any other name.
+    Raises UserError for any other name, and for a capability or a memory that no GPU has.
     """
     if name in DEVICES:
         return DEVICES[name]
     size, _, capability = name.partition("@")
     version = re.fullmatch(r"(\d+)\.(\d)", capability)
+    memory = 0
     with contextlib.suppress(ValueError):
-        if version and (memory := parse_memory_size(size, 0)) > 2 * CONTEXT:
-            return Device(name, memory, (int(version[1]), int(version[2])))
+        memory = parse_memory_size(size, 0)
+    if version and memory:
+        return _unnamed(name, memory, (int(version[1]), int(version[2])))
     raise UserError(
         f"plan.device={name}: unknown; known are {', '.join(DEVICES)}. Others are named by their memory and compute "
         "capability, such as plan.device=24GiB@8.9"
     )
+
+
+def _unnamed(name: str, memory: int, capability: tuple[int, int]) -> Device:
+    if capability not in CAPABILITIES:
+        known = ", ".join(f"{major}.{minor}" for major, minor in CAPABILITIES)
+        raise UserError(
+            f"plan.device={name}: no GPU has compute capability {capability[0]}.{capability[1]}; use one of {known}"
+        )
+    if not 2 * CONTEXT < memory <= MOST_MEMORY:
+        raise UserError(
+            f"plan.device={name}: a GPU has between {bytes_text(2 * CONTEXT)} and {bytes_text(MOST_MEMORY)}; give its "
+            "memory in bytes or as a size, such as plan.device=24GiB@8.9"
+        )
+    return Device(name, memory, capability)
+
+
+def communicators_of(parallel: Parallel) -> int:
+    """The groups for which a run has NCCL's buffers: that of all ranks, the shards', the replicas'."""
+    if parallel.strategy == "single":
+        return 0
+    if parallel.strategy == "ddp":
+        return 1
+    return 2 if parallel.fsdp.replicas == 1 else 3
 
 
 def spelled(memory: int, capability: tuple[int, int]) -> str:

@@ -5,16 +5,17 @@ Without time, which only the device could tell: the best plan has the fewest lev
 
 import dataclasses
 import logging
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainapp.errors import UserError
-from trainapp.memory.levers.lever import Lever
+from trainapp.memory.levers.lever import Lever, to_paste
 from trainapp.plan.certainty import NOT_TRACEABLE
 from trainapp.plan.ranking import size_overrides
 from trainapp.plan.sizes import Facts
-from trainapp.plan.variants import settings_of, with_levers
+from trainapp.plan.variants import with_levers
 
 if TYPE_CHECKING:
     from trainapp.plan.cuda.planner import CudaPlanner
@@ -23,7 +24,6 @@ MOST_SEARCHES = 4  # variants of each kind of result whose largest micro-batch i
 MOST_STACKS = 4  # combinations that are traced
 LEAST_SAVING = 0.01  # of what is reserved
 _RESULTS = ("same", "rounded", "other")
-_UNSEEN = ("checkpointing.", "parallel.")  # what no trace of one process shows
 log = logging.getLogger(__name__)
 
 
@@ -47,6 +47,11 @@ class Variant:
         return max((lever.result for lever in self.levers), key=_RESULTS.index, default="same")
 
     @property
+    def overrides(self) -> str:
+        """What to paste on the command line."""
+        return shlex.join(to_paste(self.levers, self.planner.config.command))
+
+    @property
     def total(self) -> float:
         """What is reserved; infinite where it is not known."""
         return float("inf") if self.reserved is None else self.reserved
@@ -60,7 +65,7 @@ class Variant:
     def entry(self) -> Facts:
         """In plan.json."""
         return {
-            "overrides": " ".join(settings_of(self.levers)),
+            "overrides": self.overrides,
             "peak_bytes": self.allocated,
             "reserved_bytes": self.reserved,
             "largest_micro_size": self.largest,
@@ -79,7 +84,7 @@ def ranked(planner: "CudaPlanner", facts: Facts) -> Facts:
 
 class _Ranking:
     def __init__(self, planner: "CudaPlanner", facts: Facts):
-        self.planner, self.limit, self.size = planner, planner.limit, facts["micro_size"]
+        self.planner, self.room, self.size = planner, planner.room, facts["micro_size"]
         # An evaluation whose size is chosen by the limit always comes near it, which would hide what a lever saves.
         is_fixed = planner.config.batch.eval_micro_size != "auto"
         self.eval_size = facts["eval_micro_size"] or 0 if is_fixed else 0
@@ -89,7 +94,7 @@ class _Ranking:
 
     def facts(self) -> Facts:
         levers = self.planner.at(self.size, self.eval_size).levers
-        seen = [lever for lever in levers if not any(name.startswith(_UNSEEN) for name in lever.changes)]
+        seen = [lever for lever in levers if not self._is_hidden(lever)]
         singles = [single for lever in seen if (single := self._traced((lever,))) is not None]
         saving = sorted((v for v in singles if self._saves(v)), key=lambda v: v.total)
         stacks = self._stacked([v for v in saving if v.result != "other"])
@@ -98,6 +103,11 @@ class _Ranking:
             variant.search()
         self.planner.traces += sum(variant.planner.traces for variant in (*singles, *stacks))
         return {"levers": [v.entry() for v in sorted([*singles, *stacks], key=self._order)], "best": best}
+
+    def _is_hidden(self, lever: Lever) -> bool:
+        """Whether no trace shows it: checkpoints, and in one process what acts on several."""
+        of_ranks = lever.is_of_several_ranks and self.planner.world == 1
+        return of_ranks or any(name.startswith("checkpointing.") for name in lever.changes)
 
     def _traced(self, levers: Sequence[Lever]) -> Variant | None:
         """The configuration with these levers; None where it is refused."""
@@ -110,7 +120,7 @@ class _Ranking:
         except Exception:
             log.debug("a lever could not be traced", exc_info=True)
             return Variant(tuple(levers), planner)
-        fits_whole = reserved <= self.limit and self.size == planner.share
+        fits_whole = reserved <= self.room and self.size == planner.share
         largest, certainty = planner.share if fits_whole else None, planner.certainty(self.size, self.eval_size)
         return Variant(tuple(levers), planner, allocated, reserved, largest, certainty)
 
@@ -157,11 +167,11 @@ class _Ranking:
         if planner.eval_samples:
             eval_size = self.eval_size or self.largest_eval or planner.largest_eval().size or 1
         allocated, reserved = planner.peaks(size, eval_size)
-        settings = [*settings_of(variant.levers), *size_overrides(planner.config, size)]
+        settings = [*variant.overrides.split(), *size_overrides(planner.config, size)]
         settings += [f"batch.eval_micro_size={eval_size}"] if eval_size else []
         return dataclasses.replace(variant, allocated=allocated, reserved=reserved, largest=size).entry() | {
             "overrides": " ".join(settings),
-            "missing_bytes": max(0, reserved - self.limit),
+            "missing_bytes": max(0, reserved - self.room),
             "micro_size": size,
             "eval_micro_size": eval_size or None,
         }

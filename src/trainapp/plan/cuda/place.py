@@ -1,8 +1,8 @@
 """A trace on CUDA tensors of a device that this machine does not have, and what CUDA's allocator makes of it."""
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,16 +14,17 @@ from trainapp.data.batch import map_tensors
 from trainapp.data.micro_batch import MicroBatch
 from trainapp.data.progress import Progress
 from trainapp.errors import UserError
-from trainapp.memory.live_tensors import Events, LiveTensors
 from trainapp.optim import precision
 from trainapp.optim.nonfinite import NonFiniteCheck
+from trainapp.parallel.fsdp import FSDP
 from trainapp.parallel.ranks import Ranks
 from trainapp.plan.cuda import self_test
-from trainapp.plan.cuda.allocator import CachingAllocator, OutOfMemory, replay
+from trainapp.plan.cuda.allocations import Allocations, CountedByStream
 from trainapp.plan.cuda.blocks import MIB
-from trainapp.plan.cuda.devices import Device
+from trainapp.plan.cuda.devices import Device, communicators_of
 from trainapp.plan.cuda.pretend import EngineOnCuda, pretended
 from trainapp.plan.place import Place
+from trainapp.plan.ranks import world_of
 from trainapp.plan.values import FakeBatches, FakeEvalBatches
 from trainapp.train.build import Parts
 from trainapp.train.run import Run
@@ -31,29 +32,6 @@ from trainapp.units import parse_memory_size
 
 CUDA = torch.device("cuda", 0)
 THREADS = 2  # that multiply matrices: the program's own and the autograd engine's, each with a workspace of cuBLAS
-
-
-@dataclass
-class Allocations:
-    """Everything that a trace has allocated and freed on the device, from the built run on.
-
-    workspaces: bytes of cuBLAS, which stay from the first product of matrices on; first in `events`.
-    """
-
-    workspaces: int
-    events: Events = field(default_factory=list)
-
-    def replayed(self, expandable: bool, limit: int | None = None) -> CachingAllocator:
-        """The allocator after them. Raises OutOfMemory where it would have raised on the device."""
-        return replay(self.events, CachingAllocator(limit, expandable))
-
-    def fit(self, expandable: bool, limit: int) -> bool:
-        """Whether the device's allocator serves them all within `limit` reserved bytes."""
-        try:
-            self.replayed(expandable, limit)
-        except OutOfMemory:
-            return False
-        return True
 
 
 class _Ahead:
@@ -128,7 +106,9 @@ class CudaPlace(Place):
     def limit(self, config: Config) -> int:
         """What a run on the device would be limited to."""
         setting = config.memory.limit
-        return self.named.cap if setting is None else parse_memory_size(setting, self.named.memory)
+        if setting is None:
+            return self.named.cap_with(communicators_of(config.parallel) if world_of(config) > 1 else 0)
+        return parse_memory_size(setting, self.named.memory)
 
     def outside(self) -> contextlib.AbstractContextManager[Any]:
         """What is pretended of torch."""
@@ -165,12 +145,38 @@ class CudaPlace(Place):
         run.nonfinite = AllFinite(run.config.train.nonfinite, CUDA, scaled, lambda: None)
         # launch.prepare_process gives cuBLAS a fixed workspace where runs must be deterministic.
         workspace = 32 * MIB if run.config.train.deterministic else self.named.cublas_workspace
-        allocations = Allocations(THREADS * workspace)
-        counter = LiveTensors(devices=("cuda",))
+        counter = CountedByStream()
+        if isinstance(run.strategy, FSDP) and not run.config.parallel.fsdp.meta_init:
+            _shard_on_the_device(run, run.strategy, counter)
         for tensors in run.meter.resident().values():
             for tensor in tensors:
-                counter._count(tensor)
+                counter.count(tensor)
+        allocations = Allocations(THREADS * workspace, building=list(counter.events), streams=counter.streams)
+        counter.events.clear()
+        with counter:
+            run.strategy.warm_up()  # again: it was not counted while the run was built, and leaves a cache
+        allocations.warm_up = list(counter.events)
+        counter.events.clear()
         with counter, EngineOnCuda() as engine:  # again: the counter sees its workspaces only from below
             yield allocations
         self.convolutions = engine.convolutions > 0
         allocations.events += [(-1 - number, workspace) for number in range(THREADS)] + counter.events
+
+
+def _shard_on_the_device(run: Run, strategy: FSDP, counter: CountedByStream) -> None:
+    """Count what is there before the run is built: the whole model, in fp32 first, until its modules are sharded."""
+    numbers = itertools.count(-1 - THREADS, -1)
+    whole = list(run.state.model.parameters())
+    casts = run.config.precision.mode == "bf16_pure"
+    held = {p: (next(numbers), p.numel() * (4 if casts else p.dtype.itemsize)) for p in whole}
+    counter.events += held.values()
+    for buffer in run.state.model.buffers():
+        counter.count(buffer)
+    for parameter in whole if casts else ():
+        old, size = held[parameter]
+        held[parameter] = next(numbers), parameter.numel() * parameter.dtype.itemsize
+        counter.events += [held[parameter], (old, -size)]
+    for parameters in strategy.sharded_together():
+        for parameter in parameters:
+            counter.count(parameter)
+        counter.events += [(number, -size) for number, size in (held[parameter] for parameter in parameters)]

@@ -18,6 +18,7 @@ from unittest import mock
 
 import torch
 
+from trainapp.plan.cuda import streams
 from trainapp.plan.cuda.attention import FunctionsOf, workspace_of_backward
 from trainapp.plan.cuda.devices import Device
 from trainapp.torch_private import DispatchMode
@@ -33,6 +34,11 @@ _CODE = {  # machine code of: return 0; return 1; return a stream of device 0
 _CALL = torch._ops.OpOverload.__call__.__code__  # by which a mode calls the next one
 _WITHOUT_META = (torch.ops.aten._fused_sgd_, torch.ops.aten._fused_adagrad_)  # torch 2.13 has no meta kernel for them
 _MODES = ("__torch_dispatch__", "__torch_function__")  # a function mode sees the calls of dispatch modes, too
+# Shards that FSDP keeps on the host are pinned, which takes a driver.
+_OF_HOST_TENSORS: dict[str, Any] = {
+    "pin_memory": lambda tensor, device=None: tensor,
+    "is_pinned": lambda tensor, device=None: tensor.device.type == "cpu",
+}
 _kept: list[Any] = []  # what torch points to until the process ends
 
 
@@ -70,18 +76,28 @@ def pretended(device: Device) -> Iterator[None]:
         "get_rng_state": lambda index=None: state,  # no generator exists, and no number is drawn
         "set_rng_state": lambda new_state, index=None: None,
         "synchronize": lambda index=None: None,
+        "Stream": streams.Stream,
+        "Event": streams.Event,
+        "current_stream": streams.current,
+        "stream": streams.using,
     }
     with contextlib.ExitStack() as stack:
         for name, answer in answers.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, answer))
+        stack.enter_context(mock.patch.object(torch.accelerator, "current_stream", streams.current))
         # Autocast and GradScaler switch themselves off where CUDA is not available, with a warning alone.
         stack.enter_context(
             mock.patch.object(torch.cuda.amp.common, "amp_definitely_not_available", return_value=False)
         )
-        # Optimizers and clipping take loops instead of the foreach kernels for subclasses of Tensor.
-        for module in (optimizer, _foreach_utils):
-            kinds = [*module._foreach_supported_types, FakeTensor]
-            stack.enter_context(mock.patch.object(module, "_foreach_supported_types", kinds))
+        # Optimizers and clipping take loops instead of the foreach kernels for subclasses of Tensor. The lists stay the
+        # same objects: DTensor adds itself to them when it is first imported (2.13, distributed/tensor/__init__.py).
+        for kinds in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
+            kinds.append(FakeTensor)
+            stack.callback(kinds.remove, FakeTensor)
+        # DDP's logger insists on timers, which only a build for the device has (2.13, c10d/logger.cpp).
+        stack.enter_context(mock.patch.object(torch._C._distributed_c10d.Logger, "set_runtime_stats_and_log"))
+        for name, answer in _OF_HOST_TENSORS.items():
+            stack.enter_context(mock.patch.object(torch.Tensor, name, answer))
         stack.enter_context(FunctionsOf(device))
         yield
 

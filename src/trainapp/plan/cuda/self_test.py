@@ -5,13 +5,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from trainapp.memory.live_tensors import LiveTensors
+from trainapp.parallel.dtensor import local
+from trainapp.plan.cuda.allocations import CountedByStream
 from trainapp.plan.cuda.devices import Device
 from trainapp.plan.cuda.pretend import EngineOnCuda
-from trainapp.torch_private import DispatchMode
+from trainapp.torch_private import DispatchMode, outside_dispatch_modes
 
 
 class NotInForce(RuntimeError):
@@ -111,6 +116,37 @@ def _accumulation(device: Device, engine: EngineOnCuda) -> bool:
     return engine.added == before + 1
 
 
+def _streams(device: Device, engine: EngineOnCuda) -> bool:
+    side: Any = torch.cuda.Stream()
+    with CountedByStream() as counter:
+        before = _tensor(4)
+        with torch.cuda.stream(side):
+            beside = _tensor(4)
+        after = _tensor(4)
+        del before, beside, after
+    return list(counter.streams.values()) == [side.number]
+
+
+def _shards(device: Device, engine: EngineOnCuda) -> bool:
+    """Gathered and reduced on two streams beside the computation's, and updated with foreach kernels."""
+    if not dist.is_initialized():
+        return True
+    from torch.distributed.fsdp import fully_shard
+
+    world = dist.get_world_size()
+    with outside_dispatch_modes():
+        mesh = init_device_mesh("cuda", (world,))
+    layer = nn.Linear(4, world, bias=False, device="cuda:0")
+    fully_shard(layer, mesh=mesh)
+    with CountedByStream() as counter:
+        layer(_tensor(2, 4)).sum().backward()
+    with _Seen() as seen:
+        torch.optim.Adam(layer.parameters()).step()
+    gradient = layer.weight.grad
+    is_reduced = gradient is not None and local(gradient).shape == (1, 4)
+    return is_reduced and len({0, *counter.streams.values()}) == 3 and seen.counts.get("_foreach_lerp_", 0) > 0
+
+
 _CHECKS: dict[str, Callable[[Device, EngineOnCuda], bool]] = {
     "the backward": _backward,
     "the choice of attention kernels": _attention,
@@ -118,4 +154,6 @@ _CHECKS: dict[str, Callable[[Device, EngineOnCuda], bool]] = {
     "the loss scaler": _scaler,
     "the use of foreach kernels": _foreach,
     "the adding up of gradients": _accumulation,
+    "the allocation on streams": _streams,
+    "the sharding of parameters": _shards,
 }

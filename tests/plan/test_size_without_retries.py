@@ -4,7 +4,7 @@ import pytest
 import runs
 import torch
 
-from trainapp.plan.first_size import planned_size
+from trainapp.plan.size_without_retries import planned_size
 from trainapp.rng import rng_state
 from trainapp.train import loop
 

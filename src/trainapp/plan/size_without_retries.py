@@ -23,14 +23,16 @@ def begin_with_plan(run: Run) -> None:
         return
     planned = planned_size(run, run.sizes.train.start)
     if planned is not None:
-        run.sizes.begin_with(PlannedSizes(planned, 2 * planned))
+        for name in reversed(run.sizes.by_update):
+            run.sizes.turn_to(name)
+            run.sizes.begin_with(PlannedSizes(planned, 2 * planned))
 
 
 def planned_size(run: Run, share: int) -> int | None:
     """The largest of `share`, `share / 2`, ... whose step is expected to fit; 1 if none is. Collective.
 
     None where the model cannot be traced. An estimate: the activations of the whole model on one rank, on the CPU,
-    beside what the fullest rank has in memory anyway. One that is too large costs a restart.
+    in addition to what the fullest rank has in memory anyway. One that is too large costs a restart.
     """
     room = run.ranks.all_reduce_min(run.memory.enforced - run.meter.static_bytes - gathered_bytes(run))
     planned = _traced_elsewhere(run, share, room) if run.ranks.is_rank_zero else None
@@ -69,7 +71,7 @@ def largest_within(config: Config, share: int, room: int) -> int:
 
 
 def gathered_bytes(run: Run) -> int:
-    """Bytes of whole parameters and gradients that a rank of FSDP holds beside its shards; 0 for other strategies."""
+    """Bytes of whole parameters and gradients that a rank of FSDP holds in addition to its shards, 0 for others."""
     config, model = run.config.parallel, run.state.model
     if config.strategy != "fsdp" or run.ranks.world == 1:
         return 0

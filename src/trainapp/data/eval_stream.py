@@ -1,0 +1,82 @@
+"""Evaluation of a stream."""
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from trainapp.data.loader import BatchLoader, Request, Split
+from trainapp.data.micro_batch import MicroBatch
+from trainapp.data.step_batches import DUMMY
+from trainapp.data.stream import Position, Reader
+from trainapp.data.stream_parts import Held, Part
+from trainapp.parallel.ranks import Ranks
+
+
+class EvalStream:
+    """A stream to evaluate, from beginning to end. Every rank reads all of it and keeps every `world`-th sample.
+
+    equal, split, workers: as for `EvalBatches`; at most one process reads it.
+    """
+
+    samples = 0  # unknown
+    state_owner = None  # it begins anew for each evaluation
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        seed: int,
+        device: torch.device,
+        workers: int = 0,
+        rank: int = 0,
+        world: int = 1,
+        equal: bool = False,
+        ahead: bool = True,
+        split: Split | None = None,
+    ):
+        self.dataset, self.equal, self.rank, self.world = dataset, equal, rank, world
+        self._held = Held(dataset)
+        self._source = BatchLoader(self._held, seed, 0, device, split=split)  # type: ignore[arg-type]
+        self._part = Part(Reader(dataset, seed, 0, 1), in_process=workers == 0)
+        self._done = 0  # samples of this rank that are finished
+        self._has_ended = False  # the evaluation before this one
+
+    def from_sample(self, done: int, size: int, ranks: Ranks) -> Iterator[MicroBatch]:
+        """As `EvalBatches.from_sample`. What was read and is not finished stays for a retry."""
+        if done < self._done or (self._has_ended and not done):
+            self._part.go_to(Position())
+            self._done = 0
+        elif done > self._done:  # a batch was finished in part
+            self._finish(done - self._done)
+        self._has_ended = False
+        spare = None
+        while True:
+            read = self._part.available(0, size * self.world)
+            samples, first = self._part.samples(read), self._part.number
+            own = list(range(first + (self.rank - first) % self.world, first + read, self.world))
+            spare = samples[-1] if samples else spare
+            is_over = not own
+            if self.equal:
+                is_over = ranks.all_reduce_max(len(own))[0] == 0
+            if is_over:
+                self._has_ended = True
+                return
+            self._held.hold(own, [samples[number - first] for number in own], spare)
+            numbers = own or DUMMY
+            batch = next(self._source.batches(iter([Request(0, numbers)])))
+            again = functools.partial(self._source.piece, batch, 0, numbers)
+            ends = self._part.ends_after(0, read)
+            yield MicroBatch(batch, ends, bool(own), len(numbers), again)
+            self._finish(len(own), read)
+
+    def _finish(self, samples: int, read: int | None = None) -> None:
+        """Count so many of this rank's samples as finished. read: of all ranks'; None: those before its next one."""
+        self._done += samples
+        self._part.advance(self._done * self.world - self._part.number if read is None else read)
+
+    def close(self) -> None:
+        """End the process that reads."""
+        self._source.close()
+        self._part.close()

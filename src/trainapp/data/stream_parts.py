@@ -1,0 +1,147 @@
+"""What is read of a stream and not trained yet, and where the trained samples end."""
+
+import logging
+import pickle
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from trainapp.data.loader import Requests, in_workers
+from trainapp.data.stream import Chunk, Position, Read, Reader, fingerprint
+from trainapp.errors import UserError
+from trainapp.torch_private import outside_dispatch_modes
+
+READ_AT_ONCE = 16  # samples that a worker process sends together; it keeps two of these ahead
+log = logging.getLogger(__name__)
+
+
+class Held:
+    """The samples of a step by their numbers, for the loader that collates them: a data set for as long as it takes."""
+
+    def __init__(self, source: Any):
+        self._samples: dict[int, Any] = {}
+        self._spare: Any = None  # of a rank that only keeps in step with the others
+        for name in ("collate", "split"):
+            if callable(getattr(source, name, None)):
+                setattr(self, name, getattr(source, name))
+
+    def __getitem__(self, number: int) -> Any:
+        return self._samples.get(number, self._spare)
+
+    def hold(self, numbers: list[int], samples: list[Any], spare: Any) -> None:
+        """These samples and no others."""
+        self._samples, self._spare = dict(zip(numbers, samples, strict=True)), spare
+
+
+class Part:
+    """One part of a stream. Samples stay here until `advance`, so that a retried step has the same ones.
+
+    in_process: read by the calling process, no more than is asked for; else by a process of its own, ahead.
+    """
+
+    def __init__(self, reader: Reader, in_process: bool):
+        self._reader, self._requests = reader, Requests()
+        self._loader = None if in_process else in_workers(reader, self._requests, 1, pinned=False)
+        self.go_to(Position())
+
+    def go_to(self, position: Position) -> None:
+        """Continue from this position. Nothing is read yet."""
+        self._start = position
+        self._reading: Iterator[Any] | None = None  # until the first read
+        self.epoch, self.number = position.epoch, position.number
+        self._base = (position.state, position.state_number)  # a state before the last trained sample
+        self._last: Any = None  # that sample, unless it is from before `_start`
+        self._chunks: deque[Chunk] = deque()  # of `epoch`
+        self._offset = 0  # samples of the first chunk that are trained
+
+    def position(self) -> Position:
+        """Where the trained samples end."""
+        if self.number == self._start.number and self.epoch == self._start.epoch:
+            return self._start
+        last = fingerprint(self._last) if self.number else None
+        return Position(self.epoch, self.number, *self._base, last)
+
+    def available(self, epoch: int, wanted: int) -> int:
+        """Reads until `wanted` samples of the epoch are here or there are no more. Returns how many are."""
+        if self.epoch > epoch:
+            return 0  # this part has ended
+        count = self._buffered
+        while count < wanted and not self._is_complete:
+            self._read(wanted - count)
+            count = self._buffered
+        return min(count, wanted)
+
+    def samples(self, count: int) -> list[Any]:
+        """The next `count` samples, of those `available`."""
+        found: list[Any] = []
+        offset = self._offset
+        for chunk in self._chunks:
+            found += chunk.samples[offset : offset + count - len(found)]
+            offset = 0
+        return found
+
+    def ends_after(self, epoch: int, count: int) -> bool:
+        """Whether the part has no sample of the epoch after its next `count`, which are `available`."""
+        return self.epoch > epoch or (self._is_complete and self._buffered == count)
+
+    def advance(self, count: int) -> None:
+        """Count the next `count` samples as trained."""
+        while count:
+            chunk = self._chunks[0]
+            taken = min(count, len(chunk.samples) - self._offset)
+            if taken:
+                self._offset, self.number, count = self._offset + taken, self.number + taken, count - taken
+                self._base = (chunk.state, 0 if chunk.state is None else chunk.number)
+                self._last = chunk.samples[self._offset - 1]
+            if self._offset == len(chunk.samples) and not chunk.ended:
+                self._chunks.popleft()
+                self._offset = 0
+
+    def begin_next_epoch(self) -> None:
+        """After the end of the epoch in all parts."""
+        self._chunks.clear()
+        self._offset = self.number = 0
+        self.epoch, self._base, self._last = self.epoch + 1, (None, 0), None
+
+    def close(self) -> None:
+        """End the process that reads ahead. What it has read is lost."""
+        self._requests.requests = iter(())
+        self._reading = self._loader = None
+
+    @property
+    def _buffered(self) -> int:
+        return sum(len(chunk.samples) for chunk in self._chunks) - self._offset
+
+    @property
+    def _is_complete(self) -> bool:
+        return bool(self._chunks) and self._chunks[-1].ended
+
+    def _read(self, most: int) -> None:
+        started, is_first = time.monotonic(), self._reading is None
+        with outside_dispatch_modes():  # a source that makes tensors is none of a trace's business
+            if self._loader is None:
+                chunk = self._reader[Read(self._start if is_first else None, most)]
+                self._reading = iter(())
+            else:
+                if self._reading is None:
+                    self._requests.requests = _requests(self._start)
+                    self._reading = iter(self._loader)
+                chunk = pickle.loads(next(self._reading))
+        if chunk.problem:
+            raise UserError(f"data: the stream cannot continue where it was saved: {chunk.problem}")
+        if is_first and self._start.number and not chunk.tells:
+            log.info(
+                "the stream does not tell its position (`state_dict` and `load_state_dict`): the first %d samples of "
+                "epoch %d were read again and skipped, in %.1f s",
+                self._start.number,
+                self._start.epoch,
+                time.monotonic() - started,
+            )
+        self._chunks.append(chunk)
+
+
+def _requests(start: Position) -> Iterator[Read]:
+    yield Read(start, READ_AT_ONCE)
+    while True:
+        yield Read(None, READ_AT_ONCE)

@@ -1,0 +1,117 @@
+"""Predictions for the first samples of an evaluation: `callbacks=predictions`. A metric that keeps, a callback that
+writes.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainapp import strict_json
+from trainapp.config.validation import PositiveInt, Str
+from trainapp.errors import UserError
+from trainapp.files import atomic_write
+from trainapp.hooks.callbacks import View, labels_of
+from trainapp.hooks.metrics import logged
+
+SHOWN = 60  # characters of a cell in the trackers' table
+
+
+@dataclass
+class Rows:
+    """What the metric computes: one mapping per sample, in the order of the data set."""
+
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+
+class FirstPredictions:
+    """A metric that keeps target and prediction of the first `samples`: of logits the likeliest class and its
+    probability, of other outputs the output itself.
+    """
+
+    def __init__(self, samples: PositiveInt = 8):
+        self.samples = samples
+        self._rows: list[dict[str, Any]] = []
+
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        left = self.samples - len(self._rows)
+        if left > 0:
+            pairs = zip(outputs[:left].float().cpu(), targets[:left].cpu(), strict=True)
+            self._rows += [_row(output, target) for output, target in pairs]
+
+    def merge(self, other: "FirstPredictions") -> None:
+        self._rows = (self._rows + other._rows)[: self.samples]  # ranks have consecutive parts of the data set
+
+    def compute(self) -> Rows:
+        return Rows(list(self._rows))
+
+    def reset(self) -> None:
+        self._rows = []
+
+
+def _row(output: Tensor, target: Tensor) -> dict[str, Any]:
+    if target.is_floating_point() or output.ndim != target.ndim + 1:
+        return {"target": target.tolist(), "prediction": output.tolist()}
+    probability, prediction = torch.softmax(output, -1).max(-1)
+    return {"target": target.tolist(), "prediction": prediction.tolist(), "probability": probability.tolist()}
+
+
+class SamplePredictions:
+    """After each evaluation: the rows in predictions/step_N.jsonl, and as a table to the trackers.
+
+    Classes by their names where the data set has `class_names`, tokens as text where it has `decode(tokens)`.
+    metric: the name of the metric that keeps them.
+    """
+
+    def __init__(self, metric: Str = "predictions"):
+        self.metric = metric
+
+    def after_evaluation(self, view: View, metrics: Mapping[str, Any]) -> None:
+        """Raises UserError where the metric is not configured."""
+        for name, data, kept in view.computed(self.metric, metrics):
+            if not isinstance(kept, Rows):
+                raise UserError(
+                    f"callbacks.predictions.metric={self.metric}: no metric of this name keeps predictions; "
+                    "callbacks=predictions configures one, metrics.predictions"
+                )
+            if view.is_rank_zero:
+                self._write(view, name, data, kept)
+
+    def _write(self, view: View, name: str, data: Any, kept: Rows) -> None:
+        rows = [{"sample": number} | _readable(row, data) for number, row in enumerate(kept.rows)]
+        folder = view.run_dir / "predictions"
+        folder.mkdir(exist_ok=True)
+        with atomic_write(folder / f"{name}{'_' if name else ''}step_{view.step:08d}.jsonl") as file:
+            file.writelines(strict_json.dumps(row) + "\n" for row in rows)
+        view.tracker.text(logged(name, "predictions"), as_table(rows), view.step)
+
+
+def _readable(row: dict[str, Any], data: Any) -> dict[str, Any]:
+    """With names of classes, or with text, beside the numbers."""
+    names, decode = labels_of(data), getattr(data, "decode", None)
+    more: dict[str, Any] = {}
+    for key in ("target", "prediction"):
+        value = row[key]
+        if isinstance(value, int) and 0 <= value < len(names):
+            more[f"{key}_name"] = names[value]
+        elif isinstance(value, list) and value and isinstance(value[0], int) and callable(decode):
+            counted = [token for token, true in zip(value, row["target"], strict=True) if true >= 0]  # no padding
+            more[f"{key}_text"] = decode(counted)
+    return row | more
+
+
+def as_table(rows: list[dict[str, Any]]) -> str:
+    """As Markdown, with short cells."""
+    if not rows:
+        return ""
+    lines = [list(rows[0]), ["---"] * len(rows[0])]
+    lines += [[_cell(value) for value in row.values()] for row in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cell(value: Any) -> str:
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    text = text.replace("|", "\\|").replace("\n", " ")
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."

@@ -1,0 +1,64 @@
+"""How long a run is, and how often it logs, evaluates and saves."""
+
+from dataclasses import dataclass
+
+from trainapp.config.durations import RunLength, parse, to_steps
+from trainapp.config.schema import Config
+from trainapp.data.progress import Progress
+from trainapp.data.step_batches import StepBatches
+from trainapp.errors import UserError
+
+
+@dataclass
+class Cadences:
+    """How often, in optimizer steps; 0 is never.
+
+    evaluate_epochs, save_epochs: the same in epochs, at whose ends it is done, where their lengths are not known.
+    """
+
+    log: int
+    evaluate: int
+    save: int
+    evaluate_epochs: int = 0
+    save_epochs: int = 0
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether the run evaluates at all."""
+        return self.evaluate > 0 or self.evaluate_epochs > 0
+
+    @classmethod
+    def of(cls, config: Config, length: RunLength) -> "Cadences":
+        """From `every.*`. Raises UserError for a duration that cannot be measured against this length."""
+        every, steps = config.every, {}
+        epochs = {"eval": _epochs(every.eval, length), "save": _epochs(every.save, length)}
+        for name, value in {"log": every.log, "eval": every.eval, "save": every.save}.items():
+            try:
+                steps[name] = 0 if epochs.get(name) else to_steps(value, length)
+            except ValueError as error:
+                raise UserError(f"every.{name}: {error}") from None
+        return cls(steps["log"], steps["eval"], steps["save"], epochs["eval"], epochs["save"])
+
+
+def _epochs(value: int | str | None, length: RunLength) -> int:
+    """Whole epochs of unknown length; 0 for any other duration."""
+    if value is None or length.steps_per_epoch is not None:
+        return 0
+    amount, unit = parse(value)
+    return int(amount) if unit == "epochs" and amount == int(amount) else 0
+
+
+def run_length(config: Config, batches: StepBatches, progress: Progress) -> RunLength:
+    """What durations are measured against: the steps so far, and those from here to the end.
+
+    Where neither data nor global batch have changed, that is the same at every position: skipped steps count, too.
+    """
+    train, steps_per_epoch = config.train, batches.steps_per_epoch
+    rest = batches.steps_left(progress.consumed)
+    ends = [] if train.max_steps is None else [train.max_steps]
+    if train.max_epochs is not None and steps_per_epoch is not None and rest is not None:
+        epochs = train.max_epochs - progress.epoch
+        left = rest + (epochs - 1) * steps_per_epoch if epochs > 0 else 0
+        ends.append(progress.step + progress.skipped + left)
+    # mode=eval and mode=export take no step and need no end
+    return RunLength(steps_per_epoch, batches.global_size, min(ends, default=1))

@@ -1,0 +1,141 @@
+"""Metrics with a state, callbacks and outlets of the tracker: found by their names, built, and checked."""
+
+import copy
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainapp.checkpoint.held_tensors import held_tensors, kept_of
+from trainapp.config import targets
+from trainapp.config.schema import Config, Target
+from trainapp.errors import UserError
+from trainapp.hooks.callbacks import Callbacks
+from trainapp.hooks.early_stopping import EarlyStopping
+from trainapp.hooks.metrics import StatefulMetrics
+from trainapp.memory.kept import Kept
+from trainapp.parallel.dtensor import local
+from trainapp.torch_private import is_tracing, outside_dispatch_modes, storage_id
+from trainapp.tracking.utilisation import NoUtilisation, Utilisation, peak_of
+from trainapp.train import losses
+from trainapp.train.phase import Phase
+from trainapp.train.run import Objective, Run
+
+EARLY_STOPPING = "early_stopping"  # the name of the callback that `stopping` builds
+
+
+@dataclass
+class Hooks:
+    """By name: the objects that `metrics`, `callbacks` and `tracker` name."""
+
+    metrics: dict[str, Any] = field(default_factory=dict)
+    callbacks: dict[str, Any] = field(default_factory=dict)
+    outlets: dict[str, Any] = field(default_factory=dict)
+
+
+def load_hooks(config: Config, spec: Mapping[str, Any]) -> Hooks:
+    """spec: of the data, from which parameters such as `num_classes` are filled in. Raises UserError with all mistakes
+    in names and arguments.
+    """
+    errors: list[str] = []
+    hooks = Hooks()
+    sections: tuple[tuple[str, Mapping[str, Target], dict[str, Any]], ...] = (
+        ("metrics", config.metrics, hooks.metrics),
+        ("callbacks", config.callbacks, hooks.callbacks),
+        ("tracker", config.tracker, hooks.outlets),
+    )
+    for group, nodes, built in sections:
+        for name, node in nodes.items():
+            setting = f"{group}.{name}"
+            try:
+                kind = targets.locate(node.target, f"{setting}._target_", config.user_packages)
+                if package := getattr(kind, "package", None):
+                    targets.require_package(package, f"{group}={name}")
+                built[name] = targets.construct(kind, node.arguments, setting, config.user_packages, dict(spec))
+            except UserError as error:
+                errors.append(str(error))
+    for name in losses.RESERVED & hooks.metrics.keys():
+        errors.append(f"metrics.{name}: the log itself records this name; choose another one")
+    if EARLY_STOPPING in hooks.callbacks and config.stopping.patience is not None:
+        errors.append(f"callbacks.{EARLY_STOPPING}: stopping.patience has a callback of this name; choose another one")
+    if errors:
+        raise UserError("\n".join(errors))
+    return hooks
+
+
+def callbacks_of(config: Config, hooks: Hooks, data: Any, sets: Sequence[str]) -> dict[str, Any]:
+    """The callbacks, with the one that `stopping.patience` asks for; without it where nothing is trained. Raises
+    UserError where there is nothing to evaluate.
+
+    data: the training data set. sets: the names of those that are evaluated.
+    """
+    stopping = config.stopping
+    chosen_by_name = {name: hooks.callbacks[name] for name in config.callbacks}  # a plan's configuration has none
+    if stopping.patience is None or config.mode != "train":
+        return chosen_by_name
+    if not sets:
+        raise UserError(
+            f"stopping.patience={stopping.patience}: data={config.data.target} has no validation split, and patience "
+            "counts evaluations; set stopping.patience=null"
+        )
+    chosen = Objective.of(config, data, sets) if stopping.metric == "auto" else Objective(*stopping.metric.split())
+    early = EarlyStopping(stopping.patience, stopping.min_delta, chosen.direction, chosen.metric)
+    return {**chosen_by_name, EARLY_STOPPING: early}
+
+
+def attached(run: Run, hooks: Hooks, callbacks: Mapping[str, Any]) -> Run:
+    """The run, with what is called in it. callbacks: see `callbacks_of`. Raises UserError for parts that do not fit."""
+    run.metrics = _metrics_of(run, hooks)
+    run.callbacks = Callbacks(callbacks)
+    run.outlets = hooks.outlets
+    run.utilisation = _utilisation_of(run)
+    last = [run.task, *run.tasks.values()][-1]  # the update whose count is that of a finished step
+    run.meter.counts_tokens = losses.counts_tokens(last)
+    run.memory.kept = kept = kept_of(run.state.stateful.roots)
+    run.meter.hook_tensors = functools.partial(_tensors_of, run.metrics, callbacks, run.state.model, kept)
+    return run
+
+
+def _tensors_of(
+    metrics: StatefulMetrics, callbacks: Mapping[str, Any], model: nn.Module, kept: Kept
+) -> Iterator[Tensor]:
+    """What metrics and callbacks keep, but for tensors that are the model's or a data set's as well."""
+    yield from metrics.tensors()
+    held = [tensor for tensor in held_tensors([callbacks], with_modules=True) if tensor.layout is torch.strided]
+    if held:  # else the model's storages need not be listed
+        others = {storage_id(local(p).untyped_storage()) for p in (*model.parameters(), *model.buffers())}
+        for tensor in held:
+            key = storage_id(local(tensor).untyped_storage())
+            if key not in others and key not in kept.of_data:
+                yield tensor
+
+
+def _metrics_of(run: Run, hooks: Hooks) -> StatefulMetrics:
+    """On the device, where their states count as memory."""
+    objects = hooks.metrics
+    if is_tracing():  # several traces use the same ones, which would mix tensors of theirs
+        with outside_dispatch_modes():
+            objects = copy.deepcopy(objects)
+    metrics, loss_chunk = StatefulMetrics(objects), run.config.memory.loss_chunk
+    if metrics.names and loss_chunk is not None and losses.is_built_in(run.task):
+        raise UserError(
+            f"memory.loss_chunk={loss_chunk} with metrics.{sorted(metrics.names)[0]}: metrics get logits, which a loss "
+            "in chunks never has as a whole; use memory.loss_chunk=null, or a task of your own"
+        )
+    if is_tracing():
+        metrics.without_values()
+    metrics.to(run.state.device)
+    return metrics
+
+
+def _utilisation_of(run: Run) -> Utilisation | NoUtilisation:
+    """What counts the model's FLOPs, where the device's peak is known."""
+    config = run.config
+    peak = peak_of(run.state.device, config.precision.mode, config.train.peak_flops)
+    if peak is None or is_tracing():
+        return NoUtilisation()
+    recomputes = config.activation_checkpointing.mode != "none"
+    return Utilisation(peak, lambda: run.attempt.phase is Phase.BACKWARD, recomputes)

@@ -1,0 +1,255 @@
+"""`train.check_loss`: before the first step, whether the task's loss is a sum over samples, so that a batch can be cut.
+
+A mean would be divided by the count again, making gradients that many times too small; a loss that compares the
+samples of its batch depends on the micro-batch. Neither shows in a curve. So the loss of the first few samples is
+compared with those of their two halves, in evaluation mode and without gradients.
+
+Costs six forwards of at most 4 samples and fetching 12; where 2 samples must do, twice as many and 6 more. What cannot
+be compared is skipped silently: a task that draws random numbers, a loss that is not finite, a batch whose halves hold
+other values (see `_halves`; only a mean is reported then), a task or model that fails here: the first step reports that
+error.
+"""
+
+import contextlib
+import logging
+import math
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from trainapp.checkpoint.stateful import Stateful
+from trainapp.config.schema import Config
+from trainapp.data.batch import map_tensors, tensors_in
+from trainapp.data.loader import Request, fetched_apart, worker_count
+from trainapp.data.stream import is_stream
+from trainapp.errors import UserError
+from trainapp.models.inspect import belongs_to_trainapp
+from trainapp.optim.precision import Precision
+from trainapp.parallel.ranks import Ranks
+from trainapp.torch_private import is_tracing
+from trainapp.train.components import Components
+from trainapp.train.losses import is_built_in, needs_whole_batch
+from trainapp.train.modes import evaluation_mode
+from trainapp.train.untouched import untouched
+
+SAMPLES = (4, 2)  # the second where the first fail, such as for want of memory
+# Relative. Kernels choose their order of additions by the batch's size, which changes the last bits, and layers amplify
+# them; a mean is off by half, a contrastive loss of 4 and 2 samples by a third.
+FINE, COARSE = 1e-3, 2e-2  # COARSE: for products of less than fp32 precision
+FLOOR = 0.1  # per count: a loss whose summands cancel out has the rounding errors of the summands
+log = logging.getLogger(__name__)
+
+
+class Sums(NamedTuple):
+    """What the task returns for a batch. divisor: its count. bits: of the loss's type."""
+
+    loss: float
+    divisor: float
+    bits: int = 32
+
+
+class Halves(NamedTuple):
+    """A batch and its halves. same: whether these are known to hold the same values as the batch."""
+
+    batch: Any
+    halves: list[Any]
+    same: bool
+
+
+class Comparison(NamedTuple):
+    """The task's results for a batch of so many samples, and for its halves."""
+
+    samples: int
+    whole: Sums
+    halves: list[Sums]
+    same: bool
+
+
+def require_sum(
+    config: Config, components: Components, model: nn.Module, device: torch.device, precision: Precision, ranks: Ranks
+) -> None:
+    """Raises UserError for a loss or a count that does not add up. Collective. Call before the model is compiled or
+    sharded. Leaves model, task, data and generators as they are, but on `device`; see `untouched`.
+    """
+    task = components.task
+    if is_stream(components.train_data):  # has no samples that can be fetched again in halves
+        return
+    is_known = is_built_in(task) and belongs_to_trainapp(model)
+    if config.mode != "train" or not config.train.check_loss or needs_whole_batch(task) or is_known or is_tracing():
+        return
+    verdict = None
+    if not any(p.is_meta for p in model.parameters()):  # with parallel.fsdp.meta_init there are no values yet
+        compared = _compared(config, components, model, device, precision, ranks.world // config.parallel.nodes)
+        has_bits = compared is not None and min(own.bits for own in (compared.whole, *compared.halves)) >= 32
+        is_fine = config.precision.mode == "fp32" and model_is_fine(model) and has_bits
+        verdict = None if compared is None else _verdict(compared, config.task, FINE if is_fine else COARSE)
+    by_rank = [text for text in ranks.all_gather_object(verdict) if text]  # one may have had no memory for it
+    if by_rank:
+        raise UserError(by_rank[0])
+
+
+def model_is_fine(model: nn.Module) -> bool:
+    """Whether its weights have at least 32 bits."""
+    return all(p.dtype.itemsize >= 4 for p in model.parameters() if p.is_floating_point())
+
+
+def _compared(
+    config: Config, components: Components, model: nn.Module, device: torch.device, precision: Precision, ranks: int
+) -> Comparison | None:
+    data = components.train_data
+    roots = {"model": model, "task": components.task, "data": data}
+    modules = [model, *Stateful(**roots).modules.values()]
+    for module in modules:
+        module.to(device)  # those of the task and the data will be
+    workers = worker_count(config.loader.num_workers, data, ranks)
+    for samples in (min(most, len(data)) for most in SAMPLES):
+        if samples < 2:
+            return None
+        try:
+            with untouched(device, **roots):
+                cut = _halves(components, config.train.seed, workers, samples, device)
+            batches = (cut.batch, *cut.halves)
+            sums = [_result(cut.batch, batch, roots, modules, device, precision) for batch in batches]
+        except Exception as error:  # the first step shows it, in its place and with its traceback
+            log.debug("train.check_loss: %d samples cannot be compared: %s", samples, error)
+            continue
+        finally:
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+        whole, *halves = sums
+        known = [half for half in halves if half is not None]
+        return Comparison(samples, whole, known, cut.same) if whole is not None and len(known) == 2 else None
+    return None
+
+
+def _result(
+    whole: Any, batch: Any, roots: dict[str, Any], modules: list[nn.Module], device: torch.device, precision: Precision
+) -> Sums | None:
+    """What the task returns for a batch, after it was called with the whole one: a first forward may initialise what it
+    finds empty from its batch. None if the result is not finite, or random: two calls with the whole batch then differ.
+
+    Raises what the task raises.
+    """
+    with contextlib.ExitStack() as stack:
+        watched = stack.enter_context(untouched(device, **roots))
+        for context in (torch.no_grad(), evaluation_mode(modules), precision.autocast, _uncompiled()):
+            stack.enter_context(context)
+        sums = []
+        for part in (whole, batch):
+            loss, count, _ = roots["task"](roots["model"], map_tensors(lambda tensor: tensor.to(device), part))
+            if not isinstance(loss, Tensor) or loss.ndim:
+                return None
+            sums.append(Sums(float(loss), float(count), 8 * loss.dtype.itemsize))
+    is_certain = batch is not whole or all(math.isclose(a, b, rel_tol=1e-5) for a, b in zip(*sums, strict=True))
+    return sums[1] if is_certain and not watched.has_drawn and all(map(math.isfinite, sums[1])) else None
+
+
+def _uncompiled() -> contextlib.AbstractContextManager[Any]:
+    """Functions that the user compiles run as they are: the shapes of a few samples must not shape their code."""
+    if "torch._dynamo" not in sys.modules:  # importing it takes a second
+        return contextlib.nullcontext()
+    return torch.compiler.set_stance("force_eager")
+
+
+def _halves(components: Components, seed: int, workers: int, samples: int, device: torch.device) -> Halves:
+    """The first samples and their halves. Raises what the data set raises.
+
+    Halves collated on their own may be padded differently, or mix other samples; then `split` may cut them, or the
+    first half twice is the batch, which is as long as its halves.
+    """
+    data, half = components.train_data, samples // 2
+    split = next(filter(callable, (getattr(data, "split", None), getattr(components.task, "split", None))), None)
+    first, second = list(range(half)), list(range(half, samples))
+    requests = [Request(0, indices) for indices in (first + second, first, second, first + first)]
+    whole, a, b, twice = fetched_apart(data, seed, requests, workers)
+    cuts = [(whole, [a, b]), (twice, [a, a])]
+    if split is not None:
+        on_device = map_tensors(lambda tensor: tensor.to(device), whole)
+        cuts.insert(1, (on_device, [split(on_device, 0, half), split(on_device, half, samples)]))
+    for batch, halves in cuts:
+        if _consists_of(batch, halves):
+            return Halves(batch, halves, same=True)
+    return Halves(whole, [a, b], same=False)
+
+
+def _consists_of(batch: Any, parts: Sequence[Any]) -> bool:
+    """Whether each tensor of the batch is its parts' next to each other in some dimension; but for tables, which all of
+    them have alike.
+    """
+    found = [tensors_in(batch), *map(tensors_in, parts)]
+    if len({len(tensors) for tensors in found}) > 1:
+        return False
+    of_samples = [tensors for tensors in zip(*found, strict=True) if not _are_alike(tensors)]
+    return bool(of_samples) and all(_is_made_of(whole, pieces) for whole, *pieces in of_samples)
+
+
+def _are_alike(tensors: Sequence[Tensor]) -> bool:
+    return all(_is_plain(t) for t in tensors) and all(torch.equal(tensors[0], t) for t in tensors[1:])
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def _is_made_of(whole: Tensor, pieces: list[Tensor]) -> bool:
+    if not all(_is_plain(t) and t.ndim == whole.ndim for t in (whole, *pieces)):
+        return False
+    for dimension in range(whole.ndim):
+        sizes = [(*p.shape[:dimension], *p.shape[dimension + 1 :]) for p in (whole, *pieces)]
+        if len(set(sizes)) == 1 and torch.equal(whole, torch.cat(pieces, dimension)):
+            return True
+    return False
+
+
+def _verdict(compared: Comparison, setting: str, tolerance: float) -> str | None:
+    """The message, or None where the results add up, or nothing can be said."""
+    samples, whole, (a, b), same = compared
+    together = Sums(a.loss + b.loss, a.divisor + b.divisor)
+    size = (abs(whole.loss) + abs(a.loss) + abs(b.loss)) / 2
+    counts_add_up = math.isclose(whole.divisor, together.divisor, rel_tol=tolerance)
+    difference = abs(whole.loss - together.loss)
+    numbers = (
+        f"for {samples} samples it returns {whole.loss:.6g} with a count of {whole.divisor:g}, and for their halves "
+        f"{a.loss:.6g} with {a.divisor:g} and {b.loss:.6g} with {b.divisor:g}"
+    )
+    if difference > tolerance * size and size > 1e-6 * min(1.0, abs(whole.divisor)) and _is_mean(compared, tolerance):
+        return (
+            f"task={setting}: the loss is a mean, where a sum is needed: {numbers}. It would be divided by the count "
+            "once more, and weigh uneven micro-batches wrongly: return the sum of the samples' (or tokens') losses and "
+            f"how many there are, such as the mean times its number of summands. {_IF_MEANT}"
+        )
+    if not same:
+        return None
+    if difference > tolerance * (size + FLOOR * abs(whole.divisor)):
+        return (
+            f"task={setting}: the loss is no sum over samples: {numbers}. So it would depend on the micro-batch, and "
+            "with that on the memory. If it compares the samples of its batch, say so by `whole_batch = True` on the "
+            "task: its batch is then never cut. If it is the model that normalises over the batch in evaluation mode, "
+            f"let it use running statistics there. {_IF_MEANT}"
+        )
+    if not counts_add_up:
+        return (
+            f"task={setting}: the count does not add up: {numbers}. Micro-batches would be weighed wrongly: return how "
+            f"many samples or tokens the loss is a sum of, or the sum of their weights. {_IF_MEANT}"
+        )
+    return None
+
+
+_IF_MEANT = "train.check_loss=false trains with it as it is"
+
+
+def _is_mean(compared: Comparison, tolerance: float) -> bool:
+    """Whether the loss of the whole is the mean of those of its halves: weighed alike, or by their counts. Where the
+    values are the same, by whatever weights: tokens, say, while the count is of samples.
+    """
+    _, whole, (a, b), same = compared
+    weights = [(1.0, 1.0), (a.divisor, b.divisor)]
+    means = [(x * a.loss + y * b.loss) / (x + y) for x, y in weights if x + y]
+    if any(math.isclose(whole.loss, mean, rel_tol=tolerance) for mean in means):
+        return True
+    margin = tolerance * abs(whole.loss)
+    low, high = sorted((a.loss, b.loss))
+    return same and low * high > 0 and low - margin <= whole.loss <= high + margin

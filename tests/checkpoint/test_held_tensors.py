@@ -1,0 +1,141 @@
+"""Where tensors may be held beside parameters and buffers."""
+
+import functools
+import threading
+import weakref
+from collections import deque
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Subset, TensorDataset
+
+from trainapp.checkpoint import held_tensors
+from trainapp.memory.live_tensors import LiveTensors
+from trainapp.torch_private import storage_id
+
+
+class Model(nn.Module):
+    def __init__(self, held=None):
+        super().__init__()
+        self.layer, self.norm = nn.Linear(2, 2), nn.BatchNorm1d(2)
+        self.layer.held = held
+
+
+@dataclass
+class Record:
+    tensors: dict = field(default_factory=dict)
+
+
+class Slotted:
+    __slots__ = ("unset", "value")
+
+    def __init__(self, value):
+        self.value = value
+
+
+def task(tensor):
+    def loss(model, batch):
+        return tensor.sum()
+
+    return loss
+
+
+T = torch.zeros(3)
+LOOPED: list = [T]
+LOOPED.append(LOOPED)
+PLACES = {
+    "an attribute": T,
+    "a list": [1, "two", T],
+    "a queue of pairs": deque([("a", T)]),
+    "a dict of lists": {"a": [T]},
+    "a list that holds itself": LOOPED,
+    "a dataclass": Record({"a": T}),
+    "slots": Slotted(T),
+    "a closure": task(T),
+    "a bound argument": functools.partial(print, T),
+    "another module's attribute": Model([T]),
+    "a data set of torch": Subset(TensorDataset(T), [0]),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_it_is_found(place):
+    assert any(tensor is T for tensor in held_tensors.held_tensors([Model(PLACES[place])]))
+    assert any(tensor is T for tensor in held_tensors.held_tensors([PLACES[place]]))
+
+
+def test_parameters_and_buffers_are_not():
+    assert list(held_tensors.held_tensors([Model()])) == []
+
+
+def test_long_lists_of_tensors_are_gone_through_and_tables_of_numbers_are_not():
+    bank = [torch.zeros(1) for _ in range(5000)]
+    assert len(list(held_tensors.held_tensors([bank]))) == 5000
+    assert list(held_tensors.held_tensors([[*range(2500), T, *range(2500)]])) == []
+
+
+def test_a_large_table_hides_nothing_that_is_closer():
+    table = [(number, str(number)) for number in range(50_000)]
+    uneven = [[number, [object()]] for number in range(50_000)]
+    for held in (table, uneven):
+        assert list(held_tensors.held_tensors([Record({"a": T, "table": held})])) == [T]
+        assert list(held_tensors.held_tensors([held, T])) == [T]
+        assert list(held_tensors.held_tensors([Model([held, T])])) == [T]
+
+
+def test_a_long_dict_that_begins_with_a_number_is_no_table():
+    assert len(list(held_tensors.held_tensors([{"step": 1} | {f"b{i}": T for i in range(1500)}]))) == 1500
+
+
+class Bounded(Slotted):
+    __slots__ = ()
+
+
+def test_slots_of_a_base_class():
+    assert list(held_tensors.held_tensors([Bounded(T)])) == [T]
+
+
+def test_what_has_no_storage_yet_or_is_gone_is_passed_over(tmp_path):
+    gone = Record({})
+    proxy = weakref.proxy(gone)
+    del gone
+    odd = [nn.parameter.UninitializedParameter(), proxy, torch.ones(2, 2).to_sparse(), T]
+    found = list(held_tensors.held_tensors([odd]))
+    assert len(found) == 2
+    assert found[-1] is T
+    counter = LiveTensors()
+    counter.register_kept(held_tensors.kept_of({"task": odd}))
+    assert counter.live == T.untyped_storage().nbytes()
+
+
+def test_a_file_counts_for_no_memory_and_a_data_sets_is_known(tmp_path):
+    mapped = torch.from_file(str(tmp_path / "table"), shared=True, size=1000)
+    kept = held_tensors.kept_of({"task": [mapped], "data": [mapped]})
+    assert list(kept.owned()) == []
+    assert storage_id(mapped.untyped_storage()) in kept.of_data
+
+
+def test_a_container_that_changes_meanwhile_ends_nothing():
+    busy, done = deque([T], maxlen=300), threading.Event()
+
+    def change():
+        while not done.is_set():
+            busy.append(None)
+            busy.appendleft(T)
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    try:
+        for _ in range(300):
+            list(held_tensors.held_tensors([Record({"busy": busy})]))
+    finally:
+        done.set()
+        thread.join()
+
+
+def test_it_ends_in_a_large_data_set(monkeypatch):
+    monkeypatch.setattr(held_tensors, "MOST_LOOKED_INTO", 10)
+    found = list(held_tensors.held_tensors([[[torch.zeros(1)] for _ in range(100)]]))
+    assert 0 < len(found) <= 10

@@ -1,0 +1,185 @@
+"""Weighted and class-balanced sampling: how often a sample is drawn, and that only its position decides."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import runs
+import torch
+
+from trainapp.data.digits import Digits
+from trainapp.data.progress import Progress
+from trainapp.data.sampler import TrainBatches
+from trainapp.data.sampling import BLOCK, Weighted, weighted_order
+from trainapp.data.synthetic import SyntheticImages
+from trainapp.errors import UserError
+from trainapp.train import loop
+
+CPU = torch.device("cpu")
+
+
+class Rare:
+    """600 samples in three classes, of which one has 6 and one has 54."""
+
+    task = "classification"
+    in_memory = True
+
+    def __init__(self, labels=None):
+        self.targets = [0] * 540 + [1] * 54 + [2] * 6
+        self.quality = torch.arange(600) % 4
+        if labels is not None:
+            self.targets = [labels[target] for target in self.targets]
+
+    def __len__(self):
+        return 600
+
+    def __getitem__(self, index):
+        return {"inputs": torch.tensor([float(index)]), "targets": index}
+
+
+def drawn(order, draws=30_000):
+    return np.bincount(order.indices(0, 0, draws), minlength=order.samples)
+
+
+@pytest.mark.parametrize("samples", [1, 5, BLOCK, BLOCK + 1, 5 * BLOCK + 3])
+def test_samples_are_drawn_in_proportion_to_their_weights(samples):
+    weights = 0.5 + np.random.default_rng(0).random(samples).astype(np.float32)
+    weights[: samples // 3] = 0
+    counts = drawn(Weighted(1, weights, "w"))
+    expected = 30_000 * weights / weights.sum()
+    assert counts.sum() == 30_000
+    assert (counts[weights == 0] == 0).all()
+    deviation = ((counts - expected)[weights > 0] ** 2 / expected[weights > 0]).sum()
+    freedom = (weights > 0).sum() - 1
+    assert deviation < freedom + 4 * np.sqrt(2 * freedom) + 1e-9
+
+
+def test_one_weight_above_zero_is_always_drawn():
+    weights = np.zeros(3 * BLOCK)
+    weights[BLOCK - 1] = 1e-300
+    assert set(Weighted(0, weights, "w").indices(3, 0, 500)) == {BLOCK - 1}
+
+
+@pytest.mark.parametrize("labels", [None, {0: "cat", 1: "dog", 2: "emu"}, {0: -5, 1: 0, 2: 10**12}])
+def test_balanced_classes_are_equally_frequent(labels):
+    data = Rare(labels)
+    classes = Counter(data.targets[index] for index in weighted_order(0, data, "balanced").indices(0, 0, 30_000))
+    assert len(classes) == 3
+    assert all(abs(count - 10_000) < 400 for count in classes.values())
+    counts = drawn(weighted_order(0, data, "balanced"))
+    assert counts.min() > 0  # within a class all samples come
+
+
+def test_without_the_setting_they_are_not():
+    """Negative control."""
+    batches = TrainBatches(Rare(), global_size=600, seed=0, device=CPU)
+    assert Counter(Rare().targets[index] for index in batches._local(0, 0)) == {0: 540, 1: 54, 2: 6}
+
+
+def test_weights_from_a_file_and_from_an_attribute(tmp_path):
+    data = Rare()
+    np.save(tmp_path / "weights.npy", (np.arange(600) % 4).astype(np.float16))
+    by_file = weighted_order(0, data, str(tmp_path / "weights.npy"))
+    by_name = weighted_order(0, data, "quality")
+    assert isinstance(by_file._weights, np.memmap)
+    assert by_file.indices(2, 0, 600) == by_name.indices(2, 0, 600)
+    assert by_file.name == by_name.name
+    assert {index % 4 for index in by_name.indices(0, 0, 600)} == {1, 2, 3}
+
+
+class Noisy(Rare):
+    """Every sample of the rare class, with noise."""
+
+    def __getitem__(self, index):
+        return torch.stack([torch.tensor(float(index)), torch.rand(())])
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_sample_drawn_twice_has_other_noise(workers):
+    """The same again in another cut, and after a resume."""
+    arguments = {"global_size": 300, "seed": 0, "device": CPU, "workers": workers}
+    batches = TrainBatches(Noisy(), order=weighted_order(0, Noisy(), "balanced"), **arguments)
+    (whole,) = (micro.data for micro in batches.micro_batches(Progress(), 300))
+    rare = whole[whole[:, 0] >= 594]
+    assert len(rare) > 60
+    assert len(rare[:, 0].unique()) == 6
+    assert len(rare[:, 1].unique()) == len(rare)
+    again = torch.cat([micro.data for micro in batches.micro_batches(Progress(), 70)])
+    assert torch.equal(again, whole)
+    assert torch.equal(next(batches.micro_batches(Progress(), 300)).piece(5, 9), whole[5:9])
+    batches.close()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_neither_ranks_nor_batches_change_the_draws(world):
+    order = weighted_order(5, Rare(), "balanced")
+    whole = order.indices(1, 0, 600)
+    for size in (64, 100):
+        found = []
+        parts = [
+            TrainBatches(Rare(), global_size=size, seed=5, device=CPU, rank=r, world=world, order=order)
+            for r in range(world)
+        ]
+        for consumed in range(0, 600, size):
+            found += [index for part in parts for index in part._local(1, consumed)]
+        assert found == whole
+    assert order.indices(0, 0, 600) != whole
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ("qualty", "must be balanced, an attribute of the data set with one weight per sample, or the path of a .npy"),
+        ("missing.npy", "the file cannot be read as an array"),
+        ("spec", "must have one entry per sample, 600, but its shape is"),
+        ("negative", "weights must be finite and not negative"),
+        ("unknown", "weights must be finite and not negative"),
+        ("nothing", "the weights must have a finite sum above 0, but add up to 0"),
+        ("words", "must be numbers, but its entries are of type"),
+    ],
+)
+def test_weights_that_are_none(weights, message):
+    data = Rare()
+    data.spec, data.words, data.nothing = {"a": 1}, ["x"] * 600, [0] * 600
+    data.negative, data.unknown = [-1] + [1] * 599, [float("nan")] + [1.0] * 599
+    with pytest.raises(UserError, match=rf"^data\.sampling\.weights={weights}: .*{message}"):
+        weighted_order(0, data, weights)
+
+
+def test_data_without_classes():
+    class Nameless(Rare):
+        def __init__(self):
+            pass
+
+    with pytest.raises(UserError, match="Nameless does not say which class a sample belongs to"):
+        weighted_order(0, Nameless(), "balanced")
+
+
+def test_the_shipped_images_say_their_classes():
+    assert Digits("train").targets.shape == (1437,)
+    data = SyntheticImages("train", size=23, num_classes=4)
+    assert data.targets.tolist() == data.__getitems__(list(range(23)))["targets"].tolist()
+
+
+def test_a_run_draws_by_class_and_resumes(tmp_path):
+    """Resumed in the middle of an epoch it is the run that was never interrupted."""
+    overrides = (*runs.MODELS["mlp"], "data.sampling.weights=balanced", "train.max_steps=6")
+    runs.run(tmp_path / "whole", *overrides)
+    runs.run_until(tmp_path / "parts", 3, *overrides)
+    runs.run(tmp_path / "parts", *overrides)
+    whole, parts = (runs.saved(tmp_path / name, 6) for name in ("whole", "parts"))
+    assert runs.differences(whole["model"], parts["model"]) == []
+    assert whole["sampler"] == parts["sampler"]
+    assert whole["sampler"]["order"].startswith("weighted-")
+
+
+def test_other_weights_in_the_middle_of_an_epoch_are_refused(tmp_path, caplog):
+    runs.run_until(tmp_path, 3, *runs.MODELS["mlp"], "train.max_steps=6")
+    balanced = (*runs.MODELS["mlp"], "train.max_steps=6", "data.sampling.weights=balanced")
+    with pytest.raises(UserError, match=r"data\.on_change=refuse: .*data\.sampling has changed"):
+        runs.prepare(tmp_path, *balanced)
+    run = runs.prepare(tmp_path, *balanced, "data.on_change=next_epoch")
+    assert (run.state.progress.epoch, run.state.progress.consumed) == (1, 0)
+    assert "training continues with epoch 1" in caplog.text
+    loop.train_step(run)
+    run.close()

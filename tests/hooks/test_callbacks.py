@@ -1,0 +1,275 @@
+"""Callbacks: once per committed step, never in a retried one, and nothing of theirs reaches the run."""
+
+import own_hooks
+import pytest
+import runs
+import torch
+from helpers import metrics, result, train
+
+from trainapp.errors import TrainingStopped, UserError
+from trainapp.memory.kinds import MemoryKind
+from trainapp.run import runner
+from trainapp.train import callbacks, loop
+from trainapp.train.room import room_of
+
+MLP = (*runs.MODELS["mlp"], "model.dropout=0.1", "user_packages=[own_hooks]", "oom.plan=false")
+
+
+def own(kind, name="mine", **arguments):
+    inner = "".join(f", {key}: {value}" for key, value in arguments.items())
+    return f"+callbacks.{name}={{_target_: own_hooks.{kind}{inner}}}"
+
+
+@pytest.fixture(autouse=True)
+def nothing_seen():
+    own_hooks.SEEN.clear()
+
+
+def steps():
+    return [call[1] for call in own_hooks.SEEN if call[0] == "step"]
+
+
+# When
+
+
+def test_every_moment_once(tmp_path):
+    runs.run(tmp_path, *MLP, own("Records"), "every.eval=2")
+    assert [call[:2] for call in own_hooks.SEEN] == [
+        *[("step", 1), ("step", 2), ("evaluation", 2)],
+        *[("step", 3), ("step", 4), ("evaluation", 4), ("end", 4)],
+    ]
+    assert own_hooks.SEEN[0] == ("step", 1, 16, False)
+    assert set(own_hooks.SEEN[2][2]) == {"loss", "accuracy"}
+
+
+def test_not_for_a_retried_step(tmp_path, monkeypatch):
+    """Memory runs out in the second step, and in the log of the third, which is committed by then."""
+    accumulate, log, failed = loop.accumulate_gradients, loop.log, []
+
+    def fails_once(run, *arguments):
+        totals = accumulate(run, *arguments)
+        if run.state.progress.step == 1 and "gradients" not in failed:
+            failed.append("gradients")
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. (a test)")
+        return totals
+
+    def fails_in_log(run, *arguments):
+        if run.state.progress.step == 3 and "log" not in failed:
+            failed.append("log")
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. (a test)")
+        return log(run, *arguments)
+
+    monkeypatch.setattr(loop, "accumulate_gradients", fails_once)
+    monkeypatch.setattr(loop, "log", fails_in_log)
+    ended = runs.run(tmp_path, *MLP, own("Records"))
+    assert failed == ["gradients", "log"]
+    assert ended.oom_restarts == 2
+    assert steps() == [1, 2, 3, 4]
+
+
+def test_not_again_after_a_resume(tmp_path):
+    runs.run_until(tmp_path, 2, *MLP, own("Records"))
+    assert steps() == [1, 2]
+    own_hooks.SEEN.clear()
+    runs.run(tmp_path, *MLP, own("Records"))
+    assert steps() == [3, 4]
+    own_hooks.SEEN.clear()
+    runs.run(tmp_path, *MLP, own("Records"))  # the run has ended
+    assert own_hooks.SEEN == []
+
+
+def test_evaluation_of_a_checkpoint_calls_them(tmp_path):
+    runs.run(tmp_path / "a", *MLP)
+    runs.run(tmp_path / "b", *MLP, own("Records"), "mode=eval", f"checkpointing.resume={tmp_path / 'a'}")
+    assert [call[:2] for call in own_hooks.SEEN] == [("evaluation", 4)]
+
+
+# What they cannot do
+
+
+def test_numbers_drawn_modes_and_gradients_do_not_reach_the_run(tmp_path):
+    plain = runs.run_until(tmp_path / "plain", 4, *MLP)
+    disturbed = runs.run_until(tmp_path / "disturbed", 4, *MLP, own("Disturbs"))
+    assert torch.equal(runs.weights(plain.state.model), runs.weights(disturbed.state.model))
+    assert disturbed.state.model.training
+
+
+def test_without_restoring_they_would(tmp_path, monkeypatch):
+    import contextlib
+
+    monkeypatch.setattr(callbacks, "_nothing_changed", lambda *_: contextlib.nullcontext())
+    plain = runs.run_until(tmp_path / "plain", 4, *MLP)
+    disturbed = runs.run_until(tmp_path / "disturbed", 4, *MLP, own("Disturbs"))
+    assert not torch.equal(runs.weights(plain.state.model), runs.weights(disturbed.state.model))
+
+
+def test_a_callback_that_changes_the_model_is_noticed(tmp_path):
+    with pytest.raises(TrainingStopped, match=r"after_step of a callback has changed [\w.]+: callbacks may look"):
+        runs.run(tmp_path, *MLP, own("Changes"))
+    assert not list((tmp_path / "checkpoints").glob("step_*"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ((own("Nothing"),), r"callbacks\.mine: a Nothing has none of the methods after_step, after_evaluation, on_end"),
+        (
+            (own("Records", name="early_stopping"), "stopping.patience=2", "every.eval=2"),
+            r"callbacks\.early_stopping: stopping\.patience has a callback of this name",
+        ),
+        (("callbacks=[nonsense]",), r"callbacks"),
+    ],
+)
+def test_what_is_refused(tmp_path, overrides, message):
+    with pytest.raises(UserError, match=message):
+        runs.run(tmp_path, *MLP, *overrides)
+
+
+def test_what_they_hold_counts_once_and_not_as_kept(tmp_path):
+    peaks, rooms = {}, {}
+    for name, chosen in {"plain": (), "holds": (own("Holds"),)}.items():
+        run = runs.prepare(tmp_path / name, *MLP, *chosen, "memory.limit=64MiB")
+        for _ in range(2):
+            loop.train_step(run)
+            callbacks.after_step(run)
+        with run.memory.watch(run.meter.resident()):
+            pass
+        run.close()
+        assert run.memory.kept_before == 0
+        rooms[name] = room_of(run.config, run.memory, run.meter, run.ranks, alone=False)
+        events, kinds = run.memory.events([])
+        peaks[name] = {kinds[number]: size for number, size in events}
+    assert peaks["holds"] == {**peaks["plain"], MemoryKind.BUFFERS: 2**20}
+    assert rooms["plain"] - rooms["holds"] == 2**20
+
+
+# Errors
+
+
+def test_an_error_ends_the_run_after_saving_it(tmp_path):
+    with pytest.raises(TrainingStopped) as stopped:
+        runs.run(tmp_path, *MLP, own("Fails", step=2))
+    text = str(stopped.value)
+    assert text.startswith("callbacks.mine: after_step failed at step 2\nTraceback (most recent call last):\n")
+    assert 'raise ValueError("no such plot")\nValueError: no such plot\n' in text
+    assert "train/callbacks.py" not in text
+    assert f"the run is saved in {runs.checkpoint(tmp_path, 2)}" in text
+    assert runs.saved(tmp_path, 2)["progress"]["step"] == 2
+    ended = runs.run(tmp_path, *MLP, own("Fails", step=2))  # not called again for step 2
+    assert ended.steps == 4
+
+
+def test_after_an_error_no_callback_is_called_any_more(tmp_path):
+    with pytest.raises(TrainingStopped, match="no such plot"):
+        runs.run(tmp_path, *MLP, own("Fails", step=2), own("Records", name="records"), "every.eval=2")
+    assert own_hooks.SEEN == [("step", 1, 16, False)]
+
+
+def test_running_out_of_memory_in_a_callback_is_its_error(tmp_path):
+    with pytest.raises(
+        TrainingStopped, match=r"callbacks\.mine: after_evaluation failed at step 2[\s\S]*out of memory"
+    ):
+        runs.run(tmp_path, *MLP, own("RunsOut"), "every.eval=2")
+    assert not (tmp_path / "oom").exists()
+
+
+# Stopping
+
+
+def test_a_callback_ends_the_run(tmp_path):
+    ended = runs.run(tmp_path, *MLP, own("StopsAt", step=3))
+    assert ended.steps == 3
+    assert result(tmp_path)["ended"] == "callbacks.mine: step 3"
+    assert runs.saved(tmp_path, 3)["progress"]["stopped"] == "callbacks.mine: step 3"
+
+
+def test_how_other_runs_end(tmp_path):
+    assert runs.run(tmp_path / "a", *MLP).ended == "train.max_steps=4"
+    assert runs.run(
+        tmp_path / "b", *MLP, "train.max_steps=null", "train.max_epochs=1", "batch.global_size=720"
+    ).ended == ("train.max_epochs=1")
+
+
+# No evaluation improves by 10.
+STOPPING = ("every.eval=1", "every.save=1", "train.max_steps=9", "stopping.patience=3", "stopping.min_delta=10")
+
+
+def test_early_stopping(tmp_path):
+    ended = runs.run(tmp_path, *MLP, *STOPPING)
+    assert ended.steps == 4  # the first is the best, and three more
+    assert ended.ended.startswith("stopping.patience=3: accuracy has not improved on ")
+    assert ended.ended.endswith(", of step 1, since")
+    assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3, 4]
+    # It has ended, also for a process that comes later; with more patience it goes on where it was.
+    assert runs.run(tmp_path, *MLP, *STOPPING).steps == 4
+    assert runs.run(tmp_path, *MLP, *STOPPING[:3], "stopping.patience=5", "stopping.min_delta=10").steps == 6
+
+
+def test_what_early_stopping_has_counted_is_in_the_checkpoint(tmp_path, caplog):
+    run = runs.run_until(tmp_path, 3, *MLP, *STOPPING)
+    assert run.state.progress.stopped is None
+    assert runs.saved(tmp_path, 3)["stateful"][0]["callbacks.early_stopping"]["bad"] == 2
+    assert runs.run(tmp_path, *MLP, *STOPPING).steps == 4
+    runs.run(tmp_path, *MLP, "mode=eval", f"checkpointing.resume={tmp_path}")
+    assert "only the checkpoint" not in caplog.text
+
+
+def test_an_improvement_resets_the_patience(tmp_path):
+    run = runs.prepare(tmp_path, *MLP, "every.eval=1", "stopping.patience=2", "stopping.metric=min loss")
+    run.close()
+    early = run.callbacks.by_name["early_stopping"]
+    stops = []
+    for step, loss in enumerate([3.0, 4.0, 2.0, float("nan"), 1.5, 1.5, 1.6], start=1):
+        view = callbacks._view(run, "early_stopping", callbacks.Verdict())
+        early.after_evaluation(type(view)(**{**vars(view), "step": step, "stop": stops.append}), {"loss": loss})
+        assert bool(stops) == (step == 7)
+    assert (early.best, early.best_step) == (1.5, 5)
+
+
+def test_a_misspelt_metric_is_named(tmp_path):
+    message = r"stopping\.metric=max acuracy: there is no such metric; there are accuracy, loss"
+    with pytest.raises(UserError, match=message):
+        runs.run(tmp_path, *MLP, *STOPPING, "stopping.metric=max acuracy")
+    assert not (tmp_path / "metrics.jsonl").exists()  # before anything is trained
+
+
+def test_patience_without_evaluations(tmp_path):
+    with pytest.raises(UserError, match=r"stopping\.patience=3 with every\.eval=null: it counts evaluations"):
+        runs.run(tmp_path, *MLP, "stopping.patience=3")
+
+
+# Shipped ones
+
+
+def test_predictions_and_confusion_matrix(tmp_path):
+    chosen = (*MLP, "callbacks=[predictions,confusion_matrix]", "every.eval=2", "train.max_steps=2")
+    train(tmp_path / "run", *chosen, *(o for o in runs.TINY if "max_steps" not in o and "every.eval" not in o))
+    config = runs.configure(tmp_path / "run", *chosen)
+    run = runner.prepare(config, runs.StopRequest(), runs.SingleRank())
+    run.close()
+    data = run.eval_sets[""].dataset
+    batch = data.__getitems__(list(range(len(data))))
+    with torch.no_grad():
+        logits = run.state.model.eval()(batch["inputs"])
+    import csv
+    import json
+
+    rows = [json.loads(line) for line in (tmp_path / "run/predictions/step_00000002.jsonl").read_text().splitlines()]
+    assert [row["target"] for row in rows] == batch["targets"][:8].tolist()
+    assert [row["prediction"] for row in rows] == logits[:8].argmax(-1).tolist()
+    assert [row["probability"] for row in rows] == pytest.approx(logits[:8].softmax(-1).amax(-1).tolist(), rel=1e-5)
+    with (tmp_path / "run/confusion_matrix/step_00000002.csv").open() as file:
+        header, *table = csv.reader(file)
+    expected = torch.zeros(10, 10, dtype=torch.long)
+    for target, prediction in zip(batch["targets"], logits.argmax(-1), strict=True):
+        expected[target, prediction] += 1
+    assert torch.tensor([[int(cell) for cell in row[1:]] for row in table]).equal(expected)
+    assert header[1:] == [str(number) for number in range(10)]
+    png = (tmp_path / "run/confusion_matrix/step_00000002.png").read_bytes()
+    assert png.startswith(b"\x89PNG")
+    from helpers import _events, texts
+
+    assert "confusion_matrix" in _events(tmp_path / "run").Tags()["images"]
+    ((step, text),) = texts(tmp_path / "run")["predictions"]
+    assert step == 2
+    assert text.startswith("| sample | target | prediction | probability |\n")

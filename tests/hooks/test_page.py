@@ -1,0 +1,53 @@
+"""docs/metrics_and_callbacks.md: its files and its first commands work as printed."""
+
+import re
+
+import pytest
+import runs
+from helpers import ROOT, evaluations, result, run_cli, scalars
+from markdown import write_files
+
+PAGE = ROOT / "docs/metrics_and_callbacks.md"
+QUICK = ("train.max_epochs=1", "model.width=16", "train.device=cpu")
+
+
+def command(start):
+    """The words after `trainapp` of the first command that has `start`."""
+    import shlex
+
+    line = next(line for line in PAGE.read_text().splitlines() if line.startswith("trainapp ") and start in line)
+    return shlex.split(line)[1:]
+
+
+def test_the_callback_of_the_page(tmp_path):
+    assert write_files(PAGE, tmp_path) == {"my_callbacks.py"}
+    done = run_cli(*command("callbacks.norms"), *QUICK, f"hydra.run.dir={tmp_path / 'run'}", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    tags = {tag: values for tag, values in scalars(tmp_path / "run").items() if tag.startswith("norm/")}
+    assert len(tags) == 6
+    assert all(set(values) == {5, 10, 15, 20} for values in tags.values())
+
+
+def test_the_metric_of_the_page(tmp_path):
+    pytest.importorskip("torchmetrics", reason="needs the extra trainapp[metrics]")
+    done = run_cli(*command("metrics.f1"), *QUICK, f"hydra.run.dir={tmp_path / 'run'}", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert result(tmp_path / "run")["objective"] == evaluations(tmp_path / "run")[-1]["f1"]
+    assert result(tmp_path / "run")["metric"] == "f1"
+
+
+def test_the_task_of_the_page_passes_arguments_to_all_metrics(tmp_path):
+    """The page's function, on digits as ten numbers to regress."""
+    (body,) = re.findall(r"```python\n(def regression.*?)```", PAGE.read_text(), re.DOTALL)
+    body = body.replace('batch["targets"]', 'F.one_hot(batch["targets"], 10).float()')
+    (tmp_path / "page_task.py").write_text(f"from torch.nn import functional as F\n\n\n{body}")
+    squares = "class Squares:\n    def reset(self): self.sum = self.count = 0\n    def __init__(self): self.reset()\n"
+    squares += "    def update(self, a, b): self.sum += float(((a - b) ** 2).sum()); self.count += len(a)\n"
+    squares += "    def compute(self): return self.sum / self.count\n"
+    (tmp_path / "page_metric.py").write_text(squares)
+    chosen = ("task=page_task.regression", "user_packages=[page_task,page_metric]", "every.eval=4", *runs.TINY[:2])
+    metric = "+metrics.mine={_target_: page_metric.Squares}"
+    done = run_cli(*runs.MODELS["mlp"], *chosen, metric, "train.max_steps=4", "hydra.run.dir=run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (line,) = evaluations(tmp_path / "run")
+    assert line["mine"] == pytest.approx(line["loss"], rel=1e-5)

@@ -1,0 +1,320 @@
+"""Parameter groups by name, layer-wise decay: which parameters get what, and what is refused."""
+
+import pytest
+import runs
+import torch
+from helpers import metrics
+from torch import nn
+
+from trainapp.config import schema
+from trainapp.errors import UserError
+from trainapp.optim import groups
+from trainapp.optim.optimizers import build_optimizer
+from trainapp.train import loop
+
+CPU = torch.device("cpu")
+MLP = (*runs.MODELS["mlp"], "schedule=constant")
+HEAD = "{match: head, lr: 0.5}"
+
+
+class Net(nn.Module):
+    """An embedding, two blocks, a norm between them and a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(4, 6)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        self.norm = nn.LayerNorm(6)
+        self.head = nn.Linear(6, 3)
+
+
+def built(*own, net=None, target="torch.optim.AdamW", blocks=(), **settings):
+    """The optimizer and, by name, the options of each parameter's group."""
+    model = net or Net()
+    settings = {"weight_decay": 0.1, **settings}
+    given = schema.Optimizer(target=target, lr=1e-3, groups=list(own), **settings)
+    optimizer = build_optimizer(given, model, CPU, [], blocks=blocks)
+    names = {id(p): name for name, p in model.named_parameters()}
+    return optimizer, {names[id(p)]: group for group in optimizer.param_groups for p in group["params"]}
+
+
+def group(match, **options):
+    return {"match": [match], **options}
+
+
+def test_options_of_what_a_pattern_matches():
+    _, of = built(group("head.*", lr=0.5, betas=[0.8, 0.9]), group("*.bias", eps=1e-4) | {"match": ["layers.*.bias"]})
+    assert (of["head.weight"]["lr"], of["head.weight"]["betas"]) == (0.5, (0.8, 0.9))
+    assert of["layers.0.bias"]["eps"] == 1e-4
+    assert of["layers.0.bias"]["lr"] == of["embed.weight"]["lr"] == 1e-3
+    assert of["embed.weight"]["eps"] == 1e-8
+    assert len(of) == len(list(Net().parameters()))
+
+
+def test_a_module_is_named_by_its_name():
+    """As in `model.freeze`; a pattern that merely begins like it does not match."""
+    _, of = built(group("layers.0", lr=0.5))
+    assert {name for name, own in of.items() if own["lr"] == 0.5} == {"layers.0.weight", "layers.0.bias"}
+
+
+def test_weight_decay_of_a_group_is_not_for_its_norms_and_biases():
+    _, of = built(group("head", weight_decay=0.3), group("norm", weight_decay=0.2))
+    assert (of["head.weight"]["weight_decay"], of["head.bias"]["weight_decay"]) == (0.3, 0.0)
+    # A group that has nothing else would otherwise have no effect.
+    assert of["norm.weight"]["weight_decay"] == of["norm.bias"]["weight_decay"] == 0.2
+    assert (of["embed.weight"]["weight_decay"], of["layers.0.bias"]["weight_decay"]) == (0.1, 0.0)
+
+
+def test_layer_wise_decay():
+    """0.5 per layer: the head has the whole rate, each block half of the next, the embedding half of the first."""
+    net = Net()
+    _, of = built(net=net, layer_decay=0.5, blocks=list(net.layers))
+    rates = {name: own["lr"] / 1e-3 for name, own in of.items() if name.endswith("weight")}
+    expected = {"embed": 0.125, "layers.0": 0.25, "layers.1": 0.5, "norm": 1.0, "head": 1.0}
+    assert rates == {f"{name}.weight": rate for name, rate in expected.items()}
+
+
+def test_layer_wise_decay_of_a_group_with_a_rate_of_its_own():
+    net = Net()
+    _, of = built(group("layers", lr=1.0), net=net, layer_decay=0.5, blocks=list(net.layers))
+    assert (of["layers.0.weight"]["lr"], of["layers.1.weight"]["lr"]) == (0.25, 0.5)
+
+
+def test_a_block_that_shares_a_parameter_has_it_once():
+    net = Net()
+    net.layers[1].weight = net.layers[0].weight
+    optimizer, of = built(net=net, layer_decay=0.5, blocks=list(net.layers))
+    assert of["layers.0.weight"]["lr"] == 0.25e-3
+    every = [id(p) for own in optimizer.param_groups for p in own["params"]]
+    assert len(every) == len(set(every))
+
+
+def test_without_groups_nothing_changes():
+    plain, _ = built()
+    assert not any("label" in own for own in plain.param_groups)
+    assert len(plain.param_groups) == 2
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        (
+            [group("haed", lr=1.0)],
+            r"optimizer\.groups\.0\.match=haed: Net has no parameter or module of this name; at the",
+        ),
+        (
+            [group("head", lr=1.0), group("*.weight", lr=2.0)],
+            r"optimizer\.groups: head\.weight is matched by group 0 \(head\) and by group 1 \(\*\.weight\); each",
+        ),
+        ([group("head", lrr=1.0)], r"optimizer\.groups\.0\.lrr: no such setting; did you mean 'lr'\?"),
+        ([group("head", fused=True)], r"optimizer\.groups\.0\.fused: this is a setting of the whole optimizer"),
+        ([group("head", betas=[2.0, 0.9])], r"optimizer\.groups\.0: Invalid beta parameter"),
+    ],
+)
+def test_mistakes(own, message):
+    with pytest.raises(UserError, match=message):
+        built(*own)
+
+
+def test_a_group_of_frozen_parameters_is_refused():
+    net = Net()
+    net.head.requires_grad_(False)
+    with pytest.raises(
+        UserError, match=r"optimizer\.groups\.0: nothing that head matches is trained by this optimizer"
+    ):
+        built(group("head", lr=1.0), net=net)
+
+
+def test_an_option_that_the_optimizer_has_once_for_all():
+    with pytest.raises(UserError, match=r"optimizer\.groups\.0\.state_dtype: AdamW has one state_dtype for all param"):
+        built(group("head", state_dtype="8bit"), target="trainapp.optim.low_precision.AdamW")
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("[{lr: 1.0}]", "group 0 needs `match`"),
+        ("[{match: head}]", "group 0 changes nothing; give it lr"),
+        ("[{match: head, lr: 0}]", "lr=0 of group 0 must be a number above 0"),
+        ("[{match: head, lr: fast}]", "lr='fast' of group 0 must be a number above 0"),
+        ("[{match: head, weight_decay: -1}]", "weight_decay=-1 of group 0 must be a number of at least 0"),
+        ("[{match: head, freeze: 1, lr: 1.0}]", "freeze=1 of group 0 must be true or false"),
+        ("[{match: head, freeze: true, lr: 1.0}]", "group 0 is frozen, so that lr would have no effect"),
+        ("[{match: []}]", "group 0 needs `match`"),
+    ],
+)
+def test_mistakes_in_the_configuration(tmp_path, value, message):
+    with pytest.raises(UserError, match=r"^optimizer\.groups=") as refused:
+        runs.configure(tmp_path, f"optimizer.groups={value}")
+    assert message in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+# Through the application
+
+
+def test_each_group_learns_at_its_rate(tmp_path):
+    """SGD without momentum: the change of a parameter is its rate times its gradient. All rates are logged."""
+    sgd = ("optimizer=sgd", "optimizer.momentum=0", "optimizer.nesterov=false", "optimizer.weight_decay=0")
+    own = (*MLP, *sgd, "optimizer.lr=0.1", f"optimizer.groups=[{HEAD}]", "train.grad_clip=null", "train.max_steps=1")
+    run = runs.prepare(tmp_path, *own)
+    before = {name: p.detach().clone() for name, p in run.state.model.named_parameters()}
+    runs.accumulate(run)
+    gradients = {name: p.grad.clone() for name, p in run.state.model.named_parameters()}
+    loop.drop_gradients(run)
+    run.batches.drop_fetched()
+    loop.train_step(run)
+    run.close()
+    for name, parameter in run.state.model.named_parameters():
+        rate = 0.5 if name.startswith("head") else 0.1
+        torch.testing.assert_close(parameter.detach(), before[name] - rate * gradients[name])
+    (line,) = metrics(tmp_path)
+    assert (line["lr"], line["lr/head"]) == (0.1, 0.5)
+
+
+def test_the_schedule_multiplies_every_rate(tmp_path):
+    own = (
+        *runs.MODELS["mlp"],
+        "schedule=linear",
+        "schedule.warmup=0",
+        f"optimizer.groups=[{HEAD}]",
+        "optimizer.lr=0.1",
+    )
+    runs.run(tmp_path, *own, "train.max_steps=4")
+    lines = metrics(tmp_path)
+    assert [line["lr"] for line in lines] == pytest.approx([0.1, 0.075, 0.05, 0.025])
+    assert [line["lr/head"] for line in lines] == pytest.approx([0.5, 0.375, 0.25, 0.125])
+
+
+def test_freezing_by_a_group_is_freezing_by_the_model(tmp_path):
+    ends = []
+    for name, own in {
+        "a": "optimizer.groups=[{match: layers.0, freeze: true}]",
+        "b": "model.freeze=[layers.0]",
+    }.items():
+        run = runs.prepare(tmp_path / name, *MLP, own, "train.max_steps=2")
+        assert not run.state.model.layers[0][0].weight.requires_grad
+        assert run.meter.static == runs.prepare(tmp_path / f"{name}2", *MLP, own).meter.static
+        loop.train(run)
+        run.close()
+        ends.append(runs.weights(run.state.model))
+    assert torch.equal(*ends)
+
+
+def test_a_group_and_model_freeze_agree(tmp_path):
+    """The rest of a group that is partly frozen has its rate; a group of nothing else is refused."""
+    own = (*MLP, "model.freeze=[head.bias]", f"optimizer.groups=[{HEAD}]")
+    run = runs.prepare(tmp_path, *own)
+    run.close()
+    assert groups.rates(run.state.optimizer) == {"lr": 3e-3, "lr/head": 0.5}
+    with pytest.raises(UserError, match="nothing that head matches is trained"):
+        runs.prepare(tmp_path, *MLP, "model.freeze=[head]", f"optimizer.groups=[{HEAD}]")
+
+
+OPTIMIZERS = ("adamw", "sgd", "muon", "adamw_bf16", "adamw_8bit", "adafactor")
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_shipped_optimizer_takes_groups_and_resumes(tmp_path, optimizer):
+    own = (*MLP, f"optimizer={optimizer}", "optimizer.groups=[{match: head, lr: 0.01}]", "optimizer.layer_decay=0.5")
+    own += ("train.max_steps=4",)
+    runs.run(tmp_path / "a", *own)
+    runs.run_until(tmp_path / "b", 2, *own)
+    runs.run(tmp_path / "b", *own)
+    assert runs.differences(runs.saved(tmp_path / "a", 4), runs.saved(tmp_path / "b", 4)) == []
+    rates = {name for line in metrics(tmp_path / "a") for name in line if name.startswith("lr")}
+    assert {"lr/head:layer_3", "lr/layer_1", "lr/layer_2"} <= rates
+
+
+@pytest.mark.parametrize("lever", ["optimizer.in_backward=true", "optimizer.offload=true"])
+def test_levers_of_the_optimizer_change_no_bit(tmp_path, lever):
+    own = (*MLP, f"optimizer.groups=[{HEAD}]", "optimizer.layer_decay=0.5", "train.grad_clip=null", "train.max_steps=3")
+    ends = []
+    for name, more in {"a": (), "b": (lever,)}.items():
+        runs.run(tmp_path / name, *own, *more)
+        ends.append(runs.saved(tmp_path / name, 3)["model"])
+    assert runs.differences(*ends) == []
+
+
+# Resuming with other groups
+
+
+def test_the_state_of_a_parameter_follows_it_into_another_group(tmp_path):
+    """By name: the moments are those that were saved, whatever group the parameter is in now."""
+    runs.run(tmp_path / "a", *MLP, "train.max_steps=2")
+    saved = runs.saved(tmp_path / "a", 2)["optimizer"]
+    resume = f"checkpointing.resume={tmp_path / 'a'}"
+    run = runs.prepare(tmp_path / "b", *MLP, f"optimizer.groups=[{HEAD}]", "train.max_steps=4", resume)
+    run.close()
+    assert len(run.state.optimizer.param_groups) > 2
+    for name, parameter in run.state.model.named_parameters():
+        assert torch.equal(run.state.optimizer.state[parameter]["exp_avg"], saved[name]["exp_avg"])
+    assert run.state.optimizer.param_groups[-1]["initial_lr"] == 0.5
+
+
+COUNTING = ("user_packages=[test_groups]", "optimizer._target_=test_groups.Counting", "optimizer.lr=0.1")
+
+
+class Counting(torch.optim.SGD):
+    """Keeps a count in each group's options, which is state: other groups have other counts."""
+
+    def __init__(self, params, lr: float = 0.1, weight_decay: float = 0.0):
+        super().__init__(params, lr, weight_decay=weight_decay)
+
+    def step(self, closure=None):
+        for number, own in enumerate(self.param_groups):
+            own["count"] = own.get("count", 0) + 1 + number
+        return super().step(closure)
+
+
+def test_options_that_the_optimizer_has_changed_are_refused_for_other_groups(tmp_path):
+    runs.run(tmp_path / "a", *MLP, *COUNTING, "train.max_steps=2")
+    resume = f"checkpointing.resume={tmp_path / 'a'}"
+    again = runs.prepare(tmp_path / "b", *MLP, *COUNTING, resume)
+    again.close()
+    assert [own["count"] for own in again.state.optimizer.param_groups] == [2, 4]
+    with pytest.raises(UserError, match=r"the optimizer's groups .* instead of .*, whose options it had"):
+        runs.prepare(tmp_path / "c", *MLP, *COUNTING, f"optimizer.groups=[{HEAD}]", resume)
+
+
+# Attributes of parameters
+
+
+class Tagged(nn.Module):
+    """Its head says that it is to learn faster."""
+
+    def __init__(self, image_shape, num_classes):
+        super().__init__()
+        self.body, self.head = nn.Linear(64, 16), nn.Linear(16, num_classes)
+        self.head.weight.lr_scale = 7.0
+
+    def forward(self, images):
+        return self.head(self.body(images.flatten(1)).relu())
+
+    def blocks(self):
+        return [self.body]
+
+
+class ByTag(torch.optim.SGD):
+    """Reads the tags."""
+
+    @staticmethod
+    def parameter_groups(model, weight_decay):
+        """One group per scale."""
+        found = {}
+        for parameter in model.parameters():
+            found.setdefault(getattr(parameter, "lr_scale", 1.0), []).append(parameter)
+        return [{"params": own, "lr": 0.01 * scale} for scale, own in found.items()]
+
+
+TAGGED = (
+    *("user_packages=[test_groups]", "model._target_=test_groups.Tagged", "data=digits", "schedule=constant"),
+    *("optimizer._target_=test_groups.ByTag", "optimizer.lr=0.01"),
+)
+
+
+@pytest.mark.parametrize("mode", ["fp32", "bf16"])
+def test_attributes_of_parameters_are_there_when_the_optimizer_is_built(tmp_path, mode):
+    run = runs.prepare(tmp_path, *TAGGED, f"precision={mode}")
+    run.close()
+    assert [own["lr"] for own in run.state.optimizer.param_groups] == [0.01, 0.07]

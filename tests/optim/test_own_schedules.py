@@ -1,0 +1,297 @@
+"""Schedules by `_target_`: functions of the step, torch's schedulers, and those that follow evaluations."""
+
+import copy
+
+import pytest
+import runs
+import torch
+from helpers import evaluations, metrics, run_cli
+from torch import nn
+from torch.optim import lr_scheduler
+
+from trainapp.config import schema
+from trainapp.config.durations import RunLength
+from trainapp.errors import UserError
+from trainapp.optim import torch_schedules
+from trainapp.optim.schedules import for_optimizer
+from trainapp.train import loop
+
+RUN = RunLength(steps_per_epoch=5, global_size=16, total_steps=20)
+MLP = (*runs.MODELS["mlp"], "user_packages=[test_own_schedules]", "optimizer.lr=0.1")
+SCHEDULERS = {
+    "StepLR": {"step_size": 4, "gamma": 0.5},
+    "MultiStepLR": {"milestones": [3, 9], "gamma": 0.1},
+    "ExponentialLR": {"gamma": 0.9},
+    "ConstantLR": {"factor": 0.5, "total_iters": 6},
+    "LinearLR": {"total_iters": 7},
+    "PolynomialLR": {"total_iters": 10, "power": 2.0},
+    "CosineAnnealingLR": {"T_max": 20, "eta_min": 0.01},
+    "CosineAnnealingWarmRestarts": {"T_0": 6, "T_mult": 2},
+    "CyclicLR": {"base_lr": 0.01, "max_lr": 0.5, "step_size_up": 3},
+    "OneCycleLR": {"max_lr": 0.5, "total_steps": 20},
+}
+
+
+def optimizers():
+    """Two alike, with two groups of different rates."""
+    parameters = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    groups = [{"params": [parameters[0]], "lr": 0.1}, {"params": [parameters[1]], "lr": 0.2}]
+    return [torch.optim.AdamW(copy.deepcopy(groups)) for _ in range(2)]
+
+
+def schedule(optimizer, name, run=RUN, warmup=0, direction="min", **arguments):
+    for group in optimizer.param_groups:
+        group["initial_lr"] = group["lr"]
+    target = name if "." in name else f"torch.optim.lr_scheduler.{name}"
+    settings = schema.Schedule(target=target, warmup=warmup, arguments=arguments)
+    return for_optimizer(settings, run, optimizer, ["test_own_schedules"], direction)
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_rates_are_those_of_torchs_own_loop(name):
+    """Of every group, and of betas where the scheduler changes those."""
+    own, torchs = optimizers()
+    given = schedule(own, name, **SCHEDULERS[name])
+    scheduler = getattr(lr_scheduler, name)(torchs, **SCHEDULERS[name])
+    for step in range(20):
+        given.set_rates(own.param_groups, step)
+        for group, expected in zip(own.param_groups, torchs.param_groups, strict=True):
+            assert (group["lr"], group["betas"]) == (expected["lr"], expected["betas"])
+        torchs.step()
+        scheduler.step()
+
+
+def test_it_is_a_function_of_the_step():
+    """Asked in any order, as often as one likes: a retried step does not advance it."""
+    own, _ = optimizers()
+    given = schedule(own, "StepLR", **SCHEDULERS["StepLR"])
+    rates = []
+    for step in (9, 9, 3, 9, 0):
+        given.set_rates(own.param_groups, step)
+        rates.append(own.param_groups[0]["lr"])
+    assert rates == pytest.approx([0.025, 0.025, 0.1, 0.025, 0.1])
+    assert given.state_dict() == {}
+
+
+def test_warm_up_comes_before_it():
+    own, _ = optimizers()
+    given = schedule(own, "ExponentialLR", warmup=4, gamma=0.5)
+    rates = []
+    for step in range(7):
+        given.set_rates(own.param_groups, step)
+        rates.append(own.param_groups[0]["lr"] / 0.1)
+    assert rates == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0, 0.5, 0.25])
+
+
+def test_the_length_of_the_run_is_filled_in():
+    own, _ = optimizers()
+    given = schedule(own, "OneCycleLR", max_lr=0.5)
+    given.set_rates(own.param_groups, 19)
+    assert own.param_groups[0]["lr"] == pytest.approx(0.5 / 25 / 1e4)
+    with pytest.raises(UserError, match="schedule: Tried to step 21 times"):
+        given.set_rates(own.param_groups, 21)
+
+
+# Functions of one's own
+
+
+def triangle(step, total_steps, low: float = 0.0):
+    """Up to the middle of the run, and down again."""
+    return low + (1 - low) * (1 - abs(2 * step / total_steps - 1))
+
+
+class Halving:
+    """Every so many steps."""
+
+    def __init__(self, every: int):
+        self.every = every
+
+    def __call__(self, step):
+        return 0.5 ** (step // self.every)
+
+
+def sequence(optimizer, first: int):
+    """Schedulers in a row, which need the optimizer."""
+    parts = [lr_scheduler.ConstantLR(optimizer, 0.1, first), lr_scheduler.ExponentialLR(optimizer, 0.5)]
+    return lr_scheduler.SequentialLR(optimizer, parts, [first])
+
+
+def negative(step):
+    return -1.0
+
+
+def nothing(optimizer):
+    return None
+
+
+def test_a_function_of_the_step(tmp_path):
+    own = (*MLP, "schedule._target_=test_own_schedules.triangle", "schedule.low=0.2", "train.max_steps=4")
+    runs.run(tmp_path, *own)
+    assert [line["lr"] for line in metrics(tmp_path)] == pytest.approx([0.02, 0.06, 0.1, 0.06])
+
+
+def test_an_instance_that_is_called(tmp_path):
+    runs.run(tmp_path, *MLP, "schedule._target_=test_own_schedules.Halving", "schedule.every=2", "train.max_steps=5")
+    assert [line["lr"] for line in metrics(tmp_path)] == [0.1, 0.1, 0.05, 0.05, 0.025]
+
+
+def test_a_function_that_builds_schedulers(tmp_path):
+    runs.run(tmp_path, *MLP, "schedule._target_=test_own_schedules.sequence", "schedule.first=2", "train.max_steps=5")
+    assert [line["lr"] for line in metrics(tmp_path)] == pytest.approx([0.01, 0.01, 0.1, 0.05, 0.025])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("schedule._target_=torch.optim.lr_scheduler.StepLR",), r"schedule\.step_size: required, but not set"),
+        (
+            ("schedule._target_=torch.optim.lr_scheduler.StepsLR",),
+            r"has no class or function StepsLR; did you mean 'StepLR'",
+        ),
+        (
+            ("schedule._target_=torch.optim.lr_scheduler.StepLR", "schedule.stepsize=3"),
+            r"schedule\.stepsize: no such sett",
+        ),
+        (("schedule._target_=os.system",), r"schedule\._target_=os\.system: not among the packages"),
+        (
+            ("schedule._target_=test_own_schedules.negative",),
+            r"for step 0 it returned -1\.0; it must return the factor",
+        ),
+        (
+            ("schedule._target_=test_own_schedules.nothing",),
+            "must be one of torch's schedulers or return one, not a None",
+        ),
+        (
+            ("schedule._target_=test_own_schedules.Halving", "schedule.every=2", "schedule.final=0.1"),
+            r"schedule\.final: no such setting",
+        ),
+        (("schedule=plateau", "every.eval=null"), r"it follows the accuracy of evaluations, but every\.eval=null"),
+        (("schedule=plateau", "schedule.factor=2.0"), r"schedule: Factor should be < 1\.0"),
+    ],
+)
+def test_mistakes(tmp_path, overrides, message):
+    with pytest.raises(UserError, match=message):
+        runs.run(tmp_path / "run", *MLP, *overrides)
+    assert not (tmp_path / "run").exists()
+
+
+def test_from_the_command_line(tmp_path):
+    done = run_cli(
+        *runs.TINY,
+        *runs.MODELS["mlp"],
+        "schedule._target_=torch.optim.lr_scheduler.StepLR",
+        "schedule.step_size=2",
+        "schedule.gamma=0.5",
+        "optimizer.lr=0.1",
+        f"hydra.run.dir={tmp_path / 'run'}",
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert [line["lr"] for line in metrics(tmp_path / "run")] == [0.1, 0.1, 0.05, 0.05]
+
+
+def test_a_skipped_step_does_not_advance_it(tmp_path):
+    """precision=fp16 with a scale so large that the first steps overflow."""
+    settings = ("precision=fp16", "precision.initial_scale=1e6", "train.max_steps=3")
+    run = runs.prepare(tmp_path, *MLP, "schedule._target_=test_own_schedules.Halving", "schedule.every=1", *settings)
+    loop.train(run)
+    run.close()
+    assert run.state.progress.skipped > 0
+    assert [line["lr"] for line in metrics(tmp_path)] == [0.1, 0.05, 0.025]
+
+
+# After evaluations
+
+PLATEAU = ("schedule=plateau", "schedule.patience=0", "schedule.factor=0.5", "every.eval=1", "train.max_steps=6")
+CONSTANT = (*MLP, "task=test_own_schedules.constant", "objective=min loss")
+
+
+def constant(model, batch):
+    """A loss that is the same at every evaluation."""
+    logits = model(batch["inputs"])
+    loss = torch.nn.functional.cross_entropy(logits, batch["targets"], reduction="sum")
+    return (loss if model.training else 0 * loss + len(logits)), len(logits), {}
+
+
+def test_the_rate_falls_when_evaluations_do_not_improve(tmp_path):
+    """The first evaluation is the best; from the second on, each halves the rate of the next step."""
+    runs.run(tmp_path, *CONSTANT, *PLATEAU)
+    assert [line["loss"] for line in evaluations(tmp_path)] == [1.0] * 6
+    assert [line["lr"] for line in metrics(tmp_path)] == [0.1, 0.1, 0.05, 0.025, 0.0125, 0.00625]
+
+
+def test_it_follows_the_direction_of_the_objective(tmp_path):
+    """An accuracy that rises is an improvement: taken for a loss, it would reduce the rate."""
+    own, _ = optimizers()
+    rising = schedule(own, "ReduceLROnPlateau", direction="max", patience=0, factor=0.5)
+    falling = schedule(optimizers()[0], "ReduceLROnPlateau", direction="min", patience=0, factor=0.5)
+    for value in (0.1, 0.2, 0.3):
+        rising.evaluated(value)
+        falling.evaluated(value)
+    assert rising.state_dict()["rates"] == [0.1, 0.2]
+    assert falling.state_dict()["rates"] == [0.025, 0.05]
+
+
+@pytest.mark.parametrize("stop", [1, 3])
+def test_its_state_is_in_the_checkpoint(tmp_path, stop):
+    runs.run(tmp_path / "a", *CONSTANT, *PLATEAU)
+    runs.run_until(tmp_path / "b", stop, *CONSTANT, *PLATEAU)
+    runs.run(tmp_path / "b", *CONSTANT, *PLATEAU)
+    assert runs.differences(runs.saved(tmp_path / "a", 6), runs.saved(tmp_path / "b", 6)) == []
+    assert [line["lr"] for line in metrics(tmp_path / "b")] == [line["lr"] for line in metrics(tmp_path / "a")]
+    state = runs.saved(tmp_path / "a", 6)["schedule"]
+    assert state["rates"][0] == 0.1 / 2**5
+    assert "factor" not in state["scheduler"]  # a setting
+
+
+def test_a_resumed_run_has_the_settings_of_its_own_command_line(tmp_path):
+    runs.run_until(tmp_path / "a", 3, *CONSTANT, *PLATEAU)
+    changed = ("schedule.factor=0.1", "optimizer.lr=0.2", f"checkpointing.resume={tmp_path / 'a'}")
+    run = runs.prepare(tmp_path / "b", *CONSTANT, *PLATEAU, *changed)
+    schedule = run.state.update.schedule
+    run.close()
+    assert schedule.state_dict()["rates"][0] == pytest.approx(0.2 / 4)  # two reductions so far, of another rate
+    schedule.evaluated(1.0)
+    assert schedule.state_dict()["rates"][0] == pytest.approx(0.02 / 4)
+
+
+def test_an_out_of_memory_error_in_an_evaluation_counts_it_once(tmp_path):
+    """The evaluation is retried in smaller batches, and the scheduler sees one value."""
+    failed = []
+
+    def failing(task):
+        def wrapped(model, batch):
+            if not model.training and len(batch["inputs"]) > 8 and len(failed) < 2:
+                failed.append(len(batch["inputs"]))
+                raise torch.OutOfMemoryError("CUDA out of memory. (injected)")
+            return task(model, batch)
+
+        return wrapped
+
+    prepare = runs.runner.prepare
+
+    def patched(*arguments):
+        run = prepare(*arguments)
+        run.task = failing(run.task)
+        return run
+
+    runs.runner.prepare = patched
+    try:
+        ended = runs.run(tmp_path, *CONSTANT, *PLATEAU, "oom.plan=false", "oom.remember=false")
+    finally:
+        runs.runner.prepare = prepare
+    assert ended.oom_restarts == len(failed) == 2
+    assert [line["lr"] for line in metrics(tmp_path)] == [0.1, 0.1, 0.05, 0.025, 0.0125, 0.00625]
+
+
+def test_numbers_that_an_optimizer_keeps_in_its_groups_are_its_own():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1, momentum=0.9)
+    (group,) = optimizer.param_groups
+    group |= {"count": 0, "initial_lr": 0.1}
+    stand_in = torch_schedules.StandIn(optimizer)
+    for step in range(3):
+        group["count"] = step
+        stand_in.param_groups[0] |= {"lr": 0.1 / (step + 1), "momentum": 0.9 - 0.1 * (step == 1)}
+        stand_in.give_to(optimizer.param_groups)
+        assert (group["count"], group["lr"]) == (step, 0.1 / (step + 1))
+        assert group["momentum"] == 0.9 - 0.1 * (step == 1)  # a scheduler's, also back to what it was

@@ -1,0 +1,130 @@
+"""Streams as users write them: digits with noise, one after the other."""
+
+import copy
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset
+
+from trainapp.data.digits import Digits
+
+
+class Plain(IterableDataset):
+    """Without a state. Each epoch begins elsewhere; the noise is from the global generator."""
+
+    task = "classification"
+
+    def __init__(self, split, samples: int = 50, val_samples: int = 20):
+        self.digits = Digits(split)
+        self.spec = self.digits.spec
+        self.samples = samples if split == "train" else val_samples
+        self.epoch, self.numbers = 0, range(self.samples)
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def sample(self, number):
+        sample = self.digits[(number + 7 * self.epoch) % len(self.digits)]
+        return {**sample, "inputs": sample["inputs"] + 0.1 * torch.randn(1, 8, 8), "number": number}
+
+    def __iter__(self):
+        return map(self.sample, self.numbers)
+
+
+class Stateful(Plain):
+    """Says where it is: how many samples it has yielded."""
+
+    def __init__(self, split, samples: int = 50, val_samples: int = 20):
+        super().__init__(split, samples, val_samples)
+        self.position = self.start = 0
+
+    def __iter__(self):
+        self.position, self.start = self.start, 0
+        while self.position < len(self.numbers):
+            self.position += 1
+            yield self.sample(self.numbers[self.position - 1])
+
+    def state_dict(self):
+        return {"position": self.position}
+
+    def load_state_dict(self, state):
+        self.start = state["position"]
+
+
+class Sharded(Stateful):
+    """Can be read in parts."""
+
+    def shard(self, index, count):
+        part = copy.copy(self)
+        part.numbers = self.numbers[index::count]
+        return part
+
+
+class Late(Stateful):
+    """Counts a sample only after it was yielded, when it is asked for the next one."""
+
+    def __iter__(self):
+        self.position, self.start = self.start, 0
+        while self.position < len(self.numbers):
+            yield self.sample(self.numbers[self.position])
+            self.position += 1
+
+
+class ShuffledAtOnce(Stateful):
+    """Shuffles with the global generator whenever it begins, in the middle of an epoch, too."""
+
+    def __iter__(self):
+        self.position, self.start = self.start, 0
+        order = np.random.permutation(len(self.numbers)).tolist()
+        while self.position < len(self.numbers):
+            self.position += 1
+            yield self.sample(order[self.position - 1])
+
+
+class Unseeded(Plain):
+    """Shuffles differently in each process."""
+
+    def __iter__(self):
+        return map(self.sample, np.random.default_rng().permutation(self.samples).tolist())
+
+
+class Once(Plain):
+    """Has nothing more to yield after its end."""
+
+    def __init__(self, split, samples: int = 50, val_samples: int = 20):
+        super().__init__(split, samples, val_samples)
+        self.iterator = map(self.sample, self.numbers)
+
+    def __iter__(self):
+        return self.iterator
+
+
+def indexed_validation(split):
+    """A stream to train on, and a data set to evaluate."""
+    return Stateful(split) if split == "train" else Digits(split)
+
+
+class Batched:
+    """Neither a data set nor a stream."""
+
+    task = "classification"
+
+    def __init__(self, split):
+        pass
+
+
+def from_json(split, files: str, buffer: int = 0, shuffle_seed: int | None = 3):
+    """Hugging Face's streaming data set over JSON files of images and targets."""
+    from datasets import load_dataset
+
+    if split == "val":
+        return None
+    stream = load_dataset("json", data_files=files, split="train", streaming=True)
+    if buffer:
+        stream = stream.shuffle(seed=shuffle_seed, buffer_size=buffer)
+    return stream.map(_tensors)
+
+
+def _tensors(row):
+    inputs = torch.tensor(row["inputs"], dtype=torch.float32).view(1, 8, 8)
+    return {"inputs": inputs + 0.1 * torch.randn(1, 8, 8), "targets": row["targets"]}

@@ -1,0 +1,73 @@
+"""Metrics with a state and callbacks on several ranks: the same values as on one, and one verdict for all."""
+
+import pytest
+
+from .conftest import GPT, TINY
+from .faults import Fault
+
+EVALUATION = ("every.eval=1", "batch.eval_micro_size=8", "train.max_steps=1", "user_packages=[own_hooks]")
+F1 = "+metrics.f1={_target_: torchmetrics.F1Score, task: multiclass, average: macro}"
+CORRECT = "+metrics.mine={_target_: own_hooks.Correct}"
+IMAGES = ("model=mlp", "model.width=16", "data=synthetic_images", "data.size=64", "data.image_shape=[3,8,8]")
+
+
+def callback(kind, **arguments):
+    inner = "".join(f", {key}: {value}" for key, value in arguments.items())
+    return f"+callbacks.mine={{_target_: own_hooks.{kind}{inner}}}"
+
+
+@pytest.mark.parametrize("size", [37, 2])
+def test_the_same_value_on_one_two_and_three_ranks(cell, size):
+    """37 samples are uneven shares; of 2, one of three ranks has none."""
+    pytest.importorskip("torchmetrics", reason="needs the extra trainapp[metrics]")
+    chosen = (*IMAGES, f"data.val_size={size}", *EVALUATION, F1, CORRECT)
+    (alone,) = cell.run(0, *chosen, tiny=TINY, limit=180)
+    (wanted,) = alone.evaluated
+    assert wanted["mine/total"] == size
+    for world in (2, 3):
+        # The first import of torchmetrics takes each process seconds, on a busy machine many.
+        records = cell.run(world, *chosen, "parallel=ddp", tiny=TINY, limit=180)
+        for record in records:
+            assert record.error is None
+            (found,) = record.evaluated
+            assert (found["mine/right"], found["mine/total"]) == (wanted["mine/right"], size)
+            assert found["f1"] == pytest.approx(wanted["f1"], abs=1e-7)
+
+
+@pytest.mark.parametrize("spread", ["ddp", "fsdp"])
+def test_after_an_error_on_one_rank(cell, spread):
+    """An evaluation that runs out of memory on rank 1: each sample counts once, on all ranks or none."""
+    chosen = (*GPT, *EVALUATION, CORRECT, f"parallel={spread}")
+    wanted = cell.run(2, *chosen, tiny=TINY)
+    records = cell.run(2, *chosen, tiny=TINY, faults=[Fault(1, 1, "evaluate", operation=150)])
+    for record, other in zip(records, wanted, strict=True):
+        assert record.error is None
+        assert record.evaluated[0]["mine/total"] == 37
+        assert record.evaluated[0]["mine/right"] == other.evaluated[0]["mine/right"]
+    assert records[1].failures
+
+
+def test_a_metric_that_cannot_be_merged_is_refused(cell):
+    chosen = (*IMAGES, "data.val_size=8", *EVALUATION, "+metrics.mine={_target_: own_hooks.Unmergeable}")
+    for record in cell.run(2, *chosen, "parallel=ddp", tiny=TINY):
+        assert record.error.startswith("metrics.mine: on several ranks each has a part of the samples")
+
+
+def test_a_stop_that_one_rank_asks_for_is_that_of_all(cell):
+    chosen = (*IMAGES, "parallel=ddp", "user_packages=[own_hooks]", "train.max_steps=6")
+    records = cell.run(2, *chosen, callback("StopsAt", step=3, rank=1), tiny=TINY)
+    assert [record.progress["step"] for record in records] == [3, 3]
+    assert [record.progress["stopped"] for record in records] == ["callbacks.mine: step 3"] * 2
+
+
+def test_early_stopping_on_two_ranks(cell):
+    chosen = (*IMAGES, "data.val_size=37", "parallel=ddp", "every.eval=1", "train.max_steps=9")
+    records = cell.run(2, *chosen, "stopping.patience=2", "stopping.min_delta=10", tiny=TINY)
+    assert [record.progress["step"] for record in records] == [3, 3]
+
+
+@pytest.mark.parametrize(("kind", "message"), [("Fails", "no such plot"), ("Changes", "has changed")])
+def test_an_error_in_a_callback_ends_all_ranks(cell, kind, message):
+    chosen = (*IMAGES, "parallel=ddp", "user_packages=[own_hooks]", callback(kind))
+    for record in cell.run(2, *chosen, tiny=TINY):
+        assert message in record.error

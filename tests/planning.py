@@ -1,0 +1,25 @@
+"""Plans made one after the other in a process that stays, for tests with many: starting one takes longer than a plan.
+
+`trainapp.plan.process.ask`, which starts a process per plan, has its own tests: tests/plan/test_process.py.
+"""
+
+import functools
+import multiprocessing
+from collections.abc import Collection
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+from trainapp.config.schema import Config
+from trainapp.plan import planner
+
+
+@functools.cache
+def _process() -> ProcessPoolExecutor:
+    """Ends with this process."""
+    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+
+
+def ask(config: Config, only: Collection[str] = ()) -> dict[str, Any]:
+    """As `trainapp.plan.process.ask`, for this machine: what is pretended of other devices adds up in a process."""
+    assert config.plan.device is None
+    return _process().submit(planner.facts_of, config, only).result()

@@ -1,0 +1,158 @@
+"""The outlets of the tracker: the same run after a resume, and none of them stops a run."""
+
+import csv
+import json
+import logging
+import time
+
+import own_hooks
+import pytest
+import runs
+from helpers import evaluations, metrics, scalars
+
+MLP = (*runs.MODELS["mlp"], "user_packages=[own_hooks]", "every.eval=2")
+
+
+def rows(path):
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.fixture(autouse=True)
+def nothing_seen():
+    own_hooks.SEEN.clear()
+
+
+def test_csv_beside_tensorboard(tmp_path):
+    runs.run(tmp_path, *MLP, "tracker=[tensorboard,csv]")
+    lines, table = metrics(tmp_path), rows(tmp_path / "metrics.csv")
+    assert [int(row["step"]) for row in table] == [1, 2, 3, 4]
+    assert [float(row["loss"]) for row in table] == [line["loss"] for line in lines]
+    assert [float(row["accuracy"]) for row in rows(tmp_path / "evaluations.csv")] == [
+        line["accuracy"] for line in evaluations(tmp_path)
+    ]
+    assert set(scalars(tmp_path)["train/loss"]) == {1, 2, 3, 4}
+
+
+def test_none(tmp_path):
+    runs.run(tmp_path, *MLP, "tracker=[]")
+    assert not (tmp_path / "tensorboard").exists()
+    assert len(metrics(tmp_path)) == 4
+
+
+def test_csv_of_a_resumed_run_has_each_step_once(tmp_path):
+    chosen = (*MLP, "tracker=csv")
+    runs.run_until(tmp_path, 2, *chosen)
+    with (tmp_path / "metrics.csv").open("a") as file:
+        file.write("3,1.0\n4,")  # steps after the checkpoint, and a killed process's half row
+    runs.run(tmp_path, *chosen)
+    assert [row["step"] for row in rows(tmp_path / "metrics.csv")] == ["1", "2", "3", "4"]
+    assert all(float(row["loss"]) > 0 for row in rows(tmp_path / "metrics.csv"))
+
+
+def test_csv_gains_a_column(tmp_path):
+    from trainapp.tracking.tracker import Tracker
+
+    tracker = Tracker(tmp_path, 0, None, {}, outlets={"csv": runs_csv()})
+    tracker.scalars({"a": 1.0}, 1)
+    tracker.scalars({"a": 2.0, "b": 3.0}, 2)
+    tracker.scalars({"a": 4.0}, 3)
+    tracker.close()
+    found = [(row["step"], row["a"], row["b"]) for row in rows(tmp_path / "callbacks.csv")]
+    assert found == [("1", "1.0", ""), ("2", "2.0", "3.0"), ("3", "4.0", "")]
+
+
+def runs_csv():
+    from trainapp.tracking.csv_tables import Csv
+
+    return Csv()
+
+
+@pytest.mark.parametrize(("method", "calls"), [("start", 0), ("scalars", 0), ("scalars", 2), ("close", 0)])
+def test_a_tracker_that_fails_goes_quiet(tmp_path, caplog, method, calls):
+    bad = f"+tracker.bad={{_target_: own_hooks.Breaks, method: {method}, calls: {calls}}}"
+    with caplog.at_level(logging.WARNING):
+        ended = runs.run(tmp_path, *MLP, bad)
+    assert ended.steps == 4
+    assert set(scalars(tmp_path)["train/loss"]) == {1, 2, 3, 4}  # the other one continues
+    said = [r.getMessage() for r in caplog.records if "tracker.bad" in r.getMessage()]
+    assert said == [f"tracker.bad failed in {method} (ConnectionError: no route to host); the run continues without it"]
+    assert own_hooks.SEEN.count("scalars") == {"start": 0, "close": 6}.get(method, calls + 1)
+
+
+def test_mlflow_continues_the_same_run(tmp_path):
+    pytest.importorskip("mlflow", reason="needs the extra trainapp[mlflow]")
+    chosen = (*MLP, "tracker=mlflow", f"tracker.mlflow.uri={(tmp_path / 'mlruns').as_uri()}")
+    run_dir = tmp_path / "run"
+    runs.run_until(run_dir, 2, *chosen)
+    known = json.loads((run_dir / "trackers/mlflow.json").read_text())
+    runs.run(run_dir, *chosen, "callbacks=confusion_matrix")
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(tracking_uri=known["uri"])
+    (experiment,) = client.search_experiments(filter_string="name = 'trainapp'")
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.info.run_id == known["id"]
+    assert run.info.status == "FINISHED"
+    assert run.data.params["model.arguments.width"] == "16"
+    history = client.get_metric_history(known["id"], "train/loss")
+    assert {(m.step, m.value) for m in history} == {(line["step"], line["loss"]) for line in metrics(run_dir)}
+    assert [m.value for m in client.get_metric_history(known["id"], "eval/accuracy")] == [
+        line["accuracy"] for line in evaluations(run_dir)
+    ]
+    (image,) = client.list_artifacts(known["id"], "confusion_matrix/step_00000004")
+    assert image.path.endswith(".png")
+
+
+def test_wandb_continues_the_same_run(tmp_path, monkeypatch):
+    pytest.importorskip("wandb", reason="needs the extra trainapp[wandb]")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    chosen = (*MLP, "tracker=wandb", "tracker.wandb.mode=offline")
+    runs.run_until(tmp_path, 2, *chosen)
+    run_id = json.loads((tmp_path / "trackers/wandb.json").read_text())["id"]
+    runs.run(tmp_path, *chosen, "callbacks=[predictions,confusion_matrix]")
+    folders = sorted((tmp_path / "wandb").glob("offline-run-*"))
+    assert len(folders) == 2
+    assert all(folder.name.endswith(f"-{run_id}") for folder in folders)
+    assert any("confusion_matrix" in path.name for path in folders[1].rglob("*.png"))
+    assert [record["step"] for record in wandb_history(folders[1]) if "train/loss" in record] == [3, 4]
+    assert [record["train/loss"] for record in wandb_history(folders[0]) if "train/loss" in record] == [
+        line["loss"] for line in metrics(tmp_path)[:2]
+    ]
+
+
+def wandb_history(folder, patience=20):
+    """What an offline run holds: protocol buffers in LevelDB's log format. wandb's service may still be writing it."""
+    from wandb.proto import wandb_internal_pb2
+
+    (path,) = folder.glob("*.wandb")
+    until, found, ended = time.monotonic() + patience, [], False
+    while not ended and time.monotonic() < until:
+        time.sleep(0.1)
+        found.clear()
+        for content in log_records(path.read_bytes()):
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(content)
+            ended = ended or record.HasField("exit")
+            if record.HasField("history"):
+                items = record.history.item
+                found.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items})
+    assert ended
+    return found
+
+
+def log_records(content, block=32768, header=7):
+    """The records of a log: blocks of fragments, each with checksum, length and kind (1: whole, 4: last)."""
+    position, record = header, b""
+    while position + header <= len(content):
+        if block - position % block < header:  # too short for another fragment
+            position += block - position % block
+            continue
+        length, kind = int.from_bytes(content[position + 4 : position + 6], "little"), content[position + 6]
+        if position + header + length > len(content):  # half written
+            return
+        record += content[position + header : position + header + length]
+        position += header + length
+        if kind in (1, 4):
+            yield record
+            record = b""

@@ -1,0 +1,164 @@
+"""Several validation sets: each evaluated in turn, logged by name, and any of them the objective."""
+
+import json
+
+import helpers
+import own_hooks
+import pytest
+import runs
+from oom.inject import Injector
+
+from trainapp.errors import UserError
+from trainapp.parallel.ranks import SingleRank
+from trainapp.run import runner
+from trainapp.signals import StopRequest
+
+MLP = (*runs.MODELS["mlp"], "every.eval=2")
+TRAIN_SPLIT = "+eval.seen={_target_: trainapp.data.digits.Digits, split: train}"
+SHIFTED = "+eval.shifted={_target_: trainapp.data.synthetic.SyntheticImages, image_shape: [1, 8, 8], val_size: 30}"
+BOTH = (TRAIN_SPLIT, SHIFTED)
+
+
+def test_each_is_evaluated_and_logged_by_its_name(tmp_path):
+    runs.run(tmp_path / "one", *MLP)
+    ended = runs.run(tmp_path / "three", *MLP, *BOTH)
+    alone, lines = helpers.evaluations(tmp_path / "one"), helpers.evaluations(tmp_path / "three")
+    names = {"loss", "accuracy"}
+    assert [line["step"] for line in lines] == [2, 4]
+    for line, other in zip(lines, alone, strict=True):
+        assert set(line) - {"step", "samples"} == names | {f"eval_{s}/{n}" for s in ("seen", "shifted") for n in names}
+        assert {name: line[name] for name in names} == {name: other[name] for name in names}
+    assert len({line["loss"] for line in lines} | {line["eval_seen/loss"] for line in lines}) == 4
+    tags = helpers.scalars(tmp_path / "three")
+    assert set(tags["eval_seen/loss"]) == set(tags["eval_shifted/accuracy"]) == set(tags["eval/loss"]) == {2, 4}
+    last = {name: value for name, value in lines[-1].items() if name not in ("step", "samples")}
+    assert helpers.result(tmp_path / "three")["evaluation"] == pytest.approx(last)
+    assert (ended.metric, ended.objective) == ("accuracy", last["accuracy"])
+    trained = [[line["loss"] for line in helpers.metrics(tmp_path / name)] for name in ("one", "three")]
+    assert trained[0] == trained[1]
+
+
+def test_one_of_them_is_the_objective(tmp_path):
+    ended = runs.run(tmp_path, *MLP, *BOTH, "objective=min shifted/loss")
+    lines = helpers.evaluations(tmp_path)
+    assert ended.metric == "shifted/loss"
+    assert ended.objective == lines[-1]["eval_shifted/loss"]
+    best = min(lines, key=lambda line: line["eval_shifted/loss"])["step"]
+    assert runs.saved(tmp_path, 4)["progress"]["best_step"] == best
+
+
+def test_a_misspelt_objective_names_those_that_there_are(tmp_path):
+    with pytest.raises(UserError, match=r"objective=min hard/loss: .* accuracy, loss, seen/accuracy, seen/loss"):
+        runs.run(tmp_path, *MLP, TRAIN_SPLIT, "objective=min hard/loss")
+
+
+@pytest.mark.parametrize("operation", [0, 20, 45])
+def test_out_of_memory_continues_where_it_was(tmp_path, operation):
+    """In whichever set: those before it are not evaluated again, and each sample counts once."""
+    overrides = (*MLP, *BOTH, "every.eval=4", "oom.plan=false", "batch.eval_micro_size=90")
+    runs.run(tmp_path / "a", *overrides)
+    injector = Injector("evaluate", 4, operation)
+    run = runner.prepare(runs.configure(tmp_path / "b", *overrides), StopRequest(), SingleRank())
+    injector.attach(run)
+    counted = []
+    for name, batches in run.eval_sets.items():
+        opened = batches.from_sample
+        batches.from_sample = lambda done, *rest, n=name, f=opened: counted.append((n, done)) or f(done, *rest)
+    failures = 0
+    while True:
+        injector.arm_attempt()
+        with injector:
+            failure = runner.attempt(run)
+        if failure is None:
+            break
+        failures += 1
+        assert runner.recover(run, failure) is None
+    run.close()
+    assert failures == injector.fired == 1
+    names = [name for name, _ in counted]
+    assert sorted(set(names)) == ["", "seen", "shifted"]
+    assert names == sorted(names)  # in this order: none before the interrupted one is evaluated again
+    assert len(names) == 4
+    (a,), (b,) = (helpers.evaluations(tmp_path / name) for name in ("a", "b"))
+    assert set(a) == set(b)
+    assert all(b[name] == pytest.approx(a[name], rel=1e-6) for name in a)
+
+
+def test_metrics_are_of_each_set_and_callbacks_of_all(tmp_path):
+    """Sums that are not reset between sets would be those of all sets so far."""
+    own_hooks.SEEN.clear()
+    hooks = ("+metrics.mine={_target_: own_hooks.Correct}", "+callbacks.mine={_target_: own_hooks.Records}")
+    chosen = (*MLP, *BOTH, *hooks, "callbacks=[confusion_matrix]", "every.eval=4", "user_packages=[own_hooks]")
+    ended = runs.run(tmp_path, *chosen, "objective=max shifted/mine/total")
+    (line,) = helpers.evaluations(tmp_path)
+    run = runs.prepare(tmp_path / "sizes", *chosen)
+    run.close()
+    sizes = {name: batches.samples for name, batches in run.eval_sets.items()}
+    assert {line["mine/total"], line["eval_seen/mine/total"], line["eval_shifted/mine/total"]} == {*sizes.values()}
+    assert ended.objective == line["eval_shifted/mine/total"] == sizes["shifted"] == 30
+    assert line["mine/share"] == pytest.approx(line["accuracy"])
+    assert line["eval_seen/mine/share"] == pytest.approx(line["eval_seen/accuracy"])
+    (seen,) = [call for call in own_hooks.SEEN if call[0] == "evaluation"]
+    assert {"mine", "eval_seen/mine", "eval_shifted/mine", "eval_seen/loss"} <= set(seen[2])
+    tables = {path.name for path in (tmp_path / "confusion_matrix").glob("*.csv")}
+    assert tables == {"step_00000004.csv", "seen_step_00000004.csv", "shifted_step_00000004.csv"}
+
+
+def test_one_of_them_may_stop_the_run(tmp_path):
+    """No evaluation improves by 10."""
+    chosen = ("every.eval=1", "train.max_steps=9", "stopping.patience=2", "stopping.min_delta=10")
+    ended = runs.run(tmp_path, *MLP, SHIFTED, *chosen, "stopping.metric=min shifted/loss")
+    assert ended.steps == 3
+
+
+def test_mode_eval(tmp_path):
+    runs.run(tmp_path / "run", *MLP)
+    out = tmp_path / "out"
+    runs.run(out, *MLP, *BOTH, "mode=eval", f"checkpointing.resume={tmp_path / 'run'}")
+    (line,) = helpers.evaluations(out)
+    assert line["loss"] == helpers.evaluations(tmp_path / "run")[-1]["loss"]
+    assert {"eval_seen/loss", "eval_shifted/loss"} < set(line)
+
+
+def test_a_resumed_run_may_have_others(tmp_path):
+    overrides = (*MLP, "train.max_steps=6")
+    runs.run_until(tmp_path, 3, *overrides, TRAIN_SPLIT)
+    runs.run(tmp_path, *overrides, *BOTH)
+    lines = helpers.evaluations(tmp_path)
+    assert [("eval_shifted/loss" in line) for line in lines] == [False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("+eval.hard=digits", r"eval\.hard=digits: must be a data set with a _target_"),
+        (
+            "+eval.hard={_target_: trainapp.data.digits.Digit}",
+            r"eval\.hard\._target_=.* has no class or function Digit",
+        ),
+        ("+eval.hard={_target_: os.system}", r"eval\.hard\._target_=os\.system: not among the packages"),
+        (
+            "+eval.hard={_target_: trainapp.data.digits.Digits, augmnt: true}",
+            r"eval\.hard\.augmnt: no such setting; did you mean 'augment'\?",
+        ),
+        (
+            "+eval.hard={_target_: trainapp.data.digits.Digits, num_workers: 2}",
+            r"eval\.hard\.num_workers: is set for all data sets together, by data\.num_workers",
+        ),
+        ("+eval={a b: {_target_: trainapp.data.digits.Digits}}", r"eval\.a b=a b: must be letters, digits, _ and -"),
+    ],
+)
+def test_mistakes(tmp_path, override, message):
+    with pytest.raises(UserError, match=message):
+        runs.run(tmp_path, *MLP, override)
+
+
+def test_the_command_line_and_a_plan(tmp_path):
+    overrides = (*runs.TINY, *MLP, "+data@eval.images=synthetic_images", "eval.images.image_shape=[1,8,8]")
+    helpers.train(tmp_path / "run", *overrides, "eval.images.val_size=24", "objective=max images/accuracy")
+    assert helpers.result(tmp_path / "run")["metric"] == "images/accuracy"
+    done = helpers.run_cli(*overrides, "mode=plan", f"hydra.run.dir={tmp_path / 'plan'}", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    facts = json.loads((tmp_path / "plan/plan.json").read_text())
+    assert facts["certainty"] == "exact"
+    assert facts["most_eval_micro_size"] == 32  # twice the share of training, of the largest set

@@ -1,0 +1,307 @@
+"""Before the first step, the loss of a few samples is compared with those of their halves: no trace, no false alarm."""
+
+import contextlib
+import os
+from typing import ClassVar
+
+import checked_tasks
+import pytest
+import runs
+import torch
+from helpers import ROOT, run_cli
+from torch import nn
+from torch.nn import functional as F
+
+from trainapp.errors import UserError
+from trainapp.rng import rng_state
+from trainapp.train import exactness, loss_check, losses
+from trainapp.train.totals import Totals
+
+PACKAGES = "user_packages=[own_tasks,checked_tasks,test_loss_check]"
+UNCHECKED = "train.check_loss=false"
+
+
+def model_of(name):
+    """A model of the user's without arguments."""
+    return (
+        "model=mlp",
+        PACKAGES,
+        f"model._target_={name}",
+        *(f"~model.{key}" for key in ("width", "depth", "dropout")),
+    )
+
+
+OWN = (*model_of("own_tasks.Net"), "data=digits")
+
+
+def prepare(run_dir, *overrides):
+    run = runs.prepare(run_dir, *OWN, *overrides)
+    run.close()
+    return run
+
+
+REFUSED = {
+    "mean": r"the loss is a mean, where a sum is needed: for 4 samples it returns 2\.\d+ with a count of 4, and",
+    "mean_of_one": r"the loss is a mean, where a sum is needed: .* with a count of 1, and for their halves .* with 1",
+    "sum_of_one": r"the count does not add up: .* with a count of 1, and for their halves .* with 1 and .* with 1\. ",
+    "contrastive": r"the loss is no sum over samples: .*`whole_batch = True`",
+    "weak_contrastive": r"the loss is no sum over samples: .*`whole_batch = True`",
+    "contrastive_mean": r"the loss is no sum over samples: ",
+    "penalised": r"the loss is no sum over samples: ",
+}
+
+
+@pytest.mark.parametrize("task", REFUSED)
+def test_what_is_no_sum_is_refused(tmp_path, task):
+    with pytest.raises(UserError, match=rf"^task=checked_tasks\.{task}: {REFUSED[task]}") as refused:
+        prepare(tmp_path, f"task=checked_tasks.{task}")
+    assert "\n" not in str(refused.value)
+    assert str(refused.value).endswith("train.check_loss=false trains with it as it is")
+    assert prepare(tmp_path, f"task=checked_tasks.{task}", UNCHECKED).task is not None
+
+
+SILENT = ["weighted", "cancelling", "nothing", "not_a_number", "noisy", "seeded_noise", "noisy_by_numpy"]
+
+
+@pytest.mark.parametrize("task", [*SILENT, "training_only", "hungry", "whole"])
+def test_no_false_alarm(tmp_path, task):
+    prepare(tmp_path, f"task=checked_tasks.{task}", "train.max_steps=1")
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16_pure"])
+def test_lower_precisions(tmp_path, precision):
+    pure = ("optimizer=adamw_bf16",) if precision == "bf16_pure" else ()
+    prepare(tmp_path, f"precision={precision}", *pure, "task=own_tasks.reads_a_blocks_weight")
+    with pytest.raises(UserError, match="the loss is a mean"):
+        prepare(tmp_path, f"precision={precision}", *pure, "task=checked_tasks.mean")
+
+
+class Normalising(nn.Module):
+    """Its samples interact in evaluation, too."""
+
+    def __init__(self, num_classes: int):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(64, track_running_stats=False)
+        self.head = nn.Linear(64, num_classes)
+
+    def forward(self, inputs):
+        return self.head(self.norm(inputs.flatten(1)))
+
+
+def test_a_model_whose_samples_interact(tmp_path):
+    with pytest.raises(UserError, match=r"task=auto: the loss is no sum over samples: .*running statistics"):
+        runs.prepare(tmp_path, *model_of("test_loss_check.Normalising"), "data=digits", "train.seed=1")
+
+
+class Sentences(torch.utils.data.Dataset):
+    """Sequences of different lengths, padded to the longest of their batch."""
+
+    def __init__(self, split: str, size: int = 20):
+        self.size = size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        generator = torch.Generator().manual_seed(index)
+        return torch.randint(1, 10, (3 + index % 5,), generator=generator)
+
+    def collate(self, samples):
+        return {"tokens": nn.utils.rnn.pad_sequence(samples, batch_first=True)}
+
+
+class Embedder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(10, 8), nn.Linear(8, 10)
+
+    def forward(self, tokens):
+        return self.head(self.embedding(tokens))
+
+
+def of_tokens(model, batch):
+    losses = F.cross_entropy(model(batch["tokens"]).flatten(0, 1), batch["tokens"].flatten(), reduction="none")
+    kept = batch["tokens"].flatten() != 0
+    return (losses * kept).sum(), kept.sum(), {}
+
+
+def mean_of_tokens(model, batch):
+    loss, count, _ = of_tokens(model, batch)
+    return loss / count, count, {}
+
+
+def of_pairs(model, batch):
+    """Each text against all others of its batch."""
+    kept = (batch["tokens"] != 0).unsqueeze(2)
+    texts = (model(batch["tokens"]) * kept).sum(1)
+    return F.cross_entropy(texts @ texts.T, torch.arange(len(texts)), reduction="sum"), len(texts), {}
+
+
+TEXTS = (*model_of("test_loss_check.Embedder"), "data._target_=test_loss_check.Sentences", "~data.augment")
+
+
+@pytest.mark.parametrize("size", [2, 3, 20])
+def test_padded_texts_whose_count_is_tokens(tmp_path, size):
+    texts = (*TEXTS, "objective=min loss", f"+data.size={size}", "batch.global_size=1", "data.num_workers=0")
+    runs.prepare(tmp_path, *texts, "task=test_loss_check.of_tokens").close()
+    with pytest.raises(UserError, match=rf"the loss is a mean, where a sum is needed: for {min(4, size)} samples"):
+        runs.prepare(tmp_path, *texts, "task=test_loss_check.mean_of_tokens")
+    with pytest.raises(UserError, match="the loss is no sum over samples"):
+        runs.prepare(tmp_path, *texts, "task=test_loss_check.of_pairs")
+
+
+def test_a_single_sample_says_nothing(tmp_path):
+    texts = (*TEXTS, "objective=min loss", "+data.size=1", "data.num_workers=0")
+    runs.prepare(tmp_path, *texts, "task=test_loss_check.mean_of_tokens").close()
+
+
+# --- no trace
+
+KEEPING = (*model_of("checked_tasks.Keeping"), "data=digits", "data._target_=checked_tasks.Remembering")
+KEEPING = (*KEEPING, "task=checked_tasks.task_of_the_test", "train.max_steps=3", "every.eval=2", "every.save=3")
+
+
+def everything(run):
+    outcome = exactness._outcome(run, Totals())
+    return outcome.attributes, outcome.results
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_it_leaves_no_trace(tmp_path, monkeypatch, workers):
+    ends, starts, records = [], [], []
+    for checks in ("true", "false"):
+        for name, value in {"task_of_the_test": checked_tasks.counting(), "HISTORY": [], "CALLS": 0}.items():
+            monkeypatch.setattr(checked_tasks, name, value, raising=False)
+        changed = (*KEEPING, f"train.check_loss={checks}", f"data.num_workers={workers}")
+        run = runs.prepare(tmp_path / f"{checks}_start", *changed)
+        starts.append((everything(run), exactness._digest(rng_state(run.state.device))))
+        run.close()
+        records.append((list(checked_tasks.HISTORY), checked_tasks.CALLS))
+        run = runs.run_until(tmp_path / checks, 3, *changed)
+        ends.append((everything(run), runs.saved(tmp_path / checks, 3)))
+    assert starts[0] == starts[1]
+    assert records == [([], 0)] * 2
+    assert ends[0][0] == ends[1][0]
+    assert runs.differences(ends[0][1], ends[1][1]) == []
+
+
+def test_what_a_data_set_has_opened_stays_so(tmp_path):
+    """Its locks and queues, too: a thread waits for them."""
+    opened = ("user_packages=[checked_tasks]", "data=digits", "data._target_=checked_tasks.Opened", "model=mlp")
+    assert runs.run(tmp_path, *opened, "data.num_workers=0", "task=checked_tasks.total", "train.max_steps=2").steps == 2
+
+
+def test_a_mean_over_many_is_told_however_small():
+    pixels = loss_check.Sums(0.08, 200_000.0)
+    halves = [loss_check.Sums(0.0799, 100_000.0), loss_check.Sums(0.0801, 100_000.0)]
+    for same in (True, False):
+        assert "is a mean" in loss_check._verdict(loss_check.Comparison(4, pixels, halves, same), "mine", 1e-3)
+
+
+@pytest.mark.parametrize("part", ["KeepsWritten.restore", "Attributes.restore", "preserved_rng"])
+def test_each_part_of_it_is_needed(tmp_path, monkeypatch, part):
+    monkeypatch.setattr(checked_tasks, "task_of_the_test", checked_tasks.counting(), raising=False)
+    replaced = (lambda device: contextlib.nullcontext()) if part == "preserved_rng" else (lambda self: None)
+    monkeypatch.setattr(f"trainapp.train.untouched.{part}", replaced)
+    starts = []
+    for checks in ("false", "true"):
+        run = runs.prepare(tmp_path / checks, *KEEPING, f"train.check_loss={checks}", "data.num_workers=0")
+        starts.append((everything(run), exactness._digest(rng_state(run.state.device))))
+        run.close()
+    assert starts[0] != starts[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_several_ranks_end_with_one_message(tmp_path, strategy):
+    folders = [str(ROOT / "tests"), str(ROOT / "tests/train"), os.environ.get("PYTHONPATH")]
+    path = os.pathsep.join(filter(None, folders))
+    words = [*OWN, f"parallel={strategy}", "parallel.devices=2", "train.device=cpu", "train.max_steps=2"]
+    ended = run_cli(*words, "task=checked_tasks.mean", cwd=tmp_path, env={"PYTHONPATH": path})
+    assert ended.returncode == 2, ended.stderr
+    assert ended.stderr.count("task=checked_tasks.mean: the loss is a mean") == 1
+    assert "Traceback" not in ended.stderr
+    ended = run_cli(*words, "task=own_tasks.reads_attributes", cwd=tmp_path, env={"PYTHONPATH": path})
+    assert ended.returncode == 0, ended.stderr
+
+
+class Initialised(nn.Module):
+    """Its first forward fills a buffer from its batch."""
+
+    def __init__(self, num_classes: int):
+        super().__init__()
+        self.head = nn.Linear(64, num_classes)
+        self.register_buffer("mean", None)
+
+    def forward(self, inputs):
+        if self.mean is None:
+            self.mean = inputs.flatten(1).mean(0)
+        return self.head(inputs.flatten(1) - self.mean)
+
+
+def test_an_initialisation_from_the_first_batch_is_no_interaction(tmp_path):
+    runs.prepare(tmp_path, *model_of("test_loss_check.Initialised"), "data=digits", "train.seed=1").close()
+
+
+def test_halves_are_known_by_their_values():
+    """A `split` that returns everything makes none; a table is all of theirs."""
+    whole = {"x": torch.arange(4.0)}
+    assert not loss_check._consists_of(whole, [whole, whole])
+    assert loss_check._consists_of(whole, [{"x": torch.arange(2.0)}, {"x": torch.arange(2.0) + 2}])
+    table = torch.eye(3)
+    assert loss_check._consists_of((whole["x"], table), [(torch.arange(2.0), table), (torch.arange(2.0) + 2, table)])
+
+
+class Calls:
+    """Where a check does not look."""
+
+    made: ClassVar = []
+
+
+def test_the_task_is_called_at_all(tmp_path, monkeypatch):
+    """The tests of no trace would pass without a check."""
+
+    def task(model, batch):
+        Calls.made.append((len(batch["targets"]), model.training, torch.is_grad_enabled()))
+        return checked_tasks.cross_entropies(model, batch).sum(), len(batch["targets"]), {}
+
+    monkeypatch.setattr(checked_tasks, "task_of_the_test", task, raising=False)
+    prepare(tmp_path, "task=checked_tasks.task_of_the_test")
+    assert Calls.made == [(size, False, False) for size in (4, 4, 4, 2, 4, 2)]
+
+
+def test_trainapps_own_parts_are_known(tmp_path, monkeypatch):
+    monkeypatch.setattr("trainapp.train.loss_check._compared", lambda *_: pytest.fail("compared"))
+    for model in runs.MODELS.values():
+        runs.prepare(tmp_path, *model).close()
+
+
+# --- results in a wrong form
+
+WRONG = {
+    "a dict": ({"loss": 1}, "must return (loss_sum, count, metrics), but returned a dict"),
+    "no loss": ((None, 4, {}), "its loss must be a scalar tensor, not a NoneType"),
+    "losses": ((torch.ones(4, requires_grad=True), 4, {}), "its loss must be a scalar, the sum over the micro-batch"),
+    "one loss": ((torch.ones(1, requires_grad=True), 4, {}), "has shape [1]; return loss.sum()"),
+    "complex": ((torch.ones((), dtype=torch.complex64, requires_grad=True), 4, {}), "its loss must be a real number"),
+    "no count": ((torch.ones((), requires_grad=True), None, {}), "the count must be a number or a scalar tensor"),
+    "counts": ((torch.ones((), requires_grad=True), torch.ones(4), {}), "has shape [4]; return the number"),
+    "a list": ((torch.ones((), requires_grad=True), 4, []), "its metrics must be a dict"),
+    "a vector": ((torch.ones((), requires_grad=True), 4, {"x": torch.ones(4)}), "metric x must be a scalar"),
+    "a number": ((torch.ones((), requires_grad=True), 4, {3: torch.ones(())}), "the name of a metric must be a string"),
+    "four": ((1, 2, 3, 4), "must return (loss_sum, count, metrics), but returned 4 values"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_form_has_one_message(name):
+    result, message = WRONG[name]
+    with pytest.raises(UserError) as refused:
+        losses.checked(lambda model, batch: result, "mine")(None, None)
+    assert message in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_metrics_in_a_wrong_form_are_seen_before_they_are_logged(tmp_path):
+    with pytest.raises(UserError, match=r"the task's metric right must be a scalar"):
+        runs.run(tmp_path, *OWN, "task=own_tasks.several_metrics", "every.log=null", "train.max_steps=1")

@@ -1,0 +1,82 @@
+"""The objective is known to be one of the task's metrics before anything is trained."""
+
+import contextlib
+import logging
+
+import helpers
+import pytest
+import runs
+import torch
+import weighted
+
+from trainapp.errors import UserError
+from trainapp.train import loop
+from trainapp.train import metric_names as names
+from trainapp.train.restore_point import RestorePoint
+
+OWN = (*runs.MODELS["mlp"], "user_packages=[own_tasks]", "task=own_tasks.nan_in_evaluation", "every.eval=2")
+RARE = (*weighted.OVERRIDES, "task=weighted.task", "every.eval=2")
+
+
+def test_a_built_in_tasks_is_found_before_anything_is_written(tmp_path):
+    rule = r"objective=max acuracy: there is no such metric; there are accuracy, loss; did you mean 'accuracy'\?"
+    with pytest.raises(UserError, match=rule):
+        runs.prepare(tmp_path, *runs.MODELS["mlp"], "every.eval=2", "objective=max acuracy")
+    assert helpers.files(tmp_path) == set()
+
+
+def test_one_that_only_some_batches_have(tmp_path, caplog):
+    """The first samples lack it: an evaluation before the first step finds it, or refuses it."""
+    caplog.set_level(logging.INFO)
+    first = weighted.Vectors("train").targets[:2]
+    assert 3 not in first  # else another test
+    result = runs.run(tmp_path / "rare", *RARE, "objective=max third", "train.max_steps=2")
+    assert "objective=max third: not among the metrics of the first samples, so evaluating first" in caplog.text
+    assert [line["step"] for line in helpers.evaluations(tmp_path / "rare")] == [0, 2]
+    assert result.objective == helpers.evaluations(tmp_path / "rare")[-1]["third"]
+    with pytest.raises(UserError, match=r"objective=max thrid: there is no such metric; .* mean 'third'"):
+        runs.run(tmp_path / "misspelt", *RARE, "objective=max thrid", "train.max_steps=2")
+    assert not (tmp_path / "misspelt" / "checkpoints").exists()
+    assert '"step": 1' not in (tmp_path / "misspelt" / "metrics.jsonl").read_text()
+
+
+def test_one_that_the_first_samples_have_costs_no_evaluation(tmp_path):
+    runs.run(tmp_path, *OWN, "objective=max ratio", "train.max_steps=2")
+    assert [line["step"] for line in helpers.evaluations(tmp_path)] == [2]
+
+
+def weights(run_dir, objective):
+    """After two steps of a model with dropout, whose task is the user's own."""
+    task = ("user_packages=[own_tasks]", "task=own_tasks.dropout_and_data", "every.eval=2")
+    run = runs.prepare(run_dir, *runs.MODELS["mlp"], "model.dropout=0.5", *task, f"objective={objective}")
+    for _ in range(2):
+        loop.train_step(run)
+    run.close()
+    return runs.weights(run.state.model)
+
+
+def test_asking_the_task_leaves_no_trace(tmp_path, monkeypatch):
+    """Bit for bit as with an objective that needs no call. Negative control: generators that are not restored."""
+    expected = weights(tmp_path / "a", "min loss")
+    assert torch.equal(weights(tmp_path / "b", "max accuracy"), expected)
+    monkeypatch.setattr(names, "preserved_rng", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(RestorePoint, "restore", lambda self: None)
+    assert not torch.equal(weights(tmp_path / "c", "max accuracy"), expected)
+
+
+@pytest.mark.parametrize(("settings", "reason"), [(("every.eval=null",), "every.eval=null")])
+def test_a_run_that_is_never_evaluated_says_so(tmp_path, caplog, settings, reason):
+    runs.prepare(tmp_path, *runs.MODELS["mlp"], *settings, "objective=max accuracy").close()
+    assert f"objective=max accuracy: the run is never evaluated ({reason}), so that it has none" in caplog.text
+
+
+def test_the_result_says_what_a_sweeper_receives(tmp_path):
+    """The objective of the last evaluation; here the best is an earlier one."""
+    result = runs.run(
+        tmp_path, *runs.MODELS["mlp"], "every.eval=2", "objective=max loss", "optimizer.lr=0.05", "train.max_steps=4"
+    )
+    written, (first, last) = helpers.result(tmp_path), helpers.evaluations(tmp_path)
+    assert first["loss"] > last["loss"]
+    assert (written["best_objective"], written["best_step"]) == (first["loss"], 2)
+    assert written["sweeper_receives"] == "objective"
+    assert written["objective"] == result.for_sweeper == last["loss"]

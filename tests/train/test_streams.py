@@ -1,0 +1,275 @@
+"""Runs over streams: recovery, resume, epochs, what is refused, a plan, Hugging Face's streaming data sets."""
+
+import json
+
+import helpers
+import pytest
+import runs
+import torch
+from oom.inject import Injector
+
+from trainapp.data.digits import Digits
+from trainapp.errors import UserError
+from trainapp.parallel.ranks import SingleRank
+from trainapp.run import runner
+from trainapp.signals import StopRequest
+
+STREAM = ("model=mlp", "model.width=16", "user_packages=[own_streams]", "train.max_steps=9", "data.num_workers=0")
+
+
+def of(kind, *overrides):
+    return (*STREAM, f"data._target_=own_streams.{kind}", "~data.augment", *overrides)
+
+
+def finished(run_dir, *overrides, injector=None):
+    """A whole run in this process, with its recoveries. Returns what its last checkpoint holds."""
+    run = runner.prepare(runs.configure(run_dir, *overrides), StopRequest(), SingleRank())
+    if injector is not None:
+        injector.attach(run)
+    failures = 0
+    while True:
+        if injector is None:
+            failure = runner.attempt(run)
+        else:
+            injector.arm_attempt()
+            with injector:
+                failure = runner.attempt(run)
+        if failure is None:
+            break
+        failures += 1
+        assert runner.recover(run, failure) is None
+    run.close()
+    assert failures == (injector.fired if injector else 0)
+    return runs.saved(run_dir, run.state.progress.step)
+
+
+def different(a, b):
+    keys = ("model", "optimizer", "stateful", "progress", "rng")
+    return runs.differences({k: a[k] for k in keys}, {k: b[k] for k in keys})
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_a_retried_step_has_the_same_samples(tmp_path, phase):
+    """Equal to the run that was told to use the smaller size from that step on."""
+    injector = Injector(phase, 6, 3)
+    recovered = finished(tmp_path / "a", *of("Plain", "oom.grow=false", "oom.plan=false"), injector=injector)
+    assert injector.fired == 1
+    replayed = finished(tmp_path / "b", *of("Plain", "batch.micro_schedule={1: 16, 6: 8}"))
+    assert different(recovered, replayed) == []
+
+
+SEEN = []
+
+
+def noting(model, batch):
+    """The loss of a user's own, which notes its samples. In the third step, memory runs out in the second update."""
+    if model.training:
+        if len(SEEN) == 5 and len(batch["number"]) > 8:
+            raise torch.OutOfMemoryError("CUDA out of memory. (injected)")
+        SEEN.append(batch["number"].tolist())
+    logits = model(batch["inputs"])
+    return torch.nn.functional.cross_entropy(logits, batch["targets"], reduction="sum"), len(logits), {}
+
+
+def test_every_update_of_a_step_has_the_same_samples(tmp_path):
+    """Also in a retry: nothing is read from the stream again."""
+    SEEN.clear()
+    both = [f"{{name: {name}, task: test_streams.noting, parameters: [{name}]}}" for name in ("layers", "head")]
+    chosen = of("Plain", "oom.grow=false", "oom.plan=false", f"updates=[{', '.join(both)}]", "train.max_steps=4")
+    ended = runs.run(tmp_path, *chosen, "user_packages=[own_streams,test_streams]")
+    assert ended.oom_restarts == 1
+    steps = [list(range(start, min(50, start + 16))) for start in range(0, 50, 16)]
+    assert SEEN[:5] == [steps[0], steps[0], steps[1], steps[1], steps[2]]
+    assert SEEN[5:] == [steps[2][:8], steps[2][8:], steps[3], steps[3]]
+
+
+@pytest.mark.parametrize("kind", ["Plain", "Stateful", "Sharded"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_run_resumed_twice_is_the_run(tmp_path, kind, workers):
+    overrides = of(kind, f"data.num_workers={workers}")
+    whole = finished(tmp_path / "whole", *overrides)
+    for stop in (3, 7):
+        runs.run_until(tmp_path / "parts", stop, *overrides).close()
+    parts = finished(tmp_path / "parts", *overrides)
+    assert different(whole, parts) == []
+    lines = [[(line["step"], line["loss"], line["epoch"]) for line in helpers.metrics(tmp_path / name)]
+             for name in ("whole", "parts")]  # fmt: skip
+    assert lines[0] == lines[1]
+    assert lines[0][-1][0] == 9
+
+
+def test_the_log_says_that_samples_are_skipped(tmp_path, caplog):
+    caplog.set_level("INFO")
+    runs.run_until(tmp_path, 3, *of("Plain")).close()
+    run = runs.prepare(tmp_path, *of("Plain"))
+    assert "a stream, at most 9 steps" in runner.opening_line(run)
+    runs.loop.train_step(run)
+    run.close()
+    assert "the first 48 samples of epoch 0 were read again and skipped" in caplog.text
+
+
+def test_evaluation_and_checkpoints_follow_the_epochs(tmp_path):
+    """Epochs of 50 samples end in steps 4 and 8; the run ends in step 9."""
+    ended = runs.run(tmp_path, *of("Stateful", "every.eval=1 epochs", "every.save=2 epochs"))
+    assert [line["step"] for line in helpers.evaluations(tmp_path)] == [4, 8, 9]
+    assert {path.name for path in (tmp_path / "checkpoints").glob("step_*")} == {"step_00000008", "step_00000009"}
+    assert [line["epoch"] for line in helpers.metrics(tmp_path)] == [0, 0, 0, 1, 1, 1, 1, 2, 2]
+    assert ended.samples == 50 + 50 + 16
+
+
+def test_max_epochs_ends_it(tmp_path):
+    ended = runs.run(tmp_path, *of("Stateful", "train.max_epochs=2"))
+    assert (ended.steps, ended.samples) == (8, 100)
+
+
+def test_a_stream_may_have_indexed_validation_data(tmp_path):
+    runs.run(tmp_path, *of("indexed_validation", "every.eval=9"))
+    assert len(helpers.evaluations(tmp_path)) == 1
+
+
+def test_an_evaluation_of_a_stream_that_runs_out_of_memory_continues(tmp_path):
+    overrides = of("Stateful", "every.eval=9", "oom.plan=false")
+    finished(tmp_path / "a", *overrides)
+    injector = Injector("evaluate", 9, 4)
+    finished(tmp_path / "b", *overrides, "batch.eval_micro_size=6", injector=injector)
+    assert injector.fired == 1
+    (a,), (b,) = (helpers.evaluations(tmp_path / name) for name in ("a", "b"))
+    assert b["accuracy"] == a["accuracy"]
+    assert b["loss"] == pytest.approx(a["loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            of("Plain", "train.max_steps=null", "train.max_epochs=3"),
+            r"train\.max_steps=null: .* is a stream, .* set train",
+        ),
+        (of("Plain", "data.drop_last=true"), r"data\.drop_last=true: .* is a stream"),
+        (of("Plain", "data.sampling.weights=balanced"), r"data\.sampling\.weights=balanced: .* is a stream"),
+        (of("Plain", "every.log=1 epochs"), r"every\.log: 1 epochs needs epochs of known length"),
+        (of("Plain", "schedule.warmup=1 epochs"), r"schedule: 1 epochs needs epochs of known length"),
+        (of("Batched"), r"a Batched is no data set; it needs `__len__` and `__getitem__`, or, as a stream, `__iter__`"),
+    ],
+)
+def test_what_a_stream_cannot_do(tmp_path, overrides, message):
+    with pytest.raises(UserError, match=message):
+        runs.run(tmp_path, *overrides)
+
+
+def test_parts_on_other_ranks_continue_with_the_next_epoch(tmp_path, monkeypatch, caplog):
+    runs.run_until(tmp_path, 2, *of("Sharded", "data.num_workers=2")).close()
+    from trainapp.data.stream_batches import StreamBatches
+
+    load = StreamBatches.load_state_dict
+    monkeypatch.setattr(StreamBatches, "load_state_dict", lambda self, state: load(self, state | {"world": 2}))
+    with pytest.raises(UserError, match=r"data\.on_change=refuse: every rank of the 2 that read the stream"):
+        runs.prepare(tmp_path, *of("Sharded", "data.num_workers=2"))
+    run = runs.prepare(tmp_path, *of("Sharded", "data.num_workers=2", "data.on_change=next_epoch"))
+    assert "the other samples of epoch 0 are skipped; training continues with epoch 1" in caplog.text
+    assert (run.state.progress.epoch, run.state.progress.consumed) == (1, 0)
+    (micro,) = run.batches.micro_batches(run.state.progress, 16)
+    assert micro.data["number"].tolist() == list(range(16))  # in turn from both parts
+    run.close()
+
+
+def test_a_data_set_cannot_take_the_place_of_a_stream(tmp_path):
+    runs.run_until(tmp_path, 2, *of("Plain")).close()
+    with pytest.raises(UserError, match="or a stream has taken the place of a data set"):
+        runs.prepare(tmp_path, *runs.MODELS["mlp"], "train.max_steps=9")
+
+
+def test_exactness_holds(tmp_path):
+    runs.run(tmp_path, *of("Stateful", "train.check_exactness=true", "train.deterministic=true"))
+    assert len(helpers.metrics(tmp_path)) == 9
+
+
+@pytest.fixture
+def rows(tmp_path):
+    """Three JSON files with 50 digits."""
+    digits = Digits("train")
+    for number in range(3):
+        lines = []
+        for index in range(number, 50, 3):
+            sample = digits[index]
+            lines.append(json.dumps({"inputs": sample["inputs"].flatten().tolist(), "targets": int(sample["targets"])}))
+        (tmp_path / f"{number}.jsonl").write_text("\n".join(lines) + "\n")
+    return tmp_path / "*.jsonl"
+
+
+def hugging_face(rows, *overrides):
+    shapes = ("+model.image_shape=[1,8,8]", "+model.num_classes=10")
+    return of("from_json", f"+data.files={rows}", "task=classification", *shapes, *overrides)
+
+
+@pytest.mark.parametrize(("buffer", "workers", "skips"), [(0, 0, False), (0, 2, False), (20, 0, True), (20, 1, True)])
+def test_streams_of_hugging_face(tmp_path, rows, caplog, buffer, workers, skips):
+    """Resumed twice; a shuffle buffer's state does not hold the buffer, so samples are skipped instead."""
+    pytest.importorskip("datasets")
+    caplog.set_level("INFO")
+    overrides = hugging_face(rows, f"+data.buffer={buffer}", f"data.num_workers={workers}")
+    whole = finished(tmp_path / "whole", *overrides)
+    for stop in (3, 6):
+        runs.run_until(tmp_path / "parts", stop, *overrides).close()
+    assert different(whole, finished(tmp_path / "parts", *overrides)) == []
+    assert ("were read again and skipped" in caplog.text) is skips
+    if workers == 1:
+        alone = finished(tmp_path / "alone", *hugging_face(rows, f"+data.buffer={buffer}"))
+        assert different(whole, alone) == []
+
+
+def test_a_shuffle_without_a_seed_is_noticed(tmp_path, rows):
+    pytest.importorskip("datasets")
+    overrides = hugging_face(rows, "+data.buffer=20", "+data.shuffle_seed=null")
+    runs.run_until(tmp_path / "run", 3, *overrides).close()
+    with pytest.raises(UserError, match=r"is not the one that was trained before: .*give its shuffling a seed"):
+        finished(tmp_path / "run", *overrides)
+
+
+def test_the_command_line(tmp_path):
+    """A run, its plan, and its resume with another number of workers."""
+    import os
+
+    env = {"PYTHONPATH": os.pathsep.join([str(helpers.ROOT / "tests"), os.environ.get("PYTHONPATH", "")])}
+    overrides = (*runs.TINY, *of("Sharded", "every.eval=1 epochs"))
+    helpers.train(tmp_path / "run", *overrides, "train.max_steps=5", "schedule=constant", env=env)
+    more = ("train.max_steps=9", "schedule=constant", "data.num_workers=1")
+    done = helpers.train(tmp_path / "run", *overrides, *more, env=env)
+    assert "resumed from" in done.stdout + done.stderr
+    assert helpers.result(tmp_path / "run")["samples"] == 116
+    planned = helpers.run_cli(*overrides, "mode=plan", f"hydra.run.dir={tmp_path / 'plan'}", cwd=tmp_path, env=env)
+    assert planned.returncode == 0, planned.stdout + planned.stderr
+    facts = json.loads((tmp_path / "plan/plan.json").read_text())
+    assert facts["certainty"] in ("exact", "range")
+    assert facts["largest_micro_size"] == 16
+    refused = helpers.run_cli(*overrides, "train.max_steps=null", cwd=tmp_path, env=env)
+    assert refused.returncode == 2
+    assert "Traceback" not in refused.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["Stateful", "Sharded"])
+def test_two_ranks(tmp_path, kind):
+    """Without parts the losses are those of one rank, and one rank may continue; parts need the same ranks."""
+    import os
+
+    env = {"PYTHONPATH": os.pathsep.join([str(helpers.ROOT / "tests"), os.environ.get("PYTHONPATH", "")])}
+    overrides = (*runs.TINY, *of(kind, "every.eval=1 epochs", "schedule=constant"))
+    two = ("parallel=ddp", "parallel.devices=2", "parallel.timeout=60")
+    helpers.train(tmp_path / "one", *overrides, env=env)
+    helpers.train(tmp_path / "two", *overrides, *two, "train.max_steps=5", env=env, timeout=200)
+    if kind == "Sharded":
+        helpers.train(tmp_path / "whole", *overrides, *two, env=env, timeout=200)
+        refused = helpers.run_cli(*overrides, f"hydra.run.dir={tmp_path / 'two'}", cwd=tmp_path, env=env)
+        assert refused.returncode == 2
+        assert "every rank of the 2 that read the stream" in refused.stderr + refused.stdout
+        helpers.train(tmp_path / "two", *overrides, *two, env=env, timeout=200)
+        losses = [[line["loss"] for line in helpers.metrics(tmp_path / name)] for name in ("whole", "two")]
+        assert losses[0] == losses[1]
+        return
+    helpers.train(tmp_path / "two", *overrides, env=env)
+    losses = [[line["loss"] for line in helpers.metrics(tmp_path / name)] for name in ("one", "two")]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    one, parts = ({e["step"]: e["loss"] for e in helpers.evaluations(tmp_path / name)} for name in ("one", "two"))
+    assert {step: parts[step] for step in one} == pytest.approx(one, rel=1e-4)
+    assert torch.tensor(losses).isfinite().all()

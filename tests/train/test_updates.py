@@ -1,0 +1,568 @@
+"""Several optimizers: updates in turn, each a transaction of its own. Errors in either: tests/zoo."""
+
+import copy
+import json
+from pathlib import Path
+
+import own_hooks
+import pytest
+import runs
+import torch
+from helpers import metrics, result, run_cli
+from torch import nn
+from zoo.gans import discriminate, distance, generate
+
+from trainapp.data.order import epoch_order
+from trainapp.errors import UserError
+from trainapp.train import loop
+
+TESTS = Path(__file__).resolve().parent.parent
+DISCRIMINATOR = "{name: discriminator, task: zoo.gans.discriminate, parameters: [discriminator], optimizer: {lr: 0.02}}"
+GENERATOR = (
+    "{name: generator, task: zoo.gans.generate, parameters: [generator], "
+    "optimizer: {_target_: torch.optim.SGD, lr: 0.05, momentum: 0.9}}"
+)
+UPDATES = f"updates=[{DISCRIMINATOR}, {GENERATOR}]"
+PARTS = (
+    *("user_packages=[zoo]", "model._target_=zoo.gans.GAN", "data._target_=zoo.data.Vectors", "task=zoo.gans.distance"),
+    *("schedule=constant", "batch.micro_size=16", "oom.remember=false", "oom.plan=false"),
+)
+OWN = (*PARTS, UPDATES)
+
+
+def by_hand(model, samples, settings):
+    """The loop that a user would write, with the same optimizers and the same clipping."""
+    parts = {"discriminator": model.discriminator, "generator": model.generator}
+    optimizers = {name: kind(parts[name].parameters(), **options) for name, (kind, options) in settings.items()}
+    losses = []
+    for batch in samples:
+        for name, task in (("discriminator", discriminate), ("generator", generate)):
+            model.zero_grad()
+            loss, count, _ = task(model, batch)
+            (loss / count).backward()
+            torch.nn.utils.clip_grad_norm_(parts[name].parameters(), 1.0)
+            optimizers[name].step()
+            losses.append((loss / count).item())
+    return losses
+
+
+def test_it_is_the_loop_that_a_user_would_write(tmp_path):
+    run = runs.prepare(tmp_path, *OWN, "optimizer.weight_decay=0", "train.max_steps=3")
+    model, data, state = copy.deepcopy(run.state.model), run.batches.dataset, torch.get_rng_state()
+    loop.train(run)
+    run.close()
+    order = epoch_order(0, 0, len(data)) + epoch_order(0, 1, len(data))
+    samples = [{"inputs": data.inputs[order[start:end]]} for start, end in ((0, 16), (16, 32), (32, 40))]
+    torch.set_rng_state(state)
+    losses = by_hand(
+        model,
+        samples,
+        {
+            "discriminator": (torch.optim.AdamW, {"lr": 0.02, "weight_decay": 0.0}),
+            "generator": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
+        },
+    )
+    logged = [line[f"{name}/loss"] for line in metrics(tmp_path) for name in ("discriminator", "generator")]
+    assert logged == pytest.approx(losses, rel=1e-4)
+    torch.testing.assert_close(runs.weights(run.state.model), runs.weights(model), rtol=1e-4, atol=1e-6)
+    assert run.state.progress.step == 3
+    assert all(p.requires_grad for p in run.state.model.parameters())
+
+
+def test_metrics_of_all_updates_are_logged(tmp_path):
+    runs.run(tmp_path, *OWN, "train.max_steps=2", "every.eval=2")
+    for line in metrics(tmp_path):
+        assert {"discriminator/loss", "discriminator/right", "discriminator/grad_norm", "generator/loss"} <= line.keys()
+        assert (line["discriminator/lr"], line["generator/lr"]) == (0.02, 0.05)
+        assert line["loss"] == line["generator/loss"] != line["discriminator/loss"]
+        assert line["generator/grad_norm"] != line["discriminator/grad_norm"]
+    assert result(tmp_path)["metric"] == "loss"
+
+
+def test_only_the_parameters_of_an_update_have_gradients(tmp_path):
+    run = runs.prepare(tmp_path, *OWN)
+    update, seen = loop.update, []
+    try:
+
+        def noting(run, step, totals, norm):
+            names = {n.partition(".")[0] for n, p in run.state.model.named_parameters() if p.grad is not None}
+            seen.append((step.update.name, names))
+            return update(run, step, totals, norm)
+
+        loop.update = noting
+        loop.train_step(run)
+    finally:
+        loop.update = update
+        run.close()
+    assert seen == [("discriminator", {"discriminator"}), ("generator", {"generator"})]
+
+
+@pytest.mark.parametrize("stop", [1, 3])
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, stop):
+    settings = (*OWN, "train.max_steps=5", "every.eval=2", "train.ema=0.9")
+    runs.run(tmp_path / "a", *settings)
+    runs.run_until(tmp_path / "b", stop, *settings)
+    runs.run(tmp_path / "b", *settings)
+    whole, resumed = (end(tmp_path / name, 5) for name in "ab")
+    assert runs.differences(resumed, whole) == []
+    assert set(whole["optimizer"]) == {"discriminator", "generator"}
+    assert "momentum_buffer" in whole["optimizer"]["generator"]["generator.0.weight"]
+
+
+class Relative:
+    """The generator's loss relative to a running mean of it: state that a retry and a checkpoint must know."""
+
+    def __init__(self):
+        self.mean = 1.0
+
+    def __call__(self, model, batch):
+        loss, count, sums = generate(model, batch)
+        scale = self.mean
+        if model.training:
+            self.mean = 0.5 * self.mean + 0.5 * float(loss.detach()) / count
+        return loss / scale, count, sums
+
+    def state_dict(self):
+        return {"mean": self.mean}
+
+    def load_state_dict(self, state):
+        self.mean = state["mean"]
+
+
+def test_the_state_of_an_updates_task_is_restored_and_saved(tmp_path):
+    """After an error in its second micro-batch, and by a resume."""
+    stateful = GENERATOR.replace("zoo.gans.generate", "test_updates.Relative")
+    settings = (*updates(DISCRIMINATOR, stateful), "user_packages=[zoo,test_updates]", "batch.micro_size=8")
+    settings += ("train.max_steps=4", "oom.grow=false")
+    runs.run(tmp_path / "a", *settings)
+    runs.run_until(tmp_path / "b", 2, *settings)
+    runs.run(tmp_path / "b", *settings)
+    assert runs.differences(end(tmp_path / "a", 4), end(tmp_path / "b", 4)) == []
+    assert [*runs.saved(tmp_path / "a", 4)["stateful"][0]] == ["generator's task"]
+    failing_run(tmp_path / "c", SecondOf("generator"), *settings)
+    schedule = "batch.micro_schedule={discriminator: {1: 8}, generator: {1: 4}}"
+    runs.run(tmp_path / "d", *settings, schedule)
+    assert runs.differences(end(tmp_path / "c", 4), end(tmp_path / "d", 4)) == []
+    assert runs.differences(end(tmp_path / "c", 4)["stateful"], end(tmp_path / "a", 4)["stateful"]) != []
+
+
+class SecondOf:
+    """Out of memory in this update's second micro-batch, once."""
+
+    def __init__(self, update):
+        self.update, self.calls = update, 0
+
+    def __call__(self, run, task):
+        def failing(model, batch):
+            result = task(model, batch)
+            if run.attempt.phase == "forward" and run.state.update.name == self.update:
+                self.calls += 1
+                if self.calls == 2:
+                    raise torch.OutOfMemoryError("CUDA out of memory. (injected)")
+            return result
+
+        return failing
+
+
+def test_a_stop_between_two_updates_waits_for_the_end_of_the_step(tmp_path):
+    """A signal during the first update of step 2: the step is finished and saved."""
+    stop = runs.StopAt(99)
+    run = runs.runner.prepare(runs.configure(tmp_path, *OWN), stop, runs.SingleRank())
+    stop.run, update = run, loop.update
+
+    def striking(run, step, totals, norm):
+        if (step.number, step.update.name) == (2, "discriminator"):
+            stop.step = 0
+        return update(run, step, totals, norm)
+
+    loop.update = striking
+    try:
+        loop.train(run)
+    finally:
+        loop.update = update
+        run.close()
+    assert (run.state.progress.step, run.state.progress.update) == (2, 0)
+    assert run.checkpointer.saved_at == 2
+
+
+KILLED = """
+import os, sys
+sys.path.insert(0, {tests!r})
+from trainapp.train import loop
+from trainapp import __main__
+update = loop.update
+def dying(run, step, totals, norm):
+    if (step.number, step.update.name) == (4, "generator"):
+        os._exit(9)
+    return update(run, step, totals, norm)
+loop.update = dying
+sys.argv = ["trainapp", *sys.argv[1:]]
+__main__.main()
+"""
+
+
+def test_a_run_that_is_killed_between_two_updates_resumes_exactly(tmp_path):
+    """Through the command line: the discriminator of step 4 is updated, the generator not; it resumes from step 2."""
+    import sys
+
+    overrides = [*runs.TINY, *OWN, "train.max_steps=6", "every.save=2"]
+    env = {"PYTHONPATH": f"{TESTS}:{TESTS.parent / 'src'}"}
+    script = [sys.executable, "-c", KILLED.format(tests=str(TESTS))]
+    killed = run_cli(*overrides, f"hydra.run.dir={tmp_path / 'b'}", cwd=tmp_path, env=env, command=script)
+    assert killed.returncode == 9, killed.stderr
+    assert [line["step"] for line in metrics(tmp_path / "b")] == [1, 2, 3]
+    runs.run(tmp_path / "b", *OWN, "train.max_steps=6", "every.save=2")
+    runs.run(tmp_path / "a", *OWN, "train.max_steps=6", "every.save=2")
+    assert runs.differences(end(tmp_path / "b", 6), end(tmp_path / "a", 6)) == []
+
+
+# Memory
+
+
+class Above:
+    """Out of memory wherever a forward of this update has more samples."""
+
+    def __init__(self, update, samples):
+        self.update, self.samples, self.failed = update, samples, []
+
+    def __call__(self, run, task):
+        def failing(model, batch):
+            is_here = run.attempt.phase == "forward" and run.state.update.name == self.update
+            if is_here and len(batch["inputs"]) > self.samples:
+                self.failed.append(len(batch["inputs"]))
+                raise torch.OutOfMemoryError("CUDA out of memory. (injected)")
+            return task(model, batch)
+
+        return failing
+
+
+@pytest.mark.parametrize("update", ["discriminator", "generator"])
+def test_each_update_has_sizes_of_its_own(tmp_path, update):
+    """One of them runs out of memory above 4 samples: the other keeps 16. The result is the replay's, bit for bit."""
+    settings = ("model.dropout=0.2", "train.max_steps=3", "oom.grow=false")
+    above = Above(update, 4)
+    ended = failing_run(tmp_path / "a", above, *OWN, *settings, "batch.micro_size=auto")
+    assert above.failed == [16, 8]
+    schedule = result(tmp_path / "a")["micro_schedule"]
+    other = {"discriminator": "generator", "generator": "discriminator"}[update]
+    assert schedule == {update: {"1": 4}, other: {"1": 16}}
+    replay = (
+        *OWN,
+        *settings,
+        "batch.micro_size=auto",
+        f"batch.micro_schedule={{{update}: {{1: 4}}, {other}: {{1: 16}}}}",
+    )
+    runs.run(tmp_path / "b", *replay)
+    assert runs.differences(runs.saved(tmp_path / "a", 3)["model"], runs.saved(tmp_path / "b", 3)["model"]) == []
+    runs.run(tmp_path / "c", *OWN, *settings)  # other sizes, other statistics of the BatchNorm
+    assert runs.differences(runs.saved(tmp_path / "a", 3)["model"], runs.saved(tmp_path / "c", 3)["model"]) != []
+    assert ended.oom_restarts == 2
+
+
+def failing_run(run_dir, above, *overrides):
+    """A run whose tasks run out of memory."""
+    prepare = runs.runner.prepare
+
+    def patched(*arguments):
+        run = prepare(*arguments)
+        run.tasks = {name: above(run, task) for name, task in run.tasks.items()}
+        return run
+
+    runs.runner.prepare = patched
+    try:
+        return runs.run(run_dir, *overrides)
+    finally:
+        runs.runner.prepare = prepare
+
+
+def test_sizes_of_both_are_resumed(tmp_path):
+    settings = (*OWN, "batch.micro_size=auto", "oom.grow=false", "train.max_steps=4", "every.save=2")
+    failing_run(tmp_path, Above("generator", 4), *settings, "train.max_steps=2")
+    run = runs.prepare(tmp_path, *settings)
+    run.close()
+    assert {name: own.train.size for name, own in run.sizes.by_update.items()} == {"discriminator": 16, "generator": 4}
+
+
+def test_a_torn_update_goes_back_to_the_checkpoint(tmp_path):
+    """Memory runs out while the generator's parameters change: the run is rebuilt, and repeats whole steps."""
+    settings = (*OWN, "train.max_steps=4", "every.save=2", "oom.grow=false")
+    update, struck = loop.update, []
+
+    def tearing(run, step, totals, norm):
+        if (step.number, step.update.name) == (4, "generator") and not struck:
+            struck.append(step.number)
+            run.attempt.phase = runs.loop.Phase.COMMIT
+            raise torch.OutOfMemoryError("CUDA out of memory. (injected)")
+        return update(run, step, totals, norm)
+
+    loop.update = tearing
+    try:
+        ended = runs.run(tmp_path / "a", *settings)
+    finally:
+        loop.update = update
+    assert (struck, ended.steps, ended.oom_restarts) == ([4], 4, 1)
+    assert ended.micro_schedule == {"discriminator": {1: 16}, "generator": {1: 16, 3: 8}}
+    schedule = "batch.micro_schedule={discriminator: {1: 16}, generator: {1: 16, 3: 8}}"
+    runs.run(tmp_path / "b", *settings, schedule)
+    assert runs.differences(end(tmp_path / "a", 4), end(tmp_path / "b", 4)) == []
+
+
+def end(run_dir, step):
+    """A checkpoint without the sizes, which must be proven again after a resume."""
+    state = runs.saved(run_dir, step)
+    del state["sizes"]
+    return state
+
+
+@pytest.mark.slow
+def test_the_plan_is_that_of_the_highest_update(tmp_path):
+    from trainapp import plan
+
+    overrides = [
+        *runs.TINY,
+        *OWN,
+        "batch.global_size=512",
+        "data.size=600",
+        "batch.micro_size=512",
+        "plan.levers=false",
+    ]
+    overrides += ["every.eval=null"]
+    both = plan(overrides)["peak_bytes"]
+    run = runs.prepare(tmp_path, *overrides)
+    peaks = []
+    try:
+        for step in run.coming_updates():
+            loop.train_update(run, step)
+            peaks.append(run.memory.watched_peak)
+    finally:
+        run.close()
+    assert both == max(peaks)
+    assert len(set(peaks)) == 2
+
+
+# Callbacks and metrics
+
+HOOKED = (*OWN, "user_packages=[zoo,own_hooks,test_updates]", "train.max_steps=2", "every.eval=2")
+
+
+def measured(model, batch):
+    """What is evaluated, with arguments for a metric."""
+    loss, count, sums = distance(model, batch)
+    return loss, count, {**sums, "mine": (batch["inputs"], batch["targets"])}
+
+
+def test_callbacks_are_called_once_per_step_and_metrics_by_evaluations(tmp_path):
+    """The generator's update runs out of memory: the discriminator's is committed by then, and the step is not."""
+    own_hooks.SEEN.clear()
+    above = Above("generator", 4)
+    hooks = ("+callbacks.mine={_target_: own_hooks.Records}", "+metrics.mine={_target_: own_hooks.Unmergeable}")
+    chosen = (*HOOKED, *hooks, "task=test_updates.measured", "objective=max mine")
+    failing_run(tmp_path, above, *chosen, "batch.micro_size=auto", "oom.grow=false")
+    assert above.failed == [16, 8]
+    assert [call[:2] for call in own_hooks.SEEN] == [("step", 1), ("step", 2), ("evaluation", 2), ("end", 2)]
+    assert own_hooks.SEEN[2][2]["mine"] == result(tmp_path)["objective"] == 12  # samples
+
+
+def test_a_metric_gets_what_the_task_of_evaluations_passes(tmp_path):
+    """Without a task, that is the last update's."""
+    metric = "+metrics.mine={_target_: own_hooks.Unmergeable}"
+    with pytest.raises(UserError, match=r"metrics\.mine: the task of evaluations passes nothing to it"):
+        runs.run(tmp_path, *HOOKED, metric, "task=auto")
+
+
+def in_tokens(model, batch):
+    """The generator's loss, as of three tokens per sample."""
+    loss, count, sums = generate(model, batch)
+    return 3 * loss, 3 * count, sums
+
+
+in_tokens.counts = "tokens"
+
+
+def test_throughput_is_of_whole_steps(tmp_path):
+    """Tokens are those of the last update, once per step; FLOPs are those of all updates."""
+    tasks = updates(DISCRIMINATOR, GENERATOR.replace("zoo.gans.generate", "test_updates.in_tokens"))
+    run = runs.run_until(tmp_path, 2, *tasks, *HOOKED[len(OWN) :], "train.peak_flops=1e9", "every.eval=null")
+    flops = run.utilisation.flops_per_sample
+    assert flops.keys() == {"discriminator", "generator"}
+    for line in metrics(tmp_path):
+        assert line["tokens_per_second"] == pytest.approx(3 * line["samples_per_second"])
+        assert line["mfu"] == pytest.approx(sum(flops.values()) * line["samples_per_second"] / 1e9)
+
+
+# Numerics
+
+
+def test_fp16_has_a_loss_scale_for_each(tmp_path):
+    """The discriminator's gradients overflow at first, and the generator's do not: one scale falls."""
+    big = "{name: discriminator, task: test_updates.enlarged, parameters: [discriminator], optimizer: {lr: 0.02}}"
+    own = (*PARTS, f"updates=[{big}, {GENERATOR}]", "user_packages=[zoo,test_updates]", "precision=fp16")
+    run = runs.prepare(tmp_path, *own, "precision.initial_scale=1024", "train.max_steps=2", "train.grad_clip=null")
+    before = {name: runs.weights(part).clone() for name, part in run.state.model.named_children()}
+    loop.train_step(run)
+    changed = {name: not torch.equal(runs.weights(p), before[name]) for name, p in run.state.model.named_children()}
+    scales = {update.name: update.precision.scaler.get_scale() for update in run.state.updates}
+    run.close()
+    assert changed == {"discriminator": False, "generator": True}
+    assert scales == {"discriminator": 512.0, "generator": 1024.0}
+    assert (run.state.progress.step, run.state.progress.skipped) == (1, 0)
+    (line,) = metrics(tmp_path)
+    assert "discriminator/loss" not in line
+    assert line["loss"] == line["generator/loss"]
+    assert line["discriminator/loss_scale"] == 512.0
+
+
+def enlarged(model, batch):
+    """The discriminator's loss, too large for fp16."""
+    loss, count, sums = discriminate(model, batch)
+    return loss.float() * 1e4, count, sums
+
+
+def test_a_step_that_is_not_finite_in_one_update_is_skipped_there_alone(tmp_path):
+    spoiled = "{name: discriminator, task: test_updates.spoiled, parameters: [discriminator], optimizer: {lr: 0.02}}"
+    own = (*PARTS, f"updates=[{spoiled}, {GENERATOR}]", "user_packages=[zoo,test_updates]", "train.max_steps=2")
+    with pytest.raises(Exception, match=r"step 1 \(discriminator\): the loss is not finite"):
+        runs.run(tmp_path / "stop", *own)
+    ended = runs.run(tmp_path / "skip", *own, "train.nonfinite=skip")
+    assert ended.steps == 2
+    assert all("discriminator/loss" not in line and "generator/loss" in line for line in metrics(tmp_path / "skip"))
+
+
+def spoiled(model, batch):
+    """Nothing but nan."""
+    loss, count, sums = discriminate(model, batch)
+    return loss * float("nan"), count, sums
+
+
+def test_check_exactness_looks_at_every_update(tmp_path, caplog):
+    caplog.set_level("INFO")
+    runs.run(tmp_path, *OWN, "train.check_exactness=true", "train.max_steps=4")
+    assert "check_exactness: the first 3 steps are the same when they are retried" in caplog.text
+
+
+# Mistakes
+
+
+def updates(*entries):
+    return (*PARTS, f"updates=[{', '.join(entries)}]")
+
+
+def averaged(model, batch):
+    """A mistake: the mean in place of the sum. Draws nothing, so that its check can tell."""
+    loss = model.discriminator(batch["inputs"]).square().mean()
+    return loss, len(batch["inputs"]), {}
+
+
+def whole(model, batch):
+    """Never cut."""
+    return discriminate(model, batch)
+
+
+whole.whole_batch = True
+OWN_TASKS = "user_packages=[zoo,test_updates]"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            (*updates(DISCRIMINATOR.replace("zoo.gans.discriminate", "test_updates.averaged"), GENERATOR), OWN_TASKS),
+            r"task=test_updates\.averaged",
+        ),
+        (
+            (*updates(DISCRIMINATOR.replace("zoo.gans.discriminate", "test_updates.whole"), GENERATOR), OWN_TASKS),
+            r"updates\.0\.task=test_updates\.whole has whole_batch=True",
+        ),
+        (
+            updates(DISCRIMINATOR),
+            r"updates: no update trains generator\.0\.weight, .* add them to the parameters of one",
+        ),
+        (updates(DISCRIMINATOR, DISCRIMINATOR), "updates: discriminator is the name of several"),
+        (
+            updates(DISCRIMINATOR, GENERATOR.replace("parameters: [generator]", "parameters: ['*']")),
+            r"updates: discriminator\.0\.weight is among the parameters of discriminator and of generator",
+        ),
+        (
+            updates(DISCRIMINATOR, GENERATOR.replace("parameters: [generator]", "parameters: [generater]")),
+            r"updates\.1\.parameters=\[generater\]: GAN has no parameter or module of this name; at the top",
+        ),
+        (
+            updates(DISCRIMINATOR, GENERATOR.replace("zoo.gans.generate", "zoo.gans.generat")),
+            r"updates\.1\.task=zoo\.gans\.generat: zoo\.gans has no class or function generat; did you mean 'generate'",
+        ),
+        (
+            updates(DISCRIMINATOR, GENERATOR.replace("momentum", "momentun")),
+            r"updates\.1\.optimizer\.momentun: no such setting; did you mean 'momentum'",
+        ),
+        (
+            updates(DISCRIMINATOR, GENERATOR.replace("lr: 0.05", "lr: -1.0")),
+            r"updates\.1\.optimizer\.lr=-1\.0: must be",
+        ),
+        (
+            updates(DISCRIMINATOR, GENERATOR.replace("name: generator", "name: eval_generator")),
+            r"updates\.1\.name=eval_",
+        ),
+        (
+            updates(DISCRIMINATOR, GENERATOR.replace("task:", "tsak:")),
+            r"updates\.1\.tsak: no such setting; did you mean",
+        ),
+        (
+            (*OWN, "optimizer.in_backward=true", "train.grad_clip=null"),
+            r"optimizer\.in_backward=true with updates: the",
+        ),
+        ((*OWN, "optimizer.groups=[{match: generator, lr: 1.0}]"), r"optimizer\.groups with updates: their patterns"),
+        ((*OWN, "oom.keep_global_batch=false"), r"oom\.keep_global_batch=false with updates: all updates of a step"),
+        ((*OWN, "activation_checkpointing=budget"), "activation_checkpointing=budget with updates"),
+        (
+            (*OWN, "batch.micro_schedule={1: 8}"),
+            r"batch\.micro_schedule=\{1: 8\}: with updates, it gives the sizes of each",
+        ),
+        ((*OWN, "model.freeze=[generator]"), r"updates\.1: all parameters of generator are frozen"),
+        (("model=mlp", "batch.micro_schedule={generator: {1: 8}}"), "sizes for generator, but there are no updates"),
+    ],
+)
+def test_mistakes_are_one_message(tmp_path, overrides, message):
+    with pytest.raises(UserError, match=message):
+        runs.run(tmp_path / "run", *overrides)
+    assert not (tmp_path / "run").exists()
+
+
+def test_checkpoints_of_other_updates_are_refused(tmp_path):
+    runs.run(tmp_path / "a", *OWN, "train.max_steps=1")
+    one = (*PARTS, "task=zoo.gans.generate", "train.max_steps=2", f"checkpointing.resume={tmp_path / 'a'}")
+    with pytest.raises(UserError, match="it was saved with the updates discriminator, generator, and this run has one"):
+        runs.run(tmp_path / "b", *one)
+
+
+def test_a_checkpoint_of_one_optimizer_has_the_layout_that_it_always_had(tmp_path):
+    runs.run(tmp_path, *runs.MODELS["mlp"], "train.max_steps=1")
+    saved = runs.saved(tmp_path, 1)
+    assert "exp_avg" in saved["optimizer"]["head.weight"]
+    assert saved["optimizer_values"]["class"] == "torch.optim.adamw.AdamW"
+    path = runs.checkpoint(tmp_path, 1) / "values.pt"
+    values = torch.load(path, weights_only=True)
+    for name in ("updates", "schedule"):  # as an earlier version has written it
+        del values[name]
+    del values["progress"]["update"], values["progress"]["applied"]
+    run = runs.prepare(tmp_path / "other", *runs.MODELS["mlp"])
+    run.state.load_values(values)
+    run.close()
+    assert run.state.progress.step == 1
+
+
+def test_frozen_groups_of_one_update_leave_the_others(tmp_path):
+    frozen = GENERATOR.replace("momentum: 0.9", "momentum: 0.9, groups: [{match: generator.0, freeze: true}]")
+    run = runs.prepare(tmp_path, *updates(DISCRIMINATOR, frozen))
+    run.close()
+    trained = {name for name, p in run.state.model.named_parameters() if p.requires_grad}
+    assert not any(name.startswith("generator.0") for name in trained)
+    assert {"generator.3.weight", "discriminator.0.weight"} <= trained
+
+
+def test_one_optimizer_costs_no_second_transaction(tmp_path):
+    run = runs.prepare(tmp_path, *runs.MODELS["mlp"])
+    steps = list(run.coming_updates())
+    run.close()
+    assert [step.update.name for step in steps] == [""]
+    assert isinstance(run.state.model, nn.Module)
+    assert json.dumps(run.sizes.state_dict()).count("micro") == 2

@@ -1,0 +1,89 @@
+"""A task with `whole_batch = True`: its batch is never cut, in training and evaluation; memory that lacks says so."""
+
+import checked_tasks
+import pytest
+import runs
+from helpers import metrics
+
+from trainapp.errors import TrainingStopped, UserError
+from trainapp.plan import process
+
+OWN = ("model=mlp", "user_packages=[own_tasks,checked_tasks]", "model._target_=own_tasks.Net", "~model.depth")
+OWN = (*OWN, "model.width=16", "data=digits", "objective=min loss", "oom.remember=false")
+WHOLE = (*OWN, "task=checked_tasks.Whole")
+
+
+def test_it_is_never_cut(tmp_path):
+    """The last step of an epoch has fewer samples."""
+    run = runs.run_until(tmp_path, 4, *WHOLE, "batch.global_size=600", "every.eval=4")
+    share = run.batches.samples
+    expected = [600] * (share // 600) + [share % 600] * bool(share % 600)
+    assert run.task.unchecked.sizes == (expected * 4)[:4]
+    assert run.sizes.evaluation.size == min(600, run.eval_sets[""].samples)
+    lines = metrics(tmp_path)
+    assert all(line["batch/accumulation"] == 1 for line in lines)
+
+
+def test_the_gradient_is_that_of_the_uncut_batch(tmp_path):
+    run = runs.prepare(tmp_path, *WHOLE, "batch.global_size=32")
+    data, model = run.batches.dataset, run.state.model
+    totals = runs.accumulate(run)
+    found = runs.gradients(model) * 32 / totals.count
+    model.zero_grad()
+    batch = data.__getitems__(run.batches.indices(run.state.progress))
+    loss, count, _ = checked_tasks.contrastive(model, batch)
+    (loss / count).backward()
+    expected = runs.gradients(model)
+    run.close()
+    assert runs.relative_error(found, expected) < 1e-6
+    cut = runs.prepare(tmp_path, *OWN, "task=checked_tasks.contrastive", "train.check_loss=false",
+                       "batch.global_size=32", "batch.micro_size=8")  # fmt: skip
+    runs.accumulate(cut)
+    cut.close()
+    assert runs.relative_error(runs.gradients(cut.state.model), expected) > 0.1  # what whole_batch is for
+
+
+CUTTING = {
+    "batch.micro_size=8": "batch.micro_size=8: task=checked_tasks.Whole has whole_batch=True: its batch is never cut",
+    "batch.micro_size=plan": "batch.micro_size=plan: task=checked_tasks.Whole has whole_batch=True",
+    "accumulation.steps=2": "accumulation.steps=2: ",
+    "batch.micro_schedule={1: 16, 3: 8}": "batch.micro_schedule has sizes below 16",
+    "oom.keep_global_batch=false": "oom.keep_global_batch=false: ",
+}
+
+
+@pytest.mark.parametrize("override", CUTTING)
+def test_settings_that_would_cut_it_are_refused(tmp_path, override):
+    with pytest.raises(UserError) as refused:
+        runs.prepare(tmp_path, *WHOLE, override)
+    assert str(refused.value).startswith(CUTTING[override])
+    assert "\n" not in str(refused.value)
+
+
+def test_a_schedule_of_whole_batches_is_none(tmp_path):
+    runs.prepare(tmp_path, *WHOLE, "batch.micro_schedule={1: 16}", "batch.micro_size=16").close()
+
+
+def test_where_memory_lacks_it_says_what_helps(tmp_path):
+    limited = (*WHOLE, "batch.global_size=512", "memory.limit=700KiB", "checkpointing=off")
+    with pytest.raises(TrainingStopped) as stopped:
+        runs.run(tmp_path, *limited)
+    told = "its loss lives on the whole batch (whole_batch=True), which is never cut; a smaller batch.global_size helps"
+    assert told in str(stopped.value)
+    assert runs.run(tmp_path / "smaller", *limited, "batch.global_size=64").steps == 4  # negative control
+
+
+def test_it_is_planned_as_a_whole():
+    config = runs.configure("unused", *WHOLE, "batch.global_size=64", "mode=plan", "plan.levers=false")
+    facts = process.ask(config, only=())
+    assert (facts["micro_size"], facts["largest_micro_size"]) == (64, 64)
+    assert facts["certainty"] == "exact"
+
+
+def test_several_ranks_are_refused(tmp_path):
+    from trainapp.train.whole_batch import require_uncut
+
+    config = runs.configure(tmp_path, *WHOLE)
+    with pytest.raises(UserError, match="but 2 ranks would each compute the loss of a part of it"):
+        require_uncut(config, 2, 1000)
+    require_uncut(config, 1, 1000)
