@@ -8,9 +8,10 @@ import dataclasses
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from trainapp.config.parallel_settings import STRICT, Parallel
 from trainapp.config.rules import (
     Auto,
     ByteCount,
@@ -24,8 +25,6 @@ from trainapp.config.rules import (
     UpdateName,
 )
 from trainapp.config.validation import Bool, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Str
-
-STRICT = ConfigDict(extra="forbid")
 
 
 @dataclass(config=STRICT)
@@ -155,37 +154,6 @@ class Oom:
     grow: Bool = True
     remember: Literal["clear"] | Bool = True
     plan: Bool = True
-
-
-@dataclass(config=STRICT)
-class Ddp:
-    bucket_mb: PositiveFloat = 25.0
-    static_graph: Bool = False
-    find_unused_parameters: Bool = False
-
-
-@dataclass(config=STRICT)
-class Fsdp:
-    reshard_after_forward: Bool = True
-    cpu_offload: Bool = False
-    prefetch: PositiveInt = 1
-    replicas: PositiveInt = 1
-    sync_every_micro_batch: Bool = True
-    meta_init: Bool = False
-
-
-@dataclass(config=STRICT)
-class Parallel:
-    strategy: Literal["single", "ddp", "fsdp"] = "single"
-    devices: Auto | PositiveInt = "auto"
-    nodes: PositiveInt = 1
-    endpoint: Str | None = None
-    run_id: Str | None = None
-    max_restarts: NonNegativeInt = 3
-    timeout: PositiveFloat = 600.0
-    vote_on_oom: Literal["unproven", "always", "never"] = "unproven"
-    ddp: Ddp = field(default_factory=Ddp)
-    fsdp: Fsdp = field(default_factory=Fsdp)
 
 
 @dataclass(config=STRICT)
