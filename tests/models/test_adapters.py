@@ -173,6 +173,22 @@ def test_initial_weights_are_read_into_the_base(tmp_path):
     assert runs.differences(base(), weights) != []
 
 
+def test_another_run_begins_with_the_adapters_alone(tmp_path, base):
+    first = runs.run_until(tmp_path / "run", 4, *on(base))
+    adapters = first.state.tensors()["model"]
+    weights = (f"checkpointing.resume={tmp_path / 'run'}", "checkpointing.load=weights")
+    new = runs.prepare(tmp_path / "new", *on(base), *weights, "schedule=linear")
+    new.close()
+    assert new.state.progress.step == 0
+    assert runs.differences(new.state.tensors()["model"], adapters) == []
+    plain = tuple(o for o in on(base) if not o.startswith("adapter"))
+    with pytest.raises(UserError, match="it holds adapters alone; use adapter=lora"):
+        runs.prepare(tmp_path / "plain", *plain, *weights)
+    other = hf_files.model_folder(tmp_path / "other", seed=1)
+    with pytest.raises(UserError, match="adapters that were trained on another base"):
+        runs.prepare(tmp_path / "another", *on(other), *weights)
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

@@ -57,7 +57,7 @@ def adapted(kind: Callable[..., nn.Module], config: Config) -> Callable[..., nn.
     def build(*args: Any, **kwargs: Any) -> nn.Module:
         model = kind(*args, **kwargs)
         transformers_models.prepare(model)
-        if config.model.init_from:  # of the base: afterwards its layers have other names
+        if config.model.init_from and not is_tracing():  # of the base: afterwards its layers have other names
             load_initial_weights(model, Path(config.model.init_from), config.model.init_strict)
         add_lora(model, config.adapter)
         return model

@@ -68,7 +68,19 @@ def as_saved(config: Config, path: Path) -> Config:
 # The sections that say that a command line chooses for itself, and what a run is made of. Not `user_packages`: a
 # checkpoint from elsewhere would otherwise decide which code is imported.
 _CHOICES = ("model", "data", "task", "experiment")
-_MADE_OF = ("model", "data", "loader", "task", "adapter", "optimizer", "precision", "objective")
+_MADE_OF = (
+    "model",
+    "data",
+    "loader",
+    "task",
+    "adapter",
+    "optimizer",
+    "updates",
+    "precision",
+    "eval",
+    "metrics",
+    "objective",
+)
 
 
 def _with_parts_of(config: Config, path: Path) -> Config:
