@@ -4,7 +4,7 @@ import hf_files
 import pytest
 import runs
 import torch
-from helpers import metrics
+from helpers import evaluations, metrics
 from oom.inject import Injector, Recorded
 from torch import nn
 
@@ -209,6 +209,44 @@ def test_memory_runs_out_and_nothing_is_lost(tmp_path):
     assert runs.differences(recorded.state(), replay.state()) == []
     control = Recorded(runs.configure(tmp_path / "c", *overrides, "train.seed=1"))
     assert runs.differences(recorded.state()["tensors"], control.state()["tensors"]) != []
+
+
+@pytest.mark.parametrize(("adapter", "precision"), [("none", "fp32"), ("lora", "bf16")])
+def test_a_limit_of_memory_halves_the_micro_batch_and_loses_nothing(tmp_path, adapter, precision):
+    if adapter == "lora":
+        pytest.importorskip("peft", reason="needs the extra trainapp[peft]")
+    dropout = ("+model.config.attention_dropout=0.1", "oom.remember=false", "oom.grow=false", "train.max_steps=3")
+    parts = (*hf_files.CAUSAL, *TOKENS, *dropout, f"adapter={adapter}", f"precision={precision}")
+    free = runs.run(tmp_path / "free", *parts)
+    limit = f"memory.limit={int(0.6 * free.peak_memory_bytes)}"
+    limited = runs.run(tmp_path / "limited", *parts, limit, "oom.plan=false")
+    assert limited.oom_restarts >= 1
+    ((step, size),) = limited.micro_schedule.items()
+    assert size < 16
+    runs.run(tmp_path / "replay", *parts, f"batch.micro_schedule={{{step}: {size}}}")
+    saved = {name: runs.saved(tmp_path / name, 3) for name in ("free", "limited", "replay")}
+    for part in ("model", "optimizer", "rng"):
+        assert runs.differences(saved["limited"][part], saved["replay"][part]) == []
+    assert runs.differences(saved["limited"]["model"], saved["free"]["model"]) != []  # other dropout, other sums
+
+
+def test_stateful_metrics_get_the_logits_and_a_mean_is_refused(tmp_path):
+    metric = "+metrics.own={_target_: own_hooks.Correct}"
+    files = f"data.path={hf_files.texts(tmp_path / 'texts.jsonl')}"
+    data = ("data=hf", files, "data.label=label", "data.vocab_size=300", "user_packages=[own_hooks,test_huggingface]")
+    bert = ("model=hf", "model.task=sequence_classification", hf_files.BERT, *data, metric, "oom.remember=false")
+    runs.run(tmp_path / "run", *bert, "every.eval=2", "train.max_steps=2", "batch.eval_micro_size=4")
+    (line,) = evaluations(tmp_path / "run")
+    assert line["own/share"] == line["accuracy"]
+    assert line["own/total"] == 6
+    with pytest.raises(UserError, match="mean"):
+        runs.run(tmp_path / "mean", *bert, "task=test_huggingface.mean_of_outputs")
+
+
+def mean_of_outputs(model, batch):
+    """What Transformers itself would return: the mean over the batch."""
+    output = model(batch["inputs"], attention_mask=batch["attention_mask"], labels=batch["targets"])
+    return output.loss, len(batch["targets"]), {}
 
 
 @pytest.mark.parametrize("adapter", ["none", "lora"])

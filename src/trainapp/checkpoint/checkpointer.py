@@ -203,7 +203,7 @@ def restore(state: TrainState, path: Path, ranks: Ranks) -> dict[str, Any]:
 
 
 def require_same_base(model: nn.Module, path: Path) -> None:
-    """Raises UserError unless the adapters in the checkpoint at `path` belong to the model's base, or neither has one."""
+    """Raises UserError unless the checkpoint at `path` has adapters for the model's base, or neither has any."""
     with _misfits_named(path):
         adapters.require_same_base(model, _load_values(path).get("base"))
 

@@ -78,7 +78,7 @@ def build(
             model = kind.from_pretrained(_place(path), config=settings, dtype=torch.float32, **options)
     except (ValueError, OSError, ImportError) as error:
         raise UserError(f"{_named(config, path)}: {_first_lines(error)}") from error
-    transformers_models.prepare(model)
+    transformers_models.prepare(model, packed)
     _require_embeddings(model, vocab_size, path)
     text = model.config.get_text_config()
     if num_classes is not None and getattr(text, "pad_token_id", None) is None:

@@ -4,6 +4,7 @@ Its blocks are the layers that Transformers itself would checkpoint, or the list
 """
 
 import contextlib
+import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -11,7 +12,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from trainapp.torch_private import is_fake, is_tracing
+
 # Configurations whose `use_cache` is off while a model trains, with the value that is published: by model.
+_packed: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()  # models of sequences that hold several documents
 _caches: "weakref.WeakKeyDictionary[nn.Module, list[tuple[Any, Any]]]" = weakref.WeakKeyDictionary()
 
 
@@ -21,13 +25,20 @@ def is_one(model: nn.Module) -> bool:
     return modeling is not None and isinstance(model, modeling.PreTrainedModel)
 
 
-def prepare(model: nn.Module) -> None:
+def prepare(model: nn.Module, packed: bool = False) -> None:
     """Switch the cache of keys and values off, which only generation reads. Does nothing to other models.
 
     With it, each layer of a checkpointed model appends to the cache a second time when it is recomputed, and packed
     documents would see each other: the models look for their borders only where there is no cache.
+    packed: whether sequences hold several documents; for a trace, which cannot read that from their positions.
     """
-    if not is_one(model) or model in _caches:
+    if not is_one(model):
+        return
+    if packed:
+        _packed.add(model)
+    if is_tracing():
+        _tell_borders(model in _packed)
+    if model in _caches:
         return
     config: Any = model.config
     parts = [config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", ()))]
@@ -35,6 +46,25 @@ def prepare(model: nn.Module) -> None:
     for part, _ in kept:
         part.use_cache = False
     _caches[model] = kept
+
+
+def _tell_borders(packed: bool) -> None:
+    """In a trace Transformers cannot read whether the positions that a model makes for itself restart, and would build
+    an attention mask as if they did, which no run has. This answers for it. Real tensors are read as before.
+    """
+    masking: Any = sys.modules.get("transformers.masking_utils")
+    find = getattr(masking, "find_packed_sequence_indices", None)
+    if find is None:  # another version of Transformers: then such a plan is an estimate, and says so
+        return
+    own = getattr(find, "__wrapped__", find)
+
+    @functools.wraps(own)
+    def known(position_ids: Tensor) -> Any:
+        documents = own(position_ids)
+        are_its_own = not packed and (len(position_ids) == 1 or position_ids.stride(0) == 0)  # one row for all samples
+        return None if are_its_own and is_fake(position_ids) else documents
+
+    masking.find_packed_sequence_indices = known
 
 
 @contextlib.contextmanager

@@ -63,6 +63,8 @@ def export_transformers(run: Run, folder: Path, largest: int) -> list[Path]:
         model.save_pretrained(str(folder), state_dict=weights, max_shard_size=largest)
     _save_tokenizer(run, folder)
     files = sorted(folder.glob("*.safetensors"))
+    for path in files:
+        path.chmod((folder / "config.json").stat().st_mode)  # safetensors lets only the owner read
     log.info(
         "exported %s of weights to %s (%d files)", bytes_text(sum(f.stat().st_size for f in files)), folder, len(files)
     )
