@@ -135,12 +135,25 @@ def direct_requirements():
     return [Requirement(text) for texts in lists for text in texts]
 
 
+def of_installed_extras():
+    """What extras require, where it is installed: all of it by scripts/test --all."""
+    texts = [text for texts in PROJECT["project"]["optional-dependencies"].values() for text in texts]
+    return [requirement for requirement in map(Requirement, texts) if is_installed(requirement.name)]
+
+
+def is_installed(name):
+    try:
+        return bool(metadata.version(name))
+    except metadata.PackageNotFoundError:
+        return False
+
+
 def unpinned(pinned):
     """Names of the project's installed dependencies, direct and indirect, that have no pin in `pinned`.
 
     A package that another one requires at an exact version, as torch does its CUDA packages, counts as pinned.
     """
-    todo, seen, exact = [(r, "") for r in direct_requirements()], set(), set()
+    todo, seen, exact = [(r, "") for r in (*direct_requirements(), *of_installed_extras())], set(), set()
     while todo:
         requirement, extra = todo.pop()
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": extra}):
@@ -173,7 +186,7 @@ def test_each_python_has_one_exact_pin_for_each_package(python):
         assert len(specifiers) == 1, name
         assert re.fullmatch(r"==[0-9.]+(b\d+)?", str(specifiers[0])), name  # some packages release nothing but betas
     extras = PROJECT["project"]["optional-dependencies"]
-    of_extras = [Requirement(text) for extra in ("hf", "metrics", "wandb", "mlflow") for text in extras[extra]]
+    of_extras = [Requirement(text) for texts in extras.values() for text in texts]
     for requirement in (*direct_requirements(), *of_extras):
         (specifier,) = pinned[canonicalize_name(requirement.name)]
         assert requirement.specifier.contains(str(specifier).removeprefix("==")), requirement

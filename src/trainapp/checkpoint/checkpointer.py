@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from trainapp.checkpoint import shards
@@ -20,6 +21,7 @@ from trainapp.checkpoint.plain import digest
 from trainapp.checkpoint.train_state import TrainState
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.files import fsync
+from trainapp.models import adapters
 from trainapp.parallel.ranks import Ranks
 
 VALUES = "values.pt"  # everything but the tensors of model, optimizer and average
@@ -198,6 +200,12 @@ def restore(state: TrainState, path: Path, ranks: Ranks) -> dict[str, Any]:
     with _misfits_named(path):
         state.load_values(values, ranks.rank, ranks.world)
         return values["sizes"]
+
+
+def require_same_base(model: nn.Module, path: Path) -> None:
+    """Raises UserError unless the checkpoint at `path` has adapters for the model's base, or neither has any."""
+    with _misfits_named(path):
+        adapters.require_same_base(model, _load_values(path).get("base"))
 
 
 @contextlib.contextmanager

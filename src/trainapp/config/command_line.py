@@ -31,7 +31,7 @@ def resume_command(hydra_config: HydraConf, run_dir: str) -> str:
         [
             "python -m trainapp",
             *(f"--config-dir {shlex.quote(folder)}" for folder in _config_directories(hydra_config)),
-            *(shlex.quote(override) for override in _overrides(hydra_config)),
+            *(shlex.quote(override) for override in overrides(hydra_config)),
             shlex.quote(f"hydra.run.dir={_hydra_quoted(run_dir)}"),
         ]
     )
@@ -41,7 +41,8 @@ def _config_directories(hydra_config: HydraConf) -> list[str]:
     return [source.path for source in hydra_config.runtime.config_sources if source.provider == "command-line"]
 
 
-def _overrides(hydra_config: HydraConf) -> list[str]:
+def overrides(hydra_config: HydraConf) -> list[str]:
+    """What the command line sets, but for the checkpoint to resume."""
     task = cast(ListConfig, hydra_config.overrides.task)
     given = cast(list[str], OmegaConf.to_container(task, resolve=False))  # an override may contain an interpolation
     # Weights to begin with are needed until the run has a checkpoint of its own, which then comes first.

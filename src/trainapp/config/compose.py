@@ -5,7 +5,7 @@ import dataclasses
 import os
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,6 +25,8 @@ from trainapp.config.validation import messages
 from trainapp.errors import UserError
 from trainapp.paths import CONF
 
+FILLED_IN = ("run_dir", "command", "loader", "given")
+
 
 def from_command_line(overrides: Iterable[str], run_dir: str = "", config_dir: str | Path | None = None) -> Config:
     """The configuration of `python -m trainapp OVERRIDES`, for notebooks, tests and benchmarks.
@@ -41,7 +43,7 @@ def from_command_line(overrides: Iterable[str], run_dir: str = "", config_dir: s
             raise
         raise UserError(message) from None
     folder = [] if config_dir is None else [f"--config-dir {shlex.quote(str(Path(config_dir).expanduser().resolve()))}"]
-    return from_hydra(composed, run_dir, " ".join(["python -m trainapp", *folder, *map(shlex.quote, given)]))
+    return from_hydra(composed, run_dir, " ".join(["python -m trainapp", *folder, *map(shlex.quote, given)]), given)
 
 
 @contextlib.contextmanager
@@ -84,23 +86,28 @@ def _search_path(config_dir: str | Path | None) -> list[str]:
     return [f"hydra.searchpath=['{quoted}']"]
 
 
-def from_hydra(composed: DictConfig, run_dir: str, command: str) -> Config:
-    """The typed configuration of one run. Raises UserError with all mistakes, one per line."""
+def from_hydra(composed: DictConfig, run_dir: str, command: str, overrides: Iterable[str] = ()) -> Config:
+    """The typed configuration of one run. overrides: of the command line. Raises UserError with all mistakes, one per
+    line.
+    """
     try:
         plain = cast(dict[str, Any], OmegaConf.to_container(composed, resolve=True))
     except OmegaConfBaseException as error:
         setting = f"{error.full_key}: " if error.full_key else ""
         raise UserError(f"{setting}{str(error).strip().splitlines()[0]}") from None
-    return from_dict(plain, run_dir, command)
+    given = {re.split(r"[.@=:]", text.lstrip("+~"), maxsplit=1)[0] for text in overrides}
+    return from_dict(plain, run_dir, command, sorted(given))
 
 
-def from_dict(plain: dict[str, Any], run_dir: str = "", command: str = "") -> Config:
+def from_dict(plain: dict[str, Any], run_dir: str = "", command: str = "", given: Sequence[str] = ()) -> Config:
     """As `from_hydra`, from plain containers in the layout of conf/train.yaml."""
     errors = _unknown_groups(plain)
     settings = {key: value for key, value in plain.items() if key not in ("data", "model", "optimizer", "eval")}
     settings |= sections.split(plain, errors)
     try:
-        config = TypeAdapter(Config).validate_python(settings | {"run_dir": run_dir, "command": command})
+        config = TypeAdapter(Config).validate_python(
+            settings | {"run_dir": run_dir, "command": command, "given": [*given]}
+        )
     except pydantic.ValidationError as error:
         errors += [_as_written(line) for line in messages(error, "", _known_keys)]
     if not errors:
@@ -111,8 +118,8 @@ def from_dict(plain: dict[str, Any], run_dir: str = "", command: str = "") -> Co
 
 
 def _unknown_groups(plain: dict[str, Any]) -> list[str]:
-    """Settings that the program fills in itself: `run_dir`, `command` and `loader`."""
-    return [f"{key}: no such setting" for key in ("run_dir", "command", "loader") if key in plain]
+    """Settings that the program fills in itself."""
+    return [f"{key}: no such setting" for key in FILLED_IN if key in plain]
 
 
 def _as_written(line: str) -> str:
@@ -129,12 +136,12 @@ def _known_keys(location: tuple[Any, ...]) -> list[str]:
         # `updates`, the only list of sections, has numbers in its locations
         kind = Update if isinstance(part, int) else next(f.type for f in dataclasses.fields(node) if f.name == part)
         node = kind
-    return [f.name for f in dataclasses.fields(node) if f.name not in ("run_dir", "command", "loader")]
+    return [f.name for f in dataclasses.fields(node) if f.name not in FILLED_IN]
 
 
 def _conflicts(config: Config) -> list[str]:
     """Rules that span several settings."""
-    errors = []
+    errors = _conflicts_of_adapters(config)
     train, batch, steps = config.train, config.batch, config.accumulation.steps
     if config.mode == "train" and train.max_steps is None and train.max_epochs is None:
         errors.append("train.max_steps=null and train.max_epochs=null: the run would never end; set one of them")
@@ -186,5 +193,22 @@ def _conflicts(config: Config) -> list[str]:
         errors.append(
             f"mode={config.mode} with checkpointing.resume={config.checkpointing.resume}: name the checkpoint or the "
             "run directory that it is about"
+        )
+    return errors
+
+
+def _conflicts_of_adapters(config: Config) -> list[str]:
+    errors = []
+    if config.export.merge and config.adapter.kind == "none" and "adapter" in config.given:
+        errors.append("export.merge=true with adapter=none: there is nothing to merge; leave it out")
+    if config.adapter.base_dtype == "bf16" and config.precision.mode in ("fp32", "tf32", "fp16"):
+        errors.append(
+            f"adapter.base_dtype=bf16 with precision={config.precision.mode}: products with a base in bf16 are in "
+            "bf16; use precision=bf16"
+        )
+    if config.adapter.kind != "none" and config.parallel.fsdp.meta_init:
+        errors.append(
+            f"adapter={config.adapter.kind} with parallel.fsdp.meta_init=true: the frozen weights would be drawn shard "
+            "by shard, and no checkpoint has them; use parallel.fsdp.meta_init=false"
         )
     return errors

@@ -8,9 +8,10 @@ import dataclasses
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from trainapp.config.parallel_settings import STRICT, Parallel
 from trainapp.config.rules import (
     Auto,
     ByteCount,
@@ -23,9 +24,7 @@ from trainapp.config.rules import (
     Seed,
     UpdateName,
 )
-from trainapp.config.validation import Bool, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Str
-
-STRICT = ConfigDict(extra="forbid")
+from trainapp.config.validation import Bool, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Str
 
 
 @dataclass(config=STRICT)
@@ -158,37 +157,6 @@ class Oom:
 
 
 @dataclass(config=STRICT)
-class Ddp:
-    bucket_mb: PositiveFloat = 25.0
-    static_graph: Bool = False
-    find_unused_parameters: Bool = False
-
-
-@dataclass(config=STRICT)
-class Fsdp:
-    reshard_after_forward: Bool = True
-    cpu_offload: Bool = False
-    prefetch: PositiveInt = 1
-    replicas: PositiveInt = 1
-    sync_every_micro_batch: Bool = True
-    meta_init: Bool = False
-
-
-@dataclass(config=STRICT)
-class Parallel:
-    strategy: Literal["single", "ddp", "fsdp"] = "single"
-    devices: Auto | PositiveInt = "auto"
-    nodes: PositiveInt = 1
-    endpoint: Str | None = None
-    run_id: Str | None = None
-    max_restarts: NonNegativeInt = 3
-    timeout: PositiveFloat = 600.0
-    vote_on_oom: Literal["unproven", "always", "never"] = "unproven"
-    ddp: Ddp = field(default_factory=Ddp)
-    fsdp: Fsdp = field(default_factory=Fsdp)
-
-
-@dataclass(config=STRICT)
 class Checkpointing:
     resume: Str = "auto"
     load: Literal["all", "weights"] = "all"
@@ -208,6 +176,18 @@ class Stopping:
 class Export:
     folder: Str | None = None
     file_size: MemorySize = "5GB"
+    merge: Bool = False
+
+
+@dataclass(config=STRICT)
+class Adapter:
+    kind: Literal["none", "lora"] = "none"
+    rank: PositiveInt = 8
+    alpha: PositiveFloat = 16.0
+    dropout: Fraction = 0.0
+    targets: Auto | list[Str] = "auto"
+    train: Auto | list[Str] = "auto"
+    base_dtype: Literal["fp32", "bf16"] = "fp32"
 
 
 @dataclass(config=STRICT)
@@ -227,7 +207,9 @@ class Model(Target):
 
 @dataclass(config=STRICT)
 class Config:
-    """One run. `run_dir` is where the run writes its files; `command` is the shell command that resumes it."""
+    """One run. `run_dir` is where the run writes its files; `command` is the shell command that resumes it; `given` are
+    the sections that the command line names.
+    """
 
     data: Target
     loader: Loader
@@ -256,8 +238,10 @@ class Config:
     callbacks: dict[str, Target] = field(default_factory=dict)
     tracker: dict[str, Target] = field(default_factory=dict)
     export: Export = field(default_factory=Export)
+    adapter: Adapter = field(default_factory=Adapter)
     run_dir: str = ""
     command: str = ""
+    given: list[str] = field(default_factory=list, compare=False)
 
     @property
     def optimizers(self) -> dict[str, Optimizer]:

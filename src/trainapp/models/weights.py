@@ -5,7 +5,7 @@ import logging
 import pickle
 import re
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +39,18 @@ def load_weights(model: nn.Module, path: str | Path, strict: bool = True) -> lis
         return _load(model, _read(Path(path).expanduser()), strict, setting)
 
 
-def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor], strict: bool, setting: str) -> list[str]:
-    """As `load_weights`, from tensors by name. setting: what named them, with its value, for messages."""
+def load_tensors(
+    model: nn.Module,
+    tensors: Mapping[str, Tensor],
+    strict: bool,
+    setting: str,
+    apart: Collection[str] = (),
+) -> list[str]:
+    """As `load_weights`, from tensors by name. setting: what named them, with its value, for messages. apart: names of
+    parameters that stay as they are.
+    """
     with _naming(setting):
-        return _load(model, tensors, strict, setting)
+        return _load(model, tensors, strict, setting, apart)
 
 
 @contextlib.contextmanager
@@ -60,8 +68,12 @@ def load_initial_weights(model: nn.Module, path: Path, strict: bool) -> None:
         log.warning("model.init_from: not loaded, left as initialised: %s", ", ".join(skipped))
 
 
-def _load(model: nn.Module, content: Mapping[str, Any], strict: bool, setting: str) -> list[str]:
-    own = {name: t for name, t in model.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
+def _load(
+    model: nn.Module, content: Mapping[str, Any], strict: bool, setting: str, apart: Collection[str] = ()
+) -> list[str]:
+    left = {id(parameter) for name, parameter in model.named_parameters() if name in apart}  # a tied one has two names
+    tensors = model.state_dict(keep_vars=True).items()
+    own = {name: tensor for name, tensor in tensors if isinstance(tensor, Tensor) and id(tensor) not in left}
     found = _unwrap(content, own)
     aliases = {id(tensor): name for name, tensor in own.items() if name in found}
     _refuse_untied(own, found, aliases)

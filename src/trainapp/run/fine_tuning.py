@@ -3,11 +3,12 @@
 import logging
 from pathlib import Path
 
-from trainapp.checkpoint import shards
+from trainapp.checkpoint import checkpointer, shards
 from trainapp.checkpoint.directory import resolve
 from trainapp.checkpoint.manifest import read_manifest
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
+from trainapp.models import adapters
 from trainapp.models.weights import load_tensors
 from trainapp.parallel.rank_zero import answered_by_rank_zero
 from trainapp.parallel.ranks import Ranks
@@ -40,16 +41,19 @@ def load(run: Run, path: Path) -> None:
     """Copy the weights in the checkpoint at `path` into the model, by the rules of `model.init_from`.
 
     They are those that `mode=export` would write: parameters, by their average if that run kept one, and buffers. Every
-    rank reads them whole into host memory, and keeps its part. Raises UserError, before anything is copied, where they
-    do not fit.
+    rank reads them whole into host memory, and keeps its part. Of a run with adapters they are the adapters alone, for
+    the same base. Raises UserError, before anything is copied, where they do not fit.
     """
+    checkpointer.require_same_base(run.state.model, path)
     config, saved = run.config, shards.sizes(path)
     names = [name.removeprefix("model.") for name in saved if name.startswith("model.")]
     averaged = {name for name in names if f"average.{name}" in saved}
     read = shards.read_whole((_saved_name(name, name in averaged) for name in names), path)
     weights = {name: read[_saved_name(name, name in averaged)] for name in names}
     setting = f"checkpointing.resume={config.checkpointing.resume}"
-    skipped = load_tensors(run.state.model, weights, config.model.init_strict, setting)
+    base = adapters.base_of(run.state.model)
+    apart = frozenset() if base is None else base.names
+    skipped = load_tensors(run.state.model, weights, config.model.init_strict, setting, apart)
     if skipped:
         log.warning("%s: not loaded, left as initialised: %s", setting, ", ".join(skipped))
     run.state.average.start_at_weights()

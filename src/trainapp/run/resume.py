@@ -6,6 +6,9 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import pydantic
+from pydantic import TypeAdapter
+
 from trainapp.checkpoint import checkpointer
 from trainapp.checkpoint.directory import CheckpointDirectory, resolve
 from trainapp.checkpoint.manifest import read_manifest
@@ -48,8 +51,11 @@ def _checkpoint_to_resume(config: Config, has_restarted: bool) -> Path | None:
 def as_saved(config: Config, path: Path) -> Config:
     """The configuration with the checkpoint's seed: another seed mid-epoch would repeat and omit samples.
 
-    With mode=eval or export also its `ema`: a run with a weight average was evaluated on the average.
+    With mode=eval or export also its `ema`: a run with a weight average was evaluated on the average; and what the run
+    is made of, where the command line chooses none of it.
     """
+    if config.mode != "train":
+        config = _with_parts_of(config, path)
     saved = read_manifest(path)["config"]["train"]
     if saved["seed"] != config.train.seed:
         log.warning("train.seed=%d: the resumed run has seed %d and keeps it", config.train.seed, saved["seed"])
@@ -57,6 +63,42 @@ def as_saved(config: Config, path: Path) -> Config:
     if config.mode != "train":
         changes["ema"] = saved["ema"]
     return dataclasses.replace(config, train=dataclasses.replace(config.train, **changes))
+
+
+# The sections that say that a command line chooses for itself, and what a run is made of. Not `user_packages`: a
+# checkpoint from elsewhere would otherwise decide which code is imported.
+_CHOICES = ("model", "data", "task", "experiment")
+_MADE_OF = (
+    "model",
+    "data",
+    "loader",
+    "task",
+    "adapter",
+    "optimizer",
+    "updates",
+    "precision",
+    "eval",
+    "metrics",
+    "objective",
+)
+
+
+def _with_parts_of(config: Config, path: Path) -> Config:
+    """The configuration with the parts of the checkpoint's own that the command line does not name.
+
+    Raises UserError for parts that this version does not know.
+    """
+    if any(name in config.given for name in _CHOICES):
+        return config
+    saved = read_manifest(path)["config"]
+    taken = {name: saved[name] for name in _MADE_OF if name in saved and name not in config.given}
+    try:
+        return TypeAdapter(Config).validate_python(dataclasses.asdict(config) | taken)
+    except pydantic.ValidationError as error:
+        raise UserError(
+            f"checkpoint {path}: its configuration is not one of this version's ({error.errors()[0]['loc']}: "
+            f"{error.errors()[0]['msg']}); name its model and data, as in model=... data=..."
+        ) from None
 
 
 def restore(run: Run, path: Path) -> dict[str, Any]:
@@ -139,7 +181,7 @@ def _orders(run: Run) -> tuple[str, str]:
 
 
 # What decides the bits of a step apart from the sizes; the length of the run decides its learning rates.
-_WHOLE = ("data", "model", "optimizer", "updates", "task", "precision", "schedule")
+_WHOLE = ("data", "model", "optimizer", "updates", "task", "precision", "schedule", "adapter")
 _PARTS = {
     "train": ("grad_clip", "ema", "nonfinite", "compile", "deterministic", "device"),
     "memory": ("loss_chunk",),

@@ -21,6 +21,7 @@ from trainapp.data.step_batches import StepBatches
 from trainapp.memory import backends
 from trainapp.memory.device import DeviceMemory
 from trainapp.memory.levers.lever import Situation
+from trainapp.models.adapters import base_of
 from trainapp.models.weights import load_initial_weights
 from trainapp.optim import precision
 from trainapp.optim.nonfinite import NonFiniteCheck
@@ -142,8 +143,8 @@ def run_of(config: Config, parts: Parts, stop: StopRequest, ranks: Ranks, initia
 
 
 def _begin_at_weights(config: Config, state: TrainState) -> None:
-    """Those of `model.init_from`, if any."""
-    if config.model.init_from:
+    """Those of `model.init_from`, if any. A model with adapters has them already: they are of its base."""
+    if config.model.init_from and base_of(state.model) is None:
         load_initial_weights(state.model, Path(config.model.init_from), config.model.init_strict)
         state.average.start_at_weights()
 

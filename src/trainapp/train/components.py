@@ -13,6 +13,7 @@ from trainapp.config.schema import Config
 from trainapp.config.validation import check_arguments
 from trainapp.data.stream import is_empty, is_stream
 from trainapp.errors import UserError
+from trainapp.models.adapters import adapted
 from trainapp.train import losses
 from trainapp.train.hook_parts import Hooks, load_hooks
 
@@ -56,7 +57,7 @@ def load_components(config: Config) -> Components:
         for setting, update in zip(_settings_of_tasks(config), config.updates, strict=True)
     }
     return Components(
-        model=found["model"],
+        model=adapted(found["model"], config),
         task=_task(config, found["task"]) or _default_task(train, updates),
         updates=updates,
         train_data=train,
