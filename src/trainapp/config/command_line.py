@@ -42,12 +42,14 @@ def _config_directories(hydra_config: HydraConf) -> list[str]:
 
 
 def overrides(hydra_config: HydraConf) -> list[str]:
-    """What the command line sets, but for the checkpoint to resume."""
+    """What the command line sets, but for the checkpoint that a training resumes: it soon has its own."""
     task = cast(ListConfig, hydra_config.overrides.task)
     given = cast(list[str], OmegaConf.to_container(task, resolve=False))  # an override may contain an interpolation
     # Weights to begin with are needed until the run has a checkpoint of its own, which then comes first.
     begins_with_weights = any(text.lstrip("+").startswith("checkpointing.load=") for text in given)
-    return [text for text in given if begins_with_weights or not text.startswith("checkpointing.resume=")]
+    trains = all(text == "mode=train" for text in given if text.startswith("mode="))
+    is_needed = begins_with_weights or not trains
+    return [text for text in given if is_needed or not text.startswith("checkpointing.resume=")]
 
 
 def _hydra_quoted(value: str) -> str:

@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter
 
-from trainapp.config import hydra_errors, inline_targets, sections, updates
+from trainapp.config import hydra_errors, inference_settings, inline_targets, sections, updates
 from trainapp.config.micro_schedule import entries, is_by_update
 from trainapp.config.schema import Config, Update
 from trainapp.config.validation import messages
@@ -95,7 +95,8 @@ def from_hydra(composed: DictConfig, run_dir: str, command: str, overrides: Iter
     except OmegaConfBaseException as error:
         setting = f"{error.full_key}: " if error.full_key else ""
         raise UserError(f"{setting}{str(error).strip().splitlines()[0]}") from None
-    given = {re.split(r"[.@=:]", text.lstrip("+~"), maxsplit=1)[0] for text in overrides}
+    # Of `data@eval.hard=digits` the part that it sets.
+    given = {re.split(r"[=:]", text.lstrip("+~"), maxsplit=1)[0].rpartition("@")[2] for text in overrides}
     return from_dict(plain, run_dir, command, sorted(given))
 
 
@@ -189,17 +190,18 @@ def _conflicts(config: Config) -> list[str]:
             "checkpointing.load=weights with checkpointing.resume=none: name the run whose weights to begin with, "
             "as checkpointing.resume=RUN"
         )
-    if config.mode in ("eval", "export") and config.checkpointing.resume in ("auto", "none"):
+    of_checkpoint = config.mode in ("eval", "export", *inference_settings.INFERENCE)
+    if of_checkpoint and config.checkpointing.resume in ("auto", "none"):
         errors.append(
             f"mode={config.mode} with checkpointing.resume={config.checkpointing.resume}: name the checkpoint or the "
             "run directory that it is about"
         )
-    return errors
+    return errors + inference_settings.conflicts(config)
 
 
 def _conflicts_of_adapters(config: Config) -> list[str]:
     errors = []
-    if config.export.merge and config.adapter.kind == "none" and "adapter" in config.given:
+    if config.export.merge and config.adapter.kind == "none" and config.chooses("adapter"):
         errors.append("export.merge=true with adapter=none: there is nothing to merge; leave it out")
     if config.adapter.base_dtype == "bf16" and config.precision.mode in ("fp32", "tf32", "fp16"):
         errors.append(

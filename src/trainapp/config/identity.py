@@ -73,6 +73,18 @@ FREE = {
         "meta_init",
     ),
     "checkpointing": ("resume", "save", "keep_last", "asynchronous"),  # but see `_sources`
+    "predict": ("output", "split", "batch_size"),
+    "generate": (
+        "prompts",
+        "output",
+        "max_new_tokens",
+        "temperature",
+        "top_k",
+        "top_p",
+        "seed",
+        "end_of_text",
+        "batch_size",
+    ),
     "export": ("folder", "file_size", "merge"),
 }
 _IMPLEMENTATION = ("optimizer.foreach", "optimizer.capturable")  # arguments that a recovery may change

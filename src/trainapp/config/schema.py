@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from trainapp.config.inference_settings import Generate, Predict
 from trainapp.config.parallel_settings import STRICT, Parallel
 from trainapp.config.rules import (
     Auto,
@@ -208,7 +209,7 @@ class Model(Target):
 @dataclass(config=STRICT)
 class Config:
     """One run. `run_dir` is where the run writes its files; `command` is the shell command that resumes it; `given` are
-    the sections that the command line names.
+    the settings that the command line names.
     """
 
     data: Target
@@ -217,7 +218,7 @@ class Config:
     optimizer: Optimizer
     updates: list[Update] = field(default_factory=list)
     eval: dict[EvalName, Target] = field(default_factory=dict)
-    mode: Literal["train", "eval", "export", "plan"] = "train"
+    mode: Literal["train", "eval", "predict", "generate", "export", "plan"] = "train"
     task: Str = "auto"
     objective: Goal = "auto"
     user_packages: list[Str] = field(default_factory=list)
@@ -238,6 +239,8 @@ class Config:
     callbacks: dict[str, Target] = field(default_factory=dict)
     tracker: dict[str, Target] = field(default_factory=dict)
     export: Export = field(default_factory=Export)
+    predict: Predict = field(default_factory=Predict)
+    generate: Generate = field(default_factory=Generate)
     adapter: Adapter = field(default_factory=Adapter)
     run_dir: str = ""
     command: str = ""
@@ -249,6 +252,10 @@ class Config:
         if not self.updates:
             return {"optimizer": self.optimizer}
         return {f"updates.{number}.optimizer": update.optimizer for number, update in enumerate(self.updates)}
+
+    def chooses(self, name: str) -> bool:
+        """Whether the command line names this section or setting, or one within it."""
+        return any(f"{given}.".startswith(f"{name}.") for given in self.given)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain containers, as written to checkpoints and TensorBoard."""

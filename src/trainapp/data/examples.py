@@ -78,12 +78,16 @@ def _pair(prompt: str, answer: str, tokenizer: Any) -> np.ndarray:
     """The prompt with what begins a text for this model, then the answer and the end of the text. Tokenised apart, so
     that no token holds some of both: when the model is used, the prompt is all that there is.
     """
-    given = list(tokenizer(prompt, add_special_tokens=True)["input_ids"])
-    end = tokenizer.eos_token_id
-    if given and given[-1] == end:  # it goes after the answer
-        given = given[:-1]
+    given, end = prompt_tokens(prompt, tokenizer), tokenizer.eos_token_id
     own = list(tokenizer(answer, add_special_tokens=False)["input_ids"]) + ([] if end is None else [end])
     return _marked(given + own, [False] * len(given) + [True] * len(own))
+
+
+def prompt_tokens(prompt: str, tokenizer: Any) -> list[int]:
+    """What comes before an answer: the prompt, with what begins a text for this model."""
+    given = list(tokenizer(prompt, add_special_tokens=True)["input_ids"])
+    ends = bool(given) and given[-1] == tokenizer.eos_token_id  # it goes after the answer
+    return given[:-1] if ends else given
 
 
 def _conversation(place: str, turns: Any, tokenizer: Any) -> np.ndarray:

@@ -139,6 +139,20 @@ class _Tokenized(BatchedDataset):
         """Write the tokenizer into a folder."""
         self.tokenizer.save_pretrained(str(folder))
 
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text to continue: as in a block, without special ones."""
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Their text, without special tokens."""
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    @property
+    def end_of_text(self) -> int | None:
+        """The token that ends a text, where the tokenizer has one."""
+        end: int | None = self.tokenizer.eos_token_id
+        return end
+
     def _store(self, rows: Any, column: str, directory: Path, special: bool, ending: list[int]) -> TokenStore:
         key = key_of(_fingerprint(rows, column), tokenizers.digest_of(self.tokenizer), special, ending)
         texts = lambda: _texts(rows, column)  # noqa: E731

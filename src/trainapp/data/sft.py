@@ -16,7 +16,7 @@ from trainapp.config.validation import Bool, Fraction, PositiveInt, Str
 from trainapp.data import tokenizer as tokenizers
 from trainapp.data.batched import BatchedDataset
 from trainapp.data.cache import read_chunks
-from trainapp.data.examples import ANSWER, read_examples, tokenized
+from trainapp.data.examples import ANSWER, prompt_tokens, read_examples, tokenized
 from trainapp.data.token_store import key_of, token_store
 from trainapp.errors import UserError
 from trainapp.paths import user_cache_dir
@@ -108,6 +108,20 @@ class SupervisedFineTuning(BatchedDataset):
     def save_tokenizer(self, folder: Path) -> None:
         """Write the tokenizer into a folder."""
         self.tokenizer.save_pretrained(str(folder))
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a prompt, as before an answer."""
+        return prompt_tokens(text, self.tokenizer)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Their text, without special tokens."""
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    @property
+    def end_of_text(self) -> int | None:
+        """The token that ends an answer, where the tokenizer has one."""
+        end: int | None = self.tokenizer.eos_token_id
+        return end
 
     def __len__(self) -> int:
         return len(self._sequences)

@@ -51,6 +51,8 @@ def load_components(config: Config) -> Components:
     evaluated |= {name: _eval_set(config, name, found[f"eval.{name}"]) for name in config.eval}
     if not evaluated and config.mode == "eval":
         raise UserError(f"mode=eval: data={config.data.target} has no validation split, and `eval` names no other data")
+    if config.mode == "predict" and config.predict.split == "train":
+        evaluated["train"] = train
     spec = dict(getattr(train, "spec", {}))
     updates = {
         update.name: _task(config, found[setting], setting, update.task)
