@@ -118,7 +118,7 @@ def prepare(config: Config, stop: StopRequest, ranks: Ranks, carried: CarriedOve
     weights = fine_tuning.agreed_source(config, ranks) if path is None else None
     if path is not None:
         config = resume.as_saved(config, path)
-    run = build.build(config, stop, ranks, carried.memory if carried else None)
+    run = build.build(config, stop, ranks, carried.memory if carried else None, resumes=path is not None)
     whole = losses.needs_whole_batch(run.task)
     if whole and config.mode == "train":
         require_uncut(config, ranks.world, run.batches.samples)
