@@ -1,6 +1,7 @@
 """Before the first step, the loss of a few samples is compared with those of their halves: no trace, no false alarm."""
 
 import contextlib
+import multiprocessing
 import os
 from typing import ClassVar
 
@@ -181,19 +182,18 @@ class Kept(own_streams.Plain):
 def writing(model, batch):
     """Normalises what it was given in place."""
     inputs = torch.stack([image.mul_(0.5) for image in batch["inputs"]])
-    losses = F.cross_entropy(
-        model(inputs), torch.stack([torch.as_tensor(t) for t in batch["targets"]]), reduction="sum"
-    )
-    return losses, len(inputs), {}
+    targets = torch.tensor([int(target) for target in batch["targets"]])
+    return F.cross_entropy(model(inputs), targets, reduction="sum"), len(inputs), {}
 
 
 @pytest.mark.parametrize(("kind", "workers"), [("Plain", 0), ("Stateful", 1), ("Sharded", 2)])
 def test_the_first_samples_of_a_stream_are_compared(tmp_path, kind, workers):
     texts = of_stream(f"own_streams.{kind}", f"data.num_workers={workers}")
-    with pytest.raises(UserError, match="^task=checked_tasks.mean: the loss is a mean, .* for 4 samples"):
+    with pytest.raises(UserError, match=r"^task=checked_tasks\.mean: the loss is a mean, .* for 4 samples"):
         runs.run(tmp_path, *texts, "task=checked_tasks.mean")
     with pytest.raises(UserError, match="the loss is no sum over samples"):
         runs.run(tmp_path, *texts, "task=checked_tasks.contrastive")
+    assert not multiprocessing.active_children()  # those that read: torch would wait five seconds for each
     assert not (tmp_path / "metrics.jsonl").exists()
     assert runs.run(tmp_path, *texts, "task=checked_tasks.mean", UNCHECKED).steps == 3
 

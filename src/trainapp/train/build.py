@@ -66,7 +66,12 @@ def build(
     memory: the previous run's in the same process, with its limit and counters; None builds a new one.
     resumes: see `run_of`. Raises UserError for parts that do not fit together.
     """
-    return run_of(config, load_parts(config, ranks, memory=memory), stop, ranks, resumes=resumes)
+    parts = load_parts(config, ranks, memory=memory)
+    try:
+        return run_of(config, parts, stop, ranks, resumes=resumes)
+    except BaseException:
+        parts.batches.close()  # a stream's first samples may have been read by processes
+        raise
 
 
 def load_parts(

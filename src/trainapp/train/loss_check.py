@@ -6,8 +6,8 @@ compared with those of their two halves, in evaluation mode and without gradient
 
 Costs six forwards of at most 4 samples and fetching 12; where 2 samples must do, twice as many and 6 more. Samples of a
 stream are read once, and held until they are trained. What cannot be compared is skipped silently: a task that draws
-random numbers, a loss that is not finite, a batch whose halves hold other values (see `_halves`; only a mean is reported
-then), a task or model that fails here: the first step reports that error.
+random numbers, a loss that is not finite, a batch whose halves hold other values (see `_halves`; only a mean is
+reported then), a task or model that fails here: the first step reports that error.
 """
 
 import contextlib
