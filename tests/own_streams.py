@@ -60,6 +60,49 @@ class Sharded(Stateful):
         return part
 
 
+class Popping(Plain):
+    """Its collate takes the samples apart."""
+
+    def collate(self, samples):
+        batch = {name: [sample.pop(name) for sample in samples] for name in list(samples[0])}
+        return {name: torch.stack([torch.as_tensor(value) for value in values]) for name, values in batch.items()}
+
+
+class Hungry(Plain):
+    """Memory runs out once, at one of its samples, after which the iterator has ended."""
+
+    hungry = True
+
+    def __iter__(self):
+        for number in self.numbers:
+            if number == 38 and self.hungry:
+                self.hungry = False
+                raise MemoryError
+            yield self.sample(number)
+
+
+class HungryWithState(Stateful):
+    """The same, but its iterator continues after the sample that is lost."""
+
+    hungry = True
+
+    def sample(self, number):
+        if number == 38 and self.hungry:
+            self.hungry = False
+            raise MemoryError
+        return super().sample(number)
+
+    def __iter__(self):
+        self.position, self.start = self.start, 0
+        return self
+
+    def __next__(self):
+        if self.position == len(self.numbers):
+            raise StopIteration
+        self.position += 1
+        return self.sample(self.position - 1)
+
+
 class Late(Stateful):
     """Counts a sample only after it was yielded, when it is asked for the next one."""
 

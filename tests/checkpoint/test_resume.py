@@ -25,7 +25,7 @@ CASES = {
     "sgd": (*runs.MODELS["mlp"], "optimizer=sgd"),
     "fp16": (*runs.MODELS["mlp"], "precision=fp16", "precision.growth_interval=2"),
 }
-TIMES = ("samples_per_second", "tokens_per_second", "data_wait", "memory/")
+TIMES = ("samples_per_second", "tokens_per_second", "mfu", "data_wait", "memory/")
 
 
 def losses(run_dir):

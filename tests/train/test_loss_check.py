@@ -1,10 +1,12 @@
 """Before the first step, the loss of a few samples is compared with those of their halves: no trace, no false alarm."""
 
 import contextlib
+import multiprocessing
 import os
 from typing import ClassVar
 
 import checked_tasks
+import own_streams
 import pytest
 import runs
 import torch
@@ -17,7 +19,7 @@ from trainapp.rng import rng_state
 from trainapp.train import exactness, loss_check, losses
 from trainapp.train.totals import Totals
 
-PACKAGES = "user_packages=[own_tasks,checked_tasks,test_loss_check]"
+PACKAGES = "user_packages=[own_tasks,own_streams,checked_tasks,test_loss_check]"
 UNCHECKED = "train.check_loss=false"
 
 
@@ -153,6 +155,73 @@ def test_padded_texts_whose_count_is_tokens(tmp_path, size):
 def test_a_single_sample_says_nothing(tmp_path):
     texts = (*TEXTS, "objective=min loss", "+data.size=1", "data.num_workers=0")
     runs.prepare(tmp_path, *texts, "task=test_loss_check.mean_of_tokens").close()
+
+
+# --- streams
+
+
+def of_stream(kind, *overrides):
+    return (*OWN, f"data._target_={kind}", "~data.augment", "data.num_workers=0", "train.max_steps=3", *overrides)
+
+
+class Broken(own_streams.Plain):
+    """Its third sample cannot be read, which it says once."""
+
+    def __iter__(self):
+        yield from map(self.sample, range(2))
+        raise OSError("the disk is gone")
+
+
+class Kept(own_streams.Plain):
+    """Its batches hold the samples themselves."""
+
+    def collate(self, samples):
+        return {name: [sample[name] for sample in samples] for name in ("inputs", "targets")}
+
+
+def writing(model, batch):
+    """Normalises what it was given in place."""
+    inputs = torch.stack([image.mul_(0.5) for image in batch["inputs"]])
+    targets = torch.tensor([int(target) for target in batch["targets"]])
+    return F.cross_entropy(model(inputs), targets, reduction="sum"), len(inputs), {}
+
+
+@pytest.mark.parametrize(("kind", "workers"), [("Plain", 0), ("Stateful", 1), ("Sharded", 2)])
+def test_the_first_samples_of_a_stream_are_compared(tmp_path, kind, workers):
+    texts = of_stream(f"own_streams.{kind}", f"data.num_workers={workers}")
+    with pytest.raises(UserError, match=r"^task=checked_tasks\.mean: the loss is a mean, .* for 4 samples"):
+        runs.run(tmp_path, *texts, "task=checked_tasks.mean")
+    with pytest.raises(UserError, match="the loss is no sum over samples"):
+        runs.run(tmp_path, *texts, "task=checked_tasks.contrastive")
+    assert not multiprocessing.active_children()  # those that read: torch would wait five seconds for each
+    assert not (tmp_path / "metrics.jsonl").exists()
+    assert runs.run(tmp_path, *texts, "task=checked_tasks.mean", UNCHECKED).steps == 3
+
+
+@pytest.mark.parametrize("kind", ["own_streams.Once", "own_streams.Sharded", "test_loss_check.Kept"])
+def test_they_stay_to_be_trained(tmp_path, monkeypatch, kind):
+    """Also of a stream that can be read only once, and if the task writes to its batch."""
+    read, ends = [], []
+    sample = own_streams.Plain.sample
+    monkeypatch.setattr(own_streams.Plain, "sample", lambda self, number: read.append(number) or sample(self, number))
+    task = "test_loss_check.writing" if kind.endswith("Kept") else "checked_tasks.total"
+    for checks in ("true", "false"):
+        runs.run(tmp_path / checks, *of_stream(kind, f"task={task}", f"train.check_loss={checks}"))
+        ends.append((runs.saved(tmp_path / checks, 3), read.copy()))
+        read.clear()
+    assert runs.differences(*(end for end, _ in ends)) == []
+    assert ends[0][1] == ends[1][1] == list(range(49))  # the last one is read ahead
+
+
+def test_a_resumed_run_does_not_read_a_stream_from_its_beginning(tmp_path):
+    texts = of_stream("own_streams.Once", "task=checked_tasks.total")
+    runs.run_until(tmp_path, 2, *texts).close()
+    assert runs.run(tmp_path, *texts).steps == 3
+
+
+def test_an_error_of_the_stream_is_not_hidden(tmp_path):
+    with pytest.raises(OSError, match="the disk is gone"):
+        runs.run(tmp_path, *of_stream("test_loss_check.Broken", "task=checked_tasks.total"))
 
 
 # --- no trace

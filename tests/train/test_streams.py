@@ -48,14 +48,25 @@ def different(a, b):
     return runs.differences({k: a[k] for k in keys}, {k: b[k] for k in keys})
 
 
-@pytest.mark.parametrize("phase", ["forward", "backward"])
-def test_a_retried_step_has_the_same_samples(tmp_path, phase):
+@pytest.mark.parametrize(("phase", "kind"), [("forward", "Plain"), ("backward", "Plain"), ("backward", "Popping")])
+def test_a_retried_step_has_the_same_samples(tmp_path, phase, kind):
     """Equal to the run that was told to use the smaller size from that step on."""
     injector = Injector(phase, 6, 3)
-    recovered = finished(tmp_path / "a", *of("Plain", "oom.grow=false", "oom.plan=false"), injector=injector)
+    recovered = finished(tmp_path / "a", *of(kind, "oom.grow=false", "oom.plan=false"), injector=injector)
     assert injector.fired == 1
-    replayed = finished(tmp_path / "b", *of("Plain", "batch.micro_schedule={1: 16, 6: 8}"))
+    replayed = finished(tmp_path / "b", *of(kind, "batch.micro_schedule={1: 16, 6: 8}"))
     assert different(recovered, replayed) == []
+
+
+@pytest.mark.parametrize("kind", ["Hungry", "HungryWithState"])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stream_that_fails_is_read_again(tmp_path, kind, workers):
+    """From the last sample that was trained: it has the samples of a stream that does not fail."""
+    texts = of(kind, "oom.grow=false", "oom.plan=false", f"data.num_workers={workers}", "train.max_steps=5")
+    ended = runs.run(tmp_path / "a", *texts)
+    assert (ended.oom_restarts, ended.samples) == (1, 50 + 16)
+    whole = finished(tmp_path / "b", *of("Plain", "oom.plan=false", "train.max_steps=5"))
+    assert runs.differences(runs.saved(tmp_path / "a", 5)["model"], whole["model"]) == []
 
 
 SEEN = []

@@ -39,7 +39,7 @@ class EvalStream:
     ):
         self.dataset, self.equal, self.rank, self.world = dataset, equal, rank, world
         self._held = Held(dataset)
-        self._source = BatchLoader(self._held, seed, 0, device, split=split)  # type: ignore[arg-type]
+        self._source = BatchLoader(self._held, seed, 0, device, split=split)
         self._part = Part(Reader(dataset, seed, 0, 1), in_process=workers == 0)
         self._done = 0  # samples of this rank that are finished
         self._has_ended = False  # the evaluation before this one

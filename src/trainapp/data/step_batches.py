@@ -80,6 +80,12 @@ class StepBatches:
         """The first `samples` samples of the data as a batch, on the CPU."""
         raise NotImplementedError
 
+    def first(self, most: int) -> Any:
+        """A data set that begins with the run's first `most` samples, or with as many as there are. Reading it consumes
+        none of them.
+        """
+        return self.dataset
+
     def _local(self, epoch: int, consumed: int) -> Sequence[int]:
         """This rank's samples of the step that begins there, as the source knows them."""
         raise NotImplementedError

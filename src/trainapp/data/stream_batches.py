@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from trainapp.data.loader import BatchLoader, Request, Split
+from trainapp.data.loader import BatchLoader, Fetcher, Request, Split
 from trainapp.data.progress import Progress
 from trainapp.data.step_batches import StepBatches
 from trainapp.data.stream import Position, Reader, has_parts
@@ -72,7 +72,7 @@ class StreamBatches(StepBatches):
         split: Split | None = None,
     ):
         self._held = Held(dataset)
-        source = BatchLoader(self._held, seed, 0, device, split=split)  # type: ignore[arg-type]
+        source = BatchLoader(self._held, seed, 0, device, split=split)
         super().__init__(source, global_size, ranks.rank, ranks.world, looks_ahead=False)
         self.dataset, self.seed, self.ranks = dataset, seed, ranks
         self._in_process = workers == 0
@@ -129,12 +129,18 @@ class StreamBatches(StepBatches):
 
     def example(self, samples: int) -> Any:
         """The next `samples` samples as a batch, on the CPU. They stay to be trained."""
+        found = self.first(samples)
+        return Fetcher(found, self.seed)[Request(0, range(len(found)))]
+
+    def first(self, most: int) -> Held:
+        """The next `most` samples that this rank reads, or those left of the epoch. They stay to be trained.
+
+        Raises what the stream raises.
+        """
         epoch = min(part.epoch for part in self._parts)
-        found = self._peek(epoch, samples)[0]
-        numbers = list(range(len(found)))
-        self._step = self._step._replace(key=())
-        self._held.hold(numbers, found, None)
-        return self._source.fetcher[Request(epoch, numbers)]
+        found, first = self._peek(epoch, most)[0], Held(self.dataset)
+        first.hold(list(range(len(found))), found, None)
+        return first
 
     def begin_epoch(self, epoch: int) -> None:
         """Leave out what is left of the epochs before this one."""

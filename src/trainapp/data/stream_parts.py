@@ -1,11 +1,14 @@
 """What is read of a stream and not trained yet, and where the trained samples end."""
 
+import copy
 import logging
 import pickle
 import time
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
+
+from torch.utils.data import Dataset
 
 from trainapp.data.loader import Requests, in_workers
 from trainapp.data.stream import Chunk, Position, Read, Reader, fingerprint
@@ -16,8 +19,10 @@ READ_AT_ONCE = 16  # samples that a worker process sends together; it keeps two 
 log = logging.getLogger(__name__)
 
 
-class Held:
+class Held(Dataset):
     """The samples of a step by their numbers, for the loader that collates them: a data set for as long as it takes."""
+
+    moves_at_commit = True  # with the stream's position: nothing in the source is looked for state
 
     def __init__(self, source: Any):
         self._samples: dict[int, Any] = {}
@@ -27,7 +32,18 @@ class Held:
                 setattr(self, name, getattr(source, name))
 
     def __getitem__(self, number: int) -> Any:
-        return self._samples.get(number, self._spare)
+        sample = self._samples.get(number, self._spare)
+        if not hasattr(self, "collate"):
+            return sample  # torch's collating copies it
+        # A collate of the user's may take samples apart, or pass them on to a task that writes to its batch: a retry
+        # must find them as they came.
+        try:
+            return copy.deepcopy(sample)
+        except Exception:  # such as an open file
+            return sample
+
+    def __len__(self) -> int:
+        return len(self._samples)
 
     def hold(self, numbers: list[int], samples: list[Any], spare: Any) -> None:
         """These samples and no others."""
@@ -119,15 +135,11 @@ class Part:
 
     def _read(self, most: int) -> None:
         started, is_first = time.monotonic(), self._reading is None
-        with outside_dispatch_modes():  # a source that makes tensors is none of a trace's business
-            if self._loader is None:
-                chunk = self._reader[Read(self._start if is_first else None, most)]
-                self._reading = iter(())
-            else:
-                if self._reading is None:
-                    self._requests.requests = _requests(self._start)
-                    self._reading = iter(self._loader)
-                chunk = pickle.loads(next(self._reading))
+        try:
+            chunk = self._next_chunk(most)
+        except Exception:  # such as for want of memory: an iterator that has raised may have lost samples, or ended
+            self.go_to(self.position())
+            raise
         if chunk.problem:
             raise UserError(f"data: the stream cannot continue where it was saved: {chunk.problem}")
         if is_first and self._start.number and not chunk.tells:
@@ -139,6 +151,17 @@ class Part:
                 time.monotonic() - started,
             )
         self._chunks.append(chunk)
+
+    def _next_chunk(self, most: int) -> Chunk:
+        with outside_dispatch_modes():  # a source that makes tensors is none of a trace's business
+            if self._loader is None:
+                position = self._start if self._reading is None else None
+                self._reading = iter(())
+                return self._reader[Read(position, most)]
+            if self._reading is None:
+                self._requests.requests = _requests(self._start)
+                self._reading = iter(self._loader)
+            return pickle.loads(next(self._reading))
 
 
 def _requests(start: Position) -> Iterator[Read]:

@@ -121,7 +121,7 @@ def prepare(config: Config, stop: StopRequest, ranks: Ranks, carried: CarriedOve
     if path is not None:
         config = resume.as_saved(config, path)
     config = with_own_batches(config)
-    run = build.build(config, stop, ranks, carried.memory if carried else None)
+    run = build.build(config, stop, ranks, carried.memory if carried else None, resumes=path is not None)
     whole = losses.needs_whole_batch(run.task) and config.mode not in INFERENCE
     if whole and config.mode == "train":
         require_uncut(config, ranks.world, run.batches.samples)

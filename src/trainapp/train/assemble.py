@@ -62,6 +62,7 @@ def assemble(
     initial_device: str | None = None,
     example: Callable[[int], Any] | None = None,
     accelerator: Accelerator = HERE,
+    first: Callable[[int], Any] | None = None,
 ) -> Assembled:
     """The model on its device, spread over the ranks, with its optimizer and loss.
 
@@ -70,7 +71,8 @@ def assemble(
     initial_device: where parameters are initialised; None: on the CPU, then moved (with `parallel.fsdp.meta_init`: on
     the meta device, then shard by shard).
     example: a batch of so many samples, for lazy modules. accelerator: gives the optimizer its generators, and offload
-    its streams. Raises UserError for parts that do not fit together.
+    its streams. first: as `StepBatches.first`, for the check of the loss; None: without it. Raises UserError for parts
+    that do not fit together.
     """
     is_meta = initial_device is None and _starts_on_meta(config, ranks)
     model = _on_device(config, components, device, "meta" if is_meta else initial_device)
@@ -86,7 +88,8 @@ def assemble(
     tags = parameter_tags.of(model)
     precision.cast_parameters(model)
     for own, parts in updates.with_one_loss(config, components):
-        loss_check.require_sum(own, parts, model, device, precision, ranks)
+        if first is not None:
+            loss_check.require_sum(own, parts, model, device, precision, ranks, first)
     if config.precision.mode in ("int8", "fp8"):
         _quantize_products(model, config.precision.mode)
     if config.memory.loss_chunk is not None and components.knows_loss and example and not is_meta:

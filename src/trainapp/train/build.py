@@ -18,6 +18,7 @@ from trainapp.checkpoint.stateful import Stateful
 from trainapp.checkpoint.train_state import TrainState
 from trainapp.config.schema import Config
 from trainapp.data.step_batches import StepBatches
+from trainapp.data.stream import is_stream
 from trainapp.memory import backends
 from trainapp.memory.device import DeviceMemory
 from trainapp.memory.levers.lever import Situation
@@ -58,13 +59,20 @@ class Parts:
     accelerator: Accelerator = HERE
 
 
-def build(config: Config, stop: StopRequest, ranks: Ranks, memory: DeviceMemory | None = None) -> Run:
+def build(
+    config: Config, stop: StopRequest, ranks: Ranks, memory: DeviceMemory | None = None, resumes: bool = False
+) -> Run:
     """A run ready for its first step that writes nothing yet: see `start_tracking`.
 
     memory: the previous run's in the same process, with its limit and counters; None builds a new one.
-    Raises UserError for parts that do not fit together.
+    resumes: see `run_of`. Raises UserError for parts that do not fit together.
     """
-    return run_of(config, load_parts(config, ranks, memory=memory), stop, ranks)
+    parts = load_parts(config, ranks, memory=memory)
+    try:
+        return run_of(config, parts, stop, ranks, resumes=resumes)
+    except BaseException:
+        parts.batches.close()  # a stream's first samples may have been read by processes
+        raise
 
 
 def load_parts(
@@ -86,12 +94,22 @@ def load_parts(
     return Parts(components, device, memory, numerics, *data_batches(config, components, device, ranks))
 
 
-def run_of(config: Config, parts: Parts, stop: StopRequest, ranks: Ranks, initial_device: str | None = None) -> Run:
-    """The run of these parts. initial_device: see `assemble`."""
+def run_of(
+    config: Config,
+    parts: Parts,
+    stop: StopRequest,
+    ranks: Ranks,
+    initial_device: str | None = None,
+    resumes: bool = False,
+) -> Run:
+    """The run of these parts. initial_device: see `assemble`. resumes: whether the caller restores a checkpoint: then a
+    stream is not read from its beginning, and the loss of its first samples was checked when the run began.
+    """
     components, device, memory, numerics = parts.components, parts.device, parts.memory, parts.numerics
     batches, eval_sets = parts.batches, parts.eval_sets
+    first = None if resumes and is_stream(components.train_data) else batches.first
     assembled = assemble(
-        config, components, ranks, device, numerics, initial_device, batches.example, parts.accelerator
+        config, components, ranks, device, numerics, initial_device, batches.example, parts.accelerator, first
     )
     state, strategy = assembled.state, assembled.strategy
     strategy.note_buffer = memory.note_buffer

@@ -4,17 +4,18 @@ A mean would be divided by the count again, making gradients that many times too
 samples of its batch depends on the micro-batch. Neither shows in a curve. So the loss of the first few samples is
 compared with those of their two halves, in evaluation mode and without gradients.
 
-Costs six forwards of at most 4 samples and fetching 12; where 2 samples must do, twice as many and 6 more. What cannot
-be compared is skipped silently: a task that draws random numbers, a loss that is not finite, a batch whose halves hold
-other values (see `_halves`; only a mean is reported then), a task or model that fails here: the first step reports that
-error.
+Costs six forwards of at most 4 samples and fetching 12; where 2 samples must do, twice as many and 6 more. Samples of a
+stream are read once, and held until they are trained. What cannot be compared is skipped silently: a task that draws
+random numbers, a loss that is not finite, a batch whose halves hold other values (see `_halves`; only a mean is
+reported then), a task or model that fails here: the first step reports that error.
 """
 
 import contextlib
+import dataclasses
 import logging
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,6 @@ from trainapp.checkpoint.stateful import Stateful
 from trainapp.config.schema import Config
 from trainapp.data.batch import map_tensors, tensors_in
 from trainapp.data.loader import Request, fetched_apart, worker_count
-from trainapp.data.stream import is_stream
 from trainapp.errors import UserError
 from trainapp.models.inspect import belongs_to_trainapp
 from trainapp.optim.precision import Precision
@@ -69,20 +69,32 @@ class Comparison(NamedTuple):
 
 
 def require_sum(
-    config: Config, components: Components, model: nn.Module, device: torch.device, precision: Precision, ranks: Ranks
+    config: Config,
+    components: Components,
+    model: nn.Module,
+    device: torch.device,
+    precision: Precision,
+    ranks: Ranks,
+    first: Callable[[int], Any],
 ) -> None:
-    """Raises UserError for a loss or a count that does not add up. Collective. Call before the model is compiled or
-    sharded. Leaves model, task, data and generators as they are, but on `device`; see `untouched`.
+    """Raises UserError for a loss or a count that does not add up, and what a stream raises that is read. Collective.
+    Call before the model is compiled or sharded. Leaves model, task, data and generators as they are, but on `device`;
+    see `untouched`.
+
+    first: as `StepBatches.first`.
     """
     task = components.task
-    if is_stream(components.train_data):  # has no samples that can be fetched again in halves
-        return
     is_known = is_built_in(task) and belongs_to_trainapp(model)
     if config.mode != "train" or not config.train.check_loss or needs_whole_batch(task) or is_known or is_tracing():
         return
     verdict = None
     if not any(p.is_meta for p in model.parameters()):  # with parallel.fsdp.meta_init there are no values yet
-        compared = _compared(config, components, model, device, precision, ranks.world // config.parallel.nodes)
+        # Outside of the comparison, whose errors are the first step's to report: a stream has its error only once.
+        parts = dataclasses.replace(components, train_data=first(max(SAMPLES)))
+        workers = 0  # for a stream's samples, which are held here
+        if parts.train_data is components.train_data:
+            workers = worker_count(config.loader.num_workers, parts.train_data, ranks.world // config.parallel.nodes)
+        compared = _compared(config, parts, model, device, precision, workers)
         has_bits = compared is not None and min(own.bits for own in (compared.whole, *compared.halves)) >= 32
         is_fine = config.precision.mode == "fp32" and model_is_fine(model) and has_bits
         verdict = None if compared is None else _verdict(compared, config.task, FINE if is_fine else COARSE)
@@ -97,14 +109,13 @@ def model_is_fine(model: nn.Module) -> bool:
 
 
 def _compared(
-    config: Config, components: Components, model: nn.Module, device: torch.device, precision: Precision, ranks: int
+    config: Config, components: Components, model: nn.Module, device: torch.device, precision: Precision, workers: int
 ) -> Comparison | None:
     data = components.train_data
     roots = {"model": model, "task": components.task, "data": data}
     modules = [model, *Stateful(**roots).modules.values()]
     for module in modules:
         module.to(device)  # those of the task and the data will be
-    workers = worker_count(config.loader.num_workers, data, ranks)
     for samples in (min(most, len(data)) for most in SAMPLES):
         if samples < 2:
             return None
