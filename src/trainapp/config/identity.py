@@ -74,7 +74,8 @@ FREE = {
     "checkpointing": ("resume", "save", "keep_last", "asynchronous"),  # but see `_sources`
     "export": ("folder", "file_size"),
 }
-_IMPLEMENTATION = ("optimizer.foreach", "optimizer.capturable")  # arguments that a recovery may change
+# Arguments that a recovery may change, and one that matters only where the run would have ended.
+_IMPLEMENTATION = ("optimizer.foreach", "optimizer.capturable", "data.on_error")
 _DURATIONS = ("schedule.warmup", "schedule.decay")
 _OF_UPDATE = re.compile(r"updates\.\w+\.")  # of each of `updates`, by its name: `updates.generator.optimizer.lr`
 _NOT_SETTINGS = ("run_dir", "command")
