@@ -1,5 +1,6 @@
 """data=images: finding, decoding and augmenting, and that a sample is a function of (seed, epoch, index) alone."""
 
+import json
 import os
 import shutil
 
@@ -15,6 +16,8 @@ from trainapp.data import image_pixels
 from trainapp.data.images import Images
 from trainapp.data.loader import Fetcher, Request, seed_generators
 from trainapp.errors import UserError
+from trainapp.plan.traced_run import trace
+from trainapp.train.components import load_components
 
 # A vision transformer on tiny images, with all that is random.
 TINY = (
@@ -295,6 +298,29 @@ def test_a_run_does_not_depend_on_the_micro_batch(tmp_path, folder):
     assert runs.relative_error(other, whole) > 1e-3
 
 
+def test_a_plan_of_images_is_exact(tmp_path, folder):
+    one_step = ("train.max_steps=1", "memory.limit=1GiB", "train.grad_clip=null", "every.eval=null")
+    run = runs.prepare(tmp_path, *TINY, f"data.path={folder}", *one_step)
+    found = trace(run.config, load_components(run.config), 8, 0).training
+    runs.loop.train_step(run)
+    run.close()
+    assert found.total == run.memory.peak
+
+
+def test_an_error_in_memory_is_recovered_bit_for_bit(tmp_path, folder):
+    """The run that falls short equals one that had its sizes from the start."""
+    limited = ("batch.global_size=24", "model.width=64", "memory.limit=1.9MiB", "oom.plan=false", "every.save=5")
+    more = (f"data.path={folder}", "train.max_steps=5", *limited)
+    fallen = runs.run(tmp_path / "fallen", *TINY, *more)
+    assert fallen.oom_restarts > 0
+    schedule = f"batch.micro_schedule={json.dumps(fallen.micro_schedule)}"
+    replayed = runs.run(tmp_path / "replayed", *TINY, *more, schedule, "memory.limit=null")
+    assert replayed.oom_restarts == 0
+    assert runs.differences(*(runs.saved(tmp_path / name, 5)["model"] for name in ("fallen", "replayed"))) == []
+    runs.run(tmp_path / "other", *TINY, *more, schedule, "memory.limit=null", "train.seed=1")
+    assert runs.differences(*(runs.saved(tmp_path / name, 5)["model"] for name in ("fallen", "other")))
+
+
 @pytest.mark.slow
 def test_a_run_does_not_depend_on_the_ranks(tmp_path, folder):
     def first_loss(name, *overrides):
@@ -378,6 +404,7 @@ def test_the_command_of_the_documentation_skips_a_broken_file(tmp_path):
     assert (tmp_path / "run/metrics.csv").exists()
     assert done.stderr.count("FOLDER/train/green/1.png cannot be read as an image") == 1
     assert "1 left out so far" in done.stderr
+    assert result(tmp_path / "run")["left_out"] == 1
     assert 0 <= evaluations(tmp_path / "run")[-1]["accuracy"] <= 1
     stored = ("checkpointing.resume=run", "hydra.run.dir=exported")
     export = run_cli("mode=export", "model=vit", "data=images", "data.path=FOLDER", *more, *stored, cwd=tmp_path)

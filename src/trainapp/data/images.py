@@ -71,7 +71,8 @@ class Images(torch.utils.data.Dataset):
             "image_shape": (3, image_size, image_size),
             "num_classes": len(self.class_names),
         }
-        self.scale, self.flip, self.mixup, self.cutmix, self.on_error = tuple(scale), flip, mixup, cutmix, on_error
+        self.scale, self.flip, self.mixup, self.cutmix = (scale[0], scale[1]), flip, mixup, cutmix
+        self.on_error = on_error
         self._mean, self._std = np.array(mean, dtype=np.float32), np.array(std, dtype=np.float32)
         self._files = found.paths
         # One byte per image in memory that forked loader processes share: which were left out.
@@ -102,7 +103,8 @@ class Images(torch.utils.data.Dataset):
 
     def _augmented(self, index: int, rng: np.random.Generator) -> tuple[np.ndarray, int]:
         image, label = self._readable(index)
-        pixels = self._resized(image, image_pixels.random_box(rng, *image.size, self.scale))
+        width, height = image.size
+        pixels = self._resized(image, image_pixels.random_box(rng, width, height, self.scale))
         if rng.random() < self.flip:
             pixels = np.ascontiguousarray(pixels[..., ::-1])
         return pixels, label

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, defau
 
 from trainapp.data.batch import map_tensors
 from trainapp.data.order import Draw
+from trainapp.data.worker_errors import MistakesReturned, raised
 from trainapp.errors import UserError
 from trainapp.rng import preserved_rng
 from trainapp.torch_private import outside_dispatch_modes
@@ -85,27 +86,6 @@ def seed_generators(*numbers: int) -> None:
     torch.default_generator.manual_seed(seed)
 
 
-class _InWorker(Dataset):
-    """A fetcher whose mistakes of the user's come back as values: torch would put the worker's traceback before their
-    message.
-    """
-
-    def __init__(self, fetcher: Fetcher):
-        self.fetcher = fetcher
-
-    def __getitem__(self, request: Request) -> Any:
-        try:
-            return self.fetcher[request]
-        except UserError as error:
-            return error
-
-
-def _raised(batch: Any) -> Any:
-    if isinstance(batch, UserError):
-        raise batch
-    return batch
-
-
 def _unchanged(batch: Any) -> Any:
     return batch
 
@@ -164,7 +144,9 @@ class BatchLoader:
         self._pinned = device.type == "cuda"
         self._copy_stream: torch.cuda.Stream | None = None
         self._requests = Requests()
-        self._loader = in_workers(_InWorker(self.fetcher), self._requests, workers, self._pinned) if workers else None
+        self._loader = (
+            in_workers(MistakesReturned(self.fetcher), self._requests, workers, self._pinned) if workers else None
+        )
 
     def batches(self, requests: Iterator[Request]) -> Iterator[Any]:
         """Batches on the device, in the order of the requests; on CUDA the next one is copied ahead."""
@@ -176,7 +158,7 @@ class BatchLoader:
         else:
             self._requests.requests = requests
             with outside_dispatch_modes():  # processes inherit what is active: a counter of memory, with its limit
-                fetched = map(_raised, iter(self._loader))
+                fetched = map(raised, iter(self._loader))
         return self._ahead(fetched) if self._pinned and self.ahead else map(self._move, fetched)
 
     def piece(self, batch: Any, epoch: int, indices: Sequence[int], start: int, end: int) -> Any:
