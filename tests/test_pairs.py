@@ -217,7 +217,7 @@ def complete(folder, row):
         row.append("train.grad_clip=null")
     files = [o.replace("a.txt", str(folder / "a.txt")) for o in OF_DATA[data]]
     if data == "data=images":
-        files.append(f"data.path={image_folders.fill(folder / 'images', 8)}")
+        files.append(f"data.path={image_folders.fill(folder / 'images', 24)}")
     return [*row, *SMALL, *OF_MODEL[model], *files]
 
 

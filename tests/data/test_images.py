@@ -1,6 +1,5 @@
 """data=images: finding, decoding and augmenting, and that a sample is a function of (seed, epoch, index) alone."""
 
-import json
 import os
 import shutil
 
@@ -8,8 +7,9 @@ import numpy as np
 import pytest
 import runs
 import torch
-from helpers import evaluations, metrics, result, run_cli, train
+from helpers import ROOT, evaluations, metrics, result, run_cli, train
 from image_folders import COLOURS, fill, image, splits
+from markdown import commands
 from PIL import Image
 
 from trainapp.data import image_pixels
@@ -19,6 +19,7 @@ from trainapp.errors import UserError
 from trainapp.plan.traced_run import trace
 from trainapp.train.components import load_components
 
+DOCUMENT = ROOT / "docs/images.md"
 # A vision transformer on tiny images, with all that is random.
 TINY = (
     "model=vit",
@@ -313,7 +314,7 @@ def test_an_error_in_memory_is_recovered_bit_for_bit(tmp_path, folder):
     more = (f"data.path={folder}", "train.max_steps=5", *limited)
     fallen = runs.run(tmp_path / "fallen", *TINY, *more)
     assert fallen.oom_restarts > 0
-    schedule = f"batch.micro_schedule={json.dumps(fallen.micro_schedule)}"
+    schedule = "batch.micro_schedule=" + str(fallen.micro_schedule).replace("'", "")
     replayed = runs.run(tmp_path / "replayed", *TINY, *more, schedule, "memory.limit=null")
     assert replayed.oom_restarts == 0
     assert runs.differences(*(runs.saved(tmp_path / name, 5)["model"] for name in ("fallen", "replayed"))) == []
@@ -393,23 +394,32 @@ def test_where_nothing_can_be_read_the_run_ends(tmp_path):
 # The command line
 
 
-def test_the_command_of_the_documentation_skips_a_broken_file(tmp_path):
+def test_the_commands_of_the_documentation_and_an_export(tmp_path):
     root = splits(tmp_path / "FOLDER")
+    fill(tmp_path / "TEST", 2)
     spoil(root, "train/green/1.png")
-    more = ("data.image_size=16", "model.depth=1", "model.width=16", "model.heads=2", "data.num_workers=2")
+    model = ("model.depth=1", "model.width=16", "model.heads=2", "data.num_workers=2")
     small = ("train.max_epochs=2", "batch.global_size=8", "every.log=1", "train.device=cpu")
-    options = ("data.on_error=skip", "tracker=[tensorboard,csv]", "stopping.patience=3")
-    done = train(tmp_path / "run", "model=vit", "data=images", "data.path=FOLDER", *options, *more, *small)
+    (_, *first), (_, *second) = commands(DOCUMENT)
+    done = train(tmp_path / "run", *first, *model, *small)
     assert [line["samples"] for line in metrics(tmp_path / "run")] == [8, 16, 24, 32, 40, 48]
     assert (tmp_path / "run/metrics.csv").exists()
     assert done.stderr.count("FOLDER/train/green/1.png cannot be read as an image") == 1
     assert "1 left out so far" in done.stderr
     assert result(tmp_path / "run")["left_out"] == 1
     assert 0 <= evaluations(tmp_path / "run")[-1]["accuracy"] <= 1
-    stored = ("checkpointing.resume=run", "hydra.run.dir=exported")
-    export = run_cli("mode=export", "model=vit", "data=images", "data.path=FOLDER", *more, *stored, cwd=tmp_path)
+    stored = ("checkpointing.resume=run", "data.on_error=skip", "hydra.run.dir=exported")
+    export = run_cli("mode=export", *first[:4], *model, *stored, cwd=tmp_path)
     assert export.returncode == 0, export.stderr
     assert (tmp_path / "exported/export/class_names.json").read_text() == '[\n "blue",\n "green",\n "red"\n]\n'
+    (root / "train/green/1.png").unlink()
+    train(tmp_path / "tested", *second, *model, *small)
+    assert set(result(tmp_path / "tested")["evaluation"]) == {
+        "loss",
+        "accuracy",
+        "eval_test/loss",
+        "eval_test/accuracy",
+    }
 
 
 def test_a_broken_file_ends_a_run_with_one_message_also_from_a_worker(tmp_path):
