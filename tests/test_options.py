@@ -4,6 +4,7 @@ import json
 import math
 
 import hf_files
+import image_folders
 import pytest
 import runs
 import torch
@@ -26,6 +27,8 @@ BESIDE = {
     ("data", "text"): MODELS["gpt"][:6],
     ("data", "synthetic_tokens"): MODELS["gpt"][:6],
     ("data", "synthetic_images"): (*MODELS["mlp"][:2], "data.size=100", "data.val_size=20"),
+    ("data", "images"): (*MODELS["mlp"][:2], "data.image_size=8", "data.num_workers=0"),
+    ("model", "vit"): ("model.depth=1", "model.width=16", "model.heads=2", "model.patch_size=4"),
     ("activation_checkpointing", "budget"): MODELS["gpt"],
     ("activation_checkpointing", "full"): MODELS["gpt"],
     ("activation_checkpointing", "selective"): MODELS["gpt"],
@@ -67,6 +70,8 @@ def test_option_trains(tmp_path, group, option):
     if group == "data" and option != "text":
         overrides = tuple(o for o in overrides if not o.startswith("data="))
         overrides = (f"data={option}", *overrides)
+    if option == "images":
+        overrides += (f"data.path={image_folders.fill(tmp_path / 'images', 8)}",)
     ended = runs.run(tmp_path, *dict.fromkeys(overrides), "train.max_steps=2", "every.eval=2")
     lines = metrics(tmp_path)
     assert [line["step"] for line in lines] == [1, 2]

@@ -8,6 +8,7 @@ import itertools
 import re
 import shutil
 
+import image_folders
 import pytest
 import runs
 from helpers import ROOT, metrics, result, run_cli
@@ -53,9 +54,10 @@ CHOOSE_ANOTHER = r"model=trainapp\.models\.\w+\.\w+ cannot read data=trainapp\.d
 REFUSED = {
     frozenset((f"model={model}", f"data={data}")): CHOOSE_ANOTHER
     for model, kinds in {
-        "gpt": ("digits", "synthetic_images"),
+        "gpt": ("digits", "images", "synthetic_images"),
         "mlp": ("text", "synthetic_tokens"),
         "resnet": ("text", "synthetic_tokens"),
+        "vit": ("text", "synthetic_tokens"),
     }.items()
     for data in kinds
 } | {
@@ -130,10 +132,12 @@ SMALL = (
 OF_MODEL = {
     "model=mlp": ("model.width=16",),
     "model=resnet": ("model.width=4",),
+    "model=vit": ("model.depth=3", "model.width=16", "model.heads=2"),
     "model=gpt": ("model.depth=3", "model.width=16", "model.heads=2", "model.context_length=16"),
 }
 OF_DATA = {
     "data=digits": (),
+    "data=images": ("data.image_size=8",),
     "data=synthetic_images": ("data.size=100", "data.val_size=20", "data.image_shape=[3,8,8]"),
     "data=synthetic_tokens": ("data.size=100", "data.val_size=20", "data.vocab_size=32"),
     "data=text": ("data.files=a.txt",),
@@ -212,6 +216,8 @@ def complete(folder, row):
     if "optimizer.in_backward=true" in row:
         row.append("train.grad_clip=null")
     files = [o.replace("a.txt", str(folder / "a.txt")) for o in OF_DATA[data]]
+    if data == "data=images":
+        files.append(f"data.path={image_folders.fill(folder / 'images', 24)}")
     return [*row, *SMALL, *OF_MODEL[model], *files]
 
 

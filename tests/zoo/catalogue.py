@@ -63,6 +63,7 @@ MODELS = {
     "transformer": Cell("structures.Transformer", "data.Tokens"),
     "seq2seq": Cell("structures.Seq2Seq", "data.Tokens", "losses.own"),
     "tied weights": Cell("structures.TiedLanguageModel", "data.Tokens", "losses.next_token"),
+    "vision transformer": Cell("structures.VisionTransformer", "data.Images"),
     "u-net": Cell("structures.UNet", "data.Images", "losses.own"),
     "siamese": Cell("structures.Siamese", task="losses.own", sums=False, adds_up=False),
     "experts": Cell("structures.Experts", task="losses.with_auxiliary", sums=False),

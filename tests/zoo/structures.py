@@ -6,6 +6,8 @@ from torch import nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
+from trainapp.models.vit import ViT
+
 
 class LSTM(nn.Module):
     def __init__(self):
@@ -30,6 +32,11 @@ class Transformer(nn.Module):
         padding = tokens == 0
         encoded = self.encoder(self.embed(tokens) + self.positions, src_key_padding_mask=padding)
         return self.head(encoded.masked_fill(padding[..., None], 0).sum(1) / (~padding).sum(1, keepdim=True))
+
+
+class VisionTransformer(ViT):
+    def __init__(self):
+        super().__init__((1, 8, 8), 4, patch_size=4, depth=2, width=16, heads=2, dropout=0.1)
 
 
 class Seq2Seq(nn.Module):

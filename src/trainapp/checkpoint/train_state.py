@@ -1,6 +1,7 @@
 """The state of a run between two steps: what a checkpoint holds."""
 
 import dataclasses
+import itertools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from trainapp.optim.ema import WeightAverage
 from trainapp.optim.precision import Precision
 from trainapp.optim.schedules import ByFactor, Schedule
 from trainapp.rng import rng_state, seed_everything, set_rng_state
+from trainapp.units import listed
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +65,7 @@ class TrainState:
     progress: Progress = field(default_factory=Progress)
     data_samples: int = 0  # in the training data that `progress.epoch` and `consumed` are counted in
     data_order: str = "shuffled"  # the order that they are counted in: `StepBatches.order_name`
+    class_names: list[str] = field(default_factory=list)  # of the training data, where it names its classes
     stateful: Stateful = field(default_factory=Stateful)  # what owns state outside of tensors
     # As it was built: what differs from it later is state, and not configuration.
     built: dict[str, Layout] = field(init=False)
@@ -153,6 +156,7 @@ class TrainState:
                 lambda update: optimizer_state.values(self.model, update.optimizer, update.built_options)
             ),
             "updates": [update.name for update in self.updates],
+            "class_names": self.class_names,
             "schedule": self._by_update(lambda update: encoded(update.schedule.state_dict(), "the schedule's state")),
         }
 
@@ -160,13 +164,15 @@ class TrainState:
         """Make room for the saved tensors: before they are read into `tensors`. saved: the `values` stored with them.
 
         sizes: of the saved tensors. Returns names in the optimizer's state that differ from those of another one.
-        Raises UserError where the updates are others, and for adapters that were trained on another base.
+        Raises UserError where the updates or the names of the classes are others, and for adapters that were trained on
+        another base.
         """
         adapters.require_same_base(self.model, saved.get("base"))
         names, before = [update.name for update in self.updates], saved.get("updates", [""])
         if names != before:
             now, then = (f"the updates {', '.join(some)}" if any(some) else "one optimizer" for some in (names, before))
             raise UserError(f"it was saved with {then}, and this run has {now}")
+        self._require_same_classes(saved.get("class_names", []))
         added = saved["model_values"]["added"]
         model_state.load_added_entries(self.model, added[rank if len(added) == world else 0])
         own_sizes = {name.removeprefix("model."): size for name, size in sizes.items() if name.startswith("model.")}
@@ -176,6 +182,17 @@ class TrainState:
             prefix = f"optimizer.{update.name}" if update.name else "optimizer"
             differences += optimizer_state.follow(self.model, update.optimizer, values, sizes, self.device, prefix)
         return differences
+
+    def _require_same_classes(self, before: list[str]) -> None:
+        """The outputs keep their meaning. Names that only one side has say nothing."""
+        if before and self.class_names and before != self.class_names:
+            changed = [
+                f"{a} (now {b})" for a, b in itertools.zip_longest(before, self.class_names, fillvalue="none") if a != b
+            ]
+            raise UserError(
+                f"the names of the data's classes are others than when it was saved: {listed(changed)}; restore the "
+                "folders or the names, or begin a new run with its weights by checkpointing.load=weights"
+            )
 
     def load_values(self, saved: dict[str, Any], rank: int = 0, world: int = 1) -> None:
         """Continue from `saved`, the `values` of a run on any number of ranks."""

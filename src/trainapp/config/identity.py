@@ -87,7 +87,8 @@ FREE = {
     ),
     "export": ("folder", "file_size", "merge"),
 }
-_IMPLEMENTATION = ("optimizer.foreach", "optimizer.capturable")  # arguments that a recovery may change
+# Arguments that a recovery may change, and one that matters only where the run would have ended.
+_IMPLEMENTATION = ("optimizer.foreach", "optimizer.capturable", "data.on_error")
 _DURATIONS = ("schedule.warmup", "schedule.decay")
 _OF_UPDATE = re.compile(r"updates\.\w+\.")  # of each of `updates`, by its name: `updates.generator.optimizer.lr`
 NOT_SETTINGS = ("run_dir", "command", "given")  # what the program fills in

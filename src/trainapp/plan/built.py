@@ -126,7 +126,7 @@ def _without_data(
     fake = place.fake(stack.enter_context(fake_tensor_mode()).from_tensor)
     stack.enter_context(values)
     stack.enter_context(place.inside())
-    model = models.built_somehow(parts.components, fake, parts.batches.example, host, parts.numerics)
+    model = models.built_somehow(parts.components, fake, parts.batches.example, host, parts.numerics, values)
     parts.components = dataclasses.replace(parts.components, model=model)
     parts.numerics = place.numerics(planned, parts)
     numerics = {field.name: getattr(parts.numerics, field.name) for field in dataclasses.fields(parts.numerics)}

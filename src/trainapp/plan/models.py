@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from trainapp.models.inspect import lazy_modules
 from trainapp.optim.precision import Precision
+from trainapp.plan.values import MadeUpValues
 from trainapp.torch_private import buffers_of, outside_dispatch_modes, parameters_of
 from trainapp.train.assemble import materialise
 from trainapp.train.components import Components
@@ -25,17 +26,20 @@ def built_somehow(
     example: Callable[[int], Any],
     device: torch.device,
     precision: Precision,
+    values: MadeUpValues,
 ) -> Callable[..., nn.Module]:
     """The model's class as `assemble` calls it under a fake mode: without data if possible, else for real.
 
     fake: makes a tensor without data from one with data. example: a real batch of so many samples, for lazy modules.
+    values: what tensors without data are taken to hold.
     Raises whatever the class raises on real tensors.
     """
 
     @functools.wraps(components.model, updated=())
     def build(*args: Any, **kwargs: Any) -> nn.Module:
         try:
-            return components.model(*args, **kwargs)
+            with values.of_construction():
+                return components.model(*args, **kwargs)
         except Exception as error:
             first = error
         try:

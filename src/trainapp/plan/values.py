@@ -1,5 +1,6 @@
 """What a trace puts in place of values: tensors have shapes but no data, so that reads get made-up answers."""
 
+import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -88,6 +89,15 @@ class MadeUpValues(DispatchMode):
         if phase is Phase.CLIP and self.clip_at is not None and not self.otherwise:
             return max(2.0, 2 * self.clip_at)
         return 0.0 if other else 1.0
+
+    @contextlib.contextmanager
+    def of_construction(self) -> Iterator[None]:
+        """While a model is built, reads are not the optimizer's: `nn.init.trunc_normal_` draws until none is True."""
+        before, self.state_is_late = self.state_is_late, False
+        try:
+            yield
+        finally:
+            self.state_is_late = before
 
     def are_zero(self, tensors: Iterable[Tensor]) -> None:
         """Answer 0.0 for these tensors, for as long as they exist."""

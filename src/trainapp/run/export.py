@@ -38,7 +38,8 @@ def export(run: Run, folder: Path, largest: int) -> list[Path]:
 def export_weights(run: Run, folder: Path, largest: int) -> list[Path]:
     """Write `model.safetensors`, or files of at most `largest` bytes with an index in the Hub's layout.
 
-    Exports the weight average if the run keeps one. Tied weights are written once, under their first name.
+    Exports the weight average if the run keeps one. Tied weights are written once, under their first name. Where the
+    data names its classes, `class_names.json` lists them in the order of the model's outputs.
     Collective: shards are gathered one tensor at a time, so that rank 0 holds at most one file's worth.
     """
     average = run.state.averages()
@@ -71,6 +72,8 @@ def export_weights(run: Run, folder: Path, largest: int) -> list[Path]:
             waiting[name] = value.clone()
         size, total = size + value.nbytes, total + value.nbytes
     flush()
+    if run.state.class_names and run.ranks.is_rank_zero:
+        (folder / "class_names.json").write_text(strict_json.dumps(run.state.class_names, indent=1) + "\n")
     return _name_files(folder, parts, places, total) if run.ranks.is_rank_zero else []
 
 

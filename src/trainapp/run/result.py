@@ -44,6 +44,7 @@ class RunResult:
     seconds: float
     checkpoint: str | None
     ended: str | None = None  # why: the setting of its length, what has stopped it, or the signal
+    left_out: int = 0  # files that this process's data sets could not read, each counted once: see docs/images.md
 
     @property
     def for_sweeper(self) -> float | None:
@@ -81,7 +82,16 @@ def result_of(run: Run, seconds: float) -> RunResult:
         seconds=seconds,
         checkpoint=run.checkpointer.newest_name(),
         ended=_why_ended(run),
+        left_out=_left_out(run),
     )
+
+
+def _left_out(run: Run) -> int:
+    """How many files the data sets of all ranks list in their attribute `left_out`, if they have one. Collective."""
+    sets = (run.batches.dataset, *(evaluated.dataset for evaluated in run.eval_sets.values()))
+    lists = [found for data in sets if isinstance(found := getattr(data, "left_out", None), list)]
+    by_rank = run.ranks.all_gather_object({str(name) for found in lists for name in found})
+    return len(set().union(*by_rank))
 
 
 def _why_ended(run: Run) -> str | None:

@@ -93,6 +93,7 @@ def print_summary(run: Run, result: RunResult) -> None:
             ("throughput", f"{result.samples_per_second:.0f} samples/s"),
             ("peak memory", f"{bytes_text(result.peak_memory_bytes)} of {bytes_text(run.memory.budget)}{reserved}"),
             ("micro-batch", f"{result.micro_size} x {result.accumulation} accumulated"),
+            *([("left out", f"{result.left_out} unreadable files")] if result.left_out else []),
             *([("plan", result.plan_note)] if result.plan_note else []),
             ("OOM restarts", result.oom_restarts),
             ("checkpoint", result.checkpoint or "none"),

@@ -19,6 +19,7 @@ from trainapp.checkpoint.train_state import TrainState
 from trainapp.config.schema import Config
 from trainapp.data.step_batches import StepBatches
 from trainapp.data.stream import is_stream
+from trainapp.hooks.callbacks import labels_of
 from trainapp.memory import backends
 from trainapp.memory.device import DeviceMemory
 from trainapp.memory.levers.lever import Situation
@@ -125,6 +126,7 @@ def run_of(
     for evaluated in eval_sets.values():
         evaluated.equal = strategy.forward_is_collective
     state.data_samples, state.data_order = batches.samples, batches.order_name
+    state.class_names = [str(name) for name in labels_of(components.train_data)]
     checkpointer = _checkpointer(config, state, ranks)
     length = run_length(config, batches, state.progress)
     meter, whole = Meter(state, memory, strategy.communication_buffers), losses.needs_whole_batch(components.task)

@@ -16,6 +16,7 @@ from trainapp.errors import UserError
 from trainapp.models.adapters import adapted
 from trainapp.train import losses
 from trainapp.train.hook_parts import Hooks, load_hooks
+from trainapp.units import listed
 
 BUILT_IN_TASKS = ("classification", "next_token")
 log = logging.getLogger(__name__)
@@ -53,6 +54,8 @@ def load_components(config: Config) -> Components:
         raise UserError(f"mode=eval: data={config.data.target} has no validation split, and `eval` names no other data")
     if config.mode == "predict" and config.predict.split == "train":
         evaluated["train"] = train
+    for name, data in evaluated.items():
+        _require_same_classes(config, train, name, data)
     spec = dict(getattr(train, "spec", {}))
     updates = {
         update.name: _task(config, found[setting], setting, update.task)
@@ -191,6 +194,19 @@ def _eval_set(config: Config, name: str, kind: Any) -> Any:
     if found is None or is_empty(found):
         raise UserError(f"eval.{name}._target_={node.target}: it has no samples; leave it out, or give it some")
     return found
+
+
+def _require_same_classes(config: Config, train: Any, name: str, data: Any) -> None:
+    """Raises UserError for an evaluation set whose classes have other names, or another order: every number of its
+    would be wrong.
+    """
+    known, own = (list(getattr(of, "class_names", None) or ()) for of in (train, data))
+    if known and own and known != own:
+        setting = f"eval.{name}._target_={config.eval[name].target}" if name else f"data={config.data.target}"
+        raise UserError(
+            f"{setting}: its classes are {listed(own)}, and those of the training data {listed(known)}; they must be "
+            "the same, in the same order (a folder of images takes them as `classes`)"
+        )
 
 
 def _require_samples(data: Any, setting: str) -> None:

@@ -84,9 +84,13 @@ def predictions(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
 
 
 def classification(model: nn.Module, batch: Any) -> tuple[Tensor, int, Metrics]:
-    """Cross-entropy of logits [B, classes] against int64 targets [B]; the metric is accuracy."""
+    """Cross-entropy of logits [B, classes] against int64 targets [B], or shares of the classes [B, classes] in floating
+    point; the metric is accuracy, in shares that of the largest.
+    """
     logits, targets = predictions(model, batch)
     loss_sum = F.cross_entropy(logits.float(), targets, reduction="sum")
+    if targets.is_floating_point():
+        return loss_sum, len(targets), _metrics(logits.detach(), targets.argmax(-1))
     return loss_sum, len(targets), _metrics(logits.detach(), targets)
 
 
@@ -117,6 +121,11 @@ class InChunks:
     def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | int, Metrics]:
         inputs, targets = inputs_and_targets(batch)
         others = beside_inputs(model, batch)
+        if targets.is_floating_point():
+            raise UserError(
+                f"memory.loss_chunk={self.rows}: the targets are shares of classes (mixup or cutmix, say), and the "
+                "loss in chunks needs one class for each sample; use memory.loss_chunk=null"
+            )
         with features_only(model):
             features = model(inputs, **others)
         head: Any = head_of(model)

@@ -1,0 +1,466 @@
+"""data=images: finding, decoding and augmenting, and that a sample is a function of (seed, epoch, index) alone."""
+
+import os
+import shutil
+
+import numpy as np
+import pytest
+import runs
+import torch
+from helpers import ROOT, evaluations, metrics, result, run_cli, train
+from image_folders import COLOURS, fill, image, splits
+from markdown import commands
+from PIL import Image
+
+from trainapp.data import image_pixels
+from trainapp.data.images import Images
+from trainapp.data.loader import Fetcher, Request, seed_generators
+from trainapp.errors import UserError
+from trainapp.plan.traced_run import trace
+from trainapp.train.components import load_components
+
+DOCUMENT = ROOT / "docs/images.md"
+# A vision transformer on tiny images, with all that is random.
+TINY = (
+    "model=vit",
+    "model.depth=2",
+    "model.width=16",
+    "model.heads=2",
+    "model.patch_size=4",
+    "data=images",
+    "data.image_size=8",
+    "data.mixup=0.4",
+    "data.cutmix=1.0",
+    "data.num_workers=0",
+    "oom.remember=false",
+    "batch.global_size=8",
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return splits(tmp_path_factory.mktemp("images"))
+
+
+def open_images(path, split="train", **settings):
+    return Images(split, str(path), **{"image_size": 8, **settings})
+
+
+def drawn(data, index, seed=0):
+    seed_generators(seed, 0, index)
+    return data[index]
+
+
+# Finding
+
+
+def names(data):
+    return [os.path.relpath(data._files[index], data._files.root) for index in range(len(data))]
+
+
+def test_classes_are_sorted_and_files_in_their_order(folder):
+    data = open_images(folder)
+    assert data.class_names == ["blue", "green", "red"]
+    assert data.spec == {"image_shape": (3, 8, 8), "num_classes": 3}
+    assert names(data)[:9] == [f"blue/{n}" for n in ("0.png", "1.png", "2.png", "3.png")] + [
+        f"blue/{n}" for n in ("4.jpg", "5.jpg", "6.jpg", "7.jpg")
+    ] + ["green/0.png"]
+    assert data.targets.tolist() == [0] * 8 + [1] * 8 + [2] * 8
+    held_out = open_images(folder, "val")
+    assert names(held_out)[0] == "blue/10.jpg"
+    assert len(held_out) == 12
+
+
+def test_nested_folders_links_hidden_and_other_files(tmp_path):
+    root = fill(tmp_path / "root", 2)
+    deep = root / "blue" / "a" / "b"
+    deep.mkdir(parents=True)
+    image((1, 2, 3)).save(deep / "deep.JPEG", "jpeg")
+    (root / "blue" / "a" / "up").symlink_to(root / "blue")  # leads back
+    (root / "blue" / "self").symlink_to("self")
+    (root / "green" / "link.png").symlink_to(root / "red" / "0.png")
+    (root / "red" / "notes.txt").write_text("not an image")
+    (root / "red" / ".hidden.png").write_text("left by a file manager")
+    (root / ".cache").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    shutil.move(root / "red", tmp_path / "elsewhere" / "red")
+    (root / "red").symlink_to(tmp_path / "elsewhere" / "red")
+    data = open_images(root, val_fraction=0.0)
+    assert names(data) == [
+        *("blue/0.png", "blue/1.png", "blue/a/b/deep.JPEG"),
+        *("green/0.png", "green/1.png", "green/link.png", "red/0.png", "red/1.png"),
+    ]
+
+
+def test_a_seeded_split_is_of_each_class_and_stays_when_images_are_added(tmp_path):
+    root = fill(tmp_path, 10)
+    parts = {split: set(names(open_images(root, split, val_fraction=0.3))) for split in ("train", "val")}
+    assert parts["train"] & parts["val"] == set()
+    assert len(parts["train"]) == 21
+    assert {name: sum(path.startswith(name) for path in parts["val"]) for name in COLOURS} == dict.fromkeys(COLOURS, 3)
+    assert parts["val"] != set(names(open_images(root, "val", val_fraction=0.3, split_seed=1)))
+    fill(root, 1, first=10)
+    after = set(names(open_images(root, "val", val_fraction=3 / 11)))
+    assert len(after & parts["val"]) >= 6  # at most the new one takes a place in each class
+    assert len(open_images(root, "val", val_fraction=1.0)) == 33
+    assert len(open_images(root, "train", val_fraction=0.99)) == 3  # one each
+
+
+@pytest.mark.parametrize(
+    ("change", "settings", "message"),
+    [
+        (lambda root: shutil.rmtree(root), {}, r"data\.path=.*: there is no such folder, searched from /"),
+        (
+            lambda root: shutil.rmtree(root / "train") or (root / "train").mkdir(),
+            {},
+            r"has no folders; each class needs",
+        ),
+        (
+            lambda root: (root / "train" / "empty").mkdir(),
+            {},
+            r"no images in the class folder empty of .*train; remove it",
+        ),
+        (lambda root: (root / "val" / "violet").mkdir(), {}, r"the class violet of .*val is unknown to the training"),
+        (lambda root: None, {"classes": ["red", "pink"]}, r"data\.classes=\['red', 'pink'\]: .* has no folder pink"),
+        (lambda root: None, {"classes": ["red", "red"]}, r"data\.classes=.*a name must be there, and each once"),
+        (lambda root: None, {"scale": (0.9, 0.1)}, r"data\.scale=\[0\.9, 0\.1\]: the smallest share must not be above"),
+    ],
+)
+def test_a_folder_that_does_not_fit_has_one_message(tmp_path, change, settings, message):
+    root = splits(tmp_path / "root", 2, 1)
+    change(root)
+    with pytest.raises(UserError, match=message):
+        (open_images(root, **settings), open_images(root, "val", **settings))
+
+
+def test_ten_thousand_files_open_none_and_take_little_memory(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        for number in range(5000):
+            (tmp_path / name / f"{number}.jpg").touch()  # reading any of them would fail
+    data = open_images(tmp_path, val_fraction=0.0)
+    assert len(data) == 10_000
+    assert len(data._files._bytes) + data._files._ends.nbytes < 200_000
+    assert data._files[9999].endswith("b/999.jpg")
+
+
+# Decoding
+
+RED = [200, 40, 30]
+
+
+def kinds():
+    """Pictures whose every pixel is RED or a grey of 100, in all the ways of storing them."""
+    rgb = Image.new("RGB", (6, 6), tuple(RED))
+    yield "rgb.png", rgb, RED
+    yield "grey.png", Image.new("L", (6, 6), 100), [100] * 3
+    yield "bits.png", Image.new("1", (6, 6), 1), [255] * 3
+    yield "palette.gif", rgb.quantize(4), RED
+    yield "palette.png", rgb.quantize(4), RED
+    yield "cmyk.tif", rgb.convert("CMYK"), RED
+    yield "lossy.jpg", rgb, RED
+    yield "cmyk.jpg", rgb.convert("CMYK"), RED
+    yield "opaque.png", rgb.convert("RGBA"), RED
+    yield "clear.png", Image.new("RGBA", (6, 6), (*RED, 0)), [255] * 3
+    yield "half.png", Image.new("RGBA", (6, 6), (0, 0, 0, 128)), [127] * 3
+    yield "grey alpha.png", Image.new("LA", (6, 6), (100, 255)), [100] * 3
+    yield "sixteen.png", Image.fromarray(np.full((6, 6), 100 * 256 + 17, dtype=np.uint16)), [100] * 3
+    yield "sixteen.tif", Image.fromarray(np.full((6, 6), 100 * 256 + 17, dtype=np.uint16)), [100] * 3
+    yield "integers.tif", Image.fromarray(np.full((6, 6), 100 * 256, dtype=np.int32)), [100] * 3
+
+
+@pytest.mark.parametrize(("name", "picture", "expected"), [pytest.param(*kind, id=kind[0]) for kind in kinds()])
+def test_every_kind_of_picture_becomes_rgb(tmp_path, name, picture, expected):
+    picture.save(tmp_path / name)
+    read = image_pixels.read(str(tmp_path / name))
+    assert read.mode == "RGB"
+    assert read.size == (6, 6)
+    assert np.abs(np.asarray(read).astype(int) - expected).max() <= (3 if name.endswith("jpg") else 1)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_pictures_are_upright(tmp_path, orientation):
+    from PIL import ImageOps
+
+    pixels = np.zeros((4, 6, 3), dtype=np.uint8)
+    pixels[0, :2] = 255  # no symmetry
+    exif = Image.Exif()
+    exif[image_pixels.ORIENTATION] = orientation
+    Image.fromarray(pixels).save(tmp_path / "a.png", exif=exif)
+    with Image.open(tmp_path / "a.png") as stored:
+        expected = np.asarray(ImageOps.exif_transpose(stored))
+    read = np.asarray(image_pixels.read(str(tmp_path / "a.png")))
+    assert np.array_equal(read, expected)
+    assert (orientation == 1) == np.array_equal(read, pixels)
+
+
+def test_pixels_are_normalised_and_evaluation_sees_the_centre(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        picture = Image.new("RGB", (32, 16), (0, 0, 0))
+        picture.paste((51, 102, 255), (9, 1, 23, 15))  # the central 14 of 16
+        picture.save(tmp_path / name / "0.png")
+    data = open_images(tmp_path, "val", val_fraction=1.0)
+    sample = data[1]
+    expected = (torch.tensor([0.2, 0.4, 1.0]) - torch.tensor([0.485, 0.456, 0.406])) / torch.tensor(
+        [0.229, 0.224, 0.225]
+    )
+    # At the border, the filter of the resize reaches beyond the crop.
+    assert torch.allclose(sample["inputs"][:, 1:-1, 1:-1], expected[:, None, None].expand(3, 6, 6), atol=1e-6)
+    assert sample["inputs"].dtype == torch.float32
+    assert sample["targets"] == 1
+
+
+# Augmentation
+
+
+def test_random_crops_keep_to_area_and_shape():
+    rng = np.random.default_rng(0)
+    boxes = np.array([image_pixels.random_box(rng, 200, 100, (0.25, 0.5)) for _ in range(500)])
+    widths, heights = (boxes[:, 2:] - boxes[:, :2]).T
+    shares = widths * heights / 20_000
+    assert boxes.min() >= 0
+    assert boxes[:, 2].max() <= 200
+    assert boxes[:, 3].max() <= 100
+    assert 0.24 < shares.min() < 0.27
+    assert 0.47 < shares.max() < 0.51
+    assert 0.73 < (widths / heights).min() < 0.8
+    assert 1.25 < (widths / heights).max() < 1.36
+    assert image_pixels.random_box(rng, 1000, 2, (1.0, 1.0)) == (499, 0, 501, 2)  # no such crop: the centre
+
+
+def test_flip_mirrors(folder):
+    plain, mirrored = (drawn(open_images(folder, flip=flip), 3)["inputs"] for flip in (0.0, 1.0))
+    assert torch.equal(plain.flip(-1), mirrored)
+    assert not torch.equal(plain, mirrored)
+
+
+@pytest.mark.parametrize("way", ["mixup", "cutmix"])
+def test_shares_of_the_classes_are_those_of_the_pixels(folder, way):
+    """Each class has one colour, without noise once averaged: red is where there is most red."""
+    data = open_images(folder, **{way: 1.0}, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
+    colours = torch.tensor(list(COLOURS.values())) / 255
+    found = []
+    for index in range(len(data)):
+        sample = drawn(data, index)
+        shares = sample["targets"]
+        assert shares.dtype == torch.float32
+        assert float(shares.sum()) == pytest.approx(1)
+        assert torch.allclose(sample["inputs"].mean((1, 2)), shares @ colours, atol=0.12)
+        found.append(float(shares.max()))
+    assert any(share < 0.95 for share in found)
+    assert len(set(found)) > 5
+
+
+# A sample is a function of (seed, epoch, index)
+
+
+def fetched(data, seed=0, epoch=0, indices=(1, 9, 17)):
+    return Fetcher(data, seed)[Request(epoch, list(indices))]
+
+
+def test_a_sample_depends_on_seed_epoch_and_index_alone(folder):
+    data = open_images(folder, mixup=0.4, cutmix=1.0)
+    together = fetched(data)
+    torch.manual_seed(123)
+    np.random.seed(5)
+    alone = [fetched(open_images(folder, mixup=0.4, cutmix=1.0), indices=[index]) for index in (1, 9, 17)]
+    for key in ("inputs", "targets"):
+        assert torch.equal(together[key], torch.cat([sample[key] for sample in alone]))
+    for other in (fetched(data, seed=1), fetched(data, epoch=1)):
+        assert not torch.equal(together["inputs"], other["inputs"])
+        assert not torch.equal(together["targets"], other["targets"])
+
+
+def weights_after(run_dir, folder, *overrides):
+    runs.run(run_dir, *TINY, f"data.path={folder}", "train.max_steps=5", "every.save=5", *overrides)
+    return runs.saved(run_dir, 5)["model"]
+
+
+def test_a_run_depends_on_neither_workers_nor_a_resume(tmp_path, folder):
+    reference = weights_after(tmp_path / "a", folder)
+    assert runs.differences(reference, weights_after(tmp_path / "b", folder, "data.num_workers=2")) == []
+    runs.run_until(tmp_path / "c", 3, *TINY, f"data.path={folder}", "train.max_steps=5", "every.save=5")
+    assert runs.differences(reference, weights_after(tmp_path / "c", folder)) == []
+    assert runs.differences(reference, weights_after(tmp_path / "d", folder, "data.flip=0.0"))
+
+
+def test_a_run_does_not_depend_on_the_micro_batch(tmp_path, folder):
+    """But for rounding: the samples are the same bits, see above."""
+    whole, cut, other = (
+        torch.cat([tensor.flatten() for tensor in weights_after(tmp_path / name, folder, *more).values()])
+        for name, more in (
+            ("whole", ("batch.micro_size=8",)),
+            ("cut", ("batch.micro_size=3",)),
+            ("other", ("data.mixup=0.41",)),
+        )
+    )
+    assert runs.relative_error(cut, whole) < 1e-4
+    assert runs.relative_error(other, whole) > 1e-3
+
+
+def test_a_plan_of_images_is_exact(tmp_path, folder):
+    one_step = ("train.max_steps=1", "memory.limit=1GiB", "train.grad_clip=null", "every.eval=null")
+    run = runs.prepare(tmp_path, *TINY, f"data.path={folder}", *one_step)
+    found = trace(run.config, load_components(run.config), 8, 0).training
+    runs.loop.train_step(run)
+    run.close()
+    assert found.total == run.memory.peak
+
+
+def test_an_error_in_memory_is_recovered_bit_for_bit(tmp_path, folder):
+    """The run that falls short equals one that had its sizes from the start."""
+    limited = ("batch.global_size=24", "model.width=64", "memory.limit=1.9MiB", "oom.plan=false", "every.save=5")
+    more = (f"data.path={folder}", "train.max_steps=5", *limited)
+    fallen = runs.run(tmp_path / "fallen", *TINY, *more)
+    assert fallen.oom_restarts > 0
+    schedule = "batch.micro_schedule=" + str(fallen.micro_schedule).replace("'", "")
+    replayed = runs.run(tmp_path / "replayed", *TINY, *more, schedule, "memory.limit=null")
+    assert replayed.oom_restarts == 0
+    assert runs.differences(*(runs.saved(tmp_path / name, 5)["model"] for name in ("fallen", "replayed"))) == []
+    runs.run(tmp_path / "other", *TINY, *more, schedule, "memory.limit=null", "train.seed=1")
+    assert runs.differences(*(runs.saved(tmp_path / name, 5)["model"] for name in ("fallen", "other")))
+
+
+@pytest.mark.slow
+def test_a_run_does_not_depend_on_the_ranks(tmp_path, folder):
+    def first_loss(name, *overrides):
+        more = (f"data.path={folder}", "train.max_steps=2", "every.log=1", "every.eval=2", "train.device=cpu")
+        train(tmp_path / name, *TINY, *more, *overrides, timeout=200)
+        return [line["loss"] for line in metrics(tmp_path / name)] + [evaluations(tmp_path / name)[-1]["loss"]]
+
+    alone = first_loss("alone")
+    assert first_loss("ranks", "parallel=ddp", "parallel.devices=2") == pytest.approx(alone, rel=1e-5)
+    assert first_loss("other", "train.seed=1") != pytest.approx(alone, rel=1e-3)
+
+
+# Files that cannot be read
+
+
+def spoil(root, *relative):
+    for name in relative:
+        content = (root / name).read_bytes()
+        (root / name).write_bytes(content[: len(content) // 2])
+
+
+def test_a_broken_file_is_named_and_the_next_one_takes_its_place(tmp_path, caplog):
+    root = splits(tmp_path / "root", 4, 2)
+    spoil(root, "train/green/1.png", "train/green/2.jpg", "val/red/5.jpg")
+    (root / "train/red/9.png").write_text("no image at all")
+    (root / "train/red/gone.png").symlink_to("nowhere.png")
+    data = open_images(root, on_error="skip")
+    data.is_training = False  # the same pixels whenever a file is read
+    assert len(data) == 14
+    places = names(data)
+    broken, next_one = places.index("green/1.png"), places.index("green/3.jpg")
+    assert torch.equal(data[broken]["inputs"], data[next_one]["inputs"])
+    assert not torch.equal(data[broken]["inputs"], data[0]["inputs"])
+    last = data[13]  # red/gone.png, after it the first one
+    assert torch.equal(last["inputs"], data[0]["inputs"])
+    assert last["targets"] == 0
+    assert [os.path.relpath(path, root / "train") for path in data.left_out] == [
+        *("green/1.png", "green/2.jpg", "red/gone.png"),
+    ]
+    assert "green/1.png cannot be read as an image (" in caplog.text
+    assert "(3 left out so far)" in caplog.text
+    assert caplog.text.count("green/1.png") == 1  # once, however often it is fetched
+    with pytest.raises(
+        UserError, match=r"data\.on_error=stop: .*red/9\.png cannot be read as an image \(cannot identify"
+    ):
+        open_images(root)[places.index("red/9.png")]
+
+
+def test_errors_of_the_machine_are_none_of_the_file(tmp_path, monkeypatch):
+    root = fill(tmp_path)
+    data = open_images(root, on_error="skip")
+
+    def fails(*args, **kwargs):
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(Image, "open", fails)
+    with pytest.raises(OSError, match="Too many open files"):
+        data[0]
+    assert data.left_out == []
+
+
+def test_where_nothing_can_be_read_the_run_ends(tmp_path):
+    root = fill(tmp_path, 2)
+    for path in root.rglob("*.png"):
+        path.write_bytes(b"")
+    with pytest.raises(UserError, match=r"none of the 6 images can be read; the last one: .*\.png cannot be read"):
+        open_images(root, val_fraction=0.0, on_error="skip")[3]
+
+
+# The command line
+
+
+def test_the_commands_of_the_documentation_and_an_export(tmp_path):
+    root = splits(tmp_path / "FOLDER")
+    fill(tmp_path / "TEST", 2)
+    spoil(root, "train/green/1.png")
+    model = ("model.depth=1", "model.width=16", "model.heads=2", "data.num_workers=2")
+    small = ("train.max_epochs=2", "batch.global_size=8", "every.log=1", "train.device=cpu")
+    (_, *first), (_, *second) = commands(DOCUMENT)
+    done = train(tmp_path / "run", *first, *model, *small)
+    assert [line["samples"] for line in metrics(tmp_path / "run")] == [8, 16, 24, 32, 40, 48]
+    assert (tmp_path / "run/metrics.csv").exists()
+    assert done.stderr.count("FOLDER/train/green/1.png cannot be read as an image") == 1
+    assert "1 left out so far" in done.stderr
+    assert result(tmp_path / "run")["left_out"] == 1
+    assert 0 <= evaluations(tmp_path / "run")[-1]["accuracy"] <= 1
+    stored = ("checkpointing.resume=run", "data.on_error=skip", "hydra.run.dir=exported")
+    export = run_cli("mode=export", *first[:4], *model, *stored, cwd=tmp_path)
+    assert export.returncode == 0, export.stderr
+    assert (tmp_path / "exported/export/class_names.json").read_text() == '[\n "blue",\n "green",\n "red"\n]\n'
+    (root / "train/green/1.png").unlink()
+    train(tmp_path / "tested", *second, *model, *small)
+    assert set(result(tmp_path / "tested")["evaluation"]) == {
+        "loss",
+        "accuracy",
+        "eval_test/loss",
+        "eval_test/accuracy",
+    }
+
+
+def test_a_broken_file_ends_a_run_with_one_message_also_from_a_worker(tmp_path):
+    root = splits(tmp_path / "FOLDER", 4, 2)
+    for path in (root / "train").rglob("*.png"):
+        path.write_text("no image")
+    done = run_cli(*TINY, "data.path=FOLDER", "data.num_workers=1", "train.device=cpu", cwd=tmp_path)
+    assert done.returncode == 2
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("trainapp: data.on_error=stop: FOLDER/train/")
+    assert "Traceback" not in done.stderr
+
+
+def test_class_names_are_kept_and_other_ones_refused(tmp_path):
+    root = splits(tmp_path / "root", 4, 2)
+    run = (*TINY, f"data.path={root}", "train.max_steps=1", "every.save=1")
+    runs.run(tmp_path / "run", *run)
+    assert runs.saved(tmp_path / "run", 1)["class_names"] == ["blue", "green", "red"]
+    for part in ("train", "val"):
+        (root / part / "blue").rename(root / part / "sky")
+    with pytest.raises(
+        UserError, match=r"classes are others than when it was saved: blue \(now green\), green \(now red\)"
+    ):
+        runs.run(tmp_path / "run", *run, "train.max_steps=2")
+    with pytest.raises(UserError, match=r"data\.path=null: name the folder"):
+        runs.run(tmp_path / "other", *TINY)
+    other = fill(tmp_path / "test", 1)
+    with pytest.raises(UserError, match=r"eval\.test\._target_=.*: its classes are blue, green, red, and those of the"):
+        runs.run(
+            tmp_path / "third", *run, "+data@eval.test=images", f"eval.test.path={other}", "eval.test.val_fraction=1"
+        )
+
+
+def test_other_models_read_images_and_predictions_have_names(tmp_path, folder):
+    more = (f"data.path={folder}", "every.eval=2", "train.max_steps=2", "callbacks=predictions", "data.num_workers=0")
+    for model in (("mlp", "model.width=8"), ("resnet", "model.width=4")):
+        ended = runs.run(tmp_path / model[0], f"model={model[0]}", model[1], "data=images", "data.image_size=8", *more)
+        assert ended.steps == 2
+    (rows,) = (tmp_path / "mlp/predictions").glob("*.jsonl")
+    assert '"target_name": "blue"' in rows.read_text()
+    balanced = runs.run(
+        tmp_path / "b", *TINY, f"data.path={folder}", "data.sampling.weights=balanced", "train.max_steps=1"
+    )
+    assert result(tmp_path / "b")["samples"] == balanced.samples == 8
