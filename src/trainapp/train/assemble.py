@@ -71,8 +71,7 @@ def assemble(
     initial_device: where parameters are initialised; None: on the CPU, then moved (with `parallel.fsdp.meta_init`: on
     the meta device, then shard by shard).
     example: a batch of so many samples, for lazy modules. accelerator: gives the optimizer its generators, and offload
-    its streams. first: as `StepBatches.first`, for the check of the loss; None: without it. Raises UserError for parts
-    that do not fit together.
+    its streams. first: see `loss_check`. Raises UserError for parts that do not fit together.
     """
     is_meta = initial_device is None and _starts_on_meta(config, ranks)
     model = _on_device(config, components, device, "meta" if is_meta else initial_device)
@@ -88,8 +87,7 @@ def assemble(
     tags = parameter_tags.of(model)
     precision.cast_parameters(model)
     for own, parts in updates.with_one_loss(config, components):
-        if first is not None:
-            loss_check.require_sum(own, parts, model, device, precision, ranks, first)
+        loss_check.require_sum(own, parts, model, device, precision, ranks, first)
     if config.precision.mode in ("int8", "fp8"):
         _quantize_products(model, config.precision.mode)
     if config.memory.loss_chunk is not None and components.knows_loss and example and not is_meta:
@@ -103,7 +101,6 @@ def assemble(
     if not strategy.recovers_in_place:
         ranks.disable_votes()
     if is_meta:
-        assert isinstance(strategy, FSDP)
         _initialise_shards(config, strategy, ranks, device)
     parameter_tags.put_back(model, tags)
     state = TrainState(
@@ -245,12 +242,13 @@ def _spread(
     return FSDP(model, blocks, ranks, config.parallel.fsdp, dtype)
 
 
-def _initialise_shards(config: Config, strategy: FSDP, ranks: Ranks, device: torch.device) -> None:
+def _initialise_shards(config: Config, strategy: SingleDevice, ranks: Ranks, device: torch.device) -> None:
     """Allocate the shards of a model that was built on the meta device, and draw them.
 
     On the CPU each rank draws its own shards with a seed of its own: other numbers than the whole model would get, from
     the same distribution. On CUDA torch draws shards as parts of the whole.
     """
+    assert isinstance(strategy, FSDP)
     model = strategy.model
     if not callable(getattr(model, "init_weights", None)):
         raise UserError(

@@ -3,7 +3,7 @@
 import functools
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,14 @@ class Parts:
     batches: StepBatches
     eval_sets: EvalSets
     accelerator: Accelerator = HERE
+    resumes: bool = False
+
+    @property
+    def first(self) -> Callable[[int], Any] | None:
+        """As `StepBatches.first`. None for the stream of a run that resumes: it is not read from its beginning, and the
+        loss of its first samples was checked when the run began.
+        """
+        return None if self.resumes and is_stream(self.components.train_data) else self.batches.first
 
 
 def build(
@@ -66,11 +74,12 @@ def build(
     """A run ready for its first step that writes nothing yet: see `start_tracking`.
 
     memory: the previous run's in the same process, with its limit and counters; None builds a new one.
-    resumes: see `run_of`. Raises UserError for parts that do not fit together.
+    resumes: whether the caller restores a checkpoint. Raises UserError for parts that do not fit together.
     """
     parts = load_parts(config, ranks, memory=memory)
+    parts.resumes = resumes
     try:
-        return run_of(config, parts, stop, ranks, resumes=resumes)
+        return run_of(config, parts, stop, ranks)
     except BaseException:
         parts.batches.close()  # a stream's first samples may have been read by processes
         raise
@@ -95,22 +104,12 @@ def load_parts(
     return Parts(components, device, memory, numerics, *data_batches(config, components, device, ranks))
 
 
-def run_of(
-    config: Config,
-    parts: Parts,
-    stop: StopRequest,
-    ranks: Ranks,
-    initial_device: str | None = None,
-    resumes: bool = False,
-) -> Run:
-    """The run of these parts. initial_device: see `assemble`. resumes: whether the caller restores a checkpoint: then a
-    stream is not read from its beginning, and the loss of its first samples was checked when the run began.
-    """
+def run_of(config: Config, parts: Parts, stop: StopRequest, ranks: Ranks, initial_device: str | None = None) -> Run:
+    """The run of these parts. initial_device: see `assemble`."""
     components, device, memory, numerics = parts.components, parts.device, parts.memory, parts.numerics
     batches, eval_sets = parts.batches, parts.eval_sets
-    first = None if resumes and is_stream(components.train_data) else batches.first
     assembled = assemble(
-        config, components, ranks, device, numerics, initial_device, batches.example, parts.accelerator, first
+        config, components, ranks, device, numerics, initial_device, batches.example, parts.accelerator, parts.first
     )
     state, strategy = assembled.state, assembled.strategy
     strategy.note_buffer = memory.note_buffer

@@ -75,17 +75,19 @@ def require_sum(
     device: torch.device,
     precision: Precision,
     ranks: Ranks,
-    first: Callable[[int], Any],
+    first: Callable[[int], Any] | None,
 ) -> None:
     """Raises UserError for a loss or a count that does not add up, and what a stream raises that is read. Collective.
     Call before the model is compiled or sharded. Leaves model, task, data and generators as they are, but on `device`;
     see `untouched`.
 
-    first: as `StepBatches.first`.
+    first: as `StepBatches.first`; None: nothing is checked.
     """
     task = components.task
     is_known = is_built_in(task) and belongs_to_trainapp(model)
-    if config.mode != "train" or not config.train.check_loss or needs_whole_batch(task) or is_known or is_tracing():
+    if config.mode != "train" or not config.train.check_loss or first is None or is_tracing():
+        return
+    if needs_whole_batch(task) or is_known:
         return
     verdict = None
     if not any(p.is_meta for p in model.parameters()):  # with parallel.fsdp.meta_init there are no values yet
