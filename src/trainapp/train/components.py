@@ -162,6 +162,19 @@ def _locate_all(config: Config) -> dict[str, Any]:
     return found
 
 
+def _require_same_classes(config: Config, train: Any, name: str, data: Any) -> None:
+    """Raises UserError for an evaluation set whose classes have other names, or another order: every number of its
+    would be wrong.
+    """
+    known, own = (list(getattr(of, "class_names", None) or ()) for of in (train, data))
+    if known and own and known != own:
+        setting = f"eval.{name}._target_={config.eval[name].target}" if name else f"data={config.data.target}"
+        raise UserError(
+            f"{setting}: its classes are {listed(own)}, and those of the training data {listed(known)}; they must be "
+            "the same, in the same order (a folder of images takes them as `classes`)"
+        )
+
+
 def _datasets(config: Config, kind: Any) -> tuple[Any, dict[str, Any]]:
     """Training data, and the data's own validation split under the name "", if there is one."""
     if "split" not in _parameters(kind):
@@ -194,19 +207,6 @@ def _eval_set(config: Config, name: str, kind: Any) -> Any:
     if found is None or is_empty(found):
         raise UserError(f"eval.{name}._target_={node.target}: it has no samples; leave it out, or give it some")
     return found
-
-
-def _require_same_classes(config: Config, train: Any, name: str, data: Any) -> None:
-    """Raises UserError for an evaluation set whose classes have other names, or another order: every number of its
-    would be wrong.
-    """
-    known, own = (list(getattr(of, "class_names", None) or ()) for of in (train, data))
-    if known and own and known != own:
-        setting = f"eval.{name}._target_={config.eval[name].target}" if name else f"data={config.data.target}"
-        raise UserError(
-            f"{setting}: its classes are {listed(own)}, and those of the training data {listed(known)}; they must be "
-            "the same, in the same order (a folder of images takes them as `classes`)"
-        )
 
 
 def _require_samples(data: Any, setting: str) -> None:
