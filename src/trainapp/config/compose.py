@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter
 
-from trainapp.config import hydra_errors, inline_targets, sections, updates
+from trainapp.config import command_line, hydra_errors, inline_targets, sections, updates
 from trainapp.config.micro_schedule import entries, is_by_update
 from trainapp.config.schema import Config, Update
 from trainapp.config.validation import messages
@@ -41,7 +41,8 @@ def from_command_line(overrides: Iterable[str], run_dir: str = "", config_dir: s
             raise
         raise UserError(message) from None
     folder = [] if config_dir is None else [f"--config-dir {shlex.quote(str(Path(config_dir).expanduser().resolve()))}"]
-    return from_hydra(composed, run_dir, " ".join(["python -m trainapp", *folder, *map(shlex.quote, given)]))
+    place = [command_line.directory(run_dir)] if run_dir else []
+    return from_hydra(composed, run_dir, " ".join(["python -m trainapp", *folder, *map(shlex.quote, given), *place]))
 
 
 @contextlib.contextmanager
@@ -182,9 +183,38 @@ def _conflicts(config: Config) -> list[str]:
             "checkpointing.load=weights with checkpointing.resume=none: name the run whose weights to begin with, "
             "as checkpointing.resume=RUN"
         )
+    if config.mode == "lr_find":
+        errors += _lr_find_conflicts(config)
     if config.mode in ("eval", "export") and config.checkpointing.resume in ("auto", "none"):
         errors.append(
             f"mode={config.mode} with checkpointing.resume={config.checkpointing.resume}: name the checkpoint or the "
             "run directory that it is about"
+        )
+    return errors
+
+
+def _lr_find_conflicts(config: Config) -> list[str]:
+    errors, own, resume = [], config.lr_find, config.checkpointing.resume
+    if own.min >= own.max:
+        errors.append(f"lr_find.min={own.min:g}: must be below lr_find.max={own.max:g}")
+    if config.parallel.strategy != "single":
+        errors.append(
+            f"mode=lr_find with parallel.strategy={config.parallel.strategy}: the rate is that of the global batch, "
+            "which one process finds as well; use parallel=single"
+        )
+    if config.updates:
+        errors.append(
+            "mode=lr_find with updates: the losses of several optimizers depend on each other's rates, so that no "
+            "curve tells which is good; try rates by a sweep, such as -m optimizer.lr=1e-4,1e-3"
+        )
+    if resume not in ("auto", "none"):
+        errors.append(
+            f"mode=lr_find with checkpointing.resume={resume}: it begins with initial weights; to begin with trained "
+            "ones, write them with mode=export and set model.init_from=FILE"
+        )
+    if config.optimizer.lr is None and any("lr" in group for group in config.optimizer.groups):
+        errors.append(
+            "mode=lr_find with a rate in optimizer.groups and none in optimizer.lr: groups keep their ratio to it; set "
+            "optimizer.lr"
         )
     return errors

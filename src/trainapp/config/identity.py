@@ -73,6 +73,7 @@ FREE = {
     ),
     "checkpointing": ("resume", "save", "keep_last", "asynchronous"),  # but see `_sources`
     "export": ("folder", "file_size"),
+    "lr_find": ("min", "max", "steps", "diverges"),
 }
 _IMPLEMENTATION = ("optimizer.foreach", "optimizer.capturable")  # arguments that a recovery may change
 _DURATIONS = ("schedule.warmup", "schedule.decay")

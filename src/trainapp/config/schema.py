@@ -211,6 +211,14 @@ class Export:
 
 
 @dataclass(config=STRICT)
+class LrFind:
+    min: PositiveFloat = 1e-7
+    max: PositiveFloat = 10.0
+    steps: Annotated[int, Field(ge=10, strict=True)] = 100
+    diverges: Annotated[float, Field(gt=1, allow_inf_nan=False)] = 4.0
+
+
+@dataclass(config=STRICT)
 class Target:
     """An object to build: a dotted name and the keyword arguments of its constructor."""
 
@@ -235,7 +243,7 @@ class Config:
     optimizer: Optimizer
     updates: list[Update] = field(default_factory=list)
     eval: dict[EvalName, Target] = field(default_factory=dict)
-    mode: Literal["train", "eval", "export", "plan"] = "train"
+    mode: Literal["train", "eval", "export", "plan", "lr_find"] = "train"
     task: Str = "auto"
     objective: Goal = "auto"
     user_packages: list[Str] = field(default_factory=list)
@@ -256,6 +264,7 @@ class Config:
     callbacks: dict[str, Target] = field(default_factory=dict)
     tracker: dict[str, Target] = field(default_factory=dict)
     export: Export = field(default_factory=Export)
+    lr_find: LrFind = field(default_factory=LrFind)
     run_dir: str = ""
     command: str = ""
 
