@@ -16,6 +16,7 @@ from markdown import blocks
 
 import trainapp
 from trainapp.checkpoint.manifest import MANIFEST, read_manifest, with_digest
+from trainapp.data.digits import Digits
 from trainapp.launch import from_python
 from trainapp.run import result
 
@@ -118,7 +119,11 @@ def test_the_page(tmp_path):
     assert done.returncode == 0, done.stderr
     assert f"\n20 {result_file(tmp_path / 'runs/a')['objective']}" in done.stdout
     assert "model=mpl: no such option; did you mean 'mlp'?" in done.stdout
-    assert os.listdir(tmp_path / "runs") == ["a"]
+    assert sorted(os.listdir(tmp_path / "runs")) == ["a", "predictions"]
+    assert {"predictions.jsonl", "trainapp.log"} <= files(tmp_path / "runs/predictions")
+    lines = (tmp_path / "runs/predictions/predictions.jsonl").read_text().splitlines()
+    assert len(lines) == 360
+    assert lines[0] in done.stdout
 
 
 # One call
@@ -300,6 +305,22 @@ def test_packages_that_the_checkpoint_names_are_not_imported(tmp_path, monkeypat
     assert marker.exists()  # the caller's word counts
 
 
+def test_predictions_are_those_of_the_loaded_model(tmp_path):
+    """Also from a directory whose name Hydra would read as something else."""
+    run = trainapp.train([*TINY, "train.max_steps=4"], run_dir=tmp_path / "a, 'b' = {c}")
+    file = trainapp.predict(run.run_dir, run_dir=tmp_path / "predictions")
+    assert file == tmp_path / "predictions/predictions.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    data, model = Digits("val"), trainapp.load(run.run_dir, "last")
+    with torch.no_grad():
+        logits = model(data.__getitems__(range(len(data)))["inputs"])
+    assert [row["prediction"] for row in rows] == logits.argmax(-1).tolist()
+    assert len(set(logits.argmax(-1).tolist())) > 1
+    assert vars(result.read(run.run_dir)) | {"run_dir": run.run_dir} == vars(run)  # the run is as it was
+    with pytest.raises(trainapp.UserError, match=r"trainapp.predict: run=3 must be the path"):
+        trainapp.predict(3, run_dir=tmp_path / "predictions")
+
+
 @pytest.mark.slow
 def test_types(tmp_path):
     """A user's program passes mypy; a wrong one does not."""
@@ -309,6 +330,7 @@ def test_types(tmp_path):
         "steps: int = run.steps\n"
         "model = trainapp.load(run.run_dir, which='best').eval()\n"
         "peak: int = trainapp.plan(['model=mlp'])['peak_bytes']\n"
+        "lines = trainapp.predict('a', run_dir='b').read_text().splitlines()\n"
         "run.stepps  # type: ignore[attr-defined]\n"
         "trainapp.train('model=mlp')  # type: ignore[call-arg]\n"
         "trainapp.load(3)  # type: ignore[arg-type]\n"

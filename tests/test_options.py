@@ -3,6 +3,7 @@
 import json
 import math
 
+import hf_files
 import pytest
 import runs
 import torch
@@ -19,6 +20,9 @@ IN_PROCESS = [(group, option) for group, options in GROUPS.items() for option in
 BESIDE = {
     ("model", "resnet"): MODELS["resnet"][1:],
     ("model", "gpt"): MODELS["gpt"][1:],
+    ("model", "hf"): (*hf_files.CAUSAL[1:], *MODELS["gpt"][6:], "data.context_length=16"),
+    ("data", "hf"): (*MODELS["gpt"][:6], "data.vocab_size=300"),
+    ("data", "sft"): (*MODELS["gpt"][:6], "data.context_length=16"),
     ("data", "text"): MODELS["gpt"][:6],
     ("data", "synthetic_tokens"): MODELS["gpt"][:6],
     ("data", "synthetic_images"): (*MODELS["mlp"][:2], "data.size=100", "data.val_size=20"),
@@ -37,16 +41,26 @@ def choose(group, option):
 
 
 def skip_without_package(option):
-    if option in ("int8", "fp8"):
-        pytest.importorskip("torchao", reason="needs the extra trainapp[torchao]")
-    if option in ("wandb", "mlflow"):
-        pytest.importorskip(option, reason=f"needs the extra trainapp[{option}]")
+    packages = {"torchao": ("int8", "fp8"), "datasets": ("hf", "sft"), "peft": ("lora",), "wandb": ("wandb",)}
+    for package, options in (packages | {"mlflow": ("mlflow",)}).items():
+        if option in options:
+            pytest.importorskip(package, reason="needs an extra")
+
+
+def with_files(tmp_path, group, option):
+    """What the data of an option are read from."""
+    if (group, option) == ("data", "hf"):
+        return (f"data.path={hf_files.texts(tmp_path / 'texts.jsonl')}",)
+    if (group, option) == ("data", "sft"):
+        folder = hf_files.tokenizer_folder(tmp_path / "tokenizer")
+        return (f"data.files={hf_files.examples(tmp_path / 'chat.jsonl')}", f"data.tokenizer={folder}")
+    return ()
 
 
 @pytest.mark.parametrize(("group", "option"), IN_PROCESS)
 def test_option_trains(tmp_path, group, option):
     skip_without_package(option)
-    overrides = choose(group, option)
+    overrides = choose(group, option) + with_files(tmp_path, group, option)
     if "data=text" in overrides or group == "experiment":
         (tmp_path / "a.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
         overrides += (f"data.files={tmp_path / 'a.txt'}",)

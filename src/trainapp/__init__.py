@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trainapp.api import load as load
+    from trainapp.api import predict as predict
     from trainapp.api import train as train
     from trainapp.errors import UserError as UserError
     from trainapp.run.result import Result as Result
@@ -16,7 +17,14 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 # By name, where they are. `plan` is a module that can be called: see there.
-_OFFERED = {"train": "api", "load": "api", "plan": "plan", "Result": "run.result", "UserError": "errors"}
+_OFFERED = {
+    "train": "api",
+    "load": "api",
+    "predict": "api",
+    "plan": "plan",
+    "Result": "run.result",
+    "UserError": "errors",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -40,7 +40,9 @@ def job(composed: DictConfig) -> float | None:
                 "parallel.devices=N ...`, which starts the workers of each job itself"
             )
         with one_run.per_directory(run_dir, composed):
-            config = compose.from_hydra(composed, run_dir, command_line.resume_command(hydra_config, run_dir))
+            given = command_line.overrides(hydra_config)
+            command = command_line.resume_command(hydra_config, run_dir)
+            config = compose.from_hydra(composed, run_dir, command, given)
             from trainapp.launch import launch  # late: elastic and runner, which it loads, import torch
 
             return launch.launch(config, is_sweep)

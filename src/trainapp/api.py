@@ -1,4 +1,4 @@
-"""What `import trainapp` offers a Python program: `train`, `load`, `plan`. Imports no torch before it is needed."""
+"""What `import trainapp` offers a Python program: `train`, `load`, `predict`. Imports no torch before it must."""
 
 import os
 import sys
@@ -67,6 +67,26 @@ def load(
         return loaded.model(Path(_path("load", run_dir)), which, packages)
 
 
+def predict(
+    run: str | Path, overrides: Iterable[str] = (), *, run_dir: str | Path, config_dir: str | Path | None = None
+) -> Path:
+    """`python -m trainapp mode=predict checkpointing.resume=RUN OVERRIDES`. Returns the file: a JSON line per sample.
+
+    run: the directory of a run, or one of its checkpoints. overrides: such as `["predict.split=train"]` or
+    `["user_packages=[my_parts]"]`; model, data and task are the run's own where they choose no others. run_dir: for
+    the log and, unless `predict.output` names another file, for predictions.jsonl. config_dir, what is left as it was
+    and what is raised: as for `train`. After Ctrl-C the same call continues the file.
+    """
+    from trainapp.launch import from_python
+
+    given = [*_settings("predict", overrides), "mode=predict"]
+    given.append(command_line.override("checkpointing.resume", _path("predict", run, "run")))
+    with _imports(config_dir):
+        config = compose.from_command_line(given, _path("predict", run_dir), config_dir)
+        from_python.run(config)
+    return Path(config.predict.output or Path(config.run_dir) / "predictions.jsonl")
+
+
 @contextmanager
 def _imports(config_dir: str | Path | None) -> Iterator[None]:
     """Users' modules are found as on the command line."""
@@ -78,10 +98,10 @@ def _imports(config_dir: str | Path | None) -> Iterator[None]:
         sys.path[:] = before
 
 
-def _path(function: str, run_dir: Any) -> str:
-    if not isinstance(run_dir, str | os.PathLike) or not str(run_dir):
-        raise UserError(f"trainapp.{function}: run_dir={run_dir!r} must be the path of the run's directory")
-    return str(Path(run_dir).expanduser().resolve())
+def _path(function: str, value: Any, name: str = "run_dir") -> str:
+    if not isinstance(value, str | os.PathLike) or not str(value):
+        raise UserError(f"trainapp.{function}: {name}={value!r} must be the path of the run's directory")
+    return str(Path(value).expanduser().resolve())
 
 
 def _settings(function: str, overrides: Iterable[str]) -> list[str]:

@@ -1,6 +1,7 @@
 """Nothing in a checkpoint is executed, even if its manifest matches."""
 
 import io
+import json
 import os
 import pickle
 import zipfile
@@ -10,7 +11,7 @@ import runs
 import torch
 from states import METADATA, VALUES, vouch_for
 
-from trainapp.checkpoint.manifest import damage
+from trainapp.checkpoint.manifest import MANIFEST, damage, with_digest
 from trainapp.errors import UserError
 
 MLP = runs.MODELS["mlp"]
@@ -102,3 +103,23 @@ def test_other_files_in_its_place(tmp_path, kind, file):
     with pytest.raises(UserError, match="step_00000001"):
         runs.prepare(tmp_path, *MLP)
     assert not marker.exists()
+
+
+@pytest.mark.parametrize("part", ["model", "task"])
+def test_an_export_builds_nothing_that_only_the_checkpoint_allows(tmp_path, part):
+    """Without settings of its own, `mode=export` builds what the checkpoint names: from the allowed packages alone."""
+    run_dir = tmp_path / "run"
+    runs.run_until(run_dir, 1, *MLP)
+    path = runs.checkpoint(run_dir, 1)
+    manifest = json.loads((path / MANIFEST).read_text())
+    resume = ("mode=export", f"checkpointing.resume={run_dir}")
+    runs.run(tmp_path / "sound", *resume)  # as it stands
+    config = manifest["config"] | {"user_packages": ["os"]}
+    changed = {
+        "model": {"target": "os.system", "arguments": {"command": f"touch {tmp_path / 'payload-ran'}"}},
+        "task": "os.abort",
+    }
+    (path / MANIFEST).write_bytes(with_digest(manifest | {"config": config | {part: changed[part]}}))
+    with pytest.raises(UserError, match=r"os\.(system|abort): not among the packages that may be named here"):
+        runs.run(tmp_path / "other", *resume)
+    assert not (tmp_path / "payload-ran").exists()

@@ -33,7 +33,7 @@ def test_every_setting_has_its_place():
 
 
 def test_no_setting_of_the_schema_is_hidden_by_its_section():
-    top = {field.name for field in dataclasses.fields(Config)} - {"run_dir", "command"}
+    top = {field.name for field in dataclasses.fields(Config)} - set(identity.NOT_SETTINGS)
     sections = {name.partition(".")[0] for name in identity.settings(BASE)}
     assert sections == top - {"loader"}
 

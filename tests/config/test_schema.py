@@ -187,7 +187,7 @@ def leaves(kind=Config, path=""):
     found = set()
     for field in fields(kind):
         name = {"loader": "data", "target": "_target_"}.get(field.name, field.name)
-        if field.name in ("run_dir", "command", "arguments"):
+        if field.name in ("run_dir", "command", "arguments", "given"):
             continue
         dotted = f"{path}.{name}" if path else name
         found |= leaves(field.type, dotted) if is_dataclass(field.type) else {dotted}

@@ -8,7 +8,8 @@ from helpers import ROOT
 from torch import nn
 
 from trainapp.config import compose
-from trainapp.config.schema import Fsdp, Memory, Parallel
+from trainapp.config.parallel_settings import Fsdp, Parallel
+from trainapp.config.schema import Memory
 from trainapp.errors import UserError
 from trainapp.memory.levers import catalogue
 from trainapp.memory.levers.catalogue import LEVERS

@@ -33,9 +33,6 @@ def test_the_printed_commands_work_as_they_stand(tmp_path):
     (outputs,) = folder.glob("outputs/*/*/result.json")
     assert result(outputs.parent)["objective"] > 0.95  # three classes
     assert result(outputs.parent)["metric"] == "accuracy"
-    tests = run_cli("-p", "no:cacheprovider", "-q", cwd=folder, command=(sys.executable, "-m", "pytest"))
-    assert tests.returncode == 0, tests.stdout
-    assert "2 passed" in tests.stdout
     again = run_cli("new", "my_project", cwd=tmp_path)
     assert again.returncode == 2
     assert again.stderr == (
@@ -44,8 +41,12 @@ def test_the_printed_commands_work_as_they_stand(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_command_of_its_readme_recovers_from_an_error(tmp_path):
+def test_its_own_tests_and_the_command_of_its_readme_that_meets_an_error(tmp_path):
     new.write(tmp_path / "mine")
+    pytest_here = (sys.executable, "-m", "pytest")
+    tests = run_cli("-p", "no:cacheprovider", "-q", cwd=tmp_path / "mine", command=pytest_here)
+    assert tests.returncode == 0, tests.stdout
+    assert "2 passed" in tests.stdout
     (line,) = (line for line in (tmp_path / "mine/README.md").read_text().splitlines() if "memory.limit" in line)
     words = line.partition("#")[0].split()[3:]
     done = run_cli(*words, "hydra.run.dir=less", cwd=tmp_path / "mine")

@@ -11,9 +11,9 @@ import torch
 import writing_models
 from torch import nn
 
+from trainapp.checksum import checksum
 from trainapp.errors import TrainingStopped
 from trainapp.train import exactness, loop
-from trainapp.train.checksum import checksum
 
 OWN = ("user_packages=[writing_models,test_exactness]", "data=digits", *runs.STEPS_ONLY, "batch.micro_size=8")
 MODEL = ("model=mlp", "~model.width", "~model.depth", "~model.dropout", *OWN)

@@ -2,7 +2,8 @@
 
 import importlib
 import types
-from typing import NamedTuple
+from importlib.util import find_spec
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,6 +15,7 @@ class Cell(NamedTuple):
     evaluation is the sum over its samples, whatever batches they come in. adds_up: whether `train.check_loss` takes the
     loss for such a sum. ranks: whether DDP takes the model as it is. metric: a class, of which evaluations have an
     instance called "own". updates: (name, task, parameters) of several optimizers; `task` is what is evaluated.
+    changes: settings, as for `harness.configure`.
     """
 
     model: str
@@ -25,6 +27,7 @@ class Cell(NamedTuple):
     ranks: bool = True
     metric: str | None = None
     updates: tuple[tuple[str, str, str], ...] = ()
+    changes: tuple[tuple[str, Any], ...] = ()
 
 
 MODELS = {
@@ -76,6 +79,18 @@ MODELS = {
     "gradient penalty": Cell("structures.GradientPenalty", task="losses.own"),
     "unused branch": Cell("structures.NestedLists", ranks=False),
 }
+
+if find_spec("peft") is not None:  # an extra
+    MODELS |= {
+        "llama": Cell("llamas.llama", "data.Tokens", "losses.next_token_of_outputs"),
+        "llama with lora": Cell(
+            "llamas.llama",
+            "data.Tokens",
+            "losses.next_token_of_outputs",
+            changes=(("adapter.kind", "lora"), ("adapter.dropout", 0.1)),
+        ),
+        "packed documents": Cell("llamas.llama", "llamas.PackedTokens", "losses.next_token_of_outputs"),
+    }
 
 BATCHES = {
     "dict": Cell("batches.Linear", "batches.Dicts", "batches.of_dict"),

@@ -76,7 +76,7 @@ def configure(cell: Cell, run_dir: Path, changes: dict[str, Any] | None = None) 
         train=dataclasses.replace(config.train, check_loss=cell.adds_up),
         run_dir=str(run_dir),
     )
-    for name, value in (changes or {}).items():
+    for name, value in {**dict(cell.changes), **(changes or {})}.items():
         section, key = name.split(".")
         part = getattr(config, section)
         change = {"arguments": {**part.arguments, key: value}} if section in ("data", "model") else {key: value}

@@ -45,6 +45,15 @@ def next_token(model, batch):
     return loss, (targets != 0).sum(), {}
 
 
+def next_token_of_outputs(model, batch):
+    """The same of a model of Transformers, which may be given positions."""
+    positions = {"position_ids": batch["position_ids"]} if "position_ids" in batch else {}
+    logits = model(batch["inputs"], **positions).logits[:, :-1]
+    targets = batch["inputs"][:, 1:]
+    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=0, reduction="sum")
+    return loss, (targets != 0).sum(), {}
+
+
 def two_tasks(model, batch):
     """Classification and reconstruction, weighted by uncertainties that the model learns."""
     logits, rebuilt, log_variances = model(batch["inputs"])

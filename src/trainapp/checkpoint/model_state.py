@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from trainapp.checkpoint.plain import decoded, digest, encoded
 from trainapp.errors import UserError
+from trainapp.models import adapters
 from trainapp.torch_private import EXTRA_STATE, buffers_of, non_persistent_buffers, parameters_of, storage_id
 from trainapp.units import listed
 
@@ -34,6 +35,13 @@ def own_tensors(model: nn.Module) -> dict[str, Tensor]:
                 seen.add(id(tensor))
                 tensors[f"{prefix}.{name}" if prefix else name] = tensor
     return tensors
+
+
+def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """`own_tensors` without the frozen base of a model with adapters, of which a checkpoint has the digest."""
+    base = adapters.base_of(model)
+    frozen = frozenset() if base is None else base.names
+    return {name: tensor for name, tensor in own_tensors(model).items() if name not in frozen}
 
 
 def layout(model: nn.Module) -> dict[str, Layout]:

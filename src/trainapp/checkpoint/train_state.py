@@ -15,6 +15,7 @@ from trainapp.checkpoint.plain import decoded, encoded
 from trainapp.checkpoint.stateful import Stateful
 from trainapp.data.progress import Progress
 from trainapp.errors import UserError
+from trainapp.models import adapters
 from trainapp.optim.ema import WeightAverage
 from trainapp.optim.precision import Precision
 from trainapp.optim.schedules import ByFactor, Schedule
@@ -100,16 +101,21 @@ class TrainState:
         return [(update, saved[update.name] if update.name else saved) for update in self.updates]
 
     def tensors(self) -> dict[str, Any]:
-        """Model, optimizer and average by parameter name: the tensors themselves, whole or in shards.
+        """Model, optimizer and average by parameter name: the tensors themselves, whole or in shards. Of a model with
+        adapters, not its frozen base.
 
         A tensor with several names, such as tied weights, is listed under the first. The optimizer's part has its other
         values, too.
         """
         return {
-            "model": {name: tensor.detach() for name, tensor in model_state.own_tensors(self.model).items()},
+            "model": {name: tensor.detach() for name, tensor in model_state.saved_tensors(self.model).items()},
             "optimizer": self._by_update(lambda update: optimizer_state.tensors(self.model, update.optimizer)),
-            "average": dict(zip(_trained_names(self.model), self.average.averages, strict=False)),
+            "average": self.averages(),
         }
+
+    def averages(self) -> dict[str, torch.Tensor]:
+        """The weight average by parameter name; empty where none is kept."""
+        return dict(zip(_trained_names(self.model), self.average.averages, strict=False))
 
     def rank_values(self) -> dict[str, Any]:
         """What every rank has of its own: its random generators, and entries that modules add to the state dict.
@@ -124,6 +130,7 @@ class TrainState:
         By rank: ranks, the `rank_values`; stateful, what else owns state (one for all where it is the same on every
         rank; None: this process's). Raises UserError for an optimizer's value that a checkpoint cannot hold.
         """
+        base = adapters.base_of(self.model)
         return {
             "scaler": self._by_update(lambda update: update.precision.scaler.state_dict()),
             "rng": [own["rng"] for own in ranks],
@@ -137,6 +144,7 @@ class TrainState:
                 "samples": self.data_samples,
                 "order": self.data_order,
             },
+            "base": None if base is None else base.digest,
             "model_values": {
                 "changed": model_state.changes(self.model, self.built),
                 "added": [own["added"] for own in ranks],
@@ -152,8 +160,9 @@ class TrainState:
         """Make room for the saved tensors: before they are read into `tensors`. saved: the `values` stored with them.
 
         sizes: of the saved tensors. Returns names in the optimizer's state that differ from those of another one.
-        Raises UserError where the updates are others.
+        Raises UserError where the updates are others, and for adapters that were trained on another base.
         """
+        adapters.require_same_base(self.model, saved.get("base"))
         names, before = [update.name for update in self.updates], saved.get("updates", [""])
         if names != before:
             now, then = (f"the updates {', '.join(some)}" if any(some) else "one optimizer" for some in (names, before))

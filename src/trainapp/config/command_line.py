@@ -31,7 +31,7 @@ def resume_command(hydra_config: HydraConf, run_dir: str) -> str:
         [
             "python -m trainapp",
             *(f"--config-dir {shlex.quote(folder)}" for folder in _config_directories(hydra_config)),
-            *(shlex.quote(override) for override in _overrides(hydra_config)),
+            *(shlex.quote(override) for override in overrides(hydra_config)),
             directory(run_dir),
         ]
     )
@@ -39,19 +39,27 @@ def resume_command(hydra_config: HydraConf, run_dir: str) -> str:
 
 def directory(run_dir: str) -> str:
     """The argument of a shell command that names the run's directory."""
-    return shlex.quote(f"hydra.run.dir={_hydra_quoted(run_dir)}")
+    return shlex.quote(override("hydra.run.dir", run_dir))
+
+
+def override(name: str, value: str) -> str:
+    """`NAME=VALUE`, as Hydra reads it back."""
+    return f"{name}={_hydra_quoted(value)}"
 
 
 def _config_directories(hydra_config: HydraConf) -> list[str]:
     return [source.path for source in hydra_config.runtime.config_sources if source.provider == "command-line"]
 
 
-def _overrides(hydra_config: HydraConf) -> list[str]:
+def overrides(hydra_config: HydraConf) -> list[str]:
+    """What the command line sets, but for the checkpoint that a training resumes: it soon has its own."""
     task = cast(ListConfig, hydra_config.overrides.task)
     given = cast(list[str], OmegaConf.to_container(task, resolve=False))  # an override may contain an interpolation
     # Weights to begin with are needed until the run has a checkpoint of its own, which then comes first.
     begins_with_weights = any(text.lstrip("+").startswith("checkpointing.load=") for text in given)
-    return [text for text in given if begins_with_weights or not text.startswith("checkpointing.resume=")]
+    trains = all(text == "mode=train" for text in given if text.startswith("mode="))
+    is_needed = begins_with_weights or not trains
+    return [text for text in given if is_needed or not text.startswith("checkpointing.resume=")]
 
 
 def _hydra_quoted(value: str) -> str:

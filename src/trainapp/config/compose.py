@@ -5,7 +5,7 @@ import dataclasses
 import os
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,12 +18,22 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter
 
-from trainapp.config import command_line, hydra_errors, inline_targets, sections, updates
+from trainapp.config import (
+    command_line,
+    hydra_errors,
+    inference_settings,
+    inline_targets,
+    lr_settings,
+    sections,
+    updates,
+)
 from trainapp.config.micro_schedule import entries, is_by_update
 from trainapp.config.schema import Config, Update
 from trainapp.config.validation import messages
 from trainapp.errors import UserError
 from trainapp.paths import CONF
+
+FILLED_IN = ("run_dir", "command", "loader", "given")
 
 
 def from_command_line(overrides: Iterable[str], run_dir: str = "", config_dir: str | Path | None = None) -> Config:
@@ -42,7 +52,8 @@ def from_command_line(overrides: Iterable[str], run_dir: str = "", config_dir: s
         raise UserError(message) from None
     folder = [] if config_dir is None else [f"--config-dir {shlex.quote(str(Path(config_dir).expanduser().resolve()))}"]
     place = [command_line.directory(run_dir)] if run_dir else []
-    return from_hydra(composed, run_dir, " ".join(["python -m trainapp", *folder, *map(shlex.quote, given), *place]))
+    command = " ".join(["python -m trainapp", *folder, *map(shlex.quote, given), *place])
+    return from_hydra(composed, run_dir, command, given)
 
 
 @contextlib.contextmanager
@@ -85,23 +96,29 @@ def _search_path(config_dir: str | Path | None) -> list[str]:
     return [f"hydra.searchpath=['{quoted}']"]
 
 
-def from_hydra(composed: DictConfig, run_dir: str, command: str) -> Config:
-    """The typed configuration of one run. Raises UserError with all mistakes, one per line."""
+def from_hydra(composed: DictConfig, run_dir: str, command: str, overrides: Iterable[str] = ()) -> Config:
+    """The typed configuration of one run. overrides: of the command line. Raises UserError with all mistakes, one per
+    line.
+    """
     try:
         plain = cast(dict[str, Any], OmegaConf.to_container(composed, resolve=True))
     except OmegaConfBaseException as error:
         setting = f"{error.full_key}: " if error.full_key else ""
         raise UserError(f"{setting}{str(error).strip().splitlines()[0]}") from None
-    return from_dict(plain, run_dir, command)
+    # Of `data@eval.hard=digits` the part that it sets.
+    given = {re.split(r"[=:]", text.lstrip("+~"), maxsplit=1)[0].rpartition("@")[2] for text in overrides}
+    return from_dict(plain, run_dir, command, sorted(given))
 
 
-def from_dict(plain: dict[str, Any], run_dir: str = "", command: str = "") -> Config:
+def from_dict(plain: dict[str, Any], run_dir: str = "", command: str = "", given: Sequence[str] = ()) -> Config:
     """As `from_hydra`, from plain containers in the layout of conf/train.yaml."""
     errors = _unknown_groups(plain)
     settings = {key: value for key, value in plain.items() if key not in ("data", "model", "optimizer", "eval")}
     settings |= sections.split(plain, errors)
     try:
-        config = TypeAdapter(Config).validate_python(settings | {"run_dir": run_dir, "command": command})
+        config = TypeAdapter(Config).validate_python(
+            settings | {"run_dir": run_dir, "command": command, "given": [*given]}
+        )
     except pydantic.ValidationError as error:
         errors += [_as_written(line) for line in messages(error, "", _known_keys)]
     if not errors:
@@ -112,8 +129,8 @@ def from_dict(plain: dict[str, Any], run_dir: str = "", command: str = "") -> Co
 
 
 def _unknown_groups(plain: dict[str, Any]) -> list[str]:
-    """Settings that the program fills in itself: `run_dir`, `command` and `loader`."""
-    return [f"{key}: no such setting" for key in ("run_dir", "command", "loader") if key in plain]
+    """Settings that the program fills in itself."""
+    return [f"{key}: no such setting" for key in FILLED_IN if key in plain]
 
 
 def _as_written(line: str) -> str:
@@ -130,12 +147,12 @@ def _known_keys(location: tuple[Any, ...]) -> list[str]:
         # `updates`, the only list of sections, has numbers in its locations
         kind = Update if isinstance(part, int) else next(f.type for f in dataclasses.fields(node) if f.name == part)
         node = kind
-    return [f.name for f in dataclasses.fields(node) if f.name not in ("run_dir", "command", "loader")]
+    return [f.name for f in dataclasses.fields(node) if f.name not in FILLED_IN]
 
 
 def _conflicts(config: Config) -> list[str]:
     """Rules that span several settings."""
-    errors = []
+    errors = _conflicts_of_adapters(config)
     train, batch, steps = config.train, config.batch, config.accumulation.steps
     if config.mode == "train" and train.max_steps is None and train.max_epochs is None:
         errors.append("train.max_steps=null and train.max_epochs=null: the run would never end; set one of them")
@@ -183,38 +200,27 @@ def _conflicts(config: Config) -> list[str]:
             "checkpointing.load=weights with checkpointing.resume=none: name the run whose weights to begin with, "
             "as checkpointing.resume=RUN"
         )
-    if config.mode == "lr_find":
-        errors += _lr_find_conflicts(config)
-    if config.mode in ("eval", "export") and config.checkpointing.resume in ("auto", "none"):
+    of_checkpoint = config.mode in ("eval", "export", *inference_settings.INFERENCE)
+    if of_checkpoint and config.checkpointing.resume in ("auto", "none"):
         errors.append(
             f"mode={config.mode} with checkpointing.resume={config.checkpointing.resume}: name the checkpoint or the "
             "run directory that it is about"
         )
-    return errors
+    return errors + inference_settings.conflicts(config) + lr_settings.conflicts(config)
 
 
-def _lr_find_conflicts(config: Config) -> list[str]:
-    errors, own, resume = [], config.lr_find, config.checkpointing.resume
-    if own.min >= own.max:
-        errors.append(f"lr_find.min={own.min:g}: must be below lr_find.max={own.max:g}")
-    if config.parallel.strategy != "single":
+def _conflicts_of_adapters(config: Config) -> list[str]:
+    errors = []
+    if config.export.merge and config.adapter.kind == "none" and config.chooses("adapter"):
+        errors.append("export.merge=true with adapter=none: there is nothing to merge; leave it out")
+    if config.adapter.base_dtype == "bf16" and config.precision.mode in ("fp32", "tf32", "fp16"):
         errors.append(
-            f"mode=lr_find with parallel.strategy={config.parallel.strategy}: the rate is that of the global batch, "
-            "which one process finds as well; use parallel=single"
+            f"adapter.base_dtype=bf16 with precision={config.precision.mode}: products with a base in bf16 are in "
+            "bf16; use precision=bf16"
         )
-    if config.updates:
+    if config.adapter.kind != "none" and config.parallel.fsdp.meta_init:
         errors.append(
-            "mode=lr_find with updates: the losses of several optimizers depend on each other's rates, so that no "
-            "curve tells which is good; try rates by a sweep, such as -m optimizer.lr=1e-4,1e-3"
-        )
-    if resume not in ("auto", "none"):
-        errors.append(
-            f"mode=lr_find with checkpointing.resume={resume}: it begins with initial weights; to begin with trained "
-            "ones, write them with mode=export and set model.init_from=FILE"
-        )
-    if config.optimizer.lr is None and any("lr" in group for group in config.optimizer.groups):
-        errors.append(
-            "mode=lr_find with a rate in optimizer.groups and none in optimizer.lr: groups keep their ratio to it; set "
-            "optimizer.lr"
+            f"adapter={config.adapter.kind} with parallel.fsdp.meta_init=true: the frozen weights would be drawn shard "
+            "by shard, and no checkpoint has them; use parallel.fsdp.meta_init=false"
         )
     return errors

@@ -25,6 +25,7 @@ RESULT = {
     "precision": ("mode", "initial_scale", "growth_interval"),
     "schedule": ("_target_", "shape", "warmup", "decay", "final"),
     "checkpointing": ("load",),
+    "adapter": ("kind", "rank", "alpha", "dropout", "targets", "train", "base_dtype"),
 }
 # May change in the course of an experiment: its end (a schedule is then measured again), cadences, limits, where and
 # how it is computed (mostly, at most the rounding differs), what it writes, and what is done about an error that has
@@ -72,13 +73,25 @@ FREE = {
         "meta_init",
     ),
     "checkpointing": ("resume", "save", "keep_last", "asynchronous"),  # but see `_sources`
-    "export": ("folder", "file_size"),
+    "predict": ("output", "split", "batch_size"),
+    "generate": (
+        "prompts",
+        "output",
+        "max_new_tokens",
+        "temperature",
+        "top_k",
+        "top_p",
+        "seed",
+        "end_of_text",
+        "batch_size",
+    ),
+    "export": ("folder", "file_size", "merge"),
     "lr_find": ("min", "max", "steps", "diverges"),
 }
 _IMPLEMENTATION = ("optimizer.foreach", "optimizer.capturable")  # arguments that a recovery may change
 _DURATIONS = ("schedule.warmup", "schedule.decay")
 _OF_UPDATE = re.compile(r"updates\.\w+\.")  # of each of `updates`, by its name: `updates.generator.optimizer.lr`
-_NOT_SETTINGS = ("run_dir", "command")
+NOT_SETTINGS = ("run_dir", "command", "given")  # what the program fills in
 _AS_WRITTEN = {"loader": "data", "target": "_target_"}
 ABSENT = object()  # the value of an argument that a configuration does not name
 
@@ -104,7 +117,7 @@ def settings(config: dict[str, Any]) -> dict[str, Any]:
 
 def _settings(kind: Any, values: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
     for field in dataclasses.fields(kind):
-        if field.name in _NOT_SETTINGS and not prefix:
+        if field.name in NOT_SETTINGS and not prefix:
             continue
         name = prefix + _AS_WRITTEN.get(field.name, field.name)
         value = values.get(field.name, _default(field))

@@ -8,9 +8,12 @@ import dataclasses
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from trainapp.config.inference_settings import Generate, Predict
+from trainapp.config.lr_settings import LrFind
+from trainapp.config.parallel_settings import STRICT, Parallel
 from trainapp.config.rules import (
     Auto,
     ByteCount,
@@ -23,9 +26,7 @@ from trainapp.config.rules import (
     Seed,
     UpdateName,
 )
-from trainapp.config.validation import Bool, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Str
-
-STRICT = ConfigDict(extra="forbid")
+from trainapp.config.validation import Bool, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Str
 
 
 @dataclass(config=STRICT)
@@ -158,37 +159,6 @@ class Oom:
 
 
 @dataclass(config=STRICT)
-class Ddp:
-    bucket_mb: PositiveFloat = 25.0
-    static_graph: Bool = False
-    find_unused_parameters: Bool = False
-
-
-@dataclass(config=STRICT)
-class Fsdp:
-    reshard_after_forward: Bool = True
-    cpu_offload: Bool = False
-    prefetch: PositiveInt = 1
-    replicas: PositiveInt = 1
-    sync_every_micro_batch: Bool = True
-    meta_init: Bool = False
-
-
-@dataclass(config=STRICT)
-class Parallel:
-    strategy: Literal["single", "ddp", "fsdp"] = "single"
-    devices: Auto | PositiveInt = "auto"
-    nodes: PositiveInt = 1
-    endpoint: Str | None = None
-    run_id: Str | None = None
-    max_restarts: NonNegativeInt = 3
-    timeout: PositiveFloat = 600.0
-    vote_on_oom: Literal["unproven", "always", "never"] = "unproven"
-    ddp: Ddp = field(default_factory=Ddp)
-    fsdp: Fsdp = field(default_factory=Fsdp)
-
-
-@dataclass(config=STRICT)
 class Checkpointing:
     resume: Str = "auto"
     load: Literal["all", "weights"] = "all"
@@ -208,14 +178,18 @@ class Stopping:
 class Export:
     folder: Str | None = None
     file_size: MemorySize = "5GB"
+    merge: Bool = False
 
 
 @dataclass(config=STRICT)
-class LrFind:
-    min: PositiveFloat = 1e-7
-    max: PositiveFloat = 10.0
-    steps: Annotated[int, Field(ge=10, strict=True)] = 100
-    diverges: Annotated[float, Field(gt=1, allow_inf_nan=False)] = 4.0
+class Adapter:
+    kind: Literal["none", "lora"] = "none"
+    rank: PositiveInt = 8
+    alpha: PositiveFloat = 16.0
+    dropout: Fraction = 0.0
+    targets: Auto | list[Str] = "auto"
+    train: Auto | list[Str] = "auto"
+    base_dtype: Literal["fp32", "bf16"] = "fp32"
 
 
 @dataclass(config=STRICT)
@@ -235,7 +209,9 @@ class Model(Target):
 
 @dataclass(config=STRICT)
 class Config:
-    """One run. `run_dir` is where the run writes its files; `command` is the shell command that resumes it."""
+    """One run. `run_dir` is where the run writes its files; `command` is the shell command that resumes it; `given` are
+    the settings that the command line names.
+    """
 
     data: Target
     loader: Loader
@@ -243,7 +219,7 @@ class Config:
     optimizer: Optimizer
     updates: list[Update] = field(default_factory=list)
     eval: dict[EvalName, Target] = field(default_factory=dict)
-    mode: Literal["train", "eval", "export", "plan", "lr_find"] = "train"
+    mode: Literal["train", "eval", "predict", "generate", "export", "plan", "lr_find"] = "train"
     task: Str = "auto"
     objective: Goal = "auto"
     user_packages: list[Str] = field(default_factory=list)
@@ -265,8 +241,12 @@ class Config:
     tracker: dict[str, Target] = field(default_factory=dict)
     export: Export = field(default_factory=Export)
     lr_find: LrFind = field(default_factory=LrFind)
+    predict: Predict = field(default_factory=Predict)
+    generate: Generate = field(default_factory=Generate)
+    adapter: Adapter = field(default_factory=Adapter)
     run_dir: str = ""
     command: str = ""
+    given: list[str] = field(default_factory=list, compare=False)
 
     @property
     def optimizers(self) -> dict[str, Optimizer]:
@@ -274,6 +254,10 @@ class Config:
         if not self.updates:
             return {"optimizer": self.optimizer}
         return {f"updates.{number}.optimizer": update.optimizer for number, update in enumerate(self.updates)}
+
+    def chooses(self, name: str) -> bool:
+        """Whether the command line names this section or setting, or one within it."""
+        return any(f"{given}.".startswith(f"{name}.") for given in self.given)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain containers, as written to checkpoints and TensorBoard."""

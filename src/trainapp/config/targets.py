@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from trainapp.config.validation import check_arguments, suggest
+from trainapp.config.validation import check_arguments, holds_target, suggest
 from trainapp.errors import UserError
 
 ALLOWED_PACKAGES = (
@@ -25,6 +25,7 @@ ALLOWED_PACKAGES = (
     "torch.optim",
     "torch.nn",
     "torchmetrics",
+    "transformers",
 )
 EXTRAS = {"torchmetrics": "metrics", "wandb": "wandb", "mlflow": "mlflow"}  # by package
 
@@ -62,7 +63,20 @@ def locate(target: str, setting: str, user_packages: Sequence[str]) -> Callable[
         )
     # A module's namespace also holds what it imports: judge the object by where it comes from.
     _require_allowed(f"{getattr(located, '__module__', '')}.{name}", target, setting, allowed)
+    if target.startswith("transformers.") and "transformers" not in user_packages:
+        _require_model_or_configuration(located, target, setting)
     return located
+
+
+def _require_model_or_configuration(located: Any, target: str, setting: str) -> None:
+    """Of Transformers' other names some download and run code, as `pipeline` does."""
+    package = importlib.import_module("transformers")
+    kinds = (package.PreTrainedModel, package.PreTrainedConfig)
+    if not (inspect.isclass(located) and issubclass(located, kinds)):
+        raise UserError(
+            f"{setting}={target}: of Transformers, classes of models and of their configurations may be named here; "
+            "for an Auto class, use model=hf with model.task"
+        )
 
 
 def require_package(package: str, setting: str) -> None:
@@ -117,10 +131,7 @@ def arguments_of(
     """What `construct` calls the target with, for one that is called more than once."""
     provided = {k: v for k, v in (provided or {}).items() if k in _parameters(target) and arguments.get(k) is None}
     arguments = {k: v for k, v in arguments.items() if k not in provided}
-    plain = {
-        name: value for name, value in arguments.items() if not _holds_target(value)
-    }  # the others are no values yet
-    errors = check_arguments(target, plain, setting, {*provided, *(arguments.keys() - plain.keys())})
+    errors = check_arguments(target, arguments, setting, provided)
     if errors:
         raise UserError("\n".join(errors))
     errors = _nested(arguments, setting, user_packages)
@@ -172,7 +183,7 @@ def _nested(node: Any, setting: str, user_packages: Sequence[str]) -> list[str]:
             target = locate(node["_target_"], f"{setting}._target_", user_packages)
             own = {key: value for key, value in node.items() if key not in ("_target_", "_args_", "_partial_")}
             if not node.get("_args_") and not node.get("_partial_"):
-                plain = {key: value for key, value in own.items() if not _holds_target(value)}  # the others: once built
+                plain = {key: value for key, value in own.items() if not holds_target(value)}  # the others: once built
                 errors += check_arguments(target, plain, setting, own.keys() - plain.keys())
         except UserError as error:
             errors.append(str(error))
@@ -181,12 +192,6 @@ def _nested(node: Any, setting: str, user_packages: Sequence[str]) -> list[str]:
     for key, child in children:
         errors += _nested(child, f"{setting}.{key}", user_packages)
     return errors
-
-
-def _holds_target(node: Any) -> bool:
-    if isinstance(node, dict):
-        return "_target_" in node or any(map(_holds_target, node.values()))
-    return isinstance(node, list) and any(map(_holds_target, node))
 
 
 def _parameters(target: Callable[..., Any]) -> Sequence[str]:

@@ -4,6 +4,7 @@ The annotated types below are the vocabulary of `schema` and of the constructors
 `def __init__(self, depth: PositiveInt, dropout: Fraction = 0.0)` is both the signature and the rule.
 """
 
+import contextlib
 import difflib
 import inspect
 import typing
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import Annotated, Any
 
 import pydantic
-from pydantic import Field
+from pydantic import Field, TypeAdapter
 
 PositiveInt = Annotated[int, Field(gt=0, strict=True)]
 NonNegativeInt = Annotated[int, Field(ge=0, strict=True)]
@@ -20,6 +21,7 @@ NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True
 Fraction = Annotated[float, Field(ge=0, lt=1, strict=True)]
 Bool = Annotated[bool, Field(strict=True)]
 Str = Annotated[str, Field(strict=True)]
+_ANY_CLASS = pydantic.ConfigDict(arbitrary_types_allowed=True)
 
 
 def suggest(word: str, choices: Iterable[str]) -> str:
@@ -76,14 +78,17 @@ def check_arguments(
 ) -> list[str]:
     """Errors in calling `target(**arguments)`, judged by its signature and its annotations.
 
-    target: a class or function; parameters without an annotation accept anything.
+    target: a class or function; parameters without an annotation accept anything, as do those whose annotation cannot
+    be resolved or checked, and arguments that hold a `_target_`, which are judged once they are built.
     path: the setting that the arguments come from, such as `model`, for the messages.
     provided: parameters that the application fills in when `arguments` lacks them.
     """
-    function = target.__init__ if inspect.isclass(target) else target
-    hints = _hints(function)
+    hints = _hints(target)
     fields: dict[str, Any] = {}
     open_ended = False
+    unbuilt = {name for name, value in arguments.items() if holds_target(value)}
+    arguments = {name: value for name, value in arguments.items() if name not in unbuilt}
+    provided = {*provided, *unbuilt}
     for name, parameter in inspect.signature(target).parameters.items():
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
             open_ended = True
@@ -96,7 +101,14 @@ def check_arguments(
             Field(default=None if optional else ..., alias=name),
         )
     options = pydantic.ConfigDict(extra="allow" if open_ended else "forbid", arbitrary_types_allowed=True)
-    model = pydantic.create_model("Arguments", __config__=options, **fields)
+    try:
+        model = pydantic.create_model("Arguments", __config__=options, **fields)
+        is_complete = model.__pydantic_complete__  # else a name within an annotation is unresolved
+    except Exception:
+        is_complete = False
+    if not is_complete:
+        fields = {name: (hint if _can_be_checked(hint) else Any, rule) for name, (hint, rule) in fields.items()}
+        model = pydantic.create_model("Arguments", __config__=options, **fields)
     try:
         model.model_validate(arguments)
     except pydantic.ValidationError as error:
@@ -105,9 +117,35 @@ def check_arguments(
     return []
 
 
-def _hints(function: Callable[..., Any]) -> dict[str, Any]:
-    """The annotations that can be resolved: a module may import some of their names for type checkers alone."""
+def holds_target(node: Any) -> bool:
+    """Whether a value of plain containers has a `_target_` somewhere in it: something that is yet to be built."""
+    if isinstance(node, dict):
+        return "_target_" in node or any(map(holds_target, node.values()))
+    return isinstance(node, list) and any(map(holds_target, node))
+
+
+def _hints(target: Callable[..., Any]) -> dict[str, Any]:
+    """The annotations of a class's constructor or of a function, as far as they can be resolved: libraries import some
+    of their types for type checkers alone.
+    """
+    own = inspect.unwrap(target)
+    function = own.__init__ if inspect.isclass(own) else own
     try:
         return typing.get_type_hints(function, include_extras=True)
-    except (NameError, AttributeError, TypeError):
-        return {}
+    except Exception:  # a NameError, and whatever an expression in an annotation raises
+        pass
+    names = getattr(inspect.unwrap(function), "__globals__", {})
+    hints = {}
+    for name, annotation in getattr(function, "__annotations__", {}).items():
+        with contextlib.suppress(Exception):
+            hints[name] = eval(annotation, names) if isinstance(annotation, str) else annotation
+    return hints
+
+
+def _can_be_checked(annotation: Any) -> bool:
+    """Whether pydantic has a check for it: it refuses typing's own TypedDict, say, and names that are unresolved."""
+    for config in (_ANY_CLASS, None):  # none for a type that has a configuration of its own
+        with contextlib.suppress(Exception):
+            if TypeAdapter(annotation, config=config).pydantic_complete:
+                return True
+    return False

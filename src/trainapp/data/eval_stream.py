@@ -10,7 +10,8 @@ from trainapp.data.loader import BatchLoader, Request, Split
 from trainapp.data.micro_batch import MicroBatch
 from trainapp.data.step_batches import DUMMY
 from trainapp.data.stream import Position, Reader
-from trainapp.data.stream_parts import Held, Part
+from trainapp.data.stream_parts import READ_AT_ONCE, Held, Part
+from trainapp.errors import UserError
 from trainapp.parallel.ranks import Ranks
 
 
@@ -48,8 +49,8 @@ class EvalStream:
         if done < self._done or (self._has_ended and not done):
             self._part.go_to(Position())
             self._done = 0
-        elif done > self._done:  # a batch was finished in part
-            self._finish(done - self._done)
+        elif done > self._done:  # a batch was finished in part, or all of it by another process
+            self._skip(done - self._done)
         self._has_ended = False
         spare = None
         while True:
@@ -70,6 +71,16 @@ class EvalStream:
             ends = self._part.ends_after(0, read)
             yield MicroBatch(batch, ends, bool(own), len(numbers), again)
             self._finish(len(own), read)
+
+    def _skip(self, samples: int) -> None:
+        """Read and finish so many of this rank's samples, some at a time. Raises UserError where there are fewer."""
+        while samples:
+            some = min(samples, READ_AT_ONCE)
+            needed = (self._done + some) * self.world - self._part.number
+            if self._part.available(0, needed) < needed:
+                raise UserError("data: the stream has fewer samples than were read of it before")
+            self._finish(some)
+            samples -= some
 
     def _finish(self, samples: int, read: int | None = None) -> None:
         """Count so many of this rank's samples as finished. read: of all ranks'; None: those before its next one."""

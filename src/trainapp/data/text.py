@@ -98,6 +98,14 @@ class Text(BatchedDataset):
         self.__dict__.update(state)
         self._open()
 
+    def encode(self, text: str) -> list[int]:
+        """Its bytes."""
+        return list(text.encode())
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of these bytes; what is not UTF-8 becomes U+FFFD."""
+        return b"".join(bytes([token]) if token < 256 else b"\xff" for token in tokens).decode(errors="replace")
+
     def __len__(self) -> int:
         return len(self._windows)
 

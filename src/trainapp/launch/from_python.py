@@ -31,20 +31,21 @@ log = logging.getLogger(__name__)
 
 
 def run(config: Config) -> "Result":
-    """Train as `config` says, which has an absolute `run_dir`. See `trainapp.train`."""
+    """Train or predict as `config` says, which has an absolute `run_dir`. See `trainapp.train`."""
+    function = f"trainapp.{config.mode}"
     if environment.is_one_of_many_ranks():
         raise UserError(
-            "trainapp.train: torchrun, srun or submitit started this process as one of several, which would each "
-            "train; start `python -m trainapp` with it, or set parallel.devices=N in a program that is started once"
+            f"{function}: torchrun, srun or submitit started this process as one of several, which would each "
+            "run it; start `python -m trainapp` with it, or set parallel.devices=N in a program that is started once"
         )
     if config.parallel.nodes > 1:
         raise UserError(
-            f"trainapp.train: parallel.nodes={config.parallel.nodes} is started on each node by its command line, "
+            f"{function}: parallel.nodes={config.parallel.nodes} is started on each node by its command line, "
             f"{config.command}"
         )
     if not _alone.acquire(blocking=False):
         raise UserError(
-            "trainapp.train: another run is in progress in this process, whose generators and limits it would share; "
+            f"{function}: another run is in progress in this process, whose generators and limits it would share; "
             "wait for its end, or start a process for each"
         )
     try:
@@ -128,9 +129,7 @@ def _answer(content: bytes, exit_code: int) -> "RunResult":
         raise TrainingStopped(f"the process that started the workers ended (exit code {exit_code}); see its output")
     result, error, code = pickle.loads(content)
     if error is not None:
-        raised = UserError(error)
-        raised.exit_code = code
-        raise raised
+        raise (TrainingStopped if code == TrainingStopped.exit_code else UserError)(error)
     ended: RunResult = result
     return ended
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainapp.config.validation import Bool, Fraction, PositiveFloat, PositiveInt
+from trainapp.models.kv_cache import KeyValueCache, LayerCache, lower_right_causal
 from trainapp.torch_private import KeepsBufferDtypes
 
 INIT_STD = 0.02  # unit-normal tied embeddings make the backward on a CPU 50 times slower, through denormals
@@ -39,9 +40,10 @@ class Rotary(KeepsBufferDtypes):
         self.cos.copy_(angles.cos())
         self.sin.copy_(angles.sin())
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Rotate [B, heads, T, head_size] at positions 0 to T - 1. Returns the same shape and dtype."""
-        cos, sin = self.cos[: x.shape[-2]], self.sin[: x.shape[-2]]
+    def forward(self, x: Tensor, start: int = 0) -> Tensor:
+        """Rotate [B, heads, T, head_size] at positions start to start + T - 1. Returns the same shape and dtype."""
+        end = start + x.shape[-2]
+        cos, sin = self.cos[start:end], self.sin[start:end]
         first, second = x.float().chunk(2, dim=-1)
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
@@ -56,7 +58,10 @@ def _native_gqa(query: Tensor) -> bool:
 
 
 class Attention(nn.Module):
-    """Causal self-attention, [B, T, width] to the same shape; `heads` share `kv_heads` keys and values."""
+    """Causal self-attention, [B, T, width] to the same shape; `heads` share `kv_heads` keys and values.
+
+    With a cache, the T positions are those after its own, and are added to it.
+    """
 
     def __init__(self, width: int, heads: int, kv_heads: int, dropout: float, rotary: Rotary):
         super().__init__()
@@ -66,11 +71,14 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(width, (heads + 2 * kv_heads) * self.head_size, bias=False)
         self.output = nn.Linear(width, width, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cache: LayerCache | None = None) -> Tensor:
         batch, length, width = x.shape
         projected = self.qkv(x).view(batch, length, -1, self.head_size).transpose(1, 2)
         query, key, value = projected.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
-        query, key = self.rotary(query), self.rotary(key)
+        start = 0 if cache is None else cache.length
+        query, key = self.rotary(query, start), self.rotary(key, start)
+        if cache is not None:
+            key, value = cache.extended(key, value)
         grouped = self.kv_heads != self.heads
         if grouped and not _native_gqa(query):
             group = self.heads // self.kv_heads
@@ -80,8 +88,9 @@ class Attention(nn.Module):
             query,
             key,
             value,
+            attn_mask=lower_right_causal(query, start) if start and length > 1 else None,
             dropout_p=self.dropout if self.training else 0.0,
-            is_causal=True,
+            is_causal=start == 0,
             enable_gqa=grouped,
         )
         return self.output(mixed.transpose(1, 2).reshape(batch, length, width))
@@ -111,8 +120,8 @@ class Block(nn.Module):
         self.mlp = mlp
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x)))
+    def forward(self, x: Tensor, cache: LayerCache | None = None) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), cache))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
 
@@ -191,19 +200,27 @@ class GPT(nn.Module):
         """The transformer blocks, from the embedding to the head."""
         return list(self.layers)
 
-    def features(self, inputs: Tensor) -> Tensor:
-        """The [B, T, width] that `head` turns into logits: for a loss that makes them in chunks."""
+    def new_cache(self, length: int) -> KeyValueCache:
+        """An empty cache of keys and values for up to `length` tokens."""
+        return KeyValueCache(len(self.layers), length)
+
+    def features(self, inputs: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+        """The [B, T, width] that `head` turns into logits: for a loss that makes them in chunks.
+
+        cache: see `forward`.
+        """
         if inputs.ndim != 2 or inputs.is_floating_point():
             raise ValueError(f"expected token ids [B, T], got {inputs.dtype} {list(inputs.shape)}")
-        if inputs.shape[1] > self.context_length:
+        if inputs.shape[1] + (0 if cache is None else cache.length) > self.context_length:
             raise ValueError(
                 f"data.context_length={inputs.shape[1]} is longer than model.context_length="
                 f"{self.context_length}: raise the model's or lower the data's"
             )
         x = self.dropout(self.embedding(inputs))
-        for layer in self.layers:
-            x = layer(x)
+        for number, layer in enumerate(self.layers):
+            x = layer(x) if cache is None else layer(x, cache.layers[number])
         return self.norm(x)
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.head(self.features(inputs))
+    def forward(self, inputs: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+        """cache: of the tokens before these, from `new_cache`; it then holds these, too."""
+        return self.head(self.features(inputs, cache))

@@ -1,12 +1,14 @@
 """What the program reads from a model of any class."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from trainapp.config.schema import Model
 from trainapp.errors import UserError
+from trainapp.models import transformers_models
 from trainapp.torch_private import BatchNorm
 
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))  # what torch itself keeps in every module
@@ -40,13 +42,31 @@ def lazy_modules(model: nn.Module) -> list[str]:
 
 
 def blocks_of(model: nn.Module, setting: str) -> list[nn.Module]:
-    """The repeated blocks that a model's `blocks()` returns. Raises UserError for a model without that method: a module
-    of that name can be called, too, but is none.
+    """The repeated blocks that a model's `blocks()` returns, and those of a model of Transformers. Raises UserError for
+    another model without that method: a module of that name can be called, too, but is none.
     """
     method = getattr(model, "blocks", None)
     if not callable(method) or isinstance(method, nn.Module):
+        if blocks := transformers_models.blocks(model):
+            return blocks
         raise UserError(
             f"{setting}: {type(model).__name__} does not say what its blocks are; give it a method "
             "`blocks(self) -> list[nn.Module]`"
         )
     return list(method())
+
+
+class LastLayer(NamedTuple):
+    """A model in two parts, whose forward is `head(features(inputs))`: to be checked on some inputs."""
+
+    features: Callable[..., Any]
+    head: nn.Module
+
+
+def last_layer(model: nn.Module) -> LastLayer | None:
+    """From a model's `features` and `head`, or those of a model of Transformers; None for another."""
+    features, head = getattr(model, "features", None), getattr(model, "head", None)
+    if callable(features) and isinstance(head, nn.Module):
+        return LastLayer(features, head)
+    parts = transformers_models.features_and_head(model)
+    return None if parts is None else LastLayer(*parts)

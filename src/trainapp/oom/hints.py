@@ -24,6 +24,7 @@ def describe(run: Run) -> dict[str, Any]:
         "model": [config.model.target, config.model.arguments],
         "parameters": sum(p.numel() for p in state.model.parameters()),
         "frozen": config.model.freeze,
+        **({} if config.adapter.kind == "none" else {"adapter": asdict(config.adapter)}),
         "data": [config.data.target, {k: v for k, v in config.data.arguments.items() if not str(k).endswith("size")}],
         "task": config.task,
         "precision": config.precision.mode,

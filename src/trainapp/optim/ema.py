@@ -43,6 +43,13 @@ class WeightAverage:
         for average, weight in zip(self.averages, self.weights, strict=True):
             average.copy_(weight)
 
+    @torch.no_grad()
+    def put_into_weights(self) -> None:
+        """Copy the averages, if there are any, into the weights for good, and keep none from then on."""
+        for average, weight in zip(self.averages, self.weights, strict=True):
+            weight.copy_(average)
+        self.weights, self.averages, self._parts = [], [], []
+
     @contextlib.contextmanager
     def in_place_of_weights(self) -> Iterator[None]:
         """Swap the averages into the model inside the block, without copies."""

@@ -8,6 +8,7 @@ from torch import nn
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
 from trainapp.memory.levers import chunked_loss
+from trainapp.models.inspect import last_layer
 from trainapp.train import losses
 from trainapp.train.run import Run
 
@@ -46,5 +47,6 @@ def _wide_head(config: Config, model: nn.Module) -> nn.Linear | None:
         chunked_loss.require_head(config, model)
     except UserError:
         return None
-    head = model.head
+    parts = last_layer(model)
+    head = None if parts is None else parts.head
     return head if isinstance(head, nn.Linear) and head.out_features > head.in_features else None

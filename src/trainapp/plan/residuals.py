@@ -32,6 +32,7 @@ def describe(config: Config, device_name: str) -> dict[str, Any]:
         "torch": torch.__version__,
         "model": config.model.target,
         "precision": config.precision.mode,
+        **({} if config.adapter.kind == "none" else {"adapter": config.adapter.kind}),
         "optimizer": remembered.optimizer_of(config),
         "activation_checkpointing": config.activation_checkpointing.mode,
         "offload": config.memory.offload_activations,

@@ -61,7 +61,7 @@ def remember(config: Config) -> None:
     run_dir = Path(config.run_dir)
     if _holds_run(run_dir) and _record(run_dir) is not None:
         return
-    settings = {name: value for name, value in config.to_dict().items() if name not in ("run_dir", "command")}
+    settings = {name: value for name, value in config.to_dict().items() if name not in identity.NOT_SETTINGS}
     try:
         with atomic_write(run_dir / RECORD) as file:
             file.write(strict_json.dumps({"settings": settings}, indent=1, default=str) + "\n")

@@ -1,4 +1,7 @@
-"""`mode=export`: the weights of a checkpoint as safetensors, in one file or several, from any number of ranks."""
+"""`mode=export`: the weights of a checkpoint as safetensors, in one file or several, from any number of ranks.
+
+A model of Transformers, or adapters, become a folder that their own libraries open: see `export_pretrained`.
+"""
 
 import logging
 from pathlib import Path
@@ -7,7 +10,10 @@ import torch
 from safetensors.torch import save_file
 
 from trainapp import strict_json
+from trainapp.models import transformers_models
+from trainapp.models.adapters import base_of
 from trainapp.parallel.dtensor import whole
+from trainapp.run import export_pretrained
 from trainapp.train.run import Run
 from trainapp.units import bytes_text
 
@@ -15,13 +21,27 @@ log = logging.getLogger(__name__)
 
 
 def export(run: Run, folder: Path, largest: int) -> list[Path]:
+    """Write the run's model into the folder. Collective. Returns the files of weights.
+
+    largest: bytes per file. Raises UserError for `export.merge` where it does not apply.
+    """
+    if run.config.export.merge:
+        export_pretrained.merge_adapters(run)
+    folder.mkdir(parents=True, exist_ok=True)
+    if base_of(run.state.model) is not None:
+        return export_pretrained.export_adapters(run, folder)
+    if transformers_models.is_one(run.state.model):
+        return export_pretrained.export_transformers(run, folder, largest)
+    return export_weights(run, folder, largest)
+
+
+def export_weights(run: Run, folder: Path, largest: int) -> list[Path]:
     """Write `model.safetensors`, or files of at most `largest` bytes with an index in the Hub's layout.
 
     Exports the weight average if the run keeps one. Tied weights are written once, under their first name.
     Collective: shards are gathered one tensor at a time, so that rank 0 holds at most one file's worth.
     """
-    average = run.state.tensors()["average"]
-    folder.mkdir(parents=True, exist_ok=True)
+    average = run.state.averages()
     parts: list[Path] = []
     places: dict[str, Path] = {}
     waiting: dict[str, torch.Tensor] = {}

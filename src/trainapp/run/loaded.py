@@ -21,7 +21,8 @@ from trainapp.train import build
 # Settings of a run that a model on the CPU does without; each starts from its default.
 _LEFT_OUT = (
     "eval", "metrics", "callbacks", "tracker", "stopping", "batch", "every", "accumulation", "activation_checkpointing",
-    "memory", "oom", "plan", "parallel", "export", "schedule", "checkpointing", "objective",
+    "memory", "oom", "plan", "parallel", "export", "predict", "generate", "lr_find", "schedule",
+    "checkpointing", "objective",
 )  # fmt: skip
 
 
@@ -67,6 +68,7 @@ def settings_of(path: Path, user_packages: Sequence[str]) -> Config:
     changes: dict[str, Any] = {
         "mode": "export",
         "user_packages": list(user_packages),
+        "given": [],
         "run_dir": "",
         "train": dataclasses.replace(
             config.train, device="cpu", compile=False, deterministic=False, detect_anomaly=False

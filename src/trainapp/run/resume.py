@@ -6,10 +6,14 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import pydantic
+from pydantic import TypeAdapter
+
 from trainapp.checkpoint import checkpointer
 from trainapp.checkpoint.directory import CheckpointDirectory, resolve
 from trainapp.checkpoint.manifest import read_manifest
-from trainapp.config.schema import Config
+from trainapp.config.inference_settings import INFERENCE
+from trainapp.config.schema import Config, Loader
 from trainapp.data.order import ORDERS
 from trainapp.errors import UserError
 from trainapp.parallel.rank_zero import answered_by_rank_zero
@@ -48,8 +52,11 @@ def _checkpoint_to_resume(config: Config, has_restarted: bool) -> Path | None:
 def as_saved(config: Config, path: Path) -> Config:
     """The configuration with the checkpoint's seed: another seed mid-epoch would repeat and omit samples.
 
-    With mode=eval or export also its `ema`: a run with a weight average was evaluated on the average.
+    With another mode than train also its `ema`: a run with a weight average was evaluated on the average; and what the
+    run is made of, where the command line chooses none of it.
     """
+    if config.mode != "train":
+        config = _with_parts_of(config, path)
     saved = read_manifest(path)["config"]["train"]
     if saved["seed"] != config.train.seed:
         log.warning("train.seed=%d: the resumed run has seed %d and keeps it", config.train.seed, saved["seed"])
@@ -57,6 +64,42 @@ def as_saved(config: Config, path: Path) -> Config:
     if config.mode != "train":
         changes["ema"] = saved["ema"]
     return dataclasses.replace(config, train=dataclasses.replace(config.train, **changes))
+
+
+# The sections that say that a command line chooses for itself, and what a run is made of. Not `user_packages`: a
+# checkpoint from elsewhere would otherwise decide which code is imported.
+_CHOICES = ("model", "data", "task", "experiment")
+_MADE_OF = ("model", "data", "loader", "task", "adapter", "optimizer", "updates", "precision", "objective")
+
+
+def _with_parts_of(config: Config, path: Path) -> Config:
+    """The configuration with the parts of the checkpoint's own that the command line does not name.
+
+    Raises UserError for parts that this version does not know.
+    """
+    saved = read_manifest(path)["config"]
+    taken = {name: saved[name] for name in _missing(config) if name in saved}
+    try:
+        return TypeAdapter(Config).validate_python(dataclasses.asdict(config) | taken)
+    except pydantic.ValidationError as error:
+        raise UserError(
+            f"checkpoint {path}: its configuration is not one of this version's ({error.errors()[0]['loc']}: "
+            f"{error.errors()[0]['msg']}); name its model and data, as in model=... data=..."
+        ) from None
+
+
+def _missing(config: Config) -> list[str]:
+    """What the command line leaves to the checkpoint. For inference each section by itself: a run's model may predict
+    on other data. How data is loaded is no choice of data.
+    """
+    if config.mode not in INFERENCE:
+        return [] if any(map(config.chooses, _CHOICES)) else [name for name in _MADE_OF if not config.chooses(name)]
+    if config.chooses("experiment"):
+        return []
+    loading = tuple(f"data.{field.name}." for field in dataclasses.fields(Loader))
+    of_data = [f"{name}." for name in config.given if f"{name}.".startswith("data.")]
+    chosen = {"data": not all(name.startswith(loading) for name in of_data), "loader": bool(of_data)}
+    return [name for name in _MADE_OF if not chosen.get(name, config.chooses(name))]
 
 
 def restore(run: Run, path: Path) -> dict[str, Any]:
@@ -139,7 +182,7 @@ def _orders(run: Run) -> tuple[str, str]:
 
 
 # What decides the bits of a step apart from the sizes; the length of the run decides its learning rates.
-_WHOLE = ("data", "model", "optimizer", "updates", "task", "precision", "schedule")
+_WHOLE = ("data", "model", "optimizer", "updates", "task", "precision", "schedule", "adapter")
 _PARTS = {
     "train": ("grad_clip", "ema", "nonfinite", "compile", "deterministic", "device"),
     "memory": ("loss_chunk",),

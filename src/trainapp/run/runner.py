@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from trainapp.checkpoint.manifest import read_manifest
+from trainapp.config.inference_settings import INFERENCE, with_own_batches
 from trainapp.config.schema import Config
+from trainapp.inference import generate, predict
 from trainapp.memory import host_guard
 from trainapp.memory.device import DeviceMemory
 from trainapp.oom import handover, hints, incident, recovery
@@ -84,7 +86,7 @@ def _run_until_torn(
             stack.enter_context(host_guard.guarded(config.memory, current.memory.total))
         if carried is None:
             log.info("%s", opening_line(current))
-        if ranks.is_rank_zero:
+        if ranks.is_rank_zero and config.mode not in INFERENCE:
             stack.callback(hints.remember, current)
         stack.enter_context(_naming_the_step(current))
         while (failure := attempt(current)) is not None:
@@ -118,8 +120,9 @@ def prepare(config: Config, stop: StopRequest, ranks: Ranks, carried: CarriedOve
     weights = fine_tuning.agreed_source(config, ranks) if path is None else None
     if path is not None:
         config = resume.as_saved(config, path)
+    config = with_own_batches(config)
     run = build.build(config, stop, ranks, carried.memory if carried else None)
-    whole = losses.needs_whole_batch(run.task)
+    whole = losses.needs_whole_batch(run.task) and config.mode not in INFERENCE
     if whole and config.mode == "train":
         require_uncut(config, ranks.world, run.batches.samples)
     if carried is not None:
@@ -134,7 +137,7 @@ def prepare(config: Config, stop: StopRequest, ranks: Ranks, carried: CarriedOve
         config,
         ranks.world,
         run.state.global_size,
-        build.eval_samples(run.eval_sets),
+        len(config.generate.prompts) if config.mode == "generate" else build.eval_samples(run.eval_sets),
         smallest=build.smallest_micro_batch(run.state.model),
         whole=whole,
         attempts=run.state.progress.step + run.state.progress.skipped,
@@ -176,11 +179,15 @@ def attempt(run: Run) -> Incident | None:
 
 
 def work(run: Run) -> None:
-    """Train, evaluate or export, as `mode` says."""
+    """Train, evaluate, predict, generate or export, as `mode` says."""
     config = run.config
     if config.mode == "eval":
         evaluate(run)
         callbacks.end(run)
+    elif config.mode == "predict":
+        predict.predict(run)
+    elif config.mode == "generate":
+        generate.generate(run)
     elif config.mode == "export":
         folder = Path(config.export.folder or Path(config.run_dir) / "export")
         export.export(run, folder, parse_memory_size(config.export.file_size, 0))

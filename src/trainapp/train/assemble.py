@@ -24,6 +24,7 @@ from trainapp.memory.levers.budget import Budget, NoBudget
 from trainapp.memory.levers.catalogue import require_suited
 from trainapp.memory.levers.lever import Situation
 from trainapp.memory.levers.offload import NoOffload, Offload
+from trainapp.models import transformers_models
 from trainapp.models.inspect import blocks_of, has_batchnorm, lazy_modules
 from trainapp.optim import parameter_tags, quantized_products
 from trainapp.optim.ema import WeightAverage
@@ -189,8 +190,10 @@ def _require_same_forward(
     if is_tracing():
         return
     with preserved_rng(device), precision.autocast:
-        inputs, _ = losses.inputs_and_targets(map_tensors(lambda tensor: tensor.to(device), example(2)))
-        chunked_loss.require_same_forward(model, inputs, config.memory.loss_chunk)
+        batch = map_tensors(lambda tensor: tensor.to(device), example(2))
+        inputs, _ = losses.inputs_and_targets(batch)
+        others = losses.beside_inputs(model, batch)
+        chunked_loss.require_same_forward(model, inputs, config.memory.loss_chunk, others)
 
 
 def _quantize_products(model: nn.Module, kind: quantized_products.Kind) -> None:
@@ -218,6 +221,7 @@ def _construct(config: Config, components: Components) -> nn.Module:
             f"the data has {', '.join(spec) or 'no spec'}; choose a model for this kind of data"
         )
     model: Any = targets.construct(components.model, config.model.arguments, "model", config.user_packages, spec)
+    transformers_models.prepare(model)
     return model
 
 

@@ -13,6 +13,7 @@ from trainapp.config.schema import Config
 from trainapp.config.validation import check_arguments
 from trainapp.data.stream import is_empty, is_stream
 from trainapp.errors import UserError
+from trainapp.models.adapters import adapted
 from trainapp.train import losses
 from trainapp.train.hook_parts import Hooks, load_hooks
 
@@ -50,13 +51,15 @@ def load_components(config: Config) -> Components:
     evaluated |= {name: _eval_set(config, name, found[f"eval.{name}"]) for name in config.eval}
     if not evaluated and config.mode == "eval":
         raise UserError(f"mode=eval: data={config.data.target} has no validation split, and `eval` names no other data")
+    if config.mode == "predict" and config.predict.split == "train":
+        evaluated["train"] = train
     spec = dict(getattr(train, "spec", {}))
     updates = {
         update.name: _task(config, found[setting], setting, update.task)
         for setting, update in zip(_settings_of_tasks(config), config.updates, strict=True)
     }
     return Components(
-        model=found["model"],
+        model=adapted(found["model"], config),
         task=_task(config, found["task"]) or _default_task(train, updates),
         updates=updates,
         train_data=train,

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from trainapp.checkpoint.plain import digest, encoded
 from trainapp.checkpoint.stateful import DEPTH, children, moves_at_commit
+from trainapp.checksum import checksum
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.models.inspect import MODULE_ATTRIBUTES
 from trainapp.parallel.dtensor import local
 from trainapp.rng import rng_state
-from trainapp.train.checksum import checksum
 from trainapp.train.run import Run, Step
 from trainapp.train.totals import Totals
 

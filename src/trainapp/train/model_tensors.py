@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from trainapp.checksum import checksum
 from trainapp.parallel.dtensor import is_shard, local
 from trainapp.torch_private import (
     foreach_copy_,
@@ -23,7 +24,6 @@ from trainapp.torch_private import (
     storage_id,
     version_of,
 )
-from trainapp.train.checksum import checksum
 
 _PLAIN = (Tensor, nn.Parameter)
 Pairs = list[tuple[list[Tensor], list[Tensor]]]  # lists of tensors, and of those that are copied into them

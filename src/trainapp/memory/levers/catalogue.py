@@ -12,6 +12,7 @@ from trainapp.memory.kinds import MemoryKind
 from trainapp.memory.levers.activations import ACTIVATIONS
 from trainapp.memory.levers.conditions import (
     needs_a_head,
+    needs_blocks_for_adapters,
     needs_rounding_by_chance,
     needs_updates_in_place_of_clipping,
     needs_updates_one_by_one,
@@ -233,6 +234,15 @@ LEVERS = (
         saves="gradients and optimizer state of these parameters, activations before the first one that is trained",
         costs="they are not trained",
         applies="always, unless nothing is left to train",
+        shrinks_state=True,
+    ),
+    Lever(
+        "adapter=lora",
+        saves="gradients and optimizer state of all but the adapters",
+        costs="the model itself stays as it is: another result",
+        applies="models with `blocks()` and those of Transformers; needs `trainapp[peft]`",
+        in_force=lambda config: config.adapter.kind != "none",
+        require=needs_blocks_for_adapters,
         shrinks_state=True,
     ),
     Lever(

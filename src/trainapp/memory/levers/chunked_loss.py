@@ -11,7 +11,8 @@ nothing from which to count correct predictions; and the application also runs o
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -21,7 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
-from trainapp.models.inspect import blocks_of
+from trainapp.models.inspect import blocks_of, last_layer
 from trainapp.rng import preserved_rng
 
 SETTING = "memory.loss_chunk"
@@ -55,15 +56,25 @@ def auto_rows(count: int, head: nn.Linear) -> int:
     return max(LEAST_ROWS, 1 << (-(-max(count, 1) // chunks) - 1).bit_length())
 
 
+def head_of(model: nn.Module) -> nn.Module:
+    """The last layer of a model that `require_head` accepts."""
+    parts = last_layer(model)
+    assert parts is not None, "see require_head"
+    return parts.head
+
+
 @contextlib.contextmanager
 def features_only(model: nn.Module) -> Iterator[None]:
-    """Inside the block, calling the model returns what its `features()` returns, which `head` turns into logits.
+    """Inside the block, calling the model returns what its `features()` returns, which `head` turns into logits. For
+    models of `last_layer`.
 
     By its forward rather than by a call of `features`, so that hooks and compilation see a call of the model.
     """
+    parts = last_layer(model)
+    assert parts is not None, "see require_head"
     attributes = vars(model)
     own = attributes.pop("forward", None)
-    attributes["forward"] = model.features
+    attributes["forward"] = parts.features
     try:
         yield
     finally:
@@ -75,12 +86,13 @@ def features_only(model: nn.Module) -> Iterator[None]:
 def require_head(config: Config, model: nn.Module) -> None:
     """Raises UserError for a model whose last layer this loss cannot take over."""
     name, setting = type(model).__name__, f"{SETTING}={config.memory.loss_chunk}"
-    head = getattr(model, "head", None)
-    if not callable(getattr(model, "features", None)) or head is None:
+    parts = last_layer(model)
+    if parts is None:
         raise UserError(
             f"{setting}: {name} does not separate its last layer; give it a method `features(self, inputs)` and an "
             "nn.Linear `head` with forward(inputs) == head(features(inputs)), or leave the setting out"
         )
+    head = parts.head
     if type(head).forward is not nn.Linear.forward or "forward" in vars(head):
         raise UserError(f"{setting}: the head of {name} must be an nn.Linear, not a {type(head).__name__}")
     if config.parallel.strategy == "fsdp":
@@ -93,17 +105,22 @@ def require_head(config: Config, model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def require_same_forward(model: nn.Module, inputs: Tensor, setting: Any) -> None:
+def require_same_forward(
+    model: nn.Module, inputs: Tensor, setting: Any, others: Mapping[str, Tensor] = MappingProxyType({})
+) -> None:
     """Raises UserError for a model whose forward is something else than its head after its features.
 
-    inputs: of some samples. Buffers and generators stay as they are.
+    inputs: of some samples; others: what the model takes beside them. Buffers and generators stay as they are.
     """
-    head: Any = model.head
+    parts = last_layer(model)
+    assert parts is not None, "see require_head"
+    head: Any = parts.head
     before = [buffer.clone() for buffer in model.buffers()]
     with preserved_rng(inputs.device):
-        logits = model(inputs)
+        output = model(inputs, **others)
+        logits = getattr(output, "logits", output)
     with preserved_rng(inputs.device), features_only(model):
-        expected = F.linear(model(inputs), head.weight, head.bias)  # without hooks, as the loss does
+        expected = F.linear(model(inputs, **others), head.weight, head.bias)  # without hooks, as the loss does
     for buffer, value in zip(model.buffers(), before, strict=True):
         buffer.copy_(value)
     if not (isinstance(logits, Tensor) and logits.shape == expected.shape and torch.equal(logits, expected)):

@@ -26,6 +26,12 @@ def needs_blocks_to_budget(situation: Situation) -> None:
     blocks_of(situation.model, "activation_checkpointing=budget")
 
 
+def needs_blocks_for_adapters(situation: Situation) -> None:
+    """Unless the modules are named that get adapters."""
+    if situation.config.adapter.targets == "auto":
+        blocks_of(situation.model, "adapter.targets=auto")
+
+
 def needs_a_gpu(situation: Situation) -> None:
     """For activation offload. Where it is set on another device, nothing is moved; it is offered on CUDA only."""
     config = situation.config

@@ -9,7 +9,7 @@ import contextlib
 import re
 from dataclasses import dataclass
 
-from trainapp.config.schema import Parallel
+from trainapp.config.parallel_settings import Parallel
 from trainapp.errors import UserError
 from trainapp.units import bytes_text, parse_memory_size
 

@@ -1,0 +1,273 @@
+"""Data sets through the package `datasets`: parquet, json, csv and text files, saved ones, and those of the hub."""
+
+import glob
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.lib.stride_tricks import sliding_window_view
+
+from trainapp.config.validation import Fraction, PositiveInt, Str
+from trainapp.data import tokenizer as tokenizers
+from trainapp.data.batched import BatchedDataset
+from trainapp.data.token_store import TokenStore, key_of, token_store
+from trainapp.errors import UserError
+from trainapp.paths import user_cache_dir
+from trainapp.units import listed
+
+log = logging.getLogger(__name__)
+
+BUILDERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv", ".txt": "text", ".arrow": "arrow"}
+VALIDATION = ("validation", "valid", "val", "dev", "eval")  # usual names of the split
+
+
+def open_dataset(
+    split: Literal["train", "val"],
+    path: Str | list[Str] | None = None,
+    name: Str | None = None,
+    train_split: Str = "train",
+    val_split: Str | None = None,
+    text: Str = "text",
+    label: Str | None = None,
+    classes: list[Str] | None = None,
+    tokenizer: Str | None = None,
+    vocab_size: PositiveInt = 4096,
+    context_length: PositiveInt = 128,
+    val_fraction: Fraction = 0.1,
+    cache_dir: Str | None = None,
+) -> "Blocks | Labelled":
+    """Texts for next-token prediction in blocks, or, with a column of labels, for classification.
+
+    path: a folder that `save_to_disk` wrote, files or globs of them, a folder of files, or a name on the hub; name: its
+    configuration there. val_split: None takes the split with a usual name, else the last `val_fraction` of the
+    training rows. classes: their names in the order of a model; None: that of the column, or sorted. tokenizer: a
+    folder, a tokenizer.json or a name on the hub; None trains a byte-level BPE of `vocab_size` tokens on the training
+    rows. Tokens and tokenizers are kept in `cache_dir`; see `paths.user_cache_dir` for the default.
+    Raises UserError for a path, split or column that does not exist, and for a text too short for one block.
+    """
+    directory = user_cache_dir() if cache_dir is None else Path(cache_dir).expanduser()
+    train, rows = _rows(split, path, name, train_split, val_split, val_fraction, directory)
+    for column in (text, *([label] if label else [])):
+        if column not in rows.column_names:
+            setting = "text" if column == text else "label"
+            raise UserError(f"data.{setting}={column}: there is no such column; there are {listed(rows.column_names)}")
+    if tokenizer is None:
+        folder = tokenizers.trained_bpe(lambda: _texts(train, text), _fingerprint(train, text), vocab_size, directory)
+        tokenizer = str(folder)
+    if label is None:
+        return Blocks(rows, text, tokenizer, context_length, directory, split)
+    return Labelled(rows, train, text, label, classes, tokenizer, context_length, directory)
+
+
+def open_rows(path: str | Sequence[str], name: str | None, directory: Path) -> Any:
+    """A `DatasetDict` or a `Dataset`. Raises UserError for a path that holds none."""
+    datasets = tokenizers.require_package("datasets", "data=hf")
+    datasets.disable_progress_bars()
+    paths = [path] if isinstance(path, str) else list(path)
+    try:
+        if len(paths) == 1 and (folder := Path(paths[0]).expanduser()).is_dir():
+            if any((folder / file).exists() for file in ("state.json", "dataset_dict.json")):
+                return datasets.load_from_disk(str(folder))
+            return datasets.load_dataset(str(folder), cache_dir=str(directory / "datasets"))
+        files = [match for entry in paths for match in sorted(glob.glob(str(Path(entry).expanduser()), recursive=True))]
+        kinds = {Path(file).suffix for file in files}
+        if files and len(kinds) == 1 and kinds <= BUILDERS.keys():
+            kind = BUILDERS[kinds.pop()]
+            return datasets.load_dataset(kind, data_files=files, cache_dir=str(directory / "datasets"))
+        if not files and len(paths) == 1 and not paths[0].startswith((".", "/", "~")):
+            return datasets.load_dataset(paths[0], name)
+    except Exception as error:  # a damaged file, a name that the hub does not know, no network
+        raise UserError(f"data.path={path}: cannot be read: {' '.join(str(error).split())[:300]}") from error
+    found = f"files of kinds {listed(sorted(kinds))}" if files else f"nothing, searched from {Path.cwd()}"
+    raise UserError(
+        f"data.path={path}: names {found}; name files of one kind ({', '.join(BUILDERS)}), a folder of them, a data "
+        "set that save_to_disk wrote, or one of the hub"
+    )
+
+
+def _rows(
+    split: str,
+    path: str | list[str] | None,
+    name: str | None,
+    train_split: str,
+    val_split: str | None,
+    val_fraction: float,
+    directory: Path,
+) -> tuple[Any, Any]:
+    """`(training rows, rows of this split)`."""
+    if path is None:
+        raise UserError("data.path=null: name a data set: files, a folder, or a name on the hub")
+    loaded = open_rows(path, name, directory)
+    splits = dict(loaded) if hasattr(loaded, "values") and hasattr(loaded, "keys") else {"train": loaded}
+    for setting, chosen in (("train_split", train_split), ("val_split", val_split)):
+        if chosen is not None and chosen not in splits:
+            raise UserError(f"data.{setting}={chosen}: there is no such split; there are {listed(sorted(splits))}")
+    train = splits[train_split]
+    validation = val_split or next((usual for usual in VALIDATION if usual in splits), None)
+    if validation is not None:
+        return train, splits[validation] if split == "val" else train
+    border = len(train) - int(len(train) * val_fraction)
+    head, tail = train.select(range(border)), train.select(range(border, len(train)))
+    return head, tail if split == "val" else head
+
+
+def _texts(rows: Any, column: str) -> Iterator[str]:
+    for number, value in enumerate(rows[column]):
+        if not isinstance(value, str):
+            raise UserError(f"data.text={column}: row {number} holds a {type(value).__name__}, not a text")
+        yield value
+
+
+def _fingerprint(rows: Any, *columns: str) -> str:
+    """Of what the rows hold: `datasets` keeps one, from the files and what was done to them; a file that is written
+    again gets a new one.
+    """
+    return key_of(rows._fingerprint, len(rows), *columns)
+
+
+class _Tokenized(BatchedDataset):
+    """What both kinds have in common: texts as tokens."""
+
+    def __init__(self, name: str, context_length: int):
+        self.tokenizer = tokenizers.load_tokenizer(name)
+        self.spec: dict[str, Any] = {"vocab_size": len(self.tokenizer), "context_length": context_length}
+
+    def save_tokenizer(self, folder: Path) -> None:
+        """Write the tokenizer into a folder."""
+        self.tokenizer.save_pretrained(str(folder))
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text to continue: as in a block, without special ones."""
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Their text, without special tokens."""
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    @property
+    def end_of_text(self) -> int | None:
+        """The token that ends a text, where the tokenizer has one."""
+        end: int | None = self.tokenizer.eos_token_id
+        return end
+
+    def _store(self, rows: Any, column: str, directory: Path, special: bool, ending: list[int]) -> TokenStore:
+        key = key_of(_fingerprint(rows, column), tokenizers.digest_of(self.tokenizer), special, ending)
+        texts = lambda: _texts(rows, column)  # noqa: E731
+        return token_store(
+            directory, key, lambda: (ids + ending for ids in tokenizers.encoded(self.tokenizer, texts(), special))
+        )
+
+
+class Blocks(_Tokenized):
+    """Windows of the joined texts: inputs int64 [B, context_length], targets the same shifted by one token.
+
+    A token for the end of a text is between two of them, where the tokenizer has one; a block may hold several texts,
+    which see each other, as is usual where a model is trained from scratch.
+    """
+
+    task = "next_token"
+
+    def __init__(self, rows: Any, text: str, tokenizer: str, context_length: int, directory: Path, split: str):
+        super().__init__(tokenizer, context_length)
+        end = self.tokenizer.eos_token_id
+        store = self._store(rows, text, directory, False, [] if end is None else [end])
+        needed = context_length + 1
+        if split == "val" and not len(rows):
+            self._windows = np.empty((0, needed), np.int32)
+            return
+        if len(store.tokens) < needed:
+            raise UserError(
+                f"data.context_length={context_length}: the {split} split has {len(store.tokens)} tokens, and one "
+                f"block needs {needed}; give more text, a shorter context or another data.val_fraction"
+            )
+        self._windows = sliding_window_view(store.tokens, needed)[::context_length]
+
+    def __len__(self) -> int:
+        return len(self._windows)
+
+    def __getitems__(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
+        """The batch of these blocks, collated. Raises IndexError for an index outside the data."""
+        windows = self._windows[self._positions(indices)].astype(np.int64)
+        return {
+            "inputs": torch.from_numpy(windows[:, :-1].copy()),
+            "targets": torch.from_numpy(windows[:, 1:].copy()),
+        }
+
+
+def _classes(rows: Any, train: Any, label: str, wanted: list[str] | None) -> tuple[list[str], dict[Any, int]]:
+    """The names of the classes, and the number of each value in the column. Raises UserError for a value without."""
+    names = getattr(rows.features[label], "names", None)
+    values = list(range(len(names))) if names else sorted(set(train[label]) - {None})
+    by_name = dict(zip(map(str, names or values), values, strict=True))
+    order = list(by_name) if wanted is None else list(wanted)
+    missing = [value for name, value in by_name.items() if name not in order]
+    missing += sorted(set(rows[label]) - set(values), key=str)
+    if missing:
+        raise UserError(
+            f"data.label={label}: {listed(map(str, missing))} have no class: not among {listed(order)}, which "
+            f"{'the training rows have' if wanted is None else 'data.classes names'}"
+        )
+    numbers = {by_name[name]: number for number, name in enumerate(order) if name in by_name}
+    return order, numbers
+
+
+class Labelled(_Tokenized):
+    """Texts and classes: inputs int64 [B, T], attention_mask int64 [B, T] with 0 where padded to the longest of the
+    batch, targets int64 [B].
+
+    Texts longer than `context_length` tokens are cut, which is said once. The classes are those of the column where it
+    has names, else the values in the training rows, sorted.
+    """
+
+    task = "classification"
+
+    def __init__(
+        self,
+        rows: Any,
+        train: Any,
+        text: str,
+        label: str,
+        classes: list[str] | None,
+        tokenizer: str,
+        context_length: int,
+        directory: Path,
+    ):
+        super().__init__(tokenizer, context_length)
+        self.classes, numbers = _classes(rows, train, label, classes)
+        self._targets = np.array([numbers[value] for value in rows[label]], np.int64)
+        self._texts = self._store(rows, text, directory, True, [])
+        self._special = frozenset(self.tokenizer.all_special_ids)
+        self._longest, self._padding = context_length, tokenizers.padding_of(self.tokenizer)
+        self.spec |= {"num_classes": len(self.classes), "classes": self.classes, "pad_token_id": self._padding}
+        cut = int((self._texts.lengths > context_length).sum())
+        if cut:
+            log.warning("data.context_length=%d: %d of %d texts are longer, and cut", context_length, cut, len(self))
+
+    def __len__(self) -> int:
+        return len(self._targets)
+
+    def __getitems__(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
+        """The batch of these texts, collated. Raises IndexError for an index outside the data."""
+        positions = self._positions(indices)
+        texts = [self._cut(self._texts.document(position)) for position in positions]
+        shape = (len(texts), max(1, *map(len, texts)) if texts else 1)
+        inputs, mask = np.full(shape, self._padding, np.int64), np.zeros(shape, np.int64)
+        for row, text in enumerate(texts):
+            inputs[row, : len(text)], mask[row, : len(text)] = text, 1
+        return {
+            "inputs": torch.from_numpy(inputs),
+            "attention_mask": torch.from_numpy(mask),
+            "targets": torch.from_numpy(self._targets[positions]),
+        }
+
+    def _cut(self, text: np.ndarray) -> np.ndarray:
+        """At most `context_length` tokens. A special token at the end, such as BERT's [SEP], stays there."""
+        if len(text) <= self._longest:
+            return text
+        kept = text[: self._longest].copy()
+        if int(text[-1]) in self._special:
+            kept[-1] = text[-1]
+        return kept

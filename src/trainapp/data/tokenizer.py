@@ -1,0 +1,100 @@
+"""Tokenizers of Transformers: from a folder, a file or the hub, or a BPE trained on the data. Imported late."""
+
+import hashlib
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from trainapp.data.token_store import key_of
+from trainapp.errors import UserError
+
+END = "<|endoftext|>"  # of a document, for a BPE trained here
+AT_ONCE = 1000  # texts: a tokenizer in Rust takes them in parallel
+
+
+def require_package(name: str, setting: str) -> Any:
+    """The package. Raises UserError, with the command that installs it, where it is missing."""
+    try:
+        return __import__(name)
+    except ImportError as error:
+        raise UserError(f"{setting}: needs {name} ({error}); pip install 'trainapp[hf]'") from None
+
+
+def load_tokenizer(name: str) -> Any:
+    """A tokenizer from a folder, a `tokenizer.json`, or a name on the hub. Raises UserError for another."""
+    transformers = require_package("transformers", f"data.tokenizer={name}")
+    path = Path(name).expanduser()
+    try:
+        if path.is_file():
+            return transformers.PreTrainedTokenizerFast(tokenizer_file=str(path))
+        return transformers.AutoTokenizer.from_pretrained(str(path) if path.is_dir() else name)
+    except Exception as error:  # what is missing in a folder raises nearly anything
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(
+            f"data.tokenizer={name}: holds no tokenizer that Transformers can read ({reason}); name a folder with one, "
+            "a tokenizer.json, or a model of the hub"
+        ) from None
+
+
+def digest_of(tokenizer: Any) -> str:
+    """Of everything that decides its tokens."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    rules = sorted(tokenizer.get_vocab().items()) if backend is None else backend.to_str()
+    special = {name: str(value) for name, value in tokenizer.special_tokens_map.items()}
+    return hashlib.sha256(repr((type(tokenizer).__name__, rules, special)).encode()).hexdigest()
+
+
+def padding_of(tokenizer: Any) -> int:
+    """The token that fills up batches: its own, else that for the end of a text, else 0. No loss counts it."""
+    for token in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if token is not None:
+            return int(token)
+    return 0
+
+
+def encoded(tokenizer: Any, texts: Iterable[str], special: bool) -> Iterator[list[int]]:
+    """The tokens of each text. special: with those that begin and end a text for this model."""
+    rest = iter(texts)
+    while batch := list(islice(rest, AT_ONCE)):
+        yield from tokenizer(
+            batch, add_special_tokens=special, return_attention_mask=False, return_token_type_ids=False, verbose=False
+        )["input_ids"]
+
+
+def trained_bpe(texts: Callable[[], Iterable[str]], fingerprint: str, vocab_size: int, directory: Path) -> Path:
+    """A folder with a byte-level BPE of `vocab_size` tokens at most, trained on the texts, or by an earlier run.
+
+    fingerprint: what decides the texts. Raises UserError for a vocabulary smaller than the bytes.
+    """
+    if vocab_size < 257:
+        raise UserError(f"data.vocab_size={vocab_size}: must be at least 257, the bytes and {END}")
+    folder = directory / f"bpe-{key_of(fingerprint, vocab_size)}"
+    if (folder / "tokenizer.json").is_file():
+        return folder
+    transformers = require_package("transformers", "data=hf")
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
+    )
+    bpe.train_from_iterator(texts(), trainer)
+    ready = transformers.PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=END, bos_token=END)
+    own = directory / f".tmp-{uuid.uuid4().hex}"
+    own.mkdir(parents=True)
+    try:
+        ready.save_pretrained(str(own))
+        os.rename(own, folder)
+    except OSError:
+        if not (folder / "tokenizer.json").is_file():  # else another process was first
+            raise
+    finally:
+        shutil.rmtree(own, ignore_errors=True)
+    return folder

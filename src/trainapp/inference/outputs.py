@@ -1,0 +1,167 @@
+"""What a model returns for a batch, as one row of plain values per sample."""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainapp.data.micro_batch import MicroBatch
+from trainapp.errors import UserError
+from trainapp.hooks.callbacks import labels_of
+from trainapp.train.losses import IGNORED, beside_inputs, is_built_in
+
+WHAT_TO_DO = (
+    "give the task a method `predict(model, batch)` that returns a tensor whose first dimension is the samples, or a "
+    "dict, list or tuple of such"
+)
+
+
+@dataclass
+class Predictor:
+    """Rows for a task's batches.
+
+    task: the run's, unchecked; setting: its name. names: of the classes, if known.
+    """
+
+    task: Any
+    setting: str
+    names: Sequence[str]
+    is_checked: bool = False
+
+    def rows(self, model: nn.Module, micro: MicroBatch) -> list[dict[str, Any]]:
+        """One per sample. Raises UserError for outputs that are not of single samples."""
+        output = self._output(model, micro.data)
+        self._require_per_sample(model, output, micro)
+        targets = _targets(micro.data)
+        if self._is_of_classes(output, targets):
+            return [self._named(row) for row in _classified(output, targets)]
+        plain = _plain(output)
+        return [{"prediction": _row(plain, number)} for number in range(micro.samples)]
+
+    def _output(self, model: nn.Module, batch: Any) -> Any:
+        own = getattr(self.task, "predict", None)
+        if callable(own):
+            return own(model, batch)
+        inputs, others = self._inputs(batch), beside_inputs(model, batch)
+        try:
+            inspect.signature(model.forward).bind(inputs, **others)
+        except TypeError as error:
+            raise UserError(
+                f"mode=predict with task={self.setting}: {type(model).__name__} cannot be called with a batch's inputs "
+                f"({error}); {WHAT_TO_DO}"
+            ) from None
+        output = model(inputs, **others)
+        return getattr(output, "logits", output)
+
+    def _inputs(self, batch: Any) -> Any:
+        if isinstance(batch, Mapping) and "inputs" in batch:
+            return batch["inputs"]
+        if not isinstance(batch, Mapping) and hasattr(batch, "inputs"):
+            return batch.inputs
+        if isinstance(batch, Tensor):
+            return batch
+        if isinstance(batch, (tuple, list)) and len(batch) in (1, 2):
+            return batch[0]
+        kind = f"keys {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
+        raise UserError(
+            f"mode=predict with task={self.setting}: which part of its batches ({kind}) the model takes is not known; "
+            f"{WHAT_TO_DO}"
+        )
+
+    def _require_per_sample(self, model: nn.Module, output: Any, micro: MicroBatch) -> None:
+        """The first dimension follows the number of samples. Once also by half of a batch: equal numbers may be chance.
+        Raises UserError.
+        """
+        _require_leading(output, micro.samples, self.setting)
+        if self.is_checked or micro.samples < 2:
+            return
+        half = micro.samples // 2
+        _require_leading(self._output(model, micro.piece(0, half)), half, self.setting)
+        self.is_checked = True
+
+    def _is_of_classes(self, output: Any, targets: Any) -> bool:
+        if not (isinstance(output, Tensor) and output.is_floating_point() and output.ndim > 1):
+            return False
+        if not isinstance(targets, Tensor):
+            return is_built_in(self.task)
+        return not targets.is_floating_point() and targets.ndim == output.ndim - 1
+
+    def _named(self, row: dict[str, Any]) -> dict[str, Any]:
+        number = row["prediction"]
+        is_named = isinstance(number, int) and number < len(self.names)
+        return row | ({"prediction_name": str(self.names[number])} if is_named else {})
+
+
+def class_names(data: Any) -> Sequence[str]:
+    """Those of a data set, as `class_names` or in its `spec`; else empty."""
+    return labels_of(data) or list(getattr(data, "spec", {}).get("classes") or ())
+
+
+def _targets(batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return batch.get("targets")
+    if isinstance(batch, (tuple, list)) and not hasattr(batch, "targets"):
+        return batch[1] if len(batch) == 2 else None
+    return getattr(batch, "targets", None)
+
+
+def _classified(logits: Tensor, targets: Any) -> list[dict[str, Any]]:
+    """The likeliest class and its probability; of sequences, those up to the last position that counts: how far a batch
+    is padded depends on its other samples.
+    """
+    probability, prediction = (found.cpu() for found in torch.softmax(logits.float(), -1).max(-1))
+    ends: list[int | None] = [None] * len(logits)
+    if prediction.ndim > 1 and isinstance(targets, Tensor):
+        counts = (targets != IGNORED).flatten(2).any(-1) if targets.ndim > 2 else targets != IGNORED
+        places = torch.arange(1, counts.shape[1] + 1, device=counts.device)
+        ends = (counts * places).amax(-1).tolist()
+    rows = zip(prediction, probability, ends, strict=True)
+    return [
+        {"prediction": p[:end].tolist(), "probability": q[:end].tolist()}
+        if p.ndim
+        else {"prediction": p.item(), "probability": q.item()}
+        for p, q, end in rows
+    ]
+
+
+def _require_leading(output: Any, samples: int, setting: str) -> None:
+    for part in _tensors(output, setting):
+        if part.ndim == 0 or len(part) != samples or part.is_complex():
+            shape = f"complex {list(part.shape)}" if part.is_complex() else str(list(part.shape))
+            raise UserError(
+                f"mode=predict with task={setting}: its output for {samples} sample{'s' * (samples > 1)} has shape "
+                f"{shape}, which is not a real value or several for each of them; {WHAT_TO_DO}"
+            )
+
+
+def _tensors(output: Any, setting: str) -> list[Tensor]:
+    if isinstance(output, Tensor):
+        return [output]
+    if isinstance(output, Mapping):
+        return [part for value in output.values() for part in _tensors(value, setting)]
+    if isinstance(output, (list, tuple)) and output:
+        return [part for value in output for part in _tensors(value, setting)]
+    raise UserError(
+        f"mode=predict with task={setting}: its output has a {type(output).__name__}, which is no tensor; {WHAT_TO_DO}"
+    )
+
+
+def _plain(output: Any) -> Any:
+    """On the CPU as lists: one wait for the device instead of one per sample."""
+    if isinstance(output, Tensor):
+        return output.tolist()
+    if isinstance(output, Mapping):
+        return {str(name): _plain(value) for name, value in output.items()}
+    return tuple(_plain(value) for value in output)
+
+
+def _row(plain: Any, number: int) -> Any:
+    """A sample's part: lists have the samples, tuples and dicts hold several of them."""
+    if isinstance(plain, dict):
+        return {name: _row(value, number) for name, value in plain.items()}
+    if isinstance(plain, tuple):
+        return [_row(value, number) for value in plain]
+    return plain[number]

@@ -1,0 +1,46 @@
+"""`mode=predict`: what the model says of each sample of a data set, as JSON lines in the order of the data."""
+
+import logging
+
+from trainapp.data.eval_stream import EvalStream
+from trainapp.data.sampler import EvalBatches
+from trainapp.errors import UserError
+from trainapp.inference.batches import begin, facts_of, output_path, write_in_batches
+from trainapp.inference.lines import opened
+from trainapp.inference.outputs import Predictor, class_names
+from trainapp.train.run import Run
+
+log = logging.getLogger(__name__)
+
+
+def predict(run: Run) -> None:
+    """Write the predictions for a data set, from where an error or an earlier process has left them.
+
+    Raises UserError for a data set that does not exist, and for outputs that are not of single samples.
+    """
+    begin(run)
+    batches, settings = _chosen(run), run.config.predict
+    path = output_path(run, settings.output, "predictions.jsonl")
+    facts = facts_of(run.config) | {"split": settings.split, "samples": batches.samples}
+    predictor = Predictor(
+        getattr(run.task, "unchecked", run.task), run.config.task, class_names(getattr(batches, "dataset", None))
+    )
+    with opened(path, facts, "predict.output") as lines:
+        if lines.done:
+            log.info("predictions: %d samples are in %s.partial; continuing there", lines.done, path)
+        fetched = batches.from_sample(lines.done, run.sizes.evaluation.size, run.ranks)
+        write_in_batches(run, fetched, lines, lambda micro: predictor.rows(run.strategy.model, micro))
+        if not run.stop.agreed:
+            lines.publish()
+            log.info("predictions of %d samples: %s", lines.done, path)
+
+
+def _chosen(run: Run) -> EvalBatches | EvalStream:
+    name = "" if run.config.predict.split == "val" else run.config.predict.split
+    if name in run.eval_sets:
+        return run.eval_sets[name]
+    known = [name or "val" for name in run.eval_sets] + ["train"]
+    raise UserError(
+        f"predict.split={run.config.predict.split}: there is no such data; choose {', '.join(dict.fromkeys(known))}, "
+        "or name other data by data=... or eval.NAME"
+    )

@@ -1,0 +1,204 @@
+"""LoRA through peft: `adapter=lora`. Small matrices are trained beside linear layers that stay as they are.
+
+Source: Hu et al. 2021, "LoRA: low-rank adaptation of large language models" (arXiv:2106.09685). The layers of peft are
+put into the model in place, which keeps its class, its blocks and its names. What is frozen is the *base*: a checkpoint
+has its digest instead of its values, since it is found again where it came from.
+"""
+
+import functools
+import hashlib
+import logging
+import warnings
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainapp.checksum import checksum
+from trainapp.config.schema import Adapter, Config
+from trainapp.errors import UserError
+from trainapp.models import transformers_models
+from trainapp.models.inspect import blocks_of
+from trainapp.models.weights import load_initial_weights
+from trainapp.torch_private import is_tracing
+from trainapp.units import listed
+
+# peft's names of tasks, by the ends of Transformers' class names: for its own classes that open an export.
+_KINDS = {"ForCausalLM": "CAUSAL_LM", "ForSequenceClassification": "SEQ_CLS", "ForTokenClassification": "TOKEN_CLS"}
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Base:
+    """The frozen part of a model with adapters: its parameters by name, and a digest of their values."""
+
+    names: frozenset[str]
+    digest: str  # empty in a trace
+
+
+_bases: "weakref.WeakKeyDictionary[nn.Module, Base]" = weakref.WeakKeyDictionary()
+
+
+def base_of(model: nn.Module) -> Base | None:
+    """The frozen part of a model with adapters; None for a model without."""
+    return _bases.get(model)
+
+
+def adapted(kind: Callable[..., nn.Module], config: Config) -> Callable[..., nn.Module]:
+    """The model's class, or a function that builds one and adds the adapters that the configuration asks for."""
+    if config.adapter.kind == "none":
+        return kind
+
+    @functools.wraps(kind, updated=())
+    def build(*args: Any, **kwargs: Any) -> nn.Module:
+        model = kind(*args, **kwargs)
+        transformers_models.prepare(model)
+        if config.model.init_from:  # of the base: afterwards its layers have other names
+            load_initial_weights(model, Path(config.model.init_from), config.model.init_strict)
+        add_lora(model, config.adapter)
+        return model
+
+    return build
+
+
+def add_lora(model: nn.Module, settings: Adapter) -> None:
+    """Freeze the model and add adapters to the linear layers of its blocks, in place. Draws from torch's generators.
+
+    Raises UserError for names that the model does not have, and where peft is missing.
+    """
+    peft = _require_peft()
+    trained = transformers_models.heads(model) if settings.train == "auto" else list(settings.train)
+    _require_modules(model, trained, "adapter.train")
+    options = peft.LoraConfig(
+        r=settings.rank,
+        lora_alpha=settings.alpha,
+        lora_dropout=settings.dropout,
+        target_modules=_targets(model, settings),
+        modules_to_save=trained or None,
+        bias="none",
+        task_type=next((kind for name, kind in _KINDS.items() if type(model).__name__.endswith(name)), None),
+        base_model_name_or_path=getattr(getattr(model, "config", None), "name_or_path", None) or None,
+    )
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*fan_in_fan_out.*")  # it is corrected for Conv1D
+            peft.inject_adapter_in_model(options, model)
+    except ValueError as error:
+        raise UserError(f"adapter=lora: {error}") from error
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            # Adapters in fp32, whatever the base: their updates are small against their last bits.
+            frozen = torch.bfloat16 if settings.base_dtype == "bf16" else parameter.dtype
+            dtype = torch.float32 if parameter.requires_grad else frozen
+            if parameter.dtype != dtype:
+                parameter.data = parameter.data.to(dtype)
+    base = {name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    _bases[model] = Base(frozenset(base), _digest(base))
+    count = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    total = sum(p.numel() for p in model.parameters())
+    log.info("adapter=lora: %d of %d parameters are trained (%.2f%%)", count, total, 100 * count / total)
+
+
+def require_same_base(model: nn.Module, saved: str | None) -> None:
+    """Raises UserError unless a checkpoint with this digest, None for one without adapters, continues on this base."""
+    base = base_of(model)
+    own = None if base is None else base.digest
+    if own == saved:
+        return
+    if saved is None:
+        raise UserError(
+            "it holds a whole model; use adapter=none, or train adapters on it: export it, and name the export as "
+            "model.path (of a model of Transformers) or its model.safetensors as model.init_from"
+        )
+    if own is None:
+        raise UserError("it holds adapters alone; use adapter=lora, with the model that they were trained on")
+    raise UserError(
+        "it holds adapters that were trained on another base model; use the same model.path (or model settings, "
+        "train.seed and model.init_from) and adapter settings, with the files as they were"
+    )
+
+
+def merge(model: nn.Module) -> None:
+    """Add the adapters to the weights beside which they were trained, in place. The model is then as without them, in
+    names and classes, and cannot be trained on.
+    """
+    peft = _require_peft()
+    layer_kind = peft.tuners.tuners_utils.BaseTunerLayer
+    wrapper_kind = peft.utils.ModulesToSaveWrapper
+    for name, module in list(model.named_modules()):
+        if not isinstance(module, (layer_kind, wrapper_kind)):
+            continue
+        parent, _, own = name.rpartition(".")
+        if isinstance(module, wrapper_kind):
+            replaced = module.modules_to_save["default"]
+        else:
+            module.merge()
+            replaced = module.get_base_layer()
+        setattr(model.get_submodule(parent), own, replaced)
+    _bases.pop(model, None)
+    vars(model).pop("peft_config", None)
+
+
+def exported(model: nn.Module) -> tuple[dict[str, Tensor], Any]:
+    """The adapters and what is trained beside them, by the names that `PeftModel.from_pretrained` reads, and peft's
+    configuration of them.
+    """
+    peft = _require_peft()
+    settings = model.peft_config["default"]  # set by peft
+    # Otherwise it would ask the hub about the base's embeddings.
+    options = {"state_dict": model.state_dict(keep_vars=True), "save_embedding_layers": False}
+    trained = peft.get_peft_model_state_dict(model, **options)
+    return {f"base_model.model.{name}": tensor for name, tensor in trained.items()}, settings
+
+
+def _targets(model: nn.Module, settings: Adapter) -> list[str]:
+    if settings.targets != "auto":
+        _require_modules(model, settings.targets, "adapter.targets")
+        return list(settings.targets)
+    inside = {id(module) for block in blocks_of(model, "adapter.targets=auto") for module in block.modules()}
+    linear = {name: module for name, module in model.named_modules() if _is_linear(module)}
+    found = [name for name, module in linear.items() if id(module) in inside]
+    if not found:
+        raise UserError(f"adapter.targets=auto: no linear layers in the blocks of {type(model).__name__}; name modules")
+    # By the last part of their names, as adapters are usually published, where that names nothing else.
+    short = sorted({name.rpartition(".")[2] for name in found})
+    named = [name for name, _ in model.named_modules() if name.rpartition(".")[2] in short]
+    return short if sorted(named) == sorted(found) else found
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return type(module) is nn.Linear or type(module).__name__ == "Conv1D"  # GPT-2's, with a transposed weight
+
+
+def _require_modules(model: nn.Module, wanted: list[str], setting: str) -> None:
+    names = [name for name, _ in model.named_modules() if name]
+    for given in wanted:
+        if not any(name == given or name.endswith(f".{given}") for name in names):
+            last = dict.fromkeys(name.rpartition(".")[2] for name in names)
+            raise UserError(
+                f"{setting}=[{given}]: {type(model).__name__} has no module of this name; there are {listed(last)}"
+            )
+
+
+@torch.no_grad()
+def _digest(base: dict[str, nn.Parameter]) -> str:
+    """Of names, dtypes, shapes and bits. Two passes over the memory: a second for 10 GB."""
+    if is_tracing() or any(parameter.is_meta for parameter in base.values()):
+        return ""
+    digest = hashlib.sha256()
+    for name, parameter in sorted(base.items()):
+        digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}".encode())
+        digest.update(checksum(parameter).cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _require_peft() -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise UserError(f"adapter=lora: needs peft ({error}); pip install 'trainapp[peft]'") from None
+    return peft

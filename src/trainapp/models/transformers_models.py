@@ -1,0 +1,105 @@
+"""What the program reads from a model of Transformers, whoever built it. Imports Transformers only if one exists.
+
+Its blocks are the layers that Transformers itself would checkpoint, or the list of equal modules that it is made of.
+"""
+
+import contextlib
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+# Configurations whose `use_cache` is off while a model trains, with the value that is published: by model.
+_caches: "weakref.WeakKeyDictionary[nn.Module, list[tuple[Any, Any]]]" = weakref.WeakKeyDictionary()
+
+
+def is_one(model: nn.Module) -> bool:
+    """Whether the model is one of Transformers' classes, or of a class derived from one."""
+    modeling = sys.modules.get("transformers.modeling_utils")
+    return modeling is not None and isinstance(model, modeling.PreTrainedModel)
+
+
+def prepare(model: nn.Module) -> None:
+    """Switch the cache of keys and values off, which only generation reads. Does nothing to other models.
+
+    With it, each layer of a checkpointed model appends to the cache a second time when it is recomputed, and packed
+    documents would see each other: the models look for their borders only where there is no cache.
+    """
+    if not is_one(model) or model in _caches:
+        return
+    config: Any = model.config
+    parts = [config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", ()))]
+    kept = [(part, part.use_cache) for part in parts if getattr(part, "use_cache", None) is not None]
+    for part, _ in kept:
+        part.use_cache = False
+    _caches[model] = kept
+
+
+@contextlib.contextmanager
+def as_published(model: nn.Module) -> Iterator[None]:
+    """Inside the block the model's configuration is the one to be saved."""
+    kept = _caches.get(model, [])
+    try:
+        for part, value in kept:
+            part.use_cache = value
+        yield
+    finally:
+        for part, _ in kept:
+            part.use_cache = False
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """The repeated layers, outermost ones only; none for other models."""
+    if not is_one(model):
+        return []
+    layers = sys.modules.get("transformers.modeling_layers")
+    found = [] if layers is None else _outermost(model, layers.GradientCheckpointingLayer)
+    if found:
+        return found
+    lists = [[*module] for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 1]
+    alike = [members for members in lists if len({type(member) for member in members}) == 1]
+    return max(alike, key=lambda members: sum(p.numel() for m in members for p in m.parameters()), default=[])
+
+
+def _outermost(root: nn.Module, kind: type) -> list[nn.Module]:
+    found: list[nn.Module] = []
+    for child in root.children():
+        found += [child] if isinstance(child, kind) else _outermost(child, kind)
+    return list(dict.fromkeys(found))
+
+
+def features_and_head(model: nn.Module) -> tuple[Callable[..., Tensor], nn.Module] | None:
+    """The model without its last layer, and that layer; None for other models, and for one without output embeddings.
+
+    Whether the one after the other is the model's forward, `chunked_loss.require_same_forward` checks: some models
+    scale or cap their logits.
+    """
+    if not is_one(model):
+        return None
+    given: Any = model
+    head, base = given.get_output_embeddings(), given.base_model
+    if head is None or base is model:
+        return None
+
+    def features(inputs: Tensor, **others: Tensor) -> Tensor:
+        hidden: Tensor = base(inputs, **others).last_hidden_state
+        return hidden
+
+    return features, head
+
+
+def heads(model: nn.Module) -> list[str]:
+    """The names of the modules beside the model's body, which a pretrained body comes without: a classifier, say. None
+    where the last layer is the language model's own.
+    """
+    if not is_one(model):
+        return []
+    given: Any = model
+    base = given.base_model
+    if base is model or given.get_output_embeddings() is not None:
+        return []
+    return [
+        name for name, child in model.named_children() if child is not base and any(True for _ in child.parameters())
+    ]

@@ -1,0 +1,212 @@
+"""`mode=generate`: the same text for the same seed and prompts, whatever the batches; with a cache or without."""
+
+import json
+
+import pytest
+import runs
+import torch
+from helpers import ROOT, run_cli
+from markdown import commands
+
+from trainapp.config.inference_settings import Generate
+from trainapp.errors import TrainingStopped, UserError
+from trainapp.inference import generate as module
+from trainapp.inference.decoder import Cached, Uncached
+from trainapp.inference.drawing import Uniform, draw
+from trainapp.models.gpt import GPT
+
+QUIET = ("train.device=cpu", "memory.guard=false", "oom.remember=false", "tracker=[]")
+PROMPTS = ["import ", "def f(self, x", "x", "return ", "class A"]
+GPT_TEXT = (
+    "model=gpt",
+    "model.depth=2",
+    "model.width=32",
+    "model.heads=2",
+    "data=text",
+    "data.context_length=64",
+    "model.context_length=64",
+)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run on text of this repository's own, long enough for letters to follow each other."""
+    folder = tmp_path_factory.mktemp("trained")
+    text = folder / "text.txt"
+    text.write_text("import os\nimport sys\ndef f(self, x):\n    return x + 1\nclass A:\n    pass\n" * 100)
+    settings = (f"data.files={text}", "optimizer.lr=0.01", "train.max_steps=60", "oom.remember=false")
+    runs.run(folder, *GPT_TEXT, *settings)
+    return folder
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def generate(tmp_path, trained, *overrides, prompts=PROMPTS, output="g.jsonl"):
+    given = [*QUIET, "mode=generate", f"checkpointing.resume={trained}", f"generate.output={tmp_path / output}"]
+    given += [f"generate.prompts={json.dumps(prompts)}", "generate.max_new_tokens=24"]
+    runs.runner.run(runs.compose.from_command_line([*given, *overrides], str(tmp_path / "out")))
+    return lines(tmp_path / output)
+
+
+def test_the_command_line(tmp_path, trained):
+    """Without a word about model and data. The text is printed, and in the run directory."""
+    command = [word.replace("RUN", str(trained)) for word in commands(ROOT / "docs/inference.md")[2][3:]]
+    done = run_cli(*command, "generate.max_new_tokens=32", "hydra.run.dir=out", *QUIET, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (line,) = lines(tmp_path / "out/generations.jsonl")
+    assert (line["index"], line["prompt"], line["ended"]) == (0, "import ", "max_new_tokens")
+    assert len(line["tokens"]) == 32
+    assert bytes(line["tokens"]).decode(errors="replace") == line["text"]
+    assert f"import {line['text']}" in done.stdout
+
+
+def test_the_same_texts_whatever_the_batches(tmp_path, trained):
+    """And others with another seed, for prompts of several lengths; equal prompts have texts of their own."""
+    prompts = [*PROMPTS, "x"]
+    one = generate(tmp_path, trained, "generate.batch_size=1", prompts=prompts)
+    assert [line["prompt"] for line in one] == prompts
+    assert generate(tmp_path, trained, "generate.batch_size=4", prompts=prompts) == one
+    other = generate(tmp_path, trained, "generate.seed=1", prompts=prompts)
+    assert all(a["text"] != b["text"] for a, b in zip(one, other, strict=True))
+    assert one[2]["text"] != one[5]["text"]
+
+
+def test_temperature_zero_is_the_likeliest_token_of_plain_pytorch(tmp_path, trained):
+    found = generate(tmp_path, trained, "generate.temperature=0", prompts=PROMPTS[:2])
+    run = runs.prepare(tmp_path / "plain", "mode=eval", f"checkpointing.resume={trained}")
+    run.tracker.close()
+    for line in found:
+        tokens = list(line["prompt"].encode())
+        for _ in range(24):
+            with torch.no_grad():
+                tokens.append(int(run.state.model.eval()(torch.tensor([tokens]))[0, -1].argmax()))
+        assert line["tokens"] == tokens[-24:]
+    assert found[0]["text"] != found[1]["text"]
+
+
+def test_the_end_of_a_text(tmp_path, trained):
+    """Here a line break, which other lines do not wait for."""
+    free = generate(tmp_path, trained, "generate.temperature=0.5")
+    ended = generate(tmp_path, trained, "generate.temperature=0.5", "generate.end_of_text=10")
+    assert {line["ended"] for line in ended} >= {"end_of_text"}
+    for line, whole in zip(ended, free, strict=True):
+        assert whole["text"].partition("\n")[0] == line["text"]
+        assert (line["tokens"][-1] == 10) == (line["ended"] == "end_of_text")
+
+
+def test_memory_runs_out(tmp_path, trained, monkeypatch):
+    """In the middle of a text: the batch is halved, and the texts are the same."""
+    whole = generate(tmp_path, trained)
+    read, sizes = Cached.__call__, []
+
+    def fails(self, tokens):
+        sizes.append(len(tokens))
+        if len(tokens) > 2 and len(sizes) > 10:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. (a test)")
+        return read(self, tokens)
+
+    monkeypatch.setattr(Cached, "__call__", fails)
+    assert generate(tmp_path, trained, "generate.batch_size=5") == whole
+    assert (sizes[0], sizes[11]) == (5, 2)
+
+
+def test_what_is_written_is_not_generated_again(tmp_path, trained, monkeypatch):
+    whole = generate(tmp_path, trained, "generate.batch_size=2")
+    draws, seen = module.continued, []
+
+    def fails(decoder, prompts, *others):
+        seen.append(len(prompts))
+        if len(seen) == 2:
+            raise RuntimeError("a test")
+        return draws(decoder, prompts, *others)
+
+    monkeypatch.setattr(module, "continued", fails)
+    with pytest.raises(RuntimeError, match="a test"):
+        generate(tmp_path, trained, "generate.batch_size=2", output="again.jsonl")
+    assert lines(tmp_path / "again.jsonl.partial") == whole[:2]
+    assert generate(tmp_path, trained, "generate.batch_size=2", output="again.jsonl") == whole
+    assert seen == [2, 2, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ("generate.max_new_tokens=55",),
+            r"generate.prompts\[1\] has 13 tokens, and the model reads 64; use at most 52",
+        ),
+        (("generate.prompts=[]",), "there is nothing to continue"),
+        (('generate.prompts=["x", ""]',), r"generate.prompts\[1\]: is empty"),
+        (("generate.prompts=[[1, 300]]",), "token 300 is not one of the vocabulary's 256"),
+        (("parallel=fsdp",), "mode=generate with parallel=fsdp"),
+        (("generate.top_p=0",), "generate.top_p=0"),
+    ],
+)
+def test_one_message(tmp_path, trained, overrides, message):
+    with pytest.raises(UserError, match=message):
+        generate(tmp_path, trained, *overrides)
+
+
+def test_a_classifier_is_refused(tmp_path):
+    runs.run(tmp_path / "run", *runs.MODELS["mlp"], "oom.remember=false")
+    with pytest.raises(UserError, match="predicts classes; use mode=predict"):
+        generate(tmp_path, tmp_path / "run")
+
+
+def test_tokens_where_the_data_has_no_text(tmp_path):
+    runs.run(tmp_path / "run", *runs.MODELS["gpt"], "oom.remember=false")
+    with pytest.raises(UserError, match="the data has no text"):
+        generate(tmp_path, tmp_path / "run", "generate.max_new_tokens=4")
+    (line,) = generate(tmp_path, tmp_path / "run", "generate.max_new_tokens=4", prompts=[[1, 2, 3]])
+    assert "text" not in line
+    assert len(line["tokens"]) == 4
+
+
+# Its parts
+
+
+def test_with_and_without_a_cache():
+    torch.manual_seed(0)
+    model = GPT(vocab_size=40, context_length=24, depth=2, width=32, heads=4).eval()
+    prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10]]
+
+    def texts(decoder, chosen):
+        uniforms = [Uniform(0, number) for number in chosen]
+        own = [prompts[number] for number in chosen]
+        with torch.inference_mode():
+            return module.continued(
+                decoder, own, uniforms, Generate(max_new_tokens=10), frozenset(), torch.device("cpu")
+            )
+
+    whole = texts(Cached(model, 16), [0, 1, 2])
+    assert whole == texts(Uncached(model), [0, 1, 2])
+    assert whole == [texts(Uncached(model), [number])[0] for number in range(3)]
+    assert all(len(text) == 10 for text in whole)
+    assert whole != texts(Cached(model, 16), [1, 2, 0])
+
+
+def test_draws_follow_the_distribution():
+    """Of a row's tokens, by its own number: frequencies of many draws, and which tokens are left out."""
+    logits = torch.tensor([[1.0, 3.0, 2.0, -torch.inf, 0.0]])
+    numbers = torch.linspace(0, 1, 4001, dtype=torch.float64)[:-1]
+
+    def frequencies(**settings):
+        tokens = draw(logits.expand(4000, -1), numbers, Generate(**settings))
+        return (torch.bincount(tokens, minlength=5) / 4000).tolist()
+
+    def expected(*kept, temperature=1.0):
+        masked = torch.full((5,), -torch.inf).index_copy(0, torch.tensor(kept), logits[0, list(kept)])
+        return pytest.approx(torch.softmax(masked / temperature, -1).tolist(), abs=1e-3)
+
+    assert frequencies() == expected(0, 1, 2, 4)
+    assert frequencies(temperature=2.0) == expected(0, 1, 2, 4, temperature=2.0)
+    assert frequencies(top_k=2) == expected(1, 2)
+    assert frequencies(top_k=100) == expected(0, 1, 2, 4)
+    assert frequencies(top_p=0.1) == expected(1)
+    assert frequencies(top_p=0.8) == expected(1, 2)
+    assert frequencies(temperature=0.0) == [0, 1, 0, 0, 0]
+    assert frequencies(temperature=2.0) != expected(0, 1, 2, 4)
+    with pytest.raises(TrainingStopped, match="nan"):
+        draw(logits * torch.nan, numbers[:1], Generate())

@@ -1,0 +1,225 @@
+"""`mode=predict`: one line per sample, in order, each once, whatever happens meanwhile."""
+
+import json
+import os
+import shlex
+import signal
+
+import pytest
+import runs
+import torch
+from helpers import ROOT, result, run_cli
+from markdown import commands
+
+from trainapp.errors import UserError
+from trainapp.inference import predict as module
+
+PAGE = ROOT / "docs/inference.md"
+QUIET = ("train.device=cpu", "memory.guard=false", "oom.remember=false", "tracker=[]")
+OWN = ("user_packages=[own_inference]",)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run on digits."""
+    folder = tmp_path_factory.mktemp("trained")
+    evaluated = ("every.eval=10", "every.save=10", "objective=max loss")  # the best is not the newest
+    runs.run(folder, *runs.MODELS["mlp"], "train.max_steps=20", "optimizer.lr=0.01", "oom.remember=false", *evaluated)
+    return folder
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def predict(tmp_path, trained, *overrides, output="p.jsonl"):
+    """The lines of a prediction with settings of the run's own."""
+    given = [*QUIET, "mode=predict", f"predict.output={tmp_path / output}"]
+    if not any(override.startswith("checkpointing.resume=") for override in overrides):
+        given.append(f"checkpointing.resume={trained}")
+    config = runs.compose.from_command_line([*given, *overrides], str(tmp_path / "out"))
+    runs.runner.run(config)
+    return lines(tmp_path / output)
+
+
+def expected(trained, tmp_path):
+    """Class and probability of each validation sample, by plain PyTorch."""
+    run = runs.prepare(tmp_path / "plain", *runs.MODELS["mlp"], f"checkpointing.resume={trained}", "mode=eval")
+    run.tracker.close()
+    with torch.no_grad():
+        logits = run.state.model.eval()(run.eval_sets[""].dataset.__getitems__(list(range(360)))["inputs"])
+    return torch.softmax(logits, -1).max(-1)
+
+
+def require_same(found, trained, tmp_path):
+    probability, prediction = expected(trained, tmp_path)
+    assert [line["index"] for line in found] == list(range(360))
+    assert [line["prediction"] for line in found] == prediction.tolist()
+    assert [line["probability"] for line in found] == pytest.approx(probability.tolist(), rel=1e-4)
+
+
+def words(trained, number):
+    """A command of the page, after `python -m trainapp`, with a run."""
+    return [word.replace("RUN", str(trained)) for word in commands(PAGE)[number][3:]]
+
+
+def test_the_command_line(tmp_path, trained):
+    """Without a word about model and data; the file appears as a whole."""
+    done = run_cli(*words(trained, 0), *QUIET, "hydra.run.dir=out", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "predictions of 360 samples" in done.stderr
+    require_same(lines(tmp_path / "predictions.jsonl"), trained, tmp_path)
+    assert len({line["prediction"] for line in lines(tmp_path / "predictions.jsonl")}) > 5
+    assert {path.name for path in tmp_path.iterdir()} == {"predictions.jsonl", "out", "plain"}
+
+
+def test_the_best_checkpoint_and_the_training_split(tmp_path, trained):
+    """The page's second command."""
+    chosen = [word for word in words(trained, 1) if not word.startswith(("mode=", "predict.output="))]
+    found = predict(tmp_path, trained, *chosen)
+    assert len(found) == 1437
+    assert result(trained)["best_step"] == 10
+    assert found == predict(tmp_path, runs.checkpoint(trained, 10), "predict.split=train")
+    assert found != predict(tmp_path, trained, "predict.split=train")
+
+
+def test_an_interrupted_process_is_continued(tmp_path, trained):
+    """By the same command, with another batch size: nothing is predicted twice, and an unfinished line is cut off. A
+    signal ends it after the batch at work, with the command that continues.
+    """
+    data = (*OWN, "data._target_=own_inference.Interrupted")
+    command = ("mode=predict", f"checkpointing.resume={trained}", f"predict.output={tmp_path / 'p.jsonl'}", *QUIET)
+    env = {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")])}
+    env |= {"SIGNAL_AT": "150", "SIGNAL": str(int(signal.SIGKILL))}
+    killed = run_cli(*command, *data, "predict.batch_size=20", cwd=tmp_path, env=env)
+    assert killed.returncode == -9, killed.stderr
+    partial = tmp_path / "p.jsonl.partial"
+    assert not (tmp_path / "p.jsonl").exists()
+    assert len(lines(partial)) == 140
+    partial.write_text(partial.read_text().replace('{"index": 0, ', '{"index": 0, "kept": true, '))
+    with open(partial, "a") as file:
+        file.write('{"index": 140, "predic')
+    env |= {"SIGNAL_AT": "250", "SIGNAL": str(int(signal.SIGTERM))}
+    ended = run_cli(*command, *data, "predict.batch_size=7", cwd=tmp_path, env=env)
+    assert ended.returncode == 128 + signal.SIGTERM, ended.stderr
+    assert "140 samples are in" in ended.stderr
+    assert len(lines(partial)) == 252
+    printed = shlex.split(ended.stdout.split("Resume with:\n")[1])
+    assert set(printed) >= {*command, *data, "predict.batch_size=7"}
+    found = predict(tmp_path, trained, *data)
+    assert found[0].pop("kept")
+    require_same(found, trained, tmp_path)
+    assert not list(tmp_path.glob("p.jsonl.*"))
+
+
+def ends_early(monkeypatch, batches):
+    """An error that no smaller batch cures, in the batch after so many. Returns the sizes of all batches."""
+    rows, seen = module.Predictor.rows, []
+
+    def fails(self, model, micro):
+        seen.append(micro.samples)
+        if len(seen) == batches + 1:
+            raise RuntimeError("a test")
+        return rows(self, model, micro)
+
+    monkeypatch.setattr(module.Predictor, "rows", fails)
+    return seen
+
+
+def test_lines_of_other_settings_are_not_continued(tmp_path, trained, monkeypatch):
+    """Those of the training split under the same name."""
+    seen = ends_early(monkeypatch, 2)
+    with pytest.raises(RuntimeError, match="a test"):
+        predict(tmp_path, trained, "predict.split=train")
+    assert len(lines(tmp_path / "p.jsonl.partial")) == 128
+    require_same(predict(tmp_path, trained), trained, tmp_path)
+    assert sum(seen[3:]) == 360
+
+
+def test_memory_runs_out(tmp_path, trained, monkeypatch):
+    """The size halves until it fits, after the lines that are written; each sample has one."""
+    rows, sizes = module.Predictor.rows, []
+
+    def fails(self, model, micro):
+        sizes.append(micro.samples)
+        if len(sizes) > 2 and micro.samples > 20:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. (a test)")
+        return rows(self, model, micro)
+
+    monkeypatch.setattr(module.Predictor, "rows", fails)
+    found = predict(tmp_path, trained, "predict.batch_size=64")
+    require_same(found, trained, tmp_path)
+    assert sizes[:5] == [64, 64, 64, 32, 16]
+    assert max(sizes[4:]) <= 20
+    assert len(list((tmp_path / "out/oom").glob("*.json"))) == 2
+
+
+def test_a_real_limit(tmp_path, trained):
+    """Of memory, which the first sizes exceed."""
+    found = predict(tmp_path, trained, "predict.batch_size=360", "memory.limit=100KiB")
+    require_same(found, trained, tmp_path)
+    assert list((tmp_path / "out/oom").glob("*.json"))
+
+
+def test_other_data_and_names_of_classes(tmp_path, trained):
+    named = predict(tmp_path, trained, *OWN, "data._target_=own_inference.Named")
+    assert {line["prediction_name"] for line in named if line["prediction"] == 3} == {"three"}
+    unlabelled = predict(tmp_path, trained, *OWN, "data._target_=own_inference.Unlabelled")
+    assert [line["prediction"] for line in unlabelled] == [line["prediction"] for line in named]
+    assert len(predict(tmp_path, trained, "predict.split=train", "data.num_workers=0")) == 1437
+
+
+def test_the_average_is_used(tmp_path):
+    runs.run(tmp_path / "run", *runs.MODELS["mlp"], "train.ema=0.9", "optimizer.lr=0.05", "oom.remember=false")
+    with_average = predict(tmp_path, tmp_path / "run")
+    state = runs.saved(tmp_path / "run", 4)
+    run = runs.prepare(tmp_path / "plain", *runs.MODELS["mlp"], f"checkpointing.resume={tmp_path / 'run'}", "mode=eval")
+    run.tracker.close()
+    inputs = run.eval_sets[""].dataset.__getitems__(list(range(360)))["inputs"]
+    found = {}
+    for kind in ("model", "average"):
+        run.state.model.load_state_dict(state["model"] | (state["average"] if kind == "average" else {}))
+        with torch.no_grad():
+            found[kind] = torch.softmax(run.state.model.eval()(inputs), -1).max(-1).values.tolist()
+    assert [line["probability"] for line in with_average] == pytest.approx(found["average"], rel=1e-4)
+    assert found["model"] != pytest.approx(found["average"], rel=1e-3)
+
+
+def test_values_and_structures_of_a_task(tmp_path, trained):
+    unlabelled = "data._target_=own_inference.Unlabelled"  # else ten values are those of ten classes
+    plain = predict(tmp_path, trained, *OWN, "task=own_inference.squares", unlabelled)
+    assert len(plain[0]["prediction"]) == 10
+    parts = predict(tmp_path, trained, *OWN, "task=own_inference.Parts")
+    rest = [line["prediction"] for line in parts]
+    assert [[p["first"], *p["rest"][0], *p["rest"][1]] for p in rest] == [
+        pytest.approx(line["prediction"]) for line in plain
+    ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("task=own_inference.Mean",), r"has shape \[10\]"),
+        (("task=own_inference.Square", "predict.batch_size=10"), r"for 5 samples has shape \[10, 10\]"),
+        (("predict.split=test",), "predict.split=test: there is no such data; choose val, train"),
+        (("predict.output=/",), "predict.output=/: is a directory"),
+        (("parallel=ddp",), "mode=predict with parallel=ddp"),
+    ],
+)
+def test_one_message(tmp_path, trained, overrides, message):
+    with pytest.raises(UserError, match=message):
+        predict(tmp_path, trained, *OWN, *overrides)
+    assert not (tmp_path / "p.jsonl").exists()
+
+
+def test_a_stream_goes_on_where_it_was(tmp_path, trained, monkeypatch):
+    """Of samples that are read one after the other: an error of another kind ends the first process."""
+    data = ("data._target_=own_streams.Plain", "user_packages=[own_streams]", "+data.val_samples=50")
+    once = predict(tmp_path, trained, *data, output="once.jsonl")
+    assert [line["index"] for line in once] == list(range(50))
+    seen = ends_early(monkeypatch, 3)
+    with pytest.raises(RuntimeError, match="a test"):
+        predict(tmp_path, trained, *data, "predict.batch_size=8")
+    again = predict(tmp_path, trained, *data, "predict.batch_size=8")
+    assert sum(seen) == 50 + 8
+    assert again == [pytest.approx(line) for line in once]

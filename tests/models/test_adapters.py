@@ -1,0 +1,194 @@
+"""`adapter=lora`: what is trained, saved, resumed and exported is the adapters alone."""
+
+import json
+
+import hf_files
+import pytest
+import runs
+import torch
+from oom.inject import Injector, Recorded
+from safetensors.torch import load_file, save_file
+
+from trainapp.errors import UserError
+from trainapp.models.adapters import base_of
+
+transformers = pytest.importorskip("transformers", reason="needs the extra trainapp[hf]")
+peft = pytest.importorskip("peft", reason="needs the extra trainapp[peft]")
+
+TOKENS = ("data=synthetic_tokens", "data.vocab_size=64", "data.context_length=16", "data.size=64", "data.val_size=16")
+LORA = (*hf_files.CAUSAL, *TOKENS, "adapter=lora", "optimizer.lr=0.01", "schedule=constant", "oom.remember=false")
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A folder with a model of Transformers."""
+    return hf_files.model_folder(tmp_path_factory.mktemp("base") / "llama")
+
+
+def on(base):
+    """LoRA on the model of a folder."""
+    return (*(o for o in LORA if not o.startswith("model.config")), f"model.path={base}")
+
+
+def test_the_adapters_alone_are_trained_and_saved(tmp_path):
+    run = runs.prepare(tmp_path, *LORA)
+    model = run.state.model
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    runs.loop.train(run)
+    run.close()
+    changed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert changed == trained == {name for name in before if "lora_" in name}
+    assert len(trained) == 2 * 2 * 7  # of seven linear layers in each of two blocks
+    saved = runs.saved(tmp_path, 4)
+    assert set(saved["model"]) == trained
+    assert {name.partition(".lora")[0] for name in saved["optimizer"]} == {n.partition(".lora")[0] for n in trained}
+    assert len(saved["base"]) == 64
+    assert base_of(model).names == set(before) - trained
+
+
+def test_resumed_equals_uninterrupted(tmp_path):
+    runs.run(tmp_path / "whole", *LORA, "train.max_steps=4", "+model.config.attention_dropout=0.1")
+    runs.run_until(tmp_path / "parts", 2, *LORA, "train.max_steps=4", "+model.config.attention_dropout=0.1")
+    runs.run(tmp_path / "parts", *LORA, "train.max_steps=4", "+model.config.attention_dropout=0.1")
+    whole, parts = (runs.saved(tmp_path / name, 4) for name in ("whole", "parts"))
+    for part in ("model", "optimizer", "rng", "base"):
+        assert runs.differences(whole[part], parts[part]) == []
+    runs.run(tmp_path / "other", *LORA, "train.max_steps=4", "train.seed=1")
+    assert runs.differences(whole["model"], runs.saved(tmp_path / "other", 4)["model"]) != []
+
+
+def test_another_base_is_refused(tmp_path, base):
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for file in base.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    runs.run(tmp_path / "run", *on(copy))
+    runs.run(tmp_path / "run", *on(copy), "train.max_steps=5")
+    weights = load_file(copy / "model.safetensors")
+    weights["model.layers.0.mlp.up_proj.weight"][0, 0] += 1e-3
+    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match="it holds adapters that were trained on another base model"):
+        runs.run(tmp_path / "run", *on(copy), "train.max_steps=6")
+
+
+def test_adapters_and_whole_models_are_told_apart(tmp_path):
+    plain = tuple(o for o in LORA if not o.startswith("adapter"))
+    runs.run(tmp_path / "lora", *LORA, "train.max_steps=1")
+    runs.run(tmp_path / "plain", *plain, "train.max_steps=1")
+    with pytest.raises(UserError, match="it holds adapters alone; use adapter=lora"):
+        runs.run(tmp_path / "lora", *plain, "train.max_steps=2")
+    with pytest.raises(UserError, match="it holds a whole model; use adapter=none"):
+        runs.run(tmp_path / "plain", *LORA, "train.max_steps=2")
+
+
+def test_an_export_is_opened_by_peft_and_merged_by_transformers(tmp_path, base):
+    run = runs.run_until(tmp_path / "run", 4, *on(base))
+    inputs = torch.arange(12)[None]
+    trained = run.state.model.eval()
+    with torch.no_grad():
+        wanted = trained(inputs).logits
+    export = ("mode=export", f"checkpointing.resume={tmp_path / 'run'}")  # the rest is the run's own
+    runs.run(tmp_path / "small", *export)
+    runs.run(tmp_path / "whole", *export, "export.merge=true")
+    small, whole = tmp_path / "small/export", tmp_path / "whole/export"
+    assert (small / "adapter_model.safetensors").stat().st_size < 0.5 * (whole / "model.safetensors").stat().st_size
+    assert not (small / "model.safetensors").exists()
+    assert json.loads((small / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base)
+    own = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+    with torch.no_grad():
+        without = own(inputs).logits
+        adapted = peft.PeftModel.from_pretrained(own, small).eval()(inputs).logits
+        merged = transformers.AutoModelForCausalLM.from_pretrained(whole).eval()(inputs).logits
+    torch.testing.assert_close(adapted, wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(merged, wanted, rtol=1e-4, atol=1e-5)
+    assert (without - wanted).abs().max() > 1e-3
+
+
+def test_a_weight_average_is_exported(tmp_path, base):
+    run = runs.run_until(tmp_path / "run", 4, *on(base), "train.ema=0.5")
+    average = dict(run.state.tensors()["average"])
+    runs.run(tmp_path / "out", "mode=export", f"checkpointing.resume={tmp_path / 'run'}")
+    exported = load_file(tmp_path / "out/export/adapter_model.safetensors")
+    name = next(name for name in average if "q_proj.lora_B" in name)
+    own = f"base_model.model.{name.replace('.default', '')}"
+    assert torch.equal(exported[own], average[name])
+    assert not torch.equal(exported[own], dict(run.state.model.named_parameters())[name])
+
+
+def test_memory_runs_out_and_nothing_is_lost(tmp_path):
+    overrides = (*LORA, *runs.STEPS_ONLY, "adapter.dropout=0.1", "batch.micro_size=8", "train.max_steps=3")
+    injector = Injector("backward", 2, 40)
+    recorded = Recorded(runs.configure(tmp_path / "a", *overrides), injector)
+    assert [(f.phase, f.old_size, f.new_size) for f in recorded.failures] == [("backward", 8, 4)]
+    replay = Recorded(runs.configure(tmp_path / "b", *overrides, "batch.micro_schedule={2: 4}"))
+    assert runs.differences(recorded.state(), replay.state()) == []
+    late = Recorded(runs.configure(tmp_path / "c", *overrides, "batch.micro_schedule={3: 4}"))
+    assert runs.differences(recorded.state()["tensors"], late.state()["tensors"]) != []
+
+
+def test_a_base_in_bf16_has_adapters_in_fp32(tmp_path):
+    run = runs.prepare(tmp_path, *LORA, "adapter.base_dtype=bf16", "precision=bf16")
+    dtypes = {p.requires_grad: p.dtype for p in run.state.model.parameters()}
+    runs.loop.train_step(run)
+    run.close()
+    assert dtypes == {True: torch.float32, False: torch.bfloat16}
+
+
+def test_a_classifier_trains_its_new_last_layer(tmp_path):
+    files = hf_files.texts(tmp_path / "texts.jsonl")
+    overrides = ("model=hf", "model.task=sequence_classification", hf_files.BERT, "data=hf", f"data.path={files}")
+    run = runs.prepare(tmp_path / "run", *overrides, "data.label=label", "adapter=lora", "data.vocab_size=300")
+    trained = {name for name, p in run.state.model.named_parameters() if p.requires_grad and "lora_" not in name}
+    run.close()
+    assert {name.rpartition(".")[2] for name in trained} == {"weight", "bias"}
+    assert all(name.startswith("classifier.modules_to_save") for name in trained)
+
+
+def test_models_of_ones_own_take_adapters(tmp_path):
+    gpt = (*runs.MODELS["gpt"], "adapter=lora", "optimizer.lr=0.01")
+    run = runs.prepare(tmp_path, *gpt)
+    trained = {name.split(".lora_")[0] for name, p in run.state.model.named_parameters() if p.requires_grad}
+    runs.loop.train(run)
+    run.close()
+    names = ("attention.qkv", "attention.output", "mlp.gate", "mlp.up", "mlp.down")
+    assert trained == {f"layers.0.{name}" for name in names}
+    assert run.state.progress.step == 4
+
+
+def test_initial_weights_are_read_into_the_base(tmp_path):
+    gpt = (*runs.MODELS["gpt"], "oom.remember=false")
+    runs.run(tmp_path / "run", *gpt)
+    runs.run(tmp_path / "out", "mode=export", f"checkpointing.resume={tmp_path / 'run'}")
+    weights = load_file(tmp_path / "out/export/model.safetensors")
+
+    def base(*overrides):
+        run = runs.prepare(tmp_path / f"lora{len(overrides)}", *gpt, "adapter=lora", *overrides)
+        run.close()
+        named = run.state.model.named_parameters()
+        return {name.replace(".base_layer", ""): p.detach() for name, p in named if not p.requires_grad}
+
+    assert runs.differences(base(f"model.init_from={tmp_path / 'out/export/model.safetensors'}"), weights) == []
+    assert runs.differences(base(), weights) != []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["adapter.targets=[q_prj]"], r"adapter\.targets=\[q_prj\]: LlamaForCausalLM has no module of this name"),
+        (["adapter.train=[head]"], r"adapter\.train=\[head\]: LlamaForCausalLM has no module"),
+        (["adapter.rank=0"], r"adapter\.rank=0: must be greater than 0"),
+        (["adapter.base_dtype=bf16"], r"adapter\.base_dtype=bf16 with precision=fp32: products"),
+        (["parallel.fsdp.meta_init=true", "parallel=fsdp"], r"adapter=lora with parallel\.fsdp\.meta_init=true"),
+    ],
+)
+def test_a_mistake_gets_one_message(tmp_path, overrides, message):
+    with pytest.raises(UserError, match=message):
+        runs.prepare(tmp_path, *LORA, *overrides)
+
+
+def test_peft_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "peft", None)
+    with pytest.raises(UserError, match=r"adapter=lora: needs peft .*pip install 'trainapp\[peft\]'"):
+        runs.prepare(tmp_path, *LORA)

@@ -1,0 +1,239 @@
+"""`model=hf`, and models of Transformers by their class: how the program reads them, and what it refuses."""
+
+import hf_files
+import pytest
+import runs
+import torch
+from helpers import metrics
+from oom.inject import Injector, Recorded
+from torch import nn
+
+from trainapp.config import targets
+from trainapp.errors import UserError
+from trainapp.models import transformers_models
+from trainapp.models.inspect import blocks_of, last_layer
+
+transformers = pytest.importorskip("transformers", reason="needs the extra trainapp[hf]")
+
+from trainapp.models.huggingface import build, require_documents_apart  # noqa: E402
+
+CONFIG = {"model_type": "llama", **hf_files.SIZES, "vocab_size": 64}
+TOKENS = ("data=synthetic_tokens", "data.vocab_size=64", "data.context_length=16", "data.size=64", "data.val_size=16")
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def test_the_model_is_transformers_own_drawn_from_the_seed():
+    torch.manual_seed(3)
+    model = build("causal_lm", CONFIG)
+    torch.manual_seed(3)
+    own = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**CONFIG))
+    assert type(model) is transformers.LlamaForCausalLM
+    assert runs.differences(dict(model.state_dict()), dict(own.state_dict())) == []
+    assert model.config.use_cache is False
+    assert own.config.use_cache is True
+    with transformers_models.as_published(model):
+        assert model.config.use_cache is True
+    assert model.config.use_cache is False
+
+
+def test_blocks_are_found_by_themselves():
+    model = build("causal_lm", CONFIG)
+    assert blocks_of(model, "parallel=fsdp") == list(model.model.layers)
+    bert = build("sequence_classification", {**CONFIG, "model_type": "bert"}, num_classes=3)
+    assert blocks_of(bert, "parallel=fsdp") == list(bert.bert.encoder.layer)
+    assert bert.classifier.out_features == 3
+
+
+def test_the_data_fills_in_what_the_configuration_leaves_open():
+    bert = {"model_type": "bert", **hf_files.SIZES}
+    model = build("sequence_classification", bert, vocab_size=99, num_classes=2, classes=["no", "yes"], pad_token_id=7)
+    assert model.config.vocab_size == 99
+    assert model.config.id2label == {0: "no", 1: "yes"}
+    vit = {"model_type": "vit", **hf_files.SIZES, "patch_size": 4}
+    images = build("image_classification", vit, image_shape=(1, 8, 8), num_classes=10)
+    assert images(torch.zeros(2, 1, 8, 8)).logits.shape == (2, 10)
+    long = build("causal_lm", CONFIG, context_length=5000)
+    assert long.config.max_position_embeddings == 5000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"task": "causal_ml"}, r"model\.task=causal_ml: must be one of causal_lm.*did you mean 'causal_lm'"),
+        ({"config": CONFIG}, r"model\.task=null: must be one of"),
+        ({"task": "causal_lm"}, r"model\.config=None: needs a model_type"),
+        (
+            {"task": "causal_lm", "config": {"model_type": "lama"}},
+            "Unrecognized model identifier: lama",
+        ),
+        ({"task": "causal_lm", "config": {**CONFIG, "hidden_size": "x"}}, r"model\.config=.*hidden_size"),
+        ({"task": "causal_lm", "config": CONFIG, "vocab_size": 65}, r"vocab_size=64: the data has 65 tokens"),
+        ({"task": "causal_lm", "path": "./no/such"}, r"model\.path=\./no/such: there is no such folder"),
+        (
+            {"task": "causal_lm", "config": {**CONFIG, "trust_remote_code": True}},
+            r"model\.config\.trust_remote_code: code that comes with a model is not run",
+        ),
+        ({"task": "image_classification", "config": CONFIG}, r"model\.config=.*Unrecognized configuration class"),
+        (
+            {"task": "causal_lm", "config": {**CONFIG, "max_position_embeddings": 8}, "context_length": 9},
+            r"data\.context_length=9: the model has positions for 8 tokens",
+        ),
+        (
+            {"task": "sequence_classification", "config": {**CONFIG, "num_labels": 3}, "num_classes": 2},
+            r"num_labels=3: the data has 2 classes",
+        ),
+    ],
+)
+def test_a_mistake_gets_one_message(arguments, message):
+    with pytest.raises(UserError, match=message):
+        build(**arguments)
+
+
+def test_a_folder_is_opened_and_its_settings_may_be_changed(tmp_path):
+    folder = hf_files.model_folder(tmp_path / "llama", seed=5)
+    model = build("causal_lm", {"attention_dropout": 0.25}, path=str(folder))
+    own = transformers.LlamaForCausalLM.from_pretrained(folder)
+    assert runs.differences(dict(model.state_dict()), dict(own.state_dict())) == []
+    assert model.config.attention_dropout == 0.25
+    with pytest.raises(UserError, match=r"it has embeddings of 300 tokens|the data has 301 tokens"):
+        build("causal_lm", path=str(folder), vocab_size=301)
+
+
+def test_classes_in_another_order_are_refused(tmp_path):
+    bert = {"model_type": "bert", **hf_files.SIZES, "vocab_size": 64}
+    with transformers_models.as_published(model := build("sequence_classification", bert, num_classes=2)):
+        model.config.id2label = {0: "no", 1: "yes"}
+        model.save_pretrained(tmp_path)
+    path = {"path": str(tmp_path), "num_classes": 2}
+    kept = build("sequence_classification", **path, classes=["no", "yes"])
+    assert torch.equal(kept.classifier.weight, model.classifier.weight)
+    with pytest.raises(UserError, match=r"in another order \(yes, no\); set data\.classes=\[no, yes\]"):
+        build("sequence_classification", **path, classes=["yes", "no"])
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_packed_documents_are_computed_as_by_themselves(attention):
+    torch.manual_seed(0)
+    model = build("causal_lm", CONFIG, attention=attention, packed=True).eval()
+    documents = [torch.randint(64, (1, size)) for size in (5, 1, 7, 3)]
+    positions = torch.cat([torch.arange(d.shape[1]) for d in documents])[None]
+    with torch.no_grad():
+        together = model(torch.cat(documents, 1), position_ids=positions).logits
+        alone = torch.cat([model(document).logits for document in documents], 1)
+        crossing = model(torch.cat(documents, 1)).logits
+    torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-5)
+    assert (crossing - alone).abs().max() > 1e-2  # the negative control: without positions
+
+
+def test_models_that_would_mix_packed_documents_are_refused():
+    model = build("causal_lm", CONFIG)
+    require_documents_apart(model)
+    with (
+        transformers_models.as_published(model),  # with its cache
+        pytest.raises(UserError, match=r"data\.pack=true: in LlamaForCausalLM a packed document changes"),
+    ):
+        require_documents_apart(model)
+    with pytest.raises(UserError, match="MambaForCausalLM takes no position_ids"):
+        build("causal_lm", {"model_type": "mamba", "hidden_size": 16, "num_hidden_layers": 1}, packed=True)
+
+
+def gradients(tmp_path, *overrides):
+    run = runs.prepare(tmp_path, *hf_files.CAUSAL, *TOKENS, *runs.STEPS_ONLY, *overrides)
+    try:
+        runs.accumulate(run)
+        return runs.gradients(run.state.model)
+    finally:
+        run.close()
+
+
+@pytest.mark.parametrize(
+    "lever",
+    [
+        ("activation_checkpointing=full",),
+        ("activation_checkpointing=selective",),
+        ("activation_checkpointing=budget", "activation_checkpointing.bytes=100KB"),
+        ("memory.loss_chunk=7",),
+    ],
+    ids=lambda lever: lever[0],
+)
+def test_levers_leave_the_gradients_as_they_are(tmp_path, lever):
+    plain, with_lever = gradients(tmp_path / "a"), gradients(tmp_path / "b", *lever)
+    assert runs.relative_error(with_lever, plain) < 1e-6
+    assert runs.relative_error(gradients(tmp_path / "c", "train.seed=1"), plain) > 0.1
+
+
+def test_a_head_that_scales_its_logits_is_not_taken_over(tmp_path):
+    granite = hf_files.LLAMA.replace("llama", "granite").replace("}", ", logits_scaling: 2.0}")
+    overrides = ("model=hf", "model.task=causal_lm", granite, *TOKENS, "memory.loss_chunk=7")
+    with pytest.raises(UserError, match=r"memory\.loss_chunk=7: GraniteForCausalLM's forward\(inputs\) is not"):
+        runs.prepare(tmp_path, *overrides)
+    assert last_layer(build("causal_lm", CONFIG)).head.out_features == 64
+
+
+def test_any_class_by_its_name(tmp_path):
+    sizes = ", ".join(f"{name}: {value}" for name, value in {**hf_files.SIZES, "vocab_size": 64}.items())
+    by_name = (
+        "model=mlp",
+        "~model.width",
+        "~model.depth",
+        "~model.dropout",
+        "model._target_=transformers.LlamaForCausalLM",
+        f"+model.config={{_target_: transformers.LlamaConfig, {sizes}}}",
+    )
+    runs.run(tmp_path / "class", *by_name, *TOKENS, "activation_checkpointing=full")
+    runs.run(tmp_path / "hf", *hf_files.CAUSAL, *TOKENS)
+    losses = [[line["loss"] for line in metrics(tmp_path / name)] for name in ("class", "hf")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    with pytest.raises(UserError, match=r"model\.config: transformers\.LlamaConfig|model\.config.*hidden"):
+        runs.prepare(
+            tmp_path / "typo",
+            *by_name[:-1],
+            "+model.config={_target_: transformers.LlamaConfig, hidden_size: x}",
+            *TOKENS,
+        )
+
+
+@pytest.mark.parametrize("name", ["pipeline", "AutoModelForCausalLM", "Trainer"])
+def test_other_names_of_transformers_are_refused(name):
+    with pytest.raises(UserError, match=rf"model\._target_=transformers\.{name}: of Transformers, classes of models"):
+        targets.locate(f"transformers.{name}", "model._target_", [])
+    assert targets.locate("transformers.LlamaConfig", "model._target_", []) is transformers.LlamaConfig
+
+
+def test_memory_runs_out_and_nothing_is_lost(tmp_path):
+    overrides = (*hf_files.CAUSAL, *TOKENS, *runs.STEPS_ONLY, "batch.micro_size=8", "train.max_steps=3")
+    injector = Injector("backward", 2, 40)
+    recorded = Recorded(runs.configure(tmp_path / "a", *overrides), injector)
+    assert [(f.phase, f.old_size, f.new_size) for f in recorded.failures] == [("backward", 8, 4)]
+    replay = Recorded(runs.configure(tmp_path / "b", *overrides, "batch.micro_schedule={2: 4}"))
+    assert runs.differences(recorded.state(), replay.state()) == []
+    control = Recorded(runs.configure(tmp_path / "c", *overrides, "train.seed=1"))
+    assert runs.differences(recorded.state()["tensors"], control.state()["tensors"]) != []
+
+
+@pytest.mark.parametrize("adapter", ["none", "lora"])
+def test_a_rehearsed_step_is_the_same(tmp_path, adapter):
+    if adapter == "lora":
+        pytest.importorskip("peft", reason="needs the extra trainapp[peft]")
+    dropout = "+model.config.attention_dropout=0.1"
+    runs.run(tmp_path, *hf_files.CAUSAL, dropout, *TOKENS, f"adapter={adapter}", "debug=exactness", "train.max_steps=3")
+    assert len(metrics(tmp_path)) == 3
+
+
+def test_batches_with_a_mask_need_a_model_that_takes_it():
+    from trainapp.train.losses import beside_inputs, classification
+
+    class Plain(nn.Module):
+        def forward(self, inputs):
+            return inputs.float()
+
+    batch = {"inputs": torch.ones(2, 3), "targets": torch.zeros(2, dtype=torch.int64)}
+    assert classification(Plain(), batch)[1] == 2
+    with pytest.raises(UserError, match="the batches have attention_mask, which the forward of Plain does not take"):
+        beside_inputs(Plain(), {**batch, "attention_mask": torch.ones(2, 3)})
+
+
+def test_transformers_is_missing(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
+    with pytest.raises(UserError, match=r"model=hf: needs Transformers .*pip install 'trainapp\[hf\]'"):
+        build("causal_lm", CONFIG)

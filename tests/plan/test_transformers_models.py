@@ -1,0 +1,27 @@
+"""Plans of models of Transformers, with adapters and packed documents: exact, or said to be estimated."""
+
+import hf_files
+import pytest
+import runs
+
+from trainapp.plan import planner
+
+pytest.importorskip("transformers", reason="needs the extra trainapp[hf]")
+TOKENS = ("data=synthetic_tokens", "data.vocab_size=64", "data.context_length=16", "data.size=64", "data.val_size=16")
+FIXED = ("batch.micro_size=8", "batch.eval_micro_size=8", "oom.remember=false", "train.max_steps=3", "every.eval=3")
+
+
+def planned_and_measured(tmp_path, *overrides):
+    config = runs.configure(tmp_path / "plan", *overrides, *FIXED, "mode=plan", "plan.levers=false")
+    facts = planner.facts_of(config)
+    ended = runs.run(tmp_path / "run", *overrides, *FIXED)
+    return facts, ended.peak_memory_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adapter", ["none", "lora"])
+def test_a_llama_is_planned(tmp_path, adapter):
+    if adapter == "lora":
+        pytest.importorskip("peft", reason="needs the extra trainapp[peft]")
+    facts, measured = planned_and_measured(tmp_path, *hf_files.CAUSAL, *TOKENS, f"adapter={adapter}")
+    assert facts["peak_bytes"] == pytest.approx(measured, rel=0.05), facts["certainty"]
