@@ -110,6 +110,15 @@ def test_installed_wheel_uses_its_own_configuration(installed, tmp_path):
         root.write_text(text)
 
 
+def test_installed_wheel_writes_a_project_that_trains(installed, tmp_path):
+    done = run(installed / "trainapp", "new", "my_project", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    project, train = tmp_path / "my_project", ("--config-dir", ".", "experiment=first", "train.max_epochs=2")
+    ran = run(installed / "python", "-m", "trainapp", *train, "hydra.run.dir=run", cwd=project)
+    assert ran.returncode == 0, ran.stderr
+    assert (project / "run/result.json").exists()
+
+
 # The pins
 
 

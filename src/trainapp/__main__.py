@@ -6,6 +6,7 @@ Torch is not imported here, so that --help, --cfg and TAB stay fast.
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import hydra
@@ -17,6 +18,7 @@ from trainapp.config import command_line, compose, hydra_errors, inline_targets
 from trainapp.errors import Reported, UserError
 from trainapp.launch import environment, one_run, plan_table
 from trainapp.paths import CONF
+from trainapp.project import new
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +83,8 @@ def _drop_tracebacks(error: BaseException) -> None:
 
 def main() -> None:
     """Run the command line. A UserError ends it with one message and its exit code; others keep their traceback."""
+    if sys.argv[1:2] == ["new"]:
+        return _new(sys.argv[2:])
     command_line.add_import_paths(sys.argv[1:])
     sys.argv[1:] = inline_targets.expanded(sys.argv[1:])
     wants_traceback = "HYDRA_FULL_ERROR" in os.environ
@@ -96,6 +100,14 @@ def main() -> None:
             raise error from None
         hydra_errors.fail(message)
         sys.exit(error.exit_code if isinstance(error, UserError) else UserError.exit_code)
+
+
+def _new(arguments: Sequence[str]) -> None:
+    try:
+        new.command(arguments)
+    except UserError as error:
+        hydra_errors.fail(str(error))
+        sys.exit(error.exit_code)
 
 
 if __name__ == "__main__":

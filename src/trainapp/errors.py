@@ -13,6 +13,10 @@ class TrainingStopped(UserError):
     exit_code = 1
 
 
+class NotFinite(TrainingStopped):
+    """A loss or gradient that is inf or nan has ended the training."""
+
+
 class Reported(SystemExit):
     """Carries a user's mistake past Hydra, which prints a line of its own before every Exception, or hides it."""
 

@@ -32,9 +32,19 @@ def resume_command(hydra_config: HydraConf, run_dir: str) -> str:
             "python -m trainapp",
             *(f"--config-dir {shlex.quote(folder)}" for folder in _config_directories(hydra_config)),
             *(shlex.quote(override) for override in overrides(hydra_config)),
-            shlex.quote(f"hydra.run.dir={_hydra_quoted(run_dir)}"),
+            directory(run_dir),
         ]
     )
+
+
+def directory(run_dir: str) -> str:
+    """The argument of a shell command that names the run's directory."""
+    return shlex.quote(override("hydra.run.dir", run_dir))
+
+
+def override(name: str, value: str) -> str:
+    """`NAME=VALUE`, as Hydra reads it back."""
+    return f"{name}={_hydra_quoted(value)}"
 
 
 def _config_directories(hydra_config: HydraConf) -> list[str]:

@@ -18,7 +18,15 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter
 
-from trainapp.config import hydra_errors, inference_settings, inline_targets, sections, updates
+from trainapp.config import (
+    command_line,
+    hydra_errors,
+    inference_settings,
+    inline_targets,
+    lr_settings,
+    sections,
+    updates,
+)
 from trainapp.config.micro_schedule import entries, is_by_update
 from trainapp.config.schema import Config, Update
 from trainapp.config.validation import messages
@@ -43,7 +51,9 @@ def from_command_line(overrides: Iterable[str], run_dir: str = "", config_dir: s
             raise
         raise UserError(message) from None
     folder = [] if config_dir is None else [f"--config-dir {shlex.quote(str(Path(config_dir).expanduser().resolve()))}"]
-    return from_hydra(composed, run_dir, " ".join(["python -m trainapp", *folder, *map(shlex.quote, given)]), given)
+    place = [command_line.directory(run_dir)] if run_dir else []
+    command = " ".join(["python -m trainapp", *folder, *map(shlex.quote, given), *place])
+    return from_hydra(composed, run_dir, command, given)
 
 
 @contextlib.contextmanager
@@ -196,7 +206,7 @@ def _conflicts(config: Config) -> list[str]:
             f"mode={config.mode} with checkpointing.resume={config.checkpointing.resume}: name the checkpoint or the "
             "run directory that it is about"
         )
-    return errors + inference_settings.conflicts(config)
+    return errors + inference_settings.conflicts(config) + lr_settings.conflicts(config)
 
 
 def _conflicts_of_adapters(config: Config) -> list[str]:

@@ -86,6 +86,7 @@ FREE = {
         "batch_size",
     ),
     "export": ("folder", "file_size", "merge"),
+    "lr_find": ("min", "max", "steps", "diverges"),
 }
 # Arguments that a recovery may change, and one that matters only where the run would have ended.
 _IMPLEMENTATION = ("optimizer.foreach", "optimizer.capturable", "data.on_error")

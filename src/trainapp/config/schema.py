@@ -12,6 +12,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from trainapp.config.inference_settings import Generate, Predict
+from trainapp.config.lr_settings import LrFind
 from trainapp.config.parallel_settings import STRICT, Parallel
 from trainapp.config.rules import (
     Auto,
@@ -218,7 +219,7 @@ class Config:
     optimizer: Optimizer
     updates: list[Update] = field(default_factory=list)
     eval: dict[EvalName, Target] = field(default_factory=dict)
-    mode: Literal["train", "eval", "predict", "generate", "export", "plan"] = "train"
+    mode: Literal["train", "eval", "predict", "generate", "export", "plan", "lr_find"] = "train"
     task: Str = "auto"
     objective: Goal = "auto"
     user_packages: list[Str] = field(default_factory=list)
@@ -239,6 +240,7 @@ class Config:
     callbacks: dict[str, Target] = field(default_factory=dict)
     tracker: dict[str, Target] = field(default_factory=dict)
     export: Export = field(default_factory=Export)
+    lr_find: LrFind = field(default_factory=LrFind)
     predict: Predict = field(default_factory=Predict)
     generate: Generate = field(default_factory=Generate)
     adapter: Adapter = field(default_factory=Adapter)

@@ -37,6 +37,7 @@ class View:
     changed. Under DDP and FSDP every rank must make the same forward.
     tracker: has `scalars(values, step)`, `text(tag, text, step)`, `image(tag, path, step)` and `note(text)`; it writes
     on rank 0 alone.
+    logged: the step's loss, rates and other metrics where it is one that is logged (`every.log`), else empty.
     waited: seconds that this process has waited for batches. evaluated: the data sets of evaluations by name, "" for
     the data's own split. stop: ends the run after this step, as if it had reached its end; takes the reason, for
     result.json.
@@ -53,6 +54,7 @@ class View:
     waited: float
     evaluated: Mapping[str, Any]
     stop: Callable[[str], None]
+    logged: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def is_rank_zero(self) -> bool:

@@ -1,6 +1,7 @@
 """Runs in this process, in workers started here, or as a rank that torchrun or Slurm started. Imports torch."""
 
 import os
+from typing import TYPE_CHECKING
 
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
@@ -8,26 +9,34 @@ from trainapp.launch import environment
 from trainapp.memory import host_guard
 from trainapp.run import experiment
 
+if TYPE_CHECKING:
+    from trainapp.run.result import RunResult
+
 # torch 2.13 reads the first of these that is set, while it is imported: c10/cuda/CUDAAllocatorConfig.h. (The second
 # only in a build for ROCm.)
 ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 def launch(config: Config, is_sweep: bool = False) -> float | None:
-    """Train, evaluate, export or plan as `config` says, with as many processes as it asks for. Returns the objective.
+    """Train, evaluate, export or plan as `config` says. Returns the objective: see `run`."""
+    _require_known_device(config)
+    if config.mode == "plan":
+        from trainapp.plan import report
+
+        return report.run(config)
+    if config.mode == "lr_find":
+        return _lr_find(config)
+    return run(config, is_sweep).for_sweeper
+
+
+def run(config: Config, is_sweep: bool = False) -> "RunResult":
+    """Train, evaluate or export with as many processes as `config` asks for. Returns how that ended.
 
     The run takes place in this process (parallel=single), in workers that this process starts, or, where torchrun,
     srun or submitit started this process as one of several, in it as one of the ranks. is_sweep: whether
     other jobs may follow in this process. Raises UserError for mistakes and SystemExit when a signal ended the run.
     """
-    if config.plan.device is not None:  # a name that is misspelt is no better where it is not used
-        from trainapp.plan.cuda import devices
-
-        devices.find(config.plan.device)
-    if config.mode == "plan":
-        from trainapp.plan import report
-
-        return report.run(config)
+    _require_known_device(config)
     # torch checks CUBLAS_WORKSPACE_CONFIG once, at the process's first matmul on CUDA (2.13, ATen/Context.cpp): if it
     # is unset then, a later job of the sweep with train.deterministic=true is refused. Not set for every run:
     # before Hopper it makes each of cuBLAS's workspaces 24 MiB larger.
@@ -42,7 +51,7 @@ def launch(config: Config, is_sweep: bool = False) -> float | None:
             )
         from trainapp.run import runner
 
-        return runner.run(config).for_sweeper
+        return runner.run(config)
     from trainapp.launch import elastic, worker
 
     if environment.is_one_of_many_ranks():
@@ -54,9 +63,26 @@ def launch(config: Config, is_sweep: bool = False) -> float | None:
         error = UserError(outcome.error)
         error.exit_code = outcome.exit_code
         raise error
-    if outcome.exit_code:
+    if outcome.result is None:
         raise SystemExit(outcome.exit_code)
-    return outcome.objective
+    return outcome.result
+
+
+def _lr_find(config: Config) -> float:
+    if environment.is_one_of_many_ranks():
+        raise UserError("mode=lr_find: torchrun, srun or submitit started several processes; start it once")
+    prepare_process(config.memory.expandable_segments, config.train.deterministic)
+    from trainapp.run import lr_find
+
+    return lr_find.run(config)
+
+
+def _require_known_device(config: Config) -> None:
+    """Raises UserError for a name in `plan.device` that is misspelt: it is no better where it is not used."""
+    if config.plan.device is not None:
+        from trainapp.plan.cuda import devices
+
+        devices.find(config.plan.device)
 
 
 def prepare_process(expandable_segments: bool, deterministic: bool) -> None:

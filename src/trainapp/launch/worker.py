@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,15 +27,21 @@ from trainapp.parallel.ranks import DistributedRanks, Ranks
 from trainapp.run import experiment
 from trainapp.tracking import console
 
+if TYPE_CHECKING:  # the launcher need not wait for it
+    from trainapp.run.result import RunResult
+
 COLLECTED_WITHIN = 5.0  # seconds; a launcher that still collects outcomes looks every 0.1 s
 log = logging.getLogger(__name__)
 
 
 @dataclass
 class Outcome:
-    """How a worker ended, in plain values that can be sent to the parent. `error`: a message for the user."""
+    """How a worker ended, in plain values that can be sent to the parent. `error`: a message for the user.
 
-    objective: float | None = None
+    result: None after an error or a signal.
+    """
+
+    result: "RunResult | None" = None
     error: str | None = None
     exit_code: int = 0
 
@@ -49,7 +55,7 @@ def run_worker(config: Config) -> Outcome:
     try:
         with process_group(config) as ranks, one_run.for_worker(config):
             answered_by_rank_zero(ranks, lambda: experiment.require_same(config))
-            return Outcome(objective=runner.run(config, ranks).for_sweeper)
+            return Outcome(runner.run(config, ranks))
     except UserError as error:
         return Outcome(error=str(error), exit_code=error.exit_code)
     except runner.Interrupted as error:

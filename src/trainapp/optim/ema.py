@@ -59,6 +59,11 @@ class WeightAverage:
         finally:
             self._swap()
 
+    def replace_weights(self) -> None:
+        """Make the averages, where there are any, the weights, which are lost. Nothing is averaged any more."""
+        self._swap()
+        self.weights, self.averages, self._parts = [], [], []
+
     def _swap(self) -> None:
         for weight, average in zip(self.weights, self.averages, strict=True):
             weight.data, average.data = average.data, weight.data

@@ -8,7 +8,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from trainapp.errors import TrainingStopped
+from trainapp.errors import NotFinite, TrainingStopped
 from trainapp.torch_private import foreach_mul_, foreach_norm
 
 Number = Tensor | float
@@ -130,7 +130,7 @@ class NonFiniteCheck:
                 self._stop(step, name, math.nan)
 
     def _stop(self, step: int, name: str, value: float, update: str = "") -> NoReturn:
-        raise TrainingStopped(
+        raise NotFinite(
             f"step {step + 1}{_of(update)}: the {name} is not finite ({value}); {self._saved()}. A lower optimizer.lr, "
             "a longer schedule.warmup or train.grad_clip may help; train.nonfinite=skip leaves such steps out; "
             "debug=nonfinite finds where it comes from"

@@ -1,12 +1,14 @@
 """How a run ended: what result.json holds."""
 
+import json
 import math
 import signal
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from trainapp import strict_json
+from trainapp.config import micro_schedule
 from trainapp.data.progress import Progress
 from trainapp.files import atomic_write
 from trainapp.tracking.tracker import RESULT
@@ -14,6 +16,8 @@ from trainapp.train.bilinear import bilinear_modules_with_two_roundings
 from trainapp.train.run import Run
 from trainapp.train.sizes_of_run import as_schedule
 from trainapp.units import listed
+
+_NOTES = ("objective_note", "bit_for_bit_note", "plan_note")  # in the file only where there is something to say
 
 
 @dataclass
@@ -51,6 +55,13 @@ class RunResult:
         """What Hydra's optimizing sweepers receive."""
         value: float | None = getattr(self, self.sweeper_receives)
         return value
+
+
+@dataclass
+class Result(RunResult):
+    """What `trainapp.train` returns. run_dir: where the run has written everything."""
+
+    run_dir: Path = field(kw_only=True)
 
 
 def result_of(run: Run, seconds: float) -> RunResult:
@@ -140,10 +151,21 @@ def why_not_bit_for_bit(run: Run, not_replayed: list[str]) -> str | None:
     return None
 
 
+def read(run_dir: Path) -> RunResult | None:
+    """The result that `write` has left; None where there is none that can be read, or one of an older version."""
+    try:
+        facts = json.loads((run_dir / RESULT).read_text())
+        facts = dict.fromkeys(_NOTES) | facts
+        facts["micro_schedule"] = micro_schedule.check(facts["micro_schedule"] or {1: facts["micro_size"]})
+        return RunResult(**{own.name: facts[own.name] for own in fields(RunResult)})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
 def write(run_dir: Path, result: RunResult) -> None:
     """Write result.json. Raises OSError when it cannot be written; an older one then stays."""
     facts = asdict(result)
-    for note in ("objective_note", "bit_for_bit_note", "plan_note"):
+    for note in _NOTES:
         if facts[note] is None:
             del facts[note]
     with atomic_write(run_dir / RESULT) as file:

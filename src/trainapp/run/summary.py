@@ -71,7 +71,8 @@ def report(run: Run, result: RunResult) -> None:
             run.tracker.complain(run_dir / RESULT, error)
     if result.objective_note:
         log.warning("eval %s is %s", result.metric, result.objective_note)
-    print_summary(run, result)
+    if run.config.mode != "lr_find":  # it ends with what it has found
+        print_summary(run, result)
     if run.stop.agreed and run.config.checkpointing.save:
         print(f"Resume with:\n  {run.config.command}", flush=True)
 

@@ -110,6 +110,7 @@ def _view(run: Run, name: str, verdict: Verdict) -> View:
         waited=run.meter.waited,
         evaluated={name: batches.dataset for name, batches in run.eval_sets.items()},
         stop=stop,
+        logged=dict(run.logged),
     )
 
 

@@ -1,0 +1,122 @@
+"""What `import trainapp` offers a Python program: `train`, `load`, `predict`. Imports no torch before it must."""
+
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainapp.config import command_line, compose
+from trainapp.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from trainapp.run.result import Result
+
+
+def train(overrides: Iterable[str], run_dir: str | Path, config_dir: str | Path | None = None) -> "Result":
+    """The run of `python -m trainapp OVERRIDES hydra.run.dir=RUN_DIR`, from start to end. Returns how it ended.
+
+    overrides: such as `["model=mlp", "train.max_steps=20"]`. run_dir: where the run writes all its files; calling
+    again with the same directory continues the run there, or returns its result if it has finished. config_dir: as
+    `--config-dir`, a folder with options of your own; modules are found there and in the working directory.
+
+    Trains in this process (other threads go on), with workers (`parallel=ddp`) below another one, and leaves the
+    process as it was: no file outside run_dir, but for the cache of $TRAINAPP_CACHE; the same working directory,
+    environment, signal handlers, log handlers, random generators and switches of torch.
+
+    Raises UserError for mistakes, with the message of the command line; TrainingStopped, a UserError, where training
+    cannot continue; KeyboardInterrupt after Ctrl-C, once the step is finished and saved (in the main thread, where
+    Python receives signals); SystemExit after SIGTERM, likewise.
+    """
+    from trainapp.launch import from_python
+
+    with _imports(config_dir):
+        config = compose.from_command_line(_settings("train", overrides), _path("train", run_dir), config_dir)
+        if config.mode != "train":
+            other = "use trainapp.plan" if config.mode == "plan" else f"use `python -m trainapp mode={config.mode}`"
+            raise UserError(f"trainapp.train: mode={config.mode} does not train; {other}")
+        return from_python.run(config)
+
+
+def load(
+    run_dir: str | Path,
+    which: str | Path = "best",
+    user_packages: Iterable[str] = (),
+    config_dir: str | Path | None = None,
+) -> "nn.Module":
+    """The model of a run, on the CPU and in evaluation mode, with the weights of one of its checkpoints.
+
+    which: "best", by the objective; "last"; or the path of a checkpoint. A run that evaluates with an average of its
+    weights (`train.ema`) gives that. The model is built from the settings in the checkpoint, and the run's data set is
+    opened for the sizes that the model takes from it.
+
+    user_packages: your packages that the model, the data and the loss may come from, and config_dir: where they are
+    found beside the working directory, both as for `train`. They are not taken from the checkpoint: it may be another
+    person's, and would name the code that runs here. Raises UserError where there is no such checkpoint, and for one
+    that is damaged, names other packages, or does not fit.
+    """
+    from trainapp.launch import borrowed
+
+    packages = [user_packages] if isinstance(user_packages, str) else list(user_packages)
+    with _imports(config_dir), borrowed.borrowed():
+        from trainapp.run import loaded
+
+        return loaded.model(Path(_path("load", run_dir)), which, packages)
+
+
+def predict(
+    run: str | Path, overrides: Iterable[str] = (), *, run_dir: str | Path, config_dir: str | Path | None = None
+) -> Path:
+    """`python -m trainapp mode=predict checkpointing.resume=RUN OVERRIDES`. Returns the file: a JSON line per sample.
+
+    run: the directory of a run, or one of its checkpoints. overrides: such as `["predict.split=train"]` or
+    `["user_packages=[my_parts]"]`; model, data and task are the run's own where they choose no others. run_dir: for
+    the log and, unless `predict.output` names another file, for predictions.jsonl. config_dir, what is left as it was
+    and what is raised: as for `train`. After Ctrl-C the same call continues the file.
+    """
+    from trainapp.launch import from_python
+
+    given = [*_settings("predict", overrides), "mode=predict"]
+    given.append(command_line.override("checkpointing.resume", _path("predict", run, "run")))
+    with _imports(config_dir):
+        config = compose.from_command_line(given, _path("predict", run_dir), config_dir)
+        from_python.run(config)
+    return Path(config.predict.output or Path(config.run_dir) / "predictions.jsonl")
+
+
+@contextmanager
+def _imports(config_dir: str | Path | None) -> Iterator[None]:
+    """Users' modules are found as on the command line."""
+    before = list(sys.path)
+    command_line.add_import_paths([] if config_dir is None else ["--config-dir", str(config_dir)])
+    try:
+        yield
+    finally:
+        sys.path[:] = before
+
+
+def _path(function: str, value: Any, name: str = "run_dir") -> str:
+    if not isinstance(value, str | os.PathLike) or not str(value):
+        raise UserError(f"trainapp.{function}: {name}={value!r} must be the path of the run's directory")
+    return str(Path(value).expanduser().resolve())
+
+
+def _settings(function: str, overrides: Iterable[str]) -> list[str]:
+    """The overrides. Raises UserError for what only the command line takes."""
+    given = compose.as_overrides(overrides)
+    for text in given:
+        name = text.lstrip("+~").partition("=")[0]
+        if text.startswith("-"):
+            raise UserError(
+                f"trainapp.{function}: {text} is an option of the command line; give overrides such as 'model=gpt', "
+                "and a folder with options of your own as config_dir=FOLDER"
+            )
+        if name.partition(".")[0] == "hydra" and name != "hydra.searchpath":
+            raise UserError(
+                f"trainapp.{function}: {text} is for the command line, where Hydra runs the program; the run's "
+                "directory is given as run_dir=DIR"
+            )
+    return given

@@ -1,0 +1,71 @@
+"""`trainapp new my_project`: a small project of one's own, to change from there. Imports no torch."""
+
+import importlib.util
+import keyword
+import string
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainapp.errors import UserError
+from trainapp.paths import PACKAGE
+
+_TEMPLATE, _SUFFIX = PACKAGE / "project" / "template", ".template"
+USAGE = "trainapp new NAME: writes a project into the new folder NAME, whose last part is the name of its Python module"
+
+
+def command(arguments: Sequence[str]) -> None:
+    """The command line behind `trainapp new`. Raises UserError for mistakes."""
+    if list(arguments) in (["--help"], ["-h"]):
+        print(USAGE)
+        return
+    if len(arguments) != 1 or arguments[0].startswith("-"):
+        raise UserError(f"trainapp new {' '.join(arguments)}".rstrip() + f": give one name; {USAGE}")
+    folder = Path(arguments[0])
+    write(folder)
+    print(
+        f"{folder} is ready:\n  cd {folder}\n  python -m trainapp --config-dir . experiment=first\nSee its README.md."
+    )
+
+
+def write(folder: Path) -> list[Path]:
+    """Write the project. Returns its files.
+
+    Raises UserError for a name that no module may have, and for a folder that is not empty or cannot be written.
+    """
+    name = folder.name
+    _require_module_name(name, folder)
+    try:
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise UserError(f"trainapp new {folder}: exists and is not empty; choose another name, or remove it")
+        return [_write(folder, source, name) for source in sorted(_TEMPLATE.rglob(f"*{_SUFFIX}"))]
+    except OSError as error:
+        raise UserError(f"trainapp new {folder}: {error.filename}: {error.strerror}; choose another place") from None
+
+
+def _write(folder: Path, source: Path, name: str) -> Path:
+    """`$name` in the text, and `NAME` in the path, are the project's name."""
+    path = folder / str(source.relative_to(_TEMPLATE)).removesuffix(_SUFFIX).replace("NAME", name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(string.Template(source.read_text()).substitute(name=name))
+    return path
+
+
+def _require_module_name(name: str, folder: Path) -> None:
+    setting = f"trainapp new {folder}"
+    if not (name.isidentifier() and name.isascii()) or keyword.iskeyword(name):
+        close = "".join(letter if letter.isascii() and letter.isalnum() else "_" for letter in name).strip("_")
+        hint = f", such as {close}" if close.isidentifier() and not keyword.iskeyword(close) else ""
+        raise UserError(f"{setting}: must be the name of a Python module: letters, digits and _, no keyword{hint}")
+    if name in sys.stdlib_module_names or name == "trainapp" or _is_installed(name):
+        raise UserError(
+            f"{setting}: there is a module {name} already, which one of them would hide; choose another name"
+        )
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):  # half installed
+        return True
+    return spec is not None and spec.origin is not None  # a plain folder, such as the empty one to write to, has none

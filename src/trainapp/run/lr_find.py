@@ -1,0 +1,153 @@
+"""`mode=lr_find`: a run whose schedule raises the learning rate step by step, and what its losses say.
+
+The run is the usual one, with a schedule and a callback of its own, in a folder that is removed: only the curve stays.
+"""
+
+import contextlib
+import csv
+import dataclasses
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from trainapp.config.schema import Config, Every, Schedule, Stopping, Target
+from trainapp.errors import NotFinite, TrainingStopped, UserError
+from trainapp.files import atomic_write
+from trainapp.hooks import lr_range
+from trainapp.run import runner
+
+CSV, PICTURE = "lr_find.csv", "lr_find.png"
+FEWEST = 3  # steps in which the loss must fall
+
+
+class Suggestion(NamedTuple):
+    """Learning rates: where the smoothed loss falls most steeply, and where it is lowest."""
+
+    steepest: float
+    lowest: float
+
+    @property
+    def rate(self) -> float:
+        """The smaller of the steepest descent's and a tenth of the lowest loss's."""
+        return min(self.steepest, self.lowest / 10)
+
+
+def run(config: Config) -> float:
+    """Run the test, write its curve, and print what it suggests. Returns that rate.
+
+    Raises TrainingStopped where the loss never falls, and what a run raises.
+    """
+    run_dir, settings = Path(config.run_dir), config.lr_find
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".lr_find-", dir=run_dir) as folder:
+        file = Path(folder) / CSV
+        why = "the loss diverges"
+        try:
+            runner.run(configured(config, folder, file))
+        except NotFinite:
+            why = "the loss or a gradient is not finite"
+        steps, losses = lr_range.read(file)
+    rates = [settings.max * lr_range.growing(s - 1, settings.min, settings.max, settings.steps) for s in steps]
+    curve = lr_range.smoothed(losses)
+    _write(run_dir / CSV, steps, rates, losses, curve)
+    found = suggestion(rates, curve, settings.min)
+    _draw(run_dir / PICTURE, rates, losses, curve, found)
+    print(_text(run_dir, rates, found, why if len(steps) < settings.steps else ""), flush=True)
+    return float(f"{found.rate:.2g}")
+
+
+def configured(config: Config, folder: str, file: Path) -> Config:
+    """The configuration of the run, in `folder`: its steps as they are, and nothing around them."""
+    settings, highest = config.lr_find, config.lr_find.max
+    lr = config.optimizer.lr
+    ratio = None if lr is None else highest / lr
+    groups = [group | {"lr": group["lr"] * ratio} if "lr" in group else group for group in config.optimizer.groups]
+    growth = {"minimum": settings.min, "maximum": highest, "steps": settings.steps}
+    watching = Target("trainapp.hooks.lr_range.RangeTest", {"file": str(file), "diverges": settings.diverges})
+    changes: dict[str, Any] = {
+        "run_dir": folder,
+        "train": dataclasses.replace(
+            config.train, max_steps=settings.steps, max_epochs=None, nonfinite="stop", ema=None, check_exactness=False
+        ),
+        "optimizer": dataclasses.replace(config.optimizer, lr=highest, groups=groups),
+        "schedule": Schedule(target="trainapp.hooks.lr_range.growing", arguments=growth),
+        "every": Every(log=1, eval=None, save=None),
+        "checkpointing": dataclasses.replace(config.checkpointing, resume="none", load="all", save=False),
+        "stopping": Stopping(),
+        "objective": "auto",
+        "eval": {},
+        "metrics": {},
+        "tracker": {},
+        "callbacks": {"lr_find": watching},
+    }
+    return dataclasses.replace(config, **changes)
+
+
+def suggestion(rates: list[float], curve: list[float], lowest_rate: float) -> Suggestion:
+    """From the smoothed losses. Raises TrainingStopped where they do not fall."""
+    end = int(np.argmin(curve)) if curve else 0
+    if end < FEWEST:
+        raise TrainingStopped(
+            f"mode=lr_find: the loss falls at no rate from lr_find.min={lowest_rate:g} on ({CSV} has the curve); begin "
+            "lower, or look for a mistake in model or loss"
+        )
+    slopes = np.gradient(curve[: end + 1], np.log(rates[: end + 1]))
+    first = min(len(curve) // 10, end - FEWEST)  # few losses are in the average before: noise has the steepest slopes
+    return Suggestion(rates[first + int(np.argmin(slopes[first:]))], rates[end])
+
+
+def _text(run_dir: Path, rates: list[float], found: Suggestion, why_ended: str) -> str:
+    why = f", where {why_ended}" if why_ended else ""
+    still = "; the loss still falls at the highest rate, raise lr_find.max" if found.lowest == rates[-1] else ""
+    return "\n".join(
+        [
+            f"{len(rates)} steps at learning rates from {rates[0]:.2g} to {rates[-1]:.2g}{why}",
+            f"steepest descent at {found.steepest:.2g}; lowest loss at {found.lowest:.2g}, a tenth of which is "
+            f"{found.lowest / 10:.2g}{still}",
+            f"{CSV} and {PICTURE} are in {run_dir}",
+            f"optimizer.lr={found.rate:.2g}",
+        ]
+    )
+
+
+def _write(path: Path, steps: list[int], rates: list[float], losses: list[float], curve: list[float]) -> None:
+    with _named(path), atomic_write(path) as file:
+        rows = csv.writer(file, lineterminator="\n")
+        rows.writerow(["step", "lr", "loss", "smoothed"])
+        rows.writerows(zip(steps, rates, losses, curve, strict=True))
+
+
+def _draw(path: Path, rates: list[float], losses: list[float], curve: list[float], found: Suggestion) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # late: half a second
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), dpi=100, layout="constrained")
+    canvas = FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.plot(rates, losses, color="C0", alpha=0.3, label="loss")
+    axes.plot(rates, curve, color="C0", label="smoothed")
+    axes.axvline(found.steepest, color="C1", linestyle="--", label=f"steepest descent, {found.steepest:.2g}")
+    tenth = found.lowest / 10
+    axes.axvline(tenth, color="C2", linestyle="--", label=f"a tenth of the lowest loss's, {tenth:.2g}")
+    axes.set(xscale="log", xlabel="learning rate", ylabel="loss", ylim=_limits(losses, curve))
+    axes.legend()
+    with _named(path), atomic_write(path, "wb") as file:
+        canvas.print_png(file)
+
+
+def _limits(losses: list[float], curve: list[float]) -> tuple[float, float]:
+    """With a margin, from the lowest loss to the highest smoothed one: a loss that explodes would flatten the rest."""
+    low, high = min(losses), max(curve)
+    margin = 0.05 * (high - low) or 1.0
+    return low - margin, high + margin
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"mode=lr_find: {path} cannot be written: {error.strerror}") from None
