@@ -29,6 +29,19 @@ class Encoder(nn.Module):
         return self.head(hidden)
 
 
+class Teaching(Encoder):
+    """A momentum teacher in parameters, which every forward writes."""
+
+    def __init__(self, num_classes: int, width: int = 16, dropout: float = 0.0):
+        super().__init__(num_classes, width, dropout, norm=False)
+        self.teacher = nn.Linear(width, 8).requires_grad_(False)
+
+    def forward(self, inputs):
+        with torch.no_grad():
+            self.teacher.weight.lerp_(self.head.weight, 0.1)
+        return super().forward(inputs)
+
+
 def infonce(first, second):
     logits = first @ second.T
     own = torch.arange(len(logits), device=logits.device)

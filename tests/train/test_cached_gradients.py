@@ -9,7 +9,7 @@ import torch
 from helpers import ROOT, evaluations
 from markdown import write_files
 
-from trainapp.errors import UserError
+from trainapp.errors import TrainingStopped, UserError
 from trainapp.rng import rng_state, set_rng_state
 from trainapp.train import loop
 from trainapp.train.restore_point import RestorePoint
@@ -227,6 +227,12 @@ def test_what_cannot_be_joined_or_repeated(tmp_path, task):
     assert REFUSED[task] in str(refused.value)
     assert str(refused.value).startswith(f"task=embedding_tasks.{task}: ")
     assert "\n" not in str(refused.value)
+
+
+def test_parameters_that_a_forward_writes(tmp_path):
+    """They would be written twice."""
+    with pytest.raises(TrainingStopped, match=r"its embed writes parameters in place \(model.teacher.weight\)"):
+        runs.run(tmp_path, *OWN, "model._target_=embedding_tasks.Teaching", MIRRORED, "batch.micro_size=8")
 
 
 def test_fewer_samples_would_be_another_loss(tmp_path):
