@@ -1,6 +1,17 @@
 """The losses that come with trainapp, for users' own code."""
 
 from trainapp.memory.levers.chunked_loss import linear_cross_entropy
+from trainapp.train.contrastive import Contrastive, EmbeddingTask
 from trainapp.train.losses import IGNORED, Metrics, Task, classification, inputs_and_targets, next_token
 
-__all__ = ["IGNORED", "Metrics", "Task", "classification", "inputs_and_targets", "linear_cross_entropy", "next_token"]
+__all__ = [
+    "IGNORED",
+    "Contrastive",
+    "EmbeddingTask",
+    "Metrics",
+    "Task",
+    "classification",
+    "inputs_and_targets",
+    "linear_cross_entropy",
+    "next_token",
+]

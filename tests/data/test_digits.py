@@ -110,6 +110,17 @@ def test_augmentation_shifts_by_up_to_a_pixel_and_scales_by_a_tenth():
     assert 1.09 < max(factors) < 1.101
 
 
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_views_are_augmentations_that_differ(split):
+    data = Digits(split, seed=7, views=2)
+    pixels = data.__getitems__([3, 5, 8])["inputs"]
+    assert pixels.shape == (3, 2, 1, 8, 8)
+    assert all(not torch.equal(first, second) for first, second in pixels)
+    assert torch.equal(pixels[1:2], data.__getitems__([5])["inputs"])  # whatever they are fetched with
+    if split == "train":
+        assert torch.equal(pixels[:, 0], Digits(split, seed=7, augment=True).__getitems__([3, 5, 8])["inputs"])
+
+
 def test_validation_is_never_augmented():
     plain, augmented = Digits("val"), Digits("val", augment=True)
     augmented.set_epoch(1)

@@ -211,10 +211,11 @@ def train_mean_of_means(rank: int, config: Config, *arguments: Any) -> Record:
     """A wrong variant: each rank's mean over its own tokens, then the mean over ranks."""
     backward, clip = step.backward, loop.clip_gradients
 
-    def own_mean(run: Run, micro: MicroBatch, weight: torch.Tensor, *rest: Any) -> Totals:
+    def own_mean(run: Run, source: Any, micro: MicroBatch, *rest: Any) -> Totals:
         targets = micro.data["targets"]
         own = (targets != -100).sum()
-        return backward(run, micro, 1.0 / (own * config.batch.global_size / len(targets)), *rest)
+        source.weight = 1.0 / (own * config.batch.global_size / len(targets))
+        return backward(run, source, micro, *rest)
 
     def unscaled(run: Run, coming: Step, totals: Any) -> torch.Tensor:
         totals.count = coming.samples

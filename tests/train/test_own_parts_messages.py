@@ -66,7 +66,10 @@ def test_a_model_of_ones_own_is_frozen_without_a_plus(tmp_path):
     ("name", "message"),
     [
         ("Digits", "says that its task is 'regression', which must be one of classification, next_token"),
-        ("Untold", "does not say what its task is; set task to classification, next_token or a function of yours"),
+        (
+            "Untold",
+            "does not say what its task is; set task to classification, next_token, contrastive or a function of yours",
+        ),
     ],
 )
 def test_a_wrong_task_of_a_data_set_is_not_called_missing(tmp_path, name, message):

@@ -140,7 +140,11 @@ SEVERAL_OPTIMIZERS = {
     ),
 }
 
-ALL = MODELS | BATCHES | STATEFUL | SEVERAL_OPTIMIZERS
+WHOLE_BATCH = {
+    "embeddings": Cell("embedded.Encoder", task="embedded.matching"),
+}
+
+ALL = MODELS | BATCHES | STATEFUL | SEVERAL_OPTIMIZERS | WHOLE_BATCH
 
 
 def find(name):

@@ -111,6 +111,14 @@ class _Recording:
         return getattr(self.task, name)
 
     def __call__(self, model: nn.Module, batch: Any) -> Any:
+        return self._noted(self.task, model, batch)
+
+    def embed(self, model: nn.Module, batch: Any) -> Any:
+        """Of a task that has it. With gradients it repeats what was noted without them."""
+        embed = self.task.embed
+        return embed(model, batch) if torch.is_grad_enabled() else self._noted(embed, model, batch)
+
+    def _noted(self, task: Any, model: nn.Module, batch: Any) -> Any:
         run = self.training.run
         if run.attempt.phase != "evaluate":
             progress = run.state.progress
@@ -118,8 +126,8 @@ class _Recording:
                 place = (progress.epoch, progress.consumed)
                 self.training.trained.setdefault(place, []).append(index_of(batch).tolist())
             self.training.on_batch(run)
-            return self.task(model, batch)
-        result = self.task(model, batch)
+            return task(model, batch)
+        result = task(model, batch)
         for fault in self.training.faults:
             if isinstance(fault, Counting):
                 fault.evaluated()

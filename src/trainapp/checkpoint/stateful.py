@@ -119,6 +119,12 @@ class Stateful:
             if owner is not None and owner.kind not in but:
                 owner.set(copied(state))
 
+    def restore_generators(self, states: Mapping[str, Any]) -> None:
+        """The owned generators alone, as `take` has returned them."""
+        for name, owner in self._momentary.items():
+            if owner.kind == "generator" and name in states:
+                owner.set(copied(states[name]))
+
     @contextlib.contextmanager
     def preserved_generators(self) -> Iterator[None]:
         """Restore the owned generators after the block, as `preserved_rng` does the global ones."""

@@ -41,6 +41,11 @@ def _why_no_smaller(run: Run, failure: Incident) -> str:
     if losses.needs_whole_batch(run.task):
         setting = "batch.eval_micro_size" if failure.evaluating else "batch.global_size"
         return f"its loss lives on the whole batch (whole_batch=True), which is never cut; a smaller {setting} helps"
+    if failure.old_size <= sizes.smallest and losses.has_embeddings(run.task) and not failure.evaluating:
+        return (
+            "nothing is left to halve, and its loss keeps the inputs and embeddings of all samples of a step in "
+            "memory: a smaller batch.global_size helps"
+        )
     if failure.old_size <= sizes.smallest:
         return "nothing is left to halve"
     return "a smaller one cannot help, since what fails asks for the same memory at every size"

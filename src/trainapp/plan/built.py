@@ -63,7 +63,7 @@ def built(
     real_bytes: int | None,
 ) -> Iterator[Built]:
     """The run; the modes that it needs are in force inside the block. Arguments: see `traced_run.trace`."""
-    planned = planned_config(config, size or UNTRAINED, eval_size or 1, ranks.world)
+    planned = planned_config(config, size or UNTRAINED, eval_size or 1, ranks.world, components.has_embeddings)
     shape, eval_shapes = _shapes(planned, components, size, eval_size, way, ranks)
     parts = build.load_parts(planned, ranks, components)
     host, parts.device, parts.accelerator = parts.device, place.device or parts.device, place.accelerator
@@ -81,7 +81,8 @@ def built(
                 fake = _of_data_as_before(fake, memory)
         parts.batches = cast(StepBatches, place.batches(parts.batches, fake, shape, memory))
         for name, evaluated in parts.eval_sets.items():
-            parts.eval_sets[name] = cast(EvalBatches, place.eval_batches(evaluated, fake, eval_shapes.get(name)))
+            fakes = place.eval_batches(evaluated, fake, eval_shapes.get(name), components.has_embeddings)
+            parts.eval_sets[name] = cast(EvalBatches, fakes)
         values.state_is_late = state_is_late = _creates_state_late(planned, host)
         with EqualChunks():
             run = build.run_of(planned, parts, StopRequest(), ranks, initial_device=str(parts.device))

@@ -189,7 +189,8 @@ class Planner:
 
     def _traced_samples(self, size: int) -> int:
         """Of a traced step, over all ranks."""
-        return at_most(planned_config(self.config, size, 1, self.world).batch.global_size, self.components.train_data)
+        planned = planned_config(self.config, size, 1, self.world, self.components.has_embeddings)
+        return at_most(planned.batch.global_size, self.components.train_data)
 
     def given_size(self) -> int | None:
         """The micro-batch that the configuration fixes, if it does."""

@@ -16,16 +16,17 @@ SURVEYED = 256  # samples whose shapes are compared, or two micro-batches of mor
 Which = Literal["shortest", "longest"]
 
 
-def planned_config(config: Config, size: int, eval_size: int, world: int) -> Config:
+def planned_config(config: Config, size: int, eval_size: int, world: int, all_at_once: bool = False) -> Config:
     """The configuration of the trace: what costs no memory on the device, or only in a few first steps, is off.
 
     size, eval_size: of micro-batches, on one of `world` ranks. A step of many micro-batches peaks in its second one, as
-    in all later ones: two are traced. (Of less than three, the second one need not be full.)
+    in all later ones: two are traced. (Of less than three, the second one need not be full.) all_at_once: all
+    are, since each leaves something for the next.
     """
     whole, parts = config.batch.global_size, config.accumulation.steps
     share = -(-whole // world)
     as_given = parts != "auto" and size == -(-share // parts)
-    global_size = whole if as_given or share < 3 * size else 2 * size * world
+    global_size = whole if as_given or all_at_once or share < 3 * size else 2 * size * world
     changes: dict[str, Any] = {
         "batch": dataclasses.replace(
             config.batch,

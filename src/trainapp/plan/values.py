@@ -159,11 +159,20 @@ class FakeBatches:
 
 
 class FakeEvalBatches:
-    """As `FakeBatches`, but only the first batch of an evaluation: no other has more samples."""
+    """As `FakeBatches`, but only the first batch of an evaluation: no other has more samples.
 
-    def __init__(self, real: EvalBatches | EvalStream, fake: Callable[[Tensor], Tensor], instead: MicroBatch | None):
+    every: all of them, where each leaves something for the next.
+    """
+
+    def __init__(
+        self,
+        real: EvalBatches | EvalStream,
+        fake: Callable[[Tensor], Tensor],
+        instead: MicroBatch | None,
+        every: bool = False,
+    ):
         self.__dict__["_real"] = real
-        self.__dict__["_fake"], self.__dict__["_instead"] = fake, instead
+        self.__dict__["_fake"], self.__dict__["_instead"], self.__dict__["_every"] = fake, instead, every
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)
@@ -174,8 +183,9 @@ class FakeEvalBatches:
     def from_sample(self, done: int, size: int, ranks: Ranks) -> Iterator[MicroBatch]:
         """As `EvalBatches.from_sample`."""
         for micro in without_values(self._real.from_sample(done, size, ranks), self._fake, self._instead):
-            yield micro._replace(last=True)
-            return
+            yield micro if self._every else micro._replace(last=True)
+            if not self._every:
+                return
 
 
 def without_values(

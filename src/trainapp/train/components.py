@@ -15,10 +15,16 @@ from trainapp.data.stream import is_empty, is_stream
 from trainapp.errors import UserError
 from trainapp.models.adapters import adapted
 from trainapp.train import losses
+from trainapp.train.contrastive import Contrastive
 from trainapp.train.hook_parts import Hooks, load_hooks
+from trainapp.train.whole_batch import require_complete, require_same_batch
 from trainapp.units import listed
 
-BUILT_IN_TASKS = ("classification", "next_token")
+BUILT_IN_TASKS: dict[str, Any] = {
+    "classification": losses.classification,
+    "next_token": losses.next_token,
+    "contrastive": Contrastive,
+}
 log = logging.getLogger(__name__)
 
 
@@ -38,6 +44,11 @@ class Components:
     def training_tasks(self) -> list[losses.Task]:
         """What a step computes: the tasks of its updates, or the only one."""
         return list(self.updates.values()) or [self.task]
+
+    @property
+    def has_embeddings(self) -> bool:
+        """Whether a loss is one of embeddings: a step then holds those of all its micro-batches at once."""
+        return any(map(losses.has_embeddings, (self.task, *self.training_tasks)))
 
     @property
     def knows_loss(self) -> bool:
@@ -61,9 +72,11 @@ def load_components(config: Config) -> Components:
         update.name: _task(config, found[setting], setting, update.task)
         for setting, update in zip(_settings_of_tasks(config), config.updates, strict=True)
     }
+    task = _task(config, found["task"]) or _default_task(config, train, updates)
+    require_same_batch(config, task, *updates.values())
     return Components(
         model=adapted(found["model"], config),
-        task=_task(config, found["task"]) or _default_task(train, updates),
+        task=task,
         updates=updates,
         train_data=train,
         eval_data=evaluated,
@@ -76,19 +89,20 @@ def _settings_of_tasks(config: Config) -> list[str]:
     return [f"updates.{number}.task" for number in range(len(config.updates))]
 
 
-def _default_task(data: Any, updates: dict[str, losses.Task]) -> losses.Task:
+def _default_task(config: Config, data: Any, updates: dict[str, losses.Task]) -> losses.Task:
     """For task=auto: the data set's or, where there are updates, that of the last one: a GAN's data names no loss."""
     if updates:
         return list(updates.values())[-1]
-    task: losses.Task = getattr(losses, data.task)
+    task: losses.Task = _task(config, BUILT_IN_TASKS[data.task])
     return task
 
 
 def _task(config: Config, found: Any, setting: str = "task", name: str | None = None) -> Any:
     """The function or object that a setting names; an instance of the class that it names, built without arguments."""
-    if not inspect.isclass(found):
-        return found
     name = name or config.task
+    if not inspect.isclass(found):
+        require_complete(found, f"{setting}={name}")
+        return found
     lacking = check_arguments(found, {}, "task", {})
     if lacking:
         names = ", ".join(line.partition(":")[0].removeprefix("task.") for line in lacking)
@@ -103,6 +117,7 @@ def _task(config: Config, found: Any, setting: str = "task", name: str | None = 
             f"{setting}={name}: an instance of it cannot be called; give the class a method "
             "`__call__(self, model, batch)` that returns (loss_sum, count, metrics)"
         )
+    require_complete(task, f"{setting}={name}")
     return task
 
 
@@ -152,7 +167,7 @@ def _locate_all(config: Config) -> dict[str, Any]:
     for setting, task in tasks.items():
         try:
             if task in BUILT_IN_TASKS:
-                found[setting] = getattr(losses, task)
+                found[setting] = BUILT_IN_TASKS[task]
             elif task != "auto" or setting != "task":
                 found[setting] = targets.locate(task, setting, config.user_packages)
         except UserError as error:
@@ -224,8 +239,8 @@ def _require_known_task(data: Any, name: str) -> None:
     task = getattr(data, "task", None)
     if task is None:
         raise UserError(
-            f"task=auto: {name} does not say what its task is; set task to classification, next_token or a function of "
-            "yours"
+            f"task=auto: {name} does not say what its task is; set task to {', '.join(BUILT_IN_TASKS)} or a function "
+            "of yours"
         )
     if task not in BUILT_IN_TASKS:
         raise UserError(

@@ -16,6 +16,7 @@ from trainapp.hooks.metrics import as_logged, as_scalars, asked, logged
 from trainapp.rng import preserved_rng
 from trainapp.train import callbacks
 from trainapp.train.allocations import note_refused, require_all_allocated
+from trainapp.train.evaluated import evaluated as evaluated_as
 from trainapp.train.losses import evaluate_metrics
 from trainapp.train.modes import evaluation_mode
 from trainapp.train.phase import Phase
@@ -57,7 +58,7 @@ def evaluate_set(run: Run, name: str, batches: EvalBatches | EvalStream) -> Eval
         all_proven = run.ranks.all_reduce_min(int(not (tunes or sizes.is_unproven))) == 1
         run.ranks.enable_votes(not all_proven)
         run.strategy.broadcast_buffers()
-        attempt.evaluation = Totals()
+        attempt.evaluation, attempt.evaluated_as = Totals(), evaluated_as(run.task)
         run.metrics.reset()
     with contextlib.ExitStack() as stack:
         stack.enter_context(preserved_rng(state.device))
@@ -68,12 +69,14 @@ def evaluate_set(run: Run, name: str, batches: EvalBatches | EvalStream) -> Eval
         for fetched in batches.from_sample(attempt.evaluation.samples, sizes.size, run.ranks):
             for micro in sizes.cut(fetched, run.eval_ranks):
                 evaluate_batch(run, micro)
+        totals = attempt.evaluated_as.totals(run, attempt.evaluation, isinstance(batches, EvalStream))
     if run.strategy.forward_is_collective:
         run.strategy.finish_accumulation()
         sizes.succeeded(run.ranks, news=True)  # a rank may have seen shapes that are new to others
-    totals = attempt.evaluation.over(run.ranks)
+    totals = totals.over(run.ranks)
     results = run.metrics.results(run.ranks)
-    found, attempt.evaluation = Evaluated(totals.means(run.ranks) | as_scalars(results), results), None
+    found = Evaluated(totals.means(run.ranks) | as_scalars(results), results)
+    attempt.evaluation = attempt.evaluated_as = None
     run.metrics.reset()
     if totals.count == 0:
         run.tracker.note_once(
@@ -91,7 +94,7 @@ def evaluate_batch(run: Run, micro: MicroBatch) -> None:
     with run.metrics.undone_on_error():
         with watch_micro_batch(run, sizes, micro.data):
             with run.state.precision.autocast:
-                loss, count, metrics = run.strategy.evaluate(run.task, micro.data)
+                loss, count, metrics = run.strategy.evaluate(run.attempt.evaluated_as.task, micro.data)
             finished = evaluate_metrics(metrics, run.metrics.names)
             if micro.real:
                 run.metrics.update(metrics)
@@ -101,6 +104,7 @@ def evaluate_batch(run: Run, micro: MicroBatch) -> None:
         # A copy: a loss that is a view would keep its micro-batch's tensors until the evaluation ends.
         totals = totals.plus(loss.clone(), count, finished, micro.samples, micro.real)
         run.eval_ranks.check_peers()  # the last moment at which a micro-batch can be repeated
+    run.attempt.evaluated_as.keep(micro.real)
     run.attempt.evaluation = totals
     run.restore_point.take(sizes.is_unproven)
     run.eval_ranks.check_peers()  # what follows is collective and has no vote

@@ -19,7 +19,7 @@ def checked_gradients(model: nn.Module, loss: Tensor) -> Iterator[None]:
     Raises UserError for parameters that receive a gradient but are not the model's, since nothing would ever train
     them, and for sparse gradients, which clipping and most optimizers cannot take.
     """
-    leaves = list(_parameters_behind(loss))
+    leaves = list(parameters_behind(loss))
     yield
     # After the backward, because only then can FSDP2's gathered parameters be told apart: their gradients have moved
     # into the shards.
@@ -56,7 +56,7 @@ def require_same_gradients(parameters: Iterable[Tensor], before: list[Tensor | N
         )
 
 
-def _parameters_behind(loss: Tensor) -> Iterator[nn.Parameter]:
+def parameters_behind(loss: Tensor) -> Iterator[nn.Parameter]:
     """The parameters that a backward from `loss` reaches."""
     nodes, seen = [loss.grad_fn], set()
     while nodes:

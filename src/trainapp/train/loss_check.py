@@ -31,7 +31,7 @@ from trainapp.optim.precision import Precision
 from trainapp.parallel.ranks import Ranks
 from trainapp.torch_private import is_tracing
 from trainapp.train.components import Components
-from trainapp.train.losses import is_built_in, needs_whole_batch
+from trainapp.train.losses import compares_samples, is_built_in
 from trainapp.train.modes import evaluation_mode
 from trainapp.train.untouched import untouched
 
@@ -87,7 +87,7 @@ def require_sum(
     is_known = is_built_in(task) and belongs_to_trainapp(model)
     if config.mode != "train" or not config.train.check_loss or first is None or is_tracing():
         return
-    if needs_whole_batch(task) or is_known:
+    if compares_samples(task) or is_known:
         return
     verdict = None
     if not any(p.is_meta for p in model.parameters()):  # with parallel.fsdp.meta_init there are no values yet
@@ -240,7 +240,8 @@ def _verdict(compared: Comparison, setting: str, tolerance: float) -> str | None
         return (
             f"task={setting}: the loss is no sum over samples: {numbers}. So it would depend on the micro-batch, and "
             "with that on the memory. If it compares the samples of its batch, say so by `whole_batch = True` on the "
-            "task: its batch is then never cut. If it is the model that normalises over the batch in evaluation mode, "
+            "task: its batch is then never cut (or give it embed and loss_of_embeddings: docs/extending.md). If it is "
+            "the model that normalises over the batch in evaluation mode, "
             f"let it use running statistics there. {_IF_MEANT}"
         )
     if not counts_add_up:

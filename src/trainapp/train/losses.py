@@ -162,12 +162,23 @@ def checked(task: Task, setting: str) -> Task:
     The values of metrics are looked at in the first result only: later ones are when they are added up.
     setting: the task's name, for messages.
     """
+    checked_task = _checked_call(task, setting)
+    setattr(checked_task, "unchecked", task)  # noqa: B010  # a function has no such attribute, says mypy
+    setattr(checked_task, "setting", setting)  # noqa: B010
+    if has_embeddings(task):
+        own: Any = task
+        setattr(checked_task, "embed", own.embed)  # noqa: B010
+        setattr(checked_task, "loss_of_embeddings", _checked_call(own.loss_of_embeddings, setting))  # noqa: B010
+    return checked_task
+
+
+def _checked_call(task: Callable[..., Any], setting: str) -> Callable[..., tuple[Tensor, "Tensor | float", Metrics]]:
     is_first = True
 
     @functools.wraps(task, assigned=("__name__", "__doc__"), updated=())
-    def checked_task(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | float, Metrics]:
+    def checked_task(*arguments: Any) -> tuple[Tensor, Tensor | float, Metrics]:
         nonlocal is_first
-        result = task(model, batch)
+        result = task(*arguments)
         try:
             loss, count, metrics = result
             fits = loss.ndim == 0 and (loss.requires_grad or not torch.is_grad_enabled()) and hasattr(metrics, "items")
@@ -177,10 +188,9 @@ def checked(task: Task, setting: str) -> Task:
             _require_addable(result, setting)
             is_first = False
         if not fits:
-            _refuse_without_gradient(setting)
+            refuse_without_gradient(setting)
         return loss, count, metrics
 
-    setattr(checked_task, "unchecked", task)  # noqa: B010  # a function has no such attribute, says mypy
     return checked_task
 
 
@@ -213,7 +223,8 @@ def _require_addable(result: Any, setting: str) -> None:
             _metric_sum(name, value)
 
 
-def _refuse_without_gradient(setting: str) -> NoReturn:
+def refuse_without_gradient(setting: str) -> NoReturn:
+    """The error for a loss of which no parameter's gradient can be computed."""
     raise UserError(
         f"task={setting}: its loss needs no gradient, so nothing can be trained; it must depend on parameters of the "
         "model that are not frozen, without detach(), .item() or torch.no_grad() between (for a micro-batch that has "
@@ -233,13 +244,29 @@ def problem_of_count(count: Any) -> str | None:
     )
 
 
+def compares_samples(task: Any) -> bool:
+    """Whether the task says by `whole_batch = True` that its loss is no sum over samples."""
+    return bool(getattr(_own(task), "whole_batch", False))
+
+
+def has_embeddings(task: Any) -> bool:
+    """Whether such a task offers what gradient caching needs: see `train.cached_gradients`."""
+    own = _own(task)
+    return compares_samples(own) and all(callable(getattr(own, name, None)) for name in EMBEDDING_METHODS)
+
+
 def needs_whole_batch(task: Any) -> bool:
-    """Whether the task says by `whole_batch = True` that its loss is no sum over samples, so that its batch is never
-    cut.
-    """
+    """Whether the task's batch is never cut: its loss compares samples, and offers no embeddings."""
+    return compares_samples(task) and not has_embeddings(task)
+
+
+EMBEDDING_METHODS = ("embed", "loss_of_embeddings")
+
+
+def _own(task: Any) -> Any:
+    """What the user has given."""
     plain = getattr(task, "unchecked", task)
-    plain = plain.func if isinstance(plain, functools.partial) else plain
-    return bool(getattr(plain, "whole_batch", False))
+    return plain.func if isinstance(plain, functools.partial) else plain
 
 
 # What the log records in addition to metrics: see `loop.log`, `Sizes.scalars` and `Meter.scalars`.

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from trainapp.checkpoint.stateful import Stateful
-from trainapp.rng import Generators
+from trainapp.rng import Generators, preserved_rng
 from trainapp.train.model_tensors import ModelTensors
 
 _IS_TRAINING = operator.attrgetter("training")
@@ -75,9 +75,21 @@ class RestorePoint:
             parameter.requires_grad_(needs_gradient)
 
     def restore_skipped(self) -> None:
-        """The same for a step that is skipped for good: generators and data have moved on."""
+        """The same for a step that is skipped for good, or a forward that will be repeated: generators and data have
+        moved on.
+        """
         self.lost = self.tensors.restore()
         self._stateful.restore(self._states, but=("data", "generator"))
+
+    @contextlib.contextmanager
+    def repeated(self) -> Iterator[None]:
+        """All generators as they were at the last `take`, for a forward that is repeated; after the block, as they were
+        before it.
+        """
+        with preserved_rng(self._generators.device), self._stateful.preserved_generators():
+            self._generators.restore()
+            self._stateful.restore_generators(self._states)
+            yield
 
     @contextlib.contextmanager
     def undone_on_error(self, unproven: bool) -> Iterator[None]:

@@ -84,6 +84,7 @@ class Attempt:
     started: float = 0.0  # time.monotonic()
     retried: set[tuple] = field(default_factory=set)  # what was retried at the same size in the present step
     evaluation: Totals | None = None  # totals so far of the data set that is being evaluated
+    evaluated_as: Any = None  # what becomes of its batches, see `train.evaluated`
     evaluated: dict[str, Evaluated] = field(default_factory=dict)  # the results of those before it, by name
     refused: int = 0  # allocations that the device's allocator had refused when it began
     step: Step | None = None  # the last one that was begun

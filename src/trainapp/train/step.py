@@ -13,8 +13,10 @@ from trainapp.models.inspect import has_batchnorm, instead_of_batchnorm
 from trainapp.optim.nonfinite import gradient_norm, scale_gradients
 from trainapp.parallel.dtensor import locals_of
 from trainapp.train.allocations import require_all_allocated
+from trainapp.train.cached_gradients import CachedGradients
 from trainapp.train.gradient_check import checked_gradients, gradients_of, require_same_gradients
-from trainapp.train.losses import evaluate_metrics
+from trainapp.train.gradient_sources import GradientSource, SumOverSamples
+from trainapp.train.losses import evaluate_metrics, has_embeddings
 from trainapp.train.phase import Phase
 from trainapp.train.run import Run, Step
 from trainapp.train.totals import Number, Totals
@@ -33,22 +35,24 @@ def accumulate_gradients(run: Run, step: Step, around_last: Around = _alone) -> 
 
     around_last: for the backward that completes them; given the totals of this rank.
     """
-    sizes, totals = run.sizes, Totals()
-    # The true count is known only at the end (padding); `clip_gradients` corrects what was scaled by samples.
-    weight = run.meter.weight(step.samples)
-    micro_batches = run.batches.micro_batches(run.state.progress, sizes.train.size, sizes.parts)
-    for fetched in run.meter.timed(micro_batches):
-        for micro in sizes.train.cut(fetched, run.ranks):
+    source = _source(run, step)
+    totals = source.totals
+    with source.accumulating():
+        for micro in source.micro_batches():
             run.activation_budget.prepare(micro.data, run.state.precision.autocast, micro.last)
             counting = run.utilisation.counting(step.update.name, micro.samples, micro.real)
-            with run.strategy.micro_batch(micro.last), watch_micro_batch(run, sizes.train, micro.data), counting:
-                totals = backward(run, micro, weight, totals, step.is_logged, around_last)
-            if sizes.train.is_unproven:
-                require_all_allocated(run, sizes.train, run.ranks)
+            with run.strategy.micro_batch(micro.last), watch_micro_batch(run, run.sizes.train, micro.data), counting:
+                totals = backward(run, source, micro, totals, step.is_logged, around_last)
+            if run.sizes.train.is_unproven:
+                require_all_allocated(run, run.sizes.train, run.ranks)
             _enter(run, Phase.DATA)
     _enter(run, Phase.GRADIENTS)
     run.strategy.finish_accumulation()
     return totals.over(run.ranks)
+
+
+def _source(run: Run, step: Step) -> GradientSource:
+    return CachedGradients(run, step) if has_embeddings(run.training_task) else SumOverSamples(run, step)
 
 
 def _enter(run: Run, phase: Phase) -> None:
@@ -58,29 +62,28 @@ def _enter(run: Run, phase: Phase) -> None:
 
 
 def backward(
-    run: Run, micro: MicroBatch, weight: Tensor, totals: Totals, is_logged: bool, around_last: Around
+    run: Run, source: GradientSource, micro: MicroBatch, totals: Totals, is_logged: bool, around_last: Around
 ) -> Totals:
     """Forward, loss and backward of one micro-batch: gradients accumulate in `p.grad`. Returns the totals with it.
 
-    weight: the scalar that multiplies the loss sum. A dummy micro-batch (`real=False`) keeps this rank in step
-    with the others and adds nothing.
+    A dummy micro-batch (`real=False`) keeps this rank in step with the others and adds nothing.
     """
     precision = run.state.precision
     run.attempt.phase = Phase.FORWARD
     before = gradients_of(run.meter.parameters) if run.sizes.train.is_unproven else None
     with precision.autocast, run.offload.forward():
-        loss, count, metrics = run.strategy.compute(run.training_task, micro.data)
+        loss, count, metrics = run.strategy.compute(source.task, micro.data)
     if before is not None:
         require_same_gradients(run.meter.parameters, before)
     run.attempt.phase = Phase.METRIC
     finished = evaluate_metrics(metrics, run.metrics.names) if is_logged else {}
     del metrics  # functions among them hold what they compute from, such as all logits: not through the backward
-    totals = totals.plus(loss, count, finished, real=micro.real)
+    totals = totals.plus(loss, count, finished, real=micro.real and source.adds_up)
     run.attempt.phase = Phase.BACKWARD
     is_first = not run.meter.samples and micro.last
     checked = checked_gradients(run.state.model, loss) if is_first else contextlib.nullcontext()
     with checked, around_last(totals) if micro.last else contextlib.nullcontext():
-        torch_direct.backward(precision.scaler.scale(loss), weight if micro.real else weight * 0)
+        torch_direct.backward(source.scaled(loss), source.weight if micro.real else source.weight * 0)
     return totals
 
 

@@ -70,7 +70,8 @@ def with_one_loss(config: Config, components: Components) -> list[tuple[Config, 
         if needs_whole_batch(components.updates[update.name]):
             raise UserError(
                 f"updates.{number}.task={update.task} has whole_batch=True, which goes with one optimizer only: each "
-                "update is cut by itself; use a loss that is a sum over samples"
+                "update is cut by itself; use a loss that is a sum over samples, or one of embeddings "
+                "(trainapp.tasks.EmbeddingTask)"
             )
     return [
         (

@@ -1,7 +1,40 @@
-"""A task with `whole_batch = True`: its loss is no sum over samples, so that its batch is never cut."""
+"""A task with `whole_batch = True`: its loss is no sum over samples. So its batch is never cut, unless the task offers
+embeddings, for which gradients are cached (`cached_gradients`).
+"""
+
+from typing import Any
 
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
+from trainapp.train.losses import EMBEDDING_METHODS, compares_samples, has_embeddings
+
+
+def require_complete(task: Any, setting: str) -> None:
+    """Raises UserError for a task that offers a part of what gradient caching needs. setting: with its value."""
+    if task is None:
+        return
+    own = [name for name in EMBEDDING_METHODS if callable(getattr(task, name, None))]
+    if len(own) == 1:
+        lacking = next(name for name in EMBEDDING_METHODS if name not in own)
+        raise UserError(
+            f"{setting}: the task has {own[0]} but no {lacking}; gradient caching needs `embed(model, batch)` and "
+            "`loss_of_embeddings(embeddings)` (trainapp.tasks.EmbeddingTask has them)"
+        )
+    if own and not compares_samples(task):
+        raise UserError(
+            f"{setting}: the task has embed and loss_of_embeddings, but not `whole_batch = True`, without which its "
+            "loss would be taken for a sum over samples; set it on the task"
+        )
+
+
+def require_same_batch(config: Config, *tasks: Any) -> None:
+    """Raises UserError for a loss of embeddings whose samples would become fewer: it would be another loss."""
+    if any(map(has_embeddings, tasks)) and not config.oom.keep_global_batch:
+        raise UserError(
+            f"oom.keep_global_batch=false: task={config.task} compares the samples of its batch (whole_batch=True), "
+            "which would become fewer; use oom.keep_global_batch=true: the micro-batch is free, since gradients are "
+            "cached"
+        )
 
 
 def require_uncut(config: Config, world: int, samples: int) -> None:

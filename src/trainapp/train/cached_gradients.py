@@ -1,0 +1,216 @@
+"""Gradient caching: exact gradients of a loss that compares the samples of its batch, for any micro-batch.
+
+For a task with `whole_batch = True`, `embed` and `loss_of_embeddings` a step has three passes:
+
+1. every micro-batch is embedded without gradients;
+2. the loss of all embeddings, those of all ranks included, and its gradients for the embeddings;
+3. every micro-batch is embedded again, now with gradients, and the cached gradient of its embeddings goes backward.
+
+The third pass repeats the first: from the same generators (dropout drops the same), and with all that the first has
+written undone (BatchNorm counts a batch once). It costs one more forward. In memory at once are the inputs and the
+embeddings of this rank's share of the step, those of all ranks in the second pass, and the activations of one
+micro-batch.
+
+Source: Gao et al. 2021, "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup", arXiv:2101.06983.
+"""
+
+import contextlib
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from trainapp.data.batch import tensors_in
+from trainapp.data.micro_batch import MicroBatch
+from trainapp.errors import TrainingStopped, UserError
+from trainapp.parallel.gather import gather_rows
+from trainapp.torch_private import is_tracing
+from trainapp.train import embeddings
+from trainapp.train.allocations import require_all_allocated
+from trainapp.train.gradient_check import parameters_behind
+from trainapp.train.gradient_sources import fetched_and_cut
+from trainapp.train.losses import Metrics, evaluate_metrics, refuse_without_gradient
+from trainapp.train.phase import Phase
+from trainapp.train.run import Run, Step
+from trainapp.train.split_check import COARSE, TOLERANCE
+from trainapp.train.totals import Totals
+from trainapp.train.watching import watch_micro_batch
+
+
+class _Embedded(NamedTuple):
+    """A micro-batch of the first pass, whose `bucket` an error in the third names; and its embeddings."""
+
+    micro: MicroBatch
+    bucket: int | None
+    tensors: list[Tensor]
+
+
+class CachedGradients:
+    """A `GradientSource`: of the third pass. Building it is the first two. Within a transaction."""
+
+    adds_up = False  # the second pass knows the totals of the whole step
+
+    def __init__(self, run: Run, step: Step):
+        self._run = run
+        self._task: Any = run.training_task
+        self._is_first = not run.meter.samples  # of this process: it looks at more
+        self._first_pass: list[Tensor] = []  # in the first step, what the third must repeat
+        self.weight = run.meter.weight(1)  # the gradients are weighed already
+        self._embedded, structure = self._embed()
+        self.totals, self._gradients = self._backward_to_embeddings(step, structure)
+        # From which sample on, None for a dummy; and the gradients.
+        self._at_work: tuple[int | None, list[Tensor | None]] = None, []
+
+    def _embed(self) -> tuple[deque[_Embedded], Any]:
+        """The first pass, of which no trace is left; and the embeddings of one micro-batch as they were returned."""
+        run, found = self._run, deque[_Embedded]()
+        structure: Any = None
+        for micro in fetched_and_cut(run):
+            bucket = run.sizes.train.current_bucket
+            run.attempt.phase = Phase.FORWARD
+            with watch_micro_batch(run, run.sizes.train, micro.data):
+                structure = self._without_gradients(micro)
+            # Not `piece`, which holds all of a larger batch that this one was cut from.
+            micro = micro._replace(piece=_no_piece)
+            found.append(_Embedded(micro, bucket, tensors_in(structure)))
+            if run.sizes.train.is_unproven:
+                require_all_allocated(run, run.sizes.train, run.ranks)
+            run.attempt.phase = Phase.DATA
+        run.restore_point.restore_skipped()
+        if run.restore_point.lost:
+            names = ", ".join(run.restore_point.lost[:5])
+            raise TrainingStopped(
+                f"task={self._task.setting}: its embed writes parameters in place ({names}), of which there is no copy "
+                "yet; with gradient caching it runs twice per step. Make them buffers, which are always copied"
+            )
+        return found, structure
+
+    def _without_gradients(self, micro: MicroBatch) -> Any:
+        """As in the third pass, bit for bit; a compiled forward without gradients would be other code."""
+        run = self._run
+        run.activation_budget.prepare(micro.data, run.state.precision.autocast, micro.last)
+
+        def call(model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+            found = embeddings.embed(self._task, model, batch, micro.samples)
+            return tensors_in(found)[0], found
+
+        with torch.set_grad_enabled(run.config.train.compile), run.state.precision.autocast:
+            _, found = run.strategy.evaluate(call, micro.data)
+        # Copies: a view would keep all that it is a part of, such as the features of all tokens.
+        return embeddings.like(found, [tensor.detach().clone() for tensor in tensors_in(found)])
+
+    def _backward_to_embeddings(self, step: Step, structure: Any) -> tuple[Totals, deque[list[Tensor | None]]]:
+        """The second pass. Returns the step's totals, on the first rank only since all have the same, and for each
+        micro-batch the gradients of its embeddings: None for one that needs none.
+        """
+        run, task, precision = self._run, self._task, self._run.state.precision
+        run.attempt.phase = Phase.FORWARD
+        with watch_micro_batch(run, run.sizes.train, [own.micro.data for own in self._embedded]):
+            whole, start, end = gather_rows(run.ranks, self._joined(), f"task={task.setting}")
+            if self._is_first:
+                self._first_pass = [tensor[start:end].detach() for tensor in whole]
+            leaves = [tensor.requires_grad_() if tensor.is_floating_point() else tensor for tensor in whole]
+            progress = run.state.progress
+            with embeddings.seeded(run.state.device, run.config.train.seed, step.attempt, progress.update):
+                with precision.autocast:
+                    loss, count, metrics = task.loss_of_embeddings(embeddings.like(structure, leaves))
+                if self._is_first:
+                    _require_of_embeddings(loss, task.setting)
+                run.attempt.phase = Phase.METRIC
+                finished = evaluate_metrics(metrics, run.metrics.names) if step.is_logged else {}
+                del metrics
+                totals = Totals().plus(loss, count, finished, real=run.ranks.is_rank_zero)
+                run.attempt.phase = Phase.BACKWARD
+                trained = [leaf for leaf in leaves if leaf.requires_grad]
+                weight = run.meter.weight(step.samples).to(loss.dtype)
+                found = iter(torch.autograd.grad(precision.scaler.scale(loss), trained, weight, allow_unused=True))
+            own = [next(found) if leaf.requires_grad else None for leaf in leaves]
+        run.attempt.phase = Phase.DATA
+        return totals, self._cut([None if gradient is None else gradient[start:end] for gradient in own])
+
+    def _joined(self) -> list[Tensor]:
+        """The embeddings of this rank's micro-batches, which are then kept no longer one by one."""
+        real = [own.tensors for own in self._embedded if own.micro.real]
+        joined = embeddings.join(real or [[t[:0] for t in self._embedded[0].tensors]], self._task.setting)
+        self._embedded = deque(own._replace(tensors=[]) if own.micro.real else own for own in self._embedded)
+        return joined
+
+    def _cut(self, gradients: list[Tensor | None]) -> deque[list[Tensor | None]]:
+        """By micro-batch; of zeros for a dummy."""
+        cut, done = deque[list[Tensor | None]](), 0
+        for micro, _, tensors in self._embedded:
+            if micro.real:
+                cut.append([None if g is None else g[done : done + micro.samples] for g in gradients])
+                done += micro.samples
+            else:
+                pairs = zip(gradients, tensors, strict=True)
+                cut.append([None if g is None else torch.zeros_like(own, dtype=g.dtype) for g, own in pairs])
+        return cut
+
+    def micro_batches(self) -> Iterator[MicroBatch]:
+        """Those of the first pass, with the same tensors."""
+        done = 0
+        while self._embedded:
+            micro, self._run.sizes.train.current_bucket, _ = self._embedded.popleft()
+            self._at_work = done if micro.real else None, self._gradients.popleft()
+            done += micro.samples * micro.real
+            yield micro
+
+    def task(self, model: nn.Module, batch: Any) -> tuple[Tensor, float, Metrics]:
+        """A loss whose gradient for the embeddings is the cached one."""
+        start, gradients = self._at_work
+        found = tensors_in(embeddings.embed(self._task, model, batch))
+        if self._first_pass and start is not None and not is_tracing():
+            self._require_same([tensor[start : start + len(found[0])] for tensor in self._first_pass], found)
+        pairs = zip(found, gradients, strict=True)
+        products = [_product(own, g) for own, g in pairs if g is not None and own.requires_grad]
+        if not products:
+            refuse_without_gradient(self._task.setting)
+        return torch.stack(products).sum(), 0, {}
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """The cached gradients are."""
+        return loss
+
+    def accumulating(self) -> contextlib.AbstractContextManager[None]:
+        """With the generators of the first pass."""
+        return self._run.restore_point.repeated()
+
+    def _require_same(self, before: list[Tensor], now: list[Tensor]) -> None:
+        """Raises UserError where the third pass does not repeat the first: the gradients would be of other embeddings.
+        Reads values, which waits for the device: in the first step of a process.
+        """
+        tolerance = TOLERANCE.get(self._run.config.precision.mode, COARSE)
+        for a, b in zip(before, now, strict=True):
+            if a.shape != b.shape or float((a.float() - b.detach().float()).norm()) > tolerance * float(
+                a.float().norm()
+            ):
+                raise UserError(
+                    f"task={self._task.setting}: its embed returns something else when it is repeated on the same "
+                    "batch, so that gradients cannot be cached; draw from the global generators, and keep state in "
+                    "buffers (docs/oom.md), not in plain attributes"
+                    + (", or use train.compile=false" if self._run.config.train.compile else "")
+                )
+
+
+def _product(embeddings: Tensor, gradient: Tensor) -> Tensor:
+    """A scalar in fp32 at least, so that the gradient is passed on as it is."""
+    wide = torch.promote_types(embeddings.dtype, torch.float32)
+    return (embeddings.to(wide) * gradient.to(wide)).sum()
+
+
+def _require_of_embeddings(loss: Tensor, setting: str) -> None:
+    """Raises UserError for a loss that depends on parameters directly: they would get no gradient from it."""
+    direct = list(parameters_behind(loss))
+    if direct:
+        raise UserError(
+            f"task={setting}: its loss_of_embeddings depends on a parameter of shape {list(direct[0].shape)}, which "
+            "would get no gradient; use parameters in embed only (a temperature that is trained can multiply one of "
+            "the embeddings)"
+        )
+
+
+def _no_piece(start: int, end: int) -> Any:
+    raise AssertionError("an embedded micro-batch is not cut again")

@@ -1,0 +1,95 @@
+"""What becomes of the batches of an evaluation: sums are added up, embeddings are collected for the loss of all."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainapp.data.batch import tensors_in
+from trainapp.data.micro_batch import ranges
+from trainapp.train import embeddings
+from trainapp.train.losses import Metrics, Task, evaluate_metrics, has_embeddings
+from trainapp.train.run import Run
+from trainapp.train.totals import Totals
+from trainapp.train.watching import watch_micro_batch
+
+
+class SumsOfBatches:
+    """The task itself: each batch adds to the totals."""
+
+    def __init__(self, task: Task):
+        self.task = task
+
+    def keep(self, real: bool) -> None:
+        """A batch is finished."""
+
+    def totals(self, run: Run, totals: Totals, interleaved: bool) -> Totals:
+        """Of the whole set, this rank's part. totals: of its batches."""
+        return totals
+
+
+class LossOfEmbeddings(SumsOfBatches):
+    """Collects the embeddings of all batches; the loss is of `batch.global_size` of them at a time, in the order of the
+    data, as in training. So it depends neither on the evaluation's micro-batch nor on the ranks.
+
+    They are kept on the host: copying them waits for the device once per batch.
+    """
+
+    def __init__(self, task: Any):
+        self._own = task
+        self._found: Any = None  # of the batch at work
+        self._structure: Any = None
+        self._kept: list[list[Tensor]] = []
+        self._whole: list[Tensor] | None = None  # of all ranks
+        self._owner = 0  # the rank that computes the loss
+
+    def task(self, model: nn.Module, batch: Any) -> tuple[Tensor, float, Metrics]:
+        """Embeds a batch; there is no loss yet."""
+        self._found = embeddings.embed(self._own, model, batch)
+        first = tensors_in(self._found)[0]
+        return torch.zeros((), device=first.device), 0, {}
+
+    def keep(self, real: bool) -> None:
+        """The batch is finished on all ranks that evaluate together."""
+        if real:
+            self._structure = self._found
+            self._kept.append([tensor.detach().cpu().clone() for tensor in tensors_in(self._found)])
+        self._found = None
+
+    def totals(self, run: Run, totals: Totals, interleaved: bool) -> Totals:
+        """Of all ranks' embeddings, on the first rank that has some; the others have none. Collective, but not again
+        where memory runs out after that.
+        """
+        if self._whole is None:
+            run.ranks.check_peers()
+            parts = run.ranks.all_gather_object(embeddings.join(self._kept, self._own.setting) if self._kept else [])
+            self._owner = next(rank for rank, part in enumerate(parts) if part)
+            self._whole, self._kept = _in_order([part for part in parts if part], interleaved, self._own.setting), []
+        if run.ranks.rank != self._owner:
+            return Totals()
+        run.metrics.reset()  # of an attempt that ran out of memory
+        found = Totals(samples=totals.samples)
+        for start, end in ranges(0, len(self._whole[0]), run.config.batch.global_size):
+            chosen = [tensor[start:end].to(run.state.device) for tensor in self._whole]
+            with watch_micro_batch(run, run.sizes.evaluation, chosen), run.state.precision.autocast:
+                with embeddings.seeded(run.state.device, run.config.train.seed, start):
+                    loss, count, metrics = self._own.loss_of_embeddings(embeddings.like(self._structure, chosen))
+                finished = evaluate_metrics(metrics, run.metrics.names)
+                run.metrics.update(metrics)
+            found = found.plus(loss.clone(), count, finished)
+        return found
+
+
+def _in_order(parts: list[list[Tensor]], interleaved: bool, setting: str) -> list[Tensor]:
+    """The rows of all ranks in the order of the data."""
+    joined = embeddings.join(parts, setting)
+    if not interleaved or len(parts) == 1:
+        return joined
+    numbers = [torch.arange(len(part[0])) * len(parts) + rank for rank, part in enumerate(parts)]
+    order = torch.cat(numbers).argsort()
+    return [tensor[order] for tensor in joined]
+
+
+def evaluated(task: Task) -> SumsOfBatches:
+    """What suits the task."""
+    return LossOfEmbeddings(task) if has_embeddings(task) else SumsOfBatches(task)

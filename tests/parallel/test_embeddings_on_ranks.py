@@ -1,0 +1,60 @@
+"""A loss of embeddings on several ranks compares the samples of all: as on one rank."""
+
+import pytest
+
+from .conftest import TINY, needs_reset
+from .faults import fail_at
+from .test_equality import assert_same, errors
+
+OWN = (
+    *("model=mlp", "model._target_=embedding_tasks.Encoder", "~model.depth", "model.width=16", "model.dropout=0"),
+    *("+model.norm=false", "data=digits", "user_packages=[embedding_tasks]", "every.eval=4"),
+)
+TASK = "task=embedding_tasks.mirrored"
+SPREADS = ["ddp", pytest.param("fsdp", marks=needs_reset), pytest.param("hsdp", marks=[needs_reset, pytest.mark.slow])]
+
+
+def run(cell, world, *overrides, **options):
+    return cell.run(world, *OWN, *overrides, tiny=TINY, **options)
+
+
+def reference(cell, task=TASK):
+    (found,) = cell.reference(0, *OWN, task, tiny=TINY)
+    return found
+
+
+def assert_as_one(cell, records):
+    """Also in the evaluation, whose samples are compared `batch.global_size` at a time."""
+    expected = reference(cell)
+    assert_same(records, expected)
+    for record in records:
+        assert record.evaluated == [pytest.approx(each, rel=1e-5) for each in expected.evaluated]
+    assert expected.evaluated
+
+
+@pytest.mark.parametrize("spread", SPREADS)
+def test_as_on_one_rank(cell, spread):
+    assert_as_one(cell, run(cell, 2, TASK, f"parallel={spread}"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spread", ["ddp", pytest.param("fsdp", marks=needs_reset)])
+def test_as_on_one_rank_with_uneven_shares(cell, spread):
+    assert_as_one(cell, run(cell, 3, TASK, f"parallel={spread}"))
+
+
+def test_the_samples_of_one_rank_are_another_loss(cell):
+    """Negative control."""
+    wrong = ("task=embedding_tasks.per_micro_batch", "train.check_loss=false", "batch.micro_size=8")
+    for record in run(cell, 2, *wrong, "parallel=ddp"):
+        assert record.error is None
+        assert errors(record, reference(cell))[0] > 0.05
+
+
+@pytest.mark.parametrize("spread", SPREADS)
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_one_rank_runs_out_of_memory(cell, spread, phase):
+    records = run(cell, 2, TASK, f"parallel={spread}", faults=[fail_at(1, 2, phase)])
+    assert [len(record.failures) for record in records] == [1, 1]
+    assert records[0].schedule == {1: 4, 2: 2}
+    assert_as_one(cell, records)

@@ -1,0 +1,263 @@
+"""A loss of embeddings has the gradients of the uncut batch, for any micro-batch; each of the three passes may fail."""
+
+import contextlib
+
+import embedding_tasks
+import pytest
+import runs
+import torch
+from helpers import ROOT, evaluations
+from markdown import write_files
+
+from trainapp.errors import TrainingStopped, UserError
+from trainapp.rng import rng_state, set_rng_state
+from trainapp.train import loop
+from trainapp.train.restore_point import RestorePoint
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+OWN = (
+    *("model=mlp", "user_packages=[embedding_tasks]", "model._target_=embedding_tasks.Encoder", "~model.depth"),
+    *("model.width=16", "model.dropout=0.3", "data=digits", "objective=min loss", "oom.remember=false"),
+    *("train.grad_clip=null", "schedule=constant", "batch.global_size=32", "checkpointing=off"),
+)
+OWN = (*OWN, "oom.grow=false", "oom.plan=false")
+STEADY = (*OWN, "model.dropout=0.0", "+model.norm=false")  # does not depend on how a batch is cut
+MIRRORED = "task=embedding_tasks.mirrored"
+
+
+def prepared(path, *overrides):
+    run = runs.prepare(path, *overrides)
+    run.restore_point.take(True)  # as a transaction does
+    return run
+
+
+def batches(run, size):
+    """The samples of the coming step, in micro-batches of so many."""
+    indices = run.batches.indices(run.state.progress)
+    return [run.batches.dataset.__getitems__(indices[i : i + size]) for i in range(0, len(indices), size)]
+
+
+def of_uncut_loss(run, size, task=embedding_tasks.mirrored):
+    """The gradients of the loss of all embeddings, with every graph in memory at once."""
+    found = [task.embed(run.state.model, batch) for batch in batches(run, size)]
+    loss, count, _ = task.loss_of_embeddings({name: torch.cat([part[name] for part in found]) for name in found[0]})
+    run.state.model.zero_grad()
+    (loss / count).backward()
+    return runs.gradients(run.state.model), float(loss.detach())
+
+
+@pytest.mark.parametrize("size", [1, 5, 8, 32])
+def test_the_gradient_is_that_of_the_uncut_batch(tmp_path, size):
+    run = prepared(tmp_path, *STEADY, MIRRORED, f"batch.micro_size={size}")
+    totals = runs.accumulate(run, is_logged=True)
+    found = runs.gradients(run.state.model)  # divided by the samples, which is the count
+    expected, loss = of_uncut_loss(run, 32)
+    run.close()
+    assert runs.relative_error(found, expected) < 1e-6
+    assert (float(totals.loss), totals.count) == (pytest.approx(loss, rel=1e-6), 32)
+    assert totals.metrics.keys() == {"own"}
+
+
+def test_the_loss_of_each_micro_batch_is_another(tmp_path):
+    """Negative control."""
+    wrong = ("task=embedding_tasks.per_micro_batch", "train.check_loss=false", "batch.micro_size=8")
+    run = prepared(tmp_path, *STEADY, *wrong)
+    runs.accumulate(run)
+    found = runs.gradients(run.state.model)
+    expected, _ = of_uncut_loss(run, 32)
+    run.close()
+    assert runs.relative_error(found, expected) > 0.1
+
+
+def test_what_a_forward_draws_and_writes(tmp_path):
+    """Dropout drops the same in both passes; BatchNorm and generators are as after one."""
+    run = prepared(tmp_path, *OWN, MIRRORED, "batch.micro_size=8")
+    model, before = run.state.model, rng_state(run.state.device)
+    runs.accumulate(run)
+    found, buffers = runs.gradients(model), [buffer.clone() for buffer in model.buffers()]
+    after, own = torch.get_rng_state(), model.generator.get_state()
+    run.restore_point.restore()
+    set_rng_state(before, run.state.device)
+    expected, _ = of_uncut_loss(run, 8)
+    run.close()
+    assert runs.relative_error(found, expected) < 1e-6
+    assert all(map(torch.equal, buffers, model.buffers()))
+    assert torch.equal(after, torch.get_rng_state())
+    assert torch.equal(own, model.generator.get_state())
+    fresh, _ = of_uncut_loss(run, 8)  # negative control: with other draws
+    assert runs.relative_error(found, fresh) > 0.05
+
+
+def test_a_pass_that_is_not_the_same_is_an_error(tmp_path, monkeypatch):
+    """Negative control: the third pass from other generators."""
+    monkeypatch.setattr(RestorePoint, "repeated", lambda self: contextlib.nullcontext())
+    run = prepared(tmp_path, *OWN, MIRRORED, "batch.micro_size=8")
+    with pytest.raises(UserError, match="its embed returns something else when it is repeated"):
+        runs.accumulate(run)
+    run.close()
+
+
+def weights(path, *overrides):
+    run = runs.run_until(path, 3, *OWN, "train.max_steps=3", *overrides)
+    run.close()
+    return run, runs.weights(run.state.model)
+
+
+PLACES = {"first pass": {"at": 10}, "loss": {"in_loss": True}, "third pass": {"at": 15}}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_out_of_memory_in_each_pass(tmp_path, monkeypatch, place):
+    """In the second step, of four micro-batches; the loss, in the first."""
+    for name, value in ({"calls": 0} | PLACES[place]).items():
+        monkeypatch.setattr(embedding_tasks.Failing, name, value)
+    chosen = (*OWN, "task=embedding_tasks.Failing", "checkpointing=standard", "train.max_steps=3")
+    failed = runs.run(tmp_path / "failed", *chosen, "batch.micro_size=8")
+    assert failed.oom_restarts == 1
+    schedule = {1: 4} if place == "loss" else {1: 8, 2: 4}
+    assert failed.micro_schedule == schedule
+    given = f"batch.micro_schedule={schedule}"
+    assert runs.run(tmp_path / "replay", *chosen, given).oom_restarts == 0
+    replayed = runs.saved(tmp_path / "replay", 3)
+    parts = ("model", "optimizer", "rng")
+    assert [runs.differences(runs.saved(tmp_path / "failed", 3)[part], replayed[part]) for part in parts] == [[]] * 3
+    runs.run(tmp_path / "other", *chosen, "batch.micro_size=8")  # negative control: dropout depends on the cut
+    assert runs.differences(runs.saved(tmp_path / "other", 3)["model"], replayed["model"])
+
+
+SAME = {
+    "in backward": ("optimizer.in_backward=true",),
+    "checkpointed": ("activation_checkpointing=full",),
+    "checked": ("train.check_exactness=true",),
+    "offloaded": ("memory.offload_activations=all",),
+}
+
+
+@pytest.mark.parametrize("kind", SAME)
+def test_bit_for_bit_the_same_with(tmp_path, kind):
+    _, plain = weights(tmp_path / "plain", MIRRORED, "batch.micro_size=8")
+    _, found = weights(tmp_path / "other", MIRRORED, "batch.micro_size=8", *SAME[kind])
+    assert torch.equal(found, plain)
+
+
+@pytest.mark.parametrize("mode", ["bf16", "fp16"])
+def test_half_precision(tmp_path, mode):
+    """Cut as uncut, to the precision's rounding; fp16's scale reaches the embeddings."""
+    chosen = (*STEADY[len(OWN):], MIRRORED, f"precision={mode}")  # fmt: skip
+    whole, expected = weights(tmp_path / "whole", *chosen, "batch.micro_size=32")
+    cut, found = weights(tmp_path / "cut", *chosen, "batch.micro_size=8")
+    fresh = runs.prepare(tmp_path / "fresh", *OWN, *chosen)
+    start = runs.weights(fresh.state.model)
+    fresh.close()
+    assert runs.relative_error(found - start, expected - start) < 0.05
+    if mode == "fp16":
+        assert cut.state.precision.scaler.get_scale() == whole.state.precision.scaler.get_scale()
+        assert cut.state.progress.skipped == whole.state.progress.skipped
+
+
+def test_what_the_loss_draws_and_keeps(tmp_path):
+    """The same for every micro-batch; its state moves once per step."""
+    chosen = (*STEADY[len(OWN):], "task=embedding_tasks.Drawing", "every.log=1")  # fmt: skip
+    run, whole = weights(tmp_path / "whole", *chosen, "batch.micro_size=32")
+    assert run.task.unchecked.seen == 3
+    _, cut = weights(tmp_path / "cut", *chosen, "batch.micro_size=8")
+    torch.testing.assert_close(cut, whole, rtol=1e-4, atol=1e-6)
+
+
+UPDATES = (
+    "updates=[{name: body, task: embedding_tasks.mirrored, parameters: [body, scale], optimizer: {lr: 0.01}}, "
+    "{name: head, task: embedding_tasks.cross_entropy, parameters: [head], optimizer: {lr: 0.01}}]"
+)
+
+
+def test_one_of_several_updates(tmp_path):
+    """Each cut by itself."""
+    chosen = (*STEADY[len(OWN) :], UPDATES, "task=embedding_tasks.cross_entropy")
+    whole, expected = weights(tmp_path / "whole", *chosen, "batch.micro_size=32")
+    _, found = weights(tmp_path / "cut", *chosen, "batch.micro_size=8")
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    fresh = runs.prepare(tmp_path / "fresh", *OWN, *chosen)
+    before = runs.weights(fresh.state.model.body), runs.weights(fresh.state.model.head)
+    fresh.close()
+    model = whole.state.model
+    assert not torch.equal(runs.weights(model.body), before[0])
+    assert not torch.equal(runs.weights(model.head), before[1])
+
+
+def test_the_evaluation_does_not_depend_on_its_micro_batch(tmp_path):
+    """Of as many samples at a time as in training."""
+    found = {}
+    for size in (7, 32, 360):
+        run = runs.prepare(tmp_path / str(size), *STEADY, MIRRORED, f"batch.eval_micro_size={size}")
+        loop.evaluate(run)
+        found[size] = run.last_evaluation
+        model, data = run.state.model.eval(), run.eval_sets[""].dataset
+        run.close()
+    with torch.no_grad():
+        parts = [mirrored_loss(model, data, i, min(i + 32, len(data))) for i in range(0, len(data), 32)]
+    expected = sum(parts) / len(data)
+    assert [each["loss"] for each in found.values()] == [pytest.approx(expected, rel=1e-5)] * 3
+    assert found[7].keys() == {"loss", "own"}
+
+
+def mirrored_loss(model, data, start, end):
+    return float(embedding_tasks.mirrored(model, data.__getitems__(range(start, end)))[0])
+
+
+REFUSED = {
+    "Mean": "returns a tensor of shape [] for 8 samples; the first dimension must be the samples",
+    "Views": "returns a tensor of shape [16, 8] for 8 samples; the first dimension must be the samples",
+    "Named": "must return a tensor, or a tuple or dict of tensors, but there is a str",
+    "Nothing": "its embed returns no tensor",
+    "Wide": "the embeddings of two micro-batches have rows of shape [2] of float32 and [10] of float32",
+    "Overwriting": "its embed changes tensors of the batch in place",
+    "Counting": "its embed returns something else when it is repeated",
+    "Direct": "its loss_of_embeddings depends on a parameter of shape [1]",
+    "Detached": "its loss needs no gradient",
+    "Half": "the task has embed but no loss_of_embeddings",
+    "Unsaid": "the task has embed and loss_of_embeddings, but not `whole_batch = True`",
+}
+
+
+@pytest.mark.parametrize("task", REFUSED)
+def test_what_cannot_be_joined_or_repeated(tmp_path, task):
+    size = 10 if task == "Wide" else 8
+    with pytest.raises(UserError) as refused:
+        runs.run(tmp_path, *OWN, f"task=embedding_tasks.{task}", f"batch.micro_size={size}")
+    assert REFUSED[task] in str(refused.value)
+    assert str(refused.value).startswith(f"task=embedding_tasks.{task}: ")
+    assert "\n" not in str(refused.value)
+
+
+def test_parameters_that_a_forward_writes(tmp_path):
+    """They would be written twice."""
+    with pytest.raises(TrainingStopped, match=r"its embed writes parameters in place \(model.teacher.weight\)"):
+        runs.run(tmp_path, *OWN, "model._target_=embedding_tasks.Teaching", MIRRORED, "batch.micro_size=8")
+
+
+def test_fewer_samples_would_be_another_loss(tmp_path):
+    with pytest.raises(UserError, match=r"^oom.keep_global_batch=false: task=embedding_tasks.mirrored compares"):
+        runs.prepare(tmp_path, *OWN, MIRRORED, "oom.keep_global_batch=false")
+
+
+def test_the_shipped_task_learns(tmp_path):
+    """Untrained, the second view of an image is found among 360 by chance and likeness."""
+    chosen = ("model=mlp", "model.width=128", "data=digits", "data.views=2", "task=contrastive", "optimizer.lr=0.01",
+              "batch.global_size=256", "batch.micro_size=64", "train.max_steps=80", "every.log=40", "every.eval=20",
+              "every.save=null", "oom.remember=false", "train.grad_clip=null")  # fmt: skip
+    result = runs.run(tmp_path, *chosen)
+    first, *_, last = (line["accuracy"] for line in evaluations(tmp_path))
+    assert result.steps == 80
+    assert last > first + 0.05
+
+
+def test_the_task_of_the_documentation(tmp_path, monkeypatch):
+    assert "my_project/my_matching.py" in write_files(ROOT / "docs/extending.md", tmp_path)
+    monkeypatch.syspath_prepend(tmp_path / "my_project")
+    chosen = ("user_packages=[my_matching]", "task=my_matching.Matching", "batch.micro_size=8", "checkpointing=off")
+    assert runs.run(tmp_path / "run", *runs.MODELS["mlp"], *chosen, "oom.remember=false").steps == 4
+
+
+def test_views_are_needed(tmp_path):
+    with pytest.raises(UserError, match=r"needs inputs of shape \[samples, 2, ...\].* use data.views=2"):
+        runs.run(tmp_path, *runs.MODELS["mlp"], "task=contrastive")
