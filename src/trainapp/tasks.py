@@ -2,7 +2,8 @@
 
 from trainapp.memory.levers.chunked_loss import linear_cross_entropy
 from trainapp.train.contrastive import Contrastive, EmbeddingTask
-from trainapp.train.losses import IGNORED, Metrics, Task, classification, inputs_and_targets, next_token
+from trainapp.train.losses import IGNORED, Metrics, Task, classification, next_token
+from trainapp.train.model_inputs import inputs_and_targets
 
 __all__ = [
     "IGNORED",

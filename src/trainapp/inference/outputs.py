@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from trainapp.data.micro_batch import MicroBatch
 from trainapp.errors import UserError
 from trainapp.hooks.callbacks import labels_of
-from trainapp.train.losses import IGNORED, beside_inputs, is_built_in
+from trainapp.train.losses import IGNORED, is_built_in
+from trainapp.train.model_inputs import beside_inputs
 
 WHAT_TO_DO = (
     "give the task a method `predict(model, batch)` that returns a tensor whose first dimension is the samples, or a "

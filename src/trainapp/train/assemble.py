@@ -37,6 +37,7 @@ from trainapp.rng import preserved_rng, seed_everything
 from trainapp.torch_private import is_tracing
 from trainapp.train import loss_check, losses, updates
 from trainapp.train.components import Components
+from trainapp.train.model_inputs import beside_inputs, inputs_and_targets
 
 log = logging.getLogger(__name__)
 
@@ -191,8 +192,8 @@ def _require_same_forward(
         return
     with preserved_rng(device), precision.autocast:
         batch = map_tensors(lambda tensor: tensor.to(device), example(2))
-        inputs, _ = losses.inputs_and_targets(batch)
-        others = losses.beside_inputs(model, batch)
+        inputs, _ = inputs_and_targets(batch)
+        others = beside_inputs(model, batch)
         chunked_loss.require_same_forward(model, inputs, config.memory.loss_chunk, others)
 
 

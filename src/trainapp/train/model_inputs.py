@@ -1,0 +1,60 @@
+"""What the built-in losses give a model of a batch, and what they take from it."""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from trainapp.errors import UserError
+
+
+def inputs_and_targets(batch: Any) -> tuple[Tensor, Tensor]:
+    """From a mapping with keys "inputs" and "targets", an object with those attributes, or a pair."""
+    if isinstance(batch, (dict, Mapping)):  # dict first: isinstance with an ABC takes 10 times as long
+        return batch["inputs"], batch["targets"]
+    if hasattr(batch, "inputs") and hasattr(batch, "targets"):  # a dataclass; a namedtuple, in whatever order
+        return batch.inputs, batch.targets
+    inputs, targets = batch
+    return inputs, targets
+
+
+# What a batch may hold beside inputs and targets that models take by these names, those of Transformers.
+BESIDE = ("attention_mask", "position_ids", "token_type_ids")
+
+
+def beside_inputs(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+    """The batch's attention mask and the like, by their names. Raises UserError for a model that does not take one of
+    them: it would attend to padding, or across documents.
+    """
+    if not isinstance(batch, (dict, Mapping)):
+        return {}
+    others = {name: batch[name] for name in BESIDE if name in batch}
+    taken = _keywords(type(model).forward) if others else None
+    for name in others:
+        if taken is not None and name not in taken:
+            raise UserError(
+                f"the batches have {name}, which the forward of {type(model).__name__} does not take; use a model that "
+                "does, data without it (data.pack=false has no position_ids), or a task of your own"
+            )
+    return others
+
+
+@functools.lru_cache(maxsize=64)
+def _keywords(forward: Callable[..., Any]) -> frozenset[str] | None:
+    """The names of a forward's parameters; None for `forward(self, *args, **kwargs)`, which passes on what it gets.
+
+    Beside other names, `**kwargs` are options of Transformers, where a name that nobody reads would be lost.
+    """
+    parameters = list(inspect.signature(forward).parameters.values())[1:]
+    names = {parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD}
+    passes_on = {parameter.kind for parameter in parameters} >= {inspect.Parameter.VAR_KEYWORD} and len(names) < 2
+    return None if passes_on else frozenset(names)
+
+
+def predictions(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    """`(logits, targets)` of a batch: the logits are what the model returns, or the `logits` in that."""
+    inputs, targets = inputs_and_targets(batch)
+    output = model(inputs, **beside_inputs(model, batch))
+    return getattr(output, "logits", output), targets
