@@ -59,3 +59,14 @@ class Square(Parts):
     def predict(self, model, batch):
         output = model(batch["inputs"])
         return output.T @ output
+
+
+class Verdicts:
+    """Of a GAN's discriminator on real vectors."""
+
+    def __call__(self, model, batch):
+        _, real, _ = model(batch["inputs"], False)
+        return real.sum(), len(real), {}
+
+    def predict(self, model, batch):
+        return model.discriminator(batch["inputs"])[:, 0]

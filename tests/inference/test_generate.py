@@ -59,7 +59,7 @@ def test_the_command_line(tmp_path, trained):
     assert (line["index"], line["prompt"], line["ended"]) == (0, "import ", "max_new_tokens")
     assert len(line["tokens"]) == 32
     assert bytes(line["tokens"]).decode(errors="replace") == line["text"]
-    assert f"import {line['text']}" in done.stdout
+    assert module.printable(f"import {line['text']}") in done.stdout
 
 
 def test_the_same_texts_whatever_the_batches(tmp_path, trained):
@@ -165,6 +165,10 @@ def test_tokens_where_the_data_has_no_text(tmp_path):
 
 
 # Its parts
+
+
+def test_a_terminal_gets_no_control_characters():
+    assert module.printable("a\x1b[2J\tä\nb\r\x07") == "a\ufffd[2J\tä\nb\ufffd\ufffd"
 
 
 def test_with_and_without_a_cache():

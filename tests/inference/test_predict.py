@@ -105,7 +105,7 @@ def test_an_interrupted_process_is_continued(tmp_path, trained):
     assert "140 samples are in" in ended.stderr
     assert len(lines(partial)) == 252
     printed = shlex.split(ended.stdout.split("Resume with:\n")[1])
-    assert set(printed) >= {*command, *data, "predict.batch_size=7"}
+    assert set(printed) >= {*command, "predict.batch_size=7"}
     found = predict(tmp_path, trained, *data)
     assert found[0].pop("kept")
     require_same(found, trained, tmp_path)
@@ -223,3 +223,19 @@ def test_a_stream_goes_on_where_it_was(tmp_path, trained, monkeypatch):
     again = predict(tmp_path, trained, *data, "predict.batch_size=8")
     assert sum(seen) == 50 + 8
     assert again == [pytest.approx(line) for line in once]
+
+
+def test_a_run_with_several_optimizers(tmp_path):
+    """A GAN, whose model is called in its own way."""
+    updates = ", ".join(
+        f"{{name: {name}, task: zoo.gans.{task}, parameters: [{name}], optimizer: {{lr: 0.02}}}}"
+        for name, task in (("discriminator", "discriminate"), ("generator", "generate"))
+    )
+    parts = ("model._target_=zoo.gans.GAN", "data._target_=zoo.data.Vectors", "task=zoo.gans.distance")
+    run = (*parts, "user_packages=[zoo]", f"updates=[{updates}]", "oom.remember=false", "oom.plan=false")
+    runs.run(tmp_path / "run", *run)
+    with pytest.raises(UserError, match=r"GAN cannot be called with a batch's inputs .*'trains_generator'.*`predict"):
+        predict(tmp_path, tmp_path / "run", "user_packages=[zoo]")
+    chosen = ("user_packages=[zoo,own_inference]", "task=own_inference.Verdicts")
+    found = predict(tmp_path, tmp_path / "run", *chosen)
+    assert len({line["prediction"] for line in found}) == len(found) > 1

@@ -139,6 +139,11 @@ def _require_room(prompts: Sequence[Sequence[int]], new: int, context: int | Non
             )
 
 
+def printable(text: str) -> str:
+    """Without control characters, which a terminal would follow."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+
+
 def _show(path: Path, prompts: int) -> None:
     with open(path) as file:
         for number, line in enumerate(file):
@@ -147,5 +152,6 @@ def _show(path: Path, prompts: int) -> None:
                 break
             row = json.loads(line)
             text = row.get("text")
-            print(f"{row['prompt']} {row['tokens']}" if text is None else f"{row['prompt']}{text}", flush=True)
+            shown = f"{row['prompt']} {row['tokens']}" if text is None else f"{row['prompt']}{text}"
+            print(printable(shown), flush=True)
     log.info("generations of %d prompts: %s", prompts, path)

@@ -69,7 +69,19 @@ def as_saved(config: Config, path: Path) -> Config:
 # The sections that say that a command line chooses for itself, and what a run is made of. Not `user_packages`: a
 # checkpoint from elsewhere would otherwise decide which code is imported.
 _CHOICES = ("model", "data", "task", "experiment")
-_MADE_OF = ("model", "data", "loader", "task", "adapter", "optimizer", "updates", "precision", "objective")
+_MADE_OF = (
+    "model",
+    "data",
+    "loader",
+    "task",
+    "adapter",
+    "optimizer",
+    "updates",
+    "precision",
+    "eval",
+    "metrics",
+    "objective",
+)
 
 
 def _with_parts_of(config: Config, path: Path) -> Config:
@@ -98,7 +110,9 @@ def _missing(config: Config) -> list[str]:
         return []
     loading = tuple(f"data.{field.name}." for field in dataclasses.fields(Loader))
     of_data = [f"{name}." for name in config.given if f"{name}.".startswith("data.")]
-    chosen = {"data": not all(name.startswith(loading) for name in of_data), "loader": bool(of_data)}
+    chosen = {"data": not all(name.startswith(loading) for name in of_data), "loader": bool(of_data), "metrics": True}
+    if config.mode == "generate" or config.predict.split in ("val", "train"):
+        chosen["eval"] = True  # no other data is opened
     return [name for name in _MADE_OF if not chosen.get(name, config.chooses(name))]
 
 
