@@ -33,10 +33,10 @@ class View:
     step: finished optimizer steps. epoch: that of the coming step, from 0. samples: trained so far, over all ranks.
     model: the one that is trained, not to be changed; under DDP and FSDP a forward is a matter for all ranks.
     tracker: has `scalars(values, step)`, `note(text)` and `image(tag, path, step)`; it writes on rank 0 alone.
-    logged: the step's loss, rates and other metrics where it is one that is logged (`every.log`), else empty.
     waited: seconds that this process has waited for batches. evaluated: the data sets of evaluations by name, "" for
     the data's own split. stop: ends the run after this step, as if it had reached its end; takes the reason, for
-    result.json.
+    result.json. logged: the step's loss, rates and other metrics where it is one that is logged (`every.log`), else
+    empty.
     """
 
     step: int
