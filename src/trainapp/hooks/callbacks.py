@@ -37,10 +37,10 @@ class View:
     changed. Under DDP and FSDP every rank must make the same forward.
     tracker: has `scalars(values, step)`, `text(tag, text, step)`, `image(tag, path, step)` and `note(text)`; it writes
     on rank 0 alone.
-    logged: the step's loss, rates and other metrics where it is one that is logged (`every.log`), else empty.
     waited: seconds that this process has waited for batches. evaluated: the data sets of evaluations by name, "" for
     the data's own split. stop: ends the run after this step, as if it had reached its end; takes the reason, for
-    result.json.
+    result.json. logged: the step's loss, rates and other metrics where it is one that is logged (`every.log`), else
+    empty.
     """
 
     step: int
