@@ -115,7 +115,7 @@ def test_the_default_is_accepted_and_keeps_its_values():
     assert "init_from" not in config.model.arguments
     assert config.optimizer.lr == PLAIN["optimizer"]["lr"]
     assert set(config.optimizer.arguments) == {"betas", "eps"}
-    assert config.data.arguments == {name: PLAIN["data"][name] for name in ("augment", "views")}
+    assert config.data.arguments == {"augment": PLAIN["data"]["augment"]}
     assert config.loader.num_workers == "auto"
 
 

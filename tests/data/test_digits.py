@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from trainapp.data.digits import Digits, load, split_indices
+from trainapp.data.digits import DigitPairs, Digits, load, split_indices
 
 
 def test_shipped_arrays_equal_the_source():
@@ -111,12 +111,11 @@ def test_augmentation_shifts_by_up_to_a_pixel_and_scales_by_a_tenth():
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
-def test_views_are_augmentations_that_differ(split):
-    data = Digits(split, seed=7, views=2)
-    pixels = data.__getitems__([3, 5, 8])["inputs"]
+def test_pairs_are_two_augmentations(split):
+    pixels = DigitPairs(split, seed=7).__getitems__([3, 5, 8])["inputs"]
     assert pixels.shape == (3, 2, 1, 8, 8)
     assert all(not torch.equal(first, second) for first, second in pixels)
-    assert torch.equal(pixels[1:2], data.__getitems__([5])["inputs"])  # whatever they are fetched with
+    assert torch.equal(pixels[1:2], DigitPairs(split, seed=7).__getitems__([5])["inputs"])
     if split == "train":
         assert torch.equal(pixels[:, 0], Digits(split, seed=7, augment=True).__getitems__([3, 5, 8])["inputs"])
 

@@ -8,8 +8,8 @@ from trainapp.plan.traced_run import trace
 from trainapp.train.components import load_components
 
 CHOSEN = (
-    *runs.MODELS["mlp"],
-    *("data.views=2", "task=contrastive", "every.eval=4", "memory.limit=1GiB", "train.grad_clip=null"),
+    *("model=mlp", "model.width=16", "data._target_=trainapp.data.digits.DigitPairs"),
+    *("every.eval=4", "memory.limit=1GiB", "train.grad_clip=null"),
     *("batch.eval_micro_size=50", "batch.global_size=128"),
 )
 

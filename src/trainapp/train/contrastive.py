@@ -38,7 +38,7 @@ class EmbeddingTask:
 class Contrastive(EmbeddingTask):
     """The symmetric cross-entropy of InfoNCE between two views of each sample (in CLIP: an image and its text).
 
-    Inputs are [B, 2, ...]: two views per sample, such as `data=digits data.views=2` gives. The model's outputs are the
+    Inputs are [B, 2, ...]: two views per sample, such as `data.digits.DigitPairs` gives. The model's outputs are the
     embeddings, of any shape: they are flattened and normalised. The metric is the accuracy with which the first view
     finds the second one.
 
@@ -58,7 +58,8 @@ class Contrastive(EmbeddingTask):
         if inputs.ndim < 3 or inputs.shape[1] != 2:
             raise UserError(
                 f"task=contrastive: needs inputs of shape [samples, 2, ...], two views of each sample, but they have "
-                f"{list(inputs.shape)}; with data=digits use data.views=2"
+                f"{list(inputs.shape)}; data._target_=trainapp.data.digits.DigitPairs "
+                "has them"
             )
         features = model(inputs.flatten(0, 1)).flatten(1).float()
         first, second = F.normalize(features, dim=1).unflatten(0, (-1, 2)).unbind(1)
