@@ -23,6 +23,8 @@ def opening_line(run: Run) -> str:
     if parts:
         micro_size = -(-state.global_size // count)
     name = run.config.model.target.rpartition(".")[2]
+    if not name[0].isupper():  # a function that builds the model
+        name = type(state.model).__name__.removeprefix("FSDP")
     return (
         f"{name} with {_count_text(parameters)} parameters on {state.device}, {state.precision.mode}; global batch "
         f"{state.global_size} = micro-batch {micro_size} x {count} accumulated x {batches.world} "
