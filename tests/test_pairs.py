@@ -8,6 +8,7 @@ import itertools
 import re
 import shutil
 
+import hf_files
 import image_folders
 import pytest
 import runs
@@ -43,6 +44,8 @@ SWITCHES = {
 }
 FACTORS = GROUPS | OPTIONAL | SWITCHES
 WITHOUT_COMPILER = FACTORS | {"compile": SWITCHES["compile"][:1]}
+# Rows with these are skipped where the extras are not installed: the others cover their pairs without them.
+OF_EXTRAS = {"model=hf": "transformers", "data=hf": "datasets", "data=sft": "datasets", "adapter=lora": "peft"}
 ON_ONE_RANK = WITHOUT_COMPILER | {"parallel": ("parallel=single",)}
 ON_TWO_RANKS = WITHOUT_COMPILER | {
     "parallel": tuple(o for o in GROUPS["parallel"] if o != "parallel=single"),
@@ -50,14 +53,15 @@ ON_TWO_RANKS = WITHOUT_COMPILER | {
 }
 
 # Pairs that are refused, each with the start of the message.
+TOKENS = ("hf", "sft", "synthetic_tokens", "text")
 CHOOSE_ANOTHER = r"model=trainapp\.models\.\w+\.\w+ cannot read data=trainapp\.data\.\w+\.\w+: it needs "
 REFUSED = {
     frozenset((f"model={model}", f"data={data}")): CHOOSE_ANOTHER
     for model, kinds in {
         "gpt": ("digits", "images", "synthetic_images"),
-        "mlp": ("text", "synthetic_tokens"),
-        "resnet": ("text", "synthetic_tokens"),
-        "vit": ("text", "synthetic_tokens"),
+        "mlp": TOKENS,
+        "resnet": TOKENS,
+        "vit": TOKENS,
     }.items()
     for data in kinds
 } | {
@@ -82,6 +86,9 @@ REFUSED |= {
         "parallel=hsdp": "parallel.strategy=fsdp",
     }.items()
 }
+REFUSED[frozenset(("adapter=lora", "model=resnet"))] = (
+    r"adapter\.targets=auto: no linear layers in the blocks of ResNet"
+)
 # Weights in bf16 need an optimizer that rounds by chance.
 REFUSED |= {
     frozenset(("precision=bf16_pure", option)): r"precision=bf16_pure with [\w.]+: updates smaller than half of"
@@ -93,7 +100,7 @@ REFUSED |= {
     frozenset(
         ("callbacks=confusion_matrix", f"data={data}")
     ): r"metrics\.confusion_matrix\.num_classes: required, but not"
-    for data in ("text", "synthetic_tokens")
+    for data in TOKENS
 }
 REFUSED[frozenset(("callbacks=confusion_matrix", "model=gpt"))] = CHOOSE_ANOTHER  # it reads nothing but tokens
 # Options do not exist where their group's choice has no such key.
@@ -135,12 +142,20 @@ OF_MODEL = {
     "model=vit": ("model.depth=3", "model.width=16", "model.heads=2"),
     "model=gpt": ("model.depth=3", "model.width=16", "model.heads=2", "model.context_length=16"),
 }
+# As hf, of what has no tokens.
+OF_VIT = (
+    "model.task=image_classification",
+    "model.config={model_type: vit, hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, "
+    "num_attention_heads: 2, patch_size: 4}",
+)
 OF_DATA = {
     "data=digits": (),
     "data=images": ("data.image_size=8",),
     "data=synthetic_images": ("data.size=100", "data.val_size=20", "data.image_shape=[3,8,8]"),
     "data=synthetic_tokens": ("data.size=100", "data.val_size=20", "data.vocab_size=32"),
     "data=text": ("data.files=a.txt",),
+    "data=hf": ("data.vocab_size=300", "data.context_length=16"),
+    "data=sft": ("data.context_length=16",),
 }
 
 
@@ -163,6 +178,10 @@ def is_barred(row):
     )
 
 
+def without_extras(pairs):
+    return {pair for pair in pairs if not OF_EXTRAS.keys() & pair}
+
+
 def covering(factors, wanted=None):
     """Rows with one option per group that together have every wanted pair, and no pair that is refused."""
     uncovered = all_pairs(factors) if wanted is None else set(wanted)
@@ -180,12 +199,22 @@ def covering(factors, wanted=None):
     return rows
 
 
-ALONE = covering(ON_ONE_RANK)
+PLAIN = {name: tuple(o for o in options if o not in OF_EXTRAS) for name, options in FACTORS.items()}
+
+
+def in_two_parts(factors, wanted):
+    """Rows for the pairs that need no extra, then for the others."""
+    plain = {name: tuple(o for o in options if o in PLAIN[name]) for name, options in factors.items()}
+    rows = covering(plain, without_extras(wanted))
+    return rows + covering(factors, wanted - without_extras(wanted))
+
+
+ALONE = in_two_parts(ON_ONE_RANK, all_pairs(ON_ONE_RANK))
 # Two ranks take some seconds: there, every option meets every strategy; among themselves options meet on one rank.
 WITH_STRATEGY = {pair for pair in all_pairs(ON_TWO_RANKS) if any(option in GROUPS["parallel"] for option in pair)}
-TOGETHER = covering(ON_TWO_RANKS, WITH_STRATEGY)
+TOGETHER = in_two_parts(ON_TWO_RANKS, WITH_STRATEGY)
 # Compiling takes a minute: the pairs with it are covered by as few rows as possible.
-COMPILED = covering(FACTORS, {pair for pair in all_pairs(FACTORS) if "train.compile=true" in pair})
+COMPILED = in_two_parts(FACTORS, {pair for pair in all_pairs(FACTORS) if "train.compile=true" in pair})
 QUICK = ALONE[:4]
 
 
@@ -200,13 +229,15 @@ def test_the_rows_have_every_pair():
         assert all(len(row) == len(FACTORS) for row in rows)
         assert not REFUSED.keys() & covered
     assert not all_pairs(ON_ONE_RANK) <= set().union(*map(pairs_of, ALONE[5:]))
-    assert len(ALONE + TOGETHER) < 100  # of 700 million; precisions times optimizers are 56
+    assert len(ALONE + TOGETHER) < 120  # of 700 million; precisions times optimizers are 56
 
 
 def complete(folder, row):
     """The overrides of a run of these options, small. Writes the files that it reads."""
     if {"precision=int8", "precision=fp8"} & set(row):
         pytest.importorskip("torchao", reason="needs the extra trainapp[torchao]")
+    for package in {OF_EXTRAS[option] for option in OF_EXTRAS.keys() & set(row)}:
+        pytest.importorskip(package, reason="needs an extra")
     (folder / "a.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 100)
     model = next((o for o in row if o.startswith("model=")), "model=mlp")
     data = next((o for o in row if o.startswith("data=")), "data=digits")
@@ -218,14 +249,24 @@ def complete(folder, row):
     files = [o.replace("a.txt", str(folder / "a.txt")) for o in OF_DATA[data]]
     if data == "data=images":
         files.append(f"data.path={image_folders.fill(folder / 'images', 24)}")
-    return [*row, *SMALL, *OF_MODEL[model], *files]
+    if data == "data=hf":
+        files.append(f"data.path={hf_files.texts(folder / 'texts.jsonl')}")
+    if data == "data=sft":
+        files.append(f"data.files={hf_files.examples(folder / 'chat.jsonl')}")
+        files.append(f"data.tokenizer={hf_files.tokenizer_folder(folder / 'tokenizer')}")
+    small = OF_MODEL[model] if model != "model=hf" else hf_files.CAUSAL[1:] if reads_tokens(data) else OF_VIT
+    return [*row, *SMALL, *small, *files]
+
+
+def reads_tokens(data):
+    return data.removeprefix("data=") in TOKENS
 
 
 def save_weights(folder, overrides):
     """The model's initial weights under another seed, as a file."""
     from safetensors.torch import save_model
 
-    alone = [o for o in overrides if not o.startswith(("parallel=", "train.compile="))]
+    alone = [o for o in overrides if not o.startswith(("parallel=", "train.compile=", "adapter="))]
     run = runs.prepare(folder / "other", *alone, "train.seed=1", "memory.guard=false")
     run.close()
     save_model(run.state.model, str(folder / "weights.safetensors"))

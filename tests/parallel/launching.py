@@ -26,7 +26,7 @@ LAUNCHED = (
     "checkpointing=standard",
     "checkpointing.keep_last=9",
     "batch.eval_micro_size=20",
-    "every.eval=3",
+    "every.eval=2",  # with the saves: the best evaluation is always saved
 )
 SABOTAGED = ("user_packages=[parallel]", "data._target_=parallel.saboteur.MaskedTokens")
 
