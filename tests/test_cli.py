@@ -80,7 +80,7 @@ def test_console_script_and_module_are_the_same_thing(tmp_path):
         ("+foo=1", ["foo: no such setting"]),
         ("experment=x", ["experment: no such setting", "'experiment'"]),
         ("experiment=x", ["experiment=x: no such option", "gpt_text"]),
-        ("model=resnt", ["model=resnt: no such option", "'resnet'", "available: gpt, mlp, resnet"]),
+        ("model=resnt", ["model=resnt: no such option", "'resnet'", "available: gpt, hf, mlp, resnet, vit"]),
         (
             "precision=bf17",
             ["precision=bf17: no such option", "'bf16'", "available: bf16, bf16_pure, fp16, fp32, fp8, int8, tf32"],

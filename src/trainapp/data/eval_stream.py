@@ -76,8 +76,8 @@ class EvalStream:
         """Read and finish so many of this rank's samples, some at a time. Raises UserError where there are fewer."""
         while samples:
             some = min(samples, READ_AT_ONCE)
-            needed = (self._done + some) * self.world - self._part.number
-            if self._part.available(0, needed) < needed:
+            last = (self._done + some - 1) * self.world + self.rank  # the number of this rank's last one
+            if self._part.available(0, last + 1 - self._part.number) <= last - self._part.number:
                 raise UserError("data: the stream has fewer samples than were read of it before")
             self._finish(some)
             samples -= some
