@@ -115,7 +115,7 @@ def test_options_of_ones_own_from_python(tmp_path):
     done = run_cli("--config-dir=own", "mode=plan", *overrides, "hydra.run.dir=here", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert facts["peak_bytes"] == json.loads((tmp_path / "here/plan.json").read_text())["peak_bytes"]
-    with pytest.raises(UserError, match=r"^model=mine: no such option; available: gpt, mlp, resnet$"):
+    with pytest.raises(UserError, match=r"^model=mine: no such option; available: gpt, hf, mlp, resnet, vit$"):
         trainapp.plan(overrides)
 
 
