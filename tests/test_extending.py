@@ -70,7 +70,7 @@ def test_help_lists_the_users_options(project):
     _, done = project
     shown = done[3][1].stdout
     for line in (
-        "model: convnet, gpt, mlp, resnet",
+        "model: convnet, gpt, hf, mlp, resnet, vit",
         "experiment: gan, gpt_text, shapes",
         "optimizer: adafactor, adamw, ",
     ):
