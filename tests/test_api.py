@@ -275,7 +275,7 @@ def test_an_average_takes_the_place_of_the_weights(tmp_path):
 
 def test_a_run_without_a_best_and_other_mistakes(tmp_path):
     runs.run_until(tmp_path / "run", 1, *runs.MODELS["mlp"])
-    with pytest.raises(trainapp.UserError, match=r"no checkpoint is its best.*which='last'"):
+    with pytest.raises(trainapp.UserError, match=r"it has no best checkpoint.*which='last'"):
         trainapp.load(tmp_path / "run")
     with pytest.raises(trainapp.UserError, match=r"run_dir=.*nothing.*no such file or directory"):
         trainapp.load(tmp_path / "nothing")

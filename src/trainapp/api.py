@@ -84,7 +84,8 @@ def predict(
     with _imports(config_dir):
         config = compose.from_command_line(given, _path("predict", run_dir), config_dir)
         from_python.run(config)
-    return Path(config.predict.output or Path(config.run_dir) / "predictions.jsonl")
+    output = config.predict.output
+    return Path(config.run_dir) / "predictions.jsonl" if output is None else Path(output).expanduser().resolve()
 
 
 @contextmanager

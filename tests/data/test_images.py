@@ -61,7 +61,7 @@ def names(data):
 def test_classes_are_sorted_and_files_in_their_order(folder):
     data = open_images(folder)
     assert data.class_names == ["blue", "green", "red"]
-    assert data.spec == {"image_shape": (3, 8, 8), "num_classes": 3}
+    assert data.spec == {"image_shape": (3, 8, 8), "num_classes": 3, "classes": data.class_names}
     assert names(data)[:9] == [f"blue/{n}" for n in ("0.png", "1.png", "2.png", "3.png")] + [
         f"blue/{n}" for n in ("4.jpg", "5.jpg", "6.jpg", "7.jpg")
     ] + ["green/0.png"]

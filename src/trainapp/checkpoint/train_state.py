@@ -66,6 +66,7 @@ class TrainState:
     data_samples: int = 0  # in the training data that `progress.epoch` and `consumed` are counted in
     data_order: str = "shuffled"  # the order that they are counted in: `StepBatches.order_name`
     class_names: list[str] = field(default_factory=list)  # of the training data, where it names its classes
+    vocabulary: str = ""  # digest of the tokenizer of the training data, where it has one
     stateful: Stateful = field(default_factory=Stateful)  # what owns state outside of tensors
     # As it was built: what differs from it later is state, and not configuration.
     built: dict[str, Layout] = field(init=False)
@@ -157,6 +158,7 @@ class TrainState:
             ),
             "updates": [update.name for update in self.updates],
             "class_names": self.class_names,
+            "vocabulary": self.vocabulary,
             "schedule": self._by_update(lambda update: encoded(update.schedule.state_dict(), "the schedule's state")),
         }
 
@@ -164,8 +166,8 @@ class TrainState:
         """Make room for the saved tensors: before they are read into `tensors`. saved: the `values` stored with them.
 
         sizes: of the saved tensors. Returns names in the optimizer's state that differ from those of another one.
-        Raises UserError where the updates or the names of the classes are others, and for adapters that were trained on
-        another base.
+        Raises UserError where the updates, the names of the classes or the tokenizer are others, and for adapters that
+        were trained on another base.
         """
         adapters.require_same_base(self.model, saved.get("base"))
         names, before = [update.name for update in self.updates], saved.get("updates", [""])
@@ -173,6 +175,11 @@ class TrainState:
             now, then = (f"the updates {', '.join(some)}" if any(some) else "one optimizer" for some in (names, before))
             raise UserError(f"it was saved with {then}, and this run has {now}")
         self._require_same_classes(saved.get("class_names", []))
+        if {self.vocabulary, saved.get("vocabulary", "")} - {""} not in ({self.vocabulary}, set()):
+            raise UserError(
+                "the tokenizer of the data is another than when it was saved (one that is trained on the data differs "
+                "with them); name that of the run as data.tokenizer=FOLDER, which mode=export writes"
+            )
         added = saved["model_values"]["added"]
         model_state.load_added_entries(self.model, added[rank if len(added) == world else 0])
         own_sizes = {name.removeprefix("model."): size for name, size in sizes.items() if name.startswith("model.")}

@@ -133,6 +133,7 @@ class _Tokenized(BatchedDataset):
 
     def __init__(self, name: str, context_length: int):
         self.tokenizer = tokenizers.load_tokenizer(name)
+        self.vocabulary = tokenizers.vocabulary_of(self.tokenizer)
         self.spec: dict[str, Any] = {"vocab_size": len(self.tokenizer), "context_length": context_length}
 
     def save_tokenizer(self, folder: Path) -> None:
@@ -236,12 +237,12 @@ class Labelled(_Tokenized):
         directory: Path,
     ):
         super().__init__(tokenizer, context_length)
-        self.classes, numbers = _classes(rows, train, label, classes)
+        self.class_names, numbers = _classes(rows, train, label, classes)
         self._targets = np.array([numbers[value] for value in rows[label]], np.int64)
         self._texts = self._store(rows, text, directory, True, [])
         self._special = frozenset(self.tokenizer.all_special_ids)
         self._longest, self._padding = context_length, tokenizers.padding_of(self.tokenizer)
-        self.spec |= {"num_classes": len(self.classes), "classes": self.classes, "pad_token_id": self._padding}
+        self.spec |= {"num_classes": len(self.class_names), "classes": self.class_names, "pad_token_id": self._padding}
         cut = int((self._texts.lengths > context_length).sum())
         if cut:
             log.warning("data.context_length=%d: %d of %d texts are longer, and cut", context_length, cut, len(self))

@@ -70,6 +70,7 @@ class Images(torch.utils.data.Dataset):
         self.spec: dict[str, Any] = {
             "image_shape": (3, image_size, image_size),
             "num_classes": len(self.class_names),
+            "classes": self.class_names,
         }
         self.scale, self.flip, self.mixup, self.cutmix = (scale[0], scale[1]), flip, mixup, cutmix
         self.on_error = on_error

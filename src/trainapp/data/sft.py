@@ -60,6 +60,7 @@ class SupervisedFineTuning(BatchedDataset):
         if tokenizer is None:
             raise UserError("data.tokenizer=null: name a folder, a tokenizer.json or a model of the hub, or model.path")
         self.tokenizer = tokenizers.load_tokenizer(tokenizer)
+        self.vocabulary = tokenizers.vocabulary_of(self.tokenizer)
         if chat_template is not None:
             self.tokenizer.chat_template = _template(chat_template)
         paths = _find(files)
@@ -110,7 +111,7 @@ class SupervisedFineTuning(BatchedDataset):
         self.tokenizer.save_pretrained(str(folder))
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a prompt, as before an answer."""
+        """The tokens of a prompt, as before an `answer`; no chat template."""
         return prompt_tokens(text, self.tokenizer)
 
     def decode(self, tokens: Sequence[int]) -> str:

@@ -48,6 +48,11 @@ def digest_of(tokenizer: Any) -> str:
     return hashlib.sha256(repr((type(tokenizer).__name__, rules, special)).encode()).hexdigest()
 
 
+def vocabulary_of(tokenizer: Any) -> str:
+    """A digest of what its tokens mean, for comparison. Stable over versions of the packages."""
+    return hashlib.sha256(repr(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
+
+
 def padding_of(tokenizer: Any) -> int:
     """The token that fills up batches: its own, else that for the end of a text, else 0. No loss counts it."""
     for token in (tokenizer.pad_token_id, tokenizer.eos_token_id):

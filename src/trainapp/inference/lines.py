@@ -1,7 +1,7 @@
 """JSON lines that appear under their name when all of them are written.
 
-Until then they are in NAME.partial, and NAME.partial.json says what they are of. The same work, begun again after an
-error or a kill, continues there: a line is neither lost nor written twice. Other work begins a file of its own.
+Until then they are in NAME.partial, and NAME.partial.json says what they are of. Restarted after an error or a kill,
+the same work resumes there: no line is lost or written twice. Different work starts a new file.
 """
 
 import contextlib

@@ -22,6 +22,7 @@ def predict(run: Run) -> None:
     batches, settings = _chosen(run), run.config.predict
     path = output_path(run, settings.output, "predictions.jsonl")
     facts = facts_of(run.config) | {"split": settings.split, "samples": batches.samples}
+    facts["eval"] = run.config.to_dict()["eval"].get(settings.split)
     predictor = Predictor(
         getattr(run.task, "unchecked", run.task), run.config.task, class_names(getattr(batches, "dataset", None))
     )

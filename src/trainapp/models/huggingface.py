@@ -18,6 +18,7 @@ from trainapp.errors import UserError
 from trainapp.models import transformers_models
 from trainapp.rng import preserved_rng
 from trainapp.torch_private import is_tracing
+from trainapp.units import listed
 
 log = logging.getLogger(__name__)
 
@@ -73,21 +74,38 @@ def build(
         if path is None or is_tracing():  # a trace has no values to load
             model: Any = kind.from_config(settings, dtype=torch.float32, **options)
         else:
-            # A classifier of other classes gets a new last layer; Transformers' own report names it.
-            options |= {"revision": revision or "main", "ignore_mismatched_sizes": num_classes is not None}
-            model = kind.from_pretrained(_place(path), config=settings, dtype=torch.float32, **options)
+            model = _pretrained(
+                kind, path, settings, options | {"revision": revision or "main"}, num_classes is not None
+            )
     except (ValueError, OSError, ImportError) as error:
         raise UserError(f"{_named(config, path)}: {_first_lines(error)}") from error
     transformers_models.prepare(model, packed)
     _require_embeddings(model, vocab_size, path)
     text = model.config.get_text_config()
-    if num_classes is not None and getattr(text, "pad_token_id", None) is None:
-        # To find the last token of a text. Set after the embedding is built, where it would mean "no gradient".
+    if num_classes is not None and pad_token_id is not None:
+        # That of the batches, to find the last token of a text. Set after the embedding is built, where it would mean
+        # "no gradient".
         text.pad_token_id = pad_token_id
     if packed:
         require_documents_apart(model)
     built: nn.Module = model
     return built
+
+
+def _pretrained(kind: Any, path: str, settings: Any, options: dict[str, Any], is_classifier: bool) -> Any:
+    """With the weights of a folder or of the hub. A classifier with another number of classes gets a new last layer,
+    which Transformers' own report names. Raises UserError where other weights have another shape.
+    """
+    options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
+    model, report = kind.from_pretrained(_place(path), config=settings, dtype=torch.float32, **options)
+    new = transformers_models.heads(model) if is_classifier else []
+    wrong = sorted(name for name, *_ in report["mismatched_keys"] if name.partition(".")[0] not in new)
+    if wrong:
+        raise UserError(
+            f"model.path={path}: model.config asks for other shapes of {listed(wrong)} than there are; leave those "
+            "settings out"
+        )
+    return model
 
 
 def require_transformers(setting: str) -> Any:
@@ -228,6 +246,12 @@ def require_documents_apart(model: nn.Module) -> None:
     name, setting = type(model).__name__, "data.pack=true"
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise UserError(f"{setting}: {name} takes no position_ids, which tell documents apart; use data.pack=false")
+    given: Any = model
+    if "flash" in str(getattr(given.config, "_attn_implementation", "")):
+        raise UserError(
+            f"{setting} with model.attention=flash_attention_2: it keeps documents apart only in micro-batches of one "
+            "sample; use model.attention=sdpa"
+        )
     parameter = next(model.parameters())
     if is_tracing() or parameter.is_meta:
         return

@@ -1,4 +1,4 @@
-"""What the program reads from a model of Transformers, whoever built it. Imports Transformers only if one exists.
+"""What the program reads from a model of Transformers, however it was built. Imports Transformers only if one exists.
 
 Its blocks are the layers that Transformers itself would checkpoint, or the list of equal modules that it is made of.
 """

@@ -28,6 +28,8 @@ def export(run: Run, folder: Path, largest: int) -> list[Path]:
     if run.config.export.merge:
         export_pretrained.merge_adapters(run)
     folder.mkdir(parents=True, exist_ok=True)
+    if run.state.class_names and run.ranks.is_rank_zero:
+        (folder / "class_names.json").write_text(strict_json.dumps(run.state.class_names, indent=1) + "\n")
     if base_of(run.state.model) is not None:
         return export_pretrained.export_adapters(run, folder)
     if transformers_models.is_one(run.state.model):
@@ -72,8 +74,6 @@ def export_weights(run: Run, folder: Path, largest: int) -> list[Path]:
             waiting[name] = value.clone()
         size, total = size + value.nbytes, total + value.nbytes
     flush()
-    if run.state.class_names and run.ranks.is_rank_zero:
-        (folder / "class_names.json").write_text(strict_json.dumps(run.state.class_names, indent=1) + "\n")
     return _name_files(folder, parts, places, total) if run.ranks.is_rank_zero else []
 
 

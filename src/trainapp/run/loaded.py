@@ -33,7 +33,8 @@ def model(run_dir: Path, which: str | Path, user_packages: Sequence[str]) -> nn.
     with contextlib.closing(build.build(config, StopRequest(), SingleRank())) as run:
         checkpointer.restore(run.state, path, run.ranks)
         run.state.average.replace_weights()
-        return run.state.model.eval()
+        loaded = run.state.model
+        return (loaded.float() if config.adapter.base_dtype == "bf16" else loaded).eval()  # its head is in fp32
 
 
 def _checkpoint(run_dir: Path, which: str | Path) -> Path:
@@ -45,7 +46,7 @@ def _checkpoint(run_dir: Path, which: str | Path) -> Path:
             return resolve(str(Path(which).expanduser()))
         best = CheckpointDirectory(run_dir, 1, SingleRank()).best()
         if best is None and run_dir.is_dir():
-            raise UserError("no checkpoint is its best: the run saved none at an evaluation; use which='last'")
+            raise UserError("it has no best checkpoint: the run saved none at an evaluation; use which='last'")
         return resolve(str(best or run_dir))
     except UserError as error:
         reason = str(error).removeprefix("checkpointing.resume=")

@@ -101,16 +101,19 @@ def _with_parts_of(config: Config, path: Path) -> Config:
 
 
 def _missing(config: Config) -> list[str]:
-    """What the command line leaves to the checkpoint. For inference each section by itself: a run's model may predict
-    on other data. How data is loaded is no choice of data.
+    """What the command line leaves to the checkpoint: all of it, or nothing where it chooses a model, data or a task.
+    For inference each section by itself: a run's model may predict on other data. How data is loaded is no choice.
     """
-    if config.mode not in INFERENCE:
-        return [] if any(map(config.chooses, _CHOICES)) else [name for name in _MADE_OF if not config.chooses(name)]
-    if config.chooses("experiment"):
-        return []
     loading = tuple(f"data.{field.name}." for field in dataclasses.fields(Loader))
     of_data = [f"{name}." for name in config.given if f"{name}.".startswith("data.")]
-    chosen = {"data": not all(name.startswith(loading) for name in of_data), "loader": bool(of_data), "metrics": True}
+    chosen = {"data": not all(name.startswith(loading) for name in of_data), "loader": bool(of_data)}
+    if config.mode not in INFERENCE:
+        if any(chosen.get(name, config.chooses(name)) for name in _CHOICES):
+            return []
+        return [name for name in _MADE_OF if not chosen.get(name, config.chooses(name))]
+    if config.chooses("experiment"):
+        return []
+    chosen["metrics"] = True
     if config.mode == "generate" or config.predict.split in ("val", "train"):
         chosen["eval"] = True  # no other data is opened
     return [name for name in _MADE_OF if not chosen.get(name, config.chooses(name))]

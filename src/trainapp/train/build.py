@@ -126,6 +126,7 @@ def run_of(config: Config, parts: Parts, stop: StopRequest, ranks: Ranks, initia
         evaluated.equal = strategy.forward_is_collective
     state.data_samples, state.data_order = batches.samples, batches.order_name
     state.class_names = [str(name) for name in labels_of(components.train_data)]
+    state.vocabulary = str(getattr(components.train_data, "vocabulary", ""))
     checkpointer = _checkpointer(config, state, ranks)
     length = run_length(config, batches, state.progress)
     meter, whole = Meter(state, memory, strategy.communication_buffers), losses.needs_whole_batch(components.task)

@@ -178,12 +178,20 @@ def _locate_all(config: Config) -> dict[str, Any]:
 
 
 def _require_same_classes(config: Config, train: Any, name: str, data: Any) -> None:
-    """Raises UserError for an evaluation set whose classes have other names, or another order: every number of its
-    would be wrong.
+    """Raises UserError for an evaluation set whose classes have other names, or another order, or whose tokens mean
+    something else: every number of its would be wrong.
     """
+    setting = (
+        f"eval.{name}._target_={config.eval[name].target}" if name in config.eval else f"data={config.data.target}"
+    )
+    known, own = (getattr(of, "vocabulary", None) for of in (train, data))
+    if known and own and known != own:
+        raise UserError(
+            f"{setting}: its tokenizer is not that of the training data (one that is trained on the data differs with "
+            "them); give both the same `tokenizer`"
+        )
     known, own = (list(getattr(of, "class_names", None) or ()) for of in (train, data))
     if known and own and known != own:
-        setting = f"eval.{name}._target_={config.eval[name].target}" if name else f"data={config.data.target}"
         raise UserError(
             f"{setting}: its classes are {listed(own)}, and those of the training data {listed(known)}; they must be "
             "the same, in the same order (a folder of images takes them as `classes`)"

@@ -63,7 +63,10 @@ class LossOfEmbeddings(SumsOfBatches):
         if self._whole is None:
             run.ranks.check_peers()
             parts = run.ranks.all_gather_object(embeddings.join(self._kept, self._own.setting) if self._kept else [])
-            self._owner = next(rank for rank, part in enumerate(parts) if part)
+            owners = [rank for rank, part in enumerate(parts) if part]
+            if not owners:  # a stream without samples
+                return totals
+            self._owner = owners[0]
             self._whole, self._kept = _in_order([part for part in parts if part], interleaved, self._own.setting), []
         if run.ranks.rank != self._owner:
             return Totals()

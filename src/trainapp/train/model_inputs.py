@@ -45,7 +45,7 @@ def beside_inputs(model: nn.Module, batch: Any) -> dict[str, Tensor]:
 def _keywords(forward: Callable[..., Any]) -> frozenset[str] | None:
     """The names of a forward's parameters; None for `forward(self, *args, **kwargs)`, which passes on what it gets.
 
-    Beside other names, `**kwargs` are options of Transformers, where a name that nobody reads would be lost.
+    Beside other names, `**kwargs` are options of Transformers, which ignore unknown names.
     """
     parameters = list(inspect.signature(forward).parameters.values())[1:]
     names = {parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD}
