@@ -125,6 +125,41 @@ def test_packed_documents_are_computed_as_by_themselves(attention):
     assert (crossing - alone).abs().max() > 1e-2  # the negative control: without positions
 
 
+def test_flash_attention_would_mix_packed_documents_of_several_samples():
+    model = build("causal_lm", {"model_type": "llama", "vocab_size": 300, **hf_files.SIZES})
+    require_documents_apart(model)
+    model.config._attn_implementation = "flash_attention_2"  # which is not installed: what a user has chosen
+    with pytest.raises(UserError, match="flash_attention_2: it keeps documents apart only in micro-batches of one"):
+        require_documents_apart(model)
+
+
+def test_weights_of_other_shapes_are_refused(tmp_path):
+    """Those of a body: a classifier's last layer may be new."""
+    folder = str(hf_files.model_folder(tmp_path / "folder"))
+    build("sequence_classification", path=folder, num_classes=3)
+    for task, classes in (("sequence_classification", 3), ("causal_lm", None)):
+        with pytest.raises(UserError, match=r"asks for other shapes of model\.layers\.0\.mlp"):
+            build(task, {"intermediate_size": 64}, folder, num_classes=classes)
+
+
+def test_another_tokenizer_is_refused(tmp_path):
+    """One that is trained on the data is another one for other data, though it may have as many tokens."""
+    first, second = hf_files.texts(tmp_path / "first.jsonl"), tmp_path / "second.jsonl"
+    second.write_text(first.read_text().replace("lazy", "very").replace("quick", "small"))
+    chosen = (*hf_files.CAUSAL, "data=hf", "data.vocab_size=270", "data.context_length=16", *runs.TINY)
+    chosen += ("train.max_steps=1", "oom.remember=false")
+    runs.run(tmp_path / "run", *chosen, f"data.path={first}")
+    with pytest.raises(UserError, match=r"^eval\.other\..*its tokenizer is not that of the training data"):
+        runs.prepare(
+            tmp_path / "b", *chosen, f"data.path={first}", "+data@eval.other=hf", f"eval.other.path={second}",
+            "eval.other.vocab_size=270", "eval.other.context_length=16",
+        )  # fmt: skip
+    resumed = ("mode=eval", f"checkpointing.resume={tmp_path / 'run'}", *chosen)
+    runs.run(tmp_path / "same", *resumed, f"data.path={first}")
+    with pytest.raises(UserError, match=r"the tokenizer of the data is another .* data\.tokenizer=FOLDER"):
+        runs.run(tmp_path / "other", *resumed, f"data.path={second}")
+
+
 def test_models_that_would_mix_packed_documents_are_refused():
     model = build("causal_lm", CONFIG)
     require_documents_apart(model)

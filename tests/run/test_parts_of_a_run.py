@@ -26,6 +26,16 @@ def test_updates(tmp_path):
         runs.run(tmp_path / "none", "mode=eval", resumed[1])
 
 
+def test_how_data_are_loaded_is_no_choice_of_data(tmp_path):
+    """Else the checkpoint's own model would be left out, too, for the defaults."""
+    trained = runs.run(tmp_path / "run", *MLP, "data.augment=true", "model.width=24", "every.eval=4")
+    resumed = (f"checkpointing.resume={tmp_path / 'run'}", "oom.remember=false")
+    evaluated = runs.run(tmp_path / "eval", "mode=eval", *resumed, "data.num_workers=0")
+    assert evaluated.objective == pytest.approx(trained.objective)
+    with pytest.raises(UserError):  # with other data it is the command line that chooses everything
+        runs.run(tmp_path / "other", "mode=eval", *resumed, "data=digits")
+
+
 def test_validation_sets_and_metrics_with_the_objective_that_they_have(tmp_path):
     settings = (f"+metrics.own={{_target_: {own_hooks.Correct.__module__}.Correct}}", "objective=max hard/own/share")
     trained = runs.run(tmp_path / "run", *MLP, "+data@eval.hard=digits", *settings, "every.eval=4")
