@@ -17,7 +17,7 @@ from markdown import blocks
 import trainapp
 from trainapp.checkpoint.manifest import MANIFEST, read_manifest, with_digest
 from trainapp.data.digits import Digits
-from trainapp.launch import from_python
+from trainapp.launch import borrowed, from_python
 from trainapp.run import result
 
 TINY = (*runs.MODELS["mlp"], "train.device=cpu", "batch.global_size=16", "train.max_epochs=null", "memory.guard=false")
@@ -187,7 +187,7 @@ try:
     trainapp.train([*overrides, "train.max_steps=100000"], run_dir="runs/a")
 except KeyboardInterrupt:
     print("interrupted", flush=True)
-steps = int((next(__import__("pathlib").Path("runs/a/checkpoints").glob("step_*"))).name[5:])
+steps = max(int(path.name[5:]) for path in __import__("pathlib").Path("runs/a/checkpoints").glob("step_*"))
 print(steps, trainapp.train([*overrides, f"train.max_steps={{steps + 2}}"], run_dir="runs/a").steps)
 """
 
@@ -340,3 +340,9 @@ def test_types(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=290)
     assert [line for line in done.stdout.splitlines() if line.startswith("user.py")] == []
     assert "src/trainapp" not in done.stdout or done.returncode == 1
+
+
+def test_a_callers_no_grad_does_not_reach_the_run():
+    with torch.inference_mode(), borrowed.borrowed():
+        assert torch.is_grad_enabled()
+        assert not torch.zeros(2).is_inference()

@@ -13,6 +13,7 @@ from markdown import commands
 
 from trainapp.errors import UserError
 from trainapp.inference import predict as module
+from trainapp.inference.outputs import Predictor
 
 PAGE = ROOT / "docs/inference.md"
 QUIET = ("train.device=cpu", "memory.guard=false", "oom.remember=false", "tracker=[]")
@@ -241,3 +242,10 @@ def test_a_run_with_several_optimizers(tmp_path):
     chosen = ("user_packages=[zoo,own_inference]", "task=own_inference.Verdicts")
     found = predict(tmp_path, tmp_path / "run", *chosen)
     assert len({line["prediction"] for line in found}) == len(found) > 1
+
+
+def test_one_value_per_sample_is_no_class():
+    """The logit of yes or no: as classes, every sample would be of the only one, with certainty."""
+    predictor, targets = Predictor(object(), "own", []), torch.zeros(4, dtype=torch.int64)
+    assert predictor._is_of_classes(torch.zeros(4, 2), targets)
+    assert not predictor._is_of_classes(torch.zeros(4, 1), targets)

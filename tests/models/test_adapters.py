@@ -9,8 +9,9 @@ import torch
 from oom.inject import Injector, Recorded
 from safetensors.torch import load_file, save_file
 
+from trainapp.config.schema import Adapter
 from trainapp.errors import UserError
-from trainapp.models.adapters import base_of
+from trainapp.models.adapters import add_lora, base_of, merge
 
 transformers = pytest.importorskip("transformers", reason="needs the extra trainapp[hf]")
 peft = pytest.importorskip("peft", reason="needs the extra trainapp[peft]")
@@ -208,3 +209,19 @@ def test_peft_is_missing(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "peft", None)
     with pytest.raises(UserError, match=r"adapter=lora: needs peft .*pip install 'trainapp\[peft\]'"):
         runs.prepare(tmp_path, *LORA)
+
+
+def test_a_merge_leaves_a_tied_layer_as_it_was():
+    """The embedding shares the weight of the output layer, beside which adapters were trained."""
+    config = transformers.LlamaConfig(vocab_size=64, tie_word_embeddings=True, **hf_files.SIZES)
+    model = transformers.LlamaForCausalLM(config)
+    add_lora(model, Adapter(kind="lora", targets=["q_proj", "lm_head"]))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_()
+    model.eval()
+    tokens = torch.arange(8)[None]
+    before = model(tokens).logits
+    merge(model)
+    torch.testing.assert_close(model(tokens).logits, before, rtol=1e-4, atol=1e-4)

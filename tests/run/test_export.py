@@ -92,3 +92,13 @@ def test_the_next_run_starts_from_it(tmp_path):
 def test_it_needs_a_checkpoint(tmp_path):
     with pytest.raises(UserError, match=r"mode=export with checkpointing\.resume=auto: name the checkpoint"):
         runs.run(tmp_path, *GPT, "mode=export")
+
+
+def test_a_folder_with_other_weights_is_refused(tmp_path):
+    """They would be mixed: a reader finds the old file, or the index of the old ones."""
+    runs.run(tmp_path / "run", *GPT)
+    chosen = (*GPT, "mode=export", f"checkpointing.resume={tmp_path / 'run'}", f"export.folder={tmp_path / 'x'}")
+    runs.run(tmp_path / "a", *chosen)
+    runs.run(tmp_path / "b", *chosen)  # the same file is replaced
+    with pytest.raises(UserError, match=r"^export\.folder=.*it holds other weights.*\(model\.safetensors\)"):
+        runs.run(tmp_path / "c", *chosen, "export.file_size=2KiB")

@@ -53,7 +53,7 @@ class FirstPredictions:
 
 
 def _row(output: Tensor, target: Tensor) -> dict[str, Any]:
-    if target.is_floating_point() or output.ndim != target.ndim + 1:
+    if target.is_floating_point() or output.ndim != target.ndim + 1 or output.shape[-1] == 1:
         return {"target": target.tolist(), "prediction": output.tolist()}
     probability, prediction = torch.softmax(output, -1).max(-1)
     return {"target": target.tolist(), "prediction": prediction.tolist(), "probability": probability.tolist()}

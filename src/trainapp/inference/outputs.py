@@ -86,6 +86,8 @@ class Predictor:
     def _is_of_classes(self, output: Any, targets: Any) -> bool:
         if not (isinstance(output, Tensor) and output.is_floating_point() and output.ndim > 1):
             return False
+        if output.shape[-1] == 1:  # one value per sample, such as the logit of yes or no
+            return False
         if not isinstance(targets, Tensor):
             return is_built_in(self.task)
         return not targets.is_floating_point() and targets.ndim == output.ndim - 1

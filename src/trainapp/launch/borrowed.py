@@ -63,7 +63,12 @@ def _switches_of_torch() -> Iterator[None]:
     products, kernels = torch.get_float32_matmul_precision(), (cudnn.allow_tf32, cudnn.benchmark, cudnn.deterministic)
     share = torch.cuda.get_per_process_memory_fraction() if uses_cuda else 1.0
     try:
-        with preserved_rng(torch.device("cuda" if uses_cuda else "cpu")):
+        # A caller's `no_grad` would train nothing.
+        with (
+            preserved_rng(torch.device("cuda" if uses_cuda else "cpu")),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+        ):
             yield
     finally:
         torch.use_deterministic_algorithms(deterministic[0], warn_only=deterministic[1])

@@ -110,7 +110,10 @@ def _below(config: Config) -> "RunResult":
     with open(reads, "rb") as answer, process.stdin, StopRequest() as stop:
         process.stdin.write(_LENGTH.pack(len(request)) + request)
         process.stdin.flush()
-        passed_on = None
+        passed_on, content = None, list[bytes]()
+        # At the same time: a pipe holds 64 KiB, and the child would wait with a longer answer.
+        reader = threading.Thread(target=lambda: content.append(answer.read()), daemon=True)
+        reader.start()
         while process.poll() is None:
             if stop.signal != passed_on:
                 passed_on = stop.signal
@@ -119,7 +122,8 @@ def _below(config: Config) -> "RunResult":
                 process.wait(_LOOK_EVERY)
             except subprocess.TimeoutExpired:
                 continue
-        return _answer(answer.read(), process.returncode)
+        reader.join()
+        return _answer(content[0], process.returncode)
 
 
 def _answer(content: bytes, exit_code: int) -> "RunResult":

@@ -136,8 +136,11 @@ def merge(model: nn.Module) -> None:
         if isinstance(module, wrapper_kind):
             replaced = module.modules_to_save["default"]
         else:
-            module.merge()
             replaced = module.get_base_layer()
+            names = model.named_parameters(remove_duplicate=False)
+            if sum(parameter is replaced.weight for _, parameter in names) > 1:  # the other layer stays as it is
+                replaced.weight = nn.Parameter(replaced.weight.detach().clone(), requires_grad=False)
+            module.merge()
         setattr(model.get_submodule(parent), own, replaced)
     _bases.pop(model, None)
     vars(model).pop("peft_config", None)

@@ -10,13 +10,16 @@ import torch
 from safetensors.torch import save_file
 
 from trainapp import strict_json
+from trainapp.errors import UserError
 from trainapp.models import transformers_models
 from trainapp.models.adapters import base_of
 from trainapp.parallel.dtensor import whole
+from trainapp.parallel.rank_zero import answered_by_rank_zero
 from trainapp.run import export_pretrained
 from trainapp.train.run import Run
-from trainapp.units import bytes_text
+from trainapp.units import bytes_text, listed
 
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "adapter_config.json")
 log = logging.getLogger(__name__)
 
 
@@ -27,6 +30,7 @@ def export(run: Run, folder: Path, largest: int) -> list[Path]:
     """
     if run.config.export.merge:
         export_pretrained.merge_adapters(run)
+    _require_replaceable(run, folder, largest)
     folder.mkdir(parents=True, exist_ok=True)
     if run.state.class_names and run.ranks.is_rank_zero:
         (folder / "class_names.json").write_text(strict_json.dumps(run.state.class_names, indent=1) + "\n")
@@ -35,6 +39,23 @@ def export(run: Run, folder: Path, largest: int) -> list[Path]:
     if transformers_models.is_one(run.state.model):
         return export_pretrained.export_transformers(run, folder, largest)
     return export_weights(run, folder, largest)
+
+
+def _require_replaceable(run: Run, folder: Path, largest: int) -> None:
+    """Raises UserError where the folder has weights that this export would not replace: a reader would find two models.
+    Collective.
+    """
+    replaced = {"adapter_model.safetensors", "adapter_config.json"}
+    if base_of(run.state.model) is None:
+        tensors = run.state.model.state_dict(keep_vars=True).values()
+        size = sum(tensor.nbytes for tensor in tensors if torch.is_tensor(tensor))
+        replaced = {"model.safetensors"} if size <= largest else set()
+    present = {path.name for pattern in _WEIGHTS for path in folder.glob(pattern)}
+    if left := answered_by_rank_zero(run.ranks, lambda: sorted(present - replaced)):
+        raise UserError(
+            f"export.folder={folder}: it holds other weights, which would be mixed with these ({listed(left)}); name "
+            "another folder, or remove them"
+        )
 
 
 def export_weights(run: Run, folder: Path, largest: int) -> list[Path]:

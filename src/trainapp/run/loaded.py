@@ -75,7 +75,8 @@ def settings_of(path: Path, user_packages: Sequence[str]) -> Config:
             config.train, device="cpu", compile=False, deterministic=False, detect_anomaly=False
         ),
         "loader": dataclasses.replace(config.loader, num_workers=0),
-        "model": dataclasses.replace(config.model, init_from=None),
+        # The weights come from the checkpoint; with adapters, it has those alone.
+        "model": dataclasses.replace(config.model, init_from=None) if config.adapter.kind == "none" else config.model,
         # The others differ from fp32 in how they compute; this one in what the weights are.
         "precision": dataclasses.replace(config.precision, mode=mode if mode == "bf16_pure" else "fp32"),
         "optimizer": dataclasses.replace(config.optimizer, fused="auto", in_backward=False, offload=False),

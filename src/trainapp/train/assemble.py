@@ -24,7 +24,7 @@ from trainapp.memory.levers.budget import Budget, NoBudget
 from trainapp.memory.levers.catalogue import require_suited
 from trainapp.memory.levers.lever import Situation
 from trainapp.memory.levers.offload import NoOffload, Offload
-from trainapp.models import transformers_models
+from trainapp.models import huggingface, transformers_models
 from trainapp.models.inspect import blocks_of, has_batchnorm, lazy_modules
 from trainapp.optim import parameter_tags, quantized_products
 from trainapp.optim.ema import WeightAverage
@@ -222,7 +222,10 @@ def _construct(config: Config, components: Components) -> nn.Module:
             f"the data has {', '.join(spec) or 'no spec'}; choose a model for this kind of data"
         )
     model: Any = targets.construct(components.model, config.model.arguments, "model", config.user_packages, spec)
-    transformers_models.prepare(model)
+    packed = bool(spec.get("packed")) and transformers_models.is_one(model)
+    transformers_models.prepare(model, packed)
+    if packed:
+        huggingface.require_documents_apart(model)
     return model
 
 

@@ -34,6 +34,10 @@ class EmbeddingTask:
     def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | float, Metrics]:
         return self.loss_of_embeddings(self.embed(model, batch))
 
+    def predict(self, model: nn.Module, batch: Any) -> Any:
+        """What `mode=predict` writes: the embeddings."""
+        return self.embed(model, batch)
+
 
 class Contrastive(EmbeddingTask):
     """The symmetric cross-entropy of InfoNCE between two views of each sample (in CLIP: an image and its text).
