@@ -1,5 +1,6 @@
 """What a plan, and a run that cannot continue, offer to paste starts as it stands, for shipped and for own parts."""
 
+import importlib.util
 import re
 import shlex
 from pathlib import Path
@@ -104,6 +105,8 @@ def offered_in(message):
     """The overrides that the message of a run offers to one process."""
     offered = re.findall(r"^  +(?:[\d.]+ \w+  )?(\S.*?): (?:costs|saves)", message, re.MULTILINE)
     offered = [text for text in offered if "[NAMES]" not in text and "parallel" not in text]
+    if importlib.util.find_spec("peft") is None:  # an extra
+        offered = [text for text in offered if "adapter=lora" not in text]
     assert len(offered) >= 2, message
     return offered
 
