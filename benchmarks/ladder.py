@@ -3,8 +3,8 @@
     python benchmarks/ladder.py [--models gpt,resnet] [--rounds 7] [--steps 2] [--scale 1.0] [--json FILE]
 
 The levers are those of `trainapp.memory.levers.catalogue` that a single process can set. The peak is that of two steps,
-in live tensors, with the optimizer's state allocated. For the time, a run with the lever and one without take turns in
-one process; a ratio is that of their seconds per step in the same round. With one thread these are seconds of the
+in live tensors, with the optimizer's state allocated. For the time, some runs with a lever and one without take turns
+in one process; a ratio is that of their seconds per step in the same round. With one thread these are seconds of the
 thread, which other processes disturb less. Stacks add one lever after the other.
 
 Beside each figure stands what the plan predicts, and by how much it is off.
@@ -37,6 +37,7 @@ from trainapp.train.components import load_components
 from trainapp.train.run import Run
 
 WARM_UP = 4  # steps until a size is proven and memory no longer counted
+AT_ONCE = 7  # runs that take turns with the one without a lever
 SAMPLES = 16
 COMMON = (
     "train.device=cpu",
@@ -98,8 +99,9 @@ def main() -> None:
         kinds = {"levers": alone(overrides), "stacks": stacked(STACKS[model])}
         predicted = predict_elsewhere(overrides, [setting for settings in kinds.values() for setting in settings])
         for kind, settings in kinds.items():
-            for setting in settings:
-                found[model][kind][setting] = predicted[setting] | measure(overrides, setting, options)
+            for first in range(0, len(settings), AT_ONCE):
+                measured = measure(overrides, settings[first : first + AT_ONCE], options)
+                found[model][kind] |= {setting: predicted[setting] | own for setting, own in measured.items()}
             print(f"\n{report(found[model][kind])}")
     if options.json:
         options.json.write_text(json.dumps(found, indent=1))
@@ -126,19 +128,23 @@ def stacked(settings: tuple[str, ...]) -> list[str]:
     return [" ".join(settings[: count + 1]) for count in range(len(settings))]
 
 
-def measure(overrides: tuple[str, ...], setting: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Peaks in bytes without and with the setting, and the ratio of times by round."""
-    plain, changed = (prepare(configure((*overrides, *own))) for own in ((), setting.split()))
-    ratios = []
-    for run in (plain, changed):
+def measure(overrides: tuple[str, ...], settings: list[str], options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """By setting, peaks in bytes without and with it, and the ratio of times by round."""
+    plain, *changed = runs = [prepare(configure((*overrides, *setting.split()))) for setting in ("", *settings)]
+    ratios: dict[str, list[float]] = {setting: [] for setting in settings}
+    for run in runs:
         advance(run, WARM_UP)
     for number in range(options.rounds):
-        order = (plain, changed) if number % 2 == 0 else (changed, plain)
+        order = runs if number % 2 == 0 else runs[::-1]
         seconds = {id(run): advance(run, options.steps) for run in order}
-        ratios.append(seconds[id(changed)] / seconds[id(plain)])
-    for run in (plain, changed):
+        for setting, run in zip(settings, changed, strict=True):
+            ratios[setting].append(seconds[id(run)] / seconds[id(plain)])
+    for run in runs:
         run.close()
-    return {"plain": plain.memory.peak, "peak": changed.memory.peak, "ratios": ratios}
+    return {
+        setting: {"plain": plain.memory.peak, "peak": run.memory.peak, "ratios": ratios[setting]}
+        for setting, run in zip(settings, changed, strict=True)
+    }
 
 
 def predict_elsewhere(overrides: tuple[str, ...], settings: list[str]) -> dict[str, dict[str, float]]:

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from _common import machine, table
 
 MIB = 2**20
+WARM_UP = 5  # steps of that program before the one that is recorded
 # By context length: autocast; MiB allocated (as requested) and reserved at the peak of the snapshot's step.
 SNAPSHOTS = {
     128: (False, 6688.44, 6900),
@@ -164,16 +165,23 @@ def stepped(checkout: Path, context: int) -> tuple[int, int]:
         counter = stack.enter_context(LiveTensors(devices=("cuda",)))
         self_test.require(device, stack.enter_context(pretend.EngineOnCuda()))
         counter.events.clear()
-        stack.enter_context(torch.device("cuda"))
         model = BasicsTransformerLM(10_000, context, 1024, 24, 16, 4096, rope_theta=10_000.0)
+        for module in model.modules():  # `model.to` cannot move tensors without data
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                setattr(module, name, torch.nn.Parameter(parameter.detach().to("cuda")))
+            for name, buffer in list(module.named_buffers(recurse=False)):
+                setattr(module, name, buffer.to("cuda"))
+        stack.enter_context(torch.device("cuda"))
         optimizer = AdamW(model.parameters())
-        batches = torch.randint(0, 10_000, (12, 4, context)).unbind()
-        for step in range(3):
-            if step == 2:
+        sizes = (WARM_UP, 1, WARM_UP, 1)
+        inputs, last_inputs, targets, last_targets = (torch.randint(0, 10_000, (n, 4, context)) for n in sizes)
+        for step in range(WARM_UP + 1):
+            if step == WARM_UP:
+                output = loss = None
                 counter.peak = counter.live
             with torch.autocast("cuda", torch.bfloat16) if autocast else contextlib.nullcontext():
-                output = model(batches[step])
-                loss = cross_entropy(output, batches[6 + step])
+                output = model(inputs[step] if step < WARM_UP else last_inputs[0])
+                loss = cross_entropy(output, targets[step] if step < WARM_UP else last_targets[0])
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -210,3 +210,12 @@ class Opened(Digits):
 def total(model, batch):
     losses = cross_entropies(model, batch)
     return losses.sum(), len(losses), {}
+
+
+def cross_entropy(model, batch):
+    losses = cross_entropies(model, batch)
+    return losses.sum(), len(losses), {}
+
+
+def no_loss(model, batch):
+    return None

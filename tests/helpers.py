@@ -1,5 +1,6 @@
 """Runs the real command line in a subprocess, and reads what a run leaves behind."""
 
+import copy
 import json
 import os
 import shlex
@@ -13,6 +14,19 @@ ROOT = Path(__file__).resolve().parent.parent
 # What Hydra and the log write before a run does anything.
 OWN_FILES = {".hydra/config.yaml", ".hydra/hydra.yaml", ".hydra/overrides.yaml", "trainapp.log"}
 PLAN_FILES = {".plan/config.yaml", ".plan/hydra.yaml", ".plan/overrides.yaml", "plan.log"}  # with mode=plan
+LR_FIND_FILES = {".lr_find/config.yaml", ".lr_find/hydra.yaml", ".lr_find/overrides.yaml", "lr_find.log"}
+
+
+def changed(settings: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of nested settings with `{"section.key": value}`."""
+    copied = copy.deepcopy(dict(settings))
+    for path, value in values.items():
+        *parents, key = path.split(".")
+        node = copied
+        for name in parents:
+            node = node[name]
+        node[key] = value
+    return copied
 
 
 def environment(env: Mapping[str, str] | None = None) -> dict[str, str]:

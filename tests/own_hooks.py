@@ -161,6 +161,49 @@ class Changes:
             next(view.model.parameters()).add_(1.0)
 
 
+class Looks:
+    """A forward, and a sample of the validation data."""
+
+    def after_step(self, view):
+        view.model(torch.ones(2, 64))
+        view.data[0]
+
+
+class Alters:
+    """Changes what the model computes without writing to a parameter. how: see below."""
+
+    def __init__(self, how):
+        self.how = how
+
+    def after_step(self, view):
+        model = view.model
+        match self.how:
+            case "freezes":
+                model.head.requires_grad_(False)
+            case "hooks a gradient":
+                model.head.weight.register_hook(lambda gradient: gradient * 0)
+            case "hooks a module":
+                model.head.register_forward_hook(lambda module, inputs, output: output * 0)
+            case "replaces":
+                model.dropout = torch.nn.Identity()
+            case "sets":
+                model.dropout.p = 0.9
+            case "hooks for a moment":
+                model.head.register_forward_hook(lambda module, inputs, output: None).remove()
+                model.train()
+
+
+class Empties:
+    """Writes into what it is given."""
+
+    def after_evaluation(self, view, metrics):
+        for value in metrics.values():
+            if torch.is_tensor(value):
+                value.zero_()
+        metrics["loss"] = 0.0
+        metrics["accuracy"] = 0.0
+
+
 class Holds:
     """A table of a megabyte from its first step on; model and data are not its own."""
 
@@ -207,3 +250,14 @@ class Breaks(Outlet):
 
     def close(self):
         self._count("close")
+
+
+class Overwrites(Outlet):
+    """Writes into what it is given."""
+
+    def start(self, start):
+        start.config["train"]["seed"] = "overwritten"
+
+    def scalars(self, group, values, step):
+        for name in list(values):
+            values[name] = 0.0

@@ -1,7 +1,10 @@
 """Tasks and data for predictions, as users write them."""
 
 import os
+from pathlib import Path
 
+import torch
+from torch import nn
 from torch.nn import functional as F
 
 from trainapp.data.digits import Digits
@@ -18,6 +21,26 @@ class Unlabelled(Digits):
 
     def __getitems__(self, indices):
         return super().__getitems__(indices)["inputs"]
+
+
+class FromFile(Digits):
+    """Scaled by a number in a file."""
+
+    def __init__(self, split: str, file: str = ""):
+        super().__init__(split)
+        self.scale = float(Path(file).read_text())
+
+    def __getitems__(self, indices):
+        batch = super().__getitems__(indices)
+        return {**batch, "inputs": batch["inputs"] * self.scale}
+
+
+class Unseeded(Digits):
+    """Noise from the system."""
+
+    def __getitems__(self, indices):
+        batch = super().__getitems__(indices)
+        return {**batch, "inputs": batch["inputs"] + int.from_bytes(os.urandom(2), "big") / 2**20}
 
 
 class Interrupted(Digits):
@@ -70,3 +93,40 @@ class Verdicts:
 
     def predict(self, model, batch):
         return model.discriminator(batch["inputs"])[:, 0]
+
+
+class Pixels:
+    """Images [1, height, 8] whose targets are the class of each pixel, and -100 in the last rows."""
+
+    def __init__(self, split: str, seed: int = 0, height: int = 6):
+        self.images = torch.randn(
+            32 if split == "train" else 12, 1, height, 8, generator=torch.Generator().manual_seed(3)
+        )
+        self.targets = (self.images[:, 0] > 0).long() + (self.images[:, 0] > 1).long()
+        self.targets[:, -2:] = -100
+        self.spec = {"num_classes": 3}
+
+    def __len__(self):
+        return len(self.images)
+
+    def __getitem__(self, index):
+        return {"inputs": self.images[index], "targets": self.targets[index]}
+
+
+class UNet(nn.Module):
+    """Logits [B, classes, H, W]."""
+
+    def __init__(self, classes: int = 3):
+        super().__init__()
+        self.down, self.up = nn.Conv2d(1, 4, 3, 2, 1), nn.ConvTranspose2d(4, 4, 2, 2)
+        self.head = nn.Conv2d(5, classes, 1)
+
+    def forward(self, images):
+        return self.head(torch.cat((images, self.up(self.down(images).relu())), 1))
+
+
+def per_pixel(model, batch):
+    """The same as `classification`, in a task of one's own."""
+    logits, targets = model(batch["inputs"]), batch["targets"]
+    loss = F.cross_entropy(logits, targets, reduction="sum")
+    return loss, (targets != -100).sum(), {"*": lambda: (logits.detach(), targets)}

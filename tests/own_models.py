@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from trainapp.data.digits import Digits
 from trainapp.models.gpt import GPT
 
 
@@ -15,6 +16,26 @@ class Scratch(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.linear(inputs.flatten(1)) + torch.zeros(self.scratch)[0]
+
+
+class Normed(nn.Module):
+    """Its block has BatchNorm beside a linear layer. counts: it also counts its forwards, in a buffer of its own."""
+
+    def __init__(self, num_classes: int, counts: bool = False):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(64, 16), nn.BatchNorm1d(16), nn.ReLU())
+        self.head = nn.Linear(16, num_classes)
+        if counts:
+            self.register_buffer("seen", torch.zeros(1))
+        self.counts = counts
+
+    def blocks(self) -> list[nn.Module]:
+        return [self.body]
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.counts and self.training:
+            self.seen += 1
+        return self.head(self.body(inputs.flatten(1)))
 
 
 class ScratchInEvaluation(Scratch):
@@ -51,3 +72,46 @@ class ScaledHead(GPT):
 
     def forward(self, inputs):
         return 0.1 * super().forward(inputs)
+
+
+def training_digits(split: str, augment: bool = False) -> Digits | None:
+    """Data without a validation split."""
+    return Digits("train", augment=augment) if split == "train" else None
+
+
+class Counts(nn.Module):
+    """Noise of a generator of its own, and a scale that grows with each forward, in every mode."""
+
+    def __init__(self, num_classes: int):
+        super().__init__()
+        self.head, self.dropout, self.generator = nn.Linear(64, num_classes), nn.Dropout(0.1), torch.Generator()
+        self.forwards = 0
+
+    def get_extra_state(self):
+        return {"forwards": self.forwards}
+
+    def set_extra_state(self, state):
+        self.forwards = state["forwards"]
+
+    def forward(self, inputs):
+        self.forwards += 1
+        inputs = inputs.flatten(1)
+        noise = torch.randn(inputs.shape, generator=self.generator)
+        return self.dropout(self.head(inputs + 0.1 * noise)) * (1 + 0.01 * self.forwards)
+
+
+class Noisy:
+    """Samples whose noise a generator of the data set draws."""
+
+    in_memory = True
+    task = "classification"
+    spec = {"num_classes": 3}  # noqa: RUF012
+
+    def __init__(self, split: str):
+        self.generator = torch.Generator()
+
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, index):
+        return {"inputs": torch.randn(64, generator=self.generator), "targets": torch.tensor(index % 3)}

@@ -240,3 +240,17 @@ def dropout_and_data(model: nn.Module, batch: Any) -> tuple[Tensor, int, dict[st
     calls = model.calls = getattr(model, "calls", 0) + 1
     logits = model(batch["inputs"]).detach()
     return loss * (calls + torch.rand(())), count, {"accuracy": (logits.argmax(-1) == batch["targets"]).sum()}
+
+
+class CountsInPlace:
+    """Counts its calls in a tensor and in an array, which scale the loss."""
+
+    def __init__(self) -> None:
+        self.calls, self.by_half = torch.ones(()), np.zeros(2)
+
+    def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, int, dict[str, Tensor]]:
+        loss, count, metrics = classification(model, batch)
+        loss = loss + 0 * model.log_vars.sum()
+        self.calls += 1
+        self.by_half[int(self.calls) % 2] += 1
+        return loss * (float(self.calls) + float(self.by_half[0])), count, {"accuracy": metrics["accuracy"]}

@@ -5,11 +5,13 @@ import dataclasses
 import functools
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
 from trainapp.config import compose
 from trainapp.config.schema import Config
+from trainapp.errors import UserError
 from trainapp.parallel.ranks import SingleRank
 from trainapp.run import runner
 from trainapp.run.result import RunResult
@@ -81,6 +83,16 @@ def accumulate(run: Run, is_logged: bool = False) -> Totals:
 def clip(run: Run) -> torch.Tensor:
     """Accumulate and clip the gradients of the next step. Returns their norm before clipping."""
     return clip_gradients(run, run.next_step(), accumulate(run))
+
+
+def refusal(run_dir: Path, *overrides: str) -> str:
+    """The one line with which a run is refused, before it writes anything of what it did."""
+    with pytest.raises(UserError) as refused:
+        run(run_dir, *overrides)
+    message = str(refused.value)
+    assert "\n" not in message
+    assert not (run_dir / "result.json").exists()
+    return message
 
 
 class StopAt(StopRequest):

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -15,9 +16,11 @@ from helpers import result as result_file
 from markdown import blocks
 
 import trainapp
+from trainapp import alone
 from trainapp.checkpoint.manifest import MANIFEST, read_manifest, with_digest
 from trainapp.data.digits import Digits
-from trainapp.launch import borrowed, from_python
+from trainapp.errors import UserError
+from trainapp.launch import borrowed
 from trainapp.run import result
 
 TINY = (*runs.MODELS["mlp"], "train.device=cpu", "batch.global_size=16", "train.max_epochs=null", "memory.guard=false")
@@ -170,7 +173,7 @@ def test_what_is_refused(tmp_path, monkeypatch, overrides, run_dir, message):
 
 
 def test_one_run_at_a_time(tmp_path):
-    with from_python._alone, pytest.raises(trainapp.UserError, match="another run is in progress in this process"):
+    with alone.running("trainapp.train"), pytest.raises(trainapp.UserError, match="another run is in progress in this"):
         trainapp.train([*TINY, "train.max_steps=1"], run_dir=tmp_path / "a")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHELASTIC_RUN_ID", "x")
@@ -307,7 +310,8 @@ def test_packages_that_the_checkpoint_names_are_not_imported(tmp_path, monkeypat
 
 def test_predictions_are_those_of_the_loaded_model(tmp_path):
     """Also from a directory whose name Hydra would read as something else."""
-    run = trainapp.train([*TINY, "train.max_steps=4"], run_dir=tmp_path / "a, 'b' = {c}")
+    name = "a, 'b' = {c} \\'é ${oc.env:HOME}"
+    run = trainapp.train([*TINY, "train.max_steps=4"], run_dir=tmp_path / name)
     file = trainapp.predict(run.run_dir, run_dir=tmp_path / "predictions")
     assert file == tmp_path / "predictions/predictions.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()]
@@ -346,3 +350,64 @@ def test_a_callers_no_grad_does_not_reach_the_run():
     with torch.inference_mode(), borrowed.borrowed():
         assert torch.is_grad_enabled()
         assert not torch.zeros(2).is_inference()
+
+
+@pytest.mark.parametrize("which", [None, 3, ""])
+def test_which_checkpoint_must_be_named(tmp_path, which):
+    with pytest.raises(UserError, match=r"trainapp\.load: which=.*: must be 'best', 'last' or the path"):
+        trainapp.load(tmp_path, which=which)
+
+
+def in_thread(function):
+    """What it returns or raises in a thread of its own."""
+    answers = []
+
+    def call():
+        try:
+            answers.append(function())
+        except trainapp.UserError as error:
+            answers.append(str(error))
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+    return answers[0]
+
+
+def test_nothing_is_loaded_or_planned_beside_a_run_of_another_thread(tmp_path):
+    """It would seed the generators that the run draws from. A callback, in the run's own thread, may load."""
+    trainapp.train([*TINY, "train.max_steps=2"], run_dir=tmp_path / "a")
+    before = torch.get_rng_state()
+    with alone.running("trainapp.train"):
+        for name, call in {
+            "load": lambda: trainapp.load(tmp_path / "a", "last"),
+            "predict": lambda: trainapp.predict(tmp_path / "a", run_dir=tmp_path / "b"),
+            "plan": lambda: trainapp.plan([*TINY, "plan.levers=false"]),
+        }.items():
+            said = in_thread(call)
+            assert isinstance(said, str), name
+            assert said.startswith(f"trainapp.{name}: another run is in progress in this process (trainapp.train)")
+        assert torch.equal(torch.get_rng_state(), before)
+        assert not trainapp.load(tmp_path / "a", "last").training
+    assert not in_thread(lambda: trainapp.load(tmp_path / "a", "last")).training
+
+
+def test_modes_around_the_call_do_not_reach_the_run(tmp_path):
+    def trained(name):
+        run = trainapp.train([*TINY, "train.max_steps=3", "precision=fp32"], run_dir=tmp_path / name)
+        weights = trainapp.load(run.run_dir, "last").state_dict()
+        predictions = trainapp.predict(run.run_dir, run_dir=tmp_path / f"{name} predicted").read_text()
+        return weights, predictions, run.evaluation
+
+    plain = trained("plain")
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.autocast("cpu", torch.bfloat16), torch.device("meta"):
+            within = trained("within")
+            assert torch.is_autocast_enabled("cpu")
+            assert torch.zeros(1).is_meta
+        assert torch.get_default_dtype() is torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert runs.differences(plain[0], within[0]) == []
+    assert plain[1:] == within[1:]

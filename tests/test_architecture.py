@@ -57,3 +57,9 @@ def test_the_architecture_page_names_every_room_and_only_real_files():
     for name in re.findall(r"`([a-z_/]+\.(?:py|yaml))`", page):
         places = (ROOT, ROOT / "src" / "trainapp")
         assert any((place / name).exists() for place in places), name
+
+
+def test_the_slow_tests_exist():
+    for name in (ROOT / "tests/slow_tests.txt").read_text().split():
+        path, _, function = name.partition("::")
+        assert re.search(rf"^ *def {function.rpartition('::')[2]}\(", (ROOT / path).read_text(), re.MULTILINE), name

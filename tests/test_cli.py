@@ -9,6 +9,7 @@ import runs
 import torch
 from helpers import OWN_FILES, ROOT, files, run_cli
 
+import trainapp
 from trainapp.config import schema
 from trainapp.errors import UserError
 from trainapp.optim import precision
@@ -65,6 +66,10 @@ def test_console_script_and_module_are_the_same_thing(tmp_path):
         assert module.stderr == script.stderr
 
 
+def test_the_version_is_that_of_trainapp(tmp_path):
+    assert run_cli("--version", cwd=tmp_path).stdout == f"trainapp {trainapp.__version__}\n"
+
+
 # Mistakes that end before torch is imported
 
 
@@ -79,7 +84,7 @@ def test_console_script_and_module_are_the_same_thing(tmp_path):
         ("++batch.foo=1", ["batch.foo: no such setting"]),
         ("+foo=1", ["foo: no such setting"]),
         ("experment=x", ["experment: no such setting", "'experiment'"]),
-        ("experiment=x", ["experiment=x: no such option", "gpt_text"]),
+        ("experiment=x", ["experiment=x: no such option", "gpt_text", "need --config-dir FOLDER"]),
         ("model=resnt", ["model=resnt: no such option", "'resnet'", "available: gpt, hf, mlp, resnet, vit"]),
         (
             "precision=bf17",
@@ -100,7 +105,14 @@ def test_console_script_and_module_are_the_same_thing(tmp_path):
         ("accumulation=fixed batch.micro_size=8", ["accumulation.steps=4 and batch.micro_size=8", "set one of them"]),
         ("mode=eval", ["mode=eval with checkpointing.resume=auto", "name the checkpoint"]),
         ("--config-dir=nowhere", ["nowhere", "not found"]),
-        ("just_a_word", ["just_a_word", "EQUAL"]),
+        ("just_a_word", ["just_a_word: an argument must be a setting with a value; use SETTING=VALUE"]),
+        ("predict", ["predict: an argument must be a setting with a value; use mode=predict"]),
+        ("seed=3", ["seed: no such setting; here it is train.seed"]),
+        ("train.precision=bf16", ["train.precision: no such setting; here it is precision "]),
+        ("batch_size=8", ["batch_size: no such setting; here it is batch.global_size"]),
+        ("callbacks.own._target_=my.C", ["no such setting; a new entry is added with +callbacks.own._target_=my.C"]),
+        ("optimizer=Adam", ["available: adafactor", "as in optimizer._target_=torch.optim.Adam"]),
+        ("schedule=StepLR", ["as in schedule._target_=torch.optim.lr_scheduler.StepLR"]),
         ("run_dir=/tmp/x", ["run_dir: no such setting"]),
     ],
 )

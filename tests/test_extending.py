@@ -36,7 +36,7 @@ def runs_in(folder):
 
 def test_every_command_succeeds(project):
     _, done = project
-    assert len(done) == 7
+    assert len(done) == 9
     for words, process, _ in done:
         assert process.returncode == 0, f"{words}\n{process.stderr}"
 
@@ -103,3 +103,10 @@ def test_the_gan_trains(project):
     lines = [json.loads(line) for line in (plain / "metrics.jsonl").read_text().splitlines()]
     assert {"discriminator/loss", "discriminator/right", "generator/loss", "generator/lr"} <= lines[-1].keys()
     assert (lines[-1]["discriminator/lr"], lines[-1]["generator/lr"]) == (2e-3, 1e-3)
+
+
+def test_a_run_learns_from_its_teacher(project):
+    _, done = project
+    (run,) = done[8][2]
+    assert result(run)["objective"] >= 0.85
+    assert result(run)["best_step"] > 0

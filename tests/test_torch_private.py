@@ -20,6 +20,7 @@ from trainapp import torch_private
 from trainapp.memory.live_tensors import LiveTensors
 from trainapp.torch_elastic import Restart, asked_before_restarts
 from trainapp.torch_operators import (
+    ASKS_DEVICE,
     ATTENTION_OPERATORS,
     CAST,
     CHECKPOINT_IGNORES,
@@ -533,7 +534,7 @@ def test_nothing_private_is_used_elsewhere():
     planted = "from torch._subclasses import fake_tensor\ntorch._foreach_norm(tensor._version, self._version)"
     assert list(private_uses(planted)) == ["fake_tensor", "_foreach_norm", "_version"]
     folder = Path(torch_private.__file__).parent
-    names = ("private", "direct", "elastic", "fsdp", "operators", "compiler", "workers")
+    names = ("private", "direct", "elastic", "fsdp", "operators", "compiler", "modes", "workers")
     own = {folder / f"torch_{name}.py" for name in names}
     own |= {folder / "plan" / "cuda" / f"{name}.py" for name in ("pretend", "attention")}  # see test_pretended_cuda.py
     found = {path.name: list(private_uses(path.read_text())) for path in folder.rglob("*.py") if path not in own}
@@ -645,6 +646,25 @@ def test_which_arguments_an_operator_writes():
     assert written_arguments(aten.add_.Tensor)[:2] == (True, False)
     assert not any(written_arguments(aten.add.Tensor))
     assert written_arguments(aten._fused_adamw_.default)[:5] == (True, True, True, True, True)
+
+
+def test_cpp_asks_tensors_without_data_for_their_device():
+    """More often than for anything else: whoever passes it on through all modes pays for it."""
+    seen = []
+
+    class Sees(DispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            seen.append(func)
+            assert func is not ASKS_DEVICE or result == args[0].device
+            return result
+
+    with Sees():
+        torch.ones(2, requires_grad=True).sum().backward()
+    assert ASKS_DEVICE not in seen
+    with fake_tensor_mode(), Sees():
+        torch.ones(2, requires_grad=True).sum().backward()
+    assert seen.count(ASKS_DEVICE) > 1
 
 
 def test_unique_is_an_operator_of_its_own():

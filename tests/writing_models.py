@@ -72,6 +72,18 @@ class TeacherSilent(Teacher):
         old.data.mul_(0.9).add_(new.data, alpha=0.1)
 
 
+class TeacherOfBase(Teacher):
+    """With adapters beside the layer, the teacher follows what is frozen of it."""
+
+    @torch.no_grad()
+    def change(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            base = getattr(self.linear, "base_layer", self.linear)
+            for old, new in zip(self.teacher.parameters(), base.parameters(), strict=True):
+                self.move(old, new)
+        return 0.5 * self.teacher(inputs)
+
+
 class TeacherReplaced(Teacher):
     """New parameters under the old names."""
 

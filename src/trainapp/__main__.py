@@ -14,6 +14,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
+import trainapp
 from trainapp.config import command_line, compose, hydra_errors, inline_targets
 from trainapp.errors import Reported, UserError
 from trainapp.launch import environment, one_run, plan_table
@@ -85,6 +86,8 @@ def main() -> None:
     """Run the command line. A UserError ends it with one message and its exit code; others keep their traceback."""
     if sys.argv[1:2] == ["new"]:
         return _new(sys.argv[2:])
+    if sys.argv[1:] == ["--version"]:
+        return print(f"trainapp {trainapp.__version__}")  # with Hydra, its own
     command_line.add_import_paths(sys.argv[1:])
     sys.argv[1:] = inline_targets.expanded(sys.argv[1:])
     wants_traceback = "HYDRA_FULL_ERROR" in os.environ

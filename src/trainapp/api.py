@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainapp import alone
 from trainapp.config import command_line, compose
 from trainapp.errors import UserError
 
@@ -23,9 +24,11 @@ def train(overrides: Iterable[str], run_dir: str | Path, config_dir: str | Path 
     again with the same directory continues the run there, or returns its result if it has finished. config_dir: as
     `--config-dir`, a folder with options of your own; modules are found there and in the working directory.
 
-    Trains in this process (other threads go on), with workers (`parallel=ddp`) below another one, and leaves the
-    process as it was: no file outside run_dir, but for the cache of $TRAINAPP_CACHE; the same working directory,
-    environment, signal handlers, log handlers, random generators and switches of torch.
+    Trains in this process, with workers (`parallel=ddp`) below another one, and leaves the process as it was: no file
+    outside run_dir, but for the cache of $TRAINAPP_CACHE; the same working directory, environment, signal handlers, log
+    handlers, random generators and switches of torch. Modes of torch around the call, such as autocast, do not reach
+    the run. Other threads continue, but while it trains the global generators of Python, NumPy and torch are the run's:
+    what another thread draws from them changes the run.
 
     Raises UserError for mistakes, with the message of the command line; TrainingStopped, a UserError, where training
     cannot continue; KeyboardInterrupt after Ctrl-C, once the step is finished and saved (in the main thread, where
@@ -33,7 +36,7 @@ def train(overrides: Iterable[str], run_dir: str | Path, config_dir: str | Path 
     """
     from trainapp.launch import from_python
 
-    with _imports(config_dir):
+    with alone.running("trainapp.train"), _imports(config_dir):
         config = compose.from_command_line(_settings("train", overrides), _path("train", run_dir), config_dir)
         if config.mode != "train":
             other = "use trainapp.plan" if config.mode == "plan" else f"use `python -m trainapp mode={config.mode}`"
@@ -56,12 +59,12 @@ def load(
     user_packages: your packages that the model, the data and the loss may come from, and config_dir: where they are
     found beside the working directory, both as for `train`. They are not taken from the checkpoint: it may be another
     person's, and would name the code that runs here. Raises UserError where there is no such checkpoint, and for one
-    that is damaged, names other packages, or does not fit.
+    that is damaged, names other packages, or does not fit; and where another thread's run is in progress.
     """
     from trainapp.launch import borrowed
 
     packages = [user_packages] if isinstance(user_packages, str) else list(user_packages)
-    with _imports(config_dir), borrowed.borrowed():
+    with alone.brief("trainapp.load"), _imports(config_dir), borrowed.borrowed():
         from trainapp.run import loaded
 
         return loaded.model(Path(_path("load", run_dir)), which, packages)
@@ -81,7 +84,7 @@ def predict(
 
     given = [*_settings("predict", overrides), "mode=predict"]
     given.append(command_line.override("checkpointing.resume", _path("predict", run, "run")))
-    with _imports(config_dir):
+    with alone.running("trainapp.predict"), _imports(config_dir):
         config = compose.from_command_line(given, _path("predict", run_dir), config_dir)
         from_python.run(config)
     output = config.predict.output

@@ -12,6 +12,10 @@ from torch.utils import checkpoint, flop_counter
 # What `tensor.item()` and `bool(tensor)` dispatch to.
 READ_OPERATORS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default)
 
+# tensor -> device. What C++ asks tensors without data for their device with (2.13, TensorImpl::device_custom): several
+# times per operation, and through every mode. `tensor.device` gives the same answer at once.
+ASKS_DEVICE = torch.ops.prim.device.default
+
 
 def written_arguments(func: Any) -> tuple[bool, ...]:
     """Per positional argument of an operator such as aten.add_.Tensor, whether it writes to it."""

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ class OneTensor:
     def __init__(self, value: float, floats: int = 1000):
         self.value = torch.full((floats,), float(value))
 
-    def tensors(self) -> dict[str, Any]:
+    def tensors(self, written: Sequence[str] = ()) -> dict[str, Any]:
         """Its only tensor."""
         return {"model": {"value": self.value}}
 
@@ -36,7 +37,7 @@ class OneTensor:
 
     def values(self, ranks: list[dict[str, Any]], stateful: list[Any]) -> dict[str, Any]:
         """None."""
-        return {"ranks": len(ranks)}
+        return {"ranks": len(ranks), "model_values": {"written": []}}
 
 
 def directory(run_dir: Path, keep_last: int = 2) -> CheckpointDirectory:

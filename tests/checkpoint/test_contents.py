@@ -188,7 +188,7 @@ def test_a_replaced_parameter_is_named(tmp_path):
 def test_nothing_of_this_in_an_ordinary_checkpoint(tmp_path):
     runs.run(tmp_path, *runs.MODELS["resnet"])
     values = runs.saved(tmp_path, 4)
-    assert values["model_values"] == {"changed": {}, "added": [{}]}
+    assert values["model_values"] == {"changed": {}, "added": [{}], "written": []}
     assert values["optimizer_values"]["shared"] == {}
     assert values["optimizer_values"]["groups"] == [{}, {}]
     assert not any(values["optimizer_values"]["state"].values())

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import json
 
+import helpers
 import pytest
 
 from trainapp.config import compose, identity
@@ -14,14 +15,9 @@ BASE = compose.from_command_line(["model=mlp", "data=synthetic_images", "schedul
 
 def changed(values, *before_default):
     """BASE with `{"section.key": value}`, and what is different from BASE."""
-    after = copy.deepcopy(BASE)
-    for path, value in values.items():
-        *parents, key = path.split(".")
-        node = after
-        for name in parents:
-            node = node[name]
-        node[key] = value
-    return identity.differences(json.loads(json.dumps(BASE, default=str)), after, *before_default)
+    return identity.differences(
+        json.loads(json.dumps(BASE, default=str)), helpers.changed(BASE, values), *before_default
+    )
 
 
 def test_every_setting_has_its_place():
@@ -35,7 +31,7 @@ def test_every_setting_has_its_place():
 def test_no_setting_of_the_schema_is_hidden_by_its_section():
     top = {field.name for field in dataclasses.fields(Config)} - set(identity.NOT_SETTINGS)
     sections = {name.partition(".")[0] for name in identity.settings(BASE)}
-    assert sections == top - {"loader"}
+    assert sections == top - {"loader", "task_arguments"}
 
 
 def update(**optimizer):

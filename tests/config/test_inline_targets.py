@@ -80,6 +80,19 @@ def test_a_setting_of_another_class_is_no_setting(tmp_path):
         runs.prepare(tmp_path, *runs.MODELS["mlp"], RMSPROP, "optimizer.betas=[0.9,0.99]")
 
 
+@pytest.mark.parametrize("name", ["constant", "cosine"])
+def test_an_option_without_a_class_is_to_be_left_out(name):
+    target = "schedule._target_=torch.optim.lr_scheduler.StepLR"
+    message = rf"schedule\._target_: the option schedule={name} names no class .*leave it out: schedule\._target_=CLASS"
+    with pytest.raises(UserError, match=message):
+        compose.from_command_line([f"schedule={name}", target, "schedule.step_size=2"])
+    alone = compose.from_command_line([target, "schedule.step_size=2"])
+    assert (alone.schedule.target, alone.schedule.arguments) == (
+        "torch.optim.lr_scheduler.StepLR",
+        {"step_size": 2},
+    )
+
+
 def test_from_the_command_line_in_a_sweep(tmp_path):
     """Every job of it, and the command that resumes one."""
     given = ("-m", "optimizer._target_=torch.optim.RMSprop,torch.optim.SGD", "optimizer.momentum=0.5")

@@ -1,13 +1,12 @@
 """The typed configuration: rules, messages, sizes; docs/configuration.md has every setting."""
 
-import copy
 import dataclasses
 import re
 from dataclasses import fields, is_dataclass
 
+import helpers
 import pytest
 import yaml
-from helpers import ROOT
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
@@ -17,7 +16,7 @@ from trainapp.errors import UserError
 from trainapp.paths import CONF
 from trainapp.units import parse_memory_size
 
-DOCUMENT = ROOT / "docs/configuration.md"
+DOCUMENT = helpers.ROOT / "docs/configuration.md"
 
 
 def composed(*overrides):
@@ -31,14 +30,7 @@ PLAIN = composed()
 
 def changed(**settings):
     """The default configuration with `section__key=value` changed."""
-    plain = copy.deepcopy(PLAIN)
-    for path, value in settings.items():
-        *parents, key = path.split("__")
-        node = plain
-        for name in parents:
-            node = node[name]
-        node[key] = value
-    return plain
+    return helpers.changed(PLAIN, {path.replace("__", "."): value for path, value in settings.items()})
 
 
 # Rules
@@ -187,7 +179,7 @@ def leaves(kind=Config, path=""):
     found = set()
     for field in fields(kind):
         name = {"loader": "data", "target": "_target_"}.get(field.name, field.name)
-        if field.name in ("run_dir", "command", "arguments", "given"):
+        if field.name in ("run_dir", "command", "arguments", "task_arguments", "given"):
             continue
         dotted = f"{path}.{name}" if path else name
         found |= leaves(field.type, dotted) if is_dataclass(field.type) else {dotted}

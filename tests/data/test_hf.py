@@ -1,5 +1,7 @@
 """`data=hf`: files, saved data sets, tokenizers and a BPE of its own."""
 
+import json
+
 import hf_files
 import pytest
 import torch
@@ -100,3 +102,19 @@ def test_a_mistake_gets_one_message(tmp_path, arguments, message):
     path = str(written(tmp_path, "parquet"))
     with pytest.raises(UserError, match=message):
         open_dataset("train", **{"path": path, "vocab_size": 280, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"classes": ["dog", "fox", "dog"]}, r"data\.classes=\[.*\]: dog is named twice; name each class once"),
+        ({"label": "tags"}, r"data\.label=tags: row 0 holds a list \(\['fox'\]\), and a text has one class"),
+    ],
+)
+def test_classes_that_are_none(tmp_path, arguments, message):
+    rows = [json.loads(line) for line in hf_files.texts(tmp_path / "texts.jsonl").read_text().splitlines()]
+    rows = [row | {"tags": [row["label"]]} for row in rows]
+    (tmp_path / "texts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    given = {"path": str(tmp_path / "texts.jsonl"), "vocab_size": 280, "label": "label", **arguments}
+    with pytest.raises(UserError, match=message):
+        open_dataset("train", **given)

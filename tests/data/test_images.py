@@ -166,16 +166,24 @@ def kinds():
     yield "grey alpha.png", Image.new("LA", (6, 6), (100, 255)), [100] * 3
     yield "sixteen.png", Image.fromarray(np.full((6, 6), 100 * 256 + 17, dtype=np.uint16)), [100] * 3
     yield "sixteen.tif", Image.fromarray(np.full((6, 6), 100 * 256 + 17, dtype=np.uint16)), [100] * 3
-    yield "integers.tif", Image.fromarray(np.full((6, 6), 100 * 256, dtype=np.int32)), [100] * 3
+    yield "sixteen clear.png", Image.fromarray(np.full((6, 6), 100 * 256 + 17, dtype=np.uint16)), [255] * 3
 
 
 @pytest.mark.parametrize(("name", "picture", "expected"), [pytest.param(*kind, id=kind[0]) for kind in kinds()])
 def test_every_kind_of_picture_becomes_rgb(tmp_path, name, picture, expected):
-    picture.save(tmp_path / name)
+    picture.save(tmp_path / name, **({"transparency": 100 * 256 + 17} if name == "sixteen clear.png" else {}))
     read = image_pixels.read(str(tmp_path / name))
     assert read.mode == "RGB"
     assert read.size == (6, 6)
     assert np.abs(np.asarray(read).astype(int) - expected).max() <= (3 if name.endswith("jpg") else 1)
+
+
+@pytest.mark.parametrize("highest", [255, 100 * 256])
+def test_integers_of_32_bits_have_no_agreed_range(tmp_path, highest):
+    """Of 8 bits, the upper half of 16 would be black."""
+    Image.fromarray(np.full((6, 6), highest, dtype=np.int32)).save(tmp_path / "a.tif")
+    with pytest.raises(image_pixels.UnreadableImage, match="32-bit integers of no agreed range; convert it"):
+        image_pixels.read(str(tmp_path / "a.tif"))
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))

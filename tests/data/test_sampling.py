@@ -136,14 +136,118 @@ def test_neither_ranks_nor_batches_change_the_draws(world):
         ("unknown", "weights must be finite and not negative"),
         ("nothing", "the weights must have a finite sum above 0, but add up to 0"),
         ("words", "must be numbers, but its entries are of type"),
+        ("masked", r"300 of its entries are masked.*give each a value, with `\.filled\(0\)`"),
+        ("ragged", "cannot be read as an array with one entry per sample"),
+        ("meta", "cannot be read as an array with one entry per sample"),
     ],
 )
 def test_weights_that_are_none(weights, message):
     data = Rare()
+    data.masked = np.ma.masked_array(np.ones(600), mask=np.arange(600) % 2 == 0)
+    data.ragged, data.meta = [[1], [1, 2]] * 300, torch.ones(600, device="meta")
     data.spec, data.words, data.nothing = {"a": 1}, ["x"] * 600, [0] * 600
     data.negative, data.unknown = [-1] + [1] * 599, [float("nan")] + [1.0] * 599
     with pytest.raises(UserError, match=rf"^data\.sampling\.weights={weights}: .*{message}"):
         weighted_order(0, data, weights)
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [
+        (torch.arange(600) % 4).bfloat16(),
+        (torch.arange(600) % 4).float().requires_grad_(),
+        (torch.arange(600) % 4).to(torch.float8_e4m3fn),
+        np.ma.masked_array(np.arange(600) % 4, mask=False),
+        np.arange(600, dtype=np.uint64) % 4,
+    ],
+    ids=["bfloat16", "requires_grad", "float8", "nothing_masked", "uint64"],
+)
+def test_weights_of_any_numeric_type(weights):
+    data = Rare()
+    data.mine = weights
+    assert weighted_order(0, data, "mine").indices(0, 0, 600) == weighted_order(0, data, "quality").indices(0, 0, 600)
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        ({0: "cat", 1: None, 2: "emu"}, r"54 of 600 samples have no label \(None\), the first is sample 540"),
+        ({0: 1.0, 1: 2.0, 2: float("nan")}, r"6 of 600 samples have no label \(nan\), the first is sample 594"),
+    ],
+)
+def test_labels_that_are_none(labels, message):
+    with pytest.raises(UserError, match=rf"^data\.sampling\.weights=balanced \(targets\): {message}"):
+        weighted_order(0, Rare(labels), "balanced")
+
+
+def test_labels_of_several_types():
+    data = Rare()
+    data.targets = np.array([1, "a"] * 300, dtype=object)
+    with pytest.raises(UserError, match=r"\(targets\): the labels are of several types \(int, str\); use one"):
+        weighted_order(0, data, "balanced")
+    data.targets = np.array([1, 0] * 300, dtype=np.uint64)
+    assert drawn(weighted_order(0, data, "balanced")).min() > 0
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_an_attribute_that_changes_during_the_run_changes_no_draw(shared):
+    """Not even one in shared memory, which loader processes may write."""
+    data = Rare()
+    data.quality = torch.ones(600).share_memory_() if shared else np.ones(600)
+    data.targets = torch.tensor(data.targets)
+    orders = [weighted_order(0, data, name) for name in ("quality", "balanced")]
+    before = [order.indices(0, 0, 600) for order in orders]
+    data.quality[300:] = 0
+    data.targets[:] = 1
+    assert [order.indices(0, 0, 600) for order in orders] == before
+
+
+@pytest.mark.parametrize("change", ["zeros", "swapped", "last"])
+def test_a_file_that_changes_during_the_run_ends_it(tmp_path, change):
+    """One message, with the file. Negative control: written anew with the same weights."""
+    path, weights = tmp_path / "weights.npy", 1.0 + np.arange(600) % 4
+    np.save(path, weights)
+    order = weighted_order(0, Rare(), str(path))
+    before = order.indices(0, 0, 600)
+    np.save(path, weights)
+    assert order.indices(0, 0, 600) == before
+    changed = weights.copy()
+    if change == "zeros":
+        changed[512:] = 0
+    elif change == "swapped":  # the sums stay
+        changed[[0, 1]] = changed[[1, 0]]
+    else:
+        changed[-1] = 9
+    np.save(path, changed)
+    with pytest.raises(
+        UserError, match=r"weights\.npy: the file has changed since the run began.*on_change=next_epoch"
+    ):
+        order.indices(0, 0, 600)
+
+
+def test_a_run_ends_when_its_file_changes(tmp_path):
+    weights = np.ones(1437)
+    np.save(tmp_path / "weights.npy", weights)
+    settings = (*runs.MODELS["mlp"], f"data.sampling.weights={tmp_path / 'weights.npy'}", "train.max_steps=40")
+    run = runs.prepare(tmp_path / "run", *settings)
+    loop.train_step(run)
+    np.save(tmp_path / "weights.npy", np.arange(1437) % 2.0)
+    with pytest.raises(UserError, match="the file has changed since the run began"):
+        loop.train(run)
+    run.close()
+
+
+def test_mapped_labels_that_change_end_it(tmp_path):
+    """Also to a class that there was not."""
+    labels = np.lib.format.open_memmap(tmp_path / "labels.npy", "w+", np.int64, (600,))
+    data = Rare()
+    labels[:] = data.targets
+    data.targets = labels
+    order = weighted_order(0, data, "balanced")
+    assert order.indices(0, 0, 600)
+    labels[7] = 99
+    with pytest.raises(UserError, match="the file has changed since the run began"):
+        order.indices(0, 0, 600)
 
 
 def test_weights_of_the_same_sum_are_another_order():

@@ -62,6 +62,14 @@ def test_of_a_conversation_the_assistants_messages_count(make):
     assert text == "<user>the fox<assistant>jumps<|endoftext|><user>over<assistant>the dog"
 
 
+def test_a_prompt_is_written_as_the_examples_are(make):
+    turns = [{"role": "user", "content": "the fox"}, {"role": "assistant", "content": "jumps"}]
+    chat, pairs = make([{"messages": turns}]), make([{"prompt": "the fox", "answer": "jumps"}])
+    assert chat.tokenizer.decode(chat.encode("the dog")) == "<user>the dog<assistant>"
+    assert chat.encode("the fox") == chat[0]["inputs"][: len(chat.encode("the fox"))].tolist()
+    assert pairs.tokenizer.decode(pairs.encode("the dog")) == "the dog"
+
+
 def test_packed_sequences_hold_the_same_targets_with_positions_of_their_own(make):
     plain, together = make(), make(pack=True)
     assert len(together) < len(plain) == 40
@@ -112,6 +120,11 @@ def test_the_splits_share_the_examples(make):
             "needs texts under 'prompt' and 'answer'.*this one has 'prompt', 'reply'",
         ),
         ('{"messages": "hello"}', r"chat\.jsonl:1: messages must be a list of objects"),
+        (
+            '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": null}]}',
+            r"chat\.jsonl:1: message 2 \(of assistant\) has no content, .*leave the example out",
+        ),
+        ('{"messages": [{"role": "user"}]}', r"chat\.jsonl:1: message 1 \(of user\) has no content"),
     ],
 )
 def test_a_line_that_is_no_example(tmp_path, tokenizer, line, message):
@@ -132,3 +145,18 @@ def test_other_mistakes(make, tmp_path, tokenizer):
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
     with pytest.raises(UserError, match="the chat template writes message 2 differently once others follow"):
         make([{"messages": turns}], chat_template=str(template))
+
+
+def test_a_call_of_a_tool_needs_no_text_of_its_own(make, tmp_path):
+    template = tmp_path / "template"
+    template.write_text(
+        "{% for m in messages %}<{{ m.role }}>{% if m.content %}{{ m.content }}{% endif %}"
+        "{% for call in m.tool_calls or [] %}call {{ call.name }}{% endfor %}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    turns = [
+        {"role": "user", "content": "the fox"},
+        {"role": "assistant", "content": None, "tool_calls": [{"name": "jumps"}]},
+    ]
+    counted, _ = answers(make([{"messages": turns}], chat_template=str(template)), 0)
+    assert counted == "call jumps"

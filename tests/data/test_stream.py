@@ -8,9 +8,12 @@ import torch
 
 from trainapp.data.eval_stream import EvalStream
 from trainapp.data.progress import Progress
+from trainapp.data.sample_fingerprint import fingerprint
 from trainapp.data.sampler import TrainBatches
-from trainapp.data.stream import Position, Read, Reader, fingerprint, is_stream
-from trainapp.data.stream_batches import StreamBatches, stream_shards
+from trainapp.data.stream import is_stream
+from trainapp.data.stream_batches import StreamBatches
+from trainapp.data.stream_parts import stream_shards
+from trainapp.data.stream_reader import Position, Read, Reader
 from trainapp.errors import UserError
 from trainapp.parallel.ranks import SingleRank
 
@@ -70,7 +73,12 @@ def on_ranks(world, work):
     return results
 
 
+def own_generator(source):
+    return {"generator": source.generator} if hasattr(source, "generator") else {}
+
+
 def batches_of(source, size=16, ranks=None, **arguments):
+    arguments = {"generators_of": own_generator} | arguments
     return StreamBatches(source, global_size=size, seed=0, device=CPU, ranks=ranks or SingleRank(), **arguments)
 
 
@@ -108,15 +116,15 @@ def test_a_reader_continues_at_any_position(kind, at):
     """With the source's state or by skipping; the same samples with the same noise."""
     reader = Reader(kind("train"), 0, 0, 1)
     first = reader[Read(Position(1), 16)]
-    samples, states = list(first.samples), [(first.number, first.state)]
+    samples, bases = list(first.samples), [first.base]
     while not first.ended:
         first = reader[Read(None, 16)]
         samples += first.samples
-        states.append((first.number, first.state))
-    number, state = max(entry for entry in states if entry[0] < at)
+        bases.append(first.base)
+    base = max((base for base in bases if base.number < at), key=lambda base: base.number)
     if kind in (own_streams.Plain, own_streams.Late):
-        assert state is None  # `Late` does not count a sample before it is yielded
-    position = Position(1, at, state, number if state is not None else 0, fingerprint(samples[at - 1]))
+        assert base.state is None  # `Late` does not count a sample before it is yielded
+    position = Position(1, at, base=base, last=tuple(map(fingerprint, samples[max(0, at - 4) : at])))
     chunk = Reader(kind("train"), 0, 0, 1)[Read(position, 100)]
     assert chunk.problem is None
     assert [s["number"] for s in chunk.samples] == [s["number"] for s in samples[at:]]
@@ -150,6 +158,106 @@ def test_resuming_twice_is_exact(kind, workers, stops):
         batches.close()
     assert numbers == whole[0]
     assert torch.equal(torch.cat(inputs), whole[1])
+
+
+@pytest.mark.parametrize("kind", [own_streams.OwnGenerator, own_streams.TellsEpochs])
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("size", [1, 16, 64])
+def test_an_order_that_depends_on_the_epochs_before_is_continued(kind, workers, size):
+    """Stopped after the first step of an epoch, at its end, in the middle; the state of an epoch of one step, too."""
+    steps = 8 if size > 1 else 103
+    whole = trained(batches_of(kind("train"), size), Progress(), steps)[0]
+    for stop in {16: (1, 3, 4, 5, 7), 64: (1, 2, 3), 1: (49, 50, 51, 102)}[size]:
+        first, progress = batches_of(kind("train"), size, workers=workers), Progress()
+        trained(first, progress, stop)
+        again = batches_of(kind("train"), size, workers=workers)
+        again.load_state_dict(first.state_dict())
+        first.close()
+        assert trained(again, progress, steps - stop)[0] == whole[stop:], stop
+        again.close()
+
+
+def test_generators_as_they_were_built_would_repeat_an_epoch():
+    """Negative control: without the generators, the position of the second epoch is not reached again."""
+    whole, progress = batches_of(own_streams.OwnGenerator("train"), generators_of=lambda source: {}), Progress()
+    trained(whole, progress, 8)
+    again = batches_of(own_streams.OwnGenerator("train"), generators_of=lambda source: {})
+    again.load_state_dict(whole.state_dict())
+    with pytest.raises(UserError, match=r"sample 50 of epoch 1 is not the one .* depends on the epochs before"):
+        again.step_samples(progress)
+
+
+def test_a_state_that_nothing_tells_is_reached_once_and_then_refused():
+    """The end of the first epoch is reached by reading it again; that of the second cannot be."""
+    whole = trained(batches_of(own_streams.CountsEpochs("train")), Progress(), 8)[0]
+    for stop in (2, 4, 6, 8):
+        first, progress = batches_of(own_streams.CountsEpochs("train")), Progress()
+        trained(first, progress, stop)
+        again = batches_of(own_streams.CountsEpochs("train"))
+        again.load_state_dict(first.state_dict())
+        if stop <= 4:
+            assert trained(again, progress, 8 - stop)[0] == whole[stop:]
+        else:
+            with pytest.raises(UserError, match="is not the one that was trained before"):
+                again.step_samples(progress)
+
+
+@pytest.mark.parametrize(
+    ("samples", "message"), [(60, "epoch 0 continues after the 50"), (40, "epoch 0 ended after 40")]
+)
+def test_a_stream_of_another_length_is_refused_at_the_end_of_an_epoch(samples, message):
+    batches, progress = batches_of(own_streams.Plain("train")), Progress()
+    trained(batches, progress, 4)
+    again = batches_of(own_streams.Plain("train", samples=samples))
+    again.load_state_dict(batches.state_dict())
+    with pytest.raises(UserError, match=message):
+        again.step_samples(progress)
+
+
+def test_a_source_may_seed_its_generator_in_set_epoch():
+    class Seeds(own_streams.OwnGenerator):
+        def set_epoch(self, epoch):
+            self.generator.seed(epoch)
+
+    steps, _ = trained(batches_of(Seeds("train")), Progress(), 8)
+    own = Seeds("train")
+    own.set_epoch(1)
+    assert [number for step in steps[4:] for number in step] == [sample["number"] for sample in own]
+
+
+def test_a_stream_that_fails_returns_to_its_generators():
+    """The same source is read again, by the process whose first try has moved its generator."""
+    source = own_streams.OwnGenerator("train")
+    whole = trained(batches_of(own_streams.OwnGenerator("train")), Progress(), 8)[0]
+    batches, progress, steps, digits = batches_of(source), Progress(), [], source.digits
+    for step in range(8):
+        if step in (0, 2, 4, 5):
+            source.digits = None
+            with pytest.raises(TypeError):
+                batches.step_samples(progress)
+            source.digits = digits
+        steps += trained(batches, progress, 1)[0]
+    assert steps == whole
+
+
+def test_samples_that_are_objects_are_compared():
+    batches, progress = batches_of(own_streams.Objects("train")), Progress()
+    for _ in range(2):
+        list(batches.micro_batches(progress, 16))
+        batches.advance(progress)
+    again = batches_of(own_streams.Objects("train"))
+    again.load_state_dict(batches.state_dict())
+    with pytest.raises(UserError, match="of epoch 0 is not the one that was trained before"):
+        again.step_samples(progress)
+
+
+def test_samples_that_cannot_be_compared_are_named(caplog):
+    batches, progress = batches_of(iter([{"x": (n for n in ())}] * 4), size=2, ranks=None), Progress()
+    for _ in range(2):
+        batches.step_samples(progress)
+        batches.advance(progress)
+        batches.state_dict()
+    assert caplog.text.count("hold what cannot be compared (builtins.") == 1
 
 
 def test_a_position_of_what_was_fetched_would_lose_samples():
@@ -320,6 +428,27 @@ def test_samples_are_as_in_a_data_set():
         assert sizes[0] == sizes[1]
 
 
+def evaluated(batches, times=3):
+    return [
+        [micro.data["inputs"].flatten(1) for micro in batches.from_sample(0, 8, SingleRank())] for _ in range(times)
+    ]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_every_evaluation_begins_with_the_generators_as_they_were_built(workers, caplog):
+    source = own_streams.OwnGenerator("val")
+    batches = EvalStream(source, seed=0, device=CPU, workers=workers, generators_of=own_generator)
+    first, *others = evaluated(batches)
+    batches.close()
+    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+    assert "begins with other samples" not in caplog.text
+
+
+def test_evaluations_that_differ_are_noticed(caplog):
+    evaluated(EvalStream(own_streams.CountsEpochs("val"), seed=0, device=CPU))
+    assert caplog.text.count("the evaluation stream CountsEpochs begins with other samples than before") == 1
+
+
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("equal", [False, True])
 @pytest.mark.parametrize("workers", [0, 1])
@@ -367,21 +496,3 @@ def test_an_evaluation_that_failed_after_its_last_uneven_batch_ends():
     assert next(opened).data["number"].tolist() == list(range(0, 20, 3))
     del opened
     assert list(batches.from_sample(7, 7, SingleRank())) == []
-
-
-@pytest.mark.parametrize(
-    ("a", "b", "same"),
-    [
-        ({"x": torch.ones(2)}, {"x": torch.ones(2)}, True),
-        ({"x": torch.ones(2)}, {"x": torch.tensor([1.0, 2.0])}, False),
-        ({"x": torch.ones(2)}, {"y": torch.ones(2)}, False),
-        (torch.ones(2), torch.ones(1, 2), False),
-        (torch.ones(2, dtype=torch.bfloat16), torch.ones(2, dtype=torch.bfloat16), True),
-        ((1, "a", None), (1, "a", None), True),
-        ((1, "a"), (1, "b"), False),
-        (torch.zeros(()), torch.zeros(()), True),
-        (b"ab", b"ac", False),
-    ],
-)
-def test_fingerprints(a, b, same):
-    assert (fingerprint(a) == fingerprint(b)) is same

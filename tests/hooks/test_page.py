@@ -20,7 +20,7 @@ def command(start):
 
 
 def test_the_callback_of_the_page(tmp_path):
-    assert write_files(PAGE, tmp_path) == {"my_callbacks.py"}
+    assert write_files(PAGE, tmp_path) == {"my_callbacks.py", "my_trackers.py"}
     done = run_cli(*command("callbacks.norms"), *QUICK, f"hydra.run.dir={tmp_path / 'run'}", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     tags = {tag: values for tag, values in scalars(tmp_path / "run").items() if tag.startswith("norm/")}
@@ -51,3 +51,11 @@ def test_the_task_of_the_page_passes_arguments_to_all_metrics(tmp_path):
     assert done.returncode == 0, done.stderr
     (line,) = evaluations(tmp_path / "run")
     assert line["mine"] == pytest.approx(line["loss"], rel=1e-5)
+
+
+def test_the_tracker_of_the_page(tmp_path):
+    write_files(PAGE, tmp_path)
+    done = run_cli(*command("tracker.lines"), *QUICK, f"hydra.run.dir={tmp_path / 'run'}", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    lines = (tmp_path / "run/lines.txt").read_text().splitlines()
+    assert {line.split()[0] for line in lines} == {"train", "eval"}

@@ -1,5 +1,6 @@
 """Metrics with a state: once per finished batch, undone with it, computed from all samples."""
 
+import contextlib
 import copy
 import json
 import math
@@ -117,8 +118,6 @@ def test_an_update_that_runs_out_of_memory_is_undone(tmp_path):
 
 
 def test_without_undoing_it_the_batch_counts_twice(tmp_path, monkeypatch):
-    import contextlib
-
     monkeypatch.setattr(StatefulMetrics, "undone_on_error", lambda _: contextlib.nullcontext())
     assert run_torn(tmp_path)[1]["mine/total"] == 360 + 64
 
@@ -146,6 +145,27 @@ def test_lists_and_tensors_of_torchmetrics_are_restored():
     logits, targets = (torch.cat(parts) for parts in zip(*batches, strict=True))
     assert float(found["f1"]) == float(torchmetrics.F1Score(task="multiclass", num_classes=3)(logits, targets))
     assert float(found["auroc"]) == float(torchmetrics.AUROC(task="multiclass", num_classes=3)(logits, targets))
+
+
+@pytest.mark.parametrize("name", ["Counting", "Buffered", "Holding"])
+def test_attributes_beside_declared_states(name):
+    """A count that is no state of torchmetrics stays for `compute`, and is undone with its batch."""
+    pytest.importorskip("torchmetrics", reason="needs the extra trainapp[metrics]")
+    import own_torchmetrics
+
+    held = StatefulMetrics({"m": getattr(own_torchmetrics, name)()})
+    outputs, targets = torch.arange(10.0), torch.zeros(10)
+    for _ in range(2):  # as in two evaluations
+        held.reset()
+        for batch in ((outputs[:6], targets[:6]), (outputs[6:], targets[6:])):
+            with contextlib.suppress(torch.OutOfMemoryError), held.undone_on_error():
+                held.update({"*": batch})
+                raise torch.OutOfMemoryError("a test")
+            with held.undone_on_error():
+                held.update({"*": batch})
+        for _ in range(2):  # it may be asked again
+            found = as_scalars(held.results(SingleRank()))
+            assert found == {"m/mean": 4.5, "m/count": 10.0, "m/batches": 2.0}
 
 
 # Ranks, without processes
@@ -176,14 +196,14 @@ def test_declared_states_are_merged(uneven):
         torchmetrics.MeanSquaredError,
         lambda: torchmetrics.MetricCollection([torchmetrics.R2Score(), torchmetrics.MeanAbsoluteError()]),
     ):
-        ranks = [DeclaredStates(make()) for _ in uneven]
+        ranks = [DeclaredStates(make(), "metrics.m") for _ in uneven]
         for held, ours, theirs in zip(ranks, x.split(uneven), y.split(uneven), strict=True):
             if len(ours):
                 held.metric.update(ours, theirs)
         exported = [held.exported() for held in ranks]
         own = copy.deepcopy(ranks[1].take())
         found = ranks[1].merged(exported)
-        assert not runs.differences([*map(list, own)], [*map(list, ranks[1].take())])  # its own state stays
+        assert not runs.differences([*map(list, own[0])], [*map(list, ranks[1].take()[0])])  # its own state stays
         assert ranks[1].metric.reset() is None  # a merged list is no list any more
         expected = make()
         expected.update(x, y)
@@ -191,6 +211,43 @@ def test_declared_states_are_merged(uneven):
         for name, value in (expected if isinstance(expected, dict) else {"": expected}).items():
             merged = found[name] if isinstance(found, dict) else found
             assert float(merged) == pytest.approx(float(value), rel=1e-5), (make, name)
+
+
+@pytest.mark.parametrize(("name", "attribute"), [("Counting", "count"), ("Holding", "count"), ("Buffered", "count")])
+def test_attributes_beside_declared_states_are_not_merged(name, attribute):
+    pytest.importorskip("torchmetrics", reason="needs the extra trainapp[metrics]")
+    import own_torchmetrics
+
+    ranks = [DeclaredStates(getattr(own_torchmetrics, name)(), "metrics.m") for _ in range(2)]
+    for held in ranks:
+        held.metric.update(torch.arange(5.0), torch.zeros(5))  # as many on each: nothing to tell them apart
+    with pytest.raises(UserError, match=f"metrics.m: on several ranks .*the attribute {attribute} of a {name}"):
+        ranks[0].merged([held.exported() for held in ranks])
+
+
+def test_what_a_metric_recognises_in_its_first_update_is_kept():
+    pytest.importorskip("torchmetrics", reason="needs the extra trainapp[metrics]")
+    import own_torchmetrics
+
+    ranks = [DeclaredStates(own_torchmetrics.Recognising(), "metrics.m") for _ in range(2)]
+    ranks[1].metric.update(torch.arange(5.0), torch.zeros(5))
+    exported = [held.exported() for held in ranks]
+    assert [float(held.merged(exported)) for held in ranks] == [2.0, 2.0]
+    ranks[0].metric.update(torch.zeros(5, dtype=torch.int64), torch.zeros(5))
+    with pytest.raises(UserError, match="the attribute mode of a Recognising"):
+        ranks[0].merged([held.exported() for held in ranks])
+
+
+@pytest.mark.parametrize("kind", ["RunningMean", "RunningSum", "Running"])
+def test_the_last_updates_are_no_samples(kind):
+    """How many samples an update has depends on the memory."""
+    torchmetrics = pytest.importorskip("torchmetrics", reason="needs the extra trainapp[metrics]")
+    if kind == "Running":
+        metric = torchmetrics.wrappers.Running(torchmetrics.MeanSquaredError())
+    else:
+        metric = getattr(torchmetrics.aggregation, kind)()
+    with pytest.raises(UserError, match=f"metrics.m: a {kind} is of the last updates"):
+        StatefulMetrics({"m": metric})
 
 
 # What is logged

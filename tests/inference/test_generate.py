@@ -155,6 +155,13 @@ def test_a_classifier_is_refused(tmp_path):
         generate(tmp_path, tmp_path / "run")
 
 
+def test_a_model_of_embeddings_is_refused(tmp_path):
+    pairs = ("data=digits", "data._target_=trainapp.data.digits.DigitPairs", "~data.augment", "task=contrastive")
+    runs.run(tmp_path / "run", *runs.MODELS["mlp"], *pairs, "train.max_steps=1", "oom.remember=false")
+    with pytest.raises(UserError, match="task=contrastive: the run's model makes embeddings of its inputs; use"):
+        generate(tmp_path, tmp_path / "run", prompts=[[1, 2, 3]])
+
+
 def test_tokens_where_the_data_has_no_text(tmp_path):
     runs.run(tmp_path / "run", *runs.MODELS["gpt"], "oom.remember=false")
     with pytest.raises(UserError, match="the data has no text"):

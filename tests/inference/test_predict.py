@@ -8,12 +8,15 @@ import signal
 import pytest
 import runs
 import torch
-from helpers import ROOT, result, run_cli
+from helpers import ROOT, evaluations, result, run_cli
 from markdown import commands
+from own_inference import Pixels
+from torch.nn import functional as F
 
+import trainapp
 from trainapp.errors import UserError
+from trainapp.hooks.class_dim import ClassDim
 from trainapp.inference import predict as module
-from trainapp.inference.outputs import Predictor
 
 PAGE = ROOT / "docs/inference.md"
 QUIET = ("train.device=cpu", "memory.guard=false", "oom.remember=false", "tracker=[]")
@@ -137,6 +140,42 @@ def test_lines_of_other_settings_are_not_continued(tmp_path, trained, monkeypatc
     assert sum(seen[3:]) == 360
 
 
+FROM_FILE = (*OWN, "data._target_=own_inference.FromFile")
+
+
+@pytest.mark.parametrize(("changed", "continues"), [("contents", False), ("file", False), (None, True)])
+def test_lines_of_other_data_are_not_continued(tmp_path, trained, monkeypatch, changed, continues):
+    """Of samples that differ, under the same settings, or of a file that is not the one it was."""
+    file = tmp_path / "scale.txt"
+    file.write_text("1.0")
+    data = (*FROM_FILE, f"+data.file={file}")
+    once = predict(tmp_path, trained, *data, output="once.jsonl")
+    seen = ends_early(monkeypatch, 2)
+    with pytest.raises(RuntimeError, match="a test"):
+        predict(tmp_path, trained, *data)
+    assert len(lines(tmp_path / "p.jsonl.partial")) == 128
+    before = file.stat()
+    if changed:
+        file.write_text("0.5" if changed == "contents" else "1.0")
+    if changed != "file":
+        os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    found = predict(tmp_path, trained, *data)
+    assert sum(seen[3:]) == (360 - 128 if continues else 360)
+    assert (found == [pytest.approx(line) for line in once]) == (changed != "contents")
+    expected = predict(tmp_path, trained, *data, output="expected.jsonl")
+    assert found == [pytest.approx(line) for line in expected]
+
+
+def test_samples_that_are_never_the_same_are_continued(tmp_path, trained, monkeypatch):
+    """They cannot tell whether the data has changed."""
+    data = (*OWN, "data._target_=own_inference.Unseeded")
+    seen = ends_early(monkeypatch, 2)
+    with pytest.raises(RuntimeError, match="a test"):
+        predict(tmp_path, trained, *data)
+    assert len(predict(tmp_path, trained, *data)) == 360
+    assert sum(seen[3:]) == 360 - 128
+
+
 def test_memory_runs_out(tmp_path, trained, monkeypatch):
     """The size halves until it fits, after the lines that are written; each sample has one."""
     rows, sizes = module.Predictor.rows, []
@@ -205,8 +244,10 @@ def test_values_and_structures_of_a_task(tmp_path, trained):
         (("task=own_inference.Mean",), r"has shape \[10\]"),
         (("task=own_inference.Square", "predict.batch_size=10"), r"for 5 samples has shape \[10, 10\]"),
         (("predict.split=test",), "predict.split=test: there is no such data; choose val, train"),
+        (("+eval.val={_target_: own_inference.Named}",), "eval.val.*: must be another name: predict.split"),
+        (("+eval.train={_target_: own_inference.Named}",), "eval.train.*: must be another name: predict.split"),
         (("predict.output=/",), "predict.output=/: is a directory"),
-        (("parallel=ddp",), "mode=predict with parallel=ddp"),
+        (("parallel=fsdp",), "mode=predict with parallel=fsdp"),
     ],
 )
 def test_one_message(tmp_path, trained, overrides, message):
@@ -244,8 +285,78 @@ def test_a_run_with_several_optimizers(tmp_path):
     assert len({line["prediction"] for line in found}) == len(found) > 1
 
 
-def test_one_value_per_sample_is_no_class():
-    """The logit of yes or no: as classes, every sample would be of the only one, with certainty."""
-    predictor, targets = Predictor(object(), "own", []), torch.zeros(4, dtype=torch.int64)
-    assert predictor._is_of_classes(torch.zeros(4, 2), targets)
-    assert not predictor._is_of_classes(torch.zeros(4, 1), targets)
+UNET = (*OWN, "data._target_=own_inference.Pixels", "model._target_=own_inference.UNet", "oom.plan=false")
+
+
+@pytest.mark.parametrize("task", ["classification", "own_inference.per_pixel"])
+def test_classes_of_pixels(tmp_path, task):
+    """A segmentation: logits [B, classes, H, W]. Rows that do not count in the loss are predicted, too."""
+    shown = ("callbacks=[predictions,confusion_matrix]", "every.eval=4", "oom.remember=false")
+    runs.run(tmp_path / "run", *UNET, f"task={task}", *shown)
+    found = predict(tmp_path, tmp_path / "run", *OWN)
+    model, data = trainapp.load(tmp_path / "run", which="last", user_packages=["own_inference"]), Pixels("val")
+    with torch.no_grad():
+        logits = model(data.images)
+    probability, prediction = torch.softmax(logits, 1).max(1)
+    assert [line["prediction"] for line in found] == prediction.tolist()
+    assert torch.tensor([line["probability"] for line in found]).allclose(probability)
+    rows = lines(tmp_path / "run/predictions/step_00000004.jsonl")
+    assert [row["prediction"] for row in rows] == prediction[:8].tolist()
+    assert [row["target"] for row in rows] == data.targets[:8].tolist()
+    _, *table = (tmp_path / "run/confusion_matrix/step_00000004.csv").read_text().splitlines()
+    counted = [[int(cell) for cell in line.split(",")[1:]] for line in table]
+    of = data.targets
+    expected = [[int(((of == i) & (prediction == j)).sum()) for j in range(3)] for i in range(3)]
+    assert counted == expected
+    if task == "classification":
+        (evaluated,) = evaluations(tmp_path / "run")
+        assert evaluated["accuracy"] == pytest.approx(sum(expected[i][i] for i in range(3)) / sum(map(sum, expected)))
+        assert evaluated["loss"] == pytest.approx(F.cross_entropy(logits, of).item())
+
+
+def test_shapes_that_may_be_read_both_ways(tmp_path):
+    """Eight classes of 8x8 pixels: a built-in task decides, and one of the user's own is asked."""
+    cube = (*UNET, "oom.remember=false", "+data.height=8", "+model.classes=8", "every.eval=4")
+    runs.run(tmp_path / "run", *cube, "task=classification", "callbacks=predictions")
+    images = Pixels("val", height=8).images
+    with torch.no_grad():
+        model = trainapp.load(tmp_path / "run", which="last", user_packages=["own_inference"])
+        expected = model(images).argmax(1).tolist()
+    assert [line["prediction"] for line in predict(tmp_path, tmp_path / "run", *OWN)] == expected
+    shown = [row["prediction"] for row in lines(tmp_path / "run/predictions/step_00000004.jsonl")]
+    assert shown == expected[:8]
+    own = "task=own_inference.per_pixel"
+    with pytest.raises(UserError, match=r"\[12, 8, 8, 8\].* dimension 1 or the last; give the task a method"):
+        predict(tmp_path, tmp_path / "run", *OWN, own)
+    with pytest.raises(UserError, match=r"metrics.predictions: .* dimension 1 or the last; .*class_dim=1"):
+        runs.run(tmp_path / "refused", *cube, own, "callbacks=predictions")
+    runs.run(tmp_path / "given", *cube, own, "callbacks=predictions", "+metrics.predictions.class_dim=1")
+
+
+@pytest.mark.parametrize(
+    ("output", "targets", "expected"),
+    [
+        ((4, 3), (4,), -1),
+        ((4, 4), (4,), -1),
+        ((4, 1), (4,), None),  # the logit of yes or no: as classes, every sample would be of the only one
+        ((4, 7, 3), (4, 7), -1),
+        ((4, 3, 7), (4, 7), 1),
+        ((4, 1, 7), (4, 7), None),
+        ((4, 3, 5, 7), (4, 5, 7), 1),
+        ((4, 5, 7, 3), (4, 5, 7), -1),
+        ((4, 3, 2, 3), (4, 5, 7), None),
+        ((4, 3), (4, 3), None),
+    ],
+)
+def test_the_dimension_of_the_classes(output, targets, expected):
+    assert ClassDim().of(torch.zeros(output), torch.zeros(targets, dtype=torch.int64)) == expected
+
+
+def test_earlier_shapes_decide():
+    """Of sequences, one of which has as many tokens as there are classes."""
+    own, same = ClassDim(), (torch.zeros(2, 5, 5), torch.zeros(2, 5, dtype=torch.int64))
+    with pytest.raises(ValueError, match="dimension 1 or the last"):
+        own.of(*same)
+    assert own.of(torch.zeros(2, 5, 4), torch.zeros(2, 4, dtype=torch.int64)) == 1
+    assert own.of(*same) == 1
+    assert ClassDim(-1).of(*same) == -1

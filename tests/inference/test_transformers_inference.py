@@ -19,6 +19,7 @@ KINDS = {
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 60},  # learned positions
     "mistral": SIZES | {"intermediate_size": 48, "num_key_value_heads": 1, "sliding_window": 4},
 }
+STATEFUL = SIZES | {"intermediate_size": 48, "num_hidden_layers": 3, "lru_width": 32, "attention_window_size": 8}
 QUIET = ("train.device=cpu", "memory.guard=false", "oom.remember=false", "tracker=[]")
 
 
@@ -88,3 +89,41 @@ def test_a_classifier_names_its_classes(tmp_path):
     assert [line["probability"] for line in found] == pytest.approx([line["probability"] for line in alone], rel=1e-4)
     assert {line["prediction_name"] for line in found} <= {"dog", "fox"}
     assert {0: "dog", 1: "fox"}[found[0]["prediction"]] == found[0]["prediction_name"]
+
+
+def test_factors_that_change_with_the_length_do_not_depend_on_the_batch():
+    """Phi-3's `longrope`. The control: Transformers' cache alone keeps keys of short texts in long ones."""
+    torch.manual_seed(0)
+    factors = {"short_factor": [1.0] * 8, "long_factor": [8.0] * 8, "original_max_position_embeddings": 8}
+    sizes = SIZES | {"intermediate_size": 48, "max_position_embeddings": 64, "pad_token_id": 0}
+    settings = AutoConfig.for_model(
+        "phi3", **sizes, original_max_position_embeddings=8, rope_parameters={"rope_type": "longrope", **factors}
+    )
+    model = AutoModelForCausalLM.from_config(settings).eval()
+    for parameter in model.parameters():
+        parameter.data *= 4 if parameter.ndim > 1 else 1
+    tokens = torch.randint(60, (2, 14))
+    whole, pieces, plain = decoder_of(model, 20), decoder_of(model, 20), decoder_of(model, 20)
+    plain._borders = set()
+    with torch.inference_mode():
+        alone = [whole(part) for part in tokens.split([12, 1, 1], dim=1)]
+        together = [pieces(part) for part in tokens.split([3, *[1] * 11], dim=1)]
+        kept = [plain(part) for part in tokens.split([3, *[1] * 11], dim=1)]
+    for own, other, wrong in zip(alone, together[-3:], kept[-3:], strict=True):
+        torch.testing.assert_close(own, other, rtol=0, atol=1e-4)
+        assert (own - wrong).abs().max() > 1e-2
+
+
+def test_a_model_that_returns_no_cache_reads_the_whole_text():
+    """Its modules keep states, which other batches must not find."""
+    torch.manual_seed(0)
+    settings = AutoConfig.for_model("recurrent_gemma", use_cache=False, num_key_value_heads=1, **STATEFUL)
+    model = AutoModelForCausalLM.from_config(settings).eval()
+    tokens = torch.randint(60, (3, 6))
+    with torch.inference_mode():
+        expected = model(tokens).logits[:, -1]
+        for rows in (3, 1, 2):
+            decoder = decoder_of(model, 20)
+            for piece in tokens[:rows].split([3, 1, 2], dim=1):
+                found = decoder(piece)
+            torch.testing.assert_close(found, expected[:rows], rtol=0, atol=1e-5)

@@ -11,6 +11,7 @@ from trainapp.config import compose
 from trainapp.config.parallel_settings import Fsdp, Parallel
 from trainapp.config.schema import Memory
 from trainapp.errors import UserError
+from trainapp.memory.kinds import MemoryKind
 from trainapp.memory.levers import catalogue
 from trainapp.memory.levers.catalogue import LEVERS
 from trainapp.memory.levers.lever import Lever, Situation
@@ -145,3 +146,19 @@ def test_adamw_in_fewer_bits_is_another_algorithm_for_all_but_adams(optimizer, r
     levers = catalogue.available(Situation(config, nn.Linear(2, 2), knows_loss=False))
     (of_4_bits,) = [lever for lever in levers if lever.setting == "optimizer=adamw_4bit"]
     assert of_4_bits.result == result
+
+
+def test_what_must_be_installed_first_is_said(monkeypatch):
+    situation = Situation(compose.from_command_line([*runs.MODELS["gpt"]]), nn.Linear(2, 2), True)
+    situation.config.adapter.targets = ["weight"]
+
+    nothing = dict.fromkeys(MemoryKind, 0)
+
+    def costs():
+        offered = {lever.setting: lever.costs for _, lever in catalogue.of_state(situation, nothing)}
+        return offered["adapter=lora"]
+
+    monkeypatch.setattr(catalogue.importlib.util, "find_spec", lambda name: None)
+    assert costs().endswith("; first, pip install 'trainapp[peft]'")
+    monkeypatch.setattr(catalogue.importlib.util, "find_spec", lambda name: object())
+    assert "pip install" not in costs()

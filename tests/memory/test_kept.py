@@ -9,7 +9,7 @@ import torch
 
 from trainapp.config.schema import Memory
 from trainapp.memory.cpu import CpuMemory
-from trainapp.memory.kept import Kept, WeakStorages
+from trainapp.memory.kept import KeptStorages, WeakStorages
 from trainapp.memory.kinds import MemoryKind
 from trainapp.memory.live_tensors import LiveTensors, MemoryLimitExceeded
 from trainapp.torch_private import outside_dispatch_modes, storage_id
@@ -23,7 +23,7 @@ def kib(number=1):
 
 def memory(limit=None, owned=tuple, data=tuple):
     made = CpuMemory(torch.device("cpu"), Memory(limit=limit))
-    made.kept = Kept(owned, data)
+    made.kept = KeptStorages(owned, data)
     return made
 
 
@@ -79,7 +79,7 @@ def test_the_limit_holds_for_what_is_kept():
         kib()
     with outside_dispatch_modes():
         bank.append(kib())
-    run.kept = Kept(lambda: bank)
+    run.kept = KeptStorages(lambda: bank)
     with pytest.raises(MemoryLimitExceeded, match=r"the kept tried to allocate 4\.0 KiB"), run.watch({}):
         pass
 

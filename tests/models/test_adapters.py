@@ -1,17 +1,24 @@
 """`adapter=lora`: what is trained, saved, resumed and exported is the adapters alone."""
 
+import copy
 import json
 
 import hf_files
 import pytest
 import runs
 import torch
+from helpers import evaluations
 from oom.inject import Injector, Recorded
+from own_models import Normed
 from safetensors.torch import load_file, save_file
+from torch import nn
 
+import trainapp
 from trainapp.config.schema import Adapter
 from trainapp.errors import UserError
+from trainapp.models.adapter_export import exported
 from trainapp.models.adapters import add_lora, base_of, merge
+from trainapp.run.result import result_of
 
 transformers = pytest.importorskip("transformers", reason="needs the extra trainapp[hf]")
 peft = pytest.importorskip("peft", reason="needs the extra trainapp[peft]")
@@ -197,6 +204,12 @@ def test_another_run_begins_with_the_adapters_alone(tmp_path, base):
         (["adapter.train=[head]"], r"adapter\.train=\[head\]: LlamaForCausalLM has no module"),
         (["adapter.rank=0"], r"adapter\.rank=0: must be greater than 0"),
         (["adapter.base_dtype=bf16"], r"adapter\.base_dtype=bf16 with precision=fp32: products"),
+        (
+            ["adapter.train=[lm_head]", "memory.loss_chunk=4"],
+            r"memory\.loss_chunk=4 with adapter=lora: the head of LlamaForCausalLM is among adapter\.train or adapter"
+            r"\.targets, .*leave the head out of them, or set memory\.loss_chunk=null",
+        ),
+        (["adapter.targets=[lm_head]", "memory.loss_chunk=4"], "the head of LlamaForCausalLM is among adapter"),
         (["parallel.fsdp.meta_init=true", "parallel=fsdp"], r"adapter=lora with parallel\.fsdp\.meta_init=true"),
     ],
 )
@@ -225,3 +238,219 @@ def test_a_merge_leaves_a_tied_layer_as_it_was():
     before = model(tokens).logits
     merge(model)
     torch.testing.assert_close(model(tokens).logits, before, rtol=1e-4, atol=1e-4)
+
+
+NORMED = (
+    *("model=mlp", "model._target_=own_models.Normed", "~model.width", "~model.depth", "~model.dropout"),
+    *("user_packages=[own_models]", "data=digits", "optimizer.lr=0.05", "oom.remember=false"),
+)
+IMAGES = torch.linspace(-1, 1, 4 * 64).view(4, 1, 8, 8)
+
+
+def outputs(model, inputs=IMAGES):
+    with torch.no_grad():
+        found = model.eval()(inputs)
+    return getattr(found, "logits", found)
+
+
+def test_an_export_has_the_statistics_of_batchnorm(tmp_path):
+    """Which training changes although the base is frozen. Without them, peft's model is another one."""
+    base = runs.prepare(tmp_path / "base", *NORMED)
+    base.close()
+    run = runs.run_until(tmp_path / "run", 4, *NORMED, "adapter=lora")
+    wanted = outputs(run.state.model)
+    runs.run(tmp_path / "out", "mode=export", f"checkpointing.resume={tmp_path / 'run'}", "user_packages=[own_models]")
+    folder, own, untrained = tmp_path / "out/export", base.state.model, copy.deepcopy(base.state.model)
+    loaded = peft.PeftModel.from_pretrained(own, folder)
+    torch.testing.assert_close(outputs(loaded), wanted, rtol=1e-5, atol=1e-5)
+    tensors = load_file(folder / "adapter_model.safetensors")
+    for name in [name for name in tensors if "body.1" in name]:
+        del tensors[name]
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    settings = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(settings | {"modules_to_save": None}))
+    without = outputs(peft.PeftModel.from_pretrained(untrained, folder))
+    assert (without - wanted).abs().max() > 1e-2
+
+
+def test_a_change_that_peft_cannot_load_is_refused_and_merged(tmp_path):
+    counts = (*NORMED, "+model.counts=true")
+    run = runs.run_until(tmp_path / "run", 4, *counts, "adapter=lora")
+    wanted = outputs(run.state.model)
+    export = ("mode=export", f"checkpointing.resume={tmp_path / 'run'}", "user_packages=[own_models]")
+    with pytest.raises(UserError, match=r"training changed seen, .*would be lost; .* with export\.merge=true"):
+        runs.run(tmp_path / "out", *export)
+    assert not (tmp_path / "out/export/adapter_model.safetensors").exists()
+    runs.run(tmp_path / "whole", *export, "export.merge=true")
+    weights = load_file(tmp_path / "whole/export/model.safetensors")
+    model = Normed(10, counts=True)
+    model.load_state_dict(weights)
+    assert weights["seen"] == 4
+    torch.testing.assert_close(outputs(model), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_base_in_bf16_is_merged_in_fp32(tmp_path, base):
+    """The control: rounded to bf16, if that is asked for, outputs differ."""
+    few = ("optimizer.lr=0.003", "adapter.base_dtype=bf16", "precision=bf16")
+    runs.run(tmp_path / "run", *on(base), *few)
+    tokens = torch.arange(12)[None]
+    wanted = outputs(trainapp.load(tmp_path / "run", which="last"), tokens)
+    found = {}
+    kinds = {"fp32": "torch.float32", "bf16": "torch.bfloat16"}
+    for dtype in kinds:
+        merged = ("mode=export", f"checkpointing.resume={tmp_path / 'run'}", "export.merge=true")
+        runs.run(tmp_path / dtype, *merged, f"export.merge_dtype={dtype}")
+        saved = load_file(tmp_path / dtype / "export/model.safetensors")
+        assert {str(tensor.dtype) for tensor in saved.values()} == {kinds[dtype]}
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / dtype / "export", dtype=torch.float32)
+        found[dtype] = float((outputs(model, tokens) - wanted).abs().max() / wanted.std())
+    assert found["fp32"] < 1e-5
+    assert found["bf16"] > 1e-3
+    with pytest.raises(UserError, match=r"export\.merge_dtype=bf16: is the format of merged weights"):
+        runs.run(tmp_path / "none", "mode=export", f"checkpointing.resume={tmp_path}", "export.merge_dtype=bf16")
+
+
+def test_new_layers_that_would_not_be_trained_are_refused(tmp_path):
+    """BERT's pooler, which a language model comes without: peft would draw another one when it opens the export."""
+    bert = transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=400, **hf_files.SIZES))
+    bert.save_pretrained(hf_files.tokenizer_folder(tmp_path / "bert"))
+    files = hf_files.texts(tmp_path / "texts.jsonl")
+    overrides = ("model=hf", "model.task=sequence_classification", f"model.path={tmp_path / 'bert'}", "adapter=lora")
+    overrides = (*overrides, "data=hf", f"data.path={files}", "data.label=label", "oom.remember=false")
+    with pytest.raises(UserError, match=r"pooler.*are new .* adapter\.train=\[classifier,bert\.pooler\.dense\]"):
+        runs.prepare(tmp_path / "run", *overrides)
+    run = runs.prepare(tmp_path / "run", *overrides, "adapter.train=[classifier,bert.pooler.dense]")
+    run.close()
+    trained = {name for name, p in run.state.model.named_parameters() if p.requires_grad}
+    assert "bert.pooler.dense.modules_to_save.default.weight" in trained
+
+
+def test_an_export_of_tied_weights_has_the_adapters_alone():
+    config = transformers.LlamaConfig(vocab_size=64, tie_word_embeddings=True, **hf_files.SIZES)
+    model = transformers.LlamaForCausalLM(config)
+    add_lora(model, Adapter(kind="lora"))
+    tensors, settings = exported(model)
+    assert len(tensors) == 2 * 2 * 7
+    assert all("lora_" in name for name in tensors)
+    assert not settings.modules_to_save
+    model.model.norm.weight.requires_grad_(True)  # by code of a user's own
+    tensors, settings = exported(model)
+    assert "base_model.model.model.norm.weight" in tensors
+    assert settings.modules_to_save == ["model.norm"]
+
+
+# A base that forwards write
+
+
+class Codebook(nn.Module):
+    """A moving average of the features, in a parameter without gradient."""
+
+    def __init__(self, num_classes, width: int = 8, silent: bool = False, inside_module: bool = False):
+        super().__init__()
+        self.inside = nn.Linear(64, width)
+        self.block = nn.Linear(width, width)
+        self.head = nn.Linear(width, num_classes)
+        self.codes = Codes(width) if inside_module else None
+        if not inside_module:
+            self.code = nn.Parameter(torch.zeros(width), requires_grad=False)
+        self.silent = silent
+
+    def blocks(self):
+        return [self.block]
+
+    def forward(self, inputs):
+        features = self.block(self.inside(inputs.flatten(1)).relu())
+        if self.codes is not None:
+            return self.head(self.codes(features))
+        return self.head(follow(features, self.code, self.training, self.silent))
+
+
+class Codes(nn.Module):
+    """The same in a module of its own."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.code = nn.Parameter(torch.zeros(width), requires_grad=False)
+
+    def forward(self, features):
+        return follow(features, self.code, self.training)
+
+
+def follow(features, code, training, silent=False):
+    if training:
+        with torch.no_grad():
+            written = code.data if silent else code  # `.data` moves no version
+            written.mul_(0.9).add_(features.detach().mean(0), alpha=0.1)
+    return features - code
+
+
+CODEBOOK = (
+    "model._target_=test_adapters.Codebook",
+    "user_packages=[test_adapters]",
+    "data=digits",
+    "task=classification",
+    "adapter=lora",
+    "optimizer.lr=0.05",
+    "schedule=constant",
+    "oom.remember=false",
+    "batch.micro_size=16",
+    "every.eval=2",
+)
+
+
+@pytest.mark.parametrize("settings", [(), ("model.silent=true",), ("checkpointing.asynchronous=true",)])
+def test_what_forwards_write_of_the_base_is_saved(tmp_path, settings):
+    runs.run(tmp_path / "whole", *CODEBOOK, *settings)
+    runs.run_until(tmp_path / "parts", 2, *CODEBOOK, *settings)
+    runs.run(tmp_path / "parts", *CODEBOOK, *settings)
+    whole, parts = (runs.saved(tmp_path / name, 4) for name in ("whole", "parts"))
+    for part in ("model", "optimizer", "rng", "base", "model_values"):
+        assert runs.differences(whole[part], parts[part]) == []
+    assert {name for name in whole["model"] if "lora_" not in name} == {"code"}
+    assert whole["model_values"]["written"] == ["code"]
+    assert runs.saved(tmp_path / "parts", 2)["model"]["code"].abs().max() > 0
+    assert evaluations(tmp_path / "whole")[-1]["loss"] == evaluations(tmp_path / "parts")[-1]["loss"]
+
+
+def test_what_forwards_wrote_is_loaded_everywhere(tmp_path):
+    runs.run(tmp_path / "run", *CODEBOOK)
+    code = runs.saved(tmp_path / "run", 4)["model"]["code"]
+    of_run = f"checkpointing.resume={tmp_path / 'run'}"
+    loaded = trainapp.load(str(tmp_path / "run"), which="last", user_packages=["test_adapters"])
+    assert torch.equal(loaded.state_dict()["code"], code)
+    evaluated = runs.run(tmp_path / "eval", *CODEBOOK, "mode=eval", of_run)
+    assert evaluated.evaluation["loss"] == evaluations(tmp_path / "run")[-1]["loss"]
+    new = runs.prepare(tmp_path / "new", *CODEBOOK, of_run, "checkpointing.load=weights")
+    new.close()
+    assert torch.equal(new.state.model.code, code)
+    assert "inside.weight" in base_of(new.state.model).names  # of the base, and not in the checkpoint
+
+
+def test_an_export_has_what_forwards_wrote(tmp_path):
+    """With adapters alone where peft can load it: a parameter of the model itself, beside its modules, it cannot."""
+    runs.run(tmp_path / "run", *CODEBOOK)
+    code = runs.saved(tmp_path / "run", 4)["model"]["code"]
+    export = ("mode=export", f"checkpointing.resume={tmp_path / 'run'}", *CODEBOOK)
+    with pytest.raises(UserError, match=r"training changed code, .*would be lost; .* with export\.merge=true"):
+        runs.run(tmp_path / "small", *export)
+    runs.run(tmp_path / "merged", *export, "export.merge=true")
+    assert torch.equal(load_file(tmp_path / "merged/export/model.safetensors")["code"], code)
+    inside = (*CODEBOOK, "model.inside_module=true")
+    run = runs.run_until(tmp_path / "inside", 4, *inside)
+    runs.run(tmp_path / "out", "mode=export", f"checkpointing.resume={tmp_path / 'inside'}", *inside)
+    base = runs.prepare(tmp_path / "base", *(o for o in inside if o != "adapter=lora")).state.model
+    untrained = outputs(copy.deepcopy(base))
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "out/export")
+    torch.testing.assert_close(outputs(loaded), outputs(run.state.model), rtol=1e-5, atol=1e-5)
+    assert (outputs(loaded) - untrained).abs().max() > 1e-2
+
+
+def test_memory_runs_out_while_the_optimizer_steps(tmp_path):
+    """The run is rebuilt from its checkpoint, with what the forwards had written by then."""
+    overrides = (*CODEBOOK, "every.save=2", "oom.plan=false", "oom.grow=false", "every.eval=null")
+    recorded = Recorded(runs.configure(tmp_path / "a", *overrides), Injector("commit", 4, 0))
+    assert [failure.phase for failure in recorded.failures] == ["commit"]
+    schedule = json.dumps(result_of(recorded.run, 1.0).micro_schedule)
+    replay = Recorded(runs.configure(tmp_path / "b", *overrides, f"batch.micro_schedule='{schedule}'"))
+    assert runs.differences(recorded.state()["tensors"], replay.state()["tensors"]) == []
+    assert replay.state()["tensors"]["model"]["code"].abs().max() > 0

@@ -15,7 +15,8 @@ from trainapp.models.inspect import blocks_of, last_layer
 
 transformers = pytest.importorskip("transformers", reason="needs the extra trainapp[hf]")
 
-from trainapp.models.huggingface import build, require_documents_apart  # noqa: E402
+from trainapp.models.huggingface import build  # noqa: E402
+from trainapp.models.model_checks import require_documents_apart  # noqa: E402
 
 CONFIG = {"model_type": "llama", **hf_files.SIZES, "vocab_size": 64}
 TOKENS = ("data=synthetic_tokens", "data.vocab_size=64", "data.context_length=16", "data.size=64", "data.val_size=16")
@@ -311,3 +312,21 @@ def test_transformers_is_missing(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "transformers", None)
     with pytest.raises(UserError, match=r"model=hf: needs Transformers .*pip install 'trainapp\[hf\]'"):
         build("causal_lm", CONFIG)
+
+
+T5 = "{model_type: t5, d_model: 32, d_kv: 8, d_ff: 48, num_layers: 2, num_heads: 2}"
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (T5, "T5Model has an encoder and a decoder, and cannot make predictions of a batch's inputs"),
+        (
+            hf_files.LLAMA.partition("=")[2],
+            r"LlamaModel returns no logits \(only last_hidden_state\).* than base",
+        ),
+    ],
+)
+def test_a_model_without_logits_gets_one_message(tmp_path, config, message):
+    with pytest.raises(UserError, match=message):
+        runs.run(tmp_path, "model=hf", "model.task=base", f"model.config={config}", *TOKENS)

@@ -47,5 +47,5 @@ def test_no_room(model):
     cache = model.new_cache(5)
     with torch.no_grad(), pytest.raises(ValueError, match="room for 5 tokens, and 6"):
         model(torch.zeros(1, 6, dtype=torch.int64), cache=cache)
-    with pytest.raises(ValueError, match=r"longer than model\.context_length=24"):
+    with pytest.raises(ValueError, match=r"20 tokens in the cache and 5 more are longer than model\.context_length=24"):
         in_parts(model, torch.zeros(1, 25, dtype=torch.int64), [20, 5])

@@ -166,7 +166,14 @@ def test_another_architecture_is_refused_even_when_not_strict(tmp_path):
 
 def test_files_that_are_not_there(tmp_path):
     assert "there is no such file" in refusal(resnet(), tmp_path / "none.pt")
-    assert "is not a file" in refusal(resnet(), tmp_path)
+    assert "is a folder with no model.safetensors" in refusal(resnet(), tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text("[]")
+    assert "is no index of files of weights" in refusal(resnet(), tmp_path)
+    index.write_text('{"weight_map": {"a": "../../model-00001.safetensors"}}')
+    assert "names files that are not there: model-00001.safetensors" in refusal(resnet(), index)
+    (tmp_path / "model.safetensors").touch()
+    assert "is a folder with two models" in refusal(resnet(), tmp_path)
 
 
 class Payload:

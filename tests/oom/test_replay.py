@@ -19,7 +19,7 @@ from trainapp.run import runner
 from trainapp.run.result import as_schedule, result_of, write
 from trainapp.run.summary import opening_line
 from trainapp.signals import StopRequest
-from trainapp.train.sizes_of_run import Sizes, _merged
+from trainapp.train.run_sizes import Sizes, _merged
 
 from .conftest import cell, tiny
 from .inject import Injector, Recorded

@@ -2,6 +2,7 @@ import helpers
 import pytest
 import runs
 import torch
+from helpers import evaluations, run_cli
 from torch import nn
 
 from trainapp.optim.ema import WeightAverage, _parts
@@ -131,3 +132,15 @@ def test_in_whatever_parts_it_is_the_same_average(parts):
         average.position = 1  # interrupted there
         average.catch_up(step)
     assert all(map(torch.equal, average.averages, expected))
+
+
+@pytest.mark.slow
+def test_an_evaluation_of_shards_sees_the_average(tmp_path):
+    chosen = ("model=mlp", "data=digits", "train.ema=0.9", "train.max_steps=6", "every.eval=3", "train.device=cpu")
+    losses = []
+    for strategy in (["parallel=single"], ["parallel=fsdp", "parallel.devices=2"]):
+        folder = tmp_path / str(len(strategy))
+        done = run_cli(*chosen, *strategy, f"hydra.run.dir={folder}", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        losses.append([line["loss"] for line in evaluations(folder)])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)  # of the weights themselves: 17% lower

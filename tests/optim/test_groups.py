@@ -2,13 +2,14 @@
 
 import pytest
 import runs
+import tagged
 import torch
 from helpers import metrics
 from torch import nn
 
 from trainapp.config import schema
 from trainapp.errors import UserError
-from trainapp.optim import groups
+from trainapp.optim import schedules
 from trainapp.optim.optimizers import build_optimizer
 from trainapp.train import loop
 
@@ -206,7 +207,7 @@ def test_a_group_and_model_freeze_agree(tmp_path):
     own = (*MLP, "model.freeze=[head.bias]", f"optimizer.groups=[{HEAD}]")
     run = runs.prepare(tmp_path, *own)
     run.close()
-    assert groups.rates(run.state.optimizer) == {"lr": 3e-3, "lr/head": 0.5}
+    assert schedules.rates(run.state.optimizer) == {"lr": 3e-3, "lr/head": 0.5}
     with pytest.raises(UserError, match="nothing that head matches is trained"):
         runs.prepare(tmp_path, *MLP, "model.freeze=[head]", f"optimizer.groups=[{HEAD}]")
 
@@ -280,41 +281,8 @@ def test_options_that_the_optimizer_has_changed_are_refused_for_other_groups(tmp
 # Attributes of parameters
 
 
-class Tagged(nn.Module):
-    """Its head says that it is to learn faster."""
-
-    def __init__(self, image_shape, num_classes):
-        super().__init__()
-        self.body, self.head = nn.Linear(64, 16), nn.Linear(16, num_classes)
-        self.head.weight.lr_scale = 7.0
-
-    def forward(self, images):
-        return self.head(self.body(images.flatten(1)).relu())
-
-    def blocks(self):
-        return [self.body]
-
-
-class ByTag(torch.optim.SGD):
-    """Reads the tags."""
-
-    @staticmethod
-    def parameter_groups(model, weight_decay):
-        """One group per scale."""
-        found = {}
-        for parameter in model.parameters():
-            found.setdefault(getattr(parameter, "lr_scale", 1.0), []).append(parameter)
-        return [{"params": own, "lr": 0.01 * scale} for scale, own in found.items()]
-
-
-TAGGED = (
-    *("user_packages=[test_groups]", "model._target_=test_groups.Tagged", "data=digits", "schedule=constant"),
-    *("optimizer._target_=test_groups.ByTag", "optimizer.lr=0.01"),
-)
-
-
 @pytest.mark.parametrize("mode", ["fp32", "bf16"])
 def test_attributes_of_parameters_are_there_when_the_optimizer_is_built(tmp_path, mode):
-    run = runs.prepare(tmp_path, *TAGGED, f"precision={mode}")
+    run = runs.prepare(tmp_path, *tagged.SETTINGS, "schedule=constant", f"precision={mode}")
     run.close()
-    assert [own["lr"] for own in run.state.optimizer.param_groups] == [0.01, 0.07]
+    assert [own["lr"] for own in run.state.optimizer.param_groups] == tagged.RATES

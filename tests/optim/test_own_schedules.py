@@ -200,6 +200,73 @@ def test_a_skipped_step_does_not_advance_it(tmp_path):
     assert [line["lr"] for line in metrics(tmp_path)] == [0.1, 0.05, 0.025]
 
 
+# Options beside the rate
+
+
+class Alternating(lr_scheduler.LRScheduler):
+    """An option has its own value for two steps and another one for two."""
+
+    def __init__(self, optimizer, key="weight_decay", last_epoch=-1):
+        self.key, self.first = key, [group[key] for group in optimizer.param_groups]
+        super().__init__(optimizer, last_epoch)
+
+    def get_lr(self):
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def step(self, epoch=None):
+        super().step()
+        for group, first in zip(self.optimizer.param_groups, self.first, strict=True):
+            other = not first if isinstance(first, bool) else first + 5.0
+            group[self.key] = first if self.last_epoch // 2 % 2 == 0 else other
+
+
+def alternating(key, optimizer=()):
+    return (*MLP, *optimizer, "schedule._target_=test_own_schedules.Alternating", f"schedule.key={key}")
+
+
+def option(run, key):
+    return run.state.optimizer.param_groups[0][key]
+
+
+@pytest.mark.parametrize("stop", [2, 3, 4, 5])
+@pytest.mark.parametrize(
+    ("key", "optimizer"), [("weight_decay", ("optimizer.weight_decay=0.05",)), ("nesterov", ("optimizer=sgd",))]
+)
+def test_an_option_that_is_set_back_is_followed_after_a_resume(tmp_path, key, optimizer, stop):
+    settings = (*alternating(key, optimizer), "train.max_steps=8")
+    runs.run(tmp_path / "whole", *settings)
+    runs.run_until(tmp_path / "parts", stop, *settings)
+    runs.run(tmp_path / "parts", *settings)
+    whole, parts = (runs.saved(tmp_path / name, 8) for name in ("whole", "parts"))
+    for part in ("model", "optimizer", "optimizer_values"):
+        assert runs.differences(whole[part], parts[part]) == []
+
+
+def test_an_option_goes_back_with_the_step():
+    own, _ = optimizers()
+    first = own.param_groups[0]["weight_decay"]
+    given = schedule(own, "test_own_schedules.Alternating")
+    found = []
+    for step in (5, 0, 2, 4, 6, 1):
+        given.set_rates(own.param_groups, step)
+        found.append(own.param_groups[0]["weight_decay"] - first)
+    assert found == [0, 0, 5.0, 0, 5.0, 0]
+
+
+def test_an_option_that_changes_in_place_changes_no_other_group():
+    """Negative control: the optimizer's own list stays as it is until the schedule gives it another."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)
+    (group,) = optimizer.param_groups
+    mine = [1, 2]
+    group |= {"levels": mine, "initial_lr": 0.1}
+    stand_in = torch_schedules.StandIn(optimizer)
+    stand_in.give_to(optimizer.param_groups)
+    assert group["levels"] is mine
+    stand_in.param_groups[0]["levels"][0] = 7
+    stand_in.give_to(optimizer.param_groups)
+    assert (group["levels"], mine) == ([7, 2], [1, 2])
+
+
 # After evaluations
 
 PLATEAU = ("schedule=plateau", "schedule.patience=0", "schedule.factor=0.5", "every.eval=1", "train.max_steps=6")
@@ -295,3 +362,67 @@ def test_numbers_that_an_optimizer_keeps_in_its_groups_are_its_own():
         stand_in.give_to(optimizer.param_groups)
         assert (group["count"], group["lr"]) == (step, 0.1 / (step + 1))
         assert group["momentum"] == 0.9 - 0.1 * (step == 1)  # a scheduler's, also back to what it was
+
+
+class Trend(lr_scheduler.LRScheduler):
+    """Halves the rate and adds to the weight decay from the fourth evaluation on; appends to what it has in place."""
+
+    def __init__(self, optimizer, last_epoch=-1):
+        self.history, self.by_kind, self.rule = [], {"all": [0]}, Rule(4)
+        super().__init__(optimizer, last_epoch)
+
+    def get_lr(self):
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def _initial_step(self):
+        """Nothing is evaluated yet."""
+
+    def step(self, metric, epoch=None):
+        self.history.append(float(metric))
+        self.by_kind["all"][0] += 1
+        if len(self.history) >= self.rule.first:
+            for group in self.optimizer.param_groups:
+                group["lr"] *= 0.5
+                group["weight_decay"] += 0.125
+
+
+class Counting(Trend):
+    """Its rule changes, which no checkpoint can hold."""
+
+    def step(self, metric, epoch=None):
+        super().step(metric)
+        self.rule.first += 1
+
+
+class Rule:
+    """A helper of the scheduler's that stays as it is."""
+
+    def __init__(self, first):
+        self.first = first
+
+
+TREND = ("schedule._target_=test_own_schedules.Trend", "optimizer.weight_decay=0.5", "every.eval=1")
+
+
+@pytest.mark.parametrize("stop", [1, 3, 5])
+def test_what_changes_in_place_is_in_the_checkpoint(tmp_path, stop):
+    settings = (*MLP, *TREND, "train.max_steps=6")
+    runs.run(tmp_path / "whole", *settings)
+    runs.run_until(tmp_path / "parts", stop, *settings)
+    runs.run(tmp_path / "parts", *settings)
+    whole, parts = (runs.saved(tmp_path / name, 6) for name in ("whole", "parts"))
+    assert runs.differences(whole, parts) == []
+    assert [line["lr"] for line in metrics(tmp_path / "parts")] == [0.1, 0.1, 0.1, 0.1, 0.05, 0.025]
+    assert (len(whole["schedule"]["scheduler"]["history"]), whole["schedule"]["options"][0]) == (
+        6,
+        {"weight_decay": 0.875},
+    )
+    assert "rule" not in whole["schedule"]["scheduler"]  # unchanged
+
+
+def test_state_that_a_checkpoint_cannot_hold_is_refused(tmp_path):
+    settings = (*MLP, *TREND, "schedule._target_=test_own_schedules.Counting")
+    with pytest.raises(
+        UserError, match=r"the schedule's state\['scheduler'\]\['rule'\] is a .*Rule, which a checkpoint"
+    ):
+        runs.run(tmp_path, *settings, "train.max_steps=2")

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainapp.checkpoint import manifest
 from trainapp.data.loader import Fetcher
+from trainapp.data.stream_batches import StreamBatches
 from trainapp.memory.cpu import CpuMemory
 from trainapp.parallel.ddp import Exchange
 from trainapp.torch_private import fsdp_collectives
@@ -29,7 +30,7 @@ from trainapp.train.run import Run
 
 ENVIRONMENT = "TRAINAPP_TEST_FAULTS"  # {"folder": ..., "faults": [...]}
 # Phases of the loop (`run.attempt.phase`), recognised by their tensor operations, and places that are functions.
-PLACES = ("fetch", "gather buffer", "reduce buffer", "bucket", "manifest")
+PLACES = ("fetch", "read", "gather buffer", "reduce buffer", "bucket", "manifest")
 BETWEEN = ("weight average", "evaluate", "save", "manifest")  # these follow a finished step
 
 
@@ -181,6 +182,7 @@ def injected(faults: Iterable[Fault], folder: Path) -> Iterator[Injector]:
     patch(reduce_scatter, "allocate", striking("reduce buffer", reduce_scatter.allocate))
     patch(Exchange, "reduce", striking("bucket", Exchange.reduce))
     patch(Fetcher, "__getitem__", striking("fetch", Fetcher.__getitem__))
+    patch(StreamBatches, "_peek", striking("read", StreamBatches._peek))
     patch(manifest, "write_manifest", striking("manifest", manifest.write_manifest))
     try:
         yield injector

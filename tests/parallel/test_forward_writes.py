@@ -89,3 +89,18 @@ def test_each_rank_resumes_with_its_own_state(cell, tmp_path, model):
     assert differences(records, wanted) == []
     saved = torch.load(tmp_path / "resumed/checkpoints/step_00000006/values.pt", weights_only=True)["stateful"]
     assert len(saved) == (2 if model == "ExtraState" else 1)  # the generators of both ranks have drawn as often
+
+
+@pytest.mark.parametrize("spread", ["ddp", "fsdp"])
+def test_a_frozen_base_that_forwards_write_is_resumed(cell, tmp_path, spread):
+    """Whole or in shards, and its shards do not all change alike."""
+    pytest.importorskip("peft", reason="needs the extra trainapp[peft]")
+    teacher = ("model._target_=writing_models.TeacherOfBase", "adapter=lora", "adapter.targets=[linear]")
+    overrides = (f"parallel={spread}", *teacher, "checkpointing=standard", "every.save=3")
+    wanted = cell.run(2, *overrides, tiny=WRITING, run_dir=tmp_path / "whole")
+    for steps in (3, 6):
+        records = cell.run(2, *overrides, f"train.max_steps={steps}", tiny=WRITING, run_dir=tmp_path / "resumed")
+    assert [record.error for record in records] == [None, None]
+    assert differences(records, wanted) == []
+    saved = torch.load(tmp_path / "resumed/checkpoints/step_00000006/values.pt", weights_only=True)["model_values"]
+    assert saved["written"] == ["teacher.bias", "teacher.weight"]

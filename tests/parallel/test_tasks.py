@@ -1,6 +1,7 @@
 """What a task may do with the model on several ranks: as on one device, or refused with one message."""
 
 import pytest
+import torch
 
 from . import cells
 from .conftest import SPREAD, TINY
@@ -80,3 +81,14 @@ def test_the_fused_kernel_only_where_the_shards_have_one(cell):
         assert (
             "optimizer._target_=torch.optim.SGD: it cannot take a plain step on this model's gradients" in record.error
         )
+
+
+@pytest.mark.parametrize("spread", SPREADS)
+def test_asking_a_task_for_its_metrics_leaves_no_trace(cell, spread):
+    """Neither in the task, which writes in place, nor in the model, whose parameters are gathered for the call."""
+    own = (f"parallel={spread}", "every.eval=2", "train.check_loss=false")
+    plain = run(cell, 2, "CountsInPlace", *own, "objective=min loss")
+    for record, other in zip(run(cell, 2, "CountsInPlace", *own, "objective=max accuracy"), plain, strict=True):
+        assert record.error is None
+        assert record.losses == other.losses
+        assert torch.equal(record.weights, other.weights)

@@ -176,6 +176,27 @@ def residual_gradients():
     return found
 
 
+def filled_gradients():
+    """The peaks of backwards that fill zeros, in units of the input, with and without doing so in place."""
+    functions = {
+        "max": lambda x, rows: x.max(1)[0],
+        "gather": lambda x, rows: x.gather(0, rows[None]),
+        "index_select": lambda x, rows: x.index_select(0, rows),
+    }
+    found = {}
+    for engine in (pretend.EngineOnCuda(), contextlib.nullcontext()):
+        with pretend.pretended(A100), fake_tensor_mode(), MadeUpValues(), engine:
+            rows = torch.zeros(8, dtype=torch.long, device="cuda")
+            for name, function in functions.items():
+                x = torch.empty(512, 1024, device="cuda", requires_grad=True)
+                result = function(x, rows)
+                gradient = torch.empty_like(result)
+                with LiveTensors(devices=("cuda",)) as counter:
+                    result.backward(gradient)
+                found.setdefault(name, []).append(round(counter.peak / x.nbytes))
+    return found
+
+
 def recurrent():
     with inside():
         try:

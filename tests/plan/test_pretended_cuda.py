@@ -25,8 +25,8 @@ REFUSED = {
     "no_foreach": "the use of foreach kernels",  # last: it stays
 }
 OTHERS = (
-    "all_in_force", "bytes_of_attention", "autocast_reaches_attention", "residual_gradients", "recurrent", "offloaded",
-    "sharded_in_force", "pinned",
+    "all_in_force", "bytes_of_attention", "autocast_reaches_attention", "residual_gradients", "filled_gradients",
+    "recurrent", "offloaded", "sharded_in_force", "pinned",
 )  # fmt: skip
 
 
@@ -88,6 +88,12 @@ def test_autocast_reaches_attention(found):
 def test_gradients_are_added_up_in_place(found):
     in_place, out_of_place = found["residual_gradients"]
     assert (in_place, out_of_place) == (2, 3)
+
+
+@pytest.mark.parametrize("operation", ["max", "gather", "index_select"])
+def test_gradients_of_zeros_are_filled_in_place(found, operation):
+    """As in a record of a GPU, whose backward of max and gather has the gradient once."""
+    assert found["filled_gradients"][operation] == [1, 2]
 
 
 def test_recurrent_layers_are_refused(found):

@@ -2,14 +2,16 @@
 
 import time
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
-from trainapp.plan import step_time
-from trainapp.plan.operation import MATMUL, operation_of
-from trainapp.plan.step_time import Speeds, Work, WorkCounter
+from trainapp.plan import in_turn
+from trainapp.plan.operation import ATTENTION, MATMUL, operation_of
+from trainapp.plan.step_time import Speeds
+from trainapp.plan.step_work import Work, WorkCounter
 from trainapp.torch_private import fake_tensor_mode
 from trainapp.train.phase import Phase
 
@@ -39,9 +41,12 @@ def test_a_product_has_its_flops_and_its_bytes():
     assert operation.allocates
 
 
-def test_views_and_metrics_cost_nothing():
-    x = torch.randn(4, 6)
-    assert not counted(lambda: x.t().view(6, 4)[1:]).per_micro_batch
+def test_views_are_calls_that_move_nothing_and_metrics_cost_nothing():
+    x = torch.randn(6, 4)
+    work = counted(lambda: torch.ops.aten._unsafe_view(x.t()[1:], [3, 6]))
+    assert not work.per_micro_batch
+    assert work.views == [3]
+    assert counted(lambda: x.t(), Phase.METRIC).views == [0]
     work = counted(lambda: x @ x.t(), Phase.METRIC)
     assert not work.per_micro_batch
     assert not work.per_step
@@ -76,7 +81,7 @@ def test_attention_of_the_cpu_is_counted(backward):
 
     products = 2 + 5 * backward  # the backward recomputes the scores
     work = counted(attend).per_micro_batch
-    assert sum(o.work for o in work if o.kind == step_time.ATTENTION) == products * 2 * 2 * 3 * 16 * 16 * 8
+    assert sum(o.work for o in work if o.kind == ATTENTION) == products * 2 * 2 * 3 * 16 * 16 * 8
 
 
 def test_tensors_without_data_are_counted_as_real_ones():
@@ -89,7 +94,7 @@ def test_tensors_without_data_are_counted_as_real_ones():
     assert fake.per_micro_batch == step().per_micro_batch
 
 
-def test_an_operation_takes_what_it_takes_alone(speeds):
+def test_an_operation_takes_what_it_takes_on_its_own(speeds):
     """A large product against a small one, and both against the clock: within a factor of three on any machine."""
     small, large = torch.randn(64, 64), torch.randn(512, 512)
     seconds = [speeds.busy(only(counted(lambda x=x: x @ x).per_micro_batch)[0]) for x in (small, large)]
@@ -113,7 +118,7 @@ def test_a_search_is_timed_on_values_that_cannot_be_guessed(name):
 
 
 def test_beyond_what_is_run_for_real_the_roofline_holds(speeds, monkeypatch):
-    monkeypatch.setattr(step_time, "LARGEST", 0)
+    monkeypatch.setattr(speeds, "_largest", 0)
     n = 700
     x = torch.empty(n, n)
     operation = only(counted(lambda: x @ x).per_micro_batch)[0]
@@ -135,16 +140,70 @@ def test_an_operation_costs_the_same_whenever_it_is_asked_for(speeds):
     assert speeds.busy(operation) == speeds.busy(again)
 
 
-def test_a_call_costs_time_of_its_own(speeds):
-    assert 1e-7 < speeds.call < 1e-3
+def test_operations_of_one_name_take_turns():
+    """Each runs once per round, after the others: alone in a loop it would find everything in the caches."""
+    order = []
+
+    def recorded(number):
+        x = torch.ones(number + 1)
+        operation = only(counted(lambda: x + x).per_micro_batch)[0]
+        return replace(operation, call=lambda device: lambda: order.append(number))
+
+    operations = [recorded(number) for number in range(3)]
+    seconds = in_turn.in_turn(operations, in_turn.Clock(torch.device("cpu")))
+    assert set(seconds) == set(operations)
+    assert order == [0, 1, 2] * (1 + in_turn.ROUNDS)  # the first round does not count
+
+
+def test_an_operation_that_cannot_be_run_is_left_to_the_roofline(speeds):
+    x = torch.ones(3, 5)
+    operation = only(counted(lambda: x + x).per_micro_batch)[0]
+
+    def fails(device):
+        raise ValueError
+
+    wrong = replace(operation, signature="wrong", call=fails)
+    assert in_turn.in_turn([wrong], speeds.clock) == {}
+    assert speeds.busy(wrong) >= speeds.roofline(wrong) > 0
+
+
+def test_what_is_out_of_the_caches_takes_longer(speeds):
+    """Python and autograd after an operation that moves as much as the caches hold, against one that moves little."""
+    little, much = torch.ones(8), torch.ones(in_turn.CACHES // 4)
+    calls = [speeds.call(only(counted(lambda x=x: x + x).per_micro_batch)[0]) for x in (little, much)]
+    assert 1e-7 < speeds.view <= calls[0] < calls[1] < 1e-2
 
 
 def test_micro_batches_that_were_not_traced_count(speeds):
     x = torch.randn(64, 64)
     work = counted(lambda: x @ x)
-    one = work.seconds(speeds)
+    operation = only(work.per_micro_batch)[0]
+    one, call = work.seconds(speeds), speeds.call(operation)
     work.share, work.micro_batches = 0.25, 4  # of four, one was traced
     assert work.seconds(speeds) == pytest.approx(4 * one)
-    assert work.seconds(speeds, micro_batches=1) == pytest.approx(4 * one - 3 * speeds.call)
+    assert work.seconds(speeds, micro_batches=1) == pytest.approx(4 * one - 3 * call)
     update = Work(per_step=work.per_micro_batch, share=0.25, micro_batches=4)
     assert update.seconds(speeds) == pytest.approx(one)  # once per step, however many there are
+
+
+def test_later_micro_batches_are_like_the_last_traced_one(speeds):
+    """The first has no gradients to add to."""
+    x = torch.randn(64, 64)
+    first = counted(lambda: x @ x)
+    one = first.seconds(speeds)
+    two = Work([first.per_micro_batch, first.per_micro_batch + first.per_micro_batch], views=[0, 0])
+    two.share, two.micro_batches = 0.5, 4
+    assert two.seconds(speeds) == pytest.approx((1 + 3 * 2) * one)
+
+
+def test_micro_batches_are_told_apart():
+    phases = [Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.FORWARD, Phase.BACKWARD, Phase.CLIP]
+    x, phase = torch.randn(4, 4), [Phase.START]
+    counter = WorkCounter(lambda: phase[0])
+    with counter:
+        for phase[0] in phases:
+            x + x
+            x.t()
+    assert [sum(counts.values()) for counts in counter.work.by_micro_batch] == [3, 2]
+    assert counter.work.views == [3, 2]
+    assert sum(counter.work.per_step.values()) == 1

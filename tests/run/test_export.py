@@ -9,6 +9,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+import trainapp
 from trainapp.errors import UserError
 
 GPT = (*runs.MODELS["gpt"], "oom.remember=false")
@@ -77,6 +78,40 @@ def test_the_average_where_the_run_keeps_one(tmp_path):
     for name in averaged:
         assert torch.equal(found[name], state["average"][name])
         assert not torch.equal(found[name], state["model"][name])
+
+
+@pytest.mark.parametrize("model", ["Renamed", "Transposed"])
+def test_the_average_of_a_model_that_changes_its_state_dict(tmp_path, model):
+    """Its names, or its tensors: they are not those of its parameters."""
+    chosen = ("data=digits", f"model._target_=own_exports.{model}", "user_packages=[own_exports]", "oom.remember=false")
+    runs.run(tmp_path / "run", *chosen, "train.ema=0.5", "optimizer.lr=0.1")
+    runs.run(tmp_path / "out", *chosen, "mode=export", f"checkpointing.resume={tmp_path / 'run'}", "train.ema=0.5")
+    loaded = trainapp.load(tmp_path / "run", which="last", user_packages=["own_exports"])
+    expected, found = loaded.state_dict(), weights(tmp_path / "out/export")
+    assert found.keys() == expected.keys() == {"old_weight", "old_bias"}
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    trained = runs.saved(tmp_path / "run", 4)["model"]
+    assert not torch.equal(next(t for t in trained.values() if t.ndim == 1), found["old_bias"])
+
+
+def test_names_of_classes_of_an_earlier_export_go(tmp_path):
+    runs.run(tmp_path / "run", *GPT)
+    (tmp_path / "out/export").mkdir(parents=True)
+    (tmp_path / "out/export/class_names.json").write_text('["old", "names"]')
+    assert [path.name for path in export(tmp_path).iterdir()] == ["model.safetensors"]
+
+
+@pytest.mark.parametrize("size", ["5GB", "6000"])
+def test_a_folder_of_weights_is_read(tmp_path, size):
+    """Whole or in several files, whose index will do, too."""
+    runs.run(tmp_path / "run", *GPT)
+    folder = export(tmp_path, f"export.file_size={size}")
+    trained = runs.saved(tmp_path / "run", 4)["model"]
+    for path in (folder, *folder.glob("*.index.json")):
+        again = runs.prepare(tmp_path / "again", *GPT, f"model.init_from={path}")
+        again.tracker.close()
+        named = again.state.model.named_parameters()
+        assert all(torch.equal(parameter, trained[name]) for name, parameter in named)
 
 
 def test_the_next_run_starts_from_it(tmp_path):

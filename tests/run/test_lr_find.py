@@ -6,7 +6,7 @@ import math
 
 import pytest
 import runs
-from helpers import OWN_FILES, files, run_cli
+from helpers import LR_FIND_FILES, files, run_cli
 
 from trainapp.config import compose
 from trainapp.errors import TrainingStopped, UserError
@@ -28,7 +28,7 @@ def find(run_dir, *overrides):
 def test_from_the_command_line(tmp_path):
     done = run_cli(*MLP, "mode=lr_find", "lr_find.steps=60", "hydra.run.dir=found", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert files(tmp_path / "found") - OWN_FILES == FOUND
+    assert files(tmp_path / "found") == FOUND | LR_FIND_FILES
     last = done.stdout.splitlines()[-1]
     name, _, rate = last.partition("=")
     assert name == "optimizer.lr"
@@ -70,6 +70,18 @@ def test_it_stops_where_the_loss_diverges(tmp_path, capsys, settings, why):
     assert all(math.isfinite(row["loss"]) for row in rows)
 
 
+def test_the_command_line_writes_nothing_over_a_run(tmp_path):
+    """Hydra would write its configuration and log over the run's. Another run may follow there."""
+    run = (*MLP, "train.max_epochs=null", "train.max_steps=2", "hydra.run.dir=run")
+    assert run_cli(*run, cwd=tmp_path).returncode == 0
+    before = {name: (tmp_path / "run" / name).read_bytes() for name in files(tmp_path / "run")}
+    assert {".hydra/config.yaml", "trainapp.log"} <= before.keys()
+    done = run_cli(*run, "mode=lr_find", "lr_find.steps=12", "lr_find.min=1e-4", "lr_find.max=0.1", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert files(tmp_path / "run") == before.keys() | FOUND | LR_FIND_FILES
+    assert {name: (tmp_path / "run" / name).read_bytes() for name in before} == before
+
+
 def test_nothing_of_a_run_in_the_same_directory_changes(tmp_path):
     runs.run(tmp_path, *runs.MODELS["mlp"], "train.max_steps=2", "every.save=1")
     before = {name: (tmp_path / name).read_bytes() for name in files(tmp_path)}
@@ -86,7 +98,7 @@ def test_it_recovers_from_an_out_of_memory_error(tmp_path):
     limited = run_cli(*few, "memory.limit=48MiB", "oom.remember=false", "hydra.run.dir=a", cwd=tmp_path)
     assert limited.returncode == 0, limited.stderr
     assert "out of memory" in limited.stderr
-    assert files(tmp_path / "a") - OWN_FILES == FOUND
+    assert files(tmp_path / "a") == FOUND | LR_FIND_FILES
 
 
 @pytest.mark.parametrize(

@@ -162,3 +162,29 @@ def test_the_command_line_and_a_plan(tmp_path):
     facts = json.loads((tmp_path / "plan/plan.json").read_text())
     assert facts["certainty"] == "exact"
     assert facts["most_eval_micro_size"] == 32  # twice the share of training, of the largest set
+
+
+def test_the_first_one_stays_the_objective(tmp_path):
+    """Where the data has no split of its own, `auto` is of the first: another one has other numbers."""
+    alone = ("user_packages=[own_models]", "data._target_=own_models.training_digits")
+    runs.run(tmp_path, *MLP, *alone, SHIFTED, "every.save=2", "train.max_steps=2")
+    assert helpers.result(tmp_path)["metric"] == "shifted/accuracy"
+    with pytest.raises(UserError, match=r"objective=auto: .* is that of eval\.shifted, .* was not eval\.seen"):
+        runs.run(tmp_path, *MLP, *alone, TRAIN_SPLIT, SHIFTED)
+    with pytest.raises(UserError, match=r"eval\.shifted, the first of `eval`, which has other settings now; leave it"):
+        runs.run(tmp_path, *MLP, *alone, SHIFTED.replace("30", "31"))
+    with pytest.raises(UserError, match=r"eval\.shifted, the first of `eval`, which there is not any more"):
+        runs.run(tmp_path, *MLP, *alone)
+    assert runs.run(tmp_path, *MLP, *alone, SHIFTED, TRAIN_SPLIT).steps == 4
+    ended = runs.run(tmp_path, *MLP, *alone, SHIFTED, "train.max_steps=6")
+    assert ended.steps == 6
+
+
+def test_another_directory_forgets_the_best_of_another_set(tmp_path):
+    alone = ("user_packages=[own_models]", "data._target_=own_models.training_digits", "train.max_steps=4")
+    runs.run_until(tmp_path / "a", 2, *MLP, *alone, TRAIN_SPLIT)
+    for name, first, is_kept in (("same", TRAIN_SPLIT, True), ("other", SHIFTED, False)):
+        resumed = (f"checkpointing.resume={tmp_path / 'a'}", first)
+        run = runs.prepare(tmp_path / name, *MLP, *alone, *resumed)
+        run.close()
+        assert (run.state.progress.best is not None) is is_kept

@@ -244,7 +244,7 @@ def test_what_a_metric_holds_is_gone_in_the_backward(prepare, is_logged, is_kept
         return loss, count, {"large": lambda: large.sum()}
 
     run = prepare(*runs.MODELS["mlp"], "batch.micro_size=8")
-    totals = runs.accumulate(dataclasses.replace(run, task=losses.checked(task, "own")), is_logged)
+    totals = runs.accumulate(dataclasses.replace(run, task=losses.checked(task, "task=own")), is_logged)
     assert found == [is_kept] * 2
     assert totals.metrics == ({"large": (12.0, 16)} if is_logged else {})
 

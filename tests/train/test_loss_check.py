@@ -3,6 +3,7 @@
 import contextlib
 import multiprocessing
 import os
+import re
 from typing import ClassVar
 
 import checked_tasks
@@ -16,7 +17,7 @@ from torch.nn import functional as F
 
 from trainapp.errors import UserError
 from trainapp.rng import rng_state
-from trainapp.train import exactness, loss_check, losses
+from trainapp.train import exactness, loss_check, loss_halves, losses
 from trainapp.train.totals import Totals
 
 PACKAGES = "user_packages=[own_tasks,own_streams,checked_tasks,test_loss_check]"
@@ -55,10 +56,9 @@ REFUSED = {
 
 @pytest.mark.parametrize("task", REFUSED)
 def test_what_is_no_sum_is_refused(tmp_path, task):
-    with pytest.raises(UserError, match=rf"^task=checked_tasks\.{task}: {REFUSED[task]}") as refused:
-        prepare(tmp_path, f"task=checked_tasks.{task}")
-    assert "\n" not in str(refused.value)
-    assert str(refused.value).endswith("train.check_loss=false trains with it as it is")
+    message = runs.refusal(tmp_path, *OWN, f"task=checked_tasks.{task}")
+    assert re.match(rf"task=checked_tasks\.{task}: {REFUSED[task]}", message)
+    assert message.endswith("train.check_loss=false trains with it as it is")
     assert prepare(tmp_path, f"task=checked_tasks.{task}", UNCHECKED).task is not None
 
 
@@ -316,10 +316,10 @@ def test_an_initialisation_from_the_first_batch_is_no_interaction(tmp_path):
 def test_halves_are_known_by_their_values():
     """A `split` that returns everything makes none; a table is all of theirs."""
     whole = {"x": torch.arange(4.0)}
-    assert not loss_check._consists_of(whole, [whole, whole])
-    assert loss_check._consists_of(whole, [{"x": torch.arange(2.0)}, {"x": torch.arange(2.0) + 2}])
+    assert not loss_halves.consists_of(whole, [whole, whole])
+    assert loss_halves.consists_of(whole, [{"x": torch.arange(2.0)}, {"x": torch.arange(2.0) + 2}])
     table = torch.eye(3)
-    assert loss_check._consists_of((whole["x"], table), [(torch.arange(2.0), table), (torch.arange(2.0) + 2, table)])
+    assert loss_halves.consists_of((whole["x"], table), [(torch.arange(2.0), table), (torch.arange(2.0) + 2, table)])
 
 
 class Calls:
@@ -367,7 +367,7 @@ WRONG = {
 def test_a_wrong_form_has_one_message(name):
     result, message = WRONG[name]
     with pytest.raises(UserError) as refused:
-        losses.checked(lambda model, batch: result, "mine")(None, None)
+        losses.checked(lambda model, batch: result, "task=mine")(None, None)
     assert message in str(refused.value)
     assert "\n" not in str(refused.value)
 

@@ -4,7 +4,7 @@ import pytest
 
 from trainapp.config.compose import from_command_line
 from trainapp.parallel.ranks import SingleRank
-from trainapp.train.sizes import PlannedSizes, initial_sizes
+from trainapp.train.initial_sizes import PlannedSizes, initial_sizes
 
 
 def known(size: int) -> dict:

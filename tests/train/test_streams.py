@@ -37,7 +37,12 @@ def finished(run_dir, *overrides, injector=None):
         if failure is None:
             break
         failures += 1
-        assert runner.recover(run, failure) is None
+        carried = runner.recover(run, failure)
+        if carried is not None:
+            run.close()
+            carried.memory.release()
+            run = runner.prepare(carried.config, StopRequest(), SingleRank(), carried)
+            injector.attach(run)
     run.close()
     assert failures == (injector.fired if injector else 0)
     return runs.saved(run_dir, run.state.progress.step)
@@ -107,6 +112,37 @@ def test_a_run_resumed_twice_is_the_run(tmp_path, kind, workers):
              for name in ("whole", "parts")]  # fmt: skip
     assert lines[0] == lines[1]
     assert lines[0][-1][0] == 9
+
+
+@pytest.mark.parametrize("kind", ["OwnGenerator", "TellsEpochs"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_order_that_depends_on_the_epochs_before_is_continued(tmp_path, kind, workers):
+    """Stopped at the end of an epoch, and in the first samples of one; evaluated with a generator of its own."""
+    evaluates = "1" if kind == "OwnGenerator" else "null"  # the other's evaluations differ, which is noted
+    overrides = of(kind, f"data.num_workers={workers}", f"every.eval={evaluates}")
+    whole = finished(tmp_path / "whole", *overrides)
+    for stop in (4, 5):
+        runs.run_until(tmp_path / "parts", stop, *overrides).close()
+    assert different(whole, finished(tmp_path / "parts", *overrides)) == []
+    losses = [
+        {line["step"]: line["loss"] for line in helpers.evaluations(tmp_path / name)} for name in ("whole", "parts")
+    ]
+    assert {step: losses[0][step] for step in losses[1]} == losses[1]
+
+
+def test_an_error_in_the_commit_continues_with_the_order_of_the_epoch(tmp_path):
+    """The run is built again from the checkpoint at the end of the first epoch."""
+    injector = Injector("commit", 6, 0)
+    overrides = of("OwnGenerator", "every.save=4", "oom.grow=false", "oom.plan=false")
+    recovered = finished(tmp_path / "a", *overrides, injector=injector)
+    replayed = finished(tmp_path / "b", *overrides, "batch.micro_schedule={1: 16, 5: 8}")
+    assert runs.differences(recovered["model"], replayed["model"]) == []
+
+
+def test_samples_of_a_class_of_ones_own_are_compared(tmp_path):
+    runs.run_until(tmp_path, 2, *of("Objects")).close()
+    with pytest.raises(UserError, match=r"of epoch 0 is not the one that was trained before: .*a seed"):
+        finished(tmp_path, *of("Objects"))
 
 
 def test_the_log_says_that_samples_are_skipped(tmp_path, caplog):

@@ -1,6 +1,7 @@
 """What a task, a model and a data set may bring: each works, or is refused with one message before any step is done."""
 
 import contextlib
+import re
 
 import pytest
 import runs
@@ -48,10 +49,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("task", REFUSED)
 def test_tasks_that_are_refused(tmp_path, task):
-    with pytest.raises(UserError, match=REFUSED[task]) as refused:
-        runs.run(tmp_path, *MLP, f"task=own_tasks.{task}")
-    assert "\n" not in str(refused.value)
-    assert not (tmp_path / "result.json").exists()
+    assert re.search(REFUSED[task], runs.refusal(tmp_path, *MLP, f"task=own_tasks.{task}"))
 
 
 def test_without_the_check_foreign_parameters_are_never_trained(tmp_path, monkeypatch):
@@ -138,8 +136,8 @@ class NeedsArguments:
 
 def test_a_task_class_with_required_arguments_is_explained(tmp_path):
     message = (
-        r"^task=test_tasks\.NeedsArguments: the class must be constructible without arguments, but requires "
-        r"temperature; .*my_task = NeedsArguments\(temperature=\.\.\.\)"
+        r"^task=test_tasks\.NeedsArguments: the class requires temperature; give the arguments with its name, as in "
+        r"task={_target_: test_tasks\.NeedsArguments, temperature: VALUE}"
     )
     with pytest.raises(UserError, match=message):
         runs.run(tmp_path, *MLP, "task=test_tasks.NeedsArguments", "user_packages=[own_tasks,test_tasks]")

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from trainapp.config.compose import from_command_line
 from trainapp.data.size_search import SizeSearch
 from trainapp.parallel.ranks import SingleRank
-from trainapp.train.sizes import initial_sizes
+from trainapp.train.initial_sizes import initial_sizes
 
 NUMBER = st.one_of(
     st.integers(-3, 200),

@@ -381,7 +381,7 @@ in_tokens.counts = "tokens"
 
 def test_throughput_is_of_whole_steps(tmp_path):
     """Tokens are those of the last update, once per step; FLOPs are those of all updates."""
-    tasks = updates(DISCRIMINATOR, GENERATOR.replace("zoo.gans.generate", "test_updates.in_tokens"))
+    tasks = generating("zoo.gans.generate", "test_updates.in_tokens")
     run = runs.run_until(tmp_path, 2, *tasks, *HOOKED[len(OWN) :], "train.peak_flops=1e9", "every.eval=null")
     flops = run.utilisation.flops_per_sample
     assert flops.keys() == {"discriminator", "generator"}
@@ -459,18 +459,29 @@ def whole(model, batch):
 
 
 whole.whole_batch = True
-OWN_TASKS = "user_packages=[zoo,test_updates]"
+
+
+def discriminating(task):
+    """With a task of this file for the discriminator."""
+    own = DISCRIMINATOR.replace("zoo.gans.discriminate", f"test_updates.{task}")
+    return (*updates(own, GENERATOR), "user_packages=[zoo,test_updates]")
+
+
+def generating(text, other):
+    """With another setting of the generator's update."""
+    assert text in GENERATOR
+    return updates(DISCRIMINATOR, GENERATOR.replace(text, other))
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
         (
-            (*updates(DISCRIMINATOR.replace("zoo.gans.discriminate", "test_updates.averaged"), GENERATOR), OWN_TASKS),
+            discriminating("averaged"),
             r"task=test_updates\.averaged",
         ),
         (
-            (*updates(DISCRIMINATOR.replace("zoo.gans.discriminate", "test_updates.whole"), GENERATOR), OWN_TASKS),
+            discriminating("whole"),
             r"updates\.0\.task=test_updates\.whole has whole_batch=True",
         ),
         (
@@ -479,31 +490,31 @@ OWN_TASKS = "user_packages=[zoo,test_updates]"
         ),
         (updates(DISCRIMINATOR, DISCRIMINATOR), "updates: discriminator is the name of several"),
         (
-            updates(DISCRIMINATOR, GENERATOR.replace("parameters: [generator]", "parameters: ['*']")),
+            generating("parameters: [generator]", "parameters: ['*']"),
             r"updates: discriminator\.0\.weight is among the parameters of discriminator and of generator",
         ),
         (
-            updates(DISCRIMINATOR, GENERATOR.replace("parameters: [generator]", "parameters: [generater]")),
+            generating("parameters: [generator]", "parameters: [generater]"),
             r"updates\.1\.parameters=\[generater\]: GAN has no parameter or module of this name; at the top",
         ),
         (
-            updates(DISCRIMINATOR, GENERATOR.replace("zoo.gans.generate", "zoo.gans.generat")),
+            generating("zoo.gans.generate", "zoo.gans.generat"),
             r"updates\.1\.task=zoo\.gans\.generat: zoo\.gans has no class or function generat; did you mean 'generate'",
         ),
         (
-            updates(DISCRIMINATOR, GENERATOR.replace("momentum", "momentun")),
+            generating("momentum", "momentun"),
             r"updates\.1\.optimizer\.momentun: no such setting; did you mean 'momentum'",
         ),
         (
-            updates(DISCRIMINATOR, GENERATOR.replace("lr: 0.05", "lr: -1.0")),
+            generating("lr: 0.05", "lr: -1.0"),
             r"updates\.1\.optimizer\.lr=-1\.0: must be",
         ),
         (
-            updates(DISCRIMINATOR, GENERATOR.replace("name: generator", "name: eval_generator")),
+            generating("name: generator", "name: eval_generator"),
             r"updates\.1\.name=eval_",
         ),
         (
-            updates(DISCRIMINATOR, GENERATOR.replace("task:", "tsak:")),
+            generating("task:", "tsak:"),
             r"updates\.1\.tsak: no such setting; did you mean",
         ),
         (
@@ -566,3 +577,17 @@ def test_one_optimizer_costs_no_second_transaction(tmp_path):
     assert [step.update.name for step in steps] == [""]
     assert isinstance(run.state.model, nn.Module)
     assert json.dumps(run.sizes.state_dict()).count("micro") == 2
+
+
+@pytest.mark.parametrize("task", ["mean", "no_loss"])
+def test_a_mistake_in_the_loss_of_one_names_it(tmp_path, task):
+    """Seen before the first step, or while training."""
+    rules = {"mean": "the loss is a mean", "no_loss": r"must return \(loss_sum, count, metrics\)"}
+    one, other = (
+        f"{{name: {name}, task: checked_tasks.{task}, parameters: [{name}], optimizer: {{lr: 0.01}}}}"
+        for name, task in (("body", "cross_entropy"), ("head", task))
+    )
+    own = ("model=mlp", "model._target_=own_models.Normed", "~model.width", "~model.depth", "~model.dropout")
+    own = (*own, "data=digits", "user_packages=[own_models,checked_tasks]", "oom.remember=false")
+    with pytest.raises(UserError, match=rf"^updates\.1\.task=checked_tasks\.{task}: {rules[task]}"):
+        runs.run(tmp_path, *own, f"updates=[{one}, {other}]")

@@ -66,7 +66,7 @@ class Checkpointer:
         folder = self.directory.begin(step)
         by_rank = self.ranks.all_gather_object(self.state.rank_values())
         values = self.state.values(by_rank, self._stateful()) | {"sizes": sizes}
-        tensors = self.state.tensors()
+        tensors = self.state.tensors(values["model_values"]["written"])
         if self.asynchronous:
             tensors = shards.copy_to_host(tensors, folder)
             write = functools.partial(self._write, tensors=tensors, values=values)
@@ -190,7 +190,7 @@ def restore(state: TrainState, path: Path, ranks: Ranks) -> dict[str, Any]:
     values, sizes = _load_values(path), shards.sizes(path)
     with _misfits_named(path):
         differences = state.follow(values, sizes, ranks.rank, ranks.world)
-    tensors = state.tensors()
+    tensors = state.tensors(values["model_values"].get("written", ()))
     has_average = any(name.startswith("average.") for name in sizes)
     if not (has_average and state.average.averages):
         del tensors["average"]

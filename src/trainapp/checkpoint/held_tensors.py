@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trainapp.checkpoint.stateful import DEPTH, children
-from trainapp.memory.kept import Kept
+from trainapp.memory.kept import KeptStorages
 from trainapp.models.inspect import MODULE_ATTRIBUTES
 from trainapp.parallel.dtensor import local
 
@@ -20,13 +20,13 @@ TRIES = 3  # at a container that a thread changes meanwhile
 _PLAIN = (str, bytes, int, float, complex, type(None), np.ndarray, np.generic)
 
 
-def kept_of(roots: Mapping[str, Any]) -> Kept:
+def kept_of(roots: Mapping[str, Any]) -> KeptStorages:
     """What model and task keep from step to step, apart from what the data sets hold. roots: as `Stateful.roots`; what
     callbacks hold counts elsewhere.
     """
     of_data = [root for name, root in roots.items() if name.endswith("data")]
     others = [root for name, root in roots.items() if not name.endswith("data") and name != "callbacks"]
-    return Kept(functools.partial(_in_memory, others), functools.partial(held_tensors, of_data))
+    return KeptStorages(functools.partial(_in_memory, others), functools.partial(held_tensors, of_data))
 
 
 def held_tensors(roots: Iterable[Any], with_modules: bool = False) -> Iterator[Tensor]:

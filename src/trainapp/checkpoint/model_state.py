@@ -4,14 +4,17 @@ Parameters and persistent buffers are taken from the modules themselves, whateve
 filled in place. What a user's module adds to its state dict in addition is restored through `load_state_dict`.
 """
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from trainapp.checkpoint.plain import decoded, digest, encoded
+from trainapp.checksum import checksum
 from trainapp.errors import UserError
 from trainapp.models import adapters
+from trainapp.parallel.dtensor import local
 from trainapp.torch_private import EXTRA_STATE, buffers_of, non_persistent_buffers, parameters_of, storage_id
 from trainapp.units import listed
 
@@ -37,11 +40,33 @@ def own_tensors(model: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
-def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """`own_tensors` without the frozen base of a model with adapters, of which a checkpoint has the digest."""
+def saved_tensors(model: nn.Module, written: Collection[str] = ()) -> dict[str, Tensor]:
+    """`own_tensors` without the frozen base of a model with adapters, of which a checkpoint has the digest.
+
+    written: names of what is saved of the base nevertheless.
+    """
     base = adapters.base_of(model)
-    frozen = frozenset() if base is None else base.names
+    frozen = frozenset() if base is None else base.names.difference(written)
     return {name: tensor for name, tensor in own_tensors(model).items() if name not in frozen}
+
+
+def base_checksums(model: nn.Module) -> dict[str, Tensor]:
+    """Of a model with adapters, the checksum of this rank's part of each parameter of its frozen base; empty for
+    another model and in a trace. Two passes over the memory.
+    """
+    base = adapters.base_of(model)
+    if base is None or not base.digest:
+        return {}
+    own = own_tensors(model).items()
+    return {name: checksum(local(tensor)).cpu() for name, tensor in own if name in base.names}
+
+
+def written_base(model: nn.Module, built: dict[str, Tensor]) -> list[str]:
+    """What differs from `built`, the `base_checksums` of the model as it was built, on this rank: forwards have written
+    it, as those of a momentum teacher or a codebook do.
+    """
+    now = base_checksums(model) if built else {}
+    return sorted(name for name, value in now.items() if name not in built or not torch.equal(value, built[name]))
 
 
 def layout(model: nn.Module) -> dict[str, Layout]:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from trainapp.checkpoint.model_state import Sizes
 from trainapp.checkpoint.plain import decoded, digest, encoded
 from trainapp.errors import UserError
-from trainapp.optim.groups import changed_members
 from trainapp.optim.optimizers import step_without_effect
 from trainapp.units import listed
 
@@ -132,12 +131,18 @@ def _follow_options(
     by_members = {tuple(sorted(names)): changed for names, changed in zip(before, saved["groups"], strict=True)}
     are_alike = len({digest(changed) for changed in saved["groups"]}) == 1
     if not are_alike and any(tuple(sorted(names)) not in by_members for names in now):
-        gone, new = changed_members(before, now)
+        gone, new = _changed_members(before, now)
         groups = (listed(" ".join(names) for names in some) or "none" for some in (new, gone))
         return ["the optimizer's groups ({}) instead of ({}), whose options it had changed".format(*groups)]
     for group, names in zip(optimizer.param_groups, now, strict=True):
         group.update(decoded(by_members.get(tuple(sorted(names)), saved["groups"][0]), device))
     return []
+
+
+def _changed_members(saved: list[list[str]], own: list[list[str]]) -> tuple[list[list[str]], list[list[str]]]:
+    """Of two lists of groups, each with the names of its parameters: those that only the first has, and vice versa."""
+    before, now = [sorted(group) for group in saved], [sorted(group) for group in own]
+    return [group for group in before if group not in now], [group for group in now if group not in before]
 
 
 def _members(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:

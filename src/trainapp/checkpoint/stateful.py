@@ -214,11 +214,20 @@ def children(held: Any) -> Iterator[tuple[str, Any]]:
         home = type(held).__module__
         if home.partition(".")[0] not in FOREIGN or home.startswith(OPEN):
             yield from getattr(held, "__dict__", {}).items()
-            for kind in type(held).__mro__:
-                slots = vars(kind).get("__slots__", ())
-                for name in (slots,) if isinstance(slots, str) else slots:
-                    if name not in ("__dict__", "__weakref__") and hasattr(held, name):
-                        yield name, getattr(held, name)
+            for slot in slots_of(type(held)):
+                with contextlib.suppress(AttributeError):  # it is not filled
+                    yield slot.__name__, slot.__get__(held)
+
+
+def slots_of(kind: type) -> list[Any]:
+    """The descriptors of a class's `__slots__`, those of its bases included."""
+    slots = []
+    for base in kind.__mro__:
+        names = vars(base).get("__slots__", ())
+        for name in (names,) if isinstance(names, str) else names:
+            is_private = name.startswith("__") and not name.endswith("__")
+            slots.append(vars(base).get(f"_{base.__name__.lstrip('_')}{name}" if is_private else name))
+    return [slot for slot in slots if isinstance(slot, types.MemberDescriptorType)]
 
 
 def _owns_state(held: Any) -> bool:

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,6 +46,10 @@ class Update:
     def __post_init__(self) -> None:
         self.built_options = optimizer_state.options(self.optimizer)
 
+    def options_as_built(self) -> list[dict[str, Any]]:
+        """A copy of each group's `built_options`."""
+        return [decoded(options) for options in self.built_options]
+
     def named(self, metric: str) -> str:
         """A metric's name in the log: with the update's, where there are several."""
         return f"{self.name}/{metric}" if self.name else metric
@@ -70,9 +74,11 @@ class TrainState:
     stateful: Stateful = field(default_factory=Stateful)  # what owns state outside of tensors
     # As it was built: what differs from it later is state, and not configuration.
     built: dict[str, Layout] = field(init=False)
+    built_base: dict[str, torch.Tensor] = field(init=False)  # checksums of the frozen base of a model with adapters
 
     def __post_init__(self) -> None:
         self.built = model_state.layout(self.model)
+        self.built_base = model_state.base_checksums(self.model)
 
     @property
     def update(self) -> Update:
@@ -104,15 +110,26 @@ class TrainState:
         """The inverse of `_by_update`."""
         return [(update, saved[update.name] if update.name else saved) for update in self.updates]
 
-    def tensors(self) -> dict[str, Any]:
+    def written(self) -> list[str]:
+        """Names of parameters in the frozen base of a model with adapters that forwards have written, on this rank.
+        Reads the whole base.
+        """
+        return model_state.written_base(self.model, self.built_base)
+
+    def tensors(self, written: Collection[str] | None = None) -> dict[str, Any]:
         """Model, optimizer and average by parameter name: the tensors themselves, whole or in shards. Of a model with
-        adapters, not its frozen base.
+        adapters, only what is `written` of its frozen base; None: on this rank.
 
         A tensor with several names, such as tied weights, is listed under the first. The optimizer's part has its other
         values, too.
         """
         return {
-            "model": {name: tensor.detach() for name, tensor in model_state.saved_tensors(self.model).items()},
+            "model": {
+                name: tensor.detach()
+                for name, tensor in model_state.saved_tensors(
+                    self.model, self.written() if written is None else written
+                ).items()
+            },
             "optimizer": self._by_update(lambda update: optimizer_state.tensors(self.model, update.optimizer)),
             "average": self.averages(),
         }
@@ -122,11 +139,13 @@ class TrainState:
         return dict(zip(_trained_names(self.model), self.average.averages, strict=False))
 
     def rank_values(self) -> dict[str, Any]:
-        """What every rank has of its own: its random generators, and entries that modules add to the state dict.
+        """What every rank has of its own: its random generators, entries that modules add to the state dict, and the
+        names of `written`.
 
         Raises UserError for an entry that a checkpoint cannot hold.
         """
-        return {"rng": rng_state(self.device), "added": model_state.save_added_entries(self.model)}
+        added = model_state.save_added_entries(self.model)
+        return {"rng": rng_state(self.device), "added": added, "written": self.written()}
 
     def values(self, ranks: list[dict[str, Any]], stateful: list[dict[str, Any]] | None = None) -> dict[str, Any]:
         """Everything but `tensors`: plain values and small tensors.
@@ -152,6 +171,7 @@ class TrainState:
             "model_values": {
                 "changed": model_state.changes(self.model, self.built),
                 "added": [own["added"] for own in ranks],
+                "written": sorted({name for own in ranks for name in own["written"]}),  # the same tensors on all ranks
             },
             "optimizer_values": self._by_update(
                 lambda update: optimizer_state.values(self.model, update.optimizer, update.built_options)

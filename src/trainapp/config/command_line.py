@@ -63,7 +63,17 @@ def overrides(hydra_config: HydraConf) -> list[str]:
 
 
 def _hydra_quoted(value: str) -> str:
-    """`value`, quoted where Hydra's grammar would not read it as one plain word."""
-    if re.fullmatch(r"[\w/.:+-]+", value):
+    """`value`, quoted where Hydra's grammar would not read it as one plain word: its letters are those of ASCII, and a
+    word without a slash may be a number or null.
+    """
+    if "/" in value and re.fullmatch(r"[\w/.:+-]+", value, re.ASCII):
         return value
-    return "'" + value.replace("'", "\\'") + "'"
+    return quoted(value)
+
+
+def quoted(value: str) -> str:
+    """`value` between quotes, as Hydra and OmegaConf read it back: `${` does not begin an interpolation. Backslashes
+    stand for themselves but before a quote and before `${`.
+    """
+    literal = re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
+    return "'" + re.sub(r"(\\*)('|\Z)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), literal) + "'"

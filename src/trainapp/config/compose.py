@@ -33,7 +33,7 @@ from trainapp.config.validation import messages
 from trainapp.errors import UserError
 from trainapp.paths import CONF
 
-FILLED_IN = ("run_dir", "command", "loader", "given")
+FILLED_IN = ("run_dir", "command", "loader", "given", "task_arguments")
 
 
 def from_command_line(overrides: Iterable[str], run_dir: str = "", config_dir: str | Path | None = None) -> Config:
@@ -92,8 +92,7 @@ def _search_path(config_dir: str | Path | None) -> list[str]:
     folder = Path(config_dir).expanduser().resolve()
     if not folder.is_dir():
         raise UserError(f"config_dir={config_dir}: there is no such folder; name the one that holds your YAML files")
-    quoted = str(folder).replace("\\", "\\\\").replace("'", "\\'")
-    return [f"hydra.searchpath=['{quoted}']"]
+    return [f"hydra.searchpath=[{command_line.quoted(str(folder))}]"]
 
 
 def from_hydra(composed: DictConfig, run_dir: str, command: str, overrides: Iterable[str] = ()) -> Config:
@@ -213,6 +212,8 @@ def _conflicts_of_adapters(config: Config) -> list[str]:
     errors = []
     if config.export.merge and config.adapter.kind == "none" and config.chooses("adapter"):
         errors.append("export.merge=true with adapter=none: there is nothing to merge; leave it out")
+    if config.export.merge_dtype != "fp32" and not config.export.merge:
+        errors.append("export.merge_dtype=bf16: is the format of merged weights; also set export.merge=true")
     if config.adapter.base_dtype == "bf16" and config.precision.mode in ("fp32", "tf32", "fp16"):
         errors.append(
             f"adapter.base_dtype=bf16 with precision={config.precision.mode}: products with a base in bf16 are in "

@@ -13,7 +13,8 @@ from hydra.errors import HydraException
 from omegaconf import ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from trainapp.config import targets
+from trainapp.config import other_names, targets
+from trainapp.config.inline_targets import GROUPS
 from trainapp.config.validation import suggest
 from trainapp.paths import CONF, PACKAGE
 
@@ -45,7 +46,12 @@ def _explain_composition(error: Exception, arguments: Sequence[str]) -> str:
     if option:
         group, name = option.groups()
         choices = re.findall(r"^\s+(\S+)$", text.partition("Available options")[2], re.MULTILINE)
-        return f"{group}={name}: no such option{suggest(name, choices)}; available: {', '.join(choices) or 'none'}"
+        hint = other_names.of_option(group, name, arguments)
+        close = "" if hint and group != "experiment" else suggest(name, choices)
+        return f"{group}={name}: no such option{close}; available: {', '.join(choices) or 'none'}{hint}"
+    nameless = re.match(r"Error parsing override '([\w-]+)'\nmissing EQUAL", text)
+    if nameless:
+        return other_names.of_argument(nameless[1])
     override = re.search(r"Could not override '([^']+)'", text)
     if override:
         return _unknown_setting(override[1], error, arguments)
@@ -58,11 +64,19 @@ def _unknown_setting(path: str, error: BaseException, arguments: Sequence[str]) 
     parent, _, key = path.rpartition(".")
     node = _node_of(error)
     has_target = node is not None and "_target_" in node
+    if key == "_target_" and not has_target and parent in GROUPS:
+        chosen = next((f" {text}" for text in arguments if text.startswith(f"{parent}=")), "")
+        return (
+            f"{path}: the option{chosen or f' chosen for {parent}'} names no class that this could replace; leave it "
+            f"out: {path}=CLASS alone begins without an option, and its settings are the arguments of CLASS"
+        )
     listed = [str(name) for name in node if name != "_target_"] if node is not None else []
     known = [*listed, *(() if parent else _groups())]
     close, shown = suggest(key, [*known, *["_target_"] * has_target]), "(`trainapp --cfg job` shows all of them)"
+    value = next((text.partition("=")[2] for text in arguments if text.startswith(f"{path}=")), "VALUE")
+    if meant := other_names.of_setting(path, value):
+        return f"{path}: no such setting{meant} {shown}"
     if parent in ("data", "model", "optimizer") and not close and has_target:
-        value = next((text.partition("=")[2] for text in arguments if text.startswith(f"{path}=")), "VALUE")
         name, takes = _constructor(node, arguments)
         unlisted = [argument for argument in takes if argument not in listed]
         if key in unlisted:

@@ -85,7 +85,7 @@ FREE = {
         "end_of_text",
         "batch_size",
     ),
-    "export": ("folder", "file_size", "merge"),
+    "export": ("folder", "file_size", "merge", "merge_dtype"),
     "lr_find": ("min", "max", "steps", "diverges"),
 }
 # Arguments that a recovery may change, and one that matters only where the run would have ended.
@@ -128,8 +128,9 @@ def _settings(kind: Any, values: dict[str, Any], prefix: str) -> Iterator[tuple[
             yield name, [own["name"] for own in value]
             for own in value:
                 yield from _settings(Update, own, f"updates.{own['name']}.")
-        elif field.name == "arguments":
-            yield from ((prefix + argument, given) for argument, given in (value or {}).items())
+        elif field.name in ("arguments", "task_arguments"):
+            section = prefix if field.name == "arguments" else f"{prefix}task."
+            yield from ((section + argument, given) for argument, given in (value or {}).items())
         else:
             yield name, value
 
@@ -151,18 +152,19 @@ def differences(
     """
     old, new = settings(before), settings(now)
     every = sorted(old.keys() | new.keys())
-    replaced = {_split(name)[0] for name in every if _split(name)[1] == "_target_" and _differ(name, old, new)}
+    # `task` is the name itself; other sections have a `_target_`
+    replaced = {_split(name)[0] for name in every if _split(name)[1] in ("", "_target_") and _differ(name, old, new)}
     found = []
     for name in every:
         section, argument = _split(name)
         common = _OF_UPDATE.sub("", name)
-        if common in _FREE or common in _IMPLEMENTATION or (section in replaced and argument != "_target_"):
+        if common in _FREE or common in _IMPLEMENTATION or (section in replaced and argument not in ("", "_target_")):
             continue
         a, b = old.get(name, ABSENT), new.get(name, ABSENT)
         if ABSENT in (a, b):
             if default is None:
                 continue
-            at_default = default(section, str(new.get(f"{section}._target_")), argument)
+            at_default = default(section, str(new.get(f"{section}._target_", new.get(section))), argument)
             a, b = (at_default if value is ABSENT else value for value in (a, b))
         if not _same(name, a, b):
             found.append((name, a, b))

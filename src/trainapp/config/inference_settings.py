@@ -48,10 +48,16 @@ def with_own_batches(config: "Config") -> "Config":
 def conflicts(config: "Config") -> list[str]:
     """What the modes do not go with."""
     errors = []
-    if config.mode in INFERENCE and config.parallel.strategy != "single":
+    strategy = config.parallel.strategy
+    if config.mode == "generate" and strategy != "single":
         errors.append(
-            f"mode={config.mode} with parallel={config.parallel.strategy}: it runs in one process, which loads "
-            "checkpoints of any number of ranks; use parallel=single"
+            f"mode=generate with parallel={strategy}: it runs in one process, which loads checkpoints of any number of "
+            "ranks; use parallel=single"
+        )
+    if config.mode == "predict" and strategy not in ("single", "ddp"):
+        errors.append(
+            f"mode=predict with parallel={strategy}: each rank predicts with the whole model, from checkpoints of any "
+            "number of ranks; use parallel=ddp or parallel=single"
         )
     if config.mode == "generate" and not config.generate.prompts:
         errors.append(

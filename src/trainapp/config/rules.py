@@ -38,6 +38,8 @@ def _objective(value: str) -> str:
 def _eval_name(value: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9_-]+", value):
         raise ValueError("must be letters, digits, _ and -: it becomes part of the names of metrics")
+    if value in ("val", "train"):
+        raise ValueError("must be another name: predict.split means the data's own split by val and train")
     return value
 
 

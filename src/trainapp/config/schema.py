@@ -116,6 +116,7 @@ class Update:
     task: Str
     parameters: Annotated[list[Str], Field(min_length=1)]
     optimizer: Optimizer
+    task_arguments: dict[str, Any] = field(default_factory=dict)  # from a task that is written as a mapping
 
 
 @dataclass(config=STRICT)
@@ -179,6 +180,7 @@ class Export:
     folder: Str | None = None
     file_size: MemorySize = "5GB"
     merge: Bool = False
+    merge_dtype: Literal["fp32", "bf16"] = "fp32"
 
 
 @dataclass(config=STRICT)
@@ -221,6 +223,7 @@ class Config:
     eval: dict[EvalName, Target] = field(default_factory=dict)
     mode: Literal["train", "eval", "predict", "generate", "export", "plan", "lr_find"] = "train"
     task: Str = "auto"
+    task_arguments: dict[str, Any] = field(default_factory=dict)  # from a task that is written as a mapping
     objective: Goal = "auto"
     user_packages: list[Str] = field(default_factory=list)
     train: Train = field(default_factory=Train)

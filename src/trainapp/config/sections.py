@@ -13,8 +13,12 @@ def split(plain: dict[str, Any], errors: list[str]) -> dict[str, Any]:
     """
     sections = _split_targets(plain, errors) | _named_targets(plain, errors)
     sections["eval"] = _eval_targets(plain.get("eval"), errors)
+    sections |= _split_task(plain, "", errors)
     if isinstance(plain.get("updates"), list):
-        sections["updates"] = [_split_update(update, plain.get("optimizer")) for update in plain["updates"]]
+        sections["updates"] = [
+            _split_update(update, plain.get("optimizer"), f"updates.{number}.", errors)
+            for number, update in enumerate(plain["updates"])
+        ]
     if isinstance(plain.get("schedule"), dict):
         sections["schedule"] = _split_schedule(plain["schedule"], errors)
     return sections
@@ -77,10 +81,26 @@ def _split_schedule(node: dict[str, Any], errors: list[str]) -> dict[str, Any]:
     return {key: value for key, value in node.items() if key not in ("_target_", "target", "arguments")}
 
 
-def _split_update(update: Any, common: Any) -> Any:
+def _split_task(node: dict[str, Any], prefix: str, errors: list[str]) -> dict[str, Any]:
+    """`task` of a node: a name, or a mapping of `_target_` and arguments."""
+    if prefix and "task_arguments" in node:  # of the run itself, `compose` refuses it
+        errors.append(
+            f"{prefix}task_arguments: no such setting; write {prefix}task={{_target_: NAME, ARGUMENT: VALUE}}"
+        )
+    task = node.get("task")
+    if not isinstance(task, dict):
+        return {} if task is None else {"task": task, "task_arguments": {}}
+    if not isinstance(task.get("_target_"), str):
+        errors.append(f"{prefix}task={task}: must have a `_target_`, the function or class that computes the loss")
+        return {"task": "auto", "task_arguments": {}}
+    return {"task": task["_target_"], "task_arguments": {key: task[key] for key in task if key != "_target_"}}
+
+
+def _split_update(update: Any, common: Any, prefix: str, errors: list[str]) -> Any:
     """One of `updates`. Its optimizer starts from `optimizer`, the common one, unless it names a class of its own."""
     if not isinstance(update, dict):
         return update
+    update = update | _split_task(update, prefix, errors)
     own = update.get("optimizer") or {}
     if not isinstance(own, dict):
         return update

@@ -32,3 +32,22 @@ class BatchedDataset(torch.utils.data.Dataset):
         if positions.size and positions.view(np.uint64).max() >= len(self):
             raise IndexError(f"sample indices must lie in [0, {len(self)}), got {list(indices)}")
         return positions
+
+
+class Windows(BatchedDataset):
+    """Windows of tokens: inputs int64 [B, T], targets the same shifted by one. Derived classes set `_windows`, integers
+    [N, T + 1].
+    """
+
+    _windows: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self._windows)
+
+    def __getitems__(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
+        """The batch of these windows, collated. Raises IndexError for an index outside the data."""
+        windows = self._windows[self._positions(indices)].astype(np.int64)
+        return {
+            "inputs": torch.from_numpy(windows[:, :-1].copy()),
+            "targets": torch.from_numpy(windows[:, 1:].copy()),
+        }

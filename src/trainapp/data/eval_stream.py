@@ -1,6 +1,7 @@
 """Evaluation of a stream."""
 
 import functools
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,15 +9,20 @@ import torch
 
 from trainapp.data.loader import BatchLoader, Request, Split
 from trainapp.data.micro_batch import MicroBatch
+from trainapp.data.sample_fingerprint import fingerprint
 from trainapp.data.step_batches import DUMMY
-from trainapp.data.stream import Position, Reader
-from trainapp.data.stream_parts import READ_AT_ONCE, Held, Part
+from trainapp.data.stream_parts import READ_AT_ONCE, HeldSamples, Part
+from trainapp.data.stream_reader import COMPARED, GeneratorsOf, Position, Reader, no_generators
 from trainapp.errors import UserError
 from trainapp.parallel.ranks import Ranks
+
+log = logging.getLogger(__name__)
 
 
 class EvalStream:
     """A stream to evaluate, from beginning to end. Every rank reads all of it and keeps every `world`-th sample.
+
+    Generators that the stream owns begin as they were built, so that every evaluation has the same samples.
 
     equal, split, workers: as for `EvalBatches`; at most one process reads it.
     """
@@ -36,13 +42,15 @@ class EvalStream:
         equal: bool = False,
         ahead: bool = True,
         split: Split | None = None,
+        generators_of: GeneratorsOf = no_generators,
     ):
         self.dataset, self.equal, self.rank, self.world = dataset, equal, rank, world
-        self._held = Held(dataset)
+        self._held = HeldSamples(dataset)
         self._source = BatchLoader(self._held, seed, 0, device, split=split)
-        self._part = Part(Reader(dataset, seed, 0, 1), in_process=workers == 0)
+        self._part = Part(Reader(dataset, seed, 0, 1, generators_of), in_process=workers == 0)
         self._done = 0  # samples of this rank that are finished
         self._has_ended = False  # the evaluation before this one
+        self._first: list[str] | None = []  # fingerprints of its first samples; None: they have been others
 
     def from_sample(self, done: int, size: int, ranks: Ranks) -> Iterator[MicroBatch]:
         """As `EvalBatches.from_sample`. What was read and is not finished stays for a retry."""
@@ -56,6 +64,8 @@ class EvalStream:
         while True:
             read = self._part.available(0, size * self.world)
             samples, first = self._part.samples(read), self._part.number
+            if not first:
+                self._compare(samples[:COMPARED])
             own = list(range(first + (self.rank - first) % self.world, first + read, self.world))
             spare = samples[-1] if samples else spare
             is_over = not own
@@ -71,6 +81,23 @@ class EvalStream:
             ends = self._part.ends_after(0, read)
             yield MicroBatch(batch, ends, bool(own), len(numbers), again)
             self._finish(len(own), read)
+
+    def _compare(self, samples: list[Any]) -> None:
+        """Whether this evaluation begins as the one before it."""
+        if self._first is None:
+            return
+        first = [fingerprint(sample) for sample in samples]
+        if any(own != before for own, before in zip(first, self._first, strict=False)):
+            log.warning(
+                "the evaluation stream %s begins with other samples than before: its evaluations cannot be compared, "
+                "and a resumed run's are not those of a run that was never stopped; let its order and its random "
+                "transforms depend on nothing that an evaluation changes (give its shuffling a seed, and draw from the "
+                "global generators, which are seeded for each sample)",
+                type(self.dataset).__name__,
+            )
+            self._first = None
+        elif len(first) > len(self._first):
+            self._first = first
 
     def _skip(self, samples: int) -> None:
         """Read and finish so many of this rank's samples, some at a time. Raises UserError where there are fewer."""

@@ -90,10 +90,23 @@ def prompt_tokens(prompt: str, tokenizer: Any) -> list[int]:
     return given[:-1] if ends else given
 
 
+def message_tokens(text: str, tokenizer: Any) -> list[int]:
+    """What comes before an answer to this message of a user, by the chat template."""
+    written = _templated("a prompt", [{"role": "user", "content": text}], tokenizer, True)
+    return list(tokenizer(written, add_special_tokens=False)["input_ids"])
+
+
 def _conversation(place: str, turns: Any, tokenizer: Any) -> np.ndarray:
     """All messages as the chat template writes them; what it adds for an assistant's message is an answer."""
     if not isinstance(turns, list) or not all(isinstance(turn, dict) and "role" in turn for turn in turns):
         raise UserError(f"data.files: {place}: messages must be a list of objects with a role and a content")
+    for number, turn in enumerate(turns, start=1):
+        # A call of a tool has no text of its own, and templates that know such calls expect that.
+        if turn.get("content") is None and not turn.get("tool_calls"):
+            raise UserError(
+                f"data.files: {place}: message {number} (of {turn['role']}) has no content, which would count "
+                'as an empty text; give it one ("" for none), or leave the example out'
+            )
     if not getattr(tokenizer, "chat_template", None):
         raise UserError(
             f"data.files: {place}: the tokenizer has no chat template, which turns messages into text; name a file "

@@ -12,8 +12,10 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from trainapp.config.validation import Fraction, PositiveInt, Str
 from trainapp.data import tokenizer as tokenizers
-from trainapp.data.batched import BatchedDataset
+from trainapp.data.batched import Windows
+from trainapp.data.classes import numbered_classes
 from trainapp.data.token_store import TokenStore, key_of, token_store
+from trainapp.data.tokenized import Tokenized
 from trainapp.errors import UserError
 from trainapp.paths import user_cache_dir
 from trainapp.units import listed
@@ -128,31 +130,12 @@ def _fingerprint(rows: Any, *columns: str) -> str:
     return key_of(rows._fingerprint, len(rows), *columns)
 
 
-class _Tokenized(BatchedDataset):
+class _Texts(Tokenized):
     """What both kinds have in common: texts as tokens."""
 
     def __init__(self, name: str, context_length: int):
-        self.tokenizer = tokenizers.load_tokenizer(name)
-        self.vocabulary = tokenizers.vocabulary_of(self.tokenizer)
+        super().__init__(name)
         self.spec: dict[str, Any] = {"vocab_size": len(self.tokenizer), "context_length": context_length}
-
-    def save_tokenizer(self, folder: Path) -> None:
-        """Write the tokenizer into a folder."""
-        self.tokenizer.save_pretrained(str(folder))
-
-    def encode(self, text: str) -> list[int]:
-        """The tokens of a text to continue: as in a block, without special ones."""
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Their text, without special tokens."""
-        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
-
-    @property
-    def end_of_text(self) -> int | None:
-        """The token that ends a text, where the tokenizer has one."""
-        end: int | None = self.tokenizer.eos_token_id
-        return end
 
     def _store(self, rows: Any, column: str, directory: Path, special: bool, ending: list[int]) -> TokenStore:
         key = key_of(_fingerprint(rows, column), tokenizers.digest_of(self.tokenizer), special, ending)
@@ -162,7 +145,7 @@ class _Tokenized(BatchedDataset):
         )
 
 
-class Blocks(_Tokenized):
+class Blocks(_Texts, Windows):
     """Windows of the joined texts: inputs int64 [B, context_length], targets the same shifted by one token.
 
     A token for the end of a text is between two of them, where the tokenizer has one; a block may hold several texts,
@@ -186,36 +169,8 @@ class Blocks(_Tokenized):
             )
         self._windows = sliding_window_view(store.tokens, needed)[::context_length]
 
-    def __len__(self) -> int:
-        return len(self._windows)
 
-    def __getitems__(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
-        """The batch of these blocks, collated. Raises IndexError for an index outside the data."""
-        windows = self._windows[self._positions(indices)].astype(np.int64)
-        return {
-            "inputs": torch.from_numpy(windows[:, :-1].copy()),
-            "targets": torch.from_numpy(windows[:, 1:].copy()),
-        }
-
-
-def _classes(rows: Any, train: Any, label: str, wanted: list[str] | None) -> tuple[list[str], dict[Any, int]]:
-    """The names of the classes, and the number of each value in the column. Raises UserError for a value without."""
-    names = getattr(rows.features[label], "names", None)
-    values = list(range(len(names))) if names else sorted(set(train[label]) - {None})
-    by_name = dict(zip(map(str, names or values), values, strict=True))
-    order = list(by_name) if wanted is None else list(wanted)
-    missing = [value for name, value in by_name.items() if name not in order]
-    missing += sorted(set(rows[label]) - set(values), key=str)
-    if missing:
-        raise UserError(
-            f"data.label={label}: {listed(map(str, missing))} have no class: not among {listed(order)}, which "
-            f"{'the training rows have' if wanted is None else 'data.classes names'}"
-        )
-    numbers = {by_name[name]: number for number, name in enumerate(order) if name in by_name}
-    return order, numbers
-
-
-class Labelled(_Tokenized):
+class Labelled(_Texts):
     """Texts and classes: inputs int64 [B, T], attention_mask int64 [B, T] with 0 where padded to the longest of the
     batch, targets int64 [B].
 
@@ -237,7 +192,7 @@ class Labelled(_Tokenized):
         directory: Path,
     ):
         super().__init__(tokenizer, context_length)
-        self.class_names, numbers = _classes(rows, train, label, classes)
+        self.class_names, numbers = numbered_classes(rows, train, label, classes)
         self._targets = np.array([numbers[value] for value in rows[label]], np.int64)
         self._texts = self._store(rows, text, directory, True, [])
         self._special = frozenset(self.tokenizer.all_special_ids)

@@ -36,7 +36,8 @@ def read(path: str) -> Any:
     try:
         with Image.open(path) as image:
             image.load()
-            return to_rgb(_upright(image))
+            # Older versions of Pillow have the 16 bits of a PNG in mode I.
+            return to_rgb(_upright(image), is_16_bit=image.format == "PNG")
     except MemoryError:
         raise
     except OSError as error:
@@ -67,20 +68,24 @@ def _upright(image: Any) -> Any:
     return image if turn is None else image.transpose(turn)
 
 
-def to_rgb(image: Any) -> Any:
+def to_rgb(image: Any, is_16_bit: bool = False) -> Any:
     """8 bits of red, green and blue. Transparent images are shown on white; of 16 bits the upper 8 are kept.
 
-    Raises ValueError for pixels without an agreed range: floating-point numbers, and integers beyond 16 bits.
+    is_16_bit: what integers of mode I are. Raises ValueError for pixels without an agreed range: floating-point
+    numbers, and other integers of 32 bits.
     """
     from PIL import Image
 
     if image.mode == "F":
         raise ValueError("its pixels are floating-point numbers of no agreed range; convert it to 8 or 16 bits")
+    if image.mode == "I" and not is_16_bit:
+        raise ValueError("its pixels are 32-bit integers of no agreed range; convert it to 8 or 16 bits")
     if image.mode.startswith("I"):
         values = np.asarray(image)
-        if values.min() < 0 or values.max() > 0xFFFF:
-            raise ValueError("its pixels are integers beyond 16 bits; convert it to 8 or 16 bits")
-        image = Image.fromarray((values >> 8).astype(np.uint8))
+        grey = (values >> 8).astype(np.uint8)
+        if isinstance(clear := image.info.get("transparency"), int):
+            grey[values == clear] = 255
+        image = Image.fromarray(grey)
     elif image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)

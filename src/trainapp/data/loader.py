@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, defau
 
 from trainapp.data.batch import map_tensors
 from trainapp.data.order import Draw
-from trainapp.data.worker_errors import MistakesReturned, raised
+from trainapp.data.worker_errors import UserErrorsReturned, raise_if_error
 from trainapp.errors import UserError
 from trainapp.rng import preserved_rng
 from trainapp.torch_private import outside_dispatch_modes
@@ -145,7 +145,7 @@ class BatchLoader:
         self._copy_stream: torch.cuda.Stream | None = None
         self._requests = Requests()
         self._loader = (
-            in_workers(MistakesReturned(self.fetcher), self._requests, workers, self._pinned) if workers else None
+            in_workers(UserErrorsReturned(self.fetcher), self._requests, workers, self._pinned) if workers else None
         )
 
     def batches(self, requests: Iterator[Request]) -> Iterator[Any]:
@@ -158,7 +158,7 @@ class BatchLoader:
         else:
             self._requests.requests = requests
             with outside_dispatch_modes():  # processes inherit what is active: a counter of memory, with its limit
-                fetched = map(raised, iter(self._loader))
+                fetched = map(raise_if_error, iter(self._loader))
         return self._ahead(fetched) if self._pinned and self.ahead else map(self._move, fetched)
 
     def piece(self, batch: Any, epoch: int, indices: Sequence[int], start: int, end: int) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from trainapp.data.loader import BatchLoader, Request, Split
+from trainapp.data.loader import BatchLoader, Request, Split, fetched_apart
 from trainapp.data.micro_batch import MicroBatch, ranges
 from trainapp.data.order import Order, order_of
 from trainapp.data.progress import Progress
@@ -120,6 +120,15 @@ class EvalBatches:
         self.start, self.end = (self.samples * r // world for r in (rank, rank + 1))
         self.equal = equal
         self._source = BatchLoader(dataset, seed, workers, device, ahead, split)
+        self._seed, self._workers = seed, workers
+
+    def spread(self, count: int) -> list[Any]:
+        """Some samples of this rank's share, from first to last, twice. Each is a batch of its own, on the CPU."""
+        last = self.end - self.start - 1
+        numbers = sorted(
+            {self.start + last * number // max(1, count - 1) for number in range(count if last >= 0 else 0)}
+        )
+        return fetched_apart(self.dataset, self._seed, [Request(0, [number]) for number in numbers * 2], self._workers)
 
     def from_sample(self, done: int, size: int, ranks: Ranks) -> Iterator[MicroBatch]:
         """Batches of this rank's share, after the first `done` samples of it.

@@ -14,10 +14,10 @@ import torch
 
 from trainapp.config.validation import Bool, Fraction, PositiveInt, Str
 from trainapp.data import tokenizer as tokenizers
-from trainapp.data.batched import BatchedDataset
 from trainapp.data.cache import read_chunks
-from trainapp.data.examples import ANSWER, prompt_tokens, read_examples, tokenized
+from trainapp.data.examples import ANSWER, message_tokens, prompt_tokens, read_examples, tokenized
 from trainapp.data.token_store import key_of, token_store
+from trainapp.data.tokenized import Tokenized
 from trainapp.errors import UserError
 from trainapp.paths import user_cache_dir
 
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 IGNORED = -100  # the target of a token that no loss counts
 
 
-class SupervisedFineTuning(BatchedDataset):
+class SupervisedFineTuning(Tokenized):
     """Examples from JSON lines: inputs int64 [B, T], targets int64 [B, T] the same shifted by one token, -100 where the
     next token is not one of an answer.
 
@@ -59,8 +59,7 @@ class SupervisedFineTuning(BatchedDataset):
     ):
         if tokenizer is None:
             raise UserError("data.tokenizer=null: name a folder, a tokenizer.json or a model of the hub, or model.path")
-        self.tokenizer = tokenizers.load_tokenizer(tokenizer)
-        self.vocabulary = tokenizers.vocabulary_of(self.tokenizer)
+        super().__init__(tokenizer)
         if chat_template is not None:
             self.tokenizer.chat_template = _template(chat_template)
         paths = _find(files)
@@ -70,11 +69,13 @@ class SupervisedFineTuning(BatchedDataset):
             content.update(chunk)
         template = str(getattr(self.tokenizer, "chat_template", None))
         keys = (prompt, answer, messages)
-        key = key_of("sft", content.hexdigest(), tokenizers.digest_of(self.tokenizer), template, keys)
+        key = key_of("sft-2", content.hexdigest(), tokenizers.digest_of(self.tokenizer), template, keys)
         store = token_store(directory, key, lambda: tokenized(read_examples(paths), self.tokenizer, keys))
         border = len(store) - int(len(store) * val_fraction)
         chosen = range(border, len(store)) if split == "val" else range(border)
         self._store, self._longest, self._pack = store, context_length, pack
+        first = next(read_examples(paths), None)
+        self._has_messages = first is not None and messages in first.row
         self._padding = tokenizers.padding_of(self.tokenizer)
         usable = self._usable(chosen, split)
         self._sequences = packed(store.lengths, usable, context_length + 1) if pack else [[index] for index in usable]
@@ -106,23 +107,13 @@ class SupervisedFineTuning(BatchedDataset):
             )
         return [index for index in chosen if index not in lost]
 
-    def save_tokenizer(self, folder: Path) -> None:
-        """Write the tokenizer into a folder."""
-        self.tokenizer.save_pretrained(str(folder))
-
     def encode(self, text: str) -> list[int]:
-        """The tokens of a prompt, as before an `answer`; no chat template."""
+        """The tokens of a prompt, as before an `answer`; where the first example has messages, as the chat template
+        writes a user's message before the assistant's.
+        """
+        if self._has_messages:
+            return message_tokens(text, self.tokenizer)
         return prompt_tokens(text, self.tokenizer)
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Their text, without special tokens."""
-        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
-
-    @property
-    def end_of_text(self) -> int | None:
-        """The token that ends an answer, where the tokenizer has one."""
-        end: int | None = self.tokenizer.eos_token_id
-        return end
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -139,9 +130,9 @@ class SupervisedFineTuning(BatchedDataset):
             start = 0
             for document in sequence:
                 end = start + len(document) - 1
-                ids, following = document[:-1] & ~ANSWER, document[1:]
+                ids, next_ids = document[:-1] & ~ANSWER, document[1:]
                 inputs[row, start:end] = ids
-                targets[row, start:end] = np.where(following & ANSWER, following & ~ANSWER, IGNORED)
+                targets[row, start:end] = np.where(next_ids & ANSWER, next_ids & ~ANSWER, IGNORED)
                 positions[row, start:end] = np.arange(end - start)
                 start = end
             positions[row, start:] = np.arange(shape[1] - start)  # padding is a document of its own

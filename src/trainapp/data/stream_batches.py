@@ -1,4 +1,4 @@
-"""Steps over a stream: see `data.stream` for what that is and how its position is kept."""
+"""Steps over a stream: see `data.stream_reader` for what that is and how its position is kept."""
 
 import logging
 from typing import Any, NamedTuple
@@ -8,29 +8,13 @@ import torch
 from trainapp.data.loader import BatchLoader, Fetcher, Request, Split
 from trainapp.data.progress import Progress
 from trainapp.data.step_batches import StepBatches
-from trainapp.data.stream import Position, Reader, has_parts
-from trainapp.data.stream_parts import Held, Part
+from trainapp.data.stream import has_parts
+from trainapp.data.stream_parts import HeldSamples, Part
+from trainapp.data.stream_reader import GeneratorsOf, Position, Reader, no_generators
 from trainapp.errors import UserError
 from trainapp.parallel.ranks import Ranks
 
 log = logging.getLogger(__name__)
-
-
-def stream_shards(source: Any, setting: int | str, workers: int) -> dict[str, Any]:
-    """Into how many parts each rank's share is split, and who reads them: `StreamBatches`' arguments.
-
-    setting: `data.num_workers`; workers: what it comes to. `auto` is at most one process, whose samples are in the
-    order of the stream: with more, it depends on their number.
-    """
-    shards = max(1, workers) if setting != "auto" and has_parts(source) else 1
-    if setting != "auto" and workers > 1 and shards == 1:
-        log.info(
-            "data.num_workers=%s: one process reads the stream, since a %s cannot be read in parts (it has no method "
-            "`shard(index, count)`)",
-            setting,
-            type(source).__name__,
-        )
-    return {"shards": shards, "workers": min(1, workers)}
 
 
 class HeldStep(NamedTuple):
@@ -70,12 +54,13 @@ class StreamBatches(StepBatches):
         shards: int = 1,
         workers: int = 0,
         split: Split | None = None,
+        generators_of: GeneratorsOf = no_generators,
     ):
-        self._held = Held(dataset)
+        self._held = HeldSamples(dataset)
         source = BatchLoader(self._held, seed, 0, device, split=split)
         super().__init__(source, global_size, ranks.rank, ranks.world, looks_ahead=False)
         self.dataset, self.seed, self.ranks = dataset, seed, ranks
-        self._in_process = workers == 0
+        self._in_process, self._generators_of = workers == 0, generators_of
         self.state_owner = StreamPosition(self)
         self._make_parts(shards)
 
@@ -83,7 +68,8 @@ class StreamBatches(StepBatches):
         count = self.world * shards
         self.is_parted = count > 1 and has_parts(self.dataset)
         places = [(self.rank * shards + shard, count) for shard in range(shards)] if self.is_parted else [(0, 1)]
-        self._parts = [Part(Reader(self.dataset, self.seed, *place), self._in_process) for place in places]
+        readers = [Reader(self.dataset, self.seed, *place, self._generators_of) for place in places]
+        self._parts = [Part(reader, self._in_process) for reader in readers]
         self._turn, self._step = 0, HeldStep((), [], 0, 0, [], 0, False)
 
     @property
@@ -129,17 +115,17 @@ class StreamBatches(StepBatches):
 
     def example(self, samples: int) -> Any:
         """The next `samples` samples as a batch, on the CPU. They stay to be trained."""
-        found = self.first(samples)
-        return Fetcher(found, self.seed)[Request(0, range(len(found)))]
+        first = self.first(samples)
+        return Fetcher(first, self.seed)[Request(0, range(len(first)))]
 
-    def first(self, most: int) -> Held:
+    def first(self, most: int) -> HeldSamples:
         """The next `most` samples that this rank reads, or those left of the epoch. They stay to be trained.
 
         Raises what the stream raises.
         """
         epoch = min(part.epoch for part in self._parts)
-        found, first = self._peek(epoch, most)[0], Held(self.dataset)
-        first.hold(list(range(len(found))), found, None)
+        samples, first = self._peek(epoch, most)[0], HeldSamples(self.dataset)
+        first.hold(list(range(len(samples))), samples, None)
         return first
 
     def begin_epoch(self, epoch: int) -> None:
@@ -161,7 +147,7 @@ class StreamBatches(StepBatches):
             "rank": self.rank if self.is_parted else 0,
             "is_parted": self.is_parted,
             "turn": self._turn,
-            "parts": [part.position()._asdict() for part in self._parts],
+            "parts": [part.position().state_dict() for part in self._parts],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -175,15 +161,12 @@ class StreamBatches(StepBatches):
                 )
                 return
             if shards != len(self._parts):
-                log.info(
-                    "the stream is read in %d parts per rank, as before, whatever data.num_workers says",
-                    shards,
-                )
+                log.info("the stream is read in %d parts per rank, as before, whatever data.num_workers says", shards)
                 for part in self._parts:
                     part.close()
                 self._make_parts(shards)
         for part, position in zip(self._parts, state["parts"], strict=True):
-            part.go_to(Position(**position))
+            part.go_to(Position.of(position))
         self._turn, self._step = state["turn"], self._step._replace(key=())
 
     def _local(self, epoch: int, consumed: int) -> list[int]:
@@ -199,6 +182,7 @@ class StreamBatches(StepBatches):
         return self._step
 
     def _read_step(self, key: tuple[int, ...]) -> HeldStep:
+        self.ranks.enable_votes(True)  # memory may run out on the rank that reads, however proven the sizes are
         step = self._read_part(key) if self.is_parted else self._read_whole(key)
         if step.total == 0:
             raise UserError(
@@ -210,11 +194,12 @@ class StreamBatches(StepBatches):
     def _read_whole(self, key: tuple[int, ...]) -> HeldStep:
         """All of the step's samples, of which this rank keeps its share."""
         epoch, consumed, size = key
-        found, taken, turn = self._peek(epoch, size)
-        total = len(found)
+        samples, taken, turn = self._peek(epoch, size)
+        self.ranks.check_peers()
+        total = len(samples)
         start, end = (total * rank // self.world for rank in (self.rank, self.rank + 1))
         numbers = list(range(consumed + start, consumed + end))
-        self._held.hold(numbers, found[start:end], found[0] if found else None)
+        self._held.hold(numbers, samples[start:end], samples[0] if samples else None)
         ends = self._parts[0].ends_after(epoch, total)
         return HeldStep(key, numbers, total, -(-total // self.world), taken, turn, ends)
 
@@ -226,15 +211,16 @@ class StreamBatches(StepBatches):
                 f"batch.global_size={size}: each of the {world} ranks reads a part of the stream, and needs at least "
                 "one sample of each step"
             )
-        found, taken, turn = self._peek(epoch, size * (rank + 1) // world - size * rank // world)
+        samples, taken, turn = self._peek(epoch, size * (rank + 1) // world - size * rank // world)
+        self.ranks.check_peers()
         own_end = all(part.ends_after(epoch, count) for part, count in zip(self._parts, taken, strict=True))
-        by_rank = self.ranks.all_gather_object((len(found), own_end))
+        by_rank = self.ranks.all_gather_object((len(samples), own_end))
         counts = [count for count, _ in by_rank]
-        spare = found[0] if found else None
+        spare = samples[0] if samples else None
         if sum(counts) and not all(counts):  # a rank that has none any more only keeps in step with the others
             spare = next(one for one in self.ranks.all_gather_object(spare) if one is not None)
-        numbers = [(consumed + number) * world + rank for number in range(len(found))]
-        self._held.hold(numbers, found, spare)
+        numbers = [(consumed + number) * world + rank for number in range(len(samples))]
+        self._held.hold(numbers, samples, spare)
         return HeldStep(key, numbers, sum(counts), max(counts), taken, turn, all(ended for _, ended in by_rank))
 
     def _peek(self, epoch: int, count: int) -> tuple[list[Any], list[int], int]:

@@ -11,15 +11,35 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from trainapp.data.loader import Requests, in_workers
-from trainapp.data.stream import Chunk, Position, Read, Reader, fingerprint
+from trainapp.data.sample_fingerprint import fingerprint
+from trainapp.data.stream import has_parts
+from trainapp.data.stream_reader import COMPARED, Chunk, Place, Position, Read, Reader
 from trainapp.errors import UserError
 from trainapp.torch_private import outside_dispatch_modes
+from trainapp.units import listed
 
 READ_AT_ONCE = 16  # samples that a worker process sends together; it keeps two of these ahead
 log = logging.getLogger(__name__)
 
 
-class Held(Dataset):
+def stream_shards(source: Any, setting: int | str, workers: int) -> dict[str, Any]:
+    """Into how many parts each rank's share is split, and who reads them: `StreamBatches`' arguments.
+
+    setting: `data.num_workers`; workers: what it comes to. `auto` is at most one process, whose samples are in the
+    order of the stream: with more, it depends on their number.
+    """
+    shards = max(1, workers) if setting != "auto" and has_parts(source) else 1
+    if setting != "auto" and workers > 1 and shards == 1:
+        log.info(
+            "data.num_workers=%s: one process reads the stream, since a %s cannot be read in parts (it has no method "
+            "`shard(index, count)`)",
+            setting,
+            type(source).__name__,
+        )
+    return {"shards": shards, "workers": min(1, workers)}
+
+
+class HeldSamples(Dataset):
     """The samples of a step by their numbers, for the loader that collates them: a data set for as long as it takes."""
 
     moves_at_commit = True  # with the stream's position: nothing in the source is looked for state
@@ -57,7 +77,7 @@ class Part:
     """
 
     def __init__(self, reader: Reader, in_process: bool):
-        self._reader, self._requests = reader, Requests()
+        self._reader, self._requests, self._has_warned = reader, Requests(), False
         self._loader = None if in_process else in_workers(reader, self._requests, 1, pinned=False)
         self.go_to(Position())
 
@@ -66,8 +86,9 @@ class Part:
         self._start = position
         self._reading: Iterator[Any] | None = None  # until the first read
         self.epoch, self.number = position.epoch, position.number
-        self._base = (position.state, position.state_number)  # a state before the last trained sample
-        self._last: Any = None  # that sample, unless it is from before `_start`
+        self._before = position.before
+        self._base = position.base or Place(position.epoch)  # before the last trained sample
+        self._last: deque[Any] = deque(maxlen=COMPARED)  # the last ones that were trained since `_start`
         self._chunks: deque[Chunk] = deque()  # of `epoch`
         self._offset = 0  # samples of the first chunk that are trained
 
@@ -75,8 +96,16 @@ class Part:
         """Where the trained samples end."""
         if self.number == self._start.number and self.epoch == self._start.epoch:
             return self._start
-        last = fingerprint(self._last) if self.number else None
-        return Position(self.epoch, self.number, *self._base, last)
+        opaque: set[str] = set()
+        last = (*self._start.last, *(fingerprint(sample, opaque) for sample in self._last))
+        if opaque and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "the stream's samples hold what cannot be compared (%s): a resumed run compares the rest of them alone "
+                "to see whether the stream is the same again",
+                listed(sorted(opaque)),
+            )
+        return Position(self.epoch, self.number, self._before, self._base, last[-COMPARED:])
 
     def available(self, epoch: int, wanted: int) -> int:
         """Reads until `wanted` samples of the epoch are here or there are no more. Returns how many are."""
@@ -90,12 +119,12 @@ class Part:
 
     def samples(self, count: int) -> list[Any]:
         """The next `count` samples, of those `available`."""
-        found: list[Any] = []
+        samples: list[Any] = []
         offset = self._offset
         for chunk in self._chunks:
-            found += chunk.samples[offset : offset + count - len(found)]
+            samples += chunk.samples[offset : offset + count - len(samples)]
             offset = 0
-        return found
+        return samples
 
     def ends_after(self, epoch: int, count: int) -> bool:
         """Whether the part has no sample of the epoch after its next `count`, which are `available`."""
@@ -107,9 +136,9 @@ class Part:
             chunk = self._chunks[0]
             taken = min(count, len(chunk.samples) - self._offset)
             if taken:
+                self._last.extend(chunk.samples[self._offset : self._offset + taken])
                 self._offset, self.number, count = self._offset + taken, self.number + taken, count - taken
-                self._base = (chunk.state, 0 if chunk.state is None else chunk.number)
-                self._last = chunk.samples[self._offset - 1]
+                self._base = chunk.base
             if self._offset == len(chunk.samples) and not chunk.ended:
                 self._chunks.popleft()
                 self._offset = 0
@@ -117,8 +146,8 @@ class Part:
     def begin_next_epoch(self) -> None:
         """After the end of the epoch in all parts."""
         self._chunks.clear()
-        self._offset = self.number = 0
-        self.epoch, self._base, self._last = self.epoch + 1, (None, 0), None
+        self._before, self._offset, self.number = self.number, 0, 0
+        self.epoch += 1
 
     def close(self) -> None:
         """End the process that reads ahead. What it has read is lost."""
@@ -134,20 +163,23 @@ class Part:
         return bool(self._chunks) and self._chunks[-1].ended
 
     def _read(self, most: int) -> None:
-        started, is_first = time.monotonic(), self._reading is None
+        started = time.monotonic()
         try:
             chunk = self._next_chunk(most)
         except Exception:  # such as for want of memory: an iterator that has raised may have lost samples, or ended
             self.go_to(self.position())
             raise
         if chunk.problem:
-            raise UserError(f"data: the stream cannot continue where it was saved: {chunk.problem}")
-        if is_first and self._start.number and not chunk.tells:
+            raise UserError(
+                f"data: the stream cannot continue where it was saved: {chunk.problem}; restore the data, or begin "
+                "a new run with these weights by checkpointing.load=weights"
+            )
+        if chunk.skipped and not chunk.tells:
             log.info(
                 "the stream does not tell its position (`state_dict` and `load_state_dict`): the first %d samples of "
                 "epoch %d were read again and skipped, in %.1f s",
-                self._start.number,
-                self._start.epoch,
+                chunk.skipped,
+                self._base.epoch,
                 time.monotonic() - started,
             )
         self._chunks.append(chunk)

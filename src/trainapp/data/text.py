@@ -9,19 +9,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import torch
 from numpy.lib.stride_tricks import sliding_window_view
 
 from trainapp.config.validation import Fraction, PositiveInt, Str
 from trainapp.data import cache
-from trainapp.data.batched import BatchedDataset
+from trainapp.data.batched import Windows
 from trainapp.errors import UserError
 from trainapp.paths import user_cache_dir
 
 log = logging.getLogger(__name__)
 
 
-class Text(BatchedDataset):
+class Text(Windows):
     """Windows of bytes: inputs int64 [B, context_length], targets the same shifted by one byte; 256 tokens.
 
     files: a path or glob (`**` goes into subdirectories) or a list of them, relative to the working directory;
@@ -105,17 +104,6 @@ class Text(BatchedDataset):
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of these bytes; what is not UTF-8 becomes U+FFFD."""
         return b"".join(bytes([token]) if token < 256 else b"\xff" for token in tokens).decode(errors="replace")
-
-    def __len__(self) -> int:
-        return len(self._windows)
-
-    def __getitems__(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
-        """The batch of these windows, collated. Raises IndexError for an index outside the data."""
-        windows = self._windows[self._positions(indices)].astype(np.int64)
-        return {
-            "inputs": torch.from_numpy(windows[:, :-1].copy()),
-            "targets": torch.from_numpy(windows[:, 1:].copy()),
-        }
 
 
 def _find(files: str | Sequence[str] | None) -> list[str]:

@@ -10,7 +10,7 @@ from torch.utils.data import Dataset
 from trainapp.errors import UserError
 
 
-class MistakesReturned(Dataset):
+class UserErrorsReturned(Dataset):
     """The data set, returning a UserError instead of raising it; for workers."""
 
     def __init__(self, dataset: Any):
@@ -23,8 +23,8 @@ class MistakesReturned(Dataset):
             return error
 
 
-def raised(batch: Any) -> Any:
-    """What a worker has returned, unless it is a mistake, which is raised."""
+def raise_if_error(batch: Any) -> Any:
+    """The batch that a worker has returned. Raises the UserError that it has returned instead."""
     if isinstance(batch, UserError):
         raise batch
     return batch

@@ -21,7 +21,7 @@ from typing import Any
 from torch import nn
 
 from trainapp.errors import UserError
-from trainapp.hooks.metrics import logged
+from trainapp.hooks.metrics import logged_name
 from trainapp.tracking.tracker import SilentTracker, Tracker
 
 log = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ class View:
         metrics: as `after_evaluation` gets them.
         """
         for name, data in self.evaluated.items():
-            yield name, data, metrics.get(logged(name, metric))
+            yield name, data, metrics.get(logged_name(name, metric))
 
 
 def labels_of(data: Any) -> Sequence[str]:

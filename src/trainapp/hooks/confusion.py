@@ -3,7 +3,7 @@
 import csv
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -12,7 +12,8 @@ from trainapp.config.validation import PositiveInt, Str
 from trainapp.errors import UserError
 from trainapp.files import atomic_write
 from trainapp.hooks.callbacks import View, labels_of
-from trainapp.hooks.metrics import logged
+from trainapp.hooks.class_dim import ClassDim
+from trainapp.hooks.metrics import logged_name
 
 MOST_LABELS = 30  # beyond it a picture has no room for names and numbers
 
@@ -20,20 +21,25 @@ MOST_LABELS = 30  # beyond it a picture has no room for names and numbers
 class Counts:
     """A metric: how often class i was taken for class j, [num_classes, num_classes].
 
-    `update` takes logits [..., num_classes] and targets [...]; a target of `ignored` does not count.
+    `update` takes logits [B, ..., num_classes] or [B, num_classes, ...] and targets [B, ...]; a target of `ignored`
+    does not count. class_dim: of the logits, as for `FirstPredictions`.
     """
 
-    def __init__(self, num_classes: PositiveInt, ignored: int = -100):
-        self.num_classes, self.ignored = num_classes, ignored
+    def __init__(self, num_classes: PositiveInt, ignored: int = -100, class_dim: Literal[1, -1] | None = None):
+        self.num_classes, self.ignored, self.class_dim = num_classes, ignored, ClassDim(class_dim)
         self._counts = torch.zeros(num_classes * num_classes, dtype=torch.int64)
 
     def to(self, device: torch.device) -> None:
         self._counts = self._counts.to(device)
 
     def update(self, logits: Tensor, targets: Tensor) -> None:
-        if logits.shape != (*targets.shape, self.num_classes):
-            raise ValueError(f"expected logits [..., {self.num_classes}] and targets [...]")
-        targets, predictions = targets.flatten(), logits.argmax(-1).flatten()
+        dim = self.class_dim.of(logits, targets)
+        if self.num_classes == 1 and logits.shape == (*targets.shape, 1):
+            dim = -1
+        if dim is None or logits.shape[dim] != self.num_classes:
+            expected = f"[B, ..., {self.num_classes}] or [B, {self.num_classes}, ...]"
+            raise ValueError(f"expected logits {expected} and integer targets [B, ...]")
+        targets, predictions = targets.flatten(), logits.argmax(dim).flatten()
         counted = targets != self.ignored
         cells = torch.where(counted, targets * self.num_classes + predictions, 0)
         self._counts.index_add_(0, cells, counted.long())  # no shape depends on a value: nothing waits for the device
@@ -75,7 +81,7 @@ class ConfusionMatrix:
         path = folder / f"{name}{'_' if name else ''}step_{view.step:08d}"
         write_table(path.with_suffix(".csv"), labels, matrix.tolist())
         draw(path.with_suffix(".png"), labels, matrix, f"{name} step {view.step}".strip())
-        view.tracker.image(logged(name, "confusion_matrix"), path.with_suffix(".png"), view.step)
+        view.tracker.image(logged_name(name, "confusion_matrix"), path.with_suffix(".png"), view.step)
 
 
 def write_table(path: Path, names: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from trainapp.errors import UserError
 from trainapp.hooks.callbacks import View
-from trainapp.hooks.metrics import as_logged, asked
+from trainapp.hooks.metrics import logged_name_of, setting_name
 
 
 class EarlyStopping:
@@ -20,15 +20,17 @@ class EarlyStopping:
         self.best: float | None = None
         self.best_step = 0
         self.bad = 0  # evaluations without an improvement since
+        self.is_known = False  # whether the task has the metric for some samples, if not in every evaluation
 
     def after_evaluation(self, view: View, metrics: Mapping[str, Any]) -> None:
         """Count this evaluation. Raises UserError for a metric that does not exist or is no number."""
         metrics = {name: value for name, value in metrics.items() if isinstance(value, float)}
-        metric = as_logged(self.metric, metrics)
-        if metric not in metrics and self.best is None and not self.bad:  # else one that only some batches have
+        metric = logged_name_of(self.metric, metrics)
+        may_lack_it = self.is_known or self.best is not None or self.bad  # it is one that only some batches have
+        if metric not in metrics and not may_lack_it:
             raise UserError(
                 f"stopping.metric={self.direction} {self.metric}: there is no such metric; there are "
-                f"{', '.join(map(asked, metrics))}"
+                f"{', '.join(map(setting_name, metrics))}"
             )
         value = metrics.get(metric, math.nan)
         gain = math.inf if self.best is None else value - self.best if self.direction == "max" else self.best - value

@@ -4,9 +4,10 @@ Two kinds of objects with `update`, `compute` and `reset`. Those of torchmetrics
 merged (`dist_reduce_fx`). Any other is copied as a whole, and merges another one of its class in `merge(other)`.
 """
 
+import contextlib
 import copy
 import io
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -15,10 +16,14 @@ from torch import Tensor, nn
 from trainapp.checkpoint.held_tensors import held_tensors
 from trainapp.data.batch import tensors_in
 from trainapp.errors import UserError
+from trainapp.hooks.plain_attributes import PlainAttributes, is_flag
 from trainapp.torch_private import outside_dispatch_modes
 
+Parts = list[tuple[dict[str, Any], int]]  # of each metric inside: its declared states, and the number of updates
+Exported = tuple[Parts, dict[str, Any]]  # on the host; and the plain attributes that updates have changed
 
-class Held(Protocol):
+
+class MetricState(Protocol):
     """A metric, and what the program does with its state."""
 
     metric: Any
@@ -53,7 +58,7 @@ class Held(Protocol):
         ...
 
 
-def hold(metric: Any, setting: str) -> Held:
+def hold(metric: Any, setting: str) -> MetricState:
     """setting: what names the metric, for messages. Raises UserError for an object that is no metric."""
     lacking = [name for name in ("update", "compute", "reset") if not callable(getattr(metric, name, None))]
     if lacking:
@@ -62,12 +67,22 @@ def hold(metric: Any, setting: str) -> Held:
             "update(...), compute() and reset()"
         )
     if isinstance(metric, nn.Module) and any(map(_declares_states, metric.modules())):
-        return DeclaredStates(metric)
+        _refuse_running(metric, setting)
+        return DeclaredStates(metric, setting)
     return WholeObject(metric, setting)
 
 
 def _declares_states(module: nn.Module) -> bool:
     return isinstance(getattr(module, "_reductions", None), dict)
+
+
+def _refuse_running(metric: nn.Module, setting: str) -> None:
+    for part in metric.modules():
+        if any(kind.__module__ == "torchmetrics.wrappers.running" for kind in type(part).__mro__):
+            raise UserError(
+                f"{setting}: a {type(part).__name__} is of the last updates, and how many samples these have follows "
+                "from the memory; use the metric without it, which is of all samples"
+            )
 
 
 def _never() -> bool:
@@ -81,52 +96,96 @@ class DeclaredStates:
     gradients' process group and without a vote; and it takes the states of ranks without a sample for zeros.
     """
 
-    def __init__(self, metric: nn.Module):
+    def __init__(self, metric: nn.Module, setting: str):
         self.metric: Any = metric
+        self._setting = setting
         for part in self._parts():
             part.distributed_available_fn = _never  # otherwise `compute` merges once more
+        try:
+            self._plain = PlainAttributes(metric)
+        except Exception as error:  # whatever attributes raise
+            raise _not_copied(metric, setting, error) from error
 
     def _parts(self) -> list[Any]:
         return [module for module in self.metric.modules() if _declares_states(module)]
 
-    def take(self) -> list[tuple[dict[str, Any], int]]:
+    def take(self) -> tuple[Parts, dict[str, Any]]:
         """Copies of tensors, which an update may write in place; lists only grow, so that their items stay as is."""
+        return self._states(), self._plain.take()
+
+    def _states(self) -> Parts:
         return [
             ({name: _copied(getattr(part, name)) for name in part._reductions}, part._update_count)
             for part in self._parts()
         ]
 
-    def restore(self, state: list[tuple[dict[str, Any], int]]) -> None:
-        for part, (values, count) in zip(self._parts(), state, strict=True):
+    def restore(self, state: tuple[Parts, dict[str, Any]]) -> None:
+        states, plain = state
+        for part, (values, count) in zip(self._parts(), states, strict=True):
             for name, value in values.items():
                 setattr(part, name, value)
             part._update_count, part._computed = count, None
+        self._plain.restore(plain)
 
     def tensors(self) -> list[Tensor]:
         states = tensors_in([getattr(part, name) for part in self._parts() for name in part._reductions])
-        return [*states, *self.metric.parameters(), *self.metric.buffers()]
+        plain = list(held_tensors([self._plain.values()], with_modules=True))
+        return [*states, *self.metric.parameters(), *self.metric.buffers(), *plain]
 
-    def tensors_of(self, state: list[tuple[dict[str, Any], int]]) -> list[Tensor]:
-        return tensors_in([values for values, _ in state])
+    def tensors_of(self, state: tuple[Parts, dict[str, Any]]) -> list[Tensor]:
+        states, plain = state
+        return [*tensors_in([values for values, _ in states]), *held_tensors([plain], with_modules=True)]
 
-    def exported(self) -> list[tuple[dict[str, Any], int]]:
+    def exported(self) -> Exported:
+        self._share_groups()
+        on_host = [({name: _on_host(value) for name, value in own.items()}, count) for own, count in self._states()]
+        return on_host, self._plain.changed()
+
+    def _share_groups(self) -> None:
         for collection in self.metric.modules():
             share: Callable[[], None] | None = getattr(collection, "_compute_groups_create_state_ref", None)
             if share is not None:  # only one metric of each group is updated; the others follow when they are asked
                 share()
-        return [({name: _on_host(value) for name, value in values.items()}, count) for values, count in self.take()]
 
     def computed(self) -> Any:
-        return self.merged([self.exported()])  # on the host: what is kept in lists may be too large to be joined here
+        with self._on_cpu():
+            return self.metric.compute()
 
-    def merged(self, by_rank: list[list[tuple[dict[str, Any], int]]]) -> Any:
+    def merged(self, by_rank: list[Exported]) -> Any:
+        flags = self._agreed_flags(by_rank)
+        with self._on_cpu():
+            self.metric.reset()
+            for part, states in zip(self._parts(), zip(*(states for states, _ in by_rank), strict=True), strict=True):
+                _merge_into(part, list(states))
+            self._plain.assign(flags)
+            return self.metric.compute()
+
+    def _agreed_flags(self, by_rank: list[Exported]) -> dict[str, Any]:
+        """The plain attributes that updates have changed, the same on all ranks that have had one. Raises UserError for
+        others.
+        """
+        updated = [plain for states, plain in by_rank if any(count for _, count in states)]
+        for name in {name: None for plain in updated for name in plain}:
+            values = [plain.get(name) for plain in updated]
+            if not all(is_flag(value) and value == values[0] for value in values):
+                raise UserError(
+                    f"{self._setting}: on several ranks each has a part of the samples, and nothing says how the "
+                    f"attribute {name} of a {type(self.metric).__name__} is merged, which its update changes; declare "
+                    "it with add_state(..., dist_reduce_fx=...)"
+                )
+        return updated[0] if updated else {}
+
+    @contextlib.contextmanager
+    def _on_cpu(self) -> Iterator[None]:
+        """With its state on the host, where lists that are too large for the device can be joined; restored after."""
+        self._share_groups()
         own, device = self.take(), self._parts()[0].device
         try:
-            self.metric.reset()
             self.metric.to("cpu")
-            for part, states in zip(self._parts(), zip(*by_rank, strict=True), strict=True):
-                _merge_into(part, list(states))
-            return self.metric.compute()
+            self._plain.to_host()
+            for part in self._parts():
+                part._computed = None
+            yield
         finally:
             self.restore(own)  # first: what all ranks have gathered may be too large for the device
             self.metric.to(device)
@@ -159,6 +218,13 @@ def _merge_into(part: Any, states: list[tuple[dict[str, Any], int]]) -> None:
     part._update_count, part._computed = sum(count for _, count in states), None
 
 
+def _not_copied(metric: Any, setting: str, error: Exception) -> UserError:
+    return UserError(
+        f"{setting}: a {type(metric).__name__} cannot be copied ({error}), as it must be so that an update that runs "
+        "out of memory can be undone; keep locks, files and the like out of its attributes"
+    )
+
+
 class WholeObject:
     """A metric of another kind. `take` copies all of it, once per batch."""
 
@@ -167,10 +233,7 @@ class WholeObject:
         try:
             self.take()
         except Exception as error:  # whatever its attributes raise
-            raise UserError(
-                f"{setting}: a {type(metric).__name__} cannot be copied ({error}), as it must be so that an update "
-                "that runs out of memory can be undone; keep locks, files and the like out of its attributes"
-            ) from error
+            raise _not_copied(metric, setting, error) from error
 
     def take(self) -> Any:
         with outside_dispatch_modes():  # torch cannot copy a tensor that was there before a trace inside it

@@ -12,25 +12,27 @@ import torch
 from torch import Tensor
 
 from trainapp.errors import UserError
-from trainapp.hooks.metric_states import Held, hold
+from trainapp.hooks.metric_states import MetricState, hold
 from trainapp.parallel.ranks import Ranks
 
 EVERY = "*"  # under this name a task passes arguments to all configured metrics that it does not name
 MOST_VALUES = 100  # of a vector that is logged as one number each
 
 
-def logged(name: str, metric: str) -> str:
-    """How a metric of the validation set `name` is logged: `eval_NAME/loss`; `loss` of the data's own split, ""."""
+def logged_name(name: str, metric: str) -> str:
+    """The name under which a metric of the validation set `name` is logged: `eval_NAME/loss`; `loss` of the data's own
+    split, "".
+    """
     return f"eval_{name}/{metric}" if name else metric
 
 
-def asked(metric: str) -> str:
-    """How settings name a metric that is logged as `eval_NAME/loss`: `NAME/loss`."""
+def setting_name(metric: str) -> str:
+    """The name that settings use for a metric that is logged as `eval_NAME/loss`: `NAME/loss`."""
     return metric.removeprefix("eval_") if "/" in metric else metric
 
 
-def as_logged(metric: str, known: Collection[str]) -> str:
-    """The inverse of `asked`. known: names that are logged."""
+def logged_name_of(metric: str, known: Collection[str]) -> str:
+    """The inverse of `setting_name`. known: names that are logged."""
     return f"eval_{metric}" if metric not in known and f"eval_{metric}" in known else metric
 
 
@@ -38,7 +40,7 @@ class StatefulMetrics:
     """The metrics of a run's evaluations, by name. Raises UserError for an object that is none."""
 
     def __init__(self, metrics: Mapping[str, Any] | None = None):
-        self._held: dict[str, Held] = {
+        self._held: dict[str, MetricState] = {
             name: hold(metric, f"metrics.{name}") for name, metric in (metrics or {}).items()
         }
         self._updated: set[str] = set()

@@ -4,7 +4,7 @@ writes.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -14,7 +14,8 @@ from trainapp.config.validation import PositiveInt, Str
 from trainapp.errors import UserError
 from trainapp.files import atomic_write
 from trainapp.hooks.callbacks import View, labels_of
-from trainapp.hooks.metrics import logged
+from trainapp.hooks.class_dim import ClassDim
+from trainapp.hooks.metrics import logged_name
 
 SHOWN = 60  # characters of a cell in the trackers' table
 
@@ -29,18 +30,23 @@ class Rows:
 class FirstPredictions:
     """A metric that keeps target and prediction of the first `samples`: of logits the likeliest class and its
     probability, of other outputs the output itself.
+
+    class_dim: of the logits, where their shape may be read both ways; None: then as the task has it, if it is built in.
     """
 
-    def __init__(self, samples: PositiveInt = 8):
-        self.samples = samples
+    def __init__(self, samples: PositiveInt = 8, class_dim: Literal[1, -1] | None = None):
+        self.samples, self.class_dim = samples, ClassDim(class_dim)
         self._rows: list[dict[str, Any]] = []
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
-        """outputs: logits [B, ..., classes] for integer targets [B, ...]; else values, kept as they are."""
+        """outputs: logits [B, ..., classes] or [B, classes, ...] for integer targets [B, ...]; else values, kept as
+        they are. Raises ValueError for shapes that may be read both ways.
+        """
         left = self.samples - len(self._rows)
         if left > 0:
-            pairs = zip(outputs[:left].float().cpu(), targets[:left].cpu(), strict=True)
-            self._rows += [_row(output, target) for output, target in pairs]
+            outputs, targets = outputs[:left].float().cpu(), targets[:left].cpu()
+            dim = self.class_dim.of(outputs, targets)
+            self._rows += _values(outputs, targets) if dim is None else _classes(outputs.movedim(dim, -1), targets)
 
     def merge(self, other: "FirstPredictions") -> None:
         self._rows = (self._rows + other._rows)[: self.samples]  # of a data set ranks have consecutive parts
@@ -52,11 +58,17 @@ class FirstPredictions:
         self._rows = []
 
 
-def _row(output: Tensor, target: Tensor) -> dict[str, Any]:
-    if target.is_floating_point() or output.ndim != target.ndim + 1 or output.shape[-1] == 1:
-        return {"target": target.tolist(), "prediction": output.tolist()}
-    probability, prediction = torch.softmax(output, -1).max(-1)
-    return {"target": target.tolist(), "prediction": prediction.tolist(), "probability": probability.tolist()}
+def _values(outputs: Tensor, targets: Tensor) -> list[dict[str, Any]]:
+    pairs = zip(outputs, targets, strict=True)
+    return [{"target": target.tolist(), "prediction": output.tolist()} for output, target in pairs]
+
+
+def _classes(logits: Tensor, targets: Tensor) -> list[dict[str, Any]]:
+    parts = zip(targets, *reversed(torch.softmax(logits, -1).max(-1)), strict=True)
+    return [
+        {"target": target.tolist(), "prediction": prediction.tolist(), "probability": probability.tolist()}
+        for target, prediction, probability in parts
+    ]
 
 
 class SamplePredictions:
@@ -86,7 +98,7 @@ class SamplePredictions:
         folder.mkdir(exist_ok=True)
         with atomic_write(folder / f"{name}{'_' if name else ''}step_{view.step:08d}.jsonl") as file:
             file.writelines(strict_json.dumps(row) + "\n" for row in rows)
-        view.tracker.text(logged(name, "predictions"), as_table(rows), view.step)
+        view.tracker.text(logged_name(name, "predictions"), as_table(rows), view.step)
 
 
 def _readable(row: dict[str, Any], data: Any) -> dict[str, Any]:

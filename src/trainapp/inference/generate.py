@@ -23,7 +23,7 @@ from trainapp.inference.decoder import Decoder, context_of, decoder_of
 from trainapp.inference.drawing import Uniform, draw
 from trainapp.inference.lines import opened
 from trainapp.inference.tokens import Codec, ends_of_text
-from trainapp.train.losses import classification
+from trainapp.train.losses import classification, has_embeddings
 from trainapp.train.run import Run
 
 log = logging.getLogger(__name__)
@@ -38,10 +38,12 @@ def generate(run: Run) -> None:
     """
     begin(run)
     settings, data, model = run.config.generate, run.batches.dataset, run.strategy.model
-    if getattr(run.task, "unchecked", run.task) is classification:
+    task = getattr(run.task, "unchecked", run.task)
+    if task is classification or has_embeddings(task):
+        what = "predicts classes" if task is classification else "makes embeddings of its inputs"
         raise UserError(
-            f"mode=generate with task={run.config.task}: the run's model predicts classes; use mode=predict, or a run "
-            "whose model predicts next tokens"
+            f"mode=generate with task={run.config.task}: the run's model {what}; use mode=predict, or a run whose "
+            "model predicts next tokens"
         )
     codec, ends = Codec(data), ends_of_text(settings, data, model)
     prompts = [codec.encode(prompt, number) for number, prompt in enumerate(settings.prompts)]

@@ -40,9 +40,18 @@ class Lines:
             ) from None
         self.done += len(rows)
 
+    def sync(self) -> None:
+        """Wait until the lines are on the disk, and others see them."""
+        os.fsync(self._file.fileno())
+
+    def remove(self) -> None:
+        """The lines are in another file."""
+        Path(self._file.name).unlink(missing_ok=True)
+        _facts(self.path).unlink(missing_ok=True)
+
     def publish(self) -> None:
         """All lines are written: give the file its name, in place of an older one."""
-        os.fsync(self._file.fileno())
+        self.sync()
         os.replace(self._file.name, self.path)
         _facts(self.path).unlink(missing_ok=True)
 

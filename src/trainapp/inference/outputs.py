@@ -11,12 +11,17 @@ from torch import Tensor, nn
 from trainapp.data.micro_batch import MicroBatch
 from trainapp.errors import UserError
 from trainapp.hooks.callbacks import labels_of
-from trainapp.train.losses import IGNORED, is_built_in
+from trainapp.hooks.class_dim import ClassDim
+from trainapp.train.losses import IGNORED, class_dim
 from trainapp.train.model_inputs import beside_inputs
 
 WHAT_TO_DO = (
     "give the task a method `predict(model, batch)` that returns a tensor whose first dimension is the samples, or a "
     "dict, list or tuple of such"
+)
+
+WHICH_CLASSES = (
+    "give the task a method `predict(model, batch)` that returns the classes, logits.argmax(1) or logits.argmax(-1)"
 )
 
 
@@ -32,13 +37,19 @@ class Predictor:
     names: Sequence[str]
     is_checked: bool = False
 
+    def __post_init__(self) -> None:
+        self._class_dim = ClassDim(class_dim(self.task), WHICH_CLASSES)
+
     def rows(self, model: nn.Module, micro: MicroBatch) -> list[dict[str, Any]]:
         """One per sample. Raises UserError for outputs that are not of single samples."""
         output = self._output(model, micro.data)
         self._require_per_sample(model, output, micro)
         targets = _targets(micro.data)
-        if self._is_of_classes(output, targets):
-            return [self._named(row) for row in _classified(output, targets)]
+        dim = self._dim_of_classes(output, targets)
+        if dim is not None:
+            is_image = dim == 1 and output.ndim > 3  # keeps its shape, whatever counts
+            rows = _classified(output.movedim(dim, -1), None if is_image else targets)
+            return [self._named(row) for row in rows]
         plain = _plain(output)
         return [{"prediction": _row(plain, number)} for number in range(micro.samples)]
 
@@ -83,14 +94,17 @@ class Predictor:
         _require_leading(self._output(model, micro.piece(0, half)), half, self.setting)
         self.is_checked = True
 
-    def _is_of_classes(self, output: Any, targets: Any) -> bool:
+    def _dim_of_classes(self, output: Any, targets: Any) -> int | None:
+        """None for an output without logits of classes. Raises UserError where its shape may be read both ways."""
         if not (isinstance(output, Tensor) and output.is_floating_point() and output.ndim > 1):
-            return False
-        if output.shape[-1] == 1:  # one value per sample, such as the logit of yes or no
-            return False
+            return None
         if not isinstance(targets, Tensor):
-            return is_built_in(self.task)
-        return not targets.is_floating_point() and targets.ndim == output.ndim - 1
+            dim = class_dim(self.task)
+            return None if dim is None or output.shape[dim] == 1 else dim
+        try:
+            return self._class_dim.of(output, targets)
+        except ValueError as error:
+            raise UserError(f"mode=predict with task={self.setting}: {error}") from None
 
     def _named(self, row: dict[str, Any]) -> dict[str, Any]:
         number = row["prediction"]

@@ -1,6 +1,6 @@
 """A process that is the caller's, such as a notebook's: a run from Python leaves it as it was.
 
-What malloc has been told stays (see `host_guard`), as do modules that were imported.
+What stays: the settings of malloc (see `host_guard`), and the modules that were imported.
 """
 
 import contextlib
@@ -56,6 +56,7 @@ def _switches_of_torch() -> Iterator[None]:
     import torch
 
     from trainapp.rng import preserved_rng
+    from trainapp.torch_modes import without_modes
 
     uses_cuda, cudnn = torch.cuda.is_initialized(), torch.backends.cudnn
     deterministic = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
@@ -63,12 +64,8 @@ def _switches_of_torch() -> Iterator[None]:
     products, kernels = torch.get_float32_matmul_precision(), (cudnn.allow_tf32, cudnn.benchmark, cudnn.deterministic)
     share = torch.cuda.get_per_process_memory_fraction() if uses_cuda else 1.0
     try:
-        # A caller's `no_grad` would train nothing.
-        with (
-            preserved_rng(torch.device("cuda" if uses_cuda else "cpu")),
-            torch.inference_mode(False),
-            torch.enable_grad(),
-        ):
+        # A caller's `no_grad` would train nothing, and an autocast in other numbers than `precision` says.
+        with without_modes(), preserved_rng(torch.device("cuda" if uses_cuda else "cpu")):
             yield
     finally:
         torch.use_deterministic_algorithms(deterministic[0], warn_only=deterministic[1])

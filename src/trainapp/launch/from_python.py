@@ -26,12 +26,13 @@ if TYPE_CHECKING:
 
 _LENGTH = struct.Struct("!Q")
 _LOOK_EVERY = 0.1  # seconds: how soon a signal is passed on
-_alone = threading.Lock()
 log = logging.getLogger(__name__)
 
 
 def run(config: Config) -> "Result":
-    """Train or predict as `config` says, which has an absolute `run_dir`. See `trainapp.train`."""
+    """Train or predict as `config` says, which has an absolute `run_dir`. See `trainapp.train`. Call inside
+    `alone.running`.
+    """
     function = f"trainapp.{config.mode}"
     if environment.is_one_of_many_ranks():
         raise UserError(
@@ -43,18 +44,6 @@ def run(config: Config) -> "Result":
             f"{function}: parallel.nodes={config.parallel.nodes} is started on each node by its command line, "
             f"{config.command}"
         )
-    if not _alone.acquire(blocking=False):
-        raise UserError(
-            f"{function}: another run is in progress in this process, whose generators and limits it would share; "
-            "wait for its end, or start a process for each"
-        )
-    try:
-        return _result(config)
-    finally:
-        _alone.release()
-
-
-def _result(config: Config) -> "Result":
     run_dir = Path(config.run_dir)
     before = _written_at(run_dir)
     try:

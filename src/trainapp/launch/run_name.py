@@ -18,10 +18,12 @@ def register() -> None:
     OmegaConf.register_new_resolver("by_mode", by_mode, replace=True)
 
 
-def by_mode(of_run: str, of_plan: str, *, _root_: DictConfig) -> str:
-    """The second name for `mode=plan`: whatever chose the mode, Hydra then writes none of a run's files."""
+def by_mode(of_run: str, of_plan: str, of_lr_find: str, *, _root_: DictConfig) -> str:
+    """The second name for `mode=plan`, the third for `mode=lr_find`: whatever chose the mode, Hydra then writes none of
+    a run's files.
+    """
     mode = OmegaConf.select(_root_, "mode", throw_on_resolution_failure=False)
-    return of_plan if mode == "plan" else of_run
+    return {"plan": of_plan, "lr_find": of_lr_find}.get(str(mode), of_run)
 
 
 def default_run_name(run_id: str | None = None) -> str:

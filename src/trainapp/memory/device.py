@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from trainapp.config.schema import Memory
 from trainapp.errors import UserError
-from trainapp.memory.kept import Kept
+from trainapp.memory.kept import KeptStorages
 from trainapp.memory.kinds import MemoryKind
 from trainapp.memory.live_tensors import Events, Kinds, ModulePath, Resident
 from trainapp.optim.on_host import copies_of
@@ -86,7 +86,7 @@ class DeviceMemory:
         self.peak = self.peak_reserved = 0  # of the whole run
         self.out_of_memory_count = 0
         self.module_path = ModulePath()
-        self.kept = Kept()  # of the run; where live tensors are counted
+        self.kept = KeptStorages()  # of the run; where live tensors are counted
         self.kept_before = 0  # bytes of it at the beginning of the last watched block
         self.watching = False
         self.compiles = False  # `train.compile`: watched work runs uncompiled

@@ -43,7 +43,7 @@ class WeakStorages:
                 yield storage
 
 
-class Kept:
+class KeptStorages:
     """Of one run: the storages that exist between watched blocks.
 
     owned: the tensors that model and task hold in plain attributes. They are looked up before each block, since blocks

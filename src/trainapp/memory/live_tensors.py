@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainapp.memory.kept import Kept, WeakStorages
+from trainapp.memory.kept import KeptStorages, WeakStorages
 from trainapp.memory.kinds import MemoryKind
 from trainapp.parallel.dtensor import local
+from trainapp.torch_operators import ASKS_DEVICE
 from trainapp.torch_private import DispatchMode, ForwardModuleTracker, storage_id
 from trainapp.units import bytes_text
 
@@ -65,7 +66,7 @@ class LiveTensors(DispatchMode):
         for kind, tensors in resident.items():
             self._register(kind, self._storages_of(tensors), may_be_ignored=kind is MemoryKind.BATCH)
 
-    def register_kept(self, kept: Kept) -> int:
+    def register_kept(self, kept: KeptStorages) -> int:
         """Count what has been kept from earlier work, after `register`. Returns its bytes. Raises MemoryLimitExceeded
         as that does.
         """
@@ -107,6 +108,8 @@ class LiveTensors(DispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is ASKS_DEVICE:
+            return args[0].device
         if self._gathered:
             self._note_emptied()
         result = func(*args, **(kwargs or {}))

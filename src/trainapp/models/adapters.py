@@ -10,8 +10,8 @@ import hashlib
 import logging
 import warnings
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +34,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Base:
-    """The frozen part of a model with adapters: its parameters by name, and a digest of their values."""
+    """The frozen part of a model with adapters: its parameters by name, and a digest of their values.
+
+    buffers: the digest of each, which training may change all the same (BatchNorm's statistics).
+    """
 
     names: frozenset[str]
     digest: str  # empty in a trace
+    buffers: Mapping[str, str] = field(default_factory=dict)
 
 
 _bases: "weakref.WeakKeyDictionary[nn.Module, Base]" = weakref.WeakKeyDictionary()
@@ -70,9 +74,10 @@ def add_lora(model: nn.Module, settings: Adapter) -> None:
 
     Raises UserError for names that the model does not have, and where peft is missing.
     """
-    peft = _require_peft()
+    peft = require_peft()
     trained = transformers_models.heads(model) if settings.train == "auto" else list(settings.train)
     _require_modules(model, trained, "adapter.train")
+    _require_all_trained(model, trained)
     options = peft.LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,
@@ -97,7 +102,8 @@ def add_lora(model: nn.Module, settings: Adapter) -> None:
             if parameter.dtype != dtype:
                 parameter.data = parameter.data.to(dtype)
     base = {name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
-    _bases[model] = Base(frozenset(base), _digest(base))
+    buffers = {name: digest_of({name: buffer}) for name, buffer in model.named_buffers()}
+    _bases[model] = Base(frozenset(base), digest_of(base), buffers)
     count = sum(p.numel() for p in model.parameters() if p.requires_grad)
     total = sum(p.numel() for p in model.parameters())
     log.info("adapter=lora: %d of %d parameters are trained (%.2f%%)", count, total, 100 * count / total)
@@ -124,9 +130,13 @@ def require_same_base(model: nn.Module, saved: str | None) -> None:
 
 def merge(model: nn.Module) -> None:
     """Add the adapters to the weights beside which they were trained, in place. The model is then as without them, in
-    names and classes, and cannot be trained on.
+    names and classes, and cannot be trained on. A base in bf16 becomes fp32 first: rounded to bf16, the sum would lose
+    most of what was learned.
     """
-    peft = _require_peft()
+    peft = require_peft()
+    for parameter in model.parameters():
+        if parameter.dtype == torch.bfloat16:
+            parameter.data = parameter.data.float()
     layer_kind = peft.tuners.tuners_utils.BaseTunerLayer
     wrapper_kind = peft.utils.ModulesToSaveWrapper
     for name, module in list(model.named_modules()):
@@ -146,18 +156,6 @@ def merge(model: nn.Module) -> None:
     vars(model).pop("peft_config", None)
 
 
-def exported(model: nn.Module) -> tuple[dict[str, Tensor], Any]:
-    """The adapters and what is trained beside them, by the names that `PeftModel.from_pretrained` reads, and peft's
-    configuration of them.
-    """
-    peft = _require_peft()
-    settings = model.peft_config["default"]  # set by peft
-    # Otherwise it would ask the hub about the base's embeddings.
-    options = {"state_dict": model.state_dict(keep_vars=True), "save_embedding_layers": False}
-    trained = peft.get_peft_model_state_dict(model, **options)
-    return {f"base_model.model.{name}": tensor for name, tensor in trained.items()}, settings
-
-
 def _targets(model: nn.Module, settings: Adapter) -> list[str]:
     if settings.targets != "auto":
         _require_modules(model, settings.targets, "adapter.targets")
@@ -171,6 +169,20 @@ def _targets(model: nn.Module, settings: Adapter) -> list[str]:
     short = sorted({name.rpartition(".")[2] for name in found})
     named = [name for name, _ in model.named_modules() if name.rpartition(".")[2] in short]
     return short if sorted(named) == sorted(found) else found
+
+
+def _require_all_trained(model: nn.Module, trained: Iterable[str]) -> None:
+    """Raises UserError for layers that are neither pretrained nor to be trained: peft, opening an export, would draw
+    others.
+    """
+    names = tuple(trained)
+    owners = dict.fromkeys(name.rpartition(".")[0] for name in transformers_models.drawn(model))
+    left = [own for own in owners if not any(f".{name}." in f".{own}." for name in names)]
+    if left:
+        raise UserError(
+            f"adapter=lora: {listed(left)} of {type(model).__name__} are new for this task, and would stay as they are "
+            f"drawn; train them, with adapter.train=[{','.join(dict.fromkeys([*names, *left]))}]"
+        )
 
 
 def _is_linear(module: nn.Module) -> bool:
@@ -188,9 +200,9 @@ def _require_modules(model: nn.Module, wanted: list[str], setting: str) -> None:
 
 
 @torch.no_grad()
-def _digest(base: dict[str, nn.Parameter]) -> str:
+def digest_of(base: Mapping[str, Tensor]) -> str:
     """Of names, dtypes, shapes and bits. Two passes over the memory: a second for 10 GB."""
-    if is_tracing() or any(parameter.is_meta for parameter in base.values()):
+    if is_tracing() or any(tensor.is_meta or tensor.layout is not torch.strided for tensor in base.values()):
         return ""
     digest = hashlib.sha256()
     for name, parameter in sorted(base.items()):
@@ -199,7 +211,8 @@ def _digest(base: dict[str, nn.Parameter]) -> str:
     return digest.hexdigest()
 
 
-def _require_peft() -> Any:
+def require_peft() -> Any:
+    """The package. Raises UserError, with the command that installs it, where it is missing."""
     try:
         import peft
     except ImportError as error:

@@ -211,7 +211,13 @@ class GPT(nn.Module):
         """
         if inputs.ndim != 2 or inputs.is_floating_point():
             raise ValueError(f"expected token ids [B, T], got {inputs.dtype} {list(inputs.shape)}")
-        if inputs.shape[1] + (0 if cache is None else cache.length) > self.context_length:
+        cached = 0 if cache is None else cache.length
+        if cached and cached + inputs.shape[1] > self.context_length:
+            raise ValueError(
+                f"{cached} tokens in the cache and {inputs.shape[1]} more are longer than model.context_length="
+                f"{self.context_length}: write fewer tokens, or start with a new cache"
+            )
+        if inputs.shape[1] > self.context_length:
             raise ValueError(
                 f"data.context_length={inputs.shape[1]} is longer than model.context_length="
                 f"{self.context_length}: raise the model's or lower the data's"

@@ -4,21 +4,19 @@ The model is Transformers' own, with its names: what is exported is what `from_p
 says how the rest of the program reads it.
 """
 
-import inspect
 import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from trainapp.config.validation import Bool, NonNegativeInt, PositiveInt, Str, suggest
 from trainapp.errors import UserError
-from trainapp.models import transformers_models
-from trainapp.rng import preserved_rng
+from trainapp.models import model_checks, transformers_models
+from trainapp.models.pretrained import pretrained
 from trainapp.torch_private import is_tracing
-from trainapp.units import listed
 
 log = logging.getLogger(__name__)
 
@@ -74,12 +72,13 @@ def build(
         if path is None or is_tracing():  # a trace has no values to load
             model: Any = kind.from_config(settings, dtype=torch.float32, **options)
         else:
-            model = _pretrained(
-                kind, path, settings, options | {"revision": revision or "main"}, num_classes is not None
-            )
+            options |= {"revision": revision or "main", "dtype": torch.float32}
+            model = pretrained(kind, _place(path), settings, options, num_classes is not None)
     except (ValueError, OSError, ImportError) as error:
         raise UserError(f"{_named(config, path)}: {_first_lines(error)}") from error
     transformers_models.prepare(model, packed)
+    if task == "causal_lm":
+        model_checks.require_causal(model)
     _require_embeddings(model, vocab_size, path)
     text = model.config.get_text_config()
     if num_classes is not None and pad_token_id is not None:
@@ -87,25 +86,9 @@ def build(
         # "no gradient".
         text.pad_token_id = pad_token_id
     if packed:
-        require_documents_apart(model)
+        model_checks.require_documents_apart(model)
     built: nn.Module = model
     return built
-
-
-def _pretrained(kind: Any, path: str, settings: Any, options: dict[str, Any], is_classifier: bool) -> Any:
-    """With the weights of a folder or of the hub. A classifier with another number of classes gets a new last layer,
-    which Transformers' own report names. Raises UserError where other weights have another shape.
-    """
-    options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
-    model, report = kind.from_pretrained(_place(path), config=settings, dtype=torch.float32, **options)
-    new = transformers_models.heads(model) if is_classifier else []
-    wrong = sorted(name for name, *_ in report["mismatched_keys"] if name.partition(".")[0] not in new)
-    if wrong:
-        raise UserError(
-            f"model.path={path}: model.config asks for other shapes of {listed(wrong)} than there are; leave those "
-            "settings out"
-        )
-    return model
 
 
 def require_transformers(setting: str) -> Any:
@@ -183,8 +166,8 @@ def _follow_data(
             f"model.config.vocab_size={text.vocab_size}: the data has {vocab_size} tokens; leave it out, or use the "
             "model's own tokenizer"
         )
-    longest = getattr(text, "max_position_embeddings", None)
-    if context_length is not None and isinstance(longest, int) and longest < context_length:
+    longest = transformers_models.positions_of(settings)
+    if context_length is not None and longest is not None and longest < context_length:
         if not is_new or "max_position_embeddings" in given:
             raise UserError(
                 f"data.context_length={context_length}: the model has positions for {longest} tokens "
@@ -235,42 +218,3 @@ def _require_embeddings(model: Any, vocab_size: int | None, path: str | None) ->
             f"model.path={path}: it has embeddings of {embeddings.num_embeddings} tokens, the data has {vocab_size}; "
             "use the model's own tokenizer (data.tokenizer)"
         )
-
-
-@torch.no_grad()
-def require_documents_apart(model: nn.Module) -> None:
-    """Raises UserError for a model in which packed documents, told apart by their positions, see each other.
-
-    Compares two short documents in one sequence with the second by itself. A trace has no values to compare.
-    """
-    name, setting = type(model).__name__, "data.pack=true"
-    if "position_ids" not in inspect.signature(model.forward).parameters:
-        raise UserError(f"{setting}: {name} takes no position_ids, which tell documents apart; use data.pack=false")
-    given: Any = model
-    if "flash" in str(getattr(given.config, "_attn_implementation", "")):
-        raise UserError(
-            f"{setting} with model.attention=flash_attention_2: it keeps documents apart only in micro-batches of one "
-            "sample; use model.attention=sdpa"
-        )
-    parameter = next(model.parameters())
-    if is_tracing() or parameter.is_meta:
-        return
-    was_training, device = model.training, parameter.device
-    model.eval()
-    with preserved_rng(device):
-        first, second = torch.tensor([[0, 1, 2]], device=device), torch.tensor([[2, 0, 1]], device=device)
-        positions = torch.tensor([[0, 1, 2, 0, 1, 2]], device=device)
-        together = _logits(model(torch.cat([first, second], 1), position_ids=positions))[:, 3:]
-        alone = _logits(model(second, position_ids=positions[:, :3]))
-    model.train(was_training)
-    if not torch.allclose(together, alone, rtol=1e-2, atol=1e-4 * float(alone.abs().max())):
-        raise UserError(
-            f"{setting}: in {name} a packed document changes what the next one computes (by "
-            f"{float((together - alone).abs().max()):.2g}): its attention does not follow position_ids; use "
-            "data.pack=false, or model.attention=sdpa"
-        )
-
-
-def _logits(output: Any) -> Tensor:
-    logits: Tensor = output.logits if hasattr(output, "logits") else output[0]
-    return logits.float()

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from trainapp.torch_private import is_fake, is_tracing
 
-# Configurations whose `use_cache` is off while a model trains, with the value that is published: by model.
+_drawn: "weakref.WeakKeyDictionary[nn.Module, list[str]]" = weakref.WeakKeyDictionary()  # tensors: see `note_drawn`
 _packed: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()  # models of sequences that hold several documents
+# Configurations whose `use_cache` is off while a model trains, with the value that is published: by model.
 _caches: "weakref.WeakKeyDictionary[nn.Module, list[tuple[Any, Any]]]" = weakref.WeakKeyDictionary()
 
 
@@ -133,3 +134,27 @@ def heads(model: nn.Module) -> list[str]:
     return [
         name for name, child in model.named_children() if child is not base and any(True for _ in child.parameters())
     ]
+
+
+def is_of_task(model: nn.Module, name: str) -> bool:
+    """Whether a tensor belongs to what a task adds to the model's body: a layer beside it, or its pooler."""
+    given: Any = model
+    base = given.base_model
+    inside = "" if base is model else f"{given.base_model_prefix}."
+    return not name.startswith(inside) or name.removeprefix(inside).startswith("pooler.")
+
+
+def note_drawn(model: nn.Module, names: list[str]) -> None:
+    """These tensors are not pretrained, though the others are."""
+    _drawn[model] = names
+
+
+def drawn(model: nn.Module) -> list[str]:
+    """The tensors of a pretrained model that are not pretrained."""
+    return _drawn.get(model, [])
+
+
+def positions_of(config: Any) -> int | None:
+    """The longest sequence that a model reads; None where it has no limit (for which XLNet has -1)."""
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return longest if isinstance(longest, int) and longest > 0 else None

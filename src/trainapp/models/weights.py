@@ -1,6 +1,7 @@
 """Loads a model's initial weights from a file."""
 
 import contextlib
+import json
 import logging
 import pickle
 import re
@@ -21,14 +22,16 @@ from trainapp.units import listed
 log = logging.getLogger(__name__)
 
 WRAPPER_KEYS = ("model", "state_dict", "model_state_dict")  # where training checkpoints keep the weights
+INDEX = ".safetensors.index.json"  # how the name of an index ends: which tensor is in which file
 WRAPPER_PREFIXES = ("module.", COMPILED_PREFIX)  # put before every name by DDP and torch.compile
 
 
 def load_weights(model: nn.Module, path: str | Path, strict: bool = True) -> list[str]:
     """Copies the tensors of a file into the model's parameters and buffers of the same names.
 
-    path: `*.safetensors`, or what `torch.save(state_dict)` wrote. The state dict may be wrapped as
-    `{"model": ...}` or `{"state_dict": ...}`, and its names by DDP or torch.compile. No code in the file is executed.
+    path: `*.safetensors`, a folder or an index of several such files in the Hub's layout, or what
+    `torch.save(state_dict)` wrote. The state dict may be wrapped as `{"model": ...}` or `{"state_dict": ...}`, and its
+    names by DDP or torch.compile. No code in the file is executed.
     strict: whether every name and shape must match. False leaves parameters that the file lacks, or has in
     another shape, as they are, and passes over what the model lacks.
     Returns the model's names that were not loaded: empty when strict.
@@ -104,11 +107,10 @@ def _read(path: Path) -> Mapping[str, Any]:
             f"is a training checkpoint; write its weights to a file first, with mode=export "
             f"checkpointing.resume={folder} and the model's settings, and give that model.safetensors"
         )
-    if not path.is_file():
-        raise UserError("is not a file; give the .safetensors or .pt file with the weights")
+    files = _safetensors_of(path)
     try:
-        if path.suffix == ".safetensors":
-            return safetensors.torch.load_file(path)
+        if files:
+            return {name: tensor for file in files for name, tensor in safetensors.torch.load_file(file).items()}
         # only the zip format can be mapped: its tensors are then read once, straight into the model
         mapped = zipfile.is_zipfile(path)
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
@@ -120,6 +122,25 @@ def _read(path: Path) -> Mapping[str, Any]:
     if not isinstance(content, Mapping):
         raise UserError(f"holds a {type(content).__name__}, not a state dict; save model.state_dict()")
     return content
+
+
+def _safetensors_of(path: Path) -> list[Path]:
+    """The files that `path` stands for: itself, or those of an export in several. Empty for a file of another kind."""
+    if path.is_dir():
+        choices = [path / name for name in ("model.safetensors", f"model{INDEX}") if (path / name).is_file()]
+        if len(choices) != 1:
+            found = "two models, model.safetensors and one in several files" if choices else "no model.safetensors"
+            raise UserError(f"is a folder with {found}; give the .safetensors or .pt file with the weights")
+        path = choices[0]
+    if not path.name.endswith(INDEX):
+        return [path] if path.suffix == ".safetensors" else []
+    try:
+        names = sorted({Path(name).name for name in json.loads(path.read_text())["weight_map"].values()})
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path.name} is no index of files of weights ({type(error).__name__})") from error
+    if missing := [name for name in names if not (path.parent / name).is_file()]:
+        raise UserError(f"{path.name} names files that are not there: {listed(missing)}")
+    return [path.parent / name for name in names]
 
 
 def _reason(error: Exception) -> str:

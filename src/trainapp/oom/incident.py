@@ -107,7 +107,7 @@ def describe(run: Run, error: BaseException) -> Incident:
         free, total = torch.cuda.mem_get_info(memory.device)
         parts[MemoryKind.OUTSIDE_ALLOCATOR] = max(0, total - free - torch.cuda.memory_reserved(memory.device))
     return Incident(
-        step=state.progress.step + (phase.can_be_undone or phase.is_torn),
+        step=state.progress.step + (phase.can_be_undone or phase.is_torn or phase is Phase.READ),
         phase=phase,
         module=module,
         message=str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__,

@@ -17,7 +17,6 @@ from trainapp.oom.errors import is_device_lost, is_out_of_memory
 from trainapp.oom.incident import Incident
 from trainapp.parallel.ranks import OUT_OF_MEMORY_EXIT, SingleRank
 from trainapp.torch_direct import release_failed_backward
-from trainapp.train.phase import Phase
 from trainapp.train.run import Run
 from trainapp.train.transaction import rollback
 from trainapp.units import listed
@@ -66,9 +65,7 @@ def abort_on_all_ranks(run: Run, failure: Incident) -> None:
     if failure.alone:
         return
     if not failure.by_peer:
-        # torch unscales shards with a reduction of its own that no vote can stop
-        others_can_be_told = failure.evaluating or (failure.phase.can_be_undone and failure.phase is not Phase.UNSCALE)
-        if not ranks.votes_enabled or not others_can_be_told:
+        if not ranks.votes_enabled or not failure.phase.is_voted_on:
             leave_for_restart(run, failure)
         ranks.vote(True)
     ranks.cancel_flag_exchange()

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from trainapp.torch_fsdp import local_part
 from trainapp.torch_private import foreach_lerp_
 
 
@@ -43,16 +44,9 @@ class WeightAverage:
         for average, weight in zip(self.averages, self.weights, strict=True):
             average.copy_(weight)
 
-    @torch.no_grad()
-    def put_into_weights(self) -> None:
-        """Copy the averages, if there are any, into the weights for good, and keep none from then on."""
-        for average, weight in zip(self.averages, self.weights, strict=True):
-            weight.copy_(average)
-        self.weights, self.averages, self._parts = [], [], []
-
     @contextlib.contextmanager
     def in_place_of_weights(self) -> Iterator[None]:
-        """Swap the averages into the model inside the block, without copies."""
+        """Swap the averages into the model inside the block; for shards with a copy of one at a time."""
         self._swap()
         try:
             yield
@@ -60,13 +54,31 @@ class WeightAverage:
             self._swap()
 
     def replace_weights(self) -> None:
-        """Make the averages, where there are any, the weights, which are lost. Nothing is averaged any more."""
+        """Make the averages, if any, the weights for good. Nothing is averaged from then on."""
         self._swap()
         self.weights, self.averages, self._parts = [], [], []
 
     def _swap(self) -> None:
-        for weight, average in zip(self.weights, self.averages, strict=True):
-            weight.data, average.data = average.data, weight.data
+        swapped: list[tuple[nn.Parameter, Tensor]] = []
+        try:
+            for pair in zip(self.weights, self.averages, strict=True):
+                _exchange(*pair)
+                swapped.append(pair)
+        except BaseException:  # out of memory for the copy of a shard: all or none
+            for pair in reversed(swapped):
+                _exchange(*pair)
+            raise
+
+
+def _exchange(weight: Tensor, average: Tensor) -> None:
+    """Without a copy; of a shard, by one: FSDP gathers what its memory holds, whatever `.data` of the DTensor is."""
+    if not hasattr(weight, "device_mesh"):
+        weight.data, average.data = average.data, weight.data
+        return
+    own, other = local_part(weight), local_part(average)
+    kept = own.clone()
+    own.copy_(other)
+    other.copy_(kept)
 
 
 def _parts(tensors: list[Tensor]) -> list[list[int]]:

@@ -6,22 +6,16 @@ first block and is in none, such as the head, has the full rate.
 """
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
-from trainapp.config import targets
-from trainapp.config.parameter_groups import OWN
 from trainapp.config.schema import Optimizer
-from trainapp.config.validation import check_arguments
 from trainapp.errors import UserError
+from trainapp.optim.group_options import own_options
 from trainapp.optim.patterns import all_names, matching
 from trainapp.units import listed
-
-# Torch chooses one kernel for all groups; the others of these are about how it is called.
-_OF_THE_WHOLE = ("fused", "foreach", "capturable", "differentiable")
 
 
 class Own(NamedTuple):
@@ -59,17 +53,17 @@ def split(
     of_group = _by_parameter(model, settings, setting)
     layers = layer_numbers(model, blocks) if settings.layer_decay is not None else {}
     base = groups if groups and isinstance(groups[0], dict) else [{"params": groups}]
-    found: dict[tuple[int, Own], dict[str, Any]] = {}
+    entries: dict[tuple[int, Own], dict[str, Any]] = {}
     for position, group in enumerate(base):
         for parameter in group["params"]:
             own = Own(of_group.get(id(parameter)), layers.get(id(parameter)))
-            entry = found.setdefault((position, own), {**group, "params": []})
+            entry = entries.setdefault((position, own), {**group, "params": []})
             entry["params"].append(parameter)
-    with_matrices = {own.group for (_, own), entry in found.items() if any(p.ndim >= 2 for p in entry["params"])}
+    with_matrices = {own.group for (_, own), entry in entries.items() if any(p.ndim >= 2 for p in entry["params"])}
     rate = _rate(settings, kind)
-    for (_, own), entry in found.items():
+    for (_, own), entry in entries.items():
         _give_options(entry, own, settings, rate, len(blocks), own.group in with_matrices)
-    return list(found.values())
+    return list(entries.values())
 
 
 def layer_numbers(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[int, int]:
@@ -86,50 +80,6 @@ def layer_numbers(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[int, in
     return layers
 
 
-def require_options(
-    settings: Optimizer, kind: Any, arguments: dict[str, Any], user_packages: Sequence[str], setting: str = "optimizer"
-) -> None:
-    """Raises UserError for groups whose options the class does not have, or refuses."""
-    takes = inspect.signature(kind).parameters
-    errors = []
-    for number, group in enumerate(settings.groups):
-        place, options = f"{setting}.groups.{number}", _options(group)
-        errors += check_arguments(kind, options, place, takes)
-        errors += [
-            f"{place}.{name}: this is a setting of the whole optimizer; set {setting}.{name}, or leave it out"
-            for name in _OF_THE_WHOLE
-            if name in options
-        ]
-    if errors:
-        raise UserError("\n".join(errors))
-    if hasattr(kind, "parameter_groups"):
-        return  # it may refuse a parameter that is none of the model's
-    for number, group in enumerate(settings.groups):
-        # An optimizer judges the values that its constructor is given, but none of a group's.
-        options = {"lr": settings.lr, **arguments, **_options(group)}
-        options = {name: value for name, value in options.items() if name in takes and value is not None}
-        place, trial = f"{setting}.groups.{number}", nn.Parameter(torch.zeros(2, 2))
-        targets.construct(kind, options, place, user_packages, {"params": [trial]})
-
-
-def require_known(settings: Optimizer, optimizer: torch.optim.Optimizer, setting: str = "optimizer") -> None:
-    """Raises UserError for options of groups that the optimizer reads for all parameters alike."""
-    for number, group in enumerate(settings.groups):
-        unread = [name for name in _options(group) if name not in optimizer.defaults]
-        if unread:
-            raise UserError(
-                f"{setting}.groups.{number}.{unread[0]}: {type(optimizer).__name__} has one {unread[0]} for all "
-                f"parameters; a group may have {', '.join(n for n in optimizer.defaults if n not in _OF_THE_WHOLE)}"
-            )
-
-
-def rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
-    """The learning rates, as they are logged: `lr` of what is in no group, and `lr/NAME` of each group."""
-    groups = optimizer.param_groups
-    plain = next((group for group in groups if "label" not in group), groups[0])
-    return {"lr": plain["lr"]} | {f"lr/{group['label']}": group["lr"] for group in groups if "label" in group}
-
-
 def _names(
     group: dict[str, Any], number: int, parameters: Mapping[str, nn.Parameter], setting: str, owner: str
 ) -> list[str]:
@@ -143,11 +93,11 @@ def _names(
 def _by_parameter(model: nn.Module, settings: Optimizer, setting: str) -> dict[int, int]:
     """By the id of each parameter that a group matches, the number of that group."""
     parameters = all_names(model)
-    found: dict[int, int] = {}
+    group_of: dict[int, int] = {}
     for number, group in enumerate(settings.groups):
         names = _names(group, number, parameters, setting, type(model).__name__)
         for name in names:
-            other = found.setdefault(id(parameters[name]), number)
+            other = group_of.setdefault(id(parameters[name]), number)
             if other != number:
                 raise UserError(
                     f"{setting}.groups: {name} is matched by group {other} ({listed(settings.groups[other]['match'])}) "
@@ -159,11 +109,7 @@ def _by_parameter(model: nn.Module, settings: Optimizer, setting: str) -> dict[i
                 f"optimizer ({listed(names)}): it is frozen, or another update's; leave the group out, or change "
                 "model.freeze"
             )
-    return found
-
-
-def _options(group: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name not in OWN}
+    return group_of
 
 
 def _rate(settings: Optimizer, kind: Any) -> float:
@@ -180,7 +126,7 @@ def _give_options(
     labels = []
     if own.group is not None:
         group = settings.groups[own.group]
-        options = _options(group)
+        options = own_options(group)
         if has_matrices and all(p.ndim < 2 for p in entry["params"]):
             options.pop("weight_decay", None)  # not for norms and biases, unless the group has nothing else
         if "betas" in options:
@@ -192,11 +138,3 @@ def _give_options(
         labels.append(f"layer_{own.layer}")
     if labels:
         entry["label"] = ":".join(labels)
-
-
-def changed_members(
-    saved: Sequence[Iterable[str]], own: Sequence[Iterable[str]]
-) -> tuple[list[list[str]], list[list[str]]]:
-    """Of two lists of groups, each with the names of its parameters: those that only the first has, and vice versa."""
-    before, now = [sorted(group) for group in saved], [sorted(group) for group in own]
-    return [group for group in before if group not in now], [group for group in now if group not in before]

@@ -69,10 +69,12 @@ def for_optimizer(
     optimizer: torch.optim.Optimizer,
     user_packages: Sequence[str] = (),
     direction: str = "min",
+    built: Groups | None = None,
 ) -> Schedule:
     """The schedule of an optimizer whose groups have their `initial_lr`.
 
-    direction: "min" or "max", of the objective that evaluations give. Raises UserError as `build` does, and for what
+    direction: "min" or "max", of the objective that evaluations give. built: each group's options as they were built,
+    where steps or a checkpoint may have changed them since. Raises UserError as `build` does, and for what
     `_target_` names: not allowed, wrong arguments, neither a function of the step nor one of torch's schedulers.
     """
     if settings.target is None:
@@ -90,7 +92,7 @@ def for_optimizer(
             target, settings.arguments, "schedule", user_packages, provided | {"optimizer": stand_in}
         )
 
-    return torch_schedules.of(make, optimizer, warmup, name)
+    return torch_schedules.of(make, optimizer, warmup, name, built)
 
 
 def _function(
@@ -183,3 +185,10 @@ def _warm_up(settings: schema.Schedule, run: RunLength) -> int:
         return to_steps(settings.warmup, run)
     except ValueError as error:
         raise UserError(f"schedule: {error}") from None
+
+
+def rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    """The learning rates, as they are logged: `lr` of what is in no group, and `lr/NAME` of each group."""
+    groups = optimizer.param_groups
+    plain = next((group for group in groups if "label" not in group), groups[0])
+    return {"lr": plain["lr"]} | {f"lr/{group['label']}": group["lr"] for group in groups if "label" in group}

@@ -7,6 +7,7 @@ such as ReduceLROnPlateau, have a state, which a checkpoint holds.
 """
 
 import contextlib
+import copy
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,43 +16,70 @@ import torch
 from torch import nn
 
 from trainapp.errors import UserError
+from trainapp.optim.fingerprint import fingerprint
 
 Groups = list[dict[str, Any]]
 Make = Callable[[torch.optim.Optimizer], Any]
 _NOT_ITS = ("params", "initial_lr", "label")  # keys of a group that no scheduler may change
+_CHANGEABLE = (list, dict)  # of options, those that can change in place
 
 
 class StandIn(torch.optim.Optimizer):
-    """An optimizer with the groups and defaults of another, and without its parameters: its steps do nothing."""
+    """An optimizer with the groups and defaults of another, and without its parameters: its steps do nothing.
 
-    def __init__(self, optimizer: torch.optim.Optimizer):
+    built: each group's options as they were built; None: as they are now. set_options: for each group, the names of the
+    options beside the rate that the scheduler has set so far. From then on each is the scheduler's, also where it sets
+    it back to what it was.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, built: Groups | None = None, set_options: list[set[str]] | None = None
+    ):
         defaults = dict(optimizer.defaults)
         groups = [
-            {name: value for name, value in group.items() if name not in _NOT_ITS}
+            {name: _own(value) for name, value in (group | before).items() if name not in _NOT_ITS}
             | {"params": [nn.Parameter(torch.zeros(()))], "lr": group["initial_lr"]}
-            for group in optimizer.param_groups
+            for group, before in zip(optimizer.param_groups, built or [{} for _ in optimizer.param_groups], strict=True)
         ]
         super().__init__(groups, defaults)
-        self._given = [dict(group) for group in self.param_groups]
+        self.set_options = set_options or [set() for _ in groups]
+        # The values themselves, whose identity tells an option that was set, and copies of those that can change.
+        self._built = [{name: (value, _own(value)) for name, value in g.items()} for g in self.param_groups]
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Does nothing: schedulers warn where none comes before their own."""
 
+    def note_set_options(self) -> None:
+        """Call after every step of the scheduler: an option may be back at its first value later."""
+        for own, built, names in zip(self.param_groups, self._built, self.set_options, strict=True):
+            for name, value in own.items():
+                if name in names or name == "lr" or name in _NOT_ITS or name not in built:
+                    continue
+                first, was = built[name]
+                if value is not first or (type(value) in _CHANGEABLE and value != was):
+                    names.add(name)
+
     def give_to(self, groups: Groups) -> None:
-        """Put the rate, and what other options a scheduler has set since, into the groups of the other optimizer.
+        """Put the rate, and what other options the scheduler has ever set, into the groups of the other optimizer.
 
         Not the others: an optimizer may keep numbers of its own there.
         """
-        for own, given, group in zip(self.param_groups, self._given, groups, strict=True):
-            known = {name: value for name, value in own.items() if name in group and name not in _NOT_ITS}
-            group.update({name: value for name, value in known.items() if name == "lr" or value is not given.get(name)})
-            given.update(known)
+        self.note_set_options()
+        for own, names, group in zip(self.param_groups, self.set_options, groups, strict=True):
+            group.update({name: _own(own[name]) for name in ("lr", *names) if name in group})
 
 
-def of(make: Make, optimizer: torch.optim.Optimizer, warmup: int, name: str) -> "ByStep | ByEvaluation":
+def _own(value: Any) -> Any:
+    """A copy of an option that can change in place."""
+    return copy.deepcopy(value) if type(value) in _CHANGEABLE else value
+
+
+def of(
+    make: Make, optimizer: torch.optim.Optimizer, warmup: int, name: str, built: Groups | None = None
+) -> "ByStep | ByEvaluation":
     """The schedule of what `make` builds for an optimizer. warmup: steps of a linear warm-up before it.
 
-    name: for messages. Raises UserError for what is no scheduler.
+    name: for messages. built: see `StandIn`. Raises UserError for what is no scheduler.
     """
     scheduler = make(StandIn(optimizer))
     if not isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
@@ -60,8 +88,8 @@ def of(make: Make, optimizer: torch.optim.Optimizer, warmup: int, name: str) -> 
             f"one, not a {type(scheduler).__name__}"
         )
     if follows_evaluations(type(scheduler)):
-        return ByEvaluation(make, optimizer, warmup)
-    return ByStep(make, optimizer, warmup)
+        return ByEvaluation(make, optimizer, warmup, built)
+    return ByStep(make, optimizer, warmup, built)
 
 
 def follows_evaluations(kind: Any) -> bool:
@@ -84,12 +112,17 @@ def _errors_named() -> Iterator[None]:
 class _Warmed:
     """The linear warm-up, on top of what the stand-in says."""
 
-    def __init__(self, make: Make, optimizer: torch.optim.Optimizer, warmup: int):
+    def __init__(self, make: Make, optimizer: torch.optim.Optimizer, warmup: int, built: Groups | None):
         self._make, self._warmup, self._optimizer = make, warmup, optimizer
+        self._options = built or [  # as they are now, since it will change them
+            {name: _own(value) for name, value in group.items() if name not in (*_NOT_ITS, "lr")}
+            for group in optimizer.param_groups
+        ]
+        self._set_options: list[set[str]] = [set() for _ in optimizer.param_groups]
         self._begin()
 
     def _begin(self) -> None:
-        self._stand_in = StandIn(self._optimizer)
+        self._stand_in = StandIn(self._optimizer, self._options, self._set_options)
         self._scheduler = self._make(self._stand_in)
         self._steps = 0
 
@@ -112,6 +145,7 @@ class ByStep(_Warmed):
             while self._steps < after:
                 self._stand_in.step()
                 self._scheduler.step()
+                self._stand_in.note_set_options()
                 self._steps += 1
         self._give(groups, step)
 
@@ -131,7 +165,7 @@ class ByEvaluation(_Warmed):
 
     def _begin(self) -> None:
         super()._begin()
-        self._built = dict(self._scheduler.state_dict())
+        self._built = {name: fingerprint(value) for name, value in self._scheduler.state_dict().items()}
 
     def set_rates(self, groups: Groups, step: int) -> None:
         """See `schedules.Schedule`."""
@@ -142,19 +176,26 @@ class ByEvaluation(_Warmed):
         self._stand_in.step()
         with _errors_named():
             self._scheduler.step(objective)
+        self._stand_in.note_set_options()
 
     def state_dict(self) -> dict[str, Any]:
-        """What has changed since it was built, so that its settings stay those of the configuration; and the rates."""
+        """What has changed since it was built, so that its settings stay those of the configuration; and the rates and
+        other options that it has set.
+        """
         state = {
             name: value
             for name, value in self._scheduler.state_dict().items()
-            if name not in self._built or self._built[name] != value
+            if name not in self._built or self._built[name] != fingerprint(value)
         }
-        groups = self._optimizer.param_groups
+        groups, own_groups = self._optimizer.param_groups, self._stand_in.param_groups
         return {
             "scheduler": state,
-            "rates": [group["lr"] for group in self._stand_in.param_groups],
+            "rates": [group["lr"] for group in own_groups],
             "initial": [group["initial_lr"] for group in groups],
+            "options": [
+                {name: own[name] for name in sorted(names)}
+                for own, names in zip(own_groups, self._set_options, strict=True)
+            ],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -171,3 +212,6 @@ class ByEvaluation(_Warmed):
             self._stand_in.param_groups, groups, state["rates"], state["initial"], strict=True
         ):
             own["lr"] = rate if initial == group["initial_lr"] else group["initial_lr"] * (rate / initial)
+        for own, options in zip(self._stand_in.param_groups, state.get("options", []), strict=False):
+            own.update(options)
+        self._stand_in.note_set_options()

@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from trainapp.torch_fsdp import local_part
+
 
 def is_shard(tensor: Any) -> bool:
     """Whether the tensor is this rank's shard of one."""
@@ -12,8 +14,8 @@ def is_shard(tensor: Any) -> bool:
 
 
 def local(tensor: Any) -> torch.Tensor:
-    """The part of the tensor in this rank's memory."""
-    return tensor.to_local() if is_shard(tensor) else tensor
+    """The part of the tensor in this rank's memory, itself: no gradient goes through it to a shard."""
+    return local_part(tensor) if is_shard(tensor) else tensor
 
 
 def locals_of(tensors: Iterable[Any]) -> list[torch.Tensor]:

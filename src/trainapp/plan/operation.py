@@ -11,6 +11,7 @@ from torch import Tensor
 from trainapp.data.batch import map_tensors, tensors_in
 from trainapp.memory.levers.costs import flops_of, is_attention
 from trainapp.torch_operators import written_arguments
+from trainapp.torch_private import storage_id
 
 MATMUL, CONVOLUTION, ATTENTION, FUNCTION = "matmul", "convolution", "attention", "function"
 # Compute-bound where the data is in cache: an exponential per element.
@@ -44,7 +45,8 @@ class Operation:
     """What one call costs, whatever the device. Equal calls are equal.
 
     signature: the operator, shapes, dtypes and other arguments. work: floating-point operations, of FUNCTION elements.
-    moved: bytes read and written. allocates: whether its result is new memory. call: runs it for real on a device; None
+    moved: bytes read and written. allocates: whether its result is new memory. is_view: the result
+    is memory of an argument, and nothing is written. call: runs it for real on a device; None
     where that is not possible.
     """
 
@@ -55,6 +57,7 @@ class Operation:
     work: int = field(compare=False)
     moved: int = field(compare=False)
     allocates: bool = field(compare=False)
+    is_view: bool = field(compare=False)
     call: Callable[[torch.device], Callable[[], Any]] | None = field(compare=False)
 
 
@@ -65,15 +68,21 @@ def operation_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], resul
     written = tensors_in([arg for arg, writes in zip(args, written_arguments(func), strict=False) if writes])
     old = {id(tensor) for tensor in inputs}
     new = [tensor for tensor in outputs if id(tensor) not in old]
+    own = {storage_id(tensor.untyped_storage()) for tensor in inputs if tensor.layout is torch.strided}
+    is_view = bool(new) and not written and all(_shares(tensor, own) for tensor in new)  # such as `_unsafe_view`
     read = inputs[1:] if name in _OVERWRITES else inputs
-    moved = sum(tensor.nbytes for tensor in (*read, *written, *new))
+    moved = 0 if is_view else sum(tensor.nbytes for tensor in (*read, *written, *new))
     work = flops_of(func, args, kwargs, result)
     kind = ATTENTION if is_attention(func) else CONVOLUTION if "convolution" in name else MATMUL
     if name in _FUNCTIONS:
         kind, work = FUNCTION, max((tensor.numel() for tensor in (*inputs, *outputs)), default=0)
     dtype = next((t.dtype for t in (*inputs, *outputs) if t.is_floating_point()), torch.float32)
     call, signature = _call(func, name, args, kwargs)
-    return Operation(name, signature, kind, dtype, work, moved, bool(new), call)
+    return Operation(name, signature, kind, dtype, work, moved, bool(new) and not is_view, is_view, call)
+
+
+def _shares(tensor: Tensor, storages: set[int]) -> bool:
+    return tensor.layout is torch.strided and storage_id(tensor.untyped_storage()) in storages
 
 
 def _call(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, str]:

@@ -21,7 +21,7 @@ from trainapp.plan.built import built
 from trainapp.plan.own_loss import LogitsWatch
 from trainapp.plan.place import Place
 from trainapp.plan.recorder import Peak, TracedMemory
-from trainapp.plan.step_time import Work, WorkCounter
+from trainapp.plan.step_work import Work, WorkCounter
 from trainapp.plan.ways import FIRST, Way
 from trainapp.torch_private import storage_id
 from trainapp.train import build
@@ -127,7 +127,7 @@ def trace(
 def _of_whole_step(work: Work, config: Config, traced: Config, size: int, samples: int) -> Work:
     """The work with its shares of a step's samples and micro-batches: `planned_config` may have left out some."""
     whole, taken = (min(of.batch.global_size, samples or of.batch.global_size) for of in (config, traced))
-    work.share, work.traced, work.micro_batches = taken / whole, -(-taken // size), -(-whole // size)
+    work.share, work.micro_batches = taken / whole, -(-whole // size)
     return work
 
 

@@ -23,7 +23,7 @@ from trainapp.plan.assumed_shapes import AssumedShapes, Share
 from trainapp.plan.kernels import CORRECTED, as_on_cpu
 from trainapp.plan.probes import PROBED, with_real_workspace
 from trainapp.plan.recorder import TracedMemory
-from trainapp.torch_operators import READ_OPERATORS
+from trainapp.torch_operators import ASKS_DEVICE, READ_OPERATORS
 from trainapp.torch_private import DispatchMode, outside_dispatch_modes
 from trainapp.train.phase import Phase
 
@@ -59,6 +59,8 @@ class MadeUpValues(DispatchMode):
         self._zeros: list[weakref.ref[Tensor]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is ASKS_DEVICE:
+            return args[0].device
         if func in READ_OPERATORS and getattr(args[0], "constant", None) is None:
             return self._answer(args[0])
         if func is _EQUAL:  # torch.equal reads, too

@@ -14,7 +14,8 @@ from trainapp.memory.levers.lever import Lever, to_paste
 from trainapp.plan.certainty import NOT_TRACEABLE
 from trainapp.plan.recorder import Peak
 from trainapp.plan.sizes import Facts, Planner
-from trainapp.plan.step_time import Speeds, Work
+from trainapp.plan.step_time import Speeds
+from trainapp.plan.step_work import Work
 from trainapp.train.components import choose_device
 
 MOST_STACKS = 5  # combinations that are traced

@@ -56,10 +56,13 @@ def _require_module_name(name: str, folder: Path) -> None:
     if not (name.isidentifier() and name.isascii()) or keyword.iskeyword(name):
         close = "".join(letter if letter.isascii() and letter.isalnum() else "_" for letter in name).strip("_")
         hint = f", such as {close}" if close.isidentifier() and not keyword.iskeyword(close) else ""
-        raise UserError(f"{setting}: must be the name of a Python module: letters, digits and _, no keyword{hint}")
+        raise UserError(
+            f"{setting}: the folder's name must be the name of a Python module: letters, digits and _, not a keyword; "
+            f"choose another{hint}"
+        )
     if name in sys.stdlib_module_names or name == "trainapp" or _is_installed(name):
         raise UserError(
-            f"{setting}: there is a module {name} already, which one of them would hide; choose another name"
+            f"{setting}: there is a module {name} already, and one would hide the other; choose another name"
         )
 
 

@@ -4,6 +4,7 @@ A model of Transformers, or adapters, become a folder that their own libraries o
 """
 
 import logging
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -13,9 +14,10 @@ from trainapp import strict_json
 from trainapp.errors import UserError
 from trainapp.models import transformers_models
 from trainapp.models.adapters import base_of
-from trainapp.parallel.dtensor import whole
+from trainapp.parallel.dtensor import is_shard, whole
 from trainapp.parallel.rank_zero import answered_by_rank_zero
 from trainapp.run import export_pretrained
+from trainapp.run.export_pretrained import averages_by_id
 from trainapp.train.run import Run
 from trainapp.units import bytes_text, listed
 
@@ -24,7 +26,8 @@ log = logging.getLogger(__name__)
 
 
 def export(run: Run, folder: Path, largest: int) -> list[Path]:
-    """Write the run's model into the folder. Collective. Returns the files of weights.
+    """Write the run's model into the folder, with the weight average if the run keeps one. Collective. Returns the
+    files of weights.
 
     largest: bytes per file. Raises UserError for `export.merge` where it does not apply.
     """
@@ -32,13 +35,30 @@ def export(run: Run, folder: Path, largest: int) -> list[Path]:
         export_pretrained.merge_adapters(run)
     _require_replaceable(run, folder, largest)
     folder.mkdir(parents=True, exist_ok=True)
-    if run.state.class_names and run.ranks.is_rank_zero:
-        (folder / "class_names.json").write_text(strict_json.dumps(run.state.class_names, indent=1) + "\n")
-    if base_of(run.state.model) is not None:
-        return export_pretrained.export_adapters(run, folder)
-    if transformers_models.is_one(run.state.model):
-        return export_pretrained.export_transformers(run, folder, largest)
-    return export_weights(run, folder, largest)
+    if run.ranks.is_rank_zero:
+        _write_class_names(run, folder / "class_names.json")
+    with _averages_as_weights(run):
+        if base_of(run.state.model) is not None:
+            return export_pretrained.export_adapters(run, folder)
+        if transformers_models.is_one(run.state.model):
+            return export_pretrained.export_transformers(run, folder, largest)
+        return export_weights(run, folder, largest)
+
+
+def _averages_as_weights(run: Run) -> AbstractContextManager[None]:
+    """Swapped into the model, whose state dict then has them under whatever names, and in whatever form, hooks give
+    them. Shards stay: their part in a DTensor cannot be swapped, and `averages_by_id` finds them.
+    """
+    is_sharded = any(map(is_shard, run.state.average.weights))
+    return nullcontext() if is_sharded else run.state.average.in_place_of_weights()
+
+
+def _write_class_names(run: Run, path: Path) -> None:
+    """Those of an earlier export would be taken for these weights'."""
+    if run.state.class_names:
+        path.write_text(strict_json.dumps(run.state.class_names, indent=1) + "\n")
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _require_replaceable(run: Run, folder: Path, largest: int) -> None:
@@ -61,11 +81,10 @@ def _require_replaceable(run: Run, folder: Path, largest: int) -> None:
 def export_weights(run: Run, folder: Path, largest: int) -> list[Path]:
     """Write `model.safetensors`, or files of at most `largest` bytes with an index in the Hub's layout.
 
-    Exports the weight average if the run keeps one. Tied weights are written once, under their first name. Where the
+    Tied weights are written once, under their first name. Where the
     data names its classes, `class_names.json` lists them in the order of the model's outputs.
     Collective: shards are gathered one tensor at a time, so that rank 0 holds at most one file's worth.
     """
-    average = run.state.averages()
     parts: list[Path] = []
     places: dict[str, Path] = {}
     waiting: dict[str, torch.Tensor] = {}
@@ -84,11 +103,12 @@ def export_weights(run: Run, folder: Path, largest: int) -> list[Path]:
         waiting, size = {}, 0
 
     seen: set[int] = set()
+    averages = averages_by_id(run)
     for name, tensor in run.state.model.state_dict(keep_vars=True).items():
         if id(tensor) in seen or not torch.is_tensor(tensor):
             continue
         seen.add(id(tensor))
-        value = whole(average.get(name, tensor).detach()).cpu().contiguous()
+        value = whole(averages.get(id(tensor), tensor).detach()).cpu().contiguous()
         if size and size + value.nbytes > largest:
             flush()
         if run.ranks.is_rank_zero:

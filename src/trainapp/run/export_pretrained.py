@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from trainapp.errors import UserError
-from trainapp.models import adapters, transformers_models
+from trainapp.models import adapter_export, adapters, transformers_models
 from trainapp.parallel.dtensor import is_shard, whole
 from trainapp.train.run import Run
 from trainapp.units import bytes_text
@@ -32,13 +32,19 @@ def merge_adapters(run: Run) -> None:
             "export.merge=true with parallel=fsdp: an adapter is merged into whole weights, of which each rank has a "
             "shard; use parallel=single, which reads checkpoints of any number of ranks"
         )
-    run.state.average.put_into_weights()
+    run.state.average.replace_weights()
     adapters.merge(model)
+    if run.config.export.merge_dtype == "bf16":
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(torch.bfloat16)
 
 
 def export_adapters(run: Run, folder: Path) -> list[Path]:
-    """Write `adapter_model.safetensors` and `adapter_config.json`: nothing of the base. Collective."""
-    tensors, settings = adapters.exported(run.state.model)
+    """Write `adapter_model.safetensors` and `adapter_config.json`: of the base only modules in which training changed
+    something, such as BatchNorm's statistics. Collective. Raises UserError for a change that peft cannot load.
+    """
+    written = {name for own in run.ranks.all_gather_object(run.state.written()) for name in own}
+    tensors, settings = adapter_export.exported(run.state.model, written)
     weights = _gathered(run, tensors)
     if not run.ranks.is_rank_zero:
         return []
@@ -71,19 +77,26 @@ def export_transformers(run: Run, folder: Path, largest: int) -> list[Path]:
     return files
 
 
+def averages_by_id(run: Run) -> dict[int, torch.Tensor]:
+    """The weight averages of a sharded model, by the id of the parameter; those of others are swapped in."""
+    average = run.state.average
+    if not any(map(is_shard, average.weights)):
+        return {}
+    return {id(weight): own for weight, own in zip(average.weights, average.averages, strict=True)}
+
+
 def _gathered(run: Run, tensors: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Whole tensors in host memory, from the weight average where there is one; tied ones stay one tensor. Empty on
-    ranks other than 0, which take part in gathering.
+    """Whole tensors in host memory; tied ones stay one tensor. Empty on ranks other than 0, which take part in
+    gathering.
     """
-    names = {id(parameter): name for name, parameter in run.state.model.named_parameters()}
-    average = run.state.averages()
+    averages = averages_by_id(run)
     gathered: dict[int, torch.Tensor] = {}
     weights: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         if not torch.is_tensor(tensor):
             continue
         if id(tensor) not in gathered:
-            value = whole(average.get(names.get(id(tensor), ""), tensor).detach()).cpu().contiguous()
+            value = whole(averages.get(id(tensor), tensor).detach()).cpu().contiguous()
             gathered[id(tensor)] = value if run.ranks.is_rank_zero else value.new_empty(0)
         weights[name] = gathered[id(tensor)]
     return weights if run.ranks.is_rank_zero else {}

@@ -41,8 +41,8 @@ def load(run: Run, path: Path) -> None:
     """Copy the weights in the checkpoint at `path` into the model, by the rules of `model.init_from`.
 
     They are those that `mode=export` would write: parameters, by their average if that run kept one, and buffers. Every
-    rank reads them whole into host memory, and keeps its part. Of a run with adapters they are the adapters alone, for
-    the same base. Raises UserError, before anything is copied, where they do not fit.
+    rank reads them whole into host memory, and keeps its part. Of a run with adapters they are the adapters, and
+    what forwards have written, for the same base. Raises UserError, before anything is copied, where they do not fit.
     """
     checkpointer.require_same_base(run.state.model, path)
     config, saved = run.config, shards.sizes(path)
@@ -52,7 +52,7 @@ def load(run: Run, path: Path) -> None:
     weights = {name: read[_saved_name(name, name in averaged)] for name in names}
     setting = f"checkpointing.resume={config.checkpointing.resume}"
     base = adapters.base_of(run.state.model)
-    apart = frozenset() if base is None else base.names
+    apart = frozenset() if base is None else base.names.difference(names)
     skipped = load_tensors(run.state.model, weights, config.model.init_strict, setting, apart)
     if skipped:
         log.warning("%s: not loaded, left as initialised: %s", setting, ", ".join(skipped))

@@ -28,6 +28,8 @@ _LEFT_OUT = (
 
 def model(run_dir: Path, which: str | Path, user_packages: Sequence[str]) -> nn.Module:
     """See `trainapp.load`. run_dir: absolute."""
+    if not isinstance(which, str | Path) or not str(which):
+        raise UserError(f"trainapp.load: which={which!r}: must be 'best', 'last' or the path of a checkpoint")
     path = _checkpoint(run_dir, which)
     config = settings_of(path, user_packages)
     with contextlib.closing(build.build(config, StopRequest(), SingleRank())) as run:

@@ -14,7 +14,7 @@ from trainapp.files import atomic_write
 from trainapp.tracking.tracker import RESULT
 from trainapp.train.bilinear import bilinear_modules_with_two_roundings
 from trainapp.train.run import Run
-from trainapp.train.sizes_of_run import as_schedule
+from trainapp.train.run_sizes import as_schedule
 from trainapp.units import listed
 
 _NOTES = ("objective_note", "bit_for_bit_note", "plan_note")  # in the file only where there is something to say

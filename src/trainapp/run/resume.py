@@ -74,6 +74,7 @@ _MADE_OF = (
     "data",
     "loader",
     "task",
+    "task_arguments",
     "adapter",
     "optimizer",
     "updates",
@@ -107,6 +108,7 @@ def _missing(config: Config) -> list[str]:
     loading = tuple(f"data.{field.name}." for field in dataclasses.fields(Loader))
     of_data = [f"{name}." for name in config.given if f"{name}.".startswith("data.")]
     chosen = {"data": not all(name.startswith(loading) for name in of_data), "loader": bool(of_data)}
+    chosen["task_arguments"] = config.chooses("task")
     if config.mode not in INFERENCE:
         if any(chosen.get(name, config.chooses(name)) for name in _CHOICES):
             return []
@@ -171,8 +173,26 @@ def _require_steps_left(run: Run, path: Path) -> None:
 
 
 def _forget_other_objective(run: Run, path: Path) -> None:
-    """The best value so far means nothing where the objective is another one."""
-    if read_manifest(path)["config"].get("objective") != run.config.objective:
+    """The best value so far means nothing where the objective is another one. Raises UserError where, in the directory
+    of the run, `auto` would be another data set's: settings alone do not tell whether the data has a split of its own.
+    """
+    saved, run_dir = read_manifest(path)["config"], Path(run.config.run_dir)
+    is_other = saved.get("objective") != run.config.objective
+    if not is_other and run.config.objective == "auto" and "" not in run.eval_sets:
+        now = json.loads(json.dumps(run.config.to_dict(), default=str))
+        old, new = (next(iter(of.get("eval", {}).items()), None) for of in (saved, now))
+        is_other = old is not None and old != new
+        if is_other and old and path.resolve().is_relative_to(run_dir.resolve()):
+            if new is None:
+                changed = "there is not any more"
+            else:
+                changed = "has other settings now" if new[0] == old[0] else f"was not eval.{new[0]}"
+            raise UserError(
+                f"objective=auto: the data has no validation split, so the objective of the run in {run_dir} is that "
+                f"of eval.{old[0]}, the first of `eval`, which {changed}; leave it the first, as it was, or choose "
+                "another directory"
+            )
+    if is_other:
         progress = run.state.progress
         progress.objective = progress.best = progress.best_step = None
 
@@ -199,7 +219,7 @@ def _orders(run: Run) -> tuple[str, str]:
 
 
 # What decides the bits of a step apart from the sizes; the length of the run decides its learning rates.
-_WHOLE = ("data", "model", "optimizer", "updates", "task", "precision", "schedule", "adapter")
+_WHOLE = ("data", "model", "optimizer", "updates", "task", "task_arguments", "precision", "schedule", "adapter")
 _PARTS = {
     "train": ("grad_clip", "ema", "nonfinite", "compile", "deterministic", "device"),
     "memory": ("loss_chunk",),
@@ -225,8 +245,10 @@ def _settings_changed(saved: dict[str, Any], config: Config) -> list[tuple[str, 
 
 def _completed(saved: Any, section: Any) -> Any:
     """A saved section with the defaults of settings that did not exist when it was saved."""
-    if saved is None and isinstance(section, list):
-        return []
+    if saved is None and isinstance(section, list | dict):
+        return type(section)()
+    if isinstance(saved, list) and isinstance(section, list) and len(saved) == len(section):
+        return [_completed(*pair) for pair in zip(saved, section, strict=True)]
     if not (isinstance(saved, dict) and dataclasses.is_dataclass(section)):
         return saved
     new = [field for field in dataclasses.fields(section) if field.name not in saved]

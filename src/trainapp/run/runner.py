@@ -31,9 +31,9 @@ from trainapp.signals import StopRequest
 from trainapp.train import build, callbacks, loop, losses, objective
 from trainapp.train.allocations import refused_in_attempt
 from trainapp.train.evaluate import evaluate
+from trainapp.train.initial_sizes import initial_sizes
 from trainapp.train.phase import Phase
 from trainapp.train.run import Run
-from trainapp.train.sizes import initial_sizes
 from trainapp.train.whole_batch import require_uncut
 from trainapp.units import parse_memory_size
 

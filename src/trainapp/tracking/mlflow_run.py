@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trainapp.config.validation import Str
-from trainapp.tracking.outlet import Kept, Outlet, Start, flattened, tagged
+from trainapp.tracking.outlet import Outlet, ServiceRecord, Start, flattened, tagged
 
 LONGEST = 500  # characters of a parameter; older servers take no more
 MOST_PARAMETERS, MOST_METRICS = 100, 1000  # of one request
@@ -31,7 +31,7 @@ class Mlflow(Outlet):
         if uri.startswith("file:"):
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow 3 asks for it
         self._client = MlflowClient(tracking_uri=uri)
-        kept = Kept(start.run_dir, "mlflow")
+        kept = ServiceRecord(start.run_dir, "mlflow")
         known = kept.read()
         if known.get("uri") == uri:
             self._id = str(known["id"])

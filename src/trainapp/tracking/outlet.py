@@ -4,6 +4,10 @@ Another one of your own is a class with these methods, those that it needs. It i
 alone. Whatever it raises is logged once; then the run continues without it.
 """
 
+import contextlib
+import copy
+import dataclasses
+import inspect
 import json
 import logging
 from collections.abc import Callable, Mapping
@@ -11,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trainapp.errors import UserError
 from trainapp.files import atomic_write
 
 log = logging.getLogger(__name__)
@@ -56,6 +61,22 @@ class Outlet:
         """The end of this process's part of the run."""
 
 
+def require_methods(outlet: Any, setting: str) -> None:
+    """Raises UserError for a method that cannot be called as `Outlet`'s are."""
+    for name, of_base in inspect.getmembers(Outlet, inspect.isfunction):
+        own = getattr(outlet, name, None)
+        with contextlib.suppress(TypeError, ValueError):  # neither its signature nor a misfit can be known
+            wanted = list(inspect.signature(of_base).parameters)[1:]
+            taken = inspect.signature(own)  # type: ignore[arg-type]
+            try:
+                taken.bind(*wanted)
+            except TypeError:
+                raise UserError(
+                    f"{setting}: {type(outlet).__name__}.{name}{taken} is called as {name}({', '.join(wanted)}); give "
+                    "it these parameters"
+                ) from None
+
+
 class Guarded:
     """An outlet that cannot stop a run: after an error it is not called again, and a warning says so."""
 
@@ -63,12 +84,12 @@ class Guarded:
         self.name, self._outlet = name, outlet
 
     def call(self, method: str, *arguments: Any) -> None:
-        """Call a method that the outlet may have."""
+        """Call a method that the outlet may have. It gets copies of numbers and settings."""
         function = getattr(self._outlet, method, None)
         if function is None:
             return
         try:
-            function(*arguments)
+            function(*map(_own_copy, arguments))
         except Exception as error:
             self._outlet = None
             reason = str(error).strip().partition("\n")[0] or "no message"
@@ -79,6 +100,12 @@ class Guarded:
                 type(error).__name__,
                 reason,
             )
+
+
+def _own_copy(argument: Any) -> Any:
+    if isinstance(argument, Start):
+        return dataclasses.replace(argument, config=copy.deepcopy(dict(argument.config)))
+    return dict(argument) if isinstance(argument, Mapping) else argument
 
 
 def tagged(group: str, values: Mapping[str, float]) -> dict[str, float]:
@@ -95,7 +122,7 @@ def flattened(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-class Kept:
+class ServiceRecord:
     """What an outlet must know again when the run is resumed, such as a service's id: a file in the run directory."""
 
     def __init__(self, run_dir: Path, name: str):

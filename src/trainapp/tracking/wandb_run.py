@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trainapp.config.validation import Str
-from trainapp.tracking.outlet import Kept, Outlet, Start, tagged
+from trainapp.tracking.outlet import Outlet, ServiceRecord, Start, tagged
 
 
 class Wandb(Outlet):
@@ -30,7 +30,7 @@ class Wandb(Outlet):
         import wandb  # late: an extra, and a second
 
         self._wandb: Any = wandb
-        kept = Kept(start.run_dir, "wandb")
+        kept = ServiceRecord(start.run_dir, "wandb")
         run_id = kept.read().get("id") or uuid.uuid4().hex[:12]
         kept.write({"id": run_id, "project": self.project})
         self._run = wandb.init(

@@ -24,7 +24,7 @@ from trainapp.memory.levers.budget import Budget, NoBudget
 from trainapp.memory.levers.catalogue import require_suited
 from trainapp.memory.levers.lever import Situation
 from trainapp.memory.levers.offload import NoOffload, Offload
-from trainapp.models import huggingface, transformers_models
+from trainapp.models import model_checks, transformers_models
 from trainapp.models.inspect import blocks_of, has_batchnorm, lazy_modules
 from trainapp.optim import parameter_tags, quantized_products
 from trainapp.optim.ema import WeightAverage
@@ -87,8 +87,8 @@ def assemble(
         require_suited(Situation(own, model, components.knows_loss))
     tags = parameter_tags.of(model)
     precision.cast_parameters(model)
-    for own, parts in updates.with_one_loss(config, components):
-        loss_check.require_sum(own, parts, model, device, precision, ranks, first)
+    for setting, own, parts in updates.with_one_loss(config, components):
+        loss_check.require_sum(setting, own, parts, model, device, precision, ranks, first)
     if config.precision.mode in ("int8", "fp8"):
         _quantize_products(model, config.precision.mode)
     if config.memory.loss_chunk is not None and components.knows_loss and example and not is_meta:
@@ -122,8 +122,14 @@ def _checked_tasks(config: Config, components: Components) -> tuple[losses.Task,
     def checked(task: losses.Task, setting: str) -> losses.Task:
         return losses.checked(losses.in_chunks(task, config.memory.loss_chunk), setting)
 
-    own = {update.name: checked(components.updates[update.name], update.task) for update in config.updates}
-    return checked(components.task, config.task), own
+    own = {
+        update.name: checked(components.updates[update.name], f"updates.{number}.task={update.task}")
+        for number, update in enumerate(config.updates)
+    }
+    evaluated = f"task={config.task}"
+    if config.updates and config.task == "auto":  # the last update's
+        evaluated = f"updates.{len(config.updates) - 1}.task={config.updates[-1].task}"
+    return checked(components.task, evaluated), own
 
 
 def _on_device(config: Config, components: Components, device: torch.device, initial: str | None) -> nn.Module:
@@ -225,7 +231,7 @@ def _construct(config: Config, components: Components) -> nn.Module:
     packed = bool(spec.get("packed")) and transformers_models.is_one(model)
     transformers_models.prepare(model, packed)
     if packed:
-        huggingface.require_documents_apart(model)
+        model_checks.require_documents_apart(model)
     return model
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from trainapp.checkpoint.stateful import Owner, Stateful
+from trainapp.checkpoint.stateful import Owner, Stateful, walk
 from trainapp.config.schema import Config
 from trainapp.data.eval_stream import EvalStream
 from trainapp.data.loader import worker_count
@@ -13,9 +13,11 @@ from trainapp.data.sampler import EvalBatches, TrainBatches
 from trainapp.data.sampling import weighted_order
 from trainapp.data.step_batches import StepBatches
 from trainapp.data.stream import is_stream
-from trainapp.data.stream_batches import StreamBatches, stream_shards
+from trainapp.data.stream_batches import StreamBatches
+from trainapp.data.stream_parts import stream_shards
 from trainapp.errors import UserError
 from trainapp.parallel.ranks import Ranks
+from trainapp.rng import is_generator
 from trainapp.train.components import Components
 from trainapp.train.run import EvalSets
 
@@ -30,8 +32,18 @@ def data_batches(
     batches = _train_batches(config, components, arguments, ranks)
     evaluated: EvalSets = {}
     for name, data in components.eval_data.items():
-        evaluated[name] = EvalStream(data, **arguments) if is_stream(data) else EvalBatches(data, **arguments)
+        evaluated[name] = _evaluated(data, arguments)
     return batches, evaluated
+
+
+def _evaluated(data: Any, arguments: dict[str, Any]) -> EvalBatches | EvalStream:
+    if is_stream(data):
+        return EvalStream(data, generators_of=_generators_of, **arguments)
+    return EvalBatches(data, **arguments)
+
+
+def _generators_of(data: Any) -> dict[str, Any]:
+    return {name: found for name, found, _ in walk(data, "data", set()) if is_generator(found)}
 
 
 def eval_roots(evaluated: dict[str, Any]) -> dict[str, Any]:
@@ -62,7 +74,7 @@ def _train_batches(config: Config, components: Components, arguments: dict[str, 
         _require_streamable(config)
         arguments = arguments | stream_shards(data, config.loader.num_workers, arguments["workers"])
         del arguments["rank"], arguments["world"], arguments["ahead"]
-        return StreamBatches(data, global_size=size, ranks=ranks, **arguments)
+        return StreamBatches(data, global_size=size, ranks=ranks, generators_of=_generators_of, **arguments)
     order = None if weights is None else weighted_order(config.train.seed, data, weights)
     batches = TrainBatches(data, global_size=size, drop_last=config.loader.drop_last, order=order, **arguments)
     if batches.epoch_samples == 0:

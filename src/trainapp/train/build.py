@@ -39,10 +39,10 @@ from trainapp.train.batches import data_batches, eval_roots
 from trainapp.train.bilinear import warn_of_bilinear
 from trainapp.train.cadences import Cadences, run_length
 from trainapp.train.components import Components, choose_device, load_components, set_global_switches
+from trainapp.train.initial_sizes import initial_sizes
 from trainapp.train.restore_point import RestorePoint
 from trainapp.train.room import require_room, room_of
 from trainapp.train.run import EvalSets, Objective, Run
-from trainapp.train.sizes import initial_sizes
 
 log = logging.getLogger(__name__)
 

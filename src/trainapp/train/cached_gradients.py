@@ -82,7 +82,7 @@ class CachedGradients:
         if run.restore_point.lost:
             names = ", ".join(run.restore_point.lost[:5])
             raise TrainingStopped(
-                f"task={self._task.setting}: its embed writes parameters in place ({names}), of which there is no copy "
+                f"{self._task.setting}: its embed writes parameters in place ({names}), of which there is no copy "
                 "yet; with gradient caching it runs twice per step. Make them buffers, which are always copied"
             )
         return found, structure
@@ -108,7 +108,7 @@ class CachedGradients:
         run, task, precision = self._run, self._task, self._run.state.precision
         run.attempt.phase = Phase.FORWARD
         with watch_micro_batch(run, run.sizes.train, [own.micro.data for own in self._embedded]):
-            whole, start, end = gather_rows(run.ranks, self._joined(), f"task={task.setting}")
+            whole, start, end = gather_rows(run.ranks, self._joined(), task.setting)
             if self._is_first:
                 self._first_pass = [tensor[start:end].detach() for tensor in whole]
             leaves = [tensor.requires_grad_() if tensor.is_floating_point() else tensor for tensor in whole]
@@ -188,7 +188,7 @@ class CachedGradients:
                 a.float().norm()
             ):
                 raise UserError(
-                    f"task={self._task.setting}: its embed returns something else when it is repeated on the same "
+                    f"{self._task.setting}: its embed returns something else when it is repeated on the same "
                     "batch, so that gradients cannot be cached; draw from the global generators, and keep state in "
                     "buffers (docs/oom.md), not in plain attributes"
                     + (", or use train.compile=false" if self._run.config.train.compile else "")
@@ -206,7 +206,7 @@ def _require_of_embeddings(loss: Tensor, setting: str) -> None:
     direct = list(parameters_behind(loss))
     if direct:
         raise UserError(
-            f"task={setting}: its loss_of_embeddings depends on a parameter of shape {list(direct[0].shape)}, which "
+            f"{setting}: its loss_of_embeddings depends on a parameter of shape {list(direct[0].shape)}, which "
             "would get no gradient; use parameters in embed only (a temperature that is trained can multiply one of "
             "the embeddings)"
         )

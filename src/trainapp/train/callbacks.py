@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
+from trainapp.checkpoint.stateful import copied
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.hooks.callbacks import View
 from trainapp.rng import preserved_rng
-from trainapp.torch_private import version_of
+from trainapp.train.left_as_it_was import differences, made_of, preserved_states
 from trainapp.train.modes import evaluation_mode
 from trainapp.train.run import Run
 from trainapp.train.step import drop_gradients
@@ -63,7 +63,7 @@ def _call(run: Run, method: str, *arguments: Any) -> None:
     with _nothing_changed(run, verdict):
         for name, function in methods:
             try:
-                function(_view(run, name, verdict), *arguments)
+                function(_view(run, name, verdict), *map(_own_copy, arguments))
             except UserError as error:
                 verdict.failure = str(error)
             except Exception as error:
@@ -116,28 +116,28 @@ def _view(run: Run, name: str, verdict: Verdict) -> View:
 
 @contextlib.contextmanager
 def _nothing_changed(run: Run, verdict: Verdict) -> Iterator[None]:
-    """Around callbacks: generators and modes are restored. Notes parameters and buffers that were written or replaced;
-    a write through `.data` or NumPy moves no version and is not noticed.
+    """Around callbacks: generators, modes and what else has state are restored. Notes other changes of the model, as
+    `made_of` sees them.
     """
-    model = run.state.model
-    before = _versions(model)
-    with preserved_rng(run.state.device), evaluation_mode([model]), torch.no_grad():
+    model, stateful = run.state.model, run.state.stateful
+    roots = {"": model, **stateful.modules}
+    before = made_of(roots)
+    with preserved_rng(run.state.device), preserved_states(stateful), evaluation_mode([model]), torch.no_grad():
         yield
     if run.strategy.forward_is_collective:
         run.strategy.finish_accumulation()
     drop_gradients(run)
-    after = _versions(model)
-    changed = sorted(name for name in before.keys() | after.keys() if not _are_same(before.get(name), after.get(name)))
+    changed = differences(before, made_of(roots))
     verdict.changed = listed(changed, most=5) if changed else None
 
 
-def _versions(model: nn.Module) -> dict[str, tuple[Tensor, int]]:
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    return {name: (tensor, version_of(tensor)) for name, tensor in tensors}
-
-
-def _are_same(a: tuple[Tensor, int] | None, b: tuple[Tensor, int] | None) -> bool:
-    return a is not None and b is not None and a[0] is b[0] and a[1] == b[1]
+def _own_copy(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """For one callback: the next one, and the run itself, have the numbers as they were."""
+    own = dict(metrics)
+    for name, value in metrics.items():
+        with contextlib.suppress(Exception):  # an object that a metric has made, and that cannot be copied
+            own[name] = copied(value)
+    return own
 
 
 def _step(run: Run) -> int:

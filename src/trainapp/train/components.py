@@ -17,7 +17,8 @@ from trainapp.models.adapters import adapted
 from trainapp.train import losses
 from trainapp.train.contrastive import Contrastive
 from trainapp.train.hook_parts import Hooks, load_hooks
-from trainapp.train.whole_batch import require_complete, require_same_batch
+from trainapp.train.own_task import built_task
+from trainapp.train.whole_batch import require_same_batch
 from trainapp.units import listed
 
 BUILT_IN_TASKS: dict[str, Any] = {
@@ -69,10 +70,12 @@ def load_components(config: Config) -> Components:
         _require_same_classes(config, train, name, data)
     spec = dict(getattr(train, "spec", {}))
     updates = {
-        update.name: _task(config, found[setting], setting, update.task)
+        update.name: built_task(config, found[setting], setting, update.task, update.task_arguments)
         for setting, update in zip(_settings_of_tasks(config), config.updates, strict=True)
     }
-    task = _task(config, found["task"]) or _default_task(config, train, updates)
+    task = built_task(config, found["task"], "task", config.task, config.task_arguments) or _default_task(
+        config, train, updates
+    )
     require_same_batch(config, task, *updates.values())
     return Components(
         model=adapted(found["model"], config),
@@ -93,31 +96,7 @@ def _default_task(config: Config, data: Any, updates: dict[str, losses.Task]) ->
     """For task=auto: the data set's or, where there are updates, that of the last one: a GAN's data names no loss."""
     if updates:
         return list(updates.values())[-1]
-    task: losses.Task = _task(config, BUILT_IN_TASKS[data.task])
-    return task
-
-
-def _task(config: Config, found: Any, setting: str = "task", name: str | None = None) -> Any:
-    """The function or object that a setting names; an instance of the class that it names, built without arguments."""
-    name = name or config.task
-    if not inspect.isclass(found):
-        require_complete(found, f"{setting}={name}")
-        return found
-    lacking = check_arguments(found, {}, "task", {})
-    if lacking:
-        names = ", ".join(line.partition(":")[0].removeprefix("task.") for line in lacking)
-        raise UserError(
-            f"{setting}={name}: the class must be constructible without arguments, but requires {names}; give them "
-            f"defaults, or a subclass with defaults, or let `{setting}` name an instance in your module, such as "
-            f"`my_task = {found.__name__}({names.partition(',')[0]}=...)`"
-        )
-    task = targets.construct(found, {}, setting, config.user_packages)
-    if not callable(task):
-        raise UserError(
-            f"{setting}={name}: an instance of it cannot be called; give the class a method "
-            "`__call__(self, model, batch)` that returns (loss_sum, count, metrics)"
-        )
-    require_complete(task, f"{setting}={name}")
+    task: losses.Task = built_task(config, BUILT_IN_TASKS[data.task], "task", data.task, {})
     return task
 
 

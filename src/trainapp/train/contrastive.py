@@ -74,5 +74,5 @@ class Contrastive(EmbeddingTask):
         first, second = embeddings
         logits = first @ second.T / self.temperature
         own = torch.arange(len(logits), device=logits.device)
-        there, back = (F.cross_entropy(each.float(), own, reduction="sum") for each in (logits, logits.T))
-        return (there + back) / 2, len(logits), {"accuracy": (logits.argmax(1) == own).sum()}
+        to_second, to_first = (F.cross_entropy(each.float(), own, reduction="sum") for each in (logits, logits.T))
+        return (to_second + to_first) / 2, len(logits), {"accuracy": (logits.argmax(1) == own).sum()}

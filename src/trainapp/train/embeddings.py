@@ -28,7 +28,7 @@ def embed(task: Any, model: nn.Module, batch: Any, samples: int | None = None) -
     _require_rows(embeddings, samples, task.setting)
     if list(map(version_of, held)) != before:
         raise UserError(
-            f"task={task.setting}: its embed changes tensors of the batch in place, and is called twice with them; let "
+            f"{task.setting}: its embed changes tensors of the batch in place, and is called twice with them; let "
             "it work on copies (.clone())"
         )
     return embeddings
@@ -37,17 +37,17 @@ def embed(task: Any, model: nn.Module, batch: Any, samples: int | None = None) -
 def _require_rows(embeddings: Any, samples: int | None, setting: str) -> None:
     found = list(_leaves(embeddings, setting))
     if not found:
-        raise UserError(f"task={setting}: its embed returns no tensor; return the embeddings of the batch's samples")
+        raise UserError(f"{setting}: its embed returns no tensor; return the embeddings of the batch's samples")
     rows = len(found[0]) if samples is None and found[0].ndim else samples
     for tensor in found:
         if not tensor.ndim or len(tensor) != rows:
             raise UserError(
-                f"task={setting}: its embed returns a tensor of shape {list(tensor.shape)} for {rows or 1} samples; "
+                f"{setting}: its embed returns a tensor of shape {list(tensor.shape)} for {rows or 1} samples; "
                 "the first dimension must be the samples, so that micro-batches can be joined (several views of a "
                 "sample go into a second dimension, or into tensors of their own)"
             )
         if tensor.is_complex():
-            raise UserError(f"task={setting}: its embed returns {tensor.dtype}; return torch.view_as_real(...)")
+            raise UserError(f"{setting}: its embed returns {tensor.dtype}; return torch.view_as_real(...)")
 
 
 def _leaves(embeddings: Any, setting: str) -> Iterator[Tensor]:
@@ -57,7 +57,7 @@ def _leaves(embeddings: Any, setting: str) -> Iterator[Tensor]:
     node = node_type(embeddings)
     if node is None:
         raise UserError(
-            f"task={setting}: its embed must return a tensor, or a tuple or dict of tensors, but there is a "
+            f"{setting}: its embed must return a tensor, or a tuple or dict of tensors, but there is a "
             f"{type(embeddings).__name__} in what it returns"
         )
     for child in node.children(embeddings):
@@ -67,14 +67,14 @@ def _leaves(embeddings: Any, setting: str) -> Iterator[Tensor]:
 def join(parts: list[list[Tensor]], setting: str) -> list[Tensor]:
     """The tensors of several micro-batches, next to each other. Raises UserError where they do not fit."""
     if len({len(part) for part in parts}) > 1:
-        raise UserError(f"task={setting}: its embed returns {len(parts[0])} tensors for one micro-batch and another "
+        raise UserError(f"{setting}: its embed returns {len(parts[0])} tensors for one micro-batch and another "
                         "number for the next; return the same structure for each")  # fmt: skip
     for tensors in zip(*parts, strict=True):
         forms = sorted({(tuple(t.shape[1:]), str(t.dtype)) for t in tensors})
         if len(forms) > 1:
             found = " and ".join(f"{list(shape)} of {dtype.removeprefix('torch.')}" for shape, dtype in forms[:2])
             raise UserError(
-                f"task={setting}: the embeddings of two micro-batches have rows of shape {found}, which cannot be "
+                f"{setting}: the embeddings of two micro-batches have rows of shape {found}, which cannot be "
                 "joined; make them independent of the batch, such as of its padding"
             )
     return [torch.cat(tensors) if len(tensors) > 1 else tensors[0] for tensors in zip(*parts, strict=True)]

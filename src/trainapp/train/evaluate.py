@@ -3,7 +3,8 @@
 import contextlib
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 
@@ -12,11 +13,11 @@ from trainapp.data.eval_stream import EvalStream
 from trainapp.data.micro_batch import MicroBatch
 from trainapp.data.sampler import EvalBatches
 from trainapp.errors import UserError
-from trainapp.hooks.metrics import as_logged, as_scalars, asked, logged
+from trainapp.hooks.metrics import as_scalars, logged_name, logged_name_of, setting_name
 from trainapp.rng import preserved_rng
 from trainapp.train import callbacks
 from trainapp.train.allocations import note_refused, require_all_allocated
-from trainapp.train.evaluated import evaluated as evaluated_as
+from trainapp.train.eval_collectors import collector_for
 from trainapp.train.losses import evaluate_metrics
 from trainapp.train.modes import evaluation_mode
 from trainapp.train.phase import Phase
@@ -39,14 +40,19 @@ def evaluate(run: Run) -> None:
         if name not in attempt.evaluated:
             attempt.evaluated[name] = evaluate_set(run, name, batches)
     evaluated, attempt.evaluated = attempt.evaluated, {}
-    means = {logged(name, metric): value for name, own in evaluated.items() for metric, value in own.means.items()}
-    results = {logged(name, metric): value for name, own in evaluated.items() for metric, value in own.results.items()}
+    means = _by_logged_name({name: own.means for name, own in evaluated.items()})
+    results = _by_logged_name({name: own.results for name, own in evaluated.items()})
     run.last_evaluation = means
     progress.evaluated_at = progress.step
     run.meter.pause(time.monotonic() - started)
     run.tracker.evaluated(progress.step, progress.samples, means)
     record_objective(run, means)
     callbacks.after_evaluation(run, results | means)
+
+
+def _by_logged_name(by_set: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The metrics of all sets, under the names in the log."""
+    return {logged_name(name, metric): value for name, own in by_set.items() for metric, value in own.items()}
 
 
 def evaluate_set(run: Run, name: str, batches: EvalBatches | EvalStream) -> Evaluated:
@@ -58,7 +64,7 @@ def evaluate_set(run: Run, name: str, batches: EvalBatches | EvalStream) -> Eval
         all_proven = run.ranks.all_reduce_min(int(not (tunes or sizes.is_unproven))) == 1
         run.ranks.enable_votes(not all_proven)
         run.strategy.broadcast_buffers()
-        attempt.evaluation, attempt.evaluated_as = Totals(), evaluated_as(run.task)
+        attempt.evaluation, attempt.collector = Totals(), collector_for(run.task)
         run.metrics.reset()
     with contextlib.ExitStack() as stack:
         stack.enter_context(preserved_rng(state.device))
@@ -69,14 +75,14 @@ def evaluate_set(run: Run, name: str, batches: EvalBatches | EvalStream) -> Eval
         for fetched in batches.from_sample(attempt.evaluation.samples, sizes.size, run.ranks):
             for micro in sizes.cut(fetched, run.eval_ranks):
                 evaluate_batch(run, micro)
-        totals = attempt.evaluated_as.totals(run, attempt.evaluation, isinstance(batches, EvalStream))
+        totals = attempt.collector.totals(run, attempt.evaluation, isinstance(batches, EvalStream))
     if run.strategy.forward_is_collective:
         run.strategy.finish_accumulation()
         sizes.succeeded(run.ranks, news=True)  # a rank may have seen shapes that are new to others
     totals = totals.over(run.ranks)
     results = run.metrics.results(run.ranks)
-    found = Evaluated(totals.means(run.ranks) | as_scalars(results), results)
-    attempt.evaluation = attempt.evaluated_as = None
+    evaluated = Evaluated(totals.means(run.ranks) | as_scalars(results), results)
+    attempt.evaluation = attempt.collector = None
     run.metrics.reset()
     if totals.count == 0:
         run.tracker.note_once(
@@ -84,7 +90,7 @@ def evaluate_set(run: Run, name: str, batches: EvalBatches | EvalStream) -> Eval
             "whole evaluation set, so the loss is nan",
             topic=f"nothing counts in evaluation {name}",
         )
-    return found
+    return evaluated
 
 
 def evaluate_batch(run: Run, micro: MicroBatch) -> None:
@@ -94,7 +100,7 @@ def evaluate_batch(run: Run, micro: MicroBatch) -> None:
     with run.metrics.undone_on_error():
         with watch_micro_batch(run, sizes, micro.data):
             with run.state.precision.autocast:
-                loss, count, metrics = run.strategy.evaluate(run.attempt.evaluated_as.task, micro.data)
+                loss, count, metrics = run.strategy.evaluate(run.attempt.collector.task, micro.data)
             finished = evaluate_metrics(metrics, run.metrics.names)
             if micro.real:
                 run.metrics.update(metrics)
@@ -104,7 +110,7 @@ def evaluate_batch(run: Run, micro: MicroBatch) -> None:
         # A copy: a loss that is a view would keep its micro-batch's tensors until the evaluation ends.
         totals = totals.plus(loss.clone(), count, finished, micro.samples, micro.real)
         run.eval_ranks.check_peers()  # the last moment at which a micro-batch can be repeated
-    run.attempt.evaluated_as.keep(micro.real)
+    run.attempt.collector.keep(micro.real)
     run.attempt.evaluation = totals
     run.restore_point.take(sizes.is_unproven)
     run.eval_ranks.check_peers()  # what follows is collective and has no vote
@@ -113,10 +119,16 @@ def evaluate_batch(run: Run, micro: MicroBatch) -> None:
 
 def record_objective(run: Run, means: dict[str, float]) -> None:
     """Record this evaluation's objective, and the best so far: nan and inf are never it."""
-    progress, (direction, metric) = run.state.progress, run.objective
-    metric = as_logged(metric, means)
-    if metric not in means and progress.objective is None:  # else it is one that only some batches have
-        raise no_such_metric(run.objective, map(asked, means))
+    progress, direction = run.state.progress, run.objective.direction
+    metric = logged_name_of(run.objective.metric, means)
+    if metric not in means:  # it may be one that only some batches have
+        if progress.objective is None and not run.objective.is_known:
+            raise no_such_metric(run.objective, map(setting_name, means))
+        run.tracker.note_once(
+            f"objective={direction} {run.objective.metric}: the evaluation at step {progress.step} has no such metric, "
+            f"which counts as nan; it has {', '.join(map(setting_name, means))}",
+            topic="an evaluation without the objective",
+        )
     progress.objective = value = means.get(metric, math.nan)
     for update in run.state.updates:
         update.schedule.evaluated(value)

@@ -14,11 +14,14 @@ from trainapp.config import targets
 from trainapp.config.schema import Config, Target
 from trainapp.errors import UserError
 from trainapp.hooks.callbacks import Callbacks
+from trainapp.hooks.confusion import Counts
 from trainapp.hooks.early_stopping import EarlyStopping
 from trainapp.hooks.metrics import StatefulMetrics
-from trainapp.memory.kept import Kept
+from trainapp.hooks.predictions import FirstPredictions
+from trainapp.memory.kept import KeptStorages
 from trainapp.parallel.dtensor import local
 from trainapp.torch_private import is_tracing, outside_dispatch_modes, storage_id
+from trainapp.tracking.outlet import require_methods
 from trainapp.tracking.utilisation import NoUtilisation, Utilisation, peak_of
 from trainapp.train import losses
 from trainapp.train.phase import Phase
@@ -55,6 +58,8 @@ def load_hooks(config: Config, spec: Mapping[str, Any]) -> Hooks:
                 if package := getattr(kind, "package", None):
                     targets.require_package(package, f"{group}={name}")
                 built[name] = targets.construct(kind, node.arguments, setting, config.user_packages, dict(spec))
+                if group == "tracker":
+                    require_methods(built[name], setting)
             except UserError as error:
                 errors.append(str(error))
     for name in losses.RESERVED & hooks.metrics.keys():
@@ -81,8 +86,11 @@ def callbacks_of(config: Config, hooks: Hooks, data: Any, sets: Sequence[str]) -
             f"stopping.patience={stopping.patience}: data={config.data.target} has no validation split, and patience "
             "counts evaluations; set stopping.patience=null"
         )
-    chosen = Objective.of(config, data, sets) if stopping.metric == "auto" else Objective(*stopping.metric.split())
-    early = EarlyStopping(stopping.patience, stopping.min_delta, chosen.direction, chosen.metric)
+    if stopping.metric == "auto":
+        direction, metric, _ = Objective.of(config, data, sets)
+    else:
+        direction, metric = stopping.metric.split()
+    early = EarlyStopping(stopping.patience, stopping.min_delta, direction, metric)
     return {**chosen_by_name, EARLY_STOPPING: early}
 
 
@@ -100,7 +108,7 @@ def attached(run: Run, hooks: Hooks, callbacks: Mapping[str, Any]) -> Run:
 
 
 def _tensors_of(
-    metrics: StatefulMetrics, callbacks: Mapping[str, Any], model: nn.Module, kept: Kept
+    metrics: StatefulMetrics, callbacks: Mapping[str, Any], model: nn.Module, kept: KeptStorages
 ) -> Iterator[Tensor]:
     """What metrics and callbacks keep, but for tensors that are the model's or a data set's as well."""
     yield from metrics.tensors()
@@ -125,6 +133,9 @@ def _metrics_of(run: Run, hooks: Hooks) -> StatefulMetrics:
             f"memory.loss_chunk={loss_chunk} with metrics.{sorted(metrics.names)[0]}: metrics get logits, which a loss "
             "in chunks never has as a whole; use memory.loss_chunk=null, or a task of your own"
         )
+    for metric in objects.values():
+        if isinstance(metric, (Counts, FirstPredictions)) and metric.class_dim.dim is None:
+            metric.class_dim.dim = losses.class_dim(run.task)
     if is_tracing():
         metrics.without_values()
     metrics.to(run.state.device)

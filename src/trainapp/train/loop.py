@@ -11,7 +11,7 @@ import time
 from torch import Tensor
 
 from trainapp.memory.timeline import Picture
-from trainapp.optim.groups import rates
+from trainapp.optim.schedules import rates
 from trainapp.tracking.meter import spread_over_ranks
 from trainapp.train import callbacks
 from trainapp.train.against_plan import compare_with_plan

@@ -6,7 +6,7 @@ compared with those of their two halves, in evaluation mode and without gradient
 
 Costs six forwards of at most 4 samples and fetching 12; where 2 samples must do, twice as many and 6 more. Samples of a
 stream are read once, and held until they are trained. What cannot be compared is skipped silently: a task that draws
-random numbers, a loss that is not finite, a batch whose halves hold other values (see `_halves`; only a mean is
+random numbers, a loss that is not finite, a batch whose halves hold other values (see `halves_of`; only a mean is
 reported then), a task or model that fails here: the first step reports that error.
 """
 
@@ -15,7 +15,7 @@ import dataclasses
 import logging
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -23,14 +23,15 @@ from torch import Tensor, nn
 
 from trainapp.checkpoint.stateful import Stateful
 from trainapp.config.schema import Config
-from trainapp.data.batch import map_tensors, tensors_in
-from trainapp.data.loader import Request, fetched_apart, worker_count
+from trainapp.data.batch import map_tensors
+from trainapp.data.loader import worker_count
 from trainapp.errors import UserError
 from trainapp.models.inspect import belongs_to_trainapp
 from trainapp.optim.precision import Precision
 from trainapp.parallel.ranks import Ranks
 from trainapp.torch_private import is_tracing
 from trainapp.train.components import Components
+from trainapp.train.loss_halves import halves_of
 from trainapp.train.losses import compares_samples, is_built_in
 from trainapp.train.modes import evaluation_mode
 from trainapp.train.untouched import untouched
@@ -51,14 +52,6 @@ class Sums(NamedTuple):
     bits: int = 32
 
 
-class Halves(NamedTuple):
-    """A batch and its halves. same: whether these are known to hold the same values as the batch."""
-
-    batch: Any
-    halves: list[Any]
-    same: bool
-
-
 class Comparison(NamedTuple):
     """The task's results for a batch of so many samples, and for its halves."""
 
@@ -69,6 +62,7 @@ class Comparison(NamedTuple):
 
 
 def require_sum(
+    setting: str,
     config: Config,
     components: Components,
     model: nn.Module,
@@ -81,7 +75,7 @@ def require_sum(
     Call before the model is compiled or sharded. Leaves model, task, data and generators as they are, but on `device`;
     see `untouched`.
 
-    first: as `StepBatches.first`; None: nothing is checked.
+    setting: what names the task, with its value. first: as `StepBatches.first`; None: nothing is checked.
     """
     task = components.task
     is_known = is_built_in(task) and belongs_to_trainapp(model)
@@ -99,7 +93,7 @@ def require_sum(
         compared = _compared(config, parts, model, device, precision, workers)
         has_bits = compared is not None and min(own.bits for own in (compared.whole, *compared.halves)) >= 32
         is_fine = config.precision.mode == "fp32" and model_is_fine(model) and has_bits
-        verdict = None if compared is None else _verdict(compared, config.task, FINE if is_fine else COARSE)
+        verdict = None if compared is None else _verdict(compared, setting, FINE if is_fine else COARSE)
     by_rank = [text for text in ranks.all_gather_object(verdict) if text]  # one may have had no memory for it
     if by_rank:
         raise UserError(by_rank[0])
@@ -123,7 +117,7 @@ def _compared(
             return None
         try:
             with untouched(device, **roots):
-                cut = _halves(components, config.train.seed, workers, samples, device)
+                cut = halves_of(components, config.train.seed, workers, samples, device)
             batches = (cut.batch, *cut.halves)
             sums = [_result(cut.batch, batch, roots, modules, device, precision) for batch in batches]
         except Exception as error:  # the first step shows it, in its place and with its traceback
@@ -167,56 +161,6 @@ def _uncompiled() -> contextlib.AbstractContextManager[Any]:
     return torch.compiler.set_stance("force_eager")
 
 
-def _halves(components: Components, seed: int, workers: int, samples: int, device: torch.device) -> Halves:
-    """The first samples and their halves. Raises what the data set raises.
-
-    Halves collated on their own may be padded differently, or mix other samples; then `split` may cut them, or the
-    first half twice is the batch, which is as long as its halves.
-    """
-    data, half = components.train_data, samples // 2
-    split = next(filter(callable, (getattr(data, "split", None), getattr(components.task, "split", None))), None)
-    first, second = list(range(half)), list(range(half, samples))
-    requests = [Request(0, indices) for indices in (first + second, first, second, first + first)]
-    whole, a, b, twice = fetched_apart(data, seed, requests, workers)
-    cuts = [(whole, [a, b]), (twice, [a, a])]
-    if split is not None:
-        on_device = map_tensors(lambda tensor: tensor.to(device), whole)
-        cuts.insert(1, (on_device, [split(on_device, 0, half), split(on_device, half, samples)]))
-    for batch, halves in cuts:
-        if _consists_of(batch, halves):
-            return Halves(batch, halves, same=True)
-    return Halves(whole, [a, b], same=False)
-
-
-def _consists_of(batch: Any, parts: Sequence[Any]) -> bool:
-    """Whether each tensor of the batch is its parts' next to each other in some dimension; but for tables, which all of
-    them have alike.
-    """
-    found = [tensors_in(batch), *map(tensors_in, parts)]
-    if len({len(tensors) for tensors in found}) > 1:
-        return False
-    of_samples = [tensors for tensors in zip(*found, strict=True) if not _are_alike(tensors)]
-    return bool(of_samples) and all(_is_made_of(whole, pieces) for whole, *pieces in of_samples)
-
-
-def _are_alike(tensors: Sequence[Tensor]) -> bool:
-    return all(_is_plain(t) for t in tensors) and all(torch.equal(tensors[0], t) for t in tensors[1:])
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor.is_nested
-
-
-def _is_made_of(whole: Tensor, pieces: list[Tensor]) -> bool:
-    if not all(_is_plain(t) and t.ndim == whole.ndim for t in (whole, *pieces)):
-        return False
-    for dimension in range(whole.ndim):
-        sizes = [(*p.shape[:dimension], *p.shape[dimension + 1 :]) for p in (whole, *pieces)]
-        if len(set(sizes)) == 1 and torch.equal(whole, torch.cat(pieces, dimension)):
-            return True
-    return False
-
-
 def _verdict(compared: Comparison, setting: str, tolerance: float) -> str | None:
     """The message, or None where the results add up, or nothing can be said."""
     samples, whole, (a, b), same = compared
@@ -230,7 +174,7 @@ def _verdict(compared: Comparison, setting: str, tolerance: float) -> str | None
     )
     if difference > tolerance * size and size > 1e-6 * min(1.0, abs(whole.divisor)) and _is_mean(compared, tolerance):
         return (
-            f"task={setting}: the loss is a mean, where a sum is needed: {numbers}. It would be divided by the count "
+            f"{setting}: the loss is a mean, where a sum is needed: {numbers}. It would be divided by the count "
             "once more, and weigh uneven micro-batches wrongly: return the sum of the samples' (or tokens') losses and "
             f"how many there are, such as the mean times its number of summands. {_IF_MEANT}"
         )
@@ -238,7 +182,7 @@ def _verdict(compared: Comparison, setting: str, tolerance: float) -> str | None
         return None
     if difference > tolerance * (size + FLOOR * abs(whole.divisor)):
         return (
-            f"task={setting}: the loss is no sum over samples: {numbers}. So it would depend on the micro-batch, and "
+            f"{setting}: the loss is no sum over samples: {numbers}. So it would depend on the micro-batch, and "
             "with that on the memory. If it compares the samples of its batch, say so by `whole_batch = True` on the "
             "task: its batch is then never cut (or give it embed and loss_of_embeddings: docs/extending.md). If it is "
             "the model that normalises over the batch in evaluation mode, "
@@ -246,7 +190,7 @@ def _verdict(compared: Comparison, setting: str, tolerance: float) -> str | None
         )
     if not counts_add_up:
         return (
-            f"task={setting}: the count does not add up: {numbers}. Micro-batches would be weighed wrongly: return how "
+            f"{setting}: the count does not add up: {numbers}. Micro-batches would be weighed wrongly: return how "
             f"many samples or tokens the loss is a sum of, or the sum of their weights. {_IF_MEANT}"
         )
     return None

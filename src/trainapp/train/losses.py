@@ -33,30 +33,33 @@ Task = Callable[[nn.Module, Any], tuple[Tensor, "Tensor | float", Metrics]]
 IGNORED = -100  # the target of padding
 
 
-def classification(model: nn.Module, batch: Any) -> tuple[Tensor, int, Metrics]:
+def classification(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | int, Metrics]:
     """Cross-entropy of logits [B, classes] against int64 targets [B], or shares of the classes [B, classes] in floating
     point; the metric is accuracy, in shares that of the largest.
+
+    Also of the pixels of an image, or the parts of anything else: logits [B, classes, ...], int64 targets [B, ...] with
+    -100 where nothing counts, or shares [B, classes, ...]. The count is that of the parts.
     """
     logits, targets = predictions(model, batch)
-    loss_sum = F.cross_entropy(logits.float(), targets, reduction="sum")
-    if targets.is_floating_point():
-        return loss_sum, len(targets), _metrics(logits.detach(), targets.argmax(-1))
-    return loss_sum, len(targets), _metrics(logits.detach(), targets)
+    loss_sum = F.cross_entropy(logits.float(), targets, ignore_index=IGNORED, reduction="sum")
+    own = targets.argmax(1) if targets.is_floating_point() else targets
+    count = len(own) if own.ndim < 2 else (own != IGNORED).sum()
+    return loss_sum, count, _metrics(logits.detach(), own, 1)
 
 
 def next_token(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor, Metrics]:
     """Cross-entropy of logits [B, T, vocabulary] against int64 targets [B, T], -100 for padding."""
     logits, targets = predictions(model, batch)
     loss_sum = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
-    return loss_sum, (targets != IGNORED).sum(), _metrics(logits.detach(), targets)
+    return loss_sum, (targets != IGNORED).sum(), _metrics(logits.detach(), targets, -1)
 
 
 next_token.counts = "tokens"  # type: ignore[attr-defined]  # what its count is, for the log's tokens per second
 
 
-def _metrics(logits: Tensor, targets: Tensor) -> Metrics:
-    """The accuracy, and `(logits, targets)` for each configured metric."""
-    return {"accuracy": lambda: (logits.argmax(-1) == targets).sum(), EVERY: lambda: (logits.float(), targets)}
+def _metrics(logits: Tensor, targets: Tensor, dim: int) -> Metrics:
+    """The accuracy, and `(logits, targets)` for each configured metric. dim: that of the classes."""
+    return {"accuracy": lambda: (logits.argmax(dim) == targets).sum(), EVERY: lambda: (logits.float(), targets)}
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,14 @@ def is_built_in(task: Task) -> bool:
     return plain in (classification, next_token) or isinstance(plain, InChunks)
 
 
+def class_dim(task: Any) -> int | None:
+    """The dimension of the classes in a built-in task's logits; None for others."""
+    if not is_built_in(task):
+        return None
+    plain = in_chunks(task, None)
+    return 1 if plain is classification else -1
+
+
 def counts_tokens(task: Task) -> bool:
     """Whether the task's count is a number of tokens: it says so by an attribute `counts = "tokens"`."""
     plain = getattr(task, "unchecked", task)
@@ -110,7 +121,7 @@ def checked(task: Task, setting: str) -> Task:
     """The task, raising UserError for a result that cannot be trained on or added up. Costs half a microsecond.
 
     The values of metrics are looked at in the first result only: later ones are when they are added up.
-    setting: the task's name, for messages.
+    setting: what names the task, with its value, for messages.
     """
     checked_task = _checked_call(task, setting)
     setattr(checked_task, "unchecked", task)  # noqa: B010  # a function has no such attribute, says mypy
@@ -148,27 +159,27 @@ def _require_addable(result: Any, setting: str) -> None:
     """Raise UserError that says what is wrong with a task's result, if its form is not the right one."""
     if not isinstance(result, (tuple, list)) or len(result) != 3:
         found = f"{len(result)} values" if isinstance(result, (tuple, list)) else f"a {type(result).__name__}"
-        raise UserError(f"task={setting}: must return (loss_sum, count, metrics), but returned {found}")
+        raise UserError(f"{setting}: must return (loss_sum, count, metrics), but returned {found}")
     loss, count, metrics = result
     if not isinstance(loss, Tensor):
-        raise UserError(f"task={setting}: its loss must be a scalar tensor, not a {type(loss).__name__}")
+        raise UserError(f"{setting}: its loss must be a scalar tensor, not a {type(loss).__name__}")
     if loss.ndim:
         raise UserError(
-            f"task={setting}: its loss must be a scalar, the sum over the micro-batch, but has shape "
+            f"{setting}: its loss must be a scalar, the sum over the micro-batch, but has shape "
             f"{list(loss.shape)}; return loss.sum()"
         )
     if loss.is_complex():
-        raise UserError(f"task={setting}: its loss must be a real number, but is {loss.dtype}; return loss.abs(), say")
+        raise UserError(f"{setting}: its loss must be a real number, but is {loss.dtype}; return loss.abs(), say")
     if (problem := problem_of_count(count)) is not None:
-        raise UserError(f"task={setting}: {problem}")
+        raise UserError(f"{setting}: {problem}")
     if not isinstance(metrics, Mapping):
         raise UserError(
-            f"task={setting}: its metrics must be a dict of names and sums, which may be empty, not a "
+            f"{setting}: its metrics must be a dict of names and sums, which may be empty, not a "
             f"{type(metrics).__name__}"
         )
     for name, value in metrics.items():
         if not isinstance(name, str):
-            raise UserError(f"task={setting}: the name of a metric must be a string, not {name!r}")
+            raise UserError(f"{setting}: the name of a metric must be a string, not {name!r}")
         if isinstance(value, Tensor):
             _metric_sum(name, value)
 
@@ -176,7 +187,7 @@ def _require_addable(result: Any, setting: str) -> None:
 def refuse_without_gradient(setting: str) -> NoReturn:
     """The error for a loss of which no parameter's gradient can be computed."""
     raise UserError(
-        f"task={setting}: its loss needs no gradient, so nothing can be trained; it must depend on parameters of the "
+        f"{setting}: its loss needs no gradient, so nothing can be trained; it must depend on parameters of the "
         "model that are not frozen, without detach(), .item() or torch.no_grad() between (for a micro-batch that has "
         "nothing to learn from, return outputs.sum() * 0)"
     )
@@ -214,7 +225,7 @@ EMBEDDING_METHODS = ("embed", "loss_of_embeddings")
 
 
 def _own(task: Any) -> Any:
-    """What the user has given."""
+    """The task as the user has given it: without checks and bound arguments."""
     plain = getattr(task, "unchecked", task)
     return plain.func if isinstance(plain, functools.partial) else plain
 

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from trainapp.errors import UserError
+from trainapp.models import transformers_models
 
 
 def inputs_and_targets(batch: Any) -> tuple[Tensor, Tensor]:
@@ -56,5 +57,21 @@ def _keywords(forward: Callable[..., Any]) -> frozenset[str] | None:
 def predictions(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
     """`(logits, targets)` of a batch: the logits are what the model returns, or the `logits` in that."""
     inputs, targets = inputs_and_targets(batch)
-    output = model(inputs, **beside_inputs(model, batch))
-    return getattr(output, "logits", output), targets
+    others = beside_inputs(model, batch)
+    try:
+        output = model(inputs, **others)
+    except (ValueError, AttributeError, TypeError) as error:
+        if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+            raise
+        raise UserError(
+            f"{type(model).__name__} has an encoder and a decoder, and cannot make predictions of a batch's inputs "
+            f"alone ({' '.join(str(error).split())[:200]}); use a model without an encoder, or a task of your own that "
+            "gives it what it needs"
+        ) from error
+    logits = getattr(output, "logits", output)
+    if not isinstance(logits, Tensor) and transformers_models.is_one(model):
+        raise UserError(
+            f"{type(model).__name__} returns no logits (only {', '.join(output)}), which the task's loss is of; choose "
+            "a model.task other than base, or a task of your own"
+        )
+    return logits, targets

@@ -9,6 +9,7 @@ class Phase(str, Enum):
     WEIGHT_AVERAGE = "weight average"
     EVALUATE = "evaluate"
     SAVE = "save"
+    READ = "read"  # a stream's samples of the coming step
     START = "start"
     DATA = "data"
     FORWARD = "forward"
@@ -42,6 +43,13 @@ class Phase(str, Enum):
     def updates_in_backward(self) -> bool:
         """Whether a backward that updates parameters has begun to do so."""
         return self in (Phase.UPDATE_IN_BACKWARD, Phase.BACKWARD_AFTER_UPDATES)
+
+    @property
+    def is_voted_on(self) -> bool:
+        """Whether a vote, where votes are held, makes all ranks leave it: torch unscales shards with a reduction of its
+        own that no vote can stop.
+        """
+        return (self.can_be_undone and self is not Phase.UNSCALE) or self in (Phase.READ, Phase.EVALUATE)
 
     @property
     def depends_on_size(self) -> bool:

@@ -28,10 +28,10 @@ from trainapp.tracking.tracker import SilentTracker, Tracker
 from trainapp.tracking.utilisation import NoUtilisation, Utilisation
 from trainapp.train.autotuner import Autotuner
 from trainapp.train.cadences import Cadences, run_length
+from trainapp.train.initial_sizes import Sizes
 from trainapp.train.losses import Task, is_built_in
 from trainapp.train.phase import Phase
 from trainapp.train.restore_point import RestorePoint
-from trainapp.train.sizes import Sizes
 from trainapp.train.totals import Totals
 
 EvalSets = dict[str, "EvalBatches | EvalStream"]  # by name; the data's own validation split is ""
@@ -53,6 +53,7 @@ class Objective(NamedTuple):
 
     direction: str  # "max" or "min"
     metric: str
+    is_known: bool = False  # the task has it for some samples, whether or not an evaluation does
 
     @classmethod
     def of(cls, config: Config, data: Any, sets: Sequence[str]) -> "Objective":
@@ -84,7 +85,7 @@ class Attempt:
     started: float = 0.0  # time.monotonic()
     retried: set[tuple] = field(default_factory=set)  # what was retried at the same size in the present step
     evaluation: Totals | None = None  # totals so far of the data set that is being evaluated
-    evaluated_as: Any = None  # what becomes of its batches, see `train.evaluated`
+    collector: Any = None  # of its batches, see `train.eval_collectors`
     evaluated: dict[str, Evaluated] = field(default_factory=dict)  # the results of those before it, by name
     refused: int = 0  # allocations that the device's allocator had refused when it began
     step: Step | None = None  # the last one that was begun
@@ -179,7 +180,7 @@ class Run:
 
     def next_step(self) -> Step:
         """The coming optimizer step. Steps on the cadence are logged, and the run's last."""
-        progress, every = self.state.progress, self.cadences.log
+        progress, every, self.attempt.phase = self.state.progress, self.cadences.log, Phase.READ
         self.sizes.turn_to(self.state.update.name)
         self.batches.sizes_of_updates = self.sizes.of_updates()
         if not progress.update:
@@ -239,9 +240,9 @@ class Run:
         """
         config = self.config
         for update in self.state.updates:
-            state, direction = update.schedule.state_dict(), self.objective.direction
+            state, others = update.schedule.state_dict(), (self.objective.direction, update.options_as_built())
             update.schedule = schedules.for_optimizer(
-                config.schedule, self.length, update.optimizer, config.user_packages, direction
+                config.schedule, self.length, update.optimizer, config.user_packages, *others
             )
             if state:
                 update.schedule.load_state_dict(state)

@@ -59,13 +59,13 @@ def with_one_optimizer(config: Config) -> list[Config]:
     return [dataclasses.replace(config, optimizer=update.optimizer, updates=[]) for update in config.updates]
 
 
-def with_one_loss(config: Config, components: Components) -> list[tuple[Config, Components]]:
-    """Configuration and parts once for each loss that is trained, as if it were the only one.
+def with_one_loss(config: Config, components: Components) -> list[tuple[str, Config, Components]]:
+    """What names it, configuration and parts once for each loss that is trained, as if it were the only one.
 
     Raises UserError for an update whose batch is never cut.
     """
     if not config.updates:
-        return [(config, components)]
+        return [(f"task={config.task}", config, components)]
     for number, update in enumerate(config.updates):
         if needs_whole_batch(components.updates[update.name]):
             raise UserError(
@@ -75,10 +75,11 @@ def with_one_loss(config: Config, components: Components) -> list[tuple[Config, 
             )
     return [
         (
+            f"updates.{number}.task={update.task}",
             dataclasses.replace(config, task=update.task),
             dataclasses.replace(components, task=components.updates[update.name]),
         )
-        for update in config.updates
+        for number, update in enumerate(config.updates)
     ]
 
 

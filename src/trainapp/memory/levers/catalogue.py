@@ -5,6 +5,7 @@ docs/memory.md read it.
 """
 
 import dataclasses
+import importlib.util
 from collections.abc import Mapping
 
 from trainapp.errors import UserError
@@ -62,13 +63,19 @@ def of_state(situation: Situation, static: Mapping[MemoryKind, int]) -> list[tup
     known = [(saved, lever) for saved, lever in lowered if saved is not None and saved > 0]
     known.sort(key=lambda saving: -saving[0])
     others = [lever for lever in LEVERS if lever.shrinks_state and not lever.is_set(own) and lever.suits(situation)]
-    return [*known, *((None, lever) for lever in others)]
+    return [*known, *((None, _with_extra(lever)) for lever in others)]
 
 
 def table() -> list[str]:
     """The rows of the table in docs/memory.md."""
     rows = ["| setting | saves | costs | applies |", "|---|---|---|---|"]
     return rows + [f"| `{lever.setting}` | {lever.saves} | {lever.costs} | {lever.applies} |" for lever in LEVERS]
+
+
+def _with_extra(lever: Lever) -> Lever:
+    """With what is to be installed first, where it is missing."""
+    lacks = lever.setting == "adapter=lora" and importlib.util.find_spec("peft") is None
+    return dataclasses.replace(lever, costs=f"{lever.costs}; first, pip install 'trainapp[peft]'") if lacks else lever
 
 
 def _instead_of(optimizer: str, lever: Lever) -> Lever:
@@ -239,7 +246,7 @@ LEVERS = (
     Lever(
         "adapter=lora",
         saves="gradients and optimizer state of all but the adapters",
-        costs="the model itself stays as it is: another result",
+        costs="the model's own weights stay as they are, so the result is another",
         applies="models with `blocks()` and those of Transformers; needs `trainapp[peft]`",
         in_force=lambda config: config.adapter.kind != "none",
         require=needs_blocks_for_adapters,

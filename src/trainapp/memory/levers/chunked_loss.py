@@ -94,7 +94,16 @@ def require_head(config: Config, model: nn.Module) -> None:
         )
     head = parts.head
     if type(head).forward is not nn.Linear.forward or "forward" in vars(head):
-        raise UserError(f"{setting}: the head of {name} must be an nn.Linear, not a {type(head).__name__}")
+        if config.adapter.kind != "none" and type(head).__module__.partition(".")[0] == "peft":
+            raise UserError(
+                f"{setting} with adapter={config.adapter.kind}: the head of {name} is among adapter.train or "
+                "adapter.targets, and this loss needs a plain nn.Linear; leave the head out of them, or set "
+                f"{SETTING}=null"
+            )
+        raise UserError(
+            f"{setting}: the head of {name} must be an nn.Linear, not a {type(head).__name__}; make it one, or set "
+            f"{SETTING}=null"
+        )
     if config.parallel.strategy == "fsdp":
         inside = (m for block in blocks_of(model, "parallel=fsdp") for m in block.modules())
         if any(m is head for m in inside):

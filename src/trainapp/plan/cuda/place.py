@@ -102,6 +102,7 @@ class CudaPlace(Place):
         self.named = named
         self.convolutions = False  # whether any was traced
         self._tested = False
+        self._engine: EngineOnCuda | None = None  # that of the trace at work
 
     def limit(self, config: Config) -> int:
         """What a run on the device would be limited to."""
@@ -120,6 +121,7 @@ class CudaPlace(Place):
         itself.
         """
         with EngineOnCuda() as engine:
+            self._engine = engine
             if not self._tested:
                 self_test.require(self.named, engine)
                 self._tested = True
@@ -157,10 +159,20 @@ class CudaPlace(Place):
             run.strategy.warm_up()  # again: it was not counted while the run was built, and leaves a cache
         allocations.warm_up = list(counter.events)
         counter.events.clear()
-        with counter, EngineOnCuda() as engine:  # again: the counter sees its workspaces only from below
+        with self._engine_above(counter) as engine:
             yield allocations
         self.convolutions = engine.convolutions > 0
         allocations.events += [(-1 - number, workspace) for number in range(THREADS)] + counter.events
+
+    @contextlib.contextmanager
+    def _engine_above(self, counter: CountedByStream) -> Iterator[EngineOnCuda]:
+        """The engine moves above the counter, which sees its workspaces only from below: every mode costs time."""
+        assert self._engine is not None, "the innermost mode of `inside`"
+        with contextlib.ExitStack() as stack:
+            self._engine.__exit__(None, None, None)
+            stack.callback(self._engine.__enter__)
+            stack.enter_context(counter)
+            yield stack.enter_context(EngineOnCuda())
 
 
 def _shard_on_the_device(run: Run, strategy: FSDP, counter: CountedByStream) -> None:

@@ -21,6 +21,7 @@ import torch
 from trainapp.plan.cuda import streams
 from trainapp.plan.cuda.attention import FunctionsOf, workspace_of_backward
 from trainapp.plan.cuda.devices import Device
+from trainapp.torch_operators import ASKS_DEVICE
 from trainapp.torch_private import DispatchMode
 
 _CODE = {  # machine code of: return 0; return 1; return a stream of device 0
@@ -33,6 +34,14 @@ _CODE = {  # machine code of: return 0; return 1; return a stream of device 0
 }
 _CALL = torch._ops.OpOverload.__call__.__code__  # by which a mode calls the next one
 _WITHOUT_META = (torch.ops.aten._fused_sgd_, torch.ops.aten._fused_adagrad_)  # torch 2.13 has no meta kernel for them
+# Formulas of the backward fill zeros in place, but not for subclasses of Tensor (2.13, areAnyTensorSubclassLike in
+# torch/csrc/autograd/FunctionsManual.cpp): those of max, topk and their like, of gather and index_select.
+_FILLS_ZEROS: dict[Any, Any] = {
+    torch.ops.aten.scatter.src: torch.ops.aten.scatter_.src,
+    torch.ops.aten.scatter_add.default: torch.ops.aten.scatter_add_.default,
+    torch.ops.aten.index_add.default: torch.ops.aten.index_add_.default,
+}
+_IN_PLACE = {torch.ops.aten.add.Tensor: torch.ops.aten.add_.Tensor, **_FILLS_ZEROS}
 _MODES = ("__torch_dispatch__", "__torch_function__")  # a function mode sees the calls of dispatch modes, too
 # Shards that FSDP keeps on the host are pinned, which takes a driver.
 _OF_HOST_TENSORS: dict[str, Any] = {
@@ -106,7 +115,8 @@ class EngineOnCuda(DispatchMode):
     """What C++ does on a GPU and leaves out for fake tensors. Enter it inside the fake tensor mode.
 
     The autograd engine adds up the gradients of a tensor that is used several times in place, but not those of
-    subclasses, which fake tensors are (torch/csrc/autograd/input_buffer.cpp): half of them in memory twice.
+    subclasses, which fake tensors are (torch/csrc/autograd/input_buffer.cpp): half of them in memory twice. So do some
+    formulas of the backward with the zeros that they fill.
     Kernels allocate workspaces inside, and some fused optimizers have no kernel for fake tensors.
     Attributes, both counts: `added`, of additions made in place; `convolutions`.
     """
@@ -118,12 +128,14 @@ class EngineOnCuda(DispatchMode):
         self.added = self.convolutions = 0
 
     def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.add.Tensor and torch._C._current_graph_task_id() != -1 and _called_by_engine():
-            old, new = args
+        if func is ASKS_DEVICE:
+            return args[0].device
+        if func in _IN_PLACE and torch._C._current_graph_task_id() != -1 and _called_by_engine():
+            old, new = args[0], args[1] if func is torch.ops.aten.add.Tensor else args[0]
             owners = torch._C._storage_Use_Count(old.untyped_storage()._cdata)
             if owners <= self.OWNERS and old.shape == new.shape and old.dtype == new.dtype:
-                self.added += 1
-                old.detach().add_(new)
+                self.added += func is torch.ops.aten.add.Tensor
+                _IN_PLACE[func](old.detach(), *args[1:], **(kwargs or {}))
                 return old
         if func.overloadpacket in _WITHOUT_META:
             return None  # it writes in place

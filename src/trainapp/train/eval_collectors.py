@@ -37,7 +37,7 @@ class LossOfEmbeddings(SumsOfBatches):
 
     def __init__(self, task: Any):
         self._own = task
-        self._found: Any = None  # of the batch at work
+        self._embedded: Any = None  # of the batch at work
         self._structure: Any = None
         self._kept: list[list[Tensor]] = []
         self._whole: list[Tensor] | None = None  # of all ranks
@@ -45,16 +45,16 @@ class LossOfEmbeddings(SumsOfBatches):
 
     def task(self, model: nn.Module, batch: Any) -> tuple[Tensor, float, Metrics]:
         """Embeds a batch; there is no loss yet."""
-        self._found = embeddings.embed(self._own, model, batch)
-        first = tensors_in(self._found)[0]
+        self._embedded = embeddings.embed(self._own, model, batch)
+        first = tensors_in(self._embedded)[0]
         return torch.zeros((), device=first.device), 0, {}
 
     def keep(self, real: bool) -> None:
         """The batch is finished on all ranks that evaluate together."""
         if real:
-            self._structure = self._found
-            self._kept.append([tensor.detach().cpu().clone() for tensor in tensors_in(self._found)])
-        self._found = None
+            self._structure = self._embedded
+            self._kept.append([tensor.detach().cpu().clone() for tensor in tensors_in(self._embedded)])
+        self._embedded = None
 
     def totals(self, run: Run, totals: Totals, interleaved: bool) -> Totals:
         """Of all ranks' embeddings, on the first rank that has some; the others have none. Collective, but not again
@@ -71,7 +71,7 @@ class LossOfEmbeddings(SumsOfBatches):
         if run.ranks.rank != self._owner:
             return Totals()
         run.metrics.reset()  # of an attempt that ran out of memory
-        found = Totals(samples=totals.samples)
+        of_all = Totals(samples=totals.samples)
         for start, end in ranges(0, len(self._whole[0]), run.config.batch.global_size):
             chosen = [tensor[start:end].to(run.state.device) for tensor in self._whole]
             with watch_micro_batch(run, run.sizes.evaluation, chosen), run.state.precision.autocast:
@@ -79,8 +79,8 @@ class LossOfEmbeddings(SumsOfBatches):
                     loss, count, metrics = self._own.loss_of_embeddings(embeddings.like(self._structure, chosen))
                 finished = evaluate_metrics(metrics, run.metrics.names)
                 run.metrics.update(metrics)
-            found = found.plus(loss.clone(), count, finished)
-        return found
+            of_all = of_all.plus(loss.clone(), count, finished)
+        return of_all
 
 
 def _in_order(parts: list[list[Tensor]], interleaved: bool, setting: str) -> list[Tensor]:
@@ -93,6 +93,6 @@ def _in_order(parts: list[list[Tensor]], interleaved: bool, setting: str) -> lis
     return [tensor[order] for tensor in joined]
 
 
-def evaluated(task: Task) -> SumsOfBatches:
-    """What suits the task."""
+def collector_for(task: Task) -> SumsOfBatches:
+    """What collects the task's batches, in one evaluation."""
     return LossOfEmbeddings(task) if has_embeddings(task) else SumsOfBatches(task)

@@ -7,7 +7,7 @@ from typing import Any, TypeGuard
 from trainapp.config import micro_schedule
 from trainapp.config.schema import Batch, Config
 from trainapp.data.micro_batch_sizes import MicroBatchSizes, Plan
-from trainapp.train.sizes_of_run import PlannedSizes, Sizes, key_of
+from trainapp.train.run_sizes import PlannedSizes, Sizes, key_of
 
 __all__ = ["PlannedSizes", "Sizes", "initial_sizes"]
 

@@ -1,0 +1,37 @@
+"""Memory runs out on one rank that reads a stream: all ranks read the step again, and none waits for another."""
+
+import pytest
+
+from .conftest import TINY, Cell
+from .faults import fail_at
+from .test_equality import errors
+
+STREAM = (*TINY, "model=mlp", "model.width=16", "user_packages=[own_streams]", "~data.augment", "data.num_workers=0")
+LIMIT = 30.0  # seconds; a rank that waits for a message that never comes is seen after a third of them
+
+
+def of(kind: str, *overrides: str) -> tuple[str, ...]:
+    return (f"data._target_=own_streams.{kind}", "oom.grow=false", *overrides)
+
+
+# Before the first step, after a plain one, after an evaluation and after a checkpoint: sizes are proven from step 2 on.
+@pytest.mark.parametrize("kind", ["Plain", "Sharded"])
+@pytest.mark.parametrize(
+    ("spread", "step", "between"),
+    [
+        ("ddp", 1, ()),
+        ("ddp", 3, ("every.eval=1",)),
+        ("ddp", 3, ("checkpointing=standard", "every.save=1")),
+        ("fsdp", 3, ("every.eval=1",)),
+    ],
+)
+def test_one_rank_fails_to_read(cell: Cell, kind, spread, step, between):
+    overrides = (f"parallel={spread}", *of(kind, *between))
+    wanted = cell.reference(2, *overrides, tiny=STREAM)
+    records = cell.run(2, *overrides, faults=[fail_at(1, step, "read")], tiny=STREAM, limit=LIMIT)
+    for record, other in zip(records, wanted, strict=True):
+        assert [(failure["step"], failure["old"], failure["new"]) for failure in record.failures] == [(step, 4, 4)]
+        assert [rank for rank, _ in record.failures[0]["culprits"]] == [1]
+        assert (record.sizes, record.samples) == (other.sizes, other.samples)
+        assert record.losses == other.losses
+        assert max(errors(record, other)) == 0

@@ -1,0 +1,81 @@
+"""`task` as a mapping: a function or class with arguments."""
+
+import pytest
+import runs
+from helpers import metrics
+from torch.nn import functional as F
+
+from trainapp.errors import UserError
+from trainapp.run import experiment, resume
+
+
+def scaled(model, batch, scale, shift=0.0):
+    """A loss with a setting of its own."""
+    loss = F.cross_entropy(model(batch["inputs"]), batch["targets"], reduction="sum")
+    return loss * scale + shift * len(batch["targets"]), len(batch["targets"]), {}
+
+
+class Scaled:
+    """The same as a class."""
+
+    def __init__(self, scale: float, shift: float = 0.0):
+        self.scale, self.shift = scale, shift
+
+    def __call__(self, model, batch):
+        """The loss of a batch."""
+        return scaled(model, batch, self.scale, self.shift)
+
+
+OWN = ("model=mlp", "data=digits", "user_packages=[test_task_arguments]", "train.max_steps=3", "every.log=1")
+
+
+def losses_of(folder):
+    return [line["loss"] for line in metrics(folder) if "loss" in line]
+
+
+@pytest.mark.parametrize("name", ["scaled", "Scaled"])
+def test_a_task_takes_arguments(tmp_path, name):
+    runs.run(tmp_path / "one", *OWN, f"task={{_target_: test_task_arguments.{name}, scale: 1}}")
+    runs.run(tmp_path / "two", *OWN, f"task={{_target_: test_task_arguments.{name}, scale: 1, shift: 2}}")
+    plain, shifted = losses_of(tmp_path / "one"), losses_of(tmp_path / "two")
+    assert len(plain) == 3
+    assert shifted == pytest.approx([loss + 2 for loss in plain])
+
+
+def test_another_argument_of_the_task_is_another_experiment(tmp_path):
+    runs.run(tmp_path, *OWN, "task={_target_: test_task_arguments.scaled, scale: 1}")
+    for now in ("scale: 1", "scale: 1, shift: 0.0"):  # the latter its default
+        experiment.require_same(runs.configure(tmp_path, *OWN, f"task={{_target_: test_task_arguments.scaled, {now}}}"))
+    with pytest.raises(UserError, match=r"task\.scale: 1 before, 2 now"):
+        experiment.require_same(runs.configure(tmp_path, *OWN, "task={_target_: test_task_arguments.scaled, scale: 2}"))
+    saved = next((tmp_path / "checkpoints").glob("step*"))
+    evaluation = runs.configure(tmp_path / "evaluation", "mode=eval", f"checkpointing.resume={tmp_path}", OWN[2])
+    assert resume.as_saved(evaluation, saved).task_arguments == {"scale": 1}
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        ("{scale: 1}", r"task=.*must have a `_target_`"),
+        ("{_target_: test_task_arguments.scaled}", r"task.scale: required"),
+        ("{_target_: test_task_arguments.scaled, scale: 1, shfit: 2}", r"task\.shfit.*no such setting"),
+        (
+            "{_target_: test_task_arguments.scaled, scale: 1, model: 2}",
+            r"are for a class, or for a function behind its model",
+        ),
+        ("{_target_: test_task_arguments.Scaled, scale: [1]}", r"task\.scale=\[1\]: .*number"),
+        ("{_target_: classification, scale: 1}", r"task\.scale.*no such setting"),
+        ("{_target_: auto, scale: 1}", r"task=auto: arguments"),
+    ],
+)
+def test_arguments_that_a_task_does_not_take(tmp_path, task, message):
+    with pytest.raises(UserError, match=message):
+        runs.run(tmp_path, *OWN, f"task={task}")
+
+
+def test_the_temperature_of_a_contrastive_loss(tmp_path):
+    data = ("data._target_=trainapp.data.digits.DigitPairs", "batch.global_size=32", "train.max_steps=1")
+    for temperature in (0.1, 1.0):
+        task = f"task={{_target_: contrastive, temperature: {temperature}}}"
+        runs.run(tmp_path / str(temperature), "model=mlp", *data, task, "every.log=1")
+    assert losses_of(tmp_path / "0.1") != losses_of(tmp_path / "1.0")
