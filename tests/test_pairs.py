@@ -124,6 +124,13 @@ REFUSED_TRIPLES = {
     for strategy in ("fsdp", "hsdp")
 }
 
+# Compiling its many blocks takes minutes on two ranks, or with what is recomputed.
+TOO_LONG = {
+    frozenset(("model=resnet", "train.compile=true", option))
+    for option in (*GROUPS["parallel"], "activation_checkpointing=full")
+    if option != "parallel=single"
+}
+
 # What keeps a run small. None of it is a default that another choice of option depends on.
 SMALL = (
     "train.device=cpu",
@@ -174,7 +181,7 @@ def is_barred(row):
     *row, last = row
     barred = REFUSED.keys() | MEANINGLESS
     return any(frozenset((last, other)) in barred for other in row) or any(
-        frozenset((last, *pair)) in REFUSED_TRIPLES for pair in itertools.combinations(row, 2)
+        frozenset((last, *pair)) in REFUSED_TRIPLES.keys() | TOO_LONG for pair in itertools.combinations(row, 2)
     )
 
 

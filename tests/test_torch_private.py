@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from recorded_operations import RecordedOperations
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -98,16 +99,7 @@ def test_a_registered_container_is_opened_and_rebuilt():
 
 
 def test_reads_of_values_are_these_operations():
-    class Reads(DispatchMode):
-        def __init__(self):
-            super().__init__()
-            self.seen = []
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            self.seen.append(func)
-            return func(*args, **(kwargs or {}))
-
-    with Reads() as reads:
+    with RecordedOperations() as reads:
         torch.ones(()).item()
         bool(torch.ones(()) > 0)
         float(torch.ones(()))
@@ -577,16 +569,9 @@ def test_what_checkpointing_reads_of_operators():
     assert schema_of(aten.relu_.default).is_mutable
     assert not schema_of(aten.relu.default).is_mutable
     assert [argument.name for argument in schema_of(aten.mm.default).arguments] == ["self", "mat2"]
-    seen = []
-
-    class Sees(DispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            seen.append(func)
-            return func(*args, **(kwargs or {}))
-
-    with Sees():
+    with RecordedOperations() as run:
         torch.ones(2).to(torch.bfloat16)
-    assert CAST in seen
+    assert CAST in run.seen
 
 
 def test_all_leaves():
@@ -649,7 +634,7 @@ def test_which_arguments_an_operator_writes():
 
 
 def test_cpp_asks_tensors_without_data_for_their_device():
-    """More often than for anything else: whoever passes it on through all modes pays for it."""
+    """More often than for anything else, so that a mode that passes the question on costs time."""
     seen = []
 
     class Sees(DispatchMode):
@@ -668,16 +653,9 @@ def test_cpp_asks_tensors_without_data_for_their_device():
 
 
 def test_unique_is_an_operator_of_its_own():
-    seen = []
-
-    class Sees(DispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            seen.append(func)
-            return func(*args, **(kwargs or {}))
-
-    with Sees():
+    with RecordedOperations() as run:
         torch.ones(2).unique()
-    assert UNIQUE in seen
+    assert UNIQUE in run.seen
 
 
 def test_an_unsafe_view_may_be_changed_in_place():

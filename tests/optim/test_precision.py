@@ -3,11 +3,11 @@ import pytest
 import runs
 import torch
 from helpers import metrics
+from recorded_operations import RecordedOperations
 
 from trainapp.config import schema
 from trainapp.errors import UserError
 from trainapp.optim import low_precision, precision
-from trainapp.torch_private import DispatchMode
 from trainapp.train import loop
 
 MLP = runs.MODELS["mlp"]
@@ -36,11 +36,6 @@ def test_modes(mode, dtype, scaled):
     assert torch.get_float32_matmul_precision() == ("high" if mode == "tf32" else "highest")
 
 
-class Counting(DispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("kind", ["ours", "torch's"])
 def test_a_transformer_is_evaluated_the_same_while_memory_is_counted(kind):
     built = precision.build(schema.Precision(mode="bf16"), torch.device("cpu"))
@@ -51,7 +46,7 @@ def test_a_transformer_is_evaluated_the_same_while_memory_is_counted(kind):
     with torch.no_grad():
         with autocast:
             plain = layer(inputs)
-        with Counting(), autocast:
+        with RecordedOperations(), autocast:
             counted = layer(inputs)
     assert torch.equal(plain, counted) == (kind == "ours")  # torch's: the negative control
     assert torch.backends.mha.get_fastpath_enabled()

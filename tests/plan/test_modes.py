@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from recorded_operations import RecordedOperations
 
 from trainapp.memory.live_tensors import LiveTensors
 from trainapp.plan.cuda.pretend import EngineOnCuda
@@ -12,25 +13,13 @@ from trainapp.torch_private import DispatchMode, fake_tensor_mode
 from trainapp.train.phase import Phase
 
 
-class Below(DispatchMode):
-    """The operations that the modes above it pass on."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.seen.append(func)
-        return func(*args, **(kwargs or {}))
-
-
 class PassesOn(DispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))
 
 
 def seen_below(mode):
-    with fake_tensor_mode(), Below() as below, mode:
+    with fake_tensor_mode(), RecordedOperations() as below, mode:
         weight = torch.ones(4, 4, requires_grad=True)
         (torch.ones(4, 4) @ weight).sum().backward()
         assert weight.grad.device == torch.device("cpu")
