@@ -102,3 +102,12 @@ def test_what_cannot_be_compared_is_named(value, name):
     opaque = set()
     fingerprint({"x": 1, "inner": [Plain(value)]}, opaque)
     assert opaque == {name}
+
+
+def test_the_order_of_a_mapping_does_not_count():
+    """Hash randomisation gives `{key: row[key] for key in {"a", "b"}}` another order in each process."""
+    assert fingerprint({"a": 1, "b": [2]}) == fingerprint({"b": [2], "a": 1})
+    assert fingerprint({"a": 1, "b": 2}) != fingerprint({"a": 2, "b": 1})
+    opaque = set()
+    fingerprint({"a": threading.Lock()}, opaque)
+    assert opaque == {"_thread.lock"}

@@ -20,7 +20,8 @@ _NAMED = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
 
 
 def fingerprint(sample: Any, opaque: set[str] | None = None) -> str:
-    """Equal for samples with equal tensors, arrays, numbers and strings, whatever their containers are made of.
+    """Equal for samples with equal tensors, arrays, numbers and strings, whatever their containers are made of. The
+    order of a mapping or a set does not count.
 
     An object of any other class is compared by what pickle would store of it. opaque: a set to which the names of the
     types that cannot be compared are added, such as an open file.
@@ -52,7 +53,7 @@ class _Digest:
             else:
                 self.hash.update(value.tobytes())
         elif isinstance(value, Mapping):
-            self._add_all(part for item in value.items() for part in item)
+            self._add_all(sorted(fingerprint(item, self.opaque) for item in value.items()))
         elif isinstance(value, (bytes, bytearray, memoryview)):
             self._mark(f"bytes{len(value)}")
             self.hash.update(value)

@@ -4,6 +4,7 @@ They are remembered for a rollback like its states. But nothing says how those o
 """
 
 import copy
+from collections import deque
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from trainapp.data.batch import map_tensors, tensors_in
-from trainapp.torch_private import outside_dispatch_modes
+from trainapp.torch_private import buffers_of, outside_dispatch_modes
 
 _OF_TORCH = frozenset(vars(nn.Module()))
 _OF_TORCHMETRICS = frozenset(  # what its `Metric` sets in every metric (1.9); none decides the value
@@ -36,8 +37,9 @@ class PlainAttributes:
     def take(self) -> dict[str, dict[str, Any]]:
         """Copies by the name of the module, for `restore`. Raises what an attribute that cannot be copied raises."""
         memo = {id(module): module for module in self._metric.modules()}  # they are restored on their own
+        own = {name: _own(module) for name, module in self._modules().items()}
         with outside_dispatch_modes():
-            return {name: copy.deepcopy(_own(module), dict(memo)) for name, module in self._modules().items()}
+            return copy.deepcopy(own, memo)  # at once: what two modules share stays shared
 
     def restore(self, state: dict[str, dict[str, Any]]) -> None:
         """Return to what `take` has returned; once."""
@@ -71,7 +73,7 @@ class PlainAttributes:
         for name, module in self._modules().items():
             first = self._first.get(name, {})
             for key, value in _own(module).items():
-                if key not in first or not _same(first[key], value):
+                if key not in first or not _same(first[key], value, set()):
                     found[f"{name}.{key}".lstrip(".")] = value
         return found
 
@@ -88,22 +90,29 @@ def _own(module: nn.Module) -> dict[str, Any]:
         for name, value in vars(module).items()
         if name not in _OF_TORCH and name not in _OF_TORCHMETRICS and name not in states and not callable(value)
     }
-    return plain | dict(module._buffers)
+    return plain | buffers_of(module)
 
 
-def _same(a: Any, b: Any) -> bool:
+def _same(a: Any, b: Any, seen: set[tuple[int, int]]) -> bool:
+    """seen: the pairs that are being compared, for objects that refer to each other; by id."""
     if type(a) is not type(b):
         return False
     if isinstance(a, Tensor):
         return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.cpu(), b.cpu())
     if isinstance(a, np.ndarray):
         return a.shape == b.shape and bool(np.array_equal(a, b))
+    if (id(a), id(b)) in seen:
+        return True
+    seen.add((id(a), id(b)))
     if isinstance(a, Mapping):
-        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(_same, a, b))
+        return a.keys() == b.keys() and all(_same(a[key], b[key], seen) for key in a)
+    if isinstance(a, (list, tuple, deque)):
+        return len(a) == len(b) and all(_same(x, y, seen) for x, y in zip(a, b, strict=True))
     if hasattr(a, "__dict__"):
-        return a is b or _same(vars(a), vars(b))
+        return a is b or _same(vars(a), vars(b), seen)
     if getattr(type(a), "__eq__", None) is object.__eq__:
         return True  # such as a random generator: its copy is another object, and nothing can be compared
-    return bool(a == b) or a != a  # nan
+    try:
+        return bool(a == b) or a != a  # nan
+    except Exception:  # of a class of the user's, such as one that holds tensors
+        return False
