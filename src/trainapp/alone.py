@@ -17,7 +17,7 @@ def running(function: str) -> Iterator[None]:
     _acquire(function)
     try:
         if _running:  # a callback of that run has called
-            raise _refused(function)
+            raise _refused(function, _running[0])
         _running.append(function)
         try:
             yield
@@ -41,12 +41,12 @@ def brief(function: str) -> Iterator[None]:
 
 def _acquire(function: str) -> None:
     while not _held.acquire(timeout=_LOOK_EVERY):
-        if _running:
-            raise _refused(function)
+        for other in tuple(_running):  # it may end meanwhile
+            raise _refused(function, other)
 
 
-def _refused(function: str) -> UserError:
+def _refused(function: str, other: str) -> UserError:
     return UserError(
-        f"{function}: another run is in progress in this process ({_running[0]}), whose generators and limits it would "
-        "share; wait for its end, or start a process for each"
+        f"{function}: another run is in progress in this process ({other}), whose generators and limits it would "
+        "share; wait until it ends, or use one process per run"
     )

@@ -1,7 +1,8 @@
 """The modes of torch that a program may have switched on around a call, which would change what a run computes.
 
 A run from Python computes what the command line does: `without_modes` sets the modes aside, and `hooks_of` tells which
-hooks a module or a tensor has. Private parts of torch: the stacks of modes and of hooks, which only grow in public.
+hooks a module or a tensor has. Uses private parts of torch: the public API can push modes and hooks, but not remove
+them.
 """
 
 import contextlib

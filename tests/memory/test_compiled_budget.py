@@ -398,9 +398,8 @@ class Steps:
 
 @pytest.mark.slow
 @needs_a_compiler
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_a_compiled_run_saves_less_and_trains_alike(tmp_path, dropout, caplog):
-    overrides = (f"model.dropout={dropout}",)
+def test_a_compiled_run_saves_less_and_trains_alike(tmp_path, caplog):
+    overrides = ("model.dropout=0.1",)
     torch.compiler.reset()
     plain = Steps(tmp_path / "plain", *overrides)
     expected = plain.take(5)

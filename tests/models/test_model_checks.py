@@ -37,11 +37,11 @@ def test_models_that_read_from_left_to_right(kind):
 @pytest.mark.parametrize("config", [{"model_type": "bert", **hf_files.SIZES, "vocab_size": 64}, XLNET])
 def test_those_that_see_later_tokens_are_refused(config):
     with pytest.raises(
-        UserError, match=r"model\.task=causal_lm: .* sees later tokens, so that it would read what it is"
+        UserError, match=r"model\.task=causal_lm: .* attends to later tokens, so it would see the tokens"
     ):
         build("causal_lm", config, context_length=16)
     for seed in range(4):  # whatever the weights
         torch.manual_seed(seed)
-        with pytest.raises(UserError, match="sees later tokens"):
+        with pytest.raises(UserError, match="attends to later tokens"):
             build("causal_lm", config, context_length=16)
     build("sequence_classification", config, num_classes=3, context_length=16)

@@ -305,8 +305,8 @@ def test_killed_anywhere(tmp_path):
     overrides = (*SABOTAGED, "parallel=fsdp", "checkpointing.asynchronous=true")
     undisturbed = launch(tmp_path / "undisturbed", *overrides, env=environment(tmp_path))
     assert undisturbed.code == 0
-    faults = [fail_at(0, 3, "forward", "kill"), fail_at(1, 4, "save", "kill"), fail_at(1, 5, "commit", "kill")]
+    faults = [fail_at(1, 4, "save", "kill"), fail_at(1, 5, "commit", "kill")]
     ended = launch(tmp_path / "run", *overrides, env=environment(tmp_path, *faults))
-    assert [fired(tmp_path, fault) for fault in faults] == [1, 1, 1]
+    assert [fired(tmp_path, fault) for fault in faults] == [1, 1]
     assert ended.code == 0, ended.text
     assert different(checkpoint(tmp_path / "run", 6), checkpoint(tmp_path / "undisturbed", 6)) == []

@@ -188,6 +188,7 @@ def test_levers_have_the_peaks_of_their_own_plans():
     base = tuple(part for part in GPT if part != NO_LEVERS)
     facts = trainapp.plan([*base, *WIDE, "plan.device=a100-40gb", "every.eval=null"])
     by_name = {entry["overrides"]: entry for entry in facts["levers"]}
+    assert not any("parallel" in name for name in by_name)
     for name in (
         "activation_checkpointing=full",
         "memory.offload_activations=all",

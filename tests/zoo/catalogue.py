@@ -11,10 +11,11 @@ import torch
 class Cell(NamedTuple):
     """Dotted names below this package, and what is special.
 
-    resumes: whether a checkpoint can hold all of its state. sums: whether an
-    evaluation is the sum over its samples, whatever batches they come in. adds_up: whether `train.check_loss` takes the
-    loss for such a sum. ranks: whether DDP takes the model as it is. metric: a class, of which evaluations have an
-    instance called "own". updates: (name, task, parameters) of several optimizers; `task` is what is evaluated.
+    resumes: whether a checkpoint can hold all of its state. sums: whether an evaluation is the sum over its samples,
+    whatever batches they come in. exact: whether its evaluations are repeated bit for bit on every processor: on some,
+    MKL's products depend on where few rows lie in memory. adds_up: whether `train.check_loss` takes the loss for such a
+    sum. ranks: whether DDP takes the model as it is. metric: a class, of which evaluations have an instance called
+    "own". updates: (name, task, parameters) of several optimizers; `task` is what is evaluated.
     changes: settings, as for `harness.configure`.
     """
 
@@ -23,6 +24,7 @@ class Cell(NamedTuple):
     task: str = "losses.classify"
     resumes: bool = True
     sums: bool = True
+    exact: bool = True
     adds_up: bool = True
     ranks: bool = True
     metric: str | None = None
@@ -109,7 +111,7 @@ BATCHES = {
     "table": Cell("batches.Linear", "batches.WithTable", "batches.of_table"),
     "class weights": Cell("batches.Linear", "batches.WithClassWeights", "batches.of_class_weights"),
     "ragged": Cell("batches.Padded", "batches.Ragged", "batches.of_dict"),
-    "graphs": Cell("batches.GraphNetwork", "batches.Graphs", "batches.of_graphs"),
+    "graphs": Cell("batches.GraphNetwork", "batches.Graphs", "batches.of_graphs", exact=False),
     "sample weights": Cell("batches.Linear", "batches.SampleWeights", "batches.of_sample_weights"),
     "whole": Cell("batches.Linear", "batches.Whole", "batches.of_dict"),
 }

@@ -10,7 +10,7 @@ from trainapp.errors import UserError
 from .. import jobs
 from ..table import Table
 
-CLOSE = {"cuda": 0.05, "cpu": 0.3}  # of what a step needs: where the bisection ends
+CLOSE = {"cuda": 0.05, "cpu": 0.5}  # of what a step needs: where the bisection ends
 
 
 def check(table: Table, device: str, folder: Path) -> None:

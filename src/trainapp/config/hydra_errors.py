@@ -74,7 +74,7 @@ def _unknown_setting(path: str, error: BaseException, arguments: Sequence[str]) 
     known = [*listed, *(() if parent else _groups())]
     close, shown = suggest(key, [*known, *["_target_"] * has_target]), "(`trainapp --cfg job` shows all of them)"
     value = next((text.partition("=")[2] for text in arguments if text.startswith(f"{path}=")), "VALUE")
-    if meant := other_names.of_setting(path, value):
+    if not close and (meant := other_names.of_setting(path, value)):
         return f"{path}: no such setting{meant} {shown}"
     if parent in ("data", "model", "optimizer") and not close and has_target:
         name, takes = _constructor(node, arguments)

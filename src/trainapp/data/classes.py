@@ -7,8 +7,8 @@ from trainapp.units import listed
 
 
 def numbered_classes(rows: Any, train: Any, label: str, wanted: list[str] | None) -> tuple[list[str], dict[Any, int]]:
-    """The names of the classes, and the number of each value in the column. Raises UserError for a
-    value without, or one that is no label.
+    """The class names, and the class index of each label. Raises UserError for a label without a class, or a value that
+    is not a label.
     """
     if wanted is not None and len(set(wanted)) < len(wanted):
         twice = sorted({name for name in wanted if wanted.count(name) > 1})
@@ -24,7 +24,7 @@ def numbered_classes(rows: Any, train: Any, label: str, wanted: list[str] | None
     values = list(range(len(names))) if names else sorted(set(train[label]) - {None})
     by_name = dict(zip(map(str, names or values), values, strict=True))
     order = list(by_name) if wanted is None else list(wanted)
-    missing = [value for name, value in by_name.items() if name not in order]
+    missing: list[Any] = [name for name in by_name if name not in order]
     missing += sorted(set(rows[label]) - set(values), key=str)
     if missing:
         raise UserError(

@@ -1,4 +1,4 @@
-"""What an export of adapters holds: they, and what else has changed in training, as peft can load it."""
+"""What an export of adapters holds: the adapters, and whatever else training changed, in a form that peft loads."""
 
 import copy
 import logging
@@ -69,7 +69,11 @@ def _owners(model: nn.Module, tensors: list[str], peft: Any) -> list[str]:
     ends = tuple(dict.fromkeys(name.rpartition(".")[0] for name in tensors))
     outside = [name for name in modules if not any(name.startswith(f"{own}.") for own in adapted)]
     owners = [name for name in outside if name.endswith(ends)]
-    grown = [name for name in tensors if name not in _base(model).buffers and name in dict(model.named_buffers())]
+    grown = [
+        name
+        for name in tensors
+        if name not in _base(model).buffers and name in dict(model.named_buffers(remove_duplicate=False))
+    ]
     mixed = [name for name in owners if any(own == name or own.startswith(f"{name}.") for own in adapted)]
     inside = [end for end in ends if end not in outside]
     if grown or mixed or inside or "" in ends:

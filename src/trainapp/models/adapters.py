@@ -102,7 +102,7 @@ def add_lora(model: nn.Module, settings: Adapter) -> None:
             if parameter.dtype != dtype:
                 parameter.data = parameter.data.to(dtype)
     base = {name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
-    buffers = {name: digest_of({name: buffer}) for name, buffer in model.named_buffers()}
+    buffers = {name: digest_of({name: buffer}) for name, buffer in model.named_buffers(remove_duplicate=False)}
     _bases[model] = Base(frozenset(base), digest_of(base), buffers)
     count = sum(p.numel() for p in model.parameters() if p.requires_grad)
     total = sum(p.numel() for p in model.parameters())

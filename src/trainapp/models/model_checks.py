@@ -40,7 +40,7 @@ def require_causal(model: nn.Module) -> None:
         decoder = hasattr(getattr(model, "config", None), "is_decoder")
         advice = "model.config.is_decoder=true where its attention follows that, or " if decoder else ""
         raise UserError(
-            f"model.task=causal_lm: {name} sees later tokens, so that it would read what it is to predict; use "
+            f"model.task=causal_lm: {name} attends to later tokens, so it would see the tokens it is to predict; use "
             f"{advice}a model that reads from left to right"
         )
 

@@ -1,4 +1,4 @@
-"""Weights of a folder or of the hub in a model of Transformers: all that it needs, or a new last layer and a note."""
+"""Loads pretrained weights into a Transformers model; refuses missing ones, except a new head, which is logged."""
 
 import logging
 import pickle

@@ -15,7 +15,7 @@ from torch import nn
 from trainapp.plan.operation import Operation
 from trainapp.torch_private import DispatchMode
 
-ROUNDS = 4  # that count: as many for all, since the least of more is less
+ROUNDS = 4  # the same for every operation: a minimum over more rounds is lower
 CACHES = 2**24  # bytes of which little else remains in the caches of a core
 _EVICTED = (0, 2**18, 2**20, 2**22, 2**24)  # bytes between two operations
 
@@ -72,9 +72,10 @@ def in_turn(operations: Sequence[Operation], clock: Clock) -> dict[Operation, fl
     functions: dict[Operation, Callable[[], Any]] = {}
     least: dict[Operation, float] = {}
     for operation in operations:
+        call = operation.call
+        assert call is not None, f"{operation.name} cannot be run"
         try:
-            assert operation.call is not None, f"{operation.name} cannot be run"
-            functions[operation] = operation.call(clock.device)
+            functions[operation] = call(clock.device)
             functions[operation]()
         except Exception:  # values that it cannot take
             functions.pop(operation, None)

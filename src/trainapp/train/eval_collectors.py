@@ -1,4 +1,4 @@
-"""What becomes of the batches of an evaluation: sums are added up, embeddings are collected for the loss of all."""
+"""Collects evaluation batches: adds up sums, or gathers embeddings for one loss over all of them."""
 
 from typing import Any
 
