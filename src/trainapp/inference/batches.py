@@ -17,6 +17,7 @@ from trainapp.checkpoint.directory import resolve
 from trainapp.checkpoint.manifest import MANIFEST
 from trainapp.config.schema import Config
 from trainapp.data.micro_batch import MicroBatch
+from trainapp.errors import UserError
 from trainapp.inference.lines import Lines
 from trainapp.rng import preserved_rng
 from trainapp.train.allocations import note_refused, require_all_allocated
@@ -65,15 +66,22 @@ def begin(run: Run) -> None:
 
 
 def output_path(run: Run, given: str | None, name: str) -> Path:
-    """Where the lines go: a file as given, or of this name in the run directory."""
-    return Path(run.config.run_dir) / name if given is None else Path(given).expanduser().resolve()
+    """Where the lines go: a file as given, or of this name in the run directory. Raises UserError for `~NAME` where no
+    user has that name.
+    """
+    if given is None:
+        return Path(run.config.run_dir) / name
+    try:
+        return Path(given).expanduser().resolve()
+    except RuntimeError:
+        raise UserError(f"{run.config.mode}.output={given}: there is no such user; name another file") from None
 
 
 def facts_of(config: Config) -> dict[str, Any]:
     """What decides the output of a model, in plain values: the checkpoint by its digest, the data and the numerics."""
     manifest = resolve(config.checkpointing.resume) / MANIFEST
     settings = config.to_dict()
-    names = ("mode", "model", "adapter", "data", "task", "precision")
+    names = ("mode", "model", "adapter", "data", "task", "task_arguments", "precision")
     return {
         "checkpoint": hashlib.sha256(manifest.read_bytes()).hexdigest(),
         "average": config.train.ema is not None,

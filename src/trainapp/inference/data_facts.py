@@ -43,11 +43,11 @@ def _files(settings: Any) -> Iterator[Path]:
         for value in settings:
             yield from _files(value)
     elif isinstance(settings, str) and 0 < len(settings) < 4096 and "\0" not in settings:
-        path = Path(settings).expanduser()
         try:
+            path = Path(settings).expanduser()
             if path.is_file():
                 yield path.resolve()
-        except OSError:  # no path, such as a name of more characters than a file can have
+        except (OSError, RuntimeError):  # no path: a name too long for a file, or `~NAME` without such a user
             pass
 
 

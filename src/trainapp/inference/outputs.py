@@ -12,7 +12,7 @@ from trainapp.data.micro_batch import MicroBatch
 from trainapp.errors import UserError
 from trainapp.hooks.callbacks import labels_of
 from trainapp.hooks.class_dim import ClassDim
-from trainapp.train.losses import IGNORED, class_dim
+from trainapp.train.losses import IGNORED, class_dim, is_built_in
 from trainapp.train.model_inputs import beside_inputs
 
 WHAT_TO_DO = (
@@ -47,8 +47,8 @@ class Predictor:
         targets = _targets(micro.data)
         dim = self._dim_of_classes(output, targets)
         if dim is not None:
-            is_image = dim == 1 and output.ndim > 3  # keeps its shape, whatever counts
-            rows = _classified(output.movedim(dim, -1), None if is_image else targets)
+            is_sequence = output.ndim == 3  # an image keeps its shape, whatever counts
+            rows = _classified(output.movedim(dim, -1), targets if is_sequence else None)
             return [self._named(row) for row in rows]
         plain = _plain(output)
         return [{"prediction": _row(plain, number)} for number in range(micro.samples)]
@@ -98,7 +98,7 @@ class Predictor:
         """None for an output without logits of classes. Raises UserError where its shape may be read both ways."""
         if not (isinstance(output, Tensor) and output.is_floating_point() and output.ndim > 1):
             return None
-        if not isinstance(targets, Tensor):
+        if not isinstance(targets, Tensor) or (is_built_in(self.task) and targets.is_floating_point()):
             dim = class_dim(self.task)
             return None if dim is None or output.shape[dim] == 1 else dim
         try:
@@ -131,8 +131,8 @@ def _classified(logits: Tensor, targets: Any) -> list[dict[str, Any]]:
     """
     probability, prediction = (found.cpu() for found in torch.softmax(logits.float(), -1).max(-1))
     ends: list[int | None] = [None] * len(logits)
-    if prediction.ndim > 1 and isinstance(targets, Tensor):
-        counts = (targets != IGNORED).flatten(2).any(-1) if targets.ndim > 2 else targets != IGNORED
+    if isinstance(targets, Tensor) and not targets.is_floating_point():  # shares of classes have no padding
+        counts = targets != IGNORED
         places = torch.arange(1, counts.shape[1] + 1, device=counts.device)
         ends = (counts * places).amax(-1).tolist()
     rows = zip(prediction, probability, ends, strict=True)

@@ -29,20 +29,23 @@ def export(run: Run, folder: Path, largest: int) -> list[Path]:
     """Write the run's model into the folder, with the weight average if the run keeps one. Collective. Returns the
     files of weights.
 
+    Where the data names its classes, `class_names.json` lists them in the order of the model's outputs.
     largest: bytes per file. Raises UserError for `export.merge` where it does not apply.
     """
     if run.config.export.merge:
         export_pretrained.merge_adapters(run)
     _require_replaceable(run, folder, largest)
     folder.mkdir(parents=True, exist_ok=True)
-    if run.ranks.is_rank_zero:
-        _write_class_names(run, folder / "class_names.json")
     with _averages_as_weights(run):
         if base_of(run.state.model) is not None:
-            return export_pretrained.export_adapters(run, folder)
-        if transformers_models.is_one(run.state.model):
-            return export_pretrained.export_transformers(run, folder, largest)
-        return export_weights(run, folder, largest)
+            written = export_pretrained.export_adapters(run, folder)
+        elif transformers_models.is_one(run.state.model):
+            written = export_pretrained.export_transformers(run, folder, largest)
+        else:
+            written = export_weights(run, folder, largest)
+    if run.ranks.is_rank_zero:  # after the weights, which may be refused
+        _write_class_names(run, folder / "class_names.json")
+    return written
 
 
 def _averages_as_weights(run: Run) -> AbstractContextManager[None]:
@@ -67,8 +70,10 @@ def _require_replaceable(run: Run, folder: Path, largest: int) -> None:
     """
     replaced = {"adapter_model.safetensors", "adapter_config.json"}
     if base_of(run.state.model) is None:
-        tensors = run.state.model.state_dict(keep_vars=True).values()
-        size = sum(tensor.nbytes for tensor in tensors if torch.is_tensor(tensor))
+        tensors = {
+            id(tensor): tensor for tensor in run.state.model.state_dict(keep_vars=True).values()
+        }  # tied ones once
+        size = sum(tensor.nbytes for tensor in tensors.values() if torch.is_tensor(tensor))
         replaced = {"model.safetensors"} if size <= largest else set()
     present = {path.name for pattern in _WEIGHTS for path in folder.glob(pattern)}
     if left := answered_by_rank_zero(run.ranks, lambda: sorted(present - replaced)):
@@ -81,9 +86,8 @@ def _require_replaceable(run: Run, folder: Path, largest: int) -> None:
 def export_weights(run: Run, folder: Path, largest: int) -> list[Path]:
     """Write `model.safetensors`, or files of at most `largest` bytes with an index in the Hub's layout.
 
-    Tied weights are written once, under their first name. Where the
-    data names its classes, `class_names.json` lists them in the order of the model's outputs.
-    Collective: shards are gathered one tensor at a time, so that rank 0 holds at most one file's worth.
+    Tied weights are written once, under their first name. Collective: shards are gathered one tensor at a time, so that
+    rank 0 holds at most one file's worth.
     """
     parts: list[Path] = []
     places: dict[str, Path] = {}
