@@ -32,7 +32,8 @@ def pretrained(kind: Any, place: str, settings: Any, options: dict[str, Any], is
             raise
         raise UserError(
             f"model.path={place}: its weights cannot be read ({type(error).__name__}: {str(error)[:200]}): a file is "
-            "damaged or incomplete; download or copy it again"
+            "damaged or incomplete, and has to be downloaded or copied again, or model.config names something that "
+            "this version of Transformers does not have"
         ) from error
     new = transformers_models.heads(model) if is_classifier else []
     wrong = sorted(name for name, *_ in report["mismatched_keys"] if name.partition(".")[0] not in new)

@@ -36,7 +36,8 @@ def merge_adapters(run: Run) -> None:
     adapters.merge(model)
     if run.config.export.merge_dtype == "bf16":
         for parameter in model.parameters():
-            parameter.data = parameter.data.to(torch.bfloat16)
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(torch.bfloat16)
 
 
 def export_adapters(run: Run, folder: Path) -> list[Path]:
