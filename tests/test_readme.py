@@ -94,8 +94,11 @@ def test_the_plan_it_shows_is_the_one_that_is_printed(session):
     shown = next(text for text in blocks(DOCUMENT, "text") if "largest that fit" in text).splitlines()
     printed = [re.sub(r"x \d+\.\d\d", "x T", line) for line in process.stdout.splitlines()]  # times are this machine's
     expected = [re.sub(r"x \d+\.\d\d", "x T", line) for line in shown if line != "..."]
-    assert [line for line in expected if line not in printed] == []
-    assert (printed[0], printed[-1]) == (expected[0], expected[-1])
+    assert [line for line in expected[:-1] if line not in printed] == []
+    assert printed[0] == expected[0]
+    # Which is the fastest depends on the processor: on one with products in bf16 it is precision=bf16.
+    for last in (printed[-1], expected[-1]):
+        assert re.fullmatch(r"(\S+=\S+ )*batch\.micro_size=\d+ batch\.eval_micro_size=128", last)
 
 
 def test_sweep_makes_a_directory_for_each_combination(session):
