@@ -21,10 +21,14 @@ from trainapp.errors import UserError
 from trainapp.launch import worker
 from trainapp.run import runner
 
+QUICKEST = ("parallel=single", "activation_checkpointing=none")  # first: they fill rows that need no other
 SERVICES = ("wandb", "mlflow")  # extras, whose rows would be skipped without them: tests/tracking/test_outlets.py
 GROUPS = {
     folder.name: tuple(
-        f"{folder.name}={path.stem}" for path in sorted(folder.glob("*.yaml")) if path.stem not in SERVICES
+        sorted(
+            (f"{folder.name}={path.stem}" for path in folder.glob("*.yaml") if path.stem not in SERVICES),
+            key=lambda option: (option not in QUICKEST, option),
+        )
     )
     for folder in sorted((ROOT / "conf").iterdir())
     if folder.is_dir()

@@ -51,8 +51,8 @@ def alike(tmp_path, model: str, times: int, run) -> None:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_three_times_alike(tmp_path, model):
-    alike(tmp_path, model, 3, here)
+def test_twice_alike(tmp_path, model):
+    alike(tmp_path, model, 2, here)
 
 
 @pytest.mark.slow

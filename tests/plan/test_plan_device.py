@@ -214,7 +214,7 @@ def test_the_best_plan_fits_where_the_configuration_does_not(tmp_path):
     base = (*base, *WIDE, "model.context_length=256", "plan.device=a100-40gb", "every.eval=null")
     least = trainapp.plan([*base, "batch.micro_size=1", NO_LEVERS])["reserved_bytes"]
     limit = f"memory.limit={least - 4 * MIB}"
-    done = run_cli("mode=plan", *base, limit, "hydra.run.dir=here", cwd=tmp_path)
+    done = run_cli("mode=plan", *base, limit, "hydra.run.dir=here", cwd=tmp_path, timeout=240)
     assert done.returncode == 0, done.stderr
     facts = json.loads((tmp_path / "here/plan.json").read_text())
     assert facts["largest_micro_size"] == 0
