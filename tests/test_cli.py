@@ -111,6 +111,8 @@ def test_the_version_is_that_of_trainapp(tmp_path):
         ("train.precision=bf16", ["train.precision: no such setting; here it is precision "]),
         ("batch_size=8", ["batch_size: no such setting; here it is batch.global_size"]),
         ("callbacks.own._target_=my.C", ["no such setting; a new entry is added with +callbacks.own._target_=my.C"]),
+        ("tracker.wandb.project=p", ["it is a setting of tracker=wandb, which is not chosen"]),
+        ("tracker.tensorboard.x=1", ["tracker.tensorboard.x: no such setting (`trainapp"]),
         ("optimizer=Adam", ["available: adafactor", "as in optimizer._target_=torch.optim.Adam"]),
         ("schedule=StepLR", ["as in schedule._target_=torch.optim.lr_scheduler.StepLR"]),
         ("run_dir=/tmp/x", ["run_dir: no such setting"]),

@@ -74,7 +74,10 @@ def _unknown_setting(path: str, error: BaseException, arguments: Sequence[str]) 
     known = [*listed, *(() if parent else _groups())]
     close, shown = suggest(key, [*known, *["_target_"] * has_target]), "(`trainapp --cfg job` shows all of them)"
     value = next((text.partition("=")[2] for text in arguments if text.startswith(f"{path}=")), "VALUE")
-    if not close and (meant := other_names.of_setting(path, value)):
+    meant = other_names.of_setting(path)
+    if meant is None and not close and not has_target:
+        meant = other_names.of_entry(path, value, _options(path.partition(".")[0]))
+    if meant:
         return f"{path}: no such setting{meant} {shown}"
     if parent in ("data", "model", "optimizer") and not close and has_target:
         name, takes = _constructor(node, arguments)
@@ -128,6 +131,10 @@ def _value(override: str) -> Any:
 def _groups() -> Iterable[str]:
     """The config groups, as candidates for a misspelt first word."""
     return (folder.name for folder in CONF.iterdir() if folder.is_dir())
+
+
+def _options(group: str) -> list[str]:
+    return [file.stem for file in (CONF / group).glob("*.yaml")]
 
 
 def _argument_without_name(arguments: Sequence[str]) -> str:

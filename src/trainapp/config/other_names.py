@@ -1,7 +1,7 @@
 """What other programs call a setting: hints in messages. Imports no torch."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 # The last part of a setting that does not exist -> what is meant, most likely
 _NAMES = {
@@ -40,18 +40,27 @@ _OPEN = ("callbacks", "eval", "metrics", "tracker")  # groups with entries of th
 _MODES = ("train", "eval", "predict", "generate", "export", "plan", "lr_find")
 
 
-def of_setting(path: str, value: str) -> str | None:
-    """What a setting that does not exist stands for, as the end of a message; None where nothing is known.
-
-    value: what it was to be set to.
-    """
+def of_setting(path: str) -> str | None:
+    """What a setting that does not exist stands for, as the end of a message; None where nothing is known."""
     group, _, key = path.rpartition(".")
-    if path.partition(".")[0] in _OPEN and path.count(".") > 1:
-        return f"; a new entry is added with +{path}={value}"
     meant = _NAMES.get(key)
     if meant is None or meant == path or group in ("data", "model", "optimizer", "schedule"):
         return None
     return f"; here it is {meant}"
+
+
+def of_entry(path: str, value: str, options: Collection[str]) -> str | None:
+    """How an entry of a group that has entries of the user's own is set, as the end of a message; None elsewhere.
+
+    value: what it was to be set to; options: those of the group, each of which has the entry of its name.
+    """
+    group, _, rest = path.partition(".")
+    name, _, key = rest.partition(".")
+    if group not in _OPEN or not key:
+        return None
+    if name in options:
+        return f"; it is a setting of {group}={name}, which is not chosen: several are {group}=[{name},...]"
+    return f"; a new entry is added with +{path}={value}"
 
 
 def of_option(group: str, name: str, arguments: Sequence[str]) -> str:
