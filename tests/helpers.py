@@ -1,6 +1,7 @@
 """Runs the real command line in a subprocess, and reads what a run leaves behind."""
 
 import copy
+import functools
 import json
 import os
 import shlex
@@ -10,6 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import forked_cli
+
+PROGRAM = (sys.executable, "-m", "trainapp")
 ROOT = Path(__file__).resolve().parent.parent
 # What Hydra and the log write before a run does anything.
 OWN_FILES = {".hydra/config.yaml", ".hydra/hydra.yaml", ".hydra/overrides.yaml", "trainapp.log"}
@@ -39,17 +43,22 @@ def run_cli(
     cwd: Path,
     env: Mapping[str, str] | None = None,
     timeout: float = 120,
-    command: Sequence[str] = (sys.executable, "-m", "trainapp"),
+    command: Sequence[str] = PROGRAM,
 ) -> subprocess.CompletedProcess:
-    """Run `python -m trainapp OVERRIDES` in `cwd` to the end. A nonzero exit code does not raise."""
+    """Run `python -m trainapp OVERRIDES` in `cwd` to the end, in a fork where that makes no difference. A nonzero exit
+    code does not raise.
+    """
+    changed_environment = environment(env)
+    if command == PROGRAM and _forks().serve(changed_environment):
+        return _forks().run(overrides, cwd, changed_environment, timeout)
     return subprocess.run(
-        [*command, *overrides],
-        cwd=cwd,
-        env=environment(env),
-        capture_output=True,
-        text=True,
-        timeout=timeout,
+        [*command, *overrides], cwd=cwd, env=changed_environment, capture_output=True, text=True, timeout=timeout
     )
+
+
+@functools.cache
+def _forks() -> forked_cli.Forks:
+    return forked_cli.Forks(environment())
 
 
 def train(run_dir: Path, *overrides: str, **options: Any) -> subprocess.CompletedProcess:
