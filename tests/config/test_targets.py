@@ -51,14 +51,19 @@ def test_what_is_not_there(name, message):
 
 
 def test_user_packages_allow_their_own_and_no_more(tmp_path, monkeypatch):
-    (tmp_path / "mine_for_targets.py").write_text("from os import getcwd\nclass Net: pass\n")
+    (tmp_path / "mine_for_targets.py").write_text(
+        "import functools, os\nfrom os import getcwd\nclass Net: pass\n"
+        "own = functools.partial(functools.partial(Net))\nother = functools.partial(os.getcwd)\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     name = "mine_for_targets.Net"
     with pytest.raises(UserError, match=r"allow it with 'user_packages=\[mine_for_targets\]'"):
         targets.locate(name, "model._target_", [])
     assert targets.locate(name, "model._target_", ["mine_for_targets"]).__name__ == "Net"
-    with pytest.raises(UserError, match="not among"):
-        targets.locate("mine_for_targets.getcwd", "model._target_", ["mine_for_targets"])
+    assert type(targets.locate("mine_for_targets.own", "model._target_", ["mine_for_targets"])()).__name__ == "Net"
+    for name in ("getcwd", "other"):
+        with pytest.raises(UserError, match=r"is defined in \w+, not among"):
+            targets.locate(f"mine_for_targets.{name}", "model._target_", ["mine_for_targets"])
     with pytest.raises(UserError, match="not among"):
         targets.locate("mine_for_targets_too.Net", "model._target_", ["mine_for_targets"])
 

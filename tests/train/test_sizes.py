@@ -4,7 +4,8 @@ import pytest
 
 from trainapp.config.compose import from_command_line
 from trainapp.parallel.ranks import SingleRank
-from trainapp.train.initial_sizes import PlannedSizes, initial_sizes
+from trainapp.train.initial_sizes import initial_sizes
+from trainapp.train.run_sizes import PlannedSizes
 
 
 def known(size: int) -> dict:

@@ -1,5 +1,7 @@
 """`task` as a mapping: a function or class with arguments."""
 
+import functools
+
 import pytest
 import runs
 from helpers import metrics
@@ -26,6 +28,9 @@ class Scaled:
         return scaled(model, batch, self.scale, self.shift)
 
 
+halved = functools.partial(scaled, scale=0.5)
+
+
 OWN = ("model=mlp", "data=digits", "user_packages=[test_task_arguments]", "train.max_steps=3", "every.log=1")
 
 
@@ -40,6 +45,12 @@ def test_a_task_takes_arguments(tmp_path, name):
     plain, shifted = losses_of(tmp_path / "one"), losses_of(tmp_path / "two")
     assert len(plain) == 3
     assert shifted == pytest.approx([loss + 2 for loss in plain])
+
+
+def test_a_partial_is_a_task(tmp_path):
+    runs.run(tmp_path / "one", *OWN, "task={_target_: test_task_arguments.scaled, scale: 0.5}")
+    runs.run(tmp_path / "two", *OWN, "task=test_task_arguments.halved")
+    assert losses_of(tmp_path / "two") == losses_of(tmp_path / "one")
 
 
 def test_another_argument_of_the_task_is_another_experiment(tmp_path):

@@ -62,7 +62,10 @@ def locate(target: str, setting: str, user_packages: Sequence[str]) -> Callable[
             f"{setting}={target}: {module_name} has no class or function {name}{suggest(name, dir(module))}"
         )
     # A module's namespace also holds what it imports: judge the object by where it comes from.
-    _require_allowed(f"{getattr(located, '__module__', '')}.{name}", target, setting, allowed)
+    origin = located
+    while isinstance(origin, functools.partial):
+        origin = origin.func
+    _require_allowed(f"{getattr(origin, '__module__', '')}.{name}", target, setting, allowed)
     if target.startswith("transformers.") and "transformers" not in user_packages:
         _require_model_or_configuration(located, target, setting)
     return located
@@ -98,11 +101,12 @@ def _is_installed(package: str) -> bool:
 
 
 def _require_allowed(name: str, target: str, setting: str, allowed: Sequence[str]) -> None:
+    """name: the target, or the same with the module that defines it."""
     if not any(name == package or name.startswith(package + ".") for package in allowed):
-        package = target.partition(".")[0]
+        whose = "" if name == target else f"is defined in {name.rpartition('.')[0]}, "
         raise UserError(
-            f"{setting}={target}: not among the packages that may be named here ({', '.join(allowed)}); "
-            f"if it is yours, allow it with 'user_packages=[{package}]'"
+            f"{setting}={target}: {whose}not among the packages that may be named here ({', '.join(allowed)}); "
+            f"if it is yours, allow it with 'user_packages=[{name.partition('.')[0]}]'"
         )
 
 

@@ -14,6 +14,7 @@ from trainapp.hooks.callbacks import labels_of
 from trainapp.hooks.class_dim import ClassDim
 from trainapp.train.losses import IGNORED, class_dim, is_built_in
 from trainapp.train.model_inputs import beside_inputs
+from trainapp.train.task_attributes import attribute
 
 WHAT_TO_DO = (
     "give the task a method `predict(model, batch)` that returns a tensor whose first dimension is the samples, or a "
@@ -54,7 +55,7 @@ class Predictor:
         return [{"prediction": _row(plain, number)} for number in range(micro.samples)]
 
     def _output(self, model: nn.Module, batch: Any) -> Any:
-        own = getattr(self.task, "predict", None)
+        own = attribute(self.task, "predict")
         if callable(own):
             return own(model, batch)
         inputs, others = self._inputs(batch), beside_inputs(model, batch)

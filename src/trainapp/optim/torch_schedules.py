@@ -212,6 +212,9 @@ class ByEvaluation(_Warmed):
             self._stand_in.param_groups, groups, state["rates"], state["initial"], strict=True
         ):
             own["lr"] = rate if initial == group["initial_lr"] else group["initial_lr"] * (rate / initial)
-        for own, options in zip(self._stand_in.param_groups, state.get("options", []), strict=False):
+        for own, names, options in zip(
+            self._stand_in.param_groups, self._set_options, state.get("options", []), strict=False
+        ):
             own.update(options)
+            names |= options.keys()  # one may have its first value again
         self._stand_in.note_set_options()

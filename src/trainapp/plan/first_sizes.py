@@ -8,7 +8,7 @@ from trainapp.errors import UserError
 from trainapp.plan import process
 from trainapp.plan.certainty import EXACT
 from trainapp.plan.promised import forecast_of
-from trainapp.train.initial_sizes import PlannedSizes
+from trainapp.train.run_sizes import PlannedSizes
 from trainapp.units import bytes_text
 
 Facts = dict[str, Any]

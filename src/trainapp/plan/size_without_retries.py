@@ -9,8 +9,8 @@ from trainapp.plan import process
 from trainapp.plan.step_peaks import of_one_rank
 from trainapp.plan.traced_run import trace
 from trainapp.train.components import load_components
-from trainapp.train.initial_sizes import PlannedSizes
 from trainapp.train.run import Run
+from trainapp.train.run_sizes import PlannedSizes
 
 PATIENCE = 120.0  # seconds for the trace of all sizes
 log = logging.getLogger(__name__)

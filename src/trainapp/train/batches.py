@@ -20,6 +20,7 @@ from trainapp.parallel.ranks import Ranks
 from trainapp.rng import is_generator
 from trainapp.train.components import Components
 from trainapp.train.run import EvalSets
+from trainapp.train.task_attributes import attribute
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +65,7 @@ def _batch_arguments(config: Config, components: Components, device: torch.devic
         "ahead": not owners,
         "rank": ranks.rank,
         "world": ranks.world,
-        "split": next(filter(None, (getattr(task, "split", None) for task in components.training_tasks)), None),
+        "split": next(filter(None, (attribute(task, "split") for task in components.training_tasks)), None),
     }
 
 

@@ -9,8 +9,6 @@ from trainapp.config.schema import Batch, Config
 from trainapp.data.micro_batch_sizes import MicroBatchSizes, Plan
 from trainapp.train.run_sizes import PlannedSizes, Sizes, key_of
 
-__all__ = ["PlannedSizes", "Sizes", "initial_sizes"]
-
 
 def initial_sizes(
     config: Config,

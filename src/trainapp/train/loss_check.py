@@ -14,7 +14,6 @@ import contextlib
 import dataclasses
 import logging
 import math
-import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -33,7 +32,7 @@ from trainapp.torch_private import is_tracing
 from trainapp.train.components import Components
 from trainapp.train.loss_halves import halves_of
 from trainapp.train.losses import compares_samples, is_built_in
-from trainapp.train.modes import evaluation_mode
+from trainapp.train.modes import evaluation_mode, uncompiled
 from trainapp.train.untouched import untouched
 
 SAMPLES = (4, 2)  # the second where the first fail, such as for want of memory
@@ -142,7 +141,7 @@ def _result(
     """
     with contextlib.ExitStack() as stack:
         watched = stack.enter_context(untouched(device, **roots))
-        for context in (torch.no_grad(), evaluation_mode(modules), precision.autocast, _uncompiled()):
+        for context in (torch.no_grad(), evaluation_mode(modules), precision.autocast, uncompiled()):
             stack.enter_context(context)
         sums = []
         for part in (whole, batch):
@@ -152,13 +151,6 @@ def _result(
             sums.append(Sums(float(loss), float(count), 8 * loss.dtype.itemsize))
     is_certain = batch is not whole or all(math.isclose(a, b, rel_tol=1e-5) for a, b in zip(*sums, strict=True))
     return sums[1] if is_certain and not watched.has_drawn and all(map(math.isfinite, sums[1])) else None
-
-
-def _uncompiled() -> contextlib.AbstractContextManager[Any]:
-    """Functions that the user compiles run as they are: the shapes of a few samples must not shape their code."""
-    if "torch._dynamo" not in sys.modules:  # importing it takes a second
-        return contextlib.nullcontext()
-    return torch.compiler.set_stance("force_eager")
 
 
 def _verdict(compared: Comparison, setting: str, tolerance: float) -> str | None:

@@ -9,6 +9,7 @@ from torch import Tensor
 from trainapp.data.batch import map_tensors, tensors_in
 from trainapp.data.loader import Request, fetched_apart
 from trainapp.train.components import Components
+from trainapp.train.task_attributes import attribute
 
 
 class CutBatch(NamedTuple):
@@ -26,7 +27,7 @@ def halves_of(components: Components, seed: int, workers: int, samples: int, dev
     first half twice is the batch, which is as long as its halves.
     """
     data, half = components.train_data, samples // 2
-    split = next(filter(callable, (getattr(data, "split", None), getattr(components.task, "split", None))), None)
+    split = next(filter(callable, (getattr(data, "split", None), attribute(components.task, "split"))), None)
     first, second = list(range(half)), list(range(half, samples))
     requests = [Request(0, indices) for indices in (first + second, first, second, first + first)]
     whole, a, b, twice = fetched_apart(data, seed, requests, workers)

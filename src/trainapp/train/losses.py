@@ -25,6 +25,7 @@ from trainapp.errors import UserError
 from trainapp.hooks.metrics import EVERY
 from trainapp.memory.levers.chunked_loss import features_only, head_of, linear_cross_entropy
 from trainapp.train.model_inputs import beside_inputs, inputs_and_targets, predictions
+from trainapp.train.task_attributes import attribute
 
 Number = float | int | bool  # or a number of NumPy's
 Metrics = Mapping[str, Any]  # sums: Tensor | Number | Callable[[], Tensor | Number]; or arguments of an `update`
@@ -71,6 +72,11 @@ class InChunks:
     task: Task
     rows: int | Literal["auto"]
 
+    @property
+    def counts(self) -> str | None:
+        """As the task says."""
+        return attribute(self.task, "counts")
+
     def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | int, Metrics]:
         inputs, targets = inputs_and_targets(batch)
         others = beside_inputs(model, batch)
@@ -103,9 +109,7 @@ def class_dim(task: Any) -> int | None:
 
 def counts_tokens(task: Task) -> bool:
     """Whether the task's count is a number of tokens: it says so by an attribute `counts = "tokens"`."""
-    plain = getattr(task, "unchecked", task)
-    plain = plain.task if isinstance(plain, InChunks) else plain
-    return bool(getattr(plain, "counts", None) == "tokens")
+    return bool(attribute(task, "counts") == "tokens")
 
 
 def in_chunks(task: Task, rows: int | Literal["auto"] | None) -> Task:
@@ -127,9 +131,9 @@ def checked(task: Task, setting: str) -> Task:
     setattr(checked_task, "unchecked", task)  # noqa: B010  # a function has no such attribute, says mypy
     setattr(checked_task, "setting", setting)  # noqa: B010
     if has_embeddings(task):
-        own: Any = task
-        setattr(checked_task, "embed", own.embed)  # noqa: B010
-        setattr(checked_task, "loss_of_embeddings", _checked_call(own.loss_of_embeddings, setting))  # noqa: B010
+        setattr(checked_task, "embed", attribute(task, "embed"))  # noqa: B010
+        loss_of_embeddings = _checked_call(attribute(task, "loss_of_embeddings"), setting)
+        setattr(checked_task, "loss_of_embeddings", loss_of_embeddings)  # noqa: B010
     return checked_task
 
 
@@ -207,13 +211,12 @@ def problem_of_count(count: Any) -> str | None:
 
 def compares_samples(task: Any) -> bool:
     """Whether the task says by `whole_batch = True` that its loss is no sum over samples."""
-    return bool(getattr(_own(task), "whole_batch", False))
+    return bool(attribute(task, "whole_batch", False))
 
 
 def has_embeddings(task: Any) -> bool:
     """Whether such a task offers what gradient caching needs: see `train.cached_gradients`."""
-    own = _own(task)
-    return compares_samples(own) and all(callable(getattr(own, name, None)) for name in EMBEDDING_METHODS)
+    return compares_samples(task) and all(callable(attribute(task, name)) for name in EMBEDDING_METHODS)
 
 
 def needs_whole_batch(task: Any) -> bool:
@@ -222,12 +225,6 @@ def needs_whole_batch(task: Any) -> bool:
 
 
 EMBEDDING_METHODS = ("embed", "loss_of_embeddings")
-
-
-def _own(task: Any) -> Any:
-    """The task as the user has given it: without checks and bound arguments."""
-    plain = getattr(task, "unchecked", task)
-    return plain.func if isinstance(plain, functools.partial) else plain
 
 
 # What the log records in addition to metrics: see `loop.log`, `Sizes.scalars` and `Meter.scalars`.

@@ -8,7 +8,7 @@ from trainapp.data.batch import map_tensors
 from trainapp.hooks.metrics import EVERY
 from trainapp.rng import preserved_rng
 from trainapp.train.attributes import Attributes
-from trainapp.train.modes import evaluation_mode
+from trainapp.train.modes import evaluation_mode, uncompiled
 from trainapp.train.run import Run
 from trainapp.train.untouched import KeepsWritten
 
@@ -33,8 +33,7 @@ def metric_names(run: Run, samples: int = 2) -> set[str]:
         stack.callback(written.restore)
         stack.enter_context(written)
         stack.enter_context(evaluation_mode(modules))
-        if run.config.train.compile:  # two samples are no shape to compile for
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(uncompiled())
         batch = map_tensors(lambda tensor: tensor.to(state.device), run.batches.example(samples))
         run.ranks.enable_votes(False)
         with state.precision.autocast:

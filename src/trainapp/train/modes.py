@@ -1,8 +1,11 @@
-"""Evaluation mode, and back to what was before."""
+"""Modes for a trial call: evaluation mode, and nothing compiled."""
 
 import contextlib
+import sys
 from collections.abc import Iterable, Iterator
+from typing import Any
 
+import torch
 from torch import nn
 
 
@@ -19,3 +22,10 @@ def evaluation_mode(roots: Iterable[nn.Module]) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+
+
+def uncompiled() -> contextlib.AbstractContextManager[Any]:
+    """Compiled functions run as they are inside the block: the shapes of a few samples must not shape their code."""
+    if "torch._dynamo" not in sys.modules:  # importing it takes a second
+        return contextlib.nullcontext()
+    return torch.compiler.set_stance("force_eager")

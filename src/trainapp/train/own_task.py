@@ -6,9 +6,10 @@ from typing import Any
 
 from trainapp.config import targets
 from trainapp.config.schema import Config
-from trainapp.config.validation import check_arguments
 from trainapp.errors import UserError
 from trainapp.train.whole_batch import require_complete
+
+_VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def built_task(config: Config, found: Any, setting: str, name: str, arguments: dict[str, Any]) -> Any:
@@ -49,12 +50,10 @@ def _with_arguments(config: Config, found: Any, setting: str, name: str, argumen
 
 
 def _instance(config: Config, kind: type, setting: str, name: str, arguments: dict[str, Any]) -> Any:
-    lacking = [line for line in check_arguments(kind, arguments, setting, {}) if "required" in line]
-    if lacking:
-        names = ", ".join(line.partition(":")[0].removeprefix(f"{setting}.") for line in lacking)
+    if lacking := _lacking(kind, arguments):
         raise UserError(
-            f"{setting}={name}: the class requires {names}; give the arguments with its name, as in "
-            f"{setting}={{_target_: {name}, {names.partition(',')[0]}: VALUE}}, or give them defaults"
+            f"{setting}={name}: the class requires {', '.join(lacking)}; give the arguments with its name, as in "
+            f"{setting}={{_target_: {name}, {lacking[0]}: VALUE}}, or give them defaults"
         )
     task = targets.construct(kind, arguments, setting, config.user_packages)
     if not callable(task):
@@ -63,3 +62,10 @@ def _instance(config: Config, kind: type, setting: str, name: str, arguments: di
             "`__call__(self, model, batch)` that returns (loss_sum, count, metrics)"
         )
     return task
+
+
+def _lacking(kind: type, arguments: dict[str, Any]) -> list[str]:
+    """The parameters of its constructor that have neither a default nor an argument."""
+    parameters = inspect.signature(kind).parameters.items()
+    required = [key for key, one in parameters if one.default is one.empty and one.kind not in _VARIABLE]
+    return [key for key in required if key not in arguments]

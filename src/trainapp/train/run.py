@@ -28,10 +28,10 @@ from trainapp.tracking.tracker import SilentTracker, Tracker
 from trainapp.tracking.utilisation import NoUtilisation, Utilisation
 from trainapp.train.autotuner import Autotuner
 from trainapp.train.cadences import Cadences, run_length
-from trainapp.train.initial_sizes import Sizes
 from trainapp.train.losses import Task, is_built_in
 from trainapp.train.phase import Phase
 from trainapp.train.restore_point import RestorePoint
+from trainapp.train.run_sizes import Sizes
 from trainapp.train.totals import Totals
 
 EvalSets = dict[str, "EvalBatches | EvalStream"]  # by name; the data's own validation split is ""

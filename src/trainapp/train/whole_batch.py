@@ -7,13 +7,14 @@ from typing import Any
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
 from trainapp.train.losses import EMBEDDING_METHODS, compares_samples, has_embeddings
+from trainapp.train.task_attributes import attribute
 
 
 def require_complete(task: Any, setting: str) -> None:
     """Raises UserError for a task that offers a part of what gradient caching needs. setting: with its value."""
     if task is None:
         return
-    own = [name for name in EMBEDDING_METHODS if callable(getattr(task, name, None))]
+    own = [name for name in EMBEDDING_METHODS if callable(attribute(task, name))]
     if len(own) == 1:
         lacking = next(name for name in EMBEDDING_METHODS if name not in own)
         raise UserError(
