@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainapp.plan import in_turn
+from trainapp.plan import operation_times
 from trainapp.plan.operation import ATTENTION, MATMUL, operation_of
 from trainapp.plan.step_time import Speeds
 from trainapp.plan.step_work import Work, WorkCounter
@@ -150,9 +150,9 @@ def test_operations_of_one_name_take_turns():
         return replace(operation, call=lambda device: lambda: order.append(number))
 
     operations = [recorded(number) for number in range(3)]
-    seconds = in_turn.in_turn(operations, in_turn.Clock(torch.device("cpu")))
+    seconds = operation_times.in_turn(operations, operation_times.Clock(torch.device("cpu")))
     assert set(seconds) == set(operations)
-    assert order == [0, 1, 2] * (1 + in_turn.ROUNDS)  # the first round does not count
+    assert order == [0, 1, 2] * (1 + operation_times.ROUNDS)  # the first round does not count
 
 
 def test_an_operation_that_cannot_be_run_is_left_to_the_roofline(speeds):
@@ -163,13 +163,13 @@ def test_an_operation_that_cannot_be_run_is_left_to_the_roofline(speeds):
         raise ValueError
 
     wrong = replace(operation, signature="wrong", call=fails)
-    assert in_turn.in_turn([wrong], speeds.clock) == {}
+    assert operation_times.in_turn([wrong], speeds.clock) == {}
     assert speeds.busy(wrong) >= speeds.roofline(wrong) > 0
 
 
 def test_what_is_out_of_the_caches_takes_longer(speeds):
     """Python and autograd after an operation that moves as much as the caches hold, against one that moves little."""
-    little, much = torch.ones(8), torch.ones(in_turn.CACHES // 4)
+    little, much = torch.ones(8), torch.ones(operation_times.CACHES // 4)
     calls = [speeds.call(only(counted(lambda x=x: x + x).per_micro_batch)[0]) for x in (little, much)]
     assert 1e-7 < speeds.view <= calls[0] < calls[1] < 1e-2
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from trainapp.train import attributes, metric_names
 from trainapp.train.attributes import Attributes
-from trainapp.train.untouched import untouched
+from trainapp.train.side_effects import untouched
 
 CPU = torch.device("cpu")
 

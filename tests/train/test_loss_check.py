@@ -272,7 +272,7 @@ def test_a_mean_over_many_is_told_however_small():
 def test_each_part_of_it_is_needed(tmp_path, monkeypatch, part):
     monkeypatch.setattr(checked_tasks, "task_of_the_test", checked_tasks.counting(), raising=False)
     replaced = (lambda device: contextlib.nullcontext()) if part == "preserved_rng" else (lambda self: None)
-    monkeypatch.setattr(f"trainapp.train.untouched.{part}", replaced)
+    monkeypatch.setattr(f"trainapp.train.side_effects.{part}", replaced)
     starts = []
     for checks in ("false", "true"):
         run = runs.prepare(tmp_path / checks, *KEEPING, f"train.check_loss={checks}", "data.num_workers=0")

@@ -13,7 +13,7 @@ from hydra.errors import HydraException
 from omegaconf import ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from trainapp.config import other_names, targets
+from trainapp.config import setting_hints, targets
 from trainapp.config.inline_targets import GROUPS
 from trainapp.config.validation import suggest
 from trainapp.paths import CONF, PACKAGE
@@ -46,12 +46,12 @@ def _explain_composition(error: Exception, arguments: Sequence[str]) -> str:
     if option:
         group, name = option.groups()
         choices = re.findall(r"^\s+(\S+)$", text.partition("Available options")[2], re.MULTILINE)
-        hint = other_names.of_option(group, name, arguments)
+        hint = setting_hints.of_option(group, name, arguments)
         close = "" if hint and group != "experiment" else suggest(name, choices)
         return f"{group}={name}: no such option{close}; available: {', '.join(choices) or 'none'}{hint}"
     nameless = re.match(r"Error parsing override '([\w-]+)'\nmissing EQUAL", text)
     if nameless:
-        return other_names.of_argument(nameless[1])
+        return setting_hints.of_argument(nameless[1])
     override = re.search(r"Could not override '([^']+)'", text)
     if override:
         return _unknown_setting(override[1], error, arguments)
@@ -74,9 +74,9 @@ def _unknown_setting(path: str, error: BaseException, arguments: Sequence[str]) 
     known = [*listed, *(() if parent else _groups())]
     close, shown = suggest(key, [*known, *["_target_"] * has_target]), "(`trainapp --cfg job` shows all of them)"
     value = next((text.partition("=")[2] for text in arguments if text.startswith(f"{path}=")), "VALUE")
-    meant = other_names.of_setting(path)
+    meant = setting_hints.of_setting(path)
     if meant is None and not close and not has_target:
-        meant = other_names.of_entry(path, value, _options(path.partition(".")[0]))
+        meant = setting_hints.of_entry(path, value, _options(path.partition(".")[0]))
     if meant:
         return f"{path}: no such setting{meant} {shown}"
     if parent in ("data", "model", "optimizer") and not close and has_target:

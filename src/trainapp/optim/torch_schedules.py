@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from trainapp.errors import UserError
-from trainapp.optim.fingerprint import fingerprint
+from trainapp.optim.value_snapshot import fingerprint
 
 Groups = list[dict[str, Any]]
 Make = Callable[[torch.optim.Optimizer], Any]

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from trainapp.memory.host_guard import available
-from trainapp.plan.in_turn import ROUNDS, Clock, call_times, in_turn
 from trainapp.plan.operation import ATTENTION, CONVOLUTION, FUNCTION, MATMUL, Operation
+from trainapp.plan.operation_times import ROUNDS, Clock, call_times, in_turn
 from trainapp.plan.step_work import Counts
 from trainapp.torch_private import outside_dispatch_modes
 

@@ -16,7 +16,7 @@ from trainapp.checkpoint.stateful import copied
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.hooks.callbacks import View
 from trainapp.rng import preserved_rng
-from trainapp.train.left_as_it_was import differences, made_of, preserved_states
+from trainapp.train.callback_guard import differences, made_of, preserved_states
 from trainapp.train.modes import evaluation_mode
 from trainapp.train.run import Run
 from trainapp.train.step import drop_gradients

@@ -33,7 +33,7 @@ from trainapp.train.components import Components
 from trainapp.train.loss_halves import halves_of
 from trainapp.train.losses import compares_samples, is_built_in
 from trainapp.train.modes import evaluation_mode, uncompiled
-from trainapp.train.untouched import untouched
+from trainapp.train.side_effects import untouched
 
 SAMPLES = (4, 2)  # the second where the first fail, such as for want of memory
 # Relative. Kernels choose their order of additions by the batch's size, which changes the last bits, and layers amplify

@@ -10,7 +10,7 @@ from trainapp.rng import preserved_rng
 from trainapp.train.attributes import Attributes
 from trainapp.train.modes import evaluation_mode, uncompiled
 from trainapp.train.run import Run
-from trainapp.train.untouched import KeepsWritten
+from trainapp.train.side_effects import KeepsWritten
 
 
 def metric_names(run: Run, samples: int = 2) -> set[str]:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from trainapp.optim.fingerprint import fingerprint
+from trainapp.optim.value_snapshot import fingerprint
 
 
 class Held:
