@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from trainapp.config.schema import Config  # which builds on this module
 
 INFERENCE = ("predict", "generate")  # modes
+WITHOUT_NUMBERS = (*INFERENCE, "export")  # modes that leave files, and nothing to plot
 
 
 @dataclass(config=STRICT)

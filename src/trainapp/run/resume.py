@@ -144,7 +144,8 @@ def restore(run: Run, path: Path) -> dict[str, Any]:
         _require_steps_left(run, path)
         _forget_other_objective(run, path)
         run.measure_length()  # data or global batch may have changed, now or before this checkpoint
-    log.info("resumed from %s: step %d, epoch %d, %d samples", path, progress.step, progress.epoch, progress.samples)
+    verb = "resumed from" if run.config.mode == "train" else "loaded"
+    log.info("%s %s: step %d, epoch %d, %d samples", verb, path, progress.step, progress.epoch, progress.samples)
     return sizes
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from trainapp.config import micro_schedule
+from trainapp.config.inference_settings import WITHOUT_NUMBERS
 from trainapp.run.result import RunResult, write
 from trainapp.tracking.tracker import RESULT
 from trainapp.train.run import Run
@@ -15,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 def opening_line(run: Run) -> str:
-    """Model, device, precision, and how the global batch is cut."""
+    """Model, device, precision; in training also how the global batch is cut."""
     state, batches, parts = run.state, run.batches, run.sizes.parts
     parameters = sum(p.numel() for p in state.model.parameters())
     micro_size = run.sizes.train.size
@@ -25,10 +26,12 @@ def opening_line(run: Run) -> str:
     name = run.config.model.target.rpartition(".")[2]
     if not name[0].isupper():  # a function that builds the model
         name = type(state.model).__name__.removeprefix("FSDP")
+    model = f"{name} with {_count_text(parameters)} parameters on {state.device}, {state.precision.mode}"
+    if run.config.mode not in ("train", "lr_find"):
+        return model
     return (
-        f"{name} with {_count_text(parameters)} parameters on {state.device}, {state.precision.mode}; global batch "
-        f"{state.global_size} = micro-batch {micro_size} x {count} accumulated x {batches.world} "
-        f"rank{'s' * (batches.world > 1)}; {_data_text(run)}" + _schedule_text(run)
+        f"{model}; global batch {state.global_size} = micro-batch {micro_size} x {count} accumulated "
+        f"x {batches.world} rank{'s' * (batches.world > 1)}; {_data_text(run)}" + _schedule_text(run)
     )
 
 
@@ -83,7 +86,7 @@ def print_summary(run: Run, result: RunResult) -> None:
     """The table that ends a run."""
     config, progress = run.config, run.state.progress
     rows: list[tuple[str, Any]] = []
-    if result.objective is not None:
+    if result.objective is not None and config.mode not in WITHOUT_NUMBERS:
         best = f" (best {progress.best:.4f} at step {progress.best_step})" if progress.best is not None else ""
         rows.append((f"eval {result.metric}", (result.objective_note or f"{result.objective:.4f}") + best))
     if config.mode == "train":
@@ -102,7 +105,7 @@ def print_summary(run: Run, result: RunResult) -> None:
             ("checkpoint", result.checkpoint or "none"),
         ]
     rows.append(("outputs", config.run_dir))
-    if "tensorboard" in config.tracker:
+    if "tensorboard" in config.tracker and config.mode not in WITHOUT_NUMBERS:
         with contextlib.suppress(ValueError):
             run_dir = Path(config.run_dir)
             shown = run_dir.relative_to(Path.cwd()) if run_dir.is_relative_to(Path.cwd()) else run_dir

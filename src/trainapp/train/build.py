@@ -16,6 +16,7 @@ from trainapp.checkpoint.checkpointer import Checkpointer, NullCheckpointer
 from trainapp.checkpoint.directory import CheckpointDirectory
 from trainapp.checkpoint.stateful import Stateful
 from trainapp.checkpoint.train_state import TrainState
+from trainapp.config.inference_settings import WITHOUT_NUMBERS
 from trainapp.config.schema import Config
 from trainapp.data.step_batches import StepBatches
 from trainapp.data.stream import is_stream
@@ -194,9 +195,10 @@ def owners_of_state(
 def start_tracking(run: Run) -> None:
     """Open the run's files, at the step where it begins or resumes."""
     if run.ranks.is_rank_zero:
-        folder, settings, is_training = Path(run.config.run_dir), run.config.to_dict(), run.config.mode == "train"
+        folder, settings, mode = Path(run.config.run_dir), run.config.to_dict(), run.config.mode
+        outlets = {} if mode in WITHOUT_NUMBERS else run.outlets
         run.tracker = Tracker(
-            folder, run.state.progress.step, run.length.total_steps, settings, is_training, run.outlets
+            folder, run.state.progress.step, run.length.total_steps, settings, mode == "train", outlets
         )
 
 
