@@ -4,15 +4,13 @@ They are remembered for a rollback like its states. But nothing says how those o
 """
 
 import copy
-from collections import deque
 from collections.abc import Collection, Mapping
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor, nn
 
 from trainapp.data.batch import map_tensors, tensors_in
+from trainapp.same_values import are_same
 from trainapp.torch_private import buffers_of, outside_dispatch_modes
 
 _OF_TORCH = frozenset(vars(nn.Module()))
@@ -73,7 +71,7 @@ class PlainAttributes:
         for name, module in self._modules().items():
             first = self._first.get(name, {})
             for key, value in _own(module).items():
-                if key not in first or not _same(first[key], value, set()):
+                if key not in first or not are_same(first[key], value, unknown=True):
                     found[f"{name}.{key}".lstrip(".")] = value
         return found
 
@@ -91,28 +89,3 @@ def _own(module: nn.Module) -> dict[str, Any]:
         if name not in _OF_TORCH and name not in _OF_TORCHMETRICS and name not in states and not callable(value)
     }
     return plain | buffers_of(module)
-
-
-def _same(a: Any, b: Any, seen: set[tuple[int, int]]) -> bool:
-    """seen: the pairs that are being compared, for objects that refer to each other; by id."""
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, Tensor):
-        return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.cpu(), b.cpu())
-    if isinstance(a, np.ndarray):
-        return a.shape == b.shape and bool(np.array_equal(a, b))
-    if (id(a), id(b)) in seen:
-        return True
-    seen.add((id(a), id(b)))
-    if isinstance(a, Mapping):
-        return a.keys() == b.keys() and all(_same(a[key], b[key], seen) for key in a)
-    if isinstance(a, (list, tuple, deque)):
-        return len(a) == len(b) and all(_same(x, y, seen) for x, y in zip(a, b, strict=True))
-    if hasattr(a, "__dict__"):
-        return a is b or _same(vars(a), vars(b), seen)
-    if getattr(type(a), "__eq__", None) is object.__eq__:
-        return True  # such as a random generator: its copy is another object, and nothing can be compared
-    try:
-        return bool(a == b) or a != a  # nan
-    except Exception:  # of a class of the user's, such as one that holds tensors
-        return False

@@ -4,12 +4,11 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from trainapp.checkpoint.stateful import Stateful
 from trainapp.models.inspect import MODULE_ATTRIBUTES
+from trainapp.same_values import are_same
 from trainapp.torch_modes import hooks_of
 from trainapp.torch_private import version_of
 
@@ -26,22 +25,9 @@ def preserved_states(stateful: Stateful) -> Iterator[None]:
         yield
     finally:
         now = stateful.take()
-        stateful.restore({name: state for name, state in states.items() if not _are_equal(state, now.get(name))})
-
-
-def _are_equal(a: Any, b: Any) -> bool:
-    """Whether two states have the same content; False where that is not known."""
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, Tensor):
-        return a.dtype == b.dtype and a.layout == b.layout == torch.strided and torch.equal(a, b)
-    if isinstance(a, np.ndarray):
-        return a.dtype == b.dtype and np.array_equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(_are_equal(value, b[key]) for key, value in a.items())
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(_are_equal, a, b))
-    return isinstance(a, (*_SETTINGS, bytes, complex)) and bool(a == b)
+        stateful.restore(
+            {name: state for name, state in states.items() if not are_same(state, now.get(name), unknown=False)}
+        )
 
 
 def made_of(roots: Mapping[str, nn.Module]) -> dict[str, list[Any]]:
