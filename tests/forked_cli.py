@@ -15,6 +15,7 @@ import json
 import os
 import random
 import runpy
+import select
 import signal
 import socket
 import subprocess
@@ -22,6 +23,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 # Differ from test to test, and nothing reads them while it is imported.
 _PER_TEST = ("PYTEST_CURRENT_TEST", "TRAINAPP_CACHE")
@@ -45,36 +47,70 @@ class Forks:
         """Whether a run with this environment would be what it is when started by itself."""
         return _lasting(env) == self._env and self._process.poll() is None
 
+    def start(
+        self, arguments: Sequence[str], cwd: Path, env: Mapping[str, str], out: IO[str], err: IO[str], own_session: bool
+    ) -> "Forked":
+        """As `subprocess.Popen`. own_session: whether the run leads a session of its own."""
+        ours, theirs = socket.socketpair()
+        request = {"arguments": list(arguments), "cwd": str(cwd), "env": dict(env), "own_session": own_session}
+        with theirs, tempfile.TemporaryFile() as text:  # a packet has a limit, a file has none
+            text.write(json.dumps(request).encode())
+            text.flush()
+            socket.send_fds(self._socket, [b"run"], [text.fileno(), out.fileno(), err.fileno(), theirs.fileno()])
+        return Forked(["python", "-m", "trainapp", *arguments], ours)
+
     def run(
         self, arguments: Sequence[str], cwd: Path, env: Mapping[str, str], timeout: float
     ) -> subprocess.CompletedProcess:
         """As `subprocess.run` with captured text. Raises TimeoutExpired, after it has killed the run."""
-        command = ["python", "-m", "trainapp", *arguments]
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-            ours, theirs = socket.socketpair()
-            request = json.dumps({"arguments": list(arguments), "cwd": str(cwd), "env": dict(env)}).encode()
-            with ours, theirs, tempfile.TemporaryFile() as text:  # a packet has a limit, a file has none
-                text.write(request)
-                text.flush()
-                files = [text.fileno(), out.fileno(), err.fileno(), theirs.fileno()]
-                socket.send_fds(self._socket, [b"run"], files)
-                theirs.close()
-                answers = ours.makefile()
-                pid = int(answers.readline())
-                ours.settimeout(timeout)
-                try:
-                    status = int(answers.readline())
-                except TimeoutError:
-                    os.kill(pid, signal.SIGKILL)
-                    raise subprocess.TimeoutExpired(command, timeout) from None
+            process = self.start(arguments, cwd, env, out, err, own_session=False)
+            try:
+                status = process.wait(timeout)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                raise
             out.seek(0)
             err.seek(0)
-            return subprocess.CompletedProcess(command, status, out.read(), err.read())
+            return subprocess.CompletedProcess(process.args, status, out.read(), err.read())
 
     def _end(self) -> None:
         self._socket.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(10)
+
+
+class Forked:
+    """A run, with the part of `subprocess.Popen`'s interface that tests use."""
+
+    def __init__(self, args: list[str], answers: socket.socket):
+        self.args, self.returncode = args, None
+        self._answers, self._text = answers, answers.makefile("rb", buffering=0)  # `select` sees no buffer
+        self.pid = int(self._text.readline())
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit status. Raises TimeoutExpired."""
+        if self.returncode is None:
+            if not select.select([self._answers], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(self.args, timeout)
+            self.returncode = int(self._text.readline())
+            self._answers.close()
+        return self.returncode
+
+    def poll(self) -> int | None:
+        """The exit status of a run that has ended."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """To a run that has not ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """It ends soon."""
+        self.send_signal(signal.SIGKILL)
 
 
 def _lasting(env: Mapping[str, str]) -> dict[str, str]:
@@ -115,6 +151,8 @@ def _start(text: int, out: int, err: int, answers: int) -> None:
     os.environ.clear()
     os.environ.update(request["env"])
     os.chdir(request["cwd"])
+    if request["own_session"]:
+        os.setsid()
     sys.path[0] = request["cwd"]
     sys.argv = ["-m", *request["arguments"]]
     random.seed()

@@ -49,11 +49,16 @@ def run_cli(
     code does not raise.
     """
     changed_environment = environment(env)
-    if command == PROGRAM and _forks().serve(changed_environment):
-        return _forks().run(overrides, cwd, changed_environment, timeout)
+    if forks := forks_for(command, changed_environment):
+        return forks.run(overrides, cwd, changed_environment, timeout)
     return subprocess.run(
         [*command, *overrides], cwd=cwd, env=changed_environment, capture_output=True, text=True, timeout=timeout
     )
+
+
+def forks_for(command: Sequence[str], env: Mapping[str, str]) -> forked_cli.Forks | None:
+    """What starts this command with this environment as it would by itself, if there is such a process."""
+    return _forks() if tuple(command) == PROGRAM and _forks().serve(env) else None
 
 
 @functools.cache

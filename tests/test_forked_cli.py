@@ -52,8 +52,8 @@ def test_status_of_a_killed_run_and_a_time_limit(tmp_path):
 
 
 def test_only_for_the_environment_of_the_imports(monkeypatch):
-    forks = helpers._forks()
-    assert forks.serve(helpers.environment())
+    forks = helpers.forks_for(helpers.PROGRAM, helpers.environment())
+    assert forks is not None
     assert forks.serve(helpers.environment({"TRAINAPP_CACHE": "elsewhere"}))
     assert not forks.serve(helpers.environment({"OMP_NUM_THREADS": "2"}))
     monkeypatch.setenv("TORCH_LOGS", "+dynamo")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import torch
-from helpers import environment
+from helpers import environment, forks_for
 
 from .conftest import GPT, TINY
 from .test_checkpoints import everything
@@ -47,11 +47,15 @@ class Launched:
     def __init__(self, command: Sequence[str], cwd: Path, env: Mapping[str, str] | None = None):
         self.output = cwd / f"output_{time.monotonic_ns()}.txt"
         self.started = time.monotonic()
+        whole = environment(env)
         with self.output.open("w") as file:
-            self.process = subprocess.Popen(
-                command, cwd=cwd, env=environment(env), stdout=file, stderr=file, stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )  # fmt: skip
+            if forks := forks_for(command[:3], whole):
+                self.process = forks.start(command[3:], cwd, whole, file, file, own_session=True)
+            else:
+                self.process = subprocess.Popen(
+                    command, cwd=cwd, env=whole, stdout=file, stderr=file, stdin=subprocess.DEVNULL,
+                    start_new_session=True,
+                )  # fmt: skip
         self._family: set[int] = set()
 
     def __enter__(self) -> "Launched":
