@@ -31,7 +31,7 @@ class Update:
     """What one update of a step trains, and with what. A step has one, or several in turn: see `updates`.
 
     name: empty for the only one. parameters: that it trains. precision: with a loss scale of its own. schedule: of its
-    learning rates. number: its place in the step.
+    learning rates. number: its place in the step. every: the steps in which it is made, see `due_updates`.
     """
 
     optimizer: torch.optim.Optimizer
@@ -40,6 +40,7 @@ class Update:
     parameters: list[nn.Parameter] = field(default_factory=list)
     schedule: Schedule = field(default_factory=lambda: ByFactor(lambda step: 1.0))
     number: int = 0
+    every: int = 1
     # Options of the groups as they were built: what differs from them later is state, and not configuration.
     built_options: list[dict[str, Any]] = field(init=False)
 
@@ -79,6 +80,11 @@ class TrainState:
     def __post_init__(self) -> None:
         self.built = model_state.layout(self.model)
         self.built_base = model_state.base_checksums(self.model)
+
+    @property
+    def every(self) -> tuple[int, ...]:
+        """Of all updates: the steps in which they are made."""
+        return tuple(update.every for update in self.updates)
 
     @property
     def update(self) -> Update:

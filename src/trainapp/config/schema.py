@@ -116,6 +116,7 @@ class Update:
     task: Str
     parameters: Annotated[list[Str], Field(min_length=1)]
     optimizer: Optimizer
+    every: PositiveInt = 1  # steps, the first of which has every update
     task_arguments: dict[str, Any] = field(default_factory=dict)  # from a task that is written as a mapping
 
 

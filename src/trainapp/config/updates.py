@@ -25,6 +25,11 @@ def conflicts(config: "Config") -> list[str]:
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         errors.append(f"updates: {', '.join(twice)} is the name of several; give each a name of its own")
+    if config.updates[0].every > 1:
+        errors.append(
+            f"updates.0.every={config.updates[0].every}: the first update is made in every step; put one with every=1 "
+            "before it"
+        )
     if config.optimizer.groups:
         errors.append(
             "optimizer.groups with updates: their patterns would be matched among the parameters of every update; give "

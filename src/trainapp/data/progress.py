@@ -1,6 +1,15 @@
 """How far a run has got."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+
+def due_updates(step: int, every: Sequence[int]) -> list[int]:
+    """The numbers of the updates that follow `step` finished steps: of each, `every` says in which steps it is made.
+
+    The first step has all of them, so that whatever they need is seen at once.
+    """
+    return [number for number, own in enumerate(every) if step == 0 or (step + 1) % own == 0]
 
 
 @dataclass
@@ -17,15 +26,17 @@ class Progress:
     best: float | None = None
     best_step: int | None = None
     stopped: str | None = None  # why the run has ended before its length; None if it has not
-    update: int = 0  # updates of the present step that are finished: with one optimizer, there is one per step
-    applied: int = 0  # of those, how many changed the parameters
+    update: int = 0  # the number of the present step's coming update: with one optimizer, there is one per step
+    applied: int = 0  # of those before it, how many changed the parameters
 
-    def finish_update(self, applied: bool, updates: int) -> bool:
-        """Count one of the step's `updates`. Returns whether it was the last, which finishes the step. A step counts as
-        skipped if none of its updates was applied.
+    def finish_update(self, applied: bool, every: Sequence[int]) -> bool:
+        """Count an update of the step, see `due_updates`. Returns whether it was the last, which finishes the step. A
+        step counts as skipped if none of its updates was applied.
         """
-        self.update, self.applied = self.update + 1, self.applied + applied
-        if self.update < updates:
+        self.applied += applied
+        later = [number for number in due_updates(self.step, every) if number > self.update]
+        if later:
+            self.update = later[0]
             return False
         self.step += self.applied > 0
         self.skipped += self.applied == 0

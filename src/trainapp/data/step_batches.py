@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from trainapp.data.loader import BatchLoader, Request
 from trainapp.data.micro_batch import MicroBatch, cut, cut_evenly
-from trainapp.data.progress import Progress
+from trainapp.data.progress import Progress, due_updates
 
 DUMMY = [0]  # the samples of a micro-batch that only keeps its rank in step with the others
 
@@ -26,8 +26,8 @@ class StepBatches:
 
     global_size: samples per optimizer step over all ranks; it may change between two steps. rank, world: which part of
     each step is this process's. looks_ahead: whether the source may be asked for the samples of later steps. Attribute:
-    `sizes_of_updates`, where a step has several updates, the micro-batch of each, so that their batches, too, are
-    fetched ahead.
+    `sizes_of_updates`, where a step has several updates, the micro-batch of each, and `every`, the steps in which each
+    is made, so that their batches, too, are fetched ahead.
 
     A derived class has the methods below that raise NotImplementedError, and these attributes. dataset: the data.
     samples: in it, 0 where that is unknown. state_owner: what holds the data's state, see `checkpoint.stateful`.
@@ -43,6 +43,7 @@ class StepBatches:
         self.global_size, self.rank, self.world = global_size, rank, world
         self._source, self._looks_ahead = source, looks_ahead
         self.sizes_of_updates: tuple[int, ...] = ()
+        self.every: tuple[int, ...] = (1,)
         self._open: Iterator[Any] = iter(())
         self._cuts: tuple[tuple, list[Sequence[int]]] = ((), [])
         self._position: tuple | None = None  # of the open iterator: `micro_batches`' next arguments; None: unknown
@@ -111,7 +112,8 @@ class StepBatches:
         """
         update, sizes = (progress.update, self.sizes_of_updates) if self.sizes_of_updates else (0, (size,))
         sizes = (*sizes[:update], size, *sizes[update + 1 :])  # those of the others are what they were at last
-        position = (progress.epoch, progress.consumed, update, sizes, parts)
+        step = progress.step if max(self.every) > 1 else 0  # a skipped step does not count
+        position = (progress.epoch, progress.consumed, step, update, sizes, parts)
         if self._position != position:
             self._open = iter(())  # ends the workers' iteration before the next one begins
             self._open = self._source.batches(self._requests(*position))
@@ -154,18 +156,21 @@ class StepBatches:
 
     def _requests(self, *position: Any) -> Iterator[Request]:
         while True:
-            epoch, consumed, update, sizes, parts = position
+            epoch, consumed, _, update, sizes, parts = position
             for piece in self._cut(epoch, consumed, sizes[update], parts):
                 yield Request(epoch, piece or DUMMY)
             if not self._looks_ahead:
                 return
             position = self._after_update(*position)
 
-    def _after_update(self, epoch: int, consumed: int, update: int, sizes: tuple[int, ...], parts: int | None) -> tuple:
+    def _after_update(
+        self, epoch: int, consumed: int, step: int, update: int, sizes: tuple[int, ...], parts: int | None
+    ) -> tuple:
         """The position of the next update: of the same samples, or of the next step's."""
-        if update + 1 < len(sizes):
-            return epoch, consumed, update + 1, sizes, parts
-        return *self.after(epoch, consumed), 0, sizes, parts
+        later = [number for number in due_updates(step, self.every) if number > update]
+        if later:
+            return epoch, consumed, step, later[0], sizes, parts
+        return *self.after(epoch, consumed), step + (max(self.every) > 1), 0, sizes, parts
 
     def _cut(self, *position: Any) -> list[Sequence[int]]:
         """`_pieces`, cached: without workers, the fetcher and the loop ask for the same ones in turn."""

@@ -47,6 +47,7 @@ def planned_config(config: Config, size: int, eval_size: int, world: int, all_at
         "callbacks": {},  # what they allocate between steps is theirs
         "stopping": dataclasses.replace(config.stopping, patience=None),
         "tracker": {},
+        "updates": [dataclasses.replace(update, every=1) for update in config.updates],  # each is in some step
     }
     return dataclasses.replace(config, mode="train", **changes)
 

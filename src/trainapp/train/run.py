@@ -9,6 +9,7 @@ from trainapp.checkpoint.train_state import TrainState, Update
 from trainapp.config.durations import RunLength
 from trainapp.config.schema import Config
 from trainapp.data.eval_stream import EvalStream
+from trainapp.data.progress import due_updates
 from trainapp.data.sampler import EvalBatches
 from trainapp.data.step_batches import StepBatches
 from trainapp.errors import UserError
@@ -174,15 +175,16 @@ class Run:
         return self.state.update.schedule
 
     def coming_updates(self) -> Iterator[Step]:
-        """The coming step, once for each of its updates that are not finished."""
-        for _ in self.state.updates[self.state.progress.update :]:
+        """The coming step, once for each of its updates that is due and not finished."""
+        due = due_updates(self.state.progress.step, self.state.every)
+        for _ in range(sum(number >= self.state.progress.update for number in due)):
             yield self.next_step()
 
     def next_step(self) -> Step:
         """The coming optimizer step. Steps on the cadence are logged, and the run's last."""
         progress, every, self.attempt.phase = self.state.progress, self.cadences.log, Phase.READ
         self.sizes.turn_to(self.state.update.name)
-        self.batches.sizes_of_updates = self.sizes.of_updates()
+        self.batches.sizes_of_updates, self.batches.every = self.sizes.of_updates(), self.state.every
         if not progress.update:
             self.logged = {}
         number = progress.step + 1

@@ -40,7 +40,8 @@ def accumulate_gradients(run: Run, step: Step, around_last: Around = _alone) -> 
     with source.accumulating():
         for micro in source.micro_batches():
             run.activation_budget.prepare(micro.data, run.state.precision.autocast, micro.last)
-            counting = run.utilisation.counting(step.update.name, micro.samples, micro.real)
+            samples = micro.samples * step.update.every  # that are trained for each of its own
+            counting = run.utilisation.counting(step.update.name, samples, micro.real)
             with run.strategy.micro_batch(micro.last), watch_micro_batch(run, run.sizes.train, micro.data), counting:
                 totals = backward(run, source, micro, totals, step.is_logged, around_last)
             if run.sizes.train.is_unproven:
@@ -162,7 +163,7 @@ def set_rates(run: Run) -> None:
 def count_step(run: Run, step: Step, applied: bool, totals: Totals) -> None:
     """The update is committed: what follows is the next one's, or the next step's."""
     progress = run.state.progress
-    if progress.finish_update(applied, len(run.state.updates)):
+    if progress.finish_update(applied, run.state.every):
         run.meter.count(step.samples, totals.count)
         run.batches.advance(progress)
     run.attempt.phase = Phase.COMMITTED

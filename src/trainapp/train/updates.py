@@ -121,7 +121,7 @@ def build(
         with trained_alone(own, every):
             optimizer = built(setting)
         scaled = precision.with_own_scaler(device)
-        updates.append(Update(optimizer, scaled, settings.name, own, number=number))
+        updates.append(Update(optimizer, scaled, settings.name, own, number=number, every=settings.every))
     return updates
 
 
