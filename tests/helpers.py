@@ -57,8 +57,13 @@ def run_cli(
 
 
 def forks_for(command: Sequence[str], env: Mapping[str, str]) -> forked_cli.Forks | None:
-    """What starts this command with this environment as it would by itself, if there is such a process."""
-    return _forks() if tuple(command) == PROGRAM and _forks().serve(env) else None
+    """What starts this command with this environment as it would by itself, if there is such a process. Not where torch
+    can use CUDA, which no fork can once its parent has looked for a device.
+    """
+    import torch
+
+    is_usual = tuple(command) == PROGRAM and torch.version.cuda is None
+    return _forks() if is_usual and _forks().serve(env) else None
 
 
 @functools.cache

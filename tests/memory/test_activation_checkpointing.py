@@ -355,7 +355,7 @@ def test_attention_that_draws_is_not_kept():
     """Later operations of a recomputation would otherwise draw what attention drew in the forward."""
     attention = torch.ops.aten._scaled_dot_product_flash_attention.default
     q = torch.ones(1, 1, 2, 2)
-    policy = activation_checkpointing._policy
+    policy = activation_checkpointing.policy
     assert policy(None, attention, q, q, q, 0.1).name == "PREFER_RECOMPUTE"
     assert policy(None, attention, q, q, q, dropout_p=0.1).name == "PREFER_RECOMPUTE"
     assert policy(None, attention, q, q, q, 0.0).name == "MUST_SAVE"

@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from trainapp.config.schema import ActivationCheckpointing
+from trainapp.memory.levers import activation_checkpointing
 from trainapp.plan import operation_times
 from trainapp.plan.operation import ATTENTION, MATMUL, operation_of
 from trainapp.plan.step_time import Speeds
@@ -191,7 +193,7 @@ def test_later_micro_batches_are_like_the_last_traced_one(speeds):
     x = torch.randn(64, 64)
     first = counted(lambda: x @ x)
     one = first.seconds(speeds)
-    two = Work([first.per_micro_batch, first.per_micro_batch + first.per_micro_batch], views=[0, 0])
+    two = Work([first.per_micro_batch, first.per_micro_batch + first.per_micro_batch], views=[0, 0], selected=[0, 0])
     two.share, two.micro_batches = 0.5, 4
     assert two.seconds(speeds) == pytest.approx((1 + 3 * 2) * one)
 
@@ -207,3 +209,27 @@ def test_micro_batches_are_told_apart():
     assert [sum(counts.values()) for counts in counter.work.by_micro_batch] == [3, 2]
     assert counter.work.views == [3, 2]
     assert sum(counter.work.per_step.values()) == 1
+
+
+@pytest.mark.parametrize(("mode", "share"), [("none", 0), ("full", 0), ("selective", 1)])
+def test_operations_that_pass_through_selective_checkpointing(speeds, mode, share):
+    """All of a block's forward, and of its recomputation; each costs the Python that decides about its result."""
+    model, x, phase = nn.Module(), torch.randn(4, 8, requires_grad=True), [Phase.FORWARD]
+    blocks = [nn.Sequential(nn.Linear(8, 8), nn.SiLU()) for _ in range(3)]
+    model.blocks = lambda: blocks
+    activation_checkpointing.apply(model, ActivationCheckpointing(mode=mode))
+    counter = WorkCounter(lambda: phase[0])
+    with counter:
+        for block in blocks:
+            x = block(x)
+        selected = counter.work.selected[0]
+        phase[0] = Phase.BACKWARD
+        x.sum().backward()
+    assert selected == 12 * share  # four in each of three blocks
+    assert selected < counter.work.selected[0] <= 2 * selected or not share
+    assert activation_checkpointing.Selecting.active == 0
+    assert 0 < speeds.selection < 1e-3
+    plain = replace(counter.work, selected=[0])
+    assert counter.work.seconds(speeds) - plain.seconds(speeds) == pytest.approx(
+        counter.work.selected[0] * speeds.selection
+    )

@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
+from trainapp.memory.levers.activation_checkpointing import policy
 from trainapp.plan.operation import Operation
 from trainapp.torch_private import DispatchMode
 
@@ -111,6 +113,17 @@ def call_times(clock: Clock) -> list[tuple[int, float]]:
         (size, hot + max(seconds - between[0], 0.0) / operations)
         for size, seconds in zip(_EVICTED, between, strict=True)
     ]
+
+
+def selection_time(clock: Clock) -> float:
+    """Seconds by which an operation takes longer where selective checkpointing decides about its result."""
+    one = torch.ones(8, device=clock.device)
+    add = functools.partial(torch.add, one, one)
+    forward, _ = create_selective_checkpoint_contexts(policy)
+    with torch.no_grad():
+        plain = clock.best(add)
+        with forward:
+            return max(clock.best(add) - plain, 0.0)
 
 
 def _nothing() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from trainapp.memory.host_guard import available
 from trainapp.plan.operation import ATTENTION, CONVOLUTION, FUNCTION, MATMUL, Operation
-from trainapp.plan.operation_times import ROUNDS, Clock, call_times, in_turn
+from trainapp.plan.operation_times import ROUNDS, Clock, call_times, in_turn, selection_time
 from trainapp.plan.step_work import Counts
 from trainapp.torch_private import outside_dispatch_modes
 
@@ -31,7 +31,8 @@ FOR_EACH = 2.0  # seconds at least for those of each further step
 class Speeds:
     """What the device can do; each rate is measured when it is first asked for. Use from one thread, in no mode.
 
-    Attributes: `view`, seconds from one small operation of a training step to the next, Python and autograd included.
+    Attributes: `view`, seconds from one small operation of a training step to the next, Python and autograd included;
+    `selection`, seconds by which selective checkpointing delays each operation of a block.
     """
 
     def __init__(self, device: torch.device):
@@ -43,6 +44,7 @@ class Speeds:
         self._largest = min(LARGEST, int(SHARE_OF_MEMORY * available()))
         with outside_dispatch_modes():
             self._calls = call_times(self.clock)
+            self.selection = selection_time(self.clock)
         self.view = self._calls[0][1]
         self._of_arithmetic = functools.cache(self._arithmetic)
         self._of_traffic = functools.cache(self._traffic)

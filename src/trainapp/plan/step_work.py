@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from trainapp.memory.levers.activation_checkpointing import Selecting
 from trainapp.plan.operation import Operation, operation_of
 from trainapp.torch_operators import ASKS_DEVICE
 from trainapp.torch_private import DispatchMode
@@ -22,6 +23,7 @@ class Prices(Protocol):
     """What operations cost on a device; see `step_time.Speeds`."""
 
     view: float  # seconds of an operation that moves nothing
+    selection: float  # seconds by which selective checkpointing delays each operation of a block
 
     def measure(self, operations: Counts) -> None:
         """Have them all measured."""
@@ -44,6 +46,7 @@ class Work:
     by_micro_batch: list[Counts] = field(default_factory=lambda: [Counter()])
     per_step: Counts = field(default_factory=Counter)
     views: list[int] = field(default_factory=lambda: [0])  # by traced micro-batch
+    selected: list[int] = field(default_factory=lambda: [0])  # those that pass through selective checkpointing
     share: float = 1.0
     micro_batches: int = 1
 
@@ -57,8 +60,8 @@ class Work:
         prices.measure(self.per_micro_batch + self.per_step)
         busy = [_total(counts, prices.busy) for counts in self.by_micro_batch]
         calls = [
-            _total(counts, prices.call) + views * prices.view
-            for counts, views in zip(self.by_micro_batch, self.views, strict=True)
+            _total(counts, prices.call) + views * prices.view + selected * prices.selection
+            for counts, views, selected in zip(self.by_micro_batch, self.views, self.selected, strict=True)
         ]
         traced = len(busy)
         once = _total(self.per_step, prices.busy) + _total(self.per_step, prices.call)
@@ -105,7 +108,9 @@ class WorkCounter(DispatchMode):
         if self._before in _BACKWARD and phase in _PER_MICRO_BATCH - _BACKWARD:
             work.by_micro_batch.append(Counter())
             work.views.append(0)
+            work.selected.append(0)
         self._before = phase
+        work.selected[-1] += bool(Selecting.active)
         operation = None if func.is_view else operation_of(func, args, kwargs or {}, result)
         if operation is None or operation.is_view:
             work.views[-1] += phase in _PER_MICRO_BATCH

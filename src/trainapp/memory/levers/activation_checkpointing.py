@@ -30,6 +30,12 @@ _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "scaled_in
 _KEPT = frozenset({*_PRODUCTS, "convolution", *ATTENTION_OPERATORS})
 
 
+class Selecting:
+    """Whether operations pass through the Python that selects which results to keep, for those who count them."""
+
+    active = 0
+
+
 def apply(model: nn.Module, settings: ActivationCheckpointing) -> None:
     """Checkpoint every `settings.every`-th block of the model. Parameter names are unchanged.
 
@@ -38,7 +44,7 @@ def apply(model: nn.Module, settings: ActivationCheckpointing) -> None:
     if settings.mode in ("none", "budget"):  # for the latter, see `budget`
         return
     for block in blocks_of(model, f"activation_checkpointing={settings.mode}")[:: settings.every]:
-        selection = functools.partial(create_selective_checkpoint_contexts, _policy)
+        selection = functools.partial(create_selective_checkpoint_contexts, policy)
         chosen = selection if settings.mode == "selective" else None
         block.forward = functools.partial(checkpointed, BlockState(block), block.forward, chosen)
 
@@ -64,10 +70,13 @@ def _contexts(state: BlockState, chosen: Callable[[], Contexts] | None) -> Conte
     forward, recompute = (chosen or noop_context_fn)()
     before = Before()
     # In this order: what selects the operations to keep must not see the copies.
-    return _Nested(lambda: state.noted(before), forward), _Nested(lambda: state.rewound(before), recompute)
+    noted, rewound = _Nested(lambda: state.noted(before), forward), _Nested(lambda: state.rewound(before), recompute)
+    noted.selects = rewound.selects = chosen is not None
+    return noted, rewound
 
 
-def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Whether `selective` keeps an operation's result."""
     # Attention with dropout is recomputed: what follows it would draw other numbers if it did not draw its own again.
     kept = operation.overloadpacket.__name__ in _KEPT and not draws(operation, args, kwargs)
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
@@ -76,6 +85,8 @@ def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkpoi
 class _Nested:
     """Two contexts, entered together, once per backward: a graph that is kept has several."""
 
+    selects = False
+
     def __init__(self, outer: Callable[[], AbstractContextManager[None]], inner: AbstractContextManager[None]):
         self._outer, self._inner = outer, inner
         self._stack = contextlib.ExitStack()
@@ -83,6 +94,8 @@ class _Nested:
     def __enter__(self) -> None:
         self._stack.enter_context(self._outer())
         self._stack.enter_context(self._inner)
+        Selecting.active += self.selects
 
     def __exit__(self, *error: Any) -> None:
+        Selecting.active -= self.selects
         self._stack.__exit__(*error)
