@@ -15,7 +15,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 import trainapp
-from trainapp.config import command_line, compose, hydra_errors, inline_targets
+from trainapp.config import command_line, compose, data_of_run, hydra_errors, inline_targets
 from trainapp.errors import Reported, UserError
 from trainapp.launch import environment, one_run, plan_table
 from trainapp.paths import CONF
@@ -89,7 +89,7 @@ def main() -> None:
     if sys.argv[1:] == ["--version"]:
         return print(f"trainapp {trainapp.__version__}")  # with Hydra, its own
     command_line.add_import_paths(sys.argv[1:])
-    sys.argv[1:] = inline_targets.expanded(sys.argv[1:])
+    sys.argv[1:] = inline_targets.expanded(data_of_run.expanded(sys.argv[1:]))
     wants_traceback = "HYDRA_FULL_ERROR" in os.environ
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its errors instead of printing them its own way
     try:

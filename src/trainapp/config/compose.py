@@ -20,6 +20,7 @@ from pydantic import TypeAdapter
 
 from trainapp.config import (
     command_line,
+    data_of_run,
     hydra_errors,
     inference_settings,
     inline_targets,
@@ -41,7 +42,7 @@ def from_command_line(overrides: Iterable[str], run_dir: str = "", config_dir: s
 
     config_dir: as `--config-dir`, a folder with options of your own. Raises UserError for every mistake.
     """
-    given = inline_targets.expanded(as_overrides(overrides))
+    given = inline_targets.expanded(data_of_run.expanded(as_overrides(overrides)))
     try:
         with _without_callers_hydra(), initialize_config_dir(str(CONF), version_base="1.3"):
             composed = compose("train", [*given, *_search_path(config_dir)])

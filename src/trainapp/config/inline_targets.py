@@ -20,7 +20,7 @@ def expanded(overrides: Sequence[str]) -> list[str]:
     """
     texts = list(overrides)
     for group in GROUPS:
-        keys = [_parts(text) for text in texts]
+        keys = [parts(text) for text in texts]
         is_inline = any(key == f"{group}._target_" and sign in ("", "+") for sign, key, _ in keys)
         is_chosen = any(key == group and (sign == "~" or rest) for sign, key, rest in keys)
         if is_inline and not is_chosen:
@@ -29,23 +29,24 @@ def expanded(overrides: Sequence[str]) -> list[str]:
     return texts
 
 
-def _parts(text: str) -> tuple[str, str, str]:
+def parts(text: str) -> tuple[str, str, str]:
+    """The sign, name and rest, with its `=`, of an override; empty for other arguments."""
     match = None if text.startswith("-") else _OVERRIDE.fullmatch(text)
     return ("", "", "") if match is None else (match["sign"] or "", match["key"], match["rest"] or "")
 
 
 def _removes_default(text: str, group: str, before: Sequence[str]) -> bool:
     """Whether it removes a setting of the option's, which an empty group does not have: none that was given before."""
-    sign, key, _ = _parts(text)
+    sign, key, _ = parts(text)
     is_removed = sign == "~" and key.startswith(f"{group}.")
-    return is_removed and not any(own == key and sign != "~" for sign, own, _ in map(_parts, before))
+    return is_removed and not any(own == key and sign != "~" for sign, own, _ in map(parts, before))
 
 
 def _added(text: str, group: str) -> str:
-    sign, key, rest = _parts(text)
+    sign, key, rest = parts(text)
     return f"++{key}{rest}" if sign != "~" and key.startswith(f"{group}.") else text
 
 
 def _first(texts: Sequence[str], group: str) -> int:
     """Where the group's overrides begin: flags before them, with their values, stay as they are."""
-    return next(number for number, text in enumerate(texts) if _parts(text)[1].startswith(f"{group}."))
+    return next(number for number, text in enumerate(texts) if parts(text)[1].startswith(f"{group}."))

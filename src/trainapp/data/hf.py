@@ -45,21 +45,27 @@ def open_dataset(
 
     path: a folder that `save_to_disk` wrote, files or globs of them, a folder of files, or a name on the hub; name: its
     configuration there. val_split: None takes the split with a usual name, else the last `val_fraction` of the
-    training rows. classes: their names in the order of a model; None: that of the column, or sorted. tokenizer: a
+    training rows. classes: their names in the order of a model; None: that of the column, or sorted; with names and
+    without a label the rows can only be predicted. tokenizer: a
     folder, a tokenizer.json or a name on the hub; None trains a byte-level BPE of `vocab_size` tokens on the training
     rows. Tokens and tokenizers are kept in `cache_dir`; see `paths.user_cache_dir` for the default.
     Raises UserError for a path, split or column that does not exist, and for a text too short for one block.
     """
     directory = user_cache_dir() if cache_dir is None else Path(cache_dir).expanduser()
     train, rows = _rows(split, path, name, train_split, val_split, val_fraction, directory)
-    for column in (text, *([label] if label else [])):
+    for setting, column in (("text", text), *([("label", label)] if label else [])):
         if column not in rows.column_names:
-            setting = "text" if column == text else "label"
-            raise UserError(f"data.{setting}={column}: there is no such column; there are {listed(rows.column_names)}")
+            hint = "" if setting == "text" else (
+                "; rows without labels can be predicted, with data.label=null and data.classes=[...], the names in the "
+                "order of the training"
+            )  # fmt: skip
+            raise UserError(
+                f"data.{setting}={column}: there is no such column; there are {listed(rows.column_names)}{hint}"
+            )
     if tokenizer is None:
         folder = tokenizers.trained_bpe(lambda: _texts(train, text), _fingerprint(train, text), vocab_size, directory)
         tokenizer = str(folder)
-    if label is None:
+    if label is None and classes is None:
         return Blocks(rows, text, tokenizer, context_length, directory, split)
     return Labelled(rows, train, text, label, classes, tokenizer, context_length, directory)
 
@@ -112,7 +118,12 @@ def _rows(
     if validation is not None:
         return train, splits[validation] if split == "val" else train
     border = len(train) - int(len(train) * val_fraction)
-    head, tail = train.select(range(border)), train.select(range(border, len(train)))
+    head, tail = train.select(range(border)), train.select(list(range(border, len(train))))
+    if split == "val":
+        log.info(
+            "data.path=%s has no split for validation: the last %d of its %d rows (data.val_fraction=%s); all of them "
+            "with data.val_split=%s", path, len(tail), len(train), val_fraction, train_split,
+        )  # fmt: skip
     return head, tail if split == "val" else head
 
 
@@ -172,7 +183,7 @@ class Blocks(_Texts, Windows):
 
 class Labelled(_Texts):
     """Texts and classes: inputs int64 [B, T], attention_mask int64 [B, T] with 0 where padded to the longest of the
-    batch, targets int64 [B].
+    batch, targets int64 [B] where the rows have labels.
 
     Texts longer than `context_length` tokens are cut, which is said once. The classes are those of the column where it
     has names, else the values in the training rows, sorted.
@@ -185,15 +196,17 @@ class Labelled(_Texts):
         rows: Any,
         train: Any,
         text: str,
-        label: str,
+        label: str | None,
         classes: list[str] | None,
         tokenizer: str,
         context_length: int,
         directory: Path,
     ):
         super().__init__(tokenizer, context_length)
-        self.class_names, numbers = numbered_classes(rows, train, label, classes)
-        self._targets = np.array([numbers[value] for value in rows[label]], np.int64)
+        self.class_names, self._targets = classes or [], None
+        if label is not None:
+            self.class_names, numbers = numbered_classes(rows, train, label, classes)
+            self._targets = np.array([numbers[value] for value in rows[label]], np.int64)
         self._texts = self._store(rows, text, directory, True, [])
         self._special = frozenset(self.tokenizer.all_special_ids)
         self._longest, self._padding = context_length, tokenizers.padding_of(self.tokenizer)
@@ -203,7 +216,7 @@ class Labelled(_Texts):
             log.warning("data.context_length=%d: %d of %d texts are longer, and cut", context_length, cut, len(self))
 
     def __len__(self) -> int:
-        return len(self._targets)
+        return len(self._texts.lengths)
 
     def __getitems__(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
         """The batch of these texts, collated. Raises IndexError for an index outside the data."""
@@ -213,11 +226,10 @@ class Labelled(_Texts):
         inputs, mask = np.full(shape, self._padding, np.int64), np.zeros(shape, np.int64)
         for row, text in enumerate(texts):
             inputs[row, : len(text)], mask[row, : len(text)] = text, 1
-        return {
-            "inputs": torch.from_numpy(inputs),
-            "attention_mask": torch.from_numpy(mask),
-            "targets": torch.from_numpy(self._targets[positions]),
-        }
+        batch = {"inputs": torch.from_numpy(inputs), "attention_mask": torch.from_numpy(mask)}
+        if self._targets is not None:
+            batch["targets"] = torch.from_numpy(self._targets[positions])
+        return batch
 
     def _cut(self, text: np.ndarray) -> np.ndarray:
         """At most `context_length` tokens. A special token at the end, such as BERT's [SEP], stays there."""

@@ -66,9 +66,7 @@ def as_saved(config: Config, path: Path) -> Config:
     return dataclasses.replace(config, train=dataclasses.replace(config.train, **changes))
 
 
-# The sections that say that a command line chooses for itself, and what a run is made of. Not `user_packages`: a
-# checkpoint from elsewhere would otherwise decide which code is imported.
-_CHOICES = ("model", "data", "task", "experiment")
+# What a run is made of. Not `user_packages`: a checkpoint from elsewhere would otherwise decide which code is imported.
 _MADE_OF = (
     "model",
     "data",
@@ -102,22 +100,21 @@ def _with_parts_of(config: Config, path: Path) -> Config:
 
 
 def _missing(config: Config) -> list[str]:
-    """What the command line leaves to the checkpoint: all of it, or nothing where it chooses a model, data or a task.
-    For inference each section by itself: a run's model may predict on other data. How data is loaded is no choice.
+    """What the command line leaves to the checkpoint, each section by itself: a run's model may predict on other data.
+    How data is loaded is no choice of it. An experiment chooses everything.
     """
     loading = tuple(f"data.{field.name}." for field in dataclasses.fields(Loader))
     of_data = [f"{name}." for name in config.given if f"{name}.".startswith("data.")]
     chosen = {"data": not all(name.startswith(loading) for name in of_data), "loader": bool(of_data)}
     chosen["task_arguments"] = config.chooses("task")
-    if config.mode not in INFERENCE:
-        if any(chosen.get(name, config.chooses(name)) for name in _CHOICES):
-            return []
-        return [name for name in _MADE_OF if not chosen.get(name, config.chooses(name))]
     if config.chooses("experiment"):
         return []
-    chosen["metrics"] = True
-    if config.mode == "generate" or config.predict.split in ("val", "train"):
-        chosen["eval"] = True  # no other data is opened
+    if config.mode in INFERENCE:
+        chosen["metrics"] = True
+        if config.mode == "generate" or config.predict.split in ("val", "train"):
+            chosen["eval"] = True  # no other data is opened
+    elif chosen["data"]:
+        chosen["eval"] = True  # sets that go with the run's own data
     return [name for name in _MADE_OF if not chosen.get(name, config.chooses(name))]
 
 

@@ -12,9 +12,17 @@ from trainapp.models import transformers_models
 
 
 def inputs_and_targets(batch: Any) -> tuple[Tensor, Tensor]:
-    """From a mapping with keys "inputs" and "targets", an object with those attributes, or a pair."""
+    """From a mapping with keys "inputs" and "targets", an object with those attributes, or a pair. Raises UserError for
+    a mapping that lacks one of them.
+    """
     if isinstance(batch, (dict, Mapping)):  # dict first: isinstance with an ABC takes 10 times as long
-        return batch["inputs"], batch["targets"]
+        try:
+            return batch["inputs"], batch["targets"]
+        except KeyError as error:
+            raise UserError(
+                f"the batches have no {error}, only {', '.join(map(str, batch))}: this loss needs inputs and targets; "
+                "give data that has both, or a task of your own"
+            ) from None
     if hasattr(batch, "inputs") and hasattr(batch, "targets"):  # a dataclass; a namedtuple, in whatever order
         return batch.inputs, batch.targets
     inputs, targets = batch
