@@ -34,7 +34,6 @@ class Forks:
     """The process that forks, for one environment; ends with this one."""
 
     def __init__(self, env: Mapping[str, str]):
-        self._env = _lasting(env)
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, __file__, str(theirs.fileno())]
         self._process = subprocess.Popen(
@@ -42,10 +41,6 @@ class Forks:
         )
         theirs.close()
         atexit.register(self._end)
-
-    def serve(self, env: Mapping[str, str]) -> bool:
-        """Whether a run with this environment would be what it is when started by itself."""
-        return _lasting(env) == self._env and self._process.poll() is None
 
     def start(
         self, arguments: Sequence[str], cwd: Path, env: Mapping[str, str], out: IO[str], err: IO[str], own_session: bool
@@ -113,7 +108,8 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
 
-def _lasting(env: Mapping[str, str]) -> dict[str, str]:
+def lasting(env: Mapping[str, str]) -> dict[str, str]:
+    """What a process that has imported everything shares with those that it forks."""
     return {name: value for name, value in env.items() if name not in _PER_TEST}
 
 

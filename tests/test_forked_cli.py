@@ -22,11 +22,20 @@ class Model(nn.Linear):
 """
 
 
+@pytest.fixture(autouse=True)
+def forked():
+    """The second run of an environment is forked."""
+    for _ in range(2):
+        found = helpers.forks_for(helpers.PROGRAM, helpers.environment())
+    assert found is not None
+    return found
+
+
 def test_same_weights_and_output(tmp_path):
     words = [*runs.MODELS["mlp"], "train.max_steps=3"]
-    real = [sys.executable, "-m", "trainapp"]
+    real = [sys.executable, "-B", "-m", "trainapp"]  # not the command that is forked
     forked = helpers.train(tmp_path / "forked", *words)
-    started = helpers.train(tmp_path / "started", *words, command=real)  # a list, which is not the default
+    started = helpers.train(tmp_path / "started", *words, command=real)
     assert runs.differences(runs.saved(tmp_path / "forked", 3), runs.saved(tmp_path / "started", 3)) == []
     shown = [[line.partition(" ")[0] for line in done.stdout.splitlines()] for done in (forked, started)]
     assert shown[0] == shown[1]
@@ -51,10 +60,12 @@ def test_status_of_a_killed_run_and_a_time_limit(tmp_path):
     pytest.fail("the run outlived its time limit")
 
 
-def test_only_for_the_environment_of_the_imports(monkeypatch):
-    forks = helpers.forks_for(helpers.PROGRAM, helpers.environment())
-    assert forks is not None
-    assert forks.serve(helpers.environment({"TRAINAPP_CACHE": "elsewhere"}))
-    assert not forks.serve(helpers.environment({"OMP_NUM_THREADS": "2"}))
+def test_only_for_the_environment_of_the_imports(forked, monkeypatch):
+    def forks(**changes):
+        return helpers.forks_for(helpers.PROGRAM, helpers.environment(changes))
+
+    assert forks() is forks(TRAINAPP_CACHE="elsewhere") is forked
+    assert forks(OMP_NUM_THREADS="2") is None
     monkeypatch.setenv("TORCH_LOGS", "+dynamo")
-    assert not forks.serve(helpers.environment())
+    assert forks() is None
+    assert helpers.forks_for([*helpers.PROGRAM[:2], "pytest"], helpers.environment()) is None

@@ -91,6 +91,8 @@ class Stateful:
         """Give `task` and what it holds the state that it had when a run of this process first used it: an instance at
         the top of a module outlives a run that is built again, and the runs of a sweep. root: its name here.
         """
+        if isinstance(task, functools.partial):  # made for this run, of a function that is older
+            Stateful(task=task.func).return_to_start(task.func)
         owned = self.owners_in(root)
         if not owned:
             return

@@ -47,7 +47,7 @@ def _explain_composition(error: Exception, arguments: Sequence[str]) -> str:
         group, name = option.groups()
         choices = re.findall(r"^\s+(\S+)$", text.partition("Available options")[2], re.MULTILINE)
         hint = setting_hints.of_option(group, name, arguments)
-        close = "" if hint and group != "experiment" else suggest(name, choices)
+        close = suggest(name, choices) or suggest(name.lower(), choices)
         return f"{group}={name}: no such option{close}; available: {', '.join(choices) or 'none'}{hint}"
     nameless = re.match(r"Error parsing override '([\w-]+)'\nmissing EQUAL", text)
     if nameless:
@@ -74,16 +74,17 @@ def _unknown_setting(path: str, error: BaseException, arguments: Sequence[str]) 
     known = [*listed, *(() if parent else _groups())]
     close, shown = suggest(key, [*known, *["_target_"] * has_target]), "(`trainapp --cfg job` shows all of them)"
     value = next((text.partition("=")[2] for text in arguments if text.startswith(f"{path}=")), "VALUE")
+    of_class = parent in ("data", "model", "optimizer") and not close and has_target
+    name, takes = _constructor(node, arguments) if of_class else ("", [])
+    if key in takes:
+        return f"{path}: the option's YAML file does not list this argument of {name}; set it with +{path}={value}"
     meant = setting_hints.of_setting(path)
     if meant is None and not close and not has_target:
         meant = setting_hints.of_entry(path, value, _options(path.partition(".")[0]))
     if meant:
         return f"{path}: no such setting{meant} {shown}"
-    if parent in ("data", "model", "optimizer") and not close and has_target:
-        name, takes = _constructor(node, arguments)
+    if of_class:
         unlisted = [argument for argument in takes if argument not in listed]
-        if key in unlisted:
-            return f"{path}: the option's YAML file does not list this argument of {name}; set it with +{path}={value}"
         others = ""
         if not takes:
             others = f"; an argument of {name} that the YAML file does not list is set with +{path}={value}"

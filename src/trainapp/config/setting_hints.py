@@ -42,9 +42,8 @@ _MODES = ("train", "eval", "predict", "generate", "export", "plan", "lr_find")
 
 def of_setting(path: str) -> str | None:
     """What a setting that does not exist stands for, as the end of a message; None where nothing is known."""
-    group, _, key = path.rpartition(".")
-    meant = _NAMES.get(key)
-    if meant is None or meant == path or group in ("data", "model", "optimizer", "schedule"):
+    meant = _NAMES.get(path.rpartition(".")[2])
+    if meant is None or meant == path:
         return None
     return f"; here it is {meant}"
 

@@ -5,9 +5,12 @@ Hydra's own block-list is no security boundary (torch.load and os._exit pass it)
 
 import functools
 import importlib
+import importlib.machinery
 import importlib.util
 import inspect
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from trainapp.config.validation import check_arguments, holds_target, suggest
@@ -56,6 +59,7 @@ def locate(target: str, setting: str, user_packages: Sequence[str]) -> Callable[
             f"{setting}={target}: importing {module_name} failed: it exits with {error.code}; keep what only a script "
             'does under `if __name__ == "__main__":`'
         ) from error
+    _require_same_file(module_name.partition(".")[0], f"{setting}={target}")
     located = getattr(module, name, None)
     if not callable(located):
         raise UserError(
@@ -69,6 +73,21 @@ def locate(target: str, setting: str, user_packages: Sequence[str]) -> Callable[
     if target.startswith("transformers.") and "transformers" not in user_packages:
         _require_model_or_configuration(located, target, setting)
     return located
+
+
+def _require_same_file(package: str, setting: str) -> None:
+    """An import from Python may have come from another folder: of a project whose module has the same name."""
+    loaded = getattr(sys.modules.get(package), "__file__", None)
+    found = importlib.machinery.PathFinder.find_spec(package) if loaded else None
+    if loaded and found and found.has_location and not _is_same(str(loaded), str(found.origin)):
+        raise UserError(
+            f"{setting}: this process has imported {package} from {loaded}, and would now find {found.origin}; give "
+            "one of them another name, or use a process for each"
+        )
+
+
+def _is_same(one: str, other: str) -> bool:
+    return Path(one).resolve() == Path(other).resolve()
 
 
 def _require_model_or_configuration(located: Any, target: str, setting: str) -> None:

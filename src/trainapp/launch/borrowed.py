@@ -8,8 +8,10 @@ import gc
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -31,7 +33,7 @@ def borrowed(expandable_segments: bool = False) -> Iterator[None]:
     try:
         # before torch is imported; other runs may follow in this process
         launch.prepare_process(expandable_segments, deterministic=True)
-        with _switches_of_torch():
+        with _warnings_are_no_errors(), _switches_of_torch():
             yield
     finally:
         sys.path[:] = path
@@ -41,6 +43,22 @@ def borrowed(expandable_segments: bool = False) -> Iterator[None]:
         if monitor is None and tqdm.monitor is not None:  # a thread that outlives the bars
             tqdm.monitor.exit()
             tqdm.monitor = None
+
+
+@contextlib.contextmanager
+def _warnings_are_no_errors() -> Iterator[None]:
+    """Libraries warn in the course of a run: a program whose filters make errors of warnings would end it."""
+    with warnings.catch_warnings():
+        for action, message, category, module, line in reversed(warnings.filters):
+            if action == "error":
+                kinds = category if isinstance(category, tuple) else (category,)
+                for kind in kinds:
+                    warnings.filterwarnings("default", _pattern(message), kind, _pattern(module), line)
+        yield
+
+
+def _pattern(compiled: Any) -> str:
+    return getattr(compiled, "pattern", compiled) or ""
 
 
 def _restore(environment: dict[str, str]) -> None:

@@ -31,11 +31,13 @@ class Complaints:
 class JsonLines:
     """Appends lines to a file, each whole or not at all: what is written after an error does not join half a line."""
 
-    def __init__(self, path: Path, complain: Complain):
+    def __init__(self, path: Path | None, complain: Complain):
+        """path: None for one that has no lines."""
         self.path, self._complain = path, complain
         self._file: Any = None
-        with self._errors():
-            self._file = path.open("ab", buffering=0)
+        if path is not None:
+            with self._errors():
+                self._file = path.open("ab", buffering=0)
 
     def append(self, facts: Mapping[str, Any]) -> None:
         """Write one line. Each one is tried: there may be room again."""
@@ -63,6 +65,7 @@ class JsonLines:
         try:
             yield
         except OSError as error:
+            assert self.path is not None  # nothing is written elsewhere
             self._complain(self.path, error)
 
 

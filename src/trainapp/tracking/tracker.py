@@ -29,7 +29,8 @@ class Tracker:
     """Writes the run's numbers. A resumed run continues after `step`.
 
     total: the run's steps for the progress bar, or None. continues: False only adds to what is there, for a run that
-    looks at a checkpoint and trains nothing. outlets: by name; None: TensorBoard.
+    looks at a checkpoint and trains nothing. outlets: by name; None: TensorBoard. has_numbers: whether there are
+    numbers to be written to files.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Tracker:
         config: Mapping[str, Any],
         continues: bool = True,
         outlets: Mapping[str, Any] | None = None,
+        has_numbers: bool = True,
     ):
         run_dir.mkdir(parents=True, exist_ok=True)
         self.run_dir, self.complain = run_dir, Complaints()
@@ -49,8 +51,9 @@ class Tracker:
                     _forget_after(run_dir / name, step)
                 except OSError as error:
                     self.complain(run_dir / name, error)
-        self._metrics = JsonLines(run_dir / METRICS, self.complain)
-        self._evaluations = JsonLines(run_dir / EVALUATIONS, self.complain)
+        self._metrics, self._evaluations = (
+            JsonLines(run_dir / name if has_numbers else None, self.complain) for name in (METRICS, EVALUATIONS)
+        )
         chosen = {"tensorboard": TensorBoard()} if outlets is None else outlets
         self._outlets = [Guarded(name, outlet) for name, outlet in chosen.items()]
         self._tell("start", Start(run_dir, step, config, continues, self.complain))

@@ -31,6 +31,7 @@ def data_batches(
     """Of training, and of evaluation by name. Raises UserError for settings that do not suit the data."""
     arguments = _batch_arguments(config, components, device, ranks)
     batches = _train_batches(config, components, arguments, ranks)
+    arguments["split"] = attribute(components.task, "split")
     evaluated: EvalSets = {}
     for name, data in components.eval_data.items():
         evaluated[name] = _evaluated(data, arguments)
@@ -65,8 +66,21 @@ def _batch_arguments(config: Config, components: Components, device: torch.devic
         "ahead": not owners,
         "rank": ranks.rank,
         "world": ranks.world,
-        "split": next(filter(None, (attribute(task, "split") for task in components.training_tasks)), None),
+        "split": _split_of_training(components),
     }
+
+
+def _split_of_training(components: Components) -> Any:
+    """What cuts the batches of training, if a task does. Raises UserError where updates would cut them differently."""
+    splits = [split for task in components.training_tasks if callable(split := attribute(task, "split"))]
+    if callable(getattr(components.train_data, "split", None)) or not splits:
+        return None
+    if len(splits) < len(components.training_tasks) or any(split != splits[0] for split in splits):
+        raise UserError(
+            "updates: their tasks cut batches in different ways (`split`), but have the same batches; give the data "
+            "set a method `split(batch, start, end)` that keeps what each of them needs, or all tasks the same function"
+        )
+    return splits[0]
 
 
 def _train_batches(config: Config, components: Components, arguments: dict[str, Any], ranks: Ranks) -> StepBatches:

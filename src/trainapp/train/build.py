@@ -198,7 +198,13 @@ def start_tracking(run: Run) -> None:
         folder, settings, mode = Path(run.config.run_dir), run.config.to_dict(), run.config.mode
         outlets = {} if mode in WITHOUT_NUMBERS else run.outlets
         run.tracker = Tracker(
-            folder, run.state.progress.step, run.length.total_steps, settings, mode == "train", outlets
+            folder,
+            run.state.progress.step,
+            run.length.total_steps,
+            settings,
+            continues=mode == "train",
+            outlets=outlets,
+            has_numbers=mode not in WITHOUT_NUMBERS,
         )
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from trainapp.config import targets
 from trainapp.config.schema import Config
+from trainapp.config.validation import suggest
 from trainapp.errors import UserError
 from trainapp.train.whole_batch import require_complete
 
@@ -44,9 +45,23 @@ def _with_arguments(config: Config, found: Any, setting: str, name: str, argumen
             f"{setting}={name}: arguments ({', '.join(arguments)}) are for a class, or for a function behind its model "
             "and batch"
         )
+    _require_taken(found, setting, name, arguments)
     given = targets.arguments_of(found, arguments, setting, config.user_packages, provided)
     own = {key: value for key, value in given.items() if key not in provided}
-    return functools.update_wrapper(functools.partial(found, **own), found)
+    # Without its attributes: `attribute` gives them the arguments, too.
+    return functools.update_wrapper(functools.partial(found, **own), found, updated=())
+
+
+def _require_taken(function: Any, setting: str, name: str, arguments: dict[str, Any]) -> None:
+    parameters = list(inspect.signature(function).parameters.values())
+    if any(one.kind is one.VAR_KEYWORD for one in parameters):
+        return
+    others = [one.name for one in parameters[2:]]
+    if wrong := [key for key in arguments if key not in others]:
+        known = f"takes {', '.join(others)} besides" if others else "takes nothing but"
+        raise UserError(
+            f"{setting}.{wrong[0]}: no such argument{suggest(wrong[0], others)}; {name} {known} model and batch"
+        )
 
 
 def _instance(config: Config, kind: type, setting: str, name: str, arguments: dict[str, Any]) -> Any:
