@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 
 import pytest
 import runs
@@ -411,3 +412,30 @@ def test_modes_around_the_call_do_not_reach_the_run(tmp_path):
         torch.set_default_dtype(torch.float32)
     assert runs.differences(plain[0], within[0]) == []
     assert plain[1:] == within[1:]
+
+
+def test_a_module_of_another_project_is_not_taken_for_ones_own(tmp_path):
+    """Two folders with a module of the same name, in one process: the second would train the first one's code."""
+    loss = (
+        "def loss(model, batch):\n    return model(batch['inputs']).square().sum() * {}, len(batch['inputs']), {{}}\n"
+    )
+    for number, name in enumerate("ab", start=1):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "same_name.py").write_text(loss.format(number))
+    own = [*TINY, "train.max_steps=1", "user_packages=[same_name]", "task=same_name.loss"]
+    trainapp.train(own, run_dir=tmp_path / "one", config_dir=tmp_path / "a")
+    trainapp.train(own, run_dir=tmp_path / "again", config_dir=tmp_path / "a")
+    with pytest.raises(
+        trainapp.UserError, match=r"imported same_name from .*a/same_name.py, and would now find .*b/same"
+    ):
+        trainapp.train(own, run_dir=tmp_path / "two", config_dir=tmp_path / "b")
+
+
+def test_filters_that_make_errors_of_warnings_do_not_end_a_run(tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        before = list(warnings.filters)
+        assert trainapp.train([*TINY, "train.max_steps=1"], run_dir=tmp_path / "a").steps == 1
+        assert warnings.filters == before
+        with pytest.raises(UserWarning):
+            warnings.warn("still an error", stacklevel=1)

@@ -591,3 +591,35 @@ def test_a_mistake_in_the_loss_of_one_names_it(tmp_path, task):
     own = (*own, "data=digits", "user_packages=[own_models,checked_tasks]", "oom.remember=false")
     with pytest.raises(UserError, match=rf"^updates\.1\.task=checked_tasks\.{task}: {rules[task]}"):
         runs.run(tmp_path, *own, f"updates=[{one}, {other}]")
+
+
+def cuts(batch, start, end):
+    """The samples of a batch."""
+    return {name: values[start:end] for name, values in batch.items()}
+
+
+class Cutting:
+    """A loss with a `split` of its own."""
+
+    split = staticmethod(cuts)
+
+    def __call__(self, model, batch):
+        return generate(model, batch)
+
+
+class OtherCutting(Cutting):
+    """The same, cut by another function."""
+
+    split = staticmethod(lambda batch, start, end: cuts(batch, start, end))
+
+
+@pytest.mark.parametrize(("task", "is_refused"), [("Cutting", False), ("OtherCutting", True), (None, True)])
+def test_updates_that_would_cut_batches_differently_are_refused(tmp_path, task, is_refused):
+    own = GENERATOR.replace("zoo.gans.generate", f"test_updates.{task}") if task else GENERATOR
+    first = DISCRIMINATOR.replace("zoo.gans.discriminate", "test_updates.Cutting")
+    settings = (*updates(first, own), "user_packages=[zoo,test_updates]", "train.max_steps=1", "train.check_loss=false")
+    if not is_refused:
+        runs.run(tmp_path, *settings)
+        return
+    with pytest.raises(UserError, match=r"updates: their tasks cut batches in different ways"):
+        runs.run(tmp_path, *settings)
