@@ -7,7 +7,6 @@ has its digest instead of its values, since it is found again where it came from
 
 import functools
 import hashlib
-import logging
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -29,7 +28,6 @@ from trainapp.units import listed
 
 # peft's names of tasks, by the ends of Transformers' class names: for its own classes that open an export.
 _KINDS = {"ForCausalLM": "CAUSAL_LM", "ForSequenceClassification": "SEQ_CLS", "ForTokenClassification": "TOKEN_CLS"}
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -104,9 +102,6 @@ def add_lora(model: nn.Module, settings: Adapter) -> None:
     base = {name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
     buffers = {name: digest_of({name: buffer}) for name, buffer in model.named_buffers(remove_duplicate=False)}
     _bases[model] = Base(frozenset(base), digest_of(base), buffers)
-    count = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    total = sum(p.numel() for p in model.parameters())
-    log.info("adapter=lora: %d of %d parameters are trained (%.2f%%)", count, total, 100 * count / total)
 
 
 def require_same_base(model: nn.Module, saved: str | None) -> None:

@@ -79,7 +79,7 @@ def for_optimizer(
     """
     if settings.target is None:
         return ByFactor(build(settings, run))
-    warmup, name = _warm_up(settings, run), settings.target
+    warmup, name = warmup_steps(settings, run), settings.target
     target = targets.locate(name, "schedule._target_", user_packages)
     provided: dict[str, Any] = {} if run.total_steps is None else {"total_steps": run.total_steps}
     if "optimizer" not in inspect.signature(target).parameters:
@@ -145,7 +145,7 @@ def build(settings: schema.Schedule, run: RunLength) -> Factor:
     All shapes rise linearly over `warmup` first: 1/w, 2/w, ..., 1. Raises UserError where the shape needs a run with
     an end and there is none, and for a warm-up and a decay that do not fit into the run.
     """
-    warmup = _warm_up(settings, run)
+    warmup = warmup_steps(settings, run)
     try:
         decay = to_steps(settings.decay, run) if settings.shape == "wsd" else 0
     except ValueError as error:
@@ -180,7 +180,8 @@ def build(settings: schema.Schedule, run: RunLength) -> Factor:
     return factor
 
 
-def _warm_up(settings: schema.Schedule, run: RunLength) -> int:
+def warmup_steps(settings: schema.Schedule, run: RunLength) -> int:
+    """Of the linear warm-up. Raises UserError where its duration does not fit the run."""
     try:
         return to_steps(settings.warmup, run)
     except ValueError as error:

@@ -26,7 +26,7 @@ from trainapp.plan import first_sizes, residuals, size_without_retries
 from trainapp.plan.ranks import by_rank_zero
 from trainapp.run import experiment, export, fine_tuning, restarts, resume
 from trainapp.run.result import RunResult, result_of
-from trainapp.run.summary import opening_line, report
+from trainapp.run.summary import opening_lines, report
 from trainapp.signals import StopRequest
 from trainapp.train import build, callbacks, loop, losses, objective
 from trainapp.train.allocations import refused_in_attempt
@@ -85,7 +85,8 @@ def _run_until_torn(
         if current.state.device.type == "cpu":
             stack.enter_context(host_guard.guarded(config.memory, current.memory.total))
         if carried is None:
-            log.info("%s", opening_line(current))
+            for line in opening_lines(current):
+                log.info("%s", line)
         if ranks.is_rank_zero and config.mode not in INFERENCE:
             stack.callback(hints.remember, current)
         stack.enter_context(_naming_the_step(current))

@@ -1,4 +1,4 @@
-"""What is left of a run for its reader: one line at its start, a table and result.json at its end."""
+"""What is left of a run for its reader: a line or two at its start, a table and result.json at its end."""
 
 import contextlib
 import logging
@@ -13,6 +13,21 @@ from trainapp.train.run import Run
 from trainapp.units import bytes_text
 
 log = logging.getLogger(__name__)
+
+
+def opening_lines(run: Run) -> list[str]:
+    """One, and in training another where only a part of the parameters is trained."""
+    return [opening_line(run), *_share_trained(run)]
+
+
+def _share_trained(run: Run) -> list[str]:
+    """Of shards, too, `numel` counts the whole."""
+    parameters = list(run.state.model.parameters())
+    total = sum(p.numel() for p in parameters)
+    trained = sum(p.numel() for p in parameters if p.requires_grad)
+    if run.config.mode not in ("train", "lr_find") or trained == total:
+        return []
+    return [f"{trained} of {total} parameters are trained ({100 * trained / total:.2f}%)"]
 
 
 def opening_line(run: Run) -> str:
