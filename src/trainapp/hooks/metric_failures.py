@@ -13,7 +13,7 @@ from trainapp.errors import UserError
 from trainapp.paths import PACKAGE
 
 _LIBRARIES = (*map(sysconfig.get_path, ("purelib", "platlib", "stdlib")), PACKAGE)
-_INSTALLED = tuple(str(Path(folder).resolve()) for folder in _LIBRARIES)
+_INSTALLED = tuple(str(Path(str(folder)).resolve()) for folder in _LIBRARIES)
 
 
 class MetricFailed(UserError):
