@@ -47,7 +47,7 @@ def _failed(error: Exception, what: str, advice: str) -> MetricFailed:
     if isinstance(error, UserError):
         text = str(error)
     else:
-        text = f"{what}: {type(error).__name__}: {' '.join(str(error).split())}; {advice}"
+        text = f"{what}: {type(error).__name__}: {' '.join(str(error).split()).rstrip('.')}; {advice}"
         shown = error.__traceback__
         while shown is not None and not _is_own(shown.tb_frame.f_code.co_filename):
             shown = shown.tb_next
