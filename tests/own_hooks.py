@@ -96,6 +96,41 @@ class Fixed(Unmergeable):
         return torch.tensor(self.value) if isinstance(self.value, list) else self.value
 
 
+class FailsLate(Correct):
+    """Fails in its second update of an evaluation, or where it computes. rank: the only one on which it does."""
+
+    def __init__(self, where="update", rank=None):
+        super().__init__()
+        self.where, self.rank = where, rank
+
+    def _fail(self, where):
+        if where == self.where and (self.rank is None or torch.distributed.get_rank() == self.rank):
+            raise KeyError("no such threshold")
+
+    def update(self, logits, targets):
+        super().update(logits, targets)
+        if self.updates == 2:
+            self._fail("update")
+
+    def compute(self):
+        self._fail("compute")
+        return super().compute()
+
+
+class Draws(Correct):
+    """Draws numbers in each update."""
+
+    def update(self, logits, targets):
+        torch.rand(3)
+        super().update(logits, targets)
+
+
+def for_regression(model, batch):
+    """Passes logits [B, 10] and targets [B], which no metric of regression takes."""
+    loss, count, _ = silent(model, batch)
+    return loss, count, {"*": (model(batch["inputs"]).detach(), batch["targets"].float())}
+
+
 def silent(model, batch):
     """A task that passes nothing on."""
     logits = model(batch["inputs"])

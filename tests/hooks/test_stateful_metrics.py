@@ -333,7 +333,9 @@ def test_what_is_refused(tmp_path, overrides, message):
 
 def test_arguments_that_a_metric_refuses(tmp_path):
     counts = "+metrics.mine={_target_: trainapp.hooks.confusion.Counts, num_classes: 3}"
-    with pytest.raises(UserError, match=r"metrics\.mine: its update refuses what .* \(float32 \[\d+, 10\], "):
+    with pytest.raises(
+        UserError, match=r"metrics\.mine: the update of a Counts fails on what .* \(float32 \[2, 10\], "
+    ):
         runs.run(tmp_path, *MLP, counts)
 
 

@@ -1,10 +1,14 @@
 """What a model returns for a batch, as rows."""
 
+import json
+
 import pytest
 import torch
 from torch import nn
 
+from trainapp import strict_json
 from trainapp.data.micro_batch import MicroBatch
+from trainapp.errors import UserError
 from trainapp.inference.outputs import Predictor
 from trainapp.train.losses import classification
 
@@ -36,3 +40,71 @@ def test_targets_that_are_shares_of_classes(shape):
     logits = torch.randn(shape)
     found = rows(logits, torch.rand(shape).softmax(1), classification)
     assert [row["prediction"] for row in found] == logits.argmax(1).tolist()
+
+
+# What a task's own `predict` returns
+
+
+class Own:
+    """Predicts what `returned` makes of a batch's ids and values."""
+
+    def __init__(self, returned):
+        self.returned = returned
+
+    def __call__(self, model, batch): ...
+
+    def predict(self, model, batch):
+        return self.returned(batch["id"], batch["value"])
+
+
+def own_rows(returned, samples=4):
+    batch = {"id": [f"photo_{number}" for number in range(samples)], "value": torch.arange(float(samples))}
+    micro = MicroBatch(batch, True, True, samples, lambda start, end: {k: v[start:end] for k, v in batch.items()})
+    return [row["prediction"] for row in Predictor(Own(returned), "own.Task", ()).rows(nn.Identity(), micro)]
+
+
+@pytest.mark.parametrize(
+    ("returned", "second"),
+    [
+        (lambda ids, values: {"id": ids, "score": values}, {"id": "photo_1", "score": 1.0}),
+        (lambda ids, values: ids, "photo_1"),
+        (lambda ids, values: tuple(ids), "photo_1"),
+        (lambda ids, values: [None] * len(ids), None),
+        (lambda ids, values: (values, ids), [1.0, "photo_1"]),  # several outputs, as tensors in a tuple always were
+        (lambda ids, values: [{"id": i, 7: (1, [None])} for i in ids], {"id": "photo_1", "7": [1, [None]]}),
+        (lambda ids, values: {"a": {"b": [[i, 2.5] for i in ids]}}, {"a": {"b": ["photo_1", 2.5]}}),
+        (lambda ids, values: {"n": values.numpy(), "m": list(values.numpy())}, {"n": 1.0, "m": 1.0}),
+    ],
+)
+def test_values_that_are_no_tensors(returned, second):
+    found = own_rows(returned)
+    assert len(found) == 4
+    assert found[1] == second
+    assert json.loads(strict_json.dumps(found))[1] == second
+
+
+@pytest.mark.parametrize(
+    ("returned", "problem"),
+    [
+        (lambda ids, values: {"id": ids[0]}, r"\['id'\] for 4 samples is a str, which is not one value"),
+        (lambda ids, values: ids[1:], " for 4 samples is a list of 3, which is not one value"),
+        (lambda ids, values: {"id": ["a", "b", "c", "d"]}, r"\['id'\] for 2 samples is a list of 4"),  # by chance
+        (lambda ids, values: {"s": [{i} for i in ids]}, r"\['s'\] for 4 samples holds a set, which is no string"),
+        (lambda ids, values: (ids, [values.sum()]), r"\[1\]\[0\] for 4 samples has shape \[\], which is not"),
+        (lambda ids, values: [], " for 4 samples is a list of 0"),
+    ],
+)
+def test_what_is_not_one_per_sample(returned, problem):
+    """The message does not ask for the method that the task has."""
+    with pytest.raises(UserError, match=rf"mode=predict with task=own\.Task: its output{problem}") as refused:
+        own_rows(returned)
+    assert "give the task a method" not in str(refused.value)
+    assert "let its predict return" in str(refused.value)
+
+
+def test_a_models_output_is_of_tensors():
+    """Without a `predict` of the task's own: what a list in it means is not known."""
+    batch = {"inputs": ["a", "b"]}
+    micro = MicroBatch(batch, True, True, 2, lambda start, end: {"inputs": batch["inputs"][start:end]})
+    with pytest.raises(UserError, match=r"its output\[0\] for 2 samples is a str, which is no tensor; give the task a"):
+        Predictor(lambda model, batch: None, "task", ()).rows(nn.Identity(), micro)

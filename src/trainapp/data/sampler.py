@@ -130,6 +130,11 @@ class EvalBatches:
         )
         return fetched_apart(self.dataset, self._seed, [Request(0, [number]) for number in numbers * 2], self._workers)
 
+    def example(self, samples: int) -> Any:
+        """The first `samples` samples of the data set as a batch, on the CPU. The same on every rank."""
+        request = Request(0, list(range(min(samples, self.samples))))
+        return fetched_apart(self.dataset, self._seed, [request], self._workers)[0]
+
     def from_sample(self, done: int, size: int, ranks: Ranks) -> Iterator[MicroBatch]:
         """Batches of this rank's share, after the first `done` samples of it.
 

@@ -4,14 +4,14 @@ They are updated once per finished batch of an evaluation, merged over ranks, an
 """
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from trainapp.errors import UserError
+from trainapp.hooks.metric_failures import MetricFailed, of_compute, of_update
 from trainapp.hooks.metric_states import MetricState, hold
 from trainapp.parallel.ranks import Ranks
 
@@ -37,7 +37,11 @@ def logged_name_of(metric: str, known: Collection[str]) -> str:
 
 
 class StatefulMetrics:
-    """The metrics of a run's evaluations, by name. Raises UserError for an object that is none."""
+    """The metrics of a run's evaluations, by name. Raises UserError for an object that is none.
+
+    failure: of a metric on any rank, which ends the run; set by `results`. passes_on: whether an error of a metric is
+    the caller's to handle, such as one for want of memory.
+    """
 
     def __init__(self, metrics: Mapping[str, Any] | None = None):
         self._held: dict[str, MetricState] = {
@@ -48,6 +52,11 @@ class StatefulMetrics:
         self._has_values = True
         self._empty_bytes = 0  # of the states after `reset`
         self.grow = False  # in a trace: whether an update has added to what they keep
+        self.failure: MetricFailed | None = None
+        self._failed: MetricFailed | None = None  # this rank's, in the evaluation at work
+        self.passes_on: Callable[[Exception], bool] = lambda error: isinstance(
+            error, (MemoryError, torch.OutOfMemoryError)
+        )
 
     @property
     def names(self) -> frozenset[str]:
@@ -64,6 +73,7 @@ class StatefulMetrics:
     def without_values(self) -> None:
         """For a trace: switch off what metrics check in values, and compute nothing at the end."""
         self._has_values = False
+        self.passes_on = lambda error: not isinstance(error, (TypeError, ValueError))
         for held in self._held.values():
             for part in getattr(held.metric, "modules", tuple)():
                 if hasattr(part, "validate_args"):
@@ -77,6 +87,7 @@ class StatefulMetrics:
     def reset(self) -> None:
         """Before an evaluation, and after it: what metrics keep of all samples would stay in memory."""
         self._updated.clear()
+        self._failed = None
         for held in self._held.values():
             held.metric.reset()
         self._empty_bytes = self._bytes()
@@ -85,8 +96,30 @@ class StatefulMetrics:
         """Pass on what the task has returned as metrics for a batch: for each configured name, or for EVERY, a tuple of
         positional arguments, a mapping of keyword arguments, or a function that returns one of them.
 
-        Raises UserError for anything else, and for arguments that a metric refuses.
+        After an update that fails, there is none any more in this evaluation, whose end all ranks reach: see `results`.
         """
+        if self._failed is not None:
+            return
+        try:
+            self._update(passed)
+        except MetricFailed as failed:
+            if not self._has_values:
+                raise
+            self._failed = failed.with_traceback(None)  # whose frames hold the batch
+
+    def try_update(self, passed: Mapping[str, Any]) -> None:
+        """As `update` for a first batch, but the metrics stay as they were. Raises MetricFailed where it fails."""
+        updated, states = set(self._updated), {name: held.take() for name, held in self._held.items()}
+        try:
+            for held in self._held.values():
+                held.metric.reset()
+            self._update(passed)
+        finally:
+            self._updated = updated
+            for name, state in states.items():
+                self._held[name].restore(state)
+
+    def _update(self, passed: Mapping[str, Any]) -> None:
         arguments: dict[str, Any] = {}
         for name, held in self._held.items():
             key = name if name in passed else EVERY
@@ -94,10 +127,28 @@ class StatefulMetrics:
                 continue
             if key not in arguments:
                 arguments[key] = passed[key]() if callable(passed[key]) else passed[key]
-            _update(held.metric, name, arguments[key])
+            self._update_one(held.metric, name, arguments[key])
             self._updated.add(name)
         if not self._has_values:
             self.grow |= self._bytes() > self._empty_bytes
+
+    def _update_one(self, metric: Any, name: str, arguments: Any) -> None:
+        if isinstance(arguments, Mapping):
+            positional, named = (), dict(arguments)
+        elif isinstance(arguments, (tuple, list)):
+            positional, named = tuple(arguments), {}
+        else:
+            raise MetricFailed(
+                f"metrics.{name}: the task returns a {type(arguments).__name__} under metrics[{name!r}], where a tuple "
+                "of the arguments of the metric's `update` is expected; if the task has a metric of its own with this "
+                "name, choose another one here"
+            )
+        try:
+            metric.update(*positional, **named)
+        except Exception as error:
+            if self.passes_on(error):
+                raise
+            raise of_update(name, metric, positional, named, error) from error
 
     def _bytes(self) -> int:
         return sum(tensor.nbytes for held in self._held.values() for tensor in held.tensors())
@@ -106,11 +157,11 @@ class StatefulMetrics:
     def undone_on_error(self) -> Iterator[None]:
         """Around an update, up to the moment from which the batch counts: an error undoes it."""
         self._before = {name: held.take() for name, held in self._held.items()}
-        updated = set(self._updated)
+        updated, failed = set(self._updated), self._failed
         try:
             yield
         except BaseException:
-            self._updated = updated
+            self._updated, self._failed = updated, failed
             for name, state in self._before.items():
                 self._held[name].restore(state)
             raise
@@ -120,46 +171,50 @@ class StatefulMetrics:
     def results(self, ranks: Ranks) -> dict[str, Any]:
         """What each metric computes from the samples of all ranks, the same on each. Collective.
 
-        Raises UserError for a metric that nothing was passed to.
+        Nothing where a metric has failed on any rank, or nothing was passed to it: `failure` is set then, on all ranks.
         """
-        if not self._held or not self._has_values:
+        if not self._held or not self._has_values or self._has_failed(ranks):
             return {}
         silent = self._held.keys() - set().union(*ranks.all_gather_object(self._updated))
         if silent:
             name = sorted(silent)[0]
-            raise UserError(
+            self._failed = MetricFailed(
                 f"metrics.{name}: the task of evaluations passes nothing to it; under metrics[{name!r}], or "
                 f"metrics[{EVERY!r}] for all that are configured, it must return a tuple of the arguments of their "
                 "`update`, such as (logits, targets); or the evaluation data has no samples"
             )
+        results = {} if silent else self._computed(ranks)
+        return {} if self._has_failed(ranks) else results
+
+    def _has_failed(self, ranks: Ranks) -> bool:
+        """Whether a metric has, on any rank. Collective."""
+        by_rank = ranks.all_gather_object(None if self._failed is None else str(self._failed))
+        first = next((text for text in by_rank if text), None)
+        if first is not None:
+            is_own = self._failed is not None and str(self._failed) == first
+            self.failure = self._failed if is_own else MetricFailed(first)
+        return first is not None
+
+    def _computed(self, ranks: Ranks) -> dict[str, Any]:
         if ranks.world == 1:
-            return {name: held.computed() for name, held in self._held.items()}
-        by_rank = ranks.all_gather_object({name: held.exported() for name, held in self._held.items()})
-        return {name: held.merged([states[name] for states in by_rank]) for name, held in self._held.items()}
+            return self._of_each(lambda _, held: held.computed())
+        by_rank = ranks.all_gather_object(self._of_each(lambda _, held: held.exported()))
+        if any(len(states) < len(self._held) for states in by_rank):  # a rank has failed
+            return {}
+        return self._of_each(lambda name, held: held.merged([states[name] for states in by_rank]))
 
-
-def _update(metric: Any, name: str, arguments: Any) -> None:
-    if isinstance(arguments, Mapping):
-        positional, named = (), dict(arguments)
-    elif isinstance(arguments, (tuple, list)):
-        positional, named = tuple(arguments), {}
-    else:
-        raise UserError(
-            f"metrics.{name}: the task returns a {type(arguments).__name__} under metrics[{name!r}], where a tuple of "
-            "the arguments of the metric's `update` is expected; if the task has a metric of its own with this name, "
-            "choose another one here"
-        )
-    try:
-        metric.update(*positional, **named)
-    except (TypeError, ValueError) as error:
-        shown = ", ".join([*map(_described, positional), *(f"{key}={_described(v)}" for key, v in named.items())])
-        raise UserError(f"metrics.{name}: its update refuses what the task passes ({shown}): {error}") from error
-
-
-def _described(value: Any) -> str:
-    if isinstance(value, (Tensor, np.ndarray)):
-        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-    return type(value).__name__
+    def _of_each(self, work: Callable[[str, MetricState], Any]) -> dict[str, Any]:
+        """By name; of those before the first that fails."""
+        found: dict[str, Any] = {}
+        for name, held in self._held.items():
+            try:
+                found[name] = work(name, held)
+            except Exception as error:
+                if self.passes_on(error):
+                    raise
+                self._failed = of_compute(name, held.metric, error)
+                break
+        return found
 
 
 def as_scalars(results: Mapping[str, Any]) -> dict[str, float]:

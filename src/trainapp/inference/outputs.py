@@ -12,14 +12,10 @@ from trainapp.data.micro_batch import MicroBatch
 from trainapp.errors import UserError
 from trainapp.hooks.callbacks import labels_of
 from trainapp.hooks.class_dim import ClassDim
+from trainapp.inference.parts import WHAT_TO_DO, by_sample, part_of, require_leading
 from trainapp.train.losses import IGNORED, class_dim, is_built_in
 from trainapp.train.model_inputs import beside_inputs
 from trainapp.train.task_attributes import attribute
-
-WHAT_TO_DO = (
-    "give the task a method `predict(model, batch)` that returns a tensor whose first dimension is the samples, or a "
-    "dict, list or tuple of such"
-)
 
 WHICH_CLASSES = (
     "give the task a method `predict(model, batch)` that returns the classes, logits.argmax(1) or logits.argmax(-1)"
@@ -51,13 +47,16 @@ class Predictor:
             is_sequence = output.ndim == 3  # an image keeps its shape, whatever counts
             rows = _classified(output.movedim(dim, -1), targets if is_sequence else None)
             return [self._named(row) for row in rows]
-        plain = _plain(output)
-        return [{"prediction": _row(plain, number)} for number in range(micro.samples)]
+        plain = by_sample(output, self._is_own)
+        return [{"prediction": part_of(plain, number)} for number in range(micro.samples)]
+
+    @property
+    def _is_own(self) -> bool:
+        return callable(attribute(self.task, "predict"))
 
     def _output(self, model: nn.Module, batch: Any) -> Any:
-        own = attribute(self.task, "predict")
-        if callable(own):
-            return own(model, batch)
+        if self._is_own:
+            return attribute(self.task, "predict")(model, batch)
         inputs, others = self._inputs(batch), beside_inputs(model, batch)
         try:
             inspect.signature(model.forward).bind(inputs, **others)
@@ -88,11 +87,11 @@ class Predictor:
         """The first dimension follows the number of samples. Once also by half of a batch: equal numbers may be chance.
         Raises UserError.
         """
-        _require_leading(output, micro.samples, self.setting)
+        require_leading(output, micro.samples, self.setting, self._is_own)
         if self.is_checked or micro.samples < 2:
             return
         half = micro.samples // 2
-        _require_leading(self._output(model, micro.piece(0, half)), half, self.setting)
+        require_leading(self._output(model, micro.piece(0, half)), half, self.setting, self._is_own)
         self.is_checked = True
 
     def _dim_of_classes(self, output: Any, targets: Any) -> int | None:
@@ -143,43 +142,3 @@ def _classified(logits: Tensor, targets: Any) -> list[dict[str, Any]]:
         else {"prediction": p.item(), "probability": q.item()}
         for p, q, end in rows
     ]
-
-
-def _require_leading(output: Any, samples: int, setting: str) -> None:
-    for part in _tensors(output, setting):
-        if part.ndim == 0 or len(part) != samples or part.is_complex():
-            shape = f"complex {list(part.shape)}" if part.is_complex() else str(list(part.shape))
-            raise UserError(
-                f"mode=predict with task={setting}: its output for {samples} sample{'s' * (samples > 1)} has shape "
-                f"{shape}, which is not a real value or several for each of them; {WHAT_TO_DO}"
-            )
-
-
-def _tensors(output: Any, setting: str) -> list[Tensor]:
-    if isinstance(output, Tensor):
-        return [output]
-    if isinstance(output, Mapping):
-        return [part for value in output.values() for part in _tensors(value, setting)]
-    if isinstance(output, (list, tuple)) and output:
-        return [part for value in output for part in _tensors(value, setting)]
-    raise UserError(
-        f"mode=predict with task={setting}: its output has a {type(output).__name__}, which is no tensor; {WHAT_TO_DO}"
-    )
-
-
-def _plain(output: Any) -> Any:
-    """On the CPU as lists: one wait for the device instead of one per sample."""
-    if isinstance(output, Tensor):
-        return output.tolist()
-    if isinstance(output, Mapping):
-        return {str(name): _plain(value) for name, value in output.items()}
-    return tuple(_plain(value) for value in output)
-
-
-def _row(plain: Any, number: int) -> Any:
-    """A sample's part: lists have the samples, tuples and dicts hold several of them."""
-    if isinstance(plain, dict):
-        return {name: _row(value, number) for name, value in plain.items()}
-    if isinstance(plain, tuple):
-        return [_row(value, number) for value in plain]
-    return plain[number]

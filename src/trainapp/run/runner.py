@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import logging
 import time
@@ -18,7 +19,7 @@ from trainapp.memory import host_guard
 from trainapp.memory.device import DeviceMemory
 from trainapp.oom import handover, hints, incident, recovery
 from trainapp.oom.building import out_of_memory_named
-from trainapp.oom.errors import is_out_of_memory
+from trainapp.oom.errors import is_device_lost, is_out_of_memory
 from trainapp.oom.incident import Incident
 from trainapp.optim.optimizers import lean_optimizer
 from trainapp.parallel.ranks import Ranks, SingleRank
@@ -28,12 +29,12 @@ from trainapp.run import experiment, export, fine_tuning, restarts, resume
 from trainapp.run.result import RunResult, result_of
 from trainapp.run.summary import opening_lines, report
 from trainapp.signals import StopRequest
-from trainapp.train import build, callbacks, loop, losses, objective
+from trainapp.train import build, callbacks, loop, losses, metric_trial, objective
 from trainapp.train.allocations import refused_in_attempt
 from trainapp.train.evaluate import evaluate
 from trainapp.train.initial_sizes import initial_sizes
 from trainapp.train.phase import Phase
-from trainapp.train.run import Run
+from trainapp.train.run import Attempt, Run
 from trainapp.train.whole_batch import require_uncut
 from trainapp.units import parse_memory_size
 
@@ -155,11 +156,18 @@ def prepare(config: Config, stop: StopRequest, ranks: Ranks, carried: CarriedOve
             "micro-batch %d, as found by an earlier run of this configuration (oom.remember=clear forgets it)",
             run.sizes.train.size,
         )
+    run.metrics.passes_on = functools.partial(_is_of_device, run.memory, run.attempt)
     objective.require_known(run)
+    metric_trial.try_metrics(run)
     build.start_tracking(run)
     if carried is None and config.mode == "train" and ranks.is_rank_zero:
         experiment.remember(given)
     return run
+
+
+def _is_of_device(memory: DeviceMemory, attempt: Attempt, error: Exception) -> bool:
+    """Whether it is for `attempt` to handle, not a metric's own."""
+    return is_out_of_memory(error, memory.refused_allocations() - attempt.refused) or is_device_lost(error)
 
 
 def attempt(run: Run) -> Incident | None:

@@ -46,12 +46,17 @@ def after_evaluation(run: Run, metrics: Mapping[str, Any]) -> None:
 
 
 def end(run: Run) -> None:
-    """After the last step. Raises TrainingStopped for an error that a callback has ended the run with."""
-    if run.meter.samples:
+    """After the last step. Raises TrainingStopped for an error that a callback or a metric has ended the run with."""
+    if run.metrics.failure is None and run.meter.samples:
         _call(run, "on_end")
+    newest = run.checkpointer.newest_name() if run.config.mode == "train" else None
+    kept = f"the run is saved in {newest}; " if newest else ""
+    if run.metrics.failure is not None:
+        repeats = ", which repeats the evaluation" if newest else ""
+        text, again = str(run.metrics.failure), f"{kept}start again{repeats}"
+        separator = "\n" if "\n" in text else "; "  # of a traceback
+        raise TrainingStopped(f"{text}{separator}{again}") from run.metrics.failure.__cause__
     if run.callbacks.failure is not None:
-        newest = run.checkpointer.newest_name() if run.config.mode == "train" else None
-        kept = f"the run is saved in {newest}; " if newest else ""
         raise TrainingStopped(f"{run.callbacks.failure}\n{kept}correct the callback, or leave it out, and start again")
 
 

@@ -1,6 +1,8 @@
 """The names of a task's metrics, before anything is trained."""
 
 import contextlib
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -14,10 +16,19 @@ from trainapp.train.side_effects import KeepsWritten
 
 
 def metric_names(run: Run, samples: int = 2) -> set[str]:
-    """`loss` and the metrics that the task has for the first samples of the training data, on any rank.
+    """`loss` and the metrics that the task has for the first samples of the training data, on any rank. Collective.
 
-    One forward in evaluation mode, uncompiled, without gradients, that leaves no trace in model and task: generators,
-    tensors and states are restored, and what attributes hold, see `Attributes`. Collective.
+    See `without_trace`.
+    """
+    with without_trace(run):
+        own = {"loss", *metrics_of(run, run.batches.example(samples))} - {EVERY}
+    return set().union(*run.ranks.all_gather_object(own))
+
+
+@contextlib.contextmanager
+def without_trace(run: Run) -> Iterator[None]:
+    """For a forward in evaluation mode, uncompiled, without gradients, that leaves no trace in model and task:
+    generators, tensors and states are restored, and what attributes hold, see `Attributes`.
     """
     state = run.state
     with contextlib.ExitStack() as stack:
@@ -34,11 +45,15 @@ def metric_names(run: Run, samples: int = 2) -> set[str]:
         stack.enter_context(written)
         stack.enter_context(evaluation_mode(modules))
         stack.enter_context(uncompiled())
-        batch = map_tensors(lambda tensor: tensor.to(state.device), run.batches.example(samples))
-        run.ranks.enable_votes(False)
-        with state.precision.autocast:
-            _, _, metrics = run.strategy.evaluate(run.task, batch)
-        if run.strategy.forward_is_collective:
-            run.strategy.finish_accumulation()
-        own = {"loss", *metrics} - {EVERY}
-    return set().union(*run.ranks.all_gather_object(own))
+        yield
+
+
+def metrics_of(run: Run, batch: Any) -> Any:
+    """What the task returns as metrics for a batch. Collective with FSDP."""
+    batch = map_tensors(lambda tensor: tensor.to(run.state.device), batch)
+    run.ranks.enable_votes(False)
+    with run.state.precision.autocast:
+        _, _, metrics = run.strategy.evaluate(run.task, batch)
+    if run.strategy.forward_is_collective:
+        run.strategy.finish_accumulation()
+    return metrics
