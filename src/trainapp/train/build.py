@@ -193,13 +193,14 @@ def owners_of_state(
 
 
 def start_tracking(run: Run) -> None:
-    """Open the run's files, at the step where it begins or resumes."""
+    """Open the run's files, at the step where it begins or resumes. Training time counts from here."""
     if run.ranks.is_rank_zero:
         folder, settings, mode = Path(run.config.run_dir), run.config.to_dict(), run.config.mode
         outlets = {} if mode in WITHOUT_NUMBERS else run.outlets
         run.tracker = Tracker(
             folder, run.state.progress.step, run.length.total_steps, settings, mode == "train", outlets
         )
+    run.meter.start()
 
 
 def eval_samples(batches: EvalSets) -> int:
