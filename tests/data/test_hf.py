@@ -6,6 +6,7 @@ import hf_files
 import pytest
 import torch
 
+from trainapp.data.tokenizer import load_tokenizer
 from trainapp.errors import UserError
 
 datasets = pytest.importorskip("datasets", reason="needs the extra trainapp[hf]")
@@ -26,6 +27,15 @@ def written(folder, kind):
         return folder / "splits"
     getattr(rows, f"to_{kind}")(folder / f"rows.{kind}")
     return folder / f"rows.{kind}"
+
+
+@pytest.mark.parametrize("label", [None, "label"])
+def test_the_saved_tokenizer_has_a_pad_token_where_the_data_pads(tmp_path, label):
+    path = str(written(tmp_path, "parquet"))
+    data = open_dataset("train", path, vocab_size=280, context_length=8, label=label)
+    data.save_tokenizer(tmp_path / "saved")
+    saved = load_tokenizer(str(tmp_path / "saved"))
+    assert saved.pad_token_id == (None if label is None else data.spec["pad_token_id"])
 
 
 @pytest.mark.parametrize("kind", ["parquet", "json", "csv", "saved", "splits"])

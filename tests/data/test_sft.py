@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from trainapp.data.sft import IGNORED, packed
+from trainapp.data.tokenizer import load_tokenizer, with_padding
 from trainapp.errors import UserError
 
 pytest.importorskip("transformers", reason="needs the extra trainapp[hf]")
@@ -52,6 +53,40 @@ def test_the_loss_is_on_the_answer_and_the_end_of_the_text(make):
     for row, target in zip(batch["inputs"], batch["targets"], strict=True):
         counted = (target != IGNORED).nonzero().flatten()
         assert torch.equal(target[counted[:-1]], row[counted[1:]])  # shifted by one
+
+
+def test_the_saved_tokenizer_pads_as_the_data_does(make, tmp_path, tokenizer):
+    data = make()
+    assert data.tokenizer.pad_token_id is None
+    data.save_tokenizer(tmp_path / "saved")
+    saved = load_tokenizer(str(tmp_path / "saved"))
+    assert saved.pad_token_id == data.spec["pad_token_id"] == data.tokenizer.eos_token_id
+    texts = ["the fox", "the quick brown fox<|endoftext|>"]
+    padded = saved(texts, padding=True)
+    assert padded["attention_mask"][0][-1] == 0
+    assert padded["input_ids"][0][-1] == data.spec["pad_token_id"]
+    assert saved(texts)["input_ids"] == data.tokenizer(texts)["input_ids"]
+    assert data.tokenizer.pad_token_id is None  # the run's own, which decides the key of its cache, is as it was
+    with pytest.raises(ValueError, match="padding token"):  # as it was saved before
+        load_tokenizer(tokenizer)(texts, padding=True)
+
+
+def test_a_saved_tokenizer_keeps_its_own_pad_token(make, tmp_path, tokenizer):
+    own = load_tokenizer(tokenizer)
+    own.add_special_tokens({"pad_token": "<pad>"})
+    own.save_pretrained(tmp_path / "own")
+    data = make(tokenizer=str(tmp_path / "own"))
+    data.save_tokenizer(tmp_path / "saved")
+    assert load_tokenizer(str(tmp_path / "saved")).pad_token == "<pad>"
+    assert data.spec["pad_token_id"] == own.pad_token_id != own.eos_token_id
+
+
+def test_a_token_of_text_does_not_become_a_pad_token(tokenizer, caplog):
+    """Transformers would split it off every text."""
+    own = load_tokenizer(tokenizer)
+    inside = own("fox")["input_ids"][-1]
+    assert with_padding(own, inside) is own
+    assert f"token {inside}, which batches were padded with, is text" in caplog.text
 
 
 def test_of_a_conversation_the_assistants_messages_count(make):

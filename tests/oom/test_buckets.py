@@ -1,5 +1,6 @@
 """Inputs of several shapes: a size too large for one shape does not shrink the others."""
 
+import logging
 import textwrap
 
 import pytest
@@ -138,6 +139,20 @@ def test_images_of_several_sizes(tmp_path):
     assert recorded.run.memory.peak <= LIMIT
     for epoch in range(4):
         assert sorted(i for _, e, indices in recorded.fetched if e == epoch for i in indices) == list(range(64))
+
+
+@pytest.mark.usefixtures("several_sizes")
+def test_the_log_says_which_shape_a_size_is_for(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    changes = {**AUTO, "memory.limit": LIMIT, "oom.grow": True, "train.max_steps": 40}
+    sizes = Recorded(tiny(tmp_path / "a", *OVERRIDES, changes=changes)).run.sizes.train
+    size = sizes.searches[2048].size
+    tried = [text for text in caplog.messages if "tries a larger" in text]
+    assert tried
+    assert all(text.endswith(" for up to 2048 elements per sample") for text in tried)
+    ended = [text.partition(" with ")[2] for text in caplog.messages if "the search ended" in text]
+    both = f"micro-batch 16 for up to 128 elements per sample, {size} for up to 2048 elements per sample"
+    assert ended == [both]
 
 
 @pytest.mark.usefixtures("several_sizes")

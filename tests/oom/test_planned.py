@@ -4,6 +4,7 @@ The planner's process has started already: tests/plan/test_process.py has runs t
 """
 
 import logging
+import time
 
 import pytest
 import runs
@@ -15,6 +16,8 @@ from trainapp.oom import planned
 from trainapp.parallel.ranks import SingleRank
 from trainapp.plan import planner
 from trainapp.run import runner
+from trainapp.tracking.console import Progress
+from trainapp.tracking.meter import Meter
 
 from .conftest import MODELS, tiny
 from .inject import Recorded
@@ -310,3 +313,62 @@ def test_a_range_under_which_nothing_fits_begins_with_the_smallest_and_a_warning
     (warning,) = [r.getMessage() for r in caplog.records if "no micro-batch fits" in r.getMessage()]
     assert "(range)" in warning
     assert "the run starts with the smallest anyway" in warning
+
+
+HOURS = 100_000.0  # seconds that a plan seems to take
+
+
+@pytest.fixture
+def slow_plans(monkeypatch):
+    """Plans after which the clock says that hours have passed. The function makes those after an error fail."""
+    passed, clock, fails = [0.0], time.monotonic, []
+
+    def slow(plan):
+        def ask(*arguments, **named):
+            answer = plan(*arguments, **named)
+            passed[0] += HOURS
+            return None if fails else answer
+
+        return ask
+
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + passed[0])
+    monkeypatch.setattr(planned, "_asked", slow(planned._asked))
+    monkeypatch.setattr(runner.first_sizes, "first_sizes", slow(runner.first_sizes.first_sizes))
+    return lambda: fails.append(True)
+
+
+def seconds_of(folder, overrides, caplog):
+    """Of training, by the result and by the first log step; and the most that was expected to be left."""
+    ended, _, _ = run_of(folder, overrides, caplog)
+    assert HOURS < ended.seconds < 1.5 * HOURS  # the time of the run hides nothing
+    shown = [text.split(" | ")[-1].removesuffix(" left") for text in caplog.messages if text.endswith(" left")]
+    left = [sum(int(n) * 60**power for power, n in enumerate(reversed(text.split(":")))) for text in shown]
+    assert len(left) == 8
+    return ended.samples / ended.samples_per_second, 32 / metrics(folder)[0]["samples_per_second"], max(left)
+
+
+@pytest.mark.parametrize("when", ["after an error", "too late", "first size"])
+def test_planning_counts_neither_as_training_nor_for_the_time_left(tmp_path, caplog, slow_plans, when):
+    if when == "too late":
+        slow_plans()
+    overrides = (*GPT, "batch.micro_size=plan") if when == "first size" else GPT
+    assert max(seconds_of(tmp_path, overrides, caplog)) < 0.1 * HOURS
+
+
+WITHOUT = {  # what is replaced by nothing; whether planning then counts as training, and for the time left
+    "pauses of the meter": (Meter, "pause", (), True, False),
+    "pauses of the progress": (Progress, "pause", (), False, True),
+    "a start of the meter": (Meter, "start", ("batch.micro_size=plan",), True, False),
+}
+
+
+@pytest.mark.parametrize("case", WITHOUT)
+def test_planning_would_count_without(tmp_path, caplog, slow_plans, monkeypatch, case):
+    """Negative control."""
+    owner, name, more, as_training, for_left = WITHOUT[case]
+    once = getattr(owner, name)
+    is_first = lambda own: name == "start" and not hasattr(own, "started")  # noqa: E731  # when the meter is built
+    monkeypatch.setattr(owner, name, lambda own, *_: once(own) if is_first(own) else None)
+    training, first_step, left = seconds_of(tmp_path, (*GPT, *more), caplog)
+    assert (training > HOURS, first_step > HOURS) == (as_training, as_training)
+    assert (left > HOURS) == for_left

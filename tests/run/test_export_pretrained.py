@@ -53,6 +53,8 @@ def test_lora_on_answers_within_a_limit_is_exported_for_peft(tmp_path):
     cli(tmp_path, "mode=export", "checkpointing.resume=run", "hydra.run.dir=out")
     folder = tmp_path / "out/export"
     assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json"} <= {p.name for p in folder.iterdir()}
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    assert tokenizer(["the fox", "the quick brown fox"], padding=True)["attention_mask"][0][-1] == 0
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "FOLDER")
     model = peft.PeftModel.from_pretrained(base, folder)
     assert isinstance(model, peft.PeftModelForCausalLM)

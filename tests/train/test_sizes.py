@@ -5,7 +5,7 @@ import pytest
 from trainapp.config.compose import from_command_line
 from trainapp.parallel.ranks import SingleRank
 from trainapp.train.initial_sizes import initial_sizes
-from trainapp.train.run_sizes import PlannedSizes
+from trainapp.train.run_sizes import PlannedSizes, shape_of, shown
 
 
 def known(size: int) -> dict:
@@ -144,6 +144,16 @@ def test_a_plan_respects_the_model():
     sizes.begin_with(PlannedSizes(1, None))
     assert sizes.train.size == 2
     assert (sizes.evaluation.size, sizes.evaluation.is_planned) == (128, False)
+
+
+def test_a_message_says_which_shape_a_size_is_for():
+    sizes = begin().train
+    assert shown(sizes) == "64"
+    sizes.load_state_dict({"start": 64, "buckets": {"128": [40, 40, 44, True]}})
+    assert (shown(sizes), shape_of(sizes, 128)) == ("40", "")  # the only shape
+    sizes.load_state_dict({"start": 64, "buckets": {"32": [40, 40, None, True], "256": [22, 22, 24, True]}})
+    assert shown(sizes) == "40 for up to 128 elements per sample, 22 for up to 256 elements per sample"
+    assert shape_of(sizes, 256) == " for up to 256 elements per sample"
 
 
 def never_asked():

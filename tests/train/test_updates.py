@@ -146,6 +146,12 @@ def test_the_state_of_an_updates_task_is_restored_and_saved(tmp_path):
     assert runs.differences(end(tmp_path / "c", 4)["stateful"], end(tmp_path / "a", 4)["stateful"]) != []
 
 
+def test_the_summary_has_the_micro_batch_of_each_update(tmp_path, capsys):
+    schedule = "batch.micro_schedule={discriminator: {1: 8}, generator: {1: 6}}"
+    runs.run(tmp_path, *OWN, schedule, "train.max_steps=2")
+    assert "\nmicro-batch   discriminator 8 x 2, generator 6 x 3 accumulated\n" in capsys.readouterr().out
+
+
 class SecondOf:
     """Out of memory in this update's second micro-batch, once."""
 

@@ -18,8 +18,10 @@ class Tokenized(BatchedDataset):
         self.vocabulary = tokenizers.vocabulary_of(self.tokenizer)
 
     def save_tokenizer(self, folder: Path) -> None:
-        """Write the tokenizer into a folder."""
-        self.tokenizer.save_pretrained(str(folder))
+        """Write the tokenizer into a folder, with the token that the data pads with where it has none of its own."""
+        padded = getattr(self, "spec", {}).get("pad_token_id")
+        written = self.tokenizer if padded is None else tokenizers.with_padding(self.tokenizer, padded)
+        written.save_pretrained(str(folder))
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text to continue: as in a block, without special ones."""

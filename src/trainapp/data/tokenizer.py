@@ -1,6 +1,8 @@
 """Tokenizers of Transformers: from a folder, a file or the hub, or a BPE trained on the data. Imported late."""
 
+import copy
 import hashlib
+import logging
 import os
 import shutil
 import uuid
@@ -14,6 +16,7 @@ from trainapp.errors import UserError
 
 END = "<|endoftext|>"  # of a document, for a BPE trained here
 AT_ONCE = 1000  # texts: a tokenizer in Rust takes them in parallel
+log = logging.getLogger(__name__)
 
 
 def require_package(name: str, setting: str) -> Any:
@@ -59,6 +62,24 @@ def padding_of(tokenizer: Any) -> int:
         if token is not None:
             return int(token)
     return 0
+
+
+def with_padding(tokenizer: Any, padding: int) -> Any:
+    """The tokenizer, or where it has no pad token a copy for which this one is it.
+
+    Unless it is a token of text: Transformers would then split it off every text, and drop it where it decodes.
+    """
+    if tokenizer.pad_token_id is not None:
+        return tokenizer
+    added = tokenizer.added_tokens_decoder.get(padding)
+    if padding not in tokenizer.all_special_ids and not (added and added.special):
+        log.warning(
+            "the exported tokenizer has no pad token: token %d, which batches were padded with, is text", padding
+        )
+        return tokenizer
+    padded = copy.deepcopy(tokenizer)
+    padded.pad_token = padded.convert_ids_to_tokens(padding)
+    return padded
 
 
 def encoded(tokenizer: Any, texts: Iterable[str], special: bool) -> Iterator[list[int]]:

@@ -49,9 +49,11 @@ def follow_after_first_error(run: Run, failure: Incident, sizes: MicroBatchSizes
         return _asked(config, only, patience, stops=lambda: run.stop.signal is not None)
 
     facts = by_rank_zero(ranks, config, ask)
+    seconds = time.monotonic() - started
+    run.meter.pause(seconds)
+    run.tracker.progress.pause(seconds)
     if facts is None:
         return ""
-    seconds = time.monotonic() - started
     if lacking := what_does_not_fit(config, facts):
         log.info("oom.plan: %s", lacking)
     failed = sizes.failed_buckets[0] if sizes.failed_buckets else 0

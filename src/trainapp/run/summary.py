@@ -107,13 +107,15 @@ def print_summary(run: Run, result: RunResult) -> None:
     if config.mode == "train":
         is_more = result.peak_reserved_bytes > result.peak_memory_bytes
         reserved = f" ({bytes_text(result.peak_reserved_bytes)} reserved)" if is_more else ""
+        peak = f"{bytes_text(result.peak_memory_bytes)} of {bytes_text(run.memory.budget)}{reserved}"
+        has_trained = run.meter.samples > 0  # in this process: a finished run may be started again
         rows += [
             ("steps", f"{result.steps} ({result.samples} samples)"),
             *([("ended by", progress.stopped)] if progress.stopped else []),
             ("time", f"{result.seconds:.1f} s"),
-            ("throughput", f"{result.samples_per_second:.0f} samples/s"),
-            ("peak memory", f"{bytes_text(result.peak_memory_bytes)} of {bytes_text(run.memory.budget)}{reserved}"),
-            ("micro-batch", f"{result.micro_size} x {result.accumulation} accumulated"),
+            *([("throughput", f"{result.samples_per_second:.0f} samples/s")] if has_trained else []),
+            *([("peak memory", peak)] if result.peak_memory_bytes else []),
+            *([("micro-batch", _micro_batches(run))] if has_trained else []),
             *([("left out", f"{result.left_out} unreadable files")] if result.left_out else []),
             *([("plan", result.plan_note)] if result.plan_note else []),
             ("OOM restarts", result.oom_restarts),
@@ -127,6 +129,15 @@ def print_summary(run: Run, result: RunResult) -> None:
             rows.append(("TensorBoard", f"tensorboard --logdir {shown}"))
     width = max(len(name) for name, _ in rows)
     print("\n".join(f"{name:<{width}}  {value}" for name, value in rows), flush=True)
+
+
+def _micro_batches(run: Run) -> str:
+    """Size and number; where there are several updates, those of each."""
+    parts = []
+    for name, own in run.sizes.by_update.items():
+        size = own.train.size
+        parts.append(f"{name} {size} x {run.batches.accumulation(size, run.sizes.parts)}".lstrip())
+    return f"{', '.join(parts)} accumulated"
 
 
 def _count_text(count: int) -> str:

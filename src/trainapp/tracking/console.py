@@ -66,6 +66,11 @@ class Progress:
         if self.live:
             self.bar.update(step - self.bar.n)
 
+    def pause(self, seconds: float) -> None:
+        """Exclude the last `seconds`, spent on what steps do not repeat, from the estimate of the time left."""
+        self._started += seconds
+        self.bar.unpause()
+
     def show(self, step: int, values: Mapping[str, str]) -> None:
         """Call at a log step with the values to show."""
         text = " | ".join(f"{name} {value}" for name, value in values.items())

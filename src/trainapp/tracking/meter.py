@@ -62,10 +62,15 @@ class Meter:
         self._window_counts: list[Any] = []  # tensors stay on the device until a log step
         self.parameters = [p for p in state.model.parameters() if p.requires_grad]
         self.static = static_bytes(state.model, state.optimizers, state.average.averages, state.keeps_gradients)
-        self.started = self._window_start = time.monotonic()
         self.samples = self._window_samples = 0
-        self.paused = self._window_paused = self._waited = self.waited = 0.0
+        self._waited = self.waited = 0.0
         self._weights: dict[int, torch.Tensor] = {}
+        self.start()
+
+    def start(self) -> None:
+        """Training time begins here: what came before, such as planning the first size, does not count."""
+        self.started = self._window_start = time.monotonic()
+        self.paused = self._window_paused = 0.0
 
     def weight(self, samples: int) -> torch.Tensor:
         """1 / samples, a scalar on the device: created once per step size, and filled there, since a copy waits."""
@@ -112,7 +117,7 @@ class Meter:
         self._window_samples += samples
 
     def pause(self, seconds: float) -> None:
-        """Exclude `seconds`, spent on evaluation or saving, from training time."""
+        """Exclude `seconds`, spent on evaluation, saving or planning, from training time."""
         self.paused += seconds
         self._window_paused += seconds
 

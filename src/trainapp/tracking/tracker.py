@@ -176,6 +176,9 @@ class SilentProgress:
     def advance(self, step: int) -> None:
         """Does nothing."""
 
+    def pause(self, seconds: float) -> None:
+        """Does nothing."""
+
     def set_total(self, total: int | None) -> None:
         """Does nothing."""
 

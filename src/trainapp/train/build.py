@@ -196,7 +196,7 @@ def owners_of_state(
 
 
 def start_tracking(run: Run) -> None:
-    """Open the run's files, at the step where it begins or resumes."""
+    """Open the run's files, at the step where it begins or resumes. Training time counts from here."""
     if run.ranks.is_rank_zero:
         folder, settings, mode = Path(run.config.run_dir), run.config.to_dict(), run.config.mode
         outlets = {} if mode in WITHOUT_NUMBERS else run.outlets
@@ -209,6 +209,7 @@ def start_tracking(run: Run) -> None:
             outlets=outlets,
             has_numbers=mode not in WITHOUT_NUMBERS,
         )
+    run.meter.start()
 
 
 def eval_samples(batches: EvalSets) -> int:

@@ -19,6 +19,7 @@ from trainapp.train.evaluate import evaluate
 from trainapp.train.in_backward import update_in_backward
 from trainapp.train.phase import Phase
 from trainapp.train.run import Run, Step
+from trainapp.train.run_sizes import shape_of, shown
 from trainapp.train.step import accumulate_gradients, clip_gradients, drop_gradients, update
 from trainapp.train.totals import Totals
 from trainapp.train.transaction import transaction
@@ -82,10 +83,10 @@ def grow_micro_batch(run: Run, news: bool) -> None:
     was_searching = not sizes.search_has_ended
     run.attempt.phase = Phase.SEARCH
     compare_with_plan(run)
-    for size in sizes.succeeded(run.ranks, news).values():
-        run.tracker.note(f"step {step + 1} tries a larger micro-batch: {size}")
+    for bucket, size in sizes.succeeded(run.ranks, news).items():
+        run.tracker.note(f"step {step + 1} tries a larger micro-batch: {size}{shape_of(sizes, bucket)}")
     if was_searching and sizes.search_has_ended:
-        run.tracker.note(f"the search ended with micro-batch {sizes.size} at step {step}")
+        run.tracker.note(f"the search ended at step {step} with micro-batch {shown(sizes)}")
 
 
 def update_weight_average(run: Run) -> None:

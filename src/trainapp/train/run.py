@@ -189,8 +189,7 @@ class Run:
         is_logged = every > 0 and (
             number % every == 0 or self._is_end(number, self.batches.after(progress.epoch, progress.consumed)[0])
         )
-        # Only once the size is proven, so that the plot shows a typical step.
-        is_drawn = self.memory.keep_events and not self.sizes.train.is_unproven
+        is_drawn = self.memory.keep_events and not self.sizes.train.is_unproven  # else the step may not be typical
         samples = self.batches.step_samples(progress)
         return Step(self.state.update, number, number + progress.skipped, samples, is_logged, is_drawn)
 

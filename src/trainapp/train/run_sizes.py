@@ -3,6 +3,8 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from trainapp.data.forecast import Forecast
@@ -205,6 +207,20 @@ def as_schedule(recorded: Recorded) -> dict[int, Plan]:
         if next(reversed(schedule.values()), None) != plan:
             schedule[attempt] = plan
     return schedule
+
+
+def shown(sizes: MicroBatchSizes) -> str:
+    """The size in words; where shapes of data have different ones, that of each, the smallest samples first."""
+    by_shape = sorted((bucket, search.size) for bucket, search in sizes.searches.items())
+    if len({size for _, size in by_shape}) < 2:
+        return str(sizes.size)
+    ranges = [[bucket for bucket, _ in own] for _, own in groupby(by_shape, key=itemgetter(1))]
+    return ", ".join(f"{sizes.searches[buckets[-1]].size}{shape_of(sizes, buckets[-1])}" for buckets in ranges)
+
+
+def shape_of(sizes: MicroBatchSizes, bucket: int) -> str:
+    """Behind a size in words: the shape that it is for, where there are several."""
+    return f" for up to {bucket} elements per sample" if len(sizes.searches) > 1 else ""
 
 
 def _merged(by_rank: list[Recorded]) -> Recorded:
