@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from trainapp import torchao_notices
 from trainapp.config.validation import check_arguments, holds_target, suggest
 from trainapp.errors import UserError
 
@@ -56,7 +57,8 @@ def locate(target: str, setting: str, user_packages: Sequence[str]) -> Callable[
             f"{setting}={target}: importing {module_name} failed: it exits with {error.code}; keep what only a script "
             'does under `if __name__ == "__main__":`'
         ) from error
-    located = getattr(module, name, None)
+    with torchao_notices.left_out():  # Transformers imports a class's module here
+        located = getattr(module, name, None)
     if not callable(located):
         raise UserError(
             f"{setting}={target}: {module_name} has no class or function {name}{suggest(name, dir(module))}"
