@@ -88,9 +88,8 @@ class Stateful:
             self.owners[name] = Owner(found.state_dict, found.load_state_dict, kind, moves_at_commit(found))
 
     def return_to_start(self, task: Any, root: str = "task") -> None:
-        """Give `task` and what it holds the state that it had when a run of this process first used it: an instance at
-        the top of a module outlives a run that is built again, and the runs of a sweep. root: its name here.
-        """
+        """Give `task` and what it holds the state that it had when a run of this process first used it: what a module
+        holds outlives a run that is built again, and the runs of a sweep. root: its name here."""
         if isinstance(task, functools.partial):  # made for this run, of a function that is older
             Stateful(task=task.func).return_to_start(task.func)
         owned = self.owners_in(root)

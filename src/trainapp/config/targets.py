@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from trainapp import torchao_notices
 from trainapp.config.validation import check_arguments, holds_target, suggest
 from trainapp.errors import UserError
 
@@ -60,7 +61,8 @@ def locate(target: str, setting: str, user_packages: Sequence[str]) -> Callable[
             'does under `if __name__ == "__main__":`'
         ) from error
     _require_same_file(module_name.partition(".")[0], f"{setting}={target}")
-    located = getattr(module, name, None)
+    with torchao_notices.left_out():  # Transformers imports a class's module here
+        located = getattr(module, name, None)
     if not callable(located):
         raise UserError(
             f"{setting}={target}: {module_name} has no class or function {name}{suggest(name, dir(module))}"
@@ -77,7 +79,7 @@ def locate(target: str, setting: str, user_packages: Sequence[str]) -> Callable[
 
 def _require_same_file(package: str, setting: str) -> None:
     """An import from Python may have come from another folder: of a project whose module has the same name."""
-    loaded = getattr(sys.modules.get(package), "__file__", None)
+    loaded = getattr(sys.modules.get(package), "__file__", None) if package != "__main__" else None
     found = importlib.machinery.PathFinder.find_spec(package) if loaded else None
     if loaded and found and found.has_location and not _is_same(str(loaded), str(found.origin)):
         raise UserError(

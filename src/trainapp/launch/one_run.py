@@ -85,7 +85,12 @@ def for_worker(config: Config) -> contextlib.AbstractContextManager[None]:
 
 def is_plan(composed: DictConfig) -> bool:
     """Whether the configuration, not checked yet, is for `mode=plan`."""
-    return bool(_unchecked(composed, "mode") == "plan")
+    return is_for_mode(composed, "plan")
+
+
+def is_for_mode(composed: DictConfig, mode: str) -> bool:
+    """Whether the configuration, not checked yet, is for this mode."""
+    return bool(_unchecked(composed, "mode") == mode)
 
 
 def _has_plans(composed: DictConfig) -> bool:

@@ -1,22 +1,19 @@
 """After a multirun with `mode=plan`: one table over its configurations. Imports no torch."""
 
-import atexit
 import json
-import secrets
-import shutil
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import yaml
 from hydra.conf import HydraConf
 from hydra.core.utils import JobReturn
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from trainapp import strict_json
 from trainapp.errors import Reported, UserError
 from trainapp.files import atomic_write
+from trainapp.launch import job_notes
+from trainapp.launch.job_notes import changed
 from trainapp.launch.one_run import Occupied, is_plan
 from trainapp.plan.answer import complete
 from trainapp.units import bytes_text
@@ -28,45 +25,39 @@ _HEADER = ["job", "peak", "certainty", "largest micro-batch", "in evaluation", "
 class PlanTable(Callback):
     """Prints the plans that the jobs of a sweep have left in their directories.
 
-    Each job that is a plan notes its file in a folder of this sweep's own: a launcher may run it in another process, to
-    which it sends this object, and the sweep's directory may be a large tree that holds other plans.
+    Each job that is a plan notes its file: a launcher may run it in another process, to which it sends this object.
     """
 
     def __init__(self) -> None:
-        self._notes: Path | None = None  # None outside a multirun
+        self._notes: job_notes.JobNotes | None = None  # None outside a multirun
         self._before: dict[Path, int | None] = {}
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
-        """Called by Hydra. The folder is made by the first job that has something to note."""
-        folder = OmegaConf.select(config, "hydra.sweep.dir", throw_on_resolution_failure=False)
-        if folder is not None:
-            self._notes = Path(str(folder)).resolve() / f".plans-{secrets.token_hex(4)}"
-            atexit.register(shutil.rmtree, self._notes, ignore_errors=True)  # Hydra skips the end after a failed job
+        """Called by Hydra."""
+        self._notes = job_notes.of_sweep(config, "plans")
 
     def on_job_start(self, config: DictConfig, **_: Any) -> None:
         """Called by Hydra, in the job's process. A file that is there already is an earlier sweep's."""
         if self._notes is not None and is_plan(config):
-            self._before |= {path: _changed(path) for path in _files(config)}
+            self._before |= {path: changed(path) for path in _files(config)}
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **_: Any) -> None:
         """Called by Hydra, in the job's process."""
         if self._notes is None or not is_plan(config):
             return
-        written = [path for path in _files(config) if _changed(path) not in (None, self._before.get(path))]
+        written = [path for path in _files(config) if changed(path) not in (None, self._before.get(path))]
         if written:
-            self._notes.mkdir(parents=True, exist_ok=True)
-            with atomic_write(self._notes / str(config.hydra.job.num)) as file:
-                file.write(json.dumps(str(written[0])))
+            self._notes.write(config, {"plan": str(written[0])})
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         """Called by Hydra. Raises Reported, which Hydra passes on, if a configuration was refused."""
-        if self._notes is None or not self._notes.exists():
-            return
-        notes = sorted(self._notes.glob("[0-9]*"), key=lambda note: int(note.name))
-        paths = dict.fromkeys(Path(json.loads(note.read_text())) for note in notes)  # jobs may share a directory
-        plans = {path: facts for path in paths if (facts := _plan(path)) is not None}
+        notes = self._notes.read() if self._notes is not None else []
+        given = {Path(note["plan"]): note["overrides"] for note in notes}  # jobs may share a directory
+        plans = {path: facts for path in given if (facts := _plan(path)) is not None}
         if plans:
-            print(table(_rows(list(plans), list(plans.values()))), flush=True)
+            shown = job_notes.differing([given[path] for path in plans], "plan")
+            rows = [_row(path, of, text) for (path, of), text in zip(plans.items(), shown, strict=True)]
+            print(job_notes.table(_HEADER, rows), flush=True)
         if refused := sum(of["certainty"] == REFUSED for of in plans.values()):
             raise Reported(UserError(f"mode=plan: {refused} of {len(plans)} configurations refused, see the table"))
 
@@ -93,11 +84,6 @@ def _files(config: DictConfig) -> tuple[Path, Path]:
     return _elsewhere(config.hydra), Path(str(config.hydra.runtime.output_dir)) / PLAN
 
 
-def _changed(path: Path) -> int | None:
-    """When, in nanoseconds; None where there is no such file."""
-    return path.stat().st_mtime_ns if path.exists() else None
-
-
 def _plan(path: Path) -> dict[str, Any] | None:
     """The plan, or None where another program has written, or removed, the file."""
     try:
@@ -107,23 +93,11 @@ def _plan(path: Path) -> dict[str, Any] | None:
     return facts if isinstance(facts, dict) and facts.keys() >= complete({}).keys() else None
 
 
-def _rows(plans: list[Path], facts: list[dict[str, Any]]) -> Iterator[list[str]]:
-    """One per plan. Of its overrides those in which the plans differ."""
-    given = [_overrides(path.parent, of) for path, of in zip(plans, facts, strict=True)]
-    common = set[str]() if len(plans) == 1 else set.intersection(*map(set, given))
-    for path, of, overrides in zip(plans, facts, given, strict=True):
-        peak = "-" if of["peak_bytes"] is None else bytes_text(of["peak_bytes"])
-        found = [of[name] for name in ("largest_micro_size", "largest_eval_micro_size")]
-        sizes = ["-" if size is None else str(size) for size in found]
-        shown = " ".join(text for text in overrides if text not in common)
-        yield [of.get("job", path.parent.name), peak, of["certainty"], *sizes, shown, _outcome(of)]
-
-
-def _overrides(folder: Path, facts: dict[str, Any]) -> list[str]:
-    """Those of the job, as Hydra has written them; none with `hydra.output_subdir=null`."""
-    path = folder / ".plan" / "overrides.yaml"
-    written = yaml.safe_load(path.read_text()) if path.exists() else facts.get("overrides", [])
-    return [text for text in written if text != "mode=plan"]
+def _row(path: Path, facts: dict[str, Any], overrides: str) -> list[str]:
+    peak = "-" if facts["peak_bytes"] is None else bytes_text(facts["peak_bytes"])
+    found = [facts[name] for name in ("largest_micro_size", "largest_eval_micro_size")]
+    sizes = ["-" if size is None else str(size) for size in found]
+    return [facts.get("job", path.parent.name), peak, facts["certainty"], *sizes, overrides, _outcome(facts)]
 
 
 def _outcome(facts: dict[str, Any]) -> str:
@@ -131,14 +105,4 @@ def _outcome(facts: dict[str, Any]) -> str:
     best = facts["best"]
     if best is not None:
         return "nothing fits" if best["missing_bytes"] else str(best["overrides"])
-    return "" if facts["peak_bytes"] is not None else "; ".join(facts["reason"].splitlines())
-
-
-def table(rows: Iterable[list[str]]) -> str:
-    """Columns of equal width, the last one as it is."""
-    cells = [_HEADER, *rows]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(_HEADER) - 1)]
-    return "\n".join(
-        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]).rstrip()
-        for row in cells
-    )
+    return "" if facts["peak_bytes"] is not None else job_notes.one_line(facts["reason"])

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from trainapp import torchao_notices
 from trainapp.config.validation import Bool, NonNegativeInt, PositiveInt, Str, suggest
 from trainapp.errors import UserError
 from trainapp.models import model_checks, transformers_models
@@ -94,7 +95,10 @@ def build(
 def require_transformers(setting: str) -> Any:
     """The package. Raises UserError, with the command that installs it, where it is missing."""
     try:
-        import transformers
+        with torchao_notices.left_out():
+            import transformers
+
+            transformers.PreTrainedModel  # noqa: B018  # loaded when it is looked up, and every model needs it
     except ImportError as error:
         raise UserError(f"{setting}: needs Transformers ({error}); pip install 'trainapp[hf]'") from None
     transformers.utils.logging.disable_progress_bar()  # the run has one of its own

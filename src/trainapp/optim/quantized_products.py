@@ -10,15 +10,14 @@ numbers in tensors that the counter of live tensors does not see into; Int8Mixed
 autocast and calls `view` on inputs and gradients of any layout.
 """
 
-import logging
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trainapp import torchao_notices
 from trainapp.errors import UserError
 from trainapp.torch_operators import int8_product, unsafe_view
 
@@ -149,7 +148,7 @@ def require_kernels(kind: Kind, device: torch.device) -> None:
     """Multiply two small matrices. Raises UserError without torchao, and where the device cannot multiply in `kind`."""
     instead = "precision=bf16"
     try:
-        with _quiet():
+        with torchao_notices.left_out():
             import torchao
     except ImportError as error:
         raise UserError(
@@ -169,14 +168,3 @@ def require_kernels(kind: Kind, device: torch.device) -> None:
         raise UserError(
             f"precision={kind}: this device ({device}) cannot multiply matrices in {kind}: {reason}; use {instead}"
         ) from error
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without what torchao logs when it is imported: kernels for other devices that it cannot load."""
-    disabled = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(disabled)

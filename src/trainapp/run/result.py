@@ -27,6 +27,7 @@ class RunResult:
     objective: float | None  # of the last evaluation; it may be nan or inf, which the file cannot hold
     objective_note: str | None  # why it is not a number
     metric: str
+    direction: str  # "min" or "max": which values of it are better
     best_objective: float | None  # of all evaluations; None where none was finite
     best_step: int | None
     sweeper_receives: str  # which of the two a sweeper is given: its name here
@@ -74,6 +75,7 @@ def result_of(run: Run, seconds: float) -> RunResult:
         objective=progress.objective,
         objective_note=_note(progress),
         metric=run.objective.metric,
+        direction=run.objective.direction,
         best_objective=progress.best,
         best_step=progress.best_step,
         sweeper_receives="objective",

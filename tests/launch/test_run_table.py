@@ -1,0 +1,206 @@
+"""The table at the end of a multirun of training runs."""
+
+import csv
+import json
+import os
+from types import SimpleNamespace
+
+import pytest
+from helpers import result, run_cli
+from hydra.core.utils import JobReturn, JobStatus
+from omegaconf import OmegaConf
+from runs import MODELS, TINY
+
+from trainapp.launch.run_table import RunTable
+from trainapp.units import bytes_text
+
+SWEEP = ("-m", *TINY, *MODELS["mlp"], "every.eval=2", "train.max_steps=2", "checkpointing=off", "hydra.sweep.dir=sweep")
+RATES = "optimizer.lr=1e-3,1e-1,1e-9"
+MINE = ("model._target_=mine.Net", "user_packages=[mine]")
+NET = """import os, signal
+from trainapp.models.mlp import MLP
+class Net(MLP):
+    def __init__(self, image_shape, num_classes, width: int, depth, dropout):
+        super().__init__(image_shape, num_classes, width=width, depth=depth, dropout=dropout)
+        self.width = width
+    def forward(self, images):
+        if self.width == 5:
+            raise TypeError("five is too many\\nand more")
+        if self.width == 6 and self.training:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().forward(images)
+"""
+
+
+def table(done):
+    """The cells of the table with its header, the lines below it, and how many tables there are."""
+    lines = done.stdout.splitlines()
+    found = [number for number, line in enumerate(lines) if line.startswith("job  ")]
+    assert len(found) == 1, done.stdout
+    end = next((number for number, line in enumerate(lines) if line.startswith("best ")), len(lines))
+    header = lines[found[0]]
+    starts = [at for at in range(len(header)) if header[at] != " " and (at == 0 or header[at - 2 : at] == "  ")]
+    edges = list(zip(starts, [*starts[1:], None], strict=True))
+    return [[line[a:b].strip() for a, b in edges] for line in lines[found[0] : end]], lines[end:]
+
+
+@pytest.mark.parametrize("direction", ["min", "max"])
+def test_the_best_is_marked_as_the_objective_says(tmp_path, direction):
+    done = run_cli(*SWEEP, RATES, f"objective={direction} loss", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    facts = [result(tmp_path / f"sweep/{job}") for job in range(3)]
+    losses = [of["objective"] for of in facts]
+    best = losses.index(min(losses) if direction == "min" else max(losses))
+    assert min(losses) < max(losses)  # so that the two directions differ
+    (header, *rows), last = table(done)
+    sizes = ["steps", "time", "peak memory", "OOM restarts", "micro-batch"]
+    assert header == ["job", f"loss ({direction})", *sizes, "overrides", "directory"]
+    rates = ["optimizer.lr=0.001", "optimizer.lr=0.1", "optimizer.lr=1e-09"]
+    for job, (row, of, rate) in enumerate(zip(rows, facts, rates, strict=True)):
+        value = f"{of['objective']:.6g}" + " *" * (job == best)
+        time, peak = f"{of['seconds']:.1f} s", bytes_text(of["peak_memory_bytes"])
+        assert row == [str(job), value, "2", time, peak, "0", "16 x 1", rate, f"sweep/{job}"]
+    assert last == [f"best loss ({direction}): {losses[best]:.6g} in job {best}: {rates[best]}"]
+    with open(tmp_path / "sweep/sweep.csv", newline="") as file:
+        written = list(csv.DictReader(file))
+    assert [float(row["objective"]) for row in written] == losses
+    assert [row["is_best"] for row in written] == [str(job == best).lower() for job in range(3)]
+    assert [int(row["peak_memory_bytes"]) for row in written] == [of["peak_memory_bytes"] for of in facts]
+    assert written[1]["directory"] == str(tmp_path / "sweep/1")
+    assert sorted(path.name for path in (tmp_path / "sweep").iterdir()) == ["0", "1", "2", "multirun.yaml", "sweep.csv"]
+
+
+def test_failed_jobs_are_rows_with_their_errors(tmp_path):
+    """Hydra ends the sweep without calling its callbacks then."""
+    (tmp_path / "mine.py").write_text(NET)
+    done = run_cli(*SWEEP, *MINE, "model.width=4,5,7", "train.max_steps=2,-1", cwd=tmp_path)
+    assert done.returncode != 0
+    (header, *rows), last = table(done)
+    assert header[-1] == "ended by"
+    invalid = "failed: train.max_steps=-1: must be greater than 0"
+    fine, raised = "train.max_steps=2", "failed: TypeError: five is too many"
+    assert [row[-1] for row in rows] == [fine, raised, fine, invalid, invalid, invalid]
+    assert [row[1] != "-" for row in rows] == [True, False, True, False, False, False]
+    assert len(last) == 1
+
+
+def test_a_signal_ends_the_sweep_with_the_table_so_far(tmp_path):
+    (tmp_path / "mine.py").write_text(NET)
+    done = run_cli(*SWEEP, *MINE, "every.eval=1", "model.width=4,6,7", cwd=tmp_path)
+    assert done.returncode == 128 + 15
+    (_, *rows), last = table(done)
+    assert [(row[0], row[2], row[-1]) for row in rows] == [("0", "2", "train.max_steps=2"), ("1", "1", "SIGTERM")]
+    # It is not compared with those that have ended, however good it is.
+    assert rows[0][1].endswith(" *")
+    assert last == [f"best accuracy (max): {rows[0][1].removesuffix(' *')} in job 0: model.width=4"]
+
+
+def test_batches_of_jobs_end_with_one_table_and_objectives_may_differ(tmp_path):
+    batches = "hydra.sweeper.max_batch_size=1"
+    done = run_cli(*SWEEP, batches, "objective=max accuracy,min loss", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (header, *rows), last = table(done)
+    assert header[1] == "objective"
+    values = [f"{result(tmp_path / f'sweep/{job}')['objective']:.6g}" for job in (0, 1)]
+    assert [row[1] for row in rows] == [f"{values[0]} accuracy (max) *", f"{values[1]} loss (min) *"]
+    assert [line.partition(":")[0] for line in last] == ["best accuracy (max)", "best loss (min)"]
+
+
+def test_with_plans_in_the_same_sweep(tmp_path):
+    done = run_cli(*SWEEP, "mode=train,plan", "plan.levers=false", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines() if line.startswith(("job ", "0 ", "1 "))]
+    assert [words[:2] for words in lines] == [
+        ["job", "accuracy"],
+        ["0", lines[1][1]],
+        ["job", "peak"],
+        ["1", lines[3][1]],
+    ]
+    assert "mode=" not in "".join(lines[1])
+
+
+def test_jobs_in_processes_of_their_own(tmp_path):
+    """As a launcher such as submitit starts them."""
+    submitit = ("hydra/launcher=submitit_local", "hydra.launcher.timeout_min=2")
+    done = run_cli(*SWEEP, *submitit, "model.width=4,-1", cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    (_, *rows), _ = table(done)
+    assert [row[0] for row in rows] == ["0", "1"]
+    assert rows[1][-1] == "failed: model.width=-1: must be greater than 0"
+
+
+# The callback alone, as Hydra calls it
+
+FACTS = {
+    "objective": 0.5, "best_objective": 0.5, "sweeper_receives": "objective", "metric": "loss", "direction": "min",
+    "steps": 3, "seconds": 1.0, "peak_memory_bytes": 1024, "oom_restarts": 0, "micro_size": 4, "accumulation": 2,
+    "ended": "train.max_steps=3",
+}  # fmt: skip
+
+
+@pytest.fixture
+def sweep(tmp_path, monkeypatch):
+    """A multirun of one job: its directory, and functions that start it, end it, and end the multirun."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "0"
+    folder.mkdir()
+    hydra = {"sweep": {"dir": str(tmp_path)}, "job": {"num": 0}, "runtime": {"output_dir": str(folder)}}
+    config = OmegaConf.create({"mode": "train", "hydra": hydra})
+    callback = RunTable()
+    callback.on_multirun_start(config)
+    ended = JobReturn(status=JobStatus.COMPLETED)
+
+    def write(**changed):
+        (folder / "result.json").write_text(json.dumps(FACTS | changed))
+
+    return SimpleNamespace(
+        folder=folder, write=write, start=lambda: callback.on_job_start(config, task_function=None),
+        end=lambda: callback.on_job_end(config, job_return=ended), finish=lambda: callback.on_multirun_end(config),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_an_unfinished_job_has_only_a_result_of_its_own(sweep, capsys, is_new):
+    sweep.write()
+    sweep.start()
+    if is_new:
+        os.utime(sweep.folder / "result.json", ns=(1, 1))
+    sweep.finish()
+    assert ("0.5" in capsys.readouterr().out) == is_new
+
+
+def test_a_finished_job_that_had_nothing_left_to_train(sweep, capsys):
+    """A sweep that is started again: the run keeps its result as it is."""
+    sweep.write()
+    sweep.start()
+    sweep.end()
+    sweep.finish()
+    assert "0.5 *" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("foreign", ["no json", "[1]", '{"objective": 1}'])
+def test_results_of_another_program(sweep, capsys, foreign):
+    sweep.start()
+    (sweep.folder / "result.json").write_text(foreign)
+    sweep.end()
+    sweep.finish()
+    assert "no result.json that can be read" in capsys.readouterr().out
+
+
+def test_a_value_that_is_no_number_is_not_the_best(sweep, capsys):
+    sweep.start()
+    sweep.write(objective=None, objective_note="nan at every evaluation")
+    sweep.end()
+    sweep.finish()
+    out = capsys.readouterr().out
+    assert "0    nan         3" in out
+    assert "best" not in out
+
+
+def test_directories_that_are_not_visible_here(sweep, capsys):
+    sweep.start()
+    sweep.end()
+    sweep.folder.rmdir()
+    sweep.finish()
+    assert capsys.readouterr().out == ""
+    assert not (sweep.folder.parent / "sweep.csv").exists()
