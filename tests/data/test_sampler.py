@@ -278,7 +278,7 @@ def test_batches_of_the_next_update_are_fetched_ahead():
     """The same samples again, cut by its own size, from the same iteration: none is fetched twice for one update."""
     data = Counted(20)
     batches = TrainBatches(data, global_size=8, seed=0, device=CPU)
-    batches.sizes_of_updates = (8, 3)
+    batches.sizes_of_updates, batches.every = (8, 3), (1, 1)
     progress, opened = Progress(), []
     for update, size in enumerate((8, 3)):
         progress.update = update
@@ -295,7 +295,7 @@ def test_batches_of_the_next_update_are_fetched_ahead():
 
 def test_a_size_that_changes_after_its_batch_was_fetched_ahead_cuts_the_same_samples():
     batches = TrainBatches(list(map(torch.tensor, range(20))), global_size=8, seed=0, device=CPU)
-    batches.sizes_of_updates = (8, 8)
+    batches.sizes_of_updates, batches.every = (8, 8), (1, 1)
     progress = Progress()
     assert len(list(batches.micro_batches(progress, 8))) == 1
     progress.update = 1

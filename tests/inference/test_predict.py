@@ -77,7 +77,7 @@ def test_the_command_line(tmp_path, trained):
     assert {path.name for path in tmp_path.iterdir()} == {"predictions.jsonl", "out", "plain"}
     shown = done.stdout + done.stderr  # of a training run alone
     assert not any(word in shown for word in ("resumed", "steps per epoch", "eval accuracy", "TensorBoard"))
-    assert not list(tmp_path.rglob("events.out.tfevents*"))
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {".hydra", "trainapp.log"}
 
 
 def test_the_best_checkpoint_and_the_training_split(tmp_path, trained):

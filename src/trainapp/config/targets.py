@@ -89,7 +89,12 @@ def _require_same_file(package: str, setting: str) -> None:
 
 
 def _is_same(one: str, other: str) -> bool:
-    return Path(one).resolve() == Path(other).resolve()
+    """Whether two files are one, or have the same content, as a project and its copy do."""
+    first, second = Path(one), Path(other)
+    try:
+        return first.resolve() == second.resolve() or first.read_bytes() == second.read_bytes()
+    except OSError:
+        return False
 
 
 def _require_model_or_configuration(located: Any, target: str, setting: str) -> None:
