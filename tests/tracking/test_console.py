@@ -28,13 +28,8 @@ def test_lines_where_there_is_no_terminal(caplog):
     assert caplog.messages[-1] == "step 3/? | loss 0.5 | ? left"
 
 
-@pytest.mark.parametrize("pauses", [True, False])
-def test_a_pause_is_not_in_the_time_left(caplog, monkeypatch, pauses):
-    """10 steps in 10 s, 1000 s of something else, 10 steps in 10 s: the other 20 need 20 s."""
-    now = [0.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    caplog.set_level(logging.INFO)
-    progress = Progress(total=40, step=0)
+def twenty_steps(progress, now, pauses):
+    """A second each, and 1000 s of something else after the tenth. now: the time, in a list."""
     for step in range(1, 21):
         now[0] += 1
         if step == 10:
@@ -42,6 +37,16 @@ def test_a_pause_is_not_in_the_time_left(caplog, monkeypatch, pauses):
             if pauses:
                 progress.pause(1000)
         progress.advance(step)
+
+
+@pytest.mark.parametrize("pauses", [True, False])
+def test_a_pause_is_not_in_the_time_left(caplog, monkeypatch, pauses):
+    """10 steps in 10 s, 1000 s of something else, 10 steps in 10 s: the other 20 need 20 s."""
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    caplog.set_level(logging.INFO)
+    progress = Progress(total=40, step=0)
+    twenty_steps(progress, now, pauses)
     progress.show(20, {})
     assert caplog.messages[-1].endswith("00:20 left" if pauses else "17:00 left")
 
@@ -51,13 +56,7 @@ def test_a_pause_is_not_in_the_time_left_of_a_live_bar(capsys, monkeypatch, paus
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     progress, now = Progress(total=40, step=0), [0.0]
     progress.bar._time, progress.bar.start_t, progress.bar.last_print_t = lambda: now[0], 0.0, 0.0
-    for step in range(1, 21):
-        now[0] += 1
-        if step == 10:
-            now[0] += 1000
-            if pauses:
-                progress.pause(1000)
-        progress.advance(step)
+    twenty_steps(progress, now, pauses)
     rate = progress.bar.format_dict["rate"]  # of recent steps
     assert (0.95 < rate < 1.1) == pauses, rate
     progress.close()
