@@ -65,7 +65,7 @@ def forks_for(command: Sequence[str], env: Mapping[str, str]) -> forked_cli.Fork
     if tuple(command) != PROGRAM or torch.version.cuda is not None:
         return None
     lasting = frozenset(forked_cli.lasting(env).items())
-    if lasting not in _seen[-2:]:  # of the first run in an environment nobody knows whether others follow
+    if lasting not in _seen[-2:]:  # a server takes longer than one run, so it waits for the second
         _seen.append(lasting)
         return None
     return _forks(lasting)

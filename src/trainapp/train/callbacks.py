@@ -53,11 +53,11 @@ def end(run: Run) -> None:
     kept = f"the run is saved in {newest}; " if newest else ""
     if run.metrics.failure is not None:
         repeats = ", which repeats the evaluation" if newest else ""
-        text, again = str(run.metrics.failure), f"{kept}start again{repeats}"
+        text, again = str(run.metrics.failure), f"{kept}restart{repeats}"
         separator = "\n" if "\n" in text else "; "  # of a traceback
         raise TrainingStopped(f"{text}{separator}{again}") from run.metrics.failure.__cause__
     if run.callbacks.failure is not None:
-        raise TrainingStopped(f"{run.callbacks.failure}\n{kept}correct the callback, or leave it out, and start again")
+        raise TrainingStopped(f"{run.callbacks.failure}\n{kept}correct the callback, or leave it out, and restart")
 
 
 def _call(run: Run, method: str, *arguments: Any) -> None:
