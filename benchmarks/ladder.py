@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _common import machine, quartiles, table
+from _common import keep_freed_memory, machine, quartiles, table
 
 from trainapp.config import compose
 from trainapp.config.schema import Config
@@ -212,4 +212,5 @@ def mib(size: int) -> str:
 
 
 if __name__ == "__main__":
+    keep_freed_memory()
     main()

@@ -18,7 +18,6 @@ import json
 import logging
 import math
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -28,7 +27,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from _common import machine, quartiles, table
+from _common import keep_freed_memory, machine, quartiles, table
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -386,17 +385,6 @@ def with_accelerate(
                     losses[step] = float(loss_sum) / 2
                 loss_sum = 0.0
                 yield
-
-
-def keep_freed_memory() -> None:
-    """Re-execute with a malloc that keeps freed memory, if malloc is glibc's.
-
-    The loops share a heap, and otherwise their order decides which one pays for the gradients' pages: in the wide case
-    one took 6000 to 8000 page faults per step and another few, and equal work seemed 1.3 times as fast.
-    """
-    settings = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**33)}
-    if sys.platform == "linux" and not settings.items() <= os.environ.items():
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **settings})
 
 
 if __name__ == "__main__":

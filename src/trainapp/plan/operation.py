@@ -1,7 +1,7 @@
 """What one call of an operator costs, whatever the device: from shapes alone, so that tensors need no data."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -33,11 +33,14 @@ class Shape(NamedTuple):
 
     def real(self, device: torch.device) -> Tensor:
         """A tensor of this shape: ones, or zeros of integers, which are valid indices."""
-        extent = (
-            1 + sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True)) if all(self.shape) else 0
-        )
-        flat = torch.full((extent,), int(self.dtype.is_floating_point), dtype=self.dtype, device=device)
+        extent, value = _extent(self.shape, self.stride), int(self.dtype.is_floating_point)
+        flat = torch.full((extent,), value, dtype=self.dtype, device=device)
         return flat.as_strided(self.shape, self.stride)
+
+
+def _extent(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """Elements from the first to the last one of a tensor, with what lies between its own."""
+    return 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True)) if all(shape) else 0
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,8 @@ class Operation:
     """What one call costs, whatever the device. Equal calls are equal.
 
     signature: the operator, shapes, dtypes and other arguments. work: floating-point operations, of FUNCTION elements.
-    moved: bytes read and written. allocates: whether its result is new memory. is_view: the result
+    moved: bytes read and written. held: bytes of arguments and result while it is run for real: more than it moves
+    where an argument is a slice of a larger tensor. allocates: whether its result is new memory. is_view: the result
     is memory of an argument, and nothing is written. call: runs it for real on a device; None
     where that is not possible.
     """
@@ -56,6 +60,7 @@ class Operation:
     dtype: torch.dtype = field(compare=False)
     work: int = field(compare=False)
     moved: int = field(compare=False)
+    held: int = field(compare=False)
     allocates: bool = field(compare=False)
     is_view: bool = field(compare=False)
     call: Callable[[torch.device], Callable[[], Any]] | None = field(compare=False)
@@ -68,17 +73,20 @@ def operation_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], resul
     written = tensors_in([arg for arg, writes in zip(args, written_arguments(func), strict=False) if writes])
     old = {id(tensor) for tensor in inputs}
     new = [tensor for tensor in outputs if id(tensor) not in old]
-    own = {storage_id(tensor.untyped_storage()) for tensor in inputs if tensor.layout is torch.strided}
+    strided = [tensor for tensor in inputs if tensor.layout is torch.strided]
+    own = {storage_id(tensor.untyped_storage()) for tensor in strided}
     is_view = bool(new) and not written and all(_shares(tensor, own) for tensor in new)  # such as `_unsafe_view`
     read = inputs[1:] if name in _OVERWRITES else inputs
     moved = 0 if is_view else sum(tensor.nbytes for tensor in (*read, *written, *new))
+    held = sum(tensor.nbytes for tensor in new)
+    held += sum(_extent(tensor.shape, tensor.stride()) * tensor.itemsize for tensor in strided)
     work = flops_of(func, args, kwargs, result)
     kind = ATTENTION if is_attention(func) else CONVOLUTION if "convolution" in name else MATMUL
     if name in _FUNCTIONS:
         kind, work = FUNCTION, max((tensor.numel() for tensor in (*inputs, *outputs)), default=0)
     dtype = next((t.dtype for t in (*inputs, *outputs) if t.is_floating_point()), torch.float32)
     call, signature = _call(func, name, args, kwargs)
-    return Operation(name, signature, kind, dtype, work, moved, bool(new) and not is_view, is_view, call)
+    return Operation(name, signature, kind, dtype, work, moved, held, bool(new) and not is_view, is_view, call)
 
 
 def _shares(tensor: Tensor, storages: set[int]) -> bool:

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from trainapp.memory.levers.activation_checkpointing import policy
+from trainapp.memory.levers.activation_checkpointing import Checkpointed
 from trainapp.plan.operation import Operation
 from trainapp.torch_private import DispatchMode
 
@@ -101,29 +100,18 @@ def call_times(clock: Clock) -> list[tuple[int, float]]:
     def step() -> None:
         model(inputs).sum().backward()
 
-    with _Evicting(clock, 0) as counted:
+    with Dispatched() as counted:
         step()
     one = torch.ones(8, device=clock.device)
     with torch.no_grad():
         each = clock.best(functools.partial(torch.add, one, one)) - clock.best(_nothing)
-    operations, views = counted.operations, counted.views
-    hot = max(clock.best(step) - operations * each, 0.0) / (operations + views)
+    operations = counted.operations
+    hot = max(clock.best(step) - operations * each, 0.0) / counted.all
     between = [min(_between_operations(clock, step, size) for _ in range(3)) for size in _EVICTED]
     return [
         (size, hot + max(seconds - between[0], 0.0) / operations)
         for size, seconds in zip(_EVICTED, between, strict=True)
     ]
-
-
-def selection_time(clock: Clock) -> float:
-    """Seconds by which an operation takes longer where selective checkpointing decides about its result."""
-    one = torch.ones(8, device=clock.device)
-    add = functools.partial(torch.add, one, one)
-    forward, _ = create_selective_checkpoint_contexts(policy)
-    with torch.no_grad():
-        plain = clock.best(add)
-        with forward:
-            return max(clock.best(add) - plain, 0.0)
 
 
 def _nothing() -> None:
@@ -138,21 +126,36 @@ def _between_operations(clock: Clock, step: Callable[[], None], size: int) -> fl
         return clock.now() - started - mode.spent
 
 
+class Dispatched(DispatchMode):
+    """Counts operations, views, and those of the operations that are in checkpointed blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations = self.views = self.in_blocks = 0
+
+    @property
+    def all(self) -> int:
+        """Operations and views."""
+        return self.operations + self.views
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operations += not func.is_view
+        self.views += func.is_view
+        self.in_blocks += not func.is_view and Checkpointed.inside > 0
+        return func(*args, **(kwargs or {}))
+
+
 class _Evicting(DispatchMode):
     """Moves so many bytes after each operation. `spent`: seconds of the operations and of that."""
 
     def __init__(self, clock: Clock, size: int):
         super().__init__()
-        self._clock, self._other = clock, torch.zeros(size // 8, device=clock.device)
-        self.operations, self.views, self.spent = 0, 0, 0.0
+        self._clock, self._other, self.spent = clock, torch.zeros(size // 8, device=clock.device), 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         started = self._clock.now()
         result = func(*args, **(kwargs or {}))
-        if func.is_view:
-            self.views += 1
-        else:
-            self.operations += 1
+        if not func.is_view:
             self._other.add_(1)
             self._clock.wait()
         self.spent += self._clock.now() - started

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from trainapp.memory.host_guard import available
+from trainapp.plan.checkpointing_times import Delay, delay
 from trainapp.plan.operation import ATTENTION, CONVOLUTION, FUNCTION, MATMUL, Operation
-from trainapp.plan.operation_times import ROUNDS, Clock, call_times, in_turn, selection_time
+from trainapp.plan.operation_times import ROUNDS, Clock, call_times, in_turn
 from trainapp.plan.step_work import Counts
 from trainapp.torch_private import outside_dispatch_modes
 
-LARGEST = 2**28  # bytes that operations may move to be run for real in turn
+LARGEST = 2**28  # bytes that operations may hold to be run for real in turn
 SHARE_OF_MEMORY = 0.1  # that is available: less of it in a small machine
 BUILDING = 1e-9  # seconds per byte of an operation's arguments
 PATIENCE = 5.0  # seconds for the operations of the first steps that are run for real
@@ -31,8 +32,7 @@ FOR_EACH = 2.0  # seconds at least for those of each further step
 class Speeds:
     """What the device can do; each rate is measured when it is first asked for. Use from one thread, in no mode.
 
-    Attributes: `view`, seconds from one small operation of a training step to the next, Python and autograd included;
-    `selection`, seconds by which selective checkpointing delays each operation of a block.
+    view: seconds from one small operation of a training step to the next, Python and autograd included.
     """
 
     def __init__(self, device: torch.device):
@@ -44,10 +44,10 @@ class Speeds:
         self._largest = min(LARGEST, int(SHARE_OF_MEMORY * available()))
         with outside_dispatch_modes():
             self._calls = call_times(self.clock)
-            self.selection = selection_time(self.clock)
         self.view = self._calls[0][1]
         self._of_arithmetic = functools.cache(self._arithmetic)
         self._of_traffic = functools.cache(self._traffic)
+        self._of_checkpointing = functools.cache(self._checkpointing)
 
     def measure(self, operations: Counts) -> None:
         """Run them for real while patience lasts: those that are expected to take the most of the step."""
@@ -56,8 +56,8 @@ class Speeds:
         expected = {operation: self.roofline(operation) for operation in new}
         started, left, chosen = self.clock.now(), self._left, set[Operation]()
         for operation in sorted(new, key=lambda one: -operations[one] * expected[one]):
-            needed = 2 * ROUNDS * expected[operation] + BUILDING * operation.moved
-            if operation.call is not None and operation.moved <= self._largest and left > needed:
+            needed = 2 * ROUNDS * expected[operation] + BUILDING * operation.held
+            if operation.call is not None and operation.held <= self._largest and left > needed:
                 chosen.add(operation)
                 left -= needed
         found: dict[Operation, float] = {}
@@ -79,6 +79,16 @@ class Speeds:
     def call(self, operation: Operation) -> float:
         """Seconds from its end to the next operation: what it moves drives Python and autograd out of the caches."""
         return _between(self._calls, operation.moved)
+
+    def delay(self, moved: int, selective: bool) -> tuple[float, float]:
+        """Seconds that checkpointing adds to each block and to each of its operations that moves so many bytes."""
+        out_of_caches = _between(self._calls, moved) / self.view
+        block, each = self._of_checkpointing(selective)
+        return block * out_of_caches, each * out_of_caches
+
+    def _checkpointing(self, selective: bool) -> Delay:
+        with outside_dispatch_modes():
+            return delay(self.clock, selective)
 
     def _estimate(self, operation: Operation) -> float:
         return self.roofline(operation) * self._beyond_roofline(operation)
@@ -130,15 +140,15 @@ class Speeds:
 
 
 def _groups(operations: list[Operation], most: int) -> Iterator[list[Operation]]:
-    """The operations in their order, cut where those of a group move more than `most` bytes."""
+    """The operations in their order, cut where those of a group hold more than `most` bytes."""
     group: list[Operation] = []
     held = 0
     for operation in operations:
-        if group and held + operation.moved > most:
+        if group and held + operation.held > most:
             yield group
             group, held = [], 0
         group.append(operation)
-        held += operation.moved
+        held += operation.held
     if group:
         yield group
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from trainapp.memory.levers.activation_checkpointing import Selecting
+from trainapp.memory.levers.activation_checkpointing import Checkpointed
 from trainapp.plan.operation import Operation, operation_of
 from trainapp.torch_operators import ASKS_DEVICE
 from trainapp.torch_private import DispatchMode
@@ -23,7 +23,6 @@ class Prices(Protocol):
     """What operations cost on a device; see `step_time.Speeds`."""
 
     view: float  # seconds of an operation that moves nothing
-    selection: float  # seconds by which selective checkpointing delays each operation of a block
 
     def measure(self, operations: Counts) -> None:
         """Have them all measured."""
@@ -34,40 +33,61 @@ class Prices(Protocol):
     def call(self, operation: Operation) -> float:
         """Seconds until the next one, in Python and autograd."""
 
+    def delay(self, moved: int, selective: bool) -> tuple[float, float]:
+        """Seconds that checkpointing adds to each block and to each of its operations that moves so many bytes."""
+
+
+@dataclass
+class MicroBatchWork:
+    """Of one micro-batch. blocks, in_blocks: forwards of checkpointed blocks, and the operations in them and in their
+    recomputation, by whether it is decided of each result if it is kept.
+    """
+
+    operations: Counts = field(default_factory=Counter)
+    views: int = 0
+    blocks: Counter[bool] = field(default_factory=Counter)
+    in_blocks: dict[bool, Counts] = field(default_factory=lambda: {False: Counter(), True: Counter()})
+
+    def between_operations(self, prices: Prices) -> float:
+        """Seconds in Python and autograd."""
+        seconds = _total(self.operations, prices.call) + self.views * prices.view
+        for selective, operations in self.in_blocks.items():
+            if number := operations.total():
+                mean = sum(operation.moved * count for operation, count in operations.items()) // number
+                seconds += self.blocks[selective] * prices.delay(mean, selective)[0]
+                seconds += sum(
+                    count * prices.delay(operation.moved, selective)[1] for operation, count in operations.items()
+                )
+        return seconds
+
 
 @dataclass
 class Work:
-    """The operations of a step, by traced micro-batch and per step, and the number of views beside them.
+    """The operations of a step, by traced micro-batch and per step.
 
     The trace has taken the first ones of the step's `micro_batches`, with this share of its samples. Later ones are
     like the last of these: the first one adds no gradients to others.
     """
 
-    by_micro_batch: list[Counts] = field(default_factory=lambda: [Counter()])
+    traced: list[MicroBatchWork] = field(default_factory=lambda: [MicroBatchWork()])
     per_step: Counts = field(default_factory=Counter)
-    views: list[int] = field(default_factory=lambda: [0])  # by traced micro-batch
-    selected: list[int] = field(default_factory=lambda: [0])  # those that pass through selective checkpointing
     share: float = 1.0
     micro_batches: int = 1
 
     @property
     def per_micro_batch(self) -> Counts:
         """Of all traced micro-batches together."""
-        return sum(self.by_micro_batch, Counter())
+        return sum((one.operations for one in self.traced), Counter())
 
     def seconds(self, prices: Prices, micro_batches: int | None = None) -> float:
         """Of the whole step. micro_batches: as if there were so many, of larger or smaller size."""
         prices.measure(self.per_micro_batch + self.per_step)
-        busy = [_total(counts, prices.busy) for counts in self.by_micro_batch]
-        calls = [
-            _total(counts, prices.call) + views * prices.view + selected * prices.selection
-            for counts, views, selected in zip(self.by_micro_batch, self.views, self.selected, strict=True)
-        ]
-        traced = len(busy)
+        busy = [_total(one.operations, prices.busy) for one in self.traced]
+        between = [one.between_operations(prices) for one in self.traced]
         once = _total(self.per_step, prices.busy) + _total(self.per_step, prices.call)
         return (
-            _continued(busy, traced / self.share)
-            + _continued(calls, micro_batches or max(self.micro_batches, traced))
+            _continued(busy, len(busy) / self.share)
+            + _continued(between, micro_batches or max(self.micro_batches, len(busy)))
             + once
         )
 
@@ -95,6 +115,7 @@ class WorkCounter(DispatchMode):
         """Itself, with nothing counted yet."""
         self.work = Work()
         self._before: Phase | None = None
+        self._blocks = Checkpointed.blocks
         return self
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -104,18 +125,19 @@ class WorkCounter(DispatchMode):
         phase = self._phase()
         if func.namespace == "prim" or phase not in _PER_MICRO_BATCH | _PER_STEP:  # prim asks for the device only
             return result
-        work = self.work
         if self._before in _BACKWARD and phase in _PER_MICRO_BATCH - _BACKWARD:
-            work.by_micro_batch.append(Counter())
-            work.views.append(0)
-            work.selected.append(0)
+            self.work.traced.append(MicroBatchWork())
         self._before = phase
-        work.selected[-1] += bool(Selecting.active)
+        one, selective = self.work.traced[-1], Checkpointed.selecting > 0
+        one.blocks[selective] += Checkpointed.blocks - self._blocks
+        self._blocks = Checkpointed.blocks
         operation = None if func.is_view else operation_of(func, args, kwargs or {}, result)
         if operation is None or operation.is_view:
-            work.views[-1] += phase in _PER_MICRO_BATCH
-        elif phase in _PER_MICRO_BATCH:
-            work.by_micro_batch[-1][operation] += 1
+            one.views += phase in _PER_MICRO_BATCH
+        elif phase in _PER_STEP:
+            self.work.per_step[operation] += 1
         else:
-            work.per_step[operation] += 1
+            one.operations[operation] += 1
+            if Checkpointed.inside:
+                one.in_blocks[selective][operation] += 1
         return result

@@ -30,10 +30,14 @@ _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "scaled_in
 _KEPT = frozenset({*_PRODUCTS, "convolution", *ATTENTION_OPERATORS})
 
 
-class Selecting:
-    """Whether operations pass through the Python that selects which results to keep, for those who count them."""
+class Checkpointed:
+    """Checkpointed blocks at work, for those who count what passes through their Python.
 
-    active = 0
+    inside: how many contexts are open, of a forward or a recomputation. selecting: how many of these decide which
+    results to keep. blocks: forwards so far.
+    """
+
+    inside = selecting = blocks = 0
 
 
 def apply(model: nn.Module, settings: ActivationCheckpointing) -> None:
@@ -72,6 +76,7 @@ def _contexts(state: BlockState, chosen: Callable[[], Contexts] | None) -> Conte
     # In this order: what selects the operations to keep must not see the copies.
     noted, rewound = _Nested(lambda: state.noted(before), forward), _Nested(lambda: state.rewound(before), recompute)
     noted.selects = rewound.selects = chosen is not None
+    noted.is_forward = True
     return noted, rewound
 
 
@@ -85,7 +90,7 @@ def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkpoin
 class _Nested:
     """Two contexts, entered together, once per backward: a graph that is kept has several."""
 
-    selects = False
+    selects = is_forward = False
 
     def __init__(self, outer: Callable[[], AbstractContextManager[None]], inner: AbstractContextManager[None]):
         self._outer, self._inner = outer, inner
@@ -94,8 +99,11 @@ class _Nested:
     def __enter__(self) -> None:
         self._stack.enter_context(self._outer())
         self._stack.enter_context(self._inner)
-        Selecting.active += self.selects
+        Checkpointed.inside += 1
+        Checkpointed.selecting += self.selects
+        Checkpointed.blocks += self.is_forward
 
     def __exit__(self, *error: Any) -> None:
-        Selecting.active -= self.selects
+        Checkpointed.inside -= 1
+        Checkpointed.selecting -= self.selects
         self._stack.__exit__(*error)
