@@ -9,6 +9,7 @@ everything is imported. --device: the same on CUDA tensors of a device that is n
 """
 
 import argparse
+import gc
 import json
 import os
 import resource
@@ -50,6 +51,7 @@ def measure(what: str, settings: Sequence[str]) -> dict[str, Any]:
 
     fake_tensor_mode()
     config = compose.from_command_line(settings)
+    gc.freeze()  # as `plan.process` does
     before, peak = _seconds(), _peak()
     if what == "plan":
         facts = planner.plan(config)[0]

@@ -64,3 +64,12 @@ def test_without_the_correction_they_do_not():
     with fake_tensor_mode():
         fake = results(torch.bfloat16, torch.float32)
     assert {name for name in real if fake[name] != real[name]} == set(real)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.AdamW])
+def test_fused_optimizers_are_not_run_for_real(kind):
+    """On zeros of the size of the parameters, as torch does where it has no fake kernel: here 256 GiB each."""
+    with fake_tensor_mode(), MadeUpValues():
+        weights = torch.nn.Parameter(torch.empty(2**36))
+        weights.grad = torch.empty_like(weights)
+        kind([weights], lr=0.1, fused=True).step()

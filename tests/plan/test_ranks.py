@@ -120,11 +120,12 @@ def test_mode_plan_says_which_rank_binds(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_large_shape_takes_little_memory(monkeypatch):
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])  # torch has no fake kernel of the latter
+def test_a_large_shape_takes_little_memory(monkeypatch, optimizer):
     """An 8B model on 512 ranks, whose own peak is some GiB. (How long it takes depends on the machine.)"""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     import plan_cost
 
-    found = plan_cost.in_child("trace", plan_cost.overrides("8B", "fsdp", 512))
+    found = plan_cost.in_child("trace", [*plan_cost.overrides("8B", "fsdp", 512), f"optimizer={optimizer}"])
     assert found["peak_bytes"] > 4 * 2**30
     assert found["memory_bytes"] < 300 * 2**20

@@ -10,6 +10,8 @@ from typing import Any, cast
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
 from trainapp.files import atomic_write
+from trainapp.memory.host_guard import guarded
+from trainapp.memory.host_memory import total_bytes
 from trainapp.memory.timeline import Drawing, Picture
 from trainapp.plan import small_step
 from trainapp.plan.bounds import reason_of
@@ -84,7 +86,8 @@ def facts_of(
             with atomic_write(early, "wb") as file:
                 pickle.dump(facts, file)
 
-    facts, peak = plan(config, only, untraceable, leave)
+    with guarded(config.memory, total_bytes()):  # code that tensors without data do not keep from allocating
+        facts, peak = plan(config, only, untraceable, leave)
     if picture is not None and peak is not None:
         Drawing([picture_of(peak, facts, picture)]).wait()
     return facts

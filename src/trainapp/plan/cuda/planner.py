@@ -22,8 +22,9 @@ from trainapp.units import bytes_text
 # What a trace on the CPU says about CUDA, where attention, autocast and norms have other kernels: for a few
 # models it was between 0.45 and 2.65 times what a trace on CUDA tensors says.
 BAND = (0.45, 2.65)
-# Of several ranks: no run of trainapp on several GPUs has been compared with its plan yet. Rows that others have
-# published of programs of their own are 18 to 22% below the plan (benchmarks/plan_cuda.py --published).
+# Of several ranks: no run of trainapp on several GPUs has been compared with its plan yet. What others have published
+# of their own programs is 18 to 22% below the plan of a like one of ours (benchmarks/plan_cuda.py --published), and 3
+# to 4% above a trace of theirs (benchmarks/plan_torchtitan.py).
 BAND_OF_RANKS = (0.75, 1.1)
 BUILDING = "building"  # the phase before the first step
 _UNCONFIRMED = (

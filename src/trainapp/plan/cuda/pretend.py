@@ -33,7 +33,6 @@ _CODE = {  # machine code of: return 0; return 1; return a stream of device 0
     ),
 }
 _CALL = torch._ops.OpOverload.__call__.__code__  # by which a mode calls the next one
-_WITHOUT_META = (torch.ops.aten._fused_sgd_, torch.ops.aten._fused_adagrad_)  # torch 2.13 has no meta kernel for them
 # Formulas of the backward fill zeros in place, but not for subclasses of Tensor (2.13, areAnyTensorSubclassLike in
 # torch/csrc/autograd/FunctionsManual.cpp): those of max, topk and their like, of gather and index_select.
 _FILLS_ZEROS: dict[Any, Any] = {
@@ -117,7 +116,7 @@ class EngineOnCuda(DispatchMode):
     The autograd engine adds up the gradients of a tensor that is used several times in place, but not those of
     subclasses, which fake tensors are (torch/csrc/autograd/input_buffer.cpp): half of them in memory twice. So do some
     formulas of the backward with the zeros that they fill.
-    Kernels allocate workspaces inside, and some fused optimizers have no kernel for fake tensors.
+    Kernels allocate workspaces inside.
     Attributes, both counts: `added`, of additions made in place; `convolutions`.
     """
 
@@ -137,8 +136,6 @@ class EngineOnCuda(DispatchMode):
                 self.added += func is torch.ops.aten.add.Tensor
                 _IN_PLACE[func](old.detach(), *args[1:], **(kwargs or {}))
                 return old
-        if func.overloadpacket in _WITHOUT_META:
-            return None  # it writes in place
         if func is torch.ops.aten.convolution.default:
             self.convolutions += 1
         size = workspace_of_backward(func, args)
