@@ -2,7 +2,8 @@
 
 Importing is most of what a small run costs, and the tests start thousands. A fork is a process of its own that runs
 `python -m trainapp`'s module from its first line; what it shares with others is how Python was started: the seed of
-hashes, the environment at the time of the imports. Where those are what a test is about, it needs a real start.
+hashes, the environment at the time of the imports. Where those are what a test is about, it needs a real start. The
+planner's process, which many runs start, is such a fork, too.
 
 This file is also the program that forks. It answers a request (JSON and the files for stdin, stdout and stderr) with
 the run's process id, then with its status, on a socket of the request's own.
@@ -21,13 +22,15 @@ import socket
 import subprocess
 import sys
 import tempfile
+import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 # Differ from test to test, and nothing reads them while it is imported.
 _PER_TEST = ("PYTEST_CURRENT_TEST", "TRAINAPP_CACHE")
-_MODULES = ("hydra", "torch._dynamo", "torch._inductor", "trainapp.launch.launch", "trainapp.run.runner")
+_PLANNER = "trainapp.plan.process"
+_MODULES = ("hydra", "torch._dynamo", "torch._inductor", "trainapp.launch.launch", "trainapp.run.runner", _PLANNER)
 
 
 class Forks:
@@ -46,13 +49,8 @@ class Forks:
         self, arguments: Sequence[str], cwd: Path, env: Mapping[str, str], out: IO[str], err: IO[str], own_session: bool
     ) -> "Forked":
         """As `subprocess.Popen`. own_session: whether the run leads a session of its own."""
-        ours, theirs = socket.socketpair()
-        request = {"arguments": list(arguments), "cwd": str(cwd), "env": dict(env), "own_session": own_session}
-        with theirs, tempfile.TemporaryFile() as text:  # a packet has a limit, a file has none
-            text.write(json.dumps(request).encode())
-            text.flush()
-            socket.send_fds(self._socket, [b"run"], [text.fileno(), out.fileno(), err.fileno(), theirs.fileno()])
-        return Forked(["python", "-m", "trainapp", *arguments], ours)
+        request = {"module": "trainapp", "arguments": list(arguments), "cwd": str(cwd), "env": dict(env)}
+        return _ask(self._socket, request | {"own_session": own_session}, out.fileno(), err.fileno())
 
     def run(
         self, arguments: Sequence[str], cwd: Path, env: Mapping[str, str], timeout: float
@@ -108,20 +106,40 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
 
+def _ask(to: socket.socket, request: Mapping[str, Any], out: int, err: int) -> Forked:
+    ours, theirs = socket.socketpair()
+    with theirs, tempfile.TemporaryFile() as text:  # a packet has a limit, a file has none
+        text.write(json.dumps(request).encode())
+        text.flush()
+        socket.send_fds(to, [b"run"], [text.fileno(), out, err, theirs.fileno()])
+    return Forked(["python", "-m", request["module"], *request["arguments"]], ours)
+
+
 def lasting(env: Mapping[str, str]) -> dict[str, str]:
     """What a process that has imported everything shares with those that it forks."""
     return {name: value for name, value in env.items() if name not in _PER_TEST}
 
 
-def _fork_runs(requests: socket.socket) -> None:
-    """Returns in each run, with its arguments, directory, environment and files in place; ends with the tests."""
+def _fork_runs(requests: socket.socket) -> str:
+    """Returns in each run the module to run, with its arguments, directory, environment and files in place; ends with
+    the tests.
+    """
+    of_runs = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # by which a run asks for its planner
+    of_runs.bind("")  # any free name
+    of_runs.listen()
     while True:
-        _, files, _, _ = socket.recv_fds(requests, 16, 4)
-        if not files:
-            os._exit(0)
-        if os.fork() == 0:
+        if of_runs in select.select([requests, of_runs], [], [])[0]:
+            with of_runs.accept()[0] as connection:
+                _, files, _, _ = socket.recv_fds(connection, 16, 4)
+        else:
+            _, files, _, _ = socket.recv_fds(requests, 16, 4)
+            if not files:
+                os._exit(0)
+        if files and os.fork() == 0:
             requests.close()
-            return _start(*files)
+            of_planners = of_runs.getsockname()
+            of_runs.close()
+            return _start(of_planners, *files)
         for file in files:
             os.close(file)
         with contextlib.suppress(ChildProcessError):  # those that have told of their run's end
@@ -129,8 +147,8 @@ def _fork_runs(requests: socket.socket) -> None:
                 pass
 
 
-def _start(text: int, out: int, err: int, answers: int) -> None:
-    """Returns in the run; this process stays to tell how that ends."""
+def _start(of_planners: bytes, text: int, out: int, err: int, answers: int) -> str:
+    """Returns in the run, with its module; this process stays to tell how that ends."""
     with os.fdopen(text, "rb") as file:
         file.seek(0)
         request = json.load(file)
@@ -149,14 +167,35 @@ def _start(text: int, out: int, err: int, answers: int) -> None:
     os.chdir(request["cwd"])
     if request["own_session"]:
         os.setsid()
-    sys.path[0] = request["cwd"]
+    sys.path[:1] = [request["cwd"], *request.get("path", [])]
     sys.argv = ["-m", *request["arguments"]]
     random.seed()
+    if request["module"] != _PLANNER:
+        _fork_planners(of_planners)
+    return request["module"]
+
+
+def _fork_planners(address: bytes) -> None:
+    """Have this run's planners be forks."""
+    from trainapp.plan import process
+
+    def start(command: list[str], env: Mapping[str, str], stderr: IO[bytes], **others: Any) -> Any:
+        if command[:3] != [sys.executable, "-m", _PLANNER]:
+            return subprocess.Popen(command, env=env, stderr=stderr, **others)
+        path = env["PYTHONPATH"].split(os.pathsep)
+        request = {"module": _PLANNER, "arguments": command[3:], "cwd": os.getcwd(), "env": dict(env), "path": path}
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server, open(os.devnull, "wb") as nowhere:
+            server.connect(address)
+            return _ask(server, request | {"own_session": False}, nowhere.fileno(), stderr.fileno())
+
+    own = types.ModuleType("subprocess")
+    vars(own).update(vars(subprocess), Popen=start)
+    process.subprocess = own
 
 
 if __name__ == "__main__":
     for name in _MODULES:
         __import__(name)
     gc.freeze()  # not to be looked through in every run, and at its end
-    _fork_runs(socket.socket(fileno=int(sys.argv[1])))
-    runpy.run_module("trainapp", run_name="__main__", alter_sys=True)
+    module = _fork_runs(socket.socket(fileno=int(sys.argv[1])))
+    runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -69,3 +69,19 @@ def test_only_for_the_environment_of_the_imports(forked, monkeypatch):
     monkeypatch.setenv("TORCH_LOGS", "+dynamo")
     assert forks() is None
     assert helpers.forks_for([*helpers.PROGRAM[:2], "pytest"], helpers.environment()) is None
+
+
+def test_the_planner_of_a_run_is_a_fork_that_finds_its_modules(tmp_path, forked):
+    (tmp_path / "mine.py").write_text(
+        "import os\nfrom torch import nn\n\n"
+        "class Model(nn.Sequential):\n"
+        "    def __init__(self):\n"
+        "        above = open(f'/proc/{os.getppid()}/stat').read().split()[3]  # of the process that tells of the end\n"
+        "        open('forkers', 'a').write(f'{above} ')\n"
+        "        super().__init__(nn.Flatten(), nn.Linear(64, 10))\n"
+    )
+    words = ["user_packages=[mine]", "model._target_=mine.Model", "batch.micro_size=plan", "train.max_steps=2"]
+    helpers.train(tmp_path / "run", *words, cwd=tmp_path)
+    forkers = (tmp_path / "forkers").read_text().split()
+    assert len(forkers) > 2  # the run, and the planner's traces
+    assert set(forkers) == {str(forked._process.pid)}
