@@ -11,9 +11,10 @@ from helpers import run_cli
 from trainapp.config import compose
 from trainapp.errors import UserError
 from trainapp.parallel.ranks import SingleRank
-from trainapp.plan import planner
+from trainapp.plan import planner, sizes
 from trainapp.plan.ranks import EqualChunks, SimulatedRanks, by_rank_zero, highest_ranks, simulated, world_of
 from trainapp.torch_private import fake_tensor_mode
+from trainapp.train.components import load_components
 
 ROOT = Path(__file__).parents[2]
 OVER = (*runs.TINY, "checkpointing=off", "oom.remember=false", "plan.levers=false")
@@ -54,6 +55,13 @@ def test_a_number_of_ranks_that_nothing_says():
 def test_replicas_must_divide_the_ranks():
     with pytest.raises(UserError, match=r"parallel\.fsdp\.replicas=2: must divide the number of ranks, 3"):
         world_of(configure("parallel=hsdp", "plan.world=3"))
+
+
+def test_the_micro_batches_of_a_step_are_those_of_one_rank():
+    config = configure("parallel=ddp", "plan.world=4", "batch.global_size=64", "batch.micro_size=8", "data.size=128")
+    plans = sizes.Planner(config, load_components(config))
+    plans.counts_work = True
+    assert plans.at(8, 0).work.micro_batches == 2
 
 
 def test_five_hundred_ranks():

@@ -72,6 +72,16 @@ def test_an_operation_keeps_no_tensor_in_memory():
     assert alive() is None
 
 
+def test_gradients_without_a_layout_in_memory_are_operations_like_others():
+    """Whose bytes depend on values."""
+    table, numbers = nn.Embedding(50, 8, sparse=True), torch.tensor([1, 2, 2])
+    counted(lambda: table(numbers).sum().backward(), Phase.BACKWARD)
+    assert table.weight.grad.is_sparse
+    work = counted(lambda: table(numbers).sum().backward(), Phase.BACKWARD).per_micro_batch  # adds to it
+    assert all(operation.moved >= 0 for operation in work)
+    assert any(operation.call is None for operation in work)
+
+
 def test_a_slice_holds_all_that_it_spans(speeds, monkeypatch):
     """Run for real, with what lies between: FSDP's slices of what 512 ranks send would take 24 GiB."""
     with fake_tensor_mode():

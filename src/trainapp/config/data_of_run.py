@@ -14,6 +14,7 @@ from trainapp.config.command_line import quoted
 from trainapp.config.inline_targets import parts
 from trainapp.config.schema import Loader
 
+_CHECKPOINT = re.compile(r"step_(\d{8,})")
 _MODES = ("eval", "predict", "generate", "export")
 _LOADING = tuple(f"data.{field.name}" for field in dataclasses.fields(Loader))  # how data is loaded is no choice of it
 
@@ -45,11 +46,14 @@ def _changes_data(key: str) -> bool:
 
 
 def _saved_data(path: Path) -> dict[str, Any] | None:
-    """The section `data` of the configuration in a checkpoint, or in the newest one of a run."""
-    newest = sorted(path.glob("checkpoints/step_*"))[-1:]
-    for folder in (path, *newest):
+    """The section `data` of the checkpoint that `checkpoint.directory.resolve` takes. (That module imports torch.)"""
+    if path.is_file():
+        path = path.parent / path.read_text().strip() if path.name == "best" else path.parent
+    folder = path if path.name == "checkpoints" else path / "checkpoints"
+    steps = {int(named[1]): one for one in folder.glob("step_*") if (named := _CHECKPOINT.fullmatch(one.name))}
+    for checkpoint in (path, *(steps[step] for step in sorted(steps, reverse=True))):
         try:
-            data = json.loads((folder / "manifest.json").read_text())["config"]["data"]
+            data = json.loads((checkpoint / "manifest.json").read_text())["config"]["data"]
             return data if isinstance(data["arguments"], dict) and isinstance(data["target"], str) else None
         except (OSError, ValueError, KeyError, TypeError):
             continue

@@ -13,7 +13,7 @@ from trainapp.errors import UserError
 from trainapp.paths import PACKAGE
 
 _LIBRARIES = (*map(sysconfig.get_path, ("purelib", "platlib", "stdlib")), PACKAGE)
-_INSTALLED = tuple(str(Path(str(folder)).resolve()) for folder in _LIBRARIES)
+_INSTALLED = tuple(Path(str(folder)).resolve() for folder in _LIBRARIES)
 
 
 class MetricFailed(UserError):
@@ -60,7 +60,7 @@ def _failed(error: Exception, what: str, advice: str) -> MetricFailed:
 
 
 def _is_own(file: str) -> bool:
-    return not file.startswith("<") and not str(Path(file).resolve()).startswith(_INSTALLED)
+    return not file.startswith("<") and not any(Path(file).resolve().is_relative_to(folder) for folder in _INSTALLED)
 
 
 def _free(error: BaseException) -> None:

@@ -1,4 +1,4 @@
-"""Where torch's fake kernels return other sizes than those of the CPU that they stand for.
+"""Where torch's fake kernels return other sizes than those of the CPU that they stand for, or are missing.
 
 Found by comparing both on torch 2.13 (`benchmarks/fake_kernels.py`); `tests/plan/test_kernels.py` compares these again.
 """

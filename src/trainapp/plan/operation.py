@@ -47,7 +47,7 @@ def _extent(shape: Sequence[int], stride: Sequence[int]) -> int:
 class Operation:
     """What one call costs, whatever the device. Equal calls are equal.
 
-    signature: the operator, shapes, dtypes and other arguments. work: floating-point operations, of FUNCTION elements.
+    signature: the operator, shapes, dtypes and other arguments. work: floating-point operations (FUNCTION: elements).
     moved: bytes read and written. held: bytes of arguments and result while it is run for real: more than it moves
     where an argument is a slice of a larger tensor. allocates: whether its result is new memory. is_view: the result
     is memory of an argument, and nothing is written. call: runs it for real on a device; None
@@ -73,12 +73,12 @@ def operation_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], resul
     written = tensors_in([arg for arg, writes in zip(args, written_arguments(func), strict=False) if writes])
     old = {id(tensor) for tensor in inputs}
     new = [tensor for tensor in outputs if id(tensor) not in old]
-    strided = [tensor for tensor in inputs if tensor.layout is torch.strided]
+    strided = _strided(inputs)
     own = {storage_id(tensor.untyped_storage()) for tensor in strided}
     is_view = bool(new) and not written and all(_shares(tensor, own) for tensor in new)  # such as `_unsafe_view`
     read = inputs[1:] if name in _OVERWRITES else inputs
-    moved = 0 if is_view else sum(tensor.nbytes for tensor in (*read, *written, *new))
-    held = sum(tensor.nbytes for tensor in new)
+    moved = 0 if is_view else sum(tensor.nbytes for tensor in _strided([*read, *written, *new]))
+    held = sum(tensor.nbytes for tensor in _strided(new))
     held += sum(_extent(tensor.shape, tensor.stride()) * tensor.itemsize for tensor in strided)
     work = flops_of(func, args, kwargs, result)
     kind = ATTENTION if is_attention(func) else CONVOLUTION if "convolution" in name else MATMUL
@@ -89,6 +89,11 @@ def operation_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], resul
     return Operation(name, signature, kind, dtype, work, moved, held, bool(new) and not is_view, is_view, call)
 
 
+def _strided(tensors: list[Tensor]) -> list[Tensor]:
+    """Without sparse ones, whose size depends on values: see `nn.Embedding(sparse=True)`."""
+    return [tensor for tensor in tensors if tensor.layout is torch.strided]
+
+
 def _shares(tensor: Tensor, storages: set[int]) -> bool:
     return tensor.layout is torch.strided and storage_id(tensor.untyped_storage()) in storages
 
@@ -96,7 +101,7 @@ def _shares(tensor: Tensor, storages: set[int]) -> bool:
 def _call(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, str]:
     """What runs the operation for real, and its signature."""
     if any(tensor.layout is not torch.strided for tensor in tensors_in([args, kwargs])):
-        return None, str(func)
+        return None, f"{func} {[tuple(tensor.shape) for tensor in tensors_in([args, kwargs])]}"
     own: Any = (args, {name: value for name, value in kwargs.items() if name != "device"})
     shapes = map_tensors(_shape_of, own)
     has_device = "device" in kwargs  # `call` must not hold on to `kwargs`, whose `out` would stay in memory

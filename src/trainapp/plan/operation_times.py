@@ -1,4 +1,4 @@
-"""How long operations take in a step: each runs once per round, after others, as none does alone.
+"""How long operations take in a step: each runs once per round, between the others.
 
 In a loop of its own an operation finds its arguments, its code and the memory of its last result in the caches, which
 made small ones seem up to eight times as fast as in a step.
@@ -22,7 +22,7 @@ _EVICTED = (0, 2**18, 2**20, 2**22, 2**24)  # bytes between two operations
 
 
 class Clock:
-    """Seconds of this thread where there is no other, which other processes disturb least; else of the machine."""
+    """CPU time of this thread if torch uses one thread (least disturbed by other processes), else wall-clock time."""
 
     def __init__(self, device: torch.device):
         self.device = device

@@ -86,7 +86,7 @@ def facts_of(
             with atomic_write(early, "wb") as file:
                 pickle.dump(facts, file)
 
-    with guarded(config.memory, total_bytes()):  # code that tensors without data do not keep from allocating
+    with guarded(config.memory, total_bytes()):  # the user's code may allocate real memory
         facts, peak = plan(config, only, untraceable, leave)
     if picture is not None and peak is not None:
         Drawing([picture_of(peak, facts, picture)]).wait()

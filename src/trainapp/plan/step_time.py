@@ -2,7 +2,7 @@
 
 Its operations are run for real, on tensors of these shapes, if small enough: each after the others, as in the step. For
 others, the larger of compute time and memory time counts, at rates measured here: the roofline of Williams et al. 2009,
-times what small operations of the same name take beyond it. From one operation to the next, Python and autograd take
+times that by which measured operations exceed theirs. From one operation to the next, Python and autograd take
 the longer the more the former has driven out of the caches.
 Left out: fetching batches, metrics, evaluation, writing files, traffic between ranks.
 """
@@ -23,7 +23,7 @@ from trainapp.plan.step_work import Counts
 from trainapp.torch_private import outside_dispatch_modes
 
 LARGEST = 2**28  # bytes that operations may hold to be run for real in turn
-SHARE_OF_MEMORY = 0.1  # that is available: less of it in a small machine
+SHARE_OF_MEMORY = 0.1  # of the available memory: lowers LARGEST on a small machine
 BUILDING = 1e-9  # seconds per byte of an operation's arguments
 PATIENCE = 5.0  # seconds for the operations of the first steps that are run for real
 FOR_EACH = 2.0  # seconds at least for those of each further step
@@ -94,7 +94,9 @@ class Speeds:
         return self.roofline(operation) * self._beyond_roofline(operation)
 
     def _beyond_roofline(self, operation: Operation) -> float:
-        """How many times longer than the least the largest of this name takes; without a large one, all of them."""
+        """By how much the largest measured operation of this name and dtype exceeds its roofline; if none is large,
+        all measured operations together.
+        """
         similar = [
             (other, seconds)
             for other, seconds in self._measured

@@ -40,7 +40,7 @@ class Prices(Protocol):
 @dataclass
 class MicroBatchWork:
     """Of one micro-batch. blocks, in_blocks: forwards of checkpointed blocks, and the operations in them and in their
-    recomputation, by whether it is decided of each result if it is kept.
+    recomputation, keyed by whether the checkpointing is selective.
     """
 
     operations: Counts = field(default_factory=Counter)
@@ -123,7 +123,7 @@ class WorkCounter(DispatchMode):
             return args[0].device
         result = func(*args, **(kwargs or {}))
         phase = self._phase()
-        if func.namespace == "prim" or phase not in _PER_MICRO_BATCH | _PER_STEP:  # prim asks for the device only
+        if phase not in _PER_MICRO_BATCH | _PER_STEP:
             return result
         if self._before in _BACKWARD and phase in _PER_MICRO_BATCH - _BACKWARD:
             self.work.traced.append(MicroBatchWork())

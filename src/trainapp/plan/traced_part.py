@@ -72,7 +72,7 @@ def representative(micro_batches: Iterator[MicroBatch], which: Which) -> MicroBa
     first = chosen = next(micro_batches, None)
     if first is None or chosen is None:
         return None
-    samples, varies = first.samples, False
+    samples, varies = 0, False
     for micro in itertools.chain([first], micro_batches):
         if micro.samples == first.samples:
             varies = varies or shapes_of(micro.data) != shapes_of(first.data)
@@ -80,6 +80,6 @@ def representative(micro_batches: Iterator[MicroBatch], which: Which) -> MicroBa
             if (size > best) if which == "longest" else (size < best):
                 chosen = micro
         samples += micro.samples
-        if samples >= max(SURVEYED, 3 * first.samples):
+        if samples >= max(SURVEYED, 2 * first.samples):
             break
     return chosen if varies else None

@@ -118,14 +118,18 @@ def trace(
         packages=frozenset(type(part).__module__.partition(".")[0] for part in run.state.model.modules()) - _KNOWN,
         unsettled=_unsettled(memory, ranks, run, components.train_data),
         hints=logits.notes(),
-        work=None if work is None else _of_whole_step(work.work, config, subject.planned, size, run.batches.samples),
+        work=None
+        if work is None
+        else _of_whole_step(work.work, config, subject.planned, size * ranks.world, run.batches.samples),
         allocations=allocations,
         kept=memory.kept_by_steps if place.device is None else 0,
     )
 
 
 def _of_whole_step(work: Work, config: Config, traced: Config, size: int, samples: int) -> Work:
-    """The work with its shares of a step's samples and micro-batches: `planned_config` may have left out some."""
+    """The work with its shares of a step's samples and micro-batches: `planned_config` may have left out some. size:
+    of the micro-batches of all ranks together.
+    """
     whole, taken = (min(of.batch.global_size, samples or of.batch.global_size) for of in (config, traced))
     work.share, work.micro_batches = taken / whole, -(-whole // size)
     return work

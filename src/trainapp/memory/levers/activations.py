@@ -21,7 +21,7 @@ ACTIVATIONS = (
     Lever(
         "activation_checkpointing=selective",
         saves="activations that are cheap to recompute",
-        costs="a few percent of time",
+        costs="Python for each operation of the blocks: a tenth of a GPT's step, a third of a small ResNet's",
         applies="models with `blocks()`",
         changes={"activation_checkpointing.mode": "selective"},
         require=needs_blocks,

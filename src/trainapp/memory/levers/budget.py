@@ -68,7 +68,7 @@ class Budget:
         self.room: Callable[[bool], int] | None = None
         self._chosen = Chosen()
         self._known: OrderedDict[Any, Choice] = OrderedDict()
-        self._has_warned = False
+        self._warned: set[str] = set()
         blocks = blocks_of(model, SETTING)[:: settings.every]
         self._skeleton: Skeleton | None = None
         try:
@@ -135,8 +135,9 @@ class Budget:
         except Exception as error:  # whatever the model raises on tensors without data
             self._warn(error)
             return {}
-        self._report(calls, choose(calls, budget), budget)
-        return _by_call(calls, budget)
+        options = choose(calls, budget)
+        self._report(calls, options, budget)
+        return _by_call(calls, options)
 
     def _largest_within(
         self,
@@ -155,7 +156,7 @@ class Budget:
         budget, largest = -1, sum(max(option.size for option in options_of(call)) for call in calls)
         more = sum(call.inputs for call in calls)
         for _ in range(MOST_TRACES):
-            choice = _by_call(calls, budget + more)
+            choice = _by_call(calls, choose(calls, budget + more))
             peak = peak_with(choice, skeleton, batch, autocast, self.settings.every, alone)
             if peak > room and budget >= 0:
                 break
@@ -168,8 +169,8 @@ class Budget:
         kept = sum(option.size for option in options)
         whole = sum(option.kept is None for option in options)
         part = sum(bool(option.kept) for option in options)
-        if kept > budget and not self._has_warned:
-            self._has_warned = True
+        if kept > budget and "budget" not in self._warned:
+            self._warned.add("budget")
             log.warning(
                 "activation_checkpointing.bytes=%s: leaves %s, but these blocks keep at least %s of a micro-batch, and "
                 "keep that; a smaller micro-batch needs less",
@@ -188,8 +189,8 @@ class Budget:
             )
 
     def _warn(self, error: Exception) -> None:
-        if not self._has_warned:
-            self._has_warned = True
+        if "trace" not in self._warned:
+            self._warned.add("trace")
             reason = (str(error).strip().splitlines() or [""])[0]
             log.warning(
                 "%s: what the blocks keep cannot be traced (%s: %s); they are all recomputed, as with "
@@ -200,8 +201,8 @@ class Budget:
             )
 
 
-def _by_call(calls: list[BlockCall], budget: int) -> Choice:
-    return {(c.block, c.number): option for c, option in zip(calls, choose(calls, budget), strict=True)}
+def _by_call(calls: list[BlockCall], options: list[Option]) -> Choice:
+    return {(c.block, c.number): option for c, option in zip(calls, options, strict=True)}
 
 
 def peak_with(

@@ -24,6 +24,7 @@ from trainapp.memory.levers.optimizer_state import (
     ON_HOST,
     adamw,
     half_of_adams_state,
+    has_moments_in,
     one_moment_of_two,
     optimizer_state,
     quantized,
@@ -161,6 +162,7 @@ LEVERS = (
         saves="half of AdamW's state",
         costs="8 bits of precision in the state, rounded by chance; a slower optimizer step, without a fused kernel",
         changes=_ADAMW_BF16,
+        in_force=has_moments_in("bf16"),
         state_saved=half_of_adams_state,
         step_bytes=step_of_adamw("bf16"),
         result="rounded",
@@ -196,6 +198,7 @@ LEVERS = (
                 "eps": 1e-8,
             },
         },
+        in_force=lambda config: config.optimizer.target == "trainapp.optim.muon.Muon",
     ),
     Lever(
         "optimizer.in_backward=true",

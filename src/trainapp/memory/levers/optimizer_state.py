@@ -46,7 +46,8 @@ def step_of_adamw(state_dtype: low_precision.StateDtype) -> Callable[[nn.Module]
     return lambda model: low_precision.step_bytes(model.parameters(), state_dtype)
 
 
-def _has_moments_in(state_dtype: str) -> Callable[[Config], bool]:
+def has_moments_in(state_dtype: str) -> Callable[[Config], bool]:
+    """Whether the optimizer of a configuration is trainapp's AdamW with such a state."""
     return lambda config: config.optimizer.arguments.get("state_dtype") == state_dtype
 
 
@@ -62,7 +63,7 @@ def quantized(state_dtype: low_precision.StateDtype, share: str, saved: float, b
         costs=f"{bits} in the state, rounded by chance; a slower optimizer step, without a fused kernel",
         applies="not with `parallel=fsdp`; parameters of at least 4096 elements",
         changes=adamw(state_dtype),
-        in_force=_has_moments_in(state_dtype),
+        in_force=has_moments_in(state_dtype),
         require=needs_unsharded_blocks,
         state_saved=state_saved,
         step_bytes=step_of_adamw(state_dtype),
