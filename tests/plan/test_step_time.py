@@ -253,7 +253,8 @@ def test_checkpointed_blocks_cost_the_python_around_their_operations(speeds, mod
     assert work.blocks[selective] == 3 * (mode != "none")
     assert inside <= work.in_blocks[selective].total() <= 2 * inside  # less by what is kept
     assert not work.in_blocks[not selective]
-    assert activation_checkpointing.Checkpointed.inside == activation_checkpointing.Checkpointed.selecting == 0
+    counters = activation_checkpointing.CheckpointCounters
+    assert counters.inside == counters.selecting == 0
     plain = Work([replace(work, in_blocks={})])
     assert (counter.work.seconds(speeds) > plain.seconds(speeds)) == (mode != "none")
 
@@ -261,5 +262,5 @@ def test_checkpointed_blocks_cost_the_python_around_their_operations(speeds, mod
 def test_selecting_costs_more_than_recomputing_all(speeds):
     """Per operation of a block; blocks cost something either way."""
     full, selective = (speeds.delay(0, chosen) for chosen in (False, True))
-    assert 1e-6 < full[1] < selective[1] < 1e-3
-    assert 1e-5 < full[0] < 1e-2
+    assert 1e-6 < full.operation < selective.operation < 1e-3
+    assert 1e-5 < full.block < 1e-2

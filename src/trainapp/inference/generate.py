@@ -25,6 +25,7 @@ from trainapp.inference.lines import opened
 from trainapp.inference.tokens import Codec, ends_of_text
 from trainapp.train.losses import classification, has_embeddings
 from trainapp.train.run import Run
+from trainapp.train.task_attributes import unchecked
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +39,7 @@ def generate(run: Run) -> None:
     """
     begin(run)
     settings, data, model = run.config.generate, run.batches.dataset, run.strategy.model
-    task = getattr(run.task, "unchecked", run.task)
+    task = unchecked(run.task)
     if task is classification or has_embeddings(task):
         what = "predicts classes" if task is classification else "makes embeddings of its inputs"
         raise UserError(
@@ -75,15 +76,15 @@ def _what_decides(settings: dict[str, Any]) -> dict[str, Any]:
 def batches_of(
     prompts: Sequence[Sequence[int]], new: int, done: int, size: int, device: torch.device
 ) -> Iterator[MicroBatch]:
-    """The prompts after the first `done`, `size` at a time: their numbers, int64 [B], and tokens, int64 [B, T].
+    """The prompts after the first `done`, `size` at a time: their numbers, int64 [B], and zeros, int64 [B, T].
 
-    The tokens have room for `new` ones: by their shape, sizes are searched.
+    The zeros have the shape of the texts with `new` tokens, by which sizes are searched.
     """
 
     def batch(numbers: Sequence[int], start: int, end: int) -> dict[str, Tensor]:
         chosen = list(numbers)[start:end]
         longest = max(len(prompts[number]) for number in chosen) + new
-        return {"numbers": torch.tensor(chosen), "tokens": torch.zeros(len(chosen), longest, dtype=torch.int64)}
+        return {"numbers": torch.tensor(chosen), "room": torch.zeros(len(chosen), longest, dtype=torch.int64)}
 
     for start, end in ranges(done, len(prompts), size):
         piece = functools.partial(batch, range(start, end))

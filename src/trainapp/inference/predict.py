@@ -12,6 +12,7 @@ from trainapp.inference.outputs import Predictor, class_names
 from trainapp.inference.shares import publish_shares, share_path
 from trainapp.train.phase import Phase
 from trainapp.train.run import Run
+from trainapp.train.task_attributes import unchecked
 
 log = logging.getLogger(__name__)
 
@@ -28,9 +29,7 @@ def predict(run: Run) -> None:
     facts = facts_of(run.config) | {"split": settings.split, "samples": batches.samples}
     facts["eval"] = run.config.to_dict()["eval"].get(settings.split)
     facts |= data_facts(run, batches, [facts["data"], facts["eval"]])
-    predictor = Predictor(
-        getattr(run.task, "unchecked", run.task), run.config.task, class_names(getattr(batches, "dataset", None))
-    )
+    predictor = Predictor(unchecked(run.task), run.config.task, class_names(getattr(batches, "dataset", None)))
     own, ranks = share_path(path, run.ranks.rank, run.ranks.world), run.ranks
     if ranks.world > 1:
         facts["share"] = [ranks.rank, ranks.world]

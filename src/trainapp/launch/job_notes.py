@@ -43,8 +43,8 @@ def of_sweep(config: DictConfig, kind: str) -> JobNotes | None:
     return None if folder is None else JobNotes(Path(str(folder)), kind)
 
 
-def changed(path: Path) -> int | None:
-    """When, in nanoseconds; None where there is no such file."""
+def modified_ns(path: Path) -> int | None:
+    """The modification time in nanoseconds; None where there is no such file."""
     return path.stat().st_mtime_ns if path.exists() else None
 
 

@@ -13,7 +13,7 @@ from trainapp import strict_json
 from trainapp.errors import Reported, UserError
 from trainapp.files import atomic_write
 from trainapp.launch import job_notes
-from trainapp.launch.job_notes import changed
+from trainapp.launch.job_notes import modified_ns
 from trainapp.launch.one_run import Occupied, is_plan
 from trainapp.plan.answer import complete
 from trainapp.units import bytes_text
@@ -39,13 +39,13 @@ class PlanTable(Callback):
     def on_job_start(self, config: DictConfig, **_: Any) -> None:
         """Called by Hydra, in the job's process. A file that is there already is an earlier sweep's."""
         if self._notes is not None and is_plan(config):
-            self._before |= {path: changed(path) for path in _files(config)}
+            self._before |= {path: modified_ns(path) for path in _files(config)}
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **_: Any) -> None:
         """Called by Hydra, in the job's process."""
         if self._notes is None or not is_plan(config):
             return
-        written = [path for path in _files(config) if changed(path) not in (None, self._before.get(path))]
+        written = [path for path in _files(config) if modified_ns(path) not in (None, self._before.get(path))]
         if written:
             self._notes.write(config, {"plan": str(written[0])})
 

@@ -18,7 +18,7 @@ from omegaconf import DictConfig
 from trainapp.errors import UserError
 from trainapp.files import atomic_write
 from trainapp.launch import job_notes
-from trainapp.launch.job_notes import changed
+from trainapp.launch.job_notes import modified_ns
 from trainapp.launch.one_run import is_for_mode
 from trainapp.run.experiment import RESULT
 from trainapp.signals import StopRequest
@@ -48,7 +48,7 @@ class RunTable(Callback):
     def on_job_start(self, config: DictConfig, **_: Any) -> None:
         """Called by Hydra, in the job's process. A result that is there already is an earlier process's."""
         if self._notes is not None and is_for_mode(config, "train"):
-            self._notes.write(config, _place(config) | {"ended": False, "before": changed(_result_file(config))})
+            self._notes.write(config, _place(config) | {"ended": False, "before": modified_ns(_result_file(config))})
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **_: Any) -> None:
         """Called by Hydra, in the job's process; not after a signal."""
@@ -116,7 +116,7 @@ def _row(note: dict[str, Any], overrides: str) -> _Row:
     if note["ended"] and note["error"] is not None:
         row.ended = f"failed: {note['error']}"
         return row
-    facts = _result(folder / RESULT) if note["ended"] or changed(folder / RESULT) != note["before"] else None
+    facts = _result(folder / RESULT) if note["ended"] or modified_ns(folder / RESULT) != note["before"] else None
     if facts is None:
         row.ended = f"no {RESULT} that can be read" if note["ended"] else row.ended
         return row

@@ -28,7 +28,7 @@ class Delay(NamedTuple):
 
 
 def delay(clock: Clock, selective: bool) -> Delay:
-    """In a loop, where little else is in the caches. selective: what decides about each result is part of it."""
+    """The delay where the caches hold little else. selective: include the decision about each result."""
     (short, few), (long, many) = (
         _beyond_operations(clock, layers, "selective" if selective else "full") for layers in (_SHORT, _LONG)
     )

@@ -1,6 +1,7 @@
 """What one call of an operator costs, whatever the device: from shapes alone, so that tensors need no data."""
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -64,6 +65,9 @@ class Operation:
     allocates: bool = field(compare=False)
     is_view: bool = field(compare=False)
     call: Callable[[torch.device], Callable[[], Any]] | None = field(compare=False)
+
+
+Counts = Counter[Operation]
 
 
 def operation_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Operation:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainapp.memory.levers.activation_checkpointing import Checkpointed
+from trainapp.memory.levers.activation_checkpointing import CheckpointCounters
 from trainapp.plan.operation import Operation
 from trainapp.torch_private import DispatchMode
 
@@ -141,7 +141,7 @@ class Dispatched(DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.operations += not func.is_view
         self.views += func.is_view
-        self.in_blocks += not func.is_view and Checkpointed.inside > 0
+        self.in_blocks += not func.is_view and CheckpointCounters.inside > 0
         return func(*args, **(kwargs or {}))
 
 

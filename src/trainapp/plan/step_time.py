@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from trainapp.memory.host_guard import available
 from trainapp.plan.checkpointing_times import Delay, delay
-from trainapp.plan.operation import ATTENTION, CONVOLUTION, FUNCTION, MATMUL, Operation
+from trainapp.plan.operation import ATTENTION, CONVOLUTION, FUNCTION, MATMUL, Counts, Operation
 from trainapp.plan.operation_times import ROUNDS, Clock, call_times, in_turn
-from trainapp.plan.step_work import Counts
 from trainapp.torch_private import outside_dispatch_modes
 
 LARGEST = 2**28  # bytes that operations may hold to be run for real in turn
@@ -30,7 +29,7 @@ FOR_EACH = 2.0  # seconds at least for those of each further step
 
 
 class Speeds:
-    """What the device can do; each rate is measured when it is first asked for. Use from one thread, in no mode.
+    """What the device can do; each rate is measured when it is first asked for. Use from one thread.
 
     view: seconds from one small operation of a training step to the next, Python and autograd included.
     """
@@ -80,11 +79,11 @@ class Speeds:
         """Seconds from its end to the next operation: what it moves drives Python and autograd out of the caches."""
         return _between(self._calls, operation.moved)
 
-    def delay(self, moved: int, selective: bool) -> tuple[float, float]:
-        """Seconds that checkpointing adds to each block and to each of its operations that moves so many bytes."""
+    def delay(self, moved: int, selective: bool) -> Delay:
+        """What checkpointing adds to a block, and to each of its operations, after one that moves so many bytes."""
         out_of_caches = _between(self._calls, moved) / self.view
         block, each = self._of_checkpointing(selective)
-        return block * out_of_caches, each * out_of_caches
+        return Delay(block * out_of_caches, each * out_of_caches)
 
     def _checkpointing(self, selective: bool) -> Delay:
         with outside_dispatch_modes():

@@ -3,10 +3,11 @@
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
-from trainapp.memory.levers.activation_checkpointing import Checkpointed
-from trainapp.plan.operation import Operation, operation_of
+from trainapp.memory.levers.activation_checkpointing import CheckpointCounters
+from trainapp.plan.operation import Counts, Operation, operation_of
+from trainapp.plan.step_time import Speeds
 from trainapp.torch_operators import ASKS_DEVICE
 from trainapp.torch_private import DispatchMode
 from trainapp.train.phase import Phase
@@ -16,25 +17,6 @@ _PER_MICRO_BATCH = frozenset({Phase.DATA, Phase.FORWARD, Phase.LOSS}) | _BACKWAR
 _PER_STEP = frozenset(
     {Phase.GRADIENTS, Phase.UNSCALE, Phase.CLIP, Phase.UPDATE_IN_BACKWARD, Phase.COMMIT, Phase.COMMITTED}
 )
-Counts = Counter[Operation]
-
-
-class Prices(Protocol):
-    """What operations cost on a device; see `step_time.Speeds`."""
-
-    view: float  # seconds of an operation that moves nothing
-
-    def measure(self, operations: Counts) -> None:
-        """Have them all measured."""
-
-    def busy(self, operation: Operation) -> float:
-        """Seconds of the operation itself."""
-
-    def call(self, operation: Operation) -> float:
-        """Seconds until the next one, in Python and autograd."""
-
-    def delay(self, moved: int, selective: bool) -> tuple[float, float]:
-        """Seconds that checkpointing adds to each block and to each of its operations that moves so many bytes."""
 
 
 @dataclass
@@ -48,15 +30,16 @@ class MicroBatchWork:
     blocks: Counter[bool] = field(default_factory=Counter)
     in_blocks: dict[bool, Counts] = field(default_factory=lambda: {False: Counter(), True: Counter()})
 
-    def between_operations(self, prices: Prices) -> float:
+    def between_operations(self, speeds: Speeds) -> float:
         """Seconds in Python and autograd."""
-        seconds = _total(self.operations, prices.call) + self.views * prices.view
+        seconds = _total(self.operations, speeds.call) + self.views * speeds.view
         for selective, operations in self.in_blocks.items():
             if number := operations.total():
                 mean = sum(operation.moved * count for operation, count in operations.items()) // number
-                seconds += self.blocks[selective] * prices.delay(mean, selective)[0]
+                seconds += self.blocks[selective] * speeds.delay(mean, selective).block
                 seconds += sum(
-                    count * prices.delay(operation.moved, selective)[1] for operation, count in operations.items()
+                    count * speeds.delay(operation.moved, selective).operation
+                    for operation, count in operations.items()
                 )
         return seconds
 
@@ -79,12 +62,12 @@ class Work:
         """Of all traced micro-batches together."""
         return sum((one.operations for one in self.traced), Counter())
 
-    def seconds(self, prices: Prices, micro_batches: int | None = None) -> float:
+    def seconds(self, speeds: Speeds, micro_batches: int | None = None) -> float:
         """Of the whole step. micro_batches: as if there were so many, of larger or smaller size."""
-        prices.measure(self.per_micro_batch + self.per_step)
-        busy = [_total(one.operations, prices.busy) for one in self.traced]
-        between = [one.between_operations(prices) for one in self.traced]
-        once = _total(self.per_step, prices.busy) + _total(self.per_step, prices.call)
+        speeds.measure(self.per_micro_batch + self.per_step)
+        busy = [_total(one.operations, speeds.busy) for one in self.traced]
+        between = [one.between_operations(speeds) for one in self.traced]
+        once = _total(self.per_step, speeds.busy) + _total(self.per_step, speeds.call)
         return (
             _continued(busy, len(busy) / self.share)
             + _continued(between, micro_batches or max(self.micro_batches, len(busy)))
@@ -109,13 +92,13 @@ class WorkCounter(DispatchMode):
     def __init__(self, phase: Callable[[], Phase | None]):
         super().__init__()
         self._phase = phase
-        self.afresh()
+        self.restarted()
 
-    def afresh(self) -> "WorkCounter":
-        """Itself, with nothing counted yet."""
+    def restarted(self) -> "WorkCounter":
+        """This counter, reset."""
         self.work = Work()
         self._before: Phase | None = None
-        self._blocks = Checkpointed.blocks
+        self._blocks = CheckpointCounters.blocks
         return self
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -128,9 +111,9 @@ class WorkCounter(DispatchMode):
         if self._before in _BACKWARD and phase in _PER_MICRO_BATCH - _BACKWARD:
             self.work.traced.append(MicroBatchWork())
         self._before = phase
-        one, selective = self.work.traced[-1], Checkpointed.selecting > 0
-        one.blocks[selective] += Checkpointed.blocks - self._blocks
-        self._blocks = Checkpointed.blocks
+        one, selective = self.work.traced[-1], CheckpointCounters.selecting > 0
+        one.blocks[selective] += CheckpointCounters.blocks - self._blocks
+        self._blocks = CheckpointCounters.blocks
         operation = None if func.is_view else operation_of(func, args, kwargs or {}, result)
         if operation is None or operation.is_view:
             one.views += phase in _PER_MICRO_BATCH
@@ -138,6 +121,6 @@ class WorkCounter(DispatchMode):
             self.work.per_step[operation] += 1
         else:
             one.operations[operation] += 1
-            if Checkpointed.inside:
+            if CheckpointCounters.inside:
                 one.in_blocks[selective][operation] += 1
         return result

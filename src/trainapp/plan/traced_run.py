@@ -149,7 +149,7 @@ def _training_peak(run: Run, memory: TracedMemory, steps: int, work: WorkCounter
     static = static_bytes(state.model, state.optimizers, state.average.averages, state.keeps_gradients)
     kept = _kept(run, memory)
     if steps > 1 or kept != kept_before or static != run.meter.static:
-        with work.afresh() if work else contextlib.nullcontext():
+        with work.restarted() if work else contextlib.nullcontext():
             train_step(run)
         update_weight_average(run)
         now = static_bytes(state.model, state.optimizers, state.average.averages, state.keeps_gradients)

@@ -25,7 +25,7 @@ from trainapp.errors import UserError
 from trainapp.hooks.metrics import EVERY
 from trainapp.memory.levers.chunked_loss import features_only, head_of, linear_cross_entropy
 from trainapp.train.model_inputs import beside_inputs, inputs_and_targets, predictions
-from trainapp.train.task_attributes import attribute
+from trainapp.train.task_attributes import attribute, unchecked
 
 Number = float | int | bool  # or a number of NumPy's
 Metrics = Mapping[str, Any]  # sums: Tensor | Number | Callable[[], Tensor | Number]; or arguments of an `update`
@@ -95,7 +95,7 @@ class InChunks:
 
 def is_built_in(task: Task) -> bool:
     """Whether the task's loss is one of this module, which can be computed in chunks."""
-    plain = getattr(task, "unchecked", task)
+    plain = unchecked(task)
     return plain in (classification, next_token) or isinstance(plain, InChunks)
 
 
@@ -116,7 +116,7 @@ def in_chunks(task: Task, rows: int | Literal["auto"] | None) -> Task:
     """A built-in task with its loss in chunks of so many rows; None: with all logits at once. Others are unchanged."""
     if not is_built_in(task):
         return task
-    plain = getattr(task, "unchecked", task)
+    plain = unchecked(task)
     plain = plain.task if isinstance(plain, InChunks) else plain
     return plain if rows is None else InChunks(plain, rows)
 

@@ -13,6 +13,7 @@ from trainapp.train.attributes import Attributes
 from trainapp.train.modes import evaluation_mode, uncompiled
 from trainapp.train.run import Run
 from trainapp.train.side_effects import KeepsWritten
+from trainapp.train.task_attributes import unchecked
 
 
 def metric_names(run: Run, samples: int = 2) -> set[str]:
@@ -37,7 +38,7 @@ def without_trace(run: Run) -> Iterator[None]:
         run.restore_point.take(unproven=True)
         stack.callback(run.restore_point.restore)
         modules = (state.model, *state.stateful.modules.values())
-        task = getattr(run.task, "unchecked", run.task)
+        task = unchecked(run.task)
         attributes = Attributes(*modules, task)
         stack.callback(attributes.restore)
         written = KeepsWritten(attributes.tensors)  # the others are the restore point's

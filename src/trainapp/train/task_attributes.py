@@ -5,11 +5,16 @@ import inspect
 from typing import Any
 
 
+def unchecked(task: Any) -> Any:
+    """The task of the configuration, without the checks around it."""
+    return getattr(task, "unchecked", task)
+
+
 def attribute(task: Any, name: str, default: Any = None) -> Any:
     """An attribute of a task, whether it is checked or not; of a `functools.partial`, that of its function where it has
     none of its own, called with those of its arguments that it takes. `default` where there is none.
     """
-    own: Any = getattr(task, "unchecked", task)
+    own: Any = unchecked(task)
     given: dict[str, Any] = {}
     while not hasattr(own, name) and isinstance(own, functools.partial):
         own, given = own.func, own.keywords | given

@@ -30,11 +30,11 @@ _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "scaled_in
 _KEPT = frozenset({*_PRODUCTS, "convolution", *ATTENTION_OPERATORS})
 
 
-class Checkpointed:
-    """Checkpointed blocks at work, for those who count what passes through their Python.
+class CheckpointCounters:
+    """Of this process, read by what counts the operations of a plan.
 
-    inside: how many contexts are open, of a forward or a recomputation. selecting: how many of these decide which
-    results to keep. blocks: forwards so far.
+    inside: open forwards and recomputations of checkpointed blocks. selecting: those of them with a selection policy.
+    blocks: forwards begun.
     """
 
     inside = selecting = blocks = 0
@@ -74,10 +74,9 @@ def _contexts(state: BlockState, chosen: Callable[[], Contexts] | None) -> Conte
     forward, recompute = (chosen or noop_context_fn)()
     before = Before()
     # In this order: what selects the operations to keep must not see the copies.
-    noted, rewound = _Nested(lambda: state.noted(before), forward), _Nested(lambda: state.rewound(before), recompute)
-    noted.selects = rewound.selects = chosen is not None
-    noted.is_forward = True
-    return noted, rewound
+    selects = chosen is not None
+    noted = _Nested(lambda: state.noted(before), forward, selects, is_forward=True)
+    return noted, _Nested(lambda: state.rewound(before), recompute, selects, is_forward=False)
 
 
 def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -90,20 +89,24 @@ def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkpoin
 class _Nested:
     """Two contexts, entered together, once per backward: a graph that is kept has several."""
 
-    selects = is_forward = False
-
-    def __init__(self, outer: Callable[[], AbstractContextManager[None]], inner: AbstractContextManager[None]):
-        self._outer, self._inner = outer, inner
+    def __init__(
+        self,
+        outer: Callable[[], AbstractContextManager[None]],
+        inner: AbstractContextManager[None],
+        selects: bool,
+        is_forward: bool,
+    ):
+        self._outer, self._inner, self._selects, self._is_forward = outer, inner, selects, is_forward
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> None:
         self._stack.enter_context(self._outer())
         self._stack.enter_context(self._inner)
-        Checkpointed.inside += 1
-        Checkpointed.selecting += self.selects
-        Checkpointed.blocks += self.is_forward
+        CheckpointCounters.inside += 1
+        CheckpointCounters.selecting += self._selects
+        CheckpointCounters.blocks += self._is_forward
 
     def __exit__(self, *error: Any) -> None:
-        Checkpointed.inside -= 1
-        Checkpointed.selecting -= self.selects
+        CheckpointCounters.inside -= 1
+        CheckpointCounters.selecting -= self._selects
         self._stack.__exit__(*error)

@@ -1,10 +1,10 @@
 """The levers that keep fewer activations on the device: part of the one list in `catalogue`."""
 
 from trainapp.memory.levers.conditions import (
-    needs_a_gpu,
-    needs_a_gpu_and_blocks,
     needs_blocks,
     needs_blocks_to_budget,
+    needs_movable_activations,
+    needs_movable_inputs,
 )
 from trainapp.memory.levers.lever import Lever
 
@@ -43,7 +43,7 @@ ACTIVATIONS = (
         costs="host memory; time where copies take longer than computing",
         applies="CUDA, without `parallel=fsdp`, `train.compile` and `activation_checkpointing=budget`",
         changes={"memory.offload_activations": "all"},
-        require=needs_a_gpu,
+        require=needs_movable_activations,
         result="same",
     ),
     Lever(
@@ -53,7 +53,7 @@ ACTIVATIONS = (
         applies="CUDA, models with `blocks()`, without `train.compile`",
         changes={"memory.offload_activations": "inputs", "activation_checkpointing.mode": "full"},
         in_force=lambda config: config.memory.offload_activations == "inputs",
-        require=needs_a_gpu_and_blocks,
+        require=needs_movable_inputs,
         result="same",
     ),
 )

@@ -21,6 +21,7 @@ from trainapp.memory.levers.conditions import (
 )
 from trainapp.memory.levers.lever import Lever, Situation
 from trainapp.memory.levers.optimizer_state import (
+    MUON,
     ON_HOST,
     adamw,
     half_of_adams_state,
@@ -182,24 +183,7 @@ LEVERS = (
         in_force=lambda config: config.optimizer.target == "torch.optim.Adafactor",
         require=needs_whole_parameters,
     ),
-    Lever(
-        "optimizer=muon",
-        saves="one of AdamW's two moments, for the matrices of hidden layers",
-        costs="another optimizer; some matrix products per matrix in every step",
-        applies="models with hidden matrices",
-        changes={
-            "optimizer.target": "trainapp.optim.muon.Muon",
-            "optimizer.arguments": {
-                "momentum": 0.95,
-                "nesterov": True,
-                "ns_steps": 5,
-                "adjust_lr_fn": "match_rms_adamw",
-                "betas": [0.9, 0.999],
-                "eps": 1e-8,
-            },
-        },
-        in_force=lambda config: config.optimizer.target == "trainapp.optim.muon.Muon",
-    ),
+    MUON,
     Lever(
         "optimizer.in_backward=true",
         saves="all gradients but one, where the step is one micro-batch",

@@ -32,7 +32,7 @@ def needs_blocks_for_adapters(situation: Situation) -> None:
         blocks_of(situation.model, "adapter.targets=auto")
 
 
-def needs_a_gpu(situation: Situation) -> None:
+def needs_movable_activations(situation: Situation) -> None:
     """For activation offload. Where it is set on another device, nothing is moved; it is offered on CUDA only."""
     config = situation.config
     mode, checkpointing = config.memory.offload_activations, config.activation_checkpointing.mode
@@ -61,9 +61,9 @@ def needs_a_gpu(situation: Situation) -> None:
         )
 
 
-def needs_a_gpu_and_blocks(situation: Situation) -> None:
+def needs_movable_inputs(situation: Situation) -> None:
     """For the offload of blocks' inputs."""
-    needs_a_gpu(situation)
+    needs_movable_activations(situation)
     blocks_of(situation.model, "memory.offload_activations=inputs")
 
 

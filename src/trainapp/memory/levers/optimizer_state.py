@@ -82,3 +82,22 @@ ON_HOST = Lever(
     state_saved=optimizer_state,
     result="same",
 )
+
+MUON = Lever(
+    "optimizer=muon",
+    saves="one of AdamW's two moments, for the matrices of hidden layers",
+    costs="another optimizer; some matrix products per matrix in every step",
+    applies="models with hidden matrices",
+    changes={
+        "optimizer.target": "trainapp.optim.muon.Muon",
+        "optimizer.arguments": {
+            "momentum": 0.95,
+            "nesterov": True,
+            "ns_steps": 5,
+            "adjust_lr_fn": "match_rms_adamw",
+            "betas": [0.9, 0.999],
+            "eps": 1e-8,
+        },
+    },
+    in_force=lambda config: config.optimizer.target == "trainapp.optim.muon.Muon",
+)
