@@ -212,3 +212,43 @@ class Sliced(Views):
         first = min(first, len(self) - len(samples))
         targets = torch.tensor([target for _, target in samples])
         return {"inputs": self.images[first : first + len(samples)], "targets": targets}
+
+
+class Antialiased(nn.Module):
+    """One of its operations has no kernel for bfloat16 on the CPU; that for tensors without data takes it."""
+
+    def __init__(self, hidden: int = 64):
+        super().__init__()
+        self.hidden, self.head = nn.Linear(64, hidden), nn.Linear(16, 10)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        images = self.hidden(inputs.flatten(1)).unflatten(1, (1, 8, -1))
+        return self.head(nn.functional.interpolate(images, size=(4, 4), mode="bilinear", antialias=True).flatten(1))
+
+
+class Meaned(nn.Module):
+    """Takes rows of any number."""
+
+    def __init__(self, width: int = 64):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, 10))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.body(inputs).mean(1)
+
+
+class Padded(Stacked):
+    """Rows of 16, of which a few have 64; batches are padded to the longest of their own."""
+
+    def __init__(self, split: str, size: int = 320, val_size: int = 30, long: int = 0, val_long: int = -1):
+        self.size, self.long = (size, long) if split == "train" else (val_size, val_long)
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.ones(64 if index == self.long else 16, 8), index % 10
+
+    def collate(self, samples: list[tuple[Tensor, int]]) -> dict[str, Tensor]:
+        rows = nn.utils.rnn.pad_sequence([rows for rows, _ in samples], batch_first=True)
+        return {"inputs": rows, "targets": torch.tensor([target for _, target in samples])}

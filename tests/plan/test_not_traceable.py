@@ -257,6 +257,23 @@ def test_where_no_small_step_can_be_run_a_model_that_may_notice_is_no_certainty(
     assert plan(own(Notices))["certainty"] == "exact"
 
 
+def test_an_operation_without_a_real_kernel_is_no_certainty(tmp_path):
+    """In the plan's own precision, and of a lever: that is not offered as if it could be run."""
+    group = tmp_path / "conf" / "model"
+    group.mkdir(parents=True)
+    (group / "own.yaml").write_text("_target_: planned_models.Antialiased\n")
+    search = f"hydra.searchpath=[file://{tmp_path / 'conf'}]"
+    overrides = (*runs.TINY, "user_packages=[planned_models]", "model=own", search, "data=digits", "memory.limit=10GiB")
+    facts = plan((*overrides, "precision=bf16", "plan.levers=false"))
+    assert facts["certainty"] == "range"
+    assert any("not implemented for 'BFloat16'" in note for note in facts["notes"])
+    facts = plan((*overrides, "plan.levers=true"))
+    assert facts["certainty"] == "exact"
+    by_name = {entry["overrides"]: entry for entry in facts["levers"]}
+    assert not any(entry["peak_bytes"] for name, entry in by_name.items() if "precision=bf16" in name)
+    assert by_name["optimizer=sgd"]["peak_bytes"]
+
+
 def test_packages_that_look_for_fakes_are_found_by_their_source(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(tmp_path)
     for package, content in (("looks", "from torch._subclasses import FakeTensor"), ("does_not", "import torch")):

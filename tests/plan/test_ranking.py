@@ -74,8 +74,8 @@ def test_what_changes_the_training_comes_last_and_is_in_no_stack(facts):
 
 def test_relative_times_say_what_recomputing_costs(facts):
     times = {entry["overrides"]: entry["relative_time"] for entry in facts["levers"]}
-    assert 1 < times["activation_checkpointing=full"] < 2
-    assert 1 < times["activation_checkpointing=selective"] < 5  # of operations as small as these, more than `full`
+    assert 1 < times["activation_checkpointing=full"] < 4  # of operations as small as these most is Python
+    assert 1 < times["activation_checkpointing=selective"] < 6
     assert 0.8 < times["optimizer.in_backward=true train.grad_clip=null"] < 1.5
 
 

@@ -173,7 +173,7 @@ def test_operations_of_one_name_take_turns():
         return replace(operation, call=lambda device: lambda: order.append(number))
 
     operations = [recorded(number) for number in range(3)]
-    seconds = operation_times.in_turn(operations, operation_times.Clock(torch.device("cpu")))
+    seconds = operation_times.in_turn(operations, operation_times.Clock(torch.device("cpu")), set())
     assert set(seconds) == set(operations)
     assert order == [0, 1, 2] * (1 + operation_times.ROUNDS)  # the first round does not count
 
@@ -186,7 +186,7 @@ def test_an_operation_that_cannot_be_run_is_left_to_the_roofline(speeds):
         raise ValueError
 
     wrong = replace(operation, signature="wrong", call=fails)
-    assert operation_times.in_turn([wrong], speeds.clock) == {}
+    assert operation_times.in_turn([wrong], speeds.clock, set()) == {}
     assert speeds.busy(wrong) >= speeds.roofline(wrong) > 0
 
 

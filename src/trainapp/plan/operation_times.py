@@ -68,8 +68,11 @@ def _repeat(function: Callable[[], Any], number: int) -> None:
         function()
 
 
-def in_turn(operations: Sequence[Operation], clock: Clock) -> dict[Operation, float]:
-    """The least seconds of each, run for real in this order, round by round; without those that cannot be run."""
+def in_turn(operations: Sequence[Operation], clock: Clock, missing: set[Operation]) -> dict[Operation, float]:
+    """The least seconds of each, run for real in this order, round by round; without those that cannot be run.
+
+    missing: gets those that the device has no kernel for.
+    """
     functions: dict[Operation, Callable[[], Any]] = {}
     least: dict[Operation, float] = {}
     for operation in operations:
@@ -78,8 +81,10 @@ def in_turn(operations: Sequence[Operation], clock: Clock) -> dict[Operation, fl
         try:
             functions[operation] = call(clock.device)
             functions[operation]()
-        except Exception:  # values that it cannot take
+        except Exception as error:  # values that it cannot take, for one
             functions.pop(operation, None)
+            if isinstance(error, NotImplementedError):
+                missing.add(operation)
     others = torch.zeros(CACHES // 4, device=clock.device)
     for _ in range(ROUNDS):
         others.add_(1)

@@ -5,7 +5,7 @@ import pickle
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
@@ -52,14 +52,14 @@ def plan(
     if untraceable is None:
         try:
             facts, peak = planner.search(only) if only else planner.plan()
-            doubt = "" if only else _doubt(planner, facts)
+            doubt = _Doubt() if only else _doubt(planner, facts)
             if has_levers and facts["largest_micro_size"] is not None:  # else a band, in which no lever can be seen
                 facts |= _hints(planner, facts)
-                if doubt == "":
+                if doubt == _Doubt():
                     early(facts)
                 facts |= _ranked(planner, facts)
-            if doubt != "":
-                facts, peak = _doubted(planner, facts, doubt), peak if doubt is None else None
+            if doubt != _Doubt():
+                facts, peak = _doubted(planner, facts, doubt), None if doubt.reason else peak
         except UserError:
             raise
         except Exception as error:
@@ -101,33 +101,42 @@ def _planner(config: Config, only: Collection[str]) -> "Planner":
     return planner.for_device(config, load_components)
 
 
-def _doubt(planner: Planner, facts: Facts) -> str | None:
-    """Why the trace is wrong, if a small step that is run for real says so; "" if not. None if that could not be asked
-    of a model that may notice that it is traced.
-    """
+class _Doubt(NamedTuple):
+    """Of a trace. reason: why it is wrong. note: why a step that is run for real could not be compared with it."""
+
+    reason: str = ""
+    note: str = ""
+
+
+def _doubt(planner: Planner, facts: Facts) -> _Doubt:
+    """What a small step that is run for real says of the trace of a model that others wrote."""
     config = planner.config
     packages = {*planner.at(facts["micro_size"], 0).packages, *(n.partition(".")[0] for n in config.user_packages)}
     if not packages or planner.place is not ON_CPU or facts["certainty"] == RANGE:
-        return ""
-    doubt = None
+        return _Doubt()
     if planner.world == 1:
         size = min(max(small_step.SIZE, planner.smallest), planner.share)
-        doubt = small_step.difference(config, planner.components, size)
-    return doubt if doubt is not None or small_step.look_for_fakes(packages) else ""
+        try:
+            reason = small_step.difference(config, planner.components, size)
+        except small_step.StepFailed as error:
+            return _Doubt(note=str(error))
+        if reason is not None:
+            return _Doubt(reason)
+    unknown = "the model may behave differently when it is traced, and no small step could be run to compare"
+    return _Doubt(note=unknown) if small_step.look_for_fakes(packages) else _Doubt()
 
 
-def _doubted(planner: Planner, facts: Facts, doubt: str | None) -> Facts:
+def _doubted(planner: Planner, facts: Facts, doubt: _Doubt) -> Facts:
     """The facts with the estimate in place of the trace, of which only the levers remain; without a reason, the trace
     as one end of a range whose other end is not known.
     """
     for entry in (*facts.get("levers", []), *([facts["best"]] if "best" in facts else [])):
         entry["certainty"] = NOT_TRACEABLE if entry["certainty"] == NOT_TRACEABLE else RANGE
-    if doubt is None:
-        note = "the model may behave differently when it is traced, and no small step could be run to compare"
+    if not doubt.reason:
         ends = facts.get("range_bytes", [facts["peak_bytes"]] * 2)
-        return facts | {"certainty": RANGE, "range_bytes": ends, "notes": [*facts.get("notes", []), note]}
+        return facts | {"certainty": RANGE, "range_bytes": ends, "notes": [*facts.get("notes", []), doubt.note]}
     facts.pop("range_bytes", None)
-    estimate = _estimated(planner, doubt, ())
+    estimate = _estimated(planner, doubt.reason, ())
     if "best" in facts:
         estimate["notes"] = [*estimate.get("notes", []), "the levers are from the trace"]
     return facts | estimate

@@ -14,6 +14,7 @@ from pathlib import Path
 from trainapp.config.schema import Config
 from trainapp.memory.host_guard import available
 from trainapp.memory.live_tensors import MemoryLimitExceeded
+from trainapp.plan.bounds import reason_of
 from trainapp.plan.real_steps import MEMORY_SHARE, small
 from trainapp.plan.recorder import Peak
 from trainapp.plan.traced_run import Trace, trace
@@ -26,11 +27,16 @@ _LOOKS_FOR_FAKES = re.compile(rb"fake_?tensor", re.IGNORECASE)
 log = logging.getLogger(__name__)
 
 
+class StepFailed(Exception):
+    """The small step fails when it is run for real. The message is the reason."""
+
+
 def difference(config: Config, components: Components, size: int) -> str | None:
     """How a step of `size` samples and an evaluation differ from their trace: "" if not at all, None where they cannot
     be run or would take too long.
 
-    Gradients are not clipped in it: whether they are depends on their values.
+    Raises StepFailed for an error of the real step: fake kernels take dtypes for which there is no real one. Gradients
+    are not clipped in it: whether they are depends on their values.
     """
     if config.precision.mode == "fp16":  # the loss scale may skip a real step, but never a traced one
         return None
@@ -41,12 +47,16 @@ def difference(config: Config, components: Components, size: int) -> str | None:
         expected = trace(changed, components, size, size, count_work=True)
         if expected.peak.total > most or _arithmetic(expected) > MOST_WORK:
             return None
+    except Exception:  # the plan itself could be traced: whatever this is, it is no reason to withhold it
+        log.debug("no small step could be traced", exc_info=True)
+        return None
+    try:
         real = trace(changed, components, size, size, real_bytes=2 * most)
     except MemoryLimitExceeded:
         return f"a step of {size} samples needs more than twice what its trace says"
-    except Exception:  # the plan itself could be traced: whatever this is, it is no reason to withhold it
+    except Exception as error:
         log.debug("no small step could be run", exc_info=True)
-        return None
+        raise StepFailed(f"a step of {size} samples, run for real, fails: {reason_of(error)}") from error
     return _largest_difference(size, [(expected.training, real.training), (expected.evaluation, real.evaluation)])
 
 

@@ -31,13 +31,15 @@ FOR_EACH = 2.0  # seconds at least for those of each further step
 class Speeds:
     """What the device can do; each rate is measured when it is first asked for. Use from one thread.
 
-    view: seconds from one small operation of a training step to the next, Python and autograd included.
+    view: seconds from one small operation of a training step to the next, Python and autograd included. missing: the
+    operations so far that the device has no kernel for, which those for tensors without data do not tell.
     """
 
     def __init__(self, device: torch.device):
         self.device = device
         self.clock = Clock(device)
         self._left = PATIENCE
+        self.missing: set[Operation] = set()
         self._seconds: dict[Operation, float] = {}
         self._measured: list[tuple[Operation, float]] = []  # run for real
         self._largest = min(LARGEST, int(SHARE_OF_MEMORY * available()))
@@ -62,7 +64,7 @@ class Speeds:
         found: dict[Operation, float] = {}
         with outside_dispatch_modes(), torch.no_grad():
             for group in _groups([operation for operation in new if operation in chosen], self._largest):
-                found |= in_turn(group, self.clock)
+                found |= in_turn(group, self.clock, self.missing)
         self._left -= self.clock.now() - started
         self._measured += found.items()
         for operation in new:

@@ -62,6 +62,10 @@ class Work:
         """Of all traced micro-batches together."""
         return sum((one.operations for one in self.traced), Counter())
 
+    def cannot_run(self, speeds: Speeds) -> bool:
+        """Whether the device lacks a kernel, as far as operations have been run for real."""
+        return not speeds.missing.isdisjoint([*self.per_micro_batch, *self.per_step])
+
     def seconds(self, speeds: Speeds, micro_batches: int | None = None) -> float:
         """Of the whole step. micro_batches: as if there were so many, of larger or smaller size."""
         speeds.measure(self.per_micro_batch + self.per_step)

@@ -5,8 +5,10 @@ import itertools
 from collections.abc import Iterator
 from typing import Any, Literal
 
+import torch
+
 from trainapp.config.schema import Config
-from trainapp.data.batch import elements_in
+from trainapp.data.batch import elements_in, map_tensors, tensors_in
 from trainapp.data.micro_batch import MicroBatch
 from trainapp.data.progress import Progress
 from trainapp.data.step_batches import StepBatches
@@ -66,20 +68,43 @@ def training_shapes(batches: StepBatches, size: int, which: Which) -> MicroBatch
 
 
 def representative(micro_batches: Iterator[MicroBatch], which: Which) -> MicroBatch | None:
-    """The first micro-batch with the most, or the fewest, elements of the first SURVEYED samples; None where all full
-    ones have the same shapes.
+    """The first micro-batch with the most, or the fewest, elements of the first SURVEYED samples; None where all have
+    the same shapes. One that is not full counts as if it were: in another order its samples are in a full one.
     """
     first = chosen = next(micro_batches, None)
     if first is None or chosen is None:
         return None
     samples, varies = 0, False
     for micro in itertools.chain([first], micro_batches):
-        if micro.samples == first.samples:
-            varies = varies or shapes_of(micro.data) != shapes_of(first.data)
-            size, best = elements_in(micro.data), elements_in(chosen.data)
-            if (size > best) if which == "longest" else (size < best):
-                chosen = micro
         samples += micro.samples
+        if not _are_alike(micro, first):
+            varies, full = True, _filled(micro, first.samples)
+            size, best = elements_in(full.data), elements_in(chosen.data)
+            if (size > best) if which == "longest" else (size < best):
+                chosen = full
         if samples >= max(SURVEYED, 2 * first.samples):
             break
     return chosen if varies else None
+
+
+def _are_alike(micro: MicroBatch, first: MicroBatch) -> bool:
+    """Whether their tensors have the same shapes but for the numbers of samples, in whichever dimension these are."""
+    if micro.samples == first.samples:
+        return shapes_of(micro.data) == shapes_of(first.data)
+    pairs = list(itertools.zip_longest(tensors_in(micro.data), tensors_in(first.data)))
+    if any(a is None or b is None or a.ndim != b.ndim or a.dtype != b.dtype for a, b in pairs):
+        return False
+    sizes = [sizes for a, b in pairs for sizes in zip(a.shape, b.shape, strict=True)]
+    return all(a == b or a * first.samples == b * micro.samples for a, b in sizes)
+
+
+def _filled(micro: MicroBatch, samples: int) -> MicroBatch:
+    """With its samples repeated up to so many. As it is, where they are not in the first dimension of all tensors."""
+    if micro.samples == samples or any(t.ndim == 0 or len(t) != micro.samples for t in tensors_in(micro.data)):
+        return micro
+    rows = torch.arange(samples) % micro.samples
+
+    def piece(start: int, end: int) -> Any:
+        return map_tensors(lambda tensor: tensor[rows[start:end].to(tensor.device)], micro.data)
+
+    return micro._replace(data=piece(0, samples), samples=samples, piece=piece)

@@ -22,6 +22,7 @@ from trainapp.plan.own_loss import LogitsWatch
 from trainapp.plan.place import Place
 from trainapp.plan.recorder import Peak, TracedMemory
 from trainapp.plan.step_work import Work, WorkCounter
+from trainapp.plan.traced_part import SURVEYED
 from trainapp.plan.ways import FIRST, Way
 from trainapp.torch_private import storage_id
 from trainapp.train import build
@@ -197,6 +198,8 @@ def _unsettled(memory: TracedMemory, ranks: Ranks, run: Run, data: Any) -> tuple
         reasons.append("the optimizer may create state later than in its first step")
     if hasattr(data, "set_epoch") and _package(data) not in _KNOWN:
         reasons.append("the data set may change from epoch to epoch")
+    if _package(data) not in _KNOWN and hasattr(data, "collate") and not _is_surveyed(data):
+        reasons.append(f"the data set's own collate may make others of samples after the first {SURVEYED}")
     if _has_views(data, memory.kept.of_data):
         reasons.append("samples are views of larger tensors, which a run may count as a whole")
     return tuple(reasons)
@@ -204,6 +207,14 @@ def _unsettled(memory: TracedMemory, ranks: Ranks, run: Run, data: Any) -> tuple
 
 def _package(value: Any) -> str:
     return type(value).__module__.partition(".")[0]
+
+
+def _is_surveyed(data: Any) -> bool:
+    """Whether all samples are among those whose shapes are compared."""
+    try:
+        return len(data) <= SURVEYED
+    except TypeError:  # a stream
+        return False
 
 
 def _has_views(data: Any, known: WeakStorages) -> bool:

@@ -101,8 +101,11 @@ class Variants:
             log.debug("a lever could not be traced", exc_info=True)
             return Variant(tuple(levers), planner, None, math.inf, math.inf, NOT_TRACEABLE)
         peak, certainty, work = measured
+        times = self._times(work)
+        if work.cannot_run(self.speeds):
+            return Variant(tuple(levers), planner, None, math.inf, math.inf, NOT_TRACEABLE)
         largest = planner.share if peak.total <= self.limit and self.size == planner.share else None
-        return Variant(tuple(levers), planner, peak, *self._times(work), certainty, largest)
+        return Variant(tuple(levers), planner, peak, *times, certainty, largest)
 
     def _times(self, work: Work) -> tuple[float, float]:
         return work.seconds(self.speeds), work.seconds(self.speeds, micro_batches=1)
