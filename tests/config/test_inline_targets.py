@@ -41,6 +41,11 @@ RMSPROP = "optimizer._target_=torch.optim.RMSprop"
             ],
             ["--config-dir", "model", "-m", "train.seed=4", "~model", "++model._target_=mine.Net", "++model.width=1,2"],
         ),
+        (
+            ["model={_target_: a.B, width: 5}", "model.width=7"],
+            ["~model", "++model={_target_: a.B, width: 5}", "model.width=7"],
+        ),
+        (["model={width: 5}", "task={_target_: a.b}"], ["model={width: 5}", "task={_target_: a.b}"]),
         (["optimizer.lr=1"], ["optimizer.lr=1"]),
         (["optimizer=adamw", "model._target_=a.B"], ["optimizer=adamw", "~model", "++model._target_=a.B"]),
         (["hydra.run.dir='a=b'", RMSPROP], ["hydra.run.dir='a=b'", "~optimizer", f"++{RMSPROP}"]),
@@ -48,6 +53,13 @@ RMSPROP = "optimizer._target_=torch.optim.RMSprop"
 )
 def test_what_the_overrides_stand_for(given, meant):
     assert expanded(given) == meant
+
+
+def test_a_mapping_takes_the_place_of_the_option(tmp_path):
+    given = ("model={_target_: torch.nn.Linear, in_features: 64, out_features: 5}", "model.out_features=10")
+    model = runs.configure(tmp_path, *given, "optimizer={_target_: torch.optim.SGD, lr: 0.5}")
+    assert (model.model.target, model.model.arguments) == ("torch.nn.Linear", {"in_features": 64, "out_features": 10})
+    assert (model.optimizer.lr, model.optimizer.arguments) == (0.5, {})
 
 
 def test_an_optimizer_has_the_defaults_of_its_class(tmp_path):

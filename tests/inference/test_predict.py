@@ -259,6 +259,18 @@ def test_one_message(tmp_path, trained, overrides, message):
     assert not (tmp_path / "p.jsonl").exists()
 
 
+def test_a_file_of_something_else_is_not_replaced(tmp_path, trained):
+    """Such as a result of the run that the command names."""
+    (tmp_path / "result.json").write_text('{"steps": 3}')
+    with pytest.raises(UserError, match=r"predict\.output=.*result\.json: is there already, and is no file of pred"):
+        predict(tmp_path, trained, *OWN, output="result.json")
+    assert (tmp_path / "result.json").read_text() == '{"steps": 3}'
+    (tmp_path / "empty.jsonl").touch()
+    assert predict(tmp_path, trained, *OWN, output="empty.jsonl") == predict(
+        tmp_path, trained, *OWN, output="empty.jsonl"
+    )
+
+
 def test_a_stream_goes_on_where_it_was(tmp_path, trained, monkeypatch):
     """Of samples that are read one after the other: an error of another kind ends the first process."""
     data = ("data._target_=own_streams.Plain", "user_packages=[own_streams]", "+data.val_samples=50")

@@ -1,4 +1,5 @@
-"""`optimizer._target_=CLASS` on the command line: the class by itself, without the settings of the group's option.
+"""`optimizer._target_=CLASS` or `optimizer={_target_: CLASS, ...}` on the command line: the class by itself, without
+the settings of the group's option.
 
 An option such as `optimizer=adamw` has arguments for its own class, which another would reject or, worse, accept.
 Imports no torch.
@@ -18,7 +19,7 @@ def expanded(overrides: Sequence[str]) -> list[str]:
     `optimizer=sgd optimizer._target_=mine.SGD`, its settings stay, as they do behind `++optimizer._target_`, which
     replaces a value among others. Other arguments of the command line may be among the overrides.
     """
-    texts = list(overrides)
+    texts = [part for text in overrides for part in _of_mapping(text)]
     for group in GROUPS:
         keys = [parts(text) for text in texts]
         is_inline = any(key == f"{group}._target_" and sign in ("", "+") for sign, key, _ in keys)
@@ -27,6 +28,13 @@ def expanded(overrides: Sequence[str]) -> list[str]:
             own = [_added(text, group) for n, text in enumerate(texts) if not _removes_default(text, group, texts[:n])]
             texts = [*own[: _first(own, group)], f"~{group}", *own[_first(own, group) :]]
     return texts
+
+
+def _of_mapping(text: str) -> list[str]:
+    """`model={_target_: CLASS, ...}` in place of the option; Hydra would merge it into the default one's settings."""
+    sign, key, rest = parts(text)
+    is_whole = sign in ("", "+") and key in GROUPS and rest.startswith("={") and "_target_" in rest
+    return [f"~{key}", f"++{key}{rest}"] if is_whole else [text]
 
 
 def parts(text: str) -> tuple[str, str, str]:

@@ -21,7 +21,7 @@ from trainapp.errors import UserError
 from trainapp.inference.batches import begin, facts_of, output_path, write_in_batches
 from trainapp.inference.decoder import Decoder, context_of, decoder_of
 from trainapp.inference.drawing import Uniform, draw
-from trainapp.inference.lines import opened
+from trainapp.inference.lines import opened, require_replaceable
 from trainapp.inference.tokens import Codec, ends_of_text
 from trainapp.train.losses import classification, has_embeddings
 from trainapp.train.run import Run
@@ -60,6 +60,7 @@ def generate(run: Run) -> None:
 
     path = output_path(run, settings.output, "generations.jsonl")
     facts = facts_of(run.config) | {"generate": _what_decides(run.config.to_dict()["generate"])}
+    require_replaceable(path, "generate.output")
     with opened(path, facts, "generate.output") as lines:
         fetched = batches_of(prompts, settings.max_new_tokens, lines.done, run.sizes.evaluation.size, run.state.device)
         write_in_batches(run, fetched, lines, rows_of)

@@ -17,6 +17,8 @@ from trainapp import strict_json
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.files import atomic_write
 
+_BEGINNING = b'{"index":'
+
 
 class Lines:
     """An open file of lines, of which the first `done` are written. See `opened`."""
@@ -82,6 +84,15 @@ def opened(path: Path, facts: dict[str, Any], setting: str) -> Iterator[Lines]:
                 raise
             raise UserError(f"{setting}={path}: cannot be written ({error.strerror}); name another file") from None
         yield Lines(path, setting, file, done or 0)
+
+
+def require_replaceable(path: Path, setting: str) -> None:
+    """Raises UserError for a file with other content than lines as `Lines.write` writes them."""
+    begins = b""
+    with contextlib.suppress(OSError), open(path, "rb") as file:  # `opened` will say what is wrong
+        begins = file.read(len(_BEGINNING))
+    if begins not in (b"", _BEGINNING):
+        raise UserError(f"{setting}={path}: is there already, and is no file of predictions; name another file")
 
 
 def _facts(path: Path) -> Path:

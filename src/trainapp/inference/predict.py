@@ -7,9 +7,10 @@ from trainapp.data.sampler import EvalBatches
 from trainapp.errors import UserError
 from trainapp.inference.batches import begin, facts_of, output_path, write_in_batches
 from trainapp.inference.data_facts import data_facts
-from trainapp.inference.lines import opened
+from trainapp.inference.lines import opened, require_replaceable
 from trainapp.inference.outputs import Predictor, class_names
 from trainapp.inference.shares import publish_shares, share_path
+from trainapp.parallel.rank_zero import answered_by_rank_zero
 from trainapp.train.phase import Phase
 from trainapp.train.run import Run
 from trainapp.train.task_attributes import unchecked
@@ -33,6 +34,7 @@ def predict(run: Run) -> None:
     own, ranks = share_path(path, run.ranks.rank, run.ranks.world), run.ranks
     if ranks.world > 1:
         facts["share"] = [ranks.rank, ranks.world]
+    answered_by_rank_zero(ranks, lambda: require_replaceable(path, "predict.output"))
     ranks.enable_votes(False)  # each rank recovers alone, as its forwards are its own
     with opened(own, facts, "predict.output") as lines:
         if lines.done:
