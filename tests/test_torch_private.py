@@ -26,6 +26,7 @@ from trainapp.torch_operators import (
     CAST,
     CHECKPOINT_IGNORES,
     FLOP_FORMULAS,
+    FUSED_WITHOUT_META,
     READ_OPERATORS,
     UNIQUE,
     int8_product,
@@ -631,6 +632,18 @@ def test_which_arguments_an_operator_writes():
     assert written_arguments(aten.add_.Tensor)[:2] == (True, False)
     assert not any(written_arguments(aten.add.Tensor))
     assert written_arguments(aten._fused_adamw_.default)[:5] == (True, True, True, True, True)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.AdamW])
+def test_which_fused_optimizers_have_no_meta_kernel(kind):
+    """When one of the first two gets one, it need not be named any longer."""
+    weight = nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    with RecordedOperations() as run:
+        kind([weight], lr=0.1, fused=True).step()
+    (fused,) = {func for func in run.seen if "fused" in func.name()}
+    is_missing = not torch._C._dispatch_has_kernel_for_dispatch_key(fused.name(), "Meta")
+    assert (fused.overloadpacket in FUSED_WITHOUT_META) == is_missing == (kind is not torch.optim.AdamW)
 
 
 def test_cpp_asks_tensors_without_data_for_their_device():

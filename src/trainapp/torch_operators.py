@@ -49,6 +49,10 @@ int8_product = torch._int_mm
 # such a one. A view that a user's own function returns must not be changed in place.
 unsafe_view = torch.ops.aten._unsafe_view.default
 
+# Fused optimizers that write in place and return nothing. Torch has no meta kernel for them (2.13): fake tensors run
+# them for real, on zeros of the size of the parameters.
+FUSED_WITHOUT_META = frozenset({torch.ops.aten._fused_sgd_, torch.ops.aten._fused_adagrad_})
+
 # What `tensor.unique()` dispatches to.
 UNIQUE = torch.ops.aten._unique2.default
 

@@ -126,3 +126,10 @@ def test_the_same_command_continues(predicting):
     seen = predicting.run(3, "three")
     assert [sum(own) for own in seen] == [120] * 3  # other shares: from the beginning
     require_same(predicting.lines("three"), predicting.lines("one"))
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, lambda path: path.write_text('{"steps": 3}')])
+def test_what_is_no_file_of_predictions_is_refused_before_predicting(predicting, make):
+    make(predicting.folder / "two")
+    assert predicting.run(2, "two") == [[], []]
+    assert not list(predicting.folder.glob("two.*"))

@@ -68,8 +68,6 @@ def opened(path: Path, facts: dict[str, Any], setting: str) -> Iterator[Lines]:
     wanted = strict_json.dumps(facts, sort_keys=True, default=str)
     with contextlib.ExitStack() as stack:
         try:
-            if path.is_dir():
-                raise UserError(f"{setting}={path}: is a directory; name a file")
             path.parent.mkdir(parents=True, exist_ok=True)
             # Unbuffered: what is written survives a kill.
             file = stack.enter_context(open(path.with_name(f"{path.name}.partial"), "ab", buffering=0))
@@ -87,7 +85,9 @@ def opened(path: Path, facts: dict[str, Any], setting: str) -> Iterator[Lines]:
 
 
 def require_replaceable(path: Path, setting: str) -> None:
-    """Raises UserError for a file with other content than lines as `Lines.write` writes them."""
+    """Raises UserError for a directory, and for a file with other content than lines as `Lines.write` writes them."""
+    if path.is_dir():
+        raise UserError(f"{setting}={path}: is a directory; name a file")
     begins = b""
     with contextlib.suppress(OSError), open(path, "rb") as file:  # `opened` will say what is wrong
         begins = file.read(len(_BEGINNING))

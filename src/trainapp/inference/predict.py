@@ -10,7 +10,6 @@ from trainapp.inference.data_facts import data_facts
 from trainapp.inference.lines import opened, require_replaceable
 from trainapp.inference.outputs import Predictor, class_names
 from trainapp.inference.shares import publish_shares, share_path
-from trainapp.parallel.rank_zero import answered_by_rank_zero
 from trainapp.train.phase import Phase
 from trainapp.train.run import Run
 from trainapp.train.task_attributes import unchecked
@@ -34,7 +33,7 @@ def predict(run: Run) -> None:
     own, ranks = share_path(path, run.ranks.rank, run.ranks.world), run.ranks
     if ranks.world > 1:
         facts["share"] = [ranks.rank, ranks.world]
-    answered_by_rank_zero(ranks, lambda: require_replaceable(path, "predict.output"))
+    require_replaceable(path, "predict.output")  # by each rank: one that recovers alone comes here again
     ranks.enable_votes(False)  # each rank recovers alone, as its forwards are its own
     with opened(own, facts, "predict.output") as lines:
         if lines.done:

@@ -19,9 +19,6 @@ _LOSSES = (
     _aten.binary_cross_entropy.default,
 )
 CORRECTED = frozenset({*_NORMS, _GROUP_NORM_BACKWARD, _LSTM_BACKWARD, *_LOSSES})
-# Fused optimizers that write in place and return nothing. Torch has no meta kernel for them (2.13), and would run them
-# for real, on zeros of the size of the parameters.
-WITHOUT_META = frozenset({_aten._fused_sgd_, _aten._fused_adagrad_})
 _NONE = 0  # at::Reduction::None
 
 

@@ -20,10 +20,10 @@ from trainapp.memory.live_tensors import LiveTensors
 from trainapp.optim.precision import Precision
 from trainapp.parallel.ranks import Ranks
 from trainapp.plan.assumed_shapes import AssumedShapes, Share
-from trainapp.plan.kernels import CORRECTED, WITHOUT_META, as_on_cpu
+from trainapp.plan.kernels import CORRECTED, as_on_cpu
 from trainapp.plan.probes import PROBED, with_real_workspace
 from trainapp.plan.recorder import TracedMemory
-from trainapp.torch_operators import ASKS_DEVICE, READ_OPERATORS
+from trainapp.torch_operators import ASKS_DEVICE, FUSED_WITHOUT_META, READ_OPERATORS
 from trainapp.torch_private import DispatchMode, outside_dispatch_modes
 from trainapp.train.phase import Phase
 
@@ -65,7 +65,7 @@ class MadeUpValues(DispatchMode):
             return self._answer(args[0])
         if func is _EQUAL:  # torch.equal reads, too
             return bool(self._answer(torch.empty((), dtype=torch.bool)))
-        if func.overloadpacket in WITHOUT_META:
+        if func.overloadpacket in FUSED_WITHOUT_META:
             return None
         if self.shapes.handles(func, args):
             return self.shapes.result(func, args, kwargs or {})
