@@ -84,6 +84,19 @@ def test_failed_jobs_are_rows_with_their_errors(tmp_path):
     assert len(last) == 1
 
 
+def test_a_sweep_without_results_leaves_the_table_of_an_earlier_one(tmp_path):
+    """Such as one that is refused, as its directories hold other runs."""
+    assert run_cli(*SWEEP, "optimizer.lr=1e-3,1e-2", cwd=tmp_path).returncode == 0
+    file = tmp_path / "sweep/sweep.csv"
+    before = file.read_text()
+    done = run_cli(*SWEEP, "optimizer.lr=1e-4,1e-5", "batch.global_size=0", cwd=tmp_path)
+    assert done.returncode != 0
+    assert "sweep/sweep.csv is still that of an earlier sweep" in done.stdout
+    assert file.read_text() == before
+    assert run_cli(*SWEEP, "optimizer.lr=1e-3,1e-2", "train.max_steps=3", cwd=tmp_path).returncode == 0
+    assert file.read_text() != before
+
+
 def test_a_signal_ends_the_sweep_with_the_table_so_far(tmp_path):
     (tmp_path / "mine.py").write_text(NET)
     done = run_cli(*SWEEP, *MINE, "every.eval=1", "model.width=4,6,7", cwd=tmp_path)

@@ -60,7 +60,9 @@ class RunTable(Callback):
         self._show()
 
     def _show(self) -> None:
-        """Once. Jobs whose directories are not visible here are left out."""
+        """Once. Jobs whose directories are not visible here are left out. A table without results does not replace an
+        earlier one: the results in the directories are still those.
+        """
         notes, self._notes = self._notes, None
         seen = [] if notes is None else [note for note in notes.read() if Path(note["directory"]).is_dir()]
         if notes is None or not seen:
@@ -69,10 +71,14 @@ class RunTable(Callback):
         rows = [_row(note, overrides) for note, overrides in zip(seen, shown, strict=True)]
         _mark_best(rows)
         print("\n".join(_lines(rows)), flush=True)
+        path = notes.sweep_dir / TABLE
+        if not any(row.numbers for row in rows) and path.exists():
+            print(f"{path} is still that of an earlier sweep", flush=True)
+            return
         try:
-            _write(notes.sweep_dir / TABLE, rows)
+            _write(path, rows)
         except OSError as error:
-            log.warning("%s cannot be written: %s", notes.sweep_dir / TABLE, error)
+            log.warning("%s cannot be written: %s", path, error)
 
 
 @dataclass
