@@ -90,8 +90,7 @@ def spelled(device: str) -> tuple[str, ...]:
         return ()
     import torch  # late: the process of the plans comes by here, too
 
-    properties = torch.cuda.get_device_properties(0)
-    name = devices.spelled(properties.total_memory, (properties.major, properties.minor))
+    name = devices.spelled(torch.cuda.get_device_properties(0))
     return (f"plan.device={name}", "train.device=auto")
 
 

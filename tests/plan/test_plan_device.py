@@ -1,6 +1,8 @@
 """Plans for a CUDA device that is not here, from the command line and from Python."""
 
+import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
 import runs
@@ -32,7 +34,8 @@ def test_the_table_is_plausible():
 def test_a_device_that_is_not_in_the_table_is_named_by_what_counts():
     device = find("24GiB@8.9")
     assert (device.memory, device.capability, device.name) == (24 * 2**30, (8, 9), "24GiB@8.9")
-    assert find(spelled(device.memory, device.capability)).memory == device.memory
+    here = SimpleNamespace(total_memory=device.memory, major=8, minor=9)
+    assert find(spelled(here)) == dataclasses.replace(device, name=spelled(here))
     for name in ("24GiB", "GiB@8.9", "24GiB@8", "0GiB@8.0", "24GiB@8.9x"):
         with pytest.raises(UserError, match="unknown; known are"):
             find(name)

@@ -7,6 +7,8 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+import torch
+
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
 from trainapp.files import atomic_write
@@ -16,6 +18,7 @@ from trainapp.memory.timeline import Drawing, Picture
 from trainapp.plan import small_step
 from trainapp.plan.bounds import reason_of
 from trainapp.plan.certainty import NOT_TRACEABLE, RANGE
+from trainapp.plan.cuda.devices import spelled
 from trainapp.plan.ranking import ranked
 from trainapp.plan.real_steps import MARGIN, RealSteps
 from trainapp.plan.recorder import Peak
@@ -173,9 +176,10 @@ def require_plannable(config: Config, search_only: bool = False) -> None:
         return
     device = choose_device(config.train.device)
     if device.type != "cpu":
+        own = spelled(torch.cuda.get_device_properties(device)) if device.type == "cuda" else "h100-80gb"
         raise UserError(
             f"train.device={config.train.device}: the plan is for the CPU, and would not hold on {device.type}; use "
-            "train.device=cpu, or name the device in plan.device"
+            f"train.device=cpu, or name the device: plan.device={own}"
         )
 
 

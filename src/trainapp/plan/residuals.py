@@ -100,8 +100,7 @@ def _here(run: Run) -> Config:
     config, device = run.config, run.state.device
     plan = Plan(levers=False)
     if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        plan.device = spelled(properties.total_memory, (properties.major, properties.minor))
+        plan.device = spelled(torch.cuda.get_device_properties(device))
     return dataclasses.replace(
         config,
         plan=plan,

@@ -8,6 +8,7 @@ none is as low as the figure, it is an assumption on the safe side.
 import contextlib
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from trainapp.config.parallel_settings import Parallel
 from trainapp.errors import UserError
@@ -199,6 +200,6 @@ def communicators_of(parallel: Parallel) -> int:
     return 2 if parallel.fsdp.replicas == 1 else 3
 
 
-def spelled(memory: int, capability: tuple[int, int]) -> str:
-    """What `plan.device` calls a device of so many bytes, whatever its name."""
-    return f"{memory}@{capability[0]}.{capability[1]}"
+def spelled(properties: Any) -> str:
+    """What `plan.device` calls a device with these properties, as torch reads them, whatever its name."""
+    return f"{properties.total_memory}@{properties.major}.{properties.minor}"
