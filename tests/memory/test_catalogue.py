@@ -77,10 +77,10 @@ def test_the_document_has_the_list():
 
 def test_what_applies_is_offered_unless_it_is_in_force(tmp_path):
     run = runs.prepare(tmp_path, *runs.MODELS["gpt"], "precision=bf16", "train.ema=0.9", "memory.loss_chunk=7")
-    offered = {lever.setting for lever in catalogue.available(Situation(run.config, run.state.model, True))}
+    offered = {lever.setting for lever in catalogue.available_levers(Situation(run.config, run.state.model, True))}
     assert {"train.ema=null", "activation_checkpointing=full", "optimizer=sgd"} <= offered
     assert not offered & {"precision=bf16", "memory.loss_chunk=auto", "parallel.fsdp.cpu_offload=true"}
-    nothing = {lever.setting for lever in catalogue.available(Situation(run.config, nn.Linear(2, 2), False))}
+    nothing = {lever.setting for lever in catalogue.available_levers(Situation(run.config, nn.Linear(2, 2), False))}
     budget = "activation_checkpointing=budget activation_checkpointing.bytes=auto"
     assert offered - nothing == {"activation_checkpointing=full", "activation_checkpointing=selective", budget}
     run.close()
@@ -90,7 +90,7 @@ def test_the_update_in_the_backward_changes_the_result_only_where_it_replaces_cl
     results = {}
     for clip in ("1.0", "null"):
         run = runs.prepare(tmp_path / clip, *runs.MODELS["mlp"], f"train.grad_clip={clip}")
-        offered = catalogue.available(Situation(run.config, run.state.model, True))
+        offered = catalogue.available_levers(Situation(run.config, run.state.model, True))
         results[clip] = {lever.setting: lever.result for lever in offered if "in_backward" in lever.setting}
         run.close()
     assert results == {
@@ -143,7 +143,7 @@ def test_all_refusals_at_once(tmp_path):
 )
 def test_adamw_in_fewer_bits_is_another_algorithm_for_all_but_adams(optimizer, result):
     config = compose.from_command_line([f"optimizer={optimizer}"])
-    levers = catalogue.available(Situation(config, nn.Linear(2, 2), knows_loss=False))
+    levers = catalogue.available_levers(Situation(config, nn.Linear(2, 2), knows_loss=False))
     (of_4_bits,) = [lever for lever in levers if lever.setting == "optimizer=adamw_4bit"]
     assert of_4_bits.result == result
 

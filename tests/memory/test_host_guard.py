@@ -71,7 +71,7 @@ def test_a_limit_that_is_there_already_is_not_raised():
     own = host_guard.data_size() + 2**30
     resource.setrlimit(resource.RLIMIT_DATA, (own, hard))
     try:
-        with host_guard.guarded(Memory(guard_reserve=1), host_guard.available()):
+        with host_guard.guarded(Memory(guard_reserve=1), host_guard.available_bytes()):
             assert soft() == min(own, soft()) <= own
         assert soft() == own
     finally:
@@ -84,7 +84,7 @@ def test_the_reserve_is_left():
         some = soft()
     with host_guard.guarded(Memory(guard_reserve="2GiB"), total):
         less = soft()
-    if host_guard.available() > 3 * 2**30:
+    if host_guard.available_bytes() > 3 * 2**30:
         assert some - less == pytest.approx(2**30, rel=0.25)  # other processes use the machine meanwhile
 
 

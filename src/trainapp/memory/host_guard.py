@@ -56,7 +56,7 @@ def guarded(settings: Memory, total: int) -> Iterator[None]:
     np.linalg.inv(np.eye(3))
     reserve = parse_memory_size(settings.guard_reserve, total)
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # ranks on this machine share the headroom
-    headroom = max(SMALLEST, (available() - reserve) // processes)
+    headroom = max(SMALLEST, (available_bytes() - reserve) // processes)
     before, hard = resource.getrlimit(resource.RLIMIT_DATA)
     wanted = data_size() + headroom
     if before != resource.RLIM_INFINITY:
@@ -69,7 +69,7 @@ def guarded(settings: Memory, total: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_DATA, (before, hard))
 
 
-def available() -> int:
+def available_bytes() -> int:
     """Bytes that this process can still use before the machine or its cgroup runs out."""
     free = psutil.virtual_memory().available
     group = Path("/sys/fs/cgroup")

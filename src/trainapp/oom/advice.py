@@ -54,7 +54,7 @@ def _why_no_smaller(run: Run, failure: Incident) -> str:
 def _savings(run: Run, failure: Incident) -> list[tuple[int, Lever]]:
     """`(bytes, lever)` per lever: state from the sizes of its tensors, activations from a traced step."""
     situation = Situation(run.config, run.state.model, run.knows_loss)
-    levers, used = catalogue.available(situation), failure.used - sum(run.meter.static.values())
+    levers, used = catalogue.available_levers(situation), failure.used - sum(run.meter.static.values())
     lowered = [(lever.lowers(run.meter.static, situation, max(0, used)), lever) for lever in levers]
     found = [(saved, lever) for saved, lever in lowered if saved is not None]
     if failure.evaluating:  # the rest is of a training step

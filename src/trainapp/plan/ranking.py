@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainapp.config.schema import Config
+from trainapp.memory.levers.lever import RESULTS
 from trainapp.plan.recorder import Peak
 from trainapp.plan.sizes import Facts, Planner
-from trainapp.plan.variants import RESULTS, Variant, Variants
+from trainapp.plan.variants import Variant, Variants
 
 MOST_SEARCHES = 3  # variants whose largest micro-batch is searched: the first ones of the list, those of each choice
 ERROR_OF_TIME = 0.15  # relative: a gain below it may be none

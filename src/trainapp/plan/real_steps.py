@@ -11,7 +11,7 @@ from typing import Any
 
 from trainapp.config.schema import Config, Memory
 from trainapp.errors import UserError
-from trainapp.memory.host_guard import available, guarded
+from trainapp.memory.host_guard import available_bytes, guarded
 from trainapp.memory.host_memory import total_bytes
 from trainapp.plan.recorder import Peak
 from trainapp.plan.traced_run import Trace, trace
@@ -31,7 +31,7 @@ class RealSteps:
 
     def __init__(self, config: Config, components: Components):
         self._config, self._components = config, components
-        self.bytes = int(MEMORY_SHARE * available())
+        self.bytes = int(MEMORY_SHARE * available_bytes())
         self.deviation = 0.0  # largest relative difference between a third size and the line through two
         self.measured: set[int] = set()
         self._lines = functools.cache(self._measure)
@@ -87,7 +87,7 @@ class RealSteps:
 
     def _run(self, size: int, trains: bool, accumulates: bool) -> Trace:
         changed = small(self._config, size, 1 + accumulates)
-        left = Memory(guard=True, guard_reserve=max(0, available() - self.bytes))
+        left = Memory(guard=True, guard_reserve=max(0, available_bytes() - self.bytes))
         with guarded(left, total_bytes()):
             sizes = (size, 0) if trains else (0, size)
             return trace(changed, self._components, *sizes, real_bytes=self.bytes)

@@ -74,8 +74,8 @@ class Planner:
 
     @functools.cached_property
     def smallest(self) -> int:
-        """The model cannot train on fewer samples at once."""
-        return self.share if self.whole else self.at(self.share, 0).smallest
+        """The fewest samples at once on which the model can train, at most the share of a rank."""
+        return self.share if self.whole else min(self.at(self.share, 0).smallest, self.share)
 
     def _trace(self, size: int, eval_size: int, way: Way) -> Trace:
         if self._steps is not None:
@@ -121,7 +121,7 @@ class Planner:
             }
         if "training" in only:
             largest = self.largest()
-            size = largest.size or self._smallest()
+            size = largest.size or self.smallest
             found, traced = self.bounds(size, 0), self.at(size, 0)
             facts |= {
                 "largest_micro_size": largest.size,
@@ -138,7 +138,7 @@ class Planner:
         """Everything. At the sizes that the configuration gives, else at the largest that fit, else at the smallest."""
         largest = self.largest().size
         largest_eval = self.largest_eval().size if self.eval_samples else None
-        size = self.given_size() or largest or self._smallest()
+        size = self.given_size() or largest or self.smallest
         eval_size = 0
         if self.eval_samples:
             given = self.config.batch.eval_micro_size
@@ -206,12 +206,9 @@ class Planner:
             return -(-self.share // parts)
         return min(batch.micro_size, self.share) if isinstance(batch.micro_size, int) else None
 
-    def _smallest(self) -> int:
-        return min(self.smallest, self.share)
-
     def largest(self) -> Largest:
         """Training's largest micro-batch that fits the limit."""
-        return self._fitting(lambda size, way: self.at(size, 0, way), self.share, self._smallest())
+        return self._fitting(lambda size, way: self.at(size, 0, way), self.share, self.smallest)
 
     def largest_eval(self) -> Largest:
         """Evaluation's, up to where the search of a run starts, twice the share of the global batch."""

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 from trainapp.config.schema import Config
-from trainapp.memory.host_guard import available
+from trainapp.memory.host_guard import available_bytes
 from trainapp.memory.live_tensors import MemoryLimitExceeded
 from trainapp.plan.bounds import reason_of
 from trainapp.plan.real_steps import MEMORY_SHARE, small
@@ -42,7 +42,7 @@ def difference(config: Config, components: Components, size: int) -> str | None:
         return None
     changed = small(config, size)
     changed = dataclasses.replace(changed, train=dataclasses.replace(changed.train, grad_clip=None))
-    most = min(MOST_BYTES, int(MEMORY_SHARE * available()) // 2)
+    most = min(MOST_BYTES, int(MEMORY_SHARE * available_bytes()) // 2)
     try:
         expected = trace(changed, components, size, size, count_work=True)
         if expected.peak.total > most or _arithmetic(expected) > MOST_WORK:

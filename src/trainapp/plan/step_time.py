@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
-from trainapp.memory.host_guard import available
+from trainapp.memory.host_guard import available_bytes
 from trainapp.plan.checkpointing_times import Delay, delay
 from trainapp.plan.operation import ATTENTION, CONVOLUTION, FUNCTION, MATMUL, Counts, Operation
 from trainapp.plan.operation_times import ROUNDS, Clock, call_times, in_turn
@@ -42,7 +42,7 @@ class Speeds:
         self.missing: set[Operation] = set()
         self._seconds: dict[Operation, float] = {}
         self._measured: list[tuple[Operation, float]] = []  # run for real
-        self._largest = min(LARGEST, int(SHARE_OF_MEMORY * available()))
+        self._largest = min(LARGEST, int(SHARE_OF_MEMORY * available_bytes()))
         with outside_dispatch_modes():
             self._calls = call_times(self.clock)
         self.view = self._calls[0][1]

@@ -13,7 +13,7 @@ from trainapp.data.batch import tensors_in
 from trainapp.memory.device import static_bytes
 from trainapp.memory.kept import WeakStorages
 from trainapp.memory.kinds import MemoryKind
-from trainapp.memory.levers.catalogue import available
+from trainapp.memory.levers.catalogue import available_levers
 from trainapp.memory.levers.lever import Lever, Situation
 from trainapp.parallel.dtensor import is_shard
 from trainapp.parallel.ranks import Ranks, SingleRank
@@ -115,7 +115,7 @@ def trace(
         static=run.meter.static,
         uneven=_is_uneven(run.state.model.parameters()),
         smallest=build.smallest_micro_batch(run.state.model),
-        levers=tuple(available(Situation(config, run.state.model, run.knows_loss))),
+        levers=tuple(available_levers(Situation(config, run.state.model, run.knows_loss))),
         packages=frozenset(type(part).__module__.partition(".")[0] for part in run.state.model.modules()) - _KNOWN,
         unsettled=_unsettled(memory, ranks, run, components.train_data),
         hints=logits.notes(),

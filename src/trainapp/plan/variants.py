@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
-from trainapp.memory.levers.lever import Lever, to_paste
+from trainapp.memory.levers.lever import Lever, result_of, to_paste
 from trainapp.plan.certainty import NOT_TRACEABLE
 from trainapp.plan.recorder import Peak
 from trainapp.plan.sizes import Facts, Planner
@@ -20,7 +20,6 @@ from trainapp.train.components import choose_device
 
 MOST_STACKS = 5  # combinations that are traced
 LEAST_SAVING = 0.01  # of the peak
-RESULTS = ("same", "rounded", "other")
 log = logging.getLogger(__name__)
 
 
@@ -44,7 +43,7 @@ class Variant:
     @property
     def result(self) -> str:
         """What becomes of the training's result: see `Lever`."""
-        return max((lever.result for lever in self.levers), key=RESULTS.index, default="same")
+        return result_of(self.levers)
 
     @property
     def total(self) -> float:
@@ -79,7 +78,7 @@ class Variants:
         self._known: dict[frozenset[str], Variant | None] = {}
         own = self.measured(planner, self.size, self.eval_size)
         self.own = Variant((), planner, own.peak, *self._times(own.work), own.certainty, facts["largest_micro_size"])
-        self.smallest = min(planner.smallest, planner.share)
+        self.smallest = planner.smallest
         strategy = planner.config.parallel.strategy
         self.levers = [lever for lever in planner.at(self.size, 0).levers if _is_traced(lever, strategy)]
 

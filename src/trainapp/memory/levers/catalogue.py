@@ -49,7 +49,7 @@ def require_suited(situation: Situation) -> None:
         raise UserError("\n".join(dict.fromkeys(errors)))
 
 
-def available(situation: Situation) -> list[Lever]:
+def available_levers(situation: Situation) -> list[Lever]:
     """The levers that apply and are not in force."""
     own = situation.config
     found = [lever for lever in LEVERS if lever.changes and not lever.is_set(own) and lever.suits(situation)]
@@ -61,7 +61,7 @@ def of_state(situation: Situation, static: Mapping[MemoryKind, int]) -> list[tup
     first, None where it is not known.
     """
     own = situation.config
-    lowered = [(lever.lowers(static, situation), lever) for lever in available(situation)]
+    lowered = [(lever.lowers(static, situation), lever) for lever in available_levers(situation)]
     known = [(saved, lever) for saved, lever in lowered if saved is not None and saved > 0]
     known.sort(key=lambda saving: -saving[0])
     others = [lever for lever in LEVERS if lever.shrinks_state and not lever.is_set(own) and lever.suits(situation)]

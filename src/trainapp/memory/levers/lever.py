@@ -12,6 +12,8 @@ from trainapp.config.schema import Config
 from trainapp.errors import UserError
 from trainapp.memory.kinds import MemoryKind
 
+RESULTS = ("same", "rounded", "other")  # of the training, from the least change on: see `Lever`
+
 
 @dataclass(frozen=True)
 class Situation:
@@ -126,3 +128,8 @@ def _replaced(node: Any, path: list[str], value: Any) -> Any:
         return value
     first, *rest = path
     return dataclasses.replace(node, **{first: _replaced(getattr(node, first), rest, value)})
+
+
+def result_of(levers: Iterable[Lever]) -> str:
+    """What becomes of the training's result with all of them."""
+    return max((lever.result for lever in levers), key=RESULTS.index, default="same")

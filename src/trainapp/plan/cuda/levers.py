@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainapp.errors import UserError
-from trainapp.memory.levers.lever import Lever, to_paste
+from trainapp.memory.levers.lever import RESULTS, Lever, result_of, to_paste
 from trainapp.plan.certainty import NOT_TRACEABLE
 from trainapp.plan.ranking import size_overrides
 from trainapp.plan.sizes import Facts
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 MOST_SEARCHES = 4  # variants of each kind of result whose largest micro-batch is searched, at most 6 traces each
 MOST_STACKS = 4  # combinations that are traced
 LEAST_SAVING = 0.01  # of what is reserved
-_RESULTS = ("same", "rounded", "other")
 log = logging.getLogger(__name__)
 
 
@@ -44,7 +43,7 @@ class Variant:
     @property
     def result(self) -> str:
         """What becomes of the training's result: see `Lever`."""
-        return max((lever.result for lever in self.levers), key=_RESULTS.index, default="same")
+        return result_of(self.levers)
 
     @property
     def overrides(self) -> str:
@@ -153,14 +152,14 @@ class _Ranking:
         """
         if self.own.largest:
             return self._plan(self.own, self.own.largest)
-        for result in _RESULTS:
+        for result in RESULTS:
             of_this = sorted((v for v in variants if v.result == result), key=lambda v: v.total)
             fitting = [variant for variant in of_this[:MOST_SEARCHES] if variant.search()]
             if fitting:
                 chosen = min(fitting, key=lambda variant: (len(variant.levers), -variant.search()))
                 return self._plan(chosen, chosen.search())
         lowest = min([self.own, *variants], key=lambda variant: variant.total)
-        return self._plan(lowest, min(self.planner.smallest, self.planner.share))
+        return self._plan(lowest, self.planner.smallest)
 
     def _plan(self, variant: Variant, size: int) -> Facts:
         planner, eval_size = variant.planner, 0
