@@ -250,6 +250,7 @@ def test_values_and_structures_of_a_task(tmp_path, trained):
         (("+eval.val={_target_: own_inference.Named}",), "eval.val.*: must be another name: predict.split"),
         (("+eval.train={_target_: own_inference.Named}",), "eval.train.*: must be another name: predict.split"),
         (("predict.output=/",), "predict.output=/: is a directory"),
+        (("predict.output=/dev/null",), "predict.output=/dev/null: is no regular file"),
         (("parallel=fsdp",), "mode=predict with parallel=fsdp"),
     ],
 )

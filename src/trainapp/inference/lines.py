@@ -85,9 +85,10 @@ def opened(path: Path, facts: dict[str, Any], setting: str) -> Iterator[Lines]:
 
 
 def require_replaceable(path: Path, setting: str) -> None:
-    """Raises UserError for a directory, and for a file with other content than lines as `Lines.write` writes them."""
-    if path.is_dir():
-        raise UserError(f"{setting}={path}: is a directory; name a file")
+    """Raises UserError for a directory or a device, and for a file with other content than `Lines.write` writes."""
+    if os.path.exists(path) and not os.path.isfile(path):  # those of Path raise where access is denied
+        kind = "a directory" if os.path.isdir(path) else "no regular file"
+        raise UserError(f"{setting}={path}: is {kind}; name a file")
     begins = b""
     with contextlib.suppress(OSError), open(path, "rb") as file:  # `opened` will say what is wrong
         begins = file.read(len(_BEGINNING))
