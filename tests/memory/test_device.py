@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 from trainapp.config import schema
 from trainapp.data.batch import tensors_in
 from trainapp.errors import UserError
-from trainapp.memory import backends, device
+from trainapp.memory import backends, cpu, device
 from trainapp.memory.host_memory import total_bytes
 from trainapp.memory.kinds import MemoryKind
 from trainapp.train import loop
@@ -123,6 +123,23 @@ def test_values_are_plausible(tmp_path):
         assert line["memory/out_of_memory_count"] == 0
         assert 50 * 2**20 < line["memory/host_rss"] < psutil.virtual_memory().total
         assert line["memory/host_rss_peak"] >= line["memory/host_rss"] * 0.9
+
+
+def test_an_evaluation_does_not_hide_what_a_step_needs(tmp_path, monkeypatch):
+    """Few steps of a proven size are counted: those after an evaluation need what the last counted one did."""
+    monkeypatch.setattr(cpu, "WATCH_INTERVAL", 1e9)
+    settings = (
+        "every.log=1",
+        "every.eval=2",
+        "batch.eval_micro_size=1",
+        "oom.clean_steps=1",
+        "train.max_steps=8",
+        "checkpointing=off",
+    )
+    runs.run(tmp_path, *runs.MODELS["resnet"], *settings)
+    peaks = [line["memory/peak"] for line in helpers.metrics(tmp_path) if "memory/peak" in line]
+    assert len(peaks) == 8
+    assert min(peaks[1:]) == max(peaks[1:])
 
 
 def test_without_a_limit_it_is_what_there_is(tmp_path):

@@ -24,7 +24,7 @@ class CpuMemory(DeviceMemory):
         super().__init__(device, settings, total_bytes())
         self._allocated = self._window_peak = 0
         self.counter: LiveTensors | None = None  # of the last watched block
-        self._last_peak = 0
+        self._last_peak = self._step_peak = 0  # of the last window; of the last watched step
         self._watched_at = 0.0  # time.monotonic()
 
     @property
@@ -62,6 +62,9 @@ class CpuMemory(DeviceMemory):
             self._allocated, self._window_peak = counter.live, max(self._window_peak, counter.peak)
             self._note_peaks(counter.peak, counter.peak)
 
+    def note_step(self) -> None:
+        self._step_peak = self.watched_peak or 0
+
     def note_buffer(self, buffer: Tensor) -> None:
         if self.watching and self.counter is not None:
             self.counter.label(MemoryKind.COMMUNICATION_BUFFERS, buffer)
@@ -75,8 +78,10 @@ class CpuMemory(DeviceMemory):
         return list(self.counter.events), dict(self.counter.kinds)
 
     def window(self) -> dict[str, float]:
-        """Live bytes at the end of the last watched step; the window's peak, or the last one known."""
-        self._last_peak = self._window_peak or self._last_peak
+        """Live bytes at the end of the last watched step; the window's peak, of which the last watched step is a part:
+        those since then were of its size, or they would have been watched.
+        """
+        self._last_peak = max(self._window_peak, self._step_peak) or self._last_peak
         scalars = self._scalars(self._allocated, self._allocated, self._last_peak, self._last_peak)
         self._window_peak = 0
         return scalars

@@ -124,6 +124,9 @@ class DeviceMemory:
         """Allocations and frees of the last watched block, and the kinds of their storages, for `timeline`."""
         return [], {}
 
+    def note_step(self) -> None:
+        """Note that the last watched block was a whole step of training."""
+
     def note_buffer(self, buffer: Tensor) -> None:
         """Note a tensor that the present watched block has allocated as a buffer for communication."""
 

@@ -52,7 +52,10 @@ class Noticed:
             )
         if self.reads:
             phases = ", ".join(sorted(self.reads))
-            notes.append(f"values are read ({phases}): traced as all true and as all false; a mix may need more")
+            notes.append(
+                f"values are read ({phases}): traced as all true and as all false; a mix may need more, and so may "
+                "numbers that decide a length or how often something is done"
+            )
         if self.assumed:
             notes.append(
                 f"shapes depend on values ({', '.join(sorted(self.assumed))}): the range is from nothing to everything "

@@ -55,14 +55,14 @@ def plan(
     if untraceable is None:
         try:
             facts, peak = planner.search(only) if only else planner.plan()
-            doubt = _Doubt() if only else _doubt(planner, facts)
+            doubt = _doubt_of_reads(planner, facts) or (_Doubt() if only else _doubt(planner, facts))
             if has_levers and facts["largest_micro_size"] is not None:  # else a band, in which no lever can be seen
                 facts |= _hints(planner, facts)
                 if doubt == _Doubt():
                     early(facts)
                 facts |= _ranked(planner, facts)
             if doubt != _Doubt():
-                facts, peak = _doubted(planner, facts, doubt), None if doubt.reason else peak
+                facts, peak = _doubted(planner, facts, doubt, only), None if doubt.reason else peak
         except UserError:
             raise
         except Exception as error:
@@ -111,6 +111,24 @@ class _Doubt(NamedTuple):
     note: str = ""
 
 
+def _doubt_of_reads(planner: Planner, facts: Facts) -> _Doubt | None:
+    """What a step that is run for real says where the model reads values: one of the planned size, if that is small.
+    None where it says nothing else.
+    """
+    planned = facts.get("micro_size", facts.get("largest_micro_size"))
+    if planner.world > 1 or planner.place is not ON_CPU or planned is None or not planner.at(max(1, planned), 0).reads:
+        return None
+    smallest = min(max(small_step.SIZE, planner.smallest), planner.share)
+    for size in sorted({max(planned, smallest), smallest}, reverse=True):
+        try:
+            reason = small_step.beyond_ways(planner.config, planner.components, size)
+        except small_step.StepFailed as error:
+            return _Doubt(note=str(error))
+        if reason is not None:
+            return _Doubt(reason) if reason else None
+    return None
+
+
 def _doubt(planner: Planner, facts: Facts) -> _Doubt:
     """What a small step that is run for real says of the trace of a model that others wrote."""
     config = planner.config
@@ -129,7 +147,7 @@ def _doubt(planner: Planner, facts: Facts) -> _Doubt:
     return _Doubt(note=unknown) if small_step.look_for_fakes(packages) else _Doubt()
 
 
-def _doubted(planner: Planner, facts: Facts, doubt: _Doubt) -> Facts:
+def _doubted(planner: Planner, facts: Facts, doubt: _Doubt, only: Collection[str]) -> Facts:
     """The facts with the estimate in place of the trace, of which only the levers remain; without a reason, the trace
     as one end of a range whose other end is not known.
     """

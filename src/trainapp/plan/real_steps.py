@@ -1,7 +1,8 @@
-"""A plan from a few small steps that are run for real, for configurations that cannot be traced.
+"""A plan from a few steps that are run for real, for configurations that cannot be traced.
 
-The peak of each phase is piecewise affine in the micro-batch, in few pieces: the line through the two largest sizes is
-continued. It is a lower bound where a later piece is steeper.
+The peak of each phase is piecewise affine in the micro-batch, in few pieces: the line through the two sizes beside it,
+or the two largest, gives that of any other. Later pieces are the steeper ones, so that between two sizes this is an
+upper bound, and beyond the largest a lower one. Therefore one size is as near to what is asked for as time allows.
 """
 
 import dataclasses
@@ -17,10 +18,11 @@ from trainapp.plan.recorder import Peak
 from trainapp.plan.traced_run import Trace, trace
 from trainapp.train.components import Components
 
-SIZES = (2, 4, 8)  # two give a line, the third tells how far it can be trusted
+SIZES = (2, 4, 8)  # two give a line, the next one tells how far it can be trusted
 MEMORY_SHARE = 0.25  # of the memory that is available: more is never used
 MARGIN = 0.05  # of the limit, which sizes that are only estimated leave
 PATIENCE = 20.0  # seconds after which no larger size is tried
+LONGEST = 5.0  # seconds that the step with the last size may take
 
 
 class RealSteps:
@@ -32,14 +34,14 @@ class RealSteps:
     def __init__(self, config: Config, components: Components):
         self._config, self._components = config, components
         self.bytes = int(MEMORY_SHARE * available_bytes())
-        self.deviation = 0.0  # largest relative difference between a third size and the line through two
+        self.deviation = 0.0  # largest relative difference between a size and the line through the two below
         self.measured: set[int] = set()
         self._lines = functools.cache(self._measure)
 
     def trace(self, size: int, eval_size: int, share: int) -> Trace:
         """As `traced_run.trace`, for `size` of the `share` samples of a step. size, eval_size: 0 leaves it out."""
-        training = self._lines(True, 0 < size < share) if size else None
-        evaluation = self._lines(False, False) if eval_size else None
+        training = self._lines(True, 0 < size < share, share) if size else None
+        evaluation = self._lines(False, False, share) if eval_size else None
         some = training or evaluation
         assert some, "neither training nor evaluation"
         first = next(iter(some.values()))
@@ -63,15 +65,17 @@ class RealSteps:
         text = f"an estimate from steps run for real with micro-batches of {', '.join(map(str, others))} and {last}"
         if len(others) < 2:
             return text
-        return f"{text}, the last of which is {100 * self.deviation:.1f}% off the line through the others"
+        return f"{text}; the furthest is {100 * self.deviation:.1f}% off the line through the two below it"
 
-    def _measure(self, trains: bool, accumulates: bool) -> dict[int, Trace]:
+    def _measure(self, trains: bool, accumulates: bool, share: int) -> dict[int, Trace]:
         """By size. accumulates: in a step of two micro-batches, the second of which finds gradients in memory."""
         found: dict[int, Trace] = {}
-        started = time.monotonic()
-        for size in SIZES:
+        started = begun = time.monotonic()
+        sizes = list(SIZES)
+        for size in sizes:
             if len(found) > 1 and time.monotonic() - started > PATIENCE:
                 break
+            begun = time.monotonic()
             try:
                 found[size] = self._run(size, trains, accumulates)
             except UserError:
@@ -80,9 +84,12 @@ class RealSteps:
                 if len(found) < 2:
                     raise
                 break  # two sizes suffice
+            if size == SIZES[-1]:
+                bearable = int(size * LONGEST / (time.monotonic() - begun))
+                furthest = min(share // (1 + accumulates), bearable)
+                sizes += [furthest] if furthest > size else []
         self.measured |= set(found)
-        if len(found) > 2:
-            self._note_deviation({s: t.training or t.evaluation for s, t in found.items()})
+        self._note_deviation({s: t.training or t.evaluation for s, t in found.items()})
         return found
 
     def _run(self, size: int, trains: bool, accumulates: bool) -> Trace:
@@ -93,10 +100,12 @@ class RealSteps:
             return trace(changed, self._components, *sizes, real_bytes=self.bytes)
 
     def _note_deviation(self, peaks: dict[int, Peak | None]) -> None:
-        *known, (last, measured) = peaks.items()
-        expected = _at(last, dict(known))
-        if measured is not None and expected is not None:
-            self.deviation = max(self.deviation, abs(expected.total - measured.total) / measured.total)
+        points = list(peaks.items())
+        for number in range(2, len(points)):
+            last, measured = points[number]
+            expected = _at(last, dict(points[:number]))
+            if measured is not None and expected is not None:
+                self.deviation = max(self.deviation, abs(expected.total - measured.total) / measured.total)
 
 
 def small(config: Config, size: int, micro_batches: int = 1) -> Config:
@@ -107,7 +116,7 @@ def small(config: Config, size: int, micro_batches: int = 1) -> Config:
 
 
 def _at(size: int, peaks: dict[int, Peak | None]) -> Peak | None:
-    """The peak at `size`: as measured, or on the line through the two largest sizes, phase by phase."""
+    """The peak at `size`, phase by phase: as measured, or on the line through the two sizes beside it or next to it."""
     points = [(known, peak) for known, peak in peaks.items() if peak is not None]
     if not points:
         return None
@@ -115,7 +124,8 @@ def _at(size: int, peaks: dict[int, Peak | None]) -> Peak | None:
         return peaks[size]
     if len(points) == 1:
         return points[0][1]
-    (a, low), (b, high) = points[-2:]
+    above = next((number for number, (known, _) in enumerate(points) if known > size), len(points) - 1)
+    (a, low), (b, high) = points[max(1, above) - 1], points[max(1, above)]
 
     def line(from_a: int, from_b: int) -> int:
         return max(0, from_b + round((size - b) * (from_b - from_a) / (b - a)))

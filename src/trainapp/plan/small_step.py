@@ -4,21 +4,24 @@ A model may notice that its tensors have no data and go another way, as Transfor
 wrong where no test has looked. Neither shows in the trace itself. Both show in a step of two samples.
 """
 
+import contextlib
 import dataclasses
 import logging
 import re
 import sys
 from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from trainapp.config.schema import Config
 from trainapp.memory.host_guard import available_bytes
 from trainapp.memory.live_tensors import MemoryLimitExceeded
-from trainapp.plan.bounds import reason_of
+from trainapp.plan.bounds import reason_of, ways_beside
 from trainapp.plan.real_steps import MEMORY_SHARE, small
 from trainapp.plan.recorder import Peak
 from trainapp.plan.traced_run import Trace, trace
 from trainapp.train.components import Components
+from trainapp.units import bytes_text
 
 SIZE = 2  # samples
 MOST_BYTES = 2**28  # that the step may need, according to its trace
@@ -38,26 +41,77 @@ def difference(config: Config, components: Components, size: int) -> str | None:
     Raises StepFailed for an error of the real step: fake kernels take dtypes for which there is no real one. Gradients
     are not clipped in it: whether they are depends on their values.
     """
-    if config.precision.mode == "fp16":  # the loss scale may skip a real step, but never a traced one
+    small_one = _Small.of(config, components, size)
+    if small_one is None:
         return None
-    changed = small(config, size)
-    changed = dataclasses.replace(changed, train=dataclasses.replace(changed.train, grad_clip=None))
-    most = min(MOST_BYTES, int(MEMORY_SHARE * available_bytes()) // 2)
-    try:
-        expected = trace(changed, components, size, size, count_work=True)
-        if expected.peak.total > most or _arithmetic(expected) > MOST_WORK:
-            return None
-    except Exception:  # the plan itself could be traced: whatever this is, it is no reason to withhold it
-        log.debug("no small step could be traced", exc_info=True)
-        return None
-    try:
-        real = trace(changed, components, size, size, real_bytes=2 * most)
-    except MemoryLimitExceeded:
+    expected, real = small_one.traced, small_one.real()
+    if real is None:
         return f"a step of {size} samples needs more than twice what its trace says"
-    except Exception as error:
-        log.debug("no small step could be run", exc_info=True)
-        raise StepFailed(f"a step of {size} samples, run for real, fails: {reason_of(error)}") from error
     return _largest_difference(size, [(expected.training, real.training), (expected.evaluation, real.evaluation)])
+
+
+def beyond_ways(config: Config, components: Components, size: int) -> str | None:
+    """How a step of `size` samples and an evaluation need more than each of the ways in which reads of values are
+    answered; "" and None as for `difference`. A number that is read, such as a length, has more ways than two.
+
+    Raises StepFailed.
+    """
+    small_one = _Small.of(config, components, size)
+    if small_one is None:
+        return None
+    high, real = small_one.highest(), small_one.real()
+    if real is not None and real.peak.total <= high:
+        return ""
+    needed = "more than twice that" if real is None else bytes_text(real.peak.total)
+    return (
+        f"what the model computes depends on numbers that it reads: a step of {size} samples needs {needed}, and what "
+        f"can be traced of it {bytes_text(high)}"
+    )
+
+
+@dataclass
+class _Small:
+    """A step of few samples and an evaluation. most: bytes that they may need for real."""
+
+    config: Config
+    components: Components
+    size: int
+    traced: Trace
+    most: int
+
+    @classmethod
+    def of(cls, config: Config, components: Components, size: int) -> "_Small | None":
+        """Without clipping; None where it would not be small, or where nothing could be compared."""
+        if config.precision.mode == "fp16":  # the loss scale may skip a real step, but never a traced one
+            return None
+        changed = small(config, size)
+        changed = dataclasses.replace(changed, train=dataclasses.replace(changed.train, grad_clip=None))
+        most = min(MOST_BYTES, int(MEMORY_SHARE * available_bytes()) // 2)
+        try:
+            traced = trace(changed, components, size, size, count_work=True)
+        except Exception:  # the plan itself could be traced: whatever this is, it is no reason to withhold it
+            log.debug("no small step could be traced", exc_info=True)
+            return None
+        is_small = traced.peak.total <= most and _arithmetic(traced) <= MOST_WORK
+        return cls(changed, components, size, traced, 2 * most) if is_small else None
+
+    def real(self) -> Trace | None:
+        """Run for real; None where that needs more than `most`. Raises StepFailed."""
+        try:
+            return trace(self.config, self.components, self.size, self.size, real_bytes=self.most)
+        except MemoryLimitExceeded:
+            return None
+        except Exception as error:
+            log.debug("no small step could be run", exc_info=True)
+            raise StepFailed(f"a step of {self.size} samples, run for real, fails: {reason_of(error)}") from error
+
+    def highest(self) -> int:
+        """Bytes of the way that needs the most."""
+        totals = [self.traced.peak.total]
+        for way in ways_beside([self.traced], None, is_low_asked=False):
+            with contextlib.suppress(Exception):  # a plan notes it
+                totals.append(trace(self.config, self.components, self.size, self.size, way).peak.total)
+        return max(totals)
 
 
 def look_for_fakes(packages: Collection[str]) -> list[str]:

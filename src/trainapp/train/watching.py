@@ -25,7 +25,9 @@ def watch_step(run: Run, step: Step) -> Iterator[None]:
     is_rehearsed = run.rehearsals > 0  # within the block: more than a step
     with run.memory.watch(run.meter.resident(), track_modules=run.sizes.train.is_untried):
         yield
-    run.attempt.peak = None if is_rehearsed else run.memory.watched_peak
+    if not is_rehearsed:
+        run.memory.note_step()
+        run.attempt.peak = run.memory.watched_peak
 
 
 def _is_watched(run: Run, step: Step) -> bool:
