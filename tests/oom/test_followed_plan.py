@@ -83,6 +83,17 @@ def test_it_is_noticed_in_the_step_that_differs(tmp_path, own, caplog, model, ad
     assert advice in note
 
 
+@pytest.mark.parametrize(("model", "step"), [("Growing", 5), ("Hungrier", 1)])
+def test_a_planned_size_that_fails_gets_a_word_too(tmp_path, own, caplog, model, step):
+    overrides = own(model, *PLANNED, "batch.global_size=8", "train.max_steps=16", room=65_000)
+    ended, (note,) = notes_of(tmp_path / "run", overrides, caplog)
+    assert note.startswith(f"batch.micro_size=plan: step {step} needs more than 75.2 KiB with micro-batch ")
+    assert "(exact)" in note
+    assert "a smaller size follows" in note
+    assert ended.plan_note == note == result(tmp_path / "run")["plan_note"]
+    assert ended.oom_restarts >= 1
+
+
 def test_a_size_of_the_users_own_follows_no_plan(tmp_path, own, caplog):
     ended, said = notes_of(tmp_path / "run", own("Growing", "batch.micro_size=8"), caplog)
     assert (said, ended.plan_note) == ([], None)

@@ -17,6 +17,7 @@ from trainapp.oom.errors import is_device_lost, is_out_of_memory
 from trainapp.oom.incident import Incident
 from trainapp.parallel.ranks import OUT_OF_MEMORY_EXIT, SingleRank
 from trainapp.torch_direct import release_failed_backward
+from trainapp.train.against_plan import note_failure
 from trainapp.train.run import Run
 from trainapp.train.transaction import rollback
 from trainapp.units import listed
@@ -110,6 +111,8 @@ def change_size(run: Run, failure: Incident) -> None:
         failure.action = f"micro-batch {failure.old_size} again, after giving back the allocator's unused cache"
         return
     is_first = not sizes.has_failed
+    if has_size and not failure.evaluating and not failure.host and not failure.swallowed:
+        note_failure(run, failure.step, failure.old_size, failure.limit)
     changed = sizes.failed(ranks, not failure.by_peer, _outcome(run, failure)) if has_size else None
     if changed is None:
         raise TrainingStopped(memory_report(run, failure))

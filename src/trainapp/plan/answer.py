@@ -27,6 +27,7 @@ _KEYS: dict[str, Any] = {
     "most_micro_size": None,
     "most_eval_micro_size": None,
     "levers": [],
+    "levers_eval_micro_size": None,
     "best": None,
     "estimate": None,
     "device": None,

@@ -20,7 +20,7 @@ ERROR_OF_TIME = 0.15  # relative: a gain below it may be none
 
 
 def ranked(planner: Planner, facts: Facts) -> Facts:
-    """`levers` and `best` of plan.json.
+    """`levers`, `levers_eval_micro_size` and `best` of plan.json.
 
     planner: of the configuration, with its steps traced at the sizes in `facts`, its plan without levers. Raises
     UserError for mistakes in the configuration.
@@ -38,7 +38,8 @@ def ranked(planner: Planner, facts: Facts) -> Facts:
     entries = sorted([*singles, *stacks], key=ranking.order)
     ranking.search([variant for variant in entries if variant.result != "other" and variants.saves(variant)])
     planner.traces += sum(variant.planner.traces for variant in (*singles, *stacks))
-    return {"levers": [ranking.entry(variant) for variant in entries], "best": best}
+    levers = [ranking.entry(variant) for variant in entries]
+    return {"levers": levers, "levers_eval_micro_size": variants.eval_size or None, "best": best}
 
 
 @dataclass(frozen=True)

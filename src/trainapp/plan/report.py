@@ -90,7 +90,9 @@ def _nothing_fits(limit: int) -> str:
 
 def _levers(facts: dict[str, Any]) -> list[str]:
     """A table of WIDTH columns."""
-    header = f"with micro-batch {facts['micro_size']} and"
+    evaluated = facts["levers_eval_micro_size"]
+    sizes = f"micro-batch {facts['micro_size']}" + (f", evaluation {evaluated}" if evaluated else "")
+    header = f"with {sizes} and" if evaluated or not facts["eval_micro_size"] else f"training with {sizes} and"
     on_device = "reserved_bytes" in facts  # instead of the time, which only the device tells
     third, wide = ("reserved", 10) if on_device else ("time", 7)
     lines = [f"{'peak':>10}  {'largest':>7}  {third:>{wide}}  {'certainty':<13}  {header}"]

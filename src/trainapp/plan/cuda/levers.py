@@ -75,7 +75,7 @@ class Variant:
 
 
 def ranked(planner: "CudaPlanner", facts: Facts) -> Facts:
-    """`levers` and `best` of plan.json, for the plan that these facts are of. Raises UserError for mistakes in the
+    """`levers`, `levers_eval_micro_size` and `best` of plan.json, for the plan that these facts are of. Raises UserError for mistakes in the
     configuration.
     """
     return _Ranking(planner, facts).facts()
@@ -101,7 +101,8 @@ class _Ranking:
         for variant in [v for v in saving if v.result != "other"][:MOST_SEARCHES]:
             variant.search()
         self.planner.traces += sum(variant.planner.traces for variant in (*singles, *stacks))
-        return {"levers": [v.entry() for v in sorted([*singles, *stacks], key=self._order)], "best": best}
+        levers = [variant.entry() for variant in sorted([*singles, *stacks], key=self._order)]
+        return {"levers": levers, "levers_eval_micro_size": self.eval_size or None, "best": best}
 
     def _is_hidden(self, lever: Lever) -> bool:
         """Whether no trace shows it: checkpoints, and in one process what acts on several."""
