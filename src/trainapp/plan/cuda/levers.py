@@ -75,8 +75,9 @@ class Variant:
 
 
 def ranked(planner: "CudaPlanner", facts: Facts) -> Facts:
-    """`levers`, `levers_eval_micro_size` and `best` of plan.json, for the plan that these facts are of. Raises UserError for mistakes in the
-    configuration.
+    """`levers`, `levers_eval_micro_size` and `best` of plan.json, for the plan that these facts are of.
+
+    Raises UserError for mistakes in the configuration.
     """
     return _Ranking(planner, facts).facts()
 
