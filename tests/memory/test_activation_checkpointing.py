@@ -172,6 +172,19 @@ class History(Block):
         return len(self.seen) + self.by_name["last"]
 
 
+class Nested(Block):
+    """Numbers in lists in dictionaries, one of which has two names."""
+
+    def setup(self):
+        self.stats = {"counts": [0.0], "deep": [[{"n": 0.0}]]}
+        self.counts = self.stats["counts"]
+
+    def scale(self, x):
+        self.counts[0] += 1
+        self.stats["deep"][0][0]["n"] += self.stats["counts"][0]
+        return self.stats["deep"][0][0]["n"]
+
+
 class Options(Block):
     """Takes an argument that torch.utils.checkpoint would take for its own."""
 

@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import pytest
 import runs
 import torch
@@ -157,6 +158,31 @@ class Drawing(Branching):
         return self.last(inputs) + (self.first(inputs).relu().mean() if random.random() < 0.5 else 0)
 
 
+class DrawingItself(Branching):
+    """The same by a generator of its own."""
+
+    def __init__(self, num_classes: int = 10):
+        super().__init__(num_classes)
+        self.own = np.random.default_rng(0)
+
+    def forward(self, inputs):
+        inputs = inputs.flatten(1)
+        return self.last(inputs) + (self.first(inputs).relu().mean() if self.own.random() < 0.5 else 0)
+
+
+class Counting(Branching):
+    """Does more from a later step on."""
+
+    def __init__(self, num_classes: int = 10):
+        super().__init__(num_classes)
+        self.calls = 0
+
+    def forward(self, inputs):
+        self.calls += self.training
+        inputs = inputs.flatten(1)
+        return self.last(inputs) + (self.first(inputs).relu().mean() if self.calls > 20 else 0)
+
+
 class Collecting(Branching):
     """Keeps what it has seen."""
 
@@ -200,7 +226,12 @@ def test_a_branch_on_a_value_gives_a_range_that_holds_both_ways(tmp_path, own, k
 
 @pytest.mark.parametrize(
     ("kind", "reason"),
-    [(Drawing, "the forward draws from Python's or NumPy's generator"), (Collecting, "buffers grow")],
+    [
+        (Drawing, "the forward draws from Python's or NumPy's generator"),
+        (DrawingItself, "the model counts or draws (own)"),
+        (Counting, "the model counts or draws (calls)"),
+        (Collecting, "buffers grow"),
+    ],
 )
 def test_what_changes_from_step_to_step_is_not_called_exact(own, kind, reason):
     facts = plan(*own(kind))

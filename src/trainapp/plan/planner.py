@@ -132,8 +132,10 @@ def _doubt_of_reads(planner: Planner, facts: Facts) -> _Doubt | None:
 def _doubt(planner: Planner, facts: Facts) -> _Doubt:
     """What a small step that is run for real says of the trace of a model that others wrote."""
     config = planner.config
-    packages = {*planner.at(facts["micro_size"], 0).packages, *(n.partition(".")[0] for n in config.user_packages)}
-    if not packages or planner.place is not ON_CPU or facts["certainty"] == RANGE:
+    traced, (low, high) = planner.at(facts["micro_size"], 0), facts.get("range_bytes", (0, 0))
+    packages = {*traced.packages, *(name.partition(".")[0] for name in config.user_packages)}
+    has_ways = traced.reads or traced.assumed or traced.varies or low != high  # of which a small step takes one
+    if not packages or planner.place is not ON_CPU or has_ways:
         return _Doubt()
     if planner.world == 1:
         size = min(max(small_step.SIZE, planner.smallest), planner.share)

@@ -18,6 +18,7 @@ from trainapp.memory.levers.lever import Lever, Situation
 from trainapp.parallel.dtensor import is_shard
 from trainapp.parallel.ranks import Ranks, SingleRank
 from trainapp.plan.built import built
+from trainapp.plan.moving_state import changed, numbers_and_generators
 from trainapp.plan.own_loss import LogitsWatch
 from trainapp.plan.place import Place
 from trainapp.plan.recorder import Peak, TracedMemory
@@ -30,6 +31,7 @@ from trainapp.train.components import Components
 from trainapp.train.evaluate import evaluate
 from trainapp.train.loop import train_step, update_weight_average
 from trainapp.train.run import Run
+from trainapp.units import listed
 
 ON_CPU = Place()
 _KNOWN = {"torch", "trainapp"}
@@ -142,7 +144,7 @@ def _training_peak(run: Run, memory: TracedMemory, steps: int, work: WorkCounter
     work: counts the last of them.
     """
     memory.reset()
-    kept_before = memory.kept_bytes()
+    kept_before, numbers = memory.kept_bytes(), numbers_and_generators(run.state.model)
     with work or contextlib.nullcontext():
         train_step(run)
     update_weight_average(run)
@@ -150,6 +152,7 @@ def _training_peak(run: Run, memory: TracedMemory, steps: int, work: WorkCounter
     static = static_bytes(state.model, state.optimizers, state.average.averages, state.keeps_gradients)
     kept = _kept(run, memory)
     if steps > 1 or kept != kept_before or static != run.meter.static:
+        numbers = numbers_and_generators(state.model)
         with work.restarted() if work else contextlib.nullcontext():
             train_step(run)
         update_weight_average(run)
@@ -157,6 +160,7 @@ def _training_peak(run: Run, memory: TracedMemory, steps: int, work: WorkCounter
         memory.buffers_grow = now[MemoryKind.BUFFERS] > static[MemoryKind.BUFFERS]
         memory.kept_by_steps = _kept(run, memory) - kept_before
         memory.kept_grows = memory.kept_by_steps > kept - kept_before
+    memory.moving = changed(numbers, numbers_and_generators(state.model))
     return memory.highest
 
 
@@ -186,6 +190,8 @@ def _unsettled(memory: TracedMemory, ranks: Ranks, run: Run, data: Any) -> tuple
     distributed/_meta_registrations.py).
     """
     reasons = ["the forward draws from Python's or NumPy's generator"] if memory.draws and ranks.world == 1 else []
+    if memory.moving:
+        reasons.append(f"the model counts or draws ({listed(memory.moving[:3])})")
     if memory.buffers_grow:
         reasons.append("buffers grow")
     if memory.kept_grows:

@@ -30,8 +30,8 @@ class BlockState:
     """The state that a block's forward may change.
 
     Covered: buffers, parameters, tensors and generators that are attributes of its modules, Python's and NumPy's global
-    generators, and all other attributes: numbers and the like exactly, lists and dictionaries without what is nested in
-    them. Torch's global generators are the business of torch.utils.checkpoint.
+    generators, and all other attributes: numbers and the like exactly, lists and dictionaries with those nested in
+    them, but no other objects in them. Torch's global generators are the business of torch.utils.checkpoint.
 
     Buffers are copied in every forward, and the copies of those outside the state dict (rotary tables, masks) dropped
     after it if nothing has moved their version. Parameters and other tensors are copied in the first forward only, to
@@ -69,7 +69,7 @@ class BlockState:
                         if owner is not buffers or name in constant:
                             before.droppable.add((place, name))
                     elif type(value) in _CONTAINERS:
-                        before.copies[place, name] = copy.copy(value)
+                        before.copies[place, name] = _copy_container(value, before.containers)
                     elif is_generator(value):
                         before.own_generators.append((value, generator_state(value)))
 
@@ -96,6 +96,7 @@ class BlockState:
         """
         now: list[tuple[dict[str, Any], str, Any]] = []
         copies: dict[int, Any] = {}  # of an original that is shared: one
+        nested: dict[int, Any] = {}
         for place, (owner, found) in enumerate(before.owners):
             if not found and (not owner or owner.keys() <= MODULE_ATTRIBUTES):
                 continue
@@ -103,7 +104,7 @@ class BlockState:
                 original, current = found.get(name, _ABSENT), owner.get(name, _ABSENT)
                 kept = before.copies.get((place, name), _ABSENT)
                 if kept is not _ABSENT:
-                    again = _copy(kept) if isinstance(kept, Tensor) else copy.copy(kept)  # for a second recomputation
+                    again = _copy(kept) if isinstance(kept, Tensor) else _copy_container(kept, nested)
                     original = copies.setdefault(id(original), again)
                 elif isinstance(original, Tensor) and version_of(original) != before.versions[place, name]:
                     self._require_updated(original, name)
@@ -139,6 +140,7 @@ class Before:
     def __init__(self) -> None:
         self.owners: list[tuple[dict[str, Any], dict[str, Any]]] = []  # dictionaries of the modules, and what they held
         self.copies: dict[Place, Any] = {}
+        self.containers: dict[int, Any] = {}  # the copy of each, by the identity of the original
         self.versions: dict[Place, int] = {}
         self.droppable: set[Place] = set()
         self.own_generators: list[tuple[Any, Any]] = []
@@ -150,6 +152,17 @@ def _put(owner: dict[str, Any], name: str, value: Any) -> None:
         owner.pop(name, None)
     else:
         owner[name] = value
+
+
+def _copy_container(value: Any, known: dict[int, Any]) -> Any:
+    """A copy with copies of the containers in it, and with everything else that it holds. known: the copies so far."""
+    if id(value) not in known:
+        known[id(value)] = copied = copy.copy(value)
+        places: Any = copied if isinstance(copied, dict) else () if isinstance(copied, set) else range(len(copied))
+        for place in places:
+            if type(copied[place]) in _CONTAINERS:
+                copied[place] = _copy_container(copied[place], known)
+    return known[id(value)]
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -102,8 +102,8 @@ class _Ranking:
         for variant in [v for v in saving if v.result != "other"][:MOST_SEARCHES]:
             variant.search()
         self.planner.traces += sum(variant.planner.traces for variant in (*singles, *stacks))
-        levers = [variant.entry() for variant in sorted([*singles, *stacks], key=self._order)]
-        return {"levers": levers, "levers_eval_micro_size": self.eval_size or None, "best": best}
+        entries = [variant.entry() for variant in sorted([*singles, *stacks], key=self._order)]
+        return {"levers": entries, "levers_eval_micro_size": self.eval_size or None, "best": best}
 
     def _is_hidden(self, lever: Lever) -> bool:
         """Whether no trace shows it: checkpoints, and in one process what acts on several."""
