@@ -144,6 +144,7 @@ def test_a_recurrent_layer_is_not_traceable(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("not traceable: NotImplementedError: lstm: what cuDNN keeps")
+    assert "`parallel=single train.device=cpu` without plan.device" in done.stdout
 
 
 @needs_cuda

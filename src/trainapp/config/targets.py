@@ -9,6 +9,7 @@ import importlib.machinery
 import importlib.util
 import inspect
 import sys
+import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -64,9 +65,8 @@ def locate(target: str, setting: str, user_packages: Sequence[str]) -> Callable[
     with torchao_notices.left_out():  # Transformers imports a class's module here
         located = getattr(module, name, None)
     if not callable(located):
-        raise UserError(
-            f"{setting}={target}: {module_name} has no class or function {name}{suggest(name, dir(module))}"
-        )
+        names = [own for own in dir(module) if not isinstance(vars(module).get(own), types.ModuleType)]
+        raise UserError(f"{setting}={target}: {module_name} has no class or function {name}{suggest(name, names)}")
     # A module's namespace also holds what it imports: judge the object by where it comes from.
     origin = located
     while isinstance(origin, functools.partial):

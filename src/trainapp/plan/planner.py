@@ -28,6 +28,11 @@ from trainapp.train.components import choose_device, load_components
 
 log = logging.getLogger(__name__)
 
+_NOT_ESTIMATED = (
+    "an estimate from real steps needs one process on this machine: `parallel=single train.device=cpu` without "
+    "plan.device. An operation of your own can be traced where it has a fake kernel (torch.library.register_fake)"
+)
+
 
 def _ignored(facts: Facts) -> None:
     pass
@@ -210,7 +215,7 @@ def _estimated(planner: Planner, reason: str, only: Collection[str]) -> Facts:
     config = planner.config
     unknown: Facts = {"certainty": NOT_TRACEABLE, "reason": reason, "limit_bytes": planner.limit}
     if planner.world > 1 or (config.plan.device is not None and not only):
-        return unknown
+        return unknown | {"notes": [_NOT_ESTIMATED]}
     steps = RealSteps(config, planner.components)
     by_steps = Planner(config, planner.components, steps)
     if only:

@@ -44,7 +44,7 @@ def _rest(facts: dict[str, Any], known: dict[str, Any]) -> str:
 def text(facts: dict[str, Any]) -> str:
     """The plan as text; the last line is the overrides to paste."""
     if "peak_bytes" not in facts:
-        return f"{facts['certainty']}: {facts['reason']}"
+        return "\n".join([f"{facts['certainty']}: {facts['reason']}", *facts.get("notes", [])])
     lines, largest = _before_levers(facts), facts["largest_micro_size"]
     if "best" in facts:
         lines += [*_levers(facts), *_best(facts)]

@@ -162,7 +162,8 @@ def _checked_call(task: Callable[..., Any], setting: str) -> Callable[..., tuple
 def _require_addable(result: Any, setting: str) -> None:
     """Raise UserError that says what is wrong with a task's result, if its form is not the right one."""
     if not isinstance(result, (tuple, list)) or len(result) != 3:
-        found = f"{len(result)} values" if isinstance(result, (tuple, list)) else f"a {type(result).__name__}"
+        kind = "Tensor" if isinstance(result, Tensor) else type(result).__name__  # a plan's are of another class
+        found = f"{len(result)} values" if isinstance(result, (tuple, list)) else f"a {kind}"
         raise UserError(f"{setting}: must return (loss_sum, count, metrics), but returned {found}")
     loss, count, metrics = result
     if not isinstance(loss, Tensor):

@@ -31,7 +31,10 @@ _UNCONFIRMED = (
     "no run on several GPUs has confirmed such a plan: the range is from 25% less to 10% more, and what fits "
     "has 10% to spare"
 )
-_CONVOLUTIONS = "convolutions: what cuDNN needs for its algorithms is chosen on the device, and comes on top"
+_CONVOLUTIONS = (
+    "convolutions: what cuDNN needs for its algorithms is chosen on the device, and comes on top; plan with a smaller "
+    "memory.limit to leave room for it"
+)
 
 
 def for_device(config: Config, load: Callable[[Config], Components]) -> Planner:
