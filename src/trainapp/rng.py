@@ -136,7 +136,8 @@ def is_generator(value: Any) -> bool:
 def generator_state(generator: Any) -> Any:
     """The state of a generator of torch, NumPy or Python."""
     if isinstance(generator, torch.Generator):
-        return generator.get_state()
+        with outside_dispatch_modes():  # as above
+            return generator.get_state()
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
     return generator.get_state() if isinstance(generator, np.random.RandomState) else generator.getstate()
@@ -145,7 +146,8 @@ def generator_state(generator: Any) -> Any:
 def set_generator_state(generator: Any, state: Any) -> None:
     """The inverse of `generator_state`."""
     if isinstance(generator, torch.Generator):
-        generator.set_state(state)
+        with outside_dispatch_modes():
+            generator.set_state(state)
     elif isinstance(generator, np.random.Generator):
         generator.bit_generator.state = state
     elif isinstance(generator, np.random.RandomState):

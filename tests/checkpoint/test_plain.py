@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from trainapp.checkpoint.owner import copied
 from trainapp.checkpoint.plain import decoded, digest, encoded
-from trainapp.checkpoint.stateful import copied
 from trainapp.errors import UserError
 
 COO = torch.sparse_coo_tensor(torch.tensor([[0, 2, 2]]), torch.ones(3), (4,))  # not coalesced

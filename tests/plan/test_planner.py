@@ -170,6 +170,17 @@ class DrawingItself(Branching):
         return self.last(inputs) + (self.first(inputs).relu().mean() if self.own.random() < 0.5 else 0)
 
 
+class DrawingByTorch(Branching):
+    """By a generator of torch."""
+
+    def __init__(self, num_classes: int = 10):
+        super().__init__(num_classes)
+        self.drawn = torch.Generator()
+
+    def forward(self, inputs):
+        return self.last(inputs.flatten(1)) * torch.rand((), generator=self.drawn)
+
+
 class Counting(Branching):
     """Does more from a later step on."""
 
@@ -237,6 +248,13 @@ def test_what_changes_from_step_to_step_is_not_called_exact(own, kind, reason):
     facts = plan(*own(kind))
     assert facts["certainty"] == "range"
     assert f"other steps may need more: {reason}" in facts["notes"]
+
+
+def test_generators_of_torch_are_no_reason(tmp_path, own):
+    """What they draw is a tensor: to decide anything, it has to be read."""
+    facts = plan(*own(DrawingByTorch))
+    assert facts["certainty"] == "exact"
+    assert by_part(facts) == measure(tmp_path, *own(DrawingByTorch))
 
 
 def test_a_shape_that_depends_on_values_gives_a_range_and_the_operation_is_named(tmp_path, own):

@@ -10,18 +10,18 @@ Both the transaction of a step and the checkpoint honour them.
 """
 
 import contextlib
-import copy
 import functools
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from trainapp.checkpoint.owner import Owner
 from trainapp.checkpoint.plain import decoded, encoded
 from trainapp.models.inspect import MODULE_ATTRIBUTES
 from trainapp.rng import generator_state, is_generator, set_generator_state
@@ -37,15 +37,6 @@ _at_start: dict[int, tuple[weakref.ref, dict[str, Any]]] = {}  # tasks by id, an
 
 class StateNotTaken(Exception):
     """A method of the user's that takes its saved state has failed: its error is the cause, with its own traceback."""
-
-
-class Owner(NamedTuple):
-    """Something with state. `get` may return references; `set` may keep what it is given."""
-
-    get: Callable[[], Any]
-    set: Callable[[Any], Any]
-    kind: str  # "model", "task", "data" or "callbacks"; "generator"
-    is_held: bool = False  # a transaction holds it in another way: a module's tensors, a stream's samples
 
 
 class Stateful:
@@ -99,11 +90,11 @@ class Stateful:
             del _at_start[key]
         if id(task) not in _at_start:
             with contextlib.suppress(TypeError):  # a class with slots may refuse references
-                _at_start[id(task)] = (weakref.ref(task), {name: copied(owner.get()) for name, owner in owned.items()})
+                _at_start[id(task)] = (weakref.ref(task), {name: owner.copy() for name, owner in owned.items()})
             return
         for name, state in _at_start[id(task)][1].items():
             if name in owned:
-                owned[name].set(copied(state))
+                owned[name].restore(state)
 
     def owners_in(self, *roots: str) -> dict[str, Owner]:
         """The owners whose names begin with one of these."""
@@ -111,31 +102,31 @@ class Stateful:
 
     def take(self) -> dict[str, Any]:
         """Copies of all states, for `restore`. Without the tensors of modules."""
-        return {name: copied(owner.get()) for name, owner in self._momentary.items()}
+        return {name: owner.copy() for name, owner in self._momentary.items()}
 
     def restore(self, states: Mapping[str, Any], but: tuple[str, ...] = ()) -> None:
         """Return to what `take` has returned; any number of times. but: kinds that stay as they are."""
         for name, state in states.items():
             owner = self._momentary.get(name)
             if owner is not None and owner.kind not in but:
-                owner.set(copied(state))
+                owner.restore(state)
 
     def restore_generators(self, states: Mapping[str, Any]) -> None:
         """The owned generators alone, as `take` has returned them."""
         for name, owner in self._momentary.items():
             if owner.kind == "generator" and name in states:
-                owner.set(copied(states[name]))
+                owner.restore(states[name])
 
     @contextlib.contextmanager
     def preserved_generators(self) -> Iterator[None]:
         """Restore the owned generators after the block, as `preserved_rng` does the global ones."""
         generators = [owner for owner in self._momentary.values() if owner.kind == "generator"]
-        states = [copied(owner.get()) for owner in generators]
+        states = [owner.copy() for owner in generators]
         try:
             yield
         finally:
             for owner, state in zip(generators, states, strict=True):
-                owner.set(state)
+                owner.restore(state)
 
     def state_dict(self) -> dict[str, Any]:
         """All states as plain values and tensors, for a checkpoint. Raises UserError for one that holds others."""
@@ -252,21 +243,6 @@ def has_protocol(held: Any) -> bool:
 def moves_at_commit(held: Any) -> bool:
     """Whether the object says that its state, which covers all that it holds, moves only when a step is committed."""
     return getattr(type(held), "moves_at_commit", False) is True
-
-
-def copied(state: Any) -> Any:
-    """A copy that shares no tensor, array or container with `state`."""
-    if isinstance(state, Tensor):
-        return state.detach().clone()
-    if isinstance(state, np.ndarray):
-        return state.copy()
-    if type(state) is dict:
-        return {key: copied(value) for key, value in state.items()}
-    if type(state) in (list, tuple, set):
-        return type(state)(map(copied, state))
-    if isinstance(state, (str, bytes, int, float, complex, type(None))):
-        return state
-    return copy.deepcopy(state)  # a deque, an OrderedDict, a class of the owner's
 
 
 def _load_module(module: nn.Module, state: dict[str, Any]) -> None:

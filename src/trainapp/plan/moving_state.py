@@ -7,6 +7,7 @@ from torch import nn
 from trainapp.models.inspect import MODULE_ATTRIBUTES
 from trainapp.rng import generator_state, is_generator
 from trainapp.same_values import are_same
+from trainapp.torch_private import outside_dispatch_modes
 
 State = dict[str, Any]
 
@@ -27,4 +28,5 @@ def numbers_and_generators(model: nn.Module) -> State:
 def changed(before: State, after: State) -> list[str]:
     """The names of those that were there before, and are no longer the same."""
     common = before.keys() & after.keys()
-    return sorted(name for name in common if not are_same(before[name], after[name], unknown=False))
+    with outside_dispatch_modes():  # states of torch's generators are tensors
+        return sorted(name for name in common if not are_same(before[name], after[name], unknown=False))

@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from trainapp.checkpoint.stateful import Owner, Stateful, walk
+from trainapp.checkpoint.owner import Owner
+from trainapp.checkpoint.stateful import Stateful, walk
 from trainapp.config.schema import Config
 from trainapp.data.eval_stream import EvalStream
 from trainapp.data.loader import worker_count

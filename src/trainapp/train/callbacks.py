@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from trainapp.checkpoint.stateful import copied
+from trainapp.checkpoint.owner import copied
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.hooks.callbacks import View
 from trainapp.rng import preserved_rng
