@@ -31,8 +31,11 @@ def test_mode_plan_prints_and_writes_the_plan(tmp_path):
     assert {"levers", "best"} <= facts.keys()
     last = done.stdout.splitlines()[-1]
     assert last == facts["best"]["overrides"]
-    sizes = (facts["largest_micro_size"], facts["largest_eval_micro_size"])
-    assert last == "batch.micro_size={} batch.eval_micro_size={}".format(*sizes)
+    sizes = (facts["best"]["micro_size"], facts["best"]["eval_micro_size"])
+    # Levers before it where they save time, which depends on how it is measured: these operations are tiny.
+    assert last.endswith("batch.micro_size={} batch.eval_micro_size={}".format(*sizes))
+    if last.startswith("batch."):
+        assert sizes == (facts["largest_micro_size"], facts["largest_eval_micro_size"])
     assert (tmp_path / "here/plan.png").read_bytes().startswith(b"\x89PNG")
     assert not (tmp_path / "here/metrics.jsonl").exists()
     # What it says to paste runs within the limit without an error.
