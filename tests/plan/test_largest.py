@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from trainapp.plan.largest import MOST_TRACES, largest_that_fits
+from trainapp.plan.largest import HALVED, MOST_TRACES, largest_that_fits
 
 
 def counted(peak_of):
@@ -37,6 +37,15 @@ def test_the_size_found_fits_and_the_next_does_not(seed):
     assert found == top or peak_of(found + 1) > limit
 
 
+@pytest.mark.parametrize("bound", [7, 40, 331, 505])
+def test_where_the_peak_says_nothing_but_whether_a_size_fits(bound):
+    """As of an allocator that reserves up to its limit whatever the size: secants move by one."""
+    counting, calls = counted(lambda size: 1000 if size <= bound else 1001)
+    found = largest_that_fits(counting, 1000, 512)
+    assert bound - 128 <= found <= bound  # 512 halved twice
+    assert len(calls) <= HALVED
+
+
 def test_a_dip_where_accumulation_ends_is_found_first():
     """All samples at once need no room for earlier gradients: they may fit where fewer do not."""
     assert largest_that_fits(lambda size: 900 if size == 64 else 500 + 10 * size, 900, 64) == 64
@@ -48,7 +57,7 @@ def test_the_first_pieces_slope_alone_would_mislead():
 
     counting, calls = counted(peak_of)
     assert largest_that_fits(counting, 1_500_000, 1000) == 150
-    assert len(calls) <= MOST_TRACES
+    assert len(calls) == MOST_TRACES + 1  # the last one is for 151: without it, anything up to 380 might fit
 
 
 def test_sizes_that_are_known_are_not_traced_again():

@@ -99,7 +99,7 @@ def test_a_run_is_compared_with_its_plan_once(ended, monkeypatch):
 
 
 def test_a_run_that_says_nothing_is_not_compared(ended, monkeypatch):
-    monkeypatch.setattr(residuals, "_here", lambda run: pytest.fail("planned"))
+    monkeypatch.setattr(residuals, "_with_used_sizes", lambda run: pytest.fail("planned"))
     monkeypatch.setattr(ended.sizes, "oom_restarts", 1)
     residuals.measure(ended)
     monkeypatch.setattr(ended.sizes, "oom_restarts", 0)

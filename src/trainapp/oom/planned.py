@@ -1,16 +1,16 @@
 """After the first out-of-memory error of a run: the largest size that the plan predicts to fit."""
 
-import dataclasses
 import logging
 import time
 from collections.abc import Callable
 
-from trainapp.config.schema import Config, Plan
+from trainapp.config.schema import Config
 from trainapp.data.micro_batch_sizes import MicroBatchSizes
 from trainapp.errors import UserError
 from trainapp.oom.incident import Incident
 from trainapp.plan import process
 from trainapp.plan.first_sizes import Facts, at_least_one, searched, what_does_not_fit
+from trainapp.plan.own_device import config_to_plan
 from trainapp.plan.planner import require_plannable
 from trainapp.plan.promised import forecast_of
 from trainapp.plan.ranks import by_rank_zero
@@ -34,8 +34,7 @@ def follow_after_first_error(run: Run, failure: Incident, sizes: MicroBatchSizes
     if not all(ranks.all_gather_object(_may_ask(run, failure, sizes))):
         return ""
     sizes.is_planned = True  # it would answer the same again
-    on_cpu = dataclasses.replace(run.config.train, device="cpu")
-    config = dataclasses.replace(run.config, train=on_cpu, plan=Plan())  # for this run, whatever mode=plan would ask
+    config = config_to_plan(run)
     started = time.monotonic()
     only = ("evaluation",) if failure.evaluating else searched(config)
     patience = max(PATIENCE, ATTEMPTS * (started - run.attempt.started))
@@ -63,6 +62,8 @@ def follow_after_first_error(run: Run, failure: Incident, sizes: MicroBatchSizes
         run.sizes.begin_evaluation_with(at_least_one(facts.get("largest_eval_micro_size")))
         _, forecast = forecast_of(facts, "oom.plan", failed)
         size = forecast.size
+        if config.plan.device is not None:  # steps measure what is allocated, which is not what a size is limited by
+            forecast = None
     if not sizes.expect(failed, max(sizes.smallest, size), forecast):
         return f" (the plan expected {size} to fit)"
     failure.new_size = sizes.search(failed).size
@@ -85,15 +86,16 @@ def _asked(config: Config, only: tuple[str, ...], patience: float, stops: Callab
 def _may_ask(run: Run, failure: Incident, sizes: MicroBatchSizes) -> bool:
     """Whether the plan covers what has failed, and has not been asked.
 
-    On a GPU a trace of the CPU would not hold.
+    On several GPUs it leaves a tenth to spare, so that halving may well end nearer to what fits.
     """
     config = run.config
     if config.updates and not failure.evaluating:
         return False  # the plan's peak is that of the highest update, which need not be the one that failed
     if not config.oom.plan or sizes.is_planned or config.batch.micro_size == "plan" or config.mode != "train":
         return False
-    is_limit = run.memory.limit is not None and not failure.host and not failure.swallowed
-    if not is_limit or run.state.device.type != "cpu":
+    on_gpu = run.state.device.type == "cuda"
+    is_limit = (run.memory.limit is not None or on_gpu) and not failure.host and not failure.swallowed
+    if not is_limit or (on_gpu and run.ranks.world > 1):
         return False
     if config.batch.micro_schedule is not None or not config.oom.keep_global_batch:
         return False

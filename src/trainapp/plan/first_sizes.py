@@ -18,16 +18,16 @@ log = logging.getLogger(__name__)
 def first_sizes(config: Config) -> PlannedSizes | None:
     """For batch.micro_size=plan: the largest sizes within the memory limit. Takes seconds.
 
-    None where the model cannot be traced. If it is certain that none fits, the run is refused; where the plan is not
-    exact, it starts with the smallest, and a warning. Raises UserError for that, and for what the planner does not
-    cover.
+    config: see `own_device.config_to_plan`. None where the model cannot be traced. If it is certain that none fits, the
+    run is refused; where the plan is not exact, it starts with the smallest, and a warning. Raises UserError for that,
+    and for what the planner does not cover.
     """
     facts = process.ask(config, only=searched(config))
-    if "largest_micro_size" not in facts:
+    if facts.get("largest_micro_size") is None:
         log.warning(
             "batch.micro_size=plan: %s (%s); the search begins with all samples, as with auto",
             facts["certainty"],
-            facts["reason"],
+            facts.get("reason", "no size is sure to fit"),
         )
         return None
     lacking = what_does_not_fit(config, facts)
@@ -35,10 +35,12 @@ def first_sizes(config: Config) -> PlannedSizes | None:
         raise UserError(f"batch.micro_size=plan: {lacking}")
     if lacking:
         log.warning("batch.micro_size=plan: %s; the run starts with the smallest anyway", lacking)
+    # On a GPU, steps measure what is allocated, which is not what a size is limited by.
+    has_forecast = facts["largest_micro_size"] and config.plan.device is None
     planned = PlannedSizes(
         max(1, facts["largest_micro_size"]),
         at_least_one(facts.get("largest_eval_micro_size")),
-        forecast_of(facts, "batch.micro_size=plan") if facts["largest_micro_size"] else None,
+        forecast_of(facts, "batch.micro_size=plan") if has_forecast else None,
     )
     evaluation = "" if planned.evaluation is None else f", evaluation {planned.evaluation}"
     log.info("micro-batch %d%s, as planned in %.1f s", planned.train, evaluation, facts["seconds"])
@@ -48,7 +50,10 @@ def first_sizes(config: Config) -> PlannedSizes | None:
 def what_does_not_fit(config: Config, facts: Facts) -> str:
     """The message where not even the smallest sizes fit; empty where they do."""
     limit = bytes_text(facts["limit_bytes"])
-    limit = f"memory.limit={limit}" if config.memory.limit is not None else f"this machine's {limit}"
+    if config.plan.device is not None:
+        limit = f"{limit} on this GPU"
+    else:
+        limit = f"memory.limit={limit}" if config.memory.limit is not None else f"this machine's {limit}"
     for kind, size, peak, setting in (
         ("micro-batch", "largest_micro_size", "largest_peak_bytes", "micro_size"),
         ("evaluation micro-batch", "largest_eval_micro_size", "largest_eval_peak_bytes", "eval_micro_size"),

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 MOST_TRACES = 6
+HALVED, NEAR = 10, 0.95  # traces in all where the size that fits is still less than this part of one that does not
 
 
 def largest_that_fits(
@@ -11,8 +12,9 @@ def largest_that_fits(
     """The largest size from `smallest` to `top` whose peak is at most `limit`; 0 if not even `smallest` fits.
 
     peak_of: bytes by size, costly to call; it is called at most MOST_TRACES times, less those in `known`, which is
-    filled. Where the traces do not suffice, the largest size that is known to fit. The peak is piecewise affine in the
-    size, in few pieces, so that secants find the bound.
+    filled. The peak is piecewise affine in the size, in few pieces, so that secants find the bound. Where it is rough
+    and they do not, halving in turn comes near it, up to HALVED traces. Where the traces do not suffice, the largest
+    size that is known to fit.
     """
     known = {} if known is None else known
     points: list[tuple[int, int]] = sorted(known.items())
@@ -30,8 +32,10 @@ def largest_that_fits(
     # Sizes that are known already, such as one that the configuration names, narrow the bounds for nothing.
     low = max(size for size, peak in known.items() if peak <= limit and size < top)
     high = min(size for size, peak in known.items() if peak > limit and size > low)
-    while high - low > 1 and len(known) < MOST_TRACES:
-        guess = min(max(_secant(points, limit, (low, known[low]), (high, known[high])), low + 1), high - 1)
+    while high - low > 1 and (len(known) < MOST_TRACES or (low < NEAR * high and len(known) < HALVED)):
+        guess = (low + high) // 2
+        if len(known) <= MOST_TRACES or len(known) % 2 == 0:
+            guess = min(max(_secant(points, limit, (low, known[low]), (high, known[high])), low + 1), high - 1)
         if fits(guess):
             low = guess
         else:

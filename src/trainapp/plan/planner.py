@@ -7,8 +7,6 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-import torch
-
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
 from trainapp.files import atomic_write
@@ -18,7 +16,8 @@ from trainapp.memory.timeline import Drawing, Picture
 from trainapp.plan import small_step
 from trainapp.plan.bounds import reason_of
 from trainapp.plan.certainty import NOT_TRACEABLE, RANGE
-from trainapp.plan.cuda.devices import spelled
+from trainapp.plan.own_device import unseen
+from trainapp.plan.process import UNSEEN
 from trainapp.plan.ranking import ranked
 from trainapp.plan.real_steps import MARGIN, RealSteps
 from trainapp.plan.recorder import Peak
@@ -53,8 +52,8 @@ def plan(
     are run for real.
     """
     started = time.monotonic()
-    require_plannable(config, bool(only))
-    planner = _planner(config, only)
+    require_plannable(config)
+    planner = _planner(config)
     has_levers = config.plan.levers and not only
     planner.counts_work = has_levers and config.plan.device is None
     if untraceable is None:
@@ -86,8 +85,12 @@ def facts_of(
     early: Path | None = None,
 ) -> Facts:
     """The facts of `plan`. picture: also draw the step or evaluation that holds the peak to this PNG. early: where to
-    leave, pickled, what is known before levers are ranked.
+    leave, pickled, what is known before levers are ranked. In a process that sees GPUs, of a plan for CUDA only the
+    settings: UNSEEN.
     """
+    complete = unseen(config)
+    if complete is not None:
+        return {UNSEEN: complete}
 
     def leave(facts: Facts) -> None:
         if early is not None:
@@ -101,8 +104,8 @@ def facts_of(
     return facts
 
 
-def _planner(config: Config, only: Collection[str]) -> "Planner":
-    if config.plan.device is None or only:  # a run plans for the device that it is on
+def _planner(config: Config) -> "Planner":
+    if config.plan.device is None:
         return Planner(config, load_components(config))
     from trainapp.plan.cuda import planner  # builds on this module
 
@@ -193,18 +196,17 @@ def _ranked(planner: "Planner", facts: Facts) -> Facts:
         return {"notes": [*facts.get("notes", []), f"the levers could not be ranked ({reason_of(error)})"]}
 
 
-def require_plannable(config: Config, search_only: bool = False) -> None:
+def require_plannable(config: Config) -> None:
     """Raises UserError for what the planner does not cover."""
     if config.train.compile:
         raise UserError("train.compile=true: a compiled step cannot be planned; use train.compile=false")
-    if config.plan.device is not None and not search_only:
+    if config.plan.device is not None:
         return
     device = choose_device(config.train.device)
-    if device.type != "cpu":
-        own = spelled(torch.cuda.get_device_properties(device)) if device.type == "cuda" else "h100-80gb"
+    if device.type not in ("cpu", "cuda"):
         raise UserError(
-            f"train.device={config.train.device}: the plan is for the CPU, and would not hold on {device.type}; use "
-            f"train.device=cpu, or name the device: plan.device={own}"
+            f"train.device={config.train.device}: the plan is for the CPU or for CUDA, and would not hold on "
+            f"{device.type}; use train.device=cpu, or name a device, such as plan.device=h100-80gb"
         )
 
 
@@ -214,7 +216,7 @@ def _estimated(planner: Planner, reason: str, only: Collection[str]) -> Facts:
     """
     config = planner.config
     unknown: Facts = {"certainty": NOT_TRACEABLE, "reason": reason, "limit_bytes": planner.limit}
-    if planner.world > 1 or (config.plan.device is not None and not only):
+    if planner.world > 1 or config.plan.device is not None:
         return unknown | {"notes": [_NOT_ESTIMATED]}
     steps = RealSteps(config, planner.components)
     by_steps = Planner(config, planner.components, steps)

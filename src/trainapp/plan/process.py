@@ -4,6 +4,7 @@ task may keep what it makes in a traced step.
 `python -m trainapp.plan.process FOLDER` is the process that `answer_of` starts. Imports no torch in the caller.
 """
 
+import dataclasses
 import gc
 import importlib
 import logging
@@ -24,6 +25,9 @@ _REQUEST, _ANSWER, _ERRORS = "request.pickle", "answer.pickle", "stderr.txt"
 # What tells a process its rank: the planner's would wait for the others.
 _OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _LOOK_EVERY = 0.1  # seconds: how soon a stop request ends the planner's process
+
+
+UNSEEN = "unseen"  # in an answer: the settings with which to ask again, in a process that sees no GPU
 
 
 class NoAnswer(Exception):
@@ -77,14 +81,24 @@ def _asked(
     stops: Callable[[], bool],
 ) -> dict[str, Any]:
     started, untraceable = time.monotonic(), None
-    for _ in range(2):
+    sees_devices = None in (config.plan.device, config.plan.world)  # which are to be found out
+    for _ in range(3):  # again where no GPU is seen, and where the process dies
         left = None if patience is None else max(0.0, patience - (time.monotonic() - started))
         try:
-            arguments = (config, only, picture, untraceable, early)
-            facts: dict[str, Any] = answer_of("trainapp.plan.planner.facts_of", *arguments, patience=left, stops=stops)
-            return facts
+            facts: dict[str, Any] = answer_of(
+                "trainapp.plan.planner.facts_of",
+                *(config, only, picture, untraceable, early),
+                patience=left,
+                stops=stops,
+                sees_devices=sees_devices,
+            )
+            if UNSEEN not in facts:
+                return facts
+            config, sees_devices = dataclasses.replace(config, plan=facts[UNSEEN]), False
         except Died as error:
-            untraceable = untraceable or str(error)
+            if untraceable is not None:
+                break
+            untraceable = str(error)
         except NoAnswer as error:
             untraceable = untraceable or str(error)
             break

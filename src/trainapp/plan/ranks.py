@@ -43,8 +43,7 @@ def world_of(config: Config) -> int:
 
 def by_rank_zero(ranks: Ranks, config: Config, ask: Callable[[Config], T]) -> T:
     """What `ask` answers on rank 0, for as many ranks as there are. Collective; raises its UserError on all ranks."""
-    world = ranks.world if ranks.world > 1 else None
-    for_all = dataclasses.replace(config, plan=dataclasses.replace(config.plan, world=world))
+    for_all = dataclasses.replace(config, plan=dataclasses.replace(config.plan, world=ranks.world))
     return answered_by_rank_zero(ranks, lambda: ask(for_all))
 
 

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from trainapp.config import remembered
-from trainapp.config.schema import Config, Plan
+from trainapp.config.schema import Config
 from trainapp.errors import UserError
 from trainapp.plan import process
-from trainapp.plan.cuda.devices import spelled
+from trainapp.plan.own_device import config_to_plan
 from trainapp.train.run import Run
 from trainapp.units import bytes_text
 
@@ -74,7 +74,9 @@ def measure(run: Run) -> None:
     if remember is True and _read(describe(run.config, name)) is not None:
         return
     try:
-        facts = process.answer_of("trainapp.plan.planner.facts_of", _here(run), patience=PATIENCE, sees_devices=False)
+        facts = process.answer_of(
+            "trainapp.plan.planner.facts_of", _with_used_sizes(run), patience=PATIENCE, sees_devices=False
+        )
     except (process.NoAnswer, UserError) as error:
         log.debug("no plan to compare with: %s", error)
         return
@@ -95,15 +97,11 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def _here(run: Run) -> Config:
+def _with_used_sizes(run: Run) -> Config:
     """The run's own configuration as one to plan, for its device, with the sizes that it has used."""
-    config, device = run.config, run.state.device
-    plan = Plan(levers=False)
-    if device.type == "cuda":
-        plan.device = spelled(torch.cuda.get_device_properties(device))
+    config = config_to_plan(run)
     return dataclasses.replace(
         config,
-        plan=plan,
         batch=dataclasses.replace(
             config.batch,
             micro_size=run.sizes.train.size,
@@ -112,7 +110,6 @@ def _here(run: Run) -> Config:
         ),
         accumulation=dataclasses.replace(config.accumulation, steps="auto"),
         memory=dataclasses.replace(config.memory, limit=None),
-        train=dataclasses.replace(config.train, device="auto" if device.type == "cuda" else config.train.device),
     )
 
 

@@ -24,6 +24,7 @@ from trainapp.oom.incident import Incident
 from trainapp.optim.optimizers import lean_optimizer
 from trainapp.parallel.ranks import Ranks, SingleRank
 from trainapp.plan import first_sizes, residuals, size_without_retries
+from trainapp.plan.own_device import config_to_plan
 from trainapp.plan.ranks import by_rank_zero
 from trainapp.run import experiment, export, fine_tuning, restarts, resume
 from trainapp.run.result import RunResult, result_of
@@ -146,7 +147,9 @@ def prepare(config: Config, stop: StopRequest, ranks: Ranks, carried: CarriedOve
         retries_in_place=run.retries_in_place,
         hint=hint,
         saved=saved if saved and saved["budget"] == run.memory.budget else None,
-        planned=lambda: by_rank_zero(ranks, config, first_sizes.first_sizes) if config.mode == "train" else None,
+        planned=lambda: (
+            by_rank_zero(ranks, config_to_plan(run), first_sizes.first_sizes) if config.mode == "train" else None
+        ),
         remembered=hints.recall(run) if config.oom.enabled else None,
     )
     run.sizes.continue_history(saved, hint)

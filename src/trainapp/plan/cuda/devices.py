@@ -7,7 +7,7 @@ none is as low as the figure, it is an assumption on the safe side.
 
 import contextlib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from trainapp.config.parallel_settings import Parallel
@@ -158,19 +158,22 @@ DEVICES = {
 
 
 def find(name: str) -> Device:
-    """The device of that name, or one of this memory and compute capability, such as `24GiB@8.9`.
+    """The device of that name, or one of this memory and compute capability, such as `24GiB@8.9`; a blank and the name
+    that the driver gives it may follow.
 
     Raises UserError for any other name, and for a capability or a memory that no GPU has.
     """
     if name in DEVICES:
         return DEVICES[name]
-    size, _, capability = name.partition("@")
+    by_size, _, reported = name.partition(" ")
+    size, _, capability = by_size.partition("@")
     version = re.fullmatch(r"(\d+)\.(\d)", capability)
     memory = 0
     with contextlib.suppress(ValueError):
         memory = parse_memory_size(size, 0)
     if version and memory:
-        return _unnamed(name, memory, (int(version[1]), int(version[2])))
+        device = _unnamed(by_size, memory, (int(version[1]), int(version[2])))
+        return replace(device, name=reported, reported=(reported,)) if reported else device
     raise UserError(
         f"plan.device={name}: unknown; known are {', '.join(DEVICES)}. Others are named by their memory and compute "
         "capability, such as plan.device=24GiB@8.9"
@@ -200,6 +203,9 @@ def communicators_of(parallel: Parallel) -> int:
     return 2 if parallel.fsdp.replicas == 1 else 3
 
 
-def spelled(properties: Any) -> str:
-    """What `plan.device` calls a device with these properties, as torch reads them, whatever its name."""
-    return f"{properties.total_memory}@{properties.major}.{properties.minor}"
+def spelled(properties: Any, is_named: bool = False) -> str:
+    """What `plan.device` calls a device with these properties, as torch reads them. is_named: also with its name, by
+    which `plan.residuals` knows it.
+    """
+    by_size = f"{properties.total_memory}@{properties.major}.{properties.minor}"
+    return f"{by_size} {properties.name}" if is_named else by_size

@@ -130,9 +130,21 @@ class CudaPlanner(_DevicePlanner):
         return self.predicted(certainty_of(Noticed.by([self.at(size, eval_size)]), 0, 0).name)
 
     def needed(self, trace: Trace) -> int:
-        """Reserved bytes, at the higher end: at most the limit if the allocator serves everything, else more."""
+        """Bytes at the higher end, at most the limit if the allocator serves everything: what is allocated then, else
+        what would be reserved without a limit. Up to the limit it reserves as much as it may, which would not tell the
+        search how far off a size is.
+        """
         allocated, reserved = (int(size * (1 + self.band)) for size in self._peaks(trace.allocations))
-        return reserved if reserved <= self.limit else max(allocated, self.limit + 1)
+        return allocated if reserved <= self.limit else reserved
+
+    def search(self, only: Collection[str]) -> tuple[Facts, Peak | None]:
+        """As `Planner.search`, with peaks in bytes reserved."""
+        facts, peak = super().search(only)
+        if "largest_eval_micro_size" in facts:
+            facts["largest_eval_peak_bytes"] = self.peaks(0, facts["largest_eval_micro_size"] or 1)[1]
+        if "largest_micro_size" in facts:
+            facts["largest_peak_bytes"] = self.peaks(facts["largest_micro_size"] or self.smallest, 0)[1]
+        return facts | {"certainty": self.predicted(facts["certainty"])}, peak
 
     def plan(self) -> tuple[Facts, Peak | None]:
         """As `Planner.plan`, with what the allocator makes of a step, another one and an evaluation."""
