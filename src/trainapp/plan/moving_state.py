@@ -1,32 +1,71 @@
-"""State of a model that a trace cannot follow: what it counts or draws may decide what a later step does."""
+"""State outside of tensors that a trace cannot follow: what a model or its task counts or draws may decide what a later
+step does.
+"""
 
+import itertools
+import sys
+import types
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from trainapp.models.inspect import MODULE_ATTRIBUTES
+from trainapp.checkpoint.plain import digest, encoded
 from trainapp.rng import generator_state, is_generator
-from trainapp.same_values import are_same
 from trainapp.torch_private import outside_dispatch_modes
+from trainapp.train.exactness import Snapshot, attributes_of, differences, plain_leaf
 
-State = dict[str, Any]
+_KNOWN = ("torch", "trainapp", "builtins")
+_OPEN = ("builtins", "collections", "functools", "itertools", "types", "dataclasses")  # of the standard library
 
 
-def numbers_and_generators(model: nn.Module) -> State:
-    """Copies of those that are attributes of its modules, by dotted name."""
-    found: State = {}
-    for name, module in model.named_modules():
-        for key in vars(module).keys() - MODULE_ATTRIBUTES:
-            value = vars(module)[key]
-            if isinstance(value, (int, float)):
-                found[f"{name}.{key}".lstrip(".")] = value
-            elif is_generator(value):
-                found[f"{name}.{key}".lstrip(".")] = generator_state(value)
+def moving_state(roots: Mapping[str, Any]) -> Snapshot:
+    """What is in attributes of the model and the task, in those of their classes, and in global variables beside these,
+    by path; of tensors, which have no values here, the shapes.
+
+    roots: as in `Stateful`. A data set's is not looked at: in a trace it gives fewer batches than in a run.
+    """
+    own = {name: held for name, held in roots.items() if not name.endswith("data")}
+    with outside_dispatch_modes():  # checksums of arrays are tensors
+        return attributes_of(own | _shared(own.values()), _leaf)
+
+
+def moved(before: Snapshot, after: Snapshot) -> list[str]:
+    """The names of those that differ, with what is new or gone."""
+    return sorted(name.removeprefix("model.") for name in differences(before, after))
+
+
+def _shared(roots: Iterable[Any]) -> dict[str, dict[str, Any]]:
+    """Attributes of users' classes, and global variables of the files that define them: by the name of either."""
+    parts = itertools.chain.from_iterable(root.modules() if isinstance(root, nn.Module) else [root] for root in roots)
+    found: dict[str, dict[str, Any]] = {}
+    for kind in {type(part) for part in parts}:
+        if kind.__module__.partition(".")[0] in _KNOWN:
+            continue
+        found[kind.__qualname__] = _variables(vars(kind))
+        found[kind.__module__] = _variables(vars(sys.modules.get(kind.__module__, kind)))
     return found
 
 
-def changed(before: State, after: State) -> list[str]:
-    """The names of those that were there before, and are no longer the same."""
-    common = before.keys() & after.keys()
-    with outside_dispatch_modes():  # states of torch's generators are tensors
-        return sorted(name for name in common if not are_same(before[name], after[name], unknown=False))
+def _variables(held: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in held.items()
+        if not name.startswith("__") and not callable(value) and not isinstance(value, (types.ModuleType, property))
+    }
+
+
+def _leaf(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return (tuple(value.shape), value.dtype)
+    if isinstance(value, torch.Generator):
+        return None  # what it draws is a tensor: to decide anything, that is read
+    if is_generator(value):
+        return digest(encoded(generator_state(value), ""))
+    package = type(value).__module__.partition(".")[0]
+    if package == "trainapp" or (package in sys.stdlib_module_names and package not in _OPEN):
+        return None  # what checkpointed blocks know; loggers, locks, files
+    if isinstance(value, Iterator):
+        return object()  # unlike any other: nothing tells how far it is
+    return plain_leaf(value)

@@ -112,7 +112,7 @@ class TracedMemory(DeviceMemory):
         self.draws = False  # whether a forward has drawn from Python's or NumPy's generator
         self.buffers_grow = self.kept_grows = False  # from one traced step to the next
         self.moving: list[str] = []  # names of what the model counts or draws
-        self.kept_by_steps = 0  # bytes
+        self.kept_by_steps = self.kept_by_evaluation = 0  # bytes
         self._generators: tuple[Any, ...] = ()
         self._devices = None if device.type == "cpu" else (device.type,)
         self.reset()

@@ -18,7 +18,7 @@ from trainapp.memory.levers.lever import Lever, Situation
 from trainapp.parallel.dtensor import is_shard
 from trainapp.parallel.ranks import Ranks, SingleRank
 from trainapp.plan.built import built
-from trainapp.plan.moving_state import changed, numbers_and_generators
+from trainapp.plan.moving_state import moved, moving_state
 from trainapp.plan.own_loss import LogitsWatch
 from trainapp.plan.place import Place
 from trainapp.plan.recorder import Peak, TracedMemory
@@ -139,20 +139,20 @@ def _of_whole_step(work: Work, config: Config, traced: Config, size: int, sample
 
 
 def _training_peak(run: Run, memory: TracedMemory, steps: int, work: WorkCounter | None) -> Peak:
-    """Of one step or two; always of two where the first leaves something in memory, such as state of the optimizer.
+    """Of one step or two; always of two where the first leaves something, such as state of the optimizer or a count.
 
     work: counts the last of them.
     """
     memory.reset()
-    kept_before, numbers = memory.kept_bytes(), numbers_and_generators(run.state.model)
+    state, roots = run.state, run.state.stateful.roots
+    kept_before, attributes_before = memory.kept_bytes(), moving_state(roots)
     with work or contextlib.nullcontext():
         train_step(run)
     update_weight_average(run)
-    state = run.state
     static = static_bytes(state.model, state.optimizers, state.average.averages, state.keeps_gradients)
-    kept = _kept(run, memory)
-    if steps > 1 or kept != kept_before or static != run.meter.static:
-        numbers = numbers_and_generators(state.model)
+    kept, attributes = _kept(run, memory), moving_state(roots)
+    moves = moved(attributes_before, attributes)  # or was first set, such as a cache
+    if steps > 1 or moves or kept != kept_before or static != run.meter.static:
         with work.restarted() if work else contextlib.nullcontext():
             train_step(run)
         update_weight_average(run)
@@ -160,7 +160,7 @@ def _training_peak(run: Run, memory: TracedMemory, steps: int, work: WorkCounter
         memory.buffers_grow = now[MemoryKind.BUFFERS] > static[MemoryKind.BUFFERS]
         memory.kept_by_steps = _kept(run, memory) - kept_before
         memory.kept_grows = memory.kept_by_steps > kept - kept_before
-    memory.moving = changed(numbers, numbers_and_generators(state.model))
+        memory.moving = moved(attributes, moving_state(roots))
     return memory.highest
 
 
@@ -179,7 +179,9 @@ def _evaluation_peak(run: Run, memory: TracedMemory, needs_step: bool) -> Peak:
             own.train.start = max(own.train.start, build.smallest_micro_batch(run.state.model))
         train_step(run)
     memory.reset()
+    kept = memory.kept_bytes()
     evaluate(run)
+    memory.kept_by_evaluation = memory.kept_bytes() - kept
     return memory.highest
 
 
@@ -191,11 +193,13 @@ def _unsettled(memory: TracedMemory, ranks: Ranks, run: Run, data: Any) -> tuple
     """
     reasons = ["the forward draws from Python's or NumPy's generator"] if memory.draws and ranks.world == 1 else []
     if memory.moving:
-        reasons.append(f"the model counts or draws ({listed(memory.moving[:3])})")
+        reasons.append(f"the model counts or draws ({listed(memory.moving)})")
     if memory.buffers_grow:
         reasons.append("buffers grow")
     if memory.kept_grows:
         reasons.append("what is kept from step to step grows")
+    if memory.kept_by_evaluation > 0:
+        reasons.append("evaluations keep tensors")
     if run.metrics.grow:
         reasons.append("metrics keep more with every batch of an evaluation")
     if any(type(module).get_extra_state is not nn.Module.get_extra_state for module in run.state.model.modules()):

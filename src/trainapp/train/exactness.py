@@ -6,7 +6,7 @@ restores.
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -65,7 +65,7 @@ def rehearse(run: Run, step: Step, accumulate: Callable[[Run, Step], Totals], un
     undone = attributes(run)
     second = _outcome(run, accumulate(run, step))
     undo()
-    verdict = _verdict(run, step, first, second, left=_differences(before, undone))
+    verdict = _verdict(run, step, first, second, left=differences(before, undone))
     by_rank = [text for text in run.ranks.all_gather_object(verdict) if text]
     if by_rank:
         raise TrainingStopped(by_rank[0])
@@ -73,11 +73,11 @@ def rehearse(run: Run, step: Step, accumulate: Callable[[Run, Step], Totals], un
 
 def _verdict(run: Run, step: Step, first: Outcome, second: Outcome, left: dict[str, tuple[Any, Any]]) -> str | None:
     """The message, or None where both are equal. left: attributes that the undoing left changed."""
-    found = _differences(first.attributes, second.attributes)
+    found = differences(first.attributes, second.attributes)
     if found:
         after = (f"{a} after the first run of step {step.number}, {b} after the second" for a, b in found.values())
         return _message(map("{}: {}".format, found, after), f"A retry does not restore it. {PROTOCOL}")
-    found = _differences(first.results, second.results)
+    found = differences(first.results, second.results)
     if not found:
         return None
     lines = [f"{name}: differs between two runs of step {step.number} from the same state" for name in found]
@@ -120,16 +120,23 @@ def _outcome(run: Run, totals: Totals) -> Outcome:
 
 def attributes(run: Run) -> Snapshot:
     """The plain values, tensors and arrays in attributes of the model, the task and the data sets, by path."""
+    return attributes_of(run.state.stateful.roots, _leaf)
+
+
+def attributes_of(roots: Mapping[str, Any], leaf_of: Callable[[Any], Any]) -> Snapshot:
+    """What is in the attributes of these objects, by path. leaf_of: something comparable for a value, NO_LEAF for one
+    whose own attributes or items are to be looked at.
+    """
     found: Snapshot = {}
     seen: set[int] = set()
-    for root, held in run.state.stateful.roots.items():
-        _add(found, root, held, seen, 0)
+    for root, held in roots.items():
+        _add(found, root, held, leaf_of, seen, 0)
     return found
 
 
-def _add(found: Snapshot, name: str, held: Any, seen: set[int], depth: int) -> None:
-    leaf = _leaf(held)
-    if leaf is not _NO_LEAF:
+def _add(found: Snapshot, name: str, held: Any, leaf_of: Callable[[Any], Any], seen: set[int], depth: int) -> None:
+    leaf = leaf_of(held)
+    if leaf is not NO_LEAF:
         found[name] = leaf
         return
     if id(held) in seen or depth > DEPTH or moves_at_commit(held):
@@ -151,24 +158,29 @@ def _add(found: Snapshot, name: str, held: Any, seen: set[int], depth: int) -> N
     else:
         parts = children(held)
     for part, value in parts:
-        _add(found, f"{name}.{part}" if part != "" else name, value, seen, depth + 1)
+        _add(found, f"{name}.{part}" if part != "" else name, value, leaf_of, seen, depth + 1)
 
 
-_NO_LEAF = object()
+NO_LEAF = object()
+
+
+def plain_leaf(value: Any) -> Any:
+    """Something comparable for a plain value or an array; NO_LEAF for others."""
+    if value is None or isinstance(value, (bool, int, float, complex, str, bytes, np.generic)):
+        return value
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+        sums = checksum(torch.from_numpy(np.ascontiguousarray(value).reshape(-1).view(np.uint8)))
+        return Contents("an array", value.shape, str(value.dtype), str(sums.tolist()))
+    return NO_LEAF
 
 
 def _leaf(value: Any) -> Any:
-    """Something comparable for a plain value, a tensor or an array; _NO_LEAF for others."""
-    if value is None or isinstance(value, (bool, int, float, complex, str, bytes, np.generic)):
-        return value
+    """The same, and of tensors."""
     if isinstance(value, Tensor):
         tensor = local(value.detach())
         if tensor.layout is torch.strided and not tensor.is_meta:
             return Contents("a tensor", tuple(tensor.shape), str(tensor.dtype), str(checksum(tensor).tolist()))
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
-        sums = checksum(torch.from_numpy(np.ascontiguousarray(value).reshape(-1).view(np.uint8)))
-        return Contents("an array", value.shape, str(value.dtype), str(sums.tolist()))
-    return _NO_LEAF
+    return plain_leaf(value)
 
 
 def _digest(state: Any) -> str:
@@ -179,7 +191,7 @@ def _digest(state: Any) -> str:
         return ""
 
 
-def _differences(a: Snapshot, b: Snapshot) -> dict[str, tuple[Any, Any]]:
+def differences(a: Snapshot, b: Snapshot) -> dict[str, tuple[Any, Any]]:
     """What differs, by path, with both values. NaN equals NaN."""
     pairs = {name: (a.get(name, "absent"), b.get(name, "absent")) for name in a | b}
     return {name: (x, y) for name, (x, y) in pairs.items() if type(x) is not type(y) or (x != y and repr(x) != repr(y))}
