@@ -56,6 +56,8 @@ class AssumedShapes:
         """Whether the result's shape depends on values."""
         if func in _INDEXED:
             return any(isinstance(index, Tensor) and index.dtype in _MASKS for index in args[1])
+        if func is _aten.bincount.default:
+            return len(args) > 2 and args[2] > 0  # else nothing says how long the result is
         return func in _RESULTS
 
     def result(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -164,11 +166,11 @@ class AssumedShapes:
         return source.new_empty(shape), places, source.new_empty(shape[dim] if return_counts else 0, dtype=torch.long)
 
     def _bincount(self, source: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
-        """As long as the call says: it is longer only where a value exceeds that."""
+        """As long as `minlength` says: it is longer only where a value exceeds that."""
         dtype = torch.long
         if weights is not None:
             dtype = torch.float32 if weights.dtype == torch.float32 else torch.float64
-        return source.new_empty(max(minlength, min(1, source.numel())), dtype=dtype)
+        return source.new_empty(minlength, dtype=dtype)
 
 
 _MASKS = (torch.bool, torch.uint8)

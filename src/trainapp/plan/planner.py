@@ -5,7 +5,7 @@ import pickle
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
@@ -13,16 +13,15 @@ from trainapp.files import atomic_write
 from trainapp.memory.host_guard import guarded
 from trainapp.memory.host_memory import total_bytes
 from trainapp.memory.timeline import Drawing, Picture
-from trainapp.plan import small_step
 from trainapp.plan.bounds import reason_of
 from trainapp.plan.certainty import NOT_TRACEABLE, RANGE
+from trainapp.plan.doubt import Doubt, of_foreign_code, of_reads
 from trainapp.plan.own_device import unseen
-from trainapp.plan.process import UNSEEN
+from trainapp.plan.process import UNSEEN, UNTRACEABLE
 from trainapp.plan.ranking import ranked
 from trainapp.plan.real_steps import MARGIN, RealSteps
 from trainapp.plan.recorder import Peak
 from trainapp.plan.sizes import Facts, Planner
-from trainapp.plan.traced_run import ON_CPU
 from trainapp.train.components import choose_device, load_components
 
 log = logging.getLogger(__name__)
@@ -49,7 +48,7 @@ def plan(
     untraceable: why a trace need not be tried. early: called with what is known before levers are ranked, which takes
     most of the time. Raises UserError for mistakes in the configuration, and for what is not planned. A model that
     cannot be traced is no error: `certainty` says so, `reason` why, and the rest is an estimate from small steps that
-    are run for real.
+    are run for real. MeetsTrace where these need another process.
     """
     started = time.monotonic()
     require_plannable(config)
@@ -59,15 +58,15 @@ def plan(
     if untraceable is None:
         try:
             facts, peak = planner.search(only) if only else planner.plan()
-            doubt = _doubt_of_reads(planner, facts) or (_Doubt() if only else _doubt(planner, facts))
+            doubt = of_reads(planner, facts) or (None if only else of_foreign_code(planner, facts))
             if has_levers and facts["largest_micro_size"] is not None:  # else a band, in which no lever can be seen
                 facts |= _hints(planner, facts)
-                if doubt == _Doubt():
+                if doubt is None:
                     early(facts)
                 facts |= _ranked(planner, facts)
-            if doubt != _Doubt():
+            if doubt is not None:
                 facts, peak = _doubted(planner, facts, doubt, only), None if doubt.reason else peak
-        except UserError:
+        except (UserError, MeetsTrace):
             raise
         except Exception as error:
             log.debug("the model could not be traced", exc_info=True)
@@ -85,8 +84,8 @@ def facts_of(
     early: Path | None = None,
 ) -> Facts:
     """The facts of `plan`. picture: also draw the step or evaluation that holds the peak to this PNG. early: where to
-    leave, pickled, what is known before levers are ranked. In a process that sees GPUs, of a plan for CUDA only the
-    settings: UNSEEN.
+    leave, pickled, what is known before levers are ranked. Where another process has to answer, only what to ask it:
+    UNSEEN in one that sees GPUs, of a plan for CUDA; UNTRACEABLE where steps would meet what a trace has left.
     """
     complete = unseen(config)
     if complete is not None:
@@ -98,7 +97,10 @@ def facts_of(
                 pickle.dump(facts, file)
 
     with guarded(config.memory, total_bytes()):  # the user's code may allocate real memory
-        facts, peak = plan(config, only, untraceable, leave)
+        try:
+            facts, peak = plan(config, only, untraceable, leave)
+        except MeetsTrace as error:
+            return {UNTRACEABLE: str(error)}
     if picture is not None and peak is not None:
         Drawing([picture_of(peak, facts, picture)]).wait()
     return facts
@@ -112,60 +114,28 @@ def _planner(config: Config) -> "Planner":
     return planner.for_device(config, load_components)
 
 
-class _Doubt(NamedTuple):
-    """Of a trace. reason: why it is wrong. note: why a step that is run for real could not be compared with it."""
-
-    reason: str = ""
-    note: str = ""
+class MeetsTrace(Exception):
+    """The trace is wrong, and has left tensors that steps in this process would meet. The message is the reason."""
 
 
-def _doubt_of_reads(planner: Planner, facts: Facts) -> _Doubt | None:
-    """What a step that is run for real says where the model reads values: one of the planned size, if that is small.
-    None where it says nothing else.
-    """
-    planned = facts.get("micro_size", facts.get("largest_micro_size"))
-    if planner.world > 1 or planner.place is not ON_CPU or planned is None or not planner.at(max(1, planned), 0).reads:
-        return None
-    smallest = min(max(small_step.SIZE, planner.smallest), planner.share)
-    for size in sorted({max(planned, smallest), smallest}, reverse=True):
-        try:
-            reason = small_step.beyond_ways(planner.config, planner.components, size)
-        except small_step.StepFailed as error:
-            return _Doubt(note=str(error))
-        if reason is not None:
-            return _Doubt(reason) if reason else None
-    return None
-
-
-def _doubt(planner: Planner, facts: Facts) -> _Doubt:
-    """What a small step that is run for real says of the trace of a model that others wrote."""
-    config = planner.config
-    traced, (low, high) = planner.at(facts["micro_size"], 0), facts.get("range_bytes", (0, 0))
-    packages = {*traced.packages, *(name.partition(".")[0] for name in config.user_packages)}
-    has_ways = traced.reads or traced.assumed or traced.varies or low != high  # of which a small step takes one
-    if not packages or planner.place is not ON_CPU or has_ways:
-        return _Doubt()
-    if planner.world == 1:
-        size = min(max(small_step.SIZE, planner.smallest), planner.share)
-        try:
-            reason = small_step.difference(config, planner.components, size)
-        except small_step.StepFailed as error:
-            return _Doubt(note=str(error))
-        if reason is not None:
-            return _Doubt(reason)
-    unknown = "the model may behave differently when it is traced, and no small step could be run to compare"
-    return _Doubt(note=unknown) if small_step.look_for_fakes(packages) else _Doubt()
-
-
-def _doubted(planner: Planner, facts: Facts, doubt: _Doubt, only: Collection[str]) -> Facts:
+def _doubted(planner: Planner, facts: Facts, doubt: Doubt, only: Collection[str]) -> Facts:
     """The facts with the estimate in place of the trace, of which only the levers remain; without a reason, the trace
-    as one end of a range whose other end is not known.
+    as a range of which one end is known.
+
+    Raises MeetsTrace.
     """
+    if doubt.reason and doubt.meets_trace:
+        raise MeetsTrace(doubt.reason)
+    if doubt.reason and only:
+        return _estimated(planner, doubt.reason, only)
     for entry in (*facts.get("levers", []), *([facts["best"]] if "best" in facts else [])):
         entry["certainty"] = NOT_TRACEABLE if entry["certainty"] == NOT_TRACEABLE else RANGE
     if not doubt.reason:
-        ends = facts.get("range_bytes", [facts["peak_bytes"]] * 2)
-        return facts | {"certainty": RANGE, "range_bytes": ends, "notes": [*facts.get("notes", []), doubt.note]}
+        facts = facts | {"certainty": RANGE, "notes": [*facts.get("notes", []), doubt.note]}
+        if not only:
+            low, high = facts.get("range_bytes", [facts["peak_bytes"]] * 2)
+            facts["range_bytes"] = [min(low, doubt.least or low), high]
+        return facts
     facts.pop("range_bytes", None)
     estimate = _estimated(planner, doubt.reason, ())
     if "best" in facts:

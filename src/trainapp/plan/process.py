@@ -27,7 +27,8 @@ _OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADD
 _LOOK_EVERY = 0.1  # seconds: how soon a stop request ends the planner's process
 
 
-UNSEEN = "unseen"  # in an answer: the settings with which to ask again, in a process that sees no GPU
+# In an answer: with what to ask again in another process. The settings, where it is to see no GPU; why not to trace.
+UNSEEN, UNTRACEABLE = "unseen", "untraceable"
 
 
 class NoAnswer(Exception):
@@ -92,9 +93,12 @@ def _asked(
                 stops=stops,
                 sees_devices=sees_devices,
             )
-            if UNSEEN not in facts:
+            if UNSEEN in facts:
+                config, sees_devices = dataclasses.replace(config, plan=facts[UNSEEN]), False
+            elif UNTRACEABLE in facts:
+                untraceable = facts[UNTRACEABLE]
+            else:
                 return facts
-            config, sees_devices = dataclasses.replace(config, plan=facts[UNSEEN]), False
         except Died as error:
             if untraceable is not None:
                 break

@@ -12,20 +12,28 @@ import sys
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from trainapp.config.schema import Config
+from trainapp.errors import UserError
 from trainapp.memory.host_guard import available_bytes
 from trainapp.memory.live_tensors import MemoryLimitExceeded
+from trainapp.plan import process
 from trainapp.plan.bounds import reason_of, ways_beside
 from trainapp.plan.real_steps import MEMORY_SHARE, small
 from trainapp.plan.recorder import Peak
 from trainapp.plan.traced_run import Trace, trace
-from trainapp.train.components import Components
+from trainapp.train.components import Components, load_components
 from trainapp.units import bytes_text
 
 SIZE = 2  # samples
 MOST_BYTES = 2**28  # that the step may need, according to its trace
 MOST_WORK = 5 * 10**10  # floating-point operations of its forward and backward: some seconds
+PATIENCE = 60.0  # seconds for a process of its own
+_KEPT = (
+    "no real step was compared with the trace: the model finds what it has kept from the trace outside of its "
+    "attributes, as in a cache of its module"
+)
 _LOOKS_FOR_FAKES = re.compile(rb"fake_?tensor", re.IGNORECASE)
 log = logging.getLogger(__name__)
 
@@ -34,9 +42,31 @@ class StepFailed(Exception):
     """The small step fails when it is run for real. The message is the reason."""
 
 
-def difference(config: Config, components: Components, size: int) -> str | None:
-    """How a step of `size` samples and an evaluation differ from their trace: "" if not at all, None where they cannot
-    be run or would take too long.
+class Compared(NamedTuple):
+    """reason: how the real step contradicts the trace, "" if it does not. real: its bytes, 0 for too many. meets_trace:
+    the model has found tensors that the trace had left, as in a cache of its module.
+    """
+
+    reason: str
+    real: int
+    meets_trace: bool
+
+
+class Peaks(NamedTuple):
+    """Of a step and an evaluation."""
+
+    training: Peak | None
+    evaluation: Peak | None
+
+    @property
+    def total(self) -> int:
+        """Bytes of the higher one."""
+        return max(peak.total for peak in (*self, Peak()) if peak is not None)
+
+
+def difference(config: Config, components: Components, size: int) -> Compared | None:
+    """How a step of `size` samples and an evaluation differ from their trace; None where they cannot be run or would
+    take too long.
 
     Raises StepFailed for an error of the real step: fake kernels take dtypes for which there is no real one. Gradients
     are not clipped in it: whether they are depends on their values.
@@ -44,15 +74,17 @@ def difference(config: Config, components: Components, size: int) -> str | None:
     small_one = _Small.of(config, components, size)
     if small_one is None:
         return None
-    expected, real = small_one.traced, small_one.real()
+    # A process of its own would be no better: there the model would compute again what it has kept from the trace.
+    expected, real = small_one.traced, small_one.real(may_be_elsewhere=False)
     if real is None:
-        return f"a step of {size} samples needs more than twice what its trace says"
-    return _largest_difference(size, [(expected.training, real.training), (expected.evaluation, real.evaluation)])
+        return Compared(f"a step of {size} samples needs more than twice what its trace says", 0, False)
+    reason = _largest_difference(size, [(expected.training, real.training), (expected.evaluation, real.evaluation)])
+    return Compared(reason, real.total, False)
 
 
-def beyond_ways(config: Config, components: Components, size: int) -> str | None:
+def beyond_ways(config: Config, components: Components, size: int) -> Compared | None:
     """How a step of `size` samples and an evaluation need more than each of the ways in which reads of values are
-    answered; "" and None as for `difference`. A number that is read, such as a length, has more ways than two.
+    answered; None as for `difference`. A number that is read, such as a length, has more ways than two.
 
     Raises StepFailed.
     """
@@ -60,24 +92,35 @@ def beyond_ways(config: Config, components: Components, size: int) -> str | None
     if small_one is None:
         return None
     high, real = small_one.highest(), small_one.real()
-    if real is not None and real.peak.total <= high:
-        return ""
-    needed = "more than twice that" if real is None else bytes_text(real.peak.total)
-    return (
+    if real is not None and real.total <= high:
+        return Compared("", real.total, small_one.meets_trace)
+    needed = "more than twice that" if real is None else bytes_text(real.total)
+    reason = (
         f"what the model computes depends on numbers that it reads: a step of {size} samples needs {needed}, and what "
         f"can be traced of it {bytes_text(high)}"
     )
+    return Compared(reason, 0 if real is None else real.total, small_one.meets_trace)
+
+
+def real_peaks(config: Config, size: int, most: int, components: Components | None = None) -> Peaks | None:
+    """Of a step of `size` samples and an evaluation, run for real; None where they need more than `most` bytes."""
+    try:
+        done = trace(config, components or load_components(config), size, size, real_bytes=most)
+    except MemoryLimitExceeded:
+        return None
+    return Peaks(done.training, done.evaluation)
 
 
 @dataclass
 class _Small:
-    """A step of few samples and an evaluation. most: bytes that they may need for real."""
+    """A step of few samples and an evaluation. most: bytes that they may need for real. meets_trace: see `Compared`."""
 
     config: Config
     components: Components
     size: int
     traced: Trace
     most: int
+    meets_trace: bool = False
 
     @classmethod
     def of(cls, config: Config, components: Components, size: int) -> "_Small | None":
@@ -95,15 +138,28 @@ class _Small:
         is_small = traced.peak.total <= most and _arithmetic(traced) <= MOST_WORK
         return cls(changed, components, size, traced, 2 * most) if is_small else None
 
-    def real(self) -> Trace | None:
-        """Run for real; None where that needs more than `most`. Raises StepFailed."""
+    def real(self, may_be_elsewhere: bool = True) -> Peaks | None:
+        """Run for real; None where that needs more than `most`. Where the model meets tensors of the trace, in a
+        process of its own. Raises StepFailed.
+        """
         try:
-            return trace(self.config, self.components, self.size, self.size, real_bytes=self.most)
-        except MemoryLimitExceeded:
-            return None
+            return real_peaks(self.config, self.size, self.most, self.components)
         except Exception as error:
             log.debug("no small step could be run", exc_info=True)
-            raise StepFailed(f"a step of {self.size} samples, run for real, fails: {reason_of(error)}") from error
+            if not _meets_trace(error):
+                raise StepFailed(self._failure(reason_of(error))) from error
+            if not may_be_elsewhere:
+                raise StepFailed(_KEPT) from error
+        self.meets_trace = True
+        function = f"{__name__}.{real_peaks.__name__}"
+        try:
+            peaks: Peaks | None = process.answer_of(function, self.config, self.size, self.most, patience=PATIENCE)
+        except (process.NoAnswer, UserError) as error:
+            raise StepFailed(self._failure(str(error))) from error
+        return peaks
+
+    def _failure(self, reason: str) -> str:
+        return f"a step of {self.size} samples, run for real, fails: {reason}"
 
     def highest(self) -> int:
         """Bytes of the way that needs the most."""
@@ -112,6 +168,11 @@ class _Small:
             with contextlib.suppress(Exception):  # a plan notes it
                 totals.append(trace(self.config, self.components, self.size, self.size, way).peak.total)
         return max(totals)
+
+
+def _meets_trace(error: Exception) -> bool:
+    """Whether it is about tensors without data, which only a trace can have left."""
+    return type(error).__module__.startswith("torch._subclasses") or "FakeTensor" in str(error)
 
 
 def look_for_fakes(packages: Collection[str]) -> list[str]:

@@ -37,10 +37,12 @@ class MadeUpValues(DispatchMode):
     Attributes: `reads` of the model and the task so far; `model_reads`, the phases in which they were; `shapes`, what
     was assumed of shapes; `probed`, the operators that were run for real to know what they allocate.
 
-    Raises RuntimeError after MOST_READS of them: a model that iterates until it converges would do so forever.
+    Raises RuntimeError after MOST_READS of them, and after MOST_ASSUMED assumed shapes in one forward: a model that
+    iterates until it converges, or until nothing is selected, would do so forever.
     """
 
     MOST_READS = 1000
+    MOST_ASSUMED = 20_000  # 256 experts in 60 layers have 15,000; takes half a minute
 
     def __init__(
         self,
@@ -54,7 +56,8 @@ class MadeUpValues(DispatchMode):
         self.probed: set[str] = set()
         self.otherwise, self.phase, self.clip_at = otherwise, phase, clip_at
         self.state_is_late = False  # set while the optimizer is built: what it asks about its own state
-        self.reads = 0
+        self.reads = self._assumed = 0
+        self._assumed_in: Phase | None = None
         self.model_reads: set[Phase] = set()
         self._zeros: list[weakref.ref[Tensor]] = []
 
@@ -68,6 +71,7 @@ class MadeUpValues(DispatchMode):
         if func.overloadpacket in FUSED_WITHOUT_META:
             return None
         if self.shapes.handles(func, args):
+            self._count_assumed()
             return self.shapes.result(func, args, kwargs or {})
         result = func(*args, **(kwargs or {}))
         self.shapes.follow(func, args, result)
@@ -75,6 +79,13 @@ class MadeUpValues(DispatchMode):
             self.probed.add(str(func).removesuffix(".default"))
             return with_real_workspace(func, args, result)
         return as_on_cpu(func, args, result) if func in CORRECTED else result
+
+    def _count_assumed(self) -> None:
+        phase = self.phase()
+        self._assumed = self._assumed + 1 if phase is self._assumed_in else 1
+        self._assumed_in = phase
+        if self._assumed > self.MOST_ASSUMED:
+            raise RuntimeError("shapes depend on values without end: the model cannot be traced")
 
     def _answer(self, tensor: Tensor) -> bool | int | float:
         if any(zero() is tensor for zero in self._zeros):
