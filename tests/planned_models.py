@@ -263,3 +263,33 @@ class Padded(Stacked):
     def collate(self, samples: list[tuple[Tensor, int]]) -> dict[str, Tensor]:
         rows = nn.utils.rnn.pad_sequence([rows for rows, _ in samples], batch_first=True)
         return {"inputs": rows, "targets": torch.tensor([target for _, target in samples])}
+
+
+masks: dict[int, Tensor] = {}
+
+
+class Caches(nn.Module):
+    """Keeps tensors in a global variable, as do functions with `lru_cache`."""
+
+    def __init__(self, num_classes: int = 10):
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 2048), nn.Linear(2048, num_classes)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if len(inputs) not in masks:
+            masks[len(inputs)] = torch.ones(len(inputs), 1)
+        hidden = self.first(inputs.flatten(1)) * masks[len(inputs)]
+        for _ in range(self.times(inputs)):
+            hidden = hidden.sigmoid()
+        return self.last(hidden)
+
+    def times(self, inputs: Tensor) -> int:
+        """How often more is computed."""
+        return 1
+
+
+class CachesAndCounts(Caches):
+    """Reads how often."""
+
+    def times(self, inputs: Tensor) -> int:
+        return int((inputs.amax() * 0 + 16).item())

@@ -9,11 +9,12 @@ import runs
 import torch
 from helpers import run_cli
 from measured import by_part, own_model, peaks
+from planned_models import masks
 from torch import nn
 
 from trainapp.config import compose
 from trainapp.memory.live_tensors import LiveTensors
-from trainapp.plan import planner, probes, real_steps, small_step
+from trainapp.plan import planner, probes, process, real_steps, small_step
 from trainapp.plan.values import MadeUpValues
 from trainapp.torch_private import fake_tensor_mode, is_fake
 
@@ -126,6 +127,44 @@ class Asks(Counts):
         return self.last(hidden.sigmoid() if inputs.amax().item() >= 0 else hidden)
 
 
+class Fewer(Counts):
+    """The larger the number that it reads, the less it computes."""
+
+    def forward(self, inputs):
+        hidden = self.first(inputs.flatten(1))
+        for _ in range(16 - int((inputs.amax() * 0 + 12).item())):
+            hidden = hidden.sigmoid()
+        return self.last(hidden)
+
+
+class Fails(Asks):
+    """In every real step, not in a trace."""
+
+    def forward(self, inputs):
+        if not is_fake(inputs):
+            raise RuntimeError("no such kernel")
+        return super().forward(inputs)
+
+
+class Halts(Counts):
+    """Until no row is left."""
+
+    def forward(self, inputs):
+        hidden = self.first(inputs.flatten(1))
+        left = torch.full((len(hidden),), 3.0)
+        while len(rows := (left > 0).nonzero()[:, 0]):
+            left = left.index_add(0, rows, -torch.ones(len(rows)))
+        return self.last(hidden)
+
+
+class Bins(Counts):
+    """As many as the highest number says."""
+
+    def forward(self, inputs):
+        numbers = (inputs.flatten(1) * 0 + 4095).long().flatten()
+        return self.last(self.first(inputs.flatten(1))) + (torch.bincount(numbers) * self.last.bias[:1]).mean()
+
+
 class Bent(nn.Module):
     """Cannot be traced. Its backward needs the most at its end, for a large weight's gradient; with more samples at
     its beginning, for the activations.
@@ -217,8 +256,83 @@ def test_numbers_that_are_read_have_more_than_two_ways(tmp_path, own, monkeypatc
     assert facts["certainty"] == "not traceable"
     assert "depends on numbers that it reads: a step of 16 samples needs" in facts["reason"]
     assert facts["peak_bytes"] == pytest.approx(real, rel=0.02)
-    monkeypatch.setattr(small_step, "beyond_ways", lambda *given: "")
+    monkeypatch.setattr(small_step, "beyond_ways", lambda *given: small_step.Compared("", 2**60, False))
     assert plan(overrides)["range_bytes"][1] < 0.9 * real
+
+
+def test_a_number_that_saves_work_lowers_the_lower_end(tmp_path, own):
+    overrides = own(Fewer)
+    facts = plan(overrides)
+    low, high = facts["range_bytes"]
+    assert low <= max(peaks(tmp_path, *overrides)) < 0.8 * high
+    assert any("a step of 16 samples, run for real, needs" in note for note in facts["notes"])
+
+
+def test_where_no_step_is_small_enough_a_note_says_so(own, monkeypatch):
+    monkeypatch.setattr(small_step, "MOST_BYTES", 1)
+    facts = plan(own(Counts))
+    assert facts["certainty"] == "range"
+    assert any("no real step was compared with the trace, since none is small enough" in n for n in facts["notes"])
+
+
+def test_a_real_step_that_fails_leaves_a_search_as_it_was(own):
+    config = compose.from_command_line(list(own(Fails, "batch.micro_size=plan", "batch.eval_micro_size=auto")))
+    facts, _ = planner.plan(config, only=("training", "evaluation"))
+    assert facts["certainty"] == facts["eval_certainty"] == "range"
+    assert facts["largest_micro_size"] == 32
+    assert any("no such kernel" in note for note in facts["notes"])
+
+
+def test_a_search_that_a_real_step_contradicts_is_made_of_real_steps(own):
+    config = compose.from_command_line(list(own(Counts, "batch.micro_size=plan")))
+    whole = planner.plan(config)[0]
+    facts, _ = planner.plan(config, only=("training",))
+    assert facts["certainty"] == "not traceable"
+    margin = f"memory.limit={round((1 - real_steps.MARGIN) * facts['limit_bytes'])}"
+    assert facts["largest_micro_size"] == plan(own(Counts, "batch.micro_size=auto", margin))["largest_micro_size"]
+    assert facts["largest_peak_bytes"] == pytest.approx(by_part(whole)[0], rel=0.01)
+    assert facts["peaks"][32] == facts["largest_peak_bytes"]  # not the trace's
+
+
+def of_cache(name):
+    """Overrides for such a model, and its plan from processes of its own."""
+    masks.clear()
+    stem = ("~model.norm", "~model.width", "~model.depth", "~model.stem")
+    model = (f"model._target_=planned_models.{name}", "user_packages=[planned_models]", *stem)
+    overrides = (*OVER, *model)
+    return overrides, process.ask(compose.from_command_line(list(overrides)))
+
+
+def test_a_cache_in_a_global_variable_is_no_reason_to_doubt(tmp_path):
+    overrides, facts = of_cache("Caches")
+    assert facts["certainty"] == "range"
+    assert any("the model finds what it has kept from the trace" in note for note in facts["notes"])
+    low, high = facts["range_bytes"]
+    assert low <= max(peaks(tmp_path, *overrides)) <= high + 1024  # the cache's own tensors
+
+
+def test_steps_that_would_meet_such_a_cache_run_in_another_process(tmp_path):
+    overrides, facts = of_cache("CachesAndCounts")
+    assert facts["certainty"] == "not traceable"
+    assert "depends on numbers that it reads" in facts["reason"]
+    assert facts["peak_bytes"] == pytest.approx(max(peaks(tmp_path, *overrides)), rel=0.02)
+
+
+def test_a_loop_until_nothing_is_selected_has_an_end(tmp_path, own, monkeypatch):
+    monkeypatch.setattr(MadeUpValues, "MOST_ASSUMED", 200)
+    overrides = own(Halts)
+    facts = plan(overrides)
+    assert facts["certainty"] == "not traceable"
+    assert "shapes depend on values without end" in facts["reason"]
+    assert by_part(facts) == pytest.approx(peaks(tmp_path, *overrides), rel=0.01)
+
+
+def test_bins_without_a_number_of_them_are_not_assumed(tmp_path, own):
+    overrides = own(Bins)
+    facts = plan(overrides)
+    assert facts["certainty"] == "not traceable"
+    assert "bincount" in facts["reason"]
+    assert by_part(facts) == pytest.approx(peaks(tmp_path, *overrides), rel=0.01)
 
 
 def test_one_of_two_ways_is_in_the_range(tmp_path, own):

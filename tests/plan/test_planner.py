@@ -1,5 +1,6 @@
 """The plan against real runs: equal to the byte, or a range that holds what is measured."""
 
+import itertools
 import random
 
 import numpy as np
@@ -194,6 +195,92 @@ class Counting(Branching):
         return self.last(inputs) + (self.first(inputs).relu().mean() if self.calls > 20 else 0)
 
 
+class CountingLater(Branching):
+    """From an attribute that its first forward makes."""
+
+    def forward(self, inputs):
+        self.calls = getattr(self, "calls", 0) + 1
+        return self.last(inputs.flatten(1))
+
+
+class CountingInArray(Counting):
+    def forward(self, inputs):
+        self.calls = np.zeros(3) if isinstance(self.calls, int) else self.calls
+        self.calls[0] += 1
+        return self.last(inputs.flatten(1))
+
+
+class CountingInList(Branching):
+    def __init__(self, num_classes: int = 10):
+        super().__init__(num_classes)
+        self.losses = []
+
+    def forward(self, inputs):
+        self.losses.append(0.0)
+        return self.last(inputs.flatten(1))
+
+
+class CountingInClass(Branching):
+    forwards = 0
+
+    def forward(self, inputs):
+        CountingInClass.forwards += 1
+        return self.last(inputs.flatten(1))
+
+
+class Holder:
+    def __init__(self):
+        self.own = random.Random(0)
+
+
+class DrawingInObject(Branching):
+    def __init__(self, num_classes: int = 10):
+        super().__init__(num_classes)
+        self.holder = Holder()
+
+    def forward(self, inputs):
+        return self.last(inputs.flatten(1)) * self.holder.own.random()
+
+
+class Staged(Branching):
+    stage = "warm"
+
+    def forward(self, inputs):
+        self.stage = f"after {self.stage}"
+        return self.last(inputs.flatten(1))
+
+
+class Iterating(Branching):
+    def __init__(self, num_classes: int = 10):
+        super().__init__(num_classes)
+        self.turns = itertools.cycle([0, 0, 1])
+
+    def forward(self, inputs):
+        return self.last(inputs.flatten(1)) * next(self.turns)
+
+
+class Remembering(Branching):
+    """Keeps the features of evaluations."""
+
+    def __init__(self, num_classes: int = 10):
+        super().__init__(num_classes)
+        self.seen = []
+
+    def forward(self, inputs):
+        inputs = inputs.flatten(1)
+        if not self.training:
+            self.seen.append(self.last(inputs))
+        return self.last(inputs)
+
+
+class Settling(Branching):
+    """Keeps the same from its first step on."""
+
+    def forward(self, inputs):
+        self.shape, self.scale = inputs.shape, {"of": [1.0, None]}
+        return self.last(inputs.flatten(1))
+
+
 class Collecting(Branching):
     """Keeps what it has seen."""
 
@@ -241,6 +328,14 @@ def test_a_branch_on_a_value_gives_a_range_that_holds_both_ways(tmp_path, own, k
         (Drawing, "the forward draws from Python's or NumPy's generator"),
         (DrawingItself, "the model counts or draws (own)"),
         (Counting, "the model counts or draws (calls)"),
+        (CountingLater, "the model counts or draws (calls)"),
+        (CountingInArray, "the model counts or draws (calls)"),
+        (CountingInList, "the model counts or draws (len(model.losses), losses.2, losses.3)"),
+        (CountingInClass, "the model counts or draws (CountingInClass.forwards)"),
+        (DrawingInObject, "the model counts or draws (holder.own)"),
+        (Staged, "the model counts or draws (stage)"),
+        (Iterating, "the model counts or draws (turns)"),
+        (Remembering, "evaluations keep tensors"),
         (Collecting, "buffers grow"),
     ],
 )
@@ -248,6 +343,12 @@ def test_what_changes_from_step_to_step_is_not_called_exact(own, kind, reason):
     facts = plan(*own(kind))
     assert facts["certainty"] == "range"
     assert f"other steps may need more: {reason}" in facts["notes"]
+
+
+def test_what_is_the_same_from_the_first_step_on_is_no_reason(tmp_path, own):
+    facts = plan(*own(Settling))
+    assert facts["certainty"] == "exact"
+    assert by_part(facts) == measure(tmp_path, *own(Settling))
 
 
 def test_generators_of_torch_are_no_reason(tmp_path, own):

@@ -13,7 +13,7 @@ from helpers import environment, incidents, metrics, result, run_cli
 import trainapp
 from trainapp.config import compose
 from trainapp.errors import UserError
-from trainapp.plan import process, report
+from trainapp.plan import first_sizes, process, report
 from trainapp.units import bytes_text
 
 GPT = (*runs.MODELS["gpt"], "train.device=cpu", "batch.global_size=32", "plan.levers=false")
@@ -223,6 +223,18 @@ def test_a_run_starts_with_the_planned_size(tmp_path):
     assert size == metrics(tmp_path / "plan")[0]["batch/micro_size"]
     facts = trainapp.plan([*limited])
     assert size == facts["largest_micro_size"] >= result(tmp_path / "auto")["micro_size"]
+
+
+def test_a_run_is_refused_only_where_it_is_certain_that_what_is_missing_does_not_fit():
+    """Training's certainty says nothing of an evaluation's."""
+    config = compose.from_command_line(["model=mlp", "memory.limit=1MiB"])
+    facts = {"limit_bytes": 2**20, "largest_micro_size": 4, "certainty": "exact", "largest_peak_bytes": 9}
+    evaluation = {"largest_eval_micro_size": 0, "largest_eval_peak_bytes": 2**21, "eval_certainty": "range"}
+    assert first_sizes.what_does_not_fit(config, facts) is None
+    lacking = first_sizes.what_does_not_fit(config, facts | evaluation)
+    assert lacking.certainty == "range"
+    assert "no evaluation micro-batch fits memory.limit=1.0 MiB: the smallest needs 2.0 MiB (range)" in lacking.message
+    assert first_sizes.what_does_not_fit(config, facts | {"largest_micro_size": 0}).certainty == "exact"
 
 
 def test_a_run_that_cannot_be_planned_searches(tmp_path):

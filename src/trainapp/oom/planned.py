@@ -54,7 +54,7 @@ def follow_after_first_error(run: Run, failure: Incident, sizes: MicroBatchSizes
     if facts is None:
         return ""
     if lacking := what_does_not_fit(config, facts):
-        log.info("oom.plan: %s", lacking)
+        log.info("oom.plan: %s", lacking.message)
     failed = sizes.failed_buckets[0] if sizes.failed_buckets else 0
     if failure.evaluating:
         size, forecast = facts["largest_eval_micro_size"], None

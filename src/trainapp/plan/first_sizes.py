@@ -1,7 +1,7 @@
 """`batch.micro_size=plan`: a run starts with the largest sizes that the plan predicts to fit."""
 
 import logging
-from typing import Any
+from typing import Any, NamedTuple
 
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
@@ -31,10 +31,10 @@ def first_sizes(config: Config) -> PlannedSizes | None:
         )
         return None
     lacking = what_does_not_fit(config, facts)
-    if lacking and facts["certainty"] == EXACT:
-        raise UserError(f"batch.micro_size=plan: {lacking}")
+    if lacking and lacking.certainty == EXACT:
+        raise UserError(f"batch.micro_size=plan: {lacking.message}")
     if lacking:
-        log.warning("batch.micro_size=plan: %s; the run starts with the smallest anyway", lacking)
+        log.warning("batch.micro_size=plan: %s; the run starts with the smallest anyway", lacking.message)
     # On a GPU, steps measure what is allocated, which is not what a size is limited by.
     has_forecast = facts["largest_micro_size"] and config.plan.device is None
     planned = PlannedSizes(
@@ -47,23 +47,37 @@ def first_sizes(config: Config) -> PlannedSizes | None:
     return planned
 
 
-def what_does_not_fit(config: Config, facts: Facts) -> str:
-    """The message where not even the smallest sizes fit; empty where they do."""
+class Lacking(NamedTuple):
+    """What does not fit, and how sure that is."""
+
+    message: str
+    certainty: str
+
+
+def what_does_not_fit(config: Config, facts: Facts) -> Lacking | None:
+    """Where not even the smallest sizes fit; None where they do."""
     limit = bytes_text(facts["limit_bytes"])
     if config.plan.device is not None:
         limit = f"{limit} on this GPU"
     else:
         limit = f"memory.limit={limit}" if config.memory.limit is not None else f"this machine's {limit}"
-    for kind, size, peak, setting in (
-        ("micro-batch", "largest_micro_size", "largest_peak_bytes", "micro_size"),
-        ("evaluation micro-batch", "largest_eval_micro_size", "largest_eval_peak_bytes", "eval_micro_size"),
+    for kind, size, peak, certainty, setting in (
+        ("micro-batch", "largest_micro_size", "largest_peak_bytes", "certainty", "micro_size"),
+        (
+            "evaluation micro-batch",
+            "largest_eval_micro_size",
+            "largest_eval_peak_bytes",
+            "eval_certainty",
+            "eval_micro_size",
+        ),
     ):
         if facts.get(size) == 0:
-            return (
-                f"no {kind} fits {limit}: the smallest needs {bytes_text(facts[peak])} ({facts['certainty']}). Raise "
-                f"the limit, or see mode=plan for what would need less; batch.{setting}=N tries it anyway"
+            return Lacking(
+                f"no {kind} fits {limit}: the smallest needs {bytes_text(facts[peak])} ({facts[certainty]}). Raise "
+                f"the limit, or see mode=plan for what would need less; batch.{setting}=N tries it anyway",
+                facts[certainty],
             )
-    return ""
+    return None
 
 
 def searched(config: Config) -> tuple[str, ...]:

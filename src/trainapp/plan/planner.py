@@ -132,6 +132,8 @@ def _doubted(planner: Planner, facts: Facts, doubt: Doubt, only: Collection[str]
         entry["certainty"] = NOT_TRACEABLE if entry["certainty"] == NOT_TRACEABLE else RANGE
     if not doubt.reason:
         facts = facts | {"certainty": RANGE, "notes": [*facts.get("notes", []), doubt.note]}
+        if "eval_certainty" in facts:
+            facts["eval_certainty"] = RANGE
         if not only:
             low, high = facts.get("range_bytes", [facts["peak_bytes"]] * 2)
             facts["range_bytes"] = [min(low, doubt.least or low), high]
@@ -200,6 +202,8 @@ def _estimated(planner: Planner, reason: str, only: Collection[str]) -> Facts:
         log.debug("no small step could be run", exc_info=True)
         return unknown | {"reason": f"{reason}; nor can small steps be run ({reason_of(error)})"}
     facts.pop("range_bytes", None)
+    if "eval_certainty" in facts:
+        facts["eval_certainty"] = NOT_TRACEABLE
     return facts | unknown | {"notes": [steps.note(), *facts.get("notes", [])], "estimate": steps.basis()}
 
 

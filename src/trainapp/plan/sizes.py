@@ -108,7 +108,8 @@ class Planner:
         """The largest micro-batches alone, and for training what a `Forecast` is made of.
 
         `largest_peak_bytes`: with the largest, or the smallest where none fits. `least_bytes`: the lowest that it may
-        be. `elements`: per sample of the longest batch, 0 where all are alike.
+        be. `elements`: per sample of the longest batch, 0 where all are alike. `certainty`: of training, if it is asked
+        for; `eval_certainty`: of evaluation.
         """
         facts: Facts = {"limit_bytes": self.limit}
         if "evaluation" in only and self.eval_samples:
@@ -117,8 +118,9 @@ class Planner:
             facts |= {
                 "largest_eval_micro_size": largest.size,
                 "largest_eval_peak_bytes": found.high.total,
-                "certainty": found.certainty.name,
+                "eval_certainty": found.certainty.name,
             }
+            facts["certainty"] = facts["eval_certainty"]
         if "training" in only:
             largest = self.largest()
             size = largest.size or self.smallest

@@ -144,7 +144,8 @@ class CudaPlanner(_DevicePlanner):
             facts["largest_eval_peak_bytes"] = self.peaks(0, facts["largest_eval_micro_size"] or 1)[1]
         if "largest_micro_size" in facts:
             facts["largest_peak_bytes"] = self.peaks(facts["largest_micro_size"] or self.smallest, 0)[1]
-        return facts | {"certainty": self.predicted(facts["certainty"])}, peak
+        certainties = {key: self.predicted(facts[key]) for key in ("certainty", "eval_certainty") if key in facts}
+        return facts | certainties, peak
 
     def plan(self) -> tuple[Facts, Peak | None]:
         """As `Planner.plan`, with what the allocator makes of a step, another one and an evaluation."""
