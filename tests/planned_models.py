@@ -1,5 +1,6 @@
 """Models whose memory in a run is not that of their trace, which runs on fake tensors."""
 
+import queue
 from typing import Any
 
 import torch
@@ -127,14 +128,20 @@ class Remembering(Net):
 
 
 class Growing(Net):
-    """Keeps twice as much for backward from its 13th training forward on: a trace has fewer."""
+    """Keeps twice as much for backward from its 13th training forward on: a trace has fewer. It counts where a plan
+    does not look, in a queue.
+    """
 
-    forwards = 0
     later = 2000
 
+    def __init__(self, num_classes: int = 10):
+        super().__init__(num_classes)
+        self.forwards: queue.SimpleQueue[None] = queue.SimpleQueue()
+
     def extra(self, inputs: Tensor) -> int:
-        self.forwards += self.training
-        return self.later if self.forwards > 12 else 1000
+        if self.training:
+            self.forwards.put(None)
+        return self.later if self.forwards.qsize() > 12 else 1000
 
 
 class Creeping(Growing):
