@@ -8,7 +8,17 @@ import runs
 import torch
 
 from trainapp import rng
-from trainapp.rng import Generators, _python_position, preserved_rng, rng_state, seed_everything, set_rng_state
+from trainapp.rng import (
+    Generators,
+    _python_position,
+    generator_state,
+    is_generator,
+    preserved_rng,
+    rng_state,
+    seed_everything,
+    set_generator_state,
+    set_rng_state,
+)
 
 CPU = torch.device("cpu")
 
@@ -92,3 +102,42 @@ def test_the_state_of_pythons_generator_is_found_in_memory():
 def test_without_pythons_state_in_memory_it_is_copied(monkeypatch):
     monkeypatch.setattr(rng, "_PYTHON_WORDS", None)
     test_generators_return_to_the_last_take("random", "random")
+
+
+def test_the_system_is_no_generator():
+    assert is_generator(random.Random(1))
+    assert not is_generator(random.SystemRandom())
+
+
+@pytest.mark.parametrize("bits", [np.random.PCG64, np.random.MT19937, np.random.Philox, np.random.SFC64])
+def test_children_of_a_generator_come_back(bits):
+    generator = np.random.Generator(bits(3))
+    seeds = generator.bit_generator.seed_seq
+    generator.spawn(2)
+    state = generator_state(generator)
+    expected = [child.random() for child in generator.spawn(3)], generator.random()
+    for _ in range(2):
+        set_generator_state(generator, state)
+        assert ([child.random() for child in generator.spawn(3)], generator.random()) == expected
+    assert generator.bit_generator.seed_seq is seeds  # whoever else spawns from it sees the same count
+    again = np.random.Generator(bits(3))
+    set_generator_state(again, state)
+    assert ([child.random() for child in again.spawn(3)], again.random()) == expected
+
+
+def test_a_state_without_the_number_of_children_is_taken():
+    generator = np.random.default_rng(3)
+    state = generator.bit_generator.state  # as checkpoints of earlier versions have it
+    expected = generator.random()
+    generator.spawn(2)
+    set_generator_state(generator, state)
+    assert generator.random() == expected
+    assert generator.bit_generator.seed_seq.n_children_spawned == 2
+
+
+def test_a_generator_without_a_seed_sequence():
+    generator = np.random.Generator(np.random.RandomState(1)._bit_generator)
+    state = generator_state(generator)
+    expected = generator.random()
+    set_generator_state(generator, state)
+    assert generator.random() == expected

@@ -130,7 +130,12 @@ _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, rand
 
 def is_generator(value: Any) -> bool:
     """Whether it is a generator object of torch, NumPy or Python."""
-    return isinstance(value, _GENERATORS)
+    return is_generator_class(type(value))
+
+
+def is_generator_class(kind: type) -> bool:
+    """Whether its objects are generators. Not SystemRandom: what the system draws has no state to return to."""
+    return issubclass(kind, _GENERATORS) and not issubclass(kind, random.SystemRandom)
 
 
 def generator_state(generator: Any) -> Any:
@@ -139,7 +144,8 @@ def generator_state(generator: Any) -> Any:
         with outside_dispatch_modes():  # as above
             return generator.get_state()
     if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
+        state, seeds = generator.bit_generator.state, _seeds_of(generator)
+        return state if seeds is None else {**state, _SPAWNED: seeds.n_children_spawned}
     return generator.get_state() if isinstance(generator, np.random.RandomState) else generator.getstate()
 
 
@@ -150,10 +156,25 @@ def set_generator_state(generator: Any, state: Any) -> None:
             generator.set_state(state)
     elif isinstance(generator, np.random.Generator):
         generator.bit_generator.state = state
+        seeds = _seeds_of(generator)
+        spawned = state.get(_SPAWNED)  # a checkpoint of an earlier version has none
+        if seeds is not None and spawned is not None and spawned != seeds.n_children_spawned:
+            # In place, by NumPy's own pickling: the number itself cannot be assigned.
+            again = np.random.SeedSequence(**{**seeds.state, "n_children_spawned": spawned})
+            seeds.__setstate__(again.__reduce__()[2])
     elif isinstance(generator, np.random.RandomState):
         generator.set_state(state)
     else:
         generator.setstate(state)
+
+
+_SPAWNED = "n_children_spawned"  # beside the bit generator's own state
+
+
+def _seeds_of(generator: np.random.Generator) -> Any:
+    """What `spawn` takes the seeds of the next children from, and counts; None where it was not seeded by one."""
+    seeds = getattr(generator.bit_generator, "seed_seq", None)  # from NumPy 1.25 on
+    return seeds if type(seeds) is np.random.SeedSequence else None
 
 
 def _numpy_position() -> bytes:
