@@ -1,5 +1,6 @@
 """Whether two values of any kind have the same content."""
 
+import types
 from collections import deque
 from collections.abc import Mapping
 from typing import Any
@@ -43,3 +44,14 @@ def _are_same(a: Any, b: Any, unknown: bool, seen: set[tuple[int, int]]) -> bool
         return bool(a == b) or a != a  # nan
     except Exception:  # of a class of the user's, such as one that holds tensors
         return False
+
+
+def slots_of(kind: type) -> list[Any]:
+    """The descriptors of a class's `__slots__`, those of its bases included."""
+    slots = []
+    for base in kind.__mro__:
+        names = vars(base).get("__slots__", ())
+        for name in (names,) if isinstance(names, str) else names:
+            is_private = name.startswith("__") and not name.endswith("__")
+            slots.append(vars(base).get(f"_{base.__name__.lstrip('_')}{name}" if is_private else name))
+    return [slot for slot in slots if isinstance(slot, types.MemberDescriptorType)]

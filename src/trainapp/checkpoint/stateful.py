@@ -25,6 +25,7 @@ from trainapp.checkpoint.owner import Owner
 from trainapp.checkpoint.plain import decoded, encoded
 from trainapp.models.inspect import MODULE_ATTRIBUTES
 from trainapp.rng import generator_state, is_generator, set_generator_state
+from trainapp.same_values import slots_of as slots_of
 from trainapp.torch_private import buffers_of
 
 DEPTH = 5  # attributes of attributes; a data set's transform may own a generator
@@ -209,17 +210,6 @@ def children(held: Any) -> Iterator[tuple[str, Any]]:
             for slot in slots_of(type(held)):
                 with contextlib.suppress(AttributeError):  # it is not filled
                     yield slot.__name__, slot.__get__(held)
-
-
-def slots_of(kind: type) -> list[Any]:
-    """The descriptors of a class's `__slots__`, those of its bases included."""
-    slots = []
-    for base in kind.__mro__:
-        names = vars(base).get("__slots__", ())
-        for name in (names,) if isinstance(names, str) else names:
-            is_private = name.startswith("__") and not name.endswith("__")
-            slots.append(vars(base).get(f"_{base.__name__.lstrip('_')}{name}" if is_private else name))
-    return [slot for slot in slots if isinstance(slot, types.MemberDescriptorType)]
 
 
 def _owns_state(held: Any) -> bool:
