@@ -50,18 +50,23 @@ def apply(model: nn.Module, settings: ActivationCheckpointing) -> None:
     for block in blocks_of(model, f"activation_checkpointing={settings.mode}")[:: settings.every]:
         selection = functools.partial(create_selective_checkpoint_contexts, policy)
         chosen = selection if settings.mode == "selective" else None
-        block.forward = functools.partial(checkpointed, BlockState(block), block.forward, chosen)
+        block.forward = functools.partial(checkpointed, BlockState(block, settings.mode), block.forward, chosen)
 
 
 def checkpointed(
-    state: BlockState, forward: Callable[..., Any], chosen: Callable[[], Contexts] | None, *inputs: Any, **options: Any
+    state: BlockState,
+    forward: Callable[..., Any],
+    chosen: Callable[[], Contexts] | None,
+    /,  # a block may have arguments of these names
+    *inputs: Any,
+    **options: Any,
 ) -> Any:
     """`forward(*inputs, **options)`, to be recomputed in backward but for what the contexts of `chosen` keep."""
     if not torch.is_grad_enabled():
         return forward(*inputs, **options)
     called = functools.partial(forward, **options) if options else forward  # `checkpoint` has options of its own
     if not torch.compiler.is_compiling():
-        contexts = functools.partial(_contexts, state, chosen)
+        contexts = functools.partial(_contexts, state, chosen, inputs, options)
         return checkpoint(called, *inputs, use_reentrant=False, context_fn=contexts)
     # A compiled graph has no state of its own: what it writes, it writes once, however often it computes it.
     if chosen is None:  # the compiler refuses `noop_context_fn` by name (torch 2.13)
@@ -69,10 +74,13 @@ def checkpointed(
     return checkpoint(called, *inputs, use_reentrant=False, context_fn=chosen)
 
 
-def _contexts(state: BlockState, chosen: Callable[[], Contexts] | None) -> Contexts:
+def _contexts(
+    state: BlockState, chosen: Callable[[], Contexts] | None, inputs: tuple[Any, ...], options: dict[str, Any]
+) -> Contexts:
     """The contexts of the forward and of the recomputation, which keep the block's state around `chosen`'s."""
     forward, recompute = (chosen or noop_context_fn)()
     before = Before()
+    state.take_arguments(before, inputs, options)
     # In this order: what selects the operations to keep must not see the copies.
     selects = chosen is not None
     noted = _Nested(lambda: state.noted(before), forward, selects, is_forward=True)

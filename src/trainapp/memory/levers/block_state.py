@@ -6,23 +6,27 @@ the place of the originals while the block is recomputed, so that other modules 
 have saved it, never see a write.
 """
 
-import collections
 import contextlib
-import copy
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from trainapp.errors import TrainingStopped
+from trainapp.errors import TrainingStopped, UserError
+from trainapp.memory.levers.content_kinds import PLAIN, kind_of, written_to
+from trainapp.memory.levers.contents import Contents, Known, Path
 from trainapp.models.inspect import MODULE_ATTRIBUTES
 from trainapp.optim.updated_memory import UpdatedMemory
-from trainapp.rng import HostGenerators, generator_state, is_generator, set_generator_state
+from trainapp.rng import HostGenerators
 from trainapp.torch_private import buffers_of, is_tracing, non_persistent_buffers, parameters_of, version_of
 
 _ABSENT = object()
-_CONTAINERS = (list, dict, set, collections.deque, collections.OrderedDict, collections.defaultdict)
+_ARGUMENT = -1  # in the place of a dictionary's number
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+# The searches and restarts after an error know memory and devices by their words.
+_OF_DEVICES = re.compile(r"memory|alloc|mmap|driver|CUDA|cuDNN|cuBLAS|CUSOLVER|CUFFT|HIP|MIOPEN|[NR]CCL|XPU|MPS", re.I)
 Place = tuple[int, str]  # of a tensor: the dictionary that holds it, by its number in the block, and its name
 
 
@@ -30,18 +34,28 @@ class BlockState:
     """The state that a block's forward may change.
 
     Covered: buffers, parameters, tensors and generators that are attributes of its modules, Python's and NumPy's global
-    generators, and all other attributes: numbers and the like exactly, lists and dictionaries with those nested in
-    them, but no other objects in them. Torch's global generators are the business of torch.utils.checkpoint.
+    generators, numbers and the like, and all `Contents` of other attributes, of hooks and of the block's arguments. A
+    change of anything else that is reached on the way, such as of a tensor in a list, is refused when the first
+    forward makes it. Torch's global generators are the business of torch.utils.checkpoint.
 
     Buffers are copied in every forward, and the copies of those outside the state dict (rotary tables, masks) dropped
     after it if nothing has moved their version. Parameters and other tensors are copied in the first forward only, to
     see which of them the forward writes; from then on only those.
     """
 
-    def __init__(self, block: nn.Module):
-        self.block = block
+    def __init__(self, block: nn.Module, mode: str):
+        self.block, self.mode = block, mode
+        self._known = Known()
         self._written: set[Place] = set()
         self._is_known = self._is_traced = False
+
+    def take_arguments(self, before: "Before", inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """Take what the block is called with. Call before the forward."""
+        for name, value in (*enumerate(inputs), *options.items()):
+            if isinstance(value, Tensor):
+                before.inputs.append((name, value, written_to(value)))
+            else:
+                before.contents.take(value, ((_ARGUMENT, name),), self._known)
 
     @contextlib.contextmanager
     def noted(self, before: "Before") -> Iterator[None]:
@@ -68,10 +82,14 @@ class BlockState:
                             before.copies[place, name] = _copy(value)
                         if owner is not buffers or name in constant:
                             before.droppable.add((place, name))
-                    elif type(value) in _CONTAINERS:
-                        before.copies[place, name] = _copy_container(value, before.containers)
-                    elif is_generator(value):
-                        before.own_generators.append((value, generator_state(value)))
+                    elif type(value) not in PLAIN:
+                        before.contents.take(value, ((place, name),), self._known)
+            kind: type = type(module)
+            if kind_of(kind) is not None:  # it has slots
+                before.contents.take(module, ((place, ""),), self._known)
+            for hooks in _HOOKS:
+                for hook in attributes[hooks].values():
+                    before.contents.take(hook, ((place, "hook"),), self._known)
 
     def _drop_unwritten(self, before: "Before") -> None:
         """Drop the copies of tensors that this forward has not written."""
@@ -83,10 +101,17 @@ class BlockState:
             else:
                 del before.copies[place, name]
         before.droppable.clear()
+        inputs, before.inputs = before.inputs, []
         if is_tracing():
             self._is_traced = True
-        else:
-            self._is_known = True
+            return
+        self._is_known = True
+        lost = [(((_ARGUMENT, name),), tensor) for name, tensor, count in inputs if written_to(tensor) != count]
+        if lost := lost + before.contents.judge(self._known):
+            own = {id(value) for _, found in before.owners for value in found.values()}  # they are copied
+            for path, value in lost:
+                if not isinstance(value, Tensor) or id(value) not in own:
+                    self._refuse(path, value)
 
     @contextlib.contextmanager
     def rewound(self, before: "Before") -> Iterator[None]:
@@ -96,7 +121,6 @@ class BlockState:
         """
         now: list[tuple[dict[str, Any], str, Any]] = []
         copies: dict[int, Any] = {}  # of an original that is shared: one
-        nested: dict[int, Any] = {}
         for place, (owner, found) in enumerate(before.owners):
             if not found and (not owner or owner.keys() <= MODULE_ATTRIBUTES):
                 continue
@@ -104,24 +128,41 @@ class BlockState:
                 original, current = found.get(name, _ABSENT), owner.get(name, _ABSENT)
                 kept = before.copies.get((place, name), _ABSENT)
                 if kept is not _ABSENT:
-                    again = _copy(kept) if isinstance(kept, Tensor) else _copy_container(kept, nested)
-                    original = copies.setdefault(id(original), again)
+                    original = copies.setdefault(id(original), _copy(kept))
                 elif isinstance(original, Tensor) and version_of(original) != before.versions[place, name]:
                     self._require_updated(original, name)
                 if original is not current:
                     now.append((owner, name, current))
                     _put(owner, name, original)
-        own = [(generator, generator_state(generator)) for generator, _ in before.own_generators]
         try:
-            for generator, state in before.own_generators:
-                set_generator_state(generator, state)
-            with before.generators.rewound():
+            with (
+                before.contents.rewound() if before.contents else contextlib.nullcontext(),
+                before.generators.rewound(),
+            ):
                 yield
+        except Exception as error:
+            if not _is_of_the_block(error):
+                raise
+            raise RuntimeError(
+                f"activation_checkpointing={self.mode}: the recomputation of a {type(self.block).__name__} failed with "
+                f"the error above, where its forward had not ({type(error).__name__}: {error}); the block depends on "
+                "something that has changed since, or on being run only once: use activation_checkpointing=none"
+            ) from error
         finally:
             for owner, name, current in now:
                 _put(owner, name, current)
-            for generator, state in own:
-                set_generator_state(generator, state)
+
+    def _refuse(self, path: Path, value: Any) -> None:
+        """Raises TrainingStopped for a value that the forward has changed, and that cannot be put back."""
+        (place, name), *steps = path
+        where = f"argument {name}" if place == _ARGUMENT else f"`{name}{''.join(steps)}`"
+        held = f", a {type(value).__module__}.{type(value).__qualname__},"
+        raise TrainingStopped(
+            f"activation_checkpointing={self.mode}: {where} of a {type(self.block).__name__}{held} is changed by its "
+            "forward, and what it held before is lost, so that the block cannot be recomputed; keep it in a buffer, a "
+            "number, a list or a dictionary of the block (a tensor that it is called with: write to a copy), or use "
+            "activation_checkpointing=none"
+        )
 
     def _require_updated(self, tensor: Tensor, name: str) -> None:
         """Raises TrainingStopped for a tensor that something else than the backward's own updates has written."""
@@ -140,10 +181,10 @@ class Before:
     def __init__(self) -> None:
         self.owners: list[tuple[dict[str, Any], dict[str, Any]]] = []  # dictionaries of the modules, and what they held
         self.copies: dict[Place, Any] = {}
-        self.containers: dict[int, Any] = {}  # the copy of each, by the identity of the original
         self.versions: dict[Place, int] = {}
         self.droppable: set[Place] = set()
-        self.own_generators: list[tuple[Any, Any]] = []
+        self.contents = Contents()
+        self.inputs: list[tuple[Any, Tensor, int]] = []  # until the forward has ended
         self.generators: HostGenerators
 
 
@@ -154,15 +195,11 @@ def _put(owner: dict[str, Any], name: str, value: Any) -> None:
         owner[name] = value
 
 
-def _copy_container(value: Any, known: dict[int, Any]) -> Any:
-    """A copy with copies of the containers in it, and with everything else that it holds. known: the copies so far."""
-    if id(value) not in known:
-        known[id(value)] = copied = copy.copy(value)
-        places: Any = copied if isinstance(copied, dict) else () if isinstance(copied, set) else range(len(copied))
-        for place in places:
-            if type(copied[place]) in _CONTAINERS:
-                copied[place] = _copy_container(copied[place], known)
-    return known[id(value)]
+def _is_of_the_block(error: Exception) -> bool:
+    """Whether the block's own code has failed, and not memory or a device, nor is it how torch ends a recomputation."""
+    if isinstance(error, (UserError, torch.OutOfMemoryError, torch.AcceleratorError, MemoryError, OSError)):
+        return False
+    return type(error).__module__ != "torch.utils.checkpoint" and not _OF_DEVICES.search(str(error))
 
 
 def _copy(tensor: Tensor) -> Tensor:

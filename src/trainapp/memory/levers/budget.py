@@ -77,7 +77,7 @@ class Budget:
             self._warn(error)
         self._model = model
         for index, block in enumerate(blocks):
-            block.forward = functools.partial(self._chosen.call, index, BlockState(block), block.forward)
+            block.forward = functools.partial(self._chosen.call, index, BlockState(block, "budget"), block.forward)
 
     @property
     def compile_options(self) -> Mapping[str, Any]:
@@ -220,7 +220,9 @@ def peak_with(
     chosen.begin(choice)
 
     def wrapping(index: int, block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-        return forward if index % every else functools.partial(chosen.call, index // every, BlockState(block), forward)
+        if index % every:
+            return forward
+        return functools.partial(chosen.call, index // every, BlockState(block, "budget"), forward)
 
     parameters = [p for p in skeleton.model.parameters() if p.requires_grad]
     counter = LiveTensors(devices=None)

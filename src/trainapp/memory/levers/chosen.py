@@ -34,7 +34,7 @@ class Chosen:
         self._choice = choice
         self._numbers.clear()
 
-    def call(self, index: int, state: BlockState, forward: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
+    def call(self, index: int, state: BlockState, forward: Callable[..., Any], /, *inputs: Any, **options: Any) -> Any:
         """The forward of block `index`. A call that was not foreseen is recomputed."""
         if not torch.is_grad_enabled():
             return forward(*inputs, **options)
