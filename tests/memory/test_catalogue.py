@@ -1,9 +1,11 @@
 """The one list of levers: advice, refusals and documentation read it."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import runs
+import torch
 from helpers import ROOT
 from torch import nn
 
@@ -19,6 +21,20 @@ from trainapp.memory.levers.lever import Lever, Situation
 # What lets any lever be chosen on the command line.
 SETTABLE = [lever for lever in LEVERS if lever.changes]
 ONE_PROCESS = [lever for lever in SETTABLE if not lever.is_default and "parallel" not in lever.setting]
+
+
+class OnGpu(nn.Module):
+    """With blocks, and as if on a GPU: only where its parameters are is read."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+
+    def blocks(self):
+        return list(self.layers)
+
+    def parameters(self, recurse=True):
+        yield SimpleNamespace(device=torch.device("cuda"))
 
 
 def by_name(levers):
@@ -84,6 +100,25 @@ def test_what_applies_is_offered_unless_it_is_in_force(tmp_path):
     budget = "activation_checkpointing=budget activation_checkpointing.bytes=auto"
     assert offered - nothing == {"activation_checkpointing=full", "activation_checkpointing=selective", budget}
     run.close()
+
+
+@pytest.mark.parametrize(
+    ("given", "offered"),
+    [
+        ((), {"all", "inputs"}),
+        (("parallel=fsdp",), {"inputs"}),
+        (("activation_checkpointing=full",), {"all", "inputs"}),
+        (("activation_checkpointing=budget",), {"inputs"}),
+        (("memory.offload_activations=all",), {"inputs"}),
+        (("train.compile=true",), set()),
+    ],
+)
+def test_activation_offload_is_offered_where_the_table_says(given, offered):
+    """Whatever the lever itself replaces, such as a budget."""
+    situation = Situation(compose.from_command_line([*runs.MODELS["gpt"], *given]), OnGpu(), knows_loss=False)
+    settings = [lever.setting.split()[0] for lever in catalogue.available_levers(situation)]
+    names = {setting.partition("=")[2] for setting in settings if setting.startswith("memory.offload")}
+    assert names == offered
 
 
 def test_the_update_in_the_backward_changes_the_result_only_where_it_replaces_clipping(tmp_path):

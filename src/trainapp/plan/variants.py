@@ -1,16 +1,14 @@
 """A configuration with levers, alone and stacked, each combination traced as a whole: savings do not add up."""
 
-import dataclasses
 import logging
 import math
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from trainapp.config.schema import Config
 from trainapp.errors import UserError
-from trainapp.memory.levers.lever import Lever, result_of, to_paste
+from trainapp.memory.levers.lever import Lever, result_of, to_paste, with_levers
 from trainapp.plan.certainty import NOT_TRACEABLE
 from trainapp.plan.recorder import Peak
 from trainapp.plan.sizes import Facts, Planner
@@ -159,13 +157,6 @@ class Variants:
     def saves(self, variant: Variant) -> bool:
         """Whether its peak is lower than without the levers."""
         return variant.total < (1 - LEAST_SAVING) * self.own.total
-
-
-def with_levers(config: Config, levers: Iterable[Lever]) -> Config:
-    """The configuration with the levers' changes."""
-    for lever in levers:
-        config = dataclasses.replace(config, **lever.sections(config))
-    return config
 
 
 def _is_traced(lever: Lever, strategy: str) -> bool:

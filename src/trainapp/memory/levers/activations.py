@@ -1,6 +1,7 @@
 """The levers that keep fewer activations on the device: part of the one list in `catalogue`."""
 
 from trainapp.memory.levers.conditions import (
+    is_on_a_gpu,
     needs_blocks,
     needs_blocks_to_budget,
     needs_movable_activations,
@@ -44,6 +45,7 @@ ACTIVATIONS = (
         applies="CUDA, without `parallel=fsdp`, `train.compile` and `activation_checkpointing=budget`",
         changes={"memory.offload_activations": "all"},
         require=needs_movable_activations,
+        helps=is_on_a_gpu,
         result="same",
     ),
     Lever(
@@ -54,6 +56,7 @@ ACTIVATIONS = (
         changes={"memory.offload_activations": "inputs", "activation_checkpointing.mode": "full"},
         in_force=lambda config: config.memory.offload_activations == "inputs",
         require=needs_movable_inputs,
+        helps=is_on_a_gpu,
         result="same",
     ),
 )

@@ -12,6 +12,7 @@ from trainapp.errors import UserError
 from trainapp.memory.kinds import MemoryKind
 from trainapp.memory.levers.activations import ACTIVATIONS
 from trainapp.memory.levers.conditions import (
+    clips,
     needs_a_head,
     needs_blocks_for_adapters,
     needs_rounding_by_chance,
@@ -202,6 +203,7 @@ LEVERS = (
         changes={"optimizer.in_backward": True, "train.grad_clip": None},
         in_force=lambda config: config.optimizer.in_backward,
         require=needs_updates_in_place_of_clipping,
+        helps=clips,
         shrinks_state=True,
     ),
     ON_HOST,

@@ -1,4 +1,6 @@
-"""Where levers apply: each function raises UserError elsewhere."""
+"""Where levers apply: the functions `needs_...` raise UserError for a configuration that has the lever elsewhere. Where
+one would do anything that lacks it: the others.
+"""
 
 from trainapp.config import targets
 from trainapp.config.schema import Config
@@ -10,8 +12,7 @@ from trainapp.optim.quantized_products import MULTIPLE, quantizable
 
 
 def needs_blocks(situation: Situation) -> None:
-    mode = situation.config.activation_checkpointing.mode
-    blocks_of(situation.model, "activation_checkpointing" if mode == "none" else f"activation_checkpointing={mode}")
+    blocks_of(situation.model, f"activation_checkpointing={situation.config.activation_checkpointing.mode}")
 
 
 def needs_blocks_to_budget(situation: Situation) -> None:
@@ -33,12 +34,10 @@ def needs_blocks_for_adapters(situation: Situation) -> None:
 
 
 def needs_movable_activations(situation: Situation) -> None:
-    """For activation offload. Where it is set on another device, nothing is moved; it is offered on CUDA only."""
+    """For activation offload."""
     config = situation.config
     mode, checkpointing = config.memory.offload_activations, config.activation_checkpointing.mode
-    setting = f"memory.offload_activations={'all' if mode == 'none' else mode}"
-    if mode == "none" and not any(p.device.type == "cuda" for p in situation.model.parameters()):
-        raise UserError(f"{setting}: activations are kept in host memory instead of on a GPU; here there is none")
+    setting = f"memory.offload_activations={mode}"
     if config.train.compile:
         raise UserError(
             f"{setting} with train.compile=true: a compiled graph saves its tensors itself; use "
@@ -120,10 +119,7 @@ def needs_updates_one_by_one(situation: Situation) -> None:
 
 def needs_updates_in_place_of_clipping(situation: Situation) -> None:
     """The same, where it replaces clipping."""
-    config = situation.config
-    if config.train.grad_clip is None and not config.optimizer.in_backward:
-        raise UserError("optimizer.in_backward=true train.grad_clip=null: nothing is clipped; leave the latter out")
-    _need_separate_updates(config)
+    _need_separate_updates(situation.config)
 
 
 def _need_separate_updates(config: Config) -> None:
@@ -150,11 +146,9 @@ def _need_separate_updates(config: Config) -> None:
         )
 
 
-def needs_parameters_on_a_gpu(situation: Situation) -> None:
-    """For the optimizer on the host. Where it is set on the CPU, it copies and saves nothing; it is offered on CUDA."""
+def needs_updates_after_backward(situation: Situation) -> None:
+    """For the optimizer on the host."""
     config, setting = situation.config, "optimizer.offload=true"
-    if not config.optimizer.offload and not any(p.device.type == "cuda" for p in situation.model.parameters()):
-        raise UserError(f"{setting}: the state is kept in host memory instead of on a GPU; here there is none")
     if config.parallel.strategy == "fsdp":
         raise UserError(
             f"{setting} with parallel=fsdp: FSDP keeps its shards on the host itself; use "
@@ -209,3 +203,13 @@ def needs_whole_parameters(situation: Situation) -> None:
             "optimizer=adafactor with parallel=fsdp: it needs whole matrices, of which each rank has a shard; use "
             "optimizer=adamw_bf16, or parallel=ddp"
         )
+
+
+def is_on_a_gpu(situation: Situation) -> bool:
+    """For what is moved to the host: on the CPU it may be set, and moves nothing."""
+    return any(p.device.type == "cuda" for p in situation.model.parameters())
+
+
+def clips(situation: Situation) -> bool:
+    """For what replaces clipping."""
+    return situation.config.train.grad_clip is not None

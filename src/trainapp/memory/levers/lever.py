@@ -30,6 +30,10 @@ def _anywhere(situation: Situation) -> None:
     """No condition."""
 
 
+def _always(situation: Situation) -> bool:
+    return True
+
+
 @dataclass(frozen=True)
 class Lever:
     """A setting that trades something for memory.
@@ -38,7 +42,8 @@ class Lever:
     changes: the same, as dotted names of `Config` and their values; empty where the value is the user's.
     saves, costs, applies: for the table.
     in_force: whether a configuration has the lever; None: if it has the changes.
-    require: raises UserError where the lever does not apply.
+    require: raises UserError where the lever does not apply; asked of a configuration that has it.
+    helps: whether it would do anything for a configuration that lacks it: only then is it offered.
     is_default: whether it is in force unless the user changes it.
     result: what becomes of the training's result: "same" but for the order of additions, "rounded" (the same algorithm
     in fewer bits), "other": another optimizer, model or task.
@@ -53,6 +58,7 @@ class Lever:
     applies: str = "always"
     changes: Mapping[str, Any] = field(default_factory=dict)
     require: Callable[[Situation], None] = _anywhere
+    helps: Callable[[Situation], bool] = _always
     in_force: Callable[[Config], bool] | None = None
     is_default: bool = False
     result: Literal["same", "rounded", "other"] = "other"  # the one that no plan proposes unless nothing else fits
@@ -95,14 +101,23 @@ class Lever:
         return self.state_saved(static, situation.config) - max(0, in_passing - activations)
 
     def suits(self, situation: Situation) -> bool:
-        """Whether the lever applies."""
+        """Whether to offer the lever for a configuration that lacks it."""
         if situation.config.updates and any(name.startswith("optimizer.") for name in self.changes):
             return False  # of several optimizers, it would change none that has settings of its own
+        if not self.helps(situation):
+            return False
         try:
-            self.require(situation)
+            self.require(dataclasses.replace(situation, config=with_levers(situation.config, [self])))
         except UserError:
             return False
         return True
+
+
+def with_levers(config: Config, levers: Iterable[Lever]) -> Config:
+    """The configuration with the levers' changes."""
+    for lever in levers:
+        config = dataclasses.replace(config, **lever.sections(config))
+    return config
 
 
 def to_paste(levers: Iterable[Lever], command: str) -> list[str]:

@@ -7,7 +7,7 @@ from torch import nn
 
 from trainapp.config.schema import Config
 from trainapp.memory.kinds import MemoryKind
-from trainapp.memory.levers.conditions import needs_parameters_on_a_gpu, needs_unsharded_blocks
+from trainapp.memory.levers.conditions import is_on_a_gpu, needs_unsharded_blocks, needs_updates_after_backward
 from trainapp.memory.levers.lever import Lever
 from trainapp.optim import low_precision
 
@@ -78,7 +78,8 @@ ON_HOST = Lever(
     applies="CUDA, without `parallel=fsdp` (`parallel.fsdp.cpu_offload=true`) and `optimizer.in_backward`",
     changes={"optimizer.offload": True},
     in_force=lambda config: config.optimizer.offload,
-    require=needs_parameters_on_a_gpu,
+    require=needs_updates_after_backward,
+    helps=is_on_a_gpu,
     state_saved=optimizer_state,
     result="same",
 )

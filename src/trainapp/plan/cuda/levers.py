@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainapp.errors import UserError
-from trainapp.memory.levers.lever import RESULTS, Lever, result_of, to_paste
+from trainapp.memory.levers.lever import RESULTS, Lever, result_of, to_paste, with_levers
 from trainapp.plan.certainty import NOT_TRACEABLE
 from trainapp.plan.ranking import size_overrides
 from trainapp.plan.sizes import Facts
-from trainapp.plan.variants import with_levers
 
 if TYPE_CHECKING:
     from trainapp.plan.cuda.planner import CudaPlanner
