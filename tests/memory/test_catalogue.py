@@ -17,6 +17,7 @@ from trainapp.memory.kinds import MemoryKind
 from trainapp.memory.levers import catalogue
 from trainapp.memory.levers.catalogue import LEVERS
 from trainapp.memory.levers.lever import Lever, Situation
+from trainapp.plan.ranks import simulated
 
 # What lets any lever be chosen on the command line.
 SETTABLE = [lever for lever in LEVERS if lever.changes]
@@ -119,6 +120,28 @@ def test_activation_offload_is_offered_where_the_table_says(given, offered):
     settings = [lever.setting.split()[0] for lever in catalogue.available_levers(situation)]
     names = {setting.partition("=")[2] for setting in settings if setting.startswith("memory.offload")}
     assert names == offered
+
+
+def names_of(model, *given):
+    situation = Situation(compose.from_command_line([*runs.MODELS["gpt"], *given]), model, knows_loss=False)
+    return {lever.setting for lever in catalogue.available_levers(situation)}
+
+
+@pytest.mark.parametrize(("ranks", "devices", "is_offered"), [(1, 1, False), (4, 1, True), (1, 2, True)])
+def test_fsdp_is_offered_to_several_ranks_or_gpus_and_models_with_blocks(monkeypatch, ranks, devices, is_offered):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    with simulated(0, ranks, torch.device("cpu")):
+        assert ("parallel=fsdp" in names_of(OnGpu())) is is_offered
+        assert "parallel=fsdp" not in names_of(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("has_bf16", [True, False])
+def test_bf16_is_offered_where_the_gpu_computes_in_it(monkeypatch, has_bf16):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_bf16)
+    both = {"precision=bf16", "precision=bf16_pure optimizer=adamw_bf16"}
+    assert names_of(OnGpu()) & both == (both if has_bf16 else set())
+    assert both <= names_of(nn.Linear(2, 2))  # on the CPU, where a plan's times show it
 
 
 def test_the_update_in_the_backward_changes_the_result_only_where_it_replaces_clipping(tmp_path):

@@ -213,6 +213,14 @@ def test_levers_have_the_peaks_of_their_own_plans():
 
 
 @needs_cuda
+@pytest.mark.parametrize(("device", "is_listed"), [("t4-16gb", False), ("l4-24gb", True)])
+def test_bf16_is_listed_for_devices_that_compute_in_it(device, is_listed):
+    listed = trainapp.plan([*GPT, "plan.levers=true", f"plan.device={device}", "every.eval=null"])["levers"]
+    assert any("bf16" in entry["overrides"].replace("adamw_bf16", "") for entry in listed) is is_listed
+    assert any("optimizer=adamw_bf16" in entry["overrides"] for entry in listed)  # computes in fp32
+
+
+@needs_cuda
 def test_the_best_plan_fits_where_the_configuration_does_not(tmp_path):
     base = tuple(part for part in GPT if part not in (NO_LEVERS, "batch.micro_size=8"))
     base = (*base, *WIDE, "model.context_length=256", "plan.device=a100-40gb", "every.eval=null")

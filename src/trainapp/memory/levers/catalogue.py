@@ -13,6 +13,7 @@ from trainapp.memory.kinds import MemoryKind
 from trainapp.memory.levers.activations import ACTIVATIONS
 from trainapp.memory.levers.conditions import (
     clips,
+    computes_in_bf16,
     needs_a_head,
     needs_blocks_for_adapters,
     needs_rounding_by_chance,
@@ -107,19 +108,21 @@ LEVERS = (
     Lever(
         "precision=bf16",
         saves="up to half of the activations",
-        costs="8 bits of precision in matrix products; saves time where the device computes in bf16",
+        costs="only 8 bits of precision remain in matrix products; saves time where the device computes in bf16",
         applies="where the device computes in bf16",
         changes={"precision.mode": "bf16"},
+        helps=computes_in_bf16,
         result="rounded",
     ),
     Lever(
         "precision=bf16_pure optimizer=adamw_bf16",
         saves="half of parameters, gradients and AdamW's state, and as many activations as `bf16`",
-        costs="8 bits of precision in weights and in sums of gradients; a slower optimizer step",
-        applies="models without BatchNorm; without `train.ema`; optimizers that round by chance",
+        costs="only 8 bits of precision remain in weights and in sums of gradients; a slower optimizer step",
+        applies="as above; models without BatchNorm; without `train.ema`; optimizers that round by chance",
         changes={"precision.mode": "bf16_pure", **_ADAMW_BF16},
         in_force=lambda config: config.precision.mode == "bf16_pure",
         require=needs_rounding_by_chance,
+        helps=computes_in_bf16,
         result="rounded",
         shrinks_state=True,
     ),
@@ -162,7 +165,8 @@ LEVERS = (
     Lever(
         "optimizer=adamw_bf16",
         saves="half of AdamW's state",
-        costs="8 bits of precision in the state, rounded by chance; a slower optimizer step, without a fused kernel",
+        costs="only 8 bits of precision remain in the state, rounded by chance; a slower optimizer step, without a "
+        "fused kernel",
         changes=_ADAMW_BF16,
         in_force=has_moments_in("bf16"),
         state_saved=half_of_adams_state,

@@ -2,6 +2,9 @@
 one would do anything that lacks it: the others.
 """
 
+import torch
+import torch.distributed as dist
+
 from trainapp.config import targets
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
@@ -213,3 +216,20 @@ def is_on_a_gpu(situation: Situation) -> bool:
 def clips(situation: Situation) -> bool:
     """For what replaces clipping."""
     return situation.config.train.grad_clip is not None
+
+
+def computes_in_bf16(situation: Situation) -> bool:
+    """Not GPUs before Ampere, which emulate it. Of a GPU that is planned for, `plan.cuda.levers` knows."""
+    is_here = is_on_a_gpu(situation) and torch.cuda.is_available()
+    return not is_here or torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def has_ranks_and_blocks(situation: Situation) -> bool:
+    """For FSDP: several ranks, or GPUs for them, and blocks to gather one by one."""
+    try:
+        blocks_of(situation.model, "parallel=fsdp")
+    except UserError:
+        return False
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        return True
+    return is_on_a_gpu(situation) and torch.cuda.device_count() > 1

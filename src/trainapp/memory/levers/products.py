@@ -13,7 +13,7 @@ def _products(kind: Kind, bits: str, devices: str) -> Lever:
     return Lever(
         f"precision={kind}",
         saves="time, no memory: weights, gradients, state and activations are those of `bf16`",
-        costs=f"{bits} and a scale per row in products of linear layers, but for the weight's gradient",
+        costs=f"only {bits} and a scale per row remain in products of linear layers, but for the weight's gradient",
         applies=f"torchao; {devices}; models with `blocks()` that have linear layers; worth it with `train.compile`",
         in_force=in_force,
         require=needs_linear_layers,

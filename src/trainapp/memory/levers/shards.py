@@ -1,6 +1,6 @@
 """The entries of the list of levers for several ranks: FSDP and its settings."""
 
-from trainapp.memory.levers.conditions import needs_drawn_shards, needs_shards
+from trainapp.memory.levers.conditions import has_ranks_and_blocks, needs_drawn_shards, needs_shards
 from trainapp.memory.levers.lever import Lever
 
 SHARDS = (
@@ -8,8 +8,9 @@ SHARDS = (
         "parallel=fsdp",
         saves="parameters, gradients and optimizer state, divided by the number of ranks",
         costs="traffic: parameters are gathered in every forward and backward",
-        applies="several ranks, models with `blocks()`",
+        applies="several ranks, or GPUs for them; models with `blocks()`",
         changes={"parallel.strategy": "fsdp"},
+        helps=has_ranks_and_blocks,
         result="same",
         shrinks_state=True,
     ),

@@ -105,9 +105,13 @@ class _Ranking:
         return {"levers": entries, "levers_eval_micro_size": self.eval_size or None, "best": best}
 
     def _is_hidden(self, lever: Lever) -> bool:
-        """Whether no trace shows it: checkpoints, and in one process what acts on several."""
+        """Whether no trace shows what is against it: checkpoints, in one process what acts on several, bf16 on a
+        device that emulates it.
+        """
         of_ranks = lever.is_of_several_ranks and self.planner.world == 1
-        return of_ranks or any(name.startswith("checkpointing.") for name in lever.changes)
+        is_bf16 = lever.changes.get("precision.mode") in ("bf16", "bf16_pure")
+        emulated = is_bf16 and not self.planner.named.has_bf16
+        return of_ranks or emulated or any(name.startswith("checkpointing.") for name in lever.changes)
 
     def _traced(self, levers: Sequence[Lever]) -> Variant | None:
         """The configuration with these levers; None where it is refused."""
