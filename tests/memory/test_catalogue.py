@@ -196,14 +196,35 @@ def test_all_refusals_at_once(tmp_path):
     assert len(str(refused.value).splitlines()) == 2
 
 
+OTHER = ("~optimizer.betas", "~optimizer.eps")
+ADAM = "optimizer._target_=torch.optim.Adam"
+
+
 @pytest.mark.parametrize(
-    ("optimizer", "result"), [("adamw", "rounded"), ("adamw_fp8", "rounded"), ("sgd", "other"), ("muon", "other")]
+    ("given", "result"),
+    [
+        (("optimizer=adamw",), "rounded"),
+        (("optimizer=adamw_fp8",), "rounded"),
+        ((ADAM, "optimizer.weight_decay=0"), "rounded"),
+        ((ADAM, "+optimizer.decoupled_weight_decay=true"), "rounded"),
+        ((ADAM, "optimizer.weight_decay=0.1"), "other"),  # in the loss
+        (("optimizer=adamw", "+optimizer.amsgrad=true"), "other"),
+        (("optimizer._target_=torch.optim.NAdam", *OTHER), "other"),
+        (("optimizer._target_=torch.optim.RAdam", *OTHER), "other"),
+        (("optimizer._target_=torch.optim.Adamax", *OTHER), "other"),
+        (("optimizer=sgd",), "other"),
+        (("optimizer=muon",), "other"),
+    ],
 )
-def test_adamw_in_fewer_bits_is_another_algorithm_for_all_but_adams(optimizer, result):
-    config = compose.from_command_line([f"optimizer={optimizer}"])
-    levers = catalogue.available_levers(Situation(config, nn.Linear(2, 2), knows_loss=False))
+def test_adamw_in_fewer_bits_is_another_algorithm_for_all_but_adamw(given, result):
+    """So only of AdamW's state does it save a known part."""
+    situation = Situation(compose.from_command_line(given), nn.Linear(2, 2), knows_loss=False)
+    levers = catalogue.available_levers(situation)
     (of_4_bits,) = [lever for lever in levers if lever.setting == "optimizer=adamw_4bit"]
     assert of_4_bits.result == result
+    static = dict.fromkeys(MemoryKind, 0) | {MemoryKind.OPTIMIZER_STATE: 1000}
+    in_fp32 = "torch.optim.Adam" in situation.config.optimizer.target
+    assert of_4_bits.state_saved(static, situation.config) == (857 if result == "rounded" and in_fp32 else 0)
 
 
 def test_what_must_be_installed_first_is_said(monkeypatch):

@@ -136,3 +136,14 @@ def test_a_command_that_cannot_be_composed_again_changes_nothing():
     changes = {"precision.mode": "bf16"}
     for command in ("", "python -m trainapp model=nothing"):
         assert startable(command, ["precision=bf17"], changes) == ["precision=bf17"]
+
+
+def test_another_algorithms_betas_are_not_kept():
+    """NAdam's are no AdamW's."""
+    own = "python -m trainapp optimizer._target_=torch.optim.{} optimizer.betas=[0.8,0.95]"
+    arguments = {"betas": [0.9, 0.999], "eps": 1e-8, "state_dtype": "bf16"}
+    changes = {"optimizer.target": "trainapp.optim.low_precision.AdamW", "optimizer.arguments": arguments}
+    given = ["optimizer=adamw_bf16"]
+    by_name = {name: startable(own.format(name), given, changes) for name in ("AdamW", "NAdam")}
+    assert not any("betas" in part for part in by_name["AdamW"])
+    assert "++optimizer.betas=[0.9,0.999]" in by_name["NAdam"]

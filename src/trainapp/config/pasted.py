@@ -12,6 +12,7 @@ import shlex
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from trainapp.config.adamw import IN_FEWER_BITS, is_adamw
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
 from trainapp.paths import CONF
@@ -86,8 +87,8 @@ def _has(got: Config, own: Config, name: str, value: Any, settings: Sequence[str
 
 
 def _stays(own: Config, target: str, key: str, settings: Sequence[str]) -> bool:
-    """Whether this argument keeps the value of the command line: betas and eps mean the same to every Adam."""
-    is_alike = target == own.optimizer.target or ("Adam" in target and "Adam" in own.optimizer.target)
+    """Whether this argument keeps the value of the command line: betas and eps are AdamW's in any precision."""
+    is_alike = target == own.optimizer.target or (target == IN_FEWER_BITS and is_adamw(own.optimizer))
     return is_alike and key in own.optimizer.arguments and not any(s.startswith(f"optimizer.{key}=") for s in settings)
 
 

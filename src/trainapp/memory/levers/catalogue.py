@@ -8,6 +8,8 @@ import dataclasses
 import importlib.util
 from collections.abc import Mapping
 
+from trainapp.config.adamw import is_adamw
+from trainapp.config.schema import Optimizer
 from trainapp.errors import UserError
 from trainapp.memory.kinds import MemoryKind
 from trainapp.memory.levers.activations import ACTIVATIONS
@@ -55,7 +57,7 @@ def available_levers(situation: Situation) -> list[Lever]:
     """The levers that apply and are not in force."""
     own = situation.config
     found = [lever for lever in LEVERS if lever.changes and not lever.is_set(own) and lever.suits(situation)]
-    return [_instead_of(own.optimizer.target, lever) for lever in found]
+    return [_instead_of(own.optimizer, lever) for lever in found]
 
 
 def of_state(situation: Situation, static: Mapping[MemoryKind, int]) -> list[tuple[int | None, Lever]]:
@@ -82,9 +84,9 @@ def _with_extra(lever: Lever) -> Lever:
     return dataclasses.replace(lever, costs=f"{lever.costs}; first, pip install 'trainapp[peft]'") if lacks else lever
 
 
-def _instead_of(optimizer: str, lever: Lever) -> Lever:
-    """AdamW in fewer bits is the same algorithm for an Adam alone."""
-    is_same = "optimizer.target" not in lever.changes or "Adam" in optimizer
+def _instead_of(optimizer: Optimizer, lever: Lever) -> Lever:
+    """AdamW in fewer bits is the same algorithm for AdamW alone."""
+    is_same = "optimizer.target" not in lever.changes or is_adamw(optimizer)
     return lever if is_same else dataclasses.replace(lever, result="other")
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import nn
 
+from trainapp.config.adamw import IN_FEWER_BITS, is_adamw
 from trainapp.config.schema import Config
 from trainapp.memory.kinds import MemoryKind
 from trainapp.memory.levers.conditions import is_on_a_gpu, needs_unsharded_blocks, needs_updates_after_backward
@@ -23,9 +24,9 @@ def one_moment_of_two(static: Mapping[MemoryKind, int], config: Config) -> int:
 
 
 def half_of_adams_state(static: Mapping[MemoryKind, int], config: Config) -> int:
-    """Of torch's own, in fp32."""
-    is_adam = config.optimizer.target in ("torch.optim.Adam", "torch.optim.AdamW")
-    return static[MemoryKind.OPTIMIZER_STATE] // 2 if is_adam else 0
+    """Of torch's own, in fp32, where AdamW in fewer bits is the same algorithm."""
+    is_in_fp32 = is_adamw(config.optimizer) and config.optimizer.target != IN_FEWER_BITS
+    return static[MemoryKind.OPTIMIZER_STATE] // 2 if is_in_fp32 else 0
 
 
 def weight_average(static: Mapping[MemoryKind, int], config: Config) -> int:
@@ -36,7 +37,7 @@ def weight_average(static: Mapping[MemoryKind, int], config: Config) -> int:
 def adamw(state_dtype: str) -> dict[str, Any]:
     """The changes that choose trainapp's AdamW."""
     return {
-        "optimizer.target": "trainapp.optim.low_precision.AdamW",
+        "optimizer.target": IN_FEWER_BITS,
         "optimizer.arguments": {"betas": [0.9, 0.999], "eps": 1e-8, "state_dtype": state_dtype},
     }
 
