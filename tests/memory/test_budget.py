@@ -283,6 +283,15 @@ def test_a_budget_below_what_the_blocks_need_is_said_once(tmp_path, caplog):
     assert "leaves 1000 B, but these blocks keep at least" in message
 
 
+def test_auto_with_room_for_the_least_does_not_warn(tmp_path, caplog, free_selection):
+    """Where nothing fits but the inputs of the blocks, they are what is kept."""
+    full, _ = measured(tmp_path, "activation_checkpointing=full")
+    with caplog.at_level(logging.WARNING):
+        peak, _ = measured(tmp_path, "activation_checkpointing=budget", f"memory.limit={full + 1000}")
+    assert peak == full
+    assert not [record.message for record in caplog.records if "keep at least" in record.message]
+
+
 def test_no_budget_wants_nothing():
     NoBudget().prepare({"x": torch.ones(1)}, contextlib.nullcontext())
 

@@ -153,16 +153,18 @@ class Budget:
         What is kept lies in memory until the backward of its block, at most at every peak, so that the first guess is
         safe. It is often more than that: a block that is recomputed needs all of its activations anyway.
         """
-        budget, largest = -1, sum(max(option.size for option in options_of(call)) for call in calls)
-        more = sum(call.inputs for call in calls)
+        largest = sum(max(option.size for option in options_of(call)) for call in calls)
+        budget: int | None = None  # that of the last trace within the room; the first one's in any case
+        tried = sum(call.inputs for call in calls)
         for _ in range(MOST_TRACES):
-            choice = _by_call(calls, choose(calls, budget + more))
+            choice = _by_call(calls, choose(calls, tried))
             peak = peak_with(choice, skeleton, batch, autocast, self.settings.every, alone)
-            if peak > room and budget >= 0:
+            if peak > room and budget is not None:
                 break
-            budget, more = budget + more, room - peak
-            if more < room // 64 or budget >= largest:
+            budget, tried = tried, tried + room - peak
+            if tried - budget < room // 64 or budget >= largest:
                 break
+        assert budget is not None, "traced at least once"
         return budget
 
     def _report(self, calls: list[BlockCall], options: list[Option], budget: int) -> None:
