@@ -240,6 +240,26 @@ def test_the_best_plan_fits_where_the_configuration_does_not(tmp_path):
 
 
 @needs_cuda
+def test_an_evaluation_that_does_not_fit_gets_a_smaller_size():
+    """Where training fits: no lever is needed, and the plan is not that nothing fits."""
+    base = (*runs.MODELS["gpt"], "batch.global_size=8", "batch.micro_size=1", "data.val_size=512", *WIDE)
+    base = (*base, "plan.device=a100-40gb", "optimizer=sgd")
+    training, both = (
+        trainapp.plan([*base, f"batch.eval_micro_size={size}", NO_LEVERS])["reserved_bytes"] for size in (1, 512)
+    )
+    assert training + 16 * MIB < both
+    limit = (training + both) // 2
+    facts = trainapp.plan([*base, "batch.eval_micro_size=512", f"memory.limit={limit}"])
+    best = facts["best"]
+    assert facts["largest_micro_size"]
+    assert (best["missing_bytes"], best["result"]) == (0, "same")
+    assert 1 <= best["eval_micro_size"] < 512
+    assert best["overrides"] == f"batch.micro_size={best['micro_size']} batch.eval_micro_size={best['eval_micro_size']}"
+    alone = trainapp.plan([*base, *best["overrides"].split(), f"memory.limit={limit}", NO_LEVERS])
+    assert alone["reserved_bytes"] == best["reserved_bytes"] <= limit
+
+
+@needs_cuda
 def test_activation_offload_is_planned():
     """What it saves; all of what checkpointing leaves goes, too."""
     deep = (

@@ -46,6 +46,16 @@ def startable(
     return [*given, *_kept(own, got, changes, is_same_training)]
 
 
+def size_overrides(config: Config, size: int) -> list[str]:
+    """The overrides that set the micro-batch, whatever else would set it."""
+    others = []
+    if config.batch.micro_schedule is not None:
+        others.append("batch.micro_schedule=null")
+    if config.accumulation.steps != "auto":
+        others.append("accumulation.steps=auto")
+    return [*others, f"batch.micro_size={size}"]
+
+
 def _leaves_alone(command: str, sections: Collection[str]) -> bool:
     """Whether the command sets nothing in these sections, not even through files: then the shipped options are as they
     are, and composing them again, which takes a tenth of a second each, would tell nothing.

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trainapp.config.schema import Config
+from trainapp.config.pasted import size_overrides
 from trainapp.memory.levers.lever import RESULTS
 from trainapp.plan.recorder import Peak
 from trainapp.plan.sizes import Facts, Planner
@@ -37,7 +37,7 @@ def ranked(planner: Planner, facts: Facts) -> Facts:
         best = ranking.best([*singles, *stacks]) or ranking.closest([variants.own, *singles, *stacks])
     entries = sorted([*singles, *stacks], key=ranking.order)
     ranking.search([variant for variant in entries if variant.result != "other" and variants.saves(variant)])
-    planner.traces += sum(variant.planner.traces for variant in (*singles, *stacks))
+    planner.traces += sum(own.traces for own in variants.planners)
     levers = [ranking.entry(variant) for variant in entries]
     return {"levers": levers, "levers_eval_micro_size": variants.eval_size or None, "best": best}
 
@@ -72,12 +72,11 @@ class Ranking:
 
     def entry(self, variant: Variant) -> Facts:
         """The variant in plan.json."""
-        is_traced = variant.peak is not None
         return {
             "overrides": variant.overrides,
             "peak_bytes": variant.peak.total if variant.peak else None,
             "largest_micro_size": variant.largest,
-            "relative_time": round(variant.seconds / self.own.seconds, 3) if is_traced else None,
+            "relative_time": self._relative(variant.seconds),
             "certainty": variant.certainty,
             "result": variant.result,
         }
@@ -95,13 +94,14 @@ class Ranking:
             enough = math.inf if chosen is None else (1 - ERROR_OF_TIME) * chosen.seconds
             fittings = [self._fitting(variant) for variant in self._searched(group, enough)]
             fastest = min((f for f in fittings if f is not None), key=lambda f: f.seconds, default=None)
-            if fastest is not None and fastest.seconds < enough:
+            if fastest is not None and (chosen is None or fastest.seconds < enough):
                 chosen = fastest
         return None if chosen is None else self._plan(chosen)
 
     def _searched(self, variants: Iterable[Variant], enough: float) -> list[Variant]:
         """Those that fit and may take less than `enough` seconds, with their largest micro-batch."""
-        candidates = sorted((v for v in variants if v.peak is not None and v.least < enough), key=self.order)
+        fast = [v for v in variants if v.least < enough or math.isinf(enough)]
+        candidates = sorted((v for v in fast if v.peak is not None), key=self.order)
         self.search(candidates)
         return [variant for variant in candidates if variant.largest]
 
@@ -125,7 +125,7 @@ class Ranking:
 
     def _with_sizes(self, variant: Variant, size: int, eval_size: int) -> Fitting:
         peak, certainty, work = self.variants.measured(variant.planner, size, eval_size)
-        return Fitting(variant, size, eval_size, peak, certainty, work.seconds(self.variants.speeds))
+        return Fitting(variant, size, eval_size, peak, certainty, self.variants.times(work)[0])
 
     def closest(self, variants: Iterable[Variant]) -> Facts:
         """Where nothing fits: the lowest peak, with the smallest sizes or, where accumulation costs more than it saves,
@@ -137,6 +137,10 @@ class Ranking:
         fittings = [self._with_sizes(lowest, size, eval_size) for size in sizes]
         fitting = min(fittings, key=lambda fitting: fitting.peak.total)
         return self._plan(fitting) | {"missing_bytes": fitting.peak.total - self.limit}
+
+    def _relative(self, seconds: float) -> float | None:
+        """To a step without levers; None where it is not known."""
+        return round(seconds / self.own.seconds, 3) if math.isfinite(seconds) else None
 
     def _plan(self, fitting: Fitting) -> Facts:
         variant, peak = fitting.variant, fitting.peak
@@ -152,17 +156,7 @@ class Ranking:
             "missing_bytes": 0,
             "micro_size": fitting.size,
             "eval_micro_size": fitting.eval_size or None,
-            "relative_time": round(fitting.seconds / self.own.seconds, 3),
+            "relative_time": self._relative(fitting.seconds),
             "certainty": fitting.certainty,
             "result": variant.result,
         }
-
-
-def size_overrides(config: Config, size: int) -> list[str]:
-    """The overrides that set the micro-batch, whatever else would set it."""
-    others = []
-    if config.batch.micro_schedule is not None:
-        others.append("batch.micro_schedule=null")
-    if config.accumulation.steps != "auto":
-        others.append("accumulation.steps=auto")
-    return [*others, f"batch.micro_size={size}"]

@@ -25,7 +25,8 @@ log = logging.getLogger(__name__)
 class Variant:
     """The configuration with some levers, traced. peak: None where it cannot be traced.
 
-    seconds: of a step with the micro-batch of `peak`; an estimate. least: if all samples were one micro-batch.
+    seconds: of a step with the micro-batch of `peak`; an estimate. least: if all samples were one micro-batch. Both
+    are infinite where they are not known.
     certainty: of the peak. largest: the largest micro-batch that fits, 0 if none does; None where it has not been
     searched.
     """
@@ -74,8 +75,10 @@ class Variants:
         self.evaluates = bool(planner.eval_samples)
         self.speeds = Speeds(choose_device(planner.config.train.device))
         self._known: dict[frozenset[str], Variant | None] = {}
+        self.planners: list[Planner] = []  # of all of them, also of those that are refused
         own = self.measured(planner, self.size, self.eval_size)
-        self.own = Variant((), planner, own.peak, *self._times(own.work), own.certainty, facts["largest_micro_size"])
+        times = _seconds(own.work, self.speeds)
+        self.own = Variant((), planner, own.peak, *times, own.certainty, facts["largest_micro_size"])
         self.smallest = planner.smallest
         strategy = planner.config.parallel.strategy
         self.levers = [lever for lever in planner.at(self.size, 0).levers if _is_traced(lever, strategy)]
@@ -89,6 +92,7 @@ class Variants:
 
     def _traced(self, levers: Sequence[Lever]) -> Variant | None:
         planner = self.planner.variant(with_levers(self.planner.config, levers))
+        self.planners.append(planner)
         try:
             measured = self.measured(planner, self.size, self.eval_size)
         except UserError as error:
@@ -98,14 +102,19 @@ class Variants:
             log.debug("a lever could not be traced", exc_info=True)
             return Variant(tuple(levers), planner, None, math.inf, math.inf, NOT_TRACEABLE)
         peak, certainty, work = measured
-        times = self._times(work)
+        times = self.times(work)
         if work.cannot_run(self.speeds):
             return Variant(tuple(levers), planner, None, math.inf, math.inf, NOT_TRACEABLE)
         largest = planner.share if peak.total <= self.limit and self.size == planner.share else None
         return Variant(tuple(levers), planner, peak, *times, certainty, largest)
 
-    def _times(self, work: Work) -> tuple[float, float]:
-        return work.seconds(self.speeds), work.seconds(self.speeds, micro_batches=1)
+    def times(self, work: Work) -> tuple[float, float]:
+        """`seconds` and `least` of a variant; infinite where operations of its dtype cannot be run to be timed."""
+        try:
+            return _seconds(work, self.speeds)
+        except Exception:
+            log.debug("a lever could not be timed", exc_info=True)
+            return math.inf, math.inf
 
     def measured(self, planner: Planner, size: int, eval_size: int) -> Measured:
         """With these sizes; an `eval_size` of 0 leaves out evaluation."""
@@ -141,7 +150,7 @@ class Variants:
         lever = single.levers[0]
         levers = [*(other for other in stack.levers if not other.changes.keys() <= lever.changes.keys()), lever]
         parts = [other for other in singles if other.levers[0] in levers]
-        if lever in stack.levers or any(part.peak is None for part in parts):
+        if lever in stack.levers or any(math.isinf(part.seconds) for part in parts):
             return None
         peak = max(
             own * math.prod(part.peak.phases.get(phase, own) / own for part in parts if part.peak is not None)
@@ -157,6 +166,10 @@ class Variants:
     def saves(self, variant: Variant) -> bool:
         """Whether its peak is lower than without the levers."""
         return variant.total < (1 - LEAST_SAVING) * self.own.total
+
+
+def _seconds(work: Work, speeds: Speeds) -> tuple[float, float]:
+    return work.seconds(speeds), work.seconds(speeds, micro_batches=1)
 
 
 def _is_traced(lever: Lever, strategy: str) -> bool:

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from trainapp.config.pasted import size_overrides
 from trainapp.errors import UserError
 from trainapp.memory.levers.lever import RESULTS, Lever, result_of, to_paste, with_levers
 from trainapp.plan.certainty import NOT_TRACEABLE
-from trainapp.plan.ranking import size_overrides
 from trainapp.plan.sizes import Facts
 
 if TYPE_CHECKING:
@@ -89,6 +89,7 @@ class _Ranking:
         self.eval_size = facts["eval_micro_size"] or 0 if is_fixed else 0
         self.largest_eval = facts["largest_eval_micro_size"] or 0
         peaks, certainty = planner.peaks(self.size, self.eval_size), planner.certainty(self.size, self.eval_size)
+        self._planners: list[CudaPlanner] = []  # of all variants, also of those that are refused
         self.own = Variant((), planner, *peaks, facts["largest_micro_size"], certainty)
 
     def facts(self) -> Facts:
@@ -100,7 +101,7 @@ class _Ranking:
         best = self._best([*saving, *stacks])
         for variant in [v for v in saving if v.result != "other"][:MOST_SEARCHES]:
             variant.search()
-        self.planner.traces += sum(variant.planner.traces for variant in (*singles, *stacks))
+        self.planner.traces += sum(planner.traces for planner in self._planners)
         entries = [variant.entry() for variant in sorted([*singles, *stacks], key=self._order)]
         return {"levers": entries, "levers_eval_micro_size": self.eval_size or None, "best": best}
 
@@ -116,6 +117,7 @@ class _Ranking:
     def _traced(self, levers: Sequence[Lever]) -> Variant | None:
         """The configuration with these levers; None where it is refused."""
         planner = self.planner.variant(with_levers(self.planner.config, levers))
+        self._planners.append(planner)
         try:
             allocated, reserved = planner.peaks(self.size, self.eval_size)
         except UserError as error:
@@ -155,21 +157,22 @@ class _Ranking:
         """What fits, of the least change to the result, with the fewest levers and then the largest micro-batch; where
         nothing fits, what reserves least, and what it lacks.
         """
-        if self.own.largest:
-            return self._plan(self.own, self.own.largest)
-        for result in RESULTS:
-            of_this = sorted((v for v in variants if v.result == result), key=lambda v: v.total)
-            fitting = [variant for variant in of_this[:MOST_SEARCHES] if variant.search()]
-            if fitting:
-                chosen = min(fitting, key=lambda variant: (len(variant.levers), -variant.search()))
-                return self._plan(chosen, chosen.search())
+        by_result = [sorted((v for v in variants if v.result == r), key=lambda v: v.total) for r in RESULTS]
+        for alike in ([self.own], *by_result):
+            training = [variant for variant in alike[:MOST_SEARCHES] if variant.search()]
+            for chosen in sorted(training, key=lambda variant: (len(variant.levers), -variant.search())):
+                plan = self._plan(chosen, chosen.search())
+                if not plan["missing_bytes"]:  # nor of the evaluation
+                    return plan
         lowest = min([self.own, *variants], key=lambda variant: variant.total)
         return self._plan(lowest, self.planner.smallest)
 
     def _plan(self, variant: Variant, size: int) -> Facts:
         planner, eval_size = variant.planner, 0
         if planner.eval_samples:
-            eval_size = self.eval_size or self.largest_eval or planner.largest_eval().size or 1
+            eval_size = self.eval_size or self.largest_eval
+            if not eval_size or planner.peaks(0, eval_size)[1] > self.room:
+                eval_size = planner.largest_eval().size or 1
         allocated, reserved = planner.peaks(size, eval_size)
         settings = [*variant.overrides.split(), *size_overrides(planner.config, size)]
         settings += [f"batch.eval_micro_size={eval_size}"] if eval_size else []
