@@ -96,7 +96,7 @@ def without_times(line):
 
 def test_the_plan_it_shows_is_the_one_that_is_printed(session):
     process, _ = find(session, "mode=plan")
-    shown = next(text for text in blocks(DOCUMENT, "text") if "largest that fit" in text).splitlines()
+    shown = next(text for text in blocks(DOCUMENT, "text") if "largest sizes that fit" in text).splitlines()
     printed = [without_times(line) for line in process.stdout.splitlines()]
     expected = [without_times(line) for line in shown if line != "..."]
     assert [line for line in expected[:-1] if line not in printed] == []

@@ -56,10 +56,11 @@ def careful(tmp_path):
 
 
 def test_a_read_on_which_nothing_depends_is_still_a_range(careful):
-    facts, _ = planner.plan(compose.from_command_line([*careful, "memory.limit=1GiB"]))
+    config = compose.from_command_line([*careful, "memory.limit=1GiB"])
+    facts, _ = planner.plan(config)
     assert facts["certainty"] == RANGE
     assert facts["range_bytes"] == [facts["peak_bytes"]] * 2
-    first = report.text(facts).splitlines()[0]
+    first = report.text(facts, config).splitlines()[0]
     assert "(range) of 1.0 GiB" in first
     assert " to " not in first
 
@@ -74,12 +75,13 @@ def test_a_search_and_a_lever_are_no_surer_than_the_plan(careful):
 
 def test_a_size_that_is_only_the_largest_that_is_tried_is_called_so():
     overrides = (*OVER, *runs.MODELS["mlp"])
-    facts, _ = planner.plan(compose.from_command_line([*overrides, "memory.limit=1GiB"]))
+    config = compose.from_command_line([*overrides, "memory.limit=1GiB"])
+    facts, _ = planner.plan(config)
     fits = "micro-batch 16 (all samples of a step), evaluation 32 (the most that a run tries)"
-    assert f"largest that fit 1.0 GiB: {fits}" in report.text(facts).splitlines()
+    assert f"largest sizes that fit 1.0 GiB: {fits}" in report.text(facts, config).splitlines()
     wide = (*overrides, "batch.global_size=256", "model.width=64")
     limit = planner.plan(compose.from_command_line([*wide, "batch.micro_size=100"]))[0]["phases"]["backward"]
     facts, _ = planner.plan(compose.from_command_line([*wide, f"memory.limit={limit}"]))
     assert facts["largest_micro_size"] < 256
-    line = next(line for line in report.text(facts).splitlines() if line.startswith("largest that fit"))
+    line = next(line for line in report.text(facts, config).splitlines() if line.startswith("largest sizes that fit"))
     assert f"micro-batch {facts['largest_micro_size']}, evaluation" in line

@@ -43,14 +43,13 @@ def test_a_hint_where_the_users_own_loss_has_all_logits(settings, is_noted):
 
 
 def test_the_plan_notes_it_and_explains_what_it_has_not_searched():
-    facts, _ = planner.plan(
-        compose.from_command_line([*GPT, "task=test_own_loss.smoothed", "every.eval=null", "batch.micro_size=4"])
-    )
-    printed = report.text(facts).splitlines()
+    config = compose.from_command_line([*GPT, "task=test_own_loss.smoothed", "every.eval=null", "batch.micro_size=4"])
+    facts, _ = planner.plan(config)
+    printed = report.text(facts, config).splitlines()
     assert facts["certainty"] == "exact"  # a hint is no doubt
     assert [note.startswith(NOTE) for note in facts["notes"]] == [True]
     assert facts["notes"][0] in printed
     assert None in [entry["largest_micro_size"] for entry in facts["levers"]]
     assert "(largest -: not searched)" in printed
     known = [entry | {"largest_micro_size": 1} for entry in facts["levers"]]
-    assert "not searched" not in report.text(facts | {"levers": known})
+    assert "not searched" not in report.text(facts | {"levers": known}, config)

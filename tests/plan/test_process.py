@@ -193,7 +193,7 @@ def test_what_is_known_before_the_levers_is_printed_at_once(tmp_path, monkeypatc
     monkeypatch.setattr(report, "ask_in_parts", noting)
     report.run(config)
     parts.append(capsys.readouterr().out)
-    assert parts[0].splitlines()[-1].startswith(("largest that fit", "no micro-batch fits"))
+    assert parts[0].splitlines()[-1].startswith(("largest sizes that fit", "no micro-batch fits"))
     assert parts[1].splitlines()[0].split()[:3] == ["peak", "largest", "time"]
 
 

@@ -2,12 +2,18 @@
 
 import pytest
 import runs
+import torch
 
 from trainapp.config import compose
+from trainapp.config.pasted import size_overrides
 from trainapp.errors import UserError
+from trainapp.memory.levers import catalogue
 from trainapp.memory.levers.catalogue import LEVERS
-from trainapp.plan import planner, ranking, report, variants
+from trainapp.plan import planner, report, step_time, variants
+from trainapp.plan.operation import MATMUL
+from trainapp.plan.sizes import Planner
 from trainapp.train import loop
+from trainapp.units import bytes_text
 
 GPT = (*runs.TINY, *runs.MODELS["gpt"], "model.depth=2", "checkpointing=off", "oom.remember=false", "oom.grow=false")
 SMALL = (*GPT, "batch.global_size=32", "every.eval=null")
@@ -15,6 +21,10 @@ SMALL = (*GPT, "batch.global_size=32", "every.eval=null")
 
 def plan(*overrides):
     return planner.plan(compose.from_command_line(overrides))[0]
+
+
+def text(facts, *overrides):
+    return report.text(facts, compose.from_command_line(overrides))
 
 
 def measured(run_dir, *overrides):
@@ -94,7 +104,7 @@ def test_where_nothing_fits_without_levers_the_best_plan_does(tmp_path):
     assert best["missing_bytes"] == 0
     assert best["result"] != "other"
     assert best["peak_bytes"] <= int(0.8 * smallest)
-    assert report.text(facts).splitlines()[-1] == best["overrides"]
+    assert text(facts, *SMALL).splitlines()[-1] == best["overrides"]
     assert measured(tmp_path, *SMALL, limit, *best["overrides"].split(), "oom=off") == best["peak_bytes"]
 
 
@@ -103,7 +113,7 @@ def test_where_nothing_at_all_fits_the_closest_is_named():
     best = facts["best"]
     assert best["missing_bytes"] == best["peak_bytes"] - 2048 > 0
     assert best["peak_bytes"] <= min(entry["peak_bytes"] for entry in facts["levers"])
-    assert report.text(facts).splitlines()[-2].startswith("nothing fits 2.0 KiB; the closest needs")
+    assert text(facts, *SMALL).splitlines()[-2].startswith("nothing fits 2.0 KiB; the closest needs")
 
 
 def test_without_the_setting_there_are_no_levers():
@@ -113,9 +123,9 @@ def test_without_the_setting_there_are_no_levers():
 
 
 def test_the_table_has_a_hundred_columns(facts):
-    assert max(map(len, report.text(facts).splitlines()[:-1])) <= 100
+    assert max(map(len, text(facts, *SMALL).splitlines()[:-1])) <= 100
     for entry in facts["levers"]:
-        assert entry["overrides"].split()[-1] in report.text(facts)
+        assert entry["overrides"].split()[-1] in text(facts, *SMALL)
 
 
 def test_a_lever_that_cannot_be_traced_is_listed_as_such(monkeypatch):
@@ -134,12 +144,91 @@ def test_a_lever_that_cannot_be_traced_is_listed_as_such(monkeypatch):
     assert entries["activation_checkpointing=full"]["certainty"] == "exact"
 
 
+@pytest.fixture
+def no_time_in_bf16(monkeypatch):
+    """As on a device that has no product of two matrices in bf16, of which the rates are made."""
+    real = step_time._PROBES[MATMUL]
+
+    def probe(size, dtype, device):
+        if dtype is torch.bfloat16:
+            raise NotImplementedError("no mm")
+        return real(size, dtype, device)
+
+    monkeypatch.setitem(step_time._PROBES, MATMUL, probe)
+
+
+def test_a_lever_that_cannot_be_timed_has_its_peak_and_no_time(no_time_in_bf16):
+    facts = plan(*SMALL, "batch.micro_size=16")
+    entries = {entry["overrides"]: entry for entry in facts["levers"]}
+    assert entries["precision=bf16"]["relative_time"] is None
+    assert entries["precision=bf16"]["certainty"] == "exact"
+    assert entries["precision=bf16"]["peak_bytes"] < facts["peak_bytes"]
+    assert entries["activation_checkpointing=full"]["relative_time"] > 1
+    assert "bf16" not in facts["best"]["overrides"]
+
+
+def test_it_is_the_best_plan_where_nothing_else_fits(no_time_in_bf16, monkeypatch):
+    monkeypatch.setattr(catalogue, "LEVERS", [v for v in LEVERS if v.setting == "precision=bf16"])
+    own = (*SMALL, "batch.micro_size=1", "model.context_length=512", "memory.loss_chunk=64")
+    peaks = {precision: plan(*own, f"precision={precision}", "plan.levers=false") for precision in ("fp32", "bf16")}
+    low, high = (peaks[precision]["peak_bytes"] for precision in ("bf16", "fp32"))
+    assert low < high
+    facts = plan(*own, f"memory.limit={high - 1}")
+    best = facts["best"]
+    assert best["overrides"] == "precision=bf16 batch.micro_size=1"
+    assert (best["relative_time"], best["missing_bytes"]) == (None, 0)
+    assert f": peak {bytes_text(low)}:" in text(facts, *own)
+
+
+def test_all_traces_count_also_those_of_refused_combinations(monkeypatch):
+    made, real, refused = [], Planner._trace_rank, []
+
+    def counted(self, *where):
+        made.append(self)
+        return real(self, *where)
+
+    def refuses(self, levers):
+        found = traced(self, levers)
+        if any("bf16" in lever.setting for lever in levers):
+            refused.append(levers)
+            return None
+        return found
+
+    traced = variants.Variants._traced
+    monkeypatch.setattr(Planner, "_trace_rank", counted)
+    monkeypatch.setattr(variants.Variants, "_traced", refuses)
+    facts = plan(*SMALL, "batch.micro_size=16")
+    assert refused
+    assert facts["traces"] == len(made)
+
+
+@pytest.mark.parametrize(
+    ("given", "freed"),
+    [
+        (("accumulation=fixed", "accumulation.steps=4"), "accumulation.steps=auto"),
+        (("batch.micro_schedule={1:4}",), "batch.micro_schedule=null"),
+    ],
+)
+def test_what_a_plan_without_levers_prints_can_be_pasted(given, freed):
+    own = (*SMALL, *given, "plan.levers=false")
+    last = text(plan(*own), *own).splitlines()[-1]
+    assert last == f"{freed} batch.micro_size=32"
+    assert compose.from_command_line([*own, *last.split()]).batch.micro_size == 32
+
+
+def test_what_several_ranks_may_use_is_said():
+    """Of the limit, 10% stay free: what is too much for the rest need not be for the limit."""
+    facts = plan(*SMALL, "memory.limit=2KiB")
+    facts["limit_bytes"] = 78 * 2**30
+    facts["best"] |= {"reserved_bytes": 72 * 2**30, "missing_bytes": int(1.1 * 2**30)}
+    line = "nothing fits 70.9 GiB, what the plan may use of 78.0 GiB; the closest needs 72.0 GiB, 1.1 GiB too much:"
+    assert text(facts, *SMALL).splitlines()[-2] == line
+
+
 def test_sizes_that_something_else_fixes_are_freed():
     config = compose.from_command_line([*SMALL, "accumulation=fixed", "accumulation.steps=3"])
-    assert ranking.size_overrides(config, 4) == ["accumulation.steps=auto", "batch.micro_size=4"]
-    compose.from_command_line(
-        [*SMALL, "accumulation=fixed", "accumulation.steps=3", *ranking.size_overrides(config, 4)]
-    )
+    assert size_overrides(config, 4) == ["accumulation.steps=auto", "batch.micro_size=4"]
+    compose.from_command_line([*SMALL, "accumulation=fixed", "accumulation.steps=3", *size_overrides(config, 4)])
     with pytest.raises(UserError):
         compose.from_command_line([*SMALL, "accumulation=fixed", "accumulation.steps=3", "batch.micro_size=4"])
 
@@ -190,4 +279,4 @@ def test_levers_that_cannot_be_ranked_leave_the_peak(monkeypatch):
     facts = plan(*SMALL, "batch.micro_size=16")
     assert facts["peak_bytes"] == plan(*SMALL, "batch.micro_size=16", "plan.levers=false")["peak_bytes"]
     assert facts["notes"] == ["the levers could not be ranked (RuntimeError: out of luck)"]
-    assert report.text(facts).splitlines()[-1] == "batch.micro_size=32"
+    assert text(facts, *SMALL).splitlines()[-1] == "batch.micro_size=32"

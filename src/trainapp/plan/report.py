@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from trainapp import strict_json
+from trainapp.config.pasted import size_overrides
 from trainapp.config.schema import Config
 from trainapp.files import atomic_write
 from trainapp.plan.answer import complete
@@ -27,22 +28,22 @@ def run(config: Config) -> float | None:
     run_dir.mkdir(parents=True, exist_ok=True)
     with atomic_write(run_dir / PLAN) as file:
         file.write(strict_json.dumps(complete(facts), indent=1) + "\n")
-    print(_rest(facts, known) if known else text(facts), flush=True)
+    print(_rest(facts, known, config) if known else text(facts, config), flush=True)
     peak = facts.get("peak_bytes")
     return None if peak is None else float(peak)
 
 
-def _rest(facts: dict[str, Any], known: dict[str, Any]) -> str:
+def _rest(facts: dict[str, Any], known: dict[str, Any], config: Config) -> str:
     """What `text` adds to what was printed early; all of it where that no longer holds."""
     printed, notes = "\n".join(_before_levers(known)) + "\n", known.get("notes", [])
-    whole = text(facts | {"notes": notes})
+    whole = text(facts | {"notes": notes}, config)
     if not whole.startswith(printed):
-        return text(facts)
+        return text(facts, config)
     return "\n".join([*facts.get("notes", [])[len(notes) :], whole.removeprefix(printed)])
 
 
-def text(facts: dict[str, Any]) -> str:
-    """The plan as text; the last line is the overrides to paste."""
+def text(facts: dict[str, Any], config: Config) -> str:
+    """The plan of this configuration as text; the last line is the overrides to paste."""
     if "peak_bytes" not in facts:
         return "\n".join([f"{facts['certainty']}: {facts['reason']}", *facts.get("notes", [])])
     lines, largest = _before_levers(facts), facts["largest_micro_size"]
@@ -50,7 +51,8 @@ def text(facts: dict[str, Any]) -> str:
         lines += [*_levers(facts), *_best(facts)]
     elif largest:
         evaluation = facts["largest_eval_micro_size"]
-        lines.append(f"batch.micro_size={largest}" + (f" batch.eval_micro_size={evaluation}" if evaluation else ""))
+        evaluating = [f"batch.eval_micro_size={evaluation}"] if evaluation else []
+        lines.append(" ".join([*size_overrides(config, largest), *evaluating]))
     return "\n".join(lines)
 
 
@@ -75,12 +77,12 @@ def _before_levers(facts: dict[str, Any]) -> list[str]:
     fitting = _nothing_fits(limit)
     if largest:
         whole = " (all samples of a step)" if largest == facts["most_micro_size"] else ""
-        fitting = f"largest that fit {bytes_text(limit)}: micro-batch {largest}{whole}"
+        fitting = f"largest sizes that fit {bytes_text(limit)}: micro-batch {largest}{whole}"
     if largest and largest_eval:
         most = " (the most that a run tries)" if largest_eval == facts["most_eval_micro_size"] else ""
         fitting += f", evaluation {largest_eval}{most}"
     elif largest and largest_eval == 0:
-        fitting += ", evaluation none"
+        fitting += "; no evaluation micro-batch fits"
     return [*lines, fitting]
 
 
@@ -123,11 +125,14 @@ def _levers(facts: dict[str, Any]) -> list[str]:
 def _best(facts: dict[str, Any]) -> list[str]:
     """What the best plan is, and its overrides to paste."""
     best, limit = facts["best"], bytes_text(facts["limit_bytes"])
-    peak = bytes_text(best["reserved_bytes"] if "reserved_bytes" in best else best["peak_bytes"])
+    is_reserved = "reserved_bytes" in best
+    needed = best["reserved_bytes"] if is_reserved else best["peak_bytes"]
+    peak, room = bytes_text(needed), needed - best["missing_bytes"]
     if best["missing_bytes"]:
-        line = f"nothing fits {limit}; the closest needs {peak}, {bytes_text(best['missing_bytes'])} too much:"
+        fitted = limit if room >= facts["limit_bytes"] else f"{bytes_text(room)}, what the plan may use of {limit}"
+        line = f"nothing fits {fitted}; the closest needs {peak}, {bytes_text(best['missing_bytes'])} too much:"
     else:
-        line = f"the least change that fits {limit}: {peak} reserved"
+        line = f"the least change that fits {limit}: {'' if is_reserved else 'peak '}{peak}{' reserved' * is_reserved}"
         if best["relative_time"] is not None:
             line = f"the fastest that fits {limit}: peak {peak}, x {best['relative_time']:.2f} of the time"
         line += ", though it changes the training:" if best["result"] == "other" else ":"
