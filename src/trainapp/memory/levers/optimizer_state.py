@@ -19,8 +19,9 @@ def optimizer_state(static: Mapping[MemoryKind, int], config: Config) -> int:
 
 
 def one_moment_of_two(static: Mapping[MemoryKind, int], config: Config) -> int:
-    """Half of any Adam's."""
-    return static[MemoryKind.OPTIMIZER_STATE] // 2 if "Adam" in config.optimizer.target else 0
+    """Half of any Adam's in fp32; in fewer bits, two take no more than one of SGD's."""
+    target = config.optimizer.target
+    return static[MemoryKind.OPTIMIZER_STATE] // 2 if "Adam" in target and target != IN_FEWER_BITS else 0
 
 
 def half_of_adams_state(static: Mapping[MemoryKind, int], config: Config) -> int:
