@@ -100,7 +100,9 @@ def _forgetting(watch):
 def test_where_it_is_evaluated_too_the_plan_is_a_range(own):
     facts = planned(*own("Remembering", ONE, "every.eval=2", "batch.eval_micro_size=8"))
     assert facts["certainty"] == "range"
-    assert any("training and evaluation find what the other keeps" in note for note in facts["notes"])
+    assert any(
+        "training and evaluation are traced separately, without what the other keeps" in note for note in facts["notes"]
+    )
 
 
 def test_an_evaluation_between_steps_leaves_nothing_in_them(tmp_path):

@@ -33,7 +33,7 @@ class Noticed:
         traces = list(traces)
         unsettled = {reason for trace in traces for reason in trace.unsettled}
         if any(trace.kept for trace in traces) and any(trace.training is None for trace in traces):
-            unsettled.add("training and evaluation find what the other keeps")  # each is traced by itself
+            unsettled.add("training and evaluation are traced separately, without what the other keeps")
         return cls(
             reads=frozenset(phase for trace in traces for phase in trace.reads),
             assumed=frozenset(operator for trace in traces for operator in trace.assumed),

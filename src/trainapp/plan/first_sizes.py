@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 def first_sizes(config: Config) -> PlannedSizes | None:
     """For batch.micro_size=plan: the largest sizes within the memory limit. Takes seconds.
 
-    config: see `own_device.config_to_plan`. None where the model cannot be traced. If it is certain that none fits, the
+    config: see `own_device.config_to_plan`. None where no size could be planned. If it is certain that none fits, the
     run is refused; where the plan is not exact, it starts with the smallest, and a warning. Raises UserError for that,
     and for what the planner does not cover.
     """

@@ -15,6 +15,8 @@ from trainapp.memory.host_memory import total_bytes
 from trainapp.memory.timeline import Drawing, Picture
 from trainapp.plan.bounds import reason_of
 from trainapp.plan.certainty import NOT_TRACEABLE, RANGE
+from trainapp.plan.cuda.levers import ranked as ranked_on_device
+from trainapp.plan.cuda.planner import CudaPlanner, for_device
 from trainapp.plan.doubt import Doubt, of_foreign_code, of_reads
 from trainapp.plan.own_device import unseen
 from trainapp.plan.process import UNSEEN, UNTRACEABLE
@@ -59,6 +61,8 @@ def plan(
         try:
             facts, peak = planner.search(only) if only else planner.plan()
             doubt = of_reads(planner, facts) or (None if only else of_foreign_code(planner, facts))
+            if doubt is not None and doubt.meets_trace:
+                raise MeetsTrace(doubt.reason)
             if has_levers and facts["largest_micro_size"] is not None:  # else a band, in which no lever can be seen
                 facts |= _hints(planner, facts)
                 if doubt is None:
@@ -109,9 +113,7 @@ def facts_of(
 def _planner(config: Config) -> "Planner":
     if config.plan.device is None:
         return Planner(config, load_components(config))
-    from trainapp.plan.cuda import planner  # builds on this module
-
-    return planner.for_device(config, load_components)
+    return for_device(config, load_components)
 
 
 class MeetsTrace(Exception):
@@ -121,11 +123,7 @@ class MeetsTrace(Exception):
 def _doubted(planner: Planner, facts: Facts, doubt: Doubt, only: Collection[str]) -> Facts:
     """The facts with the estimate in place of the trace, of which only the levers remain; without a reason, the trace
     as a range of which one end is known.
-
-    Raises MeetsTrace.
     """
-    if doubt.reason and doubt.meets_trace:
-        raise MeetsTrace(doubt.reason)
     if doubt.reason and only:
         return _estimated(planner, doubt.reason, only)
     for entry in (*facts.get("levers", []), *([facts["best"]] if "best" in facts else [])):
@@ -157,9 +155,7 @@ def _ranked(planner: "Planner", facts: Facts) -> Facts:
     """The levers; a note in their place if they cannot be ranked, which is no reason to withhold the peak."""
     try:
         if planner.config.plan.device is not None:
-            from trainapp.plan.cuda import levers  # builds on this module
-
-            return levers.ranked(cast(Any, planner), facts)
+            return ranked_on_device(cast(CudaPlanner, planner), facts)
         return ranked(planner, facts)
     except UserError:
         raise

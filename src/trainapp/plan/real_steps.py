@@ -28,7 +28,7 @@ LONGEST = 5.0  # seconds that the step with the last size may take
 class RealSteps:
     """Measures steps and evaluations of small micro-batches, and continues their peaks to others.
 
-    Raises what the model raises; MemoryError where not even two sizes fit into MEMORY_SHARE.
+    Raises what the model raises; MemoryLimitExceeded where not even two sizes fit into MEMORY_SHARE.
     """
 
     def __init__(self, config: Config, components: Components):

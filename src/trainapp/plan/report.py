@@ -43,7 +43,7 @@ def _rest(facts: dict[str, Any], known: dict[str, Any], config: Config) -> str:
 
 
 def text(facts: dict[str, Any], config: Config) -> str:
-    """The plan of this configuration as text; the last line is the overrides to paste."""
+    """The plan of this configuration as text; where something fits, the last line is the overrides to paste."""
     if "peak_bytes" not in facts:
         return "\n".join([f"{facts['certainty']}: {facts['reason']}", *facts.get("notes", [])])
     lines, largest = _before_levers(facts), facts["largest_micro_size"]

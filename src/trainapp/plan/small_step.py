@@ -192,8 +192,8 @@ def _largest_difference(size: int, pairs: Iterable[tuple[Peak | None, Peak | Non
     if not off:
         return ""
     return (
-        f"the model does not do the same without data: in {phase.replace('_', ' ')}, a step of {size} samples needs "
-        f"{measured} bytes for real, {expected} traced"
+        f"the model does something else on tensors without data: in {phase.replace('_', ' ')}, a step of {size} "
+        f"samples needs {measured} bytes for real, {expected} traced"
     )
 
 

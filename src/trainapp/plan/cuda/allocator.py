@@ -57,7 +57,7 @@ class CachingAllocator:
         self._used: dict[int, tuple[Block, Pool]] = {}
 
     def allocate(self, number: int, size: int, stream: int = 0) -> None:
-        """Allocate `size` bytes under a number of the caller's. None for 0 bytes. Raises OutOfMemory."""
+        """Allocate `size` bytes under a number of the caller's. Does nothing for 0 bytes. Raises OutOfMemory."""
         if size <= 0:
             return
         size = rounded(size)

@@ -8,16 +8,13 @@ import logging
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from trainapp.config.pasted import size_overrides
 from trainapp.errors import UserError
 from trainapp.memory.levers.lever import RESULTS, Lever, result_of, to_paste, with_levers
 from trainapp.plan.certainty import NOT_TRACEABLE
+from trainapp.plan.cuda.planner import CudaPlanner
 from trainapp.plan.sizes import Facts
-
-if TYPE_CHECKING:
-    from trainapp.plan.cuda.planner import CudaPlanner
 
 MOST_SEARCHES = 4  # variants of each kind of result whose largest micro-batch is searched, at most 6 traces each
 MOST_STACKS = 4  # combinations that are traced

@@ -46,7 +46,7 @@ class _Ahead:
             copy = (
                 current._replace(data=map_tensors(torch.empty_like, current.data)) if following is None else following
             )
-            self.__dict__["_next"] = copy
+            self.__dict__["_next"] = copy  # to keep it in memory; `__setattr__` would hand it to the real batches
             yield current
             current = following
 
@@ -100,7 +100,7 @@ class CudaPlace(Place):
 
     def __init__(self, named: Device):
         self.named = named
-        self.convolutions = False  # whether any was traced
+        self.convolutions = False  # whether the last trace had any
         self._tested = False
         self._engine: EngineOnCuda | None = None  # that of the trace at work
 

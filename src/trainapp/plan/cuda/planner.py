@@ -50,8 +50,8 @@ def for_device(config: Config, load: Callable[[Config], Components]) -> Planner:
     if config.precision.mode in ("int8", "fp8"):
         raise UserError(
             f"plan.device={config.plan.device} with precision={config.precision.mode}: its kernels cannot be traced "
-            "without the device; plan with precision=bf16, which needs as much memory but for what products need in "
-            "passing"
+            "without the device; plan with precision=bf16, which needs as much memory but for temporaries of "
+            "the products"
         )
     mapped = [name for name in ("static_graph", "find_unused_parameters") if getattr(config.parallel.ddp, name)]
     if config.parallel.strategy == "ddp" and mapped:
