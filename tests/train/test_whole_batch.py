@@ -77,7 +77,8 @@ def test_it_is_planned_as_a_whole():
     config = runs.configure("unused", *WHOLE, "batch.global_size=64", "mode=plan", "plan.levers=false")
     facts = process.ask(config, only=())
     assert (facts["micro_size"], facts["largest_micro_size"]) == (64, 64)
-    assert facts["certainty"] == "exact"
+    assert facts["certainty"] == "range"  # for this task keeps a list of its batches
+    assert facts["range_bytes"] == [facts["peak_bytes"]] * 2
 
 
 def test_several_ranks_are_refused(tmp_path):
