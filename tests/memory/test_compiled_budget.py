@@ -240,7 +240,7 @@ def test_the_limit_of_a_peak_counts_batch_and_loss(caplog):
     function, found = halves_of(model, x, 1.0)
     function(x)
     highest = max(found[0].forward, found[0].between + 500, found[0].backward)
-    needed = (highest + 100) + (highest + 100) // MARGIN
+    needed = int((highest + 100) * (1 + MARGIN))
     for limit, default in ((needed, True), (needed - 1, False)):
         budget = CompiledBudget()
         budget.begin("x", limit, LossMemory(batch=100, loss=500))
