@@ -30,6 +30,7 @@ from trainapp.memory.levers.lever import Lever, Situation
 from trainapp.parallel.ranks import SingleRank
 from trainapp.plan.sizes import Planner
 from trainapp.plan.step_time import Speeds
+from trainapp.plan.workload import given_size
 from trainapp.run import runner
 from trainapp.signals import StopRequest
 from trainapp.train import loop
@@ -162,7 +163,7 @@ def predict(overrides: tuple[str, ...], settings: list[str]) -> dict[str, dict[s
     def peak_and_seconds(setting: str) -> tuple[int, float]:
         planner = Planner(configure((*overrides, *setting.split())), components)
         planner.counts_work = True
-        traced = planner.at(planner.given_size(), 0)
+        traced = planner.at(given_size(config, planner.workload.share), 0)
         return traced.training.total, traced.work.seconds(speeds)
 
     plain = peak_and_seconds("")[1]

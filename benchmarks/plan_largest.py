@@ -65,7 +65,7 @@ def ends(overrides: tuple[str, ...]) -> tuple[int, int]:
 
     config = compose.from_command_line([*BASE, *overrides])
     planner = Planner(config, load_components(config))
-    whole = planner.at(planner.share, 0)
+    whole = planner.at(planner.workload.share, 0)
     smallest = planner.at(whole.smallest, 0)
     assert whole.training is not None, "traced without training"
     assert smallest.training is not None, "traced without training"

@@ -127,6 +127,20 @@ def test_convolutions_are_said_to_need_more():
 
 
 @needs_cuda
+def test_what_a_model_that_reads_values_may_need_is_reserved_too(tmp_path):
+    """The trace's first answer needs a third of what the other one does."""
+    group = tmp_path / "conf" / "model"
+    group.mkdir(parents=True)
+    (group / "own.yaml").write_text("_target_: planned_models.Reading\n")
+    base = ("model=own", "data=digits", "user_packages=[planned_models]", "batch.global_size=1024", "every.eval=null")
+    facts = trainapp.plan(
+        [*base, "plan.device=a100-40gb", "batch.micro_size=1024", NO_LEVERS], config_dir=tmp_path / "conf"
+    )
+    low, high = facts["range_bytes"]
+    assert 1.5 * low < high == facts["allocated_bytes"] <= facts["reserved_bytes"]
+
+
+@needs_cuda
 def test_a_recurrent_layer_is_not_traceable(tmp_path):
     (tmp_path / "recurrent.py").write_text(
         "from torch import nn\n"
@@ -188,7 +202,7 @@ def test_fused_sgd_is_planned():
 
 @needs_cuda
 def test_levers_have_the_peaks_of_their_own_plans():
-    """And no time. The configuration fits, and so is the best plan."""
+    """And a time by the data sheet. The configuration fits, and so is the best plan."""
     base = tuple(part for part in GPT if part != NO_LEVERS)
     facts = trainapp.plan([*base, *WIDE, "plan.device=a100-40gb", "every.eval=null"])
     by_name = {entry["overrides"]: entry for entry in facts["levers"]}
@@ -204,11 +218,15 @@ def test_levers_have_the_peaks_of_their_own_plans():
         assert (entry["peak_bytes"], entry["reserved_bytes"]) == (alone["allocated_bytes"], alone["reserved_bytes"]), (
             name
         )
-        assert (entry["relative_time"], entry["certainty"]) == (None, "predicted")
+        assert entry["certainty"] == "predicted"
     assert by_name["activation_checkpointing=full"]["reserved_bytes"] < facts["reserved_bytes"]
     assert any(len(name.split()) > 2 for name in by_name)  # stacks
+    times = {name: entry["relative_time"] for name, entry in by_name.items()}
+    assert 1.05 < times["activation_checkpointing=full"] < 1.6
+    assert times["precision=bf16"] < 0.9
+    assert times["memory.offload_activations=all"] > 1.1  # a layer computes faster than the link copies
     assert facts["best"]["overrides"] == f"batch.micro_size={facts['largest_micro_size']}"
-    assert (facts["best"]["missing_bytes"], facts["best"]["relative_time"]) == (0, None)
+    assert (facts["best"]["missing_bytes"], facts["best"]["relative_time"]) == (0, 1)
     assert facts["traces"] <= 60
 
 
@@ -232,7 +250,8 @@ def test_the_best_plan_fits_where_the_configuration_does_not(tmp_path):
     assert facts["largest_micro_size"] == 0
     best = done.stdout.splitlines()[-1]
     assert best == facts["best"]["overrides"]
-    assert "peak  largest    reserved  certainty" in done.stdout
+    assert "peak    reserved  largest     time  certainty" in done.stdout
+    assert "time: by the GPU's data sheet" in done.stdout
     assert facts["best"]["result"] == "same"
     alone = trainapp.plan([*base, *best.split(), limit, NO_LEVERS])
     assert alone["reserved_bytes"] == facts["best"]["reserved_bytes"] <= least - 4 * MIB

@@ -1,8 +1,9 @@
 """The lowest and the highest peak with given sizes: of the ways that a run may go, those furthest apart are traced."""
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from trainapp.errors import UserError
 from trainapp.plan.certainty import Certainty, Noticed, certainty_of
@@ -10,6 +11,7 @@ from trainapp.plan.recorder import Peak
 from trainapp.plan.traced_run import Trace
 from trainapp.plan.ways import FIRST, Way, other_ways
 
+T = TypeVar("T")
 At = Callable[[int, int, Way], Trace]  # sizes of training and of evaluation, and a way
 
 
@@ -38,17 +40,11 @@ def bounds(at: At, grad_clip: float | None, size: int, eval_size: int, is_low_as
 
     first = traced(FIRST)
     low = high = joined(first)
-    untraced = []
-    for way in ways_beside(first, grad_clip, is_low_asked):
-        try:
-            other = joined(traced(way))
-        except UserError:
-            raise
-        except Exception as error:
-            untraced.append(reason_of(error))
-        else:
-            low = other if other.total < low.total else low
-            high = other if other.total > high.total else high
+    untraced: list[str] = []
+    for traces in traced_ways(traced, ways_beside(first, grad_clip, is_low_asked), untraced):
+        other = joined(traces)
+        low = other if other.total < low.total else low
+        high = other if other.total > high.total else high
     return Bounds(low, high, Noticed.by(first, untraced))
 
 
@@ -61,6 +57,20 @@ def ways_beside(first: Sequence[Trace], grad_clip: float | None, is_low_asked: b
     reads, assumed = any(trace.reads for trace in first), any(trace.assumed for trace in first)
     shortest = [Way(which="shortest")] if is_low_asked and any(trace.varies for trace in first) else []
     return [*shortest, *other_ways(reads or clips, assumed)]
+
+
+def traced_ways(traced: Callable[[Way], T], ways: Iterable[Way], untraced: list[str] | None = None) -> Iterator[T]:
+    """What `traced` returns for each. untraced: gets the reasons of those that cannot be traced."""
+    for way in ways:
+        try:
+            found = traced(way)
+        except UserError:
+            raise
+        except Exception as error:
+            if untraced is not None:
+                untraced.append(reason_of(error))
+        else:
+            yield found
 
 
 def joined(traces: Iterable[Trace]) -> Peak:

@@ -32,7 +32,7 @@ def of_reads(planner: Planner, facts: Facts) -> Doubt | None:
     planned = facts.get("micro_size", facts.get("largest_micro_size"))
     if planner.world > 1 or planner.place is not ON_CPU or planned is None or not planner.at(max(1, planned), 0).reads:
         return None
-    smallest = min(max(small_step.SIZE, planner.smallest), planner.share)
+    smallest = min(max(small_step.SIZE, planner.smallest), planner.workload.share)
     for size in sorted({max(planned, smallest), smallest}, reverse=True):
         try:
             found = small_step.beyond_ways(planner.config, planner.components, size)
@@ -60,7 +60,7 @@ def of_foreign_code(planner: Planner, facts: Facts) -> Doubt | None:
     if not packages or planner.place is not ON_CPU or has_ways:
         return None
     if planner.world == 1:
-        size = min(max(small_step.SIZE, planner.smallest), planner.share)
+        size = min(max(small_step.SIZE, planner.smallest), planner.workload.share)
         try:
             found = small_step.difference(config, planner.components, size)
         except small_step.StepFailed as error:

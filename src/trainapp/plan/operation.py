@@ -22,6 +22,7 @@ _FUNCTIONS = (
 )
 # A binary search takes twice as long where branch prediction fails.
 _SEARCHES = {"bucketize": 0, "searchsorted": 1}  # the place of the values among the arguments
+HOST, LINK = "cpu", "link"  # places: its memory, and between it and a device
 _OVERWRITES = frozenset({"zero_", "fill_", "copy_", "normal_", "uniform_", "bernoulli_"})  # without reading the old
 
 
@@ -51,8 +52,8 @@ class Operation:
     signature: the operator, shapes, dtypes and other arguments. work: floating-point operations (FUNCTION: elements).
     moved: bytes read and written. held: bytes of arguments and result while it is run for real: more than it moves
     where an argument is a slice of a larger tensor. allocates: whether its result is new memory. is_view: the result
-    is memory of an argument, and nothing is written. call: runs it for real on a device; None
-    where that is not possible.
+    is memory of an argument, and nothing is written. place: the type of the device that it runs on, or LINK for a copy
+    between host and device. call: runs it for real on a device; None where that is not possible.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Operation:
     held: int = field(compare=False)
     allocates: bool = field(compare=False)
     is_view: bool = field(compare=False)
+    place: str
     call: Callable[[torch.device], Callable[[], Any]] | None = field(compare=False)
 
 
@@ -90,7 +92,9 @@ def operation_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], resul
         kind, work = FUNCTION, max((tensor.numel() for tensor in (*inputs, *outputs)), default=0)
     dtype = next((t.dtype for t in (*inputs, *outputs) if t.is_floating_point()), torch.float32)
     call, signature = _call(func, name, args, kwargs)
-    return Operation(name, signature, kind, dtype, work, moved, held, bool(new) and not is_view, is_view, call)
+    places = {tensor.device.type for tensor in (*inputs, *outputs) if tensor.dim()}  # a number may lie anywhere
+    place = LINK if len(places) > 1 else next(iter(places), HOST)
+    return Operation(name, signature, kind, dtype, work, moved, held, bool(new) and not is_view, is_view, place, call)
 
 
 def _strided(tensors: list[Tensor]) -> list[Tensor]:

@@ -5,7 +5,7 @@ import pickle
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
@@ -15,13 +15,12 @@ from trainapp.memory.host_memory import total_bytes
 from trainapp.memory.timeline import Drawing, Picture
 from trainapp.plan.bounds import reason_of
 from trainapp.plan.certainty import NOT_TRACEABLE, RANGE
-from trainapp.plan.cuda.levers import ranked as ranked_on_device
-from trainapp.plan.cuda.planner import CudaPlanner, for_device
+from trainapp.plan.cuda.planner import for_device
 from trainapp.plan.doubt import Doubt, of_foreign_code, of_reads
+from trainapp.plan.estimating import EstimatingPlanner
 from trainapp.plan.own_device import unseen
 from trainapp.plan.process import UNSEEN, UNTRACEABLE
 from trainapp.plan.ranking import ranked
-from trainapp.plan.real_steps import MARGIN, RealSteps
 from trainapp.plan.recorder import Peak
 from trainapp.plan.sizes import Facts, Planner
 from trainapp.train.components import choose_device, load_components
@@ -56,7 +55,7 @@ def plan(
     require_plannable(config)
     planner = _planner(config)
     has_levers = config.plan.levers and not only
-    planner.counts_work = has_levers and config.plan.device is None
+    planner.counts_work = has_levers
     if untraceable is None:
         try:
             facts, peak = planner.search(only) if only else planner.plan()
@@ -154,8 +153,6 @@ def _hints(planner: Planner, facts: Facts) -> Facts:
 def _ranked(planner: "Planner", facts: Facts) -> Facts:
     """The levers; a note in their place if they cannot be ranked, which is no reason to withhold the peak."""
     try:
-        if planner.config.plan.device is not None:
-            return ranked_on_device(cast(CudaPlanner, planner), facts)
         return ranked(planner, facts)
     except UserError:
         raise
@@ -186,10 +183,7 @@ def _estimated(planner: Planner, reason: str, only: Collection[str]) -> Facts:
     unknown: Facts = {"certainty": NOT_TRACEABLE, "reason": reason, "limit_bytes": planner.limit}
     if planner.world > 1 or config.plan.device is not None:
         return unknown | {"notes": [_NOT_ESTIMATED]}
-    steps = RealSteps(config, planner.components)
-    by_steps = Planner(config, planner.components, steps)
-    if only:
-        by_steps.limit = round((1 - MARGIN) * planner.limit)  # a run begins with the size
+    by_steps = EstimatingPlanner(config, planner.components, begins_run=bool(only))
     try:
         facts, _ = by_steps.search(only) if only else by_steps.plan()
     except UserError:
@@ -200,6 +194,7 @@ def _estimated(planner: Planner, reason: str, only: Collection[str]) -> Facts:
     facts.pop("range_bytes", None)
     if "eval_certainty" in facts:
         facts["eval_certainty"] = NOT_TRACEABLE
+    steps = by_steps.steps
     return facts | unknown | {"notes": [steps.note(), *facts.get("notes", [])], "estimate": steps.basis()}
 
 

@@ -11,12 +11,10 @@ from typing import Any
 
 from trainapp.config.pasted import size_overrides
 from trainapp.memory.levers.lever import RESULTS
-from trainapp.plan.recorder import Peak
-from trainapp.plan.sizes import Facts, Planner
+from trainapp.plan.sizes import Facts, Measured, Planner
 from trainapp.plan.variants import Variant, Variants
 
 MOST_SEARCHES = 3  # variants whose largest micro-batch is searched: the first ones of the list, those of each choice
-ERROR_OF_TIME = 0.15  # relative: a gain below it may be none
 
 
 def ranked(planner: Planner, facts: Facts) -> Facts:
@@ -44,13 +42,12 @@ def ranked(planner: Planner, facts: Facts) -> Facts:
 
 @dataclass(frozen=True)
 class Fitting:
-    """A variant with sizes, and what they need: peak, its certainty, seconds of a step."""
+    """A variant with sizes, what they need, and the seconds of a step."""
 
     variant: Variant
     size: int
     eval_size: int
-    peak: Peak
-    certainty: str
+    measured: Measured
     seconds: float
 
 
@@ -58,11 +55,12 @@ class Ranking:
     """Orders the variants of one configuration, and finds the sizes that fit."""
 
     def __init__(self, variants: Variants):
-        self.variants, self.own, self.limit = variants, variants.own, variants.limit
+        self.variants, self.own, self.room = variants, variants.own, variants.room
+        self._keys = self.own.measured.bytes if self.own.measured else {}
 
     def order(self, variant: Variant) -> tuple[Any, ...]:
         """What fits, fastest first; what does not, lowest first; what saves nothing; what changes the training."""
-        fits = variant.total <= self.limit
+        fits = variant.total <= self.room
         return (
             variant.result == "other",
             not self.variants.saves(variant),
@@ -74,7 +72,7 @@ class Ranking:
         """The variant in plan.json."""
         return {
             "overrides": variant.overrides,
-            "peak_bytes": variant.peak.total if variant.peak else None,
+            **(dict.fromkeys(self._keys) if variant.measured is None else variant.measured.bytes),
             "largest_micro_size": variant.largest,
             "relative_time": self._relative(variant.seconds),
             "certainty": variant.certainty,
@@ -89,9 +87,10 @@ class Ranking:
         """
         chosen: Fitting | None = None
         groups = [[variant for variant in variants if not variant.levers]]
+        error = self.own.planner.error_of_time
         groups += [[v for v in variants if v.levers and v.result == result] for result in RESULTS]
         for group in groups:
-            enough = math.inf if chosen is None else (1 - ERROR_OF_TIME) * chosen.seconds
+            enough = math.inf if chosen is None else (1 - error) * chosen.seconds
             fittings = [self._fitting(variant) for variant in self._searched(group, enough)]
             fastest = min((f for f in fittings if f is not None), key=lambda f: f.seconds, default=None)
             if fastest is not None and (chosen is None or fastest.seconds < enough):
@@ -101,14 +100,14 @@ class Ranking:
     def _searched(self, variants: Iterable[Variant], enough: float) -> list[Variant]:
         """Those that fit and may take less than `enough` seconds, with their largest micro-batch."""
         fast = [v for v in variants if v.least < enough or math.isinf(enough)]
-        candidates = sorted((v for v in fast if v.peak is not None), key=self.order)
+        candidates = sorted((v for v in fast if v.measured is not None), key=self.order)
         self.search(candidates)
         return [variant for variant in candidates if variant.largest]
 
     def search(self, variants: Iterable[Variant]) -> None:
         """Find the largest micro-batch of the first MOST_SEARCHES."""
         for variant in list(variants)[:MOST_SEARCHES]:
-            if variant.largest is None and variant.peak is not None:
+            if variant.largest is None and variant.measured is not None:
                 variant.largest = variant.planner.largest().size
 
     def _fitting(self, variant: Variant) -> Fitting | None:
@@ -116,16 +115,16 @@ class Ranking:
         planner, eval_size = variant.planner, 0
         if self.variants.evaluates:
             eval_size = self.variants.eval_size or self.variants.largest_eval
-            if not eval_size or planner.bounds(0, eval_size, is_low_asked=False).high.total > self.limit:
+            if not eval_size or planner.needed_by_eval(eval_size) > self.room:
                 eval_size = planner.largest_eval().size
             if not eval_size:
                 return None
         fitting = self._with_sizes(variant, variant.largest or self.variants.smallest, eval_size)
-        return fitting if fitting.peak.total <= self.limit else None
+        return fitting if fitting.measured.total <= self.room else None
 
     def _with_sizes(self, variant: Variant, size: int, eval_size: int) -> Fitting:
-        peak, certainty, work = self.variants.measured(variant.planner, size, eval_size)
-        return Fitting(variant, size, eval_size, peak, certainty, self.variants.times(work)[0])
+        measured = variant.planner.measured(size, eval_size)
+        return Fitting(variant, size, eval_size, measured, self.variants.times(measured.work, variant.planner)[0])
 
     def closest(self, variants: Iterable[Variant]) -> Facts:
         """Where nothing fits: the lowest peak, with the smallest sizes or, where accumulation costs more than it saves,
@@ -135,15 +134,15 @@ class Ranking:
         eval_size = 1 if self.variants.evaluates else 0
         sizes = {self.variants.smallest, self.variants.size}
         fittings = [self._with_sizes(lowest, size, eval_size) for size in sizes]
-        fitting = min(fittings, key=lambda fitting: fitting.peak.total)
-        return self._plan(fitting) | {"missing_bytes": fitting.peak.total - self.limit}
+        fitting = min(fittings, key=lambda fitting: fitting.measured.total)
+        return self._plan(fitting) | {"missing_bytes": fitting.measured.total - self.room}
 
     def _relative(self, seconds: float) -> float | None:
         """To a step without levers; None where it is not known."""
         return round(seconds / self.own.seconds, 3) if math.isfinite(seconds) else None
 
     def _plan(self, fitting: Fitting) -> Facts:
-        variant, peak = fitting.variant, fitting.peak
+        variant = fitting.variant
         settings = [
             *variant.overrides.split(),
             *size_overrides(self.variants.planner.config, fitting.size),
@@ -152,11 +151,11 @@ class Ranking:
             settings.append(f"batch.eval_micro_size={fitting.eval_size}")
         return {
             "overrides": " ".join(settings),
-            "peak_bytes": peak.total,
+            **fitting.measured.bytes,
             "missing_bytes": 0,
             "micro_size": fitting.size,
             "eval_micro_size": fitting.eval_size or None,
             "relative_time": self._relative(fitting.seconds),
-            "certainty": fitting.certainty,
+            "certainty": fitting.measured.certainty,
             "result": variant.result,
         }

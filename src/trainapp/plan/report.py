@@ -95,9 +95,9 @@ def _levers(facts: dict[str, Any]) -> list[str]:
     evaluated = facts["levers_eval_micro_size"]
     sizes = f"micro-batch {facts['micro_size']}" + (f", evaluation {evaluated}" if evaluated else "")
     header = f"with {sizes} and" if evaluated or not facts["eval_micro_size"] else f"training with {sizes} and"
-    on_device = "reserved_bytes" in facts  # instead of the time, which only the device tells
-    third, wide = ("reserved", 10) if on_device else ("time", 7)
-    lines = [f"{'peak':>10}  {'largest':>7}  {third:>{wide}}  {'certainty':<13}  {header}"]
+    on_device = "reserved_bytes" in facts
+    reserved = f"  {'reserved':>10}" if on_device else ""
+    lines = [f"{'peak':>10}{reserved}  {'largest':>7}  {'time':>7}  {'certainty':<13}  {header}"]
     changes_training = False
     for entry in facts["levers"]:
         if entry["result"] == "other" and not changes_training:
@@ -106,9 +106,9 @@ def _levers(facts: dict[str, Any]) -> list[str]:
         peak = "-" if entry["peak_bytes"] is None else bytes_text(entry["peak_bytes"])
         largest = "-" if entry["largest_micro_size"] is None else str(entry["largest_micro_size"])
         time = "-" if entry["relative_time"] is None else f"x {entry['relative_time']:.2f}"
-        if on_device and entry["reserved_bytes"] is not None:
-            time = bytes_text(entry["reserved_bytes"])
-        start = f"{peak:>10}  {largest:>7}  {time:>{wide}}  {entry['certainty']:<13}  "
+        if on_device:
+            peak += f"  {'-' if entry['reserved_bytes'] is None else bytes_text(entry['reserved_bytes']):>10}"
+        start = f"{peak:>{22 if on_device else 10}}  {largest:>7}  {time:>7}  {entry['certainty']:<13}  "
         lines += textwrap.wrap(
             entry["overrides"],
             WIDTH,
@@ -117,24 +117,24 @@ def _levers(facts: dict[str, Any]) -> list[str]:
             break_long_words=False,
             break_on_hyphens=False,
         )
-    if any(entry["largest_micro_size"] is None for entry in facts["levers"]):
-        lines.append("(largest -: not searched)")
-    return lines
+    notes = ["largest -: not searched"] if any(e["largest_micro_size"] is None for e in facts["levers"]) else []
+    notes += ["time: by the GPU's data sheet, not confirmed by any run"] if on_device else []
+    return [*lines, *([f"({'; '.join(notes)})"] if notes else [])]
 
 
 def _best(facts: dict[str, Any]) -> list[str]:
     """What the best plan is, and its overrides to paste."""
     best, limit = facts["best"], bytes_text(facts["limit_bytes"])
-    is_reserved = "reserved_bytes" in best
-    needed = best["reserved_bytes"] if is_reserved else best["peak_bytes"]
+    needed = best.get("reserved_bytes", best["peak_bytes"])
     peak, room = bytes_text(needed), needed - best["missing_bytes"]
     if best["missing_bytes"]:
         fitted = limit if room >= facts["limit_bytes"] else f"{bytes_text(room)}, what the plan may use of {limit}"
         line = f"nothing fits {fitted}; the closest needs {peak}, {bytes_text(best['missing_bytes'])} too much:"
     else:
-        line = f"the least change that fits {limit}: {'' if is_reserved else 'peak '}{peak}{' reserved' * is_reserved}"
-        if best["relative_time"] is not None:
-            line = f"the fastest that fits {limit}: peak {peak}, x {best['relative_time']:.2f} of the time"
+        known = best["relative_time"] is not None
+        line = f"the {'fastest' if known else 'least change'} that fits {limit}: "
+        line += f"{peak} reserved" if "reserved_bytes" in best else f"peak {peak}"
+        line += f", x {best['relative_time']:.2f} of the time" if known else ""
         line += ", though it changes the training:" if best["result"] == "other" else ":"
     return [line, best["overrides"]]
 

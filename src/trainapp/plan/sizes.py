@@ -4,25 +4,37 @@ import functools
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
-from trainapp.config import micro_schedule
 from trainapp.config.schema import Config
-from trainapp.data.stream import at_most, is_stream
-from trainapp.errors import UserError
-from trainapp.plan.bounds import Bounds, bounds, joined, ways_beside
+from trainapp.data.stream import at_most
+from trainapp.memory.levers.lever import Lever
+from trainapp.plan import step_time
+from trainapp.plan.bounds import Bounds, bounds, joined, traced_ways, ways_beside
 from trainapp.plan.certainty import certainty_of
 from trainapp.plan.largest import largest_that_fits
 from trainapp.plan.place import Place
 from trainapp.plan.ranks import highest_ranks, simulated, world_of
-from trainapp.plan.real_steps import RealSteps
 from trainapp.plan.recorder import PHASES, Peak
+from trainapp.plan.step_work import Speeds, Work
 from trainapp.plan.traced_part import planned_config
 from trainapp.plan.traced_run import ON_CPU, Trace, trace
 from trainapp.plan.ways import FIRST, Way
+from trainapp.plan.workload import given_size, require_uncut_batch, workload_of
 from trainapp.train.components import Components, choose_device
-from trainapp.train.losses import needs_whole_batch
-from trainapp.train.whole_batch import require_uncut
 
 Facts = dict[str, Any]
+
+
+class Measured(NamedTuple):
+    """A configuration with some sizes. total: the bytes that have to fit, of the highest peak that a run may have.
+
+    bytes: of plan.json, by key. phases: bytes of live tensors. work: a step's operations.
+    """
+
+    total: int
+    bytes: dict[str, int]
+    phases: dict[str, int]
+    certainty: str
+    work: Work
 
 
 class Largest(NamedTuple):
@@ -33,11 +45,15 @@ class Largest(NamedTuple):
 
 
 class Planner:
-    """Traces one configuration at the sizes that the plan needs, each at most once."""
+    """Traces one configuration at the sizes that the plan needs, each at most once.
 
-    def __init__(self, config: Config, components: Components, steps: RealSteps | None = None):
-        """steps: run for real in place of traces."""
-        self.config, self.components, self._steps = config, components, steps
+    error_of_time: relative, of the estimate: a gain below it may be none.
+    """
+
+    error_of_time = 0.15
+
+    def __init__(self, config: Config, components: Components):
+        self.config, self.components = config, components
         self.counts_work = False  # whether traces also count operations
         self.traces = 0
         self.place: Place = ON_CPU
@@ -46,16 +62,7 @@ class Planner:
         is_sharded = config.parallel.strategy == "fsdp" and self.world > 1
         self.shards = self.world // config.parallel.fsdp.replicas if is_sharded else 1
         self.device = choose_device(config.train.device)
-        self.share = -(-at_most(config.batch.global_size, components.train_data) // self.world)
-        evaluated = components.eval_data.values() if config.every.eval is not None else ()
-        # Of the largest set: none has a larger micro-batch. A stream may have as many samples as fit.
-        self.all_eval_samples = max(
-            (2 * self.share * self.world if is_stream(data) else len(data) for data in evaluated), default=0
-        )
-        self.eval_samples = -(-self.all_eval_samples // self.world)  # of the rank with the most
-        # A batch that is never cut has one size: it fits, or nothing does.
-        self.whole = needs_whole_batch(components.task)
-        self.most_evaluated = min(self.share if self.whole else 2 * self.share, self.eval_samples)  # at once
+        self.workload = workload_of(config, components, self.world)
         self._cached, self._cached_rank = functools.cache(self._trace), functools.cache(self._trace_rank)
 
     def at(self, size: int, eval_size: int, way: Way = FIRST) -> Trace:
@@ -70,23 +77,21 @@ class Planner:
         """Of a configuration with the same model and data: see `ranking`."""
         planner = Planner(config, self.components)
         planner.counts_work, planner.smallest = self.counts_work, self.smallest
+        planner.speeds = self.speeds
         return planner
 
     @functools.cached_property
     def smallest(self) -> int:
         """The fewest samples at once on which the model can train, at most the share of a rank."""
-        return self.share if self.whole else min(self.at(self.share, 0).smallest, self.share)
+        share = self.workload.share
+        return share if self.workload.whole else min(self.at(share, 0).smallest, share)
 
     def _trace(self, size: int, eval_size: int, way: Way) -> Trace:
-        if self._steps is not None:
-            return self._steps.trace(size, eval_size, self.share)
-        samples = self._traced_samples(size) if size else self.all_eval_samples
+        samples = self._traced_samples(size) if size else self.workload.all_eval_samples
         ranks = highest_ranks(self.world, self.shards, samples)
         return max((self.at_rank(rank, size, eval_size, way) for rank in ranks), key=lambda trace: trace.peak.total)
 
     def _trace_rank(self, rank: int, size: int, eval_size: int, way: Way) -> Trace:
-        if self._steps is not None:
-            return self.at(size, eval_size, way)
         self.traces += 1
         with simulated(rank, self.world, self.device) as ranks:
             return trace(
@@ -100,6 +105,37 @@ class Planner:
                 count_work=self.counts_work,
             )
 
+    @property
+    def room(self) -> int:
+        """The bytes that what is said to fit may take."""
+        return self.limit
+
+    @functools.cached_property
+    def speeds(self) -> Speeds:
+        """What operations take on the device."""
+        return step_time.Speeds(self.device)
+
+    def shows(self, lever: Lever) -> bool:
+        """Whether a trace of this configuration shows what the lever does."""
+        of_ranks = lever.is_of_several_ranks and self.config.parallel.strategy == "single"
+        return lever.shows_in_a_trace and not of_ranks
+
+    def levers(self, size: int) -> tuple[Lever, ...]:
+        """Those that apply and are not in force."""
+        return self.at(size, 0).levers
+
+    def needed_by_eval(self, eval_size: int) -> int:
+        """The bytes of an evaluation that have to fit."""
+        return self.bounds(0, eval_size, is_low_asked=False).high.total
+
+    def measured(self, size: int, eval_size: int) -> Measured:
+        """With these sizes; an `eval_size` of 0 leaves out evaluation. For traces that count operations."""
+        work = self.at(size, 0).work
+        assert work is not None, "traced without counting its operations"
+        found = self.bounds(size, eval_size, is_low_asked=False)
+        high = found.high
+        return Measured(high.total, {"peak_bytes": high.total}, high.phases, found.certainty.name, work)
+
     def bounds(self, size: int, eval_size: int, is_low_asked: bool = True) -> Bounds:
         """The lowest and the highest peak with these sizes."""
         return bounds(self.at, self.config.train.grad_clip, size, eval_size, is_low_asked)
@@ -112,7 +148,7 @@ class Planner:
         for; `eval_certainty`: of evaluation.
         """
         facts: Facts = {"limit_bytes": self.limit}
-        if "evaluation" in only and self.eval_samples:
+        if "evaluation" in only and self.workload.eval_samples:
             largest = self.largest_eval()
             found = self.bounds(0, largest.size or 1, is_low_asked=False)
             facts |= {
@@ -138,13 +174,14 @@ class Planner:
 
     def plan(self) -> tuple[Facts, Peak | None]:
         """Everything. At the sizes that the configuration gives, else at the largest that fit, else at the smallest."""
-        largest = self.largest().size
-        largest_eval = self.largest_eval().size if self.eval_samples else None
-        size = self.given_size() or largest or self.smallest
+        require_uncut_batch(self.config, self.components, self.world)
+        workload, largest = self.workload, self.largest().size
+        largest_eval = self.largest_eval().size if self.workload.eval_samples else None
+        size = given_size(self.config, workload.share) or largest or self.smallest
         eval_size = 0
-        if self.eval_samples:
+        if self.workload.eval_samples:
             given = self.config.batch.eval_micro_size
-            eval_size = min(given, self.eval_samples) if given != "auto" else (largest_eval or 1)
+            eval_size = min(given, self.workload.eval_samples) if given != "auto" else (largest_eval or 1)
         found = self.bounds(size, eval_size)
         ranks, high = self._ranks(size, eval_size), found.high
         highest = max(high.total, *ranks["peak_bytes"].values())  # of ranks with longer texts than the one traced
@@ -162,18 +199,18 @@ class Planner:
             "limit_bytes": self.limit,
             "largest_micro_size": largest,
             "largest_eval_micro_size": largest_eval,
-            "most_micro_size": self.share,
-            "most_eval_micro_size": self.most_evaluated or None,
+            "most_micro_size": self.workload.share,
+            "most_eval_micro_size": self.workload.most_evaluated or None,
         }
         return facts, high
 
     def _ranks(self, size: int, eval_size: int) -> Facts:
         """The ranks, and the peaks of those that differ: all others have one of these peaks, or one between them."""
-        samples = self._traced_samples(size)
+        samples, evaluated = self._traced_samples(size), self.workload.all_eval_samples
         own = {*highest_ranks(self.world, self.shards, samples)}
         if eval_size:
-            own |= {*highest_ranks(self.world, self.shards, self.all_eval_samples)}
-        if len(own) > 1 or samples % self.world or self.all_eval_samples % self.world or self.at(size, 0).uneven:
+            own |= {*highest_ranks(self.world, self.shards, evaluated)}
+        if len(own) > 1 or samples % self.world or evaluated % self.world or self.at(size, 0).uneven:
             own.add(self.world - 1)
         peaks = {}
         for rank in sorted(own):
@@ -194,28 +231,14 @@ class Planner:
         planned = planned_config(self.config, size, 1, self.world, self.components.has_embeddings)
         return at_most(planned.batch.global_size, self.components.train_data)
 
-    def given_size(self) -> int | None:
-        """The micro-batch that the configuration fixes, if it does."""
-        if self.whole:
-            size = self.config.batch.global_size
-            require_uncut(self.config, self.world, at_most(size, self.components.train_data))
-        batch, parts = self.config.batch, self.config.accumulation.steps
-        if batch.micro_schedule is not None:
-            plans = [plan for _, plan in micro_schedule.entries(batch.micro_schedule)]
-            largest = max(max(plan.values()) if isinstance(plan, dict) else plan for plan in plans)
-            return min(largest, self.share)
-        if parts != "auto":
-            return -(-self.share // parts)
-        return min(batch.micro_size, self.share) if isinstance(batch.micro_size, int) else None
-
     def largest(self) -> Largest:
         """Training's largest micro-batch that fits the limit."""
-        return self._fitting(lambda size, way: self.at(size, 0, way), self.share, self.smallest)
+        return self._fitting(lambda size, way: self.at(size, 0, way), self.workload.share, self.smallest)
 
     def largest_eval(self) -> Largest:
         """Evaluation's, up to where the search of a run starts, twice the share of the global batch."""
-        smallest = self.most_evaluated if self.whole else 1
-        return self._fitting(lambda size, way: self.at(0, size, way), self.most_evaluated, smallest)
+        smallest = self.workload.most_evaluated if self.workload.whole else 1
+        return self._fitting(lambda size, way: self.at(0, size, way), self.workload.most_evaluated, smallest)
 
     def needed(self, trace: Trace) -> int:
         """The bytes that count against the limit."""
@@ -234,16 +257,16 @@ class Planner:
         largest = largest_that_fits(needed(FIRST), self.limit, top, smallest, peaks)
         if not largest:
             return Largest(0, peaks)
-        for way in ways_beside([at(largest, FIRST)], self.config.train.grad_clip, is_low_asked=False):
-            try:
-                others = {largest: needed(way)(largest)}
-            except UserError:
-                raise
-            except Exception:  # `bounds` notes it
+
+        def with_size_so_far(way: Way) -> tuple[Way, int]:
+            return way, needed(way)(largest)
+
+        ways = ways_beside([at(largest, FIRST)], self.config.train.grad_clip, is_low_asked=False)
+        for way, bytes_needed in traced_ways(with_size_so_far, ways):
+            if bytes_needed <= peaks[largest]:
                 continue
-            if others[largest] <= peaks[largest]:
-                continue
-            if others[largest] > self.limit:
+            others = {largest: bytes_needed}
+            if bytes_needed > self.limit:
                 largest = largest_that_fits(needed(way), self.limit, largest, smallest, others)
             peaks = others
             if not largest:

@@ -87,6 +87,10 @@ class Speeds:
         block, each = self._of_checkpointing(selective)
         return Delay(block * out_of_caches, each * out_of_caches)
 
+    def step(self, busy: float, copying: float, between: float) -> float:
+        """Seconds of a step: one after the other."""
+        return busy + copying + between
+
     def _checkpointing(self, selective: bool) -> Delay:
         with outside_dispatch_modes():
             return delay(self.clock, selective)

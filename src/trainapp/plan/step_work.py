@@ -3,11 +3,11 @@
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from trainapp.memory.levers.activation_checkpointing import CheckpointCounters
-from trainapp.plan.operation import Counts, Operation, operation_of
-from trainapp.plan.step_time import Speeds
+from trainapp.plan.checkpointing_times import Delay
+from trainapp.plan.operation import LINK, Counts, Operation, operation_of
 from trainapp.torch_operators import ASKS_DEVICE
 from trainapp.torch_private import DispatchMode
 from trainapp.train.phase import Phase
@@ -17,6 +17,28 @@ _PER_MICRO_BATCH = frozenset({Phase.DATA, Phase.FORWARD, Phase.LOSS}) | _BACKWAR
 _PER_STEP = frozenset(
     {Phase.GRADIENTS, Phase.UNSCALE, Phase.CLIP, Phase.UPDATE_IN_BACKWARD, Phase.COMMIT, Phase.COMMITTED}
 )
+
+
+class Speeds(Protocol):
+    """What operations take on a device. view, missing: see `step_time.Speeds`, which measures them."""
+
+    view: float
+    missing: set[Operation]
+
+    def measure(self, operations: Counts) -> None:
+        """Before any of these is asked for."""
+
+    def busy(self, operation: Operation) -> float:
+        """Seconds of the operation itself."""
+
+    def call(self, operation: Operation) -> float:
+        """Seconds of Python and autograd from it to the next one."""
+
+    def delay(self, moved: int, selective: bool) -> Delay:
+        """What checkpointing adds to a block, and to each of its operations, after one that moves so many bytes."""
+
+    def step(self, busy: float, copying: float, between: float) -> float:
+        """Seconds of a step with so many in operations, in copies between host and device, and in Python."""
 
 
 @dataclass
@@ -69,14 +91,22 @@ class Work:
     def seconds(self, speeds: Speeds, micro_batches: int | None = None) -> float:
         """Of the whole step. micro_batches: as if there were so many, of larger or smaller size."""
         speeds.measure(self.per_micro_batch + self.per_step)
-        busy = [_total(one.operations, speeds.busy) for one in self.traced]
+        split = [_split(one) for one in self.traced]
+        busy = [_total(own, speeds.busy) for own, _ in split]
+        copying = [_total(copies, speeds.busy) for _, copies in split]
         between = [one.between_operations(speeds) for one in self.traced]
-        once = _total(self.per_step, speeds.busy) + _total(self.per_step, speeds.call)
-        return (
-            _continued(busy, len(busy) / self.share)
-            + _continued(between, micro_batches or max(self.micro_batches, len(busy)))
-            + once
+        return speeds.step(
+            _continued(busy, len(busy) / self.share) + _total(self.per_step, speeds.busy),
+            _continued(copying, len(busy) / self.share),
+            _continued(between, micro_batches or max(self.micro_batches, len(busy)))
+            + _total(self.per_step, speeds.call),
         )
+
+
+def _split(work: MicroBatchWork) -> tuple[Counts, Counts]:
+    """Operations, and copies between host and device, which run beside them. The optimizer's step waits for its own."""
+    copies = Counter({one: count for one, count in work.operations.items() if one.place == LINK})
+    return work.operations - copies, copies
 
 
 def _total(counts: Counts, price: Callable[[Operation], float]) -> float:

@@ -146,7 +146,7 @@ def _training_peak(run: Run, memory: TracedMemory, steps: int, work: WorkCounter
     memory.reset()
     state, roots = run.state, run.state.stateful.roots
     kept_before, attributes_before = memory.kept_bytes(), moving_state(roots)
-    with work or contextlib.nullcontext():
+    with work if work and steps == 1 else contextlib.nullcontext():
         train_step(run)
     update_weight_average(run)
     static = static_bytes(state.model, state.optimizers, state.average.averages, state.keeps_gradients)

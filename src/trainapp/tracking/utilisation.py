@@ -56,9 +56,15 @@ def peak_of(device: torch.device, mode: str, given: float | None) -> float | Non
     if given is not None or device.type != "cuda" or mode not in OF_MODE:
         return given
     name = torch.cuda.get_device_name(device)
-    if mode == "tf32" and any(part in name for part in WITHOUT_TF32):
+    half = half_peak_of(name)
+    if half is None or (mode == "tf32" and any(part in name for part in WITHOUT_TF32)):
         return None
-    return next((peak * OF_MODE[mode] for part, peak in PEAKS if re.search(rf"\b{part}\b", name)), None)
+    return half * OF_MODE[mode]
+
+
+def half_peak_of(name: str) -> float | None:
+    """That of the table for the name of a device; None for others."""
+    return next((peak for part, peak in PEAKS if re.search(rf"\b{part}\b", name)), None)
 
 
 class NoUtilisation:

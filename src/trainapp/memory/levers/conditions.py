@@ -219,7 +219,7 @@ def clips(situation: Situation) -> bool:
 
 
 def computes_in_bf16(situation: Situation) -> bool:
-    """Not GPUs before Ampere, which emulate it. Of a GPU that is planned for, `plan.cuda.levers` knows."""
+    """Not GPUs before Ampere, which emulate it. Of a GPU that is planned for, `plan.cuda.planner` knows."""
     is_here = is_on_a_gpu(situation) and torch.cuda.is_available()
     return not is_here or torch.cuda.is_bf16_supported(including_emulation=False)
 

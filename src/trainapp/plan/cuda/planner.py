@@ -1,27 +1,28 @@
 """The plan for a CUDA device that this machine need not have: what is allocated there, and what is reserved."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection
-from typing import Any
 
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
 from trainapp.memory.kinds import MemoryKind
+from trainapp.memory.levers.lever import Lever
 from trainapp.plan import residuals
+from trainapp.plan.bounds import traced_ways, ways_beside
 from trainapp.plan.certainty import EXACT, PREDICTED, RANGE, Noticed, certainty_of
 from trainapp.plan.cuda.allocations import Allocations
-from trainapp.plan.cuda.devices import COMMUNICATOR, CONTEXT, communicators_of, find
-from trainapp.plan.cuda.place import THREADS, CudaPlace
+from trainapp.plan.cuda.device_planner import BandPlanner, DevicePlanner, facts_of
+from trainapp.plan.cuda.devices import find
+from trainapp.plan.cuda.place import CudaPlace
 from trainapp.plan.cuda.pretend import can_pretend, give_autograd_a_device
+from trainapp.plan.cuda.speeds import GpuSpeeds, rates_of
 from trainapp.plan.recorder import Peak
-from trainapp.plan.sizes import Facts, Planner
+from trainapp.plan.sizes import Facts, Measured, Planner
 from trainapp.plan.traced_run import Trace
 from trainapp.train.components import Components
 from trainapp.units import bytes_text
 
-# What a trace on the CPU says about CUDA, where attention, autocast and norms have other kernels: for a few
-# models it was between 0.45 and 2.65 times what a trace on CUDA tensors says.
-BAND = (0.45, 2.65)
 # Of several ranks: no run of trainapp on several GPUs has been compared with its plan yet. What others have published
 # of their own programs is 18 to 22% below the plan of a like one of ours (benchmarks/plan_cuda.py --published), and 3
 # to 4% above a trace of theirs (benchmarks/plan_torchtitan.py).
@@ -67,40 +68,51 @@ def for_device(config: Config, load: Callable[[Config], Components]) -> Planner:
     return CudaPlanner(traced_from, load(traced_from))
 
 
-class _DevicePlanner(Planner):
-    """Plans within what a run on the device may reserve."""
+class CudaPlanner(DevicePlanner):
+    """Traces on CUDA tensors without data and replays the allocations in a model of CUDA's allocator."""
 
-    def __init__(self, config: Config, components: Components):
-        super().__init__(config, components)
-        assert config.plan.device is not None, "see for_device"
-        self.named = find(config.plan.device)
-        self.limit = CudaPlace(self.named).limit(config)
-        if self.limit > self.named.memory:
-            raise UserError(
-                f"memory.limit={config.memory.limit}: plan.device={self.named.name} has "
-                f"{bytes_text(self.named.memory)}; use less, or a fraction"
-            )
-
-
-class CudaPlanner(_DevicePlanner):
-    """Traces on CUDA tensors without data and replays the allocations in a model of CUDA's allocator.
-
-    room: the bytes that may be reserved by what is said to fit: the limit, less the error of a plan of several ranks.
-    """
+    error_of_time = 0.3  # no run has confirmed an estimate by data sheets
 
     def __init__(self, config: Config, components: Components):
         super().__init__(config, components)
         self.place = self._on_device = CudaPlace(self.named)
         self._expandable = config.memory.expandable_segments
         self.band = BAND_OF_RANKS[1] - 1 if self.world > 1 else 0.0
-        self.room = int(self.limit / (1 + self.band))
         # Measured with one process, see `residuals`.
         self.residual = residuals.recall(config, self.named.reported) if self.world == 1 else 0
 
+    @property
+    def room(self) -> int:
+        """The bytes that what is said to fit may reserve: the limit, less the error of a plan of several ranks."""
+        return int(self.limit / (1 + self.band))
+
+    @functools.cached_property
+    def speeds(self) -> GpuSpeeds:
+        """By data sheets."""
+        return GpuSpeeds(rates_of(self.named), self.config)
+
+    def shows(self, lever: Lever) -> bool:
+        """As `Planner.shows`, but the allocator is planned, and bf16 helps no device that emulates it."""
+        of_ranks = lever.is_of_several_ranks and self.world == 1
+        emulated = lever.changes.get("precision.mode") in ("bf16", "bf16_pure") and not self.named.has_bf16
+        return not of_ranks and not emulated and not any(name.startswith("checkpointing.") for name in lever.changes)
+
+    def measured(self, size: int, eval_size: int) -> Measured:
+        """As `Planner.measured`: what is reserved has to fit."""
+        traced = self.at(size, eval_size)
+        assert traced.work is not None, "traced without counting its operations"
+        allocated, reserved = self.peaks(size, eval_size)
+        sizes = {"peak_bytes": allocated, "reserved_bytes": reserved}
+        return Measured(reserved, sizes, traced.peak.phases, self.certainty(size, eval_size), traced.work)
+
+    def needed_by_eval(self, eval_size: int) -> int:
+        """What an evaluation reserves."""
+        return self.peaks(0, eval_size)[1]
+
     def variant(self, config: Config) -> "CudaPlanner":
-        """Of a configuration with the same model and data: see `levers`."""
+        """Of a configuration with the same model and data: see `ranking`."""
         planner = CudaPlanner(config, self.components)
-        planner.smallest = self.smallest
+        planner.counts_work, planner.smallest = self.counts_work, self.smallest
         planner.place = planner._on_device = self._on_device
         return planner
 
@@ -111,8 +123,12 @@ class CudaPlanner(_DevicePlanner):
         return RANGE if self.band else PREDICTED
 
     def peaks(self, size: int, eval_size: int) -> tuple[int, int]:
-        """Bytes allocated and reserved with these sizes; 0 leaves out the evaluation."""
-        return self._peaks(self.at(size, eval_size).allocations)
+        """Bytes allocated and reserved with these sizes, whichever way a run goes; 0 leaves out the evaluation."""
+        first = self.at(size, eval_size)
+        ways = ways_beside([first], self.config.train.grad_clip, is_low_asked=False)
+        others = traced_ways(lambda way: self.at(size, eval_size, way), ways)
+        peaks = [self._peaks(trace.allocations) for trace in (first, *others)]
+        return max(allocated for allocated, _ in peaks), max(reserved for _, reserved in peaks)
 
     def _peaks(self, allocations: Allocations) -> tuple[int, int]:
         """Bytes allocated and reserved: the room where the allocator keeps to it by returning cached segments, which
@@ -162,10 +178,10 @@ class CudaPlanner(_DevicePlanner):
             "kinds": facts["kinds"] | {"libraries": libraries, "rounding": added - libraries},
             "phases": {name: size + added for name, size in facts["phases"].items()},
             "allocated_bytes": stepping,
-            "reserved_bytes": self._peaks(whole)[1],
+            "reserved_bytes": max(self._peaks(whole)[1], self.peaks(size, eval_size)[1]),
             "expandable_segments": self._expandable,
             "residual_bytes": self.residual,
-            "device": _facts_of(self),
+            "device": facts_of(self),
         }
         if "range_bytes" in facts:
             facts["range_bytes"] = [size + added for size in facts["range_bytes"]]
@@ -209,42 +225,3 @@ class CudaPlanner(_DevicePlanner):
         ends = [int(low * BAND_OF_RANKS[0]), int(max(high, facts["allocated_bytes"]) * (1 + self.band))]
         facts |= {"range_bytes": ends}
         return notes
-
-
-class BandPlanner(_DevicePlanner):
-    """Where CUDA tensors cannot be pretended: a band around what a trace on the CPU says."""
-
-    def search(self, only: Collection[str]) -> tuple[Facts, Peak | None]:
-        """No size can be promised."""
-        return self.plan()
-
-    def plan(self) -> tuple[Facts, Peak | None]:
-        """As `Planner.plan`, without sizes that fit."""
-        facts, peak = super().plan()
-        low, high = facts.get("range_bytes", [facts["peak_bytes"]] * 2)
-        libraries = THREADS * self.named.cublas_workspace
-        ends = [round(low / BAND[1]) + libraries, round(high / BAND[0]) + libraries]
-        facts |= {
-            "peak_bytes": ends[1],
-            "certainty": RANGE,
-            "range_bytes": ends,
-            "notes": [
-                *facts.get("notes", []),
-                "only traced on the CPU, whose kernels differ, and so are phases and kinds; for figures of CUDA, plan "
-                "on Linux (x86-64 or aarch64)",
-            ],
-            "largest_micro_size": None,
-            "largest_eval_micro_size": None,
-            "device": _facts_of(self),
-        }
-        return facts, peak
-
-
-def _facts_of(planner: _DevicePlanner) -> dict[str, Any]:
-    device, communicators = planner.named, communicators_of(planner.config.parallel) if planner.world > 1 else 0
-    return {
-        "name": device.name,
-        "memory_bytes": device.memory,
-        "context_bytes": CONTEXT,
-        "nccl_bytes": communicators * COMMUNICATOR,
-    }
