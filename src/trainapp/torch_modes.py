@@ -16,7 +16,7 @@ from torch.nn.modules import module as _module
 from torch.optim import optimizer as _optimizer
 from torch.overrides import _pop_mode, _push_mode
 
-from trainapp.torch_private import outside_dispatch_modes
+from trainapp.torch_private import builds_on_meta, outside_dispatch_modes
 
 _AUTOCAST = {"cpu": torch.bfloat16, "cuda": torch.float16}  # devices, and the number format that each begins with
 _HOOKS = [name for name in vars(nn.Module()) if name.endswith("_hooks")]
@@ -45,6 +45,17 @@ _SWITCHES = (
     _attribute(torch.backends.mkldnn, "enabled", True),
     _attribute(torch.backends.cudnn, "enabled", True),
 )
+
+
+@contextlib.contextmanager
+def on_meta() -> Iterator[None]:
+    """Inside the block, modules are built without values and without memory, on the meta device, for a trace."""
+    token = builds_on_meta.set(True)
+    try:
+        with outside_dispatch_modes(), torch.device("meta"):
+            yield
+    finally:
+        builds_on_meta.reset(token)
 
 
 @contextlib.contextmanager

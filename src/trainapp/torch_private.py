@@ -9,6 +9,7 @@ Functions on the hot path are bound rather than wrapped, so that a name here cos
 
 import operator
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -120,11 +121,8 @@ def pytree_functions(
     return None if node is None else (node.flatten_fn, node.unflatten_fn)
 
 
-# (function, tree) -> tree. Applies a function to every leaf of nested containers of all registered types.
-tree_map = _pytree.tree_map
-
-# tree -> list. All leaves of nested containers.
-tree_leaves = _pytree.tree_leaves
+# (function, tree) -> tree, and tree -> list: every leaf of nested containers of all registered types.
+tree_map, tree_leaves = _pytree.tree_map, _pytree.tree_leaves
 
 
 # --- dispatch modes
@@ -143,6 +141,8 @@ class DispatchMode(TorchDispatchMode):
 
 # () -> context manager. Operations inside it are not seen by any dispatch mode, such as the counter of live tensors.
 outside_dispatch_modes = _disable_current_modes
+
+builds_on_meta = ContextVar("builds_on_meta", default=False)  # see `torch_modes.on_meta`
 
 
 def fake_tensor_mode() -> Any:
@@ -188,8 +188,8 @@ def strided_parts(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def is_tracing() -> bool:
-    """Whether a `fake_tensor_mode` is in force: tensors have no values to compare."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+    """Whether a `fake_tensor_mode` is in force, or `torch_modes.on_meta`: tensors have no values to compare."""
+    return builds_on_meta.get() or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 # --- the loss scaler

@@ -55,7 +55,7 @@ def planned_by_command(folder, environment, *overrides):
 
 def test_a_machine_with_a_gpu_plans_for_it(tmp_path, gpus):
     printed, facts = planned_by_command(tmp_path / "own", gpus, *GPT)
-    assert f"on {NAME}, predicted without it: allocated" in printed
+    assert f"on {NAME}, predicted without it, with expandable segments" in printed
     assert facts["device"] | {"memory_bytes": BYTES, "name": NAME} == facts["device"]
     named = trainapp.plan([*GPT, f"plan.device={BYTES}@8.0"])
     for key in ("certainty", "peak_bytes", "reserved_bytes", "limit_bytes", "largest_micro_size"):

@@ -72,6 +72,14 @@ def test_an_operation_keeps_no_tensor_in_memory():
     assert alive() is None
 
 
+def test_nor_a_storage():
+    """Activation offload gives one to `set_`, which kept all that it moves in memory of the trace."""
+    storage = torch.ones(4).untyped_storage()
+    view = torch.empty(0)
+    operation = operation_of(torch.ops.aten.set_.source_Storage, (view, storage), {}, view)
+    assert operation.call is None
+
+
 def test_gradients_without_a_layout_in_memory_are_operations_like_others():
     """Whose bytes depend on values."""
     table, numbers = nn.Embedding(50, 8, sparse=True), torch.tensor([1, 2, 2])

@@ -90,12 +90,9 @@ def add_lora(model: nn.Module, settings: Adapter) -> None:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*fan_in_fan_out.*")  # it is corrected for Conv1D
-            # As tensors without data, adapters cannot be moved to where peft wants them.
-            peft.inject_adapter_in_model(options, model, low_cpu_mem_usage=is_tracing())
+            peft.inject_adapter_in_model(options, model)
     except ValueError as error:
         raise UserError(f"adapter=lora: {error}") from error
-    if is_tracing():
-        _leave_meta(model)
     for parameter in model.parameters():
         if parameter.is_floating_point():
             # Adapters in fp32, whatever the base: their updates are small against their last bits.
@@ -106,15 +103,6 @@ def add_lora(model: nn.Module, settings: Adapter) -> None:
     base = {name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
     buffers = {name: digest_of({name: buffer}) for name, buffer in model.named_buffers(remove_duplicate=False)}
     _bases[model] = Base(frozenset(base), digest_of(base), buffers)
-
-
-def _leave_meta(model: nn.Module) -> None:
-    """Replace the parameters on the meta device by new ones."""
-    for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            if parameter.is_meta:
-                new = torch.empty(parameter.shape, dtype=parameter.dtype)
-                setattr(module, name, nn.Parameter(new, parameter.requires_grad))
 
 
 def require_same_base(model: nn.Module, saved: str | None) -> None:

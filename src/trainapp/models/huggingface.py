@@ -59,7 +59,7 @@ def build(
     Raises UserError for settings that do not fit each other or the data, and where Transformers is missing.
     """
     transformers = require_transformers("model=hf")
-    if path is not None and torch.empty(0).is_meta:
+    if path is not None and torch.empty(0).is_meta and not is_tracing():
         raise UserError(
             f"model.path={path} with parallel.fsdp.meta_init=true: weights are read into a model in host memory; use "
             "parallel.fsdp.meta_init=false"

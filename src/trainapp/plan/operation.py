@@ -108,7 +108,9 @@ def _shares(tensor: Tensor, storages: set[int]) -> bool:
 
 def _call(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, str]:
     """What runs the operation for real, and its signature."""
-    if any(tensor.layout is not torch.strided for tensor in tensors_in([args, kwargs])):
+    # A storage is no tensor, and would stay in memory with `call`.
+    has_storage = any(isinstance(arg, torch.UntypedStorage) for arg in args)
+    if has_storage or any(tensor.layout is not torch.strided for tensor in tensors_in([args, kwargs])):
         return None, f"{func} {[tuple(tensor.shape) for tensor in tensors_in([args, kwargs])]}"
     own: Any = (args, {name: value for name, value in kwargs.items() if name != "device"})
     shapes = map_tensors(_shape_of, own)

@@ -1,5 +1,6 @@
 """`mode=plan`: the plan on the terminal and in the run directory. Imports no torch."""
 
+import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ def run(config: Config) -> float | None:
     def print_early(facts: dict[str, Any]) -> None:
         known.update(facts)
         print("\n".join(_before_levers(facts)), flush=True)
+        if sys.stderr.isatty():
+            print("the levers follow, each traced (plan.levers=false leaves them out)", file=sys.stderr, flush=True)
 
     facts = ask_in_parts(config, run_dir / PICTURE, print_early)
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -59,10 +62,10 @@ def text(facts: dict[str, Any], config: Config) -> str:
 def _before_levers(facts: dict[str, Any]) -> list[str]:
     limit, largest, largest_eval = (facts[f] for f in ("limit_bytes", "largest_micro_size", "largest_eval_micro_size"))
     evaluation = f", evaluation {facts['eval_micro_size']}" if facts["eval_micro_size"] else ""
+    module = f" ({facts['binding_module']})" if facts["binding_module"] else ""
     lines = [
-        f"micro-batch {facts['micro_size']}{evaluation}: peak {_peak_text(facts)} of {bytes_text(limit)}, in "
-        f"{facts['binding_phase'].replace('_', ' ')}"
-        + (f" ({facts['binding_module']})" if facts["binding_module"] else ""),
+        f"micro-batch {facts['micro_size']}{evaluation}: {_needed_text(facts)}, in "
+        f"{facts['binding_phase'].replace('_', ' ')}{module}",
         *([f"{facts['certainty']}: {facts['reason']}"] if "reason" in facts else []),
         *_of_ranks(facts["ranks"]),
         *_device_lines(facts),
@@ -146,8 +149,7 @@ def _device_lines(facts: dict[str, Any]) -> list[str]:
     device, segments = facts["device"], "expandable segments" if facts["expandable_segments"] else "fixed segments"
     outside, nccl = bytes_text(device["context_bytes"] + device["nccl_bytes"]), device["nccl_bytes"]
     return [
-        f"on {device['name']}, predicted without it: allocated {bytes_text(facts['allocated_bytes'])}, reserved "
-        f"{bytes_text(facts['reserved_bytes'])} ({segments}); outside of the allocator about {outside}"
+        f"on {device['name']}, predicted without it, with {segments}; outside of the allocator about {outside}"
         + (f", {bytes_text(nccl)} of it NCCL's buffers" if nccl else "")
     ]
 
@@ -161,6 +163,16 @@ def _of_ranks(ranks: dict[str, Any]) -> list[str]:
     others = [f"rank {rank}: {bytes_text(peak)}" for rank, peak in peaks.items() if peak != peaks[binding]]
     which = f"rank {binding} is the highest ({', '.join(others)})" if others else "all ranks alike"
     return [f"{ranks['world']} ranks, {ranks['strategy']}{copies}: {which}"]
+
+
+def _needed_text(facts: dict[str, Any]) -> str:
+    """What is needed, and of how much: on a GPU, what the allocator reserves has to fit."""
+    limit = bytes_text(facts["limit_bytes"])
+    if "reserved_bytes" not in facts:
+        return f"peak {_peak_text(facts)} of {limit}"
+    room = bytes_text(facts["device"]["room_bytes"])
+    usable = limit if room == limit else f"the {room} that a plan of several ranks may use of {limit}"
+    return f"reserved {bytes_text(facts['reserved_bytes'])} of {usable}, allocated {_peak_text(facts)}"
 
 
 def _peak_text(facts: dict[str, Any]) -> str:

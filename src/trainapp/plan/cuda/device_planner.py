@@ -70,4 +70,5 @@ def facts_of(planner: DevicePlanner) -> dict[str, Any]:
         "memory_bytes": device.memory,
         "context_bytes": CONTEXT,
         "nccl_bytes": communicators * COMMUNICATOR,
+        "room_bytes": planner.room,
     }

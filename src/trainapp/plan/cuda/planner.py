@@ -186,6 +186,12 @@ class CudaPlanner(DevicePlanner):
         if "range_bytes" in facts:
             facts["range_bytes"] = [size + added for size in facts["range_bytes"]]
         notes = []
+        freely = whole.replayed(self._expandable).peak_reserved + self.residual
+        if freely > facts["reserved_bytes"]:
+            notes.append(
+                f"without the limit, {bytes_text(freely)} would be reserved: near it, the allocator returns cached "
+                "memory to the device and asks for it again, which takes time"
+            )
         if self.residual:
             notes.append(
                 f"{bytes_text(self.residual)} of what is reserved: a run on this device took so much more than planned"
