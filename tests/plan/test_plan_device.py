@@ -225,7 +225,8 @@ def test_levers_have_the_peaks_of_their_own_plans():
     assert 1.05 < times["activation_checkpointing=full"] < 4  # of operations as small as these most is Python
     assert all(times.values())
     assert facts["best"]["overrides"] == f"batch.micro_size={facts['largest_micro_size']}"
-    assert (facts["best"]["missing_bytes"], facts["best"]["relative_time"]) == (0, 1)
+    assert facts["best"]["missing_bytes"] == 0
+    assert 0 < facts["best"]["relative_time"] <= 1  # fewer micro-batches
     assert facts["traces"] <= 60
 
 

@@ -11,10 +11,10 @@ def largest_that_fits(
 ) -> int:
     """The largest size from `smallest` to `top` whose peak is at most `limit`; 0 if not even `smallest` fits.
 
-    peak_of: bytes by size, costly to call; it is called at most MOST_TRACES times, less those in `known`, which is
-    filled. The peak is piecewise affine in the size, in few pieces, so that secants find the bound. Where it is rough
-    and they do not, halving in turn comes near it, up to HALVED traces. Where the traces do not suffice, the largest
-    size that is known to fit.
+    peak_of: bytes by size, costly to call; less the sizes in `known`, which is filled. The peak is piecewise affine in
+    the size, in few pieces, so that secants find the bound within MOST_TRACES calls. Where it is rough and they do not,
+    halving in turn comes near it, up to HALVED calls in all. Where these do not suffice, the largest size that is known
+    to fit.
     """
     known = {} if known is None else known
     points: list[tuple[int, int]] = sorted(known.items())
