@@ -91,6 +91,20 @@ def test_generators_return_to_the_last_take(first, second):
     assert runs.differences(rng_state(CPU), state) == []
 
 
+@pytest.mark.parametrize("draws_before", [False, True])
+def test_host_generators_come_back_from_where_they_have_not_moved(draws_before):
+    """As where a model gives its blocks a stream of their own, and has put the global one back by the backward."""
+    earlier = rng.HostGenerators()
+    if draws_before:
+        random.random()
+    expected = random.getstate(), np.random.get_state(legacy=True)[2]
+    with earlier.rewound():
+        first = random.random(), np.random.rand()
+    assert (random.getstate(), np.random.get_state(legacy=True)[2]) == expected
+    with earlier.rewound():
+        assert (random.random(), np.random.rand()) == first
+
+
 def test_the_state_of_pythons_generator_is_found_in_memory():
     """Otherwise every step copies it word by word, 20 microseconds. Holds for every CPython that trainapp supports."""
     before = _python_position()

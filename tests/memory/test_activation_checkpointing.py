@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from trainapp.config.schema import ActivationCheckpointing
-from trainapp.errors import TrainingStopped
+from trainapp.errors import TrainingStopped, UserError
 from trainapp.memory.levers import activation_checkpointing, choice
 from trainapp.memory.levers.block_state import Before, BlockState
 from trainapp.memory.levers.budget import Budget, NoBudget
@@ -370,6 +370,107 @@ class Spawning(Counting):
         return float(self.generator.spawn(1)[0].random())
 
 
+class Alternating(Block):
+    """Net calls its first block twice, so that this is 0 again before the backward."""
+
+    def setup(self):
+        self.round = 0
+
+    def scale(self, x):
+        self.round = (self.round + 1) % 2
+        return 1 + self.round
+
+
+class DeletedAtTheEnd(Block):
+    """Torch ends the recomputation before it is deleted."""
+
+    def forward(self, x):
+        self.calls = getattr(self, "calls", 0) + 1
+        y = super().forward(x)
+        del self.calls
+        return y
+
+    def scale(self, x):
+        return self.calls
+
+
+class FlipsItsMode(Block):
+    def scale(self, x):
+        self.training, was = not self.training, self.training
+        return 1.5 if was else 0.5
+
+
+class FlipsAChild(Block):
+    def setup(self):
+        self.child = nn.Identity()
+
+    def scale(self, x):
+        was = self.child.training
+        self.child.train(not was)
+        return 1.5 if was else 0.5
+
+
+class SwapsChildren(Block):
+    def setup(self):
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = super().forward(self.first(x))
+        self.first, self.second = self.second, self.first
+        return y
+
+    def scale(self, x):
+        return 1.0
+
+
+class AddsAChild(Block):
+    def setup(self):
+        self.more = nn.ModuleList()
+
+    def scale(self, x):
+        self.more.append(nn.Identity())
+        return 1 / len(self.more)
+
+
+class HookThatRemovesItself(Block):
+    def setup(self):
+        def once(module, inputs, output):
+            self.handle.remove()
+            return output * 3
+
+        self.handle = self.linear.register_forward_hook(once)
+
+    def scale(self, x):
+        return 1.0
+
+
+class HookEveryOtherTime(Block):
+    def setup(self):
+        self.handle = None
+
+    def forward(self, x):
+        y = torch.tanh(self.linear(x))
+        if self.handle is None:
+            self.handle = self.linear.register_forward_hook(lambda module, inputs, output: output * 2)
+        else:
+            self.handle.remove()
+            self.handle = None
+        return y
+
+
+class FreezesAfterwards(Block):
+    def setup(self):
+        self.gain = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        y = super().forward(x)
+        self.gain.requires_grad_(not self.gain.requires_grad)
+        return y
+
+    def scale(self, x):
+        return self.gain
+
+
 class SystemNoise(Block):
     def setup(self):
         self.generator = random.SystemRandom()
@@ -419,6 +520,7 @@ class Net(nn.Module):
 
 KINDS = [kind for kind in vars().copy().values() if isinstance(kind, type) and issubclass(kind, Block)]
 KINDS = [kind for kind in KINDS if kind not in (Block, Counting)]
+SHARED_WITH_A_COPY = (ThroughBoundMethods, InClosureOfAHook, HookThatRemovesItself)
 
 
 def summed(model, batch):
@@ -466,8 +568,42 @@ def test_whatever_a_block_keeps(kind, monkeypatch):
     monkeypatch.setattr(choice, "SELECTION", 0)  # otherwise it is not worth keeping a part of blocks as small as these
     plain = state_after_training(kind)
     # The trace for a budget runs on a copy of the model, which shares functions and bound methods with it.
-    for mode, every in SETTINGS + (BUDGETS if kind not in (ThroughBoundMethods, InClosureOfAHook) else []):
+    for mode, every in SETTINGS + (BUDGETS if kind not in SHARED_WITH_A_COPY else []):
         assert runs.differences(plain, state_after_training(kind, mode, every)) == [], (mode, every)
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_a_mode_that_changes_between_forward_and_backward(mode):
+    """As where a task takes soft targets from the model in evaluation mode."""
+
+    class ByMode(Block):
+        def setup(self):
+            self.dropout = nn.Dropout(0.5)
+
+        def forward(self, x):
+            return torch.tanh(self.dropout(self.linear(x)) * (1.5 if self.training else 1.0))
+
+    def gradients(mode):
+        torch.manual_seed(0)
+        model, x = Net(ByMode), torch.randn(6, 4)
+        activation_checkpointing.apply(model, ActivationCheckpointing(mode=mode))
+        output = model(x)
+        model.eval()
+        with torch.no_grad():
+            target = model(x)
+        (output - target).square().sum().backward()
+        assert not any(module.training for module in model.modules())
+        return runs.gradients(model)
+
+    assert torch.equal(gradients(mode), gradients("none"))
+
+
+def test_a_scripted_module_is_refused():
+    model = nn.Sequential(nn.Sequential(torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))))
+    model.blocks = lambda: list(model)
+    activation_checkpointing.apply(model, ActivationCheckpointing(mode="full"))
+    with pytest.raises(UserError, match=r"a Sequential holds a scripted module.*activation_checkpointing=none"):
+        model(torch.randn(6, 4))
 
 
 # An initialisation that is done is not repeated, rewound or not.

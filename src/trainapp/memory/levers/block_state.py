@@ -7,36 +7,35 @@ have saved it, never see a write.
 """
 
 import contextlib
-import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from trainapp.errors import TrainingStopped, UserError
+from trainapp.errors import TrainingStopped
 from trainapp.memory.levers.content_kinds import PLAIN, kind_of, written_to
 from trainapp.memory.levers.contents import Contents, Known, Path
+from trainapp.memory.levers.module_dicts import NOTHING, REGISTRIES, modules_in, put_back
+from trainapp.memory.levers.recomputation_errors import advice, is_of_the_block
 from trainapp.models.inspect import MODULE_ATTRIBUTES
 from trainapp.optim.updated_memory import UpdatedMemory
 from trainapp.rng import HostGenerators
-from trainapp.torch_private import buffers_of, is_tracing, non_persistent_buffers, parameters_of, version_of
+from trainapp.torch_private import is_tracing, non_persistent_buffers, version_of
 
-_ABSENT = object()
 _ARGUMENT = -1  # in the place of a dictionary's number
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
-# The searches and restarts after an error know memory and devices by their words.
-_OF_DEVICES = re.compile(r"memory|alloc|mmap|driver|CUDA|cuDNN|cuBLAS|CUSOLVER|CUFFT|HIP|MIOPEN|[NR]CCL|XPU|MPS", re.I)
 Place = tuple[int, str]  # of a tensor: the dictionary that holds it, by its number in the block, and its name
 
 
 class BlockState:
     """The state that a block's forward may change.
 
-    Covered: buffers, parameters, tensors and generators that are attributes of its modules, Python's and NumPy's global
-    generators, numbers and the like, and all `Contents` of other attributes, of hooks and of the block's arguments. A
-    change of anything else that is reached on the way, such as of a tensor in a list, is refused when the first
-    forward makes it. Torch's global generators are the business of torch.utils.checkpoint.
+    Covered: buffers, parameters, tensors and generators that are attributes of its modules, their other attributes,
+    children and hooks, training mode and `requires_grad`, Python's and NumPy's global generators, and all `Contents` of
+    attributes, of hooks and of the block's arguments. A change of anything else that is reached on the way, such as of
+    a tensor in a list, is refused when the first forward makes it. Torch's global generators are the business of
+    torch.utils.checkpoint.
 
     Buffers are copied in every forward, and the copies of those outside the state dict (rotary tables, masks) dropped
     after it if nothing has moved their version. Parameters and other tensors are copied in the first forward only, to
@@ -66,40 +65,55 @@ class BlockState:
 
     def _take(self, before: "Before") -> None:
         before.generators = HostGenerators()
-        # A trace compares no values, but counts the copies that the first real forward makes.
-        copies_all = not (self._is_traced if is_tracing() else self._is_known)
-        for module in self.block.modules():
-            buffers, attributes, constant = buffers_of(module), vars(module), non_persistent_buffers(module)
-            for owner in (parameters_of(module), buffers, attributes):
-                place = len(before.owners)
-                own = attributes.keys() - MODULE_ATTRIBUTES if owner is attributes else owner
-                found: dict[str, Any] = {name: owner[name] for name in own}
-                before.owners.append((owner, found))
-                for name, value in found.items():
-                    if isinstance(value, Tensor):
-                        before.versions[place, name] = version_of(value)
-                        if owner is buffers or copies_all or (place, name) in self._written:
-                            before.copies[place, name] = _copy(value)
-                        if owner is not buffers or name in constant:
-                            before.droppable.add((place, name))
-                    elif type(value) not in PLAIN:
-                        before.contents.take(value, ((place, name),), self._known)
+        for module in modules_in(self.block):
+            attributes = vars(module)
+            for registry in REGISTRIES:
+                owner = attributes[registry]
+                place = before.add(owner)
+                if not owner:
+                    continue
+                if registry == "_parameters":
+                    self._take_values(before, place, owner)
+                elif registry == "_buffers":
+                    self._take_values(before, place, owner, non_persistent_buffers(module))
+                elif registry in _HOOKS:
+                    for hook in owner.values():
+                        before.contents.take(hook, ((place, "hook"),), self._known)
+            place = before.add(attributes)
+            self._take_values(before, place, attributes)
             kind: type = type(module)
             if kind_of(kind) is not None:  # it has slots
                 before.contents.take(module, ((place, ""),), self._known)
-            for hooks in _HOOKS:
-                for hook in attributes[hooks].values():
-                    before.contents.take(hook, ((place, "hook"),), self._known)
+
+    def _take_values(
+        self, before: "Before", place: int, owner: dict[str, Any], constant: set[str] | None = None
+    ) -> None:
+        """constant: of buffers, the names of those whose copies may be dropped."""
+        # A trace compares no values, but counts the copies that the first real forward makes.
+        copies = constant is not None or not (self._is_traced if is_tracing() else self._is_known)
+        for name, value in owner.items():
+            if name in MODULE_ATTRIBUTES:
+                continue
+            if isinstance(value, Tensor):
+                before.tensors.append((place, name, value, version_of(value), value.requires_grad))
+                if copies or (place, name) in self._written:
+                    before.copies[place, name] = _copy(value)
+                if constant is None or name in constant:
+                    before.droppable.add((place, name))
+            elif type(value) not in PLAIN:
+                before.contents.take(value, ((place, name),), self._known)
 
     def _drop_unwritten(self, before: "Before") -> None:
         """Drop the copies of tensors that this forward has not written."""
-        for place, name in before.droppable & before.copies.keys() - self._written:
-            tensor = before.owners[place][1][name]
-            moved = version_of(tensor) != before.versions[place, name]
-            if moved or not (self._is_known or is_tracing() or _equal(tensor, before.copies[place, name])):
-                self._written.add((place, name))
+        for place, name, tensor, version, _ in before.tensors:
+            at = place, name
+            if at not in before.droppable or at not in before.copies or at in self._written:
+                continue
+            moved = version_of(tensor) != version
+            if moved or not (self._is_known or is_tracing() or _equal(tensor, before.copies[at])):
+                self._written.add(at)
             else:
-                del before.copies[place, name]
+                del before.copies[at]
         before.droppable.clear()
         inputs, before.inputs = before.inputs, []
         if is_tracing():
@@ -108,7 +122,7 @@ class BlockState:
         self._is_known = True
         lost = [(((_ARGUMENT, name),), tensor) for name, tensor, count in inputs if written_to(tensor) != count]
         if lost := lost + before.contents.judge(self._known):
-            own = {id(value) for _, found in before.owners for value in found.values()}  # they are copied
+            own = {id(value) for _, _, value, _, _ in before.tensors}  # they are copied
             for path, value in lost:
                 if not isinstance(value, Tensor) or id(value) not in own:
                     self._refuse(path, value)
@@ -119,38 +133,45 @@ class BlockState:
 
         Raises TrainingStopped if a tensor of that state is gone.
         """
-        now: list[tuple[dict[str, Any], str, Any]] = []
-        copies: dict[int, Any] = {}  # of an original that is shared: one
-        for place, (owner, found) in enumerate(before.owners):
-            if not found and (not owner or owner.keys() <= MODULE_ATTRIBUTES):
-                continue
-            for name in (found.keys() | owner.keys()) - MODULE_ATTRIBUTES:
-                original, current = found.get(name, _ABSENT), owner.get(name, _ABSENT)
-                kept = before.copies.get((place, name), _ABSENT)
-                if kept is not _ABSENT:
-                    original = copies.setdefault(id(original), _copy(kept))
-                elif isinstance(original, Tensor) and version_of(original) != before.versions[place, name]:
-                    self._require_updated(original, name)
-                if original is not current:
-                    now.append((owner, name, current))
-                    _put(owner, name, original)
+        then = self._state_of(before)
+        # All of it, whether it differs from now or not: the recomputation may change what has returned to its old value
+        now = [(owner, dict(owner) if owner else NOTHING) for owner, _ in before.owners]
+        flags = [(tensor, tensor.requires_grad) for _, _, tensor, _, _ in before.tensors]
         try:
+            for owner, held in then:
+                put_back(owner, held)
+            _set_flags((tensor, flag) for _, _, tensor, _, flag in before.tensors)
             with (
                 before.contents.rewound() if before.contents else contextlib.nullcontext(),
                 before.generators.rewound(),
             ):
                 yield
         except Exception as error:
-            if not _is_of_the_block(error):
+            if not is_of_the_block(error):
                 raise
             raise RuntimeError(
                 f"activation_checkpointing={self.mode}: the recomputation of a {type(self.block).__name__} failed with "
-                f"the error above, where its forward had not ({type(error).__name__}: {error}); the block depends on "
-                "something that has changed since, or on being run only once: use activation_checkpointing=none"
+                f"the error above, where its forward had not ({type(error).__name__}: {error}); {advice(error)}"
             ) from error
         finally:
-            for owner, name, current in now:
-                _put(owner, name, current)
+            for owner, held in now:
+                put_back(owner, held)
+            _set_flags(flags)
+
+    def _state_of(self, before: "Before") -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """What each dictionary held, with copies in the place of tensors that have been written since."""
+        then = before.owners.copy()
+        copies: dict[int, Any] = {}  # of an original that is shared: one
+        for place, name, tensor, version, _ in before.tensors:
+            kept = before.copies.get((place, name))
+            if kept is not None:
+                owner, held = then[place]
+                if held is before.owners[place][1]:
+                    then[place] = owner, held = owner, dict(held)
+                held[name] = copies.setdefault(id(tensor), _copy(kept))
+            elif version_of(tensor) != version:
+                self._require_updated(tensor, name)
+        return then
 
     def _refuse(self, path: Path, value: Any) -> None:
         """Raises TrainingStopped for a value that the forward has changed, and that cannot be put back."""
@@ -180,26 +201,24 @@ class Before:
 
     def __init__(self) -> None:
         self.owners: list[tuple[dict[str, Any], dict[str, Any]]] = []  # dictionaries of the modules, and what they held
-        self.copies: dict[Place, Any] = {}
-        self.versions: dict[Place, int] = {}
+        self.tensors: list[tuple[int, str, Tensor, int, bool]] = []  # place, name, version, requires_grad
+        self.copies: dict[Place, Tensor] = {}
         self.droppable: set[Place] = set()
         self.contents = Contents()
         self.inputs: list[tuple[Any, Tensor, int]] = []  # until the forward has ended
         self.generators: HostGenerators
 
-
-def _put(owner: dict[str, Any], name: str, value: Any) -> None:
-    if value is _ABSENT:
-        owner.pop(name, None)
-    else:
-        owner[name] = value
+    def add(self, owner: dict[str, Any]) -> int:
+        """Note what a dictionary holds. Returns its number."""
+        self.owners.append((owner, dict(owner) if owner else NOTHING))
+        return len(self.owners) - 1
 
 
-def _is_of_the_block(error: Exception) -> bool:
-    """Whether the block's own code has failed, and not memory or a device, nor is it how torch ends a recomputation."""
-    if isinstance(error, (UserError, torch.OutOfMemoryError, torch.AcceleratorError, MemoryError, OSError)):
-        return False
-    return type(error).__module__ != "torch.utils.checkpoint" and not _OF_DEVICES.search(str(error))
+def _set_flags(flags: Iterable[tuple[Tensor, bool]]) -> None:
+    """Set `requires_grad`, which of other tensors than leaves cannot be."""
+    for tensor, flag in flags:
+        if tensor.requires_grad != flag and tensor.is_leaf:
+            tensor.requires_grad_(flag)
 
 
 def _copy(tensor: Tensor) -> Tensor:
