@@ -19,7 +19,7 @@ from torch import nn
 from trainapp.config.schema import ActivationCheckpointing
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.memory.levers import activation_checkpointing, choice
-from trainapp.memory.levers.block_state import Before, BlockState
+from trainapp.memory.levers.block_state import BlockState
 from trainapp.memory.levers.budget import Budget, NoBudget
 from trainapp.torch_private import version_of
 
@@ -471,6 +471,24 @@ class FreezesAfterwards(Block):
         return self.gain
 
 
+class EndsInRReLU(Block):
+    def setup(self):
+        self.end = nn.RReLU()
+
+    def forward(self, x):
+        return self.end(self.linear(x))
+
+
+class EndsInTheFunction(Block):
+    def forward(self, x):
+        return nn.functional.rrelu(self.linear(x), training=True)
+
+
+class HoldsTheFunction(EndsInRReLU):
+    def setup(self):
+        self.end = functools.partial(nn.functional.rrelu, training=True)
+
+
 class SystemNoise(Block):
     def setup(self):
         self.generator = random.SystemRandom()
@@ -606,10 +624,11 @@ def test_a_scripted_module_is_refused():
         model(torch.randn(6, 4))
 
 
-# An initialisation that is done is not repeated, rewound or not.
-@pytest.mark.parametrize(
-    "kind", [k for k in KINDS if k not in (Options, DataDependentInit, SystemNoise)], ids=lambda kind: kind.__name__
-)
+# An initialisation that is done is not repeated, rewound or not; the others have no state.
+NOT_REWOUND = (Options, DataDependentInit, SystemNoise, EndsInRReLU, EndsInTheFunction, HoldsTheFunction)
+
+
+@pytest.mark.parametrize("kind", [k for k in KINDS if k not in NOT_REWOUND], ids=lambda kind: kind.__name__)
 def test_a_recomputation_that_is_not_rewound_fails_it(kind, monkeypatch):
     plain = state_after_training(kind)
     monkeypatch.setattr(BlockState, "rewound", lambda *_: contextlib.nullcontext())
@@ -722,9 +741,10 @@ def test_what_does_not_change_is_copied_once():
             return float(self.options.written[0])
 
     block = Reads()
-    state, values = BlockState(block, "full"), [Before(), Before(), Before()]
-    for before in values:
-        with state.noted(before):
+    state, values = BlockState(block, "full"), []
+    for _ in range(3):
+        values.append(state.begin((), {}))
+        with state.noted(values[-1]):
             block.count()
     taken = [{id(value) for value, *_ in before.contents._taken.values()} for before in values]
     assert id(block.options.written) in taken[1]
@@ -786,6 +806,58 @@ def test_other_errors_of_a_recomputation_stay_as_they_are(error, monkeypatch):
     with pytest.raises(type(error)) as caught:
         model(torch.ones(2, 4)).sum().backward()
     assert caught.value is error
+
+
+class Swallowing(Block):
+    def forward(self, x):
+        try:
+            return torch.tanh(self.linear(x).sin().exp())
+        except Exception:
+            return torch.tanh(self.linear(x)) * 0
+
+
+@pytest.mark.parametrize("mode", ["full", "selective", "budget:400"])
+def test_a_block_that_swallows_the_end_of_its_recomputation_is_told(mode):
+    with pytest.raises(RuntimeError, match=r"of a Swallowing .* catches the exception with which torch ends a recomp"):
+        state_after_training(Swallowing, mode)
+
+
+class WrittenProduct(Block):
+    def forward(self, x):
+        return torch.relu_(self.linear(x))
+
+
+def test_a_write_to_what_selective_keeps_says_which_settings_do_without():
+    with pytest.raises(RuntimeError, match="use activation_checkpointing=full or activation_checkpointing=budget"):
+        state_after_training(WrittenProduct, "selective")
+    plain = state_after_training(WrittenProduct)
+    for mode in ("full", "budget:400", "budget:900"):
+        assert runs.differences(plain, state_after_training(WrittenProduct, mode)) == []
+
+
+@pytest.mark.parametrize("is_array", [True, False])
+def test_a_first_forward_in_evaluation_mode_does_not_decide_for_training(is_array):
+    class CountsInTraining(Block):
+        def setup(self):
+            self.calls = np.zeros(1) if is_array else torch.zeros(1)
+
+        def scale(self, x):
+            if self.training:
+                self.calls += 1
+            return 1 / (1 + float(self.calls[0]))
+
+    def gradients(mode):
+        torch.manual_seed(0)
+        model, x = Net(CountsInTraining), torch.randn(6, 4, requires_grad=True)
+        activation_checkpointing.apply(model, ActivationCheckpointing(mode=mode))
+        model.eval()
+        torch.autograd.grad(model(x).sum(), x)
+        model.train()
+        for _ in range(2):
+            model(x).square().sum().backward()
+        return runs.gradients(model)
+
+    assert torch.equal(gradients("full"), gradients("none"))
 
 
 def test_a_gradient_penalty_with_selective_names_the_setting():

@@ -66,21 +66,17 @@ def checkpointed(
         return forward(*inputs, **options)
     called = functools.partial(forward, **options) if options else forward  # `checkpoint` has options of its own
     if not torch.compiler.is_compiling():
-        contexts = functools.partial(_contexts, state, chosen, inputs, options)
-        return checkpoint(called, *inputs, use_reentrant=False, context_fn=contexts)
+        contexts = functools.partial(_contexts, state, chosen, state.begin(inputs, options))
+        return checkpoint(called, *inputs, use_reentrant=False, context_fn=contexts, early_stop=state.may_stop_early)
     # A compiled graph has no state of its own: what it writes, it writes once, however often it computes it.
     if chosen is None:  # the compiler refuses `noop_context_fn` by name (torch 2.13)
         return checkpoint(called, *inputs, use_reentrant=False)
     return checkpoint(called, *inputs, use_reentrant=False, context_fn=chosen)
 
 
-def _contexts(
-    state: BlockState, chosen: Callable[[], Contexts] | None, inputs: tuple[Any, ...], options: dict[str, Any]
-) -> Contexts:
+def _contexts(state: BlockState, chosen: Callable[[], Contexts] | None, before: Before) -> Contexts:
     """The contexts of the forward and of the recomputation, which keep the block's state around `chosen`'s."""
     forward, recompute = (chosen or noop_context_fn)()
-    before = Before()
-    state.take_arguments(before, inputs, options)
     # In this order: what selects the operations to keep must not see the copies.
     selects = chosen is not None
     noted = _Nested(lambda: state.noted(before), forward, selects, is_forward=True)

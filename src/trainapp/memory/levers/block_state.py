@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from trainapp.errors import TrainingStopped
 from trainapp.memory.levers.content_kinds import PLAIN, kind_of, written_to
 from trainapp.memory.levers.contents import Contents, Known, Path
-from trainapp.memory.levers.module_dicts import NOTHING, REGISTRIES, modules_in, put_back
+from trainapp.memory.levers.early_stop import may_stop_early
+from trainapp.memory.levers.module_dicts import NOTHING, REGISTRIES, are_identical, modules_in, put_back
 from trainapp.memory.levers.recomputation_errors import advice, is_of_the_block
 from trainapp.models.inspect import MODULE_ATTRIBUTES
 from trainapp.optim.updated_memory import UpdatedMemory
@@ -39,22 +40,30 @@ class BlockState:
 
     Buffers are copied in every forward, and the copies of those outside the state dict (rotary tables, masks) dropped
     after it if nothing has moved their version. Parameters and other tensors are copied in the first forward only, to
-    see which of them the forward writes; from then on only those.
+    see which of them the forward writes; from then on only those. The first forward is the first one with the same
+    modules, and the same of them in training mode.
     """
 
     def __init__(self, block: nn.Module, mode: str):
         self.block, self.mode = block, mode
-        self._known = Known()
-        self._written: set[Place] = set()
-        self._is_known = self._is_traced = False
+        self.may_stop_early = True
+        self._modules: list[nn.Module] = []
+        self._learned: dict[tuple[bool, ...], Learned] = {}
 
-    def take_arguments(self, before: "Before", inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
-        """Take what the block is called with. Call before the forward."""
+    def begin(self, inputs: tuple[Any, ...], options: dict[str, Any]) -> "Before":
+        """Use before each forward. Takes what the block is called with."""
+        modules = modules_in(self.block)
+        if not are_identical(modules, self._modules):  # their numbers have changed
+            self._modules, self._learned = modules, {}
+            self.may_stop_early = may_stop_early(modules)
+        modes = tuple([module.training for module in modules])
+        before = Before(modules, self._learned.setdefault(modes, Learned()))
         for name, value in (*enumerate(inputs), *options.items()):
             if isinstance(value, Tensor):
                 before.inputs.append((name, value, written_to(value)))
             else:
-                before.contents.take(value, ((_ARGUMENT, name),), self._known)
+                before.contents.take(value, ((_ARGUMENT, name),), before.learned.known)
+        return before
 
     @contextlib.contextmanager
     def noted(self, before: "Before") -> Iterator[None]:
@@ -65,7 +74,8 @@ class BlockState:
 
     def _take(self, before: "Before") -> None:
         before.generators = HostGenerators()
-        for module in modules_in(self.block):
+        known = before.learned.known
+        for module in before.modules:
             attributes = vars(module)
             for registry in REGISTRIES:
                 owner = attributes[registry]
@@ -78,50 +88,52 @@ class BlockState:
                     self._take_values(before, place, owner, non_persistent_buffers(module))
                 elif registry in _HOOKS:
                     for hook in owner.values():
-                        before.contents.take(hook, ((place, "hook"),), self._known)
+                        before.contents.take(hook, ((place, "hook"),), known)
             place = before.add(attributes)
             self._take_values(before, place, attributes)
             kind: type = type(module)
             if kind_of(kind) is not None:  # it has slots
-                before.contents.take(module, ((place, ""),), self._known)
+                before.contents.take(module, ((place, ""),), known)
 
     def _take_values(
         self, before: "Before", place: int, owner: dict[str, Any], constant: set[str] | None = None
     ) -> None:
         """constant: of buffers, the names of those whose copies may be dropped."""
         # A trace compares no values, but counts the copies that the first real forward makes.
-        copies = constant is not None or not (self._is_traced if is_tracing() else self._is_known)
+        learned = before.learned
+        copies = constant is not None or not (learned.is_traced if is_tracing() else learned.is_known)
         for name, value in owner.items():
             if name in MODULE_ATTRIBUTES:
                 continue
             if isinstance(value, Tensor):
                 before.tensors.append((place, name, value, version_of(value), value.requires_grad))
-                if copies or (place, name) in self._written:
+                if copies or (place, name) in learned.written:
                     before.copies[place, name] = _copy(value)
                 if constant is None or name in constant:
                     before.droppable.add((place, name))
             elif type(value) not in PLAIN:
-                before.contents.take(value, ((place, name),), self._known)
+                before.contents.take(value, ((place, name),), learned.known)
 
     def _drop_unwritten(self, before: "Before") -> None:
         """Drop the copies of tensors that this forward has not written."""
+        learned = before.learned
         for place, name, tensor, version, _ in before.tensors:
             at = place, name
-            if at not in before.droppable or at not in before.copies or at in self._written:
+            if at not in before.droppable or at not in before.copies or at in learned.written:
                 continue
             moved = version_of(tensor) != version
-            if moved or not (self._is_known or is_tracing() or _equal(tensor, before.copies[at])):
-                self._written.add(at)
+            if moved or not (learned.is_known or is_tracing() or _equal(tensor, before.copies[at])):
+                learned.written.add(at)
             else:
                 del before.copies[at]
         before.droppable.clear()
         inputs, before.inputs = before.inputs, []
         if is_tracing():
-            self._is_traced = True
+            learned.is_traced = True
             return
-        self._is_known = True
+        learned.is_known = True
         lost = [(((_ARGUMENT, name),), tensor) for name, tensor, count in inputs if written_to(tensor) != count]
-        if lost := lost + before.contents.judge(self._known):
+        if lost := lost + before.contents.judge(learned.known):
             own = {id(value) for _, _, value, _, _ in before.tensors}  # they are copied
             for path, value in lost:
                 if not isinstance(value, Tensor) or id(value) not in own:
@@ -196,10 +208,20 @@ class BlockState:
         )
 
 
+class Learned:
+    """What the forwards so far have shown, of those in which the same modules were in training mode."""
+
+    def __init__(self) -> None:
+        self.known = Known()
+        self.written: set[Place] = set()
+        self.is_known = self.is_traced = False
+
+
 class Before:
     """The state before one forward."""
 
-    def __init__(self) -> None:
+    def __init__(self, modules: list[nn.Module], learned: Learned) -> None:
+        self.modules, self.learned = modules, learned
         self.owners: list[tuple[dict[str, Any], dict[str, Any]]] = []  # dictionaries of the modules, and what they held
         self.tensors: list[tuple[int, str, Tensor, int, bool]] = []  # place, name, version, requires_grad
         self.copies: dict[Place, Tensor] = {}

@@ -19,11 +19,21 @@ def is_of_the_block(error: Exception) -> bool:
 
 def advice(error: Exception) -> str:
     """What is the likely reason, and what to do."""
+    if "early_stop is set" in str(error) or _is_of_torch(error.__context__):
+        return (
+            "the block catches the exception with which torch ends a recomputation, as `except Exception:` does: let "
+            "it catch only the errors that it expects, or use activation_checkpointing=none"
+        )
+    if "has been mutated" in str(error):
+        return (
+            "the block writes in place to a result that is kept, as ReLU(inplace=True) after a linear layer does: use "
+            "activation_checkpointing=full or activation_checkpointing=budget"
+        )
     return (
         "the block depends on something that has changed since, or on being run only once: use "
         "activation_checkpointing=none"
     )
 
 
-def _is_of_torch(error: BaseException) -> bool:
+def _is_of_torch(error: BaseException | None) -> bool:
     return type(error).__module__ == "torch.utils.checkpoint"
