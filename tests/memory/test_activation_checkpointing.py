@@ -489,6 +489,43 @@ class HoldsTheFunction(EndsInRReLU):
         self.end = functools.partial(nn.functional.rrelu, training=True)
 
 
+class WritesThroughViews(Block):
+    def setup(self):
+        self.register_buffer("stats", torch.zeros(2, 4))
+        self.mean, self.count = self.stats[0], self.stats[1]
+
+    def scale(self, x):
+        self.mean.lerp_(x.mean(0), 0.5)
+        self.count.add_(1)
+        return 1 + self.stats.sum(0)
+
+
+class ReadsThroughAView(Block):
+    def setup(self):
+        self.register_buffer("stats", torch.ones(3, 4))
+        self.column, self.bits = self.stats[1:, 2], self.stats[1].view(torch.int32)
+
+    def scale(self, x):
+        self.stats.mul_(0.9)
+        return self.column.sum() + self.bits.view(torch.float32)
+
+
+class SharesMemoryWithAnArray(Block):
+    def setup(self):
+        self.array = np.zeros(8, dtype=np.float32)
+        self.register_buffer("numbers", torch.from_numpy(self.array[::1][4:]))
+
+    def scale(self, x):
+        self.array += 1
+        return 1 / self.numbers.clone()
+
+
+class SharesWrittenMemory(SharesMemoryWithAnArray):
+    def scale(self, x):
+        self.numbers.add_(1)
+        return float(1 / (1 + self.array[5]))
+
+
 class SystemNoise(Block):
     def setup(self):
         self.generator = random.SystemRandom()
@@ -538,7 +575,7 @@ class Net(nn.Module):
 
 KINDS = [kind for kind in vars().copy().values() if isinstance(kind, type) and issubclass(kind, Block)]
 KINDS = [kind for kind in KINDS if kind not in (Block, Counting)]
-SHARED_WITH_A_COPY = (ThroughBoundMethods, InClosureOfAHook, HookThatRemovesItself)
+SHARED_WITH_A_COPY = (ThroughBoundMethods, InClosureOfAHook, HookThatRemovesItself, WritesThroughViews)
 
 
 def summed(model, batch):

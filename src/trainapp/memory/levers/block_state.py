@@ -19,6 +19,7 @@ from trainapp.memory.levers.contents import Contents, Known, Path
 from trainapp.memory.levers.early_stop import may_stop_early
 from trainapp.memory.levers.module_dicts import NOTHING, REGISTRIES, are_identical, modules_in, put_back
 from trainapp.memory.levers.recomputation_errors import advice, is_of_the_block
+from trainapp.memory.levers.tensor_copies import bytes_of, copies_of
 from trainapp.models.inspect import MODULE_ATTRIBUTES
 from trainapp.optim.updated_memory import UpdatedMemory
 from trainapp.rng import HostGenerators
@@ -94,6 +95,10 @@ class BlockState:
             kind: type = type(module)
             if kind_of(kind) is not None:  # it has slots
                 before.contents.take(module, ((place, ""),), known)
+        if before.copies:  # so far the tensors themselves
+            arrays = before.contents.arrays()
+            before.copies = copies_of({at: t for at, t in before.copies.items() if not _is_in(t, arrays)})
+            before.tensors = [taken for taken in before.tensors if not _is_in(taken[2], arrays)]
 
     def _take_values(
         self, before: "Before", place: int, owner: dict[str, Any], constant: set[str] | None = None
@@ -108,7 +113,7 @@ class BlockState:
             if isinstance(value, Tensor):
                 before.tensors.append((place, name, value, version_of(value), value.requires_grad))
                 if copies or (place, name) in learned.written:
-                    before.copies[place, name] = _copy(value)
+                    before.copies[place, name] = value
                 if constant is None or name in constant:
                     before.droppable.add((place, name))
             elif type(value) not in PLAIN:
@@ -173,14 +178,13 @@ class BlockState:
     def _state_of(self, before: "Before") -> list[tuple[dict[str, Any], dict[str, Any]]]:
         """What each dictionary held, with copies in the place of tensors that have been written since."""
         then = before.owners.copy()
-        copies: dict[int, Any] = {}  # of an original that is shared: one
+        copies = copies_of(before.copies)
         for place, name, tensor, version, _ in before.tensors:
-            kept = before.copies.get((place, name))
-            if kept is not None:
+            if (place, name) in copies:
                 owner, held = then[place]
                 if held is before.owners[place][1]:
                     then[place] = owner, held = owner, dict(held)
-                held[name] = copies.setdefault(id(tensor), _copy(kept))
+                held[name] = copies[place, name]
             elif version_of(tensor) != version:
                 self._require_updated(tensor, name)
         return then
@@ -243,8 +247,12 @@ def _set_flags(flags: Iterable[tuple[Tensor, bool]]) -> None:
             tensor.requires_grad_(flag)
 
 
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+def _is_in(tensor: Tensor, arrays: list[range]) -> bool:
+    """Whether its memory is that of one of the arrays, in which it is put back in place."""
+    if not arrays or tensor.device.type != "cpu" or tensor.layout is not torch.strided or is_tracing():
+        return False
+    start, size = tensor.data_ptr(), len(bytes_of(tensor))
+    return any(array.start <= start and start + size <= array.stop for array in arrays)
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:

@@ -185,7 +185,15 @@ def _position(iterator: Any) -> Any:
     return repr(iterator)
 
 
-_ARRAY = Kind(lambda v: v.copy() if v.flags.writeable else v, np.copyto, same=_array_is_same)
+ARRAY = Kind(lambda v: v.copy() if v.flags.writeable else v, np.copyto, same=_array_is_same)
+
+
+def addresses_of(array: Any) -> range:
+    """From the first to the last byte of its memory. Strides may be negative."""
+    steps = [(size - 1) * stride for size, stride in zip(array.shape, array.strides, strict=True)]
+    start = array.__array_interface__["data"][0]
+    low, high = sum(min(0, step) for step in steps), sum(max(0, step) for step in steps)
+    return range(start + low, start + high + array.itemsize) if array.size else range(0)
 
 
 @functools.lru_cache(maxsize=1000)
@@ -200,7 +208,7 @@ def kind_of(kind: type) -> Kind | None:
     if is_generator_class(kind):
         return Kind(generator_state, set_generator_state, same=lambda a, b: False, always=True)
     if issubclass(kind, np.ndarray):
-        return _ARRAY if kind is np.ndarray else None
+        return ARRAY if kind is np.ndarray else None
     base = next((base for base in _CONTAINERS if issubclass(kind, base)), None)
     own = _object(kind) if kind.__dictoffset__ or slots_of(kind) else None
     if base is not None:

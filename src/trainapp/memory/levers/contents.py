@@ -8,7 +8,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from trainapp.memory.levers.content_kinds import PLAIN, Kind, kind_of, put_nothing
+from trainapp.memory.levers.content_kinds import ARRAY, PLAIN, Kind, addresses_of, kind_of, put_nothing
 
 DEPTH = 8  # attributes of items of attributes
 MOST_VALUES = 10_000
@@ -56,6 +56,10 @@ class Contents:
         for step, part in kind.parts(content):
             if type(part) not in PLAIN:
                 self.take(part, (*path, step), known)
+
+    def arrays(self) -> list[range]:
+        """The addresses of the memory of NumPy arrays among them."""
+        return [addresses_of(value) for value, kind, *_ in self._taken.values() if kind is ARRAY]
 
     def judge(self, known: Known) -> list[tuple[Path, Any]]:
         """Compare with the contents after the forward. Returns the values that have changed and cannot be put back."""
