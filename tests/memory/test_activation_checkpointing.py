@@ -3,11 +3,13 @@
 import array
 import collections
 import contextlib
+import contextvars
 import copy
 import dataclasses
 import functools
 import itertools
 import random
+import threading
 import types
 
 import numpy as np
@@ -18,7 +20,7 @@ from torch import nn
 
 from trainapp.config.schema import ActivationCheckpointing
 from trainapp.errors import TrainingStopped, UserError
-from trainapp.memory.levers import activation_checkpointing, choice
+from trainapp.memory.levers import activation_checkpointing, choice, contents
 from trainapp.memory.levers.block_state import BlockState
 from trainapp.memory.levers.budget import Budget, NoBudget
 from trainapp.torch_private import version_of
@@ -526,6 +528,95 @@ class SharesWrittenMemory(SharesMemoryWithAnArray):
         return float(1 / (1 + self.array[5]))
 
 
+class InAttributesOfAFunction(Counting):
+    def setup(self):
+        def counted():
+            counted.calls += 1
+            return counted.calls
+
+        counted.calls = 0
+        self.counted = counted
+
+    def count(self):
+        return self.counted()
+
+
+class InADefault(Counting):
+    def setup(self):
+        def append(seen=[], *, also={}):  # noqa: B006  # what it is about
+            seen.append(1)
+            also[len(seen)] = 1
+            return len(seen) + len(also)
+
+        self.append = types.FunctionType(append.__code__, append.__globals__, "append", ([],))
+        self.append.__kwdefaults__ = {"also": {}}
+
+    def count(self):
+        return self.append()
+
+
+class InAMemoryView(Counting):
+    def setup(self):
+        self.view = memoryview(array.array("i", [0, 0]))
+
+    def count(self):
+        self.view[1] += 1
+        return self.view[1]
+
+
+class InThreadLocals(Counting):
+    def setup(self):
+        self.local = threading.local()
+        self.local.calls = 0
+
+    def count(self):
+        self.local.calls += 1
+        return self.local.calls
+
+
+class InAContextVariable(Counting):
+    def setup(self):
+        self.variable, self.other = contextvars.ContextVar("calls", default=0), contextvars.ContextVar("other")
+
+    def count(self):
+        self.variable.set(self.variable.get() + 1)
+        self.other.set(self.other.get(0) + 1)
+        return self.variable.get()
+
+
+class BitGenerators(Counting):
+    def setup(self):
+        self.bits, self.sobol = np.random.PCG64(1), torch.quasirandom.SobolEngine(1)
+
+    def count(self):
+        return self.bits.random_raw() % 7 + float(self.sobol.draw(1))
+
+
+class ManyLists(Counting):
+    def setup(self):
+        self.table = [[number] for number in range(11_000)]
+        self.table.append(types.SimpleNamespace(calls=0))
+
+    def count(self):
+        self.table[-1].calls += 1
+        return self.table[-1].calls
+
+
+class DeepLists(Counting):
+    def setup(self):
+        self.deep = deepest = {}
+        for _ in range(30):
+            deepest["in"] = deepest = {}
+        deepest["calls"] = 0
+
+    def count(self):
+        deepest = self.deep
+        while "in" in deepest:
+            deepest = deepest["in"]
+        deepest["calls"] += 1
+        return deepest["calls"]
+
+
 class SystemNoise(Block):
     def setup(self):
         self.generator = random.SystemRandom()
@@ -575,7 +666,14 @@ class Net(nn.Module):
 
 KINDS = [kind for kind in vars().copy().values() if isinstance(kind, type) and issubclass(kind, Block)]
 KINDS = [kind for kind in KINDS if kind not in (Block, Counting)]
-SHARED_WITH_A_COPY = (ThroughBoundMethods, InClosureOfAHook, HookThatRemovesItself, WritesThroughViews)
+SHARED_WITH_A_COPY = (
+    ThroughBoundMethods,
+    InClosureOfAHook,
+    HookThatRemovesItself,
+    WritesThroughViews,
+    InAttributesOfAFunction,
+    InADefault,
+)
 
 
 def summed(model, batch):
@@ -765,6 +863,33 @@ def test_an_input_that_is_written_in_place_is_refused():
 
     with pytest.raises(TrainingStopped, match=r"=full: argument 0 of a Scaled, a torch.Tensor, is changed"):
         state_after_training(Scaled, "full")
+
+
+def test_an_input_that_is_written_through_data_is_refused():
+    class Scaled(Block):
+        def forward(self, x):
+            x.data.mul_(1.5)
+            return torch.tanh(self.linear(x))
+
+    with pytest.raises(TrainingStopped, match=r"=full: argument 0 of a Scaled, a torch.Tensor, is changed"):
+        state_after_training(Scaled, "full")
+
+
+def test_an_input_that_is_not_a_number_is_not_taken_for_a_written_one():
+    model = Net(NewAttribute)
+    activation_checkpointing.apply(model, ActivationCheckpointing(mode="full"))
+    model(torch.full((2, 4), float("nan"))).sum().backward()
+
+
+@pytest.mark.parametrize("limit", ["MOST_VALUES", "DEPTH"])
+def test_what_is_beyond_the_limits_is_refused(limit, monkeypatch):
+    monkeypatch.setattr(contents, limit, 20)
+    kind = {"MOST_VALUES": ManyLists, "DEPTH": DeepLists}[limit]
+    where = {"MOST_VALUES": r"`table\[\]`", "DEPTH": r"`deep(\[\]){10}\.\.\.`"}[limit]
+    with pytest.raises(
+        TrainingStopped, match=rf"=full: a {kind.__name__} holds.* 100,000 .* 100 within .*{where} is bey"
+    ):
+        state_after_training(kind, "full")
 
 
 def test_what_does_not_change_is_copied_once():

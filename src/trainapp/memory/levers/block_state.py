@@ -13,19 +13,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainapp.errors import TrainingStopped
-from trainapp.memory.levers.content_kinds import PLAIN, kind_of, written_to
+from trainapp.memory.levers.content_kinds import kind_of, written_to
 from trainapp.memory.levers.contents import Contents, Known, Path
 from trainapp.memory.levers.early_stop import may_stop_early
+from trainapp.memory.levers.kind import PLAIN
 from trainapp.memory.levers.module_dicts import NOTHING, REGISTRIES, are_identical, modules_in, put_back
-from trainapp.memory.levers.recomputation_errors import advice, is_of_the_block
-from trainapp.memory.levers.tensor_copies import bytes_of, copies_of
+from trainapp.memory.levers.recomputation_errors import (
+    ARGUMENT,
+    changed,
+    failed,
+    is_of_the_block,
+    too_many,
+    written_elsewhere,
+)
+from trainapp.memory.levers.tensor_copies import are_equal, bytes_of, copies_of, sum_of
 from trainapp.models.inspect import MODULE_ATTRIBUTES
 from trainapp.optim.updated_memory import UpdatedMemory
 from trainapp.rng import HostGenerators
 from trainapp.torch_private import is_tracing, non_persistent_buffers, version_of
 
-_ARGUMENT = -1  # in the place of a dictionary's number
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 Place = tuple[int, str]  # of a tensor: the dictionary that holds it, by its number in the block, and its name
 
@@ -61,15 +67,18 @@ class BlockState:
         before = Before(modules, self._learned.setdefault(modes, Learned()))
         for name, value in (*enumerate(inputs), *options.items()):
             if isinstance(value, Tensor):
-                before.inputs.append((name, value, written_to(value)))
+                known = before.learned.is_known or is_tracing()
+                before.inputs.append((name, value, written_to(value), None if known else sum_of(value)))
             else:
-                before.contents.take(value, ((_ARGUMENT, name),), before.learned.known)
+                before.contents.take(value, ((ARGUMENT, name),), before.learned.known)
         return before
 
     @contextlib.contextmanager
     def noted(self, before: "Before") -> Iterator[None]:
         """Use around the forward. Fills `before`."""
         self._take(before)
+        if before.contents.left_out:
+            raise too_many(self.mode, self.block, before.contents.left_out)
         yield
         self._drop_unwritten(before)
 
@@ -127,22 +136,26 @@ class BlockState:
             if at not in before.droppable or at not in before.copies or at in learned.written:
                 continue
             moved = version_of(tensor) != version
-            if moved or not (learned.is_known or is_tracing() or _equal(tensor, before.copies[at])):
+            if moved or not (learned.is_known or is_tracing() or are_equal(tensor, before.copies[at])):
                 learned.written.add(at)
             else:
                 del before.copies[at]
         before.droppable.clear()
-        inputs, before.inputs = before.inputs, []
+        inputs, before.inputs = before.inputs, []  # they shall not outlive the forward
         if is_tracing():
             learned.is_traced = True
             return
         learned.is_known = True
-        lost = [(((_ARGUMENT, name),), tensor) for name, tensor, count in inputs if written_to(tensor) != count]
+        lost: list[tuple[Path, Any]] = [
+            (((ARGUMENT, name),), tensor)
+            for name, tensor, count, total in inputs
+            if written_to(tensor) != count or (total is not None and sum_of(tensor) != total)
+        ]
         if lost := lost + before.contents.judge(learned.known):
             own = {id(value) for _, _, value, _, _ in before.tensors}  # they are copied
             for path, value in lost:
                 if not isinstance(value, Tensor) or id(value) not in own:
-                    self._refuse(path, value)
+                    raise changed(self.mode, self.block, path, value)
 
     @contextlib.contextmanager
     def rewound(self, before: "Before") -> Iterator[None]:
@@ -166,10 +179,7 @@ class BlockState:
         except Exception as error:
             if not is_of_the_block(error):
                 raise
-            raise RuntimeError(
-                f"activation_checkpointing={self.mode}: the recomputation of a {type(self.block).__name__} failed with "
-                f"the error above, where its forward had not ({type(error).__name__}: {error}); {advice(error)}"
-            ) from error
+            raise failed(self.mode, self.block, error) from error
         finally:
             for owner, held in now:
                 put_back(owner, held)
@@ -189,27 +199,10 @@ class BlockState:
                 self._require_updated(tensor, name)
         return then
 
-    def _refuse(self, path: Path, value: Any) -> None:
-        """Raises TrainingStopped for a value that the forward has changed, and that cannot be put back."""
-        (place, name), *steps = path
-        where = f"argument {name}" if place == _ARGUMENT else f"`{name}{''.join(steps)}`"
-        held = f", a {type(value).__module__}.{type(value).__qualname__},"
-        raise TrainingStopped(
-            f"activation_checkpointing={self.mode}: {where} of a {type(self.block).__name__}{held} is changed by its "
-            "forward, and what it held before is lost, so that the block cannot be recomputed; keep it in a buffer, a "
-            "number, a list or a dictionary of the block (a tensor that it is called with: write to a copy), or use "
-            "activation_checkpointing=none"
-        )
-
     def _require_updated(self, tensor: Tensor, name: str) -> None:
         """Raises TrainingStopped for a tensor that something else than the backward's own updates has written."""
-        if UpdatedMemory.watches(tensor):
-            return
-        raise TrainingStopped(
-            f"activation_checkpointing: `{name}` in a {type(self.block).__name__} is written in some forwards only, or "
-            "by another module, and what it held before is lost, so that the block cannot be recomputed; register it "
-            "as a buffer of the block, or use activation_checkpointing=none"
-        )
+        if not UpdatedMemory.watches(tensor):
+            raise written_elsewhere(self.mode, self.block, name)
 
 
 class Learned:
@@ -231,7 +224,7 @@ class Before:
         self.copies: dict[Place, Tensor] = {}
         self.droppable: set[Place] = set()
         self.contents = Contents()
-        self.inputs: list[tuple[Any, Tensor, int]] = []  # until the forward has ended
+        self.inputs: list[tuple[Any, Tensor, int, str | None]] = []  # name, version, sum
         self.generators: HostGenerators
 
     def add(self, owner: dict[str, Any]) -> int:
@@ -253,8 +246,3 @@ def _is_in(tensor: Tensor, arrays: list[range]) -> bool:
         return False
     start, size = tensor.data_ptr(), len(bytes_of(tensor))
     return any(array.start <= start and start + size <= array.stop for array in arrays)
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    """Whether bits are equal; NaN counts as different. Waits for the device."""
-    return a.layout is not torch.strided or torch.equal(a, b)

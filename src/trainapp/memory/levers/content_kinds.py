@@ -5,51 +5,25 @@ import collections
 import contextlib
 import functools
 import itertools
-import sys
 import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
 
+from trainapp.memory.levers.callable_kinds import CALLABLES
+from trainapp.memory.levers.kind import FOREIGN, PLAIN, Kind, are_identical, home_of, items, put_nothing
+from trainapp.memory.levers.library_kinds import BIT_GENERATOR, LIBRARY, OPEN
 from trainapp.rng import generator_state, is_generator_class, set_generator_state
 from trainapp.same_values import slots_of
 from trainapp.torch_private import version_of
-
-PLAIN = frozenset({int, float, bool, complex, str, bytes, type(None), type, slice, range, types.ModuleType})
-# Their objects are not looked into: the locks, streams and registries of all the process are among them.
-_FOREIGN = {"torch", "numpy", "pyarrow", "pandas", "trainapp"} | (sys.stdlib_module_names - {"types", "collections"})
-_EMPTY = object()  # a cell of a closure
-
-
-class Kind(NamedTuple):
-    """How to treat values of one type."""
-
-    take: Callable[[Any], Any]  # its content: shares nothing with it that changes but its `parts`
-    put: Callable[[Any, Any], Any] | None = None  # the inverse; None: it cannot be put back
-    parts: Callable[[Any], Iterable[tuple[str, Any]]] = lambda content: ()  # of the content, with the steps to them
-    same: Callable[[Any, Any], bool] = lambda a, b: a == b  # whether two contents are
-    is_container: bool = False
-    always: bool = False  # taken in every forward, whether the last one changed it or not
 
 
 def written_to(tensor: Tensor) -> int:
     """How often. An inference tensor does not count: 0."""
     return 0 if tensor.is_inference() else version_of(tensor)
-
-
-def _home_of(value: Any) -> str:
-    return (value.__module__ or "").partition(".")[0]
-
-
-def _identical(a: Any, b: Any) -> bool:
-    return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
-
-
-def _items(content: Iterable[Any]) -> Iterable[tuple[str, Any]]:
-    return (("[]", part) for part in content)
 
 
 def _replace(kind: Any, add: str) -> Callable[[Any, Any], None]:
@@ -71,7 +45,7 @@ def _mapping(kind: Any) -> Kind:
     def take(value: Any) -> list[Any]:
         return [part for pair in kind.items(value) for part in pair]
 
-    return Kind(take, put, lambda content: _items(content[1::2]), _identical, is_container=True)
+    return Kind(take, put, lambda content: items(content[1::2]), are_identical, is_container=True)
 
 
 def _set_all(value: Any, content: Any) -> None:
@@ -82,41 +56,15 @@ def _array_is_same(a: Any, b: Any) -> bool:
     return a is b or (not a.dtype.hasobject and np.array_equal(a, b))
 
 
-def put_nothing(value: Any, content: Any) -> None:
-    """It holds what it was made with; its parts may change."""
-
-
 _CONTAINERS: dict[type, Kind] = {
-    list: Kind(lambda v: list(list.__iter__(v)), _replace(list, "extend"), _items, _identical, is_container=True),
-    tuple: Kind(lambda v: tuple.__getitem__(v, slice(None)), put_nothing, _items, _identical, is_container=True),
-    collections.deque: Kind(list, _replace(collections.deque, "extend"), _items, _identical, is_container=True),
-    set: Kind(lambda v: list(set.__iter__(v)), _replace(set, "update"), _items, _identical, is_container=True),
+    list: Kind(lambda v: list(list.__iter__(v)), _replace(list, "extend"), items, are_identical, is_container=True),
+    tuple: Kind(lambda v: tuple.__getitem__(v, slice(None)), put_nothing, items, are_identical, is_container=True),
+    collections.deque: Kind(list, _replace(collections.deque, "extend"), items, are_identical, is_container=True),
+    set: Kind(lambda v: list(set.__iter__(v)), _replace(set, "update"), items, are_identical, is_container=True),
     collections.OrderedDict: _mapping(collections.OrderedDict),
     dict: _mapping(dict),
     bytearray: Kind(bytes, _set_all, is_container=True),
     array.array: Kind(lambda v: v[:], _set_all, is_container=True),
-}
-
-
-def _closure(function: Any) -> list[Any]:
-    if _home_of(function) in _FOREIGN:
-        return []
-    return [cell.cell_contents if cell != types.CellType() else _EMPTY for cell in function.__closure__ or ()]
-
-
-def _put_closure(function: Any, content: list[Any]) -> None:
-    for cell, held in zip(function.__closure__ or (), content, strict=False):
-        if held is not _EMPTY:
-            cell.cell_contents = held
-        elif cell != types.CellType():
-            del cell.cell_contents
-
-
-_CALLABLES: dict[type, Kind] = {
-    functools.partial: Kind(lambda f: (f.func, *f.args, *f.keywords.values()), put_nothing, _items, _identical),
-    types.MethodType: Kind(lambda f: (f.__self__, f.__func__), put_nothing, _items, _identical),
-    types.BuiltinMethodType: Kind(lambda f: (f.__self__,), put_nothing, _items, _identical),
-    types.FunctionType: Kind(_closure, _put_closure, _items, _identical),
 }
 
 
@@ -207,15 +155,19 @@ def kind_of(kind: type) -> Kind | None:
         return Kind(written_to)
     if is_generator_class(kind):
         return Kind(generator_state, set_generator_state, same=lambda a, b: False, always=True)
+    if issubclass(kind, np.random.BitGenerator):
+        return BIT_GENERATOR
     if issubclass(kind, np.ndarray):
         return ARRAY if kind is np.ndarray else None
     base = next((base for base in _CONTAINERS if issubclass(kind, base)), None)
     own = _object(kind) if kind.__dictoffset__ or slots_of(kind) else None
     if base is not None:
         return _both(_CONTAINERS[base], own) if own is not None else _CONTAINERS[base]
-    if kind in _CALLABLES:
-        return _CALLABLES[kind]
-    home = _home_of(kind)
+    if kind in LIBRARY:
+        return LIBRARY[kind]
+    if kind in CALLABLES:
+        return CALLABLES[kind]
+    home = home_of(kind)
     if issubclass(kind, Iterator) and home in ("builtins", "itertools"):
         return Kind(_position)
-    return own if home not in _FOREIGN else None
+    return own if home not in FOREIGN or kind in OPEN else None

@@ -8,10 +8,11 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from trainapp.memory.levers.content_kinds import ARRAY, PLAIN, Kind, addresses_of, kind_of, put_nothing
+from trainapp.memory.levers.content_kinds import ARRAY, addresses_of, kind_of
+from trainapp.memory.levers.kind import PLAIN, Kind, put_nothing
 
-DEPTH = 8  # attributes of items of attributes
-MOST_VALUES = 10_000
+DEPTH = 100  # attributes of items of attributes
+MOST_VALUES = 100_000
 SMALL = 64  # items: a container of so few is cheaper to copy than to be wrong about
 Path = tuple[Any, ...]  # the steps to a value; one to any item, since a forward may change another in each call
 
@@ -31,6 +32,8 @@ class Contents:
     that meets them, and from then on only if it has changed them, or something in them.
     """
 
+    left_out: Path | None = None  # the first value that is too many, or too deep
+
     def __init__(self) -> None:
         self._taken: dict[int, tuple[Any, Kind, Any, Path]] = {}
 
@@ -38,15 +41,18 @@ class Contents:
         return bool(self._taken)
 
     def take(self, value: Any, path: Path, known: Known) -> None:
-        """Take the contents of a value and of all in it; of a module, what is in its slots."""
+        """Take the contents of a value and of all in it; of a module, what is in its slots. Check `left_out` then."""
         own: type = type(value)
         kind = kind_of(own)
-        if kind is None or id(value) in self._taken or len(self._taken) > MOST_VALUES or len(path) > DEPTH:
+        if kind is None or id(value) in self._taken or self.left_out:
             return
         is_small = kind.is_container and len(value) <= SMALL
         if path in known.constant and not (is_small or kind.always):
             return
         if own is tuple and all(type(part) in PLAIN for part in value):  # common: a shape, a kernel's size
+            return
+        if len(self._taken) >= MOST_VALUES or len(path) > DEPTH:
+            self.left_out = path
             return
         content = kind.take(value)
         self._taken[id(value)] = (value, kind, content, path)

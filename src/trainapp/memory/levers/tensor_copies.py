@@ -1,4 +1,7 @@
-"""Copies of tensors that share memory where the tensors do: views of a buffer, say, through which it is written."""
+"""Copies of tensors that share memory where the tensors do: views of a buffer, say, through which it is written.
+
+And what tells whether a tensor is still what it was.
+"""
 
 from collections import defaultdict
 from collections.abc import Hashable, Mapping
@@ -10,6 +13,7 @@ from torch import Tensor, nn
 from trainapp.torch_private import is_tracing, storage_id
 
 _ALIGNED = 16  # bytes: the size of the largest elements
+_SUMMED = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.int64, torch.int32}
 Key = TypeVar("Key", bound=Hashable)
 
 
@@ -24,6 +28,18 @@ def copies_of(tensors: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
         if key not in copies:
             copies[key] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
     return {key: copies[id(tensor)] for key, tensor in tensors.items()}
+
+
+def are_equal(a: Tensor, b: Tensor) -> bool:
+    """Whether bits are equal; NaN counts as different. Waits for the device."""
+    return a.layout is not torch.strided or torch.equal(a, b)
+
+
+def sum_of(tensor: Tensor) -> str | None:
+    """As text, in which NaN equals itself: tells most writes without the memory of a copy. Waits for the device."""
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.dtype not in _SUMMED:
+        return None
+    return str(tensor.detach().sum().item())
 
 
 def bytes_of(tensor: Tensor) -> range:
