@@ -45,6 +45,17 @@ class ScratchInEvaluation(Scratch):
         return self.linear(inputs.flatten(1)) if self.training else super().forward(inputs)
 
 
+class Fourier(nn.Module):
+    """With complex weights, as Fourier neural operators have."""
+
+    def __init__(self, num_classes: int):
+        super().__init__()
+        self.weight, self.head = nn.Parameter(torch.randn(33, dtype=torch.complex64)), nn.Linear(64, num_classes)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.head(torch.fft.irfft(torch.fft.rfft(inputs.flatten(1).float()) * self.weight, n=64))
+
+
 class Widening(nn.Module):
     """A second layer of twice the width: at half the batch it requests what the first requested."""
 

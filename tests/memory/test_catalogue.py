@@ -35,7 +35,7 @@ class OnGpu(nn.Module):
         return list(self.layers)
 
     def parameters(self, recurse=True):
-        yield SimpleNamespace(device=torch.device("cuda"))
+        yield SimpleNamespace(device=torch.device("cuda"), requires_grad=False)
 
 
 def by_name(levers):
@@ -133,6 +133,22 @@ def test_fsdp_is_offered_to_several_ranks_or_gpus_and_models_with_blocks(monkeyp
     with simulated(0, ranks, torch.device("cpu")):
         assert ("parallel=fsdp" in names_of(OnGpu())) is is_offered
         assert "parallel=fsdp" not in names_of(nn.Linear(2, 2))
+
+
+FEWER_BITS = {f"optimizer=adamw_{kind}" for kind in ("bf16", "8bit", "fp8", "4bit")}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "offered"),
+    [
+        (torch.float32, {*FEWER_BITS, "optimizer=adafactor"}),
+        (torch.float64, {"optimizer=adafactor"}),
+        (torch.complex64, set()),
+    ],
+)
+def test_optimizers_are_offered_for_weights_that_they_can_store_in_less(dtype, offered):
+    names = names_of(nn.Linear(2, 2, dtype=dtype))
+    assert {name for name in names if name.startswith("optimizer=ada")} == offered
 
 
 @pytest.mark.parametrize("has_bf16", [True, False])

@@ -66,6 +66,25 @@ def test_state_made_beforehand_changes_no_bit():
     assert torch.equal(*ends)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64, torch.complex128])
+@pytest.mark.parametrize("state_dtype", ["bf16", "8bit", "4bit", "fp8"])
+def test_complex_and_fp64_parameters_are_updated_as_torchs_are(state_dtype, dtype):
+    """With more than 4096 elements, from where moments are quantized."""
+    torch.manual_seed(0)
+    start, options = torch.randn(70, 70, dtype=dtype), {"lr": 0.01, "weight_decay": 0.1}
+    own, other = nn.Parameter(start.clone()), nn.Parameter(start.clone())
+    optimizers = [AdamW([own], state_dtype=state_dtype, **options), torch.optim.AdamW([other], **options)]
+    for _ in range(5):
+        gradient = torch.randn_like(start)
+        own.grad, other.grad = gradient.conj() if dtype.is_complex else gradient, gradient.conj().resolve_conj()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert own.dtype == dtype
+    assert torch.allclose(own, other, rtol=1e-12 if dtype in (torch.float64, torch.complex128) else 1e-5)
+    assert not torch.allclose(own, start, rtol=1e-3)
+    assert {optimizers[0].state[own][name].dtype for name in ("exp_avg", "exp_avg_sq")} == {dtype}
+
+
 def second_moments(count=3000):
     """After so many gradients of 1: of 64 values that should all be 1 - 0.999 ** count."""
     parameter = nn.Parameter(torch.zeros(64))
@@ -119,8 +138,9 @@ def test_a_fused_kernel_that_it_lacks_is_refused(tmp_path):
 
 @pytest.mark.parametrize("state_dtype", ["fp32", "bf16", "8bit", "4bit", "fp8"])
 @pytest.mark.parametrize("shape", [(300, 400), (1100, 500)])  # less than a piece, and more
-def test_what_a_step_allocates_in_passing_is_known_beforehand(state_dtype, shape):
-    weight = nn.Parameter(torch.randn(shape))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64])
+def test_what_a_step_allocates_in_passing_is_known_beforehand(state_dtype, shape, dtype):
+    weight = nn.Parameter(torch.randn(shape, dtype=dtype))
     optimizer = AdamW([weight], state_dtype=state_dtype)
     weight.grad = torch.randn_like(weight)
     optimizer.step()  # which allocates the state

@@ -25,6 +25,9 @@ StateDtype = Literal["bf16", "fp32", "8bit", "4bit", "fp8"]
 class AdamW(torch.optim.Optimizer):
     """AdamW (arXiv:1711.05101) that computes in fp32 and stores its two moments in `state_dtype`.
 
+    Complex and fp64 parameters have moments of their own dtype, and are updated in their own precision: complex ones as
+    pairs of real and imaginary parts, as by torch's AdamW.
+
     What is stored in less than fp32 is rounded by chance (`stochastic_rounding`, `quantized`), the parameters too if
     they are bf16. The chance depends on the number of the step and on the parameter's place alone: a run repeats
     itself, also after a resume, all ranks round the same values alike, and the parameters may be updated in any order.
@@ -84,14 +87,15 @@ class AdamW(torch.optim.Optimizer):
         # Below 2 ** 32 for long: the CPU's generator takes the lower half of a seed (ATen/core/MT19937RNGEngine.h).
         generator.manual_seed(state["step"] * 65_537 + self._places.setdefault(parameter, len(self._places)))
         assert parameter.grad is not None
-        weight, gradient = _local(parameter), _local(parameter.grad)
+        weight, gradient = _real(_local(parameter)), _real(_local(parameter.grad))
         mean, square = self._stored(parameter, state)
+        dtype = _computed_in(weight)
         is_flat = all(t.is_contiguous() for t in (weight, gradient)) and mean.is_flat and square.is_flat
         for piece in _pieces(weight, is_flat):
             new_mean, new_square = mean.read(piece, weight), square.read(piece, weight)
             values = weight if piece is None else weight.view(-1)[piece]
-            new_weight = values.to(torch.float32, copy=True)
-            change = (gradient if piece is None else gradient.view(-1)[piece]).to(torch.float32, copy=True)
+            new_weight = values.to(dtype, copy=True)
+            change = (gradient if piece is None else gradient.view(-1)[piece]).to(dtype, copy=True)
             _adamw(new_weight, change, new_mean, new_square, state["step"], group)
             mean.write(piece, new_mean, generator)
             square.write(piece, new_square, generator)
@@ -105,8 +109,9 @@ class AdamW(torch.optim.Optimizer):
 
     def _allocate(self, parameter: Tensor, state: dict[str, Any]) -> None:
         state["step"] = 0
-        if self._kind in _DTYPES or parameter.numel() < SMALLEST:
+        if self._kind in _DTYPES or parameter.numel() < SMALLEST or not has_moments_in_fewer_bits(parameter):
             dtype = _DTYPES.get(self._kind, torch.float32)
+            dtype = dtype if has_moments_in_fewer_bits(parameter) else parameter.dtype
             state |= {name: torch.zeros_like(parameter, dtype=dtype) for name in _MOMENTS}
             return
         assert _local(parameter) is parameter, "shards are refused: memory.levers.conditions.needs_unsharded_blocks"
@@ -116,7 +121,7 @@ class AdamW(torch.optim.Optimizer):
 
     def _stored(self, parameter: Tensor, state: dict[str, Any]) -> "tuple[_Stored, _Stored]":
         if "quantized" not in state:
-            return _Plain(_local(state[_MOMENTS[0]])), _Plain(_local(state[_MOMENTS[1]]))
+            return _Plain(_real(_local(state[_MOMENTS[0]]))), _Plain(_real(_local(state[_MOMENTS[1]])))
         if state["quantized"] != self._kind:
             raise UserError(
                 f"optimizer.state_dtype={self._kind}: the moments in the checkpoint are in {state['quantized']}; "
@@ -136,8 +141,18 @@ class AdamW(torch.optim.Optimizer):
 
 def step_bytes(parameters: Iterable[Tensor], state_dtype: StateDtype) -> int:
     """The most bytes that `AdamW.step` allocates in passing, for parameters whose memory is contiguous."""
-    sizes = [min(p.numel(), PIECES.get(p.device.type, PIECE)) for p in parameters if p.requires_grad]
-    return 4 * max(sizes, default=0) * (_TEMPORARIES if state_dtype in _DTYPES else _OF_QUANTIZED)
+    most = 0
+    for parameter in (p for p in parameters if p.requires_grad):
+        values = _real(parameter)
+        is_plain = state_dtype in _DTYPES or not has_moments_in_fewer_bits(parameter)
+        size = min(values.numel(), PIECES.get(parameter.device.type, PIECE)) * _computed_in(values).itemsize
+        most = max(most, size * (_TEMPORARIES if is_plain else _OF_QUANTIZED))
+    return most
+
+
+def has_moments_in_fewer_bits(parameter: Tensor) -> bool:
+    """Whether `AdamW` stores this parameter's moments in its `state_dtype`: not those of complex and fp64 ones."""
+    return not parameter.is_complex() and parameter.dtype is not torch.float64
 
 
 @dataclass(frozen=True)
@@ -151,7 +166,7 @@ class _Plain:
         return self.tensor.is_contiguous()
 
     def read(self, piece: slice | None, weight: Tensor) -> Tensor:
-        return self._part(piece).to(torch.float32, copy=True)
+        return self._part(piece).to(_computed_in(weight), copy=True)
 
     def write(self, piece: slice | None, values: Tensor, generator: torch.Generator) -> None:
         copy_rounded(self._part(piece), values, generator)
@@ -180,7 +195,7 @@ _Stored = _Plain | _Quantized
 
 
 def _adamw(weight: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, step: int, group: dict[str, Any]) -> None:
-    """In place, in fp32. The gradient is overwritten."""
+    """In place, in the dtype of all four. The gradient is overwritten."""
     beta1, beta2 = group["betas"]
     mean.lerp_(gradient, 1 - beta1)
     square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
@@ -197,6 +212,15 @@ def _pieces(weight: Tensor, is_flat: bool) -> Iterator[slice | None]:
     size, count = PIECES.get(weight.device.type, PIECE), weight.numel()
     for start in range(0, count, size):
         yield slice(start, min(start + size, count))
+
+
+def _computed_in(weight: Tensor) -> torch.dtype:
+    return torch.float64 if weight.dtype is torch.float64 else torch.float32
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """A complex tensor as the pairs of its real and imaginary parts, in the same memory."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def _local(tensor: Tensor) -> Tensor:

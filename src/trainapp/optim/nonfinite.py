@@ -21,7 +21,14 @@ def gradient_norm(gradients: list[Tensor], dtype: torch.dtype | None = None) -> 
     """The 2-norm of all gradients together, a scalar tensor on their device. dtype: to add their squares in."""
     if not gradients:
         return torch.zeros(())
-    return torch.linalg.vector_norm(torch.stack(foreach_norm(gradients, 2, dtype)))
+    return torch.linalg.vector_norm(torch.stack(norms_of(gradients, dtype)))
+
+
+def norms_of(gradients: list[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
+    """The 2-norm of each. dtype: real, to add the squares in, also those of complex gradients."""
+    if dtype is not None:  # torch takes only a complex one for complex tensors
+        gradients = [torch.view_as_real(g.resolve_conj()) if g.is_complex() else g for g in gradients]
+    return list(foreach_norm(gradients, 2, dtype))
 
 
 def scale_gradients(gradients: list[Tensor], factor: Tensor) -> None:

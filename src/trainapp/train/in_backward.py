@@ -13,9 +13,8 @@ from torch import Tensor
 
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.optim.in_backward import ParameterSteps
-from trainapp.optim.nonfinite import gradient_norm, scale_gradients
+from trainapp.optim.nonfinite import gradient_norm, norms_of, scale_gradients
 from trainapp.optim.updated_memory import UpdatedMemory, slices_refused
-from trainapp.torch_private import foreach_norm
 from trainapp.train.phase import Phase
 from trainapp.train.run import Run, Step
 from trainapp.train.step import (
@@ -131,7 +130,7 @@ class _Commit:
             )
         phase, run.attempt.phase = run.attempt.phase, Phase.UPDATE_IN_BACKWARD
         assert parameter.grad is not None
-        self._norms[id(parameter)] = foreach_norm([parameter.grad], 2, self._dtype)[0]
+        self._norms[id(parameter)] = norms_of([parameter.grad], self._dtype)[0]
         if self._steps.trains(parameter):
             if self._factor is not None:
                 scale_gradients([parameter.grad], self._factor)

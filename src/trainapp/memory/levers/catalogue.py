@@ -22,6 +22,8 @@ from trainapp.memory.levers.conditions import (
     needs_updates_in_place_of_clipping,
     needs_updates_one_by_one,
     needs_whole_parameters,
+    trains_in_32_bits,
+    trains_real_numbers,
 )
 from trainapp.memory.levers.lever import Lever, Situation
 from trainapp.memory.levers.optimizer_state import (
@@ -171,6 +173,7 @@ LEVERS = (
         "fused kernel",
         changes=_ADAMW_BF16,
         in_force=has_moments_in("bf16"),
+        helps=trains_in_32_bits,
         state_saved=half_of_adams_state,
         step_bytes=step_of_adamw("bf16"),
         result="rounded",
@@ -189,6 +192,7 @@ LEVERS = (
         },
         in_force=lambda config: config.optimizer.target == "torch.optim.Adafactor",
         require=needs_whole_parameters,
+        helps=trains_real_numbers,
     ),
     MUON,
     Lever(

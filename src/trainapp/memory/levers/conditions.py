@@ -11,6 +11,7 @@ from trainapp.errors import UserError
 from trainapp.memory.levers import chunked_loss
 from trainapp.memory.levers.lever import Situation
 from trainapp.models.inspect import blocks_of, has_batchnorm, instead_of_batchnorm
+from trainapp.optim.low_precision import has_moments_in_fewer_bits
 from trainapp.optim.quantized_products import MULTIPLE, quantizable
 
 
@@ -211,6 +212,16 @@ def needs_whole_parameters(situation: Situation) -> None:
 def is_on_a_gpu(situation: Situation) -> bool:
     """For what is moved to the host: on the CPU it may be set, and moves nothing."""
     return any(p.device.type == "cuda" for p in situation.model.parameters())
+
+
+def trains_in_32_bits(situation: Situation) -> bool:
+    """For AdamW in fewer bits, which stores the moments of complex and fp64 parameters as they are."""
+    return all(has_moments_in_fewer_bits(p) for p in situation.model.parameters() if p.requires_grad)
+
+
+def trains_real_numbers(situation: Situation) -> bool:
+    """For Adafactor, which refuses complex parameters."""
+    return not any(p.is_complex() for p in situation.model.parameters() if p.requires_grad)
 
 
 def clips(situation: Situation) -> bool:

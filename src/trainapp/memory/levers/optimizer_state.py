@@ -8,7 +8,12 @@ from torch import nn
 from trainapp.config.adamw import IN_FEWER_BITS, is_adamw
 from trainapp.config.schema import Config
 from trainapp.memory.kinds import MemoryKind
-from trainapp.memory.levers.conditions import is_on_a_gpu, needs_unsharded_blocks, needs_updates_after_backward
+from trainapp.memory.levers.conditions import (
+    is_on_a_gpu,
+    needs_unsharded_blocks,
+    needs_updates_after_backward,
+    trains_in_32_bits,
+)
 from trainapp.memory.levers.lever import Lever
 from trainapp.optim import low_precision
 
@@ -67,6 +72,7 @@ def quantized(state_dtype: low_precision.StateDtype, share: str, saved: float, b
         changes=adamw(state_dtype),
         in_force=has_moments_in(state_dtype),
         require=needs_unsharded_blocks,
+        helps=trains_in_32_bits,
         state_saved=state_saved,
         step_bytes=step_of_adamw(state_dtype),
         result="rounded",
