@@ -156,3 +156,13 @@ def hooks_of(owner: nn.Module | Tensor) -> list[Any]:
         tables = (owner._backward_hooks, getattr(owner, "_post_accumulate_grad_hooks", None))
         return [hook for table in tables for hook in (table or {}).values()]
     return [hook for name in _HOOKS for hook in getattr(owner, name).values()]
+
+
+def hooks_of_calls(module: nn.Module) -> list[Any]:
+    """Those that a call of the module and its backward run: not those of its state dict."""
+    return [*module._forward_pre_hooks.values(), *module._forward_hooks.values(), *hooks_of_backward(module)]
+
+
+def hooks_of_backward(module: nn.Module) -> list[Any]:
+    """Those that the backward runs."""
+    return [*module._backward_pre_hooks.values(), *module._backward_hooks.values()]

@@ -6,16 +6,20 @@ import torch
 import torch.nn.functional as F
 from helpers import evaluations, metrics
 from torch import nn
+from torch.nn.utils import prune
 
 from trainapp.errors import UserError
 from trainapp.memory.kinds import MemoryKind
+from trainapp.memory.levers.catalogue import available_levers
 from trainapp.memory.levers.chunked_loss import (
     LEAST_ROWS,
     auto_rows,
     features_only,
     linear_cross_entropy,
+    require_head,
     require_same_forward,
 )
+from trainapp.memory.levers.lever import Situation
 from trainapp.memory.live_tensors import LiveTensors
 from trainapp.train import losses
 from trainapp.train.losses import InChunks, classification, in_chunks
@@ -84,9 +88,12 @@ def test_nothing_counts():
     assert not any(t.grad.any() for t in (features, *head.parameters()))
 
 
-def test_a_target_that_is_no_class_is_an_error_as_ever():
+@pytest.mark.parametrize("target", [100, -1, -99])
+def test_a_target_that_is_no_class_is_an_error_as_ever(target):
     head, features, targets = problem()
-    targets[1, 1] = 100
+    targets[1, 1] = target
+    with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+        plainly(head, features, targets)
     with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
         linear_cross_entropy(features, head, targets, 4)
 
@@ -221,14 +228,52 @@ def test_a_task_of_ones_own_is_refused(tmp_path):
     ("head", "message"), [(nn.Sequential(nn.Linear(16, 10)), "must be an nn.Linear, not a Sequential")]
 )
 def test_another_head_is_refused(tmp_path, head, message):
-    from trainapp.memory.levers.chunked_loss import require_head
-
     model = Classifier()
     config = runs.configure(tmp_path, "memory.loss_chunk=4")
     require_head(config, model)
     model.head = head
     with pytest.raises(UserError, match=message):
         require_head(config, model)
+
+
+def test_hooks_of_the_head_are_refused_where_parametrizations_are_right(tmp_path):
+    """Their weight is set before each call of the head, or its gradient changed after it."""
+    config = runs.configure(tmp_path, "memory.loss_chunk=4")
+    hooked = {
+        "WeightNorm": torch.nn.utils.weight_norm,
+        "SpectralNorm": torch.nn.utils.spectral_norm,
+        "RandomUnstructured": lambda head: prune.random_unstructured(head, "weight", 0.5),
+        "thirds": lambda head: head.register_full_backward_hook(thirds),
+        "nothing": lambda head: head.register_full_backward_pre_hook(nothing),
+        "print": lambda head: head.register_forward_hook(print),
+    }
+
+    def thirds(module, given, received):
+        return tuple(gradient / 3 for gradient in given)
+
+    def nothing(*_):
+        return None
+
+    for name, change in hooked.items():
+        model = Classifier()
+        change(model.head)
+        with pytest.raises(UserError, match=rf"loss_chunk=4: the head of Classifier has hooks \(.*{name}"):
+            require_head(config, model)
+        assert "memory.loss_chunk=auto" not in offered(model, tmp_path)
+    model = Classifier()
+    model.register_full_backward_hook(thirds)
+    with pytest.raises(UserError, match="loss_chunk=4: Classifier has backward hooks"):
+        require_head(config, model)
+    model = Classifier()
+    torch.nn.utils.parametrizations.weight_norm(model.head)
+    model.head.register_state_dict_post_hook(lambda *_: None)
+    require_head(config, model)
+    assert "memory.loss_chunk=auto" in offered(model, tmp_path)
+
+
+def offered(model, folder):
+    situation = Situation(runs.configure(folder), model, knows_loss=True)
+    return {lever.setting for lever in available_levers(situation)}
 
 
 @pytest.mark.slow

@@ -24,6 +24,7 @@ from trainapp.config.schema import Config
 from trainapp.errors import UserError
 from trainapp.models.inspect import blocks_of, last_layer
 from trainapp.rng import preserved_rng
+from trainapp.torch_modes import hooks_of_backward, hooks_of_calls
 
 SETTING = "memory.loss_chunk"
 LEAST_ROWS = 128
@@ -37,7 +38,7 @@ def linear_cross_entropy(
     features: [..., width]; targets: int64 [...], `ignored` where nothing counts. rows: of how many targets the logits
     exist at a time. Equal to `F.cross_entropy(head(features).float(), targets, reduction="sum")` but for the order of
     additions: 1e-6 in fp32. Computes in autocast's dtype inside autocast, else in the weight's, with the loss and the
-    weight's gradient added up in fp32. Not differentiable twice.
+    weight's gradient added up in fp32. Not differentiable twice. Hooks of the head are not run.
     """
     flat, flat_targets = features.flatten(0, -2), targets.flatten()
     if rows == "auto":
@@ -104,6 +105,7 @@ def require_head(config: Config, model: nn.Module) -> None:
             f"{setting}: the head of {name} must be an nn.Linear, not a {type(head).__name__}; make it one, or set "
             f"{SETTING}=null"
         )
+    _require_no_hooks(setting, model, head)
     if config.parallel.strategy == "fsdp":
         inside = (m for block in blocks_of(model, "parallel=fsdp") for m in block.modules())
         if any(m is head for m in inside):
@@ -111,6 +113,26 @@ def require_head(config: Config, model: nn.Module) -> None:
                 f"{setting}: with parallel=fsdp the head of {name} must not be inside one of its blocks(), outside of "
                 "which only a shard of it exists; take it out of blocks()"
             )
+
+
+def _require_no_hooks(setting: str, model: nn.Module, head: nn.Module) -> None:
+    """The head is not called, and the model returns features: its backward has another gradient."""
+    name = type(model).__name__
+    if hooks := hooks_of_calls(head):
+        raise UserError(
+            f"{setting}: the head of {name} has hooks ({_kinds(hooks)}), which this loss would not run, since it "
+            "computes with the weight alone; remove them (for torch.nn.utils.weight_norm and spectral_norm, use those "
+            f"of torch.nn.utils.parametrizations), or set {SETTING}=null"
+        )
+    if hooks := hooks_of_backward(model):
+        raise UserError(
+            f"{setting}: {name} has backward hooks ({_kinds(hooks)}), which expect the gradient of the logits, and "
+            f"would get that of the features; remove them, or set {SETTING}=null"
+        )
+
+
+def _kinds(hooks: list[Any]) -> str:
+    return ", ".join(dict.fromkeys(getattr(hook, "__qualname__", type(hook).__name__) for hook in hooks))
 
 
 @torch.no_grad()
@@ -162,7 +184,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 correct += (logits.argmax(-1) == target).sum()
                 logits = logits.float()
                 sums.append(logits.logsumexp(-1))
-                chosen = logits.gather(-1, target.clamp(min=0)[:, None]).squeeze(-1)
+                chosen = logits.gather(-1, _classes(target, ignored)[:, None]).squeeze(-1)
                 loss += (sums[-1] - chosen).masked_fill(target == ignored, 0).sum()
         ctx.save_for_backward(features, weight, bias, targets, *sums)
         ctx.rows, ctx.dtype, ctx.ignored = rows, dtype, ignored
@@ -184,7 +206,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 x, target = features[here].to(dtype), targets[here]
                 gradient = F.linear(x, product, own).float()
                 gradient.sub_(log_sum[:, None]).exp_()  # the probabilities
-                gradient[torch.arange(len(target), device=target.device), target.clamp(min=0)] -= 1
+                gradient[torch.arange(len(target), device=target.device), _classes(target, ctx.ignored)] -= 1
                 gradient.mul_((scale * (target != ctx.ignored))[:, None])
                 gradient = gradient.to(dtype)
                 if by_features is not None:
@@ -197,6 +219,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     by_bias += gradient.sum(0, dtype=total)
         grads = (by_features, _like(by_weight, weight), _like(by_bias, bias))
         return (*grads, None, None, None, None)
+
+
+def _classes(targets: Tensor, ignored: int) -> Tensor:
+    """Class 0 where a target is ignored. Other targets that are no class stay: indexing fails for them, on the device
+    where it is CUDA, as it does in `F.cross_entropy`."""
+    return targets.masked_fill(targets == ignored, 0)
 
 
 def _like(gradient: Tensor | None, parameter: Tensor | None) -> Tensor | None:
