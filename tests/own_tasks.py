@@ -32,6 +32,18 @@ class Net(nn.Module):
         return self.head(self.features(inputs))
 
 
+CALLS = [0]
+LOGITS: list[Tensor] = []
+
+
+def with_globals(model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, int, dict[str, Any]]:
+    """A loss that depends on how often the task was called, and on what it returned."""
+    CALLS[0] += 1
+    logits = model(batch["inputs"]) / CALLS[0] + sum(LOGITS)
+    LOGITS.append(logits.detach())
+    return F.cross_entropy(logits, batch["targets"], reduction="sum"), len(logits), {}
+
+
 class Pairs(Net):
     """Multiplies the features with themselves."""
 

@@ -5,6 +5,7 @@ import itertools
 import logging
 import random
 
+import own_tasks
 import pytest
 import runs
 import torch
@@ -18,6 +19,7 @@ from trainapp.memory.levers.block_trace import BlockCall, Skeleton
 from trainapp.memory.levers.budget import Budget, NoBudget
 from trainapp.memory.levers.choice import choose, least, options_of
 from trainapp.memory.live_tensors import LiveTensors
+from trainapp.train import loop
 
 CPU = torch.device("cpu")
 GPT = (
@@ -249,6 +251,20 @@ def test_the_copy_without_data_belongs_to_no_checkpoint(tmp_path):
 
 
 # What cannot be planned, or not done
+
+
+def test_the_trace_leaves_the_tasks_globals_as_they_are(tmp_path):
+    own = ("model._target_=own_tasks.Net", "user_packages=[own_tasks]", "task=own_tasks.with_globals", "data=digits")
+    ends = []
+    for mode in (("none",), ("budget", "activation_checkpointing.bytes=10KiB")):
+        own_tasks.CALLS[:], own_tasks.LOGITS[:] = [0], []
+        chosen = (*own, "train.check_loss=false", "oom.plan=false")
+        run = runs.prepare(tmp_path / mode[0], *chosen, f"activation_checkpointing={mode[0]}", *mode[1:])
+        loop.train(run)
+        run.close()
+        assert own_tasks.CALLS == [4]
+        ends.append(runs.weights(run.state.model))
+    assert torch.equal(*ends)
 
 
 class ReadsItself(Mlp):

@@ -4,6 +4,7 @@ Used for training on real tensors and for memory traces on fake ones.
 """
 
 import contextlib
+import functools
 import inspect
 import logging
 from collections.abc import Callable, Iterable
@@ -36,6 +37,7 @@ from trainapp.parallel.strategy import SingleDevice
 from trainapp.rng import preserved_rng, seed_everything
 from trainapp.torch_private import is_tracing
 from trainapp.train import loss_check, losses, updates
+from trainapp.train.attributes import restored
 from trainapp.train.components import Components
 from trainapp.train.model_inputs import beside_inputs, inputs_and_targets
 
@@ -146,7 +148,8 @@ def _budget(config: Config, components: Components, model: nn.Module, device: to
     if config.activation_checkpointing.mode != "budget":
         return NoBudget()
     task = losses.in_chunks(components.task, config.memory.loss_chunk)
-    return Budget(model, task, config.activation_checkpointing, device, compiles=config.train.compile)
+    kept = functools.partial(restored, task, model)
+    return Budget(model, task, config.activation_checkpointing, device, compiles=config.train.compile, restored=kept)
 
 
 def _compile(config: Config, model: nn.Module, budget: Budget | NoBudget) -> None:

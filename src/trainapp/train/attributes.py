@@ -3,13 +3,14 @@
 Tensors' contents are not copied here: see `KeepsWritten`, which copies only what is written.
 """
 
+import contextlib
 import functools
 import logging
 import sys
 import types
 import zlib
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -166,6 +167,16 @@ class Attributes:
             held[...] = copy
 
         self._undo.append(undo)
+
+
+@contextlib.contextmanager
+def restored(*roots: Any) -> Iterator[None]:
+    """What the block does to the `Attributes` of these objects is undone after it."""
+    attributes = Attributes(*roots)
+    try:
+        yield
+    finally:
+        attributes.restore()
 
 
 def has_plain_memory(tensor: Tensor) -> bool:

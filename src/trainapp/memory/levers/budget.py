@@ -49,6 +49,8 @@ class Budget:
 
     task: what the loss is computed with; it is copied. device: where the model will be. compiles: whether the model
     will be compiled, with `compile_options`. Then the compiler chooses, and the blocks do in uncompiled steps only.
+    restored: a context around each trace, which undoes what it does to what the copies share with model and task, such
+    as global variables.
     Raises UserError for a model without blocks.
 
     Attribute `room`: a function that gives the bytes that a micro-batch may take after what persists between steps,
@@ -62,7 +64,9 @@ class Budget:
         settings: ActivationCheckpointing,
         device: torch.device,
         compiles: bool = False,
+        restored: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     ):
+        self._restored = restored
         self.settings, self.device = settings, device
         self._compiled = CompiledBudget() if compiles else None
         self.room: Callable[[bool], int] | None = None
@@ -94,7 +98,9 @@ class Budget:
         room = self.room(alone) if is_auto and self.room is not None else 0
         key = (tuple((tuple(t.shape), t.dtype) for t in tensors_in(batch)), self._model.training, room, alone)
         if key not in self._known:
-            self._known[key] = self._choose(batch, autocast, room, alone)
+            with self._restored():
+                choice = self._choose(batch, autocast, room, alone)
+            self._known[key] = choice
             if len(self._known) > REMEMBERED:
                 self._known.popitem(last=False)
         self._chosen.begin(self._known[key])
@@ -116,7 +122,8 @@ class Budget:
         loss = compiled.loss_memory(key)
         if loss is None and self._skeleton is not None:
             try:
-                loss = loss_memory(self._skeleton, batch, autocast)
+                with self._restored():
+                    loss = loss_memory(self._skeleton, batch, autocast)
             except Exception as error:  # whatever the task raises on tensors without data
                 log.debug("the loss cannot be traced, which the compiled graph says", exc_info=error)
         compiled.begin(key, None if loss is None else room, loss)
