@@ -14,6 +14,7 @@ from torch import nn
 from trainapp.config.schema import ActivationCheckpointing
 from trainapp.errors import UserError
 from trainapp.memory.kinds import MemoryKind
+from trainapp.memory.levers import budget as levers_budget
 from trainapp.memory.levers import choice, costs
 from trainapp.memory.levers.block_trace import BlockCall, Skeleton
 from trainapp.memory.levers.budget import Budget, NoBudget
@@ -217,6 +218,35 @@ def test_auto_uses_what_the_limit_leaves(tmp_path, free_selection):
     peak, weights = measured(tmp_path, "activation_checkpointing=budget", f"memory.limit={limit}")
     assert full + 0.6 * (limit - full) < peak <= limit
     assert torch.equal(weights, expected)
+
+
+@pytest.mark.parametrize("share", [0.2, 0.9])
+def test_auto_uses_what_the_limit_leaves_beside_many_logits(tmp_path, free_selection, share):
+    """The step keeps no logits for metrics through the backward, so the trace must not, either."""
+    logits = ("model.depth=6", "data.vocab_size=1024", "every.log=1")
+    full, expected = measured(tmp_path, *logits, "activation_checkpointing=full")
+    most, _ = measured(tmp_path, *logits)
+    limit = full + int(share * (most - full))
+    peak, weights = measured(tmp_path, *logits, "activation_checkpointing=budget", f"memory.limit={limit}")
+    assert 0.97 * limit < peak <= limit
+    assert torch.equal(weights, expected)
+
+
+@pytest.mark.parametrize("room", [90, 130, 299])
+def test_a_guess_that_peaks_too_high_is_followed_by_smaller_ones(monkeypatch, room):
+    """Where a byte more that is kept costs two at the peak."""
+    traced = []
+
+    def peak(kept, *_):
+        traced.append(kept)
+        return 2 * kept
+
+    monkeypatch.setattr(levers_budget, "choose", lambda calls, size: size)
+    monkeypatch.setattr(levers_budget, "_by_call", lambda calls, size: size)
+    monkeypatch.setattr(levers_budget, "peak_with", peak)
+    found = budgeted(Mlp(), "auto")._largest_within(room, None, [BlockCall(0, 0, 10, 1000, cost=1.0)], None, None, True)
+    assert 0.85 * room < 2 * found <= room
+    assert len(traced) <= levers_budget.MOST_TRACES
 
 
 def test_auto_leaves_what_the_task_keeps_between_steps(tmp_path, free_selection):

@@ -124,7 +124,7 @@ class Skeleton:
         try:
             with counter:
                 with autocast:
-                    loss, *_ = self.task(self.model, fake)
+                    loss = self.task(self.model, fake)[0]  # metrics hold the logits, and are gone before a backward
                 loss.backward()
         finally:
             for parameter in self.model.parameters():

@@ -158,17 +158,22 @@ class Budget:
         """The bytes with which a micro-batch peaks at `room`, or just below.
 
         What is kept lies in memory until the backward of its block, at most at every peak, so that the first guess is
-        safe. It is often more than that: a block that is recomputed needs all of its activations anyway.
+        safe. It is often more than that: a block that is recomputed needs all of its activations anyway. Where a guess
+        peaks above the room, the next one is half-way back.
         """
         largest = sum(max(option.size for option in options_of(call)) for call in calls)
-        budget: int | None = None  # that of the last trace within the room; the first one's in any case
+        budget: int | None = None  # the largest traced within the room; the first one in any case
+        beyond: int | None = None  # the smallest traced that is not
         tried = sum(call.inputs for call in calls)
         for _ in range(MOST_TRACES):
             choice = _by_call(calls, choose(calls, tried))
             peak = peak_with(choice, skeleton, batch, autocast, self.settings.every, alone)
             if peak > room and budget is not None:
-                break
-            budget, tried = tried, tried + room - peak
+                beyond = tried
+            else:
+                budget, tried = tried, tried + room - peak
+            if beyond is not None:
+                tried = min(tried, (budget + beyond) // 2)
             if tried - budget < room // 64 or budget >= largest:
                 break
         assert budget is not None, "traced at least once"
