@@ -156,15 +156,21 @@ def _targets(model: nn.Module, settings: Adapter) -> list[str]:
     if settings.targets != "auto":
         _require_modules(model, settings.targets, "adapter.targets")
         return list(settings.targets)
+    found = linear_layers(model)
+    # By the last part of their names, as adapters are usually published, where that names nothing else.
+    short = sorted({name.rpartition(".")[2] for name in found})
+    named = [name for name, _ in model.named_modules() if name.rpartition(".")[2] in short]
+    return short if sorted(named) == sorted(found) else found
+
+
+def linear_layers(model: nn.Module) -> list[str]:
+    """The names of what `adapter.targets=auto` adds adapters to. Raises UserError where there are none."""
     inside = {id(module) for block in blocks_of(model, "adapter.targets=auto") for module in block.modules()}
     linear = {name: module for name, module in model.named_modules() if _is_linear(module)}
     found = [name for name, module in linear.items() if id(module) in inside]
     if not found:
         raise UserError(f"adapter.targets=auto: no linear layers in the blocks of {type(model).__name__}; name modules")
-    # By the last part of their names, as adapters are usually published, where that names nothing else.
-    short = sorted({name.rpartition(".")[2] for name in found})
-    named = [name for name, _ in model.named_modules() if name.rpartition(".")[2] in short]
-    return short if sorted(named) == sorted(found) else found
+    return found
 
 
 def _require_all_trained(model: nn.Module, trained: Iterable[str]) -> None:

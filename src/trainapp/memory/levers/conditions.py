@@ -10,6 +10,7 @@ from trainapp.config.schema import Config
 from trainapp.errors import UserError
 from trainapp.memory.levers import chunked_loss
 from trainapp.memory.levers.lever import Situation
+from trainapp.models.adapters import linear_layers
 from trainapp.models.inspect import blocks_of, has_batchnorm, instead_of_batchnorm
 from trainapp.optim.low_precision import has_moments_in_fewer_bits
 from trainapp.optim.quantized_products import MULTIPLE, quantizable
@@ -31,10 +32,10 @@ def needs_blocks_to_budget(situation: Situation) -> None:
     blocks_of(situation.model, "activation_checkpointing=budget")
 
 
-def needs_blocks_for_adapters(situation: Situation) -> None:
-    """Unless the modules are named that get adapters."""
+def needs_layers_for_adapters(situation: Situation) -> None:
+    """Linear ones in blocks, unless the modules are named that get adapters."""
     if situation.config.adapter.targets == "auto":
-        blocks_of(situation.model, "adapter.targets=auto")
+        linear_layers(situation.model)
 
 
 def needs_movable_activations(situation: Situation) -> None:
