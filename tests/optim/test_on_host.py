@@ -1,5 +1,6 @@
 """optimizer.offload: the bits of the plain optimizer, its checkpoints, and its promises after an error."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -138,6 +139,17 @@ def test_a_run_has_the_weights_of_the_plain_one(tmp_path, precision):
         ends.append(runs.weights(run.state.model))
     assert torch.equal(ends[0], ends[1])
     assert not torch.equal(ends[0], ends[2])
+
+
+def test_that_it_saves_nothing_on_the_cpu_is_said_once(tmp_path, caplog):
+    for name, more in {"plain": (), "host": (HOST,)}.items():
+        caplog.clear()
+        with caplog.at_level("WARNING"):
+            runs.run(tmp_path / name, *MLP, *more)
+        said = [record.message for record in caplog.records if "optimizer.offload=true" in record.message]
+        assert len(said) == len(more)
+    assert "saves nothing on the CPU" in said[0]
+    assert re.search(r"costs [\d.]+ KiB for copies of parameters and gradients; leave it out$", said[0])
 
 
 def test_the_traced_peak_is_the_measured_one(tmp_path):

@@ -28,10 +28,12 @@ from trainapp.models.adapters import base_of
 from trainapp.models.weights import load_initial_weights
 from trainapp.optim import precision
 from trainapp.optim.nonfinite import NonFiniteCheck
+from trainapp.optim.on_host import copies_of
 from trainapp.optim.own_rates import require_own_rates
 from trainapp.parallel.ranks import Ranks
 from trainapp.rng import seed_everything
 from trainapp.signals import StopRequest
+from trainapp.torch_private import is_tracing
 from trainapp.tracking.meter import Meter
 from trainapp.tracking.tracker import SilentTracker, Tracker
 from trainapp.train import exactness, hook_parts, losses
@@ -45,6 +47,7 @@ from trainapp.train.initial_sizes import initial_sizes
 from trainapp.train.restore_point import RestorePoint
 from trainapp.train.room import require_room, room_of
 from trainapp.train.run import EvalSets, Objective, Run
+from trainapp.units import bytes_text
 
 log = logging.getLogger(__name__)
 
@@ -120,6 +123,7 @@ def run_of(config: Config, parts: Parts, stop: StopRequest, ranks: Ranks, initia
     state.stateful = owners_of_state(components, batches, eval_sets, state.model, device, callbacks)
     _begin_at_weights(config, state)
     warn_of_bilinear(state)
+    _warn_of_host_copies(state)
     if device.type == "cuda":
         strategy.warm_up()
     memory.enforce()  # again: the libraries have now allocated their own
@@ -171,6 +175,16 @@ def _begin_at_weights(config: Config, state: TrainState) -> None:
     if config.model.init_from and base_of(state.model) is None:
         load_initial_weights(state.model, Path(config.model.init_from), config.model.init_strict)
         state.average.start_at_weights()
+
+
+def _warn_of_host_copies(state: TrainState) -> None:
+    copies = sum(t.nbytes for optimizer in state.optimizers for t in copies_of(optimizer))
+    if copies and state.device.type == "cpu" and not is_tracing():
+        log.warning(
+            "optimizer.offload=true: saves nothing on the CPU, where the optimizer's state is in host memory anyway, "
+            "and costs %s for copies of parameters and gradients; leave it out",
+            bytes_text(copies),
+        )
 
 
 def owners_of_state(
