@@ -8,7 +8,7 @@ have saved it, never see a write.
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from trainapp.memory.levers.content_kinds import kind_of, written_to
 from trainapp.memory.levers.contents import Contents, Known, Path
 from trainapp.memory.levers.early_stop import may_stop_early
 from trainapp.memory.levers.kind import PLAIN
-from trainapp.memory.levers.module_dicts import NOTHING, REGISTRIES, are_identical, modules_in, put_back
+from trainapp.memory.levers.module_dicts import REGISTRIES, Held, are_identical, modules_in, registries_in
 from trainapp.memory.levers.recomputation_errors import (
     ARGUMENT,
     changed,
@@ -32,6 +32,9 @@ from trainapp.optim.updated_memory import UpdatedMemory
 from trainapp.rng import HostGenerators
 from trainapp.torch_private import is_tracing, non_persistent_buffers, version_of
 
+_ATTRIBUTES = ""  # in the place of a registry
+_ALL = (_ATTRIBUTES, *REGISTRIES)
+_OF_VALUES = (_ATTRIBUTES, "_parameters")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 Place = tuple[int, str]  # of a tensor: the dictionary that holds it, by its number in the block, and its name
 
@@ -85,42 +88,46 @@ class BlockState:
     def _take(self, before: "Before") -> None:
         before.generators = HostGenerators()
         known = before.learned.known
-        for module in before.modules:
+        owners: list[dict[str, Any]] = []
+        start = 0  # of the values of one of them among those of all
+        for number, module in enumerate(before.modules):
             attributes = vars(module)
-            for registry in REGISTRIES:
-                owner = attributes[registry]
-                place = before.add(owner)
+            dictionaries = (attributes, *registries_in(attributes))
+            owners += dictionaries
+            first = number * len(dictionaries)
+            for place, owner in enumerate(dictionaries, first):
                 if not owner:
                     continue
-                if registry == "_parameters":
-                    self._take_values(before, place, owner)
-                elif registry == "_buffers":
-                    self._take_values(before, place, owner, non_persistent_buffers(module))
+                registry = _ALL[place - first]
+                if registry == "_buffers":
+                    self._take_values(before, place, owner, start, non_persistent_buffers(module))
+                elif registry in _OF_VALUES:
+                    self._take_values(before, place, owner, start)
                 elif registry in _HOOKS:
                     for hook in owner.values():
                         before.contents.take(hook, ((place, "hook"),), known)
-            place = before.add(attributes)
-            self._take_values(before, place, attributes)
+                start += len(owner)
             kind: type = type(module)
             if kind_of(kind) is not None:  # it has slots
-                before.contents.take(module, ((place, ""),), known)
+                before.contents.take(module, ((first, ""),), known)
+        before.held = Held(owners)
         if before.copies:  # so far the tensors themselves
             arrays = before.contents.arrays()
             before.copies = copies_of({at: t for at, t in before.copies.items() if not _is_in(t, arrays)})
-            before.tensors = [taken for taken in before.tensors if not _is_in(taken[2], arrays)]
+            before.tensors = [taken for taken in before.tensors if not _is_in(taken.tensor, arrays)]
 
     def _take_values(
-        self, before: "Before", place: int, owner: dict[str, Any], constant: set[str] | None = None
+        self, before: "Before", place: int, owner: dict[str, Any], start: int, constant: set[str] | None = None
     ) -> None:
         """constant: of buffers, the names of those whose copies may be dropped."""
         # A trace compares no values, but counts the copies that the first real forward makes.
         learned = before.learned
         copies = constant is not None or not (learned.is_traced if is_tracing() else learned.is_known)
-        for name, value in owner.items():
+        for index, (name, value) in enumerate(owner.items(), start):
             if name in MODULE_ATTRIBUTES:
                 continue
             if isinstance(value, Tensor):
-                before.tensors.append((place, name, value, version_of(value), value.requires_grad))
+                before.tensors.append(_Taken((place, name), value, version_of(value), value.requires_grad, index))
                 if copies or (place, name) in learned.written:
                     before.copies[place, name] = value
                 if constant is None or name in constant:
@@ -131,8 +138,7 @@ class BlockState:
     def _drop_unwritten(self, before: "Before") -> None:
         """Drop the copies of tensors that this forward has not written."""
         learned = before.learned
-        for place, name, tensor, version, _ in before.tensors:
-            at = place, name
+        for at, tensor, version, *_ in before.tensors:
             if at not in before.droppable or at not in before.copies or at in learned.written:
                 continue
             moved = version_of(tensor) != version
@@ -152,7 +158,7 @@ class BlockState:
             if written_to(tensor) != count or (total is not None and sum_of(tensor) != total)
         ]
         if lost := lost + before.contents.judge(learned.known):
-            own = {id(value) for _, _, value, _, _ in before.tensors}  # they are copied
+            own = {id(taken.tensor) for taken in before.tensors}  # they are copied
             for path, value in lost:
                 if not isinstance(value, Tensor) or id(value) not in own:
                     raise changed(self.mode, self.block, path, value)
@@ -165,12 +171,11 @@ class BlockState:
         """
         then = self._state_of(before)
         # All of it, whether it differs from now or not: the recomputation may change what has returned to its old value
-        now = [(owner, dict(owner) if owner else NOTHING) for owner, _ in before.owners]
-        flags = [(tensor, tensor.requires_grad) for _, _, tensor, _, _ in before.tensors]
+        now = before.held.now()
+        flags = [(taken.tensor, taken.tensor.requires_grad) for taken in before.tensors]
         try:
-            for owner, held in then:
-                put_back(owner, held)
-            _set_flags((tensor, flag) for _, _, tensor, _, flag in before.tensors)
+            then.put_back()
+            _set_flags((taken.tensor, taken.requires_grad) for taken in before.tensors)
             with (
                 before.contents.rewound() if before.contents else contextlib.nullcontext(),
                 before.generators.rewound(),
@@ -181,23 +186,16 @@ class BlockState:
                 raise
             raise failed(self.mode, self.block, error) from error
         finally:
-            for owner, held in now:
-                put_back(owner, held)
+            now.put_back()
             _set_flags(flags)
 
-    def _state_of(self, before: "Before") -> list[tuple[dict[str, Any], dict[str, Any]]]:
-        """What each dictionary held, with copies in the place of tensors that have been written since."""
-        then = before.owners.copy()
+    def _state_of(self, before: "Before") -> Held:
+        """What the modules held, with copies in the place of tensors that have been written since."""
         copies = copies_of(before.copies)
-        for place, name, tensor, version, _ in before.tensors:
-            if (place, name) in copies:
-                owner, held = then[place]
-                if held is before.owners[place][1]:
-                    then[place] = owner, held = owner, dict(held)
-                held[name] = copies[place, name]
-            elif version_of(tensor) != version:
-                self._require_updated(tensor, name)
-        return then
+        for taken in before.tensors:
+            if taken.at not in copies and version_of(taken.tensor) != taken.version:
+                self._require_updated(taken.tensor, taken.at[1])
+        return before.held.with_values({t.place: copies[t.at] for t in before.tensors if t.at in copies})
 
     def _require_updated(self, tensor: Tensor, name: str) -> None:
         """Raises TrainingStopped for a tensor that something else than the backward's own updates has written."""
@@ -219,18 +217,21 @@ class Before:
 
     def __init__(self, modules: list[nn.Module], learned: Learned) -> None:
         self.modules, self.learned = modules, learned
-        self.owners: list[tuple[dict[str, Any], dict[str, Any]]] = []  # dictionaries of the modules, and what they held
-        self.tensors: list[tuple[int, str, Tensor, int, bool]] = []  # place, name, version, requires_grad
+        self.tensors: list[_Taken] = []
         self.copies: dict[Place, Tensor] = {}
         self.droppable: set[Place] = set()
         self.contents = Contents()
         self.inputs: list[tuple[Any, Tensor, int, str | None]] = []  # name, version, sum
         self.generators: HostGenerators
+        self.held: Held
 
-    def add(self, owner: dict[str, Any]) -> int:
-        """Note what a dictionary holds. Returns its number."""
-        self.owners.append((owner, dict(owner) if owner else NOTHING))
-        return len(self.owners) - 1
+
+class _Taken(NamedTuple):
+    at: Place
+    tensor: Tensor
+    version: int
+    requires_grad: bool
+    place: int  # in `Held.values`
 
 
 def _set_flags(flags: Iterable[tuple[Tensor, bool]]) -> None:
