@@ -105,6 +105,24 @@ def test_host_generators_come_back_from_where_they_have_not_moved(draws_before):
         assert (random.random(), np.random.rand()) == first
 
 
+@pytest.mark.parametrize("moved", [random.random, np.random.rand, lambda: random.seed(5), lambda: np.random.seed(5)])
+def test_host_generators_do_not_take_a_later_state_for_an_earlier_one(moved):
+    random.seed(1)
+    np.random.seed(1)
+    taken, expected = [], []
+    for _ in range(3):
+        taken += [rng.HostGenerators(), rng.HostGenerators()]
+        expected.append((random.getstate(), np.random.get_state(legacy=True)[1].tolist()))
+        moved()
+        with preserved_rng(torch.device("cpu")):
+            for _ in range(700):
+                random.random()
+                np.random.rand()
+    for number, generators in enumerate(taken):
+        with generators.rewound():
+            assert (random.getstate(), np.random.get_state(legacy=True)[1].tolist()) == expected[number // 2]
+
+
 def test_the_state_of_pythons_generator_is_found_in_memory():
     """Otherwise every step copies it word by word, 20 microseconds. Holds for every CPython that trainapp supports."""
     before = _python_position()
