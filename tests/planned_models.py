@@ -1,8 +1,10 @@
 """Models whose memory in a run is not that of their trace, which runs on fake tensors."""
 
+import itertools
 import queue
 from typing import Any
 
+import own_counts
 import torch
 from torch import Tensor, nn
 
@@ -300,3 +302,148 @@ class CachesAndCounts(Caches):
 
     def times(self, inputs: Tensor) -> int:
         return int((inputs.amax() * 0 + 16).item())
+
+
+class Flagged(Net):
+    """Keeps more in evaluation once it has been trained, or in training once it has been evaluated."""
+
+    by_training = True
+    is_set = False
+
+    def extra(self, inputs: Tensor) -> int:
+        if self.training == self.by_training:
+            self.is_set = True
+            return 1000
+        return 9000 if self.is_set else 1000
+
+
+class FlaggedByEvaluation(Flagged):
+    by_training = False
+
+
+class FlaggedInVain(Flagged):
+    """Nothing depends on it."""
+
+    def extra(self, inputs: Tensor) -> int:
+        super().extra(inputs)
+        return 1000
+
+
+class FillsBuffer(Net):
+    """Evaluation fills a buffer, which training uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("memory", None)
+
+    def extra(self, inputs: Tensor) -> int:
+        if not self.training:
+            self.memory = inputs.new_ones(256, 64)
+        return 1000 if self.memory is None else 9000
+
+
+class SlicedQueue(Net):
+    """Its queue is a slice, whose storage also holds what has left the queue; evaluation finds it."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("queue", torch.randn(64, 64))
+
+    def extra(self, inputs: Tensor) -> int:
+        if self.training:
+            self.queue = torch.cat([inputs.detach(), self.queue])[:64]
+        return 1000
+
+
+class Averaging(Net):
+    """Replaces a buffer by one as large in each forward of training."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(64)
+        self.register_buffer("mean", torch.zeros(64))
+
+    def extra(self, inputs: Tensor) -> int:
+        self.norm(inputs)
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * inputs.detach().mean(0)
+        return 1000
+
+
+def _ticks():
+    count = 0
+
+    def tick():
+        nonlocal count
+        count += 1
+        return count
+
+    return tick
+
+
+class InClosure(Net):
+    """Counts its forwards in the closure of a function that it holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.tick = _ticks()
+
+    def extra(self, inputs: Tensor) -> int:
+        return 9000 if self.training and self.count() > 600 else 1000
+
+    def count(self) -> int:
+        return self.tick()
+
+
+class InHook(InClosure):
+    """In the closure of a hook."""
+
+    def __init__(self):
+        super().__init__()
+        numbers = itertools.count()
+
+        def hook(module, inputs):
+            module.is_late = next(numbers) > 600
+
+        self.register_forward_pre_hook(hook)
+
+    def count(self) -> int:
+        return 900 if self.is_late else 0
+
+
+def _by_default(counts=[0]):  # noqa: B006
+    counts[0] += 1
+    return counts[0]
+
+
+class InDefault(InClosure):
+    """In a default argument."""
+
+    def count(self) -> int:
+        return _by_default()
+
+
+class InFunction(InClosure):
+    """In an attribute of a function."""
+
+    def count(self) -> int:
+        _ticks.calls = getattr(_ticks, "calls", 0) + 1
+        return _ticks.calls
+
+
+class InOtherModule(InClosure):
+    """In a variable of another module of the user's."""
+
+    def count(self) -> int:
+        own_counts.number += 1
+        return own_counts.number
+
+
+class Spread(Averaging):
+    """Holds functions that count nothing."""
+
+    def __init__(self):
+        super().__init__()
+        scale = 2
+        self.twice = lambda number: number * scale
+        self.register_forward_hook(lambda module, inputs, output: output * scale)

@@ -30,7 +30,8 @@ class Bounds:
 
 
 def bounds(at: At, grad_clip: float | None, size: int, eval_size: int, is_low_asked: bool = True) -> Bounds:
-    """Of training steps and an evaluation with these sizes; 0 leaves it out. Takes up to six traces of each.
+    """Of training steps and an evaluation with these sizes; 0 leaves it out. Takes up to six traces of each. Where one
+    leaves what may change the other, both are also traced in turn.
 
     at: traces. grad_clip: `train.grad_clip`. is_low_asked: False leaves out what can only be lower.
     """
@@ -39,13 +40,15 @@ def bounds(at: At, grad_clip: float | None, size: int, eval_size: int, is_low_as
         return [*([at(size, 0, way)] if size else []), *([at(0, eval_size, way)] if eval_size else [])]
 
     first = traced(FIRST)
-    low = high = joined(first)
+    in_turn = [at(size, eval_size, FIRST)] if size and eval_size and any(trace.leaves for trace in first) else []
+    high = joined([*first, *in_turn])
+    low = min(joined(first), joined(in_turn or first), key=lambda peak: peak.total)
     untraced: list[str] = []
     for traces in traced_ways(traced, ways_beside(first, grad_clip, is_low_asked), untraced):
         other = joined(traces)
         low = other if other.total < low.total else low
         high = other if other.total > high.total else high
-    return Bounds(low, high, Noticed.by(first, untraced))
+    return Bounds(low, high, Noticed.by([*first, *in_turn], untraced))
 
 
 def ways_beside(first: Sequence[Trace], grad_clip: float | None, is_low_asked: bool = True) -> list[Way]:

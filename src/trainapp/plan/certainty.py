@@ -1,10 +1,11 @@
 """How sure a figure of the plan is, and why it is no surer: decided here, for plans, searches and levers alike."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from trainapp.plan.traced_run import Trace
+from trainapp.units import listed
 
 EXACT, PREDICTED, PROBED = "exact", "predicted", "probed"
 RANGE, NOT_TRACEABLE = "range", "not traceable"
@@ -34,6 +35,10 @@ class Noticed:
         unsettled = {reason for trace in traces for reason in trace.unsettled}
         if any(trace.kept for trace in traces) and any(trace.training is None for trace in traces):
             unsettled.add("training and evaluation are traced separately, without what the other keeps")
+        if left := _changes_the_other(traces):
+            unsettled.add(
+                f"training and evaluation are traced separately, and one may change the other ({listed(left)})"
+            )
         return cls(
             reads=frozenset(phase for trace in traces for phase in trace.reads),
             assumed=frozenset(operator for trace in traces for operator in trace.assumed),
@@ -64,6 +69,20 @@ class Noticed:
         if self.unsettled:
             notes.append(f"other steps may need more: {', '.join(sorted(self.unsettled))}")
         return [*notes, *(f"the other way cannot be traced ({reason})" for reason in dict.fromkeys(self.untraced))]
+
+
+def _changes_the_other(traces: Sequence[Trace]) -> list[str]:
+    """What training leaves for evaluations, or these for training. None where a trace of both in turn shows that each
+    needs as much as by itself, and leaves nothing more.
+    """
+    left = sorted({name for trace in traces for name in trace.leaves})
+    in_turn = [trace for trace in traces if trace.training is not None and trace.evaluation is not None]
+    apart = [trace.peak.phases for trace in traces if trace not in in_turn]
+    if in_turn and not any(trace.leaves for trace in in_turn):
+        phases = in_turn[0].peak.phases
+        left = [] if all(phases[name] == size for of in apart for name, size in of.items()) else left
+        left = left if apart else []
+    return left
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,8 @@ def of_foreign_code(planner: Planner, facts: Facts) -> Doubt | None:
     config = planner.config
     traced, (low, high) = planner.at(facts["micro_size"], 0), facts.get("range_bytes", (0, 0))
     packages = {*traced.packages, *(name.partition(".")[0] for name in config.user_packages)}
-    has_ways = traced.reads or traced.assumed or traced.varies or low != high  # of which a small step takes one
+    # Of several ways, a small step takes one. It goes through training and evaluation in turn, as its trace does.
+    has_ways = traced.reads or traced.assumed or traced.varies or (low != high and not traced.leaves)
     if not packages or planner.place is not ON_CPU or has_ways:
         return None
     if planner.world == 1:

@@ -111,7 +111,8 @@ class TracedMemory(DeviceMemory):
         self.phase: Phase | None = None
         self.draws = False  # whether a forward has drawn from Python's or NumPy's generator
         self.buffers_grow = self.kept_grows = False  # from one traced step to the next
-        self.moving: list[str] = []  # names of what the model counts or draws
+        self.moving: set[str] = set()  # names of what the model counts or draws
+        self.left: set[str] = set()  # names of what steps or evaluations have set, created or replaced
         self.kept_by_steps = self.kept_by_evaluation = 0  # bytes
         self._generators: tuple[Any, ...] = ()
         self._devices = None if device.type == "cpu" else (device.type,)

@@ -18,7 +18,7 @@ from trainapp.memory.levers.lever import Lever, Situation
 from trainapp.parallel.dtensor import is_shard
 from trainapp.parallel.ranks import Ranks, SingleRank
 from trainapp.plan.built import built
-from trainapp.plan.moving_state import moved, moving_state
+from trainapp.plan.moving_state import buffer_shapes, moved, moving_state
 from trainapp.plan.own_loss import LogitsWatch
 from trainapp.plan.place import Place
 from trainapp.plan.recorder import Peak, TracedMemory
@@ -29,6 +29,7 @@ from trainapp.torch_private import storage_id
 from trainapp.train import build
 from trainapp.train.components import Components
 from trainapp.train.evaluate import evaluate
+from trainapp.train.exactness import Snapshot
 from trainapp.train.loop import train_step, update_weight_average
 from trainapp.train.run import Run
 from trainapp.units import listed
@@ -48,7 +49,8 @@ class Trace:
     smallest: the model cannot train on fewer samples at once. levers: that apply and are not in force. packages: that
     the model's modules are from, other than torch and trainapp. unsettled: why another step may need more. hints: what
     the user's own code could do. work: of one training step; None if it was not counted. allocations: what the place
-    has recorded. kept: bytes that training steps leave to later work; 0 for a GPU, which holds the next batch.
+    has recorded. kept: bytes that training steps leave to later work; 0 for a GPU, which holds the next batch. leaves:
+    names of attributes and buffers that may make evaluations differ after training, or training after an evaluation.
     """
 
     training: Peak | None
@@ -68,6 +70,7 @@ class Trace:
     work: Work | None = None
     allocations: Any = None
     kept: int = 0
+    leaves: tuple[str, ...] = ()
 
     @property
     def peak(self) -> Peak:
@@ -104,8 +107,14 @@ def trace(
         with LogitsWatch(run) as logits, place.recording(run) as allocations:
             if size:
                 training = _training_peak(run, memory, place.steps, work)
-            if eval_size and run.eval_sets and run.cadences.evaluates:
+            evaluates = bool(run.eval_sets) and run.cadences.evaluates
+            if eval_size and evaluates:
                 evaluation = _evaluation_peak(run, memory, needs_step=subject.state_is_late and not size)
+            if training is not None and evaluation is not None and memory.left:
+                before, memory.left = _plain_state(run), set()
+                training = training.joined(_training_peak(run, memory, 1, None))
+                evaluation = evaluation.joined(_evaluation_peak(run, memory, needs_step=False))
+                memory.left = {*moved(before, _plain_state(run))}
     return Trace(
         training=training,
         evaluation=evaluation,
@@ -126,6 +135,7 @@ def trace(
         else _of_whole_step(work.work, config, subject.planned, size * ranks.world, run.batches.samples),
         allocations=allocations,
         kept=memory.kept_by_steps if place.device is None else 0,
+        leaves=tuple(sorted(memory.left - memory.moving)) if evaluates else (),
     )
 
 
@@ -144,24 +154,35 @@ def _training_peak(run: Run, memory: TracedMemory, steps: int, work: WorkCounter
     work: counts the last of them.
     """
     memory.reset()
-    state, roots = run.state, run.state.stateful.roots
-    kept_before, attributes_before = memory.kept_bytes(), moving_state(roots)
+    state = run.state
+    kept_before, before = memory.kept_bytes(), _plain_state(run)
     with work if work and steps == 1 else contextlib.nullcontext():
         train_step(run)
     update_weight_average(run)
     static = static_bytes(state.model, state.optimizers, state.average.averages, state.keeps_gradients)
-    kept, attributes = _kept(run, memory), moving_state(roots)
-    moves = moved(attributes_before, attributes)  # or was first set, such as a cache
-    if steps > 1 or moves or kept != kept_before or static != run.meter.static:
+    kept, after = _kept(run, memory), _plain_state(run)
+    first = after  # what was first set, such as a cache, moves, too
+    if steps > 1 or moved(before, after) or kept != kept_before or static != run.meter.static:
         with work.restarted() if work else contextlib.nullcontext():
             train_step(run)
         update_weight_average(run)
         now = static_bytes(state.model, state.optimizers, state.average.averages, state.keeps_gradients)
-        memory.buffers_grow = now[MemoryKind.BUFFERS] > static[MemoryKind.BUFFERS]
-        memory.kept_by_steps = _kept(run, memory) - kept_before
-        memory.kept_grows = memory.kept_by_steps > kept - kept_before
-        memory.moving = moved(attributes, moving_state(roots))
+        memory.buffers_grow |= now[MemoryKind.BUFFERS] > static[MemoryKind.BUFFERS]
+        memory.kept_by_steps = max(memory.kept_by_steps, _kept(run, memory) - kept_before)
+        memory.kept_grows |= memory.kept_by_steps > kept - kept_before
+        after = _plain_state(run)
+        memory.moving |= {*moved(first, after)} - {*buffer_shapes(_modules(run))}
+    memory.left |= {*moved(before, after)}
     return memory.highest
+
+
+def _plain_state(run: Run) -> Snapshot:
+    """What a step or an evaluation may leave for later ones: what a trace cannot follow, and the extents of buffers."""
+    return moving_state(run.state.stateful.roots) | buffer_shapes(_modules(run))
+
+
+def _modules(run: Run) -> dict[str, Any]:
+    return {**run.state.stateful.roots, **run.state.stateful.modules}
 
 
 def _kept(run: Run, memory: TracedMemory) -> int:
@@ -179,9 +200,10 @@ def _evaluation_peak(run: Run, memory: TracedMemory, needs_step: bool) -> Peak:
             own.train.start = max(own.train.start, build.smallest_micro_batch(run.state.model))
         train_step(run)
     memory.reset()
-    kept = memory.kept_bytes()
+    kept, before = memory.kept_bytes(), _plain_state(run)
     evaluate(run)
-    memory.kept_by_evaluation = memory.kept_bytes() - kept
+    memory.kept_by_evaluation = max(memory.kept_by_evaluation, memory.kept_bytes() - kept)
+    memory.left |= {*moved(before, _plain_state(run))}
     return memory.highest
 
 
@@ -193,7 +215,7 @@ def _unsettled(memory: TracedMemory, ranks: Ranks, run: Run, data: Any) -> tuple
     """
     reasons = ["the forward draws from Python's or NumPy's generator"] if memory.draws and ranks.world == 1 else []
     if memory.moving:
-        reasons.append(f"the model counts or draws ({listed(memory.moving)})")
+        reasons.append(f"the model counts or draws ({listed(sorted(memory.moving))})")
     if memory.buffers_grow:
         reasons.append("buffers grow")
     if memory.kept_grows:
