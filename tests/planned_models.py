@@ -447,3 +447,49 @@ class Spread(Averaging):
         scale = 2
         self.twice = lambda number: number * scale
         self.register_forward_hook(lambda module, inputs, output: output * scale)
+
+
+class Foreground(Net):
+    """Does more with the rows whose class is not the first."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        scores = self.last(inputs.flatten(1))
+        rows = inputs.flatten(1)[self.chosen(scores)]
+        for _ in range(4):
+            rows = rows.repeat(1, 2).sigmoid()
+        return scores + rows.mean() * self.scale
+
+    def chosen(self, scores: Tensor) -> Tensor:
+        """A mask of rows."""
+        return scores.argmax(1) != 0
+
+
+class Agreeing(Foreground):
+    """With those that are in the class of another row."""
+
+    def chosen(self, scores: Tensor) -> Tensor:
+        return scores.argmax(1) == scores.flip(0).argmax(1)
+
+
+class OneClass(Foreground):
+    """With those of one class, which a trace may take for one of many."""
+
+    def chosen(self, scores: Tensor) -> Tensor:
+        return (scores + 100 * (torch.arange(10) == 5)).argmax(1) == 5
+
+
+class UnlikeExperts(Net):
+    """The wide one in the middle gets every row."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(64, n), nn.Linear(n, 10)) for n in (8, 2048, 8))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        flat = inputs.flatten(1)
+        scores = self.last(flat)
+        choice = (scores[:, :3] + torch.tensor([0.0, 100.0, 0.0])).argmax(1)
+        for number, expert in enumerate(self.experts):
+            rows = (choice == number).nonzero().squeeze(1)
+            scores = scores.index_add(0, rows, expert(flat[rows]))
+        return scores * self.scale

@@ -1,8 +1,9 @@
 """Operations whose results have shapes that depend on values: `nonzero`, boolean indices, `unique` and their like.
 
 How many elements are selected is assumed, once as the most and once as the fewest that are possible. Masks that come
-from a router's choice (`topk`, then `==` or `one_hot`) cannot all select everything: each row chooses k classes of n.
-Either all rows choose the same ones, or all classes get equal parts.
+from a router's choice (`topk`, then `==` a number or `one_hot`) cannot all select everything: each row chooses k
+classes of n. Either all rows choose the same ones, or all classes get equal parts. That holds only where the classes
+are experts that are alike: of others, each may be the one that all rows choose, and any mask may select everything.
 """
 
 import enum
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from trainapp.torch_operators import UNIQUE
@@ -44,13 +45,16 @@ class _Choice:
 class AssumedShapes:
     """Answers operations in `handles`, and follows choices through the operations between a router and its masks.
 
-    Attributes: `operations`, the names of those that were answered.
+    Attributes: `operations`, the names of those that were answered; `alike`, how many experts the model has of each
+    kind, see `experts_alike`.
     """
 
     def __init__(self, share: Share) -> None:
         self.share = share
         self.operations: set[str] = set()
+        self.alike: frozenset[int] = frozenset()
         self._choices = WeakTensorKeyDictionary()
+        self._numbered = WeakTensorKeyDictionary()  # results of `arange(n)`, which `one_hot` compares with
 
     def handles(self, func: Any, args: tuple[Any, ...]) -> bool:
         """Whether the result's shape depends on values."""
@@ -76,7 +80,7 @@ class AssumedShapes:
     def selected(self, mask: Tensor) -> int:
         """How many elements of a mask are true."""
         choice = self._choices.get(mask)
-        if choice is None:
+        if choice is None or (choice.only is not None and choice.classes not in self.alike):
             return 0 if self.share is Share.FEWEST else mask.numel()
         if self.share is Share.FEWEST or choice.only is None:
             return round(choice.share * mask.numel())
@@ -86,6 +90,14 @@ class AssumedShapes:
 
     def follow(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
         """Note what the results of an operation say of a router's choice."""
+        if func is _aten.arange.default:
+            self._numbered[result] = args[0]
+            return
+        if func._schema.is_mutable and func not in _SCATTERS:
+            for known in (self._choices, self._numbered):
+                if args and isinstance(args[0], Tensor) and args[0] in known:
+                    del known[args[0]]
+            return
         if func in _CHOOSES:
             chosen = result if isinstance(result, Tensor) else result[1]
             scores: Tensor = args[0]
@@ -103,17 +115,25 @@ class AssumedShapes:
         if not (args and isinstance(args[0], Tensor)) or (choice := self._choices.get(args[0])) is None:
             return
         if func in _COMPARES and not choice.share:
-            number = args[1] if isinstance(args[1], int) else None
-            self._choices[result] = _Choice(
-                choice.chosen, choice.classes, 1 / choice.classes, 1 / choice.chosen, number
-            )
-        elif func in _PASSES_ON:
+            number = args[1] if type(args[1]) is int else None
+            if number is not None or self._is_every_class(args[0], args[1], choice.classes):
+                self._choices[result] = _Choice(
+                    choice.chosen, choice.classes, 1 / choice.classes, 1 / choice.chosen, number
+                )
+        elif func in _PASSES_ON or (func in _NOT_ZERO and choice.share and args[1] == 0):
             self._pass_on(func, args, choice, result)
+
+    def _is_every_class(self, choice: Tensor, other: Any, classes: int) -> bool:
+        """Whether each choice is compared with each class, as `one_hot` does."""
+        is_numbered = isinstance(other, Tensor) and self._numbered.get(other) == classes
+        return is_numbered and choice.ndim > 0 and choice.shape[-1] == 1
 
     def _pass_on(self, func: Any, args: tuple[Any, ...], choice: _Choice, result: Any) -> None:
         results = [result] if isinstance(result, Tensor) else list(result)
         source: Tensor = args[0]
         picks = choice.share and choice.only is None and func in _PICKS
+        if picks and list(source.shape).count(choice.classes) != 1:
+            return  # which dimension is that of the classes?
         for number, each in enumerate(results):
             only = choice.only
             if picks and source.shape[args[1] if len(args) > 1 else 0] == choice.classes:
@@ -191,9 +211,32 @@ _REDUCES = frozenset({_aten.any.dim, _aten.any.dims, _aten.sum.dim_IntList, _ate
 _PASSES_ON = frozenset({
     *_PICKS, *_REDUCES, _aten.view.default, _aten.permute.default, _aten.transpose.int, _aten.t.default,
     _aten.squeeze.default, _aten.squeeze.dim, _aten.unsqueeze.default, _aten.clone.default, _aten.detach.default,
-    _aten._to_copy.default, _aten.gt.Scalar, _aten.ne.Scalar, _aten._unsafe_view.default, _aten.alias.default,
-    _aten.reshape.default, _aten.expand.default,
+    _aten._to_copy.default, _aten._unsafe_view.default, _aten.alias.default, _aten.reshape.default,
+    _aten.expand.default,
 })  # fmt: skip
+_NOT_ZERO = frozenset({_aten.gt.Scalar, _aten.ne.Scalar})  # of a mask, they are the mask
+
+
+def experts_alike(model: nn.Module) -> frozenset[int]:
+    """How many there are where a model has alike parts: lists of modules with parameters of the same shapes, and
+    parameters that a module of its own stacks as matrices.
+    """
+    found = set()
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len({_shapes(part) for part in module}) == 1:
+            found.add(len(module))
+        if not type(module).__module__.startswith("torch.nn."):
+            found |= {parameter.shape[0] for parameter in module._parameters.values() if _is_stack(parameter)}
+    return frozenset(found)
+
+
+def _shapes(module: nn.Module) -> tuple[Any, ...]:
+    kinds = tuple(type(part) for part in module.modules())
+    return kinds, tuple(parameter.shape for parameter in module.parameters())
+
+
+def _is_stack(parameter: nn.Parameter | None) -> bool:
+    return parameter is not None and parameter.ndim == 3
 
 
 def _dimension(func: Any, args: tuple[Any, ...], scores: Tensor) -> int | None:

@@ -19,6 +19,7 @@ from trainapp.optim.optimizers import build_optimizer
 from trainapp.parallel.dtensor import is_shard, local
 from trainapp.parallel.ranks import Ranks
 from trainapp.plan import models
+from trainapp.plan.assumed_shapes import experts_alike
 from trainapp.plan.place import Place
 from trainapp.plan.ranks import EqualChunks, SimulatedRanks
 from trainapp.plan.recorder import PhaseLog, TracedMemory
@@ -87,6 +88,7 @@ def built(
         with EqualChunks():
             run = build.run_of(planned, parts, StopRequest(), ranks, initial_device=str(parts.device))
         values.state_is_late = False
+        values.shapes.alike = experts_alike(run.state.model)
         if real_bytes is None and place.device is None:
             memory.kept.stand_in = _remembered(fake)
         run.attempt = PhaseLog(memory)

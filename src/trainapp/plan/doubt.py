@@ -26,11 +26,14 @@ class Doubt(NamedTuple):
 
 
 def of_reads(planner: Planner, facts: Facts) -> Doubt | None:
-    """What a step that is run for real says where the model reads values: one of the planned size, if that is small.
-    None where it says nothing else.
+    """What a step that is run for real says where the model reads values, or shapes depend on them: one of the planned
+    size, if that is small. None where it says nothing else.
     """
     planned = facts.get("micro_size", facts.get("largest_micro_size"))
-    if planner.world > 1 or planner.place is not ON_CPU or planned is None or not planner.at(max(1, planned), 0).reads:
+    if planner.world > 1 or planner.place is not ON_CPU or planned is None:
+        return None
+    traced = planner.at(max(1, planned), 0)
+    if not traced.reads and not traced.assumed:
         return None
     smallest = min(max(small_step.SIZE, planner.smallest), planner.workload.share)
     for size in sorted({max(planned, smallest), smallest}, reverse=True):
@@ -43,10 +46,10 @@ def of_reads(planner: Planner, facts: Facts) -> Doubt | None:
         if found.reason:
             return Doubt(found.reason, meets_trace=found.meets_trace)
         low = facts.get("range_bytes", [0])[0]
-        if size != planned or found.real >= low:
+        if size != planned or found.real >= low or not traced.reads:
             return None
         return Doubt(note=f"a step of {size} samples, run for real, needs {bytes_text(found.real)}", least=found.real)
-    return Doubt(note=_NOT_COMPARED)
+    return Doubt(note=_NOT_COMPARED) if traced.reads else None
 
 
 def of_foreign_code(planner: Planner, facts: Facts) -> Doubt | None:
