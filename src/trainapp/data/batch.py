@@ -53,6 +53,22 @@ def tensors_in(batch: Any) -> list[torch.Tensor]:
     return tensors
 
 
+def sizes_in(batch: Any) -> list[Any]:
+    """Of what a batch holds beside tensors: numbers, the lengths of strings, the shapes of arrays; else the lengths of
+    what has one. In order.
+    """
+    if isinstance(batch, (torch.Tensor, type(None))):
+        return []
+    if isinstance(batch, (bool, int, float)):
+        return [batch]
+    node = node_type(batch)
+    if node is not None:
+        return [size for child in node.children(batch) for size in sizes_in(child)]
+    if hasattr(batch, "shape"):
+        return [tuple(batch.shape)]
+    return [len(batch)] if hasattr(type(batch), "__len__") else []
+
+
 def elements_in(batch: Any) -> int:
     """The elements of all the batch's tensors."""
     if type(batch) is not dict:

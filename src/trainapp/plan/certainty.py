@@ -53,7 +53,8 @@ class Noticed:
         notes = []
         if self.varies:
             notes.append(
-                "the batches differ in shape: the longest of the first ones counts, and a longer one needs more"
+                "the batches differ in shape, or in strings or numbers beside the tensors: the longest of the first "
+                "ones counts, and a longer one needs more"
             )
         if self.reads:
             phases = ", ".join(sorted(self.reads))

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 
 from trainapp.config.schema import Config
-from trainapp.data.batch import elements_in, map_tensors, tensors_in
+from trainapp.data.batch import elements_in, map_tensors, sizes_in, tensors_in
 from trainapp.data.micro_batch import MicroBatch
 from trainapp.data.progress import Progress
 from trainapp.data.step_batches import StepBatches
@@ -68,8 +68,9 @@ def training_shapes(batches: StepBatches, size: int, which: Which) -> MicroBatch
 
 
 def representative(micro_batches: Iterator[MicroBatch], which: Which) -> MicroBatch | None:
-    """The first micro-batch with the most, or the fewest, elements of the first SURVEYED samples; None where all have
-    the same shapes. One that is not full counts as if it were: in another order its samples are in a full one.
+    """The first micro-batch with the most, or the fewest, elements of the first SURVEYED samples; where these are equal,
+    with the longest string or the highest number beside the tensors. None where all are alike. One that is not full
+    counts as if it were: in another order its samples are in a full one.
     """
     first = chosen = next(micro_batches, None)
     if first is None or chosen is None:
@@ -79,7 +80,7 @@ def representative(micro_batches: Iterator[MicroBatch], which: Which) -> MicroBa
         samples += micro.samples
         if not _are_alike(micro, first):
             varies, full = True, _filled(micro, first.samples)
-            size, best = elements_in(full.data), elements_in(chosen.data)
+            size, best = _extent(full), _extent(chosen)
             if (size > best) if which == "longest" else (size < best):
                 chosen = full
         if samples >= max(SURVEYED, 2 * first.samples):
@@ -88,14 +89,24 @@ def representative(micro_batches: Iterator[MicroBatch], which: Which) -> MicroBa
 
 
 def _are_alike(micro: MicroBatch, first: MicroBatch) -> bool:
-    """Whether their tensors have the same shapes but for the numbers of samples, in whichever dimension these are."""
+    """Whether their tensors have the same shapes but for the numbers of samples, in whichever dimension these are, and
+    whether what else they hold, which a model may take for lengths, is the same.
+    """
     if micro.samples == first.samples:
-        return shapes_of(micro.data) == shapes_of(first.data)
+        return shapes_of(micro.data) == shapes_of(first.data) and sizes_in(micro.data) == sizes_in(first.data)
+    if not {*sizes_in(micro.data)} <= {*sizes_in(first.data), micro.samples}:
+        return False
     pairs = list(itertools.zip_longest(tensors_in(micro.data), tensors_in(first.data)))
     if any(a is None or b is None or a.ndim != b.ndim or a.dtype != b.dtype for a, b in pairs):
         return False
     sizes = [sizes for a, b in pairs for sizes in zip(a.shape, b.shape, strict=True)]
     return all(a == b or a * first.samples == b * micro.samples for a, b in sizes)
+
+
+def _extent(micro: MicroBatch) -> tuple[Any, ...]:
+    """Larger for a micro-batch that presumably needs more."""
+    sizes = [size for size in sizes_in(micro.data) if isinstance(size, (int, float)) and size == size]
+    return elements_in(micro.data), max(sizes, default=0), sum(sizes)
 
 
 def _filled(micro: MicroBatch, samples: int) -> MicroBatch:

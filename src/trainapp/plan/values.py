@@ -18,13 +18,14 @@ from trainapp.data.step_batches import StepBatches
 from trainapp.memory.kept import WeakStorages
 from trainapp.memory.live_tensors import LiveTensors
 from trainapp.optim.precision import Precision
+from trainapp.parallel.dtensor import local
 from trainapp.parallel.ranks import Ranks
 from trainapp.plan.assumed_shapes import AssumedShapes, Share
 from trainapp.plan.kernels import CORRECTED, as_on_cpu
 from trainapp.plan.probes import PROBED, with_real_workspace
 from trainapp.plan.recorder import TracedMemory
 from trainapp.torch_operators import ASKS_DEVICE, FUSED_WITHOUT_META, READ_OPERATORS
-from trainapp.torch_private import DispatchMode, outside_dispatch_modes
+from trainapp.torch_private import DispatchMode, outside_dispatch_modes, strided_parts
 from trainapp.train.phase import Phase
 
 
@@ -235,5 +236,8 @@ def fetch(real: Iterator[MicroBatch], of_data: WeakStorages | None) -> tuple[Mic
 
 
 def shapes_of(batch: Any) -> list[tuple[Any, ...]]:
-    """What a batch's memory depends on."""
-    return [(tuple(t.shape), t.dtype, t.untyped_storage().nbytes()) for t in tensors_in(batch)]
+    """What of a batch's tensors its memory depends on."""
+    return [
+        (tuple(t.shape), t.dtype, *(part.untyped_storage().nbytes() for part in strided_parts(local(t))))
+        for t in tensors_in(batch)
+    ]
