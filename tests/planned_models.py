@@ -533,3 +533,30 @@ class OfAnyLength(Meaned):
         if isinstance(inputs, dict):
             return super().forward(inputs["rows"][:, : max(inputs["lengths"])])
         return super().forward(torch.ones(len(inputs), max(map(len, inputs)), 8))
+
+
+class Normed(nn.Module):
+    """Cannot train on a single sample."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.layers = nn.Linear(64, 2), nn.Sequential(nn.BatchNorm1d(512), nn.Tanh(), nn.Linear(512, 2))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.layers(self.first(inputs.flatten(1)).repeat(1, 256)).repeat(1, 5)
+
+
+class Refusing(Net):
+    """Says so itself."""
+
+    def extra(self, inputs: Tensor) -> int:
+        if self.training and len(inputs) < 2:
+            raise ValueError("pairs are needed")
+        return 1000
+
+
+class Drift:
+    """A callback that keeps a copy of the weights."""
+
+    def after_step(self, view: Any) -> None:
+        self.weights = [parameter.detach().clone() for parameter in view.model.parameters()]

@@ -226,17 +226,14 @@ def experts_alike(model: nn.Module) -> frozenset[int]:
         if isinstance(module, nn.ModuleList) and len({_shapes(part) for part in module}) == 1:
             found.add(len(module))
         if not type(module).__module__.startswith("torch.nn."):
-            found |= {parameter.shape[0] for parameter in module._parameters.values() if _is_stack(parameter)}
+            own = (parameter for parameter in module._parameters.values() if parameter is not None)
+            found |= {parameter.shape[0] for parameter in own if parameter.ndim == 3}
     return frozenset(found)
 
 
 def _shapes(module: nn.Module) -> tuple[Any, ...]:
     kinds = tuple(type(part) for part in module.modules())
     return kinds, tuple(parameter.shape for parameter in module.parameters())
-
-
-def _is_stack(parameter: nn.Parameter | None) -> bool:
-    return parameter is not None and parameter.ndim == 3
 
 
 def _dimension(func: Any, args: tuple[Any, ...], scores: Tensor) -> int | None:

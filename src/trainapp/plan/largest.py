@@ -2,6 +2,9 @@
 
 from collections.abc import Callable
 
+from trainapp.errors import UserError
+from trainapp.memory.live_tensors import MemoryLimitExceeded
+
 MOST_TRACES = 6
 HALVED, NEAR = 10, 0.95  # traces in all where the size that fits is still less than this part of one that does not
 
@@ -9,7 +12,8 @@ HALVED, NEAR = 10, 0.95  # traces in all where the size that fits is still less 
 def largest_that_fits(
     peak_of: Callable[[int], int], limit: int, top: int, smallest: int = 1, known: dict[int, int] | None = None
 ) -> int:
-    """The largest size from `smallest` to `top` whose peak is at most `limit`; 0 if not even `smallest` fits.
+    """The largest size from `smallest` to `top` whose peak is at most `limit`; 0 if not even `smallest` fits, or 2
+    where `peak_of` raises for a single sample.
 
     peak_of: bytes by size, costly to call; less the sizes in `known`, which is filled. The peak is piecewise affine in
     the size, in few pieces, so that secants find the bound within MOST_TRACES calls. Where it is rough and they do not,
@@ -27,7 +31,17 @@ def largest_that_fits(
 
     if fits(top):
         return top
-    if smallest >= top or not fits(smallest):
+    if smallest >= top:
+        return 0
+    try:
+        fits(smallest)
+    except (UserError, MemoryError, MemoryLimitExceeded):
+        raise
+    except Exception:
+        if smallest > 1 or top < 3:
+            raise
+        smallest = 2  # some models take no single sample
+    if not fits(smallest):
         return 0
     # Sizes that are known already, such as one that the configuration names, narrow the bounds for nothing.
     low = max(size for size, peak in known.items() if peak <= limit and size < top)

@@ -68,9 +68,9 @@ def training_shapes(batches: StepBatches, size: int, which: Which) -> MicroBatch
 
 
 def representative(micro_batches: Iterator[MicroBatch], which: Which) -> MicroBatch | None:
-    """The first micro-batch with the most, or the fewest, elements of the first SURVEYED samples; where these are equal,
-    with the longest string or the highest number beside the tensors. None where all are alike. One that is not full
-    counts as if it were: in another order its samples are in a full one.
+    """The first micro-batch with the most, or the fewest, elements of the first SURVEYED samples; where these are
+    equal, with the longest string or the highest number beside the tensors. None where all are alike. One that is not
+    full counts as if it were: in another order its samples are in a full one.
     """
     first = chosen = next(micro_batches, None)
     if first is None or chosen is None:

@@ -19,6 +19,7 @@ from trainapp.parallel.dtensor import is_shard
 from trainapp.parallel.ranks import Ranks, SingleRank
 from trainapp.plan.built import built
 from trainapp.plan.moving_state import buffer_shapes, moved, moving_state
+from trainapp.plan.norms_watch import NormsWatch
 from trainapp.plan.own_loss import LogitsWatch
 from trainapp.plan.place import Place
 from trainapp.plan.recorder import Peak, TracedMemory
@@ -104,7 +105,8 @@ def trace(
         run, memory, values = subject.run, subject.memory, subject.values
         work = WorkCounter(lambda: memory.phase) if count_work and size else None
         training = evaluation = None
-        with LogitsWatch(run) as logits, place.recording(run) as allocations:
+        norms = NormsWatch()
+        with LogitsWatch(run) as logits, norms.of(run.state.model), place.recording(run) as allocations:
             if size:
                 training = _training_peak(run, memory, place.steps, work)
             evaluates = bool(run.eval_sets) and run.cadences.evaluates
@@ -125,10 +127,10 @@ def trace(
         elements=subject.elements,
         static=run.meter.static,
         uneven=_is_uneven(run.state.model.parameters()),
-        smallest=build.smallest_micro_batch(run.state.model),
+        smallest=max(build.smallest_micro_batch(run.state.model), norms.smallest),
         levers=tuple(available_levers(Situation(config, run.state.model, run.knows_loss))),
         packages=frozenset(type(part).__module__.partition(".")[0] for part in run.state.model.modules()) - _KNOWN,
-        unsettled=_unsettled(memory, ranks, run, components.train_data),
+        unsettled=(*_unsettled(memory, ranks, run, components.train_data), *_untraced_callbacks(config)),
         hints=logits.notes(),
         work=None
         if work is None
@@ -235,6 +237,12 @@ def _unsettled(memory: TracedMemory, ranks: Ranks, run: Run, data: Any) -> tuple
     if _has_views(data, memory.kept.of_data):
         reasons.append("samples are views of larger tensors, which a run may count as a whole")
     return tuple(reasons)
+
+
+def _untraced_callbacks(config: Config) -> tuple[str, ...]:
+    """Those of the application keep no tensors but in metrics, which are traced."""
+    own = [name for name, callback in config.callbacks.items() if not callback.target.startswith("trainapp.")]
+    return (f"callbacks are not traced ({listed(own)}), which may keep tensors or change the model",) if own else ()
 
 
 def _package(value: Any) -> str:
