@@ -125,14 +125,15 @@ class AssumedShapes:
 
     def _is_every_class(self, choice: Tensor, other: Any, classes: int) -> bool:
         """Whether each choice is compared with each class, as `one_hot` does."""
-        is_numbered = isinstance(other, Tensor) and self._numbered.get(other) == classes
+        is_numbered = isinstance(other, Tensor) and self._numbered.get(other, 0) >= classes
         return is_numbered and choice.ndim > 0 and choice.shape[-1] == 1
 
     def _pass_on(self, func: Any, args: tuple[Any, ...], choice: _Choice, result: Any) -> None:
         results = [result] if isinstance(result, Tensor) else list(result)
         source: Tensor = args[0]
         picks = choice.share and choice.only is None and func in _PICKS
-        if picks and list(source.shape).count(choice.classes) != 1:
+        dimensions = list(source.shape).count(choice.classes)  # 0 with a class more, for padding, as in Mixtral
+        if picks and (dimensions > 1 or (dimensions == 0 and choice.classes not in self.alike)):
             return  # which dimension is that of the classes?
         for number, each in enumerate(results):
             only = choice.only
