@@ -102,20 +102,20 @@ class HostGenerators:
     """Python's and NumPy's global generators as they were when this was created."""
 
     _latest: "ClassVar[HostGenerators | None]" = None
-    _python: tuple[Any, ...]
-    _numpy: tuple[Any, ...]
+    _of_python: tuple[Any, ...]
+    _of_numpy: tuple[Any, ...]
     _positions_tell: bool
 
     def __init__(self) -> None:
         self._positions = (_python_position(), _numpy_position())
         latest = HostGenerators._latest
         if latest is not None and latest._positions_tell and latest._positions == self._positions:
-            self._python, self._numpy, self._positions_tell = latest._python, latest._numpy, True
+            self._of_python, self._of_numpy, self._positions_tell = latest._of_python, latest._of_numpy, True
             return  # nothing has drawn since: saves 50 microseconds
-        self._python = random.getstate()
-        self._numpy = cast(tuple[Any, ...], np.random.get_state(legacy=True))
+        self._of_python = random.getstate()
+        self._of_numpy = cast(tuple[Any, ...], np.random.get_state(legacy=True))
         # A cached Gaussian may be used up without moving the position.
-        self._positions_tell = all(self._positions) and self._python[2] is None and not self._numpy[3]
+        self._positions_tell = all(self._positions) and self._of_python[2] is None and not self._of_numpy[3]
         HostGenerators._latest = self
 
     @contextlib.contextmanager
@@ -126,12 +126,12 @@ class HostGenerators:
                 yield
             finally:  # usually nothing has drawn from them: saves 70 microseconds
                 if self._positions != (_python_position(), _numpy_position()):
-                    random.setstate(self._python)
-                    np.random.set_state(self._numpy)
+                    random.setstate(self._of_python)
+                    np.random.set_state(self._of_numpy)
             return
         python, numpy = random.getstate(), np.random.get_state(legacy=True)
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)
+        random.setstate(self._of_python)
+        np.random.set_state(self._of_numpy)
         try:
             yield
         finally:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from trainapp.torch_operators import UNIQUE
+from trainapp.torch_private import parameters_of
 
 _aten = torch.ops.aten
 
@@ -227,7 +228,7 @@ def experts_alike(model: nn.Module) -> frozenset[int]:
         if isinstance(module, nn.ModuleList) and len({_shapes(part) for part in module}) == 1:
             found.add(len(module))
         if not type(module).__module__.startswith("torch.nn."):
-            own = (parameter for parameter in module._parameters.values() if parameter is not None)
+            own = (parameter for parameter in parameters_of(module).values() if parameter is not None)
             found |= {parameter.shape[0] for parameter in own if parameter.ndim == 3}
     return frozenset(found)
 

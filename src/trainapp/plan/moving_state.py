@@ -16,7 +16,7 @@ from trainapp.models.inspect import MODULE_ATTRIBUTES
 from trainapp.parallel.dtensor import local
 from trainapp.plan.user_code import UserCode, is_known
 from trainapp.rng import generator_state, is_generator
-from trainapp.torch_private import outside_dispatch_modes, strided_parts
+from trainapp.torch_private import buffers_of, outside_dispatch_modes, strided_parts
 from trainapp.train.exactness import Snapshot, attributes_of, differences, plain_leaf
 
 _OPEN = ("builtins", "collections", "functools", "itertools", "types", "dataclasses")  # of the standard library
@@ -46,7 +46,7 @@ def buffer_shapes(roots: Mapping[str, Any]) -> Snapshot:
             ".".join(filter(None, (root, path, name))): None if buffer is None else _extent(buffer)
             for root, held in modules.items()
             for path, module in held.named_modules()
-            for name, buffer in module._buffers.items()
+            for name, buffer in buffers_of(module).items()
         }
 
 
