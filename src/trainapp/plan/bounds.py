@@ -40,7 +40,8 @@ def bounds(at: At, grad_clip: float | None, size: int, eval_size: int, is_low_as
         return [*([at(size, 0, way)] if size else []), *([at(0, eval_size, way)] if eval_size else [])]
 
     first = traced(FIRST)
-    in_turn = [at(size, eval_size, FIRST)] if size and eval_size and any(trace.leaves for trace in first) else []
+    changes = any(trace.leaves for trace in first) and not any(trace.unsettled for trace in first)
+    in_turn = [at(size, eval_size, FIRST)] if size and eval_size and changes else []
     high = joined([*first, *in_turn])
     low = min(joined(first), joined(in_turn or first), key=lambda peak: peak.total)
     untraced: list[str] = []

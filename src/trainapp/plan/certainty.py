@@ -35,7 +35,7 @@ class Noticed:
         unsettled = {reason for trace in traces for reason in trace.unsettled}
         if any(trace.kept for trace in traces) and any(trace.training is None for trace in traces):
             unsettled.add("training and evaluation are traced separately, without what the other keeps")
-        if left := _changes_the_other(traces):
+        if not unsettled and (left := _changes_the_other(traces)):
             unsettled.add(
                 f"training and evaluation are traced separately, and one may change the other ({listed(left)})"
             )

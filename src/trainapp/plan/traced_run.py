@@ -51,7 +51,8 @@ class Trace:
     the model's modules are from, other than torch and trainapp. unsettled: why another step may need more. hints: what
     the user's own code could do. work: of one training step; None if it was not counted. allocations: what the place
     has recorded. kept: bytes that training steps leave to later work; 0 for a GPU, which holds the next batch. leaves:
-    names of attributes and buffers that may make evaluations differ after training, or training after an evaluation.
+    names of attributes and buffers that may make evaluations differ after training, or training after an evaluation;
+    none where the model counts or draws, since no two steps are then alike.
     """
 
     training: Peak | None
@@ -137,7 +138,7 @@ def trace(
         else _of_whole_step(work.work, config, subject.planned, size * ranks.world, run.batches.samples),
         allocations=allocations,
         kept=memory.kept_by_steps if place.device is None else 0,
-        leaves=tuple(sorted(memory.left - memory.moving)) if evaluates else (),
+        leaves=tuple(sorted(memory.left)) if evaluates and not memory.moving else (),
     )
 
 
@@ -173,7 +174,7 @@ def _training_peak(run: Run, memory: TracedMemory, steps: int, work: WorkCounter
         memory.kept_by_steps = max(memory.kept_by_steps, _kept(run, memory) - kept_before)
         memory.kept_grows |= memory.kept_by_steps > kept - kept_before
         after = _plain_state(run)
-        memory.moving |= {*moved(first, after)} - {*buffer_shapes(_modules(run))}
+        memory.moving |= {*moved(first, after)} - {*moved({}, buffer_shapes(_modules(run)))}
     memory.left |= {*moved(before, after)}
     return memory.highest
 
