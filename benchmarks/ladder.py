@@ -163,7 +163,7 @@ def predict(overrides: tuple[str, ...], settings: list[str]) -> dict[str, dict[s
     def peak_and_seconds(setting: str) -> tuple[int, float]:
         planner = Planner(configure((*overrides, *setting.split())), components)
         planner.counts_work = True
-        traced = planner.at(given_size(config, planner.workload.share), 0)
+        traced = planner.at(given_size(planner.config, planner.workload.share), 0)
         return traced.training.total, traced.work.seconds(speeds)
 
     plain = peak_and_seconds("")[1]
