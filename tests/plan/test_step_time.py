@@ -245,8 +245,8 @@ def test_micro_batches_are_told_apart():
 def test_checkpointed_blocks_cost_the_python_around_their_operations(speeds, mode):
     """All of a block's forward, and of its recomputation; `selective` also decides about each result."""
     model, x, phase = nn.Module(), torch.randn(4, 8, requires_grad=True), [Phase.FORWARD]
-    blocks = [nn.Sequential(nn.Linear(8, 8), nn.SiLU()) for _ in range(3)]
-    model.blocks = lambda: blocks
+    blocks = model.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.SiLU()) for _ in range(3))
+    model.blocks = lambda: [*blocks]
     activation_checkpointing.apply(model, ActivationCheckpointing(mode=mode))
     counter = WorkCounter(lambda: phase[0])
     with counter:
