@@ -33,12 +33,12 @@ SNAPSHOTS = {
 
 
 A100_80 = "plan.device=a100-80gb"
-_LLAMA_3B = (
+LLAMA_3B = (
     "model=gpt", "model.depth=28", "model.width=3072", "model.heads=24", "model.kv_heads=8",
     "model.context_length=4096", "data=synthetic_tokens", "data.vocab_size=128256", "data.size=4", "data.val_size=2",
     "batch.global_size=2", "batch.micro_size=2", "precision=bf16_pure", "optimizer=adamw_bf16", A100_80,
 )  # fmt: skip
-_LLAMA_7B = (
+LLAMA_7B = (
     "model=gpt", "model.depth=32", "model.width=4096", "model.heads=32", "model.mlp_ratio=2.6875",
     "model.tie_embeddings=false", "model.context_length=2048", "data=synthetic_tokens", "data.vocab_size=32000",
     "data.size=2", "data.val_size=1", "batch.global_size=1", "batch.micro_size=1", "precision=bf16_pure",
@@ -76,14 +76,14 @@ _UNKNOWN_BATCH = "the batch is not stated: one text of 2048 tokens is planned"
 _FIRST_STEP = "measured in the first step, whose backward finds no moments in memory"
 _EVERY_SECOND = "torchtitan recomputes every second product, trainapp's selective none"
 PUBLISHED = (
-    Row("torchtune's README, Llama-3.2-3B in bf16, 2 x 4096 tokens", 60.0, "allocated", _LLAMA_3B),
+    Row("torchtune's README, Llama-3.2-3B in bf16, 2 x 4096 tokens", 60.0, "allocated", LLAMA_3B),
     Row(
         "the same, chunked loss and checkpointing",
         24.9,
         "allocated",
-        (*_LLAMA_3B, _FULL, "memory.loss_chunk=auto"),
+        (*LLAMA_3B, _FULL, "memory.loss_chunk=auto"),
     ),
-    Row("torchao, Llama-2-7B in bf16", 51.6, "allocated", (*_LLAMA_7B, "optimizer=adamw_bf16"), _UNKNOWN_BATCH),
+    Row("torchao, Llama-2-7B in bf16", 51.6, "allocated", (*LLAMA_7B, "optimizer=adamw_bf16"), _UNKNOWN_BATCH),
     Row(
         "pytorch#132445, Llama-3-8B, FSDP2 on 8 GPUs, 1 x 8192 tokens",
         77.29,
@@ -143,6 +143,17 @@ def published(only: str) -> bool:
     return good
 
 
+def move_to_cuda(model: Any) -> None:
+    """In place, without `model.to`, which cannot move tensors without data."""
+    import torch
+
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, name, torch.nn.Parameter(parameter.detach().to("cuda")))
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, buffer.to("cuda"))
+
+
 def stepped(checkout: Path, context: int) -> tuple[int, int]:
     """Bytes allocated (as requested) and reserved at the peak of a warm step of that repository's program."""
     import torch
@@ -166,11 +177,7 @@ def stepped(checkout: Path, context: int) -> tuple[int, int]:
         self_test.require(device, stack.enter_context(pretend.EngineOnCuda()))
         counter.events.clear()
         model = BasicsTransformerLM(10_000, context, 1024, 24, 16, 4096, rope_theta=10_000.0)
-        for module in model.modules():  # `model.to` cannot move tensors without data
-            for name, parameter in list(module.named_parameters(recurse=False)):
-                setattr(module, name, torch.nn.Parameter(parameter.detach().to("cuda")))
-            for name, buffer in list(module.named_buffers(recurse=False)):
-                setattr(module, name, buffer.to("cuda"))
+        move_to_cuda(model)
         stack.enter_context(torch.device("cuda"))
         optimizer = AdamW(model.parameters())
         sizes = (WARM_UP, 1, WARM_UP, 1)

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from _common import machine, table
-from plan_cuda import _LLAMA_3B, _LLAMA_7B, in_a_process
+from plan_cuda import LLAMA_3B, LLAMA_7B, in_a_process, move_to_cuda
 
-_CHUNKED = (*_LLAMA_3B, "memory.loss_chunk=auto")
-_TORCHAO = (*_LLAMA_7B, "optimizer=adamw_bf16")
+_CHUNKED = (*LLAMA_3B, "memory.loss_chunk=auto")
+_TORCHAO = (*LLAMA_7B, "optimizer=adamw_bf16")
 _FULL = "activation_checkpointing=full"
 
 
@@ -32,7 +32,7 @@ class Row(NamedTuple):
 
 
 ROWS = (
-    Row("torchtune's README, Llama-3.2-3B, A100: chunked loss", 8998 / 9174, _LLAMA_3B, ("memory.loss_chunk=auto",)),
+    Row("torchtune's README, Llama-3.2-3B, A100: chunked loss", 8998 / 9174, LLAMA_3B, ("memory.loss_chunk=auto",)),
     Row("the same: checkpointing", 9174 / 7210, _CHUNKED, (_FULL,)),
     Row(
         "the same: update in the backward",
@@ -90,11 +90,7 @@ def of_course(checkout: Path, shape: tuple[int, ...], autocast: bool) -> float:
         stack.enter_context(MadeUpValues())
         self_test.require(device, stack.enter_context(pretend.EngineOnCuda()))
         model = BasicsTransformerLM(10_000, 256, width, layers, heads, inner, rope_theta=10_000.0)
-        for module in model.modules():  # `model.to` cannot move tensors without data
-            for name, parameter in list(module.named_parameters(recurse=False)):
-                setattr(module, name, torch.nn.Parameter(parameter.detach().to("cuda")))
-            for name, buffer in list(module.named_buffers(recurse=False)):
-                setattr(module, name, buffer.to("cuda"))
+        move_to_cuda(model)
         stack.enter_context(torch.device("cuda"))
         inputs, targets = (torch.randint(0, 10_000, (batch, 256)) for _ in range(2))
         counter = stack.enter_context(WorkCounter(lambda: Phase.FORWARD))

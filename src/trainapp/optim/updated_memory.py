@@ -91,7 +91,7 @@ class UpdatedMemory(DispatchMode):
         if parameter.layout is torch.strided:
             storage = parameter.untyped_storage()
             self._storages.append(storage)
-            self._updated.setdefault(storage_id(storage), []).append((_bytes_of(parameter), parameter))
+            self._updated.setdefault(storage_id(storage), []).append((bytes_of(parameter), parameter))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -115,7 +115,7 @@ class UpdatedMemory(DispatchMode):
         operation = getattr(func, "overloadpacket", func).__name__
         if operation in _READ_NOTHING or getattr(func, "namespace", "") == "prim":
             return
-        own = _bytes_of(tensor)
+        own = bytes_of(tensor)
         for there, parameter in updated:
             if own.start < there.stop and there.start < own.stop:
                 name = next(name for name, own in self._model.named_parameters() if own is parameter)
@@ -127,8 +127,8 @@ class UpdatedMemory(DispatchMode):
                 )
 
 
-def _bytes_of(tensor: Tensor) -> range:
-    """From the first to the last byte of its storage that it may cover."""
+def bytes_of(tensor: Tensor) -> range:
+    """From the first to the last byte of its storage that a strided tensor may cover."""
     if not tensor.numel():
         return range(0)
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -26,9 +26,9 @@ from trainapp.memory.levers.recomputation_errors import (
     too_many,
     written_elsewhere,
 )
-from trainapp.memory.levers.tensor_copies import are_equal, bytes_of, copies_of, sum_of
+from trainapp.memory.levers.tensor_copies import are_equal, copies_of, sum_of
 from trainapp.models.inspect import MODULE_ATTRIBUTES
-from trainapp.optim.updated_memory import UpdatedMemory
+from trainapp.optim.updated_memory import UpdatedMemory, bytes_of
 from trainapp.rng import HostGenerators
 from trainapp.torch_private import is_tracing, non_persistent_buffers, version_of
 

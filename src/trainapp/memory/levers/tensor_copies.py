@@ -10,6 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from trainapp.optim.updated_memory import bytes_of
 from trainapp.torch_private import is_tracing, storage_id
 
 _ALIGNED = 16  # bytes: the size of the largest elements
@@ -40,15 +41,6 @@ def sum_of(tensor: Tensor) -> str | None:
     if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.dtype not in _SUMMED:
         return None
     return str(tensor.detach().sum().item())
-
-
-def bytes_of(tensor: Tensor) -> range:
-    """From the first to the last byte of its storage that a strided tensor may cover."""
-    if not tensor.numel():
-        return range(0)
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    start = tensor.storage_offset()
-    return range(start * tensor.itemsize, (start + last + 1) * tensor.itemsize)
 
 
 def _overlapping(tensors: list[Tensor]) -> list[list[Tensor]]:

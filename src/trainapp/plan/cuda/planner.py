@@ -189,8 +189,8 @@ class CudaPlanner(DevicePlanner):
         freely = whole.replayed(self._expandable).peak_reserved + self.residual
         if freely > facts["reserved_bytes"]:
             notes.append(
-                f"without the limit, {bytes_text(freely)} would be reserved: near it, the allocator returns cached "
-                "memory to the device and asks for it again, which takes time"
+                f"without the limit, {bytes_text(freely)} would be reserved: near it, the allocator frees and "
+                "reallocates cached memory, which takes time"
             )
         if self.residual:
             notes.append(
