@@ -1,7 +1,5 @@
 """Every test has a separate cache directory: micro-batches remembered by one run would change another's."""
 
-from pathlib import Path
-
 import pytest
 
 
@@ -46,16 +44,8 @@ LONGEST = (
 )
 
 
-# What took more than 2.5 s on average when three processes shared two cores (6 s where the command line or ranks are
-# all that a file tests): only `scripts/test --all` runs them.
-MEASURED_SLOW = frozenset(Path(__file__).with_name("slow_tests.txt").read_text().split())
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Mark what is slow, and order the files; tests within a file keep their order."""
-    for item in items:
-        if item.nodeid.partition("[")[0] in MEASURED_SLOW:
-            item.add_marker(pytest.mark.slow)
+    """Order the files; tests within a file keep their order."""
     places = {name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.name, len(places)))

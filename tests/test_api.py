@@ -99,6 +99,7 @@ program()
 """
 
 
+@pytest.mark.slow
 def test_nothing_is_left_but_the_run_directory(tmp_path):
     """In a program that uses Hydra: twice, once in a thread; then a mistake."""
     (tmp_path / "program.py").write_text(PROGRAM)
@@ -115,6 +116,7 @@ def test_nothing_is_left_but_the_run_directory(tmp_path):
     assert {"trainapp.log", "result.json", "metrics.jsonl"} <= files(tmp_path / "runs/a")
 
 
+@pytest.mark.slow
 def test_the_page(tmp_path):
     """Its examples, one after the other, as one program."""
     program = "".join(blocks(ROOT / "docs/python.md", "python"))
@@ -133,6 +135,7 @@ def test_the_page(tmp_path):
 # One call
 
 
+@pytest.mark.slow
 def test_the_result_is_that_of_the_command_line_and_of_the_finished_run(tmp_path):
     overrides = [*TINY, "train.max_steps=4"]
     run = trainapp.train(overrides, run_dir=tmp_path / "a")
@@ -375,6 +378,7 @@ def in_thread(function):
     return answers[0]
 
 
+@pytest.mark.slow
 def test_nothing_is_loaded_or_planned_beside_a_run_of_another_thread(tmp_path):
     """It would seed the generators that the run draws from. A callback, in the run's own thread, may load."""
     trainapp.train([*TINY, "train.max_steps=2"], run_dir=tmp_path / "a")
@@ -393,6 +397,7 @@ def test_nothing_is_loaded_or_planned_beside_a_run_of_another_thread(tmp_path):
     assert not in_thread(lambda: trainapp.load(tmp_path / "a", "last")).training
 
 
+@pytest.mark.slow
 def test_modes_around_the_call_do_not_reach_the_run(tmp_path):
     def trained(name):
         run = trainapp.train([*TINY, "train.max_steps=3", "precision=fp32"], run_dir=tmp_path / name)

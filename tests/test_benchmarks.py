@@ -116,6 +116,7 @@ def test_checkpointing_by_budget_stays_within_its_limits(tmp_path, compiled):
     assert full < part < none
 
 
+@pytest.mark.slow
 def test_the_plan_is_as_accurate_as_the_documentation_says(tmp_path):
     found = rows(run("plan_accuracy.py", "--only", "optimizer=sgd", "--json", str(tmp_path / "j")))
     assert set(found) >= {"mlp", "gpt", "resnet"}

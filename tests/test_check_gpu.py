@@ -17,7 +17,7 @@ import runs
 from helpers import ROOT
 
 SCRIPT = ROOT / "scripts" / "check_gpu"
-PATHS = [str(ROOT / folder) for folder in ("scripts", "src", "tests", "benchmarks")]
+PATHS = [str(ROOT / folder) for folder in ("scripts", "src", "tests", "tests/helpers", "benchmarks")]
 
 
 def environment():
@@ -30,7 +30,7 @@ def check(*arguments, timeout=120):
 
 @pytest.fixture
 def gpu_check(monkeypatch):
-    """The package, and steps of tests/own_checks.py."""
+    """The package, and steps of tests/helpers/own_checks.py."""
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(PATHS))
     import gpu_check
@@ -120,6 +120,7 @@ def test_what_a_step_may_do_wrong(gpu_check, tmp_path):
     assert (cuda.verdict, cuda.missed) == ("needs CUDA", [])
 
 
+@pytest.mark.slow
 def test_a_step_past_its_time_is_ended_with_all_its_processes(gpu_check, tmp_path):
     started = time.monotonic()
     outcome = run(gpu_check, "never_ends", tmp_path, seconds=8)
@@ -130,6 +131,7 @@ def test_a_step_past_its_time_is_ended_with_all_its_processes(gpu_check, tmp_pat
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
 
 
+@pytest.mark.slow
 def test_the_configurations_that_are_planned_compose(gpu_check):
     """With their large sizes, too; and what is not in a plan is labelled."""
     from gpu_check import planned
@@ -159,6 +161,7 @@ def test_how_good_a_plan_is(gpu_check):
     assert planned.summary([]) == ("nothing was compared", False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("names", "code", "said"),
     [
@@ -184,6 +187,7 @@ def test_the_exit_code_and_the_table(gpu_check, tmp_path, monkeypatch, capsys, n
         assert "| seconds | (measured) | 0.1 |" in page
 
 
+@pytest.mark.slow
 def test_only_some_steps(gpu_check, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["check_gpu", "--device", "cpu", "--only", "good", "--out", str(tmp_path)])
     assert gpu_check.main([gpu_check.step(name) for name in ("missed", "good")]) == 0
@@ -197,6 +201,7 @@ def test_a_mistake_is_one_message():
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_without_a_gpu_it_says_what_to_do(tmp_path):
     import torch
 
@@ -223,6 +228,7 @@ def test_why_torch_sees_no_device_is_said(gpu_check, monkeypatch):
     assert "here (The NVIDIA driver on your system is too old (found" in gpu_check.machine.facts("cuda")["problem"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_the_step_and_keeps_what_there_is(tmp_path, number):
     """No process is left, and the page in the documentation is not replaced."""

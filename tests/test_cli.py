@@ -38,6 +38,7 @@ def imported(done):
     return {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
 
 
+@pytest.mark.slow
 def test_help_and_cfg_and_wrong_values_never_import_torch(tmp_path):
     traced = (sys.executable, "-X", "importtime", "-m", "trainapp")
     for arguments in (["--help"], ["--cfg", "job"], ["--cfg", "job", "model=gpt"], ["optimizer.lr=-1"]):
@@ -48,6 +49,7 @@ def test_help_and_cfg_and_wrong_values_never_import_torch(tmp_path):
     assert "torch" in imported(run_cli("model.depth=19", cwd=tmp_path, command=traced))
 
 
+@pytest.mark.slow
 def test_help_names_every_option_of_every_group(tmp_path):
     done = run_cli("--help", cwd=tmp_path)
     shown = dict(re.findall(r"^(\w+): (.*)$", done.stdout, re.MULTILINE))
@@ -58,6 +60,7 @@ def test_help_names_every_option_of_every_group(tmp_path):
     assert files(tmp_path) == set()
 
 
+@pytest.mark.slow
 def test_console_script_and_module_are_the_same_thing(tmp_path):
     for arguments in (["--help"], ["--cfg", "job", "model=mlp"], ["batch.micro_sze=3"], ["optimizer.lr=-1"]):
         module = run_cli(*arguments, cwd=tmp_path)
@@ -73,6 +76,7 @@ def test_the_version_is_that_of_trainapp(tmp_path):
 # Mistakes that end before torch is imported
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
@@ -137,6 +141,7 @@ class Words:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -185,6 +190,7 @@ def test_several_mistakes_are_reported_together(tmp_path):
 # Mistakes that need the classes or the files to be detected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["LBFGS", "SparseAdam"])
 def test_an_optimizer_that_takes_no_plain_step(tmp_path, name):
     arguments = (
@@ -197,11 +203,13 @@ def test_an_optimizer_that_takes_no_plain_step(tmp_path, name):
     assert_refused(done, tmp_path, f"optimizer._target_=torch.optim.{name}: it cannot take a plain step")
 
 
+@pytest.mark.slow
 def test_wrong_arguments_of_model_and_data_are_reported_together(tmp_path):
     done = run_cli("model.depth=19", "data.augment=maybe", "+optimizer.btas=1", cwd=tmp_path)
     assert_refused(done, tmp_path, "model.depth=19: must be 18, 34, 50, 101 or 152", "data.augment=maybe")
 
 
+@pytest.mark.slow
 def test_model_that_cannot_read_the_data(tmp_path):
     (tmp_path / "a.txt").write_text("words " * 1000)
     done = run_cli("model=mlp", "data=text", "data.files=a.txt", cwd=tmp_path)
@@ -219,6 +227,7 @@ def test_target_outside_the_allow_list(tmp_path, target):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_target_outside_the_allow_list_on_the_command_line(tmp_path):
     done = run_cli("model._target_=os._exit", cwd=tmp_path)
     assert_refused(done, tmp_path, "model._target_=os._exit: not among the packages")
@@ -241,6 +250,7 @@ def test_device_that_is_not_there(tmp_path):
 TEXT = ("model=gpt", "data=text")
 
 
+@pytest.mark.slow
 def test_data_path_that_is_missing(tmp_path):
     done = run_cli(*TEXT, "data.files=nope.txt", cwd=tmp_path)
     assert_refused(done, tmp_path, "data.files=nope.txt: there is no such file", str(tmp_path))
@@ -269,6 +279,7 @@ def test_data_path_that_cannot_be_read(tmp_path):
         runs.run(tmp_path / "run", *TEXT, f"data.files=[{good},/proc/self/mem]")
 
 
+@pytest.mark.slow
 def test_resume_from_what_is_no_checkpoint(tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "a.txt").write_text("no checkpoint")
@@ -285,6 +296,7 @@ def test_objective_that_is_not_measured(tmp_path):
         runs.run(tmp_path / "run", "model=mlp", "objective=max speed", "train.max_steps=1", "every.eval=1")
 
 
+@pytest.mark.slow
 def test_memory_limit_that_leaves_nothing_or_exceeds_the_machine(tmp_path):
     with pytest.raises(UserError, match=r"memory\.limit=1\.0 MiB: parameters .* before any batch; raise the limit"):
         runs.run(tmp_path / "run", "memory.limit=1MiB")
@@ -303,6 +315,7 @@ def test_memory_limit_that_leaves_nothing_or_exceeds_the_machine(tmp_path):
 # Faults that are not typing mistakes
 
 
+@pytest.mark.slow
 def test_fault_in_a_users_model_keeps_its_trace(tmp_path):
     (tmp_path / "mine.py").write_text(
         "from torch import nn\n"
@@ -321,6 +334,7 @@ def test_fault_in_a_users_model_keeps_its_trace(tmp_path):
     assert "trainapp: " not in done.stderr
 
 
+@pytest.mark.slow
 def test_fault_while_a_users_module_is_imported_is_named(tmp_path):
     (tmp_path / "mine.py").write_text("import not_there_at_all\n")
     done = run_cli("model=mlp", "model._target_=mine.Net", "user_packages=[mine]", cwd=tmp_path)

@@ -88,6 +88,7 @@ def test_this_walk_sees_the_groups_that_the_root_lists():
     assert all(GROUPS.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "option", [pytest.param(o, marks=pytest.mark.slow) if o in ("fsdp", "hsdp") else o for o in GROUPS["parallel"]]
 )
@@ -205,6 +206,7 @@ def test_checkpointing_off_writes_none(tmp_path):
 SCARCE = ("model=mlp", "data=digits", "batch.global_size=512", "memory.limit=2.5MiB", "train.max_steps=2")
 
 
+@pytest.mark.slow
 def test_oom_restart_recovers_and_off_lets_the_error_through(tmp_path):
     ended = runs.run(tmp_path / "restart", *SCARCE, "oom=restart")
     assert ended.steps == 2
@@ -214,6 +216,7 @@ def test_oom_restart_recovers_and_off_lets_the_error_through(tmp_path):
         runs.run(tmp_path / "off", *SCARCE, "oom=off")
 
 
+@pytest.mark.slow
 def test_debug_fast_goes_through_everything(tmp_path):
     train(tmp_path / "run", "debug=fast", *MODELS["mlp"])
     assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2, 3, 4]
@@ -221,6 +224,7 @@ def test_debug_fast_goes_through_everything(tmp_path):
     assert {path.name for path in (tmp_path / "run/checkpoints").glob("step_*")} == {"step_00000002", "step_00000004"}
 
 
+@pytest.mark.slow
 def test_debug_nonfinite_names_the_operation_behind_a_non_finite_value(tmp_path):
     (tmp_path / "bad.py").write_text(
         "from torch import nn\n"

@@ -84,6 +84,7 @@ def test_wheel_holds_the_package_its_configuration_and_its_data(wheel):
     }
 
 
+@pytest.mark.slow
 def test_installed_wheel_composes_the_same_configuration_from_any_directory(installed, tmp_path):
     where = run(installed / "python", "-c", "import trainapp; print(trainapp.__file__)", cwd=tmp_path)
     assert Path(where.stdout.strip()).is_relative_to(installed.parent)
@@ -110,6 +111,7 @@ def test_installed_wheel_uses_its_own_configuration(installed, tmp_path):
         root.write_text(text)
 
 
+@pytest.mark.slow
 def test_installed_wheel_writes_a_project_that_trains(installed, tmp_path):
     done = run(installed / "trainapp", "new", "my_project", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -326,6 +326,7 @@ def named(row):
     return " ".join(re.sub(r"^\w+[.=]", "", o) for o in row if not o.endswith(plain) and o[0] != "~")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", QUICK, ids=named)
 def test_a_quick_sample_of_the_pairs(tmp_path, row):
     check(tmp_path, row)

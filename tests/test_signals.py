@@ -86,6 +86,7 @@ def wait_for_steps(run_dir, steps, process):
     pytest.fail(f"no {steps} steps: {process.communicate()}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code", "workers"), [(signal.SIGINT, 130, 0), (signal.SIGTERM, 143, 2)])
 def test_saves_and_continues_as_if_never_stopped(tmp_path, monkeypatch, number, code, workers):
     """The step is finished and saved; the printed command, run verbatim, ends with the same weights."""
@@ -121,6 +122,7 @@ def test_saves_and_continues_as_if_never_stopped(tmp_path, monkeypatch, number, 
     assert len(losses[0]) == 40
 
 
+@pytest.mark.slow
 def test_a_second_signal_leaves_at_once(tmp_path):
     """In the middle of a step that takes half a minute, with no checkpoint."""
     process = start(tmp_path, tmp_path / "run", "train.max_steps=40", "train.check_loss=false", "+model.seconds=30")
@@ -139,6 +141,7 @@ def test_a_second_signal_leaves_at_once(tmp_path):
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
+@pytest.mark.slow
 def test_ctrl_c_at_a_terminal_reaches_the_loaders_workers_too(tmp_path):
     """The whole process group gets the signal: the step must still get its data, and one line reports the signal."""
     process = start(tmp_path, tmp_path / "run", "train.max_steps=60", "data.num_workers=2", start_new_session=True)
@@ -153,6 +156,7 @@ def test_ctrl_c_at_a_terminal_reaches_the_loaders_workers_too(tmp_path):
     assert errors.count("finishing the step") == 1
 
 
+@pytest.mark.slow
 def test_without_checkpoints_no_resume_is_promised(tmp_path):
     process = start(tmp_path, tmp_path / "run", "train.max_steps=40", "checkpointing=off")
     wait_for_steps(tmp_path / "run", 2, process)

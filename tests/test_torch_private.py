@@ -352,6 +352,7 @@ def test_a_fake_mode_does_not_keep_the_storages_of_calls():
     assert not is_gone(FakeTensorMode())
 
 
+@pytest.mark.slow
 def test_importing_it_imports_nothing_that_is_slow():
     code = """
 import sys, torch

@@ -43,6 +43,7 @@ def test_what_is_in_one(tmp_path):
     assert damage(folder) is None
 
 
+@pytest.mark.slow
 def test_nothing_in_it_but_tensors_and_plain_values(tmp_path):
     """A value that weights_only refuses would make a checkpoint that cannot be loaded."""
 
@@ -95,6 +96,7 @@ def limit_files():
     resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))
 
 
+@pytest.mark.slow
 def test_a_disk_that_refuses(tmp_path):
     """The system's limit on file size strikes in a run's second save: one message, and the first one stays intact."""
     overrides = ("model=mlp", "train.max_epochs=null", "train.device=cpu", "every.eval=null")
@@ -115,6 +117,7 @@ def test_a_disk_that_refuses(tmp_path):
     assert not [name for name in names(tmp_path / "run") if name.startswith(".tmp")]
 
 
+@pytest.mark.slow
 def test_a_disk_that_refuses_in_the_background(tmp_path):
     overrides = ("model=mlp", "train.max_epochs=null", "train.device=cpu", "every.eval=null", "train.max_steps=4")
     done = subprocess.run(
@@ -165,6 +168,7 @@ def test_what_fails_in_the_background_is_written_again_in_the_foreground(tmp_pat
     assert runs.differences(runs.saved(tmp_path / "a", 2), runs.saved(tmp_path / "b", 2)) == []
 
 
+@pytest.mark.slow
 def test_in_the_background_the_same_is_saved(tmp_path):
     """The state at the time of `save`, not that of a later step, which changes the same tensors in place."""
     overrides = (

@@ -293,9 +293,11 @@ print(leftovers, highest)
 """
 
 
+@pytest.mark.slow
 def test_killed_while_saving_leaves_a_good_one(tmp_path):
     """kill -9 at twelve moments; every checkpoint under its final name is complete, and the newest step advances."""
-    path = [Path(__file__).parent, Path(__file__).parents[1], *filter(None, [os.environ.get("PYTHONPATH")])]
+    tests = Path(__file__).parents[1]
+    path = [tests / "checkpoint", tests, tests / "helpers", *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
         [sys.executable, "-c", KILLED, str(tmp_path), "12"],
         capture_output=True,
@@ -332,6 +334,7 @@ print(bad)
 """
 
 
+@pytest.mark.slow
 def test_a_plain_save_does_not(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", PLAIN_SAVE, str(tmp_path / "x.pt")],

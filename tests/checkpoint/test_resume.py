@@ -49,6 +49,7 @@ def whole(case):
         return end(run_dir), losses(run_dir), helpers.evaluations(run_dir)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "stop", "first", "second"),
     [
@@ -86,6 +87,7 @@ def test_stopped_at_every_step(tmp_path, case):
     assert losses(tmp_path / "b") == lines
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "lost"),
     [("gpt", "torch"), ("mlp", "consumed"), ("resnet", "epoch"), ("mlp", "optimizer"), ("resnet", "buffers")],
@@ -126,6 +128,7 @@ def test_the_generators_of_python_and_numpy_go_on(tmp_path, library):
     assert [draw() for _ in range(3)] == expected
 
 
+@pytest.mark.slow
 def test_the_tail_of_a_killed_process_is_done_again(tmp_path):
     """Lines and events after the last checkpoint belong to steps that the resumed run repeats."""
     overrides = (*runs.MODELS["mlp"], "train.max_steps=8")
@@ -145,6 +148,7 @@ def test_the_tail_of_a_killed_process_is_done_again(tmp_path):
     assert event_steps(tmp_path / "b") == list(range(1, 9))
 
 
+@pytest.mark.slow
 def test_a_run_that_died_before_its_first_checkpoint_starts_again(tmp_path):
     run = runs.prepare(tmp_path, *runs.MODELS["mlp"])
     for _ in range(3):
@@ -174,6 +178,7 @@ def test_a_finished_run_stays_as_it_is(tmp_path):
     assert measured["peak_memory_bytes"] > 0
 
 
+@pytest.mark.slow
 def test_a_finished_run_can_be_made_longer(tmp_path):
     overrides = (*runs.MODELS["mlp"], "schedule=constant")
     runs.run(tmp_path / "a", *overrides, "train.max_steps=6")
@@ -182,6 +187,7 @@ def test_a_finished_run_can_be_made_longer(tmp_path):
     assert runs.differences(end(tmp_path / "b"), end(tmp_path / "a")) == []
 
 
+@pytest.mark.slow
 def test_from_another_runs_checkpoint_into_a_new_directory(tmp_path):
     overrides = (*runs.MODELS["mlp"], "train.max_steps=6")
     runs.run(tmp_path / "a", *overrides, "every.save=2", "checkpointing.keep_last=3")
@@ -194,6 +200,7 @@ def test_from_another_runs_checkpoint_into_a_new_directory(tmp_path):
         assert [line["step"] for line in helpers.metrics(run_dir)] == list(range(3 + 2 * number, 7))
 
 
+@pytest.mark.slow
 def test_another_branch_from_an_older_checkpoint_keeps_its_own(tmp_path):
     """In the same directory: the new branch's checkpoints outlive the old branch's, and resuming uses them."""
     overrides = (*runs.MODELS["mlp"], "train.max_steps=10")
@@ -222,6 +229,7 @@ def test_the_samplers_seed_is_part_of_its_state(tmp_path):
     assert run.batches.indices(run.state.progress) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", ["batch.global_size=1000", "data.drop_last=true"])
 def test_another_batch_in_the_middle_of_an_epoch(tmp_path, change):
     """The rest of the epoch may be less than a batch, or empty."""
@@ -230,6 +238,7 @@ def test_another_batch_in_the_middle_of_an_epoch(tmp_path, change):
     assert helpers.result(tmp_path)["steps"] == 92
 
 
+@pytest.mark.slow
 def test_a_new_rate_is_taken(tmp_path):
     overrides = (*runs.MODELS["mlp"], "schedule=constant")
     runs.run_until(tmp_path, 2, *overrides, "optimizer.lr=0.25")

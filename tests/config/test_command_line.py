@@ -39,6 +39,7 @@ def test_a_name_is_read_back(read_back, name):
     assert read_back(command_line.override("place", name)) == name
 
 
+@pytest.mark.slow
 def test_any_name_is_read_back(read_back):
     drawn = random.Random(0)
     parts = ["\\", "'", '"', "$", "{", "}", "${", "a", " ", ",", "[", "=", ":", "ü", "("]

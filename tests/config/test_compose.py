@@ -3,6 +3,7 @@
 import json
 import sys
 
+import pytest
 from helpers import run_cli
 
 PROGRAM = """
@@ -38,6 +39,7 @@ program()
 """
 
 
+@pytest.mark.slow
 def test_a_plan_inside_the_users_own_hydra_program(tmp_path):
     """And Hydra is left as it was, after a mistake as well."""
     (tmp_path / "program.py").write_text(PROGRAM)

@@ -60,6 +60,7 @@ def test_a_target_that_is_no_class_or_cannot_be_imported(tmp_path, name, says):
     assert says in done.stderr
 
 
+@pytest.mark.slow
 def test_a_module_that_exits_does_not_end_the_run_in_silence(tmp_path):
     (tmp_path / "exiting_parts.py").write_text(MODULES["exiting_parts"])
     one = ("model=mlp", "data=digits", "train.device=cpu")

@@ -105,6 +105,7 @@ def test_an_option_without_a_class_is_to_be_left_out(name):
     )
 
 
+@pytest.mark.slow
 def test_from_the_command_line_in_a_sweep(tmp_path):
     """Every job of it, and the command that resumes one."""
     given = ("-m", "optimizer._target_=torch.optim.RMSprop,torch.optim.SGD", "optimizer.momentum=0.5")

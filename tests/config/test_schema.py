@@ -235,6 +235,7 @@ def test_document_has_the_defaults():
     assert wrong == {}
 
 
+@pytest.mark.slow
 def test_document_has_the_defaults_of_models_data_and_optimizers():
     wrong = {}
     for group in ("model", "data", "optimizer"):
@@ -248,6 +249,7 @@ def test_document_has_the_defaults_of_models_data_and_optimizers():
     assert wrong == {}
 
 
+@pytest.mark.slow
 def test_every_setting_can_be_typed_without_a_plus():
     """Hydra refuses `name=value` for a name that no YAML file has."""
     known = set()

@@ -285,6 +285,7 @@ def weights_after(run_dir, folder, *overrides):
     return runs.saved(run_dir, 5)["model"]
 
 
+@pytest.mark.slow
 def test_a_run_depends_on_neither_workers_nor_a_resume(tmp_path, folder):
     reference = weights_after(tmp_path / "a", folder)
     assert runs.differences(reference, weights_after(tmp_path / "b", folder, "data.num_workers=2")) == []
@@ -293,6 +294,7 @@ def test_a_run_depends_on_neither_workers_nor_a_resume(tmp_path, folder):
     assert runs.differences(reference, weights_after(tmp_path / "d", folder, "data.flip=0.0"))
 
 
+@pytest.mark.slow
 def test_a_run_does_not_depend_on_the_micro_batch(tmp_path, folder):
     """But for rounding: the samples are the same bits, see above."""
     whole, cut, other = (
@@ -316,6 +318,7 @@ def test_a_plan_of_images_is_exact(tmp_path, folder):
     assert found.total == run.memory.peak
 
 
+@pytest.mark.slow
 def test_an_error_in_memory_is_recovered_bit_for_bit(tmp_path, folder):
     """The run that falls short equals one that had its sizes from the start."""
     limited = ("batch.global_size=24", "model.width=64", "memory.limit=1.9MiB", "oom.plan=false", "every.save=5")
@@ -402,6 +405,7 @@ def test_where_nothing_can_be_read_the_run_ends(tmp_path):
 # The command line
 
 
+@pytest.mark.slow
 def test_the_commands_of_the_documentation_and_an_export(tmp_path):
     root = splits(tmp_path / "FOLDER")
     fill(tmp_path / "TEST", 2)
@@ -430,6 +434,7 @@ def test_the_commands_of_the_documentation_and_an_export(tmp_path):
     }
 
 
+@pytest.mark.slow
 def test_a_broken_file_ends_a_run_with_one_message_also_from_a_worker(tmp_path):
     root = splits(tmp_path / "FOLDER", 4, 2)
     for path in (root / "train").rglob("*.png"):
@@ -441,6 +446,7 @@ def test_a_broken_file_ends_a_run_with_one_message_also_from_a_worker(tmp_path):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_class_names_are_kept_and_other_ones_refused(tmp_path):
     root = splits(tmp_path / "root", 4, 2)
     run = (*TINY, f"data.path={root}", "train.max_steps=1", "every.save=1")
@@ -461,6 +467,7 @@ def test_class_names_are_kept_and_other_ones_refused(tmp_path):
         )
 
 
+@pytest.mark.slow
 def test_other_models_read_images_and_predictions_have_names(tmp_path, folder):
     more = (f"data.path={folder}", "every.eval=2", "train.max_steps=2", "callbacks=predictions", "data.num_workers=0")
     for model in (("mlp", "model.width=8"), ("resnet", "model.width=4")):

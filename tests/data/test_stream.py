@@ -160,6 +160,7 @@ def test_resuming_twice_is_exact(kind, workers, stops):
     assert torch.equal(torch.cat(inputs), whole[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [own_streams.OwnGenerator, own_streams.TellsEpochs])
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("size", [1, 16, 64])

@@ -47,6 +47,7 @@ def test_every_moment_once(tmp_path):
     assert set(own_hooks.SEEN[2][2]) == {"loss", "accuracy"}
 
 
+@pytest.mark.slow
 def test_not_for_a_retried_step(tmp_path, monkeypatch):
     """Memory runs out in the second step, and in the log of the third, which is committed by then."""
     accumulate, log, failed = loop.accumulate_gradients, loop.log, []
@@ -247,6 +248,7 @@ def test_how_other_runs_end(tmp_path):
 STOPPING = ("every.eval=1", "every.save=1", "train.max_steps=9", "stopping.patience=3", "stopping.min_delta=10")
 
 
+@pytest.mark.slow
 def test_early_stopping(tmp_path):
     ended = runs.run(tmp_path, *MLP, *STOPPING)
     assert ended.steps == 4  # the first is the best, and three more
@@ -258,6 +260,7 @@ def test_early_stopping(tmp_path):
     assert runs.run(tmp_path, *MLP, *STOPPING[:3], "stopping.patience=5", "stopping.min_delta=10").steps == 6
 
 
+@pytest.mark.slow
 def test_what_early_stopping_has_counted_is_in_the_checkpoint(tmp_path, caplog):
     run = runs.run_until(tmp_path, 3, *MLP, *STOPPING)
     assert run.state.progress.stopped is None
@@ -329,6 +332,7 @@ def test_patience_without_evaluations(tmp_path):
 # Shipped ones
 
 
+@pytest.mark.slow
 def test_predictions_and_confusion_matrix(tmp_path):
     chosen = (*MLP, "callbacks=[predictions,confusion_matrix]", "every.eval=2", "train.max_steps=2")
     train(tmp_path / "run", *chosen, *(o for o in runs.TINY if "max_steps" not in o and "every.eval" not in o))

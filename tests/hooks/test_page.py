@@ -19,6 +19,7 @@ def command(start):
     return shlex.split(line)[1:]
 
 
+@pytest.mark.slow
 def test_the_callback_of_the_page(tmp_path):
     assert write_files(PAGE, tmp_path) == {"my_callbacks.py", "my_trackers.py"}
     done = run_cli(*command("callbacks.norms"), *QUICK, f"hydra.run.dir={tmp_path / 'run'}", cwd=tmp_path)
@@ -28,6 +29,7 @@ def test_the_callback_of_the_page(tmp_path):
     assert all(set(values) == {5, 10, 15, 20} for values in tags.values())
 
 
+@pytest.mark.slow
 def test_the_metric_of_the_page(tmp_path):
     pytest.importorskip("torchmetrics", reason="needs the extra trainapp[metrics]")
     done = run_cli(*command("metrics.f1"), *QUICK, f"hydra.run.dir={tmp_path / 'run'}", cwd=tmp_path)
@@ -36,6 +38,7 @@ def test_the_metric_of_the_page(tmp_path):
     assert result(tmp_path / "run")["metric"] == "f1"
 
 
+@pytest.mark.slow
 def test_the_task_of_the_page_passes_arguments_to_all_metrics(tmp_path):
     """The page's function, on digits as ten numbers to regress."""
     (body,) = re.findall(r"```python\n(def regression.*?)```", PAGE.read_text(), re.DOTALL)
@@ -53,6 +56,7 @@ def test_the_task_of_the_page_passes_arguments_to_all_metrics(tmp_path):
     assert line["mine"] == pytest.approx(line["loss"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_the_tracker_of_the_page(tmp_path):
     write_files(PAGE, tmp_path)
     done = run_cli(*command("tracker.lines"), *QUICK, f"hydra.run.dir={tmp_path / 'run'}", cwd=tmp_path)

@@ -10,6 +10,7 @@ from helpers import metrics, train
 from trainapp.tracking.utilisation import peak_of
 
 
+@pytest.mark.slow
 def test_debug_profile(tmp_path):
     done = train(tmp_path / "run", "debug=profile", *runs.MODELS["mlp"], "train.device=cpu")
     trace = json.loads((tmp_path / "run/profile/rank_0.json").read_text())
@@ -23,6 +24,7 @@ def test_debug_profile(tmp_path):
     assert len(metrics(tmp_path / "run")) == 10
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_while_it_is_profiled(tmp_path, caplog):
     runs.run(tmp_path / "a", *runs.MODELS["mlp"], "debug=profile", "train.max_steps=6")
     assert (tmp_path / "a/profile/summary.txt").read_text().startswith("2 steps up to step 6 took ")
@@ -61,6 +63,7 @@ def test_utilisation_by_hand(tmp_path):
     assert "mfu" not in metrics(tmp_path / "unknown")[0]
 
 
+@pytest.mark.slow
 def test_counting_changes_no_bit(tmp_path):
     chosen = (*runs.MODELS["gpt"], "train.max_steps=2")
     plain = runs.run_until(tmp_path / "a", 2, *chosen)

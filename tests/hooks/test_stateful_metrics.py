@@ -89,6 +89,7 @@ def test_a_metric_of_ones_own_counts_every_sample_once(tmp_path):
     assert line["mine/share"] == pytest.approx(line["accuracy"])
 
 
+@pytest.mark.slow
 def test_keyword_arguments_for_one_metric(tmp_path):
     _, line, _, targets = evaluated(tmp_path, own("Correct"), "task=own_hooks.by_name")
     assert line["mine/total"] == len(targets)
@@ -109,6 +110,7 @@ def run_torn(tmp_path, **changes):
     return ended, evaluations(tmp_path)[-1]
 
 
+@pytest.mark.slow
 def test_an_update_that_runs_out_of_memory_is_undone(tmp_path):
     """The third batch of 64 is evaluated again as two of 32, and counts once."""
     ended, line = run_torn(tmp_path)
@@ -117,6 +119,7 @@ def test_an_update_that_runs_out_of_memory_is_undone(tmp_path):
     assert line["mine/share"] == pytest.approx(line["accuracy"])
 
 
+@pytest.mark.slow
 def test_without_undoing_it_the_batch_counts_twice(tmp_path, monkeypatch):
     monkeypatch.setattr(StatefulMetrics, "undone_on_error", lambda _: contextlib.nullcontext())
     assert run_torn(tmp_path)[1]["mine/total"] == 360 + 64
@@ -345,6 +348,7 @@ def test_a_loss_in_chunks_has_no_logits_for_metrics(tmp_path):
         runs.run(tmp_path, *chosen)
 
 
+@pytest.mark.slow
 def test_a_package_that_is_missing_is_named(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(
         "import sys\n"

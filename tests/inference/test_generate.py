@@ -50,6 +50,7 @@ def generate(tmp_path, trained, *overrides, prompts=PROMPTS, output="g.jsonl"):
     return lines(tmp_path / output)
 
 
+@pytest.mark.slow
 def test_the_command_line(tmp_path, trained):
     """Without a word about model and data. The text is printed, and in the run directory."""
     command = [word.replace("RUN", str(trained)) for word in commands(ROOT / "docs/inference.md")[2][3:]]
@@ -62,6 +63,7 @@ def test_the_command_line(tmp_path, trained):
     assert module.printable(f"import {line['text']}") in done.stdout
 
 
+@pytest.mark.slow
 def test_the_same_texts_whatever_the_batches(tmp_path, trained):
     """And others with another seed, for prompts of several lengths; equal prompts have texts of their own."""
     prompts = [*PROMPTS, "x"]
@@ -96,6 +98,7 @@ def test_the_end_of_a_text(tmp_path, trained):
         assert (line["tokens"][-1] == 10) == (line["ended"] == "end_of_text")
 
 
+@pytest.mark.slow
 def test_memory_runs_out(tmp_path, trained, monkeypatch):
     """In the middle of a text: the batch is halved, and the texts are the same."""
     whole = generate(tmp_path, trained)
@@ -112,6 +115,7 @@ def test_memory_runs_out(tmp_path, trained, monkeypatch):
     assert (sizes[0], sizes[11]) == (5, 2)
 
 
+@pytest.mark.slow
 def test_what_is_written_is_not_generated_again(tmp_path, trained, monkeypatch):
     whole = generate(tmp_path, trained, "generate.batch_size=2")
     draws, seen = module.continued, []
@@ -162,6 +166,7 @@ def test_a_model_of_embeddings_is_refused(tmp_path):
         generate(tmp_path, tmp_path / "run", prompts=[[1, 2, 3]])
 
 
+@pytest.mark.slow
 def test_tokens_where_the_data_has_no_text(tmp_path):
     runs.run(tmp_path / "run", *runs.MODELS["gpt"], "oom.remember=false")
     with pytest.raises(UserError, match="the data has no text"):

@@ -67,6 +67,7 @@ def words(trained, number):
     return [word.replace("RUN", str(trained)) for word in commands(PAGE)[number][3:]]
 
 
+@pytest.mark.slow
 def test_the_command_line(tmp_path, trained):
     """Without a word about model and data; the file appears as a whole."""
     done = run_cli(*words(trained, 0), "hydra.run.dir=out", cwd=tmp_path)
@@ -90,13 +91,14 @@ def test_the_best_checkpoint_and_the_training_split(tmp_path, trained):
     assert found != predict(tmp_path, trained, "predict.split=train")
 
 
+@pytest.mark.slow
 def test_an_interrupted_process_is_continued(tmp_path, trained):
     """By the same command, with another batch size: nothing is predicted twice, and an unfinished line is cut off. A
     signal ends it after the batch at work, with the command that continues.
     """
     data = (*OWN, "data._target_=own_inference.Interrupted")
     command = ("mode=predict", f"checkpointing.resume={trained}", f"predict.output={tmp_path / 'p.jsonl'}", *QUIET)
-    env = {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")])}
+    env = {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests"), str(ROOT / "tests/helpers")])}
     env |= {"SIGNAL_AT": "150", "SIGNAL": str(int(signal.SIGKILL))}
     killed = run_cli(*command, *data, "predict.batch_size=20", cwd=tmp_path, env=env)
     assert killed.returncode == -9, killed.stderr
@@ -146,6 +148,7 @@ def test_lines_of_other_settings_are_not_continued(tmp_path, trained, monkeypatc
 FROM_FILE = (*OWN, "data._target_=own_inference.FromFile")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("changed", "continues"), [("contents", False), ("file", False), (None, True)])
 def test_lines_of_other_data_are_not_continued(tmp_path, trained, monkeypatch, changed, continues):
     """Of samples that differ, under the same settings, or of a file that is not the one it was."""
@@ -179,6 +182,7 @@ def test_samples_that_are_never_the_same_are_continued(tmp_path, trained, monkey
     assert sum(seen[3:]) == 360 - 128
 
 
+@pytest.mark.slow
 def test_memory_runs_out(tmp_path, trained, monkeypatch):
     """The size halves until it fits, after the lines that are written; each sample has one."""
     rows, sizes = module.Predictor.rows, []
@@ -197,6 +201,7 @@ def test_memory_runs_out(tmp_path, trained, monkeypatch):
     assert len(list((tmp_path / "out/oom").glob("*.json"))) == 2
 
 
+@pytest.mark.slow
 def test_a_real_limit(tmp_path, trained):
     """Of memory, which the first sizes exceed."""
     found = predict(tmp_path, trained, "predict.batch_size=360", "memory.limit=100KiB")
@@ -204,6 +209,7 @@ def test_a_real_limit(tmp_path, trained):
     assert list((tmp_path / "out/oom").glob("*.json"))
 
 
+@pytest.mark.slow
 def test_other_data_and_names_of_classes(tmp_path, trained):
     named = predict(tmp_path, trained, *OWN, "data._target_=own_inference.Named")
     assert {line["prediction_name"] for line in named if line["prediction"] == 3} == {"three"}
@@ -214,6 +220,7 @@ def test_other_data_and_names_of_classes(tmp_path, trained):
     assert len(predict(tmp_path, trained, more, "predict.split=more")) == 1437
 
 
+@pytest.mark.slow
 def test_the_average_is_used(tmp_path):
     runs.run(tmp_path / "run", *runs.MODELS["mlp"], "train.ema=0.9", "optimizer.lr=0.05", "oom.remember=false")
     with_average = predict(tmp_path, tmp_path / "run")
@@ -272,6 +279,7 @@ def test_a_file_of_something_else_is_not_replaced(tmp_path, trained):
     )
 
 
+@pytest.mark.slow
 def test_a_stream_goes_on_where_it_was(tmp_path, trained, monkeypatch):
     """Of samples that are read one after the other: an error of another kind ends the first process."""
     data = ("data._target_=own_streams.Plain", "user_packages=[own_streams]", "+data.val_samples=50")
@@ -285,6 +293,7 @@ def test_a_stream_goes_on_where_it_was(tmp_path, trained, monkeypatch):
     assert again == [pytest.approx(line) for line in once]
 
 
+@pytest.mark.slow
 def test_a_run_with_several_optimizers(tmp_path):
     """A GAN, whose model is called in its own way."""
     updates = ", ".join(
@@ -304,6 +313,7 @@ def test_a_run_with_several_optimizers(tmp_path):
 UNET = (*OWN, "data._target_=own_inference.Pixels", "model._target_=own_inference.UNet", "oom.plan=false")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["classification", "own_inference.per_pixel"])
 def test_classes_of_pixels(tmp_path, task):
     """A segmentation: logits [B, classes, H, W]. Rows that do not count in the loss are predicted, too."""
@@ -330,6 +340,7 @@ def test_classes_of_pixels(tmp_path, task):
         assert evaluated["loss"] == pytest.approx(F.cross_entropy(logits, of).item())
 
 
+@pytest.mark.slow
 def test_shapes_that_may_be_read_both_ways(tmp_path):
     """Eight classes of 8x8 pixels: a built-in task decides, and one of the user's own is asked."""
     cube = (*UNET, "oom.remember=false", "+data.height=8", "+model.classes=8", "every.eval=4")

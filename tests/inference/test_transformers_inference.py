@@ -50,6 +50,7 @@ def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_llama_with_lora_answers(tmp_path):
     """With what its examples end with, and as Transformers itself continues the prompt."""
     pytest.importorskip("peft", reason="needs the extra trainapp[peft]")
@@ -71,6 +72,7 @@ def test_a_llama_with_lora_answers(tmp_path):
         assert line["text"] == data.decode(line["tokens"])
 
 
+@pytest.mark.slow
 def test_a_classifier_names_its_classes(tmp_path):
     pytest.importorskip("datasets", reason="needs the extra trainapp[hf]")
     folder = hf_files.tokenizer_folder(tmp_path / "tokenizer")

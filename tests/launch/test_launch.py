@@ -87,6 +87,7 @@ __main__.main()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sweep", [False, True])
 def test_the_command_line_prepares_before_torch_is_imported(tmp_path, sweep):
     """torch 2.13 reads the allocator's settings while it is imported, the later jobs of a sweep too late."""

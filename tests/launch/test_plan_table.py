@@ -25,6 +25,7 @@ def rows(done):
     return lines[first + 1 :]
 
 
+@pytest.mark.slow
 def test_a_refused_configuration_is_a_row_with_its_reason(tmp_path):
     done = run_cli(*SWEEP, "model.width=16,17,-1", cwd=tmp_path)
     assert done.returncode == 2
@@ -39,6 +40,7 @@ def test_a_refused_configuration_is_a_row_with_its_reason(tmp_path):
     assert done.stdout.count("must be") == 2  # each reason once
 
 
+@pytest.mark.slow
 def test_plans_of_an_earlier_sweep_are_not_in_the_table(tmp_path):
     for widths in ("16,32", "8"):
         done = run_cli(*SWEEP, f"model.width={widths}", cwd=tmp_path)
@@ -94,6 +96,7 @@ def test_the_directory_of_a_sweep_is_not_searched(tmp_path, monkeypatch, mode):
     assert not [path for path in map(str, listed) if not path.startswith(f"{tmp_path}/.plans-")]
 
 
+@pytest.mark.slow
 def test_jobs_in_processes_of_their_own(tmp_path):
     """As a launcher such as submitit starts them."""
     submitit = ("hydra/launcher=submitit_local", "hydra.launcher.timeout_min=2")
@@ -104,6 +107,7 @@ def test_jobs_in_processes_of_their_own(tmp_path):
     assert {path.name for path in (tmp_path / "sweep").iterdir()} == {"0", "1", "multirun.yaml", ".submitit"}
 
 
+@pytest.mark.slow
 def test_jobs_outside_the_sweeps_directory(tmp_path):
     elsewhere = f"hydra.sweep.subdir={tmp_path}/elsewhere/${{hydra:job.num}}"
     done = run_cli(*SWEEP, elsewhere, "model.width=16,32", cwd=tmp_path)

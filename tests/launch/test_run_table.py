@@ -44,6 +44,7 @@ def table(done):
     return [[line[a:b].strip() for a, b in edges] for line in lines[found[0] : end]], lines[end:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("direction", ["min", "max"])
 def test_the_best_is_marked_as_the_objective_says(tmp_path, direction):
     done = run_cli(*SWEEP, RATES, f"objective={direction} loss", cwd=tmp_path)
@@ -70,6 +71,7 @@ def test_the_best_is_marked_as_the_objective_says(tmp_path, direction):
     assert sorted(path.name for path in (tmp_path / "sweep").iterdir()) == ["0", "1", "2", "multirun.yaml", "sweep.csv"]
 
 
+@pytest.mark.slow
 def test_failed_jobs_are_rows_with_their_errors(tmp_path):
     """Hydra ends the sweep without calling its callbacks then."""
     (tmp_path / "mine.py").write_text(NET)
@@ -97,6 +99,7 @@ def test_a_sweep_without_results_leaves_the_table_of_an_earlier_one(tmp_path):
     assert file.read_text() != before
 
 
+@pytest.mark.slow
 def test_a_signal_ends_the_sweep_with_the_table_so_far(tmp_path):
     (tmp_path / "mine.py").write_text(NET)
     done = run_cli(*SWEEP, *MINE, "every.eval=1", "model.width=4,6,7", cwd=tmp_path)
@@ -108,6 +111,7 @@ def test_a_signal_ends_the_sweep_with_the_table_so_far(tmp_path):
     assert last == [f"best accuracy (max): {rows[0][1].removesuffix(' *')} in job 0: model.width=4"]
 
 
+@pytest.mark.slow
 def test_batches_of_jobs_end_with_one_table_and_objectives_may_differ(tmp_path):
     batches = "hydra.sweeper.max_batch_size=1"
     done = run_cli(*SWEEP, batches, "objective=max accuracy,min loss", cwd=tmp_path)
@@ -119,6 +123,7 @@ def test_batches_of_jobs_end_with_one_table_and_objectives_may_differ(tmp_path):
     assert [line.partition(":")[0] for line in last] == ["best accuracy (max)", "best loss (min)"]
 
 
+@pytest.mark.slow
 def test_with_plans_in_the_same_sweep(tmp_path):
     done = run_cli(*SWEEP, "mode=train,plan", "plan.levers=false", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -132,6 +137,7 @@ def test_with_plans_in_the_same_sweep(tmp_path):
     assert "mode=" not in "".join(lines[1])
 
 
+@pytest.mark.slow
 def test_jobs_in_processes_of_their_own(tmp_path):
     """As a launcher such as submitit starts them."""
     submitit = ("hydra/launcher=submitit_local", "hydra.launcher.timeout_min=2")

@@ -195,6 +195,7 @@ def measured(folder, *overrides):
     return run.memory.peak, weights
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_runs_keep_less_for_less_and_end_alike(tmp_path, precision, free_selection):
     chosen = (f"precision={precision}", "model.dropout=0.1")
@@ -211,6 +212,7 @@ def test_runs_keep_less_for_less_and_end_alike(tmp_path, precision, free_selecti
     assert peaks == sorted(set(peaks))
 
 
+@pytest.mark.slow
 def test_auto_uses_what_the_limit_leaves(tmp_path, free_selection):
     full, expected = measured(tmp_path, "activation_checkpointing=full")
     most, _ = measured(tmp_path)
@@ -249,6 +251,7 @@ def test_a_guess_that_peaks_too_high_is_followed_by_smaller_ones(monkeypatch, ro
     assert len(traced) <= levers_budget.MOST_TRACES
 
 
+@pytest.mark.slow
 def test_auto_leaves_what_the_task_keeps_between_steps(tmp_path, free_selection):
     """The limit is just above what `full` needs: what the task keeps must not be given to the blocks."""
     own = ("user_packages=[own_tasks]", "task=own_tasks.Bank")

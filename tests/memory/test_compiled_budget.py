@@ -117,6 +117,7 @@ def test_what_is_saved_is_measured_and_fits(limit, caplog):
     assert saved <= limit or (limit == 1 and saved < everything)
 
 
+@pytest.mark.slow
 def test_less_is_saved_for_less(caplog):
     found = []
     for limit in (10**6, 60_000, 25_000):
@@ -150,6 +151,7 @@ def test_the_largest_share_that_fits_is_taken(monkeypatch, caplog):
     assert 0 < share < 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [60_000, 40_000, 25_000, 1])
 def test_random_numbers_are_not_drawn_again(limit):
     model, x = built(dropout=0.3)
@@ -161,6 +163,7 @@ def test_random_numbers_are_not_drawn_again(limit):
     assert runs.relative_error(backward(model, traced(model, budget), x)[0], expected) < 1e-6
 
 
+@pytest.mark.slow
 def test_torch_itself_would_draw_them_again(monkeypatch):
     """The comparison above can fail."""
     for module in (compiled_budget, graph_memory):
@@ -174,6 +177,7 @@ def test_torch_itself_would_draw_them_again(monkeypatch):
     assert runs.relative_error(backward(model, traced(model, budget), x)[0], expected) > 0.1
 
 
+@pytest.mark.slow
 def test_too_little_is_said_once(caplog):
     model, x = built()
     budget = CompiledBudget()
@@ -235,6 +239,7 @@ def test_peaks_are_those_of_the_operations_one_by_one(share):
     assert counter.peak - before == found[0].backward + result
 
 
+@pytest.mark.slow
 def test_the_limit_of_a_peak_counts_batch_and_loss(caplog):
     model, x = built()
     function, found = halves_of(model, x, 1.0)

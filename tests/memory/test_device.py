@@ -178,6 +178,7 @@ def test_a_limit_that_leaves_no_room_for_a_batch(tmp_path):
     run.close()
 
 
+@pytest.mark.slow
 def test_watching_changes_no_bit(tmp_path):
     """Every step measured, compared with only the first."""
     ends = []

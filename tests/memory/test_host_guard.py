@@ -32,6 +32,7 @@ HUNGRY = (
 )
 
 
+@pytest.mark.slow
 def test_a_run_that_exceeds_it_goes_on(tmp_path):
     # A reserve larger than the machine leaves the minimum headroom: 256 MiB.
     train(tmp_path / "run", *HUNGRY, "memory.guard_reserve=100000GiB")

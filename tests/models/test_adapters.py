@@ -39,6 +39,7 @@ def on(base):
     return (*(o for o in LORA if not o.startswith("model.config")), f"model.path={base}")
 
 
+@pytest.mark.slow
 def test_the_adapters_alone_are_trained_and_saved(tmp_path):
     run = runs.prepare(tmp_path, *LORA)
     model = run.state.model
@@ -56,6 +57,7 @@ def test_the_adapters_alone_are_trained_and_saved(tmp_path):
     assert base_of(model).names == set(before) - trained
 
 
+@pytest.mark.slow
 def test_resumed_equals_uninterrupted(tmp_path):
     runs.run(tmp_path / "whole", *LORA, "train.max_steps=4", "+model.config.attention_dropout=0.1")
     runs.run_until(tmp_path / "parts", 2, *LORA, "train.max_steps=4", "+model.config.attention_dropout=0.1")
@@ -67,6 +69,7 @@ def test_resumed_equals_uninterrupted(tmp_path):
     assert runs.differences(whole["model"], runs.saved(tmp_path / "other", 4)["model"]) != []
 
 
+@pytest.mark.slow
 def test_another_base_is_refused(tmp_path, base):
     copy = tmp_path / "copy"
     copy.mkdir()
@@ -81,6 +84,7 @@ def test_another_base_is_refused(tmp_path, base):
         runs.run(tmp_path / "run", *on(copy), "train.max_steps=6")
 
 
+@pytest.mark.slow
 def test_adapters_and_whole_models_are_told_apart(tmp_path):
     plain = tuple(o for o in LORA if not o.startswith("adapter"))
     runs.run(tmp_path / "lora", *LORA, "train.max_steps=1")
@@ -91,6 +95,7 @@ def test_adapters_and_whole_models_are_told_apart(tmp_path):
         runs.run(tmp_path / "plain", *LORA, "train.max_steps=2")
 
 
+@pytest.mark.slow
 def test_an_export_is_opened_by_peft_and_merged_by_transformers(tmp_path, base):
     run = runs.run_until(tmp_path / "run", 4, *on(base))
     inputs = torch.arange(12)[None]
@@ -114,6 +119,7 @@ def test_an_export_is_opened_by_peft_and_merged_by_transformers(tmp_path, base):
     assert (without - wanted).abs().max() > 1e-3
 
 
+@pytest.mark.slow
 def test_a_weight_average_is_exported(tmp_path, base):
     run = runs.run_until(tmp_path / "run", 4, *on(base), "train.ema=0.5")
     average = dict(run.state.tensors()["average"])
@@ -125,6 +131,7 @@ def test_a_weight_average_is_exported(tmp_path, base):
     assert not torch.equal(exported[own], dict(run.state.model.named_parameters())[name])
 
 
+@pytest.mark.slow
 def test_memory_runs_out_and_nothing_is_lost(tmp_path):
     overrides = (*LORA, *runs.STEPS_ONLY, "adapter.dropout=0.1", "batch.micro_size=8", "train.max_steps=3")
     injector = Injector("backward", 2, 40)
@@ -144,6 +151,7 @@ def test_a_base_in_bf16_has_adapters_in_fp32(tmp_path):
     assert dtypes == {True: torch.float32, False: torch.bfloat16}
 
 
+@pytest.mark.slow
 def test_a_classifier_trains_its_new_last_layer(tmp_path):
     files = hf_files.texts(tmp_path / "texts.jsonl")
     overrides = ("model=hf", "model.task=sequence_classification", hf_files.BERT, "data=hf", f"data.path={files}")
@@ -165,6 +173,7 @@ def test_models_of_ones_own_take_adapters(tmp_path):
     assert run.state.progress.step == 4
 
 
+@pytest.mark.slow
 def test_initial_weights_are_read_into_the_base(tmp_path):
     gpt = (*runs.MODELS["gpt"], "oom.remember=false")
     runs.run(tmp_path / "run", *gpt)
@@ -181,6 +190,7 @@ def test_initial_weights_are_read_into_the_base(tmp_path):
     assert runs.differences(base(), weights) != []
 
 
+@pytest.mark.slow
 def test_another_run_begins_with_the_adapters_alone(tmp_path, base):
     first = runs.run_until(tmp_path / "run", 4, *on(base))
     adapters = first.state.tensors()["model"]
@@ -273,6 +283,7 @@ def test_an_export_has_the_statistics_of_batchnorm(tmp_path):
     assert (without - wanted).abs().max() > 1e-2
 
 
+@pytest.mark.slow
 def test_a_change_that_peft_cannot_load_is_refused_and_merged(tmp_path):
     counts = (*NORMED, "+model.counts=true")
     run = runs.run_until(tmp_path / "run", 4, *counts, "adapter=lora")
@@ -289,6 +300,7 @@ def test_a_change_that_peft_cannot_load_is_refused_and_merged(tmp_path):
     torch.testing.assert_close(outputs(model), wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_base_in_bf16_is_merged_in_fp32(tmp_path, base):
     """The control: rounded to bf16, if that is asked for, outputs differ."""
     few = ("optimizer.lr=0.003", "adapter.base_dtype=bf16", "precision=bf16")
@@ -310,6 +322,7 @@ def test_a_base_in_bf16_is_merged_in_fp32(tmp_path, base):
         runs.run(tmp_path / "none", "mode=export", f"checkpointing.resume={tmp_path}", "export.merge_dtype=bf16")
 
 
+@pytest.mark.slow
 def test_new_layers_that_would_not_be_trained_are_refused(tmp_path):
     """BERT's pooler, which a language model comes without: peft would draw another one when it opens the export."""
     bert = transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=400, **hf_files.SIZES))
@@ -398,6 +411,7 @@ CODEBOOK = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [(), ("model.silent=true",), ("checkpointing.asynchronous=true",)])
 def test_what_forwards_write_of_the_base_is_saved(tmp_path, settings):
     runs.run(tmp_path / "whole", *CODEBOOK, *settings)
@@ -412,6 +426,7 @@ def test_what_forwards_write_of_the_base_is_saved(tmp_path, settings):
     assert evaluations(tmp_path / "whole")[-1]["loss"] == evaluations(tmp_path / "parts")[-1]["loss"]
 
 
+@pytest.mark.slow
 def test_what_forwards_wrote_is_loaded_everywhere(tmp_path):
     runs.run(tmp_path / "run", *CODEBOOK)
     code = runs.saved(tmp_path / "run", 4)["model"]["code"]
@@ -426,6 +441,7 @@ def test_what_forwards_wrote_is_loaded_everywhere(tmp_path):
     assert "inside.weight" in base_of(new.state.model).names  # of the base, and not in the checkpoint
 
 
+@pytest.mark.slow
 def test_an_export_has_what_forwards_wrote(tmp_path):
     """With adapters alone where peft can load it: a parameter of the model itself, beside its modules, it cannot."""
     runs.run(tmp_path / "run", *CODEBOOK)
@@ -445,6 +461,7 @@ def test_an_export_has_what_forwards_wrote(tmp_path):
     assert (outputs(loaded) - untrained).abs().max() > 1e-2
 
 
+@pytest.mark.slow
 def test_memory_runs_out_while_the_optimizer_steps(tmp_path):
     """The run is rebuilt from its checkpoint, with what the forwards had written by then."""
     overrides = (*CODEBOOK, "every.save=2", "oom.plan=false", "oom.grow=false", "every.eval=null")

@@ -143,6 +143,7 @@ def test_weights_of_other_shapes_are_refused(tmp_path):
             build(task, {"intermediate_size": 64}, folder, num_classes=classes)
 
 
+@pytest.mark.slow
 def test_another_tokenizer_is_refused(tmp_path):
     """One that is trained on the data is another one for other data, though it may have as many tokens."""
     first, second = hf_files.texts(tmp_path / "first.jsonl"), tmp_path / "second.jsonl"
@@ -236,6 +237,7 @@ def test_other_names_of_transformers_are_refused(name):
     assert targets.locate("transformers.LlamaConfig", "model._target_", []) is transformers.LlamaConfig
 
 
+@pytest.mark.slow
 def test_memory_runs_out_and_nothing_is_lost(tmp_path):
     overrides = (*hf_files.CAUSAL, *TOKENS, *runs.STEPS_ONLY, "batch.micro_size=8", "train.max_steps=3")
     injector = Injector("backward", 2, 40)
@@ -247,6 +249,7 @@ def test_memory_runs_out_and_nothing_is_lost(tmp_path):
     assert runs.differences(recorded.state()["tensors"], control.state()["tensors"]) != []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("adapter", "precision"), [("none", "fp32"), ("lora", "bf16")])
 def test_a_limit_of_memory_halves_the_micro_batch_and_loses_nothing(tmp_path, adapter, precision):
     if adapter == "lora":
@@ -266,6 +269,7 @@ def test_a_limit_of_memory_halves_the_micro_batch_and_loses_nothing(tmp_path, ad
     assert runs.differences(saved["limited"]["model"], saved["free"]["model"]) != []  # other dropout, other sums
 
 
+@pytest.mark.slow
 def test_stateful_metrics_get_the_logits_and_a_mean_is_refused(tmp_path):
     metric = "+metrics.own={_target_: own_hooks.Correct}"
     files = f"data.path={hf_files.texts(tmp_path / 'texts.jsonl')}"
@@ -285,6 +289,7 @@ def mean_of_outputs(model, batch):
     return output.loss, len(batch["targets"]), {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapter", ["none", "lora"])
 def test_a_rehearsed_step_is_the_same(tmp_path, adapter):
     if adapter == "lora":

@@ -20,6 +20,7 @@ BY_TARGET = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [hf_files.CAUSAL, BY_TARGET])
 def test_a_run_begins_with_its_own_lines(tmp_path, model):
     pytest.importorskip("transformers")

@@ -38,6 +38,7 @@ def numbers(length: int) -> int:
     return bucket_of(1, elements_in({"inputs": torch.zeros(1, length), "targets": torch.zeros(1, length)}))
 
 
+@pytest.mark.slow
 def test_one_long_batch_does_not_shrink_the_others(tmp_path):
     calls = {"n": 0}
 
@@ -128,6 +129,7 @@ def several_sizes(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("several_sizes")
 def test_images_of_several_sizes(tmp_path):
     recorded = Recorded(tiny(tmp_path / "run", *OVERRIDES, changes={**AUTO, "memory.limit": LIMIT}))
@@ -155,6 +157,7 @@ def test_the_log_says_which_shape_a_size_is_for(tmp_path, caplog):
     assert ended == [both]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("several_sizes")
 def test_a_schedule_replays_the_sizes_of_each_shape(tmp_path):
     recorded = Recorded(tiny(tmp_path / "a", *OVERRIDES, changes={**AUTO, "memory.limit": LIMIT, "oom.grow": True}))

@@ -28,6 +28,7 @@ def fits(limit: int, tried: list[int]):
     return train
 
 
+@pytest.mark.slow
 def test_plain_form_halves():
     tried: list[int] = []
     train = find_executable_batch_size(fits(20, tried))
@@ -153,6 +154,7 @@ def test_any_number_of_arguments_is_no_mistake():
     assert train("a", "b", "c") == (4, ("a", "b", "c"))
 
 
+@pytest.mark.slow
 def test_zero_ends_it():
     tried: list[int] = []
     with pytest.raises(RuntimeError, match="No executable batch size found, reached zero") as caught:

@@ -47,6 +47,7 @@ def own(model: str, **arguments: int) -> tuple[str, ...]:
     )
 
 
+@pytest.mark.slow
 def test_an_allocation_that_does_not_shrink_stops_the_run_early(tmp_path, attempts):
     config = tiny(tmp_path, *own("Scratch", scratch=100_000), changes={"memory.limit": 300_000})
     with pytest.raises(TrainingStopped) as stopped:

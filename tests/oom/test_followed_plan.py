@@ -44,6 +44,7 @@ PLANNED = ("batch.micro_size=plan",)
 ASKED = ("batch.micro_size=auto",)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", [PLANNED, ASKED], ids=["plan", "auto"])
 def test_a_model_that_does_as_planned_gets_no_word(tmp_path, own, caplog, setting):
     ended, said = notes_of(tmp_path / "run", own("Net", *setting), caplog)
@@ -53,6 +54,7 @@ def test_a_model_that_does_as_planned_gets_no_word(tmp_path, own, caplog, settin
     assert ended.oom_restarts == (setting is ASKED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", runs.MODELS)
 def test_nor_do_models_of_our_own(tmp_path, caplog, model):
     ended, said = notes_of(tmp_path / "run", (*RUN, *runs.MODELS[model], *PLANNED, "every.eval=4"), caplog)
@@ -99,6 +101,7 @@ def test_a_size_of_the_users_own_follows_no_plan(tmp_path, own, caplog):
     assert (said, ended.plan_note) == ([], None)
 
 
+@pytest.mark.slow
 def test_a_range_is_contradicted_by_more_than_its_end_only(tmp_path, own, caplog):
     """Thrifty reads a value: a run needs the lower end."""
     _, said = notes_of(tmp_path / "run", own("Thrifty", *PLANNED, room=400_000), caplog)

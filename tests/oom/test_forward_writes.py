@@ -187,6 +187,7 @@ def test_a_rebuilt_run_continues_where_it_began(tmp_path):
     assert differences(found, everything(recorded)) == []
 
 
+@pytest.mark.slow
 def test_a_rebuilt_run_begins_again_with_the_weights_that_it_began_with(tmp_path):
     """Those of another run, as long as it has no checkpoint of its own."""
     saving = (*CASES["Teacher"], "checkpointing=standard", "every.save=2")

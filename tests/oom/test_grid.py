@@ -87,6 +87,7 @@ def test_bit_identical_to_a_configured_switch(tmp_path, model, precision, phase,
     assert recovered_as_configured(tmp_path, model, precision, phase, step) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_two_halvings_in_one_step(tmp_path, model):
     # Fails while the micro-batch is above 4: 16 -> 8 -> 4 within step 3; the oracle goes from 16 to 4 at once.
@@ -99,6 +100,7 @@ def test_two_halvings_in_one_step(tmp_path, model):
     assert logged(tmp_path / "a") == logged(tmp_path / "b")
 
 
+@pytest.mark.slow
 def test_fetched_ahead_by_a_worker(tmp_path):
     # The worker has already fetched for the old cut: the retry still sees the same samples.
     overrides = (*cell("resnet", "fp32"), "data.num_workers=1")
@@ -160,6 +162,7 @@ def evaluation_survives(tmp_path: Path, model: str, precision: str, step: int, o
 TOLERANCE = {"fp32": 1e-6, "bf16": 1e-2, "fp16": 1e-3}  # totals over other batches; matmuls round by shape
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "precision", "step"), CELLS)
 def test_evaluation(tmp_path, model, precision, step):
     counts = operations(model, precision, *EVALUATION)
@@ -173,6 +176,7 @@ def test_evaluation_counts_once_wherever_it_fails(tmp_path, back):
     evaluation_survives(tmp_path, "mlp", "fp32", 3, count - 1 - back)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "precision", "step"), CELLS)
 def test_commit_goes_back_to_the_start(tmp_path, model, precision, step):
     injector = Injector("commit", step, late(model, precision, "commit", step))
@@ -186,6 +190,7 @@ def test_commit_goes_back_to_the_start(tmp_path, model, precision, step):
     assert logged(tmp_path) == losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_commit_goes_back_to_the_checkpoint(tmp_path, model):
     saving = ("checkpointing=standard", "every.save=2")
@@ -239,6 +244,7 @@ def test_without_the_generators_the_oracle_fails(tmp_path, monkeypatch):
     assert recovered_as_configured(tmp_path, "mlp", "fp32", "backward", 3) != []
 
 
+@pytest.mark.slow
 def test_without_the_buffers_the_oracle_fails(tmp_path, monkeypatch):
     monkeypatch.setattr(RestorePoint, "restore", lambda self: self._generators.restore())
     assert recovered_as_configured(tmp_path, "resnet", "fp32", "backward", 3) != []

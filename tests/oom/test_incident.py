@@ -83,6 +83,7 @@ def peak_of(run_dir, overrides, size: int) -> int:
     return Recorded(tiny(run_dir, *overrides, changes={"batch.micro_size": size, "train.max_steps": 2})).run.memory.peak
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("hungry", "module"), [("forward", "blocks_.1"), ("backward", "blocks_.1")])
 def test_the_whole_record(tmp_path, network, hungry, module, caplog):
     overrides = (*network, f"+model.hungry={hungry}")
@@ -129,6 +130,7 @@ def test_the_whole_record(tmp_path, network, hungry, module, caplog):
     assert (image.step, image.width, image.height) == (1, 1000, 450)
 
 
+@pytest.mark.slow
 def test_phases_outside_the_model(tmp_path):
     # The optimizer's kernels and the clipping belong to no module.
     for phase in ("clip", "commit"):
@@ -137,6 +139,7 @@ def test_phases_outside_the_model(tmp_path):
         assert (failure.phase, failure.module) == (phase, "")
 
 
+@pytest.mark.slow
 def test_a_module_is_not_remembered_from_an_earlier_error(tmp_path):
     # The first error is traced to its module; at the second, tracking is off.
     class Two(Injector):
@@ -156,12 +159,14 @@ def test_a_module_is_not_remembered_from_an_earlier_error(tmp_path):
     assert (second.phase, second.module) == ("clip", "")
 
 
+@pytest.mark.slow
 def test_the_incidents_are_numbered(tmp_path):
     Recorded(tiny(tmp_path, *cell("mlp", "fp32")), Injector("forward", 2, 1, above=1))
     names = sorted(path.name for path in (tmp_path / "oom").glob("*.md"))
     assert names == ["001_step_2.md", "002_step_2.md", "003_step_2.md"]
 
 
+@pytest.mark.slow
 def test_a_restart_from_the_beginning_keeps_the_record(tmp_path):
     injector = Injector("commit", 2, 0, times=2)
     Recorded(tiny(tmp_path, *cell("mlp", "fp32")), injector)
@@ -169,6 +174,7 @@ def test_a_restart_from_the_beginning_keeps_the_record(tmp_path):
     assert [path.name for path in sorted((tmp_path / "oom").glob("*.md"))] == ["001_step_2.md", "002_step_2.md"]
 
 
+@pytest.mark.slow
 def test_the_last_word(tmp_path):
     """Not even one sample fits: the report lists the parts, and the settings that would help, largest first."""
     overrides = (*MODELS["gpt"], "model.depth=4", "model.width=32", "batch.micro_size=auto")
@@ -194,6 +200,7 @@ def test_the_last_word(tmp_path):
     assert by_setting["train.ema=null:"] == pytest.approx(parameters, rel=0.02)
 
 
+@pytest.mark.slow
 def test_the_advice_holds(tmp_path):
     """Each saving in the report is measured: the run with the setting needs that much less."""
     overrides = (*MODELS["gpt"], "model.depth=4", "model.width=32", "model.dropout=0", "batch.micro_size=1")
@@ -207,6 +214,7 @@ def test_the_advice_holds(tmp_path):
     assert peak - without == pytest.approx(float(size.split()[0]) * 1024, rel=0.02)
 
 
+@pytest.mark.slow
 def test_the_advice_of_traced_levers_holds(tmp_path):
     """As above, for savings that only a traced step can tell."""
     overrides = (*MODELS["gpt"], "model.depth=4", "model.width=32", "model.dropout=0", "model.context_length=256")
@@ -230,6 +238,7 @@ def test_the_advice_of_traced_levers_holds(tmp_path):
         assert less == pytest.approx(promised[setting], rel=0.05, abs=2**12), setting
 
 
+@pytest.mark.slow
 def test_a_healthy_step_is_drawn_on_request(tmp_path):
     config = tiny(tmp_path, *cell("mlp", "fp32"), changes={"memory.timeline": True, "train.max_steps": 6})
     Recorded(config)

@@ -55,6 +55,7 @@ def configured(lever: str, *schedule: tuple[int, int]) -> tuple[dict, list]:
         return run.state(), logged(Path(folder))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lever", LEVERS)
 @pytest.mark.parametrize(("phase", "operation"), PLACES, ids=lambda value: str(value))
 def test_a_failure_is_the_replay_of_its_schedule(tmp_path, lever, phase, operation):
@@ -69,6 +70,7 @@ def test_a_failure_is_the_replay_of_its_schedule(tmp_path, lever, phase, operati
     assert runs.differences(failed.state()["tensors"]["model"], late["tensors"]["model"]) != []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lever", LEVERS)
 def test_a_real_limit(tmp_path, lever):
     peak = recorded(tmp_path / "peak", LEVERS[lever], changes={"batch.micro_size": 5}).run.memory.peak
@@ -80,6 +82,7 @@ def test_a_real_limit(tmp_path, lever):
     assert runs.differences(failed.state(), again.state()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lever", LEVERS)
 def test_resumed(tmp_path, lever):
     """Three steps, then three more from the checkpoint, equal six."""

@@ -43,6 +43,7 @@ def digest(run_dir) -> list[float]:
     return [line["loss"] for line in metrics(run_dir)] + [line["grad_norm"] for line in metrics(run_dir)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_a_limit_on_the_command_line(tmp_path, model):
     limited = (*MODELS[model], *COMMON, f"memory.limit={LIMITS[model]}", "oom.grow=false")
@@ -67,6 +68,7 @@ def test_a_limit_on_the_command_line(tmp_path, model):
     assert digest(tmp_path / "limited") == digest(tmp_path / "told")
 
 
+@pytest.mark.slow
 def test_an_error_in_backward_leaves_its_graph_to_no_retry(tmp_path):
     """A third of the limit: what torch's engine keeps of a failed backward until the next one."""
     narrow = ("model=resnet", "model.width=8", "data=digits", "precision=bf16", "memory.limit=3460300")
@@ -75,6 +77,7 @@ def test_an_error_in_backward_leaves_its_graph_to_no_retry(tmp_path):
     assert incidents(tmp_path)[0]["phase"] == "backward"
 
 
+@pytest.mark.slow
 def test_a_limit_that_leaves_nothing(tmp_path):
     done = run_cli(*MODELS["mlp"], *COMMON, "memory.limit=64KiB", f"hydra.run.dir={tmp_path / 'run'}", cwd=tmp_path)
     assert done.returncode == 2

@@ -20,6 +20,7 @@ def peak_of(run_dir, *overrides):
     return Recorded(tiny(run_dir, *HEAVY, *overrides)).run.memory.peak
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.98, 0.5], ids=["in the first step", "before any batch"])
 def test_an_optimizer_whose_step_takes_what_its_state_saves_is_not_offered(tmp_path, share):
     peak = peak_of(tmp_path / "peak")
@@ -32,6 +33,7 @@ def test_an_optimizer_whose_step_takes_what_its_state_saves_is_not_offered(tmp_p
         assert peak_of(tmp_path / optimizer, f"optimizer={optimizer}") > 0.98 * peak
 
 
+@pytest.mark.slow
 def test_one_that_helps_is_offered_with_what_it_saves(tmp_path):
     """Less than its state saves: its step needs more than the activations that are gone by then."""
     wide = (*MODELS["gpt"], "model.width=256", "model.depth=2", "model.dropout=0", "model.context_length=64")

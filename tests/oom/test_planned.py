@@ -59,6 +59,7 @@ def run_of(folder, overrides, caplog=None):
     return ended, incidents(folder), asked
 
 
+@pytest.mark.slow
 def test_the_second_attempt_has_the_largest_size_that_fits(tmp_path):
     ended, (only,), _ = run_of(tmp_path / "planned", GPT)
     searched, _, _ = run_of(tmp_path / "searched", (*GPT, "oom.plan=false"))
@@ -71,6 +72,7 @@ def test_the_second_attempt_has_the_largest_size_that_fits(tmp_path):
     assert ended.micro_schedule == {1: largest}
 
 
+@pytest.mark.slow
 def test_the_first_fetch_is_halved_without_a_plan(tmp_path, caplog):
     """Its shape is not known until a batch has been cut. An error after that asks."""
     own = ("model=mlp", "model.width=16", "data=digits", "~data.augment", "data._target_=planned_models.Stacked")
@@ -105,6 +107,7 @@ def test_a_plan_of_views_is_exact(tmp_path):
     assert facts["certainty"] == "exact"
 
 
+@pytest.mark.slow
 def test_it_replays_bit_for_bit(tmp_path):
     """Dropout: a step cut in another way has other bits."""
     changes = {"batch.micro_size": "auto", "batch.global_size": 32}
@@ -120,6 +123,7 @@ def test_it_replays_bit_for_bit(tmp_path):
     assert runs.differences(recorded.state(), other.state()) != []
 
 
+@pytest.mark.slow
 def test_a_plan_that_is_too_high_is_halved_and_not_asked_again(tmp_path, own, caplog):
     ended, failures, asked = run_of(tmp_path / "run", own("Hungrier", 250_000, "train.max_steps=12"), caplog)
     assert "as planned" in failures[0]["action"]
@@ -130,6 +134,7 @@ def test_a_plan_that_is_too_high_is_halved_and_not_asked_again(tmp_path, own, ca
     assert 0.9 * 262_000 < ended.peak_memory_bytes <= 262_000
 
 
+@pytest.mark.slow
 def test_a_plan_that_is_too_low_does_not_end_the_search(tmp_path, own, caplog):
     ended, failures, asked = run_of(tmp_path / "run", own("Leaner", 200_000, "train.max_steps=30"), caplog)
     low = failures[0]["new_size"]
@@ -140,6 +145,7 @@ def test_a_plan_that_is_too_low_does_not_end_the_search(tmp_path, own, caplog):
     assert without_growing.micro_size == low
 
 
+@pytest.mark.slow
 def test_where_values_are_read_the_higher_peak_counts(tmp_path, own):
     overrides = own("Reading", 200_000)
     _, failures, _ = run_of(tmp_path / "run", overrides)
@@ -150,12 +156,14 @@ def test_where_values_are_read_the_higher_peak_counts(tmp_path, own):
     assert len(failures) == 1
 
 
+@pytest.mark.slow
 def test_where_values_are_read_and_ask_for_less_the_search_goes_on_without_an_error(tmp_path, own):
     ended, (only,), _ = run_of(tmp_path / "run", own("Thrifty", 400_000, "train.max_steps=12"))
     assert ended.micro_size > 2 * only["new_size"]
     assert 0.9 * 412_000 < ended.peak_memory_bytes <= 412_000
 
 
+@pytest.mark.slow
 def test_evaluation_begins_with_its_planned_size_too(tmp_path, own, caplog):
     """It would fail with 64, 32, 16, ..."""
     overrides = own("Evaluating", 300_000, "every.eval=8")
@@ -167,6 +175,7 @@ def test_evaluation_begins_with_its_planned_size_too(tmp_path, own, caplog):
     assert metrics(tmp_path / "run")[-1]["batch/eval_micro_size"] == facts["largest_eval_micro_size"]
 
 
+@pytest.mark.slow
 def test_an_error_of_evaluation_is_planned_alone(tmp_path, own, caplog):
     overrides = own("Evaluating", 300_000, "every.eval=8", "batch.micro_size=2")
     ended, (only,), asked = run_of(tmp_path / "run", overrides, caplog)
@@ -176,6 +185,7 @@ def test_an_error_of_evaluation_is_planned_alone(tmp_path, own, caplog):
     assert (ended.micro_size, asked) == (2, 1)
 
 
+@pytest.mark.slow
 def test_a_run_that_begins_with_the_plan_meets_no_error(tmp_path, own, caplog):
     overrides = own("Evaluating", 300_000, "every.eval=8", "batch.micro_size=plan")
     ended, failures, asked = run_of(tmp_path / "run", overrides, caplog)
@@ -186,6 +196,7 @@ def test_a_run_that_begins_with_the_plan_meets_no_error(tmp_path, own, caplog):
     assert metrics(tmp_path / "run")[-1]["batch/eval_micro_size"] == facts["largest_eval_micro_size"] < 64
 
 
+@pytest.mark.slow
 def test_a_planned_evaluation_that_fails_is_halved(tmp_path, own, caplog):
     """batch.micro_size=plan has asked already."""
     overrides = own("Hungrier", 250_000, "every.eval=8", "batch.micro_size=plan")
@@ -195,6 +206,7 @@ def test_a_planned_evaluation_that_fails_is_halved(tmp_path, own, caplog):
     assert all("as planned" not in failure["action"] for failure in failures)
 
 
+@pytest.mark.slow
 def test_where_a_plan_takes_too_long_the_size_is_halved(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(planned, "PATIENCE", 0.01)
     monkeypatch.setattr(planned, "ATTEMPTS", 0)
@@ -204,6 +216,7 @@ def test_where_a_plan_takes_too_long_the_size_is_halved(tmp_path, caplog, monkey
     assert (failures[0]["old_size"], failures[0]["new_size"]) == (32, 16)
 
 
+@pytest.mark.slow
 def test_lengths_that_vary_within_a_shape_are_planned_for_the_longest(tmp_path):
     overrides = (*GPT, "data.min_length=12")
     _, failures, _ = run_of(tmp_path, overrides)
@@ -211,6 +224,7 @@ def test_lengths_that_vary_within_a_shape_are_planned_for_the_longest(tmp_path):
     assert [failure["new_size"] for failure in failures] == [facts["largest_micro_size"]]
 
 
+@pytest.mark.slow
 def test_texts_of_all_lengths_meet_one_error(tmp_path):
     """A search would try the middle between the planned size and the failed one again and again."""
     overrides = (*GPT, "data.min_length=2", "train.max_steps=20")
@@ -220,6 +234,7 @@ def test_texts_of_all_lengths_meet_one_error(tmp_path):
     assert len(searched) > 2
 
 
+@pytest.mark.slow
 def test_what_is_only_estimated_leaves_a_margin(tmp_path, own):
     overrides = own("Leaving", 500_000, "train.max_steps=12")
     ended, (only,), _ = run_of(tmp_path / "run", overrides)
@@ -245,6 +260,7 @@ def test_what_is_halved_without_a_plan(tmp_path, caplog, case):
     assert failures[0]["new_size"] == failures[0]["old_size"] // 2
 
 
+@pytest.mark.slow
 def test_a_second_shape_is_planned_too(tmp_path, caplog):
     """Each shape has a size of its own; the first that fails gets the plan's."""
     caplog.set_level(logging.INFO)
@@ -282,6 +298,7 @@ def test_a_stop_request_does_not_wait_for_the_plan(tmp_path, caplog):
     assert (failure.old_size, failure.new_size) == (32, 16)
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_at_all_takes_two_errors(tmp_path, caplog):
     """The plan says that none fits: the smallest is tried, and the run ends with its advice."""
     overrides = (*runs.MODELS["gpt"], "batch.micro_size=auto", "oom.plan=true")
@@ -306,6 +323,7 @@ def test_a_plan_under_which_evaluation_does_not_fit_refuses_the_run(tmp_path, ow
         run_of(tmp_path, own("Evaluating", 25_000, "batch.micro_size=plan", "every.eval=8"))
 
 
+@pytest.mark.slow
 def test_a_range_under_which_nothing_fits_begins_with_the_smallest_and_a_warning(tmp_path, own, caplog):
     """The highest peak of one sample does not fit; the run needs the lowest."""
     ended, failures, _ = run_of(tmp_path, own("Thrifty", 25_000, "batch.micro_size=plan"), caplog)

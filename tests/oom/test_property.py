@@ -113,6 +113,7 @@ def real_run(samples, global_size, kilobytes, drop_last, eval_every):
     assert recorded.run.state.progress.step == 3 * recorded.run.batches.steps_per_epoch
 
 
+@pytest.mark.slow
 @REAL
 @given(**REAL_ARGUMENTS)
 @example(samples=33, global_size=32, kilobytes=6, drop_last=False, eval_every=1)

@@ -67,6 +67,7 @@ def test_a_process_that_cannot_recover_says_how_to_continue(tmp_path, phase, siz
     assert len(list((tmp_path / "oom").glob("*.json"))) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", SAME)
 def test_each_sample_once_and_the_same_weights(tmp_path, model):
     # The default sizes run for one and a half epochs, which covers a partial step and a reshuffle.
@@ -155,6 +156,7 @@ def failed_attempt(config: Config, step: int, injector: Injector):
     return run, failure, before["bytes"], storages
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("model", MODELS)
 def test_memory_is_back_to_what_it_was(tmp_path, model, phase):
@@ -169,6 +171,7 @@ def test_memory_is_back_to_what_it_was(tmp_path, model, phase):
     assert all_bytes() == before
 
 
+@pytest.mark.slow
 def test_a_kept_error_would_keep_the_memory(tmp_path, monkeypatch):
     # Negative control: what the incident must not hold.
     kept = []
@@ -182,6 +185,7 @@ def test_a_kept_error_would_keep_the_memory(tmp_path, monkeypatch):
     assert all_bytes() > before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_live_storages_under_a_limit(tmp_path, model):
     """The same, by the counter that enforces the limit: after a recovery it counts only resident tensors."""
@@ -226,6 +230,7 @@ def test_the_classic_reaction(tmp_path):
     assert "the global batch falls from 16 to 8" in recorded.failures[0].action
 
 
+@pytest.mark.slow
 def test_nothing_left_to_halve(tmp_path):
     injector = Injector("forward", 2, 1, above=0)
     with pytest.raises(TrainingStopped, match="nothing is left to halve"):
@@ -233,6 +238,7 @@ def test_nothing_left_to_halve(tmp_path):
     assert injector.fired == 4  # at 8, 4, 2 and 1
 
 
+@pytest.mark.slow
 def test_commit_that_never_fits_ends(tmp_path):
     injector = Injector("commit", 1, 0, times=100)
     with pytest.raises(TrainingStopped):
@@ -240,6 +246,7 @@ def test_commit_that_never_fits_ends(tmp_path):
     assert injector.fired == 4
 
 
+@pytest.mark.slow
 def test_commit_that_never_fits_ends_with_a_schedule_too(tmp_path):
     injector = Injector("commit", 1, 0, times=100)
     with pytest.raises(TrainingStopped):
@@ -288,6 +295,7 @@ def sizes_of(folder, injector, **changes) -> list[tuple[int, int]]:
     return [(f.old_size, f.new_size) for f in recorded.failures]
 
 
+@pytest.mark.slow
 def test_released_cache_may_be_enough(tmp_path):
     """cuBLAS and cuDNN allocate outside the cache: the same size is retried, once per step and size."""
     assert sizes_of(tmp_path, WithCache("forward", times=3)) == [(8, 8), (8, 4), (4, 4)]
@@ -300,6 +308,7 @@ def test_the_allocator_has_released_its_cache_before_it_fails(tmp_path):
     assert sizes_of(tmp_path, WithCache("forward", error=RuntimeError(ALLOCATOR))) == [(8, 4)]  # before torch 1.13
 
 
+@pytest.mark.slow
 def test_a_proven_size_is_retried_once(tmp_path):
     """It has fitted before, so memory is fragmented: in step 4, after three clean ones."""
     error = torch.OutOfMemoryError(ALLOCATOR)
@@ -308,11 +317,13 @@ def test_a_proven_size_is_retried_once(tmp_path):
     assert sizes_of(tmp_path, small) == [(8, 4)]
 
 
+@pytest.mark.slow
 def test_alternating_phases_are_not_retried_for_ever(tmp_path):
     injector = WithCache("forward", "backward", above=1)
     assert sizes_of(tmp_path, injector) == [(8, 8), (8, 4), (4, 4), (4, 2), (2, 2), (2, 1)]
 
 
+@pytest.mark.slow
 def test_a_schedule_replays_a_run(tmp_path):
     # As recorded in result.json: the sizes of a run that searched.
     overrides = (*cell("resnet", "fp32"), "batch.global_size=16", "train.max_steps=8")

@@ -73,6 +73,7 @@ def edit(change) -> None:
     path.write_text(json.dumps(known))
 
 
+@pytest.mark.slow
 def test_a_wrong_hint_costs_one_retry(tmp_path, limit):
     first = run(tmp_path / "a", changes={"memory.limit": limit})
     size = first.run.sizes.train.size
@@ -130,6 +131,7 @@ def test_binary_rubbish_is_ignored(tmp_path):
     assert sizes(run(tmp_path / "b", changes={"train.max_steps": 2})) == [64]
 
 
+@pytest.mark.slow
 def test_off_neither_reads_nor_writes(tmp_path, limit):
     off = {"memory.limit": limit, "oom.remember": False}
     assert run(tmp_path / "a", changes=off).failures
@@ -139,6 +141,7 @@ def test_off_neither_reads_nor_writes(tmp_path, limit):
     assert run(tmp_path / "c", changes=off).failures
 
 
+@pytest.mark.slow
 def test_clear_forgets_and_finds_again(tmp_path, limit):
     run(tmp_path / "a", changes={"memory.limit": limit})
     assert run(tmp_path / "b", changes={"memory.limit": limit, "oom.remember": "clear"}).failures
@@ -196,6 +199,7 @@ def test_a_size_that_the_user_chose_is_no_experience(tmp_path, chosen):
     assert sizes(run(tmp_path / "b", changes={})) == [64]
 
 
+@pytest.mark.slow
 def test_a_schedule_is_not_changed_by_experience(tmp_path, limit):
     run(tmp_path / "a", changes={"memory.limit": limit})
     planned = run(tmp_path / "b", changes={"memory.limit": limit, "batch.micro_schedule": {4: 4}})
@@ -208,6 +212,7 @@ def test_a_cache_that_cannot_be_written_is_no_error(tmp_path, monkeypatch):
     assert run(tmp_path / "a", changes={"train.max_steps": 2}).failures == []
 
 
+@pytest.mark.slow
 def test_the_evaluation_size_is_remembered_too(tmp_path):
     evaluating = {"every.eval": 12, "batch.eval_micro_size": "auto", "batch.global_size": 180, "oom.grow": False}
     training = {"batch.global_size": 180, "batch.micro_size": 8, "train.max_steps": 2}

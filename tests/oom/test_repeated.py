@@ -50,6 +50,7 @@ def alike(tmp_path, model: str, times: int, run) -> None:
     assert len(set(outcomes)) == 1, outcomes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_twice_alike(tmp_path, model):
     alike(tmp_path, model, 2, here)

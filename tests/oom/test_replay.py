@@ -83,6 +83,7 @@ def stopped_and_resumed(tmp_path: Path, *overrides: str, changes: dict[str, Any]
     return second
 
 
+@pytest.mark.slow
 def test_a_run_that_was_resumed(tmp_path):
     changes = {"schedule.shape": "constant"}
     weights, result = ended(stopped_and_resumed(tmp_path, *OVERRIDES, changes=changes))
@@ -92,6 +93,7 @@ def test_a_run_that_was_resumed(tmp_path):
     assert torch.equal(weights, again)
 
 
+@pytest.mark.slow
 def test_without_the_checkpoints_record_it_would_not_replay(tmp_path, monkeypatch):
     # Negative control.
     monkeypatch.setattr(Sizes, "continue_history", lambda *_: None)
@@ -104,6 +106,7 @@ def test_without_the_checkpoints_record_it_would_not_replay(tmp_path, monkeypatc
     assert not torch.equal(weights, runs.weights(again.run.state.model))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [None, 2])
 def test_a_run_that_went_back_after_an_error_in_the_commit(tmp_path, every):
     """To the checkpoint of step 4, made in step 4, or to the start: what came after it is not in the schedule."""
@@ -155,6 +158,7 @@ class Poisoned(Injector):
         return (result[0] + poison, *result[1:])
 
 
+@pytest.mark.slow
 def test_a_run_with_skipped_steps(tmp_path):
     """Step 3 is skipped; the attempt after it has the same step, and runs out of memory."""
     changes = {"train.nonfinite": "skip", "train.max_steps": 5}
@@ -183,6 +187,7 @@ def test_a_run_with_skipped_steps(tmp_path):
     assert not torch.equal(weights, runs.weights(again(1).run.state.model))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("resumed", [False, True])
 def test_shapes_of_several_sizes(tmp_path, resumed):
     """A limit finds a size per shape: the fetch size, too, is as it was."""
@@ -221,6 +226,7 @@ def sizes_by_attempt(recorded: Recorded) -> dict[int, Any]:
     return recorded.run.sizes.used
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [{}, {"batch.micro_size": "auto"}, {"memory.limit": 10**9}, {"accumulation.steps": 2, "batch.micro_size": "auto"}],
@@ -259,6 +265,7 @@ def test_a_size_above_the_share_of_a_rank(tmp_path):
     assert "(at most this rank's share, 8)" in opening_line(run)
 
 
+@pytest.mark.slow
 def test_a_size_that_has_failed_is_not_scheduled_again(tmp_path, caplog):
     injector = Injector("forward", 2, 1, above=4)
     changes = {"train.max_steps": 5, "batch.micro_size": "auto"}

@@ -35,6 +35,7 @@ def each_sample_once(recorded: Recorded, epochs: int) -> None:
         assert seen == list(range(recorded.run.batches.samples))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("global_size", [128, 256])
 @pytest.mark.parametrize(("grow", "wanted"), [(True, range(95, 101)), (False, range(64, 65))])
 def test_where_100_fits(tmp_path, global_size, grow, wanted):
@@ -51,6 +52,7 @@ def test_where_100_fits(tmp_path, global_size, grow, wanted):
         assert micro.search_has_ended
 
 
+@pytest.mark.slow
 def test_the_log_says_where_the_search_ended(tmp_path, caplog):
     limit = limit_for(tmp_path, 100)
     overrides = ("batch.global_size=128", f"memory.limit={limit}", "oom.grow=true", "train.max_steps=40")

@@ -187,6 +187,7 @@ def test_the_schedule_multiplies_every_rate(tmp_path):
     assert [line["lr/head"] for line in lines] == pytest.approx([0.5, 0.375, 0.25, 0.125])
 
 
+@pytest.mark.slow
 def test_freezing_by_a_group_is_freezing_by_the_model(tmp_path):
     ends = []
     for name, own in {

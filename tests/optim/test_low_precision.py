@@ -103,6 +103,7 @@ def test_small_changes_of_the_state_are_not_lost(monkeypatch):
     assert second_moments() < 0.5 * right
 
 
+@pytest.mark.slow
 def test_in_a_run(tmp_path):
     """Half of the state; the loss within 2% of fp32's."""
     overrides = (*runs.MODELS["gpt"], "model.dropout=0", "train.max_steps=40", "every.log=40")

@@ -175,6 +175,7 @@ def test_mistakes(tmp_path, overrides, message):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_from_the_command_line(tmp_path):
     done = run_cli(
         *runs.TINY,
@@ -322,6 +323,7 @@ def test_a_resumed_run_has_the_settings_of_its_own_command_line(tmp_path):
     assert schedule.state_dict()["rates"][0] == pytest.approx(0.02 / 4)
 
 
+@pytest.mark.slow
 def test_an_out_of_memory_error_in_an_evaluation_counts_it_once(tmp_path):
     """The evaluation is retried in smaller batches, and the scheduler sees one value."""
     failed = []

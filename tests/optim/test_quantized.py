@@ -130,6 +130,7 @@ def test_pieces_change_nothing_but_chance(monkeypatch):
 # In a run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "share"), [("8bit", 0.27), ("fp8", 0.27), ("4bit", 0.15)])
 def test_in_a_run(tmp_path, kind, share):
     """The size of the state, as the meter counts it; the loss within 2% of fp32's; a resumed run, bit for bit."""

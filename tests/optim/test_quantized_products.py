@@ -281,6 +281,7 @@ def test_nothing_to_quantize(tmp_path, kind, model, message):
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.slow
 def test_torchao_is_imported_late():
     command = "import sys, trainapp.train.assemble; assert 'torch' in sys.modules; assert 'torchao' not in sys.modules"
     subprocess.run([sys.executable, "-c", command], check=True, timeout=120)

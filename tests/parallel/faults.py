@@ -81,7 +81,8 @@ def fired(folder: Path, fault: Fault) -> int:
 def environment(folder: Path, *faults: Fault) -> dict[str, str]:
     """For the workers of the real launcher: see `saboteur`."""
     plan = {"folder": str(folder), "faults": [dataclasses.asdict(fault) for fault in faults]}
-    path = [str(Path(__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    tests = Path(__file__).parent.parent
+    path = [str(tests), str(tests / "helpers"), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {ENVIRONMENT: json.dumps(plan), "PYTHONPATH": os.pathsep.join(path)}
 
 

@@ -72,6 +72,7 @@ def test_a_reduction_of_each_ranks_own_metrics_would_be_noticed(cell):
         both(cell, "task=weighted.on_one_rank", function=cells.train_reducing_own_metrics)
 
 
+@pytest.mark.slow
 def test_metrics_of_some_batches(cell):
     """The share of class 3 among the micro-batches that have it: their cut is the same on one rank and on two."""
     alone, records = both(cell, "task=weighted.task", "batch.eval_micro_size=8")

@@ -32,6 +32,7 @@ def assert_as_one(cell, records):
     assert expected.evaluated
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spread", SPREADS)
 def test_as_on_one_rank(cell, spread):
     assert_as_one(cell, run(cell, 2, TASK, f"parallel={spread}"))
@@ -51,6 +52,7 @@ def test_the_samples_of_one_rank_are_another_loss(cell):
         assert errors(record, reference(cell))[0] > 0.05
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spread", SPREADS)
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_one_rank_runs_out_of_memory(cell, spread, phase):

@@ -57,6 +57,7 @@ def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, slow(3), 4])
 @pytest.mark.parametrize("spread", SPREADS)
 def test_as_one_process(cell, spread, world):
@@ -91,6 +92,7 @@ MASKED = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spread", SPREADS)
 def test_a_rank_without_a_valid_token(cell, spread):
     records = as_one(cell, 4, spread, *MASKED)
@@ -98,6 +100,7 @@ def test_a_rank_without_a_valid_token(cell, spread):
     assert sum(without) > 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spread", ["ddp", "fsdp"])
 def test_no_valid_token_anywhere(cell, spread):
     overrides = (*MASKED, "+data.every=1", "train.max_steps=null", "train.max_epochs=1")
@@ -110,6 +113,7 @@ def test_no_valid_token_anywhere(cell, spread):
         assert torch.equal(record.weights, longer.weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spread", SPREADS)
 def test_clipping(cell, spread):
     # Once per step, by the norm over all ranks.
@@ -118,6 +122,7 @@ def test_clipping(cell, spread):
     assert errors(records[0], unclipped)[-1] > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("spread", ["ddp", "fsdp"])
 def test_fp16_overflow_on_one_rank(cell, spread, world):
@@ -138,6 +143,7 @@ def test_fp16_overflow_on_one_rank(cell, spread, world):
         assert all(gradient.isfinite().all() for gradient in record.gradients[2:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spread", ["ddp", "fsdp"])
 @pytest.mark.parametrize(
     ("world", "global_size", "micro_size"),
@@ -153,6 +159,7 @@ def test_a_global_batch_that_does_not_divide(cell, spread, world, global_size, m
     assert len({r.votes for r in records}) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spread", ["ddp", "fsdp"])
 @pytest.mark.parametrize(("world", "samples"), [(2, 37), slow(4, 37), (4, 3), slow(4, 5)])
 def test_evaluation_counts_every_sample_once(cell, spread, world, samples):
@@ -191,6 +198,7 @@ def test_settings_that_change_no_result(cell, spread, overrides):
     assert_same(cell.run(2, f"parallel={spread}", *overrides), reference)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spread", SPREADS)
 @pytest.mark.parametrize(
     "checkpointing",
@@ -204,6 +212,7 @@ def test_activation_checkpointing(cell, spread, checkpointing):
     assert_same(cell.run(2, f"parallel={spread}", *chosen), reference)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spread", SPREADS)
 def test_bf16(cell, spread):
     # bf16 has 8 bits: matmuls round differently in other micro-batches. Still, far from fp32's tolerance.
@@ -213,6 +222,7 @@ def test_bf16(cell, spread):
         assert max(errors(record, reference)) < 2e-2
 
 
+@pytest.mark.slow
 def test_batchnorm_buffers_are_the_leaders(cell):
     # Each rank trains with its own statistics; wherever they matter, rank 0's are used.
     digits = ("model=resnet", "model.width=4", "data=digits", "every.eval=2")
@@ -224,6 +234,7 @@ def test_batchnorm_buffers_are_the_leaders(cell):
         assert torch.equal(records[0].weights, records[1].weights)
 
 
+@pytest.mark.slow
 def test_adamw_and_dropout_on_many_ranks_are_repeatable(cell):
     settings = ("optimizer=adamw", "model.dropout=0.1")
     for spread in ("ddp", "fsdp"):

@@ -30,6 +30,7 @@ def last(run_dir: Path) -> int:
     return max(int(path.name[5:]) for path in (run_dir / "checkpoints").glob("step_*"))
 
 
+@pytest.mark.slow
 def test_killed_workers_are_started_again(reference, tmp_path):
     # In the backward of step 4, and inside the save of step 6 (shards written, no manifest yet): from 2, then from 4.
     faults = [fail_at(1, 4, "backward", "kill", operation=20), fail_at(0, 6, "manifest", "kill")]
@@ -89,6 +90,7 @@ def test_an_error_that_comes_again_at_the_same_step_ends_the_run(tmp_path):
     assert not list((tmp_path / "run" / "ranks").glob("*.error"))
 
 
+@pytest.mark.slow
 def test_an_error_of_code_ends_the_run_at_once(tmp_path):
     """With its traceback, though three restarts are allowed; the checkpoints of before stay."""
     fault = fail_at(1, 4, "backward", "exception", times=9)
@@ -181,6 +183,7 @@ def test_restarts_for_training_and_for_evaluation_do_not_undo_each_other(tmp_pat
     assert (found["oom_restarts"], found["micro_size"], found["steps"]) == (2, 2, 6)
 
 
+@pytest.mark.slow
 def test_out_of_memory_recovered_in_place_names_its_rank(tmp_path):
     fault = fail_at(1, 3, "backward", operation=20)
     ended = launch(tmp_path / "run", *DDP, "data.min_length=9", env=environment(tmp_path, fault))
@@ -206,6 +209,7 @@ def test_out_of_memory_in_the_commit(reference, tmp_path):
         assert line["loss"] == pytest.approx(other["loss"], rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("to", "code"),
     [

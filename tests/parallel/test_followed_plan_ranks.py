@@ -18,6 +18,7 @@ def said(records):
     return [[line for line in record.log if "were planned" in line] for record in records]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", [slow("ddp"), "fsdp"])
 def test_two_ranks_that_do_as_planned_get_no_word(cell, strategy):
     records = cell.run(2, f"parallel={strategy}", LENGTHS, *PLANNED, limit=300.0)
@@ -26,6 +27,7 @@ def test_two_ranks_that_do_as_planned_get_no_word(cell, strategy):
     assert said(records) == [[], []]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", slow("fsdp")])
 def test_two_ranks_that_need_more_later_get_one(cell, strategy):
     growing = ("user_packages=[planned_models]", "task=planned_models.Metered", "train.max_steps=30")

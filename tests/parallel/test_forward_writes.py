@@ -51,6 +51,7 @@ def differences(records: list[Record], wanted: list[Record]) -> list[int]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spread", "model", "step"),
     [pytest.param(*place, marks=() if place in FAST else pytest.mark.slow) for place in CELLS],
@@ -91,6 +92,7 @@ def test_each_rank_resumes_with_its_own_state(cell, tmp_path, model):
     assert len(saved) == (2 if model == "ExtraState" else 1)  # the generators of both ranks have drawn as often
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spread", ["ddp", "fsdp"])
 def test_a_frozen_base_that_forwards_write_is_resumed(cell, tmp_path, spread):
     """Whole or in shards, and its shards do not all change alike."""

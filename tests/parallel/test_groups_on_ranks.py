@@ -14,6 +14,7 @@ SPREADS = [pytest.param(spread, marks=pytest.mark.slow) if spread == "hsdp" else
 PLAIN = tuple(setting for setting in TINY if not setting.startswith("optimizer"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spread", SPREADS)
 def test_groups_and_layer_wise_decay(cell, spread):
     (plain,) = cell.run(0)

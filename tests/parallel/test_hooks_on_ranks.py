@@ -16,6 +16,7 @@ def callback(kind, **arguments):
     return f"+callbacks.mine={{_target_: own_hooks.{kind}{inner}}}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [37, 2])
 def test_the_same_value_on_one_two_and_three_ranks(cell, size):
     """37 samples are uneven shares; of 2, one of three ranks has none."""
@@ -34,6 +35,7 @@ def test_the_same_value_on_one_two_and_three_ranks(cell, size):
             assert found["f1"] == pytest.approx(wanted["f1"], abs=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spread", ["ddp", "fsdp"])
 def test_after_an_error_on_one_rank(cell, spread):
     """An evaluation that runs out of memory on rank 1: each sample counts once, on all ranks or none."""

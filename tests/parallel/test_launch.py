@@ -25,6 +25,7 @@ def reference(tmp_path_factory) -> Path:
     return run_dir
 
 
+@pytest.mark.slow
 def test_one_directory_and_one_log(reference):
     assert {path.name for path in reference.iterdir()} == {
         ".hydra", "checkpoints", "evaluations.jsonl", "experiment.json", "metrics.jsonl", "ranks", "result.json",
@@ -60,6 +61,7 @@ def same_run(run_dir: Path, reference: Path) -> None:
     assert [path.name for path in (run_dir / "ranks").iterdir()] == ["rank_1.log"]
 
 
+@pytest.mark.slow
 def test_torchrun_gives_the_same_run(reference, tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", f"--master-port={free_port()}"]
     with Launched([*torchrun, "-m", "trainapp", *LAUNCHED, "parallel=ddp"], tmp_path) as launched:
@@ -70,6 +72,7 @@ def test_torchrun_gives_the_same_run(reference, tmp_path):
     same_run(run_dir, reference)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs Linux's /proc")
 @pytest.mark.parametrize(("strategy", "kept"), [("ddp", 0), ("fsdp", 2)])
 def test_no_thread_outlives_the_ranks(tmp_path, strategy, kept):
@@ -86,6 +89,7 @@ def test_no_thread_outlives_the_ranks(tmp_path, strategy, kept):
     assert max(found) <= kept * threads
 
 
+@pytest.mark.slow
 def test_a_multirun_inside_torchrun_is_refused(tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", f"--master-port={free_port()}"]
     overrides = ["parallel=ddp", "train.seed=1,2"]
@@ -134,6 +138,7 @@ def test_multirun_returns_the_objectives(tmp_path, reference):
     assert found[0] == result(reference)["objective"] != found[1]
 
 
+@pytest.mark.slow
 def test_devices_auto_needs_gpus(tmp_path):
     if torch.cuda.is_available():
         pytest.skip("this machine has GPUs")
@@ -152,6 +157,7 @@ def test_single_inside_torchrun_is_refused(tmp_path):
     assert "choose parallel=ddp or parallel=fsdp" in done.stderr
 
 
+@pytest.mark.slow
 def test_several_nodes_need_names(tmp_path):
     ended = launch(tmp_path / "run", "parallel=ddp", "parallel.nodes=2")
     assert ended.code == 2

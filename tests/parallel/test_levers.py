@@ -33,6 +33,7 @@ CELLS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("spread", "lever"), CELLS)
 def test_as_one_process(cell: Cell, spread, lever):
     records = as_one(cell, 2, spread, *LEVERS[lever])
@@ -43,6 +44,7 @@ def test_as_one_process(cell: Cell, spread, lever):
         assert errors(control, plain)[-1] > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("spread", "lever"), CELLS)
 def test_a_failure_on_one_rank(cell: Cell, spread, lever):
     overrides = (f"parallel={spread}", *LEVERS[lever], "model.dropout=0.1", "parallel.vote_on_oom=always")
@@ -64,6 +66,7 @@ def test_a_head_inside_a_block_is_refused(cell: Cell):
         assert record.error.startswith("memory.loss_chunk=5: with parallel=fsdp the head of HeadInBlock must not be")
 
 
+@pytest.mark.slow
 def test_an_optimizer_on_the_host(cell: Cell):
     """Bit for bit DDP with the plain one, also after a failure on one rank."""
     plain = cell.run(2, "parallel=ddp", "optimizer=adamw", *SLOW_STEPS, schedule={3: 2})
@@ -83,6 +86,7 @@ def test_an_optimizer_on_the_host(cell: Cell):
     assert not torch.equal(records[0].weights, late[0].weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spread", SPREADS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_optimizers(cell: Cell, spread, optimizer):

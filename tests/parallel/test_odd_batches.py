@@ -25,6 +25,7 @@ def samples_of_the_second_rank() -> list[int]:
     return one.indices(Progress())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", [kind if kind in ("packed", "nested") else slow(kind) for kind in odd_batches.KINDS if kind != "strings"]
 )

@@ -94,6 +94,7 @@ def grid():
                 yield pytest.param(*cell, marks=marks, id="-".join(map(str, cell)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("spread", "rank", "step", "phase", "operation"), grid())
 def test_recovered_in_place(cell, spread, rank, step, phase, operation):
     world = 4 if spread == "hsdp" else 2  # two replicas of two shards each: on two ranks there is nothing to gather
@@ -110,6 +111,7 @@ def test_recovered_in_place(cell, spread, rank, step, phase, operation):
     assert found in places.get(phase, (phase,)) or (phase, found) == ("forward", "loss")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spread", ["ddp", "fsdp"])
 def test_an_error_that_something_caught(cell, spread):
     """The allocator's count has risen on one rank only; all ranks retry the step."""
@@ -127,6 +129,7 @@ def test_an_error_that_something_caught_is_no_reason_to_restart(cell):
     assert [record.sizes for record in records] == [[4] * 4] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "reason"), [("nccl", "the NCCL communicator"), ("driver", "the allocator of expandable segments")]
 )
@@ -146,6 +149,7 @@ DDP_OR_SLOW = ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)]
 FSDP_OR_SLOW = [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spread", FSDP_OR_SLOW)
 @pytest.mark.parametrize(
     "places",
@@ -172,12 +176,14 @@ def test_several_culprits_at_once(cell, spread, places):
     assert together(records) == together(wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spread", DDP_OR_SLOW)
 def test_again_and_again(cell, spread):
     # Each rank fails in turn, in the first step and in a later one: 4 -> 2 -> 1.
     recovers(cell, 2, spread, [fail_at(1, 1, "backward", operation=2), fail_at(0, 3, "forward", operation=60)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spread", DDP_OR_SLOW)
 def test_four_ranks(cell, spread):
     recovers(cell, 4, spread, [fail_at(2, 2, "backward", operation=60)], "batch.global_size=32")
@@ -205,11 +211,13 @@ def test_recovered_with_other_settings(cell, spread, overrides):
     recovers(cell, 2, spread, [fail_at(1, 2, "backward", operation=60)], *overrides)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spread", FSDP_OR_SLOW)
 def test_dropout_is_drawn_again_alike(cell, spread):
     recovers(cell, 2, spread, [fail_at(0, 3, "backward", operation=60)], "model.dropout=0.1")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spread", FSDP_OR_SLOW)
 @pytest.mark.parametrize("phase", ["backward", pytest.param("clip", marks=pytest.mark.slow)])
 def test_fp16(cell, spread, phase):
@@ -221,6 +229,7 @@ def test_fp16(cell, spread, phase):
 EVALUATION = ("every.eval=1", "batch.eval_micro_size=8", "data.val_size=37")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spread", FSDP_OR_SLOW)
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("operation", [pytest.param(0, marks=pytest.mark.slow), 60, 150, 310])
@@ -258,6 +267,7 @@ def assert_evaluation_recovers(cell, spread, rank, operation):
 EITHER = ("ddp", pytest.param("fsdp", marks=needs_reset))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spread", EITHER)
 def test_votes_end_when_the_size_is_proven(cell, spread):
     # oom.clean_steps=3: three steps with votes, then none, on all ranks; after a failure they are enabled again.
@@ -270,18 +280,21 @@ def test_votes_end_when_the_size_is_proven(cell, spread):
     assert [record.votes_enabled for record in failing] == [[True] * 4 + [False] * 3] * 2
 
 
+@pytest.mark.slow
 def test_disarmed_there_is_no_vote(cell):
     for spread in ("ddp", "fsdp"):
         records = cell.run(2, f"parallel={spread}", "parallel.vote_on_oom=never")
         assert [record.votes for record in records] == [0, 0]
 
 
+@pytest.mark.slow
 def test_without_recovery_in_place_there_is_no_vote(cell):
     records = cell.run(2, "parallel=fsdp", "every.eval=2", function=train_without_recovery)
     assert [record.votes for record in records] == [0, 0]
     assert [record.votes_enabled for record in records] == [[False] * 4] * 2
 
 
+@pytest.mark.slow
 def test_growing_back_alike(cell):
     # The search continues after a failure; every size is the same on all ranks at every step.
     for spread in ("ddp", "fsdp"):
@@ -295,6 +308,7 @@ def test_growing_back_alike(cell):
         assert records[0].votes_enabled == records[1].votes_enabled
 
 
+@pytest.mark.slow
 def test_the_schedule_of_a_search_over_ranks_replays_it(cell):
     """Ranks see different shapes; sizes fall on one rank's error and grow again. All of it is in the schedule."""
     faults = [fail_at(1, 2, "backward", operation=20), fail_at(0, 7, "forward", operation=20)]
@@ -314,6 +328,7 @@ def test_the_schedule_of_a_search_over_ranks_replays_it(cell):
 SHAPES = ("model.context_length=64", "data.min_length=4", "train.max_steps=8", "oom.grow=true", "oom.clean_steps=1")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spread", EITHER)
 def test_one_long_text_does_not_shrink_the_others(cell, spread):
     # Text lengths differ by rank; what is too long for one rank is cut, into equally many pieces on all ranks.
@@ -332,6 +347,7 @@ def test_one_long_text_does_not_shrink_the_others(cell, spread):
         assert max(errors(record, other)) < 2e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spread", ["ddp", "fsdp"])
 def test_a_new_shape_on_one_rank_is_news_to_all(cell, spread):
     # Only rank 1 gets long texts: first while voting is off, later when all ranks know that such a shape exists. From
@@ -348,6 +364,7 @@ def test_a_new_shape_on_one_rank_is_news_to_all(cell, spread):
     assert [record.votes_enabled for record in records] == [wanted, wanted]
 
 
+@pytest.mark.slow
 def test_nothing_left_to_halve(cell):
     for spread in ("ddp", "fsdp"):
         records = cell.run(2, f"parallel={spread}", "batch.micro_size=1", faults=[fail_at(1, 2, "backward")])
@@ -374,6 +391,7 @@ def test_without_the_cleaning_gradients_are_wrong(cell, leak):
     assert worst > 1e-3
 
 
+@pytest.mark.slow
 def test_nothing_of_the_old_wrapper_stays(cell):
     """DDP's buckets are as large as the gradients; a cycle through its hook, held by C++, would never be freed."""
     faults = [fail_at(1, step, "backward", operation=60) for step in (1, 3)]
@@ -392,6 +410,7 @@ def test_garbage_is_collected_before_the_model_is_wrapped_again(cell):
 SEARCHING = (*WHOLE, "batch.micro_size=auto", "oom.grow=true", "oom.clean_steps=1")
 
 
+@pytest.mark.slow
 def test_where_each_failed_size_costs_a_restart_the_first_is_planned(cell):
     """As before torch 2.13. Where a failed size costs one retried step, the largest is tried."""
     peaks = [cell.run(2, "parallel=fsdp", *WHOLE, f"batch.micro_size={size}")[0].peak for size in (4, 8)]

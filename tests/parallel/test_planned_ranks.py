@@ -87,6 +87,7 @@ def compare(pool, folder, world, overrides):
     return facts, measured
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overrides", TWO, ids=lambda overrides: " ".join(overrides[len(MLP) :]))
 def test_two_ranks_measure_what_is_planned_for_them(pool, tmp_path, overrides):
     compare(pool, tmp_path, 2, overrides)
@@ -98,6 +99,7 @@ def test_four_ranks_measure_what_is_planned_for_them(pool, tmp_path, overrides):
     compare(pool, tmp_path, 4, overrides)
 
 
+@pytest.mark.slow
 def test_buckets_are_counted_from_the_first_step_on(pool, tmp_path):
     """DDP rearranges them in the second step: they are resident before and after, and never twice."""
     facts, measured = compare(pool, tmp_path, 2, (*GPT, "parallel=ddp", "batch.micro_size=8"))
@@ -106,6 +108,7 @@ def test_buckets_are_counted_from_the_first_step_on(pool, tmp_path):
     assert facts["kinds"]["communication_buffers"] >= facts["static"]["gradients"]
 
 
+@pytest.mark.slow
 def test_another_number_of_ranks_is_another_plan(pool, tmp_path):
     """The comparison can fail."""
     overrides = [*OVER, *GPT, "parallel=fsdp", "batch.micro_size=2", "batch.eval_micro_size=4"]
@@ -117,6 +120,7 @@ def test_another_number_of_ranks_is_another_plan(pool, tmp_path):
     compare(pool, tmp_path, 2, overrides[len(OVER) :])
 
 
+@pytest.mark.slow
 def test_resharding_frees_what_is_counted():
     """Both are traced with the same messages; without resharding all blocks stay gathered between the passes."""
     base = [*OVER, *GPT, "model.depth=4", "data.vocab_size=8", "model.context_length=2", "model.width=64"]
@@ -143,6 +147,7 @@ def evaluated_in_between(rank, config, evaluates):
     return weights
 
 
+@pytest.mark.slow
 def test_training_does_not_compute_with_what_an_evaluation_has_gathered(pool, tmp_path):
     """Without resharding, the average of the weights would stay gathered after the evaluation."""
     overrides = (*MLP, "parallel=fsdp", "parallel.fsdp.reshard_after_forward=false", "train.ema=0.5")

@@ -22,6 +22,7 @@ def limit_between(cell, *overrides):
     return f"memory.limit={sum(peaks) // 2}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "lengths"),
     [("ddp", "different"), ("fsdp", "alike"), slow("ddp", "alike"), slow("fsdp", "different")],
@@ -44,6 +45,7 @@ def test_two_ranks_meet_one_error_and_continue_with_the_planned_size(cell, strat
     assert len(halved[0].failures) > 1
 
 
+@pytest.mark.slow
 def test_a_plan_that_rank_zero_does_not_get_leaves_all_ranks_with_half(cell):
     limit = limit_between(cell, "parallel=ddp", LENGTHS["alike"])
     records = cell.run(2, "parallel=ddp", LENGTHS["alike"], *SEARCHING, limit, "batch.global_size=20", "oom.plan=true",

@@ -93,6 +93,7 @@ def require_same(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> N
 STREAM = ("user_packages=[own_streams]", "data._target_=own_streams.Plain", "+data.val_samples=41", "~data.augment")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("overrides", "samples"), [((), 360), (STREAM, 41)])
 @pytest.mark.parametrize("world", [2, 3])
 def test_the_file_of_one_process(predicting, world, overrides, samples):
@@ -105,6 +106,7 @@ def test_the_file_of_one_process(predicting, world, overrides, samples):
     assert not list(predicting.folder.glob("several.*"))
 
 
+@pytest.mark.slow
 def test_a_rank_without_memory_halves_its_own_batches(predicting):
     predicting.run(0, "one")
     first, second = predicting.run(2, "two", function=predict_without_memory_on_rank_1)
@@ -114,6 +116,7 @@ def test_a_rank_without_memory_halves_its_own_batches(predicting):
     require_same(predicting.lines("two"), predicting.lines("one"))
 
 
+@pytest.mark.slow
 def test_the_same_command_continues(predicting):
     """Nothing is predicted twice; the file appears when all lines are there."""
     predicting.run(0, "one")

@@ -15,6 +15,7 @@ def of(kind: str, *overrides: str) -> tuple[str, ...]:
 
 
 # Before the first step, after a plain one, after an evaluation and after a checkpoint: sizes are proven from step 2 on.
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["Plain", "Sharded"])
 @pytest.mark.parametrize(
     ("spread", "step", "between"),

@@ -42,6 +42,7 @@ def test_a_task_outside_of_the_wrapper_fails_it(cell):
     assert error(record.gradients[0], reference.gradients[0]) > 1e-3
 
 
+@pytest.mark.slow
 def test_all_parameters_read_by_a_task(cell):
     reference = alone(cell, "reads_a_blocks_weight")
     assert_same(run(cell, 2, "reads_a_blocks_weight", "parallel=ddp"), reference)
@@ -73,6 +74,7 @@ def test_models(cell, spread, model):
     assert records[0].weights.equal(records[1].weights)
 
 
+@pytest.mark.slow
 def test_the_fused_kernel_only_where_the_shards_have_one(cell):
     """By default none is used for SGD on shards; asked for, it is refused."""
     sgd = ("optimizer=sgd", "parallel=fsdp")
@@ -83,6 +85,7 @@ def test_the_fused_kernel_only_where_the_shards_have_one(cell):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spread", SPREADS)
 def test_asking_a_task_for_its_metrics_leaves_no_trace(cell, spread):
     """Neither in the task, which writes in place, nor in the model, whose parameters are gathered for the call."""

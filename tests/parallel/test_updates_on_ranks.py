@@ -58,6 +58,7 @@ def failing(model, batch):
     return loss, count, sums
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spread", SPREADS)
 def test_as_one_process(cell, spread):
     """Gradients of each update, weights and samples."""
@@ -67,6 +68,7 @@ def test_as_one_process(cell, spread):
     assert_same(run(cell, 2, f"parallel={spread}", "train.ema=0.5"), reference)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spread", SPREADS)
 @pytest.mark.parametrize("update", ["discriminator", "generator"])
 def test_an_error_on_one_rank_in_either_update(cell, spread, update):

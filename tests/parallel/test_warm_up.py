@@ -9,6 +9,7 @@ from .conftest import GPT, TINY
 ALL = ("train.max_steps=2", "train.grad_clip=0.1", "precision=fp16", "precision.initial_scale=256")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("spread", "world"), [("ddp", 2), ("fsdp", 2), ("hsdp", 4)])
 def test_nothing_is_used_for_the_first_time(cell, spread, world):
     for used in cell.run(

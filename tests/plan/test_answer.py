@@ -30,6 +30,7 @@ def documented():
     return {name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "outcome", [("plan.levers=true",), ("plan.levers=false",), ("plan.levers=false", "data.min_length=4")]
 )
@@ -44,6 +45,7 @@ def test_the_keys_do_not_depend_on_the_outcome(outcome):
         assert entry["reserved_bytes"] is None
 
 
+@pytest.mark.slow
 def test_nor_on_whether_there_is_a_plan(tmp_path):
     """The file of one that is not traceable, and of a job of a sweep that was refused."""
     (tmp_path / "untraceable.py").write_text(NOT_TRACEABLE)

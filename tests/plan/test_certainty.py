@@ -65,6 +65,7 @@ def test_a_read_on_which_nothing_depends_is_still_a_range(careful):
     assert " to " not in first
 
 
+@pytest.mark.slow
 def test_a_search_and_a_lever_are_no_surer_than_the_plan(careful):
     config = compose.from_command_line([*careful, "memory.limit=1GiB"])
     assert planner.plan(config, only=("training", "evaluation"))[0]["certainty"] == RANGE
@@ -73,6 +74,7 @@ def test_a_search_and_a_lever_are_no_surer_than_the_plan(careful):
     assert Variants(planned, planned.plan()[0]).own.certainty == RANGE
 
 
+@pytest.mark.slow
 def test_a_size_that_is_only_the_largest_that_is_tried_is_called_so():
     overrides = (*OVER, *runs.MODELS["mlp"])
     config = compose.from_command_line([*overrides, "memory.limit=1GiB"])

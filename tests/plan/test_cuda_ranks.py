@@ -33,6 +33,7 @@ def plan(*overrides):
     return facts
 
 
+@pytest.mark.slow
 @needs_cuda
 def test_the_command_line_plans_five_hundred_ranks_on_a_device_that_is_not_here(tmp_path):
     done = run_cli(
@@ -56,6 +57,7 @@ def test_the_command_line_plans_five_hundred_ranks_on_a_device_that_is_not_here(
     assert done.stdout.splitlines()[-1].startswith("batch.micro_size=2")
 
 
+@pytest.mark.slow
 @needs_cuda
 @pytest.mark.parametrize(
     "parallel",
@@ -83,6 +85,7 @@ def test_a_rank_keeps_on_the_device_what_it_keeps_on_the_cpu(parallel):
     )
 
 
+@pytest.mark.slow
 @needs_cuda
 def test_what_is_sharded_is_smaller_and_what_is_gathered_is_not():
     """Four ranks have a quarter of the weights each. What stays gathered between forward and backward costs it all."""
@@ -104,6 +107,7 @@ def test_what_is_sharded_is_smaller_and_what_is_gathered_is_not():
     assert offloaded["allocated_bytes"] < fsdp["allocated_bytes"] - 0.5 * fsdp["static"]["optimizer_state"]
 
 
+@pytest.mark.slow
 @needs_cuda
 def test_a_model_that_is_built_whole_counts_until_it_is_sharded():
     wide = ("model.depth=16", "model.width=512", "plan.world=64", "batch.global_size=64", "batch.micro_size=1", DEVICE)
@@ -122,6 +126,7 @@ def test_a_model_that_is_built_whole_counts_until_it_is_sharded():
     assert pure["allocated_bytes"] == pytest.approx(whole["allocated_bytes"], rel=0.05)  # in fp32 before it is cast
 
 
+@pytest.mark.slow
 @needs_cuda
 def test_the_largest_size_of_several_ranks_has_a_tenth_to_spare():
     base = (*SHARDED, DEVICE, "batch.global_size=256", "data.size=512", "model.context_length=128")
@@ -135,6 +140,7 @@ def test_the_largest_size_of_several_ranks_has_a_tenth_to_spare():
     assert limit / 1.1 < reserved(largest + 1) < limit  # it would fit, if the plan is right
 
 
+@pytest.mark.slow
 @needs_cuda
 def test_levers_of_several_ranks_have_the_peaks_of_their_own_plans():
     base = (*SMALL, "parallel=ddp", "plan.world=4", DEVICE)
@@ -149,6 +155,7 @@ def test_levers_of_several_ranks_have_the_peaks_of_their_own_plans():
     assert facts["best"]["overrides"].startswith("batch.micro_size=")
 
 
+@pytest.mark.slow
 @needs_cuda
 def test_a_rank_may_have_more_samples_and_larger_shards_than_the_last():
     facts = plan("parallel=fsdp", "plan.world=3", "data.vocab_size=31", "batch.global_size=7", DEVICE)
@@ -158,6 +165,7 @@ def test_a_rank_may_have_more_samples_and_larger_shards_than_the_last():
     assert min(peaks.values()) < max(peaks.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", ["static_graph", "find_unused_parameters"])
 def test_a_map_in_the_drivers_memory_is_refused(setting):
     with pytest.raises(UserError, match=rf"plan without parallel\.ddp\.{setting}"):

@@ -18,6 +18,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.usefixtures("one_thread")
 def test_the_plan_of_a_foreign_model_is_exact_or_a_range(monkeypatch, name):

@@ -135,6 +135,7 @@ def test_the_parameters_of_a_teacher_count_before_they_are_used(tmp_path):
     assert facts["kinds"]["kept"] == 26_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 1])
 def test_the_limit_is_not_exceeded_without_a_word(tmp_path, own, workers):
     """Every step is small, and none fails in a run that forgets."""
@@ -160,6 +161,7 @@ def test_steps_that_are_not_watched_are_made_up_for(tmp_path, own, monkeypatch):
     assert run.memory.watched_peak == peaks[-1]
 
 
+@pytest.mark.slow
 def test_a_rollback_counts_what_the_failed_attempt_has_left_as_long_as_it_lives(tmp_path, own):
     """The bank keeps what the failed attempts have added: no rollback restores plain attributes."""
     overrides = own("Ring", "batch.micro_size=auto", "oom.plan=false")

@@ -216,6 +216,7 @@ def plan(overrides):
     return planner.plan(compose.from_command_line(list(overrides)))[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [16, 32])  # with and without accumulation
 def test_an_estimate_from_small_real_steps_says_so_and_meets_the_run(tmp_path, own, size):
     overrides = own(Converges, f"batch.micro_size={size}")
@@ -230,6 +231,7 @@ def test_an_estimate_from_small_real_steps_says_so_and_meets_the_run(tmp_path, o
     assert facts["largest_micro_size"] == 32
 
 
+@pytest.mark.slow
 def test_an_estimate_gives_the_largest_micro_batch(own):
     overrides = own(Converges, "train.grad_clip=null")
     needed = plan([*overrides, "batch.micro_size=10"])["peak_bytes"]
@@ -343,6 +345,7 @@ def test_one_of_two_ways_is_in_the_range(tmp_path, own):
     assert low <= max(peaks(tmp_path, *overrides)) <= high
 
 
+@pytest.mark.slow
 def test_steps_that_do_not_fit_their_share_of_memory_give_no_estimate(own):
     facts = plan(own(Huge))
     assert facts["certainty"] == "not traceable"
@@ -410,6 +413,7 @@ def test_the_workspace_is_the_real_one_or_close_where_it_is_extrapolated(monkeyp
         assert workspace(steps, samples) == pytest.approx(real, rel=0.03)
 
 
+@pytest.mark.slow
 def test_a_model_that_notices_the_trace_is_planned_from_real_steps(tmp_path, own):
     overrides = own(Notices, "plan.levers=true")
     facts = plan(overrides)
@@ -479,6 +483,7 @@ def test_routing_gives_a_range_from_equal_parts_to_one_choice(tmp_path, own, kin
     assert high < 1.6 * low  # four experts for all rows each would need more
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_in_the_trace_is_followed_by_one_that_runs_steps(tmp_path):
     (tmp_path / "dies.py").write_text(
         "import os, torch\n"

@@ -58,6 +58,7 @@ QUICK = ("a value that other optimizers lack", "own files", "set by an experimen
 EACH = [pytest.param(case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", EACH)
 def test_every_override_of_a_plan_starts(folder, case):
     given = (*TINY, *CASES[case])
@@ -89,6 +90,7 @@ def test_without_that_care_they_do_not_start():
         compose.from_command_line(["optimizer=adamw_8bit", "optimizer.momentum=0.5"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", EACH)
 def test_so_does_what_a_run_without_room_is_told(folder, case):
     given = (*TINY, *CASES[case], "train.ema=0.9", "oom.plan=false")
@@ -111,6 +113,7 @@ def offered_in(message):
     return offered
 
 
+@pytest.mark.slow
 def test_so_does_what_a_run_from_the_command_line_is_told(folder, tmp_path):
     """There Hydra is in use when the overrides are tried."""
     given = (*TINY, *CASES["an argument that only the command line has"], "train.device=cpu")

@@ -42,6 +42,7 @@ def test_a_hint_where_the_users_own_loss_has_all_logits(settings, is_noted):
     assert applies is (settings == ("task=auto",))
 
 
+@pytest.mark.slow
 def test_the_plan_notes_it_and_explains_what_it_has_not_searched():
     config = compose.from_command_line([*GPT, "task=test_own_loss.smoothed", "every.eval=null", "batch.micro_size=4"])
     facts, _ = planner.plan(config)

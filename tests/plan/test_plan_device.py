@@ -61,6 +61,7 @@ def test_every_device_in_the_table_has_a_capability_that_exists():
     assert {device.capability for device in DEVICES.values()} <= set(CAPABILITIES)
 
 
+@pytest.mark.slow
 @needs_cuda
 def test_the_command_line_plans_for_a_device_that_is_not_here(tmp_path):
     done = run_cli("mode=plan", *runs.MODELS["gpt"], "plan.device=h100-80gb", "hydra.run.dir=here", cwd=tmp_path)
@@ -77,6 +78,7 @@ def test_the_command_line_plans_for_a_device_that_is_not_here(tmp_path):
     assert done.stdout.splitlines()[-1].startswith("batch.micro_size=")
 
 
+@pytest.mark.slow
 @needs_cuda
 def test_the_device_its_numerics_and_its_optimizer_decide():
     """What differs on a GPU: attention's kernel, autocast's lists, foreach instead of a loop."""
@@ -95,6 +97,7 @@ def test_the_device_its_numerics_and_its_optimizer_decide():
     assert more > 0.5 * foreach["static"]["parameters"]
 
 
+@pytest.mark.slow
 @needs_cuda
 def test_the_largest_size_is_the_largest_that_the_allocator_serves():
     """Fits at N, and not at N + 1, by plans of one size each."""
@@ -109,6 +112,7 @@ def test_the_largest_size_is_the_largest_that_the_allocator_serves():
     assert reserved(largest) <= limit < reserved(largest + 2)  # a page of 20 MiB may hold one size more
 
 
+@pytest.mark.slow
 @needs_cuda
 def test_fixed_segments_reserve_more_or_the_same():
     facts = {
@@ -119,6 +123,7 @@ def test_fixed_segments_reserve_more_or_the_same():
     assert facts["true"]["expandable_segments"] is True
 
 
+@pytest.mark.slow
 @needs_cuda
 def test_convolutions_are_said_to_need_more():
     notes = trainapp.plan([*runs.MODELS["resnet"], "plan.device=l4-24gb", "batch.micro_size=4", NO_LEVERS])["notes"]
@@ -140,6 +145,7 @@ def test_what_a_model_that_reads_values_may_need_is_reserved_too(tmp_path):
     assert 1.5 * low < high == facts["allocated_bytes"] <= facts["reserved_bytes"]
 
 
+@pytest.mark.slow
 @needs_cuda
 def test_a_recurrent_layer_is_not_traceable(tmp_path):
     (tmp_path / "recurrent.py").write_text(
@@ -161,6 +167,7 @@ def test_a_recurrent_layer_is_not_traceable(tmp_path):
     assert "`parallel=single train.device=cpu` without plan.device" in done.stdout
 
 
+@pytest.mark.slow
 @needs_cuda
 @pytest.mark.parametrize(
     "chosen", [("adamw_bf16", "precision=bf16_pure"), ("adamw_8bit",), ("adamw_4bit",), ("adamw_fp8",)]
@@ -174,6 +181,7 @@ def test_optimizers_that_round_by_chance_keep_what_they_keep_on_the_cpu(chosen):
     assert there["static"]["optimizer_state"] > 0
 
 
+@pytest.mark.slow
 @needs_cuda
 def test_an_optimizer_that_makes_a_generator_by_itself_is_not_traceable(tmp_path, monkeypatch):
     (tmp_path / "drawing.py").write_text(
@@ -190,6 +198,7 @@ def test_an_optimizer_that_makes_a_generator_by_itself_is_not_traceable(tmp_path
     assert "Generator" in facts["reason"] or "CUDA generator" in facts["reason"]
 
 
+@pytest.mark.slow
 @needs_cuda
 def test_fused_sgd_is_planned():
     """torch has no kernel of it for tensors without data. One moment of AdamW's two, but for AdamW's step counts."""
@@ -200,6 +209,7 @@ def test_fused_sgd_is_planned():
     assert sgd["static"]["optimizer_state"] == sgd["static"]["parameters"]
 
 
+@pytest.mark.slow
 @needs_cuda
 def test_levers_have_the_peaks_of_their_own_plans():
     """And a time by the data sheet. The configuration fits, and so is the best plan."""
@@ -238,6 +248,7 @@ def test_bf16_is_listed_for_devices_that_compute_in_it(device, is_listed):
     assert any("optimizer=adamw_bf16" in entry["overrides"] for entry in listed)  # computes in fp32
 
 
+@pytest.mark.slow
 @needs_cuda
 def test_the_best_plan_fits_where_the_configuration_does_not(tmp_path):
     base = tuple(part for part in GPT if part not in (NO_LEVERS, "batch.micro_size=8"))
@@ -278,6 +289,7 @@ def test_an_evaluation_that_does_not_fit_gets_a_smaller_size():
     assert alone["reserved_bytes"] == best["reserved_bytes"] <= limit
 
 
+@pytest.mark.slow
 @needs_cuda
 def test_activation_offload_is_planned():
     """What it saves; all of what checkpointing leaves goes, too."""
@@ -302,6 +314,7 @@ def test_activation_offload_is_planned():
     assert peaks["inputs"] < 0.2 * peaks["full"] < 0.1 * peaks["none"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

@@ -44,6 +44,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "more"), CASES)
 def test_the_plan_is_what_a_run_measures(tmp_path, model, more):
     facts = plan(*runs.MODELS[model], *SIZES, *more)
@@ -60,6 +61,7 @@ def test_a_wider_model_is_another_plan(tmp_path):
     assert by_part(facts) != measure(tmp_path, *runs.MODELS["mlp"], *SIZES)
 
 
+@pytest.mark.slow
 def test_fixed_accumulation_cuts_as_the_run_does(tmp_path):
     overrides = (*runs.MODELS["gpt"], "accumulation.steps=3", "batch.eval_micro_size=8")
     assert by_part(plan(*overrides)) == measure(tmp_path, *overrides)
@@ -95,6 +97,7 @@ def test_batches_of_different_lengths_give_a_range(tmp_path):
     assert low <= max(measure(tmp_path, *overrides)) <= high
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spare", [0, -1])
 def test_the_largest_micro_batch_fits_and_one_more_does_not(tmp_path, spare):
     """spare: bytes beside what the size found at first needs."""
@@ -111,6 +114,7 @@ def test_the_largest_micro_batch_fits_and_one_more_does_not(tmp_path, spare):
         runs.run(tmp_path / "fails", *OVER, *overrides, limit, f"batch.micro_size={largest + 1}", "oom=off")
 
 
+@pytest.mark.slow
 def test_without_a_given_size_the_plan_is_for_the_largest():
     overrides = (*runs.MODELS["mlp"], "batch.global_size=256", "model.width=64")
     limit = plan(*overrides, "batch.micro_size=100")["phases"]["backward"]

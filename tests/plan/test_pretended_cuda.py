@@ -48,6 +48,7 @@ def found():
     return answers(*OTHERS, *REFUSED)
 
 
+@pytest.mark.slow
 def test_everything_is_in_force_for_every_device(found):
     assert found["all_in_force"] == dict.fromkeys(DEVICES)
 
@@ -57,6 +58,7 @@ def test_what_is_not_in_force_is_named(found, missing):
     assert f"{REFUSED[missing]} is not as on a100-80gb" in found[missing]
 
 
+@pytest.mark.slow
 def test_a_backward_without_a_device_ends_the_process():
     """Hence a process of its own, whose end is "not traceable"."""
     done = program("no_guard")

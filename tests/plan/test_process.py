@@ -19,6 +19,7 @@ from trainapp.units import bytes_text
 GPT = (*runs.MODELS["gpt"], "train.device=cpu", "batch.global_size=32", "plan.levers=false")
 
 
+@pytest.mark.slow
 def test_mode_plan_prints_and_writes_the_plan(tmp_path):
     done = run_cli("mode=plan", *GPT, "memory.limit=300KB", "plan.levers=true", "hydra.run.dir=here", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -47,6 +48,7 @@ def test_mode_plan_prints_and_writes_the_plan(tmp_path):
     assert result(tmp_path / "run")["peak_memory_bytes"] <= 300_000
 
 
+@pytest.mark.slow
 def test_the_process_of_the_command_line_does_not_import_torch(tmp_path):
     code = "import sys; from trainapp.__main__ import main; main(); assert 'torch' not in sys.modules"
     done = run_cli("mode=plan", *GPT, cwd=tmp_path, command=(sys.executable, "-c", code))
@@ -54,6 +56,7 @@ def test_the_process_of_the_command_line_does_not_import_torch(tmp_path):
     assert "batch.micro_size=32" in done.stdout
 
 
+@pytest.mark.slow
 def test_from_python_the_same_facts_and_no_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     facts = trainapp.plan([*GPT, "batch.micro_size=4"])
@@ -88,6 +91,7 @@ def test_so_is_a_folder_of_another_kind():
         trainapp.plan([*GPT], config_dir=3)
 
 
+@pytest.mark.slow
 def test_a_mistake_is_told_once_with_its_exit_code(tmp_path):
     with pytest.raises(UserError, match=r"^model\.depth=0: must be greater than 0$"):
         trainapp.plan([*GPT, "model.depth=0"])
@@ -107,6 +111,7 @@ NET = (
 )
 
 
+@pytest.mark.slow
 def test_options_of_ones_own_from_python(tmp_path):
     (tmp_path / "own/model").mkdir(parents=True)
     (tmp_path / "own/beside_its_yaml.py").write_text(NET)
@@ -144,6 +149,7 @@ def test_the_command_lines_own_options_are_refused_from_python(tmp_path):
         trainapp.plan(["model=gpt"], config_dir=tmp_path / "nowhere")
 
 
+@pytest.mark.slow
 def test_a_planner_that_dies_is_not_traceable_and_says_how(tmp_path):
     (tmp_path / "dies.py").write_text(
         "import os, torch\n"
@@ -181,6 +187,7 @@ def test_a_planner_that_cannot_start_is_not_traceable(monkeypatch):
     assert "cannot start" in facts["reason"]
 
 
+@pytest.mark.slow
 def test_what_is_known_before_the_levers_is_printed_at_once(tmp_path, monkeypatch, capsys):
     config = compose.from_command_line(["mode=plan", *GPT, "plan.levers=true", "memory.limit=300KB"], str(tmp_path))
     parts, asked = [], process.ask_in_parts
@@ -205,6 +212,7 @@ def test_the_planners_process_is_of_no_rank_and_may_see_no_device(monkeypatch):
     assert process.answer_of("os.getenv", "CUDA_VISIBLE_DEVICES") == "0"
 
 
+@pytest.mark.slow
 def test_a_run_starts_with_the_planned_size(tmp_path):
     limited = (
         *GPT,
@@ -237,6 +245,7 @@ def test_a_run_is_refused_only_where_it_is_certain_that_what_is_missing_does_not
     assert first_sizes.what_does_not_fit(config, facts | {"largest_micro_size": 0}).certainty == "exact"
 
 
+@pytest.mark.slow
 def test_a_run_that_cannot_be_planned_searches(tmp_path):
     (tmp_path / "selects.py").write_text(
         "import torch\n"
@@ -264,6 +273,7 @@ def test_a_run_that_cannot_be_planned_searches(tmp_path):
     assert result(tmp_path / "here")["micro_size"] == 64
 
 
+@pytest.mark.slow
 def test_a_multirun_ends_with_one_table(tmp_path):
     done = run_cli(
         "-m", "mode=plan", *GPT, "plan.levers=true", "precision=fp32,bf16", "hydra.sweep.dir=sweep", cwd=tmp_path

@@ -43,6 +43,7 @@ def facts():
     return plan(*SMALL, "batch.micro_size=16")
 
 
+@pytest.mark.slow
 def test_every_lever_that_applies_and_stacks_of_them_are_listed(facts):
     listed = [entry["overrides"] for entry in facts["levers"]]
     assert {"precision=bf16", "activation_checkpointing=full", "memory.loss_chunk=auto", "optimizer=sgd"} <= set(listed)
@@ -52,6 +53,7 @@ def test_every_lever_that_applies_and_stacks_of_them_are_listed(facts):
     assert not any("full" in text and "selective" in text for text in listed)
 
 
+@pytest.mark.slow
 def test_a_lever_that_does_not_apply_is_not_listed():
     own = (*runs.TINY, *runs.MODELS["mlp"], "checkpointing=off", "batch.global_size=8", "every.eval=null")
     listed = {entry["overrides"] for entry in plan(*own)["levers"]}
@@ -89,12 +91,14 @@ def test_relative_times_say_what_recomputing_costs(facts):
     assert 0.8 < times["optimizer.in_backward=true train.grad_clip=null"] < 1.5
 
 
+@pytest.mark.slow
 def test_what_fits_without_a_lever_stays_as_it_is():
     facts = plan(*SMALL)
     assert facts["best"]["overrides"] == "batch.micro_size=32"
     assert facts["best"]["missing_bytes"] == 0
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_without_levers_the_best_plan_does(tmp_path):
     smallest = plan(*SMALL, "batch.micro_size=1", "plan.levers=false")["peak_bytes"]
     limit = f"memory.limit={int(0.8 * smallest)}"
@@ -108,6 +112,7 @@ def test_where_nothing_fits_without_levers_the_best_plan_does(tmp_path):
     assert measured(tmp_path, *SMALL, limit, *best["overrides"].split(), "oom=off") == best["peak_bytes"]
 
 
+@pytest.mark.slow
 def test_where_nothing_at_all_fits_the_closest_is_named():
     facts = plan(*SMALL, "memory.limit=2KiB")
     best = facts["best"]
@@ -128,6 +133,7 @@ def test_the_table_has_a_hundred_columns(facts):
         assert entry["overrides"].split()[-1] in text(facts, *SMALL)
 
 
+@pytest.mark.slow
 def test_a_lever_that_cannot_be_traced_is_listed_as_such(monkeypatch):
     own = (*SMALL, "batch.micro_size=16")
     real = Planner.measured
@@ -271,6 +277,7 @@ def test_the_result_is_what_the_list_says(tmp_path, lever):
         assert off > (1e-6 if "grad_clip" in lever.setting else 1e-5)
 
 
+@pytest.mark.slow
 def test_levers_that_cannot_be_ranked_leave_the_peak(monkeypatch):
     def fails(of, facts):
         raise RuntimeError("out of luck")

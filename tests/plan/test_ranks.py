@@ -64,6 +64,7 @@ def test_the_micro_batches_of_a_step_are_those_of_one_rank():
     assert plans.at(8, 0).work.micro_batches == 2
 
 
+@pytest.mark.slow
 def test_five_hundred_ranks():
     base = ("parallel=fsdp", "batch.global_size=1024", "data.size=2048", "data.val_size=512", "batch.micro_size=2")
     few, many = (planner.plan(configure(*base, f"plan.world={world}"))[0] for world in (2, 512))
@@ -115,6 +116,7 @@ def test_rank_zero_asks_for_all():
         by_rank_zero(zero, config, refuses)
 
 
+@pytest.mark.slow
 def test_mode_plan_says_which_rank_binds(tmp_path):
     done = run_cli(
         *OVER, *runs.MODELS["gpt"], "mode=plan", "parallel=fsdp", "plan.world=4", "data.vocab_size=29",

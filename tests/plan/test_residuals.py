@@ -25,6 +25,7 @@ def files():
     return sorted((user_cache_dir() / "plan").glob("*.json"))
 
 
+@pytest.mark.slow
 def test_what_was_stored_is_for_this_device_torch_and_class_alone(monkeypatch):
     residuals.store(config(), NAME, 100 * MIB, 164 * MIB)
     assert residuals.recall(config(), ["NVIDIA H200", NAME]) == 64 * MIB
@@ -83,6 +84,7 @@ def ended(tmp_path):
     run.close()
 
 
+@pytest.mark.slow
 def test_a_run_is_compared_with_its_plan_once(ended, monkeypatch):
     """On the CPU a plan is exact. (Of a run on CUDA it is the same, but for the device that is planned for.)"""
     residuals.measure(ended)
@@ -108,6 +110,7 @@ def test_a_run_that_says_nothing_is_not_compared(ended, monkeypatch):
     assert files() == []
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not can_pretend(), reason="fake CUDA needs Linux on x86-64 or aarch64")
 def test_a_plan_for_the_device_adds_it():
     overrides = [*runs.TINY, *STEPS, "train.device=auto", "plan.device=a100-40gb"]

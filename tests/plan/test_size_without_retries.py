@@ -26,6 +26,7 @@ def planned(folder, limit: int) -> int | None:
     return size
 
 
+@pytest.mark.slow
 def test_the_largest_that_fits(tmp_path):
     peaks = {size: measured(tmp_path, size) for size in (16, 8, 4)}
     assert planned(tmp_path, peaks[16]) == 16
@@ -33,6 +34,7 @@ def test_the_largest_that_fits(tmp_path):
     assert planned(tmp_path, (peaks[8] + peaks[4]) // 2) == 4
 
 
+@pytest.mark.slow
 def test_one_where_nothing_fits(tmp_path):
     run = runs.prepare(tmp_path, *GPT)
     run.memory.limit = run.meter.static_bytes + 1
@@ -40,12 +42,14 @@ def test_one_where_nothing_fits(tmp_path):
     run.close()
 
 
+@pytest.mark.slow
 def test_none_for_a_model_that_cannot_be_traced(tmp_path):
     run = runs.prepare(tmp_path, *runs.MODELS["mlp"], "user_packages=[own_tasks]", "task=own_tasks.leaves_torch")
     assert planned_size(run, 16) is None
     run.close()
 
 
+@pytest.mark.slow
 def test_what_a_task_keeps_of_the_trace_is_not_kept_here(tmp_path):
     import own_tasks
 
@@ -59,6 +63,7 @@ def test_what_a_task_keeps_of_the_trace_is_not_kept_here(tmp_path):
     own_tasks.KEPT.clear()
 
 
+@pytest.mark.slow
 def test_a_plan_leaves_nothing_behind(tmp_path):
     run = runs.prepare(tmp_path, *GPT)
     before, weights = rng_state(run.state.device), runs.weights(run.state.model)

@@ -56,6 +56,7 @@ def test_state_in_bytes_is_allocated_before_the_first_step(tmp_path, optimizer):
     assert traced == run.memory.peak
 
 
+@pytest.mark.slow
 def test_variants_in_a_process_of_their_own(tmp_path):
     """The advice's question: one peak per variant, none for one that cannot be built."""
     config = runs.configure(tmp_path, *GPT, "model.depth=4", "model.width=32")
@@ -91,6 +92,7 @@ def test_one_rank_of_several(tmp_path):
     assert (alone.batch.global_size, alone.train.device, alone.parallel.nodes) == (5, "cpu", 1)
 
 
+@pytest.mark.slow
 def test_a_trace_leaves_nothing_behind(tmp_path):
     ends = []
     for traces in (False, True):

@@ -21,6 +21,7 @@ PROJECT = {
 }
 
 
+@pytest.mark.slow
 def test_the_printed_commands_work_as_they_stand(tmp_path):
     done = run_cli("new", "my_project", cwd=tmp_path, command=CONSOLE_SCRIPT)
     assert (done.returncode, done.stderr) == (0, "")

@@ -90,6 +90,7 @@ def test_what_a_resume_changes(tmp_path, overrides, note):
     assert found == (note and f"a schedule of sizes does not replay this: {note}")
 
 
+@pytest.mark.slow
 def test_another_number_of_ranks(tmp_path):
     several = (*runs.TINY, *MLP, "parallel=ddp", "parallel.devices=2", "train.max_steps=2", "schedule=constant")
     assert helpers.train(tmp_path, *several).returncode == 0
@@ -99,6 +100,7 @@ def test_another_number_of_ranks(tmp_path):
     assert "ranks: 1 after step 2, 2 until then" in note
 
 
+@pytest.mark.slow
 def test_evaluations_smaller_micro_batch(tmp_path):
     """Its sizes are not in the schedule."""
     evaluated = (*MLP, "every.eval=2", "batch.micro_size=1", "oom.remember=false", "oom.plan=false")

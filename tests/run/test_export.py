@@ -69,6 +69,7 @@ def test_several_files_and_their_index(tmp_path):
         assert sum(tensor.nbytes for tensor in own.values()) <= 6000 or len(own) == 1
 
 
+@pytest.mark.slow
 def test_the_average_where_the_run_keeps_one(tmp_path):
     runs.run(tmp_path / "run", *GPT, "train.ema=0.5")
     state = runs.saved(tmp_path / "run", 4)

@@ -22,6 +22,7 @@ def cli(tmp_path, *overrides):
     return done
 
 
+@pytest.mark.slow
 def test_a_llama_on_text_is_exported_for_transformers(tmp_path):
     (tmp_path / "a.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
     run = ("model=hf", "model.task=causal_lm", CONFIG, "data=text", "data.files=a.txt", *FEW)

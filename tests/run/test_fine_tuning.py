@@ -64,6 +64,7 @@ def test_interrupted_it_continues_with_its_own_checkpoint(first, tmp_path):
     assert runs.differences(final(tmp_path / "parts"), final(tmp_path / "whole")) == []
 
 
+@pytest.mark.slow
 def test_the_command_that_continues_it_still_names_the_weights(first, tmp_path):
     """A run that was interrupted before its first checkpoint needs them."""
     done = helpers.train(tmp_path / "b", *runs.TINY, *from_weights(first))

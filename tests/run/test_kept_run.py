@@ -25,6 +25,7 @@ def refused(done, setting):
     return True
 
 
+@pytest.mark.slow
 def test_a_plan_in_a_runs_directory_is_refused_and_changes_nothing(tmp_path):
     train(tmp_path / "run", *TINY, *MODELS["gpt"], "train.max_steps=2")
     before = contents(tmp_path / "run")
@@ -43,6 +44,7 @@ def test_a_run_that_was_killed_at_its_start_counts_too(tmp_path, left):
     assert files(tmp_path / "run") == {".hydra/config.yaml"}
 
 
+@pytest.mark.slow
 def test_a_plans_directory_can_be_planned_in_again_and_then_trained_in(tmp_path):
     for size in (1, 2):
         train(tmp_path / "here", "mode=plan", *GPT, f"batch.micro_size={size}")
@@ -52,6 +54,7 @@ def test_a_plans_directory_can_be_planned_in_again_and_then_trained_in(tmp_path)
     assert refused(run_cli("mode=plan", *GPT, "hydra.run.dir=here", cwd=tmp_path), "hydra.run.dir")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["mode=plan", "mode=plan,train", "+mode='plan',eval"])
 def test_a_sweep_of_plans_over_a_sweep_of_runs_is_refused(tmp_path, mode):
     sweep = ("-m", *TINY, *MODELS["gpt"], "train.max_steps=1", "train.seed=1,2", "hydra.sweep.dir=sweep")
@@ -81,6 +84,7 @@ def refused_in_the_table(done, *jobs):
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experiments", ["plans", "plans,trains"])
 def test_whatever_chose_the_mode_no_file_of_a_run_is_written_over(tmp_path, recipes, experiments):
     """An experiment's file may be swept: then only the jobs themselves are plans."""
@@ -99,6 +103,7 @@ def test_whatever_chose_the_mode_no_file_of_a_run_is_written_over(tmp_path, reci
     assert (tmp_path / "sweep/1/result.json").exists()
 
 
+@pytest.mark.slow
 def test_a_single_plan_that_an_experiment_asks_for(tmp_path, recipes):
     train(tmp_path / "run", *TINY, *MODELS["gpt"], "train.max_steps=1")
     before = contents(tmp_path / "run")
@@ -107,6 +112,7 @@ def test_a_single_plan_that_an_experiment_asks_for(tmp_path, recipes):
     assert contents(tmp_path / "run") == before
 
 
+@pytest.mark.slow
 def test_a_run_and_a_plan_in_one_directory_of_a_sweep(tmp_path):
     one = (*TINY, *MODELS["gpt"], "train.max_steps=1", "plan.levers=false")
     into = ("hydra.sweep.dir=sweep", "hydra.sweep.subdir=same")
@@ -117,6 +123,7 @@ def test_a_run_and_a_plan_in_one_directory_of_a_sweep(tmp_path):
     assert not (tmp_path / "sweep/same/plan.json").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("left", ["metrics.jsonl", "tensorboard", "trainapp.log"])
 def test_a_run_whose_configuration_hydra_did_not_write(tmp_path, left):
     """As with hydra.output_subdir=null."""
@@ -129,6 +136,7 @@ def test_a_run_whose_configuration_hydra_did_not_write(tmp_path, left):
     assert refused(done, "hydra.sweep.dir")
 
 
+@pytest.mark.slow
 def test_nothing_is_written_into_a_directory_that_another_run_holds(tmp_path):
     """But Hydra's own account of the plan."""
     train(tmp_path / "sweep/0", "mode=plan", *GPT)
@@ -146,6 +154,7 @@ def test_nothing_is_written_into_a_directory_that_another_run_holds(tmp_path):
     assert json.loads((tmp_path / "sweep/1/plan.json").read_text())["certainty"] == "exact"
 
 
+@pytest.mark.slow
 def test_what_was_taken_for_a_run_is_named(tmp_path):
     (tmp_path / "mine/checkpoints").mkdir(parents=True)
     done = run_cli("mode=plan", *GPT, "hydra.run.dir=mine", cwd=tmp_path)
@@ -171,6 +180,7 @@ def test_a_large_tree_is_not_searched(tmp_path, monkeypatch):
     assert 1 <= len(opened) <= 1001
 
 
+@pytest.mark.slow
 def test_a_run_too_deep_for_that_is_kept_all_the_same(tmp_path):
     """By its own job."""
     deep = tmp_path / "sweep/a/b/c/d"

@@ -285,6 +285,7 @@ def assert_refused(tmp_path, run, *overrides):
     assert run.poll() is None
 
 
+@pytest.mark.slow
 def test_two_runs_in_one_directory(tmp_path, in_progress):
     """The second is refused; a killed one does not block the next."""
     run_dir = tmp_path / "run"

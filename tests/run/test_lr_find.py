@@ -25,6 +25,7 @@ def find(run_dir, *overrides):
         return rate, [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
 
 
+@pytest.mark.slow
 def test_from_the_command_line(tmp_path):
     done = run_cli(*MLP, "mode=lr_find", "lr_find.steps=60", "hydra.run.dir=found", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -70,6 +71,7 @@ def test_it_stops_where_the_loss_diverges(tmp_path, capsys, settings, why):
     assert all(math.isfinite(row["loss"]) for row in rows)
 
 
+@pytest.mark.slow
 def test_the_command_line_writes_nothing_over_a_run(tmp_path):
     """Hydra would write its configuration and log over the run's. Another run may follow there."""
     run = (*MLP, "train.max_epochs=null", "train.max_steps=2", "hydra.run.dir=run")
@@ -82,6 +84,7 @@ def test_the_command_line_writes_nothing_over_a_run(tmp_path):
     assert {name: (tmp_path / "run" / name).read_bytes() for name in before} == before
 
 
+@pytest.mark.slow
 def test_nothing_of_a_run_in_the_same_directory_changes(tmp_path):
     runs.run(tmp_path, *runs.MODELS["mlp"], "train.max_steps=2", "every.save=1")
     before = {name: (tmp_path / name).read_bytes() for name in files(tmp_path)}

@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 
+import pytest
 from helpers import environment, files, incidents, metrics, result, run_cli
 from runs import TINY
 
@@ -20,6 +21,7 @@ def jobs(sweep):
     return sorted((path for path in sweep.iterdir() if path.name.isdigit()), key=lambda path: int(path.name))
 
 
+@pytest.mark.slow
 def test_every_combination_has_a_directory_of_its_own(tmp_path):
     done = run_cli(*SWEEP, "model=mlp,resnet", "precision=fp32,bf16", "model.width=4", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -35,6 +37,7 @@ def test_every_combination_has_a_directory_of_its_own(tmp_path):
     assert seen == [("MLP", "fp32"), ("MLP", "bf16"), ("ResNet", "fp32"), ("ResNet", "bf16")]
 
 
+@pytest.mark.slow
 def test_sweeps_started_in_the_same_second_do_not_share(tmp_path):
     command = [sys.executable, "-m", "trainapp", *SWEEP, "model=mlp", "train.seed=1,2"]
     both = [
@@ -51,6 +54,7 @@ def test_sweeps_started_in_the_same_second_do_not_share(tmp_path):
     assert all(result(job)["steps"] == 2 for sweep in sweeps(tmp_path) for job in jobs(sweep))
 
 
+@pytest.mark.slow
 def test_a_failing_job_leaves_its_trace_in_its_own_log_and_the_rest_go_on(tmp_path):
     (tmp_path / "mine.py").write_text(
         "from trainapp.models.mlp import MLP\n"
@@ -85,6 +89,7 @@ def test_a_failing_job_leaves_its_trace_in_its_own_log_and_the_rest_go_on(tmp_pa
     assert not any("Traceback" in logs[job] or "five" in logs[job] for job in (0, 3))
 
 
+@pytest.mark.slow
 def test_a_failed_job_leaves_its_model_to_the_garbage_collector(tmp_path):
     """Hydra keeps the job's error, and with it the frames in which the error was raised."""
     (tmp_path / "mine.py").write_text(
@@ -121,6 +126,7 @@ def test_a_sweep_of_mistakes_only_ends_with_a_message(tmp_path):
         assert f"optimizer.lr={lr}: must be greater than 0" in done.stderr
 
 
+@pytest.mark.slow
 def test_memory_counters_do_not_leak_from_job_to_job(tmp_path):
     wide = ("model=mlp", "batch.global_size=512", "oom.remember=false")
     done = run_cli(*SWEEP, *wide, "memory.limit=2.5MiB,null,1GiB", cwd=tmp_path)

@@ -15,6 +15,7 @@ GAN = (
 MLP = ("model=mlp", "model.width=16", "data=digits", "user_packages=[own_hooks]", "oom.remember=false")
 
 
+@pytest.mark.slow
 def test_updates(tmp_path):
     trained = runs.run(tmp_path / "run", *GAN, "train.max_steps=2", "every.eval=2", "batch.micro_size=16")
     resumed = ("user_packages=[zoo]", f"checkpointing.resume={tmp_path / 'run'}")

@@ -81,6 +81,7 @@ def on_a_terminal(command, cwd):
     return shown.decode(), process.wait(timeout=60)
 
 
+@pytest.mark.slow
 def test_live_bar_and_summary_on_a_terminal(tmp_path):
     overrides = (*MODELS["mlp"], *TINY, "train.max_steps=200", "every.log=20", "every.eval=100")
     shown, code = on_a_terminal([sys.executable, "-m", "trainapp", *overrides], tmp_path)

@@ -26,6 +26,7 @@ def complaints(text: str) -> list[str]:
     return sorted(Path(path).name for path in re.findall(r"^(\S+) cannot be written", text, re.MULTILINE))
 
 
+@pytest.mark.slow
 def test_files_that_may_not_grow(tmp_path):
     """The kernel refuses this process any file of more than 8 kB: each is named once, and training continues."""
 

@@ -48,6 +48,7 @@ def resnet(run_dir, *overrides, schedule=None):
     return tiny(run_dir, *MODELS["resnet"], "train.ema=null", *overrides, schedule=schedule)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 @pytest.mark.parametrize("step", [1, 2])
 def test_the_step_is_retried_with_a_smaller_micro_batch(tmp_path, phase, step):
@@ -94,6 +95,7 @@ def test_the_size_that_ran_shrinks_not_another_shapes(tmp_path):
     assert sizes[failure.bucket] == 2
 
 
+@pytest.mark.slow
 def test_with_the_smallest_micro_batch_a_slow_step_is_better_than_none(tmp_path, caplog):
     with caplog.at_level("INFO"):
         recorded = Recorded(resnet(tmp_path), Refusing("forward", 1, above=0))
@@ -116,6 +118,7 @@ def test_nothing_is_retried_if_recovery_is_off(tmp_path):
     assert not recorded.failures
 
 
+@pytest.mark.slow
 def test_evaluation(tmp_path):
     evaluated = ("every.eval=2", "batch.eval_micro_size=16")
     recorded = Recorded(resnet(tmp_path / "run", *evaluated), Refusing("evaluate", 2))

@@ -106,6 +106,7 @@ def weights(path, *overrides):
 PLACES = {"first pass": {"at": 10}, "loss": {"in_loss": True}, "third pass": {"at": 15}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
 def test_out_of_memory_in_each_pass(tmp_path, monkeypatch, place):
     """In the second step, of four micro-batches; the loss, in the first."""

@@ -217,6 +217,7 @@ def test_check_exactness_refuses_other_samples(tmp_path, monkeypatch, split):
         with_split(monkeypatch, tmp_path / "b", split, "debug=exactness")
 
 
+@pytest.mark.slow
 def test_samples_that_depend_on_their_batch_may_be_split(tmp_path, monkeypatch):
     """They differ when they are collated again, but both halves add up to the whole."""
     collate = odd_batches.Texts.collate

@@ -11,6 +11,7 @@ from trainapp.memory.live_tensors import LiveTensors
 from trainapp.train import loop
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", runs.MODELS)
 @pytest.mark.parametrize("extra", [(), ("train.ema=0.5",), ("precision=bf16",)], ids=["plain", "ema", "bf16"])
 def test_agrees_with_what_training_logged(tmp_path, case, extra):

@@ -153,6 +153,7 @@ def test_mistakes(tmp_path, override, message):
         runs.run(tmp_path, *MLP, override)
 
 
+@pytest.mark.slow
 def test_the_command_line_and_a_plan(tmp_path):
     overrides = (*runs.TINY, *MLP, "+data@eval.images=synthetic_images", "eval.images.image_shape=[1,8,8]")
     helpers.train(tmp_path / "run", *overrides, "eval.images.val_size=24", "objective=max images/accuracy")

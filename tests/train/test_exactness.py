@@ -83,6 +83,7 @@ COVERED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", COVERED)
 def test_what_is_covered_passes_and_is_not_changed(tmp_path, case):
     checked, notes = trained(tmp_path / "a", *COVERED[case], EXACTNESS)
@@ -188,6 +189,7 @@ class Elsewhere(Uncovered):
         return self.linear(inputs.flatten(1)) * (1 + 1e-3 * next(calls))
 
 
+@pytest.mark.slow
 def test_the_device_is_not_taken_for_the_model(tmp_path):
     with_any = message(tmp_path / "a", *own(Elsewhere), "train.deterministic=false")
     assert "the kernels (cpu) may add in any order; train.deterministic=true excludes that" in with_any[-1]

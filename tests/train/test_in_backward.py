@@ -79,6 +79,7 @@ def test_resumed(tmp_path):
     assert [path for path in runs.differences(whole, parts) if not path.startswith(".sizes")] == []
 
 
+@pytest.mark.slow
 def test_an_error_in_the_update_goes_back_to_the_checkpoint(tmp_path, monkeypatch):
     """Its record says so; the rest is the run that was resumed from there with that size."""
     update, seen = in_backward._Commit._update, []
@@ -105,6 +106,7 @@ def test_an_error_in_the_update_goes_back_to_the_checkpoint(tmp_path, monkeypatc
     assert runs.differences(*({part: state[part] for part in ("model", "optimizer", "rng")} for state in pair)) == []
 
 
+@pytest.mark.slow
 def test_an_error_before_the_first_update_is_rolled_back_in_place(tmp_path):
     """The loss of a model with a weight of 1 MiB fails before any gradient exists."""
     settings = ("model=mlp", "data=digits", ON, *PLAIN[:2], "train.max_steps=2", "batch.global_size=512")

@@ -268,6 +268,7 @@ def test_a_mean_over_many_is_told_however_small():
         assert "is a mean" in loss_check._verdict(loss_check.Comparison(4, pixels, halves, same), "mine", 1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["KeepsWritten.restore", "Attributes.restore", "preserved_rng"])
 def test_each_part_of_it_is_needed(tmp_path, monkeypatch, part):
     monkeypatch.setattr(checked_tasks, "task_of_the_test", checked_tasks.counting(), raising=False)
@@ -284,7 +285,12 @@ def test_each_part_of_it_is_needed(tmp_path, monkeypatch, part):
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_several_ranks_end_with_one_message(tmp_path, strategy):
-    folders = [str(ROOT / "tests"), str(ROOT / "tests/train"), os.environ.get("PYTHONPATH")]
+    folders = [
+        str(ROOT / "tests"),
+        str(ROOT / "tests/helpers"),
+        str(ROOT / "tests/train"),
+        os.environ.get("PYTHONPATH"),
+    ]
     path = os.pathsep.join(filter(None, folders))
     words = [*OWN, f"parallel={strategy}", "parallel.devices=2", "train.device=cpu", "train.max_steps=2"]
     ended = run_cli(*words, "task=checked_tasks.mean", cwd=tmp_path, env={"PYTHONPATH": path})

@@ -131,6 +131,7 @@ def test_an_order_that_depends_on_the_epochs_before_is_continued(tmp_path, kind,
     assert {step: losses[0][step] for step in losses[1]} == losses[1]
 
 
+@pytest.mark.slow
 def test_an_error_in_the_commit_continues_with_the_order_of_the_epoch(tmp_path):
     """The run is built again from the checkpoint at the end of the first epoch."""
     injector = Injector("commit", 6, 0)
@@ -177,6 +178,7 @@ def test_a_stream_may_have_indexed_validation_data(tmp_path):
     assert len(helpers.evaluations(tmp_path)) == 1
 
 
+@pytest.mark.slow
 def test_an_evaluation_of_a_stream_that_runs_out_of_memory_continues(tmp_path):
     overrides = of("Stateful", "every.eval=9", "oom.plan=false")
     finished(tmp_path / "a", *overrides)
@@ -229,6 +231,7 @@ def test_a_data_set_cannot_take_the_place_of_a_stream(tmp_path):
         runs.prepare(tmp_path, *runs.MODELS["mlp"], "train.max_steps=9")
 
 
+@pytest.mark.slow
 def test_exactness_holds(tmp_path):
     runs.run(tmp_path, *of("Stateful", "train.check_exactness=true", "train.deterministic=true"))
     assert len(helpers.metrics(tmp_path)) == 9
@@ -276,11 +279,12 @@ def test_a_shuffle_without_a_seed_is_noticed(tmp_path, rows):
         finished(tmp_path / "run", *overrides)
 
 
+@pytest.mark.slow
 def test_the_command_line(tmp_path):
     """A run, its plan, and its resume with another number of workers."""
     import os
 
-    env = {"PYTHONPATH": os.pathsep.join([str(helpers.ROOT / "tests"), os.environ.get("PYTHONPATH", "")])}
+    env = {"PYTHONPATH": os.pathsep.join([str(helpers.ROOT / "tests/helpers"), os.environ.get("PYTHONPATH", "")])}
     overrides = (*runs.TINY, *of("Sharded", "every.eval=1 epochs"))
     helpers.train(tmp_path / "run", *overrides, "train.max_steps=5", "schedule=constant", env=env)
     more = ("train.max_steps=9", "schedule=constant", "data.num_workers=1")
@@ -303,7 +307,7 @@ def test_two_ranks(tmp_path, kind):
     """Without parts the losses are those of one rank, and one rank may continue; parts need the same ranks."""
     import os
 
-    env = {"PYTHONPATH": os.pathsep.join([str(helpers.ROOT / "tests"), os.environ.get("PYTHONPATH", "")])}
+    env = {"PYTHONPATH": os.pathsep.join([str(helpers.ROOT / "tests/helpers"), os.environ.get("PYTHONPATH", "")])}
     overrides = (*runs.TINY, *of(kind, "every.eval=1 epochs", "schedule=constant"))
     two = ("parallel=ddp", "parallel.devices=2", "parallel.timeout=60")
     helpers.train(tmp_path / "one", *overrides, env=env)

@@ -129,6 +129,7 @@ class Relative:
         self.mean = state["mean"]
 
 
+@pytest.mark.slow
 def test_the_state_of_an_updates_task_is_restored_and_saved(tmp_path):
     """After an error in its second micro-batch, and by a resume."""
     stateful = GENERATOR.replace("zoo.gans.generate", "test_updates.Relative")
@@ -207,12 +208,13 @@ __main__.main()
 """
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_between_two_updates_resumes_exactly(tmp_path):
     """Through the command line: the discriminator of step 4 is updated, the generator not; it resumes from step 2."""
     import sys
 
     overrides = [*runs.TINY, *OWN, "train.max_steps=6", "every.save=2"]
-    env = {"PYTHONPATH": f"{TESTS}:{TESTS.parent / 'src'}"}
+    env = {"PYTHONPATH": f"{TESTS}:{TESTS}/helpers:{TESTS.parent / 'src'}"}
     script = [sys.executable, "-c", KILLED.format(tests=str(TESTS))]
     killed = run_cli(*overrides, f"hydra.run.dir={tmp_path / 'b'}", cwd=tmp_path, env=env, command=script)
     assert killed.returncode == 9, killed.stderr
@@ -242,6 +244,7 @@ class Above:
         return failing
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("update", ["discriminator", "generator"])
 def test_each_update_has_sizes_of_its_own(tmp_path, update):
     """One of them runs out of memory above 4 samples: the other keeps 16. The result is the replay's, bit for bit."""
@@ -281,6 +284,7 @@ def failing_run(run_dir, above, *overrides):
         runs.runner.prepare = prepare
 
 
+@pytest.mark.slow
 def test_sizes_of_both_are_resumed(tmp_path):
     settings = (*OWN, "batch.micro_size=auto", "oom.grow=false", "train.max_steps=4", "every.save=2")
     failing_run(tmp_path, Above("generator", 4), *settings, "train.max_steps=2")
@@ -289,6 +293,7 @@ def test_sizes_of_both_are_resumed(tmp_path):
     assert {name: own.train.size for name, own in run.sizes.by_update.items()} == {"discriminator": 16, "generator": 4}
 
 
+@pytest.mark.slow
 def test_a_torn_update_goes_back_to_the_checkpoint(tmp_path):
     """Memory runs out while the generator's parameters change: the run is rebuilt, and repeats whole steps."""
     settings = (*OWN, "train.max_steps=4", "every.save=2", "oom.grow=false")
@@ -357,6 +362,7 @@ def measured(model, batch):
     return loss, count, {**sums, "mine": (batch["inputs"], batch["targets"])}
 
 
+@pytest.mark.slow
 def test_callbacks_are_called_once_per_step_and_metrics_by_evaluations(tmp_path):
     """The generator's update runs out of memory: the discriminator's is committed by then, and the step is not."""
     own_hooks.SEEN.clear()
@@ -440,6 +446,7 @@ def spoiled(model, batch):
     return loss * float("nan"), count, sums
 
 
+@pytest.mark.slow
 def test_check_exactness_looks_at_every_update(tmp_path, caplog):
     caplog.set_level("INFO")
     runs.run(tmp_path, *OWN, "train.check_exactness=true", "train.max_steps=4")

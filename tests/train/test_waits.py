@@ -63,6 +63,7 @@ def measured():
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", NEVER)
 def test_a_healthy_step_never_waits_for_the_device(measured, case):
     assert measured[case]["waits"] == []

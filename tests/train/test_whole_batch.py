@@ -64,6 +64,7 @@ def test_a_schedule_of_whole_batches_is_none(tmp_path):
     runs.prepare(tmp_path, *WHOLE, "batch.micro_schedule={1: 16}", "batch.micro_size=16").close()
 
 
+@pytest.mark.slow
 def test_where_memory_lacks_it_says_what_helps(tmp_path):
     limited = (*WHOLE, "batch.global_size=512", "memory.limit=700KiB", "checkpointing=off")
     with pytest.raises(TrainingStopped) as stopped:
@@ -73,6 +74,7 @@ def test_where_memory_lacks_it_says_what_helps(tmp_path):
     assert runs.run(tmp_path / "smaller", *limited, "batch.global_size=64").steps == 4  # negative control
 
 
+@pytest.mark.slow
 def test_it_is_planned_as_a_whole():
     config = runs.configure("unused", *WHOLE, "batch.global_size=64", "mode=plan", "plan.levers=false")
     facts = process.ask(config, only=())

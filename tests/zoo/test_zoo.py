@@ -16,6 +16,7 @@ def test_the_zoo_is_as_large_as_promised():
     assert len(STATEFUL) >= 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ALL)
 def test_errors_leave_no_trace(tmp_path, name):
     assert cells.after_three_errors(name, tmp_path) == []

@@ -14,7 +14,7 @@ from typing import Any
 import forked_cli
 
 PROGRAM = (sys.executable, "-m", "trainapp")
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 # What Hydra and the log write before a run does anything.
 OWN_FILES = {".hydra/config.yaml", ".hydra/hydra.yaml", ".hydra/overrides.yaml", "trainapp.log"}
 PLAN_FILES = {".plan/config.yaml", ".plan/hydra.yaml", ".plan/overrides.yaml", "plan.log"}  # with mode=plan
