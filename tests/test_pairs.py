@@ -226,7 +226,12 @@ WITH_STRATEGY = {pair for pair in all_pairs(ON_TWO_RANKS) if any(option in GROUP
 TOGETHER = in_two_parts(ON_TWO_RANKS, WITH_STRATEGY)
 # Compiling takes a minute: the pairs with it are covered by as few rows as possible.
 COMPILED = in_two_parts(FACTORS, {pair for pair in all_pairs(FACTORS) if "train.compile=true" in pair})
-QUICK = ALONE[:4]
+
+
+def sampled(rows, count):
+    """All rows, those past the first `count` nightly: the first ones have most of the pairs."""
+    late = [pytest.param(row, marks=pytest.mark.nightly) for row in rows[count:]]
+    return [*rows[:count], *late]
 
 
 def test_the_rows_have_every_pair():
@@ -327,19 +332,13 @@ def named(row):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", QUICK, ids=named)
-def test_a_quick_sample_of_the_pairs(tmp_path, row):
-    check(tmp_path, row)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("row", [row for row in ALONE if row not in QUICK], ids=named)
+@pytest.mark.parametrize("row", sampled(ALONE, 36), ids=named)
 def test_every_pair_trains_on_one_rank(tmp_path, row):
     check(tmp_path, row)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", TOGETHER, ids=named)
+@pytest.mark.parametrize("row", sampled(TOGETHER, 8), ids=named)
 def test_every_pair_trains_on_two_ranks(tmp_path, pool, row):
     """tests/test_options.py starts each strategy through the launcher."""
     check(tmp_path, row, pool)
@@ -347,7 +346,7 @@ def test_every_pair_trains_on_two_ranks(tmp_path, pool, row):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="torch.compile needs a C++ compiler")
-@pytest.mark.parametrize("row", COMPILED, ids=named)
+@pytest.mark.parametrize("row", sampled(COMPILED, 3), ids=named)
 def test_every_pair_with_compile_trains(tmp_path, row):
     check(tmp_path, row)
 

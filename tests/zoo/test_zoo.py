@@ -22,7 +22,7 @@ def test_errors_leave_no_trace(tmp_path, name):
     assert cells.after_three_errors(name, tmp_path) == []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", [name for name, cell in ALL.items() if cell.sums])
 def test_an_error_late_in_an_evaluation_counts_no_sample_twice(tmp_path, name):
     assert cells.after_an_error_late_in_an_evaluation(name, tmp_path) == []

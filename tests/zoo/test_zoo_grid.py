@@ -9,7 +9,7 @@ import pytest
 from . import cells
 from .catalogue import ALL
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
+pytestmark = [pytest.mark.nightly, pytest.mark.usefixtures("one_thread")]
 ERRORS = (("forward", 4), ("backward", 1), ("evaluate", 4), ("commit", 4))
 
 
