@@ -2,7 +2,7 @@
 
     python benchmarks/ladder.py [--models gpt,resnet] [--rounds 7] [--steps 2] [--scale 1.0] [--json FILE]
 
-The levers are those of `trainapp.memory.levers.catalogue` that a single process can set. The peak is that of two steps,
+The levers are those of `trainapp.techniques.catalogue` that a single process can set. The peak is that of two steps,
 in live tensors, with the optimizer's state allocated. For the time, some runs with a lever and one without take turns
 in one process; a ratio is that of their seconds per step in the same round. With one thread these are seconds of the
 thread, which other processes disturb less. Stacks add one lever after the other.
@@ -25,14 +25,14 @@ from _common import keep_freed_memory, machine, quartiles, table
 
 from trainapp.config import compose
 from trainapp.config.schema import Config
-from trainapp.memory.levers.catalogue import LEVERS
-from trainapp.memory.levers.lever import Lever, Situation
 from trainapp.parallel.ranks import SingleRank
 from trainapp.plan.sizes import Planner
 from trainapp.plan.step_time import Speeds
 from trainapp.plan.workload import given_size
 from trainapp.run import runner
 from trainapp.signals import StopRequest
+from trainapp.techniques.catalogue import LEVERS
+from trainapp.techniques.lever import Lever, Situation
 from trainapp.train import loop
 from trainapp.train.components import load_components
 from trainapp.train.run import Run

@@ -7,7 +7,7 @@ import pytest
 import runs
 import torch
 
-from trainapp.memory.levers.chunked_loss import linear_cross_entropy
+from trainapp.techniques.chunked_loss import linear_cross_entropy
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 GPT = (*runs.MODELS["gpt"], "train.device=cuda", "model.dropout=0", "train.max_steps=8")

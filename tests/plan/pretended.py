@@ -16,12 +16,12 @@ from torch.optim import optimizer
 from torch.utils import _foreach_utils
 
 from trainapp.accelerator import HERE
-from trainapp.memory.levers import offload
 from trainapp.memory.live_tensors import LiveTensors
 from trainapp.plan.cuda import attention, devices, pretend, self_test
 from trainapp.plan.cuda.place import NotHere
 from trainapp.plan.ranks import simulated
 from trainapp.plan.values import MadeUpValues
+from trainapp.techniques import offload
 from trainapp.torch_private import fake_tensor_mode
 
 A100, V100 = devices.find("a100-80gb"), devices.find("v100-32gb")

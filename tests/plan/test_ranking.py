@@ -7,11 +7,11 @@ import torch
 from trainapp.config import compose
 from trainapp.config.pasted import size_overrides
 from trainapp.errors import UserError
-from trainapp.memory.levers import catalogue
-from trainapp.memory.levers.catalogue import LEVERS
 from trainapp.plan import planner, report, step_time, variants
 from trainapp.plan.operation import MATMUL
 from trainapp.plan.sizes import Planner
+from trainapp.techniques import catalogue
+from trainapp.techniques.catalogue import LEVERS
 from trainapp.train import loop
 from trainapp.units import bytes_text
 

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from trainapp.config.schema import ActivationCheckpointing
-from trainapp.memory.levers import activation_checkpointing
 from trainapp.plan import operation_times, step_time
 from trainapp.plan.operation import ATTENTION, MATMUL, operation_of
 from trainapp.plan.step_time import Speeds
 from trainapp.plan.step_work import MicroBatchWork, Work, WorkCounter
+from trainapp.techniques import activation_checkpointing
 from trainapp.torch_private import fake_tensor_mode
 from trainapp.train.phase import Phase
 

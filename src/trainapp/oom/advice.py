@@ -4,10 +4,10 @@ import dataclasses
 import shlex
 
 from trainapp.memory.kinds import MemoryKind
-from trainapp.memory.levers import catalogue
-from trainapp.memory.levers.lever import Lever, Situation, to_paste
 from trainapp.oom.incident import Incident
 from trainapp.plan.step_peaks import of_one_rank, step_peaks
+from trainapp.techniques import catalogue
+from trainapp.techniques.lever import Lever, Situation, to_paste
 from trainapp.train import losses
 from trainapp.train.run import Run
 from trainapp.units import bytes_text

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from trainapp.config.schema import ActivationCheckpointing
-from trainapp.memory.levers import activation_checkpointing
 from trainapp.plan.operation_times import Clock, Dispatched
+from trainapp.techniques import activation_checkpointing
 
 _SHORT, _LONG = 2, 12  # layers of a block
 _BLOCKS, _WIDTH = 2, 8

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trainapp.data.batch import map_tensors, tensors_in
-from trainapp.memory.levers.costs import flops_of, is_attention
+from trainapp.techniques.costs import flops_of, is_attention
 from trainapp.torch_operators import written_arguments
 from trainapp.torch_private import storage_id
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainapp.memory.levers.activation_checkpointing import CheckpointCounters
 from trainapp.plan.operation import Operation
+from trainapp.techniques.activation_checkpointing import CheckpointCounters
 from trainapp.torch_private import DispatchMode
 
 ROUNDS = 4  # the same for every operation: a minimum over more rounds is lower

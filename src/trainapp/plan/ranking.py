@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainapp.config.pasted import size_overrides
-from trainapp.memory.levers.lever import RESULTS
 from trainapp.plan.sizes import Facts, Measured, Planner
 from trainapp.plan.variants import Variant, Variants
+from trainapp.techniques.lever import RESULTS
 
 MOST_SEARCHES = 3  # variants whose largest micro-batch is searched: the first ones of the list, those of each choice
 

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 from trainapp.config.schema import Config
 from trainapp.data.stream import at_most
-from trainapp.memory.levers.lever import Lever
 from trainapp.plan import step_time
 from trainapp.plan.bounds import Bounds, bounds, joined, traced_ways, ways_beside
 from trainapp.plan.certainty import certainty_of
@@ -19,6 +18,7 @@ from trainapp.plan.traced_part import planned_config
 from trainapp.plan.traced_run import ON_CPU, Trace, trace
 from trainapp.plan.ways import FIRST, Way
 from trainapp.plan.workload import given_size, require_uncut_batch, workload_of
+from trainapp.techniques.lever import Lever
 from trainapp.train.components import Components, choose_device
 
 Facts = dict[str, Any]

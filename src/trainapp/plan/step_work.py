@@ -5,9 +5,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from trainapp.memory.levers.activation_checkpointing import CheckpointCounters
 from trainapp.plan.checkpointing_times import Delay
 from trainapp.plan.operation import LINK, Counts, Operation, operation_of
+from trainapp.techniques.activation_checkpointing import CheckpointCounters
 from trainapp.torch_operators import ASKS_DEVICE
 from trainapp.torch_private import DispatchMode
 from trainapp.train.phase import Phase

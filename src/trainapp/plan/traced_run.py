@@ -13,8 +13,6 @@ from trainapp.data.batch import tensors_in
 from trainapp.memory.device import static_bytes
 from trainapp.memory.kept import WeakStorages
 from trainapp.memory.kinds import MemoryKind
-from trainapp.memory.levers.catalogue import available_levers
-from trainapp.memory.levers.lever import Lever, Situation
 from trainapp.parallel.dtensor import is_shard
 from trainapp.parallel.ranks import Ranks, SingleRank
 from trainapp.plan.built import built
@@ -26,6 +24,8 @@ from trainapp.plan.recorder import Peak, TracedMemory
 from trainapp.plan.step_work import Work, WorkCounter
 from trainapp.plan.traced_part import SURVEYED
 from trainapp.plan.ways import FIRST, Way
+from trainapp.techniques.catalogue import available_levers
+from trainapp.techniques.lever import Lever, Situation
 from trainapp.torch_private import storage_id
 from trainapp.train import build
 from trainapp.train.components import Components

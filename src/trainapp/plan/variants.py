@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trainapp.errors import UserError
-from trainapp.memory.levers.lever import Lever, result_of, to_paste, with_levers
 from trainapp.plan.certainty import NOT_TRACEABLE
 from trainapp.plan.sizes import Facts, Measured, Planner
 from trainapp.plan.step_work import Work
+from trainapp.techniques.lever import Lever, result_of, to_paste, with_levers
 
 MOST_STACKS = 5  # combinations that are traced
 LEAST_SAVING = 0.01  # of the peak

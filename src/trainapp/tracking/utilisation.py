@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from trainapp.memory.levers.costs import flops_of
+from trainapp.techniques.costs import flops_of
 from trainapp.torch_private import DispatchMode
 
 # FLOP/s of dense products in bf16 or fp16 with sums in fp32, by words of the name that torch reports; the makers' data

@@ -20,11 +20,6 @@ from trainapp.config import targets
 from trainapp.config.schema import Config
 from trainapp.data.batch import map_tensors
 from trainapp.errors import UserError
-from trainapp.memory.levers import activation_checkpointing, chunked_loss, frozen, offload
-from trainapp.memory.levers.budget import Budget, NoBudget
-from trainapp.memory.levers.catalogue import require_suited
-from trainapp.memory.levers.lever import Situation
-from trainapp.memory.levers.offload import NoOffload, Offload
 from trainapp.models import model_checks, transformers_models
 from trainapp.models.inspect import blocks_of, has_batchnorm, lazy_modules
 from trainapp.optim import parameter_tags, quantized_products
@@ -35,6 +30,11 @@ from trainapp.parallel.fsdp import FSDP
 from trainapp.parallel.ranks import DistributedRanks, Ranks
 from trainapp.parallel.strategy import SingleDevice
 from trainapp.rng import preserved_rng, seed_everything
+from trainapp.techniques import activation_checkpointing, chunked_loss, frozen, offload
+from trainapp.techniques.budget import Budget, NoBudget
+from trainapp.techniques.catalogue import require_suited
+from trainapp.techniques.lever import Situation
+from trainapp.techniques.offload import NoOffload, Offload
 from trainapp.torch_private import is_tracing
 from trainapp.train import loss_check, losses, updates
 from trainapp.train.attributes import restored

@@ -23,7 +23,6 @@ from trainapp.data.stream import is_stream
 from trainapp.hooks.callbacks import labels_of
 from trainapp.memory import backends
 from trainapp.memory.device import DeviceMemory
-from trainapp.memory.levers.lever import Situation
 from trainapp.models.adapters import base_of
 from trainapp.models.weights import load_initial_weights
 from trainapp.optim import precision
@@ -33,6 +32,7 @@ from trainapp.optim.own_rates import require_own_rates
 from trainapp.parallel.ranks import Ranks
 from trainapp.rng import seed_everything
 from trainapp.signals import StopRequest
+from trainapp.techniques.lever import Situation
 from trainapp.torch_private import is_tracing
 from trainapp.tracking.meter import Meter
 from trainapp.tracking.tracker import SilentTracker, Tracker

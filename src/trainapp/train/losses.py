@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from trainapp.errors import UserError
 from trainapp.hooks.metrics import EVERY
-from trainapp.memory.levers.chunked_loss import features_only, head_of, linear_cross_entropy
+from trainapp.techniques.chunked_loss import features_only, head_of, linear_cross_entropy
 from trainapp.train.model_inputs import beside_inputs, inputs_and_targets, predictions
 from trainapp.train.task_attributes import attribute, unchecked
 
@@ -66,7 +66,7 @@ def _metrics(logits: Tensor, targets: Tensor, dim: int) -> Metrics:
 @dataclass(frozen=True)
 class InChunks:
     """`classification` or `next_token` whose logits exist for some rows at a time, for models with `features` and
-    `head`: see memory/levers/chunked_loss.py.
+    `head`: see techniques/chunked_loss.py.
     """
 
     task: Task

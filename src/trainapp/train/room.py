@@ -7,9 +7,9 @@ from trainapp.config.schema import Config
 from trainapp.errors import UserError
 from trainapp.memory.device import DeviceMemory, size_of, static_bytes
 from trainapp.memory.kinds import MemoryKind
-from trainapp.memory.levers import catalogue
-from trainapp.memory.levers.lever import Lever, Situation, to_paste
 from trainapp.parallel.ranks import Ranks
+from trainapp.techniques import catalogue
+from trainapp.techniques.lever import Lever, Situation, to_paste
 from trainapp.tracking.meter import Meter
 from trainapp.units import bytes_text
 

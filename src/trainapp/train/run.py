@@ -16,13 +16,13 @@ from trainapp.errors import UserError
 from trainapp.hooks.callbacks import Callbacks
 from trainapp.hooks.metrics import StatefulMetrics
 from trainapp.memory.device import DeviceMemory
-from trainapp.memory.levers.budget import Budget, NoBudget
-from trainapp.memory.levers.offload import NoOffload, Offload
 from trainapp.optim import schedules
 from trainapp.optim.nonfinite import NonFiniteCheck
 from trainapp.parallel.ranks import Flags, Ranks, SingleRank
 from trainapp.parallel.strategy import SingleDevice
 from trainapp.signals import StopRequest
+from trainapp.techniques.budget import Budget, NoBudget
+from trainapp.techniques.offload import NoOffload, Offload
 from trainapp.tracking.meter import Meter
 from trainapp.tracking.outlet import Outlet
 from trainapp.tracking.tracker import SilentTracker, Tracker

@@ -77,7 +77,7 @@ class AllFinite(NonFiniteCheck):
 class NotHere(Accelerator):
     """Generators of the host, from which nothing is drawn, and no streams: no tensor of a trace has values.
 
-    Memory is as with streams: `memory.levers.offload` allocates and frees on the device's own stream alone, in an order
+    Memory is as with streams: `techniques.offload` allocates and frees on the device's own stream alone, in an order
     that does not depend on how far copies have come.
     """
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
 from trainapp.memory.kinds import MemoryKind
-from trainapp.memory.levers.lever import Lever
 from trainapp.plan import residuals
 from trainapp.plan.bounds import traced_ways, ways_beside
 from trainapp.plan.certainty import EXACT, PREDICTED, RANGE, Noticed, certainty_of
@@ -20,6 +19,7 @@ from trainapp.plan.cuda.speeds import GpuSpeeds, rates_of
 from trainapp.plan.recorder import Peak
 from trainapp.plan.sizes import Facts, Measured, Planner
 from trainapp.plan.traced_run import Trace
+from trainapp.techniques.lever import Lever
 from trainapp.train.components import Components
 from trainapp.units import bytes_text
 

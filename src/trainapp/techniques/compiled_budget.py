@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from torch.fx import GraphModule
 
-from trainapp.memory.levers.graph_memory import Split, draws_numbers, measured, storages_of_inputs
+from trainapp.techniques.graph_memory import Split, draws_numbers, measured, storages_of_inputs
 from trainapp.torch_compiler import Halves, copy_of, keep, partitioner, split_at
 from trainapp.units import bytes_text
 

@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from trainapp.errors import UserError
-from trainapp.memory.levers import offload
-from trainapp.memory.levers.offload import NoOffload, Offload
+from trainapp.techniques import offload
+from trainapp.techniques.offload import NoOffload, Offload
 
 GPT = (*runs.MODELS["gpt"], "checkpointing=off", "oom.remember=false")
 

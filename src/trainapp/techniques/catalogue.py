@@ -12,8 +12,8 @@ from trainapp.config.adamw import is_adamw
 from trainapp.config.schema import Optimizer
 from trainapp.errors import UserError
 from trainapp.memory.kinds import MemoryKind
-from trainapp.memory.levers.activations import ACTIVATIONS
-from trainapp.memory.levers.conditions import (
+from trainapp.techniques.activations import ACTIVATIONS
+from trainapp.techniques.conditions import (
     clips,
     computes_in_bf16,
     needs_a_head,
@@ -25,8 +25,8 @@ from trainapp.memory.levers.conditions import (
     trains_in_32_bits,
     trains_real_numbers,
 )
-from trainapp.memory.levers.lever import Lever, Situation
-from trainapp.memory.levers.optimizer_state import (
+from trainapp.techniques.lever import Lever, Situation
+from trainapp.techniques.optimizer_state import (
     MUON,
     ON_HOST,
     adamw,
@@ -38,8 +38,8 @@ from trainapp.memory.levers.optimizer_state import (
     step_of_adamw,
     weight_average,
 )
-from trainapp.memory.levers.products import PRODUCTS
-from trainapp.memory.levers.shards import SHARDS
+from trainapp.techniques.products import PRODUCTS
+from trainapp.techniques.shards import SHARDS
 
 
 def require_suited(situation: Situation) -> None:

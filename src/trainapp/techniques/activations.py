@@ -1,13 +1,13 @@
 """The levers that keep fewer activations on the device: part of the one list in `catalogue`."""
 
-from trainapp.memory.levers.conditions import (
+from trainapp.techniques.conditions import (
     is_on_a_gpu,
     needs_blocks,
     needs_blocks_to_budget,
     needs_movable_activations,
     needs_movable_inputs,
 )
-from trainapp.memory.levers.lever import Lever
+from trainapp.techniques.lever import Lever
 
 ACTIVATIONS = (
     Lever(

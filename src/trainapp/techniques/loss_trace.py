@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from trainapp.data.batch import map_tensors, tensors_in
-from trainapp.memory.levers.block_trace import Skeleton
-from trainapp.memory.levers.compiled_budget import LossMemory
 from trainapp.memory.live_tensors import LiveTensors
+from trainapp.techniques.block_trace import Skeleton
+from trainapp.techniques.compiled_budget import LossMemory
 from trainapp.torch_private import storage_id
 
 

@@ -10,8 +10,9 @@ from torch.nn.utils import prune
 
 from trainapp.errors import UserError
 from trainapp.memory.kinds import MemoryKind
-from trainapp.memory.levers.catalogue import available_levers
-from trainapp.memory.levers.chunked_loss import (
+from trainapp.memory.live_tensors import LiveTensors
+from trainapp.techniques.catalogue import available_levers
+from trainapp.techniques.chunked_loss import (
     LEAST_ROWS,
     auto_rows,
     features_only,
@@ -19,8 +20,7 @@ from trainapp.memory.levers.chunked_loss import (
     require_head,
     require_same_forward,
 )
-from trainapp.memory.levers.lever import Situation
-from trainapp.memory.live_tensors import LiveTensors
+from trainapp.techniques.lever import Situation
 from trainapp.train import losses
 from trainapp.train.losses import InChunks, classification, in_chunks
 

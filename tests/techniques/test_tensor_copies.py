@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
-from trainapp.memory.levers.tensor_copies import copies_of
 from trainapp.optim.updated_memory import bytes_of
+from trainapp.techniques.tensor_copies import copies_of
 from trainapp.torch_private import storage_id
 
 

@@ -20,9 +20,9 @@ from torch import nn
 
 from trainapp.config.schema import ActivationCheckpointing
 from trainapp.errors import TrainingStopped, UserError
-from trainapp.memory.levers import activation_checkpointing, choice, contents
-from trainapp.memory.levers.block_state import BlockState
-from trainapp.memory.levers.budget import Budget, NoBudget
+from trainapp.techniques import activation_checkpointing, choice, contents
+from trainapp.techniques.block_state import BlockState
+from trainapp.techniques.budget import Budget, NoBudget
 from trainapp.torch_private import version_of
 
 SETTINGS = [(mode, every) for mode in ("full", "selective") for every in (1, 2, 3)]

@@ -10,8 +10,8 @@ import heapq
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from trainapp.memory.levers.block_trace import BlockCall, OperatorCall
-from trainapp.memory.levers.costs import SELECTION
+from trainapp.techniques.block_trace import BlockCall, OperatorCall
+from trainapp.techniques.costs import SELECTION
 
 
 class Option(NamedTuple):

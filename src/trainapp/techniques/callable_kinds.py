@@ -5,7 +5,7 @@ import types
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from trainapp.memory.levers.kind import FOREIGN, Kind, are_identical, home_of, items, put_nothing
+from trainapp.techniques.kind import FOREIGN, Kind, are_identical, home_of, items, put_nothing
 
 _EMPTY = object()  # a cell of a closure
 

@@ -14,12 +14,12 @@ from torch import nn
 from trainapp.config.schema import ActivationCheckpointing
 from trainapp.errors import UserError
 from trainapp.memory.kinds import MemoryKind
-from trainapp.memory.levers import budget as levers_budget
-from trainapp.memory.levers import choice, costs
-from trainapp.memory.levers.block_trace import BlockCall, Skeleton
-from trainapp.memory.levers.budget import Budget, NoBudget
-from trainapp.memory.levers.choice import choose, least, options_of
 from trainapp.memory.live_tensors import LiveTensors
+from trainapp.techniques import budget as levers_budget
+from trainapp.techniques import choice, costs
+from trainapp.techniques.block_trace import BlockCall, Skeleton
+from trainapp.techniques.budget import Budget, NoBudget
+from trainapp.techniques.choice import choose, least, options_of
 from trainapp.train import loop
 
 CPU = torch.device("cpu")
@@ -155,7 +155,7 @@ def test_gradients_are_those_of_none(size, free_selection):
 
 def test_keeping_what_is_drawn_would_change_them(free_selection, monkeypatch):
     """The comparison above can fail: a recomputation that skips the first draw draws its numbers for the second."""
-    monkeypatch.setattr("trainapp.memory.levers.block_trace.draws", lambda *_: False)
+    monkeypatch.setattr("trainapp.techniques.block_trace.draws", lambda *_: False)
     torch.manual_seed(0)
     plain, x = Mlp(width=8), torch.randn(8, 16)  # the smaller one of the two draws is the first
     expected = gradients(plain, x)

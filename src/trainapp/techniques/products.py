@@ -1,9 +1,9 @@
 """Products in 8 bits, in the list of levers because they are asked for: they save time rather than memory."""
 
 from trainapp.config.schema import Config
-from trainapp.memory.levers.conditions import needs_linear_layers
-from trainapp.memory.levers.lever import Lever
 from trainapp.optim.quantized_products import Kind
+from trainapp.techniques.conditions import needs_linear_layers
+from trainapp.techniques.lever import Lever
 
 
 def _products(kind: Kind, bits: str, devices: str) -> Lever:

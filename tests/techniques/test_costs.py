@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from trainapp.memory.levers.costs import OPERATION, cost_of, flops_of, is_attention
 from trainapp.plan.operation import operation_of
+from trainapp.techniques.costs import OPERATION, cost_of, flops_of, is_attention
 
 ATEN = torch.ops.aten
 Q = torch.ones(2, 4, 256, 32)

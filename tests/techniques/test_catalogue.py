@@ -14,10 +14,10 @@ from trainapp.config.parallel_settings import Fsdp, Parallel
 from trainapp.config.schema import Memory
 from trainapp.errors import UserError
 from trainapp.memory.kinds import MemoryKind
-from trainapp.memory.levers import catalogue
-from trainapp.memory.levers.catalogue import LEVERS
-from trainapp.memory.levers.lever import Lever, Situation
 from trainapp.plan.ranks import simulated
+from trainapp.techniques import catalogue
+from trainapp.techniques.catalogue import LEVERS
+from trainapp.techniques.lever import Lever, Situation
 
 # What lets any lever be chosen on the command line.
 SETTABLE = [lever for lever in LEVERS if lever.changes]

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.quasirandom import SobolEngine
 
-from trainapp.memory.levers.kind import Kind, are_identical, items
+from trainapp.techniques.kind import Kind, are_identical, items
 
 _UNSET = object()
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from trainapp.memory.levers.activation_checkpointing import Contexts, checkpointed
-from trainapp.memory.levers.block_state import BlockState
-from trainapp.memory.levers.block_trace import OperatorCall
-from trainapp.memory.levers.choice import Option
+from trainapp.techniques.activation_checkpointing import Contexts, checkpointed
+from trainapp.techniques.block_state import BlockState
+from trainapp.techniques.block_trace import OperatorCall
+from trainapp.techniques.choice import Option
 from trainapp.torch_private import tree_leaves
 
 Choice = dict[tuple[int, int], Option]  # by block and number of the call

@@ -8,8 +8,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from trainapp.memory.levers.content_kinds import ARRAY, addresses_of, kind_of
-from trainapp.memory.levers.kind import PLAIN, Kind, put_nothing
+from trainapp.techniques.content_kinds import ARRAY, addresses_of, kind_of
+from trainapp.techniques.kind import PLAIN, Kind, put_nothing
 
 DEPTH = 100  # attributes of items of attributes
 MOST_VALUES = 100_000

@@ -1,7 +1,7 @@
 """The entries of the list of levers for several ranks: FSDP and its settings."""
 
-from trainapp.memory.levers.conditions import has_ranks_and_blocks, needs_drawn_shards, needs_shards
-from trainapp.memory.levers.lever import Lever
+from trainapp.techniques.conditions import has_ranks_and_blocks, needs_drawn_shards, needs_shards
+from trainapp.techniques.lever import Lever
 
 SHARDS = (
     Lever(

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from trainapp.memory.levers.block_trace import draws
+from trainapp.techniques.block_trace import draws
 from trainapp.torch_compiler import Halves, value_of
 from trainapp.torch_private import storage_id, tree_leaves
 

@@ -20,9 +20,9 @@ from torch.utils.checkpoint import (
 )
 
 from trainapp.config.schema import ActivationCheckpointing
-from trainapp.memory.levers.block_state import Before, BlockState
-from trainapp.memory.levers.block_trace import draws
 from trainapp.models.inspect import blocks_of
+from trainapp.techniques.block_state import Before, BlockState
+from trainapp.techniques.block_trace import draws
 from trainapp.torch_operators import ATTENTION_OPERATORS
 
 Contexts = tuple[AbstractContextManager[None], AbstractContextManager[None]]

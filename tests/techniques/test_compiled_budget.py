@@ -14,13 +14,13 @@ from trainapp.config.schema import ActivationCheckpointing, Memory
 from trainapp.errors import UserError
 from trainapp.memory.cpu import CpuMemory
 from trainapp.memory.kinds import MemoryKind
-from trainapp.memory.levers import activation_checkpointing, compiled_budget, graph_memory
-from trainapp.memory.levers.block_trace import Skeleton
-from trainapp.memory.levers.budget import Budget
-from trainapp.memory.levers.compiled_budget import MARGIN, SHARES, CompiledBudget, LossMemory
-from trainapp.memory.levers.graph_memory import measured
-from trainapp.memory.levers.loss_trace import loss_memory
 from trainapp.memory.live_tensors import LiveTensors
+from trainapp.techniques import activation_checkpointing, compiled_budget, graph_memory
+from trainapp.techniques.block_trace import Skeleton
+from trainapp.techniques.budget import Budget
+from trainapp.techniques.compiled_budget import MARGIN, SHARES, CompiledBudget, LossMemory
+from trainapp.techniques.graph_memory import measured
+from trainapp.techniques.loss_trace import loss_memory
 from trainapp.torch_compiler import copy_of, split_at
 
 CPU = torch.device("cpu")

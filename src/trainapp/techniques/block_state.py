@@ -13,12 +13,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from trainapp.memory.levers.content_kinds import kind_of, written_to
-from trainapp.memory.levers.contents import Contents, Known, Path
-from trainapp.memory.levers.early_stop import may_stop_early
-from trainapp.memory.levers.kind import PLAIN
-from trainapp.memory.levers.module_dicts import REGISTRIES, Held, are_identical, modules_in, registries_in
-from trainapp.memory.levers.recomputation_errors import (
+from trainapp.models.inspect import MODULE_ATTRIBUTES
+from trainapp.optim.updated_memory import UpdatedMemory, bytes_of
+from trainapp.rng import HostGenerators
+from trainapp.techniques.content_kinds import kind_of, written_to
+from trainapp.techniques.contents import Contents, Known, Path
+from trainapp.techniques.early_stop import may_stop_early
+from trainapp.techniques.kind import PLAIN
+from trainapp.techniques.module_dicts import REGISTRIES, Held, are_identical, modules_in, registries_in
+from trainapp.techniques.recomputation_errors import (
     ARGUMENT,
     changed,
     failed,
@@ -26,10 +29,7 @@ from trainapp.memory.levers.recomputation_errors import (
     too_many,
     written_elsewhere,
 )
-from trainapp.memory.levers.tensor_copies import are_equal, copies_of, sum_of
-from trainapp.models.inspect import MODULE_ATTRIBUTES
-from trainapp.optim.updated_memory import UpdatedMemory, bytes_of
-from trainapp.rng import HostGenerators
+from trainapp.techniques.tensor_copies import are_equal, copies_of, sum_of
 from trainapp.torch_private import is_tracing, non_persistent_buffers, version_of
 
 _ATTRIBUTES = ""  # in the place of a registry

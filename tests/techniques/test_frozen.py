@@ -28,7 +28,7 @@ def mlp():
     ],
 )
 def test_names(patterns, frozen):
-    from trainapp.memory.levers.frozen import freeze
+    from trainapp.techniques.frozen import freeze
 
     model = mlp()
     freeze(model, patterns)

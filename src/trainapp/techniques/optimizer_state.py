@@ -8,14 +8,14 @@ from torch import nn
 from trainapp.config.adamw import IN_FEWER_BITS, is_adamw
 from trainapp.config.schema import Config
 from trainapp.memory.kinds import MemoryKind
-from trainapp.memory.levers.conditions import (
+from trainapp.optim import low_precision
+from trainapp.techniques.conditions import (
     is_on_a_gpu,
     needs_unsharded_blocks,
     needs_updates_after_backward,
     trains_in_32_bits,
 )
-from trainapp.memory.levers.lever import Lever
-from trainapp.optim import low_precision
+from trainapp.techniques.lever import Lever
 
 
 def optimizer_state(static: Mapping[MemoryKind, int], config: Config) -> int:

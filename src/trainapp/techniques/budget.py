@@ -18,14 +18,14 @@ from torch import nn
 from trainapp.config.schema import ActivationCheckpointing
 from trainapp.data.batch import tensors_in
 from trainapp.memory.kinds import MemoryKind
-from trainapp.memory.levers.block_state import BlockState
-from trainapp.memory.levers.block_trace import BlockCall, Skeleton, Task
-from trainapp.memory.levers.choice import Option, choose, least, options_of
-from trainapp.memory.levers.chosen import Choice, Chosen
-from trainapp.memory.levers.compiled_budget import CompiledBudget
-from trainapp.memory.levers.loss_trace import loss_memory
 from trainapp.memory.live_tensors import LiveTensors
 from trainapp.models.inspect import blocks_of
+from trainapp.techniques.block_state import BlockState
+from trainapp.techniques.block_trace import BlockCall, Skeleton, Task
+from trainapp.techniques.choice import Option, choose, least, options_of
+from trainapp.techniques.chosen import Choice, Chosen
+from trainapp.techniques.compiled_budget import CompiledBudget
+from trainapp.techniques.loss_trace import loss_memory
 from trainapp.units import bytes_text, parse_memory_size
 
 SETTING = "activation_checkpointing=budget"

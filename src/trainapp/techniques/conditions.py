@@ -8,12 +8,12 @@ import torch.distributed as dist
 from trainapp.config import targets
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
-from trainapp.memory.levers import chunked_loss
-from trainapp.memory.levers.lever import Situation
 from trainapp.models.adapters import linear_layers
 from trainapp.models.inspect import blocks_of, has_batchnorm, instead_of_batchnorm
 from trainapp.optim.low_precision import has_moments_in_fewer_bits
 from trainapp.optim.quantized_products import MULTIPLE, quantizable
+from trainapp.techniques import chunked_loss
+from trainapp.techniques.lever import Situation
 
 
 def needs_blocks(situation: Situation) -> None:

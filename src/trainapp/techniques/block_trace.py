@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from trainapp.data.batch import map_tensors
-from trainapp.memory.levers.costs import cost_of
 from trainapp.memory.live_tensors import LiveTensors
 from trainapp.models.inspect import MODULE_ATTRIBUTES, blocks_of
 from trainapp.rng import preserved_rng
+from trainapp.techniques.costs import cost_of
 from trainapp.torch_operators import CAST, CHECKPOINT_IGNORES, READ_OPERATORS, schema_of
 from trainapp.torch_private import (
     DispatchMode,

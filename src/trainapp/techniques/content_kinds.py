@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from trainapp.memory.levers.callable_kinds import CALLABLES
-from trainapp.memory.levers.kind import FOREIGN, PLAIN, Kind, are_identical, home_of, items, put_nothing
-from trainapp.memory.levers.library_kinds import BIT_GENERATOR, LIBRARY, OPEN
 from trainapp.rng import generator_state, is_generator_class, set_generator_state
 from trainapp.same_values import slots_of
+from trainapp.techniques.callable_kinds import CALLABLES
+from trainapp.techniques.kind import FOREIGN, PLAIN, Kind, are_identical, home_of, items, put_nothing
+from trainapp.techniques.library_kinds import BIT_GENERATOR, LIBRARY, OPEN
 from trainapp.torch_private import version_of
 
 

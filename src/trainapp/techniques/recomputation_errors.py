@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from trainapp.errors import TrainingStopped, UserError
-from trainapp.memory.levers.contents import DEPTH, MOST_VALUES, Path
+from trainapp.techniques.contents import DEPTH, MOST_VALUES, Path
 
 # The searches and restarts after an error know memory and devices by their words.
 _OF_DEVICES = re.compile(r"memory|alloc|mmap|driver|CUDA|cuDNN|cuBLAS|CUSOLVER|CUFFT|HIP|MIOPEN|[NR]CCL|XPU|MPS", re.I)
