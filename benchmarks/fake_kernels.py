@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from trainapp.memory.live_tensors import LiveTensors
-from trainapp.plan.values import MadeUpValues
+from trainapp.planning.values import MadeUpValues
 from trainapp.torch_private import fake_tensor_mode
 
 Operations = list[tuple[str, int]]  # names, and the bytes of their results

@@ -26,9 +26,9 @@ from _common import keep_freed_memory, machine, quartiles, table
 from trainapp.config import compose
 from trainapp.config.schema import Config
 from trainapp.parallel.ranks import SingleRank
-from trainapp.plan.sizes import Planner
-from trainapp.plan.step_time import Speeds
-from trainapp.plan.workload import given_size
+from trainapp.planning.sizes import Planner
+from trainapp.planning.step_time import Speeds
+from trainapp.planning.workload import given_size
 from trainapp.run import runner
 from trainapp.signals import StopRequest
 from trainapp.techniques.catalogue import LEVERS

@@ -105,7 +105,7 @@ def cases_of_ranks() -> Iterator[tuple[int, str, tuple[str, ...]]]:
 def planned(overrides: tuple[str, ...]) -> dict[str, Any]:
     """The plan, in this process, which is used for nothing else."""
     from trainapp.config import compose
-    from trainapp.plan import planner
+    from trainapp.planning import planner
 
     return planner.plan(compose.from_command_line([*BASE, *overrides]))[0]
 

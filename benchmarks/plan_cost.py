@@ -44,8 +44,8 @@ def measure(what: str, settings: Sequence[str]) -> dict[str, Any]:
     from torch.distributed.fsdp import fully_shard  # noqa: F401  # a part of the imports
 
     from trainapp.config import compose
-    from trainapp.plan import planner, ranks, sizes
-    from trainapp.plan.cuda import planner as cuda_planner
+    from trainapp.planning import planner, ranks, sizes
+    from trainapp.planning.cuda import planner as cuda_planner
     from trainapp.torch_private import fake_tensor_mode
     from trainapp.train.components import load_components
 

@@ -159,8 +159,8 @@ def stepped(checkout: Path, context: int) -> tuple[int, int]:
     import torch
 
     from trainapp.memory.live_tensors import LiveTensors
-    from trainapp.plan.cuda import allocations, devices, place, pretend, self_test
-    from trainapp.plan.values import MadeUpValues
+    from trainapp.planning.cuda import allocations, devices, place, pretend, self_test
+    from trainapp.planning.values import MadeUpValues
     from trainapp.torch_private import fake_tensor_mode
 
     sys.path.insert(0, str(checkout / "cs336-basics"))

@@ -53,8 +53,8 @@ COURSE = {(12, 768, 12, 3072, 64): (348.56, 295.53), (36, 1280, 20, 5120, 32): (
 def seconds(overrides: tuple[str, ...]) -> float:
     """Of a step, as a plan estimates them. In a process of its own."""
     from trainapp.config import compose
-    from trainapp.plan.cuda.planner import for_device
-    from trainapp.plan.workload import given_size
+    from trainapp.planning.cuda.planner import for_device
+    from trainapp.planning.workload import given_size
     from trainapp.torch_private import fake_tensor_mode
     from trainapp.train.components import load_components
 
@@ -71,10 +71,10 @@ def of_course(checkout: Path, shape: tuple[int, ...], autocast: bool) -> float:
     import torch
 
     from trainapp.config import compose
-    from trainapp.plan.cuda import devices, pretend, self_test
-    from trainapp.plan.cuda.speeds import GpuSpeeds, rates_of
-    from trainapp.plan.step_work import WorkCounter
-    from trainapp.plan.values import MadeUpValues
+    from trainapp.planning.cuda import devices, pretend, self_test
+    from trainapp.planning.cuda.speeds import GpuSpeeds, rates_of
+    from trainapp.planning.step_work import WorkCounter
+    from trainapp.planning.values import MadeUpValues
     from trainapp.torch_private import fake_tensor_mode
     from trainapp.train.phase import Phase
 

@@ -60,7 +60,7 @@ def cases() -> Iterator[tuple[str, tuple[str, ...]]]:
 def ends(overrides: tuple[str, ...]) -> tuple[int, int]:
     """The traced peaks of the smallest micro-batch and of the whole batch."""
     from trainapp.config import compose
-    from trainapp.plan.sizes import Planner
+    from trainapp.planning.sizes import Planner
     from trainapp.train.components import load_components
 
     config = compose.from_command_line([*BASE, *overrides])
@@ -75,7 +75,7 @@ def ends(overrides: tuple[str, ...]) -> tuple[int, int]:
 def planned(overrides: tuple[str, ...]) -> dict[str, Any]:
     """The search alone, in this process, which is used for nothing else."""
     from trainapp.config import compose
-    from trainapp.plan import planner
+    from trainapp.planning import planner
 
     return planner.plan(compose.from_command_line([*BASE, *overrides]), only=("training",))[0]
 

@@ -30,9 +30,9 @@ def traced(checkout: Path, world: int) -> tuple[int, int]:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    from trainapp.plan.cuda import allocations, devices, place, pretend, self_test
-    from trainapp.plan.ranks import EqualChunks
-    from trainapp.plan.values import MadeUpValues
+    from trainapp.planning.cuda import allocations, devices, place, pretend, self_test
+    from trainapp.planning.ranks import EqualChunks
+    from trainapp.planning.values import MadeUpValues
     from trainapp.torch_private import fake_tensor_mode, outside_dispatch_modes
 
     llama, parallelize = _program(checkout)

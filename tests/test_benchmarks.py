@@ -175,8 +175,8 @@ def test_published_rows_compose(monkeypatch):
     from plan_cuda import PUBLISHED
 
     from trainapp.config import compose
-    from trainapp.plan.cuda.devices import find
-    from trainapp.plan.ranks import world_of
+    from trainapp.planning.cuda.devices import find
+    from trainapp.planning.ranks import world_of
 
     assert len({row.source for row in PUBLISHED}) == len(PUBLISHED) >= 7
     for row in PUBLISHED:

@@ -9,8 +9,8 @@ from typing import Any
 import runs
 from gpu import on_gpu
 
-from trainapp.plan import process
-from trainapp.plan.cuda import devices
+from trainapp.planning import process
+from trainapp.planning.cuda import devices
 
 MEDIAN, WORST = 0.01, 0.05  # relative errors that a plan may have; xMem's are 3.59% in the median
 _GPT = ("model=gpt", "model.dropout=0", "data=synthetic_tokens")
@@ -104,7 +104,7 @@ def plans(configurations: Sequence[Sequence[str]], patience: float) -> list[dict
 
 def plans_here(configurations: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
     """The same in this process, whose global switches it sets."""
-    from trainapp.plan import planner
+    from trainapp.planning import planner
 
     return [planner.plan(runs.configure(Path("unused"), *own))[0] for own in configurations]
 

@@ -1,27 +1,23 @@
 """trainapp trains any PyTorch model in whatever memory is available, with the same result."""
 
-from collections.abc import Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trainapp.api import load as load
+    from trainapp.api import plan as plan
     from trainapp.api import predict as predict
     from trainapp.api import train as train
     from trainapp.errors import UserError as UserError
     from trainapp.run.result import Result as Result
 
-    def plan(overrides: Iterable[str] = (), config_dir: str | Path | None = None) -> dict[str, Any]:
-        """The plan of `python -m trainapp OVERRIDES mode=plan`: see `trainapp/plan/__init__.py`."""
-
 
 __version__ = "0.1.0"
-# By name, where they are. `plan` is a module that can be called: see there.
+# By name, where they are.
 _OFFERED = {
     "train": "api",
     "load": "api",
     "predict": "api",
-    "plan": "plan",
+    "plan": "api",
     "Result": "run.result",
     "UserError": "errors",
 }
@@ -33,8 +29,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib
 
-    module = importlib.import_module(f"{__name__}.{_OFFERED[name]}")
-    return module if name == "plan" else getattr(module, name)
+    return getattr(importlib.import_module(f"{__name__}.{_OFFERED[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""What `import trainapp` offers a Python program: `train`, `load`, `predict`. Imports no torch before it must."""
+"""What `import trainapp` offers a Python program, without importing torch before it must."""
 
 import os
 import sys
@@ -42,6 +42,19 @@ def train(overrides: Iterable[str], run_dir: str | Path, config_dir: str | Path 
             other = "use trainapp.plan" if config.mode == "plan" else f"use `python -m trainapp mode={config.mode}`"
             raise UserError(f"trainapp.train: mode={config.mode} does not train; {other}")
         return from_python.run(config)
+
+
+def plan(overrides: Iterable[str] = (), config_dir: str | Path | None = None) -> dict[str, Any]:
+    """The plan of `python -m trainapp OVERRIDES mode=plan`: the content of plan.json. Writes nothing.
+
+    config_dir: as `--config-dir`, a folder with options of your own; modules are found there, too. Raises UserError for
+    mistakes in the configuration, with the message of the command line, and where another thread's run is in progress.
+    """
+    from trainapp.planning.answer import complete
+    from trainapp.planning.process import ask
+
+    with alone.brief("trainapp.plan"), _imports(config_dir):  # a run in another thread has the import path and Hydra
+        return complete(ask(compose.from_command_line(_settings("plan", overrides), config_dir=config_dir)))
 
 
 def load(

@@ -16,7 +16,7 @@ from trainapp.data import image_pixels
 from trainapp.data.images import Images
 from trainapp.data.loader import Fetcher, Request, seed_generators
 from trainapp.errors import UserError
-from trainapp.plan.traced_run import trace
+from trainapp.planning.traced_run import trace
 from trainapp.train.components import load_components
 
 DOCUMENT = ROOT / "docs/images.md"

@@ -9,7 +9,7 @@ from on_gpu import LARGE_MODELS, forget, limit_of
 
 import trainapp
 from trainapp.paths import user_cache_dir
-from trainapp.plan import residuals
+from trainapp.planning import residuals
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -25,9 +25,9 @@ from trainapp.optim.nonfinite import NonFiniteCheck
 from trainapp.optim.precision import Precision
 from trainapp.parallel.dtensor import local, whole
 from trainapp.parallel.ranks import SingleRank
-from trainapp.plan.cuda.pretend import give_autograd_a_device
-from trainapp.plan.recorder import TracedMemory
-from trainapp.plan.values import FakeBatches
+from trainapp.planning.cuda.pretend import give_autograd_a_device
+from trainapp.planning.recorder import TracedMemory
+from trainapp.planning.values import FakeBatches
 from trainapp.signals import StopRequest
 from trainapp.torch_operators import READ_OPERATORS
 from trainapp.torch_private import DispatchMode, fake_tensor_mode

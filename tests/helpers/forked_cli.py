@@ -29,7 +29,7 @@ from typing import IO, Any
 
 # Differ from test to test, and nothing reads them while it is imported.
 _PER_TEST = ("PYTEST_CURRENT_TEST", "TRAINAPP_CACHE")
-_PLANNER = "trainapp.plan.process"
+_PLANNER = "trainapp.planning.process"
 _MODULES = ("hydra", "torch._dynamo", "torch._inductor", "trainapp.launch.launch", "trainapp.run.runner", _PLANNER)
 
 
@@ -177,7 +177,7 @@ def _start(of_planners: bytes, text: int, out: int, err: int, answers: int) -> s
 
 def _fork_planners(address: bytes) -> None:
     """Have this run's planners be forks."""
-    from trainapp.plan import process
+    from trainapp.planning import process
 
     def start(command: list[str], env: Mapping[str, str], stderr: IO[bytes], **others: Any) -> Any:
         if command[:3] != [sys.executable, "-m", _PLANNER]:

@@ -1,6 +1,6 @@
 """Plans made one after the other in a process that stays, for tests with many: starting one takes longer than a plan.
 
-`trainapp.plan.process.ask`, which starts a process per plan, has its own tests: tests/plan/test_process.py.
+`trainapp.planning.process.ask`, which starts a process per plan, has its own tests: tests/planning/test_process.py.
 """
 
 import functools
@@ -10,7 +10,7 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 from trainapp.config.schema import Config
-from trainapp.plan import planner
+from trainapp.planning import planner
 
 
 @functools.cache
@@ -20,6 +20,6 @@ def _process() -> ProcessPoolExecutor:
 
 
 def ask(config: Config, only: Collection[str] = ()) -> dict[str, Any]:
-    """As `trainapp.plan.process.ask`, for this machine: what is pretended of other devices adds up in a process."""
+    """As `trainapp.planning.process.ask`, for this machine: what is pretended of other devices adds up in a process."""
     assert config.plan.device is None
     return _process().submit(planner.facts_of, config, only).result()

@@ -10,7 +10,7 @@ from runs import MODELS
 
 from trainapp.errors import Reported
 from trainapp.launch.plan_table import PlanTable
-from trainapp.plan.answer import complete
+from trainapp.planning.answer import complete
 from trainapp.units import bytes_text
 
 GPT = (*MODELS["gpt"], "train.device=cpu", "plan.levers=false")

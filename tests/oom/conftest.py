@@ -12,7 +12,7 @@ import runs
 
 from trainapp.config import compose
 from trainapp.config.schema import Config
-from trainapp.plan import process
+from trainapp.planning import process
 from trainapp.tracking.tracker import Tracker
 
 TINY = (*runs.STEPS_ONLY, "train.ema=0.9", "batch.micro_size=8")

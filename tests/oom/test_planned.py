@@ -1,6 +1,6 @@
 """`auto` asks the plan after a run's first error: one error, then the size that fits, which the step itself proves.
 
-The planner's process has started already: tests/plan/test_process.py has runs that start it.
+The planner's process has started already: tests/planning/test_process.py has runs that start it.
 """
 
 import logging
@@ -14,7 +14,7 @@ import trainapp
 from trainapp.config import compose
 from trainapp.oom import planned
 from trainapp.parallel.ranks import SingleRank
-from trainapp.plan import planner
+from trainapp.planning import planner
 from trainapp.run import runner
 from trainapp.tracking.console import Progress
 from trainapp.tracking.meter import Meter

@@ -14,7 +14,7 @@ from trainapp.errors import UserError
 from trainapp.memory.device import optimizer_tensors
 from trainapp.optim.on_host import on_host
 from trainapp.optim.optimizers import build_optimizer
-from trainapp.plan.traced_run import trace
+from trainapp.planning.traced_run import trace
 from trainapp.train import loop
 from trainapp.train.components import load_components
 

@@ -13,8 +13,8 @@ from torch import nn
 
 from trainapp.errors import UserError
 from trainapp.optim.quantized_products import KINDS, QuantizedLinear, quantizable, quantize, require_kernels
-from trainapp.plan.cuda.planner import for_device
-from trainapp.plan.traced_run import trace
+from trainapp.planning.cuda.planner import for_device
+from trainapp.planning.traced_run import trace
 from trainapp.run import runner
 from trainapp.train import loop
 from trainapp.train.components import load_components

@@ -8,7 +8,7 @@ import torch
 
 from trainapp.config import compose
 from trainapp.launch import worker
-from trainapp.plan import planner
+from trainapp.planning import planner
 from trainapp.run import runner
 from trainapp.signals import StopRequest
 from trainapp.train import loop

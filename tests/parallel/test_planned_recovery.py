@@ -4,7 +4,7 @@ import pytest
 
 from trainapp.config import compose
 from trainapp.oom import planned
-from trainapp.plan import planner
+from trainapp.planning import planner
 
 from .conftest import GPT, TINY
 from .test_equality import slow

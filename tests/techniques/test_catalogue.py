@@ -14,7 +14,7 @@ from trainapp.config.parallel_settings import Fsdp, Parallel
 from trainapp.config.schema import Memory
 from trainapp.errors import UserError
 from trainapp.memory.kinds import MemoryKind
-from trainapp.plan.ranks import simulated
+from trainapp.planning.ranks import simulated
 from trainapp.techniques import catalogue
 from trainapp.techniques.catalogue import LEVERS
 from trainapp.techniques.lever import Lever, Situation

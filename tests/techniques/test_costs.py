@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trainapp.plan.operation import operation_of
+from trainapp.planning.operation import operation_of
 from trainapp.techniques.costs import OPERATION, cost_of, flops_of, is_attention
 
 ATEN = torch.ops.aten

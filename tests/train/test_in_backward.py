@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.memory.kinds import MemoryKind
 from trainapp.optim.in_backward import ParameterSteps, require_separable
-from trainapp.plan import planner
+from trainapp.planning import planner
 from trainapp.train import in_backward
 
 PLAIN = ("train.grad_clip=null", "oom.remember=false", "train.max_steps=3", "every.save=3")

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from trainapp.errors import UserError
 from trainapp.optim.updated_memory import UpdatedMemory
-from trainapp.plan import planner
+from trainapp.planning import planner
 
 REFUSED = r"optimizer.in_backward=true: the backward needs `outer.weight` again after its gradient is complete"
 

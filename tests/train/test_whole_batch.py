@@ -6,7 +6,7 @@ import runs
 from helpers import metrics
 
 from trainapp.errors import TrainingStopped, UserError
-from trainapp.plan import process
+from trainapp.planning import process
 
 OWN = ("model=mlp", "user_packages=[own_tasks,checked_tasks]", "model._target_=own_tasks.Net", "~model.depth")
 OWN = (*OWN, "model.width=16", "data=digits", "objective=min loss", "oom.remember=false")

@@ -21,7 +21,7 @@ def launch(config: Config, is_sweep: bool = False) -> float | None:
     """Train, evaluate, export or plan as `config` says. Returns the objective: see `run`."""
     _require_known_device(config)
     if config.mode == "plan":
-        from trainapp.plan import report
+        from trainapp.planning import report
 
         return report.run(config)
     if config.mode == "lr_find":
@@ -80,7 +80,7 @@ def _lr_find(config: Config) -> float:
 def _require_known_device(config: Config) -> None:
     """Raises UserError for a name in `plan.device` that is misspelt: it is no better where it is not used."""
     if config.plan.device is not None:
-        from trainapp.plan.cuda import devices
+        from trainapp.planning.cuda import devices
 
         devices.find(config.plan.device)
 

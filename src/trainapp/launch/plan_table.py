@@ -15,7 +15,7 @@ from trainapp.files import atomic_write
 from trainapp.launch import job_notes
 from trainapp.launch.job_notes import modified_ns
 from trainapp.launch.one_run import Occupied, is_plan
-from trainapp.plan.answer import complete
+from trainapp.planning.answer import complete
 from trainapp.units import bytes_text
 
 PLAN, REFUSED = "plan.json", "refused"

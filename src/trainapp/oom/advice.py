@@ -5,7 +5,7 @@ import shlex
 
 from trainapp.memory.kinds import MemoryKind
 from trainapp.oom.incident import Incident
-from trainapp.plan.step_peaks import of_one_rank, step_peaks
+from trainapp.planning.step_peaks import of_one_rank, step_peaks
 from trainapp.techniques import catalogue
 from trainapp.techniques.lever import Lever, Situation, to_paste
 from trainapp.train import losses

@@ -8,12 +8,12 @@ from trainapp.config.schema import Config
 from trainapp.data.micro_batch_sizes import MicroBatchSizes
 from trainapp.errors import UserError
 from trainapp.oom.incident import Incident
-from trainapp.plan import process
-from trainapp.plan.first_sizes import Facts, at_least_one, searched, what_does_not_fit
-from trainapp.plan.own_device import config_to_plan
-from trainapp.plan.planner import require_plannable
-from trainapp.plan.promised import forecast_of
-from trainapp.plan.ranks import by_rank_zero
+from trainapp.planning import process
+from trainapp.planning.first_sizes import Facts, at_least_one, searched, what_does_not_fit
+from trainapp.planning.own_device import config_to_plan
+from trainapp.planning.planner import require_plannable
+from trainapp.planning.promised import forecast_of
+from trainapp.planning.ranks import by_rank_zero
 from trainapp.train.run import Run
 from trainapp.units import bytes_text
 

@@ -23,9 +23,9 @@ from trainapp.oom.errors import is_device_lost, is_out_of_memory
 from trainapp.oom.incident import Incident
 from trainapp.optim.optimizers import lean_optimizer
 from trainapp.parallel.ranks import Ranks, SingleRank
-from trainapp.plan import first_sizes, residuals, size_without_retries
-from trainapp.plan.own_device import config_to_plan
-from trainapp.plan.ranks import by_rank_zero
+from trainapp.planning import first_sizes, residuals, size_without_retries
+from trainapp.planning.own_device import config_to_plan
+from trainapp.planning.ranks import by_rank_zero
 from trainapp.run import experiment, export, fine_tuning, restarts, resume
 from trainapp.run.result import RunResult, result_of
 from trainapp.run.summary import opening_lines, report
