@@ -47,10 +47,6 @@ class Update:
     def __post_init__(self) -> None:
         self.built_options = optimizer_state.options(self.optimizer)
 
-    def options_as_built(self) -> list[dict[str, Any]]:
-        """A copy of each group's `built_options`."""
-        return [decoded(options) for options in self.built_options]
-
     def named(self, metric: str) -> str:
         """A metric's name in the log: with the update's, where there are several."""
         return f"{self.name}/{metric}" if self.name else metric
@@ -233,7 +229,7 @@ class TrainState:
             if update.precision.scaler.is_enabled() and scaler:
                 update.precision.scaler.load_state_dict(scaler)
         for update, schedule in self._saved_by_update(saved.get("schedule", {})):
-            if schedule and update.schedule.state_dict():  # both the saved run and this one follow evaluations
+            if schedule and update.schedule.state_dict():  # both are torch's
                 update.schedule.load_state_dict(decoded(schedule))
         self.progress = Progress(**saved["progress"])
         self.seed, self.data_samples = saved["sampler"]["seed"], saved["sampler"]["samples"]

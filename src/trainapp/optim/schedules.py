@@ -1,7 +1,7 @@
 """Learning-rate schedules: which rates the coming update has.
 
-Nearly all are pure functions of the number of applied optimizer steps, so that there is no state to save, and neither
-a retried nor a skipped step advances them. Only those that follow evaluations have a state.
+The application's own shapes and functions of one's own are pure functions of the number of applied optimizer steps.
+torch's schedulers have a state, which a checkpoint holds. Neither a retried nor a skipped step advances either.
 """
 
 import inspect
@@ -23,6 +23,8 @@ Groups = list[dict[str, Any]]
 class Schedule(Protocol):
     """Sets the options of an optimizer's groups, whose `initial_lr` is the configured rate."""
 
+    follows_evaluations: bool
+
     def set_rates(self, groups: Groups, step: int) -> None:
         """For the update that follows `step` applied steps."""
 
@@ -39,6 +41,8 @@ class Schedule(Protocol):
 
 class ByFactor:
     """Multiplies each group's configured rate by a function of the step. Calling it gives the factor."""
+
+    follows_evaluations = False
 
     def __init__(self, factor: Factor):
         self._factor = factor
@@ -69,12 +73,10 @@ def for_optimizer(
     optimizer: torch.optim.Optimizer,
     user_packages: Sequence[str] = (),
     direction: str = "min",
-    built: Groups | None = None,
 ) -> Schedule:
     """The schedule of an optimizer whose groups have their `initial_lr`.
 
-    direction: "min" or "max", of the objective that evaluations give. built: each group's options as they were built,
-    where steps or a checkpoint may have changed them since. Raises UserError as `build` does, and for what
+    direction: "min" or "max", of the objective that evaluations give. Raises UserError as `build` does, and for what
     `_target_` names: not allowed, wrong arguments, neither a function of the step nor one of torch's schedulers.
     """
     if settings.target is None:
@@ -92,7 +94,7 @@ def for_optimizer(
             target, settings.arguments, "schedule", user_packages, provided | {"optimizer": stand_in}
         )
 
-    return torch_schedules.of(make, optimizer, warmup, name, built)
+    return torch_schedules.TorchSchedule(make, optimizer, warmup, name)
 
 
 def _function(

@@ -1,13 +1,11 @@
 """torch's learning-rate schedulers as schedules of this program.
 
-A scheduler changes an optimizer whenever it is stepped. Here it has a stand-in with the same groups, and the rates of a
-step are those of the stand-in after as many steps: a function of the number of applied steps again. A resumed run steps
-the stand-in as often as the run has, which takes some microseconds per step. Those that follow evaluations instead,
-such as ReduceLROnPlateau, have a state, which a checkpoint holds.
+A scheduler changes an optimizer whenever it is stepped. Here it has a stand-in with the same groups, whose rates, and
+other options that the scheduler sets, are given to the optimizer when an update is committed: so a step that is rolled
+back or skipped does not advance it, and a warm-up can come before it.
 """
 
 import contextlib
-import copy
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,84 +14,28 @@ import torch
 from torch import nn
 
 from trainapp.errors import UserError
-from trainapp.optim.value_snapshot import fingerprint
 
 Groups = list[dict[str, Any]]
-Make = Callable[[torch.optim.Optimizer], Any]
 _NOT_ITS = ("params", "initial_lr", "label")  # keys of a group that no scheduler may change
-_CHANGEABLE = (list, dict)  # of options, those that can change in place
 
 
-class StandIn(torch.optim.Optimizer):
-    """An optimizer with the groups and defaults of another, and without its parameters: its steps do nothing.
+class _StandIn(torch.optim.Optimizer):
+    """An optimizer with the groups of another, at their configured rates, and without its parameters."""
 
-    built: each group's options as they were built; None: as they are now. set_options: for each group, the names of the
-    options beside the rate that the scheduler has set so far. From then on each is the scheduler's, also where it sets
-    it back to what it was.
-    """
-
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, built: Groups | None = None, set_options: list[set[str]] | None = None
-    ):
-        defaults = dict(optimizer.defaults)
+    def __init__(self, optimizer: torch.optim.Optimizer):
         groups = [
-            {name: _own(value) for name, value in (group | before).items() if name not in _NOT_ITS}
+            {name: value for name, value in group.items() if name not in _NOT_ITS}
             | {"params": [nn.Parameter(torch.zeros(()))], "lr": group["initial_lr"]}
-            for group, before in zip(optimizer.param_groups, built or [{} for _ in optimizer.param_groups], strict=True)
+            for group in optimizer.param_groups
         ]
-        super().__init__(groups, defaults)
-        self.set_options = set_options or [set() for _ in groups]
-        # The values themselves, whose identity tells an option that was set, and copies of those that can change.
-        self._built = [{name: (value, _own(value)) for name, value in g.items()} for g in self.param_groups]
+        super().__init__(groups, dict(optimizer.defaults))
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Does nothing: schedulers warn where none comes before their own."""
 
-    def note_set_options(self) -> None:
-        """Call after every step of the scheduler: an option may be back at its first value later."""
-        for own, built, names in zip(self.param_groups, self._built, self.set_options, strict=True):
-            for name, value in own.items():
-                if name in names or name == "lr" or name in _NOT_ITS or name not in built:
-                    continue
-                first, was = built[name]
-                if value is not first or (type(value) in _CHANGEABLE and value != was):
-                    names.add(name)
-
-    def give_to(self, groups: Groups) -> None:
-        """Put the rate, and what other options the scheduler has ever set, into the groups of the other optimizer.
-
-        Not the others: an optimizer may keep numbers of its own there.
-        """
-        self.note_set_options()
-        for own, names, group in zip(self.param_groups, self.set_options, groups, strict=True):
-            group.update({name: _own(own[name]) for name in ("lr", *names) if name in group})
-
-
-def _own(value: Any) -> Any:
-    """A copy of an option that can change in place."""
-    return copy.deepcopy(value) if type(value) in _CHANGEABLE else value
-
-
-def of(
-    make: Make, optimizer: torch.optim.Optimizer, warmup: int, name: str, built: Groups | None = None
-) -> "ByStep | ByEvaluation":
-    """The schedule of what `make` builds for an optimizer. warmup: steps of a linear warm-up before it.
-
-    name: for messages. built: see `StandIn`. Raises UserError for what is no scheduler.
-    """
-    scheduler = make(StandIn(optimizer))
-    if not isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
-        raise UserError(
-            f"schedule._target_={name}: with a parameter `optimizer`, it must be one of torch's schedulers or return "
-            f"one, not a {type(scheduler).__name__}"
-        )
-    if follows_evaluations(type(scheduler)):
-        return ByEvaluation(make, optimizer, warmup, built)
-    return ByStep(make, optimizer, warmup, built)
-
 
 def follows_evaluations(kind: Any) -> bool:
-    """Whether a class's `step` needs a metric."""
+    """Whether a class's `step` needs a metric, as that of ReduceLROnPlateau does."""
     step = getattr(kind, "step", None)
     if not inspect.isclass(kind) or step is None:
         return False
@@ -101,120 +43,88 @@ def follows_evaluations(kind: Any) -> bool:
     return any(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
 
 
-@contextlib.contextmanager
-def _errors_named() -> Iterator[None]:
-    try:
-        yield
-    except ValueError as error:  # OneCycleLR, beyond its last step
-        raise UserError(f"schedule: {error}") from error
+class TorchSchedule:
+    """The schedule of what `make` builds for an optimizer. warmup: steps of a linear warm-up before it.
 
+    It is stepped once per applied step after the warm-up, or once per evaluation where its `step` takes a metric.
+    name: for messages. Raises UserError for what is no scheduler.
+    """
 
-class _Warmed:
-    """The linear warm-up, on top of what the stand-in says."""
-
-    def __init__(self, make: Make, optimizer: torch.optim.Optimizer, warmup: int, built: Groups | None):
-        self._make, self._warmup, self._optimizer = make, warmup, optimizer
-        self._options = built or [  # as they are now, since it will change them
-            {name: _own(value) for name, value in group.items() if name not in (*_NOT_ITS, "lr")}
-            for group in optimizer.param_groups
-        ]
-        self._set_options: list[set[str]] = [set() for _ in optimizer.param_groups]
-        self._begin()
-
-    def _begin(self) -> None:
-        self._stand_in = StandIn(self._optimizer, self._options, self._set_options)
-        self._scheduler = self._make(self._stand_in)
-        self._steps = 0
-
-    def _give(self, groups: Groups, step: int) -> None:
-        self._stand_in.give_to(groups)
-        if step < self._warmup:
-            for group in groups:
-                group["lr"] *= (step + 1) / self._warmup
-
-
-class ByStep(_Warmed):
-    """A scheduler that is stepped after every applied step: a function of their number."""
+    def __init__(
+        self, make: Callable[[torch.optim.Optimizer], Any], optimizer: torch.optim.Optimizer, warmup: int, name: str
+    ):
+        self._warmup, self._steps = warmup, 0
+        self._initial = [group["initial_lr"] for group in optimizer.param_groups]
+        self._stand_in = _StandIn(optimizer)
+        self._set: set[str] = {"lr"}  # options that the scheduler has ever set; the others may be the optimizer's own
+        with self._noted():
+            self._scheduler = make(self._stand_in)
+        if not isinstance(self._scheduler, torch.optim.lr_scheduler.LRScheduler):
+            raise UserError(
+                f"schedule._target_={name}: with a parameter `optimizer`, it must be one of torch's schedulers or "
+                f"return one, not a {type(self._scheduler).__name__}"
+            )
+        self.follows_evaluations = follows_evaluations(type(self._scheduler))
 
     def set_rates(self, groups: Groups, step: int) -> None:
-        """See `schedules.Schedule`."""
-        after = max(0, step - self._warmup)
-        if after < self._steps:
-            self._begin()
-        with _errors_named():
-            while self._steps < after:
-                self._stand_in.step()
+        """See `schedules.Schedule`. Steps the scheduler for the steps that were applied since the last call."""
+        while not self.follows_evaluations and self._steps < step - self._warmup:
+            with self._noted():
                 self._scheduler.step()
-                self._stand_in.note_set_options()
-                self._steps += 1
-        self._give(groups, step)
+            self._steps += 1
+        factor = (step + 1) / self._warmup if step < self._warmup else 1.0
+        for group, own in zip(groups, self._stand_in.param_groups, strict=True):
+            group.update({name: own[name] for name in self._set if name in group})
+            group["lr"] = own["lr"] * factor
 
     def evaluated(self, objective: float) -> None:
-        """It follows no evaluation."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """None: it is stepped again."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """None."""
-
-
-class ByEvaluation(_Warmed):
-    """A scheduler that is stepped after every evaluation, with its objective."""
-
-    def _begin(self) -> None:
-        super()._begin()
-        self._built = {name: fingerprint(value) for name, value in self._scheduler.state_dict().items()}
-
-    def set_rates(self, groups: Groups, step: int) -> None:
         """See `schedules.Schedule`."""
-        self._give(groups, step)
-
-    def evaluated(self, objective: float) -> None:
-        """Step it."""
-        self._stand_in.step()
-        with _errors_named():
-            self._scheduler.step(objective)
-        self._stand_in.note_set_options()
+        if self.follows_evaluations:
+            with self._noted():
+                self._scheduler.step(objective)
 
     def state_dict(self) -> dict[str, Any]:
-        """What has changed since it was built, so that its settings stay those of the configuration; and the rates and
-        other options that it has set.
-        """
-        state = {
-            name: value
-            for name, value in self._scheduler.state_dict().items()
-            if name not in self._built or self._built[name] != fingerprint(value)
-        }
-        groups, own_groups = self._optimizer.param_groups, self._stand_in.param_groups
+        """The scheduler's own, and what it has set in the groups."""
+        groups = [{name: own[name] for name in sorted(self._set)} for own in self._stand_in.param_groups]
         return {
-            "scheduler": state,
-            "rates": [group["lr"] for group in own_groups],
-            "initial": [group["initial_lr"] for group in groups],
-            "options": [
-                {name: own[name] for name in sorted(names)}
-                for own, names in zip(own_groups, self._set_options, strict=True)
-            ],
+            "scheduler": self._scheduler.state_dict(),
+            "steps": self._steps,
+            "groups": groups,
+            "initial": self._initial,
+            "class": type(self._scheduler).__name__,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue. Where `optimizer.lr` has changed since, the rates change in proportion.
-
-        Raises ValueError for another number of groups.
+        """Continue. The scheduler's settings, which are its constructor's parameters, stay those of the configuration;
+        where `optimizer.lr` has changed since, the rates change in proportion. The state of another class of schedulers
+        is ignored. Raises ValueError for another number of groups.
         """
-        groups = self._optimizer.param_groups
-        if len(state["rates"]) != len(groups):
-            raise ValueError(f"a schedule of {len(state['rates'])} parameter groups instead of {len(groups)}")
-        self._begin()
-        self._scheduler.load_state_dict({**self._scheduler.state_dict(), **state["scheduler"]})
-        for own, group, rate, initial in zip(
-            self._stand_in.param_groups, groups, state["rates"], state["initial"], strict=True
+        if state["class"] != type(self._scheduler).__name__:
+            return
+        if len(state["groups"]) != len(self._initial):
+            raise ValueError(f"a schedule of {len(state['groups'])} parameter groups instead of {len(self._initial)}")
+        settings = inspect.signature(type(self._scheduler)).parameters.keys() - {"last_epoch"}
+        kept = {name: value for name, value in self._scheduler.state_dict().items() if name in settings}
+        base = getattr(self._scheduler, "base_lrs", [])
+        self._scheduler.load_state_dict(state["scheduler"] | kept | ({"base_lrs": base} if base else {}))
+        self._steps = state["steps"]
+        for own, saved, before, now in zip(
+            self._stand_in.param_groups, state["groups"], state["initial"], self._initial, strict=True
         ):
-            own["lr"] = rate if initial == group["initial_lr"] else group["initial_lr"] * (rate / initial)
-        for own, names, options in zip(
-            self._stand_in.param_groups, self._set_options, state.get("options", []), strict=False
-        ):
-            own.update(options)
-            names |= options.keys()  # one may have its first value again
-        self._stand_in.note_set_options()
+            own.update(saved)
+            own["lr"] = saved["lr"] if before == now else now * (saved["lr"] / before)
+            self._set |= saved.keys()
+
+    @contextlib.contextmanager
+    def _noted(self) -> Iterator[None]:
+        """Around a step of the scheduler: notes the options that it sets. Raises UserError for its ValueError, such as
+        that of OneCycleLR beyond its last step.
+        """
+        before = [dict(group) for group in self._stand_in.param_groups]
+        self._stand_in.step()
+        try:
+            yield
+        except ValueError as error:
+            raise UserError(f"schedule: {error}") from error
+        for own, was in zip(self._stand_in.param_groups, before, strict=True):
+            self._set |= {n for n, value in own.items() if n in was and n not in _NOT_ITS and value != was[n]}

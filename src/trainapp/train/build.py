@@ -28,7 +28,6 @@ from trainapp.models.weights import load_initial_weights
 from trainapp.optim import precision
 from trainapp.optim.nonfinite import NonFiniteCheck
 from trainapp.optim.on_host import copies_of
-from trainapp.optim.own_rates import require_own_rates
 from trainapp.parallel.ranks import Ranks
 from trainapp.rng import seed_everything
 from trainapp.signals import StopRequest
@@ -165,8 +164,6 @@ def run_of(config: Config, parts: Parts, stop: StopRequest, ranks: Ranks, initia
         autotuner=Autotuner(device, config.train.deterministic),
     )
     run.schedule_rates()
-    if config.mode == "train":
-        require_own_rates(config, length, state.optimizers, run.objective.direction)
     return hook_parts.attached(run, components.hooks, callbacks)
 
 

@@ -239,13 +239,13 @@ class Run:
         """
         config = self.config
         for update in self.state.updates:
-            state, others = update.schedule.state_dict(), (self.objective.direction, update.options_as_built())
+            state = update.schedule.state_dict()
             update.schedule = schedules.for_optimizer(
-                config.schedule, self.length, update.optimizer, config.user_packages, *others
+                config.schedule, self.length, update.optimizer, config.user_packages, self.objective.direction
             )
             if state:
                 update.schedule.load_state_dict(state)
-            if update.schedule.state_dict():
+            if update.schedule.follows_evaluations:
                 self._require_evaluations()
 
     def _require_evaluations(self) -> None:
