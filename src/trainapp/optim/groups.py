@@ -1,21 +1,25 @@
-"""`optimizer.groups` and `optimizer.layer_decay`: parameters that are frozen, or trained with options of their own.
+"""Parameters by name: what `model.freeze`, `updates` and `optimizer.groups` match; and `optimizer.layer_decay`.
 
 Layer-wise decay is that of BEiT (arXiv:2106.08254): the learning rate of each block is the next one's times a factor.
 What is registered before the first block, such as an embedding, counts as a layer before it; what comes after the
 first block and is in none, such as the head, has the full rate.
 """
 
+import fnmatch
 import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
+from trainapp.config.parameter_groups import OWN
 from trainapp.config.schema import Optimizer
 from trainapp.errors import UserError
-from trainapp.optim.group_options import own_options
-from trainapp.optim.patterns import all_names, matching
 from trainapp.units import listed
+
+# Torch chooses one kernel for all groups; the others of these are about how it is called.
+_OF_THE_WHOLE = ("fused", "foreach", "capturable", "differentiable")
 
 
 class Own(NamedTuple):
@@ -126,7 +130,7 @@ def _give_options(
     labels = []
     if own.group is not None:
         group = settings.groups[own.group]
-        options = own_options(group)
+        options = _own_options(group)
         if has_matrices and all(p.ndim < 2 for p in entry["params"]):
             options.pop("weight_decay", None)  # not for norms and biases, unless the group has nothing else
         if "betas" in options:
@@ -138,3 +142,47 @@ def _give_options(
         labels.append(f"layer_{own.layer}")
     if labels:
         entry["label"] = ":".join(labels)
+
+
+def require_known(settings: Optimizer, optimizer: torch.optim.Optimizer, setting: str = "optimizer") -> None:
+    """Raises UserError for options of groups that the optimizer does not have, or reads for all parameters alike."""
+    options = [name for name in optimizer.defaults if name not in _OF_THE_WHOLE]
+    for number, group in enumerate(settings.groups):
+        for name in _own_options(group):
+            if name not in options:
+                raise UserError(
+                    f"{setting}.groups.{number}.{name}: {type(optimizer).__name__} has no {name} of a group; it may "
+                    f"have {', '.join(options)}"
+                )
+
+
+def _own_options(group: dict[str, Any]) -> dict[str, Any]:
+    """What a group sets of its optimizer."""
+    return {name: value for name, value in group.items() if name not in OWN}
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether a pattern names a parameter: by its name, by that of a module that holds it, or by shell wildcards, whose
+    `*` matches dots, too.
+    """
+    return name.startswith(f"{pattern}.") or fnmatch.fnmatchcase(name, pattern)
+
+
+def all_names(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The model's parameters under each of their names: tied weights have several."""
+    return dict(model.named_parameters(remove_duplicate=False))
+
+
+def matching(pattern: str, parameters: Mapping[str, nn.Parameter], setting: str, owner: str) -> list[str]:
+    """The names that the pattern matches. Raises UserError where there is none.
+
+    setting: that the pattern comes from, and owner: whose parameters these are, for the message.
+    """
+    named = [name for name in parameters if matches(pattern, name)]
+    if not named:
+        modules = listed(dict.fromkeys(name.partition(".")[0] for name in parameters))
+        raise UserError(
+            f"{setting}: {owner} has no parameter or module of this name; at the top are {modules or 'none'}; name one "
+            f"of them, a parameter such as {next(iter(parameters), 'weight')}, or use wildcards"
+        )
+    return named

@@ -13,7 +13,6 @@ from trainapp.accelerator import HERE, Accelerator
 from trainapp.config import targets
 from trainapp.config.schema import Config, Optimizer
 from trainapp.errors import UserError
-from trainapp.optim import group_options
 from trainapp.optim import groups as own_groups
 from trainapp.optim.on_host import HostCopies, expose, on_host
 
@@ -70,7 +69,6 @@ def build_optimizer(
     place = "cpu" if settings.offload else device.type
     if settings.fused is True and "fused" not in takes:
         raise UserError(f"{setting}.fused=true: {settings.target} has no fused kernel; use {setting}.fused=auto")
-    group_options.require_options(settings, kind, arguments, user_packages, setting)
 
     def ready(arguments: dict[str, Any]) -> torch.optim.Optimizer:
         # Made anew because an optimizer writes its settings into the groups that it is given.
@@ -111,7 +109,7 @@ def _ready(
         kind, groups = on_host(kind), copies.of_groups(groups)
     provided = {"params": groups} | ({} if settings.lr is None else {"lr": settings.lr})
     optimizer = targets.construct(kind, arguments, setting, user_packages, provided)
-    group_options.require_known(settings, optimizer, setting)
+    own_groups.require_known(settings, optimizer, setting)
     if hasattr(optimizer, "new_generator"):
         optimizer.new_generator = accelerator.generator
     try:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from trainapp.optim.patterns import all_names, matching
+from trainapp.optim.groups import all_names, matching
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:

@@ -22,7 +22,7 @@ from trainapp.data.batch import map_tensors
 from trainapp.errors import UserError
 from trainapp.models import model_checks, transformers_models
 from trainapp.models.inspect import blocks_of, has_batchnorm, lazy_modules
-from trainapp.optim import parameter_tags, quantized_products
+from trainapp.optim import quantized_products
 from trainapp.optim.ema import WeightAverage
 from trainapp.optim.precision import Precision
 from trainapp.parallel.ddp import DDP
@@ -87,7 +87,6 @@ def assemble(
     updates.freeze(config, model, names)
     for own in updates.with_one_optimizer(config):
         require_suited(Situation(own, model, components.knows_loss))
-    tags = parameter_tags.of(model)
     precision.cast_parameters(model)
     for setting, own, parts in updates.with_one_loss(config, components):
         loss_check.require_sum(setting, own, parts, model, device, precision, ranks, first)
@@ -105,7 +104,6 @@ def assemble(
         ranks.disable_votes()
     if is_meta:
         _initialise_shards(config, strategy, ranks, device)
-    parameter_tags.put_back(model, tags)
     state = TrainState(
         model=model,
         updates=updates.build(config, model, names, precision, device, accelerator),

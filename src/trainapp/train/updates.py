@@ -17,8 +17,8 @@ from trainapp.config.schema import Config
 from trainapp.errors import UserError
 from trainapp.models.inspect import blocks_of
 from trainapp.optim import groups, in_backward
+from trainapp.optim.groups import all_names, matching
 from trainapp.optim.optimizers import build_optimizer
-from trainapp.optim.patterns import all_names, matching
 from trainapp.optim.precision import Precision
 from trainapp.train.components import Components
 from trainapp.train.losses import needs_whole_batch
