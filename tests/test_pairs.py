@@ -116,7 +116,7 @@ REFUSED |= {
 }
 REFUSED |= {
     frozenset((f"optimizer=adamw_{kind}", f"parallel={strategy}")): f"optimizer.state_dtype={kind} with parallel=fsdp:"
-    for kind in ("8bit", "4bit", "fp8")
+    for kind in ("8bit", "4bit")
     for strategy in ("fsdp", "hsdp")
 }
 

@@ -44,7 +44,7 @@ def test_gradients_of_an_earlier_micro_batch_count(tmp_path):
     assert traced > traced_peak(run.config, 2)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw_8bit", "adamw_4bit", "adamw_fp8"])
+@pytest.mark.parametrize("optimizer", ["adamw_8bit", "adamw_4bit"])
 def test_state_in_bytes_is_allocated_before_the_first_step(tmp_path, optimizer):
     """As in a real run, where it is found to be zero: what is resident is known to the byte."""
     config = (*GPT, "model.width=64", "batch.micro_size=8", f"optimizer={optimizer}")

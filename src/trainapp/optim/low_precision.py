@@ -19,7 +19,7 @@ PIECES = {"cpu": 1 << 18}
 PIECE = 1 << 22
 # In fp32: weight, gradient and moments of a piece, and what rounding one of these by chance takes.
 _TEMPORARIES, _OF_QUANTIZED = 6, 10
-StateDtype = Literal["bf16", "fp32", "8bit", "4bit", "fp8"]
+StateDtype = Literal["bf16", "fp32", "8bit", "4bit"]
 
 
 class AdamW(torch.optim.Optimizer):

@@ -15,10 +15,8 @@ import torch
 from torch import Tensor
 
 SMALLEST = 4096  # elements: smaller parameters, such as norms and biases, keep moments in fp32
-Kind = Literal["8bit", "4bit", "fp8"]
-BLOCKS: dict[Kind, int] = {"8bit": 256, "4bit": 128, "fp8": 256}  # values that share a scale
-_FP8_MAX, _FP8_LEAST_EXPONENT, _FP8_FRACTION = 448.0, -6, 3  # of torch.float8_e4m3fn
-_FP8_LEAST = 2.0 ** (_FP8_LEAST_EXPONENT - _FP8_FRACTION)
+Kind = Literal["8bit", "4bit"]
+BLOCKS: dict[Kind, int] = {"8bit": 256, "4bit": 128}  # values that share a scale
 
 
 def empty_moment(count: int, kind: Kind, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -51,9 +49,6 @@ class Quantizer:
 
     def decoded(self, codes: Tensor) -> Tensor:
         """In fp32."""
-        if self.kind == "fp8":
-            values = codes.view(torch.float8_e4m3fn).to(torch.float32)
-            return (values.clamp_(min=_FP8_LEAST) if self.of_roots else values).div_(_FP8_MAX)
         if self.kind == "4bit":
             codes = torch.stack((codes & 15, codes >> 4), -1).flatten()
         return self._by_code.index_select(0, codes.int())  # by `[]` it takes 100 times as long on the CPU
@@ -63,9 +58,6 @@ class Quantizer:
 
         generator: on their device.
         """
-        if self.kind == "fp8":
-            codes = _rounded_to_fp8(values.mul_(_FP8_MAX), generator).view(torch.uint8)
-            return codes.masked_fill_(codes == 128, 0)  # -0.0
         below = torch.bucketize(values, self._levels[1:-1], right=True, out_int32=True)
         lower = self._levels.index_select(0, below)
         gap = self._levels.index_select(0, below + 1).sub_(lower)
@@ -139,11 +131,3 @@ def _dynamic(bits: int, of_roots: bool) -> list[float]:
         return [upper[0] / 10, *upper, 1.0]
     upper = [level / upper[-1] for level in upper]
     return [*(-level for level in reversed(upper)), 0.0, *upper]
-
-
-def _rounded_to_fp8(values: Tensor, generator: torch.Generator) -> Tensor:
-    """To nearest, once up to half a step up or down has been added by chance: on average the values themselves."""
-    normal = values.abs().clamp_(min=2.0**_FP8_LEAST_EXPONENT)  # below, the steps are as far apart; 0 has no exponent
-    exponent = torch.frexp(normal).exponent.sub_(1 + _FP8_FRACTION)
-    chance = torch.rand(values.shape, device=values.device, generator=generator).sub_(0.5)
-    return values.add_(torch.ldexp(chance, exponent)).clamp_(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn)

@@ -179,7 +179,6 @@ LEVERS = (
         result="rounded",
     ),
     quantized("8bit", "three quarters", 1 - 1.03 / 4, "8 bits and a scale per 256 values"),
-    quantized("fp8", "three quarters", 1 - 1.03 / 4, "8-bit floating point and a scale per 256 values"),
     quantized("4bit", "six sevenths", 1 - 0.57 / 4, "4 bits and a scale per 128 values"),
     Lever(
         "optimizer=adafactor",
