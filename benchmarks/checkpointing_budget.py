@@ -36,7 +36,7 @@ from trainapp.train.run import Run
 WARM_UP = 4  # steps until a size is proven and memory no longer counted; the last one compiles
 COMMON = (
     *("train.device=cpu", "train.max_steps=1000000", "train.max_epochs=null", "every.log=null", "every.eval=null"),
-    *("every.save=null", "memory.guard=false", "checkpointing=off", "oom.remember=false"),
+    *("every.save=null", "memory.guard=false", "checkpointing=off"),
     *("model=gpt", "data=synthetic_tokens", "data.vocab_size=512", "data.size=256"),
 )
 SHARES = (0.0, 0.25, 0.5, 0.75)  # of the way from `full` to `none`

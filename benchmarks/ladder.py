@@ -49,7 +49,6 @@ COMMON = (
     "every.save=null",
     "memory.guard=false",
     "checkpointing=off",
-    "oom.remember=false",
     f"batch.global_size={SAMPLES}",
     f"batch.micro_size={SAMPLES}",
 )

@@ -3,8 +3,7 @@
     python benchmarks/oom_recovery.py [--quick] [--json FILE]
 
 Accelerate and the Transformers Trainer are included if installed (`pip install accelerate transformers`); they are not
-dependencies. trainapp has two rows: one plans the size after the first error, as by default; the other halves it, as
-where nothing can be planned (`oom.plan=false`). Each trainer runs in its own process, once without the limit and once
+dependencies. Each trainer runs in its own process, once without the limit and once
 with it, always inside the same counter of live tensors, so that times are comparable and the peak is known. The second
 table gives the cost of recovery in `python -m trainapp` relative to a run that starts at the micro-batch where the
 first one ended.
@@ -28,8 +27,7 @@ from _common import machine, table
 
 HERE = Path(__file__).resolve().parent
 MIB = 2**20
-HALVING = "trainapp oom.plan=false"
-TRAINERS = ("trainapp", HALVING, "accelerate", "transformers")
+TRAINERS = ("trainapp", "accelerate", "transformers")
 LEARNING_RATE = 1e-3
 # Long sequences come in steps 8, 11, 18 and 20 of 20 (quick: 2 and 3 of 5). Only they do not fit.
 FULL = {"size": 640, "val_size": 128, "global_size": 32, "limit": 64 * MIB, "context_length": 256, "rarity": 160}
@@ -102,11 +100,6 @@ def with_trainapp(job: dict[str, Any]) -> dict[str, Any]:
     return findings(ledger, job, reported, loss, started, counter.peak, restarts)
 
 
-def with_trainapp_halving(job: dict[str, Any]) -> dict[str, Any]:
-    """The same where nothing can be planned."""
-    return with_trainapp(job | {"plan": False})
-
-
 def overrides(job: dict[str, Any]) -> list[str]:
     """The job as arguments of `python -m trainapp`, where `oom_job` can be imported."""
     return [
@@ -125,7 +118,6 @@ def overrides(job: dict[str, Any]) -> list[str]:
         "optimizer.weight_decay=0",
         f"memory.limit={job['limit'] or 'null'}",
         "checkpointing.save=false",
-        f"oom.plan={str(job.get('plan', True)).lower()}",
     ]
 
 
@@ -293,7 +285,7 @@ def recovery_table(rows: list[dict[str, Any]], job: dict[str, Any]) -> str:
 # --- The second table: the total cost of recovery. -------------------------------------------------------------------
 
 _COMMON = [
-    "checkpointing.save=false", "oom.remember=false", "oom.plan=false", "every.eval=null", "train.max_epochs=null",
+    "checkpointing.save=false", "every.eval=null", "train.max_epochs=null",
 ]  # fmt: skip
 OVERHEAD = {
     "resnet": ["model=resnet", "model.width=16", "data=synthetic_images", "memory.limit=48MiB", "train.max_steps=60"],
@@ -384,7 +376,6 @@ def _spread(values: list[float]) -> str:
 
 WORKERS = {
     "trainapp": with_trainapp,
-    HALVING: with_trainapp_halving,
     "accelerate": with_accelerate,
     "transformers": with_transformers,
     "overhead": run_once,

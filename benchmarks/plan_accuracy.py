@@ -28,7 +28,7 @@ from _common import machine, table
 
 BASE = (
     "train.device=cpu", "train.max_epochs=null", "train.max_steps=3", "every.log=1", "every.eval=1", "every.save=null",
-    "checkpointing=off", "oom.remember=false", "oom.grow=false", "memory.guard=false", "memory.limit=null",
+    "checkpointing=off", "oom.grow=false", "memory.guard=false", "memory.limit=null",
     "plan.levers=false",
 )  # fmt: skip
 STEPS = 3

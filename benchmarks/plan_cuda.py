@@ -129,7 +129,7 @@ def published(only: str) -> bool:
     for row in PUBLISHED:
         if only not in row.source:
             continue
-        facts = trainapp.plan([*row.overrides, "every.eval=null", "plan.levers=false", "oom.remember=false"])
+        facts = trainapp.plan([*row.overrides, "every.eval=null", "plan.levers=false"])
         if "reserved_bytes" not in facts:
             raise SystemExit(f"{row.source}: {facts['certainty']}: {facts['reason']}")
         planned = {name: facts[f"{name}_bytes"] / 2**30 for name in ("allocated", "reserved")}

@@ -1,13 +1,11 @@
 """The largest micro-batch that fits a limit: planned, tried for real, and found by runs that meet the limit.
 
-    python benchmarks/plan_largest.py [--only TEXT] [--every N] [--no-auto] [--json FILE]
+    python benchmarks/plan_largest.py [--only TEXT] [--every N] [--json FILE]
 
 For each (configuration, limit) pair the size N is planned, on tensors without data. It is right if three real steps
 with micro-batches of N stay within the limit, and with N + 1 run out of memory. Limits lie between what the smallest
-and what the whole batch needs, on the CPU, where they are exact. Then two runs with `batch.micro_size=auto` meet the
-limit, one that halves (`oom.plan=false`) and one that asks the plan. The exit code is 1 if fewer than 95% of the pairs
-are right, one took more than 6 traces, or the runs that ask the plan meet more than one error in the median, or end
-more than 5% below the largest size.
+and what the whole batch needs, on the CPU, where they are exact. The exit code is 1 if fewer than 95% of the pairs are
+right, or one took more than 6 traces.
 """
 
 import argparse
@@ -28,9 +26,8 @@ from _common import machine, table
 # Three steps: an optimizer may create its state in the first.
 BASE = (
     "train.device=cpu", "train.max_epochs=null", "train.max_steps=3", "every.log=1", "every.eval=null",
-    "every.save=null", "checkpointing=off", "oom.remember=false", "memory.guard=false",
+    "every.save=null", "checkpointing=off", "memory.guard=false",
 )  # fmt: skip
-SEARCH = 24  # steps of a run with `auto`, enough for the search to end
 SHARES = (0.15, 0.45, 0.8)  # where the limits lie between the smallest and the largest peak
 MLP = ("model=mlp", "data=digits", "model.width=64", "batch.global_size=480")
 GPT = (
@@ -91,12 +88,6 @@ def fits(overrides: tuple[str, ...], size: int) -> bool:
     return True
 
 
-def met(overrides: tuple[str, ...], asks: bool) -> dict[str, Any]:
-    """A run that meets the limit with all samples at once: errors, final micro-batch, seconds."""
-    ended = result_of(overrides, f"oom.plan={str(asks).lower()}", f"train.max_steps={SEARCH}")
-    return {"errors": ended.oom_restarts, "size": ended.micro_size, "seconds": ended.seconds}
-
-
 def result_of(*overrides: Any) -> Any:
     """The result of a run in a directory that is removed."""
     import logging
@@ -110,14 +101,14 @@ def result_of(*overrides: Any) -> Any:
         return runner.run(compose.from_command_line([*BASE, *first, *more], folder))
 
 
-def compared(family: str, overrides: tuple[str, ...], limit: int, planning: Any, training: Any, auto: bool) -> dict:
+def compared(family: str, overrides: tuple[str, ...], limit: int, planning: Any, training: Any) -> dict:
     """One pair."""
     limited = (*overrides, f"memory.limit={limit}")
     facts = planning.submit(planned, limited).result()
     size = facts.get("largest_micro_size", 0)
     is_right = size > 0 and training.submit(fits, limited, size).result()
     is_right = is_right and not training.submit(fits, limited, size + 1).result()
-    found = {
+    return {
         "family": family,
         "overrides": limited,
         "planned": size,
@@ -126,9 +117,6 @@ def compared(family: str, overrides: tuple[str, ...], limit: int, planning: Any,
         "traces": facts.get("traces", 0),
         "seconds": facts.get("seconds", 0.0),
     }
-    for name, asks in (("halving", False), ("asking", True)) if auto else ():
-        found[name] = training.submit(met, limited, asks).result()
-    return found
 
 
 def main() -> None:
@@ -136,7 +124,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="configurations with this text in their overrides")
     parser.add_argument("--every", type=int, default=1, help="only every N-th pair")
-    parser.add_argument("--no-auto", action="store_true", help="without the runs that meet the limit")
     parser.add_argument("--json", type=Path, help="also write all figures to this file")
     options = parser.parse_args()
     context = multiprocessing.get_context("spawn")
@@ -151,7 +138,7 @@ def main() -> None:
                 bounds[overrides] = planning.submit(ends, overrides).result()
             low, high = bounds[overrides]
             limit = int(low + share * (high - low))
-            found.append(compared(family, overrides, limit, planning, training, not options.no_auto))
+            found.append(compared(family, overrides, limit, planning, training))
             if sys.stderr.isatty():
                 print(f"\r{len(found)} of {len(pairs)}", end="", file=sys.stderr)
     print(machine())
@@ -164,10 +151,7 @@ def main() -> None:
 def is_good(found: list[dict[str, Any]]) -> bool:
     """Whether the figures are what the documentation says."""
     right = sum(one["is_right"] for one in found) >= 0.95 * len(found)
-    asking = [one["asking"] | {"largest": one["planned"]} for one in found if "asking" in one and one["is_right"]]
-    few = not asking or statistics.median(one["errors"] for one in asking) <= 1
-    near = all(one["size"] >= 0.95 * one["largest"] for one in asking)
-    return right and few and near and all(one["traces"] <= 6 for one in found)
+    return right and all(one["traces"] <= 6 for one in found)
 
 
 def report(found: list[dict[str, Any]]) -> str:
@@ -176,11 +160,7 @@ def report(found: list[dict[str, Any]]) -> str:
     rows = [_row(name, [one for one in found if one["family"] == name]) for name in families]
     if len(families) > 1:
         rows.append(_row("all", found))
-    columns = [
-        "model", "pairs", "right", "traces: median, most", "errors, halving: median, most", "errors, planned",
-        "size / largest, halving: median, least", "size / largest, planned",
-    ]  # fmt: skip
-    text = table(columns, rows)
+    text = table(["model", "pairs", "right", "traces: median, most"], rows)
     wrong = [
         [one["family"], " ".join(one["overrides"][1:]), one["certainty"], str(one["planned"])]
         for one in found
@@ -194,13 +174,6 @@ def report(found: list[dict[str, Any]]) -> str:
 def _row(name: str, own: list[dict[str, Any]]) -> list[str]:
     cells = [name, str(len(own)), str(sum(one["is_right"] for one in own))]
     cells.append(_both([one["traces"] for one in own], max))
-    for key in ("errors", "size"):
-        for kind in ("halving", "asking"):
-            runs = [(one[kind], one["planned"]) for one in own if kind in one and one["is_right"]]
-            if key == "errors":
-                cells.append(_both([run["errors"] for run, _ in runs], max))
-            else:
-                cells.append(_both([run["size"] / largest for run, largest in runs], min))
     return cells
 
 

@@ -30,7 +30,7 @@ COMMON = (
     *("model=gpt", "model.depth=2", "model.heads=2", "model.context_length=32", "model.dropout=0"),
     *("data=synthetic_tokens", "data.vocab_size=256", "data.size=4000", "data.val_size=40"),
     *("train.device=cpu", "train.max_epochs=null", "batch.global_size=16", "batch.micro_size=16"),
-    *("every.log=1", "every.eval=null", "every.save=null", "checkpointing=off", "oom.remember=false"),
+    *("every.log=1", "every.eval=null", "every.save=null", "checkpointing=off"),
     *("schedule=constant", "optimizer.lr=3e-4", "memory.guard=false"),
 )
 PURE = "precision=bf16_pure"

@@ -137,7 +137,7 @@ def configured(strategy: str, options: argparse.Namespace, total: int, folder: P
         "data=synthetic_tokens", "train.max_epochs=null", f"train.max_steps={total}", f"train.grad_clip={CLIP}",
         f"batch.global_size={SAMPLES}", f"batch.micro_size={MICRO}", f"optimizer.lr={LEARNING_RATE}",
         "optimizer.weight_decay=0.0", "schedule=constant", "schedule.warmup=0", f"every.log={options.steps}",
-        "every.eval=null", "every.save=null", "checkpointing=off", "oom.remember=false", "oom.grow=false",
+        "every.eval=null", "every.save=null", "checkpointing=off", "oom.grow=false",
     ]  # fmt: skip
     return compose.from_command_line(overrides, str(folder))
 

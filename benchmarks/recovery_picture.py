@@ -36,7 +36,7 @@ def main() -> None:
         draw(options.run, options.to)
         return
     with tempfile.TemporaryDirectory() as folder:
-        arguments = [*oom_recovery.overrides(oom_recovery.FULL), "every.log=1", "oom.remember=false"]
+        arguments = [*oom_recovery.overrides(oom_recovery.FULL), "every.log=1"]
         command = [sys.executable, "-m", "trainapp", *arguments, "train.device=cpu", f"hydra.run.dir={folder}/run"]
         environment = {"OMP_NUM_THREADS": "1", **os.environ}
         subprocess.run(command, cwd=HERE, env=environment, check=True, stdout=subprocess.DEVNULL)

@@ -24,7 +24,7 @@ MOST_LISTED = 5 * 10**7
 STEPS = 2000
 RUN = (
     "model=mlp", "model.width=16", "data=synthetic_images", "data.image_shape=[1,4,4]", "train.device=cpu",
-    "train.max_steps=3", "train.max_epochs=null", "every.eval=null", "checkpointing=off", "oom.remember=false",
+    "train.max_steps=3", "train.max_epochs=null", "every.eval=null", "checkpointing=off",
 )  # fmt: skip
 
 

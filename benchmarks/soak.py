@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 JOB = [
     "model=gpt", "data=synthetic_tokens", "model.depth=2", "model.width=32", "model.dropout=0.1", "train.device=cpu",
-    "train.max_epochs=null", "batch.global_size=13", "every.log=1", "every.eval=null", "oom.remember=false",
+    "train.max_epochs=null", "batch.global_size=13", "every.log=1", "every.eval=null",
     "parallel.devices=2", "parallel.timeout=60",
 ]  # fmt: skip
 

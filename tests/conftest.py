@@ -1,4 +1,4 @@
-"""Every test has a separate cache directory: micro-batches remembered by one run would change another's."""
+"""Every test has a separate cache directory, for tokens of texts."""
 
 import pytest
 
@@ -35,7 +35,6 @@ LONGEST = (
     "test_ranks.py",
     "test_plan_device.py",
     "test_zoo.py",
-    "test_planned.py",
     "test_launch.py",
     "test_fuzz.py",
     "test_planned_ranks.py",

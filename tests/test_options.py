@@ -175,12 +175,6 @@ def test_accumulation_fixed_and_auto(tmp_path, overrides, expected):
     assert (ended.micro_size, ended.accumulation) == expected
 
 
-def test_a_micro_batch_that_was_asked_for_is_not_remembered_as_one_that_had_to_be(tmp_path):
-    run = (*MODELS["mlp"], "train.max_steps=1")
-    assert runs.run(tmp_path / "asked", *run, "batch.micro_size=4").micro_size == 4
-    assert runs.run(tmp_path / "auto", *run).micro_size == 16
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_compiled_model_learns_as_the_plain_one(tmp_path, model):

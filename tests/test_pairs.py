@@ -144,7 +144,6 @@ SMALL = (
     "every.log=1",
     "every.eval=3",
     "every.save=3",
-    "oom.remember=false",
     "parallel.timeout=60",
 )
 OF_MODEL = {

@@ -15,7 +15,7 @@ _CPU = {
     "gpt": (*runs.MODELS["gpt"], "data.size=128", "batch.global_size=32"),
     "resnet": ("model=resnet", "model.width=8", "model.norm=group", "data=digits", "batch.global_size=64"),
 }
-_QUIET = (*runs.TINY, "schedule=constant", "oom.remember=false", "oom.plan=false")
+_QUIET = (*runs.TINY, "schedule=constant")
 
 
 def overrides(device: str, model: str, *more: str) -> tuple[str, ...]:

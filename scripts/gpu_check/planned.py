@@ -80,7 +80,7 @@ STEPS = 4
 def overrides(device: str, model: str, chosen: Sequence[str]) -> tuple[str, ...]:
     """The settings of a run of this model with these settings."""
     models = LARGE if device == "cuda" else SMALL
-    quiet = ("oom.remember=false", "checkpointing=off", f"train.max_steps={STEPS}", "plan.levers=false")
+    quiet = ("checkpointing=off", f"train.max_steps={STEPS}", "plan.levers=false")
     return (*runs.TINY, *models[model], *quiet, f"train.device={device}", *chosen)
 
 

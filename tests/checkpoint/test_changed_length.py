@@ -17,7 +17,6 @@ DATA = (
     f"train.max_epochs={EPOCHS}",
     "schedule.shape=linear",
     "schedule.warmup=0",
-    "oom.remember=false",
     "data.on_change=next_epoch",
 )
 SAVED_AT = 8  # two steps of the second of 4 epochs, 6 steps each

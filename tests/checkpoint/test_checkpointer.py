@@ -158,7 +158,7 @@ def test_what_fails_in_the_background_is_written_again_in_the_foreground(tmp_pat
         write(values, path)
 
     monkeypatch.setattr(torch, "save", fails_once)
-    overrides = (*MLP, "every.save=2", "train.max_steps=6", "checkpointing.keep_last=9", "oom.remember=false")
+    overrides = (*MLP, "every.save=2", "train.max_steps=6", "checkpointing.keep_last=9")
     ended = runs.run(tmp_path / "a", *overrides, LATER)
     assert failed == [False]
     assert f"the checkpoint of step 2 could not be written in the background ({type(error).__name__}" in caplog.text
@@ -176,7 +176,6 @@ def test_in_the_background_the_same_is_saved(tmp_path):
         "train.ema=0.9",
         "every.save=1",
         "checkpointing.keep_last=4",
-        "oom.remember=false",
     )
     runs.run(tmp_path / "now", *overrides)
     runs.run(tmp_path / "later", *overrides, LATER)

@@ -10,7 +10,7 @@ from trainapp.checkpoint import model_state, optimizer_state
 from trainapp.errors import UserError
 from trainapp.train import loop
 
-DIGITS = ("data=digits", "schedule=constant", "batch.micro_size=16", "oom.remember=false", "user_packages=[foreign]")
+DIGITS = ("data=digits", "schedule=constant", "batch.micro_size=16", "user_packages=[foreign]")
 MODELS = (
     "FilledByTheFirstForward",
     "RegisteredByTheFirstForward",

@@ -19,7 +19,7 @@ from trainapp.config import compose
 from trainapp.errors import UserError
 from trainapp.run import runner
 
-OWN = ("user_packages=[writing_models,test_stateful]", "data=digits", "oom.remember=false", "batch.micro_size=8")
+OWN = ("user_packages=[writing_models,test_stateful]", "data=digits", "batch.micro_size=8")
 MODEL = (*OWN, "model=mlp", "~model.width", "~model.depth", "~model.dropout")
 MLP = (*OWN, "model=mlp", "model.width=16")
 CASES = {

@@ -32,7 +32,6 @@ TINY = (
     "data.mixup=0.4",
     "data.cutmix=1.0",
     "data.num_workers=0",
-    "oom.remember=false",
     "batch.global_size=8",
 )
 
@@ -321,7 +320,7 @@ def test_a_plan_of_images_is_exact(tmp_path, folder):
 @pytest.mark.slow
 def test_an_error_in_memory_is_recovered_bit_for_bit(tmp_path, folder):
     """The run that falls short equals one that had its sizes from the start."""
-    limited = ("batch.global_size=24", "model.width=64", "memory.limit=1.9MiB", "oom.plan=false", "every.save=5")
+    limited = ("batch.global_size=24", "model.width=64", "memory.limit=1.9MiB", "every.save=5")
     more = (f"data.path={folder}", "train.max_steps=5", *limited)
     fallen = runs.run(tmp_path / "fallen", *TINY, *more)
     assert fallen.oom_restarts > 0

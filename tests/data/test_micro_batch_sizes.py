@@ -2,11 +2,9 @@
 
 from typing import Any
 
-import pytest
 import torch
 
 from trainapp.data.batch import map_tensors
-from trainapp.data.forecast import Forecast
 from trainapp.data.micro_batch import MicroBatch
 from trainapp.data.micro_batch_sizes import MicroBatchSizes
 from trainapp.data.size_agreement import failed_buckets
@@ -148,112 +146,3 @@ def test_what_is_cut_again_loses_nothing():
     assert [len(piece["targets"]) for piece in cut] == [4, 4, 2]
     assert torch.equal(torch.cat([piece["inputs"] for piece in cut]), batch["inputs"])
     assert all(piece["scale"] == 2.0 for piece in cut)
-
-
-LINEAR = {1: 140, 21: 940, 22: 980, 64: 2660}  # 100 bytes, and 40 per sample, of 970
-
-
-def forecast_of(size=21, peaks=LINEAR, least=940):
-    return Forecast(size=size, peaks=peaks, least=least, fixed=100, limit=970)
-
-
-def failed_at_64(forecast: Forecast | None, size: int = 21, grow: bool = True) -> MicroBatchSizes:
-    """After a failure at 64, with a plan for `size`."""
-    sizes = MicroBatchSizes(64, grow=grow)
-    pieces(sizes, batch_of(64, 16))
-    assert sizes.failed(SingleRank()) == (64, 32)
-    sizes.expect(16, size, forecast)
-    return sizes
-
-
-def next_size(sizes: MicroBatchSizes, *measured: int | None) -> int:
-    """After clean steps of which these peaks were measured."""
-    for peak in measured:
-        pieces(sizes, batch_of(64, 16))
-        sizes.compare(SingleRank(), peak)
-        sizes.succeeded(SingleRank())
-    return sizes.size
-
-
-def test_a_planned_size_ends_the_search():
-    sizes = MicroBatchSizes(64)
-    assert not sizes.expect(16, 21)  # nothing has failed
-    pieces(sizes, batch_of(64, 16))
-    assert sizes.failed(SingleRank()) == (64, 32)
-    assert not sizes.expect(16, 64)  # it is known to fail
-    assert not sizes.expect(16, 0)
-    assert (sizes.size, sizes.search_has_ended) == (32, False)
-    assert sizes.expect(16, 21, forecast_of())
-    for _ in range(3):
-        assert pieces(sizes, batch_of(64, 16)) == [21, 21, 20, 2]  # BatchNorm cannot normalise a single sample
-        sizes.compare(SingleRank(), 930)
-        assert sizes.succeeded(SingleRank()) == {}
-    assert (sizes.size, sizes.search_has_ended) == (21, True)
-
-
-def test_the_search_goes_on_where_steps_need_much_less_than_planned():
-    # 20 bytes per sample rather than 40: 42 of them fit 98% of 970 bytes.
-    assert next_size(failed_at_64(forecast_of()), 520, 520, 520) == 42
-    # The first step of an optimizer that creates its state late needs less than the others.
-    assert next_size(failed_at_64(forecast_of()), 520, 940, 520) == 21
-    assert next_size(failed_at_64(forecast_of()), None, None, None) == 21  # not measured
-    assert next_size(failed_at_64(forecast_of(), grow=False), 520, 520, 520) == 21
-    assert next_size(failed_at_64(None), 520, 520, 520) == 21
-    # A plan that is a range: as low as that it may be.
-    assert next_size(failed_at_64(forecast_of(least=500)), 520, 520, 520) == 21
-
-
-def test_a_size_that_disproves_the_plan_ends_the_search_once_it_is_proven():
-    sizes = failed_at_64(forecast_of())
-    assert next_size(sizes, 520, 520, 520) == 42
-    assert next_size(sizes, 940, 940, 940) == 42
-    assert sizes.search_has_ended
-
-
-@pytest.mark.parametrize("clean_steps", [0, 2, 10])
-def test_a_corrected_size_that_fails_ends_the_search(clean_steps):
-    """A third error would not be worth what is left to gain, however long it took."""
-    sizes = failed_at_64(forecast_of())
-    assert next_size(sizes, 520, 520, 520) == 42
-    assert next_size(sizes, *[940] * clean_steps) == 42
-    pieces(sizes, batch_of(64, 16))
-    assert sizes.failed(SingleRank()) == (42, 21)
-    assert next_size(sizes, 520, 520, 520) == 21
-    assert sizes.search_has_ended
-
-
-def test_a_planned_size_that_fails_is_halved_and_the_plan_corrected():
-    """By what the half needs: 60 bytes per sample rather than 40, so that 14 of them fit."""
-    sizes = failed_at_64(forecast_of())
-    pieces(sizes, batch_of(64, 16))
-    assert sizes.failed(SingleRank()) == (21, 10)
-    assert next_size(sizes, 700, 700, 700) == 14
-    assert next_size(sizes, 940, 940, 940) == 14
-    assert sizes.search_has_ended
-
-
-def test_a_planned_size_that_is_known_to_fail_is_halved_and_the_plan_corrected():
-    sizes = failed_at_64(forecast_of(64, {64: 960}), 64)
-    assert next_size(sizes, 660, 660, 660) == 48  # 17.5 bytes per sample
-
-
-def test_ranks_decide_by_the_highest_peak_of_all():
-    class Two(SingleRank):
-        world = 2
-
-        def all_gather_object(self, value):
-            return [value, 940 if isinstance(value, int) else value]
-
-    sizes = failed_at_64(forecast_of())
-    for _ in range(3):
-        pieces(sizes, batch_of(64, 16))
-        sizes.compare(Two(), 520)
-        sizes.succeeded(SingleRank())
-    assert sizes.size == 21
-
-
-def test_a_forecast_lies_on_lines_through_what_was_traced():
-    forecast = forecast_of()
-    assert [forecast.peak(size) for size in (1, 11, 21, 43, 64)] == [140, 540, 940, 1820, 2660]
-    assert forecast_of(peaks={64: 2660}).peak(32) == 1380  # from what persists without any sample
-    assert forecast_of(peaks={21: 940}).peak(42) == 1780

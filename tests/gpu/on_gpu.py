@@ -86,7 +86,7 @@ def command(
 
 def unlimited(run_dir: Path, *overrides: str) -> SimpleNamespace:
     """The result of a run without a limit, with `static`: the bytes that persist between its steps."""
-    result = launched(run_dir, *overrides, "checkpointing=off", "oom.remember=false")
+    result = launched(run_dir, *overrides, "checkpointing=off")
     line = helpers.metrics(run_dir)[-1]
     result.static = int(sum(line[f"memory/{kind}"] for kind in _KINDS))
     return result

@@ -31,7 +31,7 @@ def test_a_real_out_of_memory_error_and_the_recovery_from_it(tmp_path):
     run.tracker.close()
     del run
     gc.collect()
-    capped = launched(tmp_path / "capped", *LARGE, "train.max_steps=3", f"memory.limit={limit}", "oom.remember=false")
+    capped = launched(tmp_path / "capped", *LARGE, "train.max_steps=3", f"memory.limit={limit}")
     assert capped.oom_restarts >= 1
     assert capped.micro_size < 256
     assert capped.peak_memory_bytes <= limit
@@ -83,7 +83,6 @@ def test_the_same_error_every_time(tmp_path):
             *LARGE,
             "train.max_steps=1",
             f"memory.limit={free.peak_memory_bytes // 3}",
-            "oom.remember=false",
         )
         ends.add((run.micro_size, run.oom_restarts))
     assert len(ends) == 1

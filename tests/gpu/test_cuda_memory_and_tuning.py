@@ -13,7 +13,7 @@ def test_the_limit_bounds_what_is_reserved(tmp_path):
     """With expandable segments up to 20 MiB more."""
     free = runs.run(tmp_path / "free", *LARGE, "train.max_steps=1")
     limit = free.peak_memory_bytes // 2
-    capped = runs.run(tmp_path / "capped", *LARGE, "train.max_steps=3", f"memory.limit={limit}", "oom.remember=false")
+    capped = runs.run(tmp_path / "capped", *LARGE, "train.max_steps=3", f"memory.limit={limit}")
     assert capped.peak_memory_bytes <= capped.peak_reserved_bytes <= limit + 20 * MIB
 
 

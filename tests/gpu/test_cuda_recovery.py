@@ -1,4 +1,4 @@
-"""What docs/oom.md and docs/memory.md promise for CUDA: recovery, replay, errors, remembered sizes."""
+"""What docs/oom.md and docs/memory.md promise for CUDA: recovery, replay, errors."""
 
 import dataclasses
 
@@ -14,7 +14,7 @@ from trainapp.oom.errors import is_device_lost, requested_bytes
 from trainapp.train import loop
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-ENDS = ("train.max_steps=5", "oom.remember=false", "every.save=null")
+ENDS = ("train.max_steps=5", "every.save=null")
 
 
 @pytest.mark.parametrize("model", LARGE_MODELS)
@@ -64,21 +64,12 @@ def test_evaluation_has_a_size_of_its_own(tmp_path):
     """It runs out at a size at which training would not: every sample is counted once, training's size stays."""
     overrides = (*LARGE, "data.val_size=1024", "batch.micro_size=16", "train.max_steps=2", "every.eval=2")
     limit = limit_of(tmp_path / "limit", 1.0, *overrides, "every.eval=null") + 64 * MIB
-    free = launched(tmp_path / "free", *overrides, "oom.remember=false")
-    capped = launched(tmp_path / "capped", *overrides, f"memory.limit={limit}", "oom.remember=false")
+    free = launched(tmp_path / "free", *overrides)
+    capped = launched(tmp_path / "capped", *overrides, f"memory.limit={limit}")
     assert {incident["phase"] for incident in helpers.incidents(tmp_path / "capped")} == {"evaluate"}
     assert capped.micro_size == free.micro_size == 16
     (one,), (other,) = (helpers.evaluations(tmp_path / name) for name in ("free", "capped"))
     assert one["loss"] == pytest.approx(other["loss"], rel=1e-3)
-
-
-def test_the_next_run_starts_at_the_size_that_was_found(tmp_path):
-    limit = f"memory.limit={limit_of(tmp_path / 'limit', 0.4, *LARGE)}"
-    first = launched(tmp_path / "first", *LARGE, limit, "train.max_steps=30", "data.size=256")
-    assert first.oom_restarts >= 1
-    forget()
-    second = launched(tmp_path / "second", *LARGE, limit, "train.max_steps=3", "data.size=256")
-    assert (second.oom_restarts, second.micro_size) == (0, first.micro_size)
 
 
 def test_the_allocators_error_is_recognised():

@@ -73,7 +73,7 @@ def test_a_real_limit_with_everything(tmp_path):
     big = (*big, "memory.loss_chunk=auto", "optimizer=adamw_bf16", "precision=bf16_pure", "train.max_steps=3")
     free = runs.run(tmp_path / "free", *big)
     limit = int(free.peak_memory_bytes * 0.7)
-    capped = runs.run(tmp_path / "capped", *big, f"memory.limit={limit}", "oom.remember=false")
+    capped = runs.run(tmp_path / "capped", *big, f"memory.limit={limit}")
     assert capped.oom_restarts >= 1
     assert capped.peak_memory_bytes <= limit
 

@@ -148,7 +148,7 @@ def waiting(task: Any) -> Any:
 @contextlib.contextmanager
 def twin(overrides: list[str], device: torch.device, scaled: bool = False, ranks: int = 1, task: str = ""):
     """A run of the configuration on fake tensors of the device, and what it asks of it."""
-    sizes = (f"batch.global_size={2 * SAMPLES}", f"batch.micro_size={SAMPLES}", "oom.remember=false")
+    sizes = (f"batch.global_size={2 * SAMPLES}", f"batch.micro_size={SAMPLES}")
     config = runs.configure(Path(tempfile.mkdtemp()), *overrides, *sizes, "checkpointing=off")
     parts = build.load_parts(config, SingleRank())
     if task:

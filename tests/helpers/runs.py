@@ -33,7 +33,7 @@ TINY = (
     "memory.guard=false",
 )
 # Only its training steps and their sizes; nothing is saved or remembered.
-STEPS_ONLY = (*TINY, "checkpointing=off", "oom.remember=false", "oom.grow=false", "oom.plan=false")
+STEPS_ONLY = (*TINY, "checkpointing=off", "oom.grow=false")
 MODELS = {
     "mlp": ("model=mlp", "model.width=16", "data=digits"),
     "resnet": ("model=resnet", "model.width=4", "data=digits", "data.augment=true"),

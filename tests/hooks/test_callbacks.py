@@ -17,7 +17,7 @@ from trainapp.run import runner
 from trainapp.train import callbacks, loop
 from trainapp.train.room import room_of
 
-MLP = (*runs.MODELS["mlp"], "model.dropout=0.1", "user_packages=[own_hooks]", "oom.plan=false")
+MLP = (*runs.MODELS["mlp"], "model.dropout=0.1", "user_packages=[own_hooks]")
 
 
 def own(kind, name="mine", **arguments):
@@ -115,7 +115,7 @@ def test_a_callback_that_changes_the_model_is_noticed(tmp_path):
     assert not list((tmp_path / "checkpoints").glob("step_*"))
 
 
-OWN = ("user_packages=[own_hooks,own_models]", "oom.plan=false", "model._target_=own_models.Counts")
+OWN = ("user_packages=[own_hooks,own_models]", "model._target_=own_models.Counts")
 
 
 def test_what_has_a_state_is_restored_after_them(tmp_path):

@@ -106,7 +106,7 @@ def test_a_second_evaluation_starts_afresh(tmp_path):
 
 def run_torn(tmp_path, **changes):
     own_hooks.TearsApart.has_failed = False
-    ended = runs.run(tmp_path, *MLP, own("TearsApart"), "batch.eval_micro_size=64", "oom.plan=false")
+    ended = runs.run(tmp_path, *MLP, own("TearsApart"), "batch.eval_micro_size=64")
     return ended, evaluations(tmp_path)[-1]
 
 

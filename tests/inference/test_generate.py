@@ -15,7 +15,7 @@ from trainapp.inference.decoder import Cached, Uncached
 from trainapp.inference.drawing import Uniform, draw
 from trainapp.models.gpt import GPT
 
-QUIET = ("train.device=cpu", "memory.guard=false", "oom.remember=false", "tracker=[]")
+QUIET = ("train.device=cpu", "memory.guard=false", "tracker=[]")
 PROMPTS = ["import ", "def f(self, x", "x", "return ", "class A"]
 GPT_TEXT = (
     "model=gpt",
@@ -34,7 +34,7 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
     text = folder / "text.txt"
     text.write_text("import os\nimport sys\ndef f(self, x):\n    return x + 1\nclass A:\n    pass\n" * 100)
-    settings = (f"data.files={text}", "optimizer.lr=0.01", "train.max_steps=60", "oom.remember=false")
+    settings = (f"data.files={text}", "optimizer.lr=0.01", "train.max_steps=60")
     runs.run(folder, *GPT_TEXT, *settings)
     return folder
 
@@ -154,21 +154,21 @@ def test_one_message(tmp_path, trained, overrides, message):
 
 
 def test_a_classifier_is_refused(tmp_path):
-    runs.run(tmp_path / "run", *runs.MODELS["mlp"], "oom.remember=false")
+    runs.run(tmp_path / "run", *runs.MODELS["mlp"])
     with pytest.raises(UserError, match="predicts classes; use mode=predict"):
         generate(tmp_path, tmp_path / "run")
 
 
 def test_a_model_of_embeddings_is_refused(tmp_path):
     pairs = ("data=digits", "data._target_=trainapp.data.digits.DigitPairs", "~data.augment", "task=contrastive")
-    runs.run(tmp_path / "run", *runs.MODELS["mlp"], *pairs, "train.max_steps=1", "oom.remember=false")
+    runs.run(tmp_path / "run", *runs.MODELS["mlp"], *pairs, "train.max_steps=1")
     with pytest.raises(UserError, match="task=contrastive: the run's model makes embeddings of its inputs; use"):
         generate(tmp_path, tmp_path / "run", prompts=[[1, 2, 3]])
 
 
 @pytest.mark.slow
 def test_tokens_where_the_data_has_no_text(tmp_path):
-    runs.run(tmp_path / "run", *runs.MODELS["gpt"], "oom.remember=false")
+    runs.run(tmp_path / "run", *runs.MODELS["gpt"])
     with pytest.raises(UserError, match="the data has no text"):
         generate(tmp_path, tmp_path / "run", "generate.max_new_tokens=4")
     (line,) = generate(tmp_path, tmp_path / "run", "generate.max_new_tokens=4", prompts=[[1, 2, 3]])

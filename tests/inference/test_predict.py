@@ -19,7 +19,7 @@ from trainapp.hooks.class_dim import ClassDim
 from trainapp.inference import predict as module
 
 PAGE = ROOT / "docs/inference.md"
-QUIET = ("train.device=cpu", "memory.guard=false", "oom.remember=false", "tracker=[]")
+QUIET = ("train.device=cpu", "memory.guard=false", "tracker=[]")
 OWN = ("user_packages=[own_inference]",)
 
 
@@ -28,7 +28,7 @@ def trained(tmp_path_factory):
     """A run on digits."""
     folder = tmp_path_factory.mktemp("trained")
     evaluated = ("every.eval=10", "every.save=10", "objective=max loss")  # the best is not the newest
-    runs.run(folder, *runs.MODELS["mlp"], "train.max_steps=20", "optimizer.lr=0.01", "oom.remember=false", *evaluated)
+    runs.run(folder, *runs.MODELS["mlp"], "train.max_steps=20", "optimizer.lr=0.01", *evaluated)
     return folder
 
 
@@ -222,7 +222,7 @@ def test_other_data_and_names_of_classes(tmp_path, trained):
 
 @pytest.mark.slow
 def test_the_average_is_used(tmp_path):
-    runs.run(tmp_path / "run", *runs.MODELS["mlp"], "train.ema=0.9", "optimizer.lr=0.05", "oom.remember=false")
+    runs.run(tmp_path / "run", *runs.MODELS["mlp"], "train.ema=0.9", "optimizer.lr=0.05")
     with_average = predict(tmp_path, tmp_path / "run")
     state = runs.saved(tmp_path / "run", 4)
     run = runs.prepare(tmp_path / "plain", *runs.MODELS["mlp"], f"checkpointing.resume={tmp_path / 'run'}", "mode=eval")
@@ -301,7 +301,7 @@ def test_a_run_with_several_optimizers(tmp_path):
         for name, task in (("discriminator", "discriminate"), ("generator", "generate"))
     )
     parts = ("model._target_=zoo.gans.GAN", "data._target_=zoo.data.Vectors", "task=zoo.gans.distance")
-    run = (*parts, "user_packages=[zoo]", f"updates=[{updates}]", "oom.remember=false", "oom.plan=false")
+    run = (*parts, "user_packages=[zoo]", f"updates=[{updates}]")
     runs.run(tmp_path / "run", *run)
     with pytest.raises(UserError, match=r"GAN cannot be called with a batch's inputs .*'trains_generator'.*`predict"):
         predict(tmp_path, tmp_path / "run", "user_packages=[zoo]")
@@ -310,14 +310,14 @@ def test_a_run_with_several_optimizers(tmp_path):
     assert len({line["prediction"] for line in found}) == len(found) > 1
 
 
-UNET = (*OWN, "data._target_=own_inference.Pixels", "model._target_=own_inference.UNet", "oom.plan=false")
+UNET = (*OWN, "data._target_=own_inference.Pixels", "model._target_=own_inference.UNet")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("task", ["classification", "own_inference.per_pixel"])
 def test_classes_of_pixels(tmp_path, task):
     """A segmentation: logits [B, classes, H, W]. Rows that do not count in the loss are predicted, too."""
-    shown = ("callbacks=[predictions,confusion_matrix]", "every.eval=4", "oom.remember=false")
+    shown = ("callbacks=[predictions,confusion_matrix]", "every.eval=4")
     runs.run(tmp_path / "run", *UNET, f"task={task}", *shown)
     found = predict(tmp_path, tmp_path / "run", *OWN)
     model, data = trainapp.load(tmp_path / "run", which="last", user_packages=["own_inference"]), Pixels("val")
@@ -343,7 +343,7 @@ def test_classes_of_pixels(tmp_path, task):
 @pytest.mark.slow
 def test_shapes_that_may_be_read_both_ways(tmp_path):
     """Eight classes of 8x8 pixels: a built-in task decides, and one of the user's own is asked."""
-    cube = (*UNET, "oom.remember=false", "+data.height=8", "+model.classes=8", "every.eval=4")
+    cube = (*UNET, "+data.height=8", "+model.classes=8", "every.eval=4")
     runs.run(tmp_path / "run", *cube, "task=classification", "callbacks=predictions")
     images = Pixels("val", height=8).images
     with torch.no_grad():

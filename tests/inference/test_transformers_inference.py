@@ -20,7 +20,7 @@ KINDS = {
     "mistral": SIZES | {"intermediate_size": 48, "num_key_value_heads": 1, "sliding_window": 4},
 }
 STATEFUL = SIZES | {"intermediate_size": 48, "num_hidden_layers": 3, "lru_width": 32, "attention_window_size": 8}
-QUIET = ("train.device=cpu", "memory.guard=false", "oom.remember=false", "tracker=[]")
+QUIET = ("train.device=cpu", "memory.guard=false", "tracker=[]")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -57,7 +57,7 @@ def test_a_llama_with_lora_answers(tmp_path):
     folder = hf_files.model_folder(tmp_path / "model")
     data = ("data=sft", f"data.files={hf_files.examples(tmp_path / 'chat.jsonl')}", f"data.cache_dir={tmp_path}")
     model = ("model=hf", "model.task=causal_lm", f"model.path={folder}", "adapter=lora")
-    runs.run(tmp_path / "run", *model, *data, "optimizer.lr=0.01", "train.max_steps=20", "oom.remember=false")
+    runs.run(tmp_path / "run", *model, *data, "optimizer.lr=0.01", "train.max_steps=20")
     prompts = ["the fox over 1:", "the fox jumps over 2:"]
     wanted = ("mode=generate", f"checkpointing.resume={tmp_path / 'run'}", f"generate.prompts={json.dumps(prompts)}")
     run(tmp_path / "out", *wanted, "generate.temperature=0", "generate.max_new_tokens=12")
@@ -79,7 +79,7 @@ def test_a_classifier_names_its_classes(tmp_path):
     data = ("data=hf", f"data.path={hf_files.texts(tmp_path / 't.jsonl')}", "data.label=label")
     data = (*data, f"data.tokenizer={folder}", f"data.cache_dir={tmp_path}")
     model = ("model=hf", "model.task=sequence_classification", hf_files.BERT)
-    runs.run(tmp_path / "run", *model, *data, "optimizer.lr=0.003", "train.max_steps=8", "oom.remember=false")
+    runs.run(tmp_path / "run", *model, *data, "optimizer.lr=0.003", "train.max_steps=8")
     for size in (1, 64):  # how far texts are padded depends on the batch
         run(
             tmp_path / f"{size}",

@@ -28,7 +28,6 @@ HUNGRY = (
     "every.log=1",
     "every.eval=null",
     "checkpointing=off",
-    "oom.remember=false",
 )
 
 

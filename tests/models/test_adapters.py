@@ -24,7 +24,7 @@ transformers = pytest.importorskip("transformers", reason="needs the extra train
 peft = pytest.importorskip("peft", reason="needs the extra trainapp[peft]")
 
 TOKENS = ("data=synthetic_tokens", "data.vocab_size=64", "data.context_length=16", "data.size=64", "data.val_size=16")
-LORA = (*hf_files.CAUSAL, *TOKENS, "adapter=lora", "optimizer.lr=0.01", "schedule=constant", "oom.remember=false")
+LORA = (*hf_files.CAUSAL, *TOKENS, "adapter=lora", "optimizer.lr=0.01", "schedule=constant")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -175,7 +175,7 @@ def test_models_of_ones_own_take_adapters(tmp_path):
 
 @pytest.mark.slow
 def test_initial_weights_are_read_into_the_base(tmp_path):
-    gpt = (*runs.MODELS["gpt"], "oom.remember=false")
+    gpt = runs.MODELS["gpt"]
     runs.run(tmp_path / "run", *gpt)
     runs.run(tmp_path / "out", "mode=export", f"checkpointing.resume={tmp_path / 'run'}")
     weights = load_file(tmp_path / "out/export/model.safetensors")
@@ -252,7 +252,7 @@ def test_a_merge_leaves_a_tied_layer_as_it_was():
 
 NORMED = (
     *("model=mlp", "model._target_=own_models.Normed", "~model.width", "~model.depth", "~model.dropout"),
-    *("user_packages=[own_models]", "data=digits", "optimizer.lr=0.05", "oom.remember=false"),
+    *("user_packages=[own_models]", "data=digits", "optimizer.lr=0.05"),
 )
 IMAGES = torch.linspace(-1, 1, 4 * 64).view(4, 1, 8, 8)
 
@@ -329,7 +329,7 @@ def test_new_layers_that_would_not_be_trained_are_refused(tmp_path):
     bert.save_pretrained(hf_files.tokenizer_folder(tmp_path / "bert"))
     files = hf_files.texts(tmp_path / "texts.jsonl")
     overrides = ("model=hf", "model.task=sequence_classification", f"model.path={tmp_path / 'bert'}", "adapter=lora")
-    overrides = (*overrides, "data=hf", f"data.path={files}", "data.label=label", "oom.remember=false")
+    overrides = (*overrides, "data=hf", f"data.path={files}", "data.label=label")
     with pytest.raises(UserError, match=r"pooler.*are new .* adapter\.train=\[classifier,bert\.pooler\.dense\]"):
         runs.prepare(tmp_path / "run", *overrides)
     run = runs.prepare(tmp_path / "run", *overrides, "adapter.train=[classifier,bert.pooler.dense]")
@@ -405,7 +405,6 @@ CODEBOOK = (
     "adapter=lora",
     "optimizer.lr=0.05",
     "schedule=constant",
-    "oom.remember=false",
     "batch.micro_size=16",
     "every.eval=2",
 )
@@ -464,7 +463,7 @@ def test_an_export_has_what_forwards_wrote(tmp_path):
 @pytest.mark.slow
 def test_memory_runs_out_while_the_optimizer_steps(tmp_path):
     """The run is rebuilt from its checkpoint, with what the forwards had written by then."""
-    overrides = (*CODEBOOK, "every.save=2", "oom.plan=false", "oom.grow=false", "every.eval=null")
+    overrides = (*CODEBOOK, "every.save=2", "oom.grow=false", "every.eval=null")
     recorded = Recorded(runs.configure(tmp_path / "a", *overrides), Injector("commit", 4, 0))
     assert [failure.phase for failure in recorded.failures] == ["commit"]
     schedule = json.dumps(result_of(recorded.run, 1.0).micro_schedule)

@@ -149,7 +149,7 @@ def test_another_tokenizer_is_refused(tmp_path):
     first, second = hf_files.texts(tmp_path / "first.jsonl"), tmp_path / "second.jsonl"
     second.write_text(first.read_text().replace("lazy", "very").replace("quick", "small"))
     chosen = (*hf_files.CAUSAL, "data=hf", "data.vocab_size=270", "data.context_length=16", *runs.TINY)
-    chosen += ("train.max_steps=1", "oom.remember=false")
+    chosen += "train.max_steps=1"
     runs.run(tmp_path / "run", *chosen, f"data.path={first}")
     with pytest.raises(UserError, match=r"^eval\.other\..*its tokenizer is not that of the training data"):
         runs.prepare(
@@ -254,11 +254,11 @@ def test_memory_runs_out_and_nothing_is_lost(tmp_path):
 def test_a_limit_of_memory_halves_the_micro_batch_and_loses_nothing(tmp_path, adapter, precision):
     if adapter == "lora":
         pytest.importorskip("peft", reason="needs the extra trainapp[peft]")
-    dropout = ("+model.config.attention_dropout=0.1", "oom.remember=false", "oom.grow=false", "train.max_steps=3")
+    dropout = ("+model.config.attention_dropout=0.1", "oom.grow=false", "train.max_steps=3")
     parts = (*hf_files.CAUSAL, *TOKENS, *dropout, f"adapter={adapter}", f"precision={precision}")
     free = runs.run(tmp_path / "free", *parts)
     limit = f"memory.limit={int(0.6 * free.peak_memory_bytes)}"
-    limited = runs.run(tmp_path / "limited", *parts, limit, "oom.plan=false")
+    limited = runs.run(tmp_path / "limited", *parts, limit)
     assert limited.oom_restarts >= 1
     ((step, size),) = limited.micro_schedule.items()
     assert size < 16
@@ -274,7 +274,7 @@ def test_stateful_metrics_get_the_logits_and_a_mean_is_refused(tmp_path):
     metric = "+metrics.own={_target_: own_hooks.Correct}"
     files = f"data.path={hf_files.texts(tmp_path / 'texts.jsonl')}"
     data = ("data=hf", files, "data.label=label", "data.vocab_size=300", "user_packages=[own_hooks,test_huggingface]")
-    bert = ("model=hf", "model.task=sequence_classification", hf_files.BERT, *data, metric, "oom.remember=false")
+    bert = ("model=hf", "model.task=sequence_classification", hf_files.BERT, *data, metric)
     runs.run(tmp_path / "run", *bert, "every.eval=2", "train.max_steps=2", "batch.eval_micro_size=4")
     (line,) = evaluations(tmp_path / "run")
     assert line["own/share"] == line["accuracy"]

@@ -6,13 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import planning
 import pytest
 import runs
 
 from trainapp.config import compose
 from trainapp.config.schema import Config
-from trainapp.planning import process
 from trainapp.tracking.tracker import Tracker
 
 TINY = (*runs.STEPS_ONLY, "train.ema=0.9", "batch.micro_size=8")
@@ -68,19 +66,6 @@ def cell(model: str, precision: str) -> tuple[str, ...]:
 def without_pictures(monkeypatch):
     """Drawing a picture costs more than a tiny run; test_incident.py covers the drawing."""
     monkeypatch.setattr(Tracker, "picture", lambda *_: None)
-
-
-@pytest.fixture
-def planner_that_stays(monkeypatch):
-    """Runs ask a planner's process that has started, but for those that will not wait for one."""
-    start_and_ask = process.ask
-
-    def ask(config, only=(), patience=None, stops=lambda: False):
-        if stops() or (patience is not None and patience < 1):
-            return start_and_ask(config, only, patience=patience, stops=stops)
-        return planning.ask(config, only)
-
-    monkeypatch.setattr(process, "ask", ask)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -34,7 +34,6 @@ COMMON = (
     "every.log=1",
     "every.eval=6",
     "checkpointing=off",
-    "oom.plan=false",
 )
 
 
@@ -63,7 +62,7 @@ def test_a_limit_on_the_command_line(tmp_path, model):
     assert all(record["used"] + record["requested"] > record["limit"] for record in incidents(tmp_path / "limited"))
     # Bit-identical to a run configured with these sizes.
     schedule = ",".join(f"{step}:{size}" for step, size in found["micro_schedule"].items())
-    told = composed(*MODELS[model], *COMMON, f"batch.micro_schedule={{{schedule}}}", "oom.remember=false")
+    told = composed(*MODELS[model], *COMMON, f"batch.micro_schedule={{{schedule}}}")
     assert runner.run(dataclasses.replace(told, run_dir=str(tmp_path / "told"))).oom_restarts == 0
     assert digest(tmp_path / "limited") == digest(tmp_path / "told")
 

@@ -29,7 +29,7 @@ def in_a_process(run_dir, cache, model: str) -> tuple:
 
 def here(run_dir, cache, model: str) -> tuple:
     """A run in this process."""
-    runner.run(dataclasses.replace(composed(*settings(model), "oom.remember=false"), run_dir=str(run_dir)))
+    runner.run(dataclasses.replace(composed(*settings(model)), run_dir=str(run_dir)))
     return outcome(run_dir)
 
 

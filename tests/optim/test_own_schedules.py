@@ -322,7 +322,7 @@ def test_an_out_of_memory_error_in_an_evaluation_counts_it_once(tmp_path):
 
     runs.runner.prepare = patched
     try:
-        ended = runs.run(tmp_path, *CONSTANT, *PLATEAU, "oom.plan=false", "oom.remember=false")
+        ended = runs.run(tmp_path, *CONSTANT, *PLATEAU)
     finally:
         runs.runner.prepare = prepare
     assert ended.oom_restarts == len(failed) == 2

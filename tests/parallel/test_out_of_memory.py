@@ -18,7 +18,7 @@ from .cells import (
     train_short_but,
     train_without_recovery,
 )
-from .conftest import RESETS, Cell, needs_reset
+from .conftest import Cell, needs_reset
 from .faults import Fault, fail_at
 from .pool import CellFailed
 from .test_equality import error, errors, together
@@ -405,21 +405,3 @@ def test_garbage_is_collected_before_the_model_is_wrapped_again(cell):
     for first, again, littered in cell.run(2, "parallel=ddp", *WHOLE, faults=[fault], function=train_noting_garbage):
         assert (first, again) == (0, 0)
         assert littered > 2
-
-
-SEARCHING = (*WHOLE, "batch.micro_size=auto", "oom.grow=true", "oom.clean_steps=1")
-
-
-@pytest.mark.slow
-def test_where_each_failed_size_costs_a_restart_the_first_is_planned(cell):
-    """As before torch 2.13. Where a failed size costs one retried step, the largest is tried."""
-    peaks = [cell.run(2, "parallel=fsdp", *WHOLE, f"batch.micro_size={size}")[0].peak for size in (4, 8)]
-    limit = f"memory.limit={sum(peaks) // 2}"
-    planned = cell.run(2, "parallel=fsdp", *SEARCHING, limit, function=train_without_recovery)
-    for record in planned:
-        assert record.error is None
-        assert record.failures == []
-        assert record.sizes == [4] * 4
-    if RESETS:
-        tried = cell.run(2, "parallel=fsdp", *SEARCHING, limit)
-        assert (tried[0].failures[0]["old"], tried[0].failures[0]["new"]) == (8, 4)

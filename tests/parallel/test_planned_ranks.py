@@ -17,7 +17,7 @@ from trainapp.train.evaluate import evaluate
 
 GPT, MLP = runs.MODELS["gpt"], runs.MODELS["mlp"]
 REPEATS = 4
-OVER = (*runs.TINY, "every.eval=1", "checkpointing=off", "oom.remember=false", "oom.grow=false", "plan.levers=false")
+OVER = (*runs.TINY, "every.eval=1", "checkpointing=off", "oom.grow=false", "plan.levers=false")
 UNEVEN = ("data.vocab_size=29", "data.val_size=37", "batch.global_size=10", "batch.micro_size=2")
 TWO = [
     (*GPT, "parallel=ddp", "batch.micro_size=2"),

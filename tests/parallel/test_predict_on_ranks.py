@@ -18,13 +18,13 @@ from trainapp.run import runner
 from .cells import _leave_group
 from .conftest import Cell
 
-QUIET = ("train.device=cpu", "memory.guard=false", "oom.remember=false", "tracker=[]", "mode=predict")
+QUIET = ("train.device=cpu", "memory.guard=false", "tracker=[]", "mode=predict")
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
-    runs.run(folder, *runs.MODELS["mlp"], "train.max_steps=3", "optimizer.lr=0.01", "oom.remember=false")
+    runs.run(folder, *runs.MODELS["mlp"], "train.max_steps=3", "optimizer.lr=0.01")
     return folder
 
 

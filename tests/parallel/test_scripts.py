@@ -33,7 +33,7 @@ def script(name, folder, *overrides):
 
 @needs("ip")
 def test_two_hosts(tmp_path):
-    settings = ("model=mlp", "train.max_epochs=null", "train.max_steps=4", "every.eval=null", "oom.remember=false")
+    settings = ("model=mlp", "train.max_epochs=null", "train.max_steps=4", "every.eval=null")
     assert "both nodes succeeded" in script("two_hosts", tmp_path, *settings)
 
 

@@ -9,7 +9,7 @@ from trainapp.planning import planner
 from trainapp.planning.certainty import RANGE
 
 OVER = (
-    *runs.TINY, "data=digits", "checkpointing=off", "oom.remember=false", "oom.grow=false", "batch.micro_size=16",
+    *runs.TINY, "data=digits", "checkpointing=off", "oom.grow=false", "batch.micro_size=16",
     "batch.eval_micro_size=16", "plan.levers=false", "train.max_steps=100", "every.eval=1", "model=own",
     "user_packages=[planned_models]", "train.ema=null",
 )  # fmt: skip

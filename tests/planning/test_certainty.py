@@ -10,7 +10,7 @@ from trainapp.planning.sizes import Planner
 from trainapp.planning.variants import Variants
 from trainapp.train.components import load_components
 
-OVER = (*runs.TINY, "every.eval=1", "checkpointing=off", "oom.remember=false", "plan.levers=false")
+OVER = (*runs.TINY, "every.eval=1", "checkpointing=off", "plan.levers=false")
 
 
 def test_nothing_noticed_is_exact():

@@ -18,7 +18,7 @@ from trainapp.train.evaluate import evaluate
 STEPS = 5
 ONE = "batch.global_size=16"  # micro-batch per step
 OVER = (
-    *runs.TINY, "data=digits", "checkpointing=off", "oom.remember=false", "oom.grow=false", "oom.clean_steps=100",
+    *runs.TINY, "data=digits", "checkpointing=off", "oom.grow=false", "oom.clean_steps=100",
     "batch.global_size=32", "batch.micro_size=16", "train.grad_clip=null", "plan.levers=false", "train.max_steps=100",
     "user_packages=[planned_models]",
 )  # fmt: skip
@@ -139,7 +139,7 @@ def test_the_parameters_of_a_teacher_count_before_they_are_used(tmp_path):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_the_limit_is_not_exceeded_without_a_word(tmp_path, own, workers):
     """Every step is small, and none fails in a run that forgets."""
-    overrides = own("Bank", f"data.num_workers={workers}", "oom.plan=false")
+    overrides = own("Bank", f"data.num_workers={workers}")
     limit = measured(tmp_path / "free", *overrides)[3] + 4000
     with pytest.raises(TrainingStopped, match="nothing is left to halve"):
         runs.run(tmp_path / "limited", *overrides, "batch.micro_size=auto", f"memory.limit={limit}")
@@ -164,7 +164,7 @@ def test_steps_that_are_not_watched_are_made_up_for(tmp_path, own, monkeypatch):
 @pytest.mark.slow
 def test_a_rollback_counts_what_the_failed_attempt_has_left_as_long_as_it_lives(tmp_path, own):
     """The bank keeps what the failed attempts have added: no rollback restores plain attributes."""
-    overrides = own("Ring", "batch.micro_size=auto", "oom.plan=false")
+    overrides = own("Ring", "batch.micro_size=auto")
     whole = measured(tmp_path / "free", *own("Ring", "batch.micro_size=32"))
     half = measured(tmp_path / "half", *own("Ring"))
     run = runner.prepare(

@@ -11,7 +11,7 @@ from trainapp.train import loop
 from trainapp.train.evaluate import evaluate
 
 OVER = (
-    *runs.TINY, "data=digits", "checkpointing=off", "oom.remember=false", "oom.grow=false", "batch.global_size=16",
+    *runs.TINY, "data=digits", "checkpointing=off", "oom.grow=false", "batch.global_size=16",
     "batch.eval_micro_size=16", "train.grad_clip=null", "plan.levers=false", "train.max_steps=100", "every.eval=1",
     "user_packages=[planned_models]", "model=own",
 )  # fmt: skip

@@ -19,7 +19,7 @@ from trainapp.planning.values import MadeUpValues
 from trainapp.torch_private import fake_tensor_mode, is_fake
 
 OVER = (
-    *runs.TINY, "every.eval=1", "checkpointing=off", "oom.remember=false", "oom.grow=false", "data=digits",
+    *runs.TINY, "every.eval=1", "checkpointing=off", "oom.grow=false", "data=digits",
     "batch.global_size=32", "batch.eval_micro_size=8", "batch.micro_size=16", "plan.levers=false",
 )  # fmt: skip
 

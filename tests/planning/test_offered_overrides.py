@@ -15,7 +15,7 @@ from trainapp.config.pasted import startable
 from trainapp.errors import UserError
 from trainapp.run import runner
 
-TINY = (*runs.TINY, "checkpointing=off", "oom.remember=false", "train.max_steps=1", "batch.global_size=8")
+TINY = (*runs.TINY, "checkpointing=off", "train.max_steps=1", "batch.global_size=8")
 TINY = (*TINY, "data=digits")
 MLP = ("model=mlp", "model.width=64")
 INLINE = ("model=mlp", "model._target_=offered_parts.Net", "~model.width", "~model.depth", "~model.dropout")
@@ -62,7 +62,7 @@ EACH = [pytest.param(case, marks=() if case in QUICK else pytest.mark.slow) for 
 @pytest.mark.parametrize("case", EACH)
 def test_every_override_of_a_plan_starts(folder, case):
     given = (*TINY, *CASES[case])
-    facts = trainapp.plan([*given, "batch.micro_size=4", "oom.plan=false"], config_dir=folder)
+    facts = trainapp.plan([*given, "batch.micro_size=4"], config_dir=folder)
     entries = [*facts["levers"], facts["best"]]
     offered = {entry["overrides"]: entry for entry in entries}
     assert any("in_backward" in text for text in offered)
@@ -93,7 +93,7 @@ def test_without_that_care_they_do_not_start():
 @pytest.mark.slow
 @pytest.mark.parametrize("case", EACH)
 def test_so_does_what_a_run_without_room_is_told(folder, case):
-    given = (*TINY, *CASES[case], "train.ema=0.9", "oom.plan=false")
+    given = (*TINY, *CASES[case], "train.ema=0.9")
     config = compose.from_command_line(given, str(folder.parent / "peak"), folder)
     peak = runner.run(config).peak_memory_bytes
     static = compose.from_command_line([*given, f"memory.limit={peak // 4}"], str(folder.parent / "run"), folder)

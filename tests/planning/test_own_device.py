@@ -12,9 +12,7 @@ from helpers import incidents, run_cli
 
 import trainapp
 from trainapp.config import compose
-from trainapp.oom import planned
-from trainapp.planning import own_device, residuals
-from trainapp.planning.cuda.devices import MIB
+from trainapp.planning import own_device
 from trainapp.planning.cuda.pretend import can_pretend
 from trainapp.run import runner
 
@@ -75,15 +73,6 @@ def test_the_cpu_can_still_be_planned_there(tmp_path, gpus):
     assert facts["peak_bytes"] == trainapp.plan(GPT)["peak_bytes"]
 
 
-def test_what_such_a_gpu_has_taken_beyond_its_plan_is_added():
-    settings = [*GPT, f"plan.device='{HERE}'", "oom.remember=true"]
-    before = trainapp.plan(settings)
-    residuals.store(compose.from_command_line(settings), NAME, 100 * MIB, 164 * MIB)
-    facts = trainapp.plan(settings)
-    assert facts["residual_bytes"] == 64 * MIB
-    assert facts["reserved_bytes"] == before["reserved_bytes"] + 64 * MIB
-
-
 def on_a_gpu(monkeypatch, config, limit):
     """A run whose device is a GPU, as far as `config_to_plan` looks."""
     properties = SimpleNamespace(total_memory=BYTES, major=8, minor=0, name=NAME)
@@ -112,28 +101,17 @@ def for_a_gpu(monkeypatch):
         run = on_a_gpu(monkeypatch, asked, run.memory.limit)
         return own_device.config_to_plan(run)
 
-    for module in (planned, runner):
-        monkeypatch.setattr(module, "config_to_plan", config_to_plan)
+    monkeypatch.setattr(runner, "config_to_plan", config_to_plan)
 
 
 # Above the workspaces of cuBLAS, and below what all samples need.
 ROOM = ("model.width=64", "model.context_length=64", "batch.global_size=512", "data.size=512", "memory.limit=120MiB")
-ENDS = ("train.device=cpu", "train.max_steps=3", "checkpointing=off", "oom.remember=false")
+ENDS = ("train.device=cpu", "train.max_steps=3", "checkpointing=off")
 RUN = (*GPT, *ROOM, *ENDS)
 
 
 def largest_there():
     return trainapp.plan([*RUN, f"plan.device='{HERE}'", "train.device=auto"])["largest_micro_size"]
-
-
-def test_after_an_error_the_next_size_is_the_largest_that_fits_there(tmp_path, for_a_gpu):
-    ended = runs.run(tmp_path / "run", *RUN)
-    first, *_ = incidents(tmp_path / "run")
-    largest = largest_there()
-    assert 1 < largest < 512
-    assert (first["old_size"], first["new_size"]) == (512, largest)
-    assert f"micro-batch 512 -> {largest} as planned in " in first["action"]
-    assert ended.micro_schedule == {1: largest}
 
 
 def test_a_run_starts_with_the_largest_size_that_fits_there(tmp_path, for_a_gpu, caplog):
@@ -142,14 +120,3 @@ def test_a_run_starts_with_the_largest_size_that_fits_there(tmp_path, for_a_gpu,
     assert ended.micro_schedule == {1: largest_there()}
     assert incidents(tmp_path / "run") == []
     assert "as planned in" in caplog.text
-
-
-def test_what_cannot_be_traced_there_is_halved(tmp_path, for_a_gpu, caplog):
-    """Recurrent layers have kernels of cuDNN there."""
-    caplog.set_level(logging.INFO)
-    own = ("data=digits", "model._target_=planned_models.Recurrent", "~model.norm", "~model.width", "~model.depth")
-    own = (*own, "~model.stem", "user_packages=[planned_models]", "batch.global_size=512", "memory.limit=10MiB")
-    runs.run(tmp_path / "run", *runs.TINY, *ENDS, *own)
-    first, *_ = incidents(tmp_path / "run")
-    assert "halving instead" in caplog.text
-    assert (first["old_size"], first["new_size"]) == (512, 256)

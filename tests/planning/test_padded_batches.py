@@ -10,7 +10,7 @@ from trainapp.planning import planner
 from trainapp.planning.traced_part import representative
 
 OVER = (
-    *runs.TINY, "task=classification", "user_packages=[planned_models]", "checkpointing=off", "oom.remember=false",
+    *runs.TINY, "task=classification", "user_packages=[planned_models]", "checkpointing=off",
     "plan.levers=false", "batch.global_size=10", "batch.micro_size=10", "batch.eval_micro_size=20", "every.eval=1",
     "train.max_steps=40", "train.max_epochs=null",
 )  # fmt: skip

@@ -15,7 +15,7 @@ from trainapp.errors import UserError
 from trainapp.planning import planner
 
 SIZES = ("batch.global_size=16", "batch.micro_size=8", "batch.eval_micro_size=8")
-OVER = (*runs.TINY, "every.eval=1", "checkpointing=off", "oom.remember=false", "oom.grow=false", "plan.levers=false")
+OVER = (*runs.TINY, "every.eval=1", "checkpointing=off", "oom.grow=false", "plan.levers=false")
 
 
 def plan(*overrides):

@@ -15,7 +15,7 @@ from trainapp.techniques.catalogue import LEVERS
 from trainapp.train import loop
 from trainapp.units import bytes_text
 
-GPT = (*runs.TINY, *runs.MODELS["gpt"], "model.depth=2", "checkpointing=off", "oom.remember=false", "oom.grow=false")
+GPT = (*runs.TINY, *runs.MODELS["gpt"], "model.depth=2", "checkpointing=off", "oom.grow=false")
 SMALL = (*GPT, "batch.global_size=32", "every.eval=null")
 
 

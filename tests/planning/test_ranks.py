@@ -17,7 +17,7 @@ from trainapp.torch_private import fake_tensor_mode
 from trainapp.train.components import load_components
 
 ROOT = Path(__file__).parents[2]
-OVER = (*runs.TINY, "checkpointing=off", "oom.remember=false", "plan.levers=false")
+OVER = (*runs.TINY, "checkpointing=off", "plan.levers=false")
 
 
 def configure(*overrides):

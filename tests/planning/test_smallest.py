@@ -8,7 +8,7 @@ from trainapp.planning import planner
 from trainapp.planning.certainty import EXACT, RANGE
 
 OVER = (
-    *runs.TINY, "data=digits", "checkpointing=off", "oom.remember=false", "plan.levers=false", "train.grad_clip=null",
+    *runs.TINY, "data=digits", "checkpointing=off", "plan.levers=false", "train.grad_clip=null",
     "user_packages=[planned_models]",
 )  # fmt: skip
 OWN = ("model=mlp", "~model.width", "~model.depth", "~model.dropout", "~data.augment")

@@ -8,7 +8,7 @@ from trainapp.planning import models, planner
 
 pytest.importorskip("transformers", reason="needs the extra trainapp[hf]")
 TOKENS = ("data=synthetic_tokens", "data.vocab_size=64", "data.context_length=64", "data.size=64", "data.val_size=16")
-FIXED = ("batch.micro_size=8", "batch.eval_micro_size=8", "oom.remember=false", "train.max_steps=3", "every.eval=3")
+FIXED = ("batch.micro_size=8", "batch.eval_micro_size=8", "train.max_steps=3", "every.eval=3")
 
 
 def planned_and_measured(tmp_path, *overrides):

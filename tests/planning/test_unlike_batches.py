@@ -9,7 +9,7 @@ from trainapp.planning import planner
 from trainapp.planning.certainty import EXACT, RANGE
 
 OVER = (
-    *runs.TINY, "checkpointing=off", "oom.remember=false", "oom.grow=false", "batch.micro_size=16", "plan.levers=false",
+    *runs.TINY, "checkpointing=off", "oom.grow=false", "batch.micro_size=16", "plan.levers=false",
     "batch.eval_micro_size=16", "train.max_steps=100", "every.eval=1", "user_packages=[planned_models]",
     "model=mlp", "~model.width", "~model.depth", "~model.dropout", "model._target_=planned_models.OfAnyLength",
     "data=digits", "~data.augment", "train.check_loss=false",

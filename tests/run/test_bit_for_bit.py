@@ -103,7 +103,7 @@ def test_another_number_of_ranks(tmp_path):
 @pytest.mark.slow
 def test_evaluations_smaller_micro_batch(tmp_path):
     """Its sizes are not in the schedule."""
-    evaluated = (*MLP, "every.eval=2", "batch.micro_size=1", "oom.remember=false", "oom.plan=false")
+    evaluated = (*MLP, "every.eval=2", "batch.micro_size=1")
     need = runs.run(tmp_path / "free", *evaluated, "memory.limit=1GiB", "batch.eval_micro_size=16").peak_memory_bytes
     result = runs.run(tmp_path / "tight", *evaluated, f"memory.limit={need}")
     assert result.oom_restarts > 0

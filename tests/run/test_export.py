@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 import trainapp
 from trainapp.errors import UserError
 
-GPT = (*runs.MODELS["gpt"], "oom.remember=false")
+GPT = runs.MODELS["gpt"]
 
 
 def export(tmp_path, *overrides):
@@ -84,7 +84,7 @@ def test_the_average_where_the_run_keeps_one(tmp_path):
 @pytest.mark.parametrize("model", ["Renamed", "Transposed"])
 def test_the_average_of_a_model_that_changes_its_state_dict(tmp_path, model):
     """Its names, or its tensors: they are not those of its parameters."""
-    chosen = ("data=digits", f"model._target_=own_exports.{model}", "user_packages=[own_exports]", "oom.remember=false")
+    chosen = ("data=digits", f"model._target_=own_exports.{model}", "user_packages=[own_exports]")
     runs.run(tmp_path / "run", *chosen, "train.ema=0.5", "optimizer.lr=0.1")
     runs.run(tmp_path / "out", *chosen, "mode=export", f"checkpointing.resume={tmp_path / 'run'}", "train.ema=0.5")
     loaded = trainapp.load(tmp_path / "run", which="last", user_packages=["own_exports"])

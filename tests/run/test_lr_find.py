@@ -98,7 +98,7 @@ def test_nothing_of_a_run_in_the_same_directory_changes(tmp_path):
 @pytest.mark.slow
 def test_it_recovers_from_an_out_of_memory_error(tmp_path):
     few = ("model=resnet", "data=digits", "mode=lr_find", "lr_find.steps=10", "lr_find.min=1e-4", "lr_find.max=1e-2")
-    limited = run_cli(*few, "memory.limit=48MiB", "oom.remember=false", "hydra.run.dir=a", cwd=tmp_path)
+    limited = run_cli(*few, "memory.limit=48MiB", "hydra.run.dir=a", cwd=tmp_path)
     assert limited.returncode == 0, limited.stderr
     assert "out of memory" in limited.stderr
     assert files(tmp_path / "a") == FOUND | LR_FIND_FILES

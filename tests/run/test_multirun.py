@@ -128,7 +128,7 @@ def test_a_sweep_of_mistakes_only_ends_with_a_message(tmp_path):
 
 @pytest.mark.slow
 def test_memory_counters_do_not_leak_from_job_to_job(tmp_path):
-    wide = ("model=mlp", "batch.global_size=512", "oom.remember=false")
+    wide = ("model=mlp", "batch.global_size=512")
     done = run_cli(*SWEEP, *wide, "memory.limit=2.5MiB,null,1GiB", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     (sweep,) = sweeps(tmp_path)

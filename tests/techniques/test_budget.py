@@ -25,7 +25,7 @@ from trainapp.train import loop
 CPU = torch.device("cpu")
 GPT = (
     *("model=gpt", "model.depth=3", "model.width=32", "model.heads=2", "model.context_length=32"),
-    *("data=synthetic_tokens", "data.vocab_size=64", "data.size=200", "checkpointing=off", "oom.remember=false"),
+    *("data=synthetic_tokens", "data.vocab_size=64", "data.size=200", "checkpointing=off"),
 )
 
 
@@ -291,7 +291,7 @@ def test_the_trace_leaves_the_tasks_globals_as_they_are(tmp_path):
     ends = []
     for mode in (("none",), ("budget", "activation_checkpointing.bytes=10KiB")):
         own_tasks.CALLS[:], own_tasks.LOGITS[:] = [0], []
-        chosen = (*own, "train.check_loss=false", "oom.plan=false")
+        chosen = (*own, "train.check_loss=false")
         run = runs.prepare(tmp_path / mode[0], *chosen, f"activation_checkpointing={mode[0]}", *mode[1:])
         loop.train(run)
         run.close()

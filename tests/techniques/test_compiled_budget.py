@@ -29,7 +29,7 @@ needs_a_compiler = pytest.mark.skipif(
 )
 GPT = (
     *("model=gpt", "model.depth=2", "model.width=32", "model.heads=2", "model.context_length=32"),
-    *("data=synthetic_tokens", "data.vocab_size=64", "data.size=200", "checkpointing=off", "oom.remember=false"),
+    *("data=synthetic_tokens", "data.vocab_size=64", "data.size=200", "checkpointing=off"),
     *("batch.micro_size=8", "train.compile=true", "train.max_steps=6"),
 )
 

@@ -16,7 +16,7 @@ from trainapp.errors import UserError
 from trainapp.techniques import offload
 from trainapp.techniques.offload import NoOffload, Offload
 
-GPT = (*runs.MODELS["gpt"], "checkpointing=off", "oom.remember=false")
+GPT = (*runs.MODELS["gpt"], "checkpointing=off")
 
 
 @pytest.fixture(autouse=True)

@@ -33,7 +33,7 @@ def test_files_that_may_not_grow(tmp_path):
     def limit_files():
         resource.setrlimit(resource.RLIMIT_FSIZE, (8_000, 8_000))
 
-    overrides = ("checkpointing=off", "oom.remember=false", "train.max_steps=120", "every.eval=1")
+    overrides = ("checkpointing=off", "train.max_steps=120", "every.eval=1")
     ended = subprocess.run(
         command(tmp_path / "run", *overrides), cwd=tmp_path, env=helpers.environment(), preexec_fn=limit_files,
         capture_output=True, text=True,
@@ -91,7 +91,7 @@ class Filling(MLP):
 
 def run_on(small_disk: Path, tmp_path: Path, run_dir: Path, *overrides: str) -> subprocess.CompletedProcess:
     (tmp_path / "filling.py").write_text(FILLING_MODEL)
-    words = command(run_dir, *FILLING, f"+model.folder={small_disk}", "oom.remember=false", *overrides)
+    words = command(run_dir, *FILLING, f"+model.folder={small_disk}", *overrides)
     return subprocess.run(words, cwd=tmp_path, env=helpers.environment(), capture_output=True, text=True)
 
 

@@ -17,10 +17,10 @@ from trainapp.train.restore_point import RestorePoint
 pytestmark = pytest.mark.usefixtures("one_thread")
 OWN = (
     *("model=mlp", "user_packages=[embedding_tasks]", "model._target_=embedding_tasks.Encoder", "~model.depth"),
-    *("model.width=16", "model.dropout=0.3", "data=digits", "objective=min loss", "oom.remember=false"),
+    *("model.width=16", "model.dropout=0.3", "data=digits", "objective=min loss"),
     *("train.grad_clip=null", "schedule=constant", "batch.global_size=32", "checkpointing=off"),
 )
-OWN = (*OWN, "oom.grow=false", "oom.plan=false")
+OWN = (*OWN, "oom.grow=false")
 STEADY = (*OWN, "model.dropout=0.0", "+model.norm=false")  # does not depend on how a batch is cut
 MIRRORED = "task=embedding_tasks.mirrored"
 
@@ -245,7 +245,7 @@ def test_the_shipped_task_learns(tmp_path):
     """Untrained, the second view of an image is found among 360 by chance and likeness."""
     chosen = ("model=mlp", "model.width=128", "data._target_=trainapp.data.digits.DigitPairs", "optimizer.lr=0.01",
               "batch.global_size=256", "batch.micro_size=64", "train.max_steps=80", "every.log=40", "every.eval=20",
-              "every.save=null", "oom.remember=false", "train.grad_clip=null")  # fmt: skip
+              "every.save=null", "train.grad_clip=null")  # fmt: skip
     result = runs.run(tmp_path, *chosen)
     first, *_, last = (line["accuracy"] for line in evaluations(tmp_path))
     assert result.steps == 80
@@ -256,7 +256,7 @@ def test_the_task_of_the_documentation(tmp_path, monkeypatch):
     assert "my_project/my_matching.py" in write_files(ROOT / "docs/extending.md", tmp_path)
     monkeypatch.syspath_prepend(tmp_path / "my_project")
     chosen = ("user_packages=[my_matching]", "task=my_matching.Matching", "batch.micro_size=8", "checkpointing=off")
-    assert runs.run(tmp_path / "run", *runs.MODELS["mlp"], *chosen, "oom.remember=false").steps == 4
+    assert runs.run(tmp_path / "run", *runs.MODELS["mlp"], *chosen).steps == 4
 
 
 def test_views_are_needed(tmp_path):

@@ -148,7 +148,7 @@ def test_an_attribute_split_that_is_not_a_function_is_no_way_to_cut(tmp_path, mo
 def with_split(monkeypatch, run_dir, split, *overrides, kind="padded"):
     """One step of a run whose task has this `split`; none is needed in it."""
     monkeypatch.setattr(task, "split", split, raising=False)
-    run = runs.prepare(run_dir, *OVERRIDES, f"+data.kind={kind}", "checkpointing=off", "oom.remember=false", *overrides)
+    run = runs.prepare(run_dir, *OVERRIDES, f"+data.kind={kind}", "checkpointing=off", *overrides)
     try:
         loop.train_step(run)
     finally:

@@ -55,7 +55,7 @@ def test_a_misspelt_objective_names_those_that_there_are(tmp_path):
 @pytest.mark.parametrize("operation", [0, 20, 45])
 def test_out_of_memory_continues_where_it_was(tmp_path, operation):
     """In whichever set: those before it are not evaluated again, and each sample counts once."""
-    overrides = (*MLP, *BOTH, "every.eval=4", "oom.plan=false", "batch.eval_micro_size=90")
+    overrides = (*MLP, *BOTH, "every.eval=4", "batch.eval_micro_size=90")
     runs.run(tmp_path / "a", *overrides)
     injector = Injector("evaluate", 4, operation)
     run = runner.prepare(runs.configure(tmp_path / "b", *overrides), StopRequest(), SingleRank())

@@ -37,7 +37,7 @@ def test_the_end_is_where_the_schedule_ends(tmp_path):
     """Every epoch has a partial step of its own."""
     run = smaller(
         tmp_path, "train.max_steps=null", "train.max_epochs=3", "schedule=constant", "every.log=null",
-        "data=synthetic_images", "data.size=50", "every.save=100 percent", "oom.remember=false",
+        "data=synthetic_images", "data.size=50", "every.save=100 percent",
     )  # fmt: skip
     loop.train(run)
     run.close()

@@ -13,7 +13,7 @@ from trainapp.optim.in_backward import ParameterSteps, require_separable
 from trainapp.planning import planner
 from trainapp.train import in_backward
 
-PLAIN = ("train.grad_clip=null", "oom.remember=false", "train.max_steps=3", "every.save=3")
+PLAIN = ("train.grad_clip=null", "train.max_steps=3", "every.save=3")
 ON = "optimizer.in_backward=true"
 GPT = (*runs.MODELS["gpt"], "data.min_length=12")
 CASES = {

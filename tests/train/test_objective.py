@@ -71,8 +71,6 @@ NOW = (
     "task=test_objective.Now",
     "every.eval=2",
     "batch.micro_size=16",
-    "oom.plan=false",
-    "oom.remember=false",
     "train.check_loss=false",
 )
 

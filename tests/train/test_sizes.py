@@ -16,7 +16,6 @@ def known(size: int) -> dict:
 SOURCES = {
     "hint": {"micro": known(7), "eval_micro": known(9)},
     "saved": {"micro": known(11), "eval_micro": known(13)},
-    "remembered": {"micro": known(17), "eval_micro": known(19)},
 }
 SCHEDULE = "batch.micro_schedule={1: 23, 5: 29}"
 
@@ -32,7 +31,6 @@ ORDER = [
     ((), (SCHEDULE,), 23, "schedule"),
     ((), ("batch.micro_size=31",), 31, "given"),
     (("saved",), (), 11, "saved"),
-    (("remembered",), (), 17, "remembered"),
     ((), (), 64, "share"),
 ]
 
@@ -50,12 +48,11 @@ def test_the_first_that_is_known_decides(first, second):
 @pytest.mark.parametrize(
     ("sources", "overrides", "size"),
     [
-        (("hint", "saved", "remembered"), ("batch.eval_micro_size=10",), 9),
+        (("hint", "saved"), ("batch.eval_micro_size=10",), 9),
         (("hint",), ("batch.eval_micro_size=5",), 5),  # a hint never exceeds the setting
-        (("saved", "remembered"), ("batch.eval_micro_size=5",), 5),
-        (("saved", "remembered"), (), 13),
-        (("saved", "remembered"), ("batch.micro_size=3",), 13),
-        (("remembered",), (), 19),
+        (("saved",), ("batch.eval_micro_size=5",), 5),
+        (("saved",), (), 13),
+        (("saved",), ("batch.micro_size=3",), 13),
         ((), (), 128),
     ],
 )
@@ -104,8 +101,8 @@ def test_what_failed_is_not_scheduled_again():
 )  # fmt: skip
 def test_a_damaged_source_is_passed_over(damaged):
     config = from_command_line(["batch.global_size=64"])
-    sizes = initial_sizes(config, 1, 64, 1000, saved=damaged, remembered=SOURCES["remembered"])
-    assert (sizes.train.size, sizes.origin) == (17, "remembered")
+    sizes = initial_sizes(config, 1, 64, 1000, saved=damaged)
+    assert (sizes.train.size, sizes.origin) == (64, "share")
 
 
 def test_a_hint_from_before_any_shape_was_known():
@@ -116,7 +113,7 @@ def test_a_hint_from_before_any_shape_was_known():
 
 
 @pytest.mark.parametrize("retries_in_place", [True, False])
-@pytest.mark.parametrize("source", ["hint", "saved", "remembered"])
+@pytest.mark.parametrize("source", ["hint", "saved"])
 def test_no_larger_size_is_tried_where_one_that_fails_costs_a_restart(source, retries_in_place):
     """The source's search has not ended: between 8, which works, and 32, which does not, lies 20."""
     search = {"start": 64, "buckets": {"64": [8, 8, 32, False]}}
@@ -143,7 +140,7 @@ def test_a_plan_respects_the_model():
     sizes = begin(smallest=2)
     sizes.begin_with(PlannedSizes(1, None))
     assert sizes.train.size == 2
-    assert (sizes.evaluation.size, sizes.evaluation.is_planned) == (128, False)
+    assert sizes.evaluation.size == 128
 
 
 def test_a_message_says_which_shape_a_size_is_for():
@@ -171,12 +168,9 @@ def test_a_planned_size():
     assert begin(plan, planned=planned(21)).evaluation.size == 128
     assert begin(plan, planned=planned(100)).train.size == 64
     assert begin(plan, planned=planned(1), smallest=2).train.size == 2
-    sizes = begin(plan, sources=("remembered",), planned=planned(21, 50))
-    assert (sizes.train.size, sizes.evaluation.size) == (21, 50)
     for source in ("hint", "saved"):
         assert begin(plan, sources=(source,), planned=never_asked).origin == source
     assert begin(plan, SCHEDULE, planned=never_asked).origin == "schedule"
     assert begin("batch.micro_size=auto", planned=never_asked).origin == "share"
     # Where the model cannot be planned.
     assert begin(plan, planned=lambda: None).train.size == 64
-    assert begin(plan, sources=("remembered",), planned=lambda: None).train.size == 17

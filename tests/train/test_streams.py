@@ -58,7 +58,7 @@ def different(a, b):
 def test_a_retried_step_has_the_same_samples(tmp_path, phase, kind):
     """Equal to the run that was told to use the smaller size from that step on."""
     injector = Injector(phase, 6, 3)
-    recovered = finished(tmp_path / "a", *of(kind, "oom.grow=false", "oom.plan=false"), injector=injector)
+    recovered = finished(tmp_path / "a", *of(kind, "oom.grow=false"), injector=injector)
     assert injector.fired == 1
     replayed = finished(tmp_path / "b", *of(kind, "batch.micro_schedule={1: 16, 6: 8}"))
     assert different(recovered, replayed) == []
@@ -68,10 +68,10 @@ def test_a_retried_step_has_the_same_samples(tmp_path, phase, kind):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_stream_that_fails_is_read_again(tmp_path, kind, workers):
     """From the last sample that was trained: it has the samples of a stream that does not fail."""
-    texts = of(kind, "oom.grow=false", "oom.plan=false", f"data.num_workers={workers}", "train.max_steps=5")
+    texts = of(kind, "oom.grow=false", f"data.num_workers={workers}", "train.max_steps=5")
     ended = runs.run(tmp_path / "a", *texts)
     assert (ended.oom_restarts, ended.samples) == (1, 50 + 16)
-    whole = finished(tmp_path / "b", *of("Plain", "oom.plan=false", "train.max_steps=5"))
+    whole = finished(tmp_path / "b", *of("Plain", "train.max_steps=5"))
     assert runs.differences(runs.saved(tmp_path / "a", 5)["model"], whole["model"]) == []
 
 
@@ -92,7 +92,7 @@ def test_every_update_of_a_step_has_the_same_samples(tmp_path):
     """Also in a retry: nothing is read from the stream again."""
     SEEN.clear()
     both = [f"{{name: {name}, task: test_streams.noting, parameters: [{name}]}}" for name in ("layers", "head")]
-    chosen = of("Plain", "oom.grow=false", "oom.plan=false", f"updates=[{', '.join(both)}]", "train.max_steps=4")
+    chosen = of("Plain", "oom.grow=false", f"updates=[{', '.join(both)}]", "train.max_steps=4")
     ended = runs.run(tmp_path, *chosen, "user_packages=[own_streams,test_streams]")
     assert ended.oom_restarts == 1
     steps = [list(range(start, min(50, start + 16))) for start in range(0, 50, 16)]
@@ -135,7 +135,7 @@ def test_an_order_that_depends_on_the_epochs_before_is_continued(tmp_path, kind,
 def test_an_error_in_the_commit_continues_with_the_order_of_the_epoch(tmp_path):
     """The run is built again from the checkpoint at the end of the first epoch."""
     injector = Injector("commit", 6, 0)
-    overrides = of("OwnGenerator", "every.save=4", "oom.grow=false", "oom.plan=false")
+    overrides = of("OwnGenerator", "every.save=4", "oom.grow=false")
     recovered = finished(tmp_path / "a", *overrides, injector=injector)
     replayed = finished(tmp_path / "b", *overrides, "batch.micro_schedule={1: 16, 5: 8}")
     assert runs.differences(recovered["model"], replayed["model"]) == []
@@ -180,7 +180,7 @@ def test_a_stream_may_have_indexed_validation_data(tmp_path):
 
 @pytest.mark.slow
 def test_an_evaluation_of_a_stream_that_runs_out_of_memory_continues(tmp_path):
-    overrides = of("Stateful", "every.eval=9", "oom.plan=false")
+    overrides = of("Stateful", "every.eval=9")
     finished(tmp_path / "a", *overrides)
     injector = Injector("evaluate", 9, 4)
     finished(tmp_path / "b", *overrides, "batch.eval_micro_size=6", injector=injector)

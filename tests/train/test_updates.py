@@ -25,7 +25,7 @@ GENERATOR = (
 UPDATES = f"updates=[{DISCRIMINATOR}, {GENERATOR}]"
 PARTS = (
     *("user_packages=[zoo]", "model._target_=zoo.gans.GAN", "data._target_=zoo.data.Vectors", "task=zoo.gans.distance"),
-    *("schedule=constant", "batch.micro_size=16", "oom.remember=false", "oom.plan=false"),
+    *("schedule=constant", "batch.micro_size=16"),
 )
 OWN = (*PARTS, UPDATES)
 
@@ -601,7 +601,7 @@ def test_a_mistake_in_the_loss_of_one_names_it(tmp_path, task):
         for name, task in (("body", "cross_entropy"), ("head", task))
     )
     own = ("model=mlp", "model._target_=own_models.Normed", "~model.width", "~model.depth", "~model.dropout")
-    own = (*own, "data=digits", "user_packages=[own_models,checked_tasks]", "oom.remember=false")
+    own = (*own, "data=digits", "user_packages=[own_models,checked_tasks]")
     with pytest.raises(UserError, match=rf"^updates\.1\.task=checked_tasks\.{task}: {rules[task]}"):
         runs.run(tmp_path, *own, f"updates=[{one}, {other}]")
 

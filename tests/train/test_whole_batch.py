@@ -9,7 +9,7 @@ from trainapp.errors import TrainingStopped, UserError
 from trainapp.planning import process
 
 OWN = ("model=mlp", "user_packages=[own_tasks,checked_tasks]", "model._target_=own_tasks.Net", "~model.depth")
-OWN = (*OWN, "model.width=16", "data=digits", "objective=min loss", "oom.remember=false")
+OWN = (*OWN, "model.width=16", "data=digits", "objective=min loss")
 WHOLE = (*OWN, "task=checked_tasks.Whole")
 
 

@@ -36,9 +36,7 @@ from .catalogue import Cell
 STEPS = 4
 OVERRIDES = (
     *TINY,
-    "oom.remember=false",
     "oom.grow=false",
-    "oom.plan=false",
     "model=mlp",
     "data=digits",
     "data.num_workers=0",

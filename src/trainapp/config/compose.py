@@ -178,6 +178,12 @@ def _conflicts(config: Config) -> list[str]:
             f"accumulation.steps={steps} and batch.micro_size={batch.micro_size}: both fix the micro-batch; "
             "set one of them to auto"
         )
+    holds_no_votes = config.parallel.vote_on_oom == "never" and config.parallel.strategy != "single"
+    if holds_no_votes and config.mode == "train" and config.oom.enabled and batch.micro_size == steps == "auto":
+        errors.append(
+            "parallel.vote_on_oom=never with batch.micro_size=auto: each size that fails would restart all workers; "
+            "set batch.micro_size=N, or parallel.vote_on_oom=unproven"
+        )
     if train.detect_anomaly and config.precision.mode == "fp16" and config.precision.initial_scale > 1:
         errors.append(
             "train.detect_anomaly=true with precision=fp16: its loss scale lets gradients overflow until it has "

@@ -61,7 +61,7 @@ FREE = {
         "guard_reserve",
     ),
     "plan": ("device", "world", "levers"),
-    "oom": ("enabled", "keep_global_batch", "clean_steps", "grow", "remember", "plan"),
+    "oom": ("enabled", "keep_global_batch", "clean_steps", "grow"),
     "parallel": ("strategy", "devices", "nodes", "endpoint", "run_id", "max_restarts", "timeout", "vote_on_oom"),
     "parallel.ddp": ("bucket_mb", "static_graph", "find_unused_parameters"),
     "parallel.fsdp": (

@@ -156,8 +156,6 @@ class Oom:
     keep_global_batch: Bool = True
     clean_steps: PositiveInt = 3
     grow: Bool = True
-    remember: Literal["clear"] | Bool = True
-    plan: Bool = True
 
 
 @dataclass(config=STRICT)

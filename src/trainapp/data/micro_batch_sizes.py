@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainapp.data.batch import bucket_of, elements_in, saved_bucket
-from trainapp.data.forecast import Forecast
 from trainapp.data.micro_batch import MicroBatch, cut, cut_evenly, pieces_of
 from trainapp.data.size_agreement import failed_buckets, largest_micro_batches, number_of_pieces
 from trainapp.data.size_search import FailedAllocation, SizeSearch, require_possible
@@ -37,9 +36,6 @@ class MicroBatchSizes:
     largest_run: dict[int, int] = field(default_factory=dict)
     clean_elements: dict[int, int] = field(default_factory=dict)
     is_unproven: bool = True  # whether what ran last, on any rank, had a size that is not proven
-    is_planned: bool = False  # whether sizes have been planned: another plan would give the same
-    forecast: tuple[int | None, Forecast] | None = None  # a plan's for one bucket; None: for whichever all have
-    _corrected: dict[int, int] = field(default_factory=dict)  # the last size by bucket that steps have made of it
 
     @property
     def size(self) -> int:
@@ -210,45 +206,8 @@ class MicroBatchSizes:
         for bucket, failure in failures.items():
             search = self.searches[bucket]
             ran = largest.get(bucket) or search.size  # nothing ran where the fetch failed
-            was_corrected = self._corrected.get(bucket) == search.size
             changes.append((ran, search.size) if search.failed(ran, failure) else None)
-            if was_corrected:  # even corrected, the plan was wrong: a third error is not worth the rest of the gain
-                self.forecast = None
-                search.aim_at(None)
         return None if None in changes else changes[0]
-
-    def expect(self, bucket: int, size: int, forecast: Forecast | None = None) -> bool:
-        """After `failed`: continue with a size that is predicted to be the largest that fits. No larger one is tried,
-        unless steps disprove the forecast (see `compare`).
-
-        Returns False and keeps the size if one has been proven already, or if this one has failed.
-        """
-        search = self.search(bucket)
-        if search.works or size < self.smallest:
-            return False
-        if forecast is not None:
-            self.forecast = bucket, forecast
-        if search.fails is None or size >= search.fails:
-            return False
-        search.size = size
-        search.aim_at(None)
-        return True
-
-    def compare(self, ranks: Ranks, measured: int | None) -> None:
-        """Check the forecast against the peak of a clean step (None: not measured). Where they differ, the search
-        continues with the largest size that fits by the corrected forecast. Call before `succeeded`. Collective.
-        """
-        if self.forecast is None:
-            return
-        bucket, forecast = self.forecast
-        search = None if bucket is None else self.searches.get(bucket)
-        if bucket is None or search is None or search.is_proven or search.fails is None:
-            return
-        is_full = self.attempt_samples.get(bucket, 0) >= search.size - 1
-        peak = max(ranks.all_gather_object(measured if measured and is_full else 0))
-        if peak:
-            search.aim_at(forecast.next_size(search.size, peak, search.fails))
-            self._corrected[bucket] = search.aim or self._corrected.get(bucket, 0)
 
     def _forget_attempt(self) -> None:
         self.attempt_samples, self.attempt_elements, self.largest_run = {}, {}, {}

@@ -53,7 +53,6 @@ class SizeSearch:
     fails: int | None = None  # the smallest micro-batch that failed
     search_has_ended: bool = True  # no larger size is worth trying
     smallest: int = 1  # some models cannot train on single samples
-    aim: int | None = None  # the size to try next, in place of the middle, where a plan says so
     alike: list[tuple[int, FailedAllocation]] = field(
         default_factory=list
     )  # samples that ran and failed alike, in a row
@@ -84,13 +83,7 @@ class SizeSearch:
             self.size, self.clean = larger, 0
         return larger
 
-    def aim_at(self, size: int | None) -> None:
-        """Try this size next, once the present one is proven. None: no larger one."""
-        self.aim, self.search_has_ended = size, size is None or not self.grow
-
     def _larger(self) -> int | None:
-        if self.aim is not None:
-            return self.aim if self.aim > self.size else None
         if self.fails is None or self.size >= CLOSE_ENOUGH * self.fails or self.fails - self.size <= 1:
             return None
         return (self.size + self.fails) // 2
@@ -104,7 +97,6 @@ class SizeSearch:
         if ran <= self.smallest or self._cannot_shrink(ran, failure):
             return False
         self.fails = min(ran, self.fails or ran)
-        self.aim = None
         if self.works >= ran:
             self.works = 0  # a size that fitted once need not fit again
         # A size that was proven before needs only one clean step.

@@ -11,13 +11,12 @@ from trainapp.data.size_search import FailedAllocation
 from trainapp.errors import TrainingStopped
 from trainapp.memory.kinds import MemoryKind
 from trainapp.memory.timeline import Picture
-from trainapp.oom import handover, incident, planned
+from trainapp.oom import handover, incident
 from trainapp.oom.advice import memory_report
 from trainapp.oom.errors import is_device_lost, is_out_of_memory
 from trainapp.oom.incident import Incident
 from trainapp.parallel.ranks import OUT_OF_MEMORY_EXIT, SingleRank
 from trainapp.torch_direct import release_failed_backward
-from trainapp.train.against_plan import note_failure
 from trainapp.train.run import Run
 from trainapp.train.transaction import rollback
 from trainapp.units import listed
@@ -110,17 +109,13 @@ def change_size(run: Run, failure: Incident) -> None:
         run.attempt.retried = {tried for tried in run.attempt.retried if tried[0] == failure.step} | {attempt}
         failure.action = f"micro-batch {failure.old_size} again, after giving back the allocator's unused cache"
         return
-    is_first = not sizes.has_failed
-    if has_size and not failure.evaluating and not failure.host and not failure.swallowed:
-        note_failure(run, failure.step, failure.old_size, failure.limit)
     changed = sizes.failed(ranks, not failure.by_peer, _outcome(run, failure)) if has_size else None
     if changed is None:
         raise TrainingStopped(memory_report(run, failure))
     failure.old_size, failure.new_size = changed
     setting = "evaluation micro-batch" if failure.evaluating else "micro-batch"
-    source = planned.follow_after_first_error(run, failure, sizes) if is_first else ""
     _note_evaluation(run, failure)
-    failure.action = f"{setting} {failure.old_size} -> {failure.new_size}{source}, retrying the step"
+    failure.action = f"{setting} {failure.old_size} -> {failure.new_size}, retrying the step"
     if not failure.evaluating and not run.config.oom.keep_global_batch:
         smaller = max(1, run.state.global_size * failure.new_size // failure.old_size)
         failure.action += (

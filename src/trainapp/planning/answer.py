@@ -33,7 +33,6 @@ _KEYS: dict[str, Any] = {
     "device": None,
     "allocated_bytes": None,
     "reserved_bytes": None,
-    "residual_bytes": None,
     "expandable_segments": None,
     "traces": None,
     "seconds": None,

@@ -7,7 +7,6 @@ from trainapp.config.schema import Config
 from trainapp.errors import UserError
 from trainapp.planning import process
 from trainapp.planning.certainty import EXACT
-from trainapp.planning.promised import forecast_of
 from trainapp.train.run_sizes import PlannedSizes
 from trainapp.units import bytes_text
 
@@ -35,13 +34,7 @@ def first_sizes(config: Config) -> PlannedSizes | None:
         raise UserError(f"batch.micro_size=plan: {lacking.message}")
     if lacking:
         log.warning("batch.micro_size=plan: %s; the run starts with the smallest anyway", lacking.message)
-    # On a GPU, steps measure what is allocated, which is not what a size is limited by.
-    has_forecast = facts["largest_micro_size"] and config.plan.device is None
-    planned = PlannedSizes(
-        max(1, facts["largest_micro_size"]),
-        at_least_one(facts.get("largest_eval_micro_size")),
-        forecast_of(facts, "batch.micro_size=plan") if has_forecast else None,
-    )
+    planned = PlannedSizes(max(1, facts["largest_micro_size"]), at_least_one(facts.get("largest_eval_micro_size")))
     evaluation = "" if planned.evaluation is None else f", evaluation {planned.evaluation}"
     log.info("micro-batch %d%s, as planned in %.1f s", planned.train, evaluation, facts["seconds"])
     return planned

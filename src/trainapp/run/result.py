@@ -17,7 +17,7 @@ from trainapp.train.run import Run
 from trainapp.train.run_sizes import as_schedule
 from trainapp.units import listed
 
-_NOTES = ("objective_note", "bit_for_bit_note", "plan_note")  # in the file only where there is something to say
+_NOTES = ("objective_note", "bit_for_bit_note")  # in the file only where there is something to say
 
 
 @dataclass
@@ -44,7 +44,6 @@ class RunResult:
     bit_for_bit_note: str | None  # why not
     peak_memory_bytes: int
     peak_reserved_bytes: int  # with the allocator's unused cache, which counts towards the limit on CUDA
-    plan_note: str | None  # how a step has contradicted the plan that the sizes follow
     samples_per_second: float
     seconds: float
     checkpoint: str | None
@@ -90,7 +89,6 @@ def result_of(run: Run, seconds: float) -> RunResult:
         bit_for_bit_note=note,
         peak_memory_bytes=max(peak for peak, _ in peaks),
         peak_reserved_bytes=max(reserved for _, reserved in peaks),
-        plan_note=run.sizes.plan_note,
         samples_per_second=run.meter.samples_per_second(),
         seconds=seconds,
         checkpoint=run.checkpointer.newest_name(),

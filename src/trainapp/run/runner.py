@@ -17,13 +17,13 @@ from trainapp.config.schema import Config
 from trainapp.inference import generate, predict
 from trainapp.memory import host_guard
 from trainapp.memory.device import DeviceMemory
-from trainapp.oom import handover, hints, incident, recovery
+from trainapp.oom import handover, incident, recovery
 from trainapp.oom.building import out_of_memory_named
 from trainapp.oom.errors import is_device_lost, is_out_of_memory
 from trainapp.oom.incident import Incident
 from trainapp.optim.optimizers import lean_optimizer
 from trainapp.parallel.ranks import Ranks, SingleRank
-from trainapp.planning import first_sizes, residuals, size_without_retries
+from trainapp.planning import first_sizes
 from trainapp.planning.own_device import config_to_plan
 from trainapp.planning.ranks import by_rank_zero
 from trainapp.run import experiment, export, fine_tuning, restarts, resume
@@ -89,8 +89,6 @@ def _run_until_torn(
         if carried is None:
             for line in opening_lines(current):
                 log.info("%s", line)
-        if ranks.is_rank_zero and config.mode not in INFERENCE:
-            stack.callback(hints.remember, current)
         stack.enter_context(_naming_the_step(current))
         while (failure := attempt(current)) is not None:
             torn = recover(current, failure)
@@ -99,8 +97,6 @@ def _run_until_torn(
     result = result_of(current, time.monotonic() - started)
     if ranks.is_rank_zero:
         report(current, result)
-    if current.state.device.type == "cuda" and config.mode == "train" and not stop.agreed:
-        residuals.measure(current)
     return result
 
 
@@ -150,15 +146,8 @@ def prepare(config: Config, stop: StopRequest, ranks: Ranks, carried: CarriedOve
         planned=lambda: (
             by_rank_zero(ranks, config_to_plan(run), first_sizes.first_sizes) if config.mode == "train" else None
         ),
-        remembered=hints.recall(run) if config.oom.enabled else None,
     )
     run.sizes.continue_history(saved, hint)
-    size_without_retries.begin_with_plan(run)
-    if run.sizes.origin == "remembered":
-        log.info(
-            "micro-batch %d, as found by an earlier run of this configuration (oom.remember=clear forgets it)",
-            run.sizes.train.size,
-        )
     run.metrics.passes_on = functools.partial(_is_of_device, run.memory, run.attempt)
     objective.require_known(run)
     metric_trial.try_metrics(run)

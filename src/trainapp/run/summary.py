@@ -117,7 +117,6 @@ def print_summary(run: Run, result: RunResult) -> None:
             *([("peak memory", peak)] if result.peak_memory_bytes else []),
             *([("micro-batch", _micro_batches(run))] if has_trained else []),
             *([("left out", f"{result.left_out} unreadable files")] if result.left_out else []),
-            *([("plan", result.plan_note)] if result.plan_note else []),
             ("OOM restarts", result.oom_restarts),
             ("checkpoint", result.checkpoint or "none"),
         ]

@@ -23,7 +23,6 @@ def initial_sizes(
     hint: dict[str, Any] | None = None,
     saved: dict[str, Any] | None = None,
     planned: Callable[[], PlannedSizes | None] = lambda: None,
-    remembered: dict[str, Any] | None = None,
 ) -> Sizes:
     """The micro-batch sizes that a run starts with. For training, the first of these that is known:
 
@@ -32,17 +31,15 @@ def initial_sizes(
     3. `batch.micro_size=N` or `accumulation.steps=N`.
     4. `saved`: the checkpoint's, found in the same amount of memory (the caller passes None otherwise).
     5. `planned`, for `batch.micro_size=plan`: the largest sizes that are predicted to fit. It is called only here.
-    6. `remembered`: where an earlier run of the same configuration ended.
-    7. This rank's share of the global batch; where a size that fails costs a restart of all workers, it is then
-       replaced by what is expected to fit (`plan.size_without_retries`).
+    6. This rank's share of the global batch.
 
-    For evaluation: `hint`, `batch.eval_micro_size=N`, `saved`, `planned` with training's, `remembered`, twice this
+    For evaluation: `hint`, `batch.eval_micro_size=N`, `saved`, `planned` with training's, twice this
     rank's share (without gradients more fits).
 
     global_size: samples per optimizer step over all ranks. eval_samples: the same of an evaluation. attempts: finished
     steps, skipped ones included. smallest: some models cannot train on single samples. whole: batches are never cut.
     retries_in_place: whether a size that fails costs one retried step; where it costs a restart of all workers, no
-    larger size is tried. hint, saved, remembered: as `Sizes.state_dict` returns them, `hint` may have only one of the
+    larger size is tried. hint, saved: as `Sizes.state_dict` returns them, `hint` may have only one of the
     two; damaged ones are ignored.
     """
     batch, hint, share = config.batch, hint or {}, -(-global_size // world)
@@ -53,9 +50,8 @@ def initial_sizes(
         own_schedule = micro_schedule.of_update(batch.micro_schedule, name)
         if own_schedule is not None:
             sizes.schedule = _from_attempt(own_schedule, attempts + 1, share)
-        _begin_training(sizes, batch, key_of(name), attempts + 1, hint, saved, planned, remembered)
-    others: tuple[dict[str, Any] | None, ...] = (saved,) if sizes.evaluation.is_planned else (saved, remembered)
-    _load_evaluation(sizes.evaluation, hint, () if batch.eval_micro_size != "auto" else others)
+        _begin_training(sizes, batch, key_of(name), attempts + 1, hint, saved, planned)
+    _load_evaluation(sizes.evaluation, hint, saved if batch.eval_micro_size == "auto" else None)
     return sizes
 
 
@@ -67,7 +63,6 @@ def _begin_training(
     hint: dict[str, Any],
     saved: dict[str, Any] | None,
     planned: Callable[[], PlannedSizes | None],
-    remembered: dict[str, Any] | None,
 ) -> None:
     """The first size of the update at work, which the sources have under `key`."""
     if _is_valid(hint, key):
@@ -85,9 +80,6 @@ def _begin_training(
         sizes.origin = "saved"
     elif batch.micro_size == "plan" and (first := planned()) is not None:
         sizes.begin_with(first)
-    elif _is_known(remembered, key):
-        sizes.train.load_state_dict(remembered[key])
-        sizes.origin = "remembered"
 
 
 def _as_configured(
@@ -111,15 +103,14 @@ def _as_configured(
     )
 
 
-def _load_evaluation(sizes: MicroBatchSizes, hint: dict[str, Any], others: tuple[dict[str, Any] | None, ...]) -> None:
-    """Continue from `hint`, else from the first of the others that knows sizes of evaluation."""
+def _load_evaluation(sizes: MicroBatchSizes, hint: dict[str, Any], saved: dict[str, Any] | None) -> None:
+    """Continue from `hint`, else from the checkpoint's."""
     if _is_valid(hint, "eval_micro"):
         sizes.start = min(sizes.start, hint["eval_micro"]["start"])
         sizes.load_state_dict(hint["eval_micro"])
         return
-    known = next((source for source in others if _is_known(source, "eval_micro")), None)
-    if known is not None:
-        sizes.load_state_dict(known["eval_micro"])
+    if _is_known(saved, "eval_micro"):
+        sizes.load_state_dict(saved["eval_micro"])
 
 
 def _eval_start(config: Config, most: int, eval_share: int) -> int:

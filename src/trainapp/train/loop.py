@@ -14,7 +14,6 @@ from trainapp.memory.timeline import Picture
 from trainapp.optim.schedules import rates
 from trainapp.tracking.meter import spread_over_ranks
 from trainapp.train import callbacks
-from trainapp.train.against_plan import compare_with_plan
 from trainapp.train.evaluate import evaluate
 from trainapp.train.in_backward import update_in_backward
 from trainapp.train.phase import Phase
@@ -82,7 +81,6 @@ def grow_micro_batch(run: Run, news: bool) -> None:
     sizes, step = run.sizes.train, run.state.progress.step
     was_searching = not sizes.search_has_ended
     run.attempt.phase = Phase.SEARCH
-    compare_with_plan(run)
     for bucket, size in sizes.succeeded(run.ranks, news).items():
         run.tracker.note(f"step {step + 1} tries a larger micro-batch: {size}{shape_of(sizes, bucket)}")
     if was_searching and sizes.search_has_ended:

@@ -91,7 +91,6 @@ class Attempt:
     refused: int = 0  # allocations that the device's allocator had refused when it began
     step: Step | None = None  # the last one that was begun
     peak: int | None = None  # of that step in bytes, where it was watched as a whole
-    contradictions: int = 0  # watched steps in a row that contradict the plan
 
 
 @dataclass

@@ -7,7 +7,6 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from trainapp.data.forecast import Forecast
 from trainapp.data.micro_batch_sizes import MicroBatchSizes, Plan
 from trainapp.data.step_batches import StepBatches
 from trainapp.parallel.ranks import Ranks
@@ -17,13 +16,10 @@ log = logging.getLogger(__name__)
 
 
 class PlannedSizes(NamedTuple):
-    """Sizes that a plan expects to fit. evaluation: None where there is none, or none was asked for. forecast: of
-    training, with the shape that it is of (None: all are alike); None where the plan is a mere estimate.
-    """
+    """Sizes that a plan expects to fit. evaluation: None where there is none, or none was asked for."""
 
     train: int
     evaluation: int | None
-    forecast: tuple[int | None, Forecast] | None = None
 
 
 @dataclass
@@ -48,7 +44,7 @@ class Sizes:
 
     parts: `accumulation.steps`, the minimum number of micro-batches per step. updates: their names; empty for the only
     one. Attributes since the run began, in whatever process: `oom_restarts`, the number of recoveries; `not_replayed`,
-    what a replay of these sizes does not repeat. `plan_note`: how a step has contradicted the plan that they follow.
+    what a replay of these sizes does not repeat.
     """
 
     def __init__(
@@ -68,7 +64,6 @@ class Sizes:
         self._current = self.by_update[updates[0]]
         self.oom_restarts = 0
         self.not_replayed: set[str] = set()
-        self.plan_note: str | None = None
 
     def turn_to(self, update: str) -> None:
         """Select the update whose sizes `train` and the others are."""
@@ -113,17 +108,9 @@ class Sizes:
     def begin_with(self, planned: PlannedSizes) -> None:
         """Start with sizes that a plan expects to fit."""
         self.train.start = max(self.train.smallest, min(planned.train, self.train.start))
-        self.train.is_planned = True
-        # Of several updates, the plan knows only the peak of the highest: no step of another contradicts it.
-        self.train.forecast = planned.forecast if len(self.by_update) == 1 else None
-        self.begin_evaluation_with(planned.evaluation)
+        if planned.evaluation is not None and not self.evaluation.searches:
+            self.evaluation.start = min(planned.evaluation, self.evaluation.start)
         self.origin = "planned"
-
-    def begin_evaluation_with(self, planned: int | None) -> None:
-        """Start evaluation with such a size, where no evaluation has begun."""
-        if planned is not None and not self.evaluation.searches:
-            self.evaluation.start = min(planned, self.evaluation.start)
-            self.evaluation.is_planned = True
 
     def follow_schedule(self, attempt: int) -> None:
         """Apply the schedule's entry for this attempt, if any."""

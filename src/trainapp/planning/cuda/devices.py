@@ -204,8 +204,6 @@ def communicators_of(parallel: Parallel) -> int:
 
 
 def spelled(properties: Any, is_named: bool = False) -> str:
-    """What `plan.device` calls a device with these properties, as torch reads them. is_named: also with its name, by
-    which `plan.residuals` knows it.
-    """
+    """What `plan.device` calls a device with these properties, as torch reads them. is_named: also with its name."""
     by_size = f"{properties.total_memory}@{properties.major}.{properties.minor}"
     return f"{by_size} {properties.name}" if is_named else by_size

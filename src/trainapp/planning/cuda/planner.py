@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
 from trainapp.memory.kinds import MemoryKind
-from trainapp.planning import residuals
+from trainapp.memory.levers.lever import Lever
 from trainapp.planning.bounds import traced_ways, ways_beside
 from trainapp.planning.certainty import EXACT, PREDICTED, RANGE, Noticed, certainty_of
 from trainapp.planning.cuda.allocations import Allocations
@@ -19,7 +19,6 @@ from trainapp.planning.cuda.speeds import GpuSpeeds, rates_of
 from trainapp.planning.recorder import Peak
 from trainapp.planning.sizes import Facts, Measured, Planner
 from trainapp.planning.traced_run import Trace
-from trainapp.techniques.lever import Lever
 from trainapp.train.components import Components
 from trainapp.units import bytes_text
 
@@ -78,8 +77,6 @@ class CudaPlanner(DevicePlanner):
         self.place = self._on_device = CudaPlace(self.named)
         self._expandable = config.memory.expandable_segments
         self.band = BAND_OF_RANKS[1] - 1 if self.world > 1 else 0.0
-        # Measured with one process, see `residuals`.
-        self.residual = residuals.recall(config, self.named.reported) if self.world == 1 else 0
 
     @property
     def room(self) -> int:
@@ -136,8 +133,8 @@ class CudaPlanner(DevicePlanner):
         """
         replayed = allocations.replayed(self._expandable)
         allocated = max(replayed.peak_allocated, allocations.peak_of_building)
-        reserved = replayed.peak_reserved + self.residual
-        if reserved > self.room and allocations.fit(self._expandable, self.room - self.residual):
+        reserved = replayed.peak_reserved
+        if reserved > self.room and allocations.fit(self._expandable, self.room):
             reserved = self.room
         return allocated, reserved
 
@@ -180,21 +177,16 @@ class CudaPlanner(DevicePlanner):
             "allocated_bytes": stepping,
             "reserved_bytes": max(self._peaks(whole)[1], self.peaks(size, eval_size)[1]),
             "expandable_segments": self._expandable,
-            "residual_bytes": self.residual,
             "device": facts_of(self),
         }
         if "range_bytes" in facts:
             facts["range_bytes"] = [size + added for size in facts["range_bytes"]]
         notes = []
-        freely = whole.replayed(self._expandable).peak_reserved + self.residual
+        freely = whole.replayed(self._expandable).peak_reserved
         if freely > facts["reserved_bytes"]:
             notes.append(
                 f"without the limit, {bytes_text(freely)} would be reserved: near it, the allocator frees and "
                 "reallocates cached memory, which takes time"
-            )
-        if self.residual:
-            notes.append(
-                f"{bytes_text(self.residual)} of what is reserved: a run on this device took so much more than planned"
             )
         if self._on_device.convolutions:
             notes.append(_CONVOLUTIONS)
