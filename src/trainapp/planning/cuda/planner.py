@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
 from trainapp.memory.kinds import MemoryKind
-from trainapp.memory.levers.lever import Lever
 from trainapp.planning.bounds import traced_ways, ways_beside
 from trainapp.planning.certainty import EXACT, PREDICTED, RANGE, Noticed, certainty_of
 from trainapp.planning.cuda.allocations import Allocations
@@ -19,6 +18,7 @@ from trainapp.planning.cuda.speeds import GpuSpeeds, rates_of
 from trainapp.planning.recorder import Peak
 from trainapp.planning.sizes import Facts, Measured, Planner
 from trainapp.planning.traced_run import Trace
+from trainapp.techniques.lever import Lever
 from trainapp.train.components import Components
 from trainapp.units import bytes_text
 
