@@ -169,9 +169,7 @@ def test_a_recurrent_layer_is_not_traceable(tmp_path):
 
 @pytest.mark.slow
 @needs_cuda
-@pytest.mark.parametrize(
-    "chosen", [("adamw_bf16", "precision=bf16_pure"), ("adamw_8bit",), ("adamw_4bit",)]
-)
+@pytest.mark.parametrize("chosen", [("adamw_bf16", "precision=bf16_pure"), ("adamw_8bit",), ("adamw_4bit",)])
 def test_optimizers_that_round_by_chance_keep_what_they_keep_on_the_cpu(chosen):
     overrides = (*GPT, *WIDE, f"optimizer={chosen[0]}", *chosen[1:], "every.eval=null")
     here = trainapp.plan([*overrides, "train.device=cpu"])
