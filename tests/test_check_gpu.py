@@ -34,22 +34,22 @@ def gpu_check(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(PATHS))
     import gpu_check
-    from gpu_check import __main__, plan, report, supervise, table
+    from gpu_check import __main__, machine, plan, report, table
 
     class Package:
-        main, machine = staticmethod(__main__.main), __main__.machine
+        main, run_step = staticmethod(__main__.main), staticmethod(__main__.run_step)
 
         @staticmethod
         def step(name, seconds=30):
             return plan.Step(name, f"about {name}", seconds, f"own_checks:{name}")
 
-    Package.plan, Package.report, Package.supervise, Package.table = plan, report, supervise, table
+    Package.plan, Package.report, Package.machine, Package.table = plan, report, machine, table
     assert Path(gpu_check.__file__).is_relative_to(ROOT)
     return Package
 
 
 def run(gpu_check, name, folder, seconds=30):
-    return gpu_check.supervise.run_step(gpu_check.step(name), "cpu", folder, seconds)
+    return gpu_check.run_step(gpu_check.step(name), "cpu", folder, seconds)
 
 
 @pytest.mark.slow
@@ -58,11 +58,13 @@ def test_every_step_on_the_cpu(tmp_path):
     done = check("--device", "cpu", "--out", str(tmp_path), timeout=1400)
     found = json.loads((tmp_path / "gpu.json").read_text())
     logs = {path.stem: path.read_text()[-3000:] for path in (tmp_path / "steps").glob("*.log")}
-    wrong = [(step["name"], row) for step in found["steps"] for row in step["rows"] if row["verdict"] == "not met"]
+    wrong = [
+        (step["step"]["name"], row) for step in found["steps"] for row in step["rows"] if row["verdict"] == "not met"
+    ]
     assert not wrong, (wrong, {name: logs[name] for name, _ in wrong})
     assert done.returncode == 0, done.stdout + done.stderr
     assert found["as_expected"] is True
-    verdicts = {step["name"]: [row["verdict"] for row in step["rows"]] for step in found["steps"]}
+    verdicts = {step["step"]["name"]: [row["verdict"] for row in step["rows"]] for step in found["steps"]}
     only_cuda = {name for name, own in verdicts.items() if set(own) == {"needs CUDA"}}
     assert only_cuda == {"tests", "waiting"}
     assert all(verdicts.values())
@@ -117,7 +119,7 @@ def test_what_a_step_may_do_wrong(gpu_check, tmp_path):
     failed = run(gpu_check, "fails", tmp_path)
     assert failed.rows[-1].got == "exit code 1: RuntimeError: no such thing"
     cuda = run(gpu_check, "needs_cuda", tmp_path)
-    assert (cuda.verdict, cuda.missed) == ("needs CUDA", [])
+    assert (cuda.verdict, cuda.count("not met")) == ("needs CUDA", 0)
 
 
 @pytest.mark.slow
@@ -165,9 +167,9 @@ def test_how_good_a_plan_is(gpu_check):
 @pytest.mark.parametrize(
     ("names", "code", "said"),
     [
-        (["good", "needs_cuda"], 0, "All that was expected was found (1 check); 1 check left out, for want of CUDA"),
+        (["good", "needs_cuda"], 0, "All that was expected was found (1 checks); 1 left out, for want of CUDA"),
         (["missed", "good"], 1, "Not as expected: 1 of 2 checks, in"),
-        (["needs_cuda"], 2, "Nothing was checked; 1 check left out, for want of CUDA"),
+        (["needs_cuda"], 2, "Nothing was checked; 1 left out, for want of CUDA"),
         (["fails", "good"], 1, "got       exit code 1: RuntimeError: no such thing"),
     ],
 )
@@ -177,9 +179,8 @@ def test_the_exit_code_and_the_table(gpu_check, tmp_path, monkeypatch, capsys, n
     printed = capsys.readouterr().out
     assert said in printed
     found = json.loads((tmp_path / "gpu.json").read_text())
-    assert [step["name"] for step in found["steps"]] == names  # a failure does not stop the rest
+    assert [step["step"]["name"] for step in found["steps"]] == names  # a failure does not stop the rest
     assert found["as_expected"] is {0: True, 1: False, 2: None}[code]
-    assert found["extent"] == {"device": "cpu", "steps": len(names), "ran": len(names), "interrupted": False}
     page = (tmp_path / "gpu.md").read_text()
     if "missed" in names:
         assert "| one and one | 2 | **3 \\| 4** |" in page
@@ -191,7 +192,7 @@ def test_the_exit_code_and_the_table(gpu_check, tmp_path, monkeypatch, capsys, n
 def test_only_some_steps(gpu_check, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["check_gpu", "--device", "cpu", "--only", "good", "--out", str(tmp_path)])
     assert gpu_check.main([gpu_check.step(name) for name in ("missed", "good")]) == 0
-    assert [step["name"] for step in json.loads((tmp_path / "gpu.json").read_text())["steps"]] == ["good"]
+    assert [step["step"]["name"] for step in json.loads((tmp_path / "gpu.json").read_text())["steps"]] == ["good"]
 
 
 def test_a_mistake_is_one_message():
@@ -255,7 +256,6 @@ def test_a_signal_ends_the_step_and_keeps_what_there_is(tmp_path, number):
     assert process.returncode == 130
     assert "interrupted" in printed
     found = json.loads((tmp_path / "gpu.json").read_text())
-    assert [step["name"] for step in found["steps"]] == ["good"]
-    assert found["extent"] == {"device": "cpu", "steps": 2, "ran": 1, "interrupted": True}
+    assert [step["step"]["name"] for step in found["steps"]] == ["good"]
     child = int(marker.read_text())
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE

@@ -1,23 +1,24 @@
-"""The command: runs the steps one after another, says how each went, writes the table."""
+"""The command: runs the steps one after another, each in a process with a time limit, and writes the table."""
 
 import argparse
 import contextlib
 import datetime
 import json
+import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from . import machine
+import psutil
+
+from . import report
 from .plan import BUDGET, CPU_TIME_FACTOR, STEPS, Step
-
-if TYPE_CHECKING:
-    from .report import Findings
-    from .supervise import Outcome
+from .report import Findings, Outcome
+from .table import MISSED, Row, read
 
 ROOT = Path(__file__).resolve().parents[2]
 INTERRUPTED = 130  # as a shell reports Ctrl-C
@@ -30,31 +31,29 @@ def main(steps: Sequence[Step] = STEPS) -> int:
     steps: other ones, for tests.
     """
     options = arguments(steps)
-    lacking = machine.missing()
-    if lacking:
-        return refuse(
-            f"{sys.executable} lacks {', '.join(lacking)}; scripts/check_gpu --install installs all into .venv first "
-            "(which takes the network and minutes), or PYTHON=... names another Python"
-        )
     facts = machine_facts(options.device)
     if "problem" in facts:
-        return refuse(facts["problem"])
+        print(f"check_gpu: {facts['problem']}", file=sys.stderr)
+        return 2
     chosen = [step for step in steps if not options.only or step.name in options.only]
-    is_whole = options.device == "cuda" and len(chosen) == len(steps)
-    scratch = ROOT / "outputs" / "check_gpu" / datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    # Only a whole run on a GPU replaces the table in the documentation.
-    out = options.out or (ROOT / "docs" if is_whole else scratch)
-    logs = (options.out or scratch).resolve() / "steps"
+    scratch = options.out or ROOT / "outputs" / "check_gpu" / datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    logs = scratch.resolve() / "steps"
     versions = ", ".join(f"{name} {facts[name]}" for name in ("driver", "torch", "CUDA", "Python") if name in facts)
     print(f"{facts['device']}; {versions}\n{len(chosen)} steps; logs in {logs}\n")
     with ended_like_ctrl_c():
         outcomes = run_all(chosen, options.device, logs)
-    from .report import Extent, Findings  # late: it needs psutil, which may be missing
-
-    is_interrupted = len(outcomes) < len(chosen)
-    extent = Extent(options.device, len(steps), len(outcomes), is_interrupted)
-    code = report_on(Findings(facts, extent, outcomes), options.out or scratch if is_interrupted else out)
-    return INTERRUPTED if is_interrupted else code
+    # Only a whole run on a GPU replaces the table in the documentation.
+    is_whole = options.device == "cuda" and len(outcomes) == len(steps)
+    findings = Findings(facts, options.device, len(steps), outcomes)
+    page = report.write(ROOT / "docs" if is_whole and not options.out else scratch, findings)
+    for outcome in outcomes:
+        for row in outcome.rows:
+            if row.verdict == MISSED:
+                print(f"{outcome.step.name}: {row.check}\n    expected  {row.expected}\n    got       {row.got}")
+    print(f"\n{findings.summary}. The table is in {page}")
+    if len(outcomes) < len(chosen):
+        return INTERRUPTED
+    return {None: 2, True: 0, False: 1}[findings.as_expected]
 
 
 def arguments(steps: Sequence[Step]) -> argparse.Namespace:
@@ -83,12 +82,6 @@ def arguments(steps: Sequence[Step]) -> argparse.Namespace:
     return parser.parse_args()
 
 
-def refuse(problem: str) -> int:
-    """Say why nothing can be run."""
-    print(f"check_gpu: {problem}", file=sys.stderr)
-    return 2
-
-
 def machine_facts(device: str) -> dict[str, Any]:
     """See `machine.facts`, which runs in a process of its own here."""
     done = subprocess.run([sys.executable, "-m", "gpu_check.machine", device], capture_output=True, text=True)
@@ -97,10 +90,8 @@ def machine_facts(device: str) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def run_all(steps: Sequence[Step], device: str, logs: Path) -> list["Outcome"]:
+def run_all(steps: Sequence[Step], device: str, logs: Path) -> list[Outcome]:
     """Run the steps, one line on the screen for each. Ctrl-C ends the step at work and leaves out the rest."""
-    from .supervise import run_step  # late: it needs psutil, which may be missing
-
     outcomes: list[Outcome] = []
     factor = CPU_TIME_FACTOR if device == "cpu" else 1
     started = time.monotonic()
@@ -130,19 +121,60 @@ def ended_like_ctrl_c() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def report_on(findings: "Findings", out: Path) -> int:
-    """Write the table, print what was not as expected. Returns the exit code."""
-    from . import report
+def run_step(step: Step, device: str, folder: Path, seconds: float) -> Outcome:
+    """Run the step for at most `seconds`. Its files and its log go to `folder`."""
+    work, rows, log = folder / step.name, folder / f"{step.name}.jsonl", folder / f"{step.name}.log"
+    work.mkdir(parents=True, exist_ok=True)
+    rows.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "gpu_check.table", step.entry, "--device", device]
+    # As `trainapp.launch` sets it: torch reads it while it is imported (2.13, c10/cuda/CUDAAllocatorConfig.h).
+    environment = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", **os.environ, "COLUMNS": "200"}
+    if device == "cpu":
+        environment.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors gain nothing from threads
+    started = time.monotonic()
+    with log.open("w") as file:
+        process = psutil.Popen(
+            [*command, "--folder", str(work), "--rows", str(rows)],
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env=environment,
+            start_new_session=True,
+        )
+        try:
+            code: int | None = process.wait(seconds)
+        except psutil.TimeoutExpired:
+            code = None
+        finally:
+            end_family(process)
+    outcome = Outcome(step, read(rows), time.monotonic() - started)
+    ends = "the step ends by itself"
+    if code is None:
+        outcome.rows.append(Row(ends, f"within {seconds:.0f} s", f"stopped after {outcome.seconds:.0f} s", MISSED))
+    elif code:
+        got = f"signal {-code}" if code < 0 else f"exit code {code}"
+        outcome.rows.append(Row(ends, "exit code 0", f"{got}: {last_line(log)}"[:160], MISSED))
+    return outcome
 
-    page = report.write(out, findings)
-    print()
-    for outcome in findings.outcomes:
-        for row in outcome.missed:
-            print(f"{outcome.step.name}: {row.check}\n    expected  {row.expected}\n    got       {row.got}")
-    print(f"{findings.summary}. The table is in {page}")
-    if findings.as_expected is None:
-        return 2
-    return 0 if findings.as_expected else 1
+
+def end_family(process: psutil.Popen) -> None:
+    """Kill the process and all that it started: the next step needs the memory of the device that they hold."""
+    family = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        family = process.children(recursive=True)
+    with contextlib.suppress(ProcessLookupError):  # its session, with those whose parent has ended
+        os.killpg(process.pid, signal.SIGKILL)
+    for member in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            member.kill()
+    process.wait()
+    psutil.wait_procs(family, timeout=5)
+
+
+def last_line(log: Path) -> str:
+    """The last line of a log that says something."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1] if lines else "no output"
 
 
 if __name__ == "__main__":

@@ -2,75 +2,78 @@
 
 import dataclasses
 import json
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .plan import STEPS
-from .supervise import Outcome
-from .table import MEASURED, MET, MISSED, NEEDS_CUDA
+from .plan import STEPS, Step
+from .table import MEASURED, MET, MISSED, NEEDS_CUDA, Row
 
 HEAD = """# On a GPU
 
 `scripts/check_gpu` runs the steps below on this machine's first GPU, each in a process of its own with a time limit, in
 at most ten minutes and without network, and writes this page and `gpu.json`. It needs torch 2.11 or newer and what
 the tests need. `--only NAME ...` runs some of the steps, `--out FOLDER` writes elsewhere, `--device cpu` runs what
-needs no GPU, with small sizes. CUDA_VISIBLE_DEVICES chooses the GPU; nothing else should use it meanwhile. The exit
-code is 0 if all that was expected was found, 1 if not, 2 if nothing could be checked, 130 after an interruption. In the
-tables, what was not as expected is bold, and *(measured)* stands where nothing is expected. The steps' logs lie beside
-`gpu.json`.
+needs no GPU, with small sizes. The exit code is 0 if all that was expected was found, 1 if not, 2 if nothing could be
+checked, 130 after an interruption. In the tables, what was not as expected is bold, and *(measured)* stands where
+nothing is expected. The steps' logs lie beside `gpu.json`.
 """
 
 
-@dataclass(frozen=True)
-class Extent:
-    """How much was run. device: cuda or cpu. steps: all of them; ran: those that have ended."""
+@dataclass
+class Outcome:
+    """How a step ended."""
 
-    device: str
-    steps: int
-    ran: int
-    interrupted: bool
+    step: Step
+    rows: list[Row] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def count(self, *verdicts: str) -> int:
+        """Rows with one of these verdicts."""
+        return sum(row.verdict in verdicts for row in self.rows)
+
+    @property
+    def verdict(self) -> str:
+        """In a few words, for the screen."""
+        expected, left_out = self.count(MET, MISSED), self.count(NEEDS_CUDA)
+        if self.count(MISSED):
+            return f"{self.count(MISSED)} of {expected} NOT as expected"
+        if not expected:
+            return "needs CUDA" if left_out else "measured"
+        return f"as expected ({expected})" + (f", {left_out} need CUDA" if left_out else "")
 
 
 @dataclass(frozen=True)
 class Findings:
-    """What the steps have found on the machine that `facts` describe."""
+    """What the steps have found on the machine that `facts` describe. steps: how many were to run."""
 
     facts: dict[str, Any]
-    extent: Extent
-    outcomes: list[Outcome]
+    device: str
+    steps: int
+    outcomes: Sequence[Outcome]
 
-    @property
-    def counts(self) -> dict[str, int]:
-        """Rows by verdict."""
-        verdicts = [row.verdict for outcome in self.outcomes for row in outcome.rows]
-        return {verdict: verdicts.count(verdict) for verdict in (MET, MISSED, MEASURED, NEEDS_CUDA)}
+    def count(self, *verdicts: str) -> int:
+        """Rows of all steps with one of these verdicts."""
+        return sum(outcome.count(*verdicts) for outcome in self.outcomes)
 
     @property
     def as_expected(self) -> bool | None:
         """None where nothing was checked or measured."""
-        counts = self.counts
-        return None if not counts[MET] + counts[MISSED] + counts[MEASURED] else counts[MISSED] == 0
+        return self.count(MISSED) == 0 if self.count(MET, MISSED, MEASURED) else None
 
     @property
     def summary(self) -> str:
         """One line, without a full stop."""
-        counts, extent = self.counts, self.extent
-        checks = counts[MET] + counts[MISSED]
-        if self.as_expected is None:
-            verdict = "Nothing was checked"
-        elif counts[MISSED]:
-            verdict = f"Not as expected: {counts[MISSED]} of {_checks(checks)}"
-        else:
-            verdict = f"All that was expected was found ({_checks(checks)})"
-        parts = [verdict]
-        if counts[NEEDS_CUDA]:
-            parts.append(f"{_checks(counts[NEEDS_CUDA])} left out, for want of CUDA")
-        if extent.ran < extent.steps:
-            parts.append(f"{extent.ran} of {extent.steps} steps run")
-        if extent.interrupted:
-            parts.append("interrupted")
-        return f"{'; '.join(parts)}, in {sum(outcome.seconds for outcome in self.outcomes):.0f} s"
+        checks = f"{self.count(MET, MISSED)} checks"
+        verdict = {
+            None: "Nothing was checked",
+            False: f"Not as expected: {self.count(MISSED)} of {checks}",
+            True: f"All that was expected was found ({checks})",
+        }[self.as_expected]
+        left_out = f"; {self.count(NEEDS_CUDA)} left out, for want of CUDA" if self.count(NEEDS_CUDA) else ""
+        part = f"; {len(self.outcomes)} of {self.steps} steps run" if len(self.outcomes) < self.steps else ""
+        return f"{verdict}{left_out}{part}, in {sum(outcome.seconds for outcome in self.outcomes):.0f} s"
 
 
 def page(findings: Findings | None = None) -> str:
@@ -80,7 +83,7 @@ def page(findings: Findings | None = None) -> str:
         lines += ["**Not run yet**: so far no GPU has been at hand.", "", "| step | what it checks |"]
         lines += ["|---|---|", *(f"| {step.name} | {step.about} |" for step in STEPS), ""]
         return "\n".join(lines)
-    facts = {"run on": findings.extent.device, **findings.facts}
+    facts = {"run on": findings.device, **findings.facts}
     lines += ["| what | |", "|---|---|", *(f"| {name} | {_cell(value)} |" for name, value in facts.items()), ""]
     lines += [f"{findings.summary}.", ""]
     for outcome in findings.outcomes:
@@ -97,25 +100,12 @@ def page(findings: Findings | None = None) -> str:
 def write(folder: Path, findings: Findings) -> Path:
     """Write `gpu.md` and `gpu.json`. Returns the page's path."""
     folder.mkdir(parents=True, exist_ok=True)
-    steps = [
-        {
-            "name": outcome.step.name,
-            "about": outcome.step.about,
-            "seconds": round(outcome.seconds, 2),
-            "rows": [dataclasses.asdict(row) for row in outcome.rows],
-        }
-        for outcome in findings.outcomes
-    ]
-    facts = {"machine": findings.facts, "extent": dataclasses.asdict(findings.extent), "checks": findings.counts}
-    facts |= {"as_expected": findings.as_expected, "steps": steps}
-    (folder / "gpu.json").write_text(json.dumps(facts, indent=1) + "\n")
+    facts = {"machine": findings.facts, "device": findings.device, "as_expected": findings.as_expected}
+    steps = [dataclasses.asdict(outcome) for outcome in findings.outcomes]
+    (folder / "gpu.json").write_text(json.dumps(facts | {"steps": steps}, indent=1) + "\n")
     path = folder / "gpu.md"
     path.write_text(page(findings))
     return path
-
-
-def _checks(count: int) -> str:
-    return f"{count} check{'s' * (count != 1)}"
 
 
 def _cell(value: object) -> str:

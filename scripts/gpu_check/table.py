@@ -1,7 +1,13 @@
-"""The rows of a step: what was checked, what was expected, what was found."""
+"""What a step has found, row by row; and the process of one step:
 
+python -m gpu_check.table MODULE:FUNCTION --device DEVICE --folder FOLDER --rows FILE
+"""
+
+import argparse
 import contextlib
+import importlib
 import json
+import logging
 import traceback
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -67,3 +73,20 @@ def failure_text(error: BaseException) -> str:
     """An error's type and the first line of its message, cut to 160 characters."""
     first = (str(error).strip().splitlines() or [""])[0]
     return f"{type(error).__name__}: {first}"[:160]
+
+
+def main() -> None:
+    """Import the step and let it fill its table."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("function")
+    parser.add_argument("--device", required=True)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--rows", type=Path, required=True)
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")  # what the runs say goes to the step's log
+    module, _, name = options.function.partition(":")
+    getattr(importlib.import_module(module), name)(Table(options.rows), options.device, options.folder)
+
+
+if __name__ == "__main__":
+    main()
