@@ -23,3 +23,8 @@ class Reported(SystemExit):
     def __init__(self, error: UserError):
         super().__init__(error.exit_code)
         self.error = error
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Add a line to what a traceback of the error shows, from Python 3.11 on."""
+    setattr(error, "__notes__", [*getattr(error, "__notes__", []), note])  # noqa: B010  # `BaseException.add_note` is newer

@@ -125,12 +125,6 @@ class Draws(Correct):
         super().update(logits, targets)
 
 
-def for_regression(model, batch):
-    """Passes logits [B, 10] and targets [B], which no metric of regression takes."""
-    loss, count, _ = silent(model, batch)
-    return loss, count, {"*": (model(batch["inputs"]).detach(), batch["targets"].float())}
-
-
 def silent(model, batch):
     """A task that passes nothing on."""
     logits = model(batch["inputs"])
@@ -188,55 +182,6 @@ class Fails:
 class RunsOut:
     def after_evaluation(self, view, metrics):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. (a test)")
-
-
-class Changes:
-    def after_step(self, view):
-        with torch.no_grad():
-            next(view.model.parameters()).add_(1.0)
-
-
-class Looks:
-    """A forward, and a sample of the validation data."""
-
-    def after_step(self, view):
-        view.model(torch.ones(2, 64))
-        view.data[0]
-
-
-class Alters:
-    """Changes what the model computes without writing to a parameter. how: see below."""
-
-    def __init__(self, how):
-        self.how = how
-
-    def after_step(self, view):
-        model = view.model
-        match self.how:
-            case "freezes":
-                model.head.requires_grad_(False)
-            case "hooks a gradient":
-                model.head.weight.register_hook(lambda gradient: gradient * 0)
-            case "hooks a module":
-                model.head.register_forward_hook(lambda module, inputs, output: output * 0)
-            case "replaces":
-                model.dropout = torch.nn.Identity()
-            case "sets":
-                model.dropout.p = 0.9
-            case "hooks for a moment":
-                model.head.register_forward_hook(lambda module, inputs, output: None).remove()
-                model.train()
-
-
-class Empties:
-    """Writes into what it is given."""
-
-    def after_evaluation(self, view, metrics):
-        for value in metrics.values():
-            if torch.is_tensor(value):
-                value.zero_()
-        metrics["loss"] = 0.0
-        metrics["accuracy"] = 0.0
 
 
 class Holds:

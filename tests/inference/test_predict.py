@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import trainapp
 from trainapp.errors import UserError
-from trainapp.hooks.class_dim import ClassDim
+from trainapp.hooks.predictions import ClassDim
 from trainapp.inference import predict as module
 
 PAGE = ROOT / "docs/inference.md"

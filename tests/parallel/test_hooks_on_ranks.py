@@ -55,13 +55,6 @@ def test_a_metric_that_cannot_be_merged_is_refused(cell):
         assert record.error.startswith("metrics.mine: on several ranks each has a part of the samples")
 
 
-@pytest.mark.parametrize("where", ["update", "compute"])
-def test_a_metric_that_fails_on_one_rank_ends_all(cell, where):
-    failing = f"+metrics.mine={{_target_: own_hooks.FailsLate, where: {where}, rank: 1}}"
-    for record in cell.run(2, *IMAGES, "data.val_size=37", *EVALUATION, failing, "parallel=ddp", tiny=TINY):
-        assert record.error.startswith(f"metrics.mine: {'the ' * (where == 'update')}{where} of a FailsLate fails")
-
-
 def test_a_stop_that_one_rank_asks_for_is_that_of_all(cell):
     chosen = (*IMAGES, "parallel=ddp", "user_packages=[own_hooks]", "train.max_steps=6")
     records = cell.run(2, *chosen, callback("StopsAt", step=3, rank=1), tiny=TINY)
@@ -75,8 +68,7 @@ def test_early_stopping_on_two_ranks(cell):
     assert [record.progress["step"] for record in records] == [3, 3]
 
 
-@pytest.mark.parametrize(("kind", "message"), [("Fails", "no such plot"), ("Changes", "has changed")])
-def test_an_error_in_a_callback_ends_all_ranks(cell, kind, message):
-    chosen = (*IMAGES, "parallel=ddp", "user_packages=[own_hooks]", callback(kind))
+def test_an_error_in_a_callback_ends_all_ranks(cell):
+    chosen = (*IMAGES, "parallel=ddp", "user_packages=[own_hooks]", callback("Fails"))
     for record in cell.run(2, *chosen, tiny=TINY):
-        assert message in record.error
+        assert "no such plot" in record.error

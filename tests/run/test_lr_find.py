@@ -10,7 +10,7 @@ from helpers import LR_FIND_FILES, files, run_cli
 
 from trainapp.config import compose
 from trainapp.errors import TrainingStopped, UserError
-from trainapp.hooks import lr_range
+from trainapp.hooks import callbacks as lr_range
 from trainapp.launch import launch
 from trainapp.run import lr_find
 

@@ -1,4 +1,4 @@
-"""Callbacks: a user's code between steps. It may look at the run, write what it likes, and ask for its end.
+"""Callbacks: a user's code between steps, and those that the program brings: early stopping, profile, range test.
 
 A callback is an object with any of these methods:
 
@@ -12,20 +12,27 @@ They run on every rank, one after the other, with the model in evaluation mode, 
 are restored after them. With `state_dict` and `load_state_dict`, what they keep is in the checkpoints.
 """
 
+import csv
 import logging
+import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
+from torch.profiler import ProfilerActivity
 
+from trainapp.config.validation import NonNegativeInt, PositiveFloat, PositiveInt, Str
 from trainapp.errors import UserError
-from trainapp.hooks.metrics import logged_name
+from trainapp.hooks.metrics import logged_name, logged_name_of, setting_name
 from trainapp.tracking.tracker import SilentTracker, Tracker
 
 log = logging.getLogger(__name__)
 METHODS = ("after_step", "after_evaluation", "on_end")
+SMOOTHING = 0.9  # of the range test's loss per step
 
 
 @dataclass(frozen=True)
@@ -33,8 +40,8 @@ class View:
     """What a callback sees of a run.
 
     step: finished optimizer steps. epoch: that of the coming step, from 0. samples: trained so far, over all ranks.
-    model: the one that is trained, with its own weights even where evaluations use those of `train.ema`; not to be
-    changed. Under DDP and FSDP every rank must make the same forward.
+    model: the one that is trained, with its own weights even where evaluations use those of `train.ema`. Under DDP and
+    FSDP every rank must make the same forward.
     tracker: has `scalars(values, step)`, `text(tag, text, step)`, `image(tag, path, step)` and `note(text)`; it writes
     on rank 0 alone.
     waited: seconds that this process has waited for batches. evaluated: the data sets of evaluations by name, "" for
@@ -119,3 +126,155 @@ class Callbacks:
                 close()
             except Exception:  # the others, and the trackers, are still to be closed
                 log.exception("callbacks.%s: close failed", name)
+
+
+class EarlyStopping:
+    """`stopping.patience`: ends the run once `metric` has not improved by more than `min_delta` for `patience`
+    evaluations in a row.
+
+    direction: "max" or "min". A value that is not finite is no improvement. Its state is in the checkpoints.
+    """
+
+    def __init__(self, patience: int, min_delta: float, direction: str, metric: str):
+        self.patience, self.min_delta, self.direction, self.metric = patience, min_delta, direction, metric
+        self.best: float | None = None
+        self.best_step = 0
+        self.bad = 0  # evaluations without an improvement since
+        self.is_known = False  # whether the task has the metric for some samples, if not in every evaluation
+
+    def after_evaluation(self, view: View, metrics: Mapping[str, Any]) -> None:
+        """Count this evaluation. Raises UserError for a metric that does not exist or is no number."""
+        metrics = {name: value for name, value in metrics.items() if isinstance(value, float)}
+        metric = logged_name_of(self.metric, metrics)
+        may_lack_it = self.is_known or self.best is not None or self.bad  # it is one that only some batches have
+        if metric not in metrics and not may_lack_it:
+            raise UserError(
+                f"stopping.metric={self.direction} {self.metric}: there is no such metric; there are "
+                f"{', '.join(map(setting_name, metrics))}"
+            )
+        value = metrics.get(metric, math.nan)
+        gain = math.inf if self.best is None else value - self.best if self.direction == "max" else self.best - value
+        if math.isfinite(value) and gain > self.min_delta:
+            self.best, self.best_step, self.bad = value, view.step, 0
+            return
+        self.bad += 1
+        if self.bad >= self.patience:
+            outcome = (
+                "has never been finite"
+                if self.best is None
+                else f"has not improved on {self.best:.6g}, of step {self.best_step}, since"
+            )
+            view.stop(f"stopping.patience={self.patience}: {self.metric} {outcome}")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"watched": self._watched, "best": self.best, "best_step": self.best_step, "bad": self.bad}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing of another metric or direction."""
+        if state.get("watched") == self._watched:
+            self.best, self.best_step, self.bad = state["best"], state["best_step"], state["bad"]
+
+    @property
+    def _watched(self) -> str:
+        return f"{self.direction} {self.metric}"
+
+
+class Profile:
+    """`debug=profile`: what `steps` steps spend their time on, by torch's profiler, after the first `wait`, whose sizes
+    are not validated yet and whose kernels are not chosen.
+
+    Leaves profile/rank_N.json, a trace for chrome://tracing or ui.perfetto.dev; rank 0 also prints the `top`
+    operators and how long the steps have waited for their batches, and leaves that in profile/summary.txt.
+    """
+
+    def __init__(self, wait: NonNegativeInt = 4, steps: PositiveInt = 5, top: PositiveInt = 15):
+        self.wait, self.steps, self.top = wait, steps, top
+        self._profiler: Any = None
+        self._seen = self._profiled = 0
+        self._started = self._waited = 0.0
+        self._ended = False
+
+    def after_step(self, view: View) -> None:
+        self._seen += 1
+        if self._profiler is not None:
+            self._profiled += 1
+            if self._profiled == self.steps:
+                self._finish(view)
+        elif self._seen >= self.wait and not self._ended:
+            on_device = next(view.model.parameters()).device.type == "cuda"
+            activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_device else [])]
+            self._profiler = torch.profiler.profile(activities=activities, acc_events=True)
+            self._profiler.start()
+            self._started, self._waited = time.monotonic(), view.waited
+
+    def on_end(self, view: View) -> None:
+        """The run may have ended sooner."""
+        if self._profiler is not None and self._profiled:
+            self._finish(view)
+        elif not self._ended:
+            log.warning("callbacks.profile: the run has ended after %d steps, before one was profiled", self._seen)
+
+    def close(self) -> None:
+        """After an error: an open profiler would profile the next run of the process."""
+        if self._profiler is not None:
+            profiler, self._profiler = self._profiler, None
+            profiler.stop()
+
+    def _finish(self, view: View) -> None:
+        seconds, waited = time.monotonic() - self._started, view.waited - self._waited
+        profiler, self._profiler, self._ended = self._profiler, None, True
+        profiler.stop()
+        folder = view.run_dir / "profile"
+        folder.mkdir(exist_ok=True)
+        profiler.export_chrome_trace(str(folder / f"rank_{view.rank}.json"))
+        if not view.is_rank_zero:
+            return
+        on_device = ProfilerActivity.CUDA in profiler.activities
+        key = "self_device_time_total" if on_device else "self_cpu_time_total"
+        table = profiler.key_averages().table(sort_by=key, row_limit=self.top, max_name_column_width=60)
+        text = (
+            f"{self._profiled} steps up to step {view.step} took {seconds:.3f} s, of which {waited:.3f} s "
+            f"({100 * waited / max(seconds, 1e-9):.0f}%) waiting for batches\n{table}\n"
+        )
+        (folder / "summary.txt").write_text(text)
+        print(text, flush=True)
+        view.tracker.note(f"the profile of {self._profiled} steps is in {folder}")
+
+
+class RangeTest:
+    """`mode=lr_find`, a learning-rate range test (Smith 2015, arXiv:1506.01186).
+
+    Writes the loss of each step to `file`, as CSV, and stops where the smoothed loss is `diverges` times its lowest so
+    far (of a negative one, as far above it). Needs `every.log=1`.
+    """
+
+    def __init__(self, file: Str, diverges: PositiveFloat):
+        self.file, self.diverges = Path(file), diverges
+        self.losses: list[float] = []
+
+    def after_step(self, view: View) -> None:
+        """Raises OSError where the file cannot be written."""
+        is_first = not self.losses
+        self.losses.append(view.logged["loss"])
+        with self.file.open("w" if is_first else "a", newline="") as file:  # what a rebuilt run repeats is written anew
+            csv.writer(file).writerow([view.step, view.logged["loss"]])
+        curve = smoothed(self.losses)
+        lowest = min(curve)
+        if curve[-1] - lowest > (self.diverges - 1) * abs(lowest):
+            view.stop("the loss diverges")
+
+
+def smoothed(losses: list[float]) -> list[float]:
+    """An exponential moving average of the losses, without its bias towards 0."""
+    average, found = 0.0, []
+    for number, loss in enumerate(losses, start=1):
+        average = SMOOTHING * average + (1 - SMOOTHING) * loss
+        found.append(average / (1 - SMOOTHING**number))
+    return found
+
+
+def growing(step: int, minimum: PositiveFloat, maximum: PositiveFloat, steps: PositiveInt) -> float:
+    """The schedule of the range test: the rate after `step` steps as a share of `maximum`, growing exponentially from
+    `minimum` to all of it in the last.
+    """
+    return float((minimum / maximum) ** (1 - step / (steps - 1)))

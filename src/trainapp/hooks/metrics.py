@@ -1,19 +1,24 @@
 """Metrics that are no mean of per-sample sums: F1, R2, AUROC, perplexity. `metrics.NAME` builds each.
 
-They are updated once per finished batch of an evaluation, merged over ranks, and computed once at its end.
+A metric is one of torchmetrics, or any object with `update`, `compute`, `reset` and, for several ranks, `merge(other)`.
+It is updated once per finished batch of an evaluation, merged over ranks, and computed once at its end.
 """
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+import copy
+import io
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from trainapp.hooks.metric_failures import MetricFailed, of_compute, of_update
-from trainapp.hooks.metric_states import MetricState, hold
+from trainapp.checkpoint.held_tensors import held_tensors
+from trainapp.data.batch import tensors_in
+from trainapp.errors import UserError, add_note
 from trainapp.parallel.ranks import Ranks
+from trainapp.torch_private import outside_dispatch_modes
 
 EVERY = "*"  # under this name a task passes arguments to all configured metrics that it does not name
 MOST_VALUES = 100  # of a vector that is logged as one number each
@@ -39,24 +44,16 @@ def logged_name_of(metric: str, known: Collection[str]) -> str:
 class StatefulMetrics:
     """The metrics of a run's evaluations, by name. Raises UserError for an object that is none.
 
-    failure: of a metric on any rank, which ends the run; set by `results`. passes_on: whether an error of a metric is
-    the caller's to handle, such as one for want of memory.
+    An error of a metric is raised as it is, with a note that names the setting.
     """
 
     def __init__(self, metrics: Mapping[str, Any] | None = None):
-        self._held: dict[str, MetricState] = {
-            name: hold(metric, f"metrics.{name}") for name, metric in (metrics or {}).items()
-        }
+        self._held: dict[str, OwnMetric] = {name: _held(metric, name) for name, metric in (metrics or {}).items()}
         self._updated: set[str] = set()
         self._before: dict[str, Any] = {}  # states before an update that may still be undone
         self._has_values = True
         self._empty_bytes = 0  # of the states after `reset`
         self.grow = False  # in a trace: whether an update has added to what they keep
-        self.failure: MetricFailed | None = None
-        self._failed: MetricFailed | None = None  # this rank's, in the evaluation at work
-        self.passes_on: Callable[[Exception], bool] = lambda error: isinstance(
-            error, (MemoryError, torch.OutOfMemoryError)
-        )
 
     @property
     def names(self) -> frozenset[str]:
@@ -66,14 +63,11 @@ class StatefulMetrics:
     def to(self, device: torch.device) -> None:
         """Move the metrics that have a method `to`."""
         for held in self._held.values():
-            if callable(getattr(held.metric, "to", None)):
-                moved = held.metric.to(device)
-                held.metric = held.metric if moved is None else moved  # as of a tensor, it may be another object
+            held.to(device)
 
     def without_values(self) -> None:
         """For a trace: switch off what metrics check in values, and compute nothing at the end."""
         self._has_values = False
-        self.passes_on = lambda error: not isinstance(error, (TypeError, ValueError))
         for held in self._held.values():
             for part in getattr(held.metric, "modules", tuple)():
                 if hasattr(part, "validate_args"):
@@ -82,44 +76,20 @@ class StatefulMetrics:
     def tensors(self) -> list[Tensor]:
         """All tensors that are kept from batch to batch, and the copies that undo an update in progress."""
         kept = [tensor for held in self._held.values() for tensor in held.tensors()]
-        return kept + [tensor for name, state in self._before.items() for tensor in self._held[name].tensors_of(state)]
+        return kept + list(held_tensors([self._before], with_modules=True))
 
     def reset(self) -> None:
         """Before an evaluation, and after it: what metrics keep of all samples would stay in memory."""
         self._updated.clear()
-        self._failed = None
         for held in self._held.values():
             held.metric.reset()
         self._empty_bytes = self._bytes()
 
     def update(self, passed: Mapping[str, Any]) -> None:
         """Pass on what the task has returned as metrics for a batch: for each configured name, or for EVERY, a tuple of
-        positional arguments, a mapping of keyword arguments, or a function that returns one of them.
-
-        After an update that fails, there is none any more in this evaluation, whose end all ranks reach: see `results`.
+        positional arguments, a mapping of keyword arguments, or a function that returns one of them. Raises UserError
+        for anything else.
         """
-        if self._failed is not None:
-            return
-        try:
-            self._update(passed)
-        except MetricFailed as failed:
-            if not self._has_values:
-                raise
-            self._failed = failed.with_traceback(None)  # whose frames hold the batch
-
-    def try_update(self, passed: Mapping[str, Any]) -> None:
-        """As `update` for a first batch, but the metrics stay as they were. Raises MetricFailed where it fails."""
-        updated, states = set(self._updated), {name: held.take() for name, held in self._held.items()}
-        try:
-            for held in self._held.values():
-                held.metric.reset()
-            self._update(passed)
-        finally:
-            self._updated = updated
-            for name, state in states.items():
-                self._held[name].restore(state)
-
-    def _update(self, passed: Mapping[str, Any]) -> None:
         arguments: dict[str, Any] = {}
         for name, held in self._held.items():
             key = name if name in passed else EVERY
@@ -127,28 +97,10 @@ class StatefulMetrics:
                 continue
             if key not in arguments:
                 arguments[key] = passed[key]() if callable(passed[key]) else passed[key]
-            self._update_one(held.metric, name, arguments[key])
+            _update(held.metric, name, arguments[key])
             self._updated.add(name)
         if not self._has_values:
             self.grow |= self._bytes() > self._empty_bytes
-
-    def _update_one(self, metric: Any, name: str, arguments: Any) -> None:
-        if isinstance(arguments, Mapping):
-            positional, named = (), dict(arguments)
-        elif isinstance(arguments, (tuple, list)):
-            positional, named = tuple(arguments), {}
-        else:
-            raise MetricFailed(
-                f"metrics.{name}: the task returns a {type(arguments).__name__} under metrics[{name!r}], where a tuple "
-                "of the arguments of the metric's `update` is expected; if the task has a metric of its own with this "
-                "name, choose another one here"
-            )
-        try:
-            metric.update(*positional, **named)
-        except Exception as error:
-            if self.passes_on(error):
-                raise
-            raise of_update(name, metric, positional, named, error) from error
 
     def _bytes(self) -> int:
         return sum(tensor.nbytes for held in self._held.values() for tensor in held.tensors())
@@ -156,12 +108,11 @@ class StatefulMetrics:
     @contextlib.contextmanager
     def undone_on_error(self) -> Iterator[None]:
         """Around an update, up to the moment from which the batch counts: an error undoes it."""
-        self._before = {name: held.take() for name, held in self._held.items()}
-        updated, failed = set(self._updated), self._failed
+        self._before, updated = {name: held.take() for name, held in self._held.items()}, set(self._updated)
         try:
             yield
         except BaseException:
-            self._updated, self._failed = updated, failed
+            self._updated = updated
             for name, state in self._before.items():
                 self._held[name].restore(state)
             raise
@@ -171,50 +122,198 @@ class StatefulMetrics:
     def results(self, ranks: Ranks) -> dict[str, Any]:
         """What each metric computes from the samples of all ranks, the same on each. Collective.
 
-        Nothing where a metric has failed on any rank, or nothing was passed to it: `failure` is set then, on all ranks.
+        Raises UserError, on all ranks, for a metric to which nothing was passed.
         """
-        if not self._held or not self._has_values or self._has_failed(ranks):
+        if not self._held or not self._has_values:
             return {}
         silent = self._held.keys() - set().union(*ranks.all_gather_object(self._updated))
         if silent:
             name = sorted(silent)[0]
-            self._failed = MetricFailed(
+            raise UserError(
                 f"metrics.{name}: the task of evaluations passes nothing to it; under metrics[{name!r}], or "
                 f"metrics[{EVERY!r}] for all that are configured, it must return a tuple of the arguments of their "
                 "`update`, such as (logits, targets); or the evaluation data has no samples"
             )
-        results = {} if silent else self._computed(ranks)
-        return {} if self._has_failed(ranks) else results
-
-    def _has_failed(self, ranks: Ranks) -> bool:
-        """Whether a metric has, on any rank. Collective."""
-        by_rank = ranks.all_gather_object(None if self._failed is None else str(self._failed))
-        first = next((text for text in by_rank if text), None)
-        if first is not None:
-            is_own = self._failed is not None and str(self._failed) == first
-            self.failure = self._failed if is_own else MetricFailed(first)
-        return first is not None
-
-    def _computed(self, ranks: Ranks) -> dict[str, Any]:
-        if ranks.world == 1:
-            return self._of_each(lambda _, held: held.computed())
-        by_rank = ranks.all_gather_object(self._of_each(lambda _, held: held.exported()))
-        if any(len(states) < len(self._held) for states in by_rank):  # a rank has failed
-            return {}
-        return self._of_each(lambda name, held: held.merged([states[name] for states in by_rank]))
-
-    def _of_each(self, work: Callable[[str, MetricState], Any]) -> dict[str, Any]:
-        """By name; of those before the first that fails."""
-        found: dict[str, Any] = {}
+        results = {}
         for name, held in self._held.items():
-            try:
-                found[name] = work(name, held)
-            except Exception as error:
-                if self.passes_on(error):
-                    raise
-                self._failed = of_compute(name, held.metric, error)
-                break
-        return found
+            with _named(f"metrics.{name}: compute of a {type(held.metric).__name__}"):
+                by_rank = ranks.all_gather_object(held.exported()) if ranks.world > 1 else None
+                results[name] = held.computed(by_rank)
+        return results
+
+
+def _update(metric: Any, name: str, arguments: Any) -> None:
+    positional: Sequence[Any] = ()
+    named: Mapping[str, Any] = {}
+    if isinstance(arguments, Mapping):
+        named = arguments
+    elif isinstance(arguments, (tuple, list)):
+        positional = arguments
+    else:
+        raise UserError(
+            f"metrics.{name}: the task returns a {type(arguments).__name__} under metrics[{name!r}], where a tuple "
+            "of the arguments of the metric's `update` is expected; if the task has a metric of its own with this "
+            "name, choose another one here"
+        )
+    shown = [*map(_described, positional), *(f"{key}={_described(value)}" for key, value in named.items())]
+    with _named(f"metrics.{name}: update of a {type(metric).__name__} with ({', '.join(shown)}) from the task"):
+        metric.update(*positional, **named)
+
+
+@contextlib.contextmanager
+def _named(work: str) -> Iterator[None]:
+    """Add to an error's notes whose work it was: tracebacks show them."""
+    try:
+        yield
+    except Exception as error:
+        add_note(error, f"in {work}")
+        raise
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, (Tensor, np.ndarray)):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    return type(value).__name__
+
+
+class OwnMetric:
+    """Any object with `update`, `compute` and `reset`; it is copied before each batch, to undo its update.
+
+    setting: names the metric, for messages.
+    """
+
+    def __init__(self, metric: Any, setting: str):
+        self.metric, self._setting = metric, setting
+
+    def to(self, device: torch.device) -> None:
+        """Move it, if it can be moved."""
+        if callable(getattr(self.metric, "to", None)):
+            moved = self.metric.to(device)
+            self.metric = self.metric if moved is None else moved  # as of a tensor, it may be another object
+
+    def take(self) -> Any:
+        """The state, for `restore`."""
+        # Inside a trace torch cannot copy a tensor that is older than it.
+        with outside_dispatch_modes(), _named(f"copying {self._setting}, which undoes an update that fails"):
+            return copy.deepcopy(self.metric)
+
+    def restore(self, state: Any) -> None:
+        """Return to what `take` has returned; once."""
+        self.metric = state
+
+    def tensors(self) -> list[Tensor]:
+        """Those that the metric keeps from batch to batch."""
+        return list(held_tensors([self.metric], with_modules=True))
+
+    def exported(self) -> Any:
+        """The state as it is sent to other ranks. Raises UserError for one that cannot be merged."""
+        if not callable(getattr(self.metric, "merge", None)):
+            raise UserError(
+                f"{self._setting}: on several ranks each has a part of the samples, and a {type(self.metric).__name__} "
+                "does not say how parts are merged; give it a method `merge(other)`, which adds what another one of "
+                "its class has gathered, or derive it from torchmetrics.Metric"
+            )
+        content = io.BytesIO()
+        torch.save(self.metric, content)
+        return content.getvalue()
+
+    def computed(self, by_rank: list[Any] | None) -> Any:
+        """What the metric computes from the states that all ranks have exported, on the host; None: from its own."""
+        if by_rank is None:
+            return copy.deepcopy(self.metric.compute())  # it may be a part of the state, which is reset
+        # The bytes are from this program's own ranks, which run the same code. map_location: wherever tensors were.
+        whole, *others = (torch.load(io.BytesIO(part), map_location="cpu", weights_only=False) for part in by_rank)
+        for other in others:
+            whole.merge(other)
+        return whole.compute()
+
+
+class TorchMetric(OwnMetric):
+    """A metric of torchmetrics, or a module that holds some: a collection, a wrapper.
+
+    Its states are those that it declares by `add_state`: of lists only the ends are new, so that no batch is copied
+    twice. They are merged by their `dist_reduce_fx` as in torchmetrics' own `Metric._sync_dist` (1.9), which gathers
+    them on the gradients' process group without a vote, and takes ranks without a sample for zeros.
+    """
+
+    def __init__(self, metric: nn.Module, setting: str):
+        super().__init__(metric, setting)
+        for part in self._parts():
+            part.distributed_available_fn = lambda: False  # otherwise `compute` merges once more
+
+    def _parts(self) -> list[Any]:
+        return list(filter(_declares_states, self.metric.modules()))
+
+    def take(self) -> list[tuple[dict[str, Any], int]]:
+        return [({name: _copied(getattr(p, name)) for name in p._reductions}, p._update_count) for p in self._parts()]
+
+    def restore(self, state: list[tuple[dict[str, Any], int]]) -> None:
+        for part, (values, count) in zip(self._parts(), state, strict=True):
+            for name, value in values.items():
+                setattr(part, name, value)
+            part._update_count, part._computed = count, None
+
+    def tensors(self) -> list[Tensor]:
+        states = tensors_in([getattr(part, name) for part in self._parts() for name in part._reductions])
+        return [*states, *self.metric.parameters(), *self.metric.buffers()]
+
+    def exported(self) -> Any:
+        return [({name: _on_host(value) for name, value in own.items()}, count) for own, count in self.take()]
+
+    def computed(self, by_rank: list[Any] | None) -> Any:
+        """On the host: lists of all samples joined may be too large for the device. The own state stays as it is."""
+        own, device = self.take(), self._parts()[0].device
+        try:
+            self.metric.to("cpu")
+            for part, *states in zip(self._parts(), *(by_rank or ()), strict=True):
+                part._computed = None
+                if states:
+                    _merge_into(part, states)
+            return self.metric.compute()
+        finally:
+            self.restore(own)
+            self.metric.to(device)
+
+
+def _held(metric: Any, name: str) -> OwnMetric:
+    lacking = [method for method in ("update", "compute", "reset") if not callable(getattr(metric, method, None))]
+    if lacking:
+        raise UserError(
+            f"metrics.{name}: a {type(metric).__name__} has no method {' and no method '.join(lacking)}; a metric has "
+            "update(...), compute() and reset()"
+        )
+    is_declared = isinstance(metric, nn.Module) and any(map(_declares_states, metric.modules()))
+    return (TorchMetric if is_declared else OwnMetric)(metric, f"metrics.{name}")
+
+
+def _declares_states(module: nn.Module) -> bool:
+    return isinstance(getattr(module, "_reductions", None), dict)
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else list(value)
+
+
+def _on_host(value: Any) -> Any:
+    return value.cpu() if isinstance(value, Tensor) else [item.cpu() for item in value]
+
+
+def _merge_into(part: Any, states: list[tuple[dict[str, Any], int]]) -> None:
+    """Set a metric's states to those of all ranks. A rank without an update has nothing to say, not zeros."""
+    updated = [values for values, count in states if count] or [states[0][0]]
+    for name, reduce in part._reductions.items():
+        by_rank = [values[name] for values in updated]
+        whole: Any
+        if len(by_rank) == 1:
+            whole = by_rank[0]
+        elif isinstance(by_rank[0], list):
+            whole = [item for items in by_rank for item in items]
+            whole = reduce(whole) if whole and reduce is not None else whole
+        else:
+            stacked = torch.stack(by_rank)
+            whole = stacked if reduce is None else reduce(stacked)
+        setattr(part, name, whole)
+    part._update_count = sum(count for _, count in states)
 
 
 def as_scalars(results: Mapping[str, Any]) -> dict[str, float]:

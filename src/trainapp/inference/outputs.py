@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from trainapp.data.micro_batch import MicroBatch
 from trainapp.errors import UserError
 from trainapp.hooks.callbacks import labels_of
-from trainapp.hooks.class_dim import ClassDim
+from trainapp.hooks.predictions import ClassDim
 from trainapp.inference.parts import WHAT_TO_DO, by_sample, part_of, require_leading
 from trainapp.train.losses import IGNORED, class_dim, is_built_in
 from trainapp.train.model_inputs import beside_inputs

@@ -16,7 +16,7 @@ import numpy as np
 from trainapp.config.schema import Config, Every, Schedule, Stopping, Target
 from trainapp.errors import NotFinite, TrainingStopped, UserError
 from trainapp.files import atomic_write
-from trainapp.hooks import lr_range
+from trainapp.hooks.callbacks import growing, smoothed
 from trainapp.run import runner
 
 CSV, PICTURE = "lr_find.csv", "lr_find.png"
@@ -49,9 +49,9 @@ def run(config: Config) -> float:
             runner.run(configured(config, folder, file))
         except NotFinite:
             why = "the loss or a gradient is not finite"
-        steps, losses = lr_range.read(file)
-    rates = [settings.max * lr_range.growing(s - 1, settings.min, settings.max, settings.steps) for s in steps]
-    curve = lr_range.smoothed(losses)
+        steps, losses = _read(file)
+    rates = [settings.max * growing(s - 1, settings.min, settings.max, settings.steps) for s in steps]
+    curve = smoothed(losses)
     _write(run_dir / CSV, steps, rates, losses, curve)
     found = suggestion(rates, curve, settings.min)
     _draw(run_dir / PICTURE, rates, losses, curve, found)
@@ -66,14 +66,14 @@ def configured(config: Config, folder: str, file: Path) -> Config:
     ratio = None if lr is None else highest / lr
     groups = [group | {"lr": group["lr"] * ratio} if "lr" in group else group for group in config.optimizer.groups]
     growth = {"minimum": settings.min, "maximum": highest, "steps": settings.steps}
-    watching = Target("trainapp.hooks.lr_range.RangeTest", {"file": str(file), "diverges": settings.diverges})
+    watching = Target("trainapp.hooks.callbacks.RangeTest", {"file": str(file), "diverges": settings.diverges})
     changes: dict[str, Any] = {
         "run_dir": folder,
         "train": dataclasses.replace(
             config.train, max_steps=settings.steps, max_epochs=None, nonfinite="stop", ema=None, check_exactness=False
         ),
         "optimizer": dataclasses.replace(config.optimizer, lr=highest, groups=groups),
-        "schedule": Schedule(target="trainapp.hooks.lr_range.growing", arguments=growth),
+        "schedule": Schedule(target="trainapp.hooks.callbacks.growing", arguments=growth),
         "every": Every(log=1, eval=None, save=None),
         "checkpointing": dataclasses.replace(config.checkpointing, resume="none", load="all", save=False),
         "stopping": Stopping(),
@@ -84,6 +84,15 @@ def configured(config: Config, folder: str, file: Path) -> Config:
         "callbacks": {"lr_find": watching},
     }
     return dataclasses.replace(config, **changes)
+
+
+def _read(file: Path) -> tuple[list[int], list[float]]:
+    """Steps and losses that a `RangeTest` has written; empty without a finished step."""
+    if not file.exists():
+        return [], []
+    with file.open(newline="") as lines:
+        rows = [(int(step), float(loss)) for step, loss in csv.reader(lines)]
+    return [step for step, _ in rows], [loss for _, loss in rows]
 
 
 def suggestion(rates: list[float], curve: list[float], lowest_rate: float) -> Suggestion:

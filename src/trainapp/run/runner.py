@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import gc
 import logging
 import time
@@ -14,12 +13,13 @@ from typing import Any
 from trainapp.checkpoint.manifest import read_manifest
 from trainapp.config.inference_settings import INFERENCE, with_own_batches
 from trainapp.config.schema import Config
+from trainapp.errors import add_note
 from trainapp.inference import generate, predict
 from trainapp.memory import host_guard
 from trainapp.memory.device import DeviceMemory
 from trainapp.oom import handover, incident, recovery
 from trainapp.oom.building import out_of_memory_named
-from trainapp.oom.errors import is_device_lost, is_out_of_memory
+from trainapp.oom.errors import is_out_of_memory
 from trainapp.oom.incident import Incident
 from trainapp.optim.optimizers import lean_optimizer
 from trainapp.parallel.ranks import Ranks, SingleRank
@@ -35,7 +35,7 @@ from trainapp.train.allocations import refused_in_attempt
 from trainapp.train.evaluate import evaluate
 from trainapp.train.initial_sizes import initial_sizes
 from trainapp.train.phase import Phase
-from trainapp.train.run import Attempt, Run
+from trainapp.train.run import Run
 from trainapp.train.whole_batch import require_uncut
 from trainapp.units import parse_memory_size
 
@@ -106,8 +106,7 @@ def _naming_the_step(run: Run) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        notes = [*getattr(error, "__notes__", []), f"at step {run.state.progress.step + 1}"]
-        setattr(error, "__notes__", notes)  # noqa: B010  # `add_note` exists from Python 3.11 on
+        add_note(error, f"at step {run.state.progress.step + 1}")
         raise
 
 
@@ -148,18 +147,12 @@ def prepare(config: Config, stop: StopRequest, ranks: Ranks, carried: CarriedOve
         ),
     )
     run.sizes.continue_history(saved, hint)
-    run.metrics.passes_on = functools.partial(_is_of_device, run.memory, run.attempt)
     objective.require_known(run)
     metric_trial.try_metrics(run)
     build.start_tracking(run)
     if carried is None and config.mode == "train" and ranks.is_rank_zero:
         experiment.remember(given)
     return run
-
-
-def _is_of_device(memory: DeviceMemory, attempt: Attempt, error: Exception) -> bool:
-    """Whether it is for `attempt` to handle, not a metric's own."""
-    return is_out_of_memory(error, memory.refused_allocations() - attempt.refused) or is_device_lost(error)
 
 
 def attempt(run: Run) -> Incident | None:

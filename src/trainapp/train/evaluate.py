@@ -28,8 +28,9 @@ from trainapp.train.watching import watch_micro_batch
 
 @torch.no_grad()
 def evaluate(run: Run) -> None:
-    """Evaluate all samples of every set, from where an out-of-memory error interrupted it. Where a metric fails, that
-    counts as no evaluation: see `StatefulMetrics.failure`. Raises UserError for a metric that the task does not have.
+    """Evaluate all samples of every set, from where an out-of-memory error interrupted it.
+
+    Raises UserError for a metric that the task does not have, and whatever a metric raises.
     """
     progress, attempt, started = run.state.progress, run.attempt, time.monotonic()
     assert run.eval_sets, "evaluation without evaluation data"
@@ -39,9 +40,6 @@ def evaluate(run: Run) -> None:
     for name, batches in run.eval_sets.items():
         if name not in attempt.evaluated:
             attempt.evaluated[name] = evaluate_set(run, name, batches)
-            if run.metrics.failure is not None:  # the run is about to end, and evaluates again when it is continued
-                attempt.evaluated = {}
-                return
     evaluated, attempt.evaluated = attempt.evaluated, {}
     means = _by_logged_name({name: own.means for name, own in evaluated.items()})
     results = _by_logged_name({name: own.results for name, own in evaluated.items()})

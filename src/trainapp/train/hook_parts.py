@@ -13,15 +13,13 @@ from trainapp.checkpoint.held_tensors import held_tensors, kept_of
 from trainapp.config import targets
 from trainapp.config.schema import Config, Target
 from trainapp.errors import UserError
-from trainapp.hooks.callbacks import Callbacks
+from trainapp.hooks.callbacks import Callbacks, EarlyStopping
 from trainapp.hooks.confusion import Counts
-from trainapp.hooks.early_stopping import EarlyStopping
 from trainapp.hooks.metrics import StatefulMetrics
 from trainapp.hooks.predictions import FirstPredictions
 from trainapp.memory.kept import KeptStorages
 from trainapp.parallel.dtensor import local
 from trainapp.torch_private import is_tracing, outside_dispatch_modes, storage_id
-from trainapp.tracking.outlet import require_methods
 from trainapp.tracking.utilisation import NoUtilisation, Utilisation, peak_of
 from trainapp.train import losses
 from trainapp.train.phase import Phase
@@ -58,8 +56,6 @@ def load_hooks(config: Config, spec: Mapping[str, Any]) -> Hooks:
                 if package := getattr(kind, "package", None):
                     targets.require_package(package, f"{group}={name}")
                 built[name] = targets.construct(kind, node.arguments, setting, config.user_packages, dict(spec))
-                if group == "tracker":
-                    require_methods(built[name], setting)
             except UserError as error:
                 errors.append(str(error))
     for name in losses.RESERVED & hooks.metrics.keys():

@@ -3,7 +3,7 @@
 import logging
 
 from trainapp.config.schema import Config
-from trainapp.hooks.early_stopping import EarlyStopping
+from trainapp.hooks.callbacks import EarlyStopping
 from trainapp.train.evaluate import no_such_metric
 from trainapp.train.hook_parts import EARLY_STOPPING
 from trainapp.train.losses import is_built_in

@@ -147,7 +147,7 @@ class Run:
     @property
     def is_ending(self) -> bool:
         """Whether the run has reached its end or, after a whole step, must stop: a signal or a failed hook."""
-        must_end = self.stop.agreed > 0 or self.callbacks.failure is not None or self.metrics.failure is not None
+        must_end = self.stop.agreed > 0 or self.callbacks.failure is not None
         return self.is_finished or (must_end and not self.state.progress.update)
 
     @property

@@ -9,13 +9,12 @@ import own_hooks
 import pytest
 import runs
 import torch
-from helpers import evaluations, result, run_cli
+from helpers import evaluations, metrics, result, run_cli
 
 from trainapp.errors import UserError
-from trainapp.hooks.metric_states import DeclaredStates
-from trainapp.hooks.metrics import StatefulMetrics, as_scalars
+from trainapp.hooks.metrics import StatefulMetrics, TorchMetric, as_scalars
 from trainapp.parallel.ranks import SingleRank
-from trainapp.train import evaluate
+from trainapp.train import evaluate, loop, metric_trial
 from trainapp.train.losses import classification
 
 MLP = (*runs.MODELS["mlp"], "user_packages=[own_hooks]", "train.max_steps=2", "every.eval=2")
@@ -150,40 +149,7 @@ def test_lists_and_tensors_of_torchmetrics_are_restored():
     assert float(found["auroc"]) == float(torchmetrics.AUROC(task="multiclass", num_classes=3)(logits, targets))
 
 
-@pytest.mark.parametrize("name", ["Counting", "Buffered", "Holding"])
-def test_attributes_beside_declared_states(name):
-    """A count that is no state of torchmetrics stays for `compute`, and is undone with its batch."""
-    pytest.importorskip("torchmetrics", reason="needs the extra trainapp[metrics]")
-    import own_torchmetrics
-
-    held = StatefulMetrics({"m": getattr(own_torchmetrics, name)()})
-    outputs, targets = torch.arange(10.0), torch.zeros(10)
-    for _ in range(2):  # as in two evaluations
-        held.reset()
-        for batch in ((outputs[:6], targets[:6]), (outputs[6:], targets[6:])):
-            with contextlib.suppress(torch.OutOfMemoryError), held.undone_on_error():
-                held.update({"*": batch})
-                raise torch.OutOfMemoryError("a test")
-            with held.undone_on_error():
-                held.update({"*": batch})
-        for _ in range(2):  # it may be asked again
-            found = as_scalars(held.results(SingleRank()))
-            assert found == {"m/mean": 4.5, "m/count": 10.0, "m/batches": 2.0}
-
-
 # Ranks, without processes
-
-
-class Gathers(SingleRank):
-    """Two ranks whose states are given."""
-
-    world = 2
-
-    def __init__(self, *by_rank):
-        self.by_rank = list(by_rank)
-
-    def all_gather_object(self, value):
-        return self.by_rank.pop(0)
 
 
 @pytest.mark.parametrize("uneven", [[5, 11], [16, 0]])
@@ -199,14 +165,14 @@ def test_declared_states_are_merged(uneven):
         torchmetrics.MeanSquaredError,
         lambda: torchmetrics.MetricCollection([torchmetrics.R2Score(), torchmetrics.MeanAbsoluteError()]),
     ):
-        ranks = [DeclaredStates(make(), "metrics.m") for _ in uneven]
+        ranks = [TorchMetric(make(), "metrics.m") for _ in uneven]
         for held, ours, theirs in zip(ranks, x.split(uneven), y.split(uneven), strict=True):
             if len(ours):
                 held.metric.update(ours, theirs)
         exported = [held.exported() for held in ranks]
         own = copy.deepcopy(ranks[1].take())
-        found = ranks[1].merged(exported)
-        assert not runs.differences([*map(list, own[0])], [*map(list, ranks[1].take()[0])])  # its own state stays
+        found = ranks[1].computed(exported)
+        assert not runs.differences([*map(list, own)], [*map(list, ranks[1].take())])  # its own state stays
         assert ranks[1].metric.reset() is None  # a merged list is no list any more
         expected = make()
         expected.update(x, y)
@@ -214,43 +180,6 @@ def test_declared_states_are_merged(uneven):
         for name, value in (expected if isinstance(expected, dict) else {"": expected}).items():
             merged = found[name] if isinstance(found, dict) else found
             assert float(merged) == pytest.approx(float(value), rel=1e-5), (make, name)
-
-
-@pytest.mark.parametrize(("name", "attribute"), [("Counting", "count"), ("Holding", "count"), ("Buffered", "count")])
-def test_attributes_beside_declared_states_are_not_merged(name, attribute):
-    pytest.importorskip("torchmetrics", reason="needs the extra trainapp[metrics]")
-    import own_torchmetrics
-
-    ranks = [DeclaredStates(getattr(own_torchmetrics, name)(), "metrics.m") for _ in range(2)]
-    for held in ranks:
-        held.metric.update(torch.arange(5.0), torch.zeros(5))  # as many on each: nothing to tell them apart
-    with pytest.raises(UserError, match=f"metrics.m: on several ranks .*the attribute {attribute} of a {name}"):
-        ranks[0].merged([held.exported() for held in ranks])
-
-
-def test_what_a_metric_recognises_in_its_first_update_is_kept():
-    pytest.importorskip("torchmetrics", reason="needs the extra trainapp[metrics]")
-    import own_torchmetrics
-
-    ranks = [DeclaredStates(own_torchmetrics.Recognising(), "metrics.m") for _ in range(2)]
-    ranks[1].metric.update(torch.arange(5.0), torch.zeros(5))
-    exported = [held.exported() for held in ranks]
-    assert [float(held.merged(exported)) for held in ranks] == [2.0, 2.0]
-    ranks[0].metric.update(torch.zeros(5, dtype=torch.int64), torch.zeros(5))
-    with pytest.raises(UserError, match="the attribute mode of a Recognising"):
-        ranks[0].merged([held.exported() for held in ranks])
-
-
-@pytest.mark.parametrize("kind", ["RunningMean", "RunningSum", "Running"])
-def test_the_last_updates_are_no_samples(kind):
-    """How many samples an update has depends on the memory."""
-    torchmetrics = pytest.importorskip("torchmetrics", reason="needs the extra trainapp[metrics]")
-    if kind == "Running":
-        metric = torchmetrics.wrappers.Running(torchmetrics.MeanSquaredError())
-    else:
-        metric = getattr(torchmetrics.aggregation, kind)()
-    with pytest.raises(UserError, match=f"metrics.m: a {kind} is of the last updates"):
-        StatefulMetrics({"m": metric})
 
 
 # What is logged
@@ -334,12 +263,41 @@ def test_what_is_refused(tmp_path, overrides, message):
     assert "\n" not in str(refused.value)
 
 
-def test_arguments_that_a_metric_refuses(tmp_path):
+def test_a_mistake_in_arguments_shows_before_training(tmp_path, monkeypatch):
+    """Negative control: without the trial, at the first evaluation, with the same note."""
     counts = "+metrics.mine={_target_: trainapp.hooks.confusion.Counts, num_classes: 3}"
-    with pytest.raises(
-        UserError, match=r"metrics\.mine: the update of a Counts fails on what .* \(float32 \[2, 10\], "
-    ):
-        runs.run(tmp_path, *MLP, counts)
+
+    def notes(run_dir):
+        with pytest.raises(ValueError, match="expected logits") as failed:
+            runs.run(tmp_path / run_dir, *MLP, counts)
+        return failed.value.__notes__[0]
+
+    note = "in metrics.mine: update of a Counts with (float32 [{0}, 10], int64 [{0}]) from the task"
+    assert notes("tried") == note.format(2)
+    assert not (tmp_path / "tried/metrics.jsonl").exists()
+    monkeypatch.setattr(metric_trial, "try_metrics", lambda run: None)
+    assert notes("late") == note.format(360)
+    assert len(metrics(tmp_path / "late")) == 2
+
+
+def test_the_trial_leaves_no_trace(tmp_path):
+    """Bit for bit as without metrics, which are as new."""
+
+    def trained(name, *metrics):
+        run = runs.prepare(tmp_path / name, *MLP, "model.dropout=0.5", *metrics)
+        assert all(held.metric.updates == 0 for held in run.metrics._held.values())
+        for _ in range(2):
+            loop.train_step(run)
+        run.close()
+        return runs.weights(run.state.model)
+
+    assert torch.equal(trained("a", own("Draws")), trained("b"))
+
+
+def test_an_error_of_compute_names_the_metric(tmp_path):
+    with pytest.raises(KeyError, match="no such threshold") as failed:
+        runs.run(tmp_path, *MLP, own("FailsLate", where="compute"))
+    assert failed.value.__notes__[0] == "in metrics.mine: compute of a FailsLate"
 
 
 def test_a_loss_in_chunks_has_no_logits_for_metrics(tmp_path):
