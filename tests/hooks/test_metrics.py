@@ -276,7 +276,7 @@ def test_a_mistake_in_arguments_shows_before_training(tmp_path, monkeypatch):
     assert notes("tried") == note.format(2)
     assert not (tmp_path / "tried/metrics.jsonl").exists()
     monkeypatch.setattr(metric_trial, "try_metrics", lambda run: None)
-    assert notes("late") == note.format(360)
+    assert notes("late") == note.format(32)
     assert len(metrics(tmp_path / "late")) == 2
 
 
