@@ -22,7 +22,7 @@ from trainapp.launch import worker
 from trainapp.run import runner
 
 QUICKEST = ("parallel=single", "activation_checkpointing=none")  # first: they fill rows that need no other
-SERVICES = ("wandb", "mlflow")  # extras, whose rows would be skipped without them: tests/tracking/test_outlets.py
+SERVICES = ("wandb", "mlflow")  # extras, whose rows would be skipped without them: tests/tracking/test_loggers.py
 GROUPS = {
     folder.name: tuple(
         sorted(

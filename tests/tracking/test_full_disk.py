@@ -12,7 +12,7 @@ import helpers
 import pytest
 import runs
 
-from trainapp.tracking.records import Complaints, JsonLines
+from trainapp.tracking.tracker import JsonLines, Unwritable
 
 MLP = runs.MODELS["mlp"]
 
@@ -35,9 +35,13 @@ def test_files_that_may_not_grow(tmp_path):
 
     overrides = ("checkpointing=off", "train.max_steps=120", "every.eval=1")
     ended = subprocess.run(
-        command(tmp_path / "run", *overrides), cwd=tmp_path, env=helpers.environment(), preexec_fn=limit_files,
-        capture_output=True, text=True,
-    )  # fmt: skip
+        command(tmp_path / "run", *overrides),
+        cwd=tmp_path,
+        env=helpers.environment() | {"PYTHONDONTWRITEBYTECODE": "1"},  # cut bytecode would break later tests
+        preexec_fn=limit_files,
+        capture_output=True,
+        text=True,
+    )
     assert ended.returncode == 0, ended.stderr
     assert complaints(ended.stderr) == ["evaluations.jsonl", "metrics.jsonl", "tensorboard", "trainapp.log"]
     assert "Traceback" not in ended.stderr
@@ -130,7 +134,7 @@ def test_a_full_disk_for_checkpoints_too(small_disk, tmp_path, asynchronous):
 
 def test_room_again(tmp_path, caplog):
     """Each line is tried. What could not be written whole leaves nothing; it is said once."""
-    said = Complaints()
+    said = Unwritable()
     lines = JsonLines(tmp_path / "lines.jsonl", said)
     lines.append({"step": 1})
     before, limits = lines._file, resource.getrlimit(resource.RLIMIT_FSIZE)

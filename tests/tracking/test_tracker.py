@@ -95,7 +95,7 @@ def test_a_line_that_cannot_be_read_does_not_stop_a_run(tmp_path):
 def test_plain_lines_where_there_is_no_terminal(tmp_path, caplog):
     caplog.set_level("INFO")
     runs.run(tmp_path, *runs.MODELS["mlp"], "every.log=2")
-    shown = [r.getMessage() for r in caplog.records if r.name == "trainapp.tracking.console"]
+    shown = [r.getMessage() for r in caplog.records if r.name == "trainapp.tracking.terminal"]
     assert len(shown) == 2
     assert shown[0].startswith("step 2/4 | loss ")
     for part in ("accuracy", "samples/s", "memory", "left"):

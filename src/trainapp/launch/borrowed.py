@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from trainapp.config.schema import Config
 from trainapp.launch import launch
-from trainapp.tracking import console
+from trainapp.tracking import terminal
 
 LOG = "trainapp.log"
 
@@ -100,11 +100,11 @@ def _switches_of_torch() -> Iterator[None]:
 def logged(config: Config) -> Iterator[None]:
     """The run's log in its directory, and on the terminal unless the program has handlers of its own."""
     logger = logging.getLogger("trainapp")
-    file = console.LogFile(Path(config.run_dir) / LOG)
+    file = terminal.LogFile(Path(config.run_dir) / LOG)
     file.setFormatter(logging.Formatter("[%(asctime)s] %(levelname)s %(message)s"))
     handlers: list[logging.Handler] = [file]
     if not logger.hasHandlers():
-        handlers.append(console.Handler(sys.stderr))
+        handlers.append(terminal.Handler(sys.stderr))
     level = logger.level
     if level == logging.NOTSET:
         logger.setLevel(logging.INFO)

@@ -25,7 +25,7 @@ from trainapp.oom.errors import would_repeat
 from trainapp.parallel.rank_zero import answered_by_rank_zero
 from trainapp.parallel.ranks import DistributedRanks, Ranks
 from trainapp.run import experiment
-from trainapp.tracking import console
+from trainapp.tracking import terminal
 
 if TYPE_CHECKING:  # the launcher need not wait for it
     from trainapp.run.result import RunResult
@@ -162,10 +162,10 @@ def _log_to(run_dir: Path, rank: int) -> None:
     """Rank 0 logs to the run's log and to the terminal, every other rank to a file in ranks/ next to it."""
     path = run_dir / "trainapp.log" if rank == 0 else run_dir / "ranks" / f"rank_{rank}.log"
     path.parent.mkdir(parents=True, exist_ok=True)
-    handlers: list[logging.Handler] = [console.LogFile(path)]
+    handlers: list[logging.Handler] = [terminal.LogFile(path)]
     handlers[0].setFormatter(logging.Formatter("[%(asctime)s] %(levelname)s %(message)s"))
     if rank == 0:
-        handlers.append(console.Handler(sys.stderr))
+        handlers.append(terminal.Handler(sys.stderr))
         handlers[1].setFormatter(logging.Formatter("%(message)s"))
         handlers[1].addFilter(lambda record: record.exc_info is None)  # the parent shows the traceback
     logging.basicConfig(level=logging.INFO, handlers=handlers, force=True)

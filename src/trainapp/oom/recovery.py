@@ -172,7 +172,7 @@ def _write_record(run: Run, failure: Incident) -> None:
             picture = Picture(failure.events, failure.kinds, failure.limit, title, file)
             run.tracker.picture("out_of_memory", picture, failure.step)
     except (OSError, MemoryError) as error:  # the run matters more than its record
-        run.tracker.complain(folder, error)
+        run.tracker.unwritable(folder, error)
 
 
 def leave_for_restart(run: Run, failure: Incident) -> NoReturn:

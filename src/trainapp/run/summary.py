@@ -88,7 +88,7 @@ def report(run: Run, result: RunResult) -> None:
         try:
             write(run_dir, result)
         except OSError as error:
-            run.tracker.complain(run_dir / RESULT, error)
+            run.tracker.unwritable(run_dir / RESULT, error)
     if result.objective_note:
         log.warning("eval %s is %s", result.metric, result.objective_note)
     if run.config.mode != "lr_find":  # it ends with what it has found

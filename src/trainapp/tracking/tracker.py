@@ -1,21 +1,22 @@
-"""Where metrics go: metrics.jsonl in the run directory, the outlets of `tracker`, a line or progress bar on the
-terminal.
+"""Where metrics go: metrics.jsonl in the run directory, the loggers of `tracker`, a line or progress bar on the
+terminal. A full disk costs lines of the record, not the run.
 """
 
 import contextlib
+import errno
 import json
 import logging
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from trainapp import strict_json
 from trainapp.files import atomic_write
 from trainapp.memory.timeline import Drawing, Picture
-from trainapp.tracking.console import Progress
-from trainapp.tracking.outlet import Guarded, Start
-from trainapp.tracking.records import Complaints, JsonLines
-from trainapp.tracking.tensorboard import TensorBoard
+from trainapp.tracking.loggers import Guarded, Start, TensorBoard
+from trainapp.tracking.terminal import Progress
 from trainapp.units import bytes_text
 
 METRICS = "metrics.jsonl"
@@ -25,11 +26,65 @@ MOST_SHOWN = 12  # numbers of an evaluation on the terminal; a metric may have o
 log = logging.getLogger(__name__)
 
 
+class Unwritable:
+    """Warns once per file that it cannot be written."""
+
+    def __init__(self) -> None:
+        self._about: set[Path] = set()
+
+    def __call__(self, path: Path, error: Exception) -> None:
+        """path: the file, or the folder of several that are alike."""
+        if path not in self._about:
+            self._about.add(path)
+            log.warning("%s cannot be written (%s); the run continues without what belongs there", path, error)
+
+
+class JsonLines:
+    """Appends lines to a file, each whole or not at all: what is written after an error does not join half a line."""
+
+    def __init__(self, path: Path | None, unwritable: Unwritable):
+        """path: None for one that has no lines."""
+        self.path, self._unwritable = path, unwritable
+        self._file: Any = None
+        if path is not None:
+            with self._errors():
+                self._file = path.open("ab", buffering=0)
+
+    def append(self, facts: Mapping[str, Any]) -> None:
+        """Write one line. Each one is tried: there may be room again."""
+        if self._file is None:
+            return
+        line = (strict_json.dumps(facts) + "\n").encode()
+        with self._errors():
+            end = os.fstat(self._file.fileno()).st_size
+            try:
+                if self._file.write(line) < len(line):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            except OSError:
+                with contextlib.suppress(OSError):  # a device has no end to cut
+                    self._file.truncate(end)
+                raise
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            with self._errors():
+                self._file.close()
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            assert self.path is not None  # nothing is written elsewhere
+            self._unwritable(self.path, error)
+
+
 class Tracker:
     """Writes the run's numbers. A resumed run continues after `step`.
 
     total: the run's steps for the progress bar, or None. continues: False only adds to what is there, for a run that
-    looks at a checkpoint and trains nothing. outlets: by name; None: TensorBoard. has_numbers: whether there are
+    looks at a checkpoint and trains nothing. loggers: by name; None: TensorBoard. has_numbers: whether there are
     numbers to be written to files.
     """
 
@@ -40,31 +95,31 @@ class Tracker:
         total: int | None,
         config: Mapping[str, Any],
         continues: bool = True,
-        outlets: Mapping[str, Any] | None = None,
+        loggers: Mapping[str, Any] | None = None,
         has_numbers: bool = True,
     ):
         run_dir.mkdir(parents=True, exist_ok=True)
-        self.run_dir, self.complain = run_dir, Complaints()
+        self.run_dir, self.unwritable = run_dir, Unwritable()
         if continues:
             for name in (METRICS, EVALUATIONS):
                 try:
                     _forget_after(run_dir / name, step)
                 except OSError as error:
-                    self.complain(run_dir / name, error)
+                    self.unwritable(run_dir / name, error)
         self._metrics, self._evaluations = (
-            JsonLines(run_dir / name if has_numbers else None, self.complain) for name in (METRICS, EVALUATIONS)
+            JsonLines(run_dir / name if has_numbers else None, self.unwritable) for name in (METRICS, EVALUATIONS)
         )
-        chosen = {"tensorboard": TensorBoard()} if outlets is None else outlets
-        self._outlets = [Guarded(name, outlet) for name, outlet in chosen.items()]
-        self._tell("start", Start(run_dir, step, config, continues, self.complain))
-        self._noted: set[str] = set()
+        chosen = {"tensorboard": TensorBoard()} if loggers is None else loggers
+        self._loggers = [Guarded(name, logger) for name, logger in chosen.items()]
+        self._tell("start", Start(run_dir, step, config, continues, self.unwritable))
+        self._warned: set[str] = set()
         self._pictures: list[tuple[str, int, Picture]] = []
         self._drawing: Drawing | None = None  # of the first `_drawn` pictures
         self._drawn = 0
         self.progress = Progress(total, step)
 
     def log(self, step: int, samples: int, scalars: Mapping[str, float], metric: str) -> None:
-        """One log step: every scalar to the outlets and the file, the main ones to the terminal."""
+        """One log step: every scalar to the loggers and the file, the main ones to the terminal."""
         self._metrics.append({"step": step, "samples": samples, **scalars})
         self.scalars(scalars, step, "train")
         self._draw()
@@ -85,31 +140,32 @@ class Tracker:
         log.info("step %d evaluated | %s", step, " | ".join(shown[:MOST_SHOWN] + more))
 
     def scalars(self, values: Mapping[str, float], step: int, group: str = "callbacks") -> None:
-        """Numbers to the outlets alone; those of log steps and evaluations have their files, too."""
+        """Numbers to the loggers alone; those of log steps and evaluations have their files, too."""
         self._tell("scalars", group, values, step)
 
     def text(self, tag: str, text: str, step: int) -> None:
-        """A text in Markdown, to the outlets."""
+        """A text in Markdown, to the loggers."""
         self._tell("text", tag, text, step)
 
     def image(self, tag: str, path: Path, step: int) -> None:
-        """A PNG file that exists, to the outlets."""
+        """A PNG file that exists, to the loggers."""
         self._tell("image", tag, path, step)
 
     def _tell(self, method: str, *arguments: Any) -> None:
-        for outlet in self._outlets:
-            outlet.call(method, *arguments)
+        for logger in self._loggers:
+            logger.call(method, *arguments)
 
     def note(self, text: str, tag: str = "notes") -> None:
-        """Something that happened: on the terminal, and as text to the outlets."""
+        """Something that happened: on the terminal, and as text to the loggers."""
         log.info("%s", text)
         self.text(tag, text, self.progress.step)
 
-    def note_once(self, text: str, topic: str) -> None:
-        """A note that is written at most once per run and topic."""
-        if topic not in self._noted:
-            self._noted.add(topic)
-            self.note(text)
+    def warn_once(self, text: str, topic: str) -> None:
+        """A warning, and a note to the loggers, at most once per run and topic."""
+        if topic not in self._warned:
+            self._warned.add(topic)
+            log.warning("%s", text)
+            self.text("notes", text, self.progress.step)
 
     def incident(self, text: str, step: int) -> None:
         """The record of an out-of-memory error, flushed at once."""
@@ -121,7 +177,7 @@ class Tracker:
         self._pictures.append((tag, step, picture))
 
     def _draw(self) -> None:
-        """Pass finished pictures to the outlets and start drawing queued ones."""
+        """Pass finished pictures to the loggers and start drawing queued ones."""
         if self._drawing is not None and self._drawing.ended:
             for tag, step, picture in self._pictures[: self._drawn]:
                 self.image(tag, picture.path, step)
@@ -131,7 +187,7 @@ class Tracker:
                 self._drawing = Drawing([picture for _, _, picture in self._pictures])
                 self._drawn = len(self._pictures)
             except OSError as error:  # the run matters more than its record
-                self.complain(self._pictures[0][2].path, error)
+                self.unwritable(self._pictures[0][2].path, error)
                 self._pictures.clear()
 
     def close(self) -> None:
@@ -150,7 +206,7 @@ class SilentTracker:
     """For ranks other than 0: writes nothing but pictures, which go next to the incident reports."""
 
     def __init__(self, run_dir: Path, *_: Any):
-        self.run_dir, self.complain = run_dir, Complaints()
+        self.run_dir, self.unwritable = run_dir, Unwritable()
         self.progress = SilentProgress()
         self._pictures: list[Picture] = []
 
@@ -167,7 +223,7 @@ class SilentTracker:
     def _nothing(self, *_: Any, **__: Any) -> None:
         pass
 
-    log = evaluated = scalars = text = image = note = note_once = incident = _nothing
+    log = evaluated = scalars = text = image = note = warn_once = incident = _nothing
 
 
 class SilentProgress:

@@ -46,7 +46,7 @@ def require_all_allocated(run: Run, sizes: MicroBatchSizes, ranks: Ranks) -> Non
             "cuDNN, which then takes another algorithm"
         )
     why = "no votes are held" if sizes.can_shrink else "the micro-batch is the smallest"
-    run.tracker.note_once(
+    run.tracker.warn_once(
         f"step {run.state.progress.step + 1}: allocations fail and something catches the errors, probably cuDNN, which "
         f"then takes other algorithms; the step is not retried, since {why}. It may be slow, and its result may differ "
         "in the last bits",

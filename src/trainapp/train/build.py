@@ -210,14 +210,14 @@ def start_tracking(run: Run) -> None:
     """Open the run's files, at the step where it begins or resumes. Training time counts from here."""
     if run.ranks.is_rank_zero:
         folder, settings, mode = Path(run.config.run_dir), run.config.to_dict(), run.config.mode
-        outlets = {} if mode in WITHOUT_NUMBERS else run.outlets
+        loggers = {} if mode in WITHOUT_NUMBERS else run.loggers
         run.tracker = Tracker(
             folder,
             run.state.progress.step,
             run.length.total_steps,
             settings,
             continues=mode == "train",
-            outlets=outlets,
+            loggers=loggers,
             has_numbers=mode not in WITHOUT_NUMBERS,
         )
     run.meter.start()

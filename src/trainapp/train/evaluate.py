@@ -86,7 +86,7 @@ def evaluate_set(run: Run, name: str, batches: EvalBatches | EvalStream) -> Eval
     attempt.evaluation = attempt.collector = None
     run.metrics.reset()
     if totals.count == 0:
-        run.tracker.note_once(
+        run.tracker.warn_once(
             f"evaluation{f' of {name}' if name else ''} at step {state.progress.step}: the loss's count is 0 over the "
             "whole evaluation set, so the loss is nan",
             topic=f"nothing counts in evaluation {name}",
@@ -125,7 +125,7 @@ def record_objective(run: Run, means: dict[str, float]) -> None:
     if metric not in means:  # it may be one that only some batches have
         if progress.objective is None and not run.objective.is_known:
             raise no_such_metric(run.objective, map(setting_name, means))
-        run.tracker.note_once(
+        run.tracker.warn_once(
             f"objective={direction} {run.objective.metric}: the evaluation at step {progress.step} has no such metric, "
             f"which counts as nan; it has {', '.join(map(setting_name, means))}",
             topic="an evaluation without the objective",

@@ -1,4 +1,4 @@
-"""Metrics with a state, callbacks and outlets of the tracker: found by their names, built, and checked."""
+"""Metrics with a state, callbacks and loggers of the tracker: found by their names, built, and checked."""
 
 import copy
 import functools
@@ -20,7 +20,7 @@ from trainapp.hooks.predictions import FirstPredictions
 from trainapp.memory.kept import KeptStorages
 from trainapp.parallel.dtensor import local
 from trainapp.torch_private import is_tracing, outside_dispatch_modes, storage_id
-from trainapp.tracking.utilisation import NoUtilisation, Utilisation, peak_of
+from trainapp.tracking.meter import NoUtilisation, Utilisation, peak_of
 from trainapp.train import losses
 from trainapp.train.phase import Phase
 from trainapp.train.run import Objective, Run
@@ -34,7 +34,7 @@ class Hooks:
 
     metrics: dict[str, Any] = field(default_factory=dict)
     callbacks: dict[str, Any] = field(default_factory=dict)
-    outlets: dict[str, Any] = field(default_factory=dict)
+    loggers: dict[str, Any] = field(default_factory=dict)
 
 
 def load_hooks(config: Config, spec: Mapping[str, Any]) -> Hooks:
@@ -46,7 +46,7 @@ def load_hooks(config: Config, spec: Mapping[str, Any]) -> Hooks:
     sections: tuple[tuple[str, Mapping[str, Target], dict[str, Any]], ...] = (
         ("metrics", config.metrics, hooks.metrics),
         ("callbacks", config.callbacks, hooks.callbacks),
-        ("tracker", config.tracker, hooks.outlets),
+        ("tracker", config.tracker, hooks.loggers),
     )
     for group, nodes, built in sections:
         for name, node in nodes.items():
@@ -94,7 +94,7 @@ def attached(run: Run, hooks: Hooks, callbacks: Mapping[str, Any]) -> Run:
     """The run, with what is called in it. callbacks: see `callbacks_of`. Raises UserError for parts that do not fit."""
     run.metrics = _metrics_of(run, hooks)
     run.callbacks = Callbacks(callbacks)
-    run.outlets = hooks.outlets
+    run.loggers = hooks.loggers
     run.utilisation = _utilisation_of(run)
     last = [run.task, *run.tasks.values()][-1]  # the update whose count is that of a finished step
     run.meter.counts_tokens = losses.counts_tokens(last)

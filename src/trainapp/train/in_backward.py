@@ -49,7 +49,7 @@ def note_accumulation(run: Run) -> None:
     """Note once that nothing is saved where gradients must be kept between micro-batches."""
     count = run.batches.accumulation(run.sizes.train.size, run.sizes.parts)
     if count > 1:
-        run.tracker.note_once(
+        run.tracker.warn_once(
             f"optimizer.in_backward=true with {count} micro-batches: gradients are kept from one to the next, so that "
             "little is saved",
             topic="in_backward",

@@ -23,10 +23,9 @@ from trainapp.parallel.strategy import SingleDevice
 from trainapp.signals import StopRequest
 from trainapp.techniques.budget import Budget, NoBudget
 from trainapp.techniques.offload import NoOffload, Offload
-from trainapp.tracking.meter import Meter
-from trainapp.tracking.outlet import Outlet
+from trainapp.tracking.loggers import Logger
+from trainapp.tracking.meter import Meter, NoUtilisation, Utilisation
 from trainapp.tracking.tracker import SilentTracker, Tracker
-from trainapp.tracking.utilisation import NoUtilisation, Utilisation
 from trainapp.train.autotuner import Autotuner
 from trainapp.train.cadences import Cadences, run_length
 from trainapp.train.losses import Task, is_built_in
@@ -117,7 +116,7 @@ class Run:
     objective: Objective
     metrics: StatefulMetrics = field(default_factory=StatefulMetrics)
     callbacks: Callbacks = field(default_factory=Callbacks)
-    outlets: Mapping[str, Outlet] = field(default_factory=dict)  # of the tracker
+    loggers: Mapping[str, Logger] = field(default_factory=dict)  # of the tracker
     utilisation: Utilisation | NoUtilisation = field(default_factory=NoUtilisation)
     tasks: dict[str, Task] = field(default_factory=dict)  # of the updates, by name, where there are several
     logged: dict[str, float] = field(default_factory=dict)  # metrics of the present step's finished updates

@@ -177,7 +177,7 @@ def leave_out(run: Run, step: Step, totals: Totals) -> None:
     run.restore_point.restore_skipped()  # BatchNorm's statistics have seen non-finite values
     require_undone(run, step)
     if totals.count == 0:
-        run.tracker.note_once(
+        run.tracker.warn_once(
             f"step {step.number}: the loss's count is 0 over the whole step, so there is no update; such steps "
             "count as skipped, and their samples as trained",
             topic="nothing counts",
@@ -199,7 +199,7 @@ def note_batchnorm(run: Run, step: Step) -> None:
     """Note once that BatchNorm depends on the micro-batch."""
     size = run.sizes.train.size
     if run.batches.accumulation(size, run.sizes.parts) > 1 and has_batchnorm(run.state.model):
-        run.tracker.note_once(
+        run.tracker.warn_once(
             f"step {step.number}: the model has BatchNorm, whose statistics are those of the micro-batch ({size}), not "
             f"of the global batch; {instead_of_batchnorm(run.config.model)} does not depend on it",
             topic="batchnorm",

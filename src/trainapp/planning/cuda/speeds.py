@@ -13,7 +13,7 @@ from trainapp.config.schema import Config
 from trainapp.planning.checkpointing_times import Delay
 from trainapp.planning.cuda.devices import DEVICES, Device
 from trainapp.planning.operation import FUNCTION, HOST, LINK, Counts, Operation
-from trainapp.tracking.utilisation import WITHOUT_TF32, half_peak_of
+from trainapp.tracking.meter import WITHOUT_TF32, half_peak_of
 
 OF_ARITHMETIC, OF_MEMORY = 0.7, 0.85  # of the data sheet's rates; large products and copies reach about so much
 HOST_MEMORY = 20e9  # bytes per second of a host's thread

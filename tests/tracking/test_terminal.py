@@ -15,7 +15,7 @@ import pytest
 from helpers import environment
 from runs import MODELS, TINY
 
-from trainapp.tracking.console import Progress
+from trainapp.tracking.terminal import Progress
 
 
 def test_lines_where_there_is_no_terminal(caplog):

@@ -1,4 +1,4 @@
-"""The outlets of the tracker: the same run after a resume, and none of them stops a run."""
+"""The loggers of the tracker: the same run after a resume, and none of them stops a run."""
 
 import csv
 import json
@@ -9,9 +9,6 @@ import own_hooks
 import pytest
 import runs
 from helpers import evaluations, metrics, scalars
-
-from trainapp.errors import UserError
-from trainapp.tracking.outlet import Guarded, Start
 
 MLP = (*runs.MODELS["mlp"], "user_packages=[own_hooks]", "every.eval=2")
 
@@ -56,7 +53,7 @@ def test_csv_of_a_resumed_run_has_each_step_once(tmp_path):
 def test_csv_gains_a_column(tmp_path):
     from trainapp.tracking.tracker import Tracker
 
-    tracker = Tracker(tmp_path, 0, None, {}, outlets={"csv": runs_csv()})
+    tracker = Tracker(tmp_path, 0, None, {}, loggers={"csv": runs_csv()})
     tracker.scalars({"a": 1.0}, 1)
     tracker.scalars({"a": 2.0, "b": 3.0}, 2)
     tracker.scalars({"a": 4.0}, 3)
@@ -66,7 +63,7 @@ def test_csv_gains_a_column(tmp_path):
 
 
 def runs_csv():
-    from trainapp.tracking.csv_tables import Csv
+    from trainapp.tracking.loggers import Csv
 
     return Csv()
 
@@ -159,36 +156,3 @@ def log_records(content, block=32768, header=7):
         if kind in (1, 4):
             yield record
             record = b""
-
-
-class Misfit:
-    """Its method has the parameters of a callback's `tracker.scalars`."""
-
-    def scalars(self, values, step):
-        """Never called."""
-
-
-def test_a_method_with_other_parameters_is_refused_before_training(tmp_path):
-    chosen = ("user_packages=[own_hooks,test_outlets]", "+tracker.mine={_target_: test_outlets.Misfit}")
-    message = (
-        r"^tracker.mine: Misfit.scalars\(values, step\) is called as scalars\(group, values, step\); give it these"
-    )
-    with pytest.raises(UserError, match=message):
-        runs.run(tmp_path, *MLP, *chosen)
-
-
-def test_each_outlet_has_numbers_of_its_own(tmp_path):
-    plain = runs.run(tmp_path / "plain", *MLP, "tracker=[]")
-    chosen = ("tracker=[csv]", "+tracker.bad={_target_: own_hooks.Overwrites}")
-    for order in (chosen, chosen[::-1]):
-        place = tmp_path / str(order.index("tracker=[csv]"))
-        ended = runs.run(place, *MLP, *order)
-        assert ended.evaluation == plain.evaluation
-        assert (ended.objective, ended.best_step) == (plain.objective, plain.best_step)
-        assert [float(row["loss"]) for row in rows(place / "metrics.csv")] == [line["loss"] for line in metrics(place)]
-
-
-def test_an_outlet_has_settings_of_its_own(tmp_path):
-    start = Start(tmp_path, 0, {"train": {"seed": 1}}, True, lambda path, error: None)
-    Guarded("bad", own_hooks.Overwrites()).call("start", start)
-    assert start.config == {"train": {"seed": 1}}

@@ -1,0 +1,348 @@
+"""Loggers: where numbers, texts and pictures of a run go besides its own files. `tracker=[...]` chooses them.
+
+One of your own is a class with those of `Logger`'s methods that it needs. It is built on every rank and used on rank 0
+alone. Whatever it raises is logged once; then the run continues without it.
+"""
+
+import csv
+import json
+import logging
+import math
+import os
+import struct
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from trainapp.config.validation import Str
+from trainapp.files import atomic_write
+from trainapp.torch_private import add_summary, guard_event_file
+
+log = logging.getLogger(__name__)
+CSV_NAMES = {"train": "metrics", "eval": "evaluations"}  # other groups: as they are called
+LONGEST = 500  # characters of a parameter of MLflow; older servers take no more
+MOST_PARAMETERS, MOST_METRICS = 100, 1000  # of one request to MLflow
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a logger is told when the run begins or resumes.
+
+    step: finished steps; later ones may have been recorded before and come again. continues: False where the run only
+    looks at a checkpoint. config: every setting, as plain containers. unwritable: warns once of a path and the error
+    with which it cannot be written.
+    """
+
+    run_dir: Path
+    step: int
+    config: Mapping[str, Any]
+    continues: bool
+    unwritable: Callable[[Path, Exception], None]
+
+
+class Logger:
+    """Does nothing with what it gets."""
+
+    package: str | None = None  # that must be installed
+
+    def start(self, start: Start) -> None:
+        """Open. The same run continues where `run_dir` has been used before."""
+
+    def scalars(self, group: str, values: Mapping[str, float], step: int) -> None:
+        """group: "train", "eval", or what a callback says. Names with a `/` are complete without it."""
+
+    def text(self, tag: str, text: str, step: int) -> None:
+        """A note, or a table, in Markdown."""
+
+    def image(self, tag: str, path: Path, step: int) -> None:
+        """A PNG file."""
+
+    def flush(self) -> None:
+        """Write what is queued."""
+
+    def close(self) -> None:
+        """The end of this process's part of the run."""
+
+
+class Guarded:
+    """A logger that cannot stop a run: after an error it is not called again, and a warning says so."""
+
+    def __init__(self, name: str, logger: Any):
+        self.name, self._logger = name, logger
+
+    def call(self, method: str, *arguments: Any) -> None:
+        """Call a method that the logger may have."""
+        function = getattr(self._logger, method, None)
+        if function is None:
+            return
+        try:
+            function(*arguments)
+        except Exception as error:
+            self._logger = None
+            reason = str(error).strip().partition("\n")[0] or "no message"
+            text = "tracker.%s failed in %s (%s: %s); the run continues without it"
+            log.warning(text, self.name, method, type(error).__name__, reason)
+
+
+def tagged(group: str, values: Mapping[str, float]) -> dict[str, float]:
+    """The values by their full names."""
+    return {name if "/" in name else f"{group}/{name}": value for name, value in values.items()}
+
+
+class TensorBoard(Logger):
+    """`tracker=tensorboard`: an event file in the run directory, which `tensorboard --logdir RUN` shows.
+
+    After an error nothing more is written to it: the half-written event would hide what follows.
+    """
+
+    def start(self, start: Start) -> None:
+        """Steps that come again replace what was recorded of them."""
+        # Late: importing TensorBoard takes 0.15 s.
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._unwritable, folder = start.unwritable, start.run_dir / "tensorboard"
+        self._writer: Any = None
+        try:
+            self._writer = SummaryWriter(str(folder), purge_step=start.step + 1 if start.continues else None)
+        except OSError as error:
+            start.unwritable(folder, error)
+            return
+        guard_event_file(self._writer, lambda error: start.unwritable(folder, error))
+        indented = "\n".join("    " + line for line in json.dumps(start.config, indent=2).splitlines())
+        self.text("config", indented, start.step)  # Markdown shows indented text verbatim
+
+    def scalars(self, group: str, values: Mapping[str, float], step: int) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        self._add([Summary.Value(tag=tag, simple_value=value) for tag, value in tagged(group, values).items()], step)
+
+    def text(self, tag: str, text: str, step: int) -> None:
+        if self._writer is not None:
+            self._writer.add_text(tag, text, step)
+
+    def image(self, tag: str, path: Path, step: int) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        try:
+            png = path.read_bytes()
+        except OSError as error:
+            self._unwritable(path, error)
+            return
+        width, height = struct.unpack(">II", png[16:24])  # from the PNG header
+        image = Summary.Image(width=width, height=height, colorspace=3, encoded_image_string=png)
+        self._add([Summary.Value(tag=tag, image=image)], step)
+
+    def _add(self, values: Any, step: int) -> None:
+        """As a single event: one each would fill the writer's queue of ten and make the loop wait for the disk."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        if self._writer is not None:
+            add_summary(self._writer, Summary(value=values), step)
+
+    def flush(self) -> None:
+        if self._writer is not None:
+            self._writer.flush()
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+
+class Csv(Logger):
+    """`tracker=csv`: metrics.csv and evaluations.csv, for spreadsheets and pandas.
+
+    A table per group, one row per call. A number that appears later adds a column.
+    """
+
+    def start(self, start: Start) -> None:
+        self._start = start
+        self._columns: dict[Path, list[str]] = {}
+        for name in CSV_NAMES.values():
+            self._open(start.run_dir / f"{name}.csv")
+
+    def scalars(self, group: str, values: Mapping[str, float], step: int) -> None:
+        """The row is handed to the system when this returns. Raises OSError."""
+        path = self._start.run_dir / f"{CSV_NAMES.get(group, group)}.csv"
+        if path not in self._columns:
+            self._open(path)
+        row, columns = {"step": step, **values}, self._columns[path]
+        new = [name for name in row if name not in columns]
+        if new:
+            rows = _read_table(path)
+            self._columns[path] = columns = columns + new
+            _write_table(path, columns, [*rows, row])
+            return
+        with path.open("a", newline="") as file:
+            csv.DictWriter(file, columns, restval="", lineterminator="\n").writerow(row)
+
+    def _open(self, path: Path) -> None:
+        """Of an earlier part of the run, keep the rows up to the step at which it resumes."""
+        rows = _read_table(path)
+        self._columns[path] = list(rows[0]) if rows else []
+        last = self._start.step if self._start.continues else math.inf
+        kept = [row for row in rows if (row.get("step") or "").isdecimal() and int(row["step"]) <= last]
+        if len(kept) < len(rows) or (path.exists() and not path.read_bytes().endswith(b"\n")):
+            _write_table(path, self._columns[path], kept)
+
+
+def _read_table(path: Path) -> list[dict[str, str]]:
+    """Without the half row that a killed run may have left."""
+    if not path.exists():
+        return []
+    whole, _, _ = path.read_text().rpartition("\n")
+    return list(csv.DictReader(whole.splitlines(), restval=""))
+
+
+def _write_table(path: Path, columns: list[str], rows: list[Any]) -> None:
+    with atomic_write(path) as file:
+        writer = csv.DictWriter(file, columns, restval="", extrasaction="ignore", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+class ServiceRecord:
+    """What a logger must know again when the run is resumed, such as a service's id: a file in the run directory."""
+
+    def __init__(self, run_dir: Path, name: str):
+        self._path = run_dir / "trackers" / f"{name}.json"
+
+    def read(self) -> dict[str, Any]:
+        """Empty where nothing was written, or cannot be read any more."""
+        try:
+            kept = json.loads(self._path.read_text())
+        except (OSError, ValueError):
+            return {}
+        return kept if isinstance(kept, dict) else {}
+
+    def write(self, values: Mapping[str, Any]) -> None:
+        """Raises OSError."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(self._path) as file:
+            json.dump(dict(values), file)
+
+
+class Wandb(Logger):
+    """`tracker=wandb`: a run of Weights & Biases. The run directory keeps its id for a resume.
+
+    mode: None as WANDB_MODE says, else online. With offline everything stays in the run directory until `wandb sync`.
+    name: None for that of the run directory.
+    """
+
+    package = "wandb"
+
+    def __init__(
+        self,
+        project: Str = "trainapp",
+        entity: Str | None = None,
+        name: Str | None = None,
+        tags: list[Str] | None = None,
+        mode: Literal["online", "offline", "disabled"] | None = None,
+    ):
+        self.project, self.entity, self.name, self.tags, self.mode = project, entity, name, tags, mode
+
+    def start(self, start: Start) -> None:
+        import wandb  # late: an extra, and a second
+
+        self._wandb: Any = wandb
+        kept = ServiceRecord(start.run_dir, "wandb")
+        run_id = kept.read().get("id") or uuid.uuid4().hex[:12]
+        kept.write({"id": run_id, "project": self.project})
+        self._run = wandb.init(
+            id=run_id,
+            resume="allow",
+            project=self.project,
+            entity=self.entity,
+            name=self.name or start.run_dir.name,
+            tags=self.tags,
+            mode=self.mode,
+            dir=str(start.run_dir),
+            config=dict(start.config),
+            reinit="create_new",  # a sweep has one run after the other in the same process
+            settings=wandb.Settings(console="off"),  # the terminal belongs to the progress bar
+        )
+        # wandb's own step never goes back, as a run does that continues from its checkpoint.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def scalars(self, group: str, values: Mapping[str, float], step: int) -> None:
+        self._run.log({**tagged(group, values), "step": step})
+
+    def text(self, tag: str, text: str, step: int) -> None:
+        table = self._wandb.Table(columns=["step", "text"], data=[[step, text]])
+        self._run.log({tag: table, "step": step})
+
+    def image(self, tag: str, path: Path, step: int) -> None:
+        self._run.log({tag: self._wandb.Image(str(path)), "step": step})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Mlflow(Logger):
+    """`tracker=mlflow`: a run of MLflow. The run directory keeps its id for a resume.
+
+    uri: of a server or a database, such as sqlite:///runs.db; None: MLFLOW_TRACKING_URI, else files in the run
+    directory, mlruns/. name: None for that of the run directory.
+    """
+
+    package = "mlflow"
+
+    def __init__(self, uri: Str | None = None, experiment: Str = "trainapp", name: Str | None = None):
+        self.uri, self.experiment, self.name = uri, experiment, name
+
+    def start(self, start: Start) -> None:
+        from mlflow.tracking import MlflowClient  # late: an extra, and a second; no global state of its fluent API
+
+        uri = self.uri or os.environ.get("MLFLOW_TRACKING_URI") or (start.run_dir / "mlruns").resolve().as_uri()
+        if uri.startswith("file:"):
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow 3 asks for it
+        self._client = MlflowClient(tracking_uri=uri)
+        kept = ServiceRecord(start.run_dir, "mlflow")
+        known = kept.read()
+        if known.get("uri") == uri:
+            self._id = str(known["id"])
+            self._client.update_run(self._id, status="RUNNING")
+            return
+        found = self._client.get_experiment_by_name(self.experiment)
+        experiment = found.experiment_id if found is not None else self._client.create_experiment(self.experiment)
+        self._id = self._client.create_run(experiment, run_name=self.name or start.run_dir.name).info.run_id
+        kept.write({"uri": uri, "id": self._id})
+        self._log_parameters(start.config)
+
+    def _log_parameters(self, config: Mapping[str, Any]) -> None:
+        """Once: MLflow refuses another value of a parameter, such as the number of workers after a resume."""
+        from mlflow.entities import Param
+
+        parameters = [Param(name, str(value)[:LONGEST]) for name, value in flattened(config).items()]
+        for first in range(0, len(parameters), MOST_PARAMETERS):
+            self._client.log_batch(self._id, params=parameters[first : first + MOST_PARAMETERS])
+
+    def scalars(self, group: str, values: Mapping[str, float], step: int) -> None:
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        finite = {name: float(value) for name, value in tagged(group, values).items() if math.isfinite(value)}
+        metrics = [Metric(name, value, now, step) for name, value in finite.items()]
+        for first in range(0, len(metrics), MOST_METRICS):
+            self._client.log_batch(self._id, metrics=metrics[first : first + MOST_METRICS])
+
+    def text(self, tag: str, text: str, step: int) -> None:
+        self._client.log_text(self._id, text, f"{tag}/step_{step:08d}_{time.time_ns()}.md")
+
+    def image(self, tag: str, path: Path, step: int) -> None:
+        self._client.log_artifact(self._id, str(path), f"{tag}/step_{step:08d}")
+
+    def close(self) -> None:
+        self._client.set_terminated(self._id)
+
+
+def flattened(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Settings by their dotted names."""
+    found: dict[str, Any] = {}
+    for key, value in config.items():
+        name = f"{prefix}{key}"
+        found |= flattened(value, f"{name}.") if isinstance(value, Mapping) and value else {name: value}
+    return found
