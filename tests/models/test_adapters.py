@@ -16,8 +16,7 @@ from torch import nn
 import trainapp
 from trainapp.config.schema import Adapter
 from trainapp.errors import UserError
-from trainapp.models.adapter_export import exported
-from trainapp.models.adapters import add_lora, base_of, merge
+from trainapp.models.adapters import add_lora, base_of, exported, merge
 from trainapp.run.result import result_of
 
 transformers = pytest.importorskip("transformers", reason="needs the extra trainapp[hf]")

@@ -16,7 +16,7 @@ from trainapp.models.inspect import blocks_of, last_layer
 transformers = pytest.importorskip("transformers", reason="needs the extra trainapp[hf]")
 
 from trainapp.models.huggingface import build  # noqa: E402
-from trainapp.models.model_checks import require_documents_apart  # noqa: E402
+from trainapp.models.transformers_models import require_documents_apart  # noqa: E402
 
 CONFIG = {"model_type": "llama", **hf_files.SIZES, "vocab_size": 64}
 TOKENS = ("data=synthetic_tokens", "data.vocab_size=64", "data.context_length=16", "data.size=64", "data.val_size=16")
@@ -149,7 +149,7 @@ def test_another_tokenizer_is_refused(tmp_path):
     first, second = hf_files.texts(tmp_path / "first.jsonl"), tmp_path / "second.jsonl"
     second.write_text(first.read_text().replace("lazy", "very").replace("quick", "small"))
     chosen = (*hf_files.CAUSAL, "data=hf", "data.vocab_size=270", "data.context_length=16", *runs.TINY)
-    chosen += "train.max_steps=1"
+    chosen += ("train.max_steps=1",)
     runs.run(tmp_path / "run", *chosen, f"data.path={first}")
     with pytest.raises(UserError, match=r"^eval\.other\..*its tokenizer is not that of the training data"):
         runs.prepare(

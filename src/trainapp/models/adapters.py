@@ -5,11 +5,13 @@ put into the model in place, which keeps its class, its blocks and its names. Wh
 has its digest instead of its values, since it is found again where it came from.
 """
 
+import copy
 import functools
 import hashlib
+import logging
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,8 @@ from trainapp.models.inspect import blocks_of
 from trainapp.models.weights import load_initial_weights
 from trainapp.torch_private import is_tracing
 from trainapp.units import listed
+
+log = logging.getLogger(__name__)
 
 # peft's names of tasks, by the ends of Transformers' class names: for its own classes that open an export.
 _KINDS = {"ForCausalLM": "CAUSAL_LM", "ForSequenceClassification": "SEQ_CLS", "ForTokenClassification": "TOKEN_CLS"}
@@ -150,6 +154,82 @@ def merge(model: nn.Module) -> None:
         setattr(model.get_submodule(parent), own, replaced)
     _bases.pop(model, None)
     vars(model).pop("peft_config", None)
+
+
+def exported(model: nn.Module, written: Collection[str] = ()) -> tuple[dict[str, Tensor], Any]:
+    """The adapters and what else has changed in training, by the names that `PeftModel.from_pretrained` reads, and
+    peft's configuration of them.
+
+    written: names of frozen parameters that forwards have written. Raises UserError for a change that peft cannot load
+    beside adapters.
+    """
+    peft = require_peft()
+    settings = model.peft_config["default"]  # set by peft
+    # Otherwise it would ask the hub about the base's embeddings.
+    tensors = model.state_dict(keep_vars=True)
+    options = {"state_dict": tensors, "save_embedding_layers": False}
+    trained = peft.get_peft_model_state_dict(model, **options)
+    if changed := _changed_beside(model, tensors, {id(tensor) for tensor in trained.values()}, written):
+        owners = _owners(model, changed, peft)
+        settings = copy.copy(settings)
+        settings.modules_to_save = [*(settings.modules_to_save or ()), *owners]
+        for name in owners:
+            trained |= {own: tensor for own, tensor in tensors.items() if own.startswith(f"{name}.")}
+        log.info(
+            "beside the adapters, the export has the modules %s, in which training changed %s",
+            *map(listed, (owners, changed)),
+        )
+    return {f"base_model.model.{name}": tensor for name, tensor in trained.items()}, settings
+
+
+def _changed_beside(
+    model: nn.Module, tensors: Mapping[str, Any], known: set[int], written: Collection[str]
+) -> list[str]:
+    """The parameters that are trained or `written` and the buffers that have changed, but for those in `known`."""
+    base, parameters = _require_base(model), dict(model.named_parameters(remove_duplicate=False))
+    changed = []
+    for name, tensor in tensors.items():
+        if not torch.is_tensor(tensor) or id(tensor) in known:
+            continue
+        if name in parameters:
+            is_changed = parameters[name].requires_grad or name in written
+        else:
+            is_changed = base.buffers.get(name) != digest_of({name: tensor})
+        if is_changed:
+            changed.append(name)
+    return changed
+
+
+def _owners(model: nn.Module, tensors: list[str], peft: Any) -> list[str]:
+    """The modules that hold these, and all that peft would take for them: it compares the ends of names. Raises
+    UserError where one of them has adapters itself, which peft would not find in its copy, or has grown new buffers.
+    """
+    kinds = (peft.tuners.tuners_utils.BaseTunerLayer, peft.utils.AuxiliaryTrainingWrapper)
+    modules = dict(model.named_modules())
+    adapted = [name for name, module in modules.items() if isinstance(module, kinds)]
+    ends = tuple(dict.fromkeys(name.rpartition(".")[0] for name in tensors))
+    outside = [name for name in modules if not any(name.startswith(f"{own}.") for own in adapted)]
+    owners = [name for name in outside if name.endswith(ends)]
+    grown = [
+        name
+        for name in tensors
+        if name not in _require_base(model).buffers and name in dict(model.named_buffers(remove_duplicate=False))
+    ]
+    mixed = [name for name in owners if any(own == name or own.startswith(f"{name}.") for own in adapted)]
+    inside = [end for end in ends if end not in outside]
+    if grown or mixed or inside or "" in ends:
+        raise UserError(
+            f"mode=export: training changed {listed(tensors)}, which peft cannot load beside adapters (their modules "
+            "have adapters themselves, or new buffers), so that they would be lost; export the whole model with "
+            "export.merge=true"
+        )
+    return [name for name in owners if not any(name.startswith(f"{other}.") for other in owners)]
+
+
+def _require_base(model: nn.Module) -> Base:
+    base = base_of(model)
+    assert base is not None, "a model without adapters"
+    return base
 
 
 def _targets(model: nn.Module, settings: Adapter) -> list[str]:

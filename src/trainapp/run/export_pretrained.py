@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from trainapp.errors import UserError
-from trainapp.models import adapter_export, adapters, transformers_models
+from trainapp.models import adapters, transformers_models
 from trainapp.parallel.dtensor import is_shard, whole
 from trainapp.train.run import Run
 from trainapp.units import bytes_text
@@ -45,7 +45,7 @@ def export_adapters(run: Run, folder: Path) -> list[Path]:
     something, such as BatchNorm's statistics. Collective. Raises UserError for a change that peft cannot load.
     """
     written = {name for own in run.ranks.all_gather_object(run.state.written()) for name in own}
-    tensors, settings = adapter_export.exported(run.state.model, written)
+    tensors, settings = adapters.exported(run.state.model, written)
     weights = _gathered(run, tensors)
     if not run.ranks.is_rank_zero:
         return []

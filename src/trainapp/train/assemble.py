@@ -20,7 +20,7 @@ from trainapp.config import targets
 from trainapp.config.schema import Config
 from trainapp.data.batch import map_tensors
 from trainapp.errors import UserError
-from trainapp.models import model_checks, transformers_models
+from trainapp.models import transformers_models
 from trainapp.models.inspect import blocks_of, has_batchnorm, lazy_modules
 from trainapp.optim import quantized_products
 from trainapp.optim.ema import WeightAverage
@@ -232,7 +232,7 @@ def _construct(config: Config, components: Components) -> nn.Module:
     packed = bool(spec.get("packed")) and transformers_models.is_one(model)
     transformers_models.prepare(model, packed)
     if packed:
-        model_checks.require_documents_apart(model)
+        transformers_models.require_documents_apart(model)
     return model
 
 
