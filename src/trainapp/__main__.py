@@ -15,7 +15,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 import trainapp
-from trainapp.config import command_line, compose, data_of_run, hydra_errors, inline_targets
+from trainapp.config import command_line, compose, data_of_run, names
 from trainapp.errors import Reported, UserError
 from trainapp.launch import environment, one_run, plan_table
 from trainapp.paths import CONF
@@ -89,27 +89,33 @@ def main() -> None:
     if sys.argv[1:] == ["--version"]:
         return print(f"trainapp {trainapp.__version__}")  # with Hydra, its own
     command_line.add_import_paths(sys.argv[1:])
-    sys.argv[1:] = inline_targets.expanded(data_of_run.expanded(sys.argv[1:]))
+    sys.argv[1:] = command_line.with_own_classes(data_of_run.expanded(sys.argv[1:]))
     wants_traceback = "HYDRA_FULL_ERROR" in os.environ
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its errors instead of printing them its own way
     try:
         job()
     except (Exception, Reported) as caught:
         error = caught.error if isinstance(caught, Reported) else caught
-        message = str(error) if isinstance(error, UserError) else hydra_errors.explain(error, sys.argv[1:])
+        message = str(error) if isinstance(error, UserError) else names.explain(error, sys.argv[1:])
         if wants_traceback or message is None:
             if error is caught:
                 raise
             raise error from None
-        hydra_errors.fail(message)
+        _fail(message)
         sys.exit(error.exit_code if isinstance(error, UserError) else UserError.exit_code)
+
+
+def _fail(text: str) -> None:
+    """Print a message about something that the user can correct, without a traceback."""
+    first, *rest = text.splitlines() or [""]
+    print("\n".join([f"trainapp: {first}", *(f"          {line}" for line in rest)]), file=sys.stderr)
 
 
 def _new(arguments: Sequence[str]) -> None:
     try:
         new.command(arguments)
     except UserError as error:
-        hydra_errors.fail(str(error))
+        _fail(str(error))
         sys.exit(error.exit_code)
 
 

@@ -132,18 +132,18 @@ def test_an_option_that_the_optimizer_has_once_for_all():
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ("[{lr: 1.0}]", "group 0 needs `match`"),
-        ("[{match: head}]", "group 0 changes nothing; give it lr"),
-        ("[{match: head, lr: 0}]", "lr=0 of group 0 must be a number above 0"),
-        ("[{match: head, lr: fast}]", "lr='fast' of group 0 must be a number above 0"),
-        ("[{match: head, weight_decay: -1}]", "weight_decay=-1 of group 0 must be a number of at least 0"),
-        ("[{match: head, freeze: 1, lr: 1.0}]", "freeze=1 of group 0 must be true or false"),
-        ("[{match: head, freeze: true, lr: 1.0}]", "group 0 is frozen, so that lr would have no effect"),
-        ("[{match: []}]", "group 0 needs `match`"),
+        ("[{lr: 1.0}]", ".match: required, but not set"),
+        ("[{match: head}]", "changes nothing; give it lr"),
+        ("[{match: head, lr: 0}]", ".lr=0: must be greater than 0"),
+        ("[{match: head, lr: fast}]", ".lr=fast: must be a valid number"),
+        ("[{match: head, weight_decay: -1}]", ".weight_decay=-1: must be greater than or equal to 0"),
+        ("[{match: head, freeze: 1, lr: 1.0}]", ".freeze=1: must be a valid boolean"),
+        ("[{match: head, freeze: true, lr: 1.0}]", "is frozen, so that lr would have no effect"),
+        ("[{match: []}]", ".match=[]: List should have at least 1 item"),
     ],
 )
 def test_mistakes_in_the_configuration(tmp_path, value, message):
-    with pytest.raises(UserError, match=r"^optimizer\.groups=") as refused:
+    with pytest.raises(UserError, match=r"^optimizer\.groups\.0") as refused:
         runs.configure(tmp_path, f"optimizer.groups={value}")
     assert message in str(refused.value)
     assert "\n" not in str(refused.value)

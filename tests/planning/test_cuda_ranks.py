@@ -8,7 +8,7 @@ import torch
 from helpers import run_cli
 
 import trainapp
-from trainapp.config.parallel_settings import Fsdp, Parallel
+from trainapp.config.schema import Fsdp, Parallel
 from trainapp.errors import UserError
 from trainapp.models.gpt import GPT
 from trainapp.parallel.fsdp import FSDP

@@ -5,7 +5,7 @@ import runs
 import torch
 
 from trainapp.config import compose
-from trainapp.config.pasted import size_overrides
+from trainapp.config.command_line import size_overrides
 from trainapp.errors import UserError
 from trainapp.planning import planner, report, step_time, variants
 from trainapp.planning.operation import MATMUL

@@ -10,8 +10,7 @@ from helpers import ROOT
 from torch import nn
 
 from trainapp.config import compose
-from trainapp.config.parallel_settings import Fsdp, Parallel
-from trainapp.config.schema import Memory
+from trainapp.config.schema import Fsdp, Memory, Parallel
 from trainapp.errors import UserError
 from trainapp.memory.kinds import MemoryKind
 from trainapp.planning.ranks import simulated

@@ -501,7 +501,7 @@ def generating(text, other):
             updates(DISCRIMINATOR),
             r"updates: no update trains generator\.0\.weight, .* add them to the parameters of one",
         ),
-        (updates(DISCRIMINATOR, DISCRIMINATOR), "updates: discriminator is the name of several"),
+        (updates(DISCRIMINATOR, DISCRIMINATOR), "updates: two of them have the same name"),
         (
             generating("parameters: [generator]", "parameters: ['*']"),
             r"updates: discriminator\.0\.weight is among the parameters of discriminator and of generator",
@@ -534,15 +534,15 @@ def generating(text, other):
             (*OWN, "optimizer.in_backward=true", "train.grad_clip=null"),
             r"optimizer\.in_backward=true with updates: the",
         ),
-        ((*OWN, "optimizer.groups=[{match: generator, lr: 1.0}]"), r"optimizer\.groups with updates: their patterns"),
+        ((*OWN, "optimizer.groups=[{match: generator, lr: 1.0}]"), r"optimizer\.groups with updates: its patterns"),
         ((*OWN, "oom.keep_global_batch=false"), r"oom\.keep_global_batch=false with updates: all updates of a step"),
         ((*OWN, "activation_checkpointing=budget"), "activation_checkpointing=budget with updates"),
         (
             (*OWN, "batch.micro_schedule={1: 8}"),
-            r"batch\.micro_schedule=\{1: 8\}: with updates, it gives the sizes of each",
+            r"batch\.micro_schedule with updates: with updates it has sizes for each",
         ),
         ((*OWN, "model.freeze=[generator]"), r"updates\.1: all parameters of generator are frozen"),
-        (("model=mlp", "batch.micro_schedule={generator: {1: 8}}"), "sizes for generator, but there are no updates"),
+        (("model=mlp", "batch.micro_schedule={generator: {1: 8}}"), "without updates it has no names"),
     ],
 )
 def test_mistakes_are_one_message(tmp_path, overrides, message):

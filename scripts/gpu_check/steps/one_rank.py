@@ -10,7 +10,7 @@ from gpu import on_gpu
 from parallel.pool import free_port
 
 from trainapp.config import compose
-from trainapp.config.parallel_settings import Ddp, Fsdp
+from trainapp.config.schema import Ddp, Fsdp
 from trainapp.launch import worker
 from trainapp.models.inspect import blocks_of
 from trainapp.parallel.ddp import DDP

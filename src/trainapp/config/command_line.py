@@ -1,14 +1,21 @@
-"""Import paths for users' modules, and the command that resumes a run. Imports no torch."""
+"""What the command line says beyond Hydra: import paths of users' modules, classes named in place of an option, and
+the command that resumes a run. Imports no torch.
+"""
 
 import os
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import cast
 
 from hydra.conf import HydraConf
 from omegaconf import ListConfig, OmegaConf
+
+from trainapp.config.schema import Config
+
+_OWN_CLASS = re.compile(r"\+?(data|model|optimizer|schedule)(\._target_=|=\{.*_target_)", re.DOTALL)
 
 
 def add_import_paths(arguments: Sequence[str]) -> None:
@@ -25,30 +32,42 @@ def add_import_paths(arguments: Sequence[str]) -> None:
     sys.path[:0] = [folder for folder in folders if folder not in sys.path]
 
 
+def with_own_classes(arguments: Sequence[str]) -> list[str]:
+    """Hydra's overrides, where `optimizer._target_=CLASS` or `optimizer={_target_: CLASS, ...}` begins without the
+    settings of the default option, which are those of another class: its arguments then need no `+`.
+
+    Where an option is chosen, too, as in `optimizer=sgd optimizer._target_=mine.SGD`, its settings stay. Other
+    arguments of the command line may be among the overrides.
+    """
+    groups = {match[1] for text in arguments if (match := _OWN_CLASS.match(text))}
+    groups = {group for group in groups if not any(_chooses(text, group) for text in arguments)}
+    texts = []
+    for text in arguments:
+        group = next((own for own in groups if re.match(rf"(\+{{0,2}}|~){own}[.=]", text)), None)
+        if group is None:
+            texts.append(text)
+        elif not text.startswith("~"):  # a setting of the option, which is not there
+            texts += [f"~{group}"] * bool(_OWN_CLASS.match(text)) + [f"++{text.lstrip('+')}"]
+    return texts
+
+
+def _chooses(text: str, group: str) -> bool:
+    return text == f"~{group}" or (text.startswith(f"{group}=") and not _OWN_CLASS.match(text))
+
+
+def command(given: Iterable[str], run_dir: str = "", config_dirs: Iterable[str | Path] = ()) -> str:
+    """The shell command of these overrides, in this directory."""
+    words = ["python -m trainapp"]
+    words += [f"--config-dir {shlex.quote(str(folder))}" for folder in config_dirs]
+    words += map(shlex.quote, given)
+    return " ".join([*words, *([shlex.quote(override("hydra.run.dir", run_dir))] if run_dir else [])])
+
+
 def resume_command(hydra_config: HydraConf, run_dir: str) -> str:
     """The shell command that continues this run: the same overrides, in the same directory."""
-    return " ".join(
-        [
-            "python -m trainapp",
-            *(f"--config-dir {shlex.quote(folder)}" for folder in _config_directories(hydra_config)),
-            *(shlex.quote(override) for override in overrides(hydra_config)),
-            directory(run_dir),
-        ]
-    )
-
-
-def directory(run_dir: str) -> str:
-    """The argument of a shell command that names the run's directory."""
-    return shlex.quote(override("hydra.run.dir", run_dir))
-
-
-def override(name: str, value: str) -> str:
-    """`NAME=VALUE`, as Hydra reads it back."""
-    return f"{name}={_hydra_quoted(value)}"
-
-
-def _config_directories(hydra_config: HydraConf) -> list[str]:
-    return [source.path for source in hydra_config.runtime.config_sources if source.provider == "command-line"]
+    sources = hydra_config.runtime.config_sources
+    folders = [source.path for source in sources if source.provider == "command-line"]
+    return command(overrides(hydra_config), run_dir, folders)
 
 
 def overrides(hydra_config: HydraConf) -> list[str]:
@@ -62,13 +81,10 @@ def overrides(hydra_config: HydraConf) -> list[str]:
     return [text for text in given if is_needed or not text.startswith("checkpointing.resume=")]
 
 
-def _hydra_quoted(value: str) -> str:
-    """`value`, quoted where Hydra's grammar would not read it as one plain word: its letters are those of ASCII, and a
-    word without a slash may be a number or null.
-    """
-    if "/" in value and re.fullmatch(r"[\w/.:+-]+", value, re.ASCII):
-        return value
-    return quoted(value)
+def override(name: str, value: str) -> str:
+    """`NAME=VALUE`, as Hydra reads it back: quoted unless it is a plain path. (A word may be a number, or null.)"""
+    is_plain = "/" in value and re.fullmatch(r"[\w/.:+-]+", value, re.ASCII)
+    return f"{name}={value if is_plain else quoted(value)}"
 
 
 def quoted(value: str) -> str:
@@ -77,3 +93,10 @@ def quoted(value: str) -> str:
     """
     literal = re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
     return "'" + re.sub(r"(\\*)('|\Z)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), literal) + "'"
+
+
+def size_overrides(config: Config, size: int) -> list[str]:
+    """The overrides that set the micro-batch, whatever else would set it."""
+    others = ["batch.micro_schedule=null"] if config.batch.micro_schedule is not None else []
+    others += ["accumulation.steps=auto"] if config.accumulation.steps != "auto" else []
+    return [*others, f"batch.micro_size={size}"]

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from trainapp.config.command_line import quoted
-from trainapp.config.inline_targets import parts
 from trainapp.config.schema import Loader
 
+_OVERRIDE = re.compile(r"(?P<sign>\+\+|\+|~)?(?P<key>[\w.@/:]+)(?P<rest>=.*)?", re.DOTALL)
 _CHECKPOINT = re.compile(r"step_(\d{8,})")
 _MODES = ("eval", "predict", "generate", "export")
 _LOADING = tuple(f"data.{field.name}" for field in dataclasses.fields(Loader))  # how data is loaded is no choice of it
@@ -27,10 +27,10 @@ def expanded(overrides: Sequence[str]) -> list[str]:
     """
     texts, values = list(overrides), {}
     for text in texts:
-        sign, key, rest = parts(text)
+        sign, key, rest = _parts(text)
         if not sign:
             values[key] = rest[1:].strip("'\"")
-    changes = [number for number, text in enumerate(texts) if _changes_data(parts(text)[1])]
+    changes = [number for number, text in enumerate(texts) if _changes_data(_parts(text)[1])]
     is_chosen = values.keys() & {"data", "data._target_", "experiment"}
     if values.get("mode") not in _MODES or "checkpointing.resume" not in values or not changes or is_chosen:
         return texts
@@ -39,6 +39,12 @@ def expanded(overrides: Sequence[str]) -> list[str]:
         return texts
     own = [f"data.{name}={_written(value)}" for name, value in data["arguments"].items()]
     return [*texts[: changes[0]], f"data._target_={data['target']}", *own, *texts[changes[0] :]]
+
+
+def _parts(text: str) -> tuple[str, str, str]:
+    """The sign, name and rest, with its `=`, of an override; empty for other arguments."""
+    match = None if text.startswith("-") else _OVERRIDE.fullmatch(text)
+    return ("", "", "") if match is None else (match["sign"] or "", match["key"], match["rest"] or "")
 
 
 def _changes_data(key: str) -> bool:

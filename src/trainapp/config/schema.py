@@ -1,32 +1,106 @@
 """The configuration: every setting with its type and its rule. Imports no torch.
 
-`compose` turns what Hydra composed into these plain dataclasses. Everything
-downstream, workers included, sees only these.
+`compose` turns what Hydra composed into these plain dataclasses; everything downstream, workers included, sees only
+these. `excludes` has the settings that exclude each other.
 """
 
 import dataclasses
+import re
 from dataclasses import field
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PlainValidator
 from pydantic.dataclasses import dataclass
+from typing_extensions import NotRequired, TypedDict
 
-from trainapp.config.inference_settings import Generate, Predict
-from trainapp.config.lr_settings import LrFind
-from trainapp.config.parallel_settings import STRICT, Parallel
-from trainapp.config.rules import (
-    Auto,
-    ByteCount,
-    Duration,
-    EvalName,
-    Goal,
-    MemorySize,
-    MicroSchedule,
-    ParameterGroups,
-    Seed,
-    UpdateName,
-)
+from trainapp.config import durations, micro_schedule
 from trainapp.config.validation import Bool, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Str
+from trainapp.units import parse_memory_size
+
+STRICT = ConfigDict(extra="forbid")
+INFERENCE = ("predict", "generate")  # modes
+WITHOUT_NUMBERS = (*INFERENCE, "export")  # modes that leave files, and nothing to plot
+OTHER_METRICS = ("train", "batch", "memory", "lr", "micro")  # what other metrics and files are named by
+
+
+def _duration(value: int | str) -> int | str:
+    durations.parse(value)
+    return value
+
+
+def _memory_size(value: int | float | str) -> int | float | str:
+    parse_memory_size(value, total=1)
+    return value
+
+
+def _byte_count(value: int | float | str) -> int | float | str:
+    try:
+        if parse_memory_size(value, total=0):  # a fraction of nothing is none
+            return value
+    except ValueError:
+        pass
+    raise ValueError("must be bytes, or a size such as 6GiB or 500MB")
+
+
+def _objective(value: str) -> str:
+    if value != "auto" and not re.fullmatch(r"(min|max) \S+", value):
+        raise ValueError("must be auto, or like 'max accuracy' or 'min loss'")
+    return value
+
+
+def _eval_name(value: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9_-]+", value) or value in ("val", "train"):
+        raise ValueError("must be letters, digits, _ and -, as part of metrics' names, and neither val nor train")
+    return value
+
+
+def _update_name(value: str) -> str:
+    if not re.fullmatch(r"[A-Za-z]\w*", value) or value.startswith("eval") or value in OTHER_METRICS:
+        raise ValueError(
+            f"must be one word, by which its metrics are named, and none of eval..., {', '.join(OTHER_METRICS)}"
+        )
+    return value
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def _changes_something(group: dict[str, Any]) -> dict[str, Any]:
+    is_frozen, options = group.get("freeze", False), group.keys() - {"match", "freeze"}
+    if is_frozen and options:
+        raise ValueError(f"is frozen, so that {', '.join(sorted(options))} would have no effect; leave one of them out")
+    if not is_frozen and not options:
+        raise ValueError("changes nothing; give it lr, weight_decay, another option, or freeze: true")
+    return group
+
+
+Auto = Literal["auto"]
+Duration = Annotated[int | str, AfterValidator(_duration)]
+MemorySize = Annotated[int | float | str, AfterValidator(_memory_size)]
+ByteCount = Annotated[int | float | str, AfterValidator(_byte_count)]
+MicroSchedule = Annotated[dict[Any, Any], PlainValidator(micro_schedule.check)]
+UpdateName = Annotated[str, AfterValidator(_update_name)]
+EvalName = Annotated[Str, AfterValidator(_eval_name)]
+Goal = Annotated[str, AfterValidator(_objective)]
+Seed = Annotated[int, Field(ge=0, lt=2**63, strict=True)]  # data sets may still add to it, below 2**64
+
+
+class _Group(TypedDict):
+    """Options of the parameters that patterns match; which others exist, only the optimizer's class knows."""
+
+    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
+
+    match: Annotated[list[Annotated[Str, Field(min_length=1)]], Field(min_length=1), BeforeValidator(_as_list)]
+    freeze: NotRequired[Bool]
+    lr: NotRequired[PositiveFloat]
+    weight_decay: NotRequired[NonNegativeFloat]
+
+
+if TYPE_CHECKING:
+    ParameterGroup = dict[str, Any]
+else:
+    ParameterGroup = Annotated[_Group, AfterValidator(_changes_something)]
 
 
 @dataclass(config=STRICT)
@@ -103,7 +177,7 @@ class Optimizer:
     fused: Auto | Bool = "auto"
     in_backward: Bool = False
     offload: Bool = False
-    groups: ParameterGroups = field(default_factory=list)
+    groups: list[ParameterGroup] = field(default_factory=list)
     layer_decay: Annotated[float, Field(gt=0, le=1, strict=True)] | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
 
@@ -123,6 +197,37 @@ class Update:
 @dataclass(config=STRICT)
 class Accumulation:
     steps: Auto | PositiveInt = "auto"
+
+
+@dataclass(config=STRICT)
+class Ddp:
+    bucket_mb: PositiveFloat = 25.0
+    static_graph: Bool = False
+    find_unused_parameters: Bool = False
+
+
+@dataclass(config=STRICT)
+class Fsdp:
+    reshard_after_forward: Bool = True
+    cpu_offload: Bool = False
+    prefetch: PositiveInt = 1
+    replicas: PositiveInt = 1
+    sync_every_micro_batch: Bool = True
+    meta_init: Bool = False
+
+
+@dataclass(config=STRICT)
+class Parallel:
+    strategy: Literal["single", "ddp", "fsdp"] = "single"
+    devices: Auto | PositiveInt = "auto"
+    nodes: PositiveInt = 1
+    endpoint: Str | None = None
+    run_id: Str | None = None
+    max_restarts: NonNegativeInt = 3
+    timeout: PositiveFloat = 600.0
+    vote_on_oom: Literal["unproven", "always", "never"] = "unproven"
+    ddp: Ddp = field(default_factory=Ddp)
+    fsdp: Fsdp = field(default_factory=Fsdp)
 
 
 @dataclass(config=STRICT)
@@ -180,6 +285,34 @@ class Export:
     file_size: MemorySize = "5GB"
     merge: Bool = False
     merge_dtype: Literal["fp32", "bf16"] = "fp32"
+
+
+@dataclass(config=STRICT)
+class LrFind:
+    min: PositiveFloat = 1e-7
+    max: PositiveFloat = 10.0
+    steps: Annotated[int, Field(ge=10, strict=True)] = 100
+    diverges: Annotated[float, Field(gt=1, allow_inf_nan=False)] = 4.0
+
+
+@dataclass(config=STRICT)
+class Predict:
+    output: Str | None = None
+    split: Str = "val"
+    batch_size: PositiveInt = 64
+
+
+@dataclass(config=STRICT)
+class Generate:
+    prompts: list[Str | list[NonNegativeInt]] = field(default_factory=list)
+    output: Str | None = None
+    max_new_tokens: PositiveInt = 64
+    temperature: NonNegativeFloat = 1.0
+    top_k: PositiveInt | None = None
+    top_p: Annotated[float, Field(gt=0, le=1, strict=True)] = 1.0
+    seed: Seed = 0
+    end_of_text: Auto | NonNegativeInt | None = "auto"
+    batch_size: PositiveInt = 16
 
 
 @dataclass(config=STRICT)
@@ -264,3 +397,10 @@ class Config:
     def to_dict(self) -> dict[str, Any]:
         """Plain containers, as written to checkpoints and TensorBoard."""
         return dataclasses.asdict(self)
+
+    def with_own_batches(self) -> "Config":
+        """For prediction and generation, with their own batch size in place of evaluation's."""
+        if self.mode not in INFERENCE:
+            return self
+        size = self.predict.batch_size if self.mode == "predict" else self.generate.batch_size
+        return dataclasses.replace(self, batch=dataclasses.replace(self.batch, eval_micro_size=size))

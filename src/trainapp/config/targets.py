@@ -5,13 +5,10 @@ Hydra's own block-list is no security boundary (torch.load and os._exit pass it)
 
 import functools
 import importlib
-import importlib.machinery
 import importlib.util
 import inspect
-import sys
 import types
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from trainapp import torchao_notices
@@ -61,7 +58,6 @@ def locate(target: str, setting: str, user_packages: Sequence[str]) -> Callable[
             f"{setting}={target}: importing {module_name} failed: it exits with {error.code}; keep what only a script "
             'does under `if __name__ == "__main__":`'
         ) from error
-    _require_same_file(module_name.partition(".")[0], f"{setting}={target}")
     with torchao_notices.left_out():  # Transformers imports a class's module here
         located = getattr(module, name, None)
     if not callable(located):
@@ -75,26 +71,6 @@ def locate(target: str, setting: str, user_packages: Sequence[str]) -> Callable[
     if target.startswith("transformers.") and "transformers" not in user_packages:
         _require_model_or_configuration(located, target, setting)
     return located
-
-
-def _require_same_file(package: str, setting: str) -> None:
-    """An import from Python may have come from another folder: of a project whose module has the same name."""
-    loaded = getattr(sys.modules.get(package), "__file__", None) if package != "__main__" else None
-    found = importlib.machinery.PathFinder.find_spec(package) if loaded else None
-    if loaded and found and found.has_location and not _is_same(str(loaded), str(found.origin)):
-        raise UserError(
-            f"{setting}: this process has imported {package} from {loaded}, and would now find {found.origin}; give "
-            "one of them another name, or use a process for each"
-        )
-
-
-def _is_same(one: str, other: str) -> bool:
-    """Whether two files are one, or have the same content, as a project and its copy do."""
-    first, second = Path(one), Path(other)
-    try:
-        return first.resolve() == second.resolve() or first.read_bytes() == second.read_bytes()
-    except OSError:
-        return False
 
 
 def _require_model_or_configuration(located: Any, target: str, setting: str) -> None:
@@ -146,7 +122,7 @@ def construct(
     """`target(**arguments)`; parameters of the target that `arguments` lacks are filled in from `provided`.
 
     Nodes with a `_target_` in the arguments, at any depth, in lists too, are built first: see `_build`. Raises
-    UserError for arguments that do not fit, and for all nodes that name nothing allowed before any of them is built.
+    UserError for all arguments that do not fit, and all nodes that name nothing allowed.
     """
     return _call(target, [], arguments_of(target, arguments, setting, user_packages, provided), setting)
 
@@ -159,15 +135,13 @@ def arguments_of(
     provided: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """What `construct` calls the target with, for one that is called more than once."""
-    provided = {k: v for k, v in (provided or {}).items() if k in _parameters(target) and arguments.get(k) is None}
+    takes = inspect.signature(target).parameters
+    provided = {k: v for k, v in (provided or {}).items() if k in takes and arguments.get(k) is None}
     arguments = {k: v for k, v in arguments.items() if k not in provided}
     errors = check_arguments(target, arguments, setting, provided)
+    built = {name: _build(value, f"{setting}.{name}", user_packages, errors) for name, value in arguments.items()}
     if errors:
         raise UserError("\n".join(errors))
-    errors = _nested(arguments, setting, user_packages)
-    if errors:
-        raise UserError("\n".join(errors))
-    built = {name: _build(value, f"{setting}.{name}", user_packages) for name, value in arguments.items()}
     return {**built, **provided}
 
 
@@ -178,51 +152,42 @@ def _call(target: Callable[..., Any], positional: list[Any], arguments: dict[str
         raise UserError(str(error) if str(error).startswith(setting) else f"{setting}: {error}") from error
 
 
-def _build(node: Any, setting: str, user_packages: Sequence[str]) -> Any:
-    """The value that a node of plain containers stands for.
+def _build(node: Any, setting: str, user_packages: Sequence[str], errors: list[str]) -> Any:
+    """The value that a node of plain containers stands for. Mistakes are added to `errors`; then its value is void.
 
     A mapping with `_target_` becomes what that class or function returns for the other keys; `_args_` is a list of
     positional arguments, and `_partial_: true` gives a function that still takes more.
     """
     if isinstance(node, list):
-        return [_build(child, f"{setting}.{index}", user_packages) for index, child in enumerate(node)]
+        return [_build(child, f"{setting}.{index}", user_packages, errors) for index, child in enumerate(node)]
     if not isinstance(node, dict):
         return node
-    values = {key: _build(child, f"{setting}.{key}", user_packages) for key, child in node.items() if key != "_target_"}
+    values = {k: _build(v, f"{setting}.{k}", user_packages, errors) for k, v in node.items() if k != "_target_"}
     if "_target_" not in node:
         return values
-    target = locate(node["_target_"], f"{setting}._target_", user_packages)
-    positional, is_partial = values.pop("_args_", []), values.pop("_partial_", False)
-    if is_partial:
-        return functools.partial(target, *positional, **values)
     try:
+        target = locate(node["_target_"], f"{setting}._target_", user_packages)
+        positional, is_partial = values.pop("_args_", []), values.pop("_partial_", False)
+        if is_partial:
+            return functools.partial(target, *positional, **values)
+        errors += _misfits(target, positional, values, node, setting)
+        return None if errors else _call(target, positional, values, setting)
+    except UserError as error:
+        errors.append(str(error))
+        return None
+
+
+def _misfits(
+    target: Callable[..., Any], positional: list[Any], values: dict[str, Any], node: dict[str, Any], setting: str
+) -> list[str]:
+    """Arguments of a nested node that do not fit; none for a class written in C, without a signature."""
+    try:
+        if not positional:
+            plain = {name: value for name, value in values.items() if not holds_target(node[name])}
+            return check_arguments(target, plain, setting, values.keys() - plain.keys())
         inspect.signature(target).bind(*positional, **values)
     except TypeError as error:
-        raise UserError(f"{setting}: {node['_target_']}: {error}") from None
-    except ValueError:  # written in C, without a signature
+        return [f"{setting}: {node['_target_']}: {error}"]
+    except (NameError, ValueError):
         pass
-    return _call(target, positional, values, setting)
-
-
-def _nested(node: Any, setting: str, user_packages: Sequence[str]) -> list[str]:
-    """All mistakes in the `_target_` nodes of a value: names that are not allowed, arguments that do not fit."""
-    errors: list[str] = []
-    children = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
-    if isinstance(node, dict) and "_target_" in node:
-        try:
-            target = locate(node["_target_"], f"{setting}._target_", user_packages)
-            own = {key: value for key, value in node.items() if key not in ("_target_", "_args_", "_partial_")}
-            if not node.get("_args_") and not node.get("_partial_"):
-                plain = {key: value for key, value in own.items() if not holds_target(value)}  # the others: once built
-                errors += check_arguments(target, plain, setting, own.keys() - plain.keys())
-        except UserError as error:
-            errors.append(str(error))
-        except (NameError, TypeError, ValueError):
-            pass  # a signature that cannot be read: the call itself will tell
-    for key, child in children:
-        errors += _nested(child, f"{setting}.{key}", user_packages)
-    return errors
-
-
-def _parameters(target: Callable[..., Any]) -> Sequence[str]:
-    return list(inspect.signature(target).parameters)
+    return []

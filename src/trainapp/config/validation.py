@@ -21,7 +21,9 @@ NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True
 Fraction = Annotated[float, Field(ge=0, lt=1, strict=True)]
 Bool = Annotated[bool, Field(strict=True)]
 Str = Annotated[str, Field(strict=True)]
-_ANY_CLASS = pydantic.ConfigDict(arbitrary_types_allowed=True)
+
+_TYPES = ("int", "float", "str", "bool", "constrained-int", "constrained-float")
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 def suggest(word: str, choices: Iterable[str]) -> str:
@@ -30,25 +32,28 @@ def suggest(word: str, choices: Iterable[str]) -> str:
     return f"; did you mean '{close[0]}'?" if close else ""
 
 
+def unknown(word: str, choices: Iterable[str]) -> str:
+    """The rule for a name that does not exist among `choices`."""
+    names = sorted(choices)
+    return f"no such setting{suggest(word, names) or '; known here: ' + ', '.join(names)}"
+
+
 def messages(
     error: pydantic.ValidationError, prefix: str, known: Callable[[tuple[Any, ...]], Iterable[str]]
 ) -> list[str]:
-    """One line per mistake: `prefix.key=value: rule`.
-
-    `known(location)` names the keys that exist at a location, for the suggestion after an unknown one.
-    """
+    """One line per mistake: `prefix.key=value: rule`. known: the keys that exist at a location."""
     rules: dict[str, list[str]] = {}  # a union gives one error per branch: joined by "or"
     for item in error.errors():
-        location = tuple(part for part in item["loc"] if isinstance(part, int) or not _is_type_name(part))
+        # Of a union, the location also names the branch.
+        location = tuple(part for part in item["loc"] if isinstance(part, int) or not ("[" in part or part in _TYPES))
         path = ".".join(str(part) for part in (prefix, *location) if str(part))
         if item["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-            names = list(known(location[:-1]))
-            hint = suggest(str(location[-1]), names) or f"; known here: {', '.join(sorted(names))}"
-            start, rule = path, f"no such setting{hint}"
+            start, rule = path, unknown(str(location[-1]), known(location[:-1]))
         elif item["type"] in ("missing", "missing_argument"):
             start, rule = path, "required, but not set"
         else:
-            start, rule = f"{path}={_as_yaml(item['input'])}", _rule(item["msg"])
+            start = f"{path}={as_yaml(item['input'])}"
+            rule = item["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
         alternatives = rules.setdefault(start, [])
         if rule not in alternatives:
             alternatives.append(rule)
@@ -58,19 +63,9 @@ def messages(
     ]
 
 
-def _as_yaml(value: Any) -> Any:
+def as_yaml(value: Any) -> Any:
     """The value as a user writes it."""
     return {"None": "null", "True": "true", "False": "false"}.get(str(value), value)
-
-
-def _is_type_name(part: str) -> bool:
-    """Whether this part of a location names the branch of a union rather than a key of the user's."""
-    return "[" in part or part in ("int", "float", "str", "bool", "constrained-int", "constrained-float")
-
-
-def _rule(message: str) -> str:
-    text = message.removeprefix("Value error, ")
-    return text.replace("Input should be", "must be")
 
 
 def check_arguments(
@@ -78,43 +73,28 @@ def check_arguments(
 ) -> list[str]:
     """Errors in calling `target(**arguments)`, judged by its signature and its annotations.
 
-    target: a class or function; parameters without an annotation accept anything, as do those whose annotation cannot
-    be resolved or checked, and arguments that hold a `_target_`, which are judged once they are built.
-    path: the setting that the arguments come from, such as `model`, for the messages.
-    provided: parameters that the application fills in when `arguments` lacks them.
+    target: a class or function; what has no annotation, or one that pydantic cannot check, accepts anything, as do
+    arguments that hold a `_target_`: they are judged once they are built. path: the setting that the arguments come
+    from, such as `model`, for the messages. provided: parameters that the application fills in.
     """
+    parameters = inspect.signature(target).parameters
+    named = [name for name, parameter in parameters.items() if parameter.kind in _NAMED]
+    is_open = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    settable = [name for name in named if name not in ("params", "self")]
+    unknowns = [] if is_open else [name for name in arguments if name not in named]
+    errors = [f"{path}.{name}: {unknown(name, settable)}" for name in unknowns]
+    for name in named:
+        is_given = name in arguments or name in provided
+        if not is_given and parameters[name].default is inspect.Parameter.empty:
+            errors.append(f"{path}.{name}: required, but not set")
     hints = _hints(target)
-    fields: dict[str, Any] = {}
-    open_ended = False
-    unbuilt = {name for name, value in arguments.items() if holds_target(value)}
-    arguments = {name: value for name, value in arguments.items() if name not in unbuilt}
-    provided = {*provided, *unbuilt}
-    for name, parameter in inspect.signature(target).parameters.items():
-        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            open_ended = True
-            continue
-        if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
-            continue
-        optional = parameter.default is not inspect.Parameter.empty or name in provided
-        fields[f"arg_{name}"] = (
-            hints.get(name, Any),
-            Field(default=None if optional else ..., alias=name),
-        )
-    options = pydantic.ConfigDict(extra="allow" if open_ended else "forbid", arbitrary_types_allowed=True)
-    try:
-        model = pydantic.create_model("Arguments", __config__=options, **fields)
-        is_complete = model.__pydantic_complete__  # else a name within an annotation is unresolved
-    except Exception:
-        is_complete = False
-    if not is_complete:
-        fields = {name: (hint if _can_be_checked(hint) else Any, rule) for name, (hint, rule) in fields.items()}
-        model = pydantic.create_model("Arguments", __config__=options, **fields)
-    try:
-        model.model_validate(arguments)
-    except pydantic.ValidationError as error:
-        settable = [field.alias for field in model.model_fields.values() if field.alias not in ("params", "self")]
-        return messages(error, path, lambda location: settable)
-    return []
+    for name, value in arguments.items():
+        if name in hints and not holds_target(value) and (adapter := _adapter(hints[name])) is not None:
+            try:
+                adapter.validate_python(value)
+            except pydantic.ValidationError as error:
+                errors += messages(error, f"{path}.{name}", lambda location: [])
+    return errors
 
 
 def holds_target(node: Any) -> bool:
@@ -125,27 +105,20 @@ def holds_target(node: Any) -> bool:
 
 
 def _hints(target: Callable[..., Any]) -> dict[str, Any]:
-    """The annotations of a class's constructor or of a function, as far as they can be resolved: libraries import some
-    of their types for type checkers alone.
-    """
+    """The annotations of a class's constructor or of a function; none where one of them cannot be resolved."""
     own = inspect.unwrap(target)
-    function = own.__init__ if inspect.isclass(own) else own
     try:
-        return typing.get_type_hints(function, include_extras=True)
+        return typing.get_type_hints(own.__init__ if inspect.isclass(own) else own, include_extras=True)
     except Exception:  # a NameError, and whatever an expression in an annotation raises
-        pass
-    names = getattr(inspect.unwrap(function), "__globals__", {})
-    hints = {}
-    for name, annotation in getattr(function, "__annotations__", {}).items():
-        with contextlib.suppress(Exception):
-            hints[name] = eval(annotation, names) if isinstance(annotation, str) else annotation
-    return hints
+        return {}
 
 
-def _can_be_checked(annotation: Any) -> bool:
-    """Whether pydantic has a check for it: it refuses typing's own TypedDict, say, and names that are unresolved."""
-    for config in (_ANY_CLASS, None):  # none for a type that has a configuration of its own
+def _adapter(annotation: Any) -> "TypeAdapter[Any] | None":
+    """Pydantic's check for the annotation; None where it has none, as for names that are unresolved."""
+    # without a configuration for a type that has one of its own
+    for config in (pydantic.ConfigDict(arbitrary_types_allowed=True), None):
         with contextlib.suppress(Exception):
-            if TypeAdapter(annotation, config=config).pydantic_complete:
-                return True
-    return False
+            adapter: TypeAdapter[Any] = TypeAdapter(annotation, config=config)
+            if adapter.pydantic_complete:
+                return adapter
+    return None

@@ -5,7 +5,7 @@ import hashlib
 import torch
 from torch import Tensor
 
-from trainapp.config.inference_settings import Generate
+from trainapp.config.schema import Generate
 from trainapp.errors import TrainingStopped
 
 

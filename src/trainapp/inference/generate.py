@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainapp.config.inference_settings import Generate
+from trainapp.config.schema import Generate
 from trainapp.data.micro_batch import MicroBatch, ranges
 from trainapp.errors import UserError
 from trainapp.inference.batches import begin, facts_of, output_path, write_in_batches

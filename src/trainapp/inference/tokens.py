@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from trainapp.config.inference_settings import Generate
+from trainapp.config.schema import Generate
 from trainapp.errors import UserError
 from trainapp.models import transformers_models
 

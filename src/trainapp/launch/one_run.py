@@ -5,6 +5,8 @@ Rank 0 of those that torchrun or a scheduler started; otherwise the process of t
 
 import contextlib
 import copy
+import errno
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -136,6 +138,13 @@ def _claim(run_dir: Path, composed: DictConfig) -> None:
     if environment.is_rank_zero():
         nodes, run_id = (_unchecked(composed, f"parallel.{name}") for name in ("nodes", "run_id"))
         shared_as = str(run_id) if run_id is not None and nodes not in (None, 1) else None
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            if not os.access(run_dir, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(run_dir))
+        except OSError as error:
+            place = f"{error.filename}: {error.strerror}"
+            raise UserError(f"{place}; hydra.run.dir or hydra.sweep.dir must name a folder of yours") from None
         lock.acquire(run_dir, shared_as, _RESTART_PATIENCE if restarts.has_restarted() else 0.0)
 
 

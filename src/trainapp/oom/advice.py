@@ -7,7 +7,7 @@ from trainapp.memory.kinds import MemoryKind
 from trainapp.oom.incident import Incident
 from trainapp.planning.step_peaks import of_one_rank, step_peaks
 from trainapp.techniques import catalogue
-from trainapp.techniques.lever import Lever, Situation, to_paste
+from trainapp.techniques.lever import Lever, Situation, overrides_of
 from trainapp.train import losses
 from trainapp.train.run import Run
 from trainapp.units import bytes_text
@@ -29,7 +29,7 @@ def memory_report(run: Run, failure: Incident) -> str:
         place = "" if run.state.device.type == "cpu" else ", activations as on the CPU"
         lines.append(f"What would help, largest saving first{place}:")
         for saving, lever in savings:
-            overrides = shlex.join(to_paste([lever], run.config.command))
+            overrides = shlex.join(overrides_of([lever]))
             lines.append(f"  {bytes_text(saving):>10}  {overrides}: costs {lever.costs}")
     saved = run.checkpointer.newest_name()
     lines.append(f"The last checkpoint is {saved}." if saved else "No checkpoint was written yet.")

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from trainapp.config.parameter_groups import OWN
 from trainapp.config.schema import Optimizer
 from trainapp.errors import UserError
 from trainapp.units import listed
@@ -158,7 +157,7 @@ def require_known(settings: Optimizer, optimizer: torch.optim.Optimizer, setting
 
 def _own_options(group: dict[str, Any]) -> dict[str, Any]:
     """What a group sets of its optimizer."""
-    return {name: value for name, value in group.items() if name not in OWN}
+    return {name: value for name, value in group.items() if name not in ("match", "freeze")}
 
 
 def matches(pattern: str, name: str) -> bool:

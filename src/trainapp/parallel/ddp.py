@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.weak import TensorWeakRef
 
-from trainapp.config.parallel_settings import Ddp
+from trainapp.config.schema import Ddp
 from trainapp.parallel.ranks import DistributedRanks
 from trainapp.parallel.strategy import SingleDevice, Task, TaskModule, compute_within
 from trainapp.parallel.warm_up import warm_up_group

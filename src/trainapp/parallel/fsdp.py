@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trainapp import torch_fsdp
-from trainapp.config.parallel_settings import Fsdp
+from trainapp.config.schema import Fsdp
 from trainapp.errors import UserError
 from trainapp.parallel.ranks import DistributedRanks
 from trainapp.parallel.strategy import SingleDevice, Task, TaskModule, compute_within

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trainapp.config.pasted import size_overrides
+from trainapp.config.command_line import size_overrides
 from trainapp.planning.sizes import Facts, Measured, Planner
 from trainapp.planning.variants import Variant, Variants
 from trainapp.techniques.lever import RESULTS

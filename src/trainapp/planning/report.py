@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from trainapp import strict_json
-from trainapp.config.pasted import size_overrides
+from trainapp.config.command_line import size_overrides
 from trainapp.config.schema import Config
 from trainapp.files import atomic_write
 from trainapp.planning.answer import complete

@@ -10,7 +10,7 @@ from trainapp.errors import UserError
 from trainapp.planning.certainty import NOT_TRACEABLE
 from trainapp.planning.sizes import Facts, Measured, Planner
 from trainapp.planning.step_work import Work
-from trainapp.techniques.lever import Lever, result_of, to_paste, with_levers
+from trainapp.techniques.lever import Lever, overrides_of, result_of, with_levers
 
 MOST_STACKS = 5  # combinations that are traced
 LEAST_SAVING = 0.01  # of the peak
@@ -51,7 +51,7 @@ class Variant:
     @property
     def overrides(self) -> str:
         """What to paste on the command line."""
-        return shlex.join(to_paste(self.levers, self.planner.config.command))
+        return shlex.join(overrides_of(self.levers))
 
 
 class Variants:

@@ -12,8 +12,7 @@ from pydantic import TypeAdapter
 from trainapp.checkpoint import checkpointer
 from trainapp.checkpoint.directory import CheckpointDirectory, resolve
 from trainapp.checkpoint.manifest import read_manifest
-from trainapp.config.inference_settings import INFERENCE
-from trainapp.config.schema import Config, Loader
+from trainapp.config.schema import INFERENCE, Config, Loader
 from trainapp.data.order import ORDERS
 from trainapp.errors import UserError
 from trainapp.parallel.rank_zero import answered_by_rank_zero

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trainapp.checkpoint.manifest import read_manifest
-from trainapp.config.inference_settings import INFERENCE, with_own_batches
-from trainapp.config.schema import Config
+from trainapp.config.schema import INFERENCE, Config
 from trainapp.errors import add_note
 from trainapp.inference import generate, predict
 from trainapp.memory import host_guard
@@ -118,7 +117,7 @@ def prepare(config: Config, stop: StopRequest, ranks: Ranks, carried: CarriedOve
     weights = fine_tuning.agreed_source(config, ranks) if path is None else None
     if path is not None:
         config = resume.as_saved(config, path)
-    config = with_own_batches(config)
+    config = config.with_own_batches()
     run = build.build(config, stop, ranks, carried.memory if carried else None, resumes=path is not None)
     whole = losses.needs_whole_batch(run.task) and config.mode not in INFERENCE
     if whole and config.mode == "train":

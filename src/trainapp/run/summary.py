@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from trainapp.config import micro_schedule
-from trainapp.config.inference_settings import WITHOUT_NUMBERS
+from trainapp.config.schema import WITHOUT_NUMBERS
 from trainapp.run.result import RunResult, write
 from trainapp.tracking.tracker import RESULT
 from trainapp.train.run import Run

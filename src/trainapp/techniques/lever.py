@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 from torch import nn
 
-from trainapp.config import pasted
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
 from trainapp.memory.kinds import MemoryKind
@@ -120,15 +119,9 @@ def with_levers(config: Config, levers: Iterable[Lever]) -> Config:
     return config
 
 
-def to_paste(levers: Iterable[Lever], command: str) -> list[str]:
-    """The overrides that set these levers behind a command line, see `pasted.startable`. Of two that set the same, the
-    later lever's.
-    """
-    chosen = list(levers)
-    settings = {part.partition("=")[0]: part for lever in chosen for part in lever.setting.split()}
-    changes = {name: value for lever in chosen for name, value in lever.changes.items()}
-    is_same_training = all(lever.result != "other" for lever in chosen)
-    return pasted.startable(command, list(settings.values()), changes, is_same_training)
+def overrides_of(levers: Iterable[Lever]) -> list[str]:
+    """The overrides that set these levers. Of two that set the same, the later lever's."""
+    return list({part.partition("=")[0]: part for lever in levers for part in lever.setting.split()}.values())
 
 
 def _value(config: Config, name: str) -> Any:

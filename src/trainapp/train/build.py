@@ -16,8 +16,7 @@ from trainapp.checkpoint.checkpointer import Checkpointer, NullCheckpointer
 from trainapp.checkpoint.directory import CheckpointDirectory
 from trainapp.checkpoint.stateful import Stateful
 from trainapp.checkpoint.train_state import TrainState
-from trainapp.config.inference_settings import WITHOUT_NUMBERS
-from trainapp.config.schema import Config
+from trainapp.config.schema import WITHOUT_NUMBERS, Config
 from trainapp.data.step_batches import StepBatches
 from trainapp.data.stream import is_stream
 from trainapp.hooks.callbacks import labels_of

@@ -9,7 +9,7 @@ from trainapp.memory.device import DeviceMemory, size_of, static_bytes
 from trainapp.memory.kinds import MemoryKind
 from trainapp.parallel.ranks import Ranks
 from trainapp.techniques import catalogue
-from trainapp.techniques.lever import Lever, Situation, to_paste
+from trainapp.techniques.lever import Lever, Situation, overrides_of
 from trainapp.tracking.meter import Meter
 from trainapp.units import bytes_text
 
@@ -68,4 +68,4 @@ def _saving(saved: int | None, lever: Lever, excess: int) -> str:
 
 def _pasted(lever: Lever, situation: Situation) -> str:
     """Its overrides; its setting where the value is the user's to choose."""
-    return shlex.join(to_paste([lever], situation.config.command)) if lever.changes else lever.setting
+    return shlex.join(overrides_of([lever])) if lever.changes else lever.setting

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trainapp.config.parallel_settings import Parallel
+from trainapp.config.schema import Parallel
 from trainapp.errors import UserError
 from trainapp.units import bytes_text, parse_memory_size
 

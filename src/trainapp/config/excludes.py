@@ -1,0 +1,261 @@
+"""Settings that exclude each other: one table, which needs the configuration alone. Imports no torch.
+
+What needs the built model, the data or the machine is checked where those are.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from trainapp.config.micro_schedule import entries, is_by_update
+from trainapp.config.schema import INFERENCE, Config
+from trainapp.config.validation import as_yaml
+
+# Settings that users choose by the option of a group.
+_OF_GROUP = {
+    "activation_checkpointing": "activation_checkpointing.mode",
+    "adapter": "adapter.kind",
+    "parallel": "parallel.strategy",
+    "precision": "precision.mode",
+}
+
+
+class Exclusion(NamedTuple):
+    """Settings that cannot be together where `when` holds of the configuration.
+
+    settings: named in the message, with their values. One without a value is written as it is. The message is
+    `a.b=1 with c=2: reason; remedy`.
+    """
+
+    settings: tuple[str, ...]
+    when: Callable[[Config], bool]
+    reason: str
+    remedy: str
+
+
+def conflicts(config: Config) -> list[str]:
+    """The message of each row that applies."""
+    return [message(row, config) for row in EXCLUSIONS if row.when(config)]
+
+
+def message(row: Exclusion, config: Config) -> str:
+    """What a user reads about this row."""
+    shown = " with ".join(_with_value(name, config) for name in row.settings)
+    return f"{shown}: {row.reason}; {row.remedy}"
+
+
+def _with_value(name: str, config: Config) -> str:
+    if "=" in name:
+        return name
+    value: Any = config
+    for part in _OF_GROUP.get(name, name).split("."):
+        value = getattr(value, part)
+    return name if isinstance(value, list | dict) and value else f"{name}={as_yaml(value)}"
+
+
+def _largest_scheduled(config: Config) -> int:
+    sizes = [size for _, of_step in entries(config.batch.micro_schedule or {}) for size in _sizes(of_step)]
+    return max(sizes, default=0)
+
+
+def _searches(config: Config) -> bool:
+    """Whether a training looks for the micro-batch that fits."""
+    return (
+        config.mode == "train" and config.oom.enabled and config.batch.micro_size == config.accumulation.steps == "auto"
+    )
+
+
+def _sizes(of_step: Any) -> list[int]:
+    return list(of_step.values()) if isinstance(of_step, dict) else [of_step]
+
+
+def _misses_updates(config: Config) -> bool:
+    schedule = config.batch.micro_schedule
+    if not schedule:
+        return False
+    names = {update.name for update in config.updates}
+    return is_by_update(schedule) != bool(names) or (bool(names) and not set(schedule) <= names)
+
+
+def _names_twice(config: Config) -> bool:
+    names = [update.name for update in config.updates]
+    return len(set(names)) < len(names)
+
+
+_OWN_LOADING = ("eval", "export", *INFERENCE)  # modes that are about a checkpoint
+
+EXCLUSIONS = (
+    # The length of a run and its batches
+    Exclusion(
+        ("train.max_steps", "train.max_epochs"),
+        lambda c: c.mode == "train" and c.train.max_steps is None and c.train.max_epochs is None,
+        "the run would never end",
+        "set one of them",
+    ),
+    Exclusion(
+        ("batch.micro_size", "batch.global_size"),
+        lambda c: isinstance(c.batch.micro_size, int) and c.batch.micro_size > c.batch.global_size,
+        "a micro-batch is at most the global batch",
+        "use batch.micro_size=auto",
+    ),
+    Exclusion(
+        ("batch.micro_schedule", "batch.global_size"),
+        lambda c: _largest_scheduled(c) > c.batch.global_size,
+        "a micro-batch is at most the global batch",
+        "use smaller sizes",
+    ),
+    Exclusion(
+        ("accumulation.steps", "batch.global_size"),
+        lambda c: c.accumulation.steps != "auto" and c.accumulation.steps > c.batch.global_size,
+        "a micro-batch has at least one sample",
+        "use at most as many steps as samples",
+    ),
+    Exclusion(
+        ("accumulation.steps", "batch.micro_size"),
+        lambda c: c.accumulation.steps != "auto" and c.batch.micro_size != "auto",
+        "both fix the micro-batch",
+        "set one of them to auto",
+    ),
+    Exclusion(
+        ("parallel.vote_on_oom", "batch.micro_size"),
+        lambda c: c.parallel.vote_on_oom == "never" and c.parallel.strategy != "single" and _searches(c),
+        "each size that fails would restart all workers",
+        "set batch.micro_size=N, or parallel.vote_on_oom=unproven",
+    ),
+    Exclusion(
+        ("train.detect_anomaly", "precision"),
+        lambda c: c.train.detect_anomaly and c.precision.mode == "fp16" and c.precision.initial_scale > 1,
+        "its loss scale lets gradients overflow until it has settled, and the detection would stop at the first one",
+        "use precision=bf16, or precision.initial_scale=1",
+    ),
+    Exclusion(
+        ("stopping.patience", "every.eval"),
+        lambda c: c.stopping.patience is not None and c.mode == "train" and c.every.eval is None,
+        "it counts evaluations, and there are none",
+        "set every.eval, or stopping.patience=null",
+    ),
+    # Several optimizers
+    Exclusion(("updates",), _names_twice, "two of them have the same name", "give each update a name of its own"),
+    Exclusion(
+        ("updates",),
+        lambda c: bool(c.updates) and c.updates[0].every > 1,
+        "the first update is made in every step",
+        "put one with every=1 first",
+    ),
+    Exclusion(
+        ("optimizer.groups", "updates"),
+        lambda c: bool(c.updates) and bool(c.optimizer.groups),
+        "its patterns would be matched among the parameters of every update",
+        "give them in the optimizer of the update that they are for (updates: [{name: ..., optimizer: {groups: ...}}])",
+    ),
+    Exclusion(
+        ("batch.micro_schedule", "updates"),
+        _misses_updates,
+        "with updates it has sizes for each of them by its name, and without updates it has no names",
+        "write {NAME: {1: 64, 30: 32}} with updates, else {1: 64, 30: 32}",
+    ),
+    Exclusion(
+        ("optimizer.in_backward=true", "updates"),
+        lambda c: bool(c.updates) and any(own.in_backward for own in (c.optimizer, *c.optimizers.values())),
+        "the backward of one update passes through parameters of others, which it must not change",
+        "use in_backward=false",
+    ),
+    Exclusion(
+        ("oom.keep_global_batch", "updates"),
+        lambda c: bool(c.updates) and not c.oom.keep_global_batch,
+        "all updates of a step are on the same samples, of which a later one would then have fewer",
+        "use oom.keep_global_batch=true",
+    ),
+    Exclusion(
+        ("activation_checkpointing", "updates"),
+        lambda c: bool(c.updates) and c.activation_checkpointing.mode == "budget",
+        "what fits a budget is chosen from one loss",
+        "use activation_checkpointing=full",
+    ),
+    # Adapters and exports
+    Exclusion(
+        ("export.merge", "adapter"),
+        lambda c: c.export.merge and c.adapter.kind == "none" and c.chooses("adapter"),
+        "there is nothing to merge",
+        "leave export.merge out",
+    ),
+    Exclusion(
+        ("export.merge_dtype", "export.merge"),
+        lambda c: c.export.merge_dtype != "fp32" and not c.export.merge,
+        "it is the format of merged weights",
+        "also set export.merge=true",
+    ),
+    Exclusion(
+        ("adapter.base_dtype", "precision"),
+        lambda c: c.adapter.base_dtype == "bf16" and c.precision.mode in ("fp32", "tf32", "fp16"),
+        "matmuls with a base in bf16 are in bf16",
+        "use precision=bf16",
+    ),
+    Exclusion(
+        ("adapter", "parallel.fsdp.meta_init"),
+        lambda c: c.adapter.kind != "none" and c.parallel.fsdp.meta_init,
+        "the frozen weights would be drawn shard by shard, and no checkpoint has them",
+        "use parallel.fsdp.meta_init=false",
+    ),
+    # Checkpoints and the modes that are about one
+    Exclusion(
+        ("checkpointing.load", "checkpointing.resume"),
+        lambda c: c.mode == "train" and c.checkpointing.load == "weights" and c.checkpointing.resume == "none",
+        "there is no run whose weights to begin with",
+        "name it, as checkpointing.resume=RUN",
+    ),
+    Exclusion(
+        ("mode", "checkpointing.resume"),
+        lambda c: c.mode in _OWN_LOADING and c.checkpointing.resume in ("auto", "none"),
+        "it is about a trained model",
+        "name the checkpoint or the run directory, as checkpointing.resume=RUN",
+    ),
+    Exclusion(
+        ("mode", "parallel"),
+        lambda c: c.mode == "generate" and c.parallel.strategy != "single",
+        "it runs in one process, which loads checkpoints of any number of ranks",
+        "use parallel=single",
+    ),
+    Exclusion(
+        ("mode", "parallel"),
+        lambda c: c.mode == "predict" and c.parallel.strategy not in ("single", "ddp"),
+        "each rank predicts with the whole model, from checkpoints of any number of ranks",
+        "use parallel=ddp or parallel=single",
+    ),
+    Exclusion(
+        ("mode", "generate.prompts"),
+        lambda c: c.mode == "generate" and not all([c.generate.prompts, *c.generate.prompts]),
+        "there is nothing to continue: a prompt has at least one token",
+        "give texts, as in 'generate.prompts=[\"import \"]'",
+    ),
+    # mode=lr_find
+    Exclusion(
+        ("lr_find.min", "lr_find.max"),
+        lambda c: c.mode == "lr_find" and c.lr_find.min >= c.lr_find.max,
+        "the rates grow from the first to the second",
+        "use a smaller lr_find.min",
+    ),
+    Exclusion(
+        ("mode", "parallel"),
+        lambda c: c.mode == "lr_find" and c.parallel.strategy != "single",
+        "the rate is that of the global batch, which one process finds as well",
+        "use parallel=single",
+    ),
+    Exclusion(
+        ("mode", "updates"),
+        lambda c: c.mode == "lr_find" and bool(c.updates),
+        "the losses of several optimizers depend on each other's rates, so that no curve tells which is good",
+        "try rates by a sweep, such as -m optimizer.lr=1e-4,1e-3",
+    ),
+    Exclusion(
+        ("mode", "checkpointing.resume"),
+        lambda c: c.mode == "lr_find" and c.checkpointing.resume not in ("auto", "none"),
+        "it begins with initial weights",
+        "to begin with trained ones, write them with mode=export and set model.init_from=FILE",
+    ),
+    Exclusion(
+        ("mode", "optimizer.groups", "optimizer.lr"),
+        lambda c: c.mode == "lr_find" and c.optimizer.lr is None and any("lr" in own for own in c.optimizer.groups),
+        "the groups' rates keep their ratio to it",
+        "set optimizer.lr",
+    ),
+)

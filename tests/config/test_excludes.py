@@ -1,0 +1,64 @@
+"""Settings that exclude each other: every row of the table, by a command line that it refuses."""
+
+import pytest
+
+from trainapp.config import compose, excludes
+from trainapp.errors import UserError
+
+TWO = "updates=[{name: a, task: auto, parameters: [x]}, {name: b, task: auto, parameters: [y]}]"
+REFUSED = [
+    ("train.max_epochs=null", "train.max_steps=null with train.max_epochs=null: the run would never end"),
+    ("batch.micro_size=100", "batch.micro_size=100 with batch.global_size=64: a micro-batch is at most the global"),
+    ("batch.micro_schedule={1:{64:99}}", "batch.micro_schedule with batch.global_size=64: a micro-batch is at most"),
+    ("accumulation.steps=65", "accumulation.steps=65 with batch.global_size=64: a micro-batch has at least one sample"),
+    ("accumulation=fixed batch.micro_size=8", "accumulation.steps=4 with batch.micro_size=8: both fix the micro-batch"),
+    ("parallel=ddp parallel.vote_on_oom=never", "parallel.vote_on_oom=never with batch.micro_size=auto: each size"),
+    ("train.detect_anomaly=true precision=fp16", "train.detect_anomaly=true with precision=fp16: its loss scale lets"),
+    ("stopping.patience=2 every.eval=null", "stopping.patience=2 with every.eval=null: it counts evaluations"),
+    (TWO.replace("name: b", "name: a"), "updates: two of them have the same name"),
+    (TWO.replace("{name: a", "{every: 2, name: a"), "updates: the first update is made in every step"),
+    (f"{TWO}|optimizer.groups=[{{match: x, lr: 1}}]", "optimizer.groups with updates: its patterns would be matched"),
+    (f"{TWO}|batch.micro_schedule={{1:4}}", "batch.micro_schedule with updates: with updates it has sizes for each"),
+    ("batch.micro_schedule={a:{1:4}}", "batch.micro_schedule with updates=[]: with updates it has sizes for each"),
+    (f"{TWO}|optimizer.in_backward=true", "optimizer.in_backward=true with updates: the backward of one update"),
+    (f"{TWO}|oom.keep_global_batch=false", "oom.keep_global_batch=false with updates: all updates of a step"),
+    ("export.merge=true adapter=none", "export.merge=true with adapter=none: there is nothing to merge"),
+    ("export.merge_dtype=bf16", "export.merge_dtype=bf16 with export.merge=false: it is the format of merged weights"),
+    (
+        "adapter=lora adapter.base_dtype=bf16",
+        "adapter.base_dtype=bf16 with precision=fp32: matmuls with a base in",
+    ),
+    ("adapter=lora parallel=fsdp parallel.fsdp.meta_init=true", "adapter=lora with parallel.fsdp.meta_init=true: the"),
+    ("checkpointing.load=weights checkpointing.resume=none", "checkpointing.load=weights with checkpointing.resume=no"),
+    ("mode=eval", "mode=eval with checkpointing.resume=auto: it is about a trained model; name the checkpoint"),
+    ("mode=generate checkpointing.resume=x parallel=ddp generate.prompts=[a]", "mode=generate with parallel=ddp: it"),
+    ("mode=predict checkpointing.resume=x parallel=fsdp", "mode=predict with parallel=fsdp: each rank predicts with"),
+    ("mode=generate checkpointing.resume=x generate.prompts=['']", "mode=generate with generate.prompts: there is"),
+    ("mode=lr_find lr_find.min=1 lr_find.max=0.1", "lr_find.min=1.0 with lr_find.max=0.1: the rates grow"),
+    ("mode=lr_find parallel=ddp", "mode=lr_find with parallel=ddp: the rate is that of the global batch"),
+    (f"mode=lr_find|{TWO}", "mode=lr_find with updates: the losses of several optimizers"),
+    ("mode=lr_find checkpointing.resume=x", "mode=lr_find with checkpointing.resume=x: it begins with initial weights"),
+    (
+        "mode=lr_find|optimizer._target_=torch.optim.SGD|optimizer.groups=[{match: x, lr: 1}]",
+        "mode=lr_find with optimizer.groups with optimizer.lr=null: the groups' rates keep their ratio",
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "message"), REFUSED)
+def test_it_is_refused(overrides, message):
+    given = overrides.split("|") if "|" in overrides or "{" in overrides else overrides.split()
+    with pytest.raises(UserError) as refused:
+        compose.from_command_line(given)
+    assert str(refused.value).startswith(message)
+
+
+def test_the_default_is_not_refused_and_every_row_says_what_to_do():
+    assert excludes.conflicts(compose.from_command_line([])) == []
+    assert all(row.reason and row.remedy for row in excludes.EXCLUSIONS)
+
+
+def test_all_that_are_broken_are_reported():
+    with pytest.raises(UserError) as refused:
+        compose.from_command_line(["batch.micro_size=100", "stopping.patience=2", "every.eval=null"])
+    assert len(str(refused.value).splitlines()) == 2
