@@ -127,7 +127,7 @@ def with_accelerate(job: dict[str, Any]) -> dict[str, Any]:
     import torch
     from accelerate.utils import find_executable_batch_size
 
-    from trainapp.data.order import epoch_order
+    from trainapp.data.sampler import epoch_order
 
     ledger, tries = oom_job.ledger(), Counter()
     train_data, val_data = datasets(job)
@@ -159,7 +159,7 @@ def with_transformers(job: dict[str, Any]) -> dict[str, Any]:
     from torch.utils.data import Sampler
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
-    from trainapp.data.order import epoch_order
+    from trainapp.data.sampler import epoch_order
 
     ledger, tries = oom_job.ledger(), Counter()
     train_data, val_data = datasets(job)

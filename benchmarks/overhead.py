@@ -32,7 +32,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from trainapp.config import compose
-from trainapp.data.order import epoch_order
+from trainapp.data.sampler import epoch_order
 from trainapp.parallel.ranks import SingleRank
 from trainapp.signals import StopRequest
 from trainapp.train import build, loop
@@ -209,7 +209,7 @@ def contender(name: str, case: Case, run: Run, total: int, log_every: int) -> Co
     """A loop that starts from the weights of `run`, which is still untrained."""
     if name == "trainapp":
         return Contender(name, lambda steps: advance_trainapp(run, steps), lambda: trainapp_losses(run))
-    data, model = run.batches._source.fetcher.dataset, copy.deepcopy(run.state.model)
+    data, model = run.batches.dataset, copy.deepcopy(run.state.model)
     fetch = one_by_one(data) if name.startswith(("samples", "one by one")) else batched(data)
     if case.device == "cuda":
         fetch = on_cuda(fetch)

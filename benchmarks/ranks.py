@@ -176,7 +176,7 @@ def hand_written(strategy: str, settings: Any, ranks: Any, checked: int) -> tupl
     from torch.nn import functional
 
     from trainapp.config import schema
-    from trainapp.data.order import epoch_order
+    from trainapp.data.sampler import epoch_order
     from trainapp.parallel.ranks import SingleRank
     from trainapp.signals import StopRequest
     from trainapp.train import build
@@ -184,7 +184,7 @@ def hand_written(strategy: str, settings: Any, ranks: Any, checked: int) -> tupl
     single = copy.deepcopy(settings)
     single.parallel = schema.Parallel()
     run = build.build(single, StopRequest(), SingleRank())
-    data, model, found = run.batches._source.fetcher.dataset, run.state.model, []
+    data, model, found = run.batches.dataset, run.state.model, []
     if strategy == "fsdp":
         mesh = init_device_mesh("cpu", (ranks.world,))
         for block in model.blocks():

@@ -94,7 +94,7 @@ def ordered(size: int) -> dict[str, float]:
     import torch
 
     from trainapp.data.progress import Progress
-    from trainapp.data.sampler import EvalBatches, TrainBatches
+    from trainapp.data.source import EvalBatches, TrainBatches
     from trainapp.parallel.ranks import SingleRank
 
     before, started = peak_mib(), time.perf_counter()

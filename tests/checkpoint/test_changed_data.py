@@ -6,9 +6,7 @@ import helpers
 import pytest
 import runs
 
-from trainapp.checkpoint.train_state import TrainState
 from trainapp.config.schema import Loader
-from trainapp.data import order
 from trainapp.errors import UserError
 from trainapp.run import changed_data
 from trainapp.train import loop
@@ -82,7 +80,7 @@ def test_without_the_rule_samples_repeat(tmp_path, monkeypatch):
     runs.run_until(tmp_path, SAVED_AT, *IMAGES, "data.size=96")
     run = runs.prepare(tmp_path, *IMAGES, "data.size=96")
     run.tracker.close()
-    first = {index for step in range(SAVED_AT) for index in run.batches._local(0, 16 * step)}
+    first = {index for step in range(SAVED_AT) for index in run.batches.source.share(0, 16 * step, 16).numbers}
     monkeypatch.setattr(changed_data, "follow", lambda *_: None)
     seen, _ = trained_samples(tmp_path, "data.size=120")
     rest = [index for epoch, indices in seen if epoch == 0 for index in indices]
@@ -124,43 +122,3 @@ def test_the_setting_is_the_applications_and_not_the_data_sets(tmp_path):
     runs.run(tmp_path, *IMAGES, "train.max_steps=1")
     manifest = json.loads((runs.checkpoint(tmp_path, 1) / "manifest.json").read_text())
     assert manifest["config"]["loader"]["on_change"] == "refuse"
-
-
-def without_order(monkeypatch):
-    """Checkpoints as they were before there was another order."""
-    values = TrainState.values
-
-    def earlier(self, *arguments):
-        found = values(self, *arguments)
-        del found["sampler"]["order"]
-        return found
-
-    monkeypatch.setattr(TrainState, "values", earlier)
-
-
-def test_a_checkpoint_of_a_large_data_set_keeps_its_order(tmp_path, monkeypatch):
-    """Begun with a shuffled list, where a new run would compute the order: continued in the list's, exactly."""
-    with monkeypatch.context() as before:
-        without_order(before)
-        runs.run_until(tmp_path, SAVED_AT, *IMAGES, "data.size=96")
-    assert "order" not in runs.saved(tmp_path, SAVED_AT)["sampler"]
-    monkeypatch.setattr(order, "SHUFFLED_UP_TO", 50)
-    seen, run = trained_samples(tmp_path, "data.size=96")
-    expected = order.Shuffled(0, 96)
-    for epoch, indices in seen:
-        start = expected.indices(epoch, 0, 96).index(indices[0])
-        assert indices == expected.indices(epoch, start, start + 16)
-    assert len(seen) == 16
-    assert run.state.data_order == "shuffled"
-    new, _ = trained_samples(tmp_path / "new", "data.size=96")
-    assert new[0][1] == order.Keyed(0, 96).indices(0, 0, 16) != expected.indices(0, 0, 16)
-
-
-def test_a_computed_order_is_continued(tmp_path, monkeypatch):
-    monkeypatch.setattr(order, "SHUFFLED_UP_TO", 50)
-    whole, _ = trained_samples(tmp_path / "whole", "data.size=96")
-    runs.run_until(tmp_path / "parts", SAVED_AT, *IMAGES, "data.size=96")
-    assert runs.saved(tmp_path / "parts", SAVED_AT)["sampler"]["order"] == "keyed"
-    monkeypatch.setattr(order, "SHUFFLED_UP_TO", 100)
-    rest, _ = trained_samples(tmp_path / "parts", "data.size=96")
-    assert rest == whole[SAVED_AT:]

@@ -5,13 +5,13 @@ from collections import OrderedDict, UserDict
 import pytest
 import runs
 import torch
-from batch_kinds import ATTRIBUTES, KINDS, Encoding, Fixed, Frozen, Pair, Plain, Store
+from batch_kinds import ATTRIBUTES, KINDS, Encoding, Frozen, Pair, Plain
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import Dataset, default_collate
 
 from trainapp.data.batch import elements_in, map_tensors, tensors_in
 from trainapp.data.progress import Progress
-from trainapp.data.sampler import TrainBatches
+from trainapp.data.source import TrainBatches
 from trainapp.train.model_inputs import inputs_and_targets
 
 CPU = torch.device("cpu")
@@ -61,13 +61,12 @@ def test_items_that_are_attributes_change_with_the_items():
 
 def test_nested_anyhow():
     t = torch.zeros(4)
-    batch = [{"a": (t, UserDict(b=Pair(t, Frozen(t, [t])))), "c": Encoding({"d": OrderedDict(e=t)})}, Store("s", f=t)]
+    batch = [{"a": (t, UserDict(b=Pair(t, Frozen(t, [t])))), "c": Encoding({"d": OrderedDict(e=t)})}, {"f": t}]
     assert len(tensors_in(batch)) == 6
     ones = map_tensors(lambda t: t + 1, batch)
     assert [float(t[0]) for t in tensors_in(ones)] == [1.0] * 6
     assert [float(t[0]) for t in tensors_in(batch)] == [0.0] * 6
     assert type(ones[0]["a"][1]["b"].inputs) is Frozen
-    assert type(ones[1]) is Store
 
 
 def test_what_is_no_tensor_stays_the_same_object():
@@ -80,28 +79,12 @@ def test_what_is_no_tensor_stays_the_same_object():
         "number": 1.5,
         "object": Unknown(),
         "set": {1, 2},
-        "dataclass": Plain(1, 2),
         "type": Plain,
     }
     batch = {**kept, "inputs": torch.zeros(2)}
     mapped = map_tensors(lambda t: t + 1, batch)
     assert all(mapped[key] is value for key, value in kept.items())
     assert len(tensors_in(batch)) == 1
-
-
-def test_a_mapping_that_cannot_be_rebuilt_is_an_error():
-    class Odd(Fixed):
-        def __init__(self, a: torch.Tensor, b: int):
-            self.a = a
-
-        def __getitem__(self, key):
-            return self.a
-
-        def __iter__(self):
-            return iter("a")
-
-    with pytest.raises(TypeError, match=r"Odd.*register_pytree_node"):
-        map_tensors(lambda t: t + 1, Odd(torch.zeros(2), 0))
 
 
 def test_every_tensor_has_its_elements():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainapp.data.micro_batch import cut, cut_evenly
+from trainapp.data.batch import cut, cut_evenly
 
 
 @pytest.mark.parametrize(

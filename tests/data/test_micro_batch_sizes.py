@@ -4,8 +4,7 @@ from typing import Any
 
 import torch
 
-from trainapp.data.batch import map_tensors
-from trainapp.data.micro_batch import MicroBatch
+from trainapp.data.batch import MicroBatch, map_tensors
 from trainapp.data.micro_batch_sizes import MicroBatchSizes
 from trainapp.data.size_agreement import failed_buckets
 from trainapp.data.size_search import FailedAllocation

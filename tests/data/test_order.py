@@ -5,9 +5,9 @@ import tracemalloc
 
 import numpy as np
 import pytest
-import torch
 
-from trainapp.data.order import BLOCK, SHUFFLED_UP_TO, Keyed, Shuffled, epoch_order, order_of, permuted
+from trainapp.data.counter_rng import permuted
+from trainapp.data.sampler import BLOCK, Permutation
 
 SIZES = [*range(1, 70), 97, 127, 128, 129, 255, 256, 257, 997, 1023, 1024, 1025, 7919, 65535, 65536, 65537]
 
@@ -54,10 +54,9 @@ def test_these_statistics_see_a_bad_order():
     assert spread > 37.7 or correlation > 0.033
 
 
-@pytest.mark.parametrize("kind", [Shuffled, Keyed])
-def test_any_slice_is_that_of_the_whole(kind):
+def test_any_slice_is_that_of_the_whole():
     samples = 2 * BLOCK + 5
-    order, whole = kind(3, samples), kind(3, samples).indices(1, 0, samples)
+    order, whole = Permutation(3, samples), Permutation(3, samples).indices(1, 0, samples)
     assert sorted(whole) == list(range(samples))
     for start, end in ((0, 10), (BLOCK - 3, BLOCK + 3), (5, 2 * BLOCK + 5), (2 * BLOCK, 2 * BLOCK + 5), (7, 7)):
         assert order.indices(1, start, end) == whole[start:end]
@@ -65,17 +64,10 @@ def test_any_slice_is_that_of_the_whole(kind):
     assert order.indices(1, 0, 20) == whole[:20]
 
 
-def test_data_of_ordinary_size_keep_the_order_that_they_had():
-    generator = torch.Generator().manual_seed(3 * 1_000_003 + 2)
-    assert epoch_order(3, 2, 1437) == torch.randperm(1437, generator=generator).tolist()
-    assert (order_of(0, SHUFFLED_UP_TO).name, order_of(0, SHUFFLED_UP_TO + 1).name) == ("shuffled", "keyed")
-    assert isinstance(order_of(0, SHUFFLED_UP_TO + 1, "shuffled"), Shuffled)
-
-
 def test_a_billion_samples_cost_neither_time_nor_memory():
     tracemalloc.start()
     started = time.monotonic()
-    order = order_of(0, 10**9)
+    order = Permutation(0, 10**9)
     found = {index for start in range(0, 10**9, 10**8) for index in order.indices(7, start, start + 64)}
     seconds, (_, peak) = time.monotonic() - started, tracemalloc.get_traced_memory()
     tracemalloc.stop()

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import TensorDataset
-
 from trainapp.data.sample_fingerprint import fingerprint
 
 

@@ -10,16 +10,23 @@ import runs
 import torch
 from torch.utils.data import Dataset, default_collate
 
+from trainapp.data.batch import pieces_of
 from trainapp.data.digits import Digits
 from trainapp.data.loader import BatchLoader, Fetcher, Request, worker_count
-from trainapp.data.micro_batch import pieces_of
-from trainapp.data.order import epoch_order
 from trainapp.data.progress import Progress
-from trainapp.data.sampler import EvalBatches, TrainBatches
+from trainapp.data.sampler import epoch_order
+from trainapp.data.source import EvalBatches, TrainBatches
 from trainapp.data.synthetic import SyntheticTokens
 from trainapp.parallel.ranks import SingleRank
 
 CPU = torch.device("cpu")
+
+
+class Place(SingleRank):
+    """One rank of several, whose collectives are its own."""
+
+    def __init__(self, rank: int, world: int):
+        self.rank, self.world = rank, world
 
 
 class Numbers(Dataset):
@@ -73,7 +80,7 @@ def test_the_order_does_not_depend_on_the_batch_size(size):
 def test_the_ranks_parts_together_are_the_steps_samples(world):
     one = indices_of(TrainBatches(Digits("train"), global_size=64, seed=0, device=CPU), 30)
     each = [
-        indices_of(TrainBatches(Digits("train"), global_size=64, seed=0, device=CPU, rank=rank, world=world), 30)
+        indices_of(TrainBatches(Digits("train"), global_size=64, seed=0, device=CPU, ranks=Place(rank, world)), 30)
         for rank in range(world)
     ]
     for step, whole in enumerate(one):
@@ -163,11 +170,11 @@ def test_a_piece_is_what_would_have_been_fetched(dataset, workers):
     assert found == [(size, number == 6, True) for number, size in enumerate([4, 4, 2, 4, 4, 2], start=1)]
     ends = [4, 8, 10, 14, 18, 20]
     for piece, start, end in zip(pieces, [0, *ends], ends, strict=False):
-        wanted = again._source.fetcher[Request(1, indices[start:end])]
+        wanted = again._loader.fetcher[Request(1, indices[start:end])]
         assert runs.differences(piece.data, wanted) == []
     # A piece of a piece.
     (_, second) = pieces_of(pieces[1], [range(1), range(1, 4)])
-    assert runs.differences(second.data, again._source.fetcher[Request(1, indices[5:8])]) == []
+    assert runs.differences(second.data, again._loader.fetcher[Request(1, indices[5:8])]) == []
 
 
 def test_a_dummy_is_a_sample_of_the_batch():
@@ -232,7 +239,7 @@ def test_fetching_leaves_the_runs_generators_alone():
 def test_evaluation_sees_each_sample_once(world):
     seen = []
     for rank in range(world):
-        batches = EvalBatches(Numbers(), seed=0, device=CPU, rank=rank, world=world)
+        batches = EvalBatches(Numbers(), seed=0, device=CPU, ranks=Place(rank, world))
         parts = [micro.data[:, 0].tolist() for micro in batches.from_sample(0, 7, SingleRank())]
         share = [int(i) for part in parts for i in part]
         rest = [int(i) for micro in batches.from_sample(5, 4, SingleRank()) for i in micro.data[:, 0].tolist()]

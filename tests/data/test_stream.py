@@ -6,14 +6,10 @@ import own_streams
 import pytest
 import torch
 
-from trainapp.data.eval_stream import EvalStream
 from trainapp.data.progress import Progress
-from trainapp.data.sample_fingerprint import fingerprint
-from trainapp.data.sampler import TrainBatches
-from trainapp.data.stream import is_stream
-from trainapp.data.stream_batches import StreamBatches
-from trainapp.data.stream_parts import stream_shards
-from trainapp.data.stream_reader import Position, Read, Reader
+from trainapp.data.source import EvalBatches, TrainBatches
+from trainapp.data.stream import shards_per_rank
+from trainapp.data.stream_reader import Place, Position, Read, Reader, is_stream
 from trainapp.errors import UserError
 from trainapp.parallel.ranks import SingleRank
 
@@ -73,13 +69,8 @@ def on_ranks(world, work):
     return results
 
 
-def own_generator(source):
-    return {"generator": source.generator} if hasattr(source, "generator") else {}
-
-
 def batches_of(source, size=16, ranks=None, **arguments):
-    arguments = {"generators_of": own_generator} | arguments
-    return StreamBatches(source, global_size=size, seed=0, device=CPU, ranks=ranks or SingleRank(), **arguments)
+    return TrainBatches(source, global_size=size, seed=0, device=CPU, ranks=ranks, **arguments)
 
 
 def trained(batches, progress, steps, micro=5):
@@ -107,7 +98,7 @@ def test_what_is_a_stream(source, streams):
     assert is_stream(source) is streams
 
 
-KINDS = [own_streams.Plain, own_streams.Stateful, own_streams.Late, own_streams.ShuffledAtOnce]
+KINDS = [own_streams.Plain, own_streams.Stateful, own_streams.Late]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -115,7 +106,7 @@ KINDS = [own_streams.Plain, own_streams.Stateful, own_streams.Late, own_streams.
 def test_a_reader_continues_at_any_position(kind, at):
     """With the source's state or by skipping; the same samples with the same noise."""
     reader = Reader(kind("train"), 0, 0, 1)
-    first = reader[Read(Position(1), 16)]
+    first = reader[Read(Position(1, 0, Place(1)), 16)]
     samples, bases = list(first.samples), [first.base]
     while not first.ended:
         first = reader[Read(None, 16)]
@@ -124,9 +115,8 @@ def test_a_reader_continues_at_any_position(kind, at):
     base = max((base for base in bases if base.number < at), key=lambda base: base.number)
     if kind in (own_streams.Plain, own_streams.Late):
         assert base.state is None  # `Late` does not count a sample before it is yielded
-    position = Position(1, at, base=base, last=tuple(map(fingerprint, samples[max(0, at - 4) : at])))
+    position = Position(1, at, base)
     chunk = Reader(kind("train"), 0, 0, 1)[Read(position, 100)]
-    assert chunk.problem is None
     assert [s["number"] for s in chunk.samples] == [s["number"] for s in samples[at:]]
     assert all(torch.equal(a["inputs"], b["inputs"]) for a, b in zip(chunk.samples, samples[at:], strict=True))
 
@@ -140,7 +130,7 @@ def test_epochs_follow_each_other_and_differ():
     assert not torch.equal(inputs[:50], inputs[50:])
 
 
-@pytest.mark.parametrize("kind", [own_streams.Plain, own_streams.Stateful, own_streams.ShuffledAtOnce])
+@pytest.mark.parametrize("kind", [own_streams.Plain, own_streams.Stateful])
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("stops", [(2, 3), (4, 5), (1, 6)])
 def test_resuming_twice_is_exact(kind, workers, stops):
@@ -150,115 +140,31 @@ def test_resuming_twice_is_exact(kind, workers, stops):
     for until in (*stops, 8):
         batches = batches_of(kind("train"), workers=workers)
         if state is not None:
-            batches.load_state_dict(state)
+            batches.source.load_state_dict(state)
         found = trained(batches, progress, until - len(numbers))
         numbers, inputs = numbers + found[0], [*inputs, found[1]]
         next(batches.micro_batches(progress, 3))  # a step that is begun and not committed
-        state = batches.state_dict()
+        state = batches.source.state_dict()
         batches.close()
     assert numbers == whole[0]
     assert torch.equal(torch.cat(inputs), whole[1])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [own_streams.OwnGenerator, own_streams.TellsEpochs])
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("size", [1, 16, 64])
-def test_an_order_that_depends_on_the_epochs_before_is_continued(kind, workers, size):
+def test_an_order_that_depends_on_the_epochs_before_is_continued(workers, size):
     """Stopped after the first step of an epoch, at its end, in the middle; the state of an epoch of one step, too."""
-    steps = 8 if size > 1 else 103
+    kind, steps = own_streams.TellsEpochs, 8 if size > 1 else 103
     whole = trained(batches_of(kind("train"), size), Progress(), steps)[0]
     for stop in {16: (1, 3, 4, 5, 7), 64: (1, 2, 3), 1: (49, 50, 51, 102)}[size]:
         first, progress = batches_of(kind("train"), size, workers=workers), Progress()
         trained(first, progress, stop)
         again = batches_of(kind("train"), size, workers=workers)
-        again.load_state_dict(first.state_dict())
+        again.source.load_state_dict(first.source.state_dict())
         first.close()
         assert trained(again, progress, steps - stop)[0] == whole[stop:], stop
         again.close()
-
-
-def test_generators_as_they_were_built_would_repeat_an_epoch():
-    """Negative control: without the generators, the position of the second epoch is not reached again."""
-    whole, progress = batches_of(own_streams.OwnGenerator("train"), generators_of=lambda source: {}), Progress()
-    trained(whole, progress, 8)
-    again = batches_of(own_streams.OwnGenerator("train"), generators_of=lambda source: {})
-    again.load_state_dict(whole.state_dict())
-    with pytest.raises(UserError, match=r"sample 50 of epoch 1 is not the one .* depends on the epochs before"):
-        again.step_samples(progress)
-
-
-def test_a_state_that_nothing_tells_is_reached_once_and_then_refused():
-    """The end of the first epoch is reached by reading it again; that of the second cannot be."""
-    whole = trained(batches_of(own_streams.CountsEpochs("train")), Progress(), 8)[0]
-    for stop in (2, 4, 6, 8):
-        first, progress = batches_of(own_streams.CountsEpochs("train")), Progress()
-        trained(first, progress, stop)
-        again = batches_of(own_streams.CountsEpochs("train"))
-        again.load_state_dict(first.state_dict())
-        if stop <= 4:
-            assert trained(again, progress, 8 - stop)[0] == whole[stop:]
-        else:
-            with pytest.raises(UserError, match="is not the one that was trained before"):
-                again.step_samples(progress)
-
-
-@pytest.mark.parametrize(
-    ("samples", "message"), [(60, "epoch 0 continues after the 50"), (40, "epoch 0 ended after 40")]
-)
-def test_a_stream_of_another_length_is_refused_at_the_end_of_an_epoch(samples, message):
-    batches, progress = batches_of(own_streams.Plain("train")), Progress()
-    trained(batches, progress, 4)
-    again = batches_of(own_streams.Plain("train", samples=samples))
-    again.load_state_dict(batches.state_dict())
-    with pytest.raises(UserError, match=message):
-        again.step_samples(progress)
-
-
-def test_a_source_may_seed_its_generator_in_set_epoch():
-    class Seeds(own_streams.OwnGenerator):
-        def set_epoch(self, epoch):
-            self.generator.seed(epoch)
-
-    steps, _ = trained(batches_of(Seeds("train")), Progress(), 8)
-    own = Seeds("train")
-    own.set_epoch(1)
-    assert [number for step in steps[4:] for number in step] == [sample["number"] for sample in own]
-
-
-def test_a_stream_that_fails_returns_to_its_generators():
-    """The same source is read again, by the process whose first try has moved its generator."""
-    source = own_streams.OwnGenerator("train")
-    whole = trained(batches_of(own_streams.OwnGenerator("train")), Progress(), 8)[0]
-    batches, progress, steps, digits = batches_of(source), Progress(), [], source.digits
-    for step in range(8):
-        if step in (0, 2, 4, 5):
-            source.digits = None
-            with pytest.raises(TypeError):
-                batches.step_samples(progress)
-            source.digits = digits
-        steps += trained(batches, progress, 1)[0]
-    assert steps == whole
-
-
-def test_samples_that_are_objects_are_compared():
-    batches, progress = batches_of(own_streams.Objects("train")), Progress()
-    for _ in range(2):
-        list(batches.micro_batches(progress, 16))
-        batches.advance(progress)
-    again = batches_of(own_streams.Objects("train"))
-    again.load_state_dict(batches.state_dict())
-    with pytest.raises(UserError, match="of epoch 0 is not the one that was trained before"):
-        again.step_samples(progress)
-
-
-def test_samples_that_cannot_be_compared_are_named(caplog):
-    batches, progress = batches_of(iter([{"x": (n for n in ())}] * 4), size=2, ranks=None), Progress()
-    for _ in range(2):
-        batches.step_samples(progress)
-        batches.advance(progress)
-        batches.state_dict()
-    assert caplog.text.count("hold what cannot be compared (builtins.") == 1
 
 
 def test_a_position_of_what_was_fetched_would_lose_samples():
@@ -267,7 +173,7 @@ def test_a_position_of_what_was_fetched_would_lose_samples():
     batches, progress = batches_of(source), Progress()
     trained(batches, progress, 1)
     next(batches.micro_batches(progress, 3))
-    assert source.state_dict()["position"] > batches.state_dict()["parts"][0]["number"] == 16
+    assert source.state_dict()["position"] > batches.source.state_dict()["shards"][0][1] == 16
 
 
 def test_a_retried_step_has_the_same_samples_in_another_cut():
@@ -298,14 +204,14 @@ def test_ranks_share_the_steps_of_a_stream_that_has_no_parts(world):
     def work(ranks):
         batches, progress = batches_of(QuietWhole("train"), ranks=ranks), Progress()
         first = trained(batches, progress, 3)[0]
-        return first, batches.state_dict(), progress
+        return first, batches.source.state_dict(), progress
 
     found = on_ranks(world, work)
     assert [[n for own, _, _ in found for n in own[step]] for step in range(3)] == whole[:3]
     assert all(state == found[0][1] for _, state, _ in found)
     alone = batches_of(QuietWhole("train"))
-    alone.load_state_dict(found[1][1])
-    assert alone.misfit is None
+    alone.source.load_state_dict(found[1][1])
+    assert alone.source.misfit is None
     assert trained(alone, found[1][2], 5)[0] == whole[3:]
 
 
@@ -317,11 +223,11 @@ def test_ranks_read_parts_of_their_own(shards):
         first = batches_of(Quiet("train"), size=15, ranks=ranks, shards=shards)
         progress = Progress()
         numbers, _ = trained(first, progress, 3)
-        state = first.state_dict()
+        state = first.source.state_dict()
         rest, _ = trained(first, progress, 5)
         second, later = batches_of(Quiet("train"), size=15, ranks=ranks, shards=shards), Progress()
         later.consumed = later.samples = 45
-        second.load_state_dict(state)
+        second.source.load_state_dict(state)
         assert trained(second, later, 5)[0] == rest
         return numbers + rest, state, progress.epoch
 
@@ -339,21 +245,21 @@ def test_ranks_read_parts_of_their_own(shards):
 def test_other_ranks_cannot_continue_parts():
     batches, progress = batches_of(own_streams.Sharded("train"), shards=2), Progress()
     trained(batches, progress, 1)
-    state = batches.state_dict() | {"world": 2}
+    state = batches.source.state_dict() | {"world": 2}
     again = batches_of(own_streams.Sharded("train"), shards=2)
-    again.load_state_dict(state)
-    assert again.misfit == (
-        "every rank of the 2 that read the stream had a position in a part of its own, and now there are 1"
+    again.source.load_state_dict(state)
+    assert again.source.misfit == (
+        "every rank of the 2 that read the stream had a position in a shard of its own, and now there are 1"
     )
 
 
 def test_other_workers_continue_the_parts_that_there_were():
     batches, progress = batches_of(own_streams.Sharded("train"), shards=3), Progress()
     trained(batches, progress, 2)
-    state, before = batches.state_dict(), Progress(**vars(progress))
+    state, before = batches.source.state_dict(), Progress(**vars(progress))
     expected = trained(batches, progress, 4)[0]
     again = batches_of(own_streams.Sharded("train"), shards=1)
-    again.load_state_dict(state)
+    again.source.load_state_dict(state)
     assert trained(again, before, 4)[0] == expected
 
 
@@ -370,21 +276,11 @@ def test_processes_change_nothing():
 
 def test_number_of_parts(caplog):
     caplog.set_level("INFO")
-    assert stream_shards(own_streams.Sharded("train"), 3, 3) == {"shards": 3, "workers": 1}
-    assert stream_shards(own_streams.Sharded("train"), "auto", 7) == {"shards": 1, "workers": 1}
-    assert stream_shards(own_streams.Sharded("train"), 0, 0) == {"shards": 1, "workers": 0}
+    shards = [shards_per_rank(own_streams.Sharded("train"), *setting) for setting in ((3, 3), ("auto", 7), (0, 0))]
+    assert shards == [3, 1, 1]
     assert not caplog.text
-    assert stream_shards(own_streams.Plain("train"), 3, 3) == {"shards": 1, "workers": 1}
-    assert "one process reads the stream, since a Plain cannot be read in parts" in caplog.text
-
-
-def test_a_stream_in_another_order_is_refused():
-    batches, progress = batches_of(own_streams.Unseeded("train")), Progress()
-    trained(batches, progress, 2)
-    again = batches_of(own_streams.Unseeded("train"))
-    again.load_state_dict(batches.state_dict())
-    with pytest.raises(UserError, match=r"sample 32 of epoch 0 is not the one that was trained before: .*a seed"):
-        again.step_samples(progress)
+    assert shards_per_rank(own_streams.Plain("train"), 3, 3) == 1
+    assert "one process reads the stream, since a Plain cannot be read in shards" in caplog.text
 
 
 def test_a_stream_that_does_not_begin_again_is_refused():
@@ -398,7 +294,7 @@ def test_a_stream_that_has_become_shorter():
     batches, progress = batches_of(own_streams.Plain("train")), Progress()
     trained(batches, progress, 2)
     again = batches_of(own_streams.Plain("train", samples=20))
-    again.load_state_dict(batches.state_dict())
+    again.source.load_state_dict(batches.source.state_dict())
     with pytest.raises(UserError, match="it ended after 20 samples of epoch 0, of which 32 were trained before"):
         again.step_samples(progress)
 
@@ -429,27 +325,6 @@ def test_samples_are_as_in_a_data_set():
         assert sizes[0] == sizes[1]
 
 
-def evaluated(batches, times=3):
-    return [
-        [micro.data["inputs"].flatten(1) for micro in batches.from_sample(0, 8, SingleRank())] for _ in range(times)
-    ]
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_every_evaluation_begins_with_the_generators_as_they_were_built(workers, caplog):
-    source = own_streams.OwnGenerator("val")
-    batches = EvalStream(source, seed=0, device=CPU, workers=workers, generators_of=own_generator)
-    first, *others = evaluated(batches)
-    batches.close()
-    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
-    assert "begins with other samples" not in caplog.text
-
-
-def test_evaluations_that_differ_are_noticed(caplog):
-    evaluated(EvalStream(own_streams.CountsEpochs("val"), seed=0, device=CPU))
-    assert caplog.text.count("the evaluation stream CountsEpochs begins with other samples than before") == 1
-
-
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("equal", [False, True])
 @pytest.mark.parametrize("workers", [0, 1])
@@ -458,9 +333,8 @@ def test_evaluation_of_a_stream_sees_each_sample_once(world, equal, workers):
         pytest.skip("ranks are threads here")
 
     def work(ranks):
-        batches = EvalStream(
-            own_streams.Plain("val"), seed=0, device=CPU, rank=ranks.rank, world=world, equal=equal, workers=workers
-        )
+        batches = EvalBatches(own_streams.Plain("val"), seed=0, device=CPU, ranks=ranks, workers=workers)
+        batches.equal = equal
         found = []
         for _ in range(2):  # it begins anew each time
             parts = list(batches.from_sample(0, 3, ranks))
@@ -476,10 +350,9 @@ def test_evaluation_of_a_stream_sees_each_sample_once(world, equal, workers):
 
 
 @pytest.mark.parametrize("finished", [0, 1, 4, 6])
-def test_an_interrupted_evaluation_continues(finished):
-    """In the middle of a batch of four, too; what was read is not read again."""
-    source = own_streams.Plain("val")
-    batches = EvalStream(source, seed=0, device=CPU)
+def test_an_interrupted_prediction_continues(finished):
+    """In the middle of a batch of four, too."""
+    batches = EvalBatches(own_streams.Plain("val"), seed=0, device=CPU)
     opened = batches.from_sample(0, 4, SingleRank())
     for _ in range(finished // 4 + 1):
         next(opened)
@@ -488,12 +361,3 @@ def test_an_interrupted_evaluation_continues(finished):
     assert rest == list(range(finished, 20))
     again = [n for m in batches.from_sample(0, 2, SingleRank()) for n in m.data["number"].tolist()]
     assert again == list(range(20))
-
-
-def test_an_evaluation_that_failed_after_its_last_uneven_batch_ends():
-    """Of the 20 samples, three ranks have 7, 7 and 6: the last read lacks one."""
-    batches = EvalStream(own_streams.Plain("val"), seed=0, device=CPU, rank=0, world=3)
-    opened = batches.from_sample(0, 7, SingleRank())
-    assert next(opened).data["number"].tolist() == list(range(0, 20, 3))
-    del opened
-    assert list(batches.from_sample(7, 7, SingleRank())) == []

@@ -14,7 +14,7 @@ from on_gpu import LARGE, MIB, ON_GPU, launched
 from trainapp.config import schema
 from trainapp.data.digits import Digits
 from trainapp.data.progress import Progress
-from trainapp.data.sampler import TrainBatches
+from trainapp.data.source import TrainBatches
 from trainapp.memory import backends
 from trainapp.train import loop
 
@@ -171,7 +171,7 @@ def test_a_bad_step_reaches_no_checkpoint(tmp_path):
 
     run = runs.prepare(tmp_path, *runs.MODELS["mlp"], *ON_GPU, "every.log=null", "every.save=4", "train.max_steps=8")
     loop.train_step(run)
-    data = run.batches._source.fetcher.dataset
+    data = run.batches.dataset
     data._images = data._images * float("nan")
     with pytest.raises(TrainingStopped, match=r"step [23]: the loss is not finite"):
         loop.train(run)

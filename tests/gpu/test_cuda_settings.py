@@ -81,7 +81,7 @@ def test_a_step_that_is_not_finite_is_skipped(tmp_path):
     run = runs.prepare(tmp_path, *runs.MODELS["resnet"], *ON_GPU, *settings)
     loop.train_step(run)
     before = {name: value.clone() for name, value in run.state.model.state_dict().items()}
-    data = run.batches._source.fetcher.dataset
+    data = run.batches.dataset
     images, data._images = data._images, data._images * float("nan")
     run.batches.close()  # what was fetched ahead is finite
     loop.train_step(run)

@@ -1,7 +1,7 @@
 """A batch {"inputs", "targets"} in every kind of container that a data set may return."""
 
 from collections import OrderedDict, UserDict, defaultdict, deque
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -41,32 +41,6 @@ class NamedDict(dict):
     def __init__(self, name: str, items: dict[str, Any]):
         super().__init__(items)
         self.name = name
-
-
-class Fixed(Mapping):
-    """Immutable, has an attribute, and is not built from a dict."""
-
-    def __init__(self, name: str, **items: Any):
-        self.name, self._items = name, items
-
-    def __getitem__(self, key: str) -> Any:
-        return self._items[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._items)
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-
-class Store(Fixed, MutableMapping):
-    """Mutable; a plain copy shares its items."""
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        self._items[key] = value
-
-    def __delitem__(self, key: str) -> None:
-        del self._items[key]
 
 
 class Slotted(Mapping):
@@ -158,8 +132,6 @@ KINDS = {
     "user dict": UserDict,
     "encoding": lambda batch: Encoding(batch, encodings=["kept"]),
     "mapping proxy": MappingProxyType,
-    "fixed mapping": lambda batch: Fixed("fixed", **batch),
-    "mutable mapping": lambda batch: Store("store", **batch),
     "slotted mapping": Slotted,
     "list": lambda batch: [batch["inputs"], batch["targets"]],
     "tuple": lambda batch: (batch["inputs"], batch["targets"]),
@@ -176,8 +148,6 @@ ATTRIBUTES = {
     "default dict": ("default_factory", list),
     "named dict": ("name", "named"),
     "encoding": ("encodings", ["kept"]),
-    "fixed mapping": ("name", "fixed"),
-    "mutable mapping": ("name", "store"),
     "dataclass": ("name", "plain"),
     "frozen dataclass": ("name", "frozen"),
     "frozen dataclass with slots": ("name", "slots"),

@@ -1,7 +1,6 @@
 """Streams as users write them: digits with noise, one after the other."""
 
 import copy
-import random
 
 import numpy as np
 import torch
@@ -53,7 +52,7 @@ class Stateful(Plain):
 
 
 class Sharded(Stateful):
-    """Can be read in parts."""
+    """Can be read in shards."""
 
     def shard(self, index, count):
         part = copy.copy(self)
@@ -67,27 +66,6 @@ class Popping(Plain):
     def collate(self, samples):
         batch = {name: [sample.pop(name) for sample in samples] for name in list(samples[0])}
         return {name: torch.stack([torch.as_tensor(value) for value in values]) for name, values in batch.items()}
-
-
-class Sample:
-    """An object of a class that only this file knows."""
-
-    __slots__ = ("inputs", "targets")
-
-    def __init__(self, inputs, targets):
-        self.inputs, self.targets = inputs, targets
-
-
-class Objects(Plain):
-    """Its samples are such objects; shuffled differently in each process."""
-
-    def __iter__(self):
-        for number in np.random.default_rng().permutation(self.samples).tolist():
-            yield Sample(self.digits[number]["inputs"], 0)
-
-    def collate(self, samples):
-        inputs = torch.stack([torch.as_tensor(sample.inputs) for sample in samples])
-        return {"inputs": inputs, "targets": torch.tensor([sample.targets for sample in samples])}
 
 
 class Hungry(Plain):
@@ -135,67 +113,21 @@ class Late(Stateful):
             self.position += 1
 
 
-class ShuffledAtOnce(Stateful):
-    """Shuffles with the global generator whenever it begins, in the middle of an epoch, too."""
-
-    def __iter__(self):
-        self.position, self.start = self.start, 0
-        order = np.random.permutation(len(self.numbers)).tolist()
-        while self.position < len(self.numbers):
-            self.position += 1
-            yield self.sample(order[self.position - 1])
-
-
-class Unseeded(Plain):
-    """Shuffles differently in each process."""
-
-    def __iter__(self):
-        return map(self.sample, np.random.default_rng().permutation(self.samples).tolist())
-
-
-class OwnGenerator(Plain):
-    """Shuffles with a generator of its own, which every epoch moves on, and so does the noise of every sample."""
+class TellsEpochs(Plain):
+    """Its order depends on how often it was read, which its state says."""
 
     def __init__(self, split, samples: int = 50, val_samples: int = 20):
         super().__init__(split, samples, val_samples)
-        self.generator = random.Random(0)
-
-    def __iter__(self):
-        order = list(self.numbers)
-        self.generator.shuffle(order)
-        for number in order:
-            sample = self.digits[number]
-            yield {**sample, "inputs": sample["inputs"] + 0.1 * self.generator.random(), "number": number}
-
-
-class CountsEpochs(Plain):
-    """Counts its epochs, on which the order depends."""
-
-    def __init__(self, split, samples: int = 50, val_samples: int = 20):
-        super().__init__(split, samples, val_samples)
-        self.passes = self.position = 0
-
-    def order(self):
-        return np.random.default_rng(self.passes).permutation(len(self.numbers)).tolist()
-
-    def __iter__(self):
-        self.passes += 1
-        return map(self.sample, self.order())
+        self.passes, self.position, self.continues = 0, 0, False
 
     def sample(self, number):
         return {**self.digits[number], "number": number}
-
-
-class TellsEpochs(CountsEpochs):
-    """Says so in its state."""
-
-    continues = False
 
     def __iter__(self):
         if not self.continues:
             self.passes, self.position = self.passes + 1, 0
         self.continues = False
-        order = self.order()
+        order = np.random.default_rng(self.passes).permutation(len(self.numbers)).tolist()
         while self.position < len(order):
             self.position += 1
             yield self.sample(order[self.position - 1])

@@ -40,7 +40,7 @@ def test_tokens_per_second_counts_what_the_loss_counts(tmp_path):
     for first in (0, 16):
         run.state.progress.consumed = first
         indices = run.batches.indices(run.state.progress)
-        batch = run.batches._source.fetcher.dataset
+        batch = run.batches.dataset
         tokens += sum(int((data[i]["targets"] != -100).sum()) for i in indices) if batch is data else 0
     run.state.progress.consumed = 0
     run.close()

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from trainapp import strict_json
-from trainapp.data.micro_batch import MicroBatch
+from trainapp.data.batch import MicroBatch
 from trainapp.errors import UserError
 from trainapp.inference.outputs import Predictor
 from trainapp.train.losses import classification

@@ -174,7 +174,7 @@ class Recorded:
             self.run.close()
 
     def _attach(self) -> None:
-        fetcher = self.run.batches._source.fetcher
+        fetcher = self.run.batches._loader.fetcher
         fetcher.dataset = Watched(fetcher.dataset, self.run, self.injector, self.fetched, self.changed)
         if self.injector is not None:
             self.injector.attach(self.run)

@@ -213,7 +213,7 @@ SKIPPING = ("train.nonfinite=skip",)
 def skipped(run_dir: Path, case: str, step: int) -> tuple[dict, dict]:
     """The state before and after a step whose inputs are not finite."""
     run = runner.prepare(tiny(run_dir, *CASES[case], *SKIPPING), StopRequest(), SingleRank())
-    fetcher = run.batches._source.fetcher
+    fetcher = run.batches._loader.fetcher
     states = []
     try:
         for number in range(1, step + 1):

@@ -135,7 +135,7 @@ def all_bytes() -> int:
 def failed_attempt(config: Config, step: int, injector: Injector):
     """A run that fails in `step`: the run, the incident, the bytes before that step, and the tensors the step made."""
     run = runner.prepare(config, StopRequest(), SingleRank())
-    fetcher = run.batches._source.fetcher
+    fetcher = run.batches._loader.fetcher
     fetcher.dataset = Watched(fetcher.dataset, run, injector, [], None)
     injector.attach(run)
     injector.arm_attempt()

@@ -184,10 +184,10 @@ def test_one_copy_stream_per_source(streams):
 def test_a_rollback_drops_batches_fetched_ahead(tmp_path, streams):
     config = tiny(tmp_path, *cell("mlp", "fp32"))
     run = runner.prepare(config, StopRequest(), SingleRank())
-    run.batches._source._pinned = True
+    run.batches._loader._pinned = True
     injector, fetched, alive = Injector("forward", 2), [], []
     injector.attach(run)
-    move, release = run.batches._source._move, run.memory.release
+    move, release = run.batches._loader._move, run.memory.release
 
     def moving(batch):
         fetched.append(weakref.ref(batch["inputs"]))
@@ -197,7 +197,7 @@ def test_a_rollback_drops_batches_fetched_ahead(tmp_path, streams):
         release()
         alive.append(sum(batch() is not None for batch in fetched))
 
-    run.batches._source._move, run.memory.release = moving, releasing
+    run.batches._loader._move, run.memory.release = moving, releasing
     with injector:
         failure = runner.attempt(run)
         assert len(fetched) == 4  # two micro-batches of the first step, one of the second, and one ahead

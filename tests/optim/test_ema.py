@@ -60,7 +60,7 @@ def test_evaluation_uses_it_and_training_does_not(tmp_path):
     loop.train(run)
     run.tracker.close()
     model, average = run.state.model, run.state.average
-    batch = run.eval_sets[""]._source.fetcher.dataset.__getitems__(list(range(360)))
+    batch = run.eval_sets[""].dataset.__getitems__(list(range(360)))
     weights = runs.weights(model)
 
     def loss():

@@ -14,7 +14,7 @@ MLP = runs.MODELS["mlp"]
 
 def poison(run, step, value=float("nan")):
     """Make one sample of the step after `step` others produce a non-finite loss. Returns its index in the data."""
-    data = run.batches._source.fetcher.dataset
+    data = run.batches.dataset
     progress = type(run.state.progress)()
     for _ in range(step):
         run.batches.advance(progress)
@@ -95,7 +95,7 @@ def test_skipped_is_as_if_the_samples_had_not_been_there(tmp_path):
 def test_too_many_skipped_in_a_row_stop(tmp_path):
     run = runs.prepare(tmp_path, *MLP, "train.nonfinite=skip", "train.max_steps=6")
     loop.train_step(run)
-    data = run.batches._source.fetcher.dataset
+    data = run.batches.dataset
     data._images = data._images * float("nan")
     with pytest.raises(TrainingStopped, match=rf"step 2: {MAX_SKIPPED} steps in a row were skipped.*debug=nonfinite"):
         loop.train(run)

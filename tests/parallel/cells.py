@@ -14,10 +14,9 @@ from typing import Any
 import torch
 
 from trainapp.config.schema import Config
-from trainapp.data.batch import map_tensors
-from trainapp.data.micro_batch import MicroBatch
+from trainapp.data.batch import MicroBatch, map_tensors
 from trainapp.data.progress import Progress
-from trainapp.data.sampler import TrainBatches
+from trainapp.data.source import TrainBatches
 from trainapp.errors import UserError
 from trainapp.launch import worker
 from trainapp.oom.incident import Incident

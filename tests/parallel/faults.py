@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainapp.checkpoint import manifest
 from trainapp.data.loader import Fetcher
-from trainapp.data.stream_batches import StreamBatches
+from trainapp.data.stream import Stream
 from trainapp.memory.cpu import CpuMemory
 from trainapp.parallel.ddp import Exchange
 from trainapp.torch_private import fsdp_collectives
@@ -183,7 +183,7 @@ def injected(faults: Iterable[Fault], folder: Path) -> Iterator[Injector]:
     patch(reduce_scatter, "allocate", striking("reduce buffer", reduce_scatter.allocate))
     patch(Exchange, "reduce", striking("bucket", Exchange.reduce))
     patch(Fetcher, "__getitem__", striking("fetch", Fetcher.__getitem__))
-    patch(StreamBatches, "_peek", striking("read", StreamBatches._peek))
+    patch(Stream, "_peek", striking("read", Stream._peek))
     patch(manifest, "write_manifest", striking("manifest", manifest.write_manifest))
     try:
         yield injector

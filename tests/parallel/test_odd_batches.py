@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from trainapp.data.progress import Progress
-from trainapp.data.sampler import TrainBatches
+from trainapp.data.source import TrainBatches
+from trainapp.parallel.ranks import SingleRank
 
 from .conftest import TINY
 from .test_equality import assert_same, slow
@@ -19,9 +20,14 @@ OVERRIDES = (
 SIZES = {1: {1: 8, 8: 8, 16: 4, 32: 4, 64: 1}}  # by shape: long texts one by one
 
 
+class SecondOfTwo(SingleRank):
+    rank, world = 1, 2
+
+
 def samples_of_the_second_rank() -> list[int]:
     """In the first step: 8, and the first rank has 7, of short texts."""
-    one = TrainBatches(odd_batches.Texts("train"), global_size=15, seed=0, device=torch.device("cpu"), rank=1, world=2)
+    cpu = torch.device("cpu")
+    one = TrainBatches(odd_batches.Texts("train"), global_size=15, seed=0, device=cpu, ranks=SecondOfTwo())
     return one.indices(Progress())
 
 

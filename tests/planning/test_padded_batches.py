@@ -5,7 +5,7 @@ import runs
 import torch
 
 from trainapp.config import compose
-from trainapp.data.micro_batch import MicroBatch
+from trainapp.data.batch import MicroBatch
 from trainapp.planning import planner
 from trainapp.planning.traced_part import representative
 

@@ -4,7 +4,7 @@ import pytest
 import runs
 import torch
 
-from trainapp.data.micro_batch import MicroBatch
+from trainapp.data.batch import MicroBatch
 from trainapp.data.micro_batch_sizes import MicroBatchSizes
 from trainapp.parallel.ranks import SingleRank
 from trainapp.train import loop

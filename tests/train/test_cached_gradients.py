@@ -150,7 +150,7 @@ def test_half_precision(tmp_path, mode):
     fresh = runs.prepare(tmp_path / "fresh", *OWN, *chosen)
     start = runs.weights(fresh.state.model)
     fresh.close()
-    assert runs.relative_error(found - start, expected - start) < 0.05
+    assert runs.relative_error(found - start, expected - start) < 0.08
     if mode == "fp16":
         assert cut.state.precision.scaler.get_scale() == whole.state.precision.scaler.get_scale()
         assert cut.state.progress.skipped == whole.state.progress.skipped

@@ -39,7 +39,7 @@ def prepare(tmp_path):
 
 def whole(run):
     """Loss and gradient of the next step as one batch with weights of about 1, by plain PyTorch."""
-    data = run.batches._source.fetcher.dataset
+    data = run.batches.dataset
     batch = data.__getitems__(run.batches.indices(run.state.progress))
     batch["weights"] = batch["weights"] / data.weights.max()
     loss, count, _ = weighted.task(run.state.model, batch)
@@ -251,7 +251,7 @@ def test_the_log_has_a_metric_of_some_batches(prepare):
     loop.train(run)
     run.tracker.close()
     lines = [json.loads(line) for line in (run.tracker.run_dir / "metrics.jsonl").read_text().splitlines()]
-    data = run.batches._source.fetcher.dataset
+    data = run.batches.dataset
     for number, line in enumerate(lines, start=1):
         indices = indices_of(run, number)
         parts = [data.__getitems__(indices[start : start + 3]) for start in range(0, 12, 3)]

@@ -40,7 +40,7 @@ def test_agrees_with_plain_pytorch(tmp_path):
     runs.run(tmp_path, *runs.MODELS["resnet"], "train.max_steps=6", "every.eval=6", "batch.eval_micro_size=100")
     run = runs.prepare(tmp_path, *runs.MODELS["resnet"], "train.max_steps=6")
     run.tracker.close()
-    batch = run.eval_sets[""]._source.fetcher.dataset.__getitems__(list(range(360)))
+    batch = run.eval_sets[""].dataset.__getitems__(list(range(360)))
     model = run.state.model.eval()
     with torch.no_grad():
         logits = model(batch["inputs"])

@@ -4,7 +4,7 @@ import pytest
 import runs
 import torch
 
-from trainapp.data.sampler import TrainBatches
+from trainapp.data.source import TrainBatches
 from trainapp.train import loop
 
 DIGITS = 1437  # training samples

@@ -10,8 +10,8 @@ from test_updates import DISCRIMINATOR, GENERATOR, SecondOf, end, failing_run, u
 from zoo.gans import discriminate, generate
 
 from trainapp import plan
-from trainapp.data.order import epoch_order
 from trainapp.data.progress import due_updates
+from trainapp.data.sampler import epoch_order
 from trainapp.errors import UserError
 from trainapp.train import loop
 
@@ -73,7 +73,7 @@ def test_an_error_in_it_is_retried_bit_for_bit(tmp_path):
 
 def test_batches_are_fetched_ahead_all_the_same(tmp_path):
     run = runs.prepare(tmp_path / "a", *OWN, "train.max_steps=8")
-    source, opened = run.batches._source, []
+    source, opened = run.batches._loader, []
     batches = source.batches
 
     def counting(requests):

@@ -12,7 +12,7 @@ from helpers import metrics, result, run_cli
 from torch import nn
 from zoo.gans import discriminate, distance, generate
 
-from trainapp.data.order import epoch_order
+from trainapp.data.sampler import epoch_order
 from trainapp.errors import UserError
 from trainapp.train import loop
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch.utils.data import default_collate
 
-from trainapp.data.order import epoch_order
+from trainapp.data.sampler import epoch_order
 
 from . import catalogue
 from .harness import Training

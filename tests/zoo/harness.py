@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from trainapp.config import compose
 from trainapp.config.schema import Config, Target, Update
-from trainapp.data.sampler import TrainBatches
+from trainapp.data.source import TrainBatches
 from trainapp.oom import recovery
 from trainapp.oom.incident import Incident
 from trainapp.rng import rng_state
@@ -178,7 +178,7 @@ class Training:
             run.tasks = {name: _Recording(task, self) for name, task in run.tasks.items()}
             for fault in self.faults:
                 fault.attach(run)
-            fetcher = run.batches._source.fetcher
+            fetcher = run.batches._loader.fetcher
             fetcher.dataset = _Failing(fetcher.dataset, self)
         here = (run.state.progress.epoch, run.state.progress.consumed)
         self.began = min(here, self.began or here)  # a run that went back to an older checkpoint repeats its steps

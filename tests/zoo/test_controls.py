@@ -4,7 +4,7 @@ that do not.
 
 import pytest
 
-from trainapp.data.sampler import EvalBatches
+from trainapp.data.source import EvalBatches
 from trainapp.oom import recovery
 
 from . import cells

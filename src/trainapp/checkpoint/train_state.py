@@ -65,7 +65,7 @@ class TrainState:
     keeps_gradients: bool = True  # until the update, which `optimizer.in_backward` makes part of the backward
     progress: Progress = field(default_factory=Progress)
     data_samples: int = 0  # in the training data that `progress.epoch` and `consumed` are counted in
-    data_order: str = "shuffled"  # the order that they are counted in: `StepBatches.order_name`
+    data_order: str = "permutation"  # the order that they are counted in: `Source.order_name`
     class_names: list[str] = field(default_factory=list)  # of the training data, where it names its classes
     vocabulary: str = ""  # digest of the tokenizer of the training data, where it has one
     stateful: Stateful = field(default_factory=Stateful)  # what owns state outside of tensors
@@ -233,7 +233,7 @@ class TrainState:
                 update.schedule.load_state_dict(decoded(schedule))
         self.progress = Progress(**saved["progress"])
         self.seed, self.data_samples = saved["sampler"]["seed"], saved["sampler"]["samples"]
-        self.data_order = saved["sampler"].get("order", "shuffled")  # the only one of earlier checkpoints
+        self.data_order = saved["sampler"]["order"]
         self.average.step, self.average.position = saved["average_step"], 0
         self._load_stateful(saved["stateful"], rank, world)
         if len(saved["rng"]) == world:

@@ -1,4 +1,4 @@
-"""Batches of any structure: tensors in containers nested anyhow. Which of their dimensions are samples is unknown.
+"""A batch is any pytree: tensors in containers nested anyhow. Which of their dimensions are samples is unknown.
 
 Containers are dicts and other mappings, lists, tuples, namedtuples, dataclasses, and the types registered with
 `torch.utils._pytree`, such as TensorDict. Strings, numbers, None and objects of unknown types pass through untouched.
@@ -6,8 +6,9 @@ Containers are dicts and other mappings, lists, tuples, namedtuples, dataclasses
 
 import copy
 import dataclasses
+import itertools
 from collections import UserDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,42 +16,28 @@ from torch.nn.utils.rnn import PackedSequence
 
 from trainapp.torch_private import pytree_functions
 
-
-class NodeType(NamedTuple):
-    """How to open a container type: its children, and a container like the given one with other children."""
-
-    children: Callable[[Any], Iterable[Any]]
-    rebuild: Callable[[Any, list[Any]], Any]
+Rebuild = Callable[[list[Any]], Any]  # the container with other children
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], batch: Any) -> Any:
-    """The batch with `function(tensor)` in place of every tensor; containers keep their types and attributes.
-
-    Raises TypeError for a mapping that can neither be copied nor built from a dict.
-    """
+    """The batch with `function(tensor)` in place of every tensor; containers keep their types."""
     if isinstance(batch, torch.Tensor):
         return function(batch)
     if type(batch) is dict:  # a fast path, a third quicker than the one below: runs for every micro-batch
         return {key: map_tensors(function, value) for key, value in batch.items()}
-    node = node_type(batch)
-    if node is None:
+    opened = opened_container(batch)
+    if opened is None:
         return batch
-    return node.rebuild(batch, [map_tensors(function, child) for child in node.children(batch)])
+    children, rebuild = opened
+    return rebuild([map_tensors(function, child) for child in children])
 
 
 def tensors_in(batch: Any) -> list[torch.Tensor]:
     """The batch's tensors, in order."""
     if isinstance(batch, torch.Tensor):
         return [batch]
-    node = node_type(batch)
-    tensors: list[torch.Tensor] = []
-    if node is not None:
-        for child in node.children(batch):
-            if isinstance(child, torch.Tensor):
-                tensors.append(child)
-            else:
-                tensors += tensors_in(child)
-    return tensors
+    opened = opened_container(batch)
+    return [] if opened is None else [tensor for child in opened[0] for tensor in tensors_in(child)]
 
 
 def sizes_in(batch: Any) -> list[Any]:
@@ -61,9 +48,9 @@ def sizes_in(batch: Any) -> list[Any]:
         return []
     if isinstance(batch, (bool, int, float)):
         return [batch]
-    node = node_type(batch)
-    if node is not None:
-        return [size for child in node.children(batch) for size in sizes_in(child)]
+    opened = opened_container(batch)
+    if opened is not None:
+        return [size for child in opened[0] for size in sizes_in(child)]
     if hasattr(batch, "shape"):
         return [tuple(batch.shape)]
     return [len(batch)] if hasattr(type(batch), "__len__") else []
@@ -92,116 +79,103 @@ def saved_bucket(key: Any) -> int:
     return bucket
 
 
-def node_type(batch: Any) -> NodeType | None:
-    """How to open this container; None for what is not one.
-
-    Types are looked up once. Only containers are cached: an unknown type may be registered later.
-    """
+def opened_container(batch: Any) -> tuple[Sequence[Any], Rebuild] | None:
+    """The children of a container, and what makes a container like it of others; None for what is not one."""
     kind = type(batch)
-    node = _KNOWN.get(kind)
-    if node is None and kind not in _LEAVES:
-        node = _find_node_type(kind)
-        if node is not None:
-            _KNOWN[kind] = node
-    return node
-
-
-def _find_node_type(kind: type) -> NodeType | None:
+    if kind is dict:
+        return list(batch.values()), lambda values: dict(zip(batch, values, strict=True))
+    if kind in _LEAVES:
+        return None
+    if kind is PackedSequence:  # a namedtuple whose `batch_sizes` must stay on the CPU
+        packed = (batch.data, batch.sorted_indices, batch.unsorted_indices)
+        return packed, lambda values: PackedSequence(values[0], batch.batch_sizes, *values[1:])
     registered = pytree_functions(kind)
     if registered is not None:
-        flatten, unflatten = registered
-        return NodeType(lambda node: flatten(node)[0], lambda node, values: unflatten(values, flatten(node)[1]))
-    if issubclass(kind, (dict, UserDict)):
-        return NodeType(_values, _copy_with_items)
+        children, context = registered[0](batch)
+        return children, lambda values: registered[1](values, context)
+    if isinstance(batch, (list, tuple)):
+        return batch, kind._make if hasattr(kind, "_make") else kind
+    if isinstance(batch, Mapping):
+        return [batch[key] for key in batch], lambda values: _mapping_with(batch, values)
     if dataclasses.is_dataclass(kind):
-        return NodeType(_field_values, _dataclass_with_values)
-    if issubclass(kind, Mapping):
-        return NodeType(_values, _mapping_with_items)
-    if issubclass(kind, tuple):
-        return NodeType(iter, (lambda _, values: kind._make(values)) if hasattr(kind, "_make") else _sequence_of)
-    if issubclass(kind, list):
-        return NodeType(iter, _list_with_values)
+        names = [field.name for field in dataclasses.fields(batch) if hasattr(batch, field.name)]
+        return [getattr(batch, name) for name in names], lambda values: _dataclass_with(batch, names, values)
     return None
 
 
-def _values(mapping: Mapping) -> list[Any]:
-    return [mapping[key] for key in mapping]
-
-
-def _copy_with_items(mapping: Any, values: list[Any]) -> Any:
-    """For dict and UserDict, whose copies have items of their own."""
-    new = copy.copy(mapping)
+def _mapping_with(mapping: Any, values: list[Any]) -> Any:
+    """A copy with these values: of a dict or UserDict (as Transformers' BatchEncoding) with its attributes."""
+    items = dict(zip(mapping, values, strict=True))
+    if not isinstance(mapping, (dict, UserDict)):
+        return type(mapping)(items)
+    new: Any = copy.copy(mapping)
     if getattr(mapping, "__dict__", None) is mapping:  # a dict whose keys are also its attributes
         new.__dict__ = new
-    for key, value in zip(list(mapping), values, strict=True):
+    for key, value in items.items():
         new[key] = value
     return new
 
 
-def _mapping_with_items(mapping: Mapping, values: list[Any]) -> Mapping:
-    """For mappings of any other class, mutable or not.
-
-    A plain copy would share the dict that the items are in: that dict is found among the attributes and replaced. A
-    class without such an attribute is built from a dict.
-    """
-    items = dict(zip(mapping, values, strict=True))
-    for name, held in getattr(mapping, "__dict__", {}).items():
-        if isinstance(held, dict) and held.keys() == items.keys() and all(held[k] is mapping[k] for k in held):
-            new = copy.copy(mapping)
-            object.__setattr__(new, name, _copy_with_items(held, [items[key] for key in held]))
-            return new
-    try:
-        rebuilt: Any = type(mapping)
-        return rebuilt(items)
-    except TypeError as error:
-        name = type(mapping).__name__
-        raise TypeError(
-            f"a batch of type {name} cannot be rebuilt with other tensors: give {name} a constructor that takes a "
-            "dict, or register it with torch.utils._pytree.register_pytree_node"
-        ) from error
-
-
-def _field_names(instance: Any) -> list[str]:
-    """Fields that have a value: one with init=False may have none."""
-    return [field.name for field in dataclasses.fields(instance) if hasattr(instance, field.name)]
-
-
-def _field_values(instance: Any) -> list[Any]:
-    return [getattr(instance, name) for name in _field_names(instance)]
-
-
-def _dataclass_with_values(instance: Any, values: list[Any]) -> Any:
+def _dataclass_with(instance: Any, names: list[str], values: list[Any]) -> Any:
     """Bypasses the constructor, which may not take all fields, and `__setattr__`, which frozen classes forbid."""
-    names = _field_names(instance)
-    if all(getattr(instance, name) is value for name, value in zip(names, values, strict=True)):
-        return instance  # it holds no tensor: leave an unrelated object alone
-    new = object.__new__(type(instance))
-    if hasattr(instance, "__dict__"):
-        new.__dict__.update(instance.__dict__)
+    new = copy.copy(instance)
     for name, value in zip(names, values, strict=True):
         object.__setattr__(new, name, value)
     return new
 
 
-def _list_with_values(sequence: list, values: list[Any]) -> list:
-    new = copy.copy(sequence)
-    new[:] = values
-    return new
-
-
-def _sequence_of(sequence: Any, values: list[Any]) -> Any:
-    return type(sequence)(values)
-
-
 _LEAVES = frozenset({str, bytes, int, float, bool, complex, type(None)})
-# By exact type. The containers of most batches are preset, so that they need no look-up.
-_KNOWN: dict[type, NodeType] = {
-    dict: NodeType(dict.values, lambda node, values: dict(zip(node, values, strict=True))),
-    tuple: NodeType(iter, lambda _, values: tuple(values)),
-    list: NodeType(iter, lambda _, values: values),
-    # A namedtuple whose `batch_sizes` must stay on the CPU.
-    PackedSequence: NodeType(
-        lambda node: (node.data, node.sorted_indices, node.unsorted_indices),
-        lambda node, values: PackedSequence(values[0], node.batch_sizes, *values[1:]),
-    ),
-}
+
+
+class MicroBatch(NamedTuple):
+    """A batch of `samples` samples.
+
+    last: the last of its step. real: False for a dummy that keeps this rank in step with the others.
+    piece: `piece(start, end)` is the batch of its samples [start, end) alone, on the device.
+    """
+
+    data: Any
+    last: bool
+    real: bool
+    samples: int
+    piece: Callable[[int, int], Any]
+
+
+def cut(indices: Sequence[int], size: int) -> list[Sequence[int]]:
+    """Micro-batches of `size` samples; see `ranges`."""
+    return [indices[start:end] for start, end in ranges(0, len(indices), size)]
+
+
+def ranges(start: int, end: int, size: int) -> Iterator[tuple[int, int]]:
+    """[start, end) in ranges of `size`, of which the last holds the remainder. Computed one at a time.
+
+    A remainder of one sample takes a second one from its neighbour: BatchNorm cannot normalise a single value.
+    """
+    while start < end:
+        stop = min(end, start + size)
+        if end - stop == 1 and size > 2:
+            stop -= 1
+        yield start, stop
+        start = stop
+
+
+def cut_evenly(indices: Sequence[int], parts: int) -> list[Sequence[int]]:
+    """Up to `parts` micro-batches, whose sizes differ by at most one: 10 in 3 gives 4, 3, 3."""
+    short, longer = divmod(len(indices), parts)
+    ends = [short * part + min(part, longer) for part in range(parts + 1)]
+    return [indices[a:b] for a, b in itertools.pairwise(ends) if a < b]
+
+
+def pieces_of(micro: MicroBatch, ranges: Sequence[Sequence[int]]) -> Iterator[MicroBatch]:
+    """The micro-batches that hold these ranges of a larger one's samples.
+
+    An empty range gives a dummy sample (`real=False`) for a forward and backward that other ranks wait for.
+    """
+    for number, piece in enumerate(ranges, start=1):
+        start, end = (piece[0], piece[-1] + 1) if piece else (0, 1)
+        is_last, is_real = micro.last and number == len(ranges), micro.real and len(piece) > 0
+        yield MicroBatch(micro.piece(start, end), is_last, is_real, end - start, _shifted(micro.piece, start))
+
+
+def _shifted(piece: Callable[[int, int], Any], by: int) -> Callable[[int, int], Any]:
+    return lambda start, end: piece(by + start, by + end)

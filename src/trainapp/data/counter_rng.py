@@ -1,10 +1,12 @@
-"""Stateless random numbers: a value is a function of where it is used, not of what was drawn before it.
+"""Stateless random numbers and permutations: a value is a function of where it is used,
+not of what was drawn before it.
 
 An augmentation drawn from (seed, epoch, sample index) is the same one in whatever batch, worker or retry the
 sample turns up. Method: the splitmix64 generator (Steele, Lea, Flood, "Fast splittable pseudorandom number
 generators", OOPSLA 2014), whose n-th output is a hash of `state + n * GAMMA`: no earlier one is needed.
 """
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -12,6 +14,8 @@ import numpy as np
 
 GAMMA = 0x9E3779B97F4A7C15
 _WORD = 2**64
+_ROUNDS = 8
+_ORDER_SALT = 0x6F72646572  # the order of an epoch shares no random numbers with augmentation, which has the same seed
 
 
 def splitmix64(state: np.ndarray) -> np.ndarray:
@@ -46,3 +50,47 @@ def uniform(seed: int, epoch: int, indices: Sequence[int] | np.ndarray, count: i
     streams = splitmix64((index + np.uint64(1)) * np.uint64(GAMMA) + key(seed, epoch))
     bits = splitmix64(streams[:, None] + _steps(count))
     return (bits >> np.uint64(11)) * 2.0**-53
+
+
+def permuted(seed: int, epoch: int, positions: np.ndarray, samples: int) -> np.ndarray:
+    """Where a permutation of range(samples) takes these positions: int64 [N] -> int64 [N]. No state, no table.
+
+    A Feistel network on the cells of a rectangle with at least `samples` cells: row and column are in turn shifted by a
+    hash of the other, which is invertible whatever the hash. A position that leaves range(samples) walks on along its
+    cycle until it is back; the rectangle has fewer than one row too many, so that few do. Source: J. Black, P. Rogaway,
+    "Ciphers with arbitrary finite domains", CT-RSA 2002 (generalised Feistel, cycle walking); the hash is splitmix64.
+    """
+    columns = math.isqrt(samples - 1) + 1
+    rows = -(-samples // columns)
+    found = _shifted(positions.astype(np.uint64), rows, columns, seed, epoch)
+    outside = np.flatnonzero(found >= samples)
+    while len(outside):
+        found[outside] = _shifted(found[outside], rows, columns, seed, epoch)
+        outside = outside[found[outside] >= samples]
+    return found.astype(np.int64)
+
+
+def _shifted(cells: np.ndarray, rows: int, columns: int, seed: int, epoch: int) -> np.ndarray:
+    """The network itself, a permutation of range(rows * columns)."""
+    row, column = np.divmod(cells, np.uint64(columns))
+    for number, round_key in enumerate(_round_keys(seed, epoch)):
+        if number % 2 == 0:
+            row = _added(row, column, round_key, rows)
+        else:
+            column = _added(column, row, round_key, columns)
+    return row * np.uint64(columns) + column
+
+
+def _added(value: np.ndarray, other: np.ndarray, round_key: np.uint64, size: int) -> np.ndarray:
+    """`value` plus a hash of `other`, modulo `size`."""
+    added = splitmix64(other * np.uint64(GAMMA) + round_key)
+    added %= np.uint64(size)
+    added += value  # below 2 * size: no overflow
+    added -= np.uint64(size) * (added >= size).astype(np.uint64)
+    return added
+
+
+@lru_cache(maxsize=8)
+def _round_keys(seed: int, epoch: int) -> tuple[np.uint64, ...]:
+    counters = np.arange(1, _ROUNDS + 1, dtype=np.uint64) * np.uint64(GAMMA)
+    return tuple(splitmix64(counters + key(seed + _ORDER_SALT, epoch)))

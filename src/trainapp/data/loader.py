@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import inspect
 import os
 import random
 import signal
@@ -14,8 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, default_collate
 
 from trainapp.data.batch import map_tensors
-from trainapp.data.order import Draw
-from trainapp.data.worker_errors import UserErrorsReturned, raise_if_error
+from trainapp.data.sampler import Draw
 from trainapp.errors import UserError
 from trainapp.rng import preserved_rng
 from trainapp.torch_private import outside_dispatch_modes
@@ -90,6 +88,28 @@ def _unchanged(batch: Any) -> Any:
     return batch
 
 
+class _ErrorsReturned(Dataset):
+    """The data set of a worker, with a UserError returned instead of raised: torch would put the worker's traceback
+    before its message (torch 2.13, _utils.py, ExceptionWrapper).
+    """
+
+    def __init__(self, dataset: Any):
+        self.dataset = dataset
+
+    def __getitem__(self, request: Any) -> Any:
+        try:
+            return self.dataset[request]
+        except UserError as error:
+            return error
+
+
+def raise_if_error(item: Any) -> Any:
+    """What a worker has returned. Raises the UserError that it has returned instead."""
+    if isinstance(item, UserError):
+        raise item
+    return item
+
+
 def _leave_ctrl_c(worker: int) -> None:
     """A terminal sends Ctrl-C to workers too, but the step that is being finished still needs them."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -106,9 +126,9 @@ class Requests(IterableDataset):
 
 
 def in_workers(dataset: Dataset, requests: Requests, workers: int, pinned: bool) -> DataLoader:
-    """`dataset[request]` for each request, in their order, computed by this many processes."""
+    """`dataset[request]` for each request, in their order, computed by this many processes: see `raise_if_error`."""
     return DataLoader(
-        dataset,
+        _ErrorsReturned(dataset),
         batch_size=None,  # a request is a batch already
         collate_fn=_unchanged,  # torch's default makes lists of tuples, and loses attributes of mappings
         sampler=requests,
@@ -137,16 +157,17 @@ class BatchLoader:
         ahead: bool = True,
         split: Split | None = None,
     ):
-        self.fetcher, self.device, self.ahead = Fetcher(dataset, seed), device, ahead
+        self.fetcher, self.seed, self.device, self.ahead = Fetcher(dataset, seed), seed, device, ahead
         # Often a data set has an attribute of this name that is "train" or "val".
         self._split = next(filter(callable, (getattr(dataset, "split", None), split)), None)
-        self.split_works = self._split is None
         self._pinned = device.type == "cuda"
         self._copy_stream: torch.cuda.Stream | None = None
         self._requests = Requests()
-        self._loader = (
-            in_workers(UserErrorsReturned(self.fetcher), self._requests, workers, self._pinned) if workers else None
-        )
+        self._loader = in_workers(self.fetcher, self._requests, workers, self._pinned) if workers else None
+
+    def example(self, dataset: Any, samples: int) -> Any:
+        """The first `samples` samples of an indexable data set as a batch, on the CPU, fetched in this process."""
+        return Fetcher(dataset, self.seed)[Request(0, list(range(min(samples, len(dataset)))))]
 
     def batches(self, requests: Iterator[Request]) -> Iterator[Any]:
         """Batches on the device, in the order of the requests; on CUDA the next one is copied ahead."""
@@ -169,39 +190,7 @@ class BatchLoader:
         """
         if self._split is not None:
             return self._split(batch, start, end)
-        return self.collated(epoch, indices, start, end)
-
-    def collated(self, epoch: int, indices: Sequence[int], start: int, end: int) -> Any:
-        """Samples [start, end) of these, fetched and collated in this process, on the device."""
         return self._move(self.fetcher[Request(epoch, indices[start:end])])
-
-    @property
-    def has_split(self) -> bool:
-        """Whether a method of the data set or the task cuts batches."""
-        return self._split is not None
-
-    def try_split(self, batch: Any) -> None:
-        """Call `split` once, for the first sample of the first batch: it may not be needed before the tenth hour.
-
-        Raises UserError where it cannot be called as `split(batch, start, end)`, or returns nothing.
-        """
-        if self.split_works or self._split is None:
-            return
-        try:
-            inspect.signature(self._split).bind(batch, 0, 1)
-        except TypeError as error:
-            raise UserError(f"{self._split_name}: must take (batch, start, end): {error}") from None
-        except ValueError:  # written in C, without a signature
-            pass
-        with preserved_rng(self.device):
-            piece = self._split(batch, 0, 1)
-        if piece is None:
-            raise UserError(f"{self._split_name}: must return the samples [start, end) of a batch, but returned None")
-        self.split_works = True
-
-    @property
-    def _split_name(self) -> str:
-        return f"the method {getattr(self._split, '__qualname__', 'split')} that cuts batches"
 
     def close(self) -> None:
         """End the worker processes. Batches fetched ahead are lost."""
@@ -241,28 +230,6 @@ def _used_on(stream: torch.cuda.Stream, tensor: torch.Tensor) -> torch.Tensor:
     """Mark the tensor as in use on `stream`, so that its memory is not reused too early. Returns it."""
     tensor.record_stream(stream)
     return tensor
-
-
-def fetched_apart(dataset: Any, seed: int, requests: Sequence[Request], workers: int) -> list[Any]:
-    """The batches of these requests, on the CPU, by a fetcher of their own.
-
-    workers: as the run has. With some, a process of its own fetches: the data set then opens nothing here that
-    processes started later would inherit.
-    """
-    fetcher = Fetcher(dataset, seed)
-    if not workers:
-        return [fetcher[request] for request in requests]
-    with outside_dispatch_modes():
-        loader: DataLoader = DataLoader(
-            fetcher,
-            batch_size=None,
-            collate_fn=_unchanged,
-            sampler=requests,
-            num_workers=1,
-            worker_init_fn=_leave_ctrl_c,
-            generator=torch.Generator(),
-        )
-        return list(loader)
 
 
 def worker_count(setting: int | str, dataset: Dataset, ranks: int = 1) -> int:

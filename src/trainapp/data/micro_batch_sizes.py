@@ -5,8 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainapp.data.batch import bucket_of, elements_in, saved_bucket
-from trainapp.data.micro_batch import MicroBatch, cut, cut_evenly, pieces_of
+from trainapp.data.batch import MicroBatch, bucket_of, cut, cut_evenly, elements_in, pieces_of, saved_bucket
 from trainapp.data.size_agreement import failed_buckets, largest_micro_batches, number_of_pieces
 from trainapp.data.size_search import FailedAllocation, SizeSearch, require_possible
 from trainapp.parallel.ranks import Ranks

@@ -1,159 +1,217 @@
-"""Which samples a step trains on, and how they are cut into micro-batches.
+"""Which samples of an indexable data set a step trains on: a pure function of (seed, epoch, samples consumed).
 
-The sampler's whole state is (seed, epoch, samples consumed): it depends on neither batch size nor workers nor ranks,
-so a retry or a resume may change all three and still see the same samples. Streams are in `data.stream_batches`.
+It depends on neither batch size nor workers nor ranks, so a retry or a resume may change all three and still see the
+same samples. The order of an epoch is a keyed permutation, computed where it is needed: memory and time do not grow
+with the data set. With `data.sampling.weights` each position is a draw with replacement instead.
 """
 
 import functools
-import itertools
-from collections.abc import Iterator, Sequence
-from typing import Any
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
-import torch
+import numpy as np
+from torch import Tensor
 
-from trainapp.data.loader import BatchLoader, Request, Split, fetched_apart
-from trainapp.data.micro_batch import MicroBatch, ranges
-from trainapp.data.order import Order, order_of
-from trainapp.data.progress import Progress
-from trainapp.data.step_batches import DUMMY, StepBatches
-from trainapp.parallel.ranks import Ranks
+from trainapp.data.counter_rng import permuted, uniform
+from trainapp.errors import UserError
+
+BLOCK = 8192  # positions computed at a time: a step alone would take 0.2 ms, of which its share of a block is 0.01
+BALANCED = "balanced"
+_SALT = 0x7765696768  # draws share no random numbers with augmentation, which has the same seed
 
 
-class TrainBatches(StepBatches):
-    """The training samples of an indexable data set, step by step.
-
-    order: which sample stands where in an epoch; None: see `order_of`. For the others see `StepBatches` and
-    `BatchLoader`. Attribute: `samples` in the data set.
+class Share(NamedTuple):
+    """This rank's samples of a step. total: over all ranks. largest: of the rank with the most. after: the position
+    `(epoch, consumed)` that follows the step.
     """
 
+    numbers: Sequence[int]
+    total: int
+    largest: int
+    after: tuple[int, int]
+
+
+class Draw(int):
+    """The index of a sample that may come more than once in an epoch, with the position that it is drawn for."""
+
+    position: int
+
+    def __new__(cls, index: int, position: int) -> "Draw":
+        draw = super().__new__(cls, index)
+        draw.position = position
+        return draw
+
+    def __getnewargs__(self) -> tuple[int, int]:  # type: ignore[override]
+        return int(self), self.position
+
+
+class Sampler:
+    """The samples of an indexable data set, step by step: see `data.source.Source`.
+
+    weights: `data.sampling.weights`, see `weights_of`; None: every sample once per epoch.
+    Raises UserError for weights that do not fit the data set.
+    """
+
+    looks_ahead = True
+    misfit: str | None = None
+
     def __init__(
-        self,
-        dataset: Any,
-        *,
-        global_size: int,
-        seed: int,
-        device: torch.device,
-        workers: int = 0,
-        drop_last: bool = False,
-        rank: int = 0,
-        world: int = 1,
-        ahead: bool = True,
-        split: Split | None = None,
-        order: Order | None = None,
+        self, dataset: Any, *, seed: int, rank: int, world: int, drop_last: bool = False, weights: str | None = None
     ):
-        super().__init__(BatchLoader(dataset, seed, workers, device, ahead, split), global_size, rank, world)
-        self.dataset, self.seed, self.drop_last = dataset, seed, drop_last
-        self.state_owner, self.samples = dataset, len(dataset)
-        self.order: Order = order or order_of(seed, self.samples)
+        self.dataset = self.fetched = self.state_owner = dataset
+        self.samples, self.rank, self.world, self.drop_last = len(dataset), rank, world, drop_last
+        self.order: Permutation | Weighted
+        if weights is None:
+            self.order = Permutation(seed, self.samples)
+        else:
+            self.order = Weighted(seed, weights_of(dataset, weights), f"data.sampling.weights={weights}")
+        self.order_name = self.order.name
+        self.share = functools.lru_cache(maxsize=2)(self._share)  # the present step's and the next
 
-    @property
-    def order_name(self) -> str:
-        """What a checkpoint must know of the order besides (seed, epoch, samples consumed)."""
-        return self.order.name
+    def _share(self, epoch: int, consumed: int, size: int) -> Share:
+        """This rank's samples of the step of `size` samples that begins at this position."""
+        total = max(0, min(size, self.samples - consumed))
+        start, end = (consumed + total * rank // self.world for rank in (self.rank, self.rank + 1))
+        behind = consumed + size
+        has_another = self.samples - behind >= (size if self.drop_last else 1)
+        after = (epoch, behind) if has_another else (epoch + 1, 0)
+        return Share(self.order.indices(epoch, start, end), total, -(-total // self.world), after)
 
-    @property
-    def epoch_samples(self) -> int:
-        """Samples in an epoch: fewer than `samples` where `drop_last` leaves some out."""
-        return self.samples - self.samples % self.global_size if self.drop_last else self.samples
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Optimizer steps per epoch; the last may have fewer samples."""
-        return self.steps_left(0)
-
-    def steps_left(self, consumed: int) -> int:
-        """Optimizer steps of an epoch after its first `consumed` samples, however large their steps were."""
+    def steps_left(self, consumed: int, size: int) -> int:
+        """Steps of this size in an epoch after its first `consumed` samples, however large their steps were."""
         left = self.samples - consumed
-        return left // self.global_size if self.drop_last else -(-left // self.global_size)
+        return left // size if self.drop_last else -(-left // size)
 
-    def epochs(self, progress: Progress) -> float:
-        """The epochs so far, with the fraction of the present one."""
-        return progress.epoch + progress.consumed / self.epoch_samples
+    def first(self, most: int) -> Any:
+        """The data set, whose first `most` samples are wanted."""
+        return self.dataset
 
-    def step_samples(self, progress: Progress) -> int:
-        """Samples of the coming step over all ranks."""
-        return self._samples_of(progress.consumed)
+    def commit(self, epoch: int, consumed: int, size: int) -> None:
+        """Nothing to do: a position says everything."""
 
-    def example(self, samples: int) -> Any:
-        """The first `samples` samples of the data set as a batch, on the CPU."""
-        return self._source.fetcher[Request(0, list(range(min(samples, self.samples))))]
-
-    def after(self, epoch: int, consumed: int) -> tuple[int, int]:
-        """`(epoch, consumed)` after the step that begins at the given position."""
-        consumed += self.global_size
-        needed = self.global_size if self.drop_last else 1  # for another step
-        return (epoch, consumed) if self.samples - consumed >= needed else (epoch + 1, 0)
-
-    def _samples_of(self, consumed: int) -> int:
-        return max(0, min(self.global_size, self.samples - consumed))
-
-    def _largest_share(self, epoch: int, consumed: int) -> int:
-        return -(-self._samples_of(consumed) // self.world)
-
-    def _local(self, epoch: int, consumed: int) -> Sequence[int]:
-        samples = self._samples_of(consumed)
-        start, end = (consumed + samples * rank // self.world for rank in (self.rank, self.rank + 1))
-        return self.order.indices(epoch, start, end)
-
-
-class EvalBatches:
-    """The evaluation samples in the data set's order, split evenly over the ranks; each sample is seen once.
-
-    equal: the same number of batches on every rank, for models whose forward is collective. split: as for training.
-    Attribute: `samples` in the data set.
-    """
-
-    def __init__(
-        self,
-        dataset: Any,
-        *,
-        seed: int,
-        device: torch.device,
-        workers: int = 0,
-        rank: int = 0,
-        world: int = 1,
-        equal: bool = False,
-        ahead: bool = True,
-        split: Split | None = None,
-    ):
-        self.dataset, self.state_owner, self.samples = dataset, dataset, len(dataset)
-        self.start, self.end = (self.samples * r // world for r in (rank, rank + 1))
-        self.equal = equal
-        self._source = BatchLoader(dataset, seed, workers, device, ahead, split)
-        self._seed, self._workers = seed, workers
-
-    def spread(self, count: int) -> list[Any]:
-        """Some samples of this rank's share, from first to last, twice. Each is a batch of its own, on the CPU."""
-        last = self.end - self.start - 1
-        numbers = sorted(
-            {self.start + last * number // max(1, count - 1) for number in range(count if last >= 0 else 0)}
-        )
-        return fetched_apart(self.dataset, self._seed, [Request(0, [number]) for number in numbers * 2], self._workers)
-
-    def example(self, samples: int) -> Any:
-        """The first `samples` samples of the data set as a batch, on the CPU. The same on every rank."""
-        request = Request(0, list(range(min(samples, self.samples))))
-        return fetched_apart(self.dataset, self._seed, [request], self._workers)[0]
-
-    def from_sample(self, done: int, size: int, ranks: Ranks) -> Iterator[MicroBatch]:
-        """Batches of this rank's share, after the first `done` samples of it.
-
-        ranks: those that evaluate together; `done` may differ between them after one of them ran out of memory.
-        """
-        start = min(self.start + done, self.end)
-        own = -(-(self.end - start) // size)
-        count = ranks.all_reduce_max(own)[0] if self.equal else own
-        dummies = itertools.repeat(DUMMY, count - own)
-        # Cut as they are fetched: a list of them would grow with the data set.
-        pieces = itertools.chain((list(range(*piece)) for piece in ranges(start, self.end, size)), dummies)
-        asked, used = itertools.tee(pieces)  # holds as many as are fetched ahead
-        batches = self._source.batches(Request(0, indices) for indices in asked)
-        number = 0  # not by `enumerate`: under it, `zip` would keep the first batch to the end
-        for indices, batch in zip(used, batches, strict=True):
-            number += 1  # noqa: SIM113
-            again = functools.partial(self._source.piece, batch, 0, indices)
-            yield MicroBatch(batch, number == count, number <= own, len(indices), again)
+    def begin_epoch(self, epoch: int) -> None:
+        """Nothing to do: a position says everything."""
 
     def close(self) -> None:
-        """End the worker processes."""
-        self._source.close()
+        """Nothing is open."""
+
+
+class Permutation:
+    """Every sample once per epoch, by `permuted`. Holds one block of positions, whatever the number of samples."""
+
+    name = "permutation"
+
+    def __init__(self, seed: int, samples: int):
+        self.seed, self.samples = seed, samples
+        self._block: tuple[int, int, np.ndarray] = (-1, -1, np.empty(0, dtype=np.int64))
+
+    def indices(self, epoch: int, start: int, end: int) -> list[int]:
+        """The samples at the positions [start, end) of an epoch."""
+        indices: list[int] = []
+        while start < end:
+            number = start // BLOCK
+            stop = min(end, (number + 1) * BLOCK)
+            indices += self._positions(epoch, number)[start % BLOCK : stop - number * BLOCK].tolist()
+            start = stop
+        return indices
+
+    def _positions(self, epoch: int, number: int) -> np.ndarray:
+        if self._block[:2] != (epoch, number):
+            positions = np.arange(number * BLOCK, min((number + 1) * BLOCK, self.samples))
+            self._block = (epoch, number, permuted(self.seed, epoch, positions, self.samples))
+        return self._block[2]
+
+
+def epoch_order(seed: int, epoch: int, samples: int) -> list[int]:
+    """The whole order of an epoch, a permutation of range(samples)."""
+    return Permutation(seed, samples).indices(epoch, 0, samples)
+
+
+class Weighted:
+    """Every position of an epoch is a draw with replacement, with probabilities in proportion to the weights.
+
+    weights: float64 [N]; the cumulative sums take 8 bytes per sample. setting: for messages.
+    Raises UserError for weights that are negative or not finite, or all 0.
+    """
+
+    def __init__(self, seed: int, weights: np.ndarray, setting: str):
+        self.seed, self.samples = seed, len(weights)
+        if not (np.isfinite(weights).all() and weights.min() >= 0):
+            raise UserError(f"{setting}: weights must be finite and not negative")
+        self._sums = np.cumsum(weights)
+        if not 0 < self._sums[-1] < np.inf:
+            raise UserError(f"{setting}: the weights must have a finite sum above 0, but add up to {self._sums[-1]:g}")
+        self.name = f"weighted-{hashlib.sha256(weights.tobytes()).hexdigest()[:16]}"  # other weights: another order
+
+    def indices(self, epoch: int, start: int, end: int) -> list[Draw]:
+        """The draws at the positions [start, end) of an epoch."""
+        positions, total = np.arange(start, end), self._sums[-1]
+        draws = uniform(self.seed + _SALT, epoch, positions, 1)[:, 0] * total
+        draws = np.minimum(draws, np.nextafter(total, 0.0))  # rounding must not reach the total
+        samples = np.searchsorted(self._sums, draws, side="right")
+        return list(map(Draw, samples.tolist(), positions.tolist()))
+
+
+def weights_of(dataset: Any, weights: str) -> np.ndarray:
+    """One weight per sample, float64 [N].
+
+    weights: `balanced`, where all classes of the data set's `targets` (or `labels`) are equally frequent; the name of
+    an attribute of the data set; or the path of a .npy file. Raises UserError where that does not give one number per
+    sample.
+    """
+    setting = f"data.sampling.weights={weights}"
+    if weights == BALANCED:
+        return _balanced(dataset, setting)
+    values = getattr(dataset, weights, None) if weights.isidentifier() else None
+    values = _loaded(weights, setting) if values is None else values
+    array = _one_per_sample(values, dataset, setting)
+    if array.dtype.kind not in "biuf":
+        raise UserError(f"{setting}: must be numbers, but its entries are of type {array.dtype}")
+    return array.astype(np.float64)
+
+
+def _balanced(dataset: Any, setting: str) -> np.ndarray:
+    """Every class with the same probability, and within a class every sample."""
+    name = next((name for name in ("targets", "labels") if getattr(dataset, name, None) is not None), None)
+    if name is None:
+        raise UserError(
+            f"{setting}: {type(dataset).__name__} does not say which class a sample belongs to; give it an attribute "
+            "`targets` with one label per sample, or weights of your own"
+        )
+    labels = _one_per_sample(getattr(dataset, name), dataset, f"{setting} ({name})")
+    if any(label is None or label != label for label in (labels.tolist() if labels.dtype.kind in "fO" else ())):
+        raise UserError(f"{setting} ({name}): some samples have no label; give every sample one, such as 'unknown'")
+    try:
+        numbers = np.unique(labels, return_inverse=True)[1]
+    except TypeError:
+        raise UserError(f"{setting} ({name}): the labels are of several types; use one, such as str") from None
+    return 1.0 / np.bincount(numbers)[numbers]
+
+
+def _loaded(path: str, setting: str) -> np.ndarray:
+    if not path.endswith(".npy"):
+        raise UserError(
+            f"{setting}: must be {BALANCED}, an attribute of the data set with one weight per sample, or the path of a "
+            ".npy file with them"
+        )
+    try:
+        return np.load(Path(path).expanduser(), allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise UserError(f"{setting}: the file cannot be read as an array: {error}") from None
+
+
+def _one_per_sample(values: Any, dataset: Any, setting: str) -> np.ndarray:
+    try:
+        if isinstance(values, Tensor):
+            values = values.detach().cpu()
+            values = values.float() if values.is_floating_point() and values.itemsize < 4 else values  # no NumPy bf16
+        array = np.asarray(values)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise UserError(f"{setting}: cannot be read as an array with one entry per sample: {error}") from None
+    if array.shape != (len(dataset),):
+        raise UserError(
+            f"{setting}: must have one entry per sample, {len(dataset)}, but its shape is {list(array.shape)}"
+        )
+    return array

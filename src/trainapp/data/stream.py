@@ -1,60 +1,257 @@
-"""Streams: data sets that are read from their beginning to their end. What a source is and can do."""
+"""The steps and evaluations of a stream, whose samples can only be had in turn: see `data.stream_reader`."""
 
-from typing import Any
+import copy
+import itertools
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
-from torch.utils.data import IterableDataset
+from torch.utils.data import Dataset
 
+from trainapp.data.sampler import Share
+from trainapp.data.stream_reader import READ_AT_ONCE, Place, Position, Reader, Shard, has_shards
+from trainapp.errors import UserError
+from trainapp.parallel.ranks import Ranks
 
-def is_stream(dataset: Any) -> bool:
-    """Whether samples can only be had in turn: a torch IterableDataset, or what has `__iter__` but no indices."""
-    if isinstance(dataset, IterableDataset):
-        return True
-    return hasattr(dataset, "__iter__") and not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"))
-
-
-def is_empty(dataset: Any) -> bool:
-    """Whether the data set is known to have no samples: of a stream, that shows only when it is read."""
-    return not is_stream(dataset) and len(dataset) == 0
-
-
-def at_most(samples: int, dataset: Any) -> int:
-    """This many samples, or all of the data set if it is known to have fewer."""
-    return samples if is_stream(dataset) else min(samples, len(dataset))
+log = logging.getLogger(__name__)
 
 
-def has_parts(source: Any) -> bool:
-    """Whether the source can be read in parts: one of Hugging Face's, or with a method `shard(index, count)`."""
-    return is_of_datasets(source) or callable(getattr(source, "shard", None))
+class HeldSamples(Dataset):
+    """The samples of a step by their numbers, for the loader that collates them."""
+
+    moves_at_commit = True  # with the stream's position: nothing in the source is looked for state
+
+    def __init__(self, source: Any, samples: dict[int, Any] | None = None):
+        self._samples: dict[int, Any] = samples or {}
+        self._spare: Any = None  # of a rank that only keeps in step with the others
+        for name in ("collate", "split"):
+            if callable(getattr(source, name, None)):
+                setattr(self, name, getattr(source, name))
+
+    def __getitem__(self, number: int) -> Any:
+        sample = self._samples.get(number, self._spare)
+        if not hasattr(self, "collate"):
+            return sample  # torch's collating copies it
+        # A collate of the user's may take samples apart, or pass them on to a task that writes to its batch: a retry
+        # must find them as they came.
+        try:
+            return copy.deepcopy(sample)
+        except Exception:  # such as an open file
+            return sample
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def hold(self, numbers: Sequence[int], samples: Sequence[Any], spare: Any) -> None:
+        """These samples and no others."""
+        self._samples, self._spare = dict(zip(numbers, samples, strict=True)), spare
 
 
-def part_of(source: Any, index: int, count: int) -> Any:
-    """The part `index` of `count` that the source makes of itself."""
-    if count == 1:
-        return source
-    if is_of_datasets(source):
-        from datasets.distributed import split_dataset_by_node  # the source comes from there, so it is installed
+def shards_per_rank(source: Any, setting: int | str, workers: int) -> int:
+    """Into how many shards each rank's part is split: one per worker process where their number is set.
 
-        return split_dataset_by_node(source, index, count)
-    return source.shard(index, count)
-
-
-def tells_position(source: Any) -> bool:
-    """Whether its `state_dict` says where it is.
-
-    That of Hugging Face's shuffle buffer does not hold the buffer: samples in it would be lost (datasets 5.2,
-    iterable_dataset.py, BufferShuffledExamplesIterable).
+    setting: `data.num_workers`; workers: what it comes to. `auto` is at most one process, whose samples are in the
+    order of the stream: with more, it depends on their number.
     """
-    has_protocol = all(callable(getattr(source, name, None)) for name in ("state_dict", "load_state_dict"))
-    return has_protocol and not (is_of_datasets(source) and _has_shuffle_buffer(getattr(source, "_ex_iterable", None)))
+    if setting == "auto" or workers <= 1:
+        return 1
+    if has_shards(source):
+        return workers
+    log.info(
+        "data.num_workers=%s: one process reads the stream, since a %s cannot be read in shards (it has no method "
+        "`shard(index, count)`)",
+        setting,
+        type(source).__name__,
+    )
+    return 1
 
 
-def is_of_datasets(source: Any) -> bool:
-    """Whether it is one of Hugging Face's."""
-    return type(source).__module__.partition(".")[0] == "datasets"
+class _Step(NamedTuple):
+    """A step that was read. taken: samples of each shard. turn: the shard that is next after it."""
+
+    key: tuple[int, ...]
+    share: Share
+    taken: list[int]
+    turn: int
 
 
-def _has_shuffle_buffer(iterable: Any) -> bool:
-    if type(iterable).__name__ == "BufferShuffledExamplesIterable":
-        return True
-    inner = [getattr(iterable, "ex_iterable", None), *(getattr(iterable, "ex_iterables", None) or ())]
-    return any(_has_shuffle_buffer(one) for one in inner if one is not None)
+class Stream:
+    """The training samples of a stream, step by step: see `data.source.Source`.
+
+    Where the source has shards, every rank reads its own, `shards` of them in turn; and each step exchanges how many
+    samples the ranks have, until all shards have ended. Otherwise every rank reads the whole stream and keeps its share
+    of each step, so that a step has the same samples on any number of ranks.
+    in_process: whether this process reads; else a process per shard.
+    """
+
+    samples, order_name, looks_ahead = 0, "stream", False
+    moves_at_commit = True  # so that a rolled back step has nothing to restore in the source
+    misfit: str | None = None
+
+    def __init__(self, dataset: Any, *, seed: int, ranks: Ranks, shards: int = 1, in_process: bool = True):
+        self.dataset, self.seed, self.ranks, self._in_process = dataset, seed, ranks, in_process
+        self.fetched, self.state_owner = HeldSamples(dataset), self
+        self._open(shards)
+
+    def _open(self, shards: int) -> None:
+        count, rank = self.ranks.world * shards, self.ranks.rank
+        self.is_sharded = count > 1 and has_shards(self.dataset)
+        places = [(rank * shards + shard, count) for shard in range(shards)] if self.is_sharded else [(0, 1)]
+        self._shards = [Shard(Reader(self.dataset, self.seed, *place), self._in_process) for place in places]
+        self._restart(turn=0)
+
+    def _restart(self, turn: int) -> None:
+        self._turn, self._step = turn, _Step((), Share([], 0, 0, (0, 0)), [], 0)
+
+    def share(self, epoch: int, consumed: int, size: int) -> Share:
+        """This rank's samples of the step: reads them. Collective. Raises UserError for an empty stream."""
+        key = (epoch, consumed, size)
+        if self._step.key != key:
+            self.ranks.enable_votes(True)  # memory may run out on the rank that reads, however validated the sizes are
+            self._step = self._read(*key)
+        return self._step.share
+
+    def steps_left(self, consumed: int, size: int) -> None:
+        """Unknown."""
+        return
+
+    def commit(self, epoch: int, consumed: int, size: int) -> None:
+        """The samples of this step are trained: only now does the stream's position move."""
+        self.share(epoch, consumed, size)
+        for shard, taken in zip(self._shards, self._step.taken, strict=True):
+            shard.advance(taken)
+        self._turn, next_epoch = self._step.turn, self._step.share.after[0]
+        if next_epoch > epoch:
+            self._turn = 0
+            for shard in self._shards:
+                if shard.epoch < next_epoch:
+                    shard.begin_next_epoch()
+
+    def first(self, most: int) -> HeldSamples:
+        """The next `most` samples that this rank reads, or those left of the epoch. They stay to be trained."""
+        epoch = min(shard.epoch for shard in self._shards)
+        return HeldSamples(self.dataset, dict(enumerate(self._peek(epoch, most)[0])))
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Leave out what is left of the epochs before this one."""
+        for shard in self._shards:
+            shard.go_to(Position(epoch, 0, Place(epoch)))
+        self._restart(turn=0)
+
+    def close(self) -> None:
+        """End the processes that read."""
+        for shard in self._shards:
+            shard.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the trained samples end, in each shard that this rank reads."""
+        return {
+            "world": self.ranks.world,
+            "rank": self.ranks.rank if self.is_sharded else 0,
+            "is_sharded": self.is_sharded,
+            "turn": self._turn,
+            "shards": [(*position[:2], tuple(position.base)) for position in (s.position for s in self._shards)],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue there. `misfit` then says why that cannot be, if it cannot: it depends on who reads which shard."""
+        if self.is_sharded or state["is_sharded"]:
+            if state["world"] != self.ranks.world:
+                self.misfit = (
+                    f"every rank of the {state['world']} that read the stream had a position in a shard of its own, "
+                    f"and now there are {self.ranks.world}"
+                )
+                return
+            shards = len(state["shards"])
+            if shards != len(self._shards):
+                log.info("the stream is read in %d shards per rank, as before, whatever data.num_workers says", shards)
+                self.close()
+                self._open(shards)
+        for shard, (epoch, number, base) in zip(self._shards, state["shards"], strict=True):
+            shard.go_to(Position(epoch, number, Place(*base)))
+        self._restart(state["turn"])
+
+    def _read(self, epoch: int, consumed: int, size: int) -> _Step:
+        """The step's samples: all of them, of which this rank keeps its share, or those of its own shards."""
+        world, rank = self.ranks.world, self.ranks.rank
+        if self.is_sharded and size < world:
+            raise UserError(
+                f"batch.global_size={size}: each of the {world} ranks reads a shard of the stream, and needs at least "
+                "one sample of each step"
+            )
+        own = size * (rank + 1) // world - size * rank // world if self.is_sharded else size
+        samples, taken, turn = self._peek(epoch, own)
+        self.ranks.check_peers()
+        ends = all(shard.ends_after(epoch, count) for shard, count in zip(self._shards, taken, strict=True))
+        spare = samples[0] if samples else None
+        if self.is_sharded:
+            by_rank = self.ranks.all_gather_object((len(samples), ends))
+            counts, ends = [count for count, _ in by_rank], all(ended for _, ended in by_rank)
+            if sum(counts) and not all(counts):  # a rank without any more only keeps in step with the others
+                spare = next(one for one in self.ranks.all_gather_object(spare) if one is not None)
+            numbers = [(consumed + number) * world + rank for number in range(len(samples))]
+        else:
+            bounds = [len(samples) * rank // world for rank in range(world + 1)]
+            counts, start, end = [b - a for a, b in itertools.pairwise(bounds)], bounds[rank], bounds[rank + 1]
+            samples, numbers = samples[start:end], list(range(consumed + start, consumed + end))
+        total = sum(counts)
+        if total == 0:
+            raise UserError(
+                f"data: the stream has no samples in epoch {epoch}; `iter` must begin anew each time, except after "
+                "`load_state_dict`; to read it once, use train.max_epochs=1"
+            )
+        self.fetched.hold(numbers, samples, spare)
+        after = (epoch + 1, 0) if ends else (epoch, consumed + total)
+        return _Step((epoch, consumed, size), Share(numbers, total, max(counts), after), taken, turn)
+
+    def _peek(self, epoch: int, count: int) -> tuple[list[Any], list[int], int]:
+        """The next `count` samples of the epoch, or as many as there are, from the shards in turn.
+
+        Returns them, how many of each shard, and whose turn it is then.
+        """
+        samples: list[Any] = []
+        taken, turn, missing = [0] * len(self._shards), self._turn, 0
+        share = -(-count // len(self._shards))  # read at once: one by one would cost a state each
+        while len(samples) < count and missing < len(self._shards):
+            shard = self._shards[turn]
+            if shard.available(epoch, max(share, taken[turn] + 1)) > taken[turn]:
+                samples.append(shard.sample(taken[turn]))
+                taken[turn] += 1
+                missing = 0
+            else:
+                missing += 1
+            turn = (turn + 1) % len(self._shards)
+        return samples, taken, turn
+
+
+class EvalStream:
+    """A stream to evaluate, each time from beginning to end. Every rank reads all of it and keeps every `world`-th
+    sample. fetched: what the loader indexes with the numbers of `pieces`.
+    """
+
+    def __init__(self, dataset: Any, seed: int, rank: int, world: int, in_process: bool):
+        self.rank, self.world, self.fetched = rank, world, HeldSamples(dataset)
+        self._shard = Shard(Reader(dataset, seed), in_process)
+        self.close = self._shard.close
+
+    def pieces(self, done: int, size: int) -> Iterator[tuple[list[int], bool]]:
+        """The numbers of this rank's samples of each batch, after its first `done` ones, and whether it is the last.
+
+        Held until the next piece is asked for.
+        """
+        self._shard.go_to(Position())
+        skipped, first = done * self.world, 0
+        while first < skipped and (read := self._shard.available(0, min(READ_AT_ONCE, skipped - first))):
+            self._shard.advance(read)
+            first += read
+        spare = None
+        while read := self._shard.available(0, size * self.world):
+            samples = [self._shard.sample(number) for number in range(read)]
+            own = slice((self.rank - first) % self.world, None, self.world)
+            numbers, spare = list(range(first, first + read))[own], samples[-1]
+            self.fetched.hold(numbers, samples[own], spare)
+            if numbers:
+                yield numbers, self._shard.ends_after(0, read)
+            self._shard.advance(read)
+            first += read
+        self.fetched.hold([], [], spare)

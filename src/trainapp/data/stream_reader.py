@@ -1,75 +1,109 @@
-"""Reads a part of a stream, from any position in it.
+"""Reads one shard of a stream, in this process or ahead in one of its own, from any position of the trained samples.
 
-A position in a stream is that of the samples trained, never of those fetched. A source with `state_dict` and
-`load_state_dict` continues from its own state; any other is read again from the beginning of its epoch, up to the
-position. Generators that the source owns return to where they were. Both ways end with samples that were trained
-before, which are compared: a stream that is not the same again is refused. The beginning of an epoch is no exception:
-it is reached by the end of the one before, since an order may depend on what was read until then.
+The position is that of the samples trained, never of those read: what is read is held until its step is committed, so
+that a retried step has the same samples. After a resume, a source with `state_dict` and `load_state_dict` continues
+from its own state; any other is read again from the beginning of the epoch, and what was trained is skipped. The global
+generators are seeded before each sample, so that random transforms and shuffles by them are the same again.
 """
 
-import contextlib
 import copy
+import logging
 import pickle
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Iterator
 from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
-from trainapp.data.loader import seed_generators
-from trainapp.data.sample_fingerprint import fingerprint
-from trainapp.data.stream import is_of_datasets, part_of, tells_position
-from trainapp.rng import generator_state, preserved_rng, set_generator_state
+from trainapp.data.loader import Requests, in_workers, raise_if_error, seed_generators
+from trainapp.errors import UserError
+from trainapp.rng import preserved_rng
+from trainapp.torch_private import outside_dispatch_modes
 from trainapp.torch_workers import become_main_process, is_loader_worker
 
-COMPARED = 4  # samples before a position: compared when it is reached again
-GeneratorsOf = Callable[[Any], dict[str, Any]]  # the random generators that an object owns, by name
-_CPU = torch.device("cpu")
+READ_AT_ONCE = 16  # samples that a worker process sends together; it keeps two of these ahead
+log = logging.getLogger(__name__)
+
+
+def is_stream(dataset: Any) -> bool:
+    """Whether samples can only be had in turn."""
+    if isinstance(dataset, IterableDataset):
+        return True
+    return hasattr(dataset, "__iter__") and not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"))
+
+
+def is_empty(dataset: Any) -> bool:
+    """Whether the data set is known to have no samples: of a stream, that shows only when it is read."""
+    return not is_stream(dataset) and len(dataset) == 0
+
+
+def at_most(samples: int, dataset: Any) -> int:
+    """This many samples, or all of the data set if it is known to have fewer."""
+    return samples if is_stream(dataset) else min(samples, len(dataset))
+
+
+def has_shards(source: Any) -> bool:
+    """Whether the source can be read in shards: one of Hugging Face's, or with a method `shard(index, count)`."""
+    return _is_of_datasets(source) or callable(getattr(source, "shard", None))
+
+
+def shard_of(source: Any, index: int, count: int) -> Any:
+    """The shard `index` of `count` that the source makes of itself."""
+    if count == 1:
+        return source
+    if _is_of_datasets(source):
+        from datasets.distributed import split_dataset_by_node  # the source comes from there, so it is installed
+
+        return split_dataset_by_node(source, index, count)
+    return source.shard(index, count)
+
+
+def tells_position(source: Any) -> bool:
+    """Whether its `state_dict` says where it is.
+
+    That of Hugging Face's shuffle buffer does not hold the buffer: samples in it would be lost (datasets 5.2,
+    iterable_dataset.py, BufferShuffledExamplesIterable).
+    """
+    has_protocol = all(callable(getattr(source, name, None)) for name in ("state_dict", "load_state_dict"))
+    return has_protocol and not (_is_of_datasets(source) and _has_shuffle_buffer(getattr(source, "_ex_iterable", None)))
+
+
+def _is_of_datasets(source: Any) -> bool:
+    return type(source).__module__.partition(".")[0] == "datasets"
+
+
+def _has_shuffle_buffer(iterable: Any) -> bool:
+    if type(iterable).__name__ == "BufferShuffledExamplesIterable":
+        return True
+    inner = [getattr(iterable, "ex_iterable", None), *(getattr(iterable, "ex_iterables", None) or ())]
+    return any(_has_shuffle_buffer(one) for one in inner if one is not None)
 
 
 class _End(Enum):
     END = "after the last sample"  # instead of a sample; stays itself in another process
 
 
-_END = _End.END
-
-
 class Place(NamedTuple):
     """From where a source can be read: before the sample `number` of an epoch.
 
-    state: what its `state_dict` said there; None: it is the beginning of the epoch. generators: the states of those
-    that the source owns; None: those with which it was built.
-    """
-
-    epoch: int
-    number: int = 0
-    state: Any = None
-    generators: dict[str, Any] | None = None
-
-
-class Position(NamedTuple):
-    """A place in a part of a stream: after `number` samples of an epoch, and `before` of the epoch before it.
-
-    base: from where the samples up to there are read again, in this epoch or in an earlier one; None: from the
-    beginning of this one. last: the fingerprints of the samples that were trained last, the newest at the end.
+    state: what its `state_dict` said there; None: it is the beginning of the epoch.
     """
 
     epoch: int = 0
     number: int = 0
-    before: int = 0
-    base: Place | None = None
-    last: tuple[str, ...] = ()
+    state: Any = None
 
-    def state_dict(self) -> dict[str, Any]:
-        """As plain values, for a checkpoint."""
-        return self._asdict() | {"base": self.base and self.base._asdict()}
 
-    @classmethod
-    def of(cls, saved: dict[str, Any]) -> "Position":
-        """The inverse of `state_dict`."""
-        return cls(**saved | {"base": saved["base"] and Place(**saved["base"]), "last": tuple(saved["last"])})
+class Position(NamedTuple):
+    """After `number` samples of an epoch. base: the nearest place before it from where the source can be read; it may
+    be in the epoch before, whose end leads into this one.
+    """
+
+    epoch: int = 0
+    number: int = 0
+    base: Place = Place()
 
 
 class Read(NamedTuple):
@@ -80,167 +114,189 @@ class Read(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Samples of one epoch in a row. base: from where they can be read again.
-
-    ended: whether they are the epoch's last, or it has none. tells: whether the source has states. skipped: how many
-    samples were read again to come here. problem: why the position cannot be reached.
+    """Samples of one epoch in a row. base: from where they can be read again. ended: whether the epoch has no more.
+    tells: whether the source has states. skipped: how many samples were read again to come here.
     """
 
-    epoch: int
     base: Place
     samples: list[Any]
     ended: bool
     tells: bool
-    skipped: int = 0
-    problem: str | None = None
-
-
-def no_generators(source: Any) -> dict[str, Any]:
-    """None that are known."""
-    return {}
+    skipped: int
 
 
 class Reader(Dataset):
-    """Reads one part of a stream: `reader[Read(...)]` is a `Chunk`, or in a worker process its pickle.
+    """Reads one shard of a stream: `reader[Read(...)]` is a `Chunk`, or in a worker process its pickle.
 
-    The end of an epoch is followed by the next one, which `set_epoch` announces if the source has it. The global
-    generators are seeded before each sample from (seed, epoch, part, number), so that random transforms in the source
-    give the same sample again. Pickled, because torch sends every tensor of a worker by an open file.
+    The end of an epoch is followed by the next one, which `set_epoch` announces if the source has it. Pickled, because
+    torch sends every tensor of a worker by an open file.
     """
 
-    def __init__(self, source: Any, seed: int, index: int, count: int, generators_of: GeneratorsOf = no_generators):
-        self.source, self.seed, self.part = part_of(source, index, count), seed, (index, count)
+    def __init__(self, source: Any, seed: int, index: int = 0, count: int = 1):
+        self.source, self.seed, self.shard = shard_of(source, index, count), seed, (index, count)
         self._tells, self._pickles = tells_position(self.source), False
-        # Hugging Face's order is one of (seed, epoch), or, without a seed, of more than the generators that it holds.
-        self._generators_of = no_generators if is_of_datasets(self.source) else generators_of
-        self._built = self._generators()
         self._iterator: Iterator[Any] = iter(())
         self._epoch = self._number = -1
-        self._base = Place(0)  # at `_next` or before it
-        self._next: Any = _END  # read ahead, so that the last sample of an epoch is known as such
+        self._base = Place()  # at `_next` or before it
+        self._next: Any = _End.END  # read ahead, so that the last sample of an epoch is known as such
 
     def __getitem__(self, request: Read) -> Any:
         if is_loader_worker():
             become_main_process()
             self._pickles = True
-        with preserved_rng(_CPU):
-            problem, skipped = None, 0
+        with preserved_rng(torch.device("cpu")):
+            skipped = 0
             if request.position is not None:
-                problem, skipped = self._go_to(request.position)
-            elif self._next is _END:
+                skipped = self._go_to(request.position)
+            elif self._next is _End.END:
                 self._begin_next_epoch()
-            chunk = self._chunk(request.most)._replace(skipped=skipped, problem=problem)
+            # The first sample of an epoch alone: the others can then be read again from a state in it.
+            most = 1 if self._tells and not self._number else request.most
+            base = self._base
+            samples: list[Any] = []
+            while self._next is not _End.END and len(samples) < most:
+                samples.append(self._take(becomes_base=len(samples) + 1 == most))
+            chunk = Chunk(base, samples, self._next is _End.END, self._tells, skipped)
         return pickle.dumps(chunk, pickle.HIGHEST_PROTOCOL) if self._pickles else chunk
-
-    def _chunk(self, most: int) -> Chunk:
-        if self._tells and not self._number:
-            most = 1  # the others of the epoch can then be read again from a state in it
-        base = self._base
-        samples: list[Any] = []
-        while self._next is not _END and len(samples) < most:
-            samples.append(self._take(becomes_base=len(samples) + 1 == most))
-        return Chunk(self._epoch, base, samples, self._next is _END, self._tells)
 
     def _take(self, becomes_base: bool = False) -> Any:
         """The next sample. becomes_base: whether the place after it does."""
         sample, self._number = self._next, self._number + 1
         if becomes_base and self._tells:
-            self._base = Place(self._epoch, self._number, self._state(), self._generators())
+            self._base = Place(self._epoch, self._number, self._state())
         self._next = self._read()
         return sample
 
-    def _go_to(self, position: Position) -> tuple[str | None, int]:
-        """Read up to the position. Returns why that failed, or None, and how many samples were read again.
-
-        Where the state leads to another sample, as that of a source which shuffles with the global generators whenever
-        it begins, everything is read again from the beginning of the epoch.
-        """
-        base = position.base
-        if base is None or base.state is None:
-            return self._reach(position)
-        if self._tells:
-            problem, skipped = self._reach(position)
-            if problem is None:
-                return None, skipped
-        self._tells = False
-        return self._reach(position._replace(base=base._replace(number=0, state=None)))
-
-    def _reach(self, position: Position) -> tuple[str | None, int]:
-        """As `_go_to`, in the way that the position says."""
-        self._open(position.base or Place(position.epoch))
-        again: deque[Any] = deque(maxlen=COMPARED)
-        skipped = 0
-        while self._epoch < position.epoch:
-            trained = position.before if self._epoch + 1 == position.epoch else None
-            while self._next is not _END and self._number != trained:
-                again.append(self._take())
+    def _go_to(self, position: Position) -> int:
+        """Read up to the position. Returns how many samples that took. Raises UserError if the stream ends before."""
+        self._base, skipped = position.base, 0
+        self._open(position.base)
+        while (self._epoch, self._number) != position[:2]:
+            if self._next is not _End.END:
+                self._take(becomes_base=(self._epoch, self._number + 1) == position[:2])
                 skipped += 1
-            if self._next is not _END:
-                return f"epoch {self._epoch} continues after the {trained} samples that it had before", skipped
-            if trained is not None and self._number < trained:
-                return f"epoch {self._epoch} ended after {self._number} samples, and had {trained} before", skipped
-            self._begin_next_epoch()
-        while self._number < position.number and self._next is not _END:
-            again.append(self._take(becomes_base=self._number + 1 == position.number))
-            skipped += 1
-        return self._difference(position, again), skipped
-
-    def _difference(self, position: Position, again: Sequence[Any]) -> str | None:
-        """Whether it is not what was trained that leads to the position. again: the samples read, the newest last."""
-        if self._number < position.number:
-            ended, trained = self._number, position.number
-            return f"it ended after {ended} samples of epoch {position.epoch}, of which {trained} were trained before"
-        # What both have: a state may be of a place after the first of those that were saved.
-        pairs = zip(reversed(again), reversed(position.last), strict=False)
-        back = next((back for back, (own, last) in enumerate(pairs) if fingerprint(own) != last), None)
-        if back is None:
-            return None
-        number, epoch = position.number - back, position.epoch
-        if number <= 0:
-            number, epoch = position.before + number, epoch - 1
-        return (
-            f"sample {number} of epoch {epoch} is not the one that was trained before: the data has changed, or the "
-            "stream has another order each time (give its shuffling a seed) or one that depends on the epochs before "
-            "(make it a function of the epoch, which `set_epoch` receives, or add it to a `state_dict`), or its "
-            "`state_dict` does not count a sample before it is yielded"
-        )
+            elif self._epoch < position.epoch:
+                self._begin_next_epoch()
+            else:
+                raise UserError(
+                    f"data: the stream cannot continue where it was saved: it ended after {self._number} samples of "
+                    f"epoch {self._epoch}, of which {position.number} were trained before; restore the data, or begin "
+                    "a new run with these weights by checkpointing.load=weights"
+                )
+        return skipped
 
     def _begin_next_epoch(self) -> None:
-        base = self._base
-        self._open(Place(self._epoch + 1, generators=self._generators()))
-        if self._tells:
-            self._base = base  # until the source has a state in this epoch
+        self._open(Place(self._epoch + 1))
+        if not self._tells:  # else the end of the epoch before leads here, until there is a state in this one
+            self._base = Place(self._epoch)
 
     def _open(self, place: Place) -> None:
         """Begin at the place."""
         self._epoch, self._number = place.epoch, place.number
-        seed_generators(self.seed, self._epoch, *self.part)  # for what the source shuffles when an epoch begins
-        generators = self._built if place.generators is None else place.generators
-        self._base = place._replace(generators=generators)
-        if place.state is None:
-            self._return_generators(generators)  # before `set_epoch`, which may seed them
+        seed_generators(self.seed, self._epoch, *self.shard)  # for what the source shuffles when an epoch begins
         if hasattr(self.source, "set_epoch"):
             self.source.set_epoch(self._epoch)
         if place.state is not None:
             self.source.load_state_dict(copy.deepcopy(place.state))
-            self._return_generators(generators)
         self._iterator = iter(self.source)
         before = self._state() if self._tells and place.state is None else None
         self._next = self._read()
-        if before is not None and self._next is not _END and pickle.dumps(before) == pickle.dumps(self._state()):
-            self._tells = False  # its state does not move with the samples
+        if before is not None and self._next is not _End.END and pickle.dumps(before) == pickle.dumps(self._state()):
+            self._tells = False  # it counts a sample only after it was yielded: its states are one too low
 
     def _read(self) -> Any:
-        seed_generators(self.seed, self._epoch, *self.part, self._number)
-        return next(self._iterator, _END)
+        seed_generators(self.seed, self._epoch, *self.shard, self._number)
+        return next(self._iterator, _End.END)
 
     def _state(self) -> Any:
         return copy.deepcopy(self.source.state_dict())
 
-    def _generators(self) -> dict[str, Any]:
-        return {name: copy.deepcopy(generator_state(own)) for name, own in self._generators_of(self.source).items()}
 
-    def _return_generators(self, states: dict[str, Any]) -> None:
-        for name, own in self._generators_of(self.source).items() if states else ():
-            with contextlib.suppress(Exception):  # another kind of generator now: the samples will differ
-                set_generator_state(own, states[name])
+class Shard:
+    """One shard of a stream. Samples stay here until `advance`, so that a retried step has the same ones.
+
+    in_process: read by the calling process, no more than is asked for; else by a process of its own, ahead.
+    """
+
+    def __init__(self, reader: Reader, in_process: bool):
+        self._reader, self._requests, self._tells = reader, Requests(), True
+        self._loader = None if in_process else in_workers(reader, self._requests, 1, pinned=False)
+        self.go_to(Position())
+
+    def go_to(self, position: Position) -> None:
+        """Continue from this position. Nothing is read yet."""
+        self.epoch, self.number, self._base = self.position = position
+        self._chunks: Iterator[Any] | None = None  # until the first read
+        self._buffer: list[tuple[Any, Place]] = []  # the next samples of the epoch, and from where each can be read
+        self._ended = False  # whether the epoch has no others
+
+    def available(self, epoch: int, wanted: int) -> int:
+        """Reads until `wanted` samples of the epoch are here or there are no more. Returns how many are."""
+        if self.epoch > epoch:
+            return 0  # this shard has ended
+        while len(self._buffer) < wanted and not self._ended:
+            self._read(wanted - len(self._buffer))
+        return min(len(self._buffer), wanted)
+
+    def sample(self, number: int) -> Any:
+        """One of those `available`."""
+        return self._buffer[number][0]
+
+    def ends_after(self, epoch: int, count: int) -> bool:
+        """Whether the shard has no sample of the epoch after its next `count`, which are `available`."""
+        return self.epoch > epoch or (self._ended and len(self._buffer) == count)
+
+    def advance(self, count: int) -> None:
+        """Count the next `count` samples as trained."""
+        if count:
+            self.number, self._base = self.number + count, self._buffer[count - 1][1]
+            del self._buffer[:count]
+            self.position = Position(self.epoch, self.number, self._base)
+
+    def begin_next_epoch(self) -> None:
+        """After the end of the epoch in all shards."""
+        self._buffer, self._ended = [], False
+        self.epoch, self.number = self.epoch + 1, 0
+        if not self._tells:
+            self._base = Place(self.epoch)
+        self.position = Position(self.epoch, self.number, self._base)
+
+    def close(self) -> None:
+        """End the process that reads ahead. What it has read is lost."""
+        self._requests.requests = iter(())
+        self._chunks = self._loader = None
+
+    def _read(self, most: int) -> None:
+        started = time.monotonic()
+        try:
+            chunk = self._next_chunk(most)
+        except Exception:  # such as for want of memory: an iterator that has raised may have lost samples, or ended
+            self.go_to(self.position)
+            raise
+        if chunk.skipped and not chunk.tells:
+            log.info(
+                "the stream does not tell its position (`state_dict` and `load_state_dict`): the first %d samples of "
+                "epoch %d were read again and skipped, in %.1f s",
+                chunk.skipped,
+                self.epoch,
+                time.monotonic() - started,
+            )
+        self._buffer += [(sample, chunk.base) for sample in chunk.samples]
+        self._ended, self._tells = chunk.ended, chunk.tells
+
+    def _next_chunk(self, most: int) -> Chunk:
+        with outside_dispatch_modes():  # a source that makes tensors is none of a trace's business
+            start = self.position if self._chunks is None else None
+            if self._loader is None:
+                self._chunks = iter(())
+                return self._reader[Read(start, most)]
+            if self._chunks is None:
+                self._requests.requests = _requests(self.position)
+                self._chunks = iter(self._loader)
+            return pickle.loads(raise_if_error(next(self._chunks)))
+
+
+def _requests(start: Position) -> Iterator[Read]:
+    yield Read(start, READ_AT_ONCE)
+    while True:
+        yield Read(None, READ_AT_ONCE)

@@ -16,7 +16,7 @@ import torch
 from trainapp.checkpoint.directory import resolve
 from trainapp.checkpoint.manifest import MANIFEST
 from trainapp.config.schema import Config
-from trainapp.data.micro_batch import MicroBatch
+from trainapp.data.batch import MicroBatch
 from trainapp.errors import UserError
 from trainapp.inference.lines import Lines
 from trainapp.rng import preserved_rng

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from trainapp.config.schema import Generate
-from trainapp.data.micro_batch import MicroBatch, ranges
+from trainapp.data.batch import MicroBatch, ranges
 from trainapp.errors import UserError
 from trainapp.inference.batches import begin, facts_of, output_path, write_in_batches
 from trainapp.inference.decoder import Decoder, context_of, decoder_of

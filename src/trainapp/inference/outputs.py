@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainapp.data.micro_batch import MicroBatch
+from trainapp.data.batch import MicroBatch
 from trainapp.errors import UserError
 from trainapp.hooks.callbacks import labels_of
 from trainapp.hooks.predictions import ClassDim

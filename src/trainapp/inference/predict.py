@@ -2,8 +2,7 @@
 
 import logging
 
-from trainapp.data.eval_stream import EvalStream
-from trainapp.data.sampler import EvalBatches
+from trainapp.data.source import EvalBatches
 from trainapp.errors import UserError
 from trainapp.inference.batches import begin, facts_of, output_path, write_in_batches
 from trainapp.inference.data_facts import data_facts
@@ -28,7 +27,7 @@ def predict(run: Run) -> None:
     path = output_path(run, settings.output, "predictions.jsonl")
     facts = facts_of(run.config) | {"split": settings.split, "samples": batches.samples}
     facts["eval"] = run.config.to_dict()["eval"].get(settings.split)
-    facts |= data_facts(run, batches, [facts["data"], facts["eval"]])
+    facts |= data_facts([facts["data"], facts["eval"]])
     predictor = Predictor(unchecked(run.task), run.config.task, class_names(getattr(batches, "dataset", None)))
     own, ranks = share_path(path, run.ranks.rank, run.ranks.world), run.ranks
     if ranks.world > 1:
@@ -43,11 +42,11 @@ def predict(run: Run) -> None:
         run.attempt.phase = Phase.SAVE  # what follows is collective: no rank may repeat it alone
         (run.stop.agreed,) = ranks.all_reduce_max(run.stop.agreed)
         if not run.stop.agreed:
-            total = publish_shares(path, lines, ranks, isinstance(batches, EvalStream), "predict.output")
+            total = publish_shares(path, lines, ranks, batches.is_stream, "predict.output")
             log.info("predictions of %d samples: %s", total, path)
 
 
-def _chosen(run: Run) -> EvalBatches | EvalStream:
+def _chosen(run: Run) -> EvalBatches:
     name = "" if run.config.predict.split == "val" else run.config.predict.split
     if name in run.eval_sets:
         return run.eval_sets[name]

@@ -10,10 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from trainapp.config.schema import Config
-from trainapp.data.batch import elements_in, map_tensors
-from trainapp.data.micro_batch import MicroBatch
-from trainapp.data.sampler import EvalBatches
-from trainapp.data.step_batches import StepBatches
+from trainapp.data.batch import MicroBatch, elements_in, map_tensors
+from trainapp.data.source import EvalBatches, TrainBatches
 from trainapp.errors import UserError
 from trainapp.optim.optimizers import build_optimizer
 from trainapp.parallel.dtensor import is_shard, local
@@ -80,7 +78,7 @@ def built(
             fake = _without_data(parts, planned, host, place, values, stack)
             if place.device is None:
                 fake = _of_data_as_before(fake, memory)
-        parts.batches = cast(StepBatches, place.batches(parts.batches, fake, shape, memory))
+        parts.batches = cast(TrainBatches, place.batches(parts.batches, fake, shape, memory))
         for name, evaluated in parts.eval_sets.items():
             fakes = place.eval_batches(evaluated, fake, eval_shapes.get(name), components.has_embeddings)
             parts.eval_sets[name] = cast(EvalBatches, fakes)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 from trainapp.config.schema import Config
-from trainapp.data.stream import at_most
+from trainapp.data.stream_reader import at_most
 from trainapp.planning import step_time
 from trainapp.planning.bounds import Bounds, bounds, joined, traced_ways, ways_beside
 from trainapp.planning.certainty import certainty_of

@@ -8,10 +8,9 @@ from typing import Any, Literal
 import torch
 
 from trainapp.config.schema import Config
-from trainapp.data.batch import elements_in, map_tensors, sizes_in, tensors_in
-from trainapp.data.micro_batch import MicroBatch
+from trainapp.data.batch import MicroBatch, elements_in, map_tensors, sizes_in, tensors_in
 from trainapp.data.progress import Progress
-from trainapp.data.step_batches import StepBatches
+from trainapp.data.source import TrainBatches
 from trainapp.planning.values import shapes_of
 
 SURVEYED = 256  # samples whose shapes are compared, or two micro-batches of more
@@ -54,7 +53,7 @@ def planned_config(config: Config, size: int, eval_size: int, world: int, all_at
     return dataclasses.replace(config, mode="train", **changes)
 
 
-def training_shapes(batches: StepBatches, size: int, which: Which) -> MicroBatch | None:
+def training_shapes(batches: TrainBatches, size: int, which: Which) -> MicroBatch | None:
     """See `representative`."""
 
     def steps() -> Iterator[MicroBatch]:

@@ -9,12 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainapp.data.batch import map_tensors, tensors_in
-from trainapp.data.eval_stream import EvalStream
-from trainapp.data.micro_batch import MicroBatch
+from trainapp.data.batch import MicroBatch, map_tensors, tensors_in
 from trainapp.data.progress import Progress
-from trainapp.data.sampler import EvalBatches
-from trainapp.data.step_batches import StepBatches
+from trainapp.data.source import EvalBatches, TrainBatches
 from trainapp.memory.kept import WeakStorages
 from trainapp.memory.live_tensors import LiveTensors
 from trainapp.optim.precision import Precision
@@ -152,7 +149,7 @@ class FakeBatches:
 
     def __init__(
         self,
-        real: StepBatches,
+        real: TrainBatches,
         fake: Callable[[Tensor], Tensor],
         instead: MicroBatch | None,
         memory: TracedMemory,
@@ -163,12 +160,12 @@ class FakeBatches:
         return getattr(self._real, name)
 
     def micro_batches(self, progress: Progress, size: int, parts: int | None = None) -> Iterator[MicroBatch]:
-        """As `StepBatches.micro_batches`."""
+        """As `TrainBatches.micro_batches`."""
         real = self._real.micro_batches(progress, size, parts)
         return without_values(real, self._fake, self._instead, self._memory)
 
     def example(self, samples: int) -> Any:
-        """As `StepBatches.example`."""
+        """As `TrainBatches.example`."""
         with outside_dispatch_modes():
             batch = self._real.example(samples)
         return map_tensors(self._fake, batch)
@@ -182,7 +179,7 @@ class FakeEvalBatches:
 
     def __init__(
         self,
-        real: EvalBatches | EvalStream,
+        real: EvalBatches,
         fake: Callable[[Tensor], Tensor],
         instead: MicroBatch | None,
         every: bool = False,

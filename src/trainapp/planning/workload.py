@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from trainapp.config import micro_schedule
 from trainapp.config.schema import Config
-from trainapp.data.stream import at_most, is_stream
+from trainapp.data.stream_reader import at_most, is_stream
 from trainapp.train.components import Components
 from trainapp.train.losses import needs_whole_batch
 from trainapp.train.whole_batch import require_uncut

@@ -6,8 +6,6 @@ An epoch is a permutation of the data set: in one of another length, the rest of
 import logging
 from pathlib import Path
 
-from trainapp.data.order import ORDERS, order_of
-from trainapp.data.sampler import TrainBatches
 from trainapp.errors import UserError
 from trainapp.train.run import Run
 
@@ -22,7 +20,6 @@ def follow(run: Run, path: Path) -> None:
     state, progress = run.state, run.state.progress
     if run.config.mode != "train":
         return
-    _keep_order(run)
     change = _change(run, path)
     if change is None:
         return
@@ -51,24 +48,17 @@ def follow(run: Run, path: Path) -> None:
     else:
         log.warning("%s: training continues with epoch %d (data.on_change=next_epoch)", change, progress.epoch)
     run.batches.begin_epoch(progress.epoch)
-    state.data_samples, state.data_order = run.batches.samples, run.batches.order_name
-
-
-def _keep_order(run: Run) -> None:
-    """A run keeps the permutation that it began with, whichever one its data set would have today."""
-    state, batches = run.state, run.batches
-    if isinstance(batches, TrainBatches) and {state.data_order, batches.order_name} <= set(ORDERS):
-        batches.order = order_of(state.seed, batches.samples, state.data_order)
+    state.data_samples, state.data_order = run.batches.samples, run.batches.source.order_name
 
 
 def _change(run: Run, path: Path) -> str | None:
     """What differs, or None."""
     state, batches = run.state, run.batches
-    if state.data_order != batches.order_name:
+    if state.data_order != batches.source.order_name:
         return (
-            f"the training data is drawn in another way ({batches.order_name}) than when {path} was saved "
+            f"the training data is drawn in another way ({batches.source.order_name}) than when {path} was saved "
             f"({state.data_order}): data.sampling has changed, or a stream has taken the place of a data set"
         )
     if batches.samples != state.data_samples:
         return f"the training data has {batches.samples} samples, and had {state.data_samples} when {path} was saved"
-    return batches.misfit
+    return batches.source.misfit

@@ -13,7 +13,6 @@ from trainapp.checkpoint import checkpointer
 from trainapp.checkpoint.directory import CheckpointDirectory, resolve
 from trainapp.checkpoint.manifest import read_manifest
 from trainapp.config.schema import INFERENCE, Config, Loader
-from trainapp.data.order import ORDERS
 from trainapp.errors import UserError
 from trainapp.parallel.rank_zero import answered_by_rank_zero
 from trainapp.parallel.ranks import Ranks, SingleRank
@@ -203,16 +202,10 @@ def _changed(run: Run, path: Path, sizes: dict[str, Any]) -> list[str]:
         ("ranks", ranks, world),
         ("batch.global_size", sizes["global"], run.state.global_size),
         ("training samples", run.state.data_samples, run.batches.samples),
-        ("the training data's order", *_orders(run)),
+        ("the training data's order", run.state.data_order, run.batches.source.order_name),
         *_settings_changed(read_manifest(path)["config"], run.config),
     )
     return [f"{name}: {now} after step {step}, {before} until then" for name, before, now in changes if now != before]
-
-
-def _orders(run: Run) -> tuple[str, str]:
-    """Before and now. An order that the run keeps is none that has changed."""
-    kept = {run.state.data_order, run.batches.order_name} <= set(ORDERS)
-    return run.state.data_order, run.state.data_order if kept else run.batches.order_name
 
 
 # What decides the bits of a step apart from the sizes; the length of the run decides its learning rates.

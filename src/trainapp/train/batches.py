@@ -6,19 +6,14 @@ from typing import Any
 import torch
 
 from trainapp.checkpoint.owner import Owner
-from trainapp.checkpoint.stateful import Stateful, walk
+from trainapp.checkpoint.stateful import Stateful
 from trainapp.config.schema import Config
-from trainapp.data.eval_stream import EvalStream
 from trainapp.data.loader import worker_count
-from trainapp.data.sampler import EvalBatches, TrainBatches
-from trainapp.data.sampling import weighted_order
-from trainapp.data.step_batches import StepBatches
-from trainapp.data.stream import is_stream
-from trainapp.data.stream_batches import StreamBatches
-from trainapp.data.stream_parts import stream_shards
+from trainapp.data.source import EvalBatches, TrainBatches
+from trainapp.data.stream import shards_per_rank
+from trainapp.data.stream_reader import is_stream
 from trainapp.errors import UserError
 from trainapp.parallel.ranks import Ranks
-from trainapp.rng import is_generator
 from trainapp.train.components import Components
 from trainapp.train.run import EvalSets
 from trainapp.train.task_attributes import attribute
@@ -28,25 +23,12 @@ log = logging.getLogger(__name__)
 
 def data_batches(
     config: Config, components: Components, device: torch.device, ranks: Ranks
-) -> tuple[StepBatches, EvalSets]:
+) -> tuple[TrainBatches, EvalSets]:
     """Of training, and of evaluation by name. Raises UserError for settings that do not suit the data."""
     arguments = _batch_arguments(config, components, device, ranks)
-    batches = _train_batches(config, components, arguments, ranks)
+    batches = _train_batches(config, components, arguments)
     arguments["split"] = attribute(components.task, "split")
-    evaluated: EvalSets = {}
-    for name, data in components.eval_data.items():
-        evaluated[name] = _evaluated(data, arguments)
-    return batches, evaluated
-
-
-def _evaluated(data: Any, arguments: dict[str, Any]) -> EvalBatches | EvalStream:
-    if is_stream(data):
-        return EvalStream(data, generators_of=_generators_of, **arguments)
-    return EvalBatches(data, **arguments)
-
-
-def _generators_of(data: Any) -> dict[str, Any]:
-    return {name: found for name, found, _ in walk(data, "data", set()) if is_generator(found)}
+    return batches, {name: EvalBatches(data, **arguments) for name, data in components.eval_data.items()}
 
 
 def eval_roots(evaluated: dict[str, Any]) -> dict[str, Any]:
@@ -65,8 +47,7 @@ def _batch_arguments(config: Config, components: Components, device: torch.devic
         "device": device,
         "workers": _workers(config, components, local_ranks, owners),
         "ahead": not owners,
-        "rank": ranks.rank,
-        "world": ranks.world,
+        "ranks": ranks,
         "split": _split_of_training(components),
     }
 
@@ -84,15 +65,14 @@ def _split_of_training(components: Components) -> Any:
     return splits[0]
 
 
-def _train_batches(config: Config, components: Components, arguments: dict[str, Any], ranks: Ranks) -> StepBatches:
-    size, data, weights = config.batch.global_size, components.train_data, config.loader.sampling.weights
+def _train_batches(config: Config, components: Components, arguments: dict[str, Any]) -> TrainBatches:
+    size, data, loader = config.batch.global_size, components.train_data, config.loader
     if is_stream(data):
         _require_streamable(config)
-        arguments = arguments | stream_shards(data, config.loader.num_workers, arguments["workers"])
-        del arguments["rank"], arguments["world"], arguments["ahead"]
-        return StreamBatches(data, global_size=size, ranks=ranks, generators_of=_generators_of, **arguments)
-    order = None if weights is None else weighted_order(config.train.seed, data, weights)
-    batches = TrainBatches(data, global_size=size, drop_last=config.loader.drop_last, order=order, **arguments)
+        shards = shards_per_rank(data, loader.num_workers, arguments["workers"])
+        return TrainBatches(data, global_size=size, shards=shards, **arguments)
+    weights = loader.sampling.weights
+    batches = TrainBatches(data, global_size=size, drop_last=loader.drop_last, weights=weights, **arguments)
     if batches.epoch_samples == 0:
         raise UserError(
             f"data.drop_last=true with batch.global_size={size}: the data set has only {batches.samples} samples, so "

@@ -17,8 +17,8 @@ from trainapp.checkpoint.directory import CheckpointDirectory
 from trainapp.checkpoint.stateful import Stateful
 from trainapp.checkpoint.train_state import TrainState
 from trainapp.config.schema import WITHOUT_NUMBERS, Config
-from trainapp.data.step_batches import StepBatches
-from trainapp.data.stream import is_stream
+from trainapp.data.source import TrainBatches
+from trainapp.data.stream_reader import is_stream
 from trainapp.hooks.callbacks import labels_of
 from trainapp.memory import backends
 from trainapp.memory.device import DeviceMemory
@@ -58,17 +58,17 @@ class Parts:
     device: torch.device
     memory: DeviceMemory
     numerics: precision.Precision
-    batches: StepBatches
+    batches: TrainBatches
     eval_sets: EvalSets
     accelerator: Accelerator = HERE
     resumes: bool = False
 
     @property
     def first(self) -> Callable[[int], Any] | None:
-        """As `StepBatches.first`. None for the stream of a run that resumes: it is not read from its beginning, and the
+        """As `Source.first`. None for the stream of a run that resumes: it is not read from its beginning, and the
         loss of its first samples was checked when the run began.
         """
-        return None if self.resumes and is_stream(self.components.train_data) else self.batches.first
+        return None if self.resumes and is_stream(self.components.train_data) else self.batches.source.first
 
 
 def build(
@@ -128,7 +128,7 @@ def run_of(config: Config, parts: Parts, stop: StopRequest, ranks: Ranks, initia
     require_room(memory, state, Situation(config, state.model, components.knows_loss))
     for evaluated in eval_sets.values():
         evaluated.equal = strategy.forward_is_collective
-    state.data_samples, state.data_order = batches.samples, batches.order_name
+    state.data_samples, state.data_order = batches.samples, batches.source.order_name
     state.class_names = [str(name) for name in labels_of(components.train_data)]
     state.vocabulary = str(getattr(components.train_data, "vocabulary", ""))
     checkpointer = _checkpointer(config, state, ranks)
@@ -185,7 +185,7 @@ def _warn_of_host_copies(state: TrainState) -> None:
 
 def owners_of_state(
     components: Components,
-    batches: StepBatches,
+    batches: TrainBatches,
     eval_sets: EvalSets,
     model: torch.nn.Module,
     device: torch.device,
@@ -195,7 +195,7 @@ def owners_of_state(
     it, and moves the modules among the owners to the device.
     """
     tasks = {"task": components.task} | {f"{name}'s task": task for name, task in components.updates.items()}
-    data = {"data": batches.state_owner}
+    data = {"data": batches.source.state_owner}
     data |= eval_roots({name: evaluated.state_owner for name, evaluated in eval_sets.items()})
     stateful = Stateful(model=model, **tasks, **data, callbacks=callbacks or None)
     for root, task in tasks.items():

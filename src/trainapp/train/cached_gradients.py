@@ -22,8 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from trainapp.data.batch import tensors_in
-from trainapp.data.micro_batch import MicroBatch
+from trainapp.data.batch import MicroBatch, tensors_in
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.parallel.gather import gather_rows
 from trainapp.torch_private import is_tracing
@@ -34,9 +33,11 @@ from trainapp.train.gradient_sources import fetched_and_cut
 from trainapp.train.losses import Metrics, evaluate_metrics, refuse_without_gradient
 from trainapp.train.phase import Phase
 from trainapp.train.run import Run, Step
-from trainapp.train.split_check import COARSE, TOLERANCE
 from trainapp.train.totals import Totals
 from trainapp.train.watching import watch_micro_batch
+
+TOLERANCE = {"fp32": 1e-3}  # relative: other padding changes rounding, another sample changes more
+COARSE = 2e-2  # where weights or matmuls have fewer bits
 
 
 class _Embedded(NamedTuple):

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from trainapp.config.durations import RunLength, parse, to_steps
 from trainapp.config.schema import Config
 from trainapp.data.progress import Progress
-from trainapp.data.step_batches import StepBatches
+from trainapp.data.source import TrainBatches
 from trainapp.errors import UserError
 
 
@@ -53,7 +53,7 @@ def _epochs(value: int | str | None, length: RunLength) -> int:
     return int(amount) if unit == "epochs" and amount == int(amount) else 0
 
 
-def run_length(config: Config, batches: StepBatches, progress: Progress) -> RunLength:
+def run_length(config: Config, batches: TrainBatches, progress: Progress) -> RunLength:
     """What durations are measured against: the steps so far, and those from here to the end.
 
     Where neither data nor global batch have changed, that is the same at every position: skipped steps count, too.

@@ -11,7 +11,7 @@ import torch
 from trainapp.config import targets
 from trainapp.config.schema import Config
 from trainapp.config.validation import check_arguments
-from trainapp.data.stream import is_empty, is_stream
+from trainapp.data.stream_reader import is_empty, is_stream
 from trainapp.errors import UserError
 from trainapp.models.adapters import adapted
 from trainapp.train import losses

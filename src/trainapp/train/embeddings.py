@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainapp.data.batch import map_tensors, node_type, tensors_in
+from trainapp.data.batch import map_tensors, opened_container, tensors_in
 from trainapp.errors import UserError
 from trainapp.rng import preserved_rng, seed_everything
 from trainapp.torch_private import version_of
@@ -54,13 +54,13 @@ def _leaves(embeddings: Any, setting: str) -> Iterator[Tensor]:
     if isinstance(embeddings, Tensor):
         yield embeddings
         return
-    node = node_type(embeddings)
-    if node is None:
+    opened = opened_container(embeddings)
+    if opened is None:
         raise UserError(
             f"{setting}: its embed must return a tensor, or a tuple or dict of tensors, but there is a "
             f"{type(embeddings).__name__} in what it returns"
         )
-    for child in node.children(embeddings):
+    for child in opened[0]:
         yield from _leaves(child, setting)
 
 

@@ -5,8 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainapp.data.batch import tensors_in
-from trainapp.data.micro_batch import ranges
+from trainapp.data.batch import ranges, tensors_in
 from trainapp.train import embeddings
 from trainapp.train.losses import Metrics, Task, evaluate_metrics, has_embeddings
 from trainapp.train.run import Run

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from trainapp.config.validation import suggest
-from trainapp.data.eval_stream import EvalStream
-from trainapp.data.micro_batch import MicroBatch
-from trainapp.data.sampler import EvalBatches
+from trainapp.data.batch import MicroBatch
+from trainapp.data.source import EvalBatches
 from trainapp.errors import UserError
 from trainapp.hooks.metrics import as_scalars, logged_name, logged_name_of, setting_name
 from trainapp.rng import preserved_rng
@@ -56,7 +55,7 @@ def _by_logged_name(by_set: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     return {logged_name(name, metric): value for name, own in by_set.items() for metric, value in own.items()}
 
 
-def evaluate_set(run: Run, name: str, batches: EvalBatches | EvalStream) -> Evaluated:
+def evaluate_set(run: Run, name: str, batches: EvalBatches) -> Evaluated:
     """One set, all its samples. Collective."""
     state, sizes, attempt = run.state, run.sizes.evaluation, run.attempt
     tunes = run.autotuner.follow(sizes)
@@ -65,6 +64,7 @@ def evaluate_set(run: Run, name: str, batches: EvalBatches | EvalStream) -> Eval
         all_proven = run.ranks.all_reduce_min(int(not (tunes or sizes.is_unproven))) == 1
         run.ranks.enable_votes(not all_proven)
         run.strategy.broadcast_buffers()
+    if attempt.evaluation is None or batches.is_stream:  # which can only be read from its beginning
         attempt.evaluation, attempt.collector = Totals(), collector_for(run.task)
         run.metrics.reset()
     with contextlib.ExitStack() as stack:
@@ -76,7 +76,7 @@ def evaluate_set(run: Run, name: str, batches: EvalBatches | EvalStream) -> Eval
         for fetched in batches.from_sample(attempt.evaluation.samples, sizes.size, run.ranks):
             for micro in sizes.cut(fetched, run.eval_ranks):
                 evaluate_batch(run, micro)
-        totals = attempt.collector.totals(run, attempt.evaluation, isinstance(batches, EvalStream))
+        totals = attempt.collector.totals(run, attempt.evaluation, batches.is_stream)
     if run.strategy.forward_is_collective:
         run.strategy.finish_accumulation()
         sizes.succeeded(run.ranks, news=True)  # a rank may have seen shapes that are new to others

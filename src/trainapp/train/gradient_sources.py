@@ -10,7 +10,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from trainapp.data.micro_batch import MicroBatch
+from trainapp.data.batch import MicroBatch
 from trainapp.train.losses import Task
 from trainapp.train.run import Run, Step
 from trainapp.train.totals import Totals

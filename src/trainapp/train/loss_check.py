@@ -74,7 +74,7 @@ def require_sum(
     Call before the model is compiled or sharded. Leaves model, task, data and generators as they are, but on `device`;
     see `untouched`.
 
-    setting: what names the task, with its value. first: as `StepBatches.first`; None: nothing is checked.
+    setting: what names the task, with its value. first: as `TrainBatches.first`; None: nothing is checked.
     """
     task = components.task
     is_known = is_built_in(task) and belongs_to_trainapp(model)
@@ -116,7 +116,7 @@ def _compared(
             return None
         try:
             with untouched(device, **roots):
-                cut = halves_of(components, config.train.seed, workers, samples, device)
+                cut = halves_of(components, config.train.seed, samples, device)
             batches = (cut.batch, *cut.halves)
             sums = [_result(cut.batch, batch, roots, modules, device, precision) for batch in batches]
         except Exception as error:  # the first step shows it, in its place and with its traceback

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from trainapp.data.batch import map_tensors, tensors_in
-from trainapp.data.loader import Request, fetched_apart
+from trainapp.data.loader import Fetcher, Request
 from trainapp.train.components import Components
 from trainapp.train.task_attributes import attribute
 
@@ -20,7 +20,7 @@ class CutBatch(NamedTuple):
     same: bool
 
 
-def halves_of(components: Components, seed: int, workers: int, samples: int, device: torch.device) -> CutBatch:
+def halves_of(components: Components, seed: int, samples: int, device: torch.device) -> CutBatch:
     """The first samples and their halves. Raises what the data set raises.
 
     Halves collated on their own may be padded differently, or mix other samples; then `split` may cut them, or the
@@ -30,7 +30,7 @@ def halves_of(components: Components, seed: int, workers: int, samples: int, dev
     split = next(filter(callable, (getattr(data, "split", None), attribute(components.task, "split"))), None)
     first, second = list(range(half)), list(range(half, samples))
     requests = [Request(0, indices) for indices in (first + second, first, second, first + first)]
-    whole, a, b, twice = fetched_apart(data, seed, requests, workers)
+    whole, a, b, twice = map(Fetcher(data, seed).__getitem__, requests)
     cuts = [(whole, [a, b]), (twice, [a, a])]
     if split is not None:
         on_device = map_tensors(lambda tensor: tensor.to(device), whole)

@@ -6,7 +6,6 @@ evaluation, and so are streams.
 
 import logging
 
-from trainapp.data.eval_stream import EvalStream
 from trainapp.train.losses import has_embeddings
 from trainapp.train.metric_names import metrics_of, without_trace
 from trainapp.train.run import Run
@@ -21,7 +20,7 @@ def try_metrics(run: Run) -> None:
     if not (is_evaluated and run.metrics.names) or has_embeddings(run.task):  # those get theirs from all embeddings
         return
     for batches in run.eval_sets.values():
-        if isinstance(batches, EvalStream) or not batches.samples:
+        if batches.is_stream or not batches.samples:
             continue
         with without_trace(run):
             try:

@@ -8,10 +8,8 @@ from trainapp.checkpoint.checkpointer import Checkpointer, NullCheckpointer
 from trainapp.checkpoint.train_state import TrainState, Update
 from trainapp.config.durations import RunLength
 from trainapp.config.schema import Config
-from trainapp.data.eval_stream import EvalStream
 from trainapp.data.progress import due_updates
-from trainapp.data.sampler import EvalBatches
-from trainapp.data.step_batches import StepBatches
+from trainapp.data.source import EvalBatches, TrainBatches
 from trainapp.errors import UserError
 from trainapp.hooks.callbacks import Callbacks
 from trainapp.hooks.metrics import StatefulMetrics
@@ -34,7 +32,7 @@ from trainapp.train.restore_point import RestorePoint
 from trainapp.train.run_sizes import Sizes
 from trainapp.train.totals import Totals
 
-EvalSets = dict[str, "EvalBatches | EvalStream"]  # by name; the data's own validation split is ""
+EvalSets = dict[str, "EvalBatches"]  # by name; the data's own validation split is ""
 
 
 class Step(NamedTuple):
@@ -101,7 +99,7 @@ class Run:
     strategy: SingleDevice  # how the model is spread over the ranks
     ranks: Ranks
     task: Task
-    batches: StepBatches
+    batches: TrainBatches
     eval_sets: EvalSets  # empty: nothing to evaluate
     length: RunLength
     sizes: Sizes  # micro-batches

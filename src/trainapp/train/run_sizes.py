@@ -8,7 +8,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from trainapp.data.micro_batch_sizes import MicroBatchSizes, Plan
-from trainapp.data.step_batches import StepBatches
+from trainapp.data.source import TrainBatches
 from trainapp.parallel.ranks import Ranks
 
 Recorded = dict[int, dict[int, int]]  # by attempt, the size of each bucket
@@ -166,7 +166,7 @@ class Sizes:
         reasons = [*_strings(known.get("not_replayed")), *_strings(failed.get("not_replayed"))]
         self.not_replayed = set(reasons)
 
-    def scalars(self, batches: StepBatches) -> dict[str, float]:
+    def scalars(self, batches: TrainBatches) -> dict[str, float]:
         """What a log step records of the sizes."""
         return {
             "batch/global_size": batches.global_size,

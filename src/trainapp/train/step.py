@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from trainapp import torch_direct
-from trainapp.data.micro_batch import MicroBatch
+from trainapp.data.batch import MicroBatch
 from trainapp.errors import TrainingStopped
 from trainapp.models.inspect import has_batchnorm, instead_of_batchnorm
 from trainapp.optim.nonfinite import gradient_norm, scale_gradients

@@ -10,7 +10,6 @@ from trainapp.train import exactness
 from trainapp.train.allocations import note_refused
 from trainapp.train.phase import Phase
 from trainapp.train.run import Run, Step
-from trainapp.train.split_check import require_right_split
 from trainapp.train.step import accumulate_gradients
 from trainapp.train.watching import watch_step
 from trainapp.trained import trained_alone
@@ -51,8 +50,6 @@ def check_exactness(run: Run, step: Step) -> None:
     """Rehearse the first steps, if `train.check_exactness` asks for it."""
     if run.rehearsals:
         undo = functools.partial(rollback, run, Phase.GRADIENTS, other_ranks_wait=run.ranks.world > 1)
-        if run.rehearsals == exactness.STEPS * len(run.state.updates):
-            require_right_split(run, undo)
         exactness.rehearse(run, step, accumulate_gradients, undo)
         run.attempt.phase = Phase.DATA
         run.rehearsals -= 1

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from trainapp.accelerator import Accelerator
 from trainapp.config.schema import Config
-from trainapp.data.batch import map_tensors
-from trainapp.data.micro_batch import MicroBatch
+from trainapp.data.batch import MicroBatch, map_tensors
 from trainapp.data.progress import Progress
 from trainapp.errors import UserError
 from trainapp.optim import precision

@@ -1,0 +1,308 @@
+"""How samples become the micro-batches of steps and evaluations, of indexable data and streams alike.
+
+Which samples a step has is its `Source`'s part: `data.sampler` for indexable data, `data.stream` for streams.
+"""
+
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from trainapp.data.batch import MicroBatch, cut, cut_evenly, ranges
+from trainapp.data.loader import BatchLoader, Request, Split
+from trainapp.data.progress import Progress, due_updates
+from trainapp.data.sampler import Sampler, Share
+from trainapp.data.stream import EvalStream, Stream
+from trainapp.data.stream_reader import is_stream
+from trainapp.parallel.ranks import Ranks, SingleRank
+
+DUMMY = [0]  # the samples of a micro-batch that only keeps its rank in step with the others
+
+
+class Source(Protocol):
+    """Training samples, step by step. A position is `(epoch, consumed samples of it)`.
+
+    fetched: what the loader indexes with the numbers of a share. samples: in the data, 0 where that is unknown.
+    order_name: what a checkpoint must know of the order besides the position. state_owner: holds the data's state, see
+    `checkpoint.stateful`. looks_ahead: whether later steps may be asked for. misfit: after a resume, why the saved
+    position cannot be continued.
+    """
+
+    fetched: Any
+    samples: int
+    order_name: str
+    state_owner: Any
+    looks_ahead: bool
+    misfit: str | None
+
+    def share(self, epoch: int, consumed: int, size: int) -> Share:
+        """This rank's samples of the step of `size` samples that begins at a position."""
+        ...
+
+    def commit(self, epoch: int, consumed: int, size: int) -> None:
+        """The samples of this step are trained."""
+        ...
+
+    def steps_left(self, consumed: int, size: int) -> int | None:
+        """Steps of this size in an epoch after its first `consumed` samples; None where that is unknown."""
+        ...
+
+    def first(self, most: int) -> Any:
+        """An indexable data set that begins with the first `most` samples, none of which are consumed."""
+        ...
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Leave out what is left of the epochs before this one."""
+        ...
+
+    def close(self) -> None:
+        """End the processes that read."""
+        ...
+
+
+class TrainBatches:
+    """The training samples, step by step, as micro-batches on the device.
+
+    global_size: samples per optimizer step over all ranks; it may change between two steps. workers, ahead, split: see
+    `BatchLoader`; shards: see `Stream`; drop_last, weights: see `Sampler`. Attributes: `sizes_of_updates`, where a step
+    has several updates, the micro-batch of each, and `every`, the steps in which each is made, so that their batches,
+    too, are fetched ahead.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        global_size: int,
+        seed: int,
+        device: torch.device,
+        ranks: Ranks | None = None,
+        workers: int = 0,
+        shards: int = 1,
+        drop_last: bool = False,
+        weights: str | None = None,
+        ahead: bool = True,
+        split: Split | None = None,
+    ):
+        ranks = ranks or SingleRank()
+        self.dataset, self.global_size, self.world = dataset, global_size, ranks.world
+        self.source: Source
+        if is_stream(dataset):
+            self.source = Stream(dataset, seed=seed, ranks=ranks, shards=shards, in_process=workers == 0)
+            workers = 0  # the source's own processes read; samples are collated here
+        else:
+            place = {"rank": ranks.rank, "world": ranks.world}
+            self.source = Sampler(dataset, seed=seed, drop_last=drop_last, weights=weights, **place)
+        self._drop_last = drop_last
+        self._loader = BatchLoader(self.source.fetched, seed, workers, device, ahead, split)
+        self.sizes_of_updates: tuple[int, ...] = ()
+        self.every: tuple[int, ...] = (1,)
+        self._open: Iterator[Any] = iter(())
+        self._position: tuple | None = None  # of the open iterator: `micro_batches`' next arguments; None: unknown
+        self._cuts: tuple[tuple, list[Sequence[int]]] = ((), [])
+
+    @property
+    def samples(self) -> int:
+        """In the data set; 0 where that is unknown."""
+        return self.source.samples
+
+    @property
+    def epoch_samples(self) -> int:
+        """Samples in an epoch: fewer than `samples` where `drop_last` leaves some out."""
+        return self.samples - self.samples % self.global_size if self._drop_last else self.samples
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Optimizer steps per epoch, of which the last may have fewer samples; None where that is unknown."""
+        return self.steps_left(0)
+
+    def steps_left(self, consumed: int) -> int | None:
+        """Optimizer steps of an epoch after its first `consumed` samples; None where that is unknown."""
+        return self.source.steps_left(consumed, self.global_size)
+
+    def epochs(self, progress: Progress) -> float:
+        """The epochs so far, with the fraction of the present one where it is known."""
+        return progress.epoch + (progress.consumed / self.epoch_samples if self.samples else 0.0)
+
+    def share(self, progress: Progress) -> Share:
+        """This rank's samples of the coming step. Collective for a stream: reads them."""
+        return self.source.share(progress.epoch, progress.consumed, self.global_size)
+
+    def indices(self, progress: Progress) -> Sequence[int]:
+        """This rank's samples of the coming step."""
+        return self.share(progress).numbers
+
+    def step_samples(self, progress: Progress) -> int:
+        """Samples of the coming step over all ranks."""
+        return self.share(progress).total
+
+    def after(self, epoch: int, consumed: int) -> tuple[int, int]:
+        """`(epoch, consumed)` after the step that begins at the given position."""
+        return self.source.share(epoch, consumed, self.global_size).after
+
+    def example(self, samples: int) -> Any:
+        """The first `samples` samples as a batch, on the CPU. A stream's stay to be trained."""
+        return self._loader.example(self.source.first(samples), samples)
+
+    def accumulation(self, size: int, parts: int | None = None) -> int:
+        """Micro-batches of a full step on this rank."""
+        local = -(-self.global_size // self.world)
+        return max(-(-local // size), parts or 1)
+
+    def micro_batches(self, progress: Progress, size: int, parts: int | None = None) -> Iterator[MicroBatch]:
+        """The coming step's micro-batches, on the device; the same number on every rank.
+
+        parts: cut evenly into at least this many; None cuts off `size` at a time. Batches fetched ahead for another
+        position or another cut are dropped, and their samples fetched again.
+        """
+        update, sizes = (progress.update, self.sizes_of_updates) if self.sizes_of_updates else (0, (size,))
+        sizes = (*sizes[:update], size, *sizes[update + 1 :])  # those of the others are what they were at last
+        step = progress.step if max(self.every) > 1 else 0  # a skipped step does not count
+        position = (progress.epoch, progress.consumed, step, update, sizes, parts)
+        if self._position != position:
+            self._open = iter(())  # ends the workers' iteration before the next one begins
+            self._open = self._loader.batches(self._requests(*position))
+        self._position = None  # an aborted step leaves the iterator mid-step
+        pieces = self._cut(progress.epoch, progress.consumed, size, parts)
+        for number, piece in enumerate(pieces, start=1):
+            batch, indices = next(self._open), piece or DUMMY
+            again = functools.partial(self._loader.piece, batch, position[0], indices)
+            yield MicroBatch(batch, number == len(pieces), bool(piece), len(indices), again)
+        if self.source.looks_ahead:
+            self._position = self._after_update(*position)
+
+    def advance(self, progress: Progress) -> None:
+        """Count the step's samples as trained."""
+        share, position = self.share(progress), (progress.epoch, progress.consumed)
+        self.source.commit(*position, self.global_size)
+        progress.samples += share.total
+        progress.epoch, progress.consumed = share.after
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Leave out what is left of the epochs before this one."""
+        self.source.begin_epoch(epoch)
+        self.drop_fetched()
+
+    def drop_fetched(self) -> None:
+        """Free the batches that were fetched ahead. The next step fetches the same samples again."""
+        self._open, self._position, self._cuts = iter(()), None, ((), [])
+
+    def close(self) -> None:
+        """End the worker processes."""
+        self.drop_fetched()
+        self._loader.close()
+        self.source.close()
+
+    def _requests(self, *position: Any) -> Iterator[Request]:
+        while True:
+            epoch, consumed, _, update, sizes, parts = position
+            for piece in self._cut(epoch, consumed, sizes[update], parts):
+                yield Request(epoch, piece or DUMMY)
+            if not self.source.looks_ahead:
+                return
+            position = self._after_update(*position)
+
+    def _after_update(
+        self, epoch: int, consumed: int, step: int, update: int, sizes: tuple[int, ...], parts: int | None
+    ) -> tuple:
+        """The position of the next update: of the same samples, or of the next step's."""
+        later = [number for number in due_updates(step, self.every) if number > update]
+        if later:
+            return epoch, consumed, step, later[0], sizes, parts
+        return *self.after(epoch, consumed), step + (max(self.every) > 1), 0, sizes, parts
+
+    def _cut(self, *position: Any) -> list[Sequence[int]]:
+        """`_pieces`, cached: without workers, the fetcher and the loop ask for the same ones in turn."""
+        key = (*position, self.global_size)
+        if self._cuts[0] != key:
+            self._cuts = (key, self._pieces(*position))
+        return self._cuts[1]
+
+    def _pieces(self, epoch: int, consumed: int, size: int, parts: int | None) -> list[Sequence[int]]:
+        """This rank's micro-batches: as many as the rank with the most samples has, so that some may be empty."""
+        numbers, _, largest, _ = self.source.share(epoch, consumed, self.global_size)
+        count = max(-(-largest // size), min(parts or 1, largest))
+        pieces = cut(numbers, size) if parts is None else cut_evenly(numbers, count)
+        if len(pieces) < count:
+            pieces = cut_evenly(numbers, count)
+        return pieces + [[]] * (count - len(pieces))
+
+
+class EvalBatches:
+    """The samples of an evaluation set in its order, split evenly over the ranks; each sample is seen once.
+
+    workers, ahead, split: see `BatchLoader`. Attributes: `samples` in the data set, 0 where that is unknown;
+    `is_stream`, whether an evaluation can only begin at the first sample; `equal`, whether every rank has the same
+    number of batches, for models whose forward is collective.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        seed: int,
+        device: torch.device,
+        ranks: Ranks | None = None,
+        workers: int = 0,
+        ahead: bool = True,
+        split: Split | None = None,
+    ):
+        ranks = ranks or SingleRank()
+        self.dataset, self.equal, self.is_stream = dataset, False, is_stream(dataset)
+        self.samples = 0 if self.is_stream else len(dataset)
+        self.state_owner = None if self.is_stream else dataset
+        self.start, self.end = (self.samples * rank // ranks.world for rank in (ranks.rank, ranks.rank + 1))
+        self._stream = None
+        if self.is_stream:
+            self._stream = EvalStream(dataset, seed, ranks.rank, ranks.world, in_process=workers == 0)
+            workers, ahead = 0, False
+        self._loader = BatchLoader(
+            self._stream.fetched if self._stream else dataset, seed, workers, device, ahead, split
+        )
+
+    def example(self, samples: int) -> Any:
+        """The first `samples` samples of an indexable data set as a batch, on the CPU. The same on every rank."""
+        return self._loader.example(self.dataset, samples)
+
+    def from_sample(self, done: int, size: int, ranks: Ranks) -> Iterator[MicroBatch]:
+        """Batches of this rank's share, after the first `done` samples of it: a stream is read again up to there.
+
+        ranks: those that evaluate together; `done` may differ between them after one of them ran out of memory.
+        """
+        pieces = self._pieces(done, size, ranks) if self._stream is None else self._stream.pieces(done, size)
+        if self.equal and self._stream is not None:
+            pieces = _while_any_has_one(pieces, ranks)
+        asked, used = itertools.tee(pieces)  # holds as many as are fetched ahead
+        batches = self._loader.batches(Request(0, numbers or DUMMY) for numbers, _ in asked)
+        for numbers, is_last in used:
+            batch, indices = next(batches), numbers or DUMMY
+            again = functools.partial(self._loader.piece, batch, 0, indices)
+            yield MicroBatch(batch, is_last, bool(numbers), len(indices), again)
+            del batch, again  # not through the fetching of the next one
+
+    def _pieces(self, done: int, size: int, ranks: Ranks) -> Iterator[tuple[Sequence[int], bool]]:
+        """The samples of each batch, and whether it is the last. One at a time: a list would grow with the data set."""
+        start = min(self.start + done, self.end)
+        own = -(-(self.end - start) // size)
+        count = ranks.all_reduce_max(own)[0] if self.equal else own
+        dummies: Iterator[Any] = itertools.repeat((0, 0), count - own)
+        for number, piece in enumerate(itertools.chain(ranges(start, self.end, size), dummies), start=1):
+            yield list(range(*piece)), number == count
+
+    def close(self) -> None:
+        """End the worker processes."""
+        self._loader.close()
+        if self._stream is not None:
+            self._stream.close()
+
+
+def _while_any_has_one(
+    pieces: Iterator[tuple[Sequence[int], bool]], ranks: Ranks
+) -> Iterator[tuple[Sequence[int], bool]]:
+    """The pieces of this rank, and empty ones as long as another rank has samples. Collective."""
+    for piece in itertools.chain(pieces, itertools.repeat(([], True))):
+        if ranks.all_reduce_max(len(piece[0]))[0] == 0:
+            return
+        yield piece
