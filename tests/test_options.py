@@ -29,7 +29,7 @@ BESIDE = {
     ("data", "synthetic_images"): (*MODELS["mlp"][:2], "data.size=100", "data.val_size=20"),
     ("data", "images"): (*MODELS["mlp"][:2], "data.image_size=8", "data.num_workers=0"),
     ("model", "vit"): ("model.depth=1", "model.width=16", "model.heads=2", "model.patch_size=4"),
-    ("activation_checkpointing", "budget"): MODELS["gpt"],
+    ("activation_checkpointing", "auto"): MODELS["gpt"],
     ("activation_checkpointing", "full"): MODELS["gpt"],
     ("activation_checkpointing", "selective"): MODELS["gpt"],
     ("precision", "bf16_pure"): (*MODELS["mlp"], "optimizer=adamw_bf16"),

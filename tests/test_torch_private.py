@@ -23,8 +23,6 @@ from trainapp.torch_elastic import Restart, asked_before_restarts
 from trainapp.torch_operators import (
     ASKS_DEVICE,
     ATTENTION_OPERATORS,
-    CAST,
-    CHECKPOINT_IGNORES,
     FLOP_FORMULAS,
     FUSED_WITHOUT_META,
     READ_OPERATORS,
@@ -563,17 +561,12 @@ def test_strided_parts_hold_all_of_a_tensor(layout):
 
 
 def test_what_checkpointing_reads_of_operators():
-    """Torch's own selection counts operators without those, and its counter of operations knows formulas."""
+    """Schemas of operators, and the formulas of torch's counter of operations."""
     aten = torch.ops.aten
-    assert aten.detach.default in CHECKPOINT_IGNORES
-    assert aten.addmm.default not in CHECKPOINT_IGNORES
     assert FLOP_FORMULAS[aten.mm](torch.ones(2, 3), torch.ones(3, 5), out_val=torch.ones(2, 5)) == 2 * 2 * 3 * 5
     assert schema_of(aten.relu_.default).is_mutable
     assert not schema_of(aten.relu.default).is_mutable
     assert [argument.name for argument in schema_of(aten.mm.default).arguments] == ["self", "mat2"]
-    with RecordedOperations() as run:
-        torch.ones(2).to(torch.bfloat16)
-    assert CAST in run.seen
 
 
 def test_all_leaves():

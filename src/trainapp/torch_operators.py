@@ -7,7 +7,7 @@ import operator
 from typing import Any
 
 import torch
-from torch.utils import checkpoint, flop_counter
+from torch.utils import flop_counter
 
 # What `tensor.item()` and `bool(tensor)` dispatch to.
 READ_OPERATORS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default)
@@ -56,14 +56,8 @@ FUSED_WITHOUT_META = frozenset({torch.ops.aten._fused_sgd_, torch.ops.aten._fuse
 # What `tensor.unique()` dispatches to.
 UNIQUE = torch.ops.aten._unique2.default
 
-# What `tensor.to(dtype)` dispatches to.
-CAST = torch.ops.aten._to_copy.default
-
 # operator -> its schema: the names and defaults of arguments, and whether it writes into one of them.
 schema_of = operator.attrgetter("_schema")
-
-# Operators that activation checkpointing never keeps, and does not count.
-CHECKPOINT_IGNORES = frozenset(checkpoint.SAC_IGNORED_OPS)
 
 # By operator: `(*args, out_val, **kwargs) -> int`, the floating-point operations of a call. Its decorator is public.
 FLOP_FORMULAS = flop_counter.flop_registry

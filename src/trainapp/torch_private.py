@@ -7,7 +7,9 @@ Used on torch 2.11 and 2.13; `tests/test_torch_private.py` tests each of them an
 Functions on the hot path are bound rather than wrapped, so that a name here costs nothing there.
 """
 
+import importlib
 import operator
+import sys
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
@@ -105,6 +107,19 @@ class ForwardModuleTracker(ModuleTracker):
         tensors = [value for value in _pytree.tree_leaves(values) if isinstance(value, Tensor)]
         if tensors := [tensor for tensor in tensors if tensor.requires_grad and not tensor.is_leaf]:
             self._hooks.append(register_multi_grad_hook(tensors, function, mode="any"))
+
+
+# --- the compiler
+
+
+def set_activation_memory_budget(fraction: float | None) -> None:
+    """The part of the activations, by bytes, that what is compiled from now on keeps for backward; None: torch's own
+    choice. Documented, but its module is private; importing it takes as long as the compiler.
+    """
+    name = "torch._functorch.config"
+    if fraction is not None or name in sys.modules:
+        config: Any = importlib.import_module(name)
+        config.activation_memory_budget = 1.0 if fraction is None else fraction
 
 
 # --- containers

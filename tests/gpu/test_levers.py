@@ -116,16 +116,6 @@ def test_offload_survives_an_error_in_the_forward(tmp_path):
     assert small == pytest.approx(large, rel=1e-4)
 
 
-def test_a_budget_on_the_gpu(tmp_path):
-    """Results are those of `none`, and more budget is a higher peak."""
-    most, expected = trained(tmp_path)
-    least, _ = trained(tmp_path, "activation_checkpointing=full")
-    budget = "activation_checkpointing=budget"
-    middle, weights = trained(tmp_path, budget, f"activation_checkpointing.bytes={(most - least) // 2}")
-    assert least < middle < most
-    assert torch.equal(weights, expected)
-
-
 def test_an_optimizer_on_the_host_leaves_the_device_its_state(tmp_path):
     resident, parameters = [], 0
     for more in ((), ("optimizer.offload=true",)):

@@ -188,7 +188,6 @@ def gradients(tmp_path, *overrides):
     [
         ("activation_checkpointing=full",),
         ("activation_checkpointing=selective",),
-        ("activation_checkpointing=budget", "activation_checkpointing.bytes=100KB"),
         ("memory.loss_chunk=7",),
     ],
     ids=lambda lever: lever[0],

@@ -202,7 +202,7 @@ def test_settings_that_change_no_result(cell, spread, overrides):
 @pytest.mark.parametrize("spread", SPREADS)
 @pytest.mark.parametrize(
     "checkpointing",
-    [slow(("full",)), ("full", "every=2"), ("selective",), ("budget", "bytes=1KiB")],
+    [slow(("full",)), ("full", "every=2"), ("selective",)],
     ids=lambda value: "-".join(value),
 )
 def test_activation_checkpointing(cell, spread, checkpointing):

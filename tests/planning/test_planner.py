@@ -30,8 +30,6 @@ CASES = [
     *((model, (f"precision={mode}",)) for model in runs.MODELS for mode in ("fp32", "bf16", "fp16")),
     ("gpt", ("activation_checkpointing=full", "model.depth=2")),
     ("gpt", ("activation_checkpointing=selective", "precision=bf16")),
-    ("gpt", ("activation_checkpointing=budget", "activation_checkpointing.bytes=40KiB", "model.depth=3")),
-    ("resnet", ("activation_checkpointing=budget", "memory.limit=1MiB", "precision=bf16")),
     ("gpt", ("train.ema=0.9", "optimizer.fused=false")),
     ("gpt", ("memory.loss_chunk=7", "model.context_length=32")),
     ("gpt", ("optimizer._target_=torch.optim.RMSprop", "~optimizer.betas", "~optimizer.eps", "precision=fp16")),

@@ -13,7 +13,7 @@ from trainapp.planning import operation_times, step_time
 from trainapp.planning.operation import ATTENTION, MATMUL, operation_of
 from trainapp.planning.step_time import Speeds
 from trainapp.planning.step_work import MicroBatchWork, Work, WorkCounter
-from trainapp.techniques import activation_checkpointing
+from trainapp.techniques import checkpointing
 from trainapp.torch_private import fake_tensor_mode
 from trainapp.train.phase import Phase
 
@@ -247,7 +247,7 @@ def test_checkpointed_blocks_cost_the_python_around_their_operations(speeds, mod
     model, x, phase = nn.Module(), torch.randn(4, 8, requires_grad=True), [Phase.FORWARD]
     blocks = model.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.SiLU()) for _ in range(3))
     model.blocks = lambda: [*blocks]
-    activation_checkpointing.apply(model, ActivationCheckpointing(mode=mode))
+    checkpointing.apply(model, ActivationCheckpointing(mode=mode))
     counter = WorkCounter(lambda: phase[0])
     with counter:
         for block in blocks:
@@ -261,7 +261,7 @@ def test_checkpointed_blocks_cost_the_python_around_their_operations(speeds, mod
     assert work.blocks[selective] == 3 * (mode != "none")
     assert inside <= work.in_blocks[selective].total() <= 2 * inside  # less by what is kept
     assert not work.in_blocks[not selective]
-    counters = activation_checkpointing.CheckpointCounters
+    counters = checkpointing.CheckpointCounters
     assert counters.inside == counters.selecting == 0
     plain = Work([replace(work, in_blocks={})])
     assert (counter.work.seconds(speeds) > plain.seconds(speeds)) == (mode != "none")

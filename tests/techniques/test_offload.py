@@ -232,10 +232,6 @@ def _of_the_cpu(init):
     [
         (("all", "train.compile=true"), "memory.offload_activations=all with train.compile=true: a compiled graph"),
         (("inputs",), "memory.offload_activations=inputs: moves the inputs of checkpointed blocks, but"),
-        (
-            ("all", "activation_checkpointing=budget"),
-            "memory.offload_activations=all with activation_checkpointing=bud",
-        ),
         (("all", "parallel=fsdp"), "memory.offload_activations=all with parallel=fsdp: what FSDP has gathered"),
     ],
 )

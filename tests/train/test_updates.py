@@ -536,7 +536,6 @@ def generating(text, other):
         ),
         ((*OWN, "optimizer.groups=[{match: generator, lr: 1.0}]"), r"optimizer\.groups with updates: its patterns"),
         ((*OWN, "oom.keep_global_batch=false"), r"oom\.keep_global_batch=false with updates: all updates of a step"),
-        ((*OWN, "activation_checkpointing=budget"), "activation_checkpointing=budget with updates"),
         (
             (*OWN, "batch.micro_schedule={1: 8}"),
             r"batch\.micro_schedule with updates: with updates it has sizes for each",

@@ -165,12 +165,6 @@ EXCLUSIONS = (
         "all updates of a step are on the same samples, of which a later one would then have fewer",
         "use oom.keep_global_batch=true",
     ),
-    Exclusion(
-        ("activation_checkpointing", "updates"),
-        lambda c: bool(c.updates) and c.activation_checkpointing.mode == "budget",
-        "what fits a budget is chosen from one loss",
-        "use activation_checkpointing=full",
-    ),
     # Adapters and exports
     Exclusion(
         ("export.merge", "adapter"),

@@ -50,7 +50,7 @@ FREE = {
     "every": ("log", "eval", "save"),
     "stopping": ("patience", "min_delta", "metric"),
     "accumulation": ("steps",),
-    "activation_checkpointing": ("mode", "every", "bytes"),
+    "activation_checkpointing": ("mode", "every", "modes", "compiled_budget"),
     "memory": (
         "limit",
         "loss_chunk",

@@ -33,15 +33,6 @@ def _memory_size(value: int | float | str) -> int | float | str:
     return value
 
 
-def _byte_count(value: int | float | str) -> int | float | str:
-    try:
-        if parse_memory_size(value, total=0):  # a fraction of nothing is none
-            return value
-    except ValueError:
-        pass
-    raise ValueError("must be bytes, or a size such as 6GiB or 500MB")
-
-
 def _objective(value: str) -> str:
     if value != "auto" and not re.fullmatch(r"(min|max) \S+", value):
         raise ValueError("must be auto, or like 'max accuracy' or 'min loss'")
@@ -78,7 +69,6 @@ def _changes_something(group: dict[str, Any]) -> dict[str, Any]:
 Auto = Literal["auto"]
 Duration = Annotated[int | str, AfterValidator(_duration)]
 MemorySize = Annotated[int | float | str, AfterValidator(_memory_size)]
-ByteCount = Annotated[int | float | str, AfterValidator(_byte_count)]
 MicroSchedule = Annotated[dict[Any, Any], PlainValidator(micro_schedule.check)]
 UpdateName = Annotated[str, AfterValidator(_update_name)]
 EvalName = Annotated[Str, AfterValidator(_eval_name)]
@@ -232,9 +222,10 @@ class Parallel:
 
 @dataclass(config=STRICT)
 class ActivationCheckpointing:
-    mode: Literal["none", "full", "selective", "budget"] = "none"
+    mode: Literal["none", "selective", "full", "auto"] = "none"
     every: PositiveInt = 1
-    bytes: Auto | ByteCount = "auto"
+    modes: list[Literal["none", "selective", "full"]] | None = None
+    compiled_budget: Fraction | None = None
 
 
 @dataclass(config=STRICT)

@@ -11,7 +11,7 @@ from torch import nn
 
 from trainapp.config.schema import ActivationCheckpointing
 from trainapp.planning.operation_times import Clock, Dispatched
-from trainapp.techniques import activation_checkpointing
+from trainapp.techniques import checkpointing
 
 _SHORT, _LONG = 2, 12  # layers of a block
 _BLOCKS, _WIDTH = 2, 8
@@ -54,7 +54,7 @@ def _step(clock: Clock, layers: int, mode: Literal["none", "full", "selective"])
     """A step of two blocks, which has been taken once."""
     made = [nn.Sequential(*(_layer() for _ in range(layers))) for _ in range(_BLOCKS)]
     model = _Blocks(*made).to(clock.device)
-    activation_checkpointing.apply(model, ActivationCheckpointing(mode=mode))
+    checkpointing.apply(model, ActivationCheckpointing(mode=mode))
     inputs = torch.randn(4, _WIDTH, device=clock.device, requires_grad=True)
 
     def step() -> None:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from trainapp.data.batch import map_tensors, tensors_in
-from trainapp.techniques.costs import flops_of, is_attention
 from trainapp.torch_operators import written_arguments
 from trainapp.torch_private import storage_id
+from trainapp.tracking.meter import flops_of, is_attention
 
 MATMUL, CONVOLUTION, ATTENTION, FUNCTION = "matmul", "convolution", "attention", "function"
 # Compute-bound where the data is in cache: an exponential per element.

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from trainapp.planning.operation import Operation
-from trainapp.techniques.activation_checkpointing import CheckpointCounters
+from trainapp.techniques.checkpointing import CheckpointCounters
 from trainapp.torch_private import DispatchMode
 
 ROUNDS = 4  # the same for every operation: a minimum over more rounds is lower

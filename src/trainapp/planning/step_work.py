@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from trainapp.planning.checkpointing_times import Delay
 from trainapp.planning.operation import LINK, Counts, Operation, operation_of
-from trainapp.techniques.activation_checkpointing import CheckpointCounters
+from trainapp.techniques.checkpointing import CheckpointCounters
 from trainapp.torch_operators import ASKS_DEVICE
 from trainapp.torch_private import DispatchMode
 from trainapp.train.phase import Phase

@@ -22,7 +22,7 @@ from trainapp.oom.errors import is_out_of_memory
 from trainapp.oom.incident import Incident
 from trainapp.optim.optimizers import lean_optimizer
 from trainapp.parallel.ranks import Ranks, SingleRank
-from trainapp.planning import first_sizes
+from trainapp.planning import checkpointing_modes, first_sizes
 from trainapp.planning.own_device import config_to_plan
 from trainapp.planning.ranks import by_rank_zero
 from trainapp.run import experiment, export, fine_tuning, restarts, resume
@@ -118,6 +118,8 @@ def prepare(config: Config, stop: StopRequest, ranks: Ranks, carried: CarriedOve
     if path is not None:
         config = resume.as_saved(config, path)
     config = config.with_own_batches()
+    if config.mode == "train":
+        config = checkpointing_modes.with_modes(config, ranks)
     run = build.build(config, stop, ranks, carried.memory if carried else None, resumes=path is not None)
     whole = losses.needs_whole_batch(run.task) and config.mode not in INFERENCE
     if whole and config.mode == "train":

@@ -20,18 +20,6 @@ def needs_blocks(situation: Situation) -> None:
     blocks_of(situation.model, f"activation_checkpointing={situation.config.activation_checkpointing.mode}")
 
 
-def needs_blocks_to_budget(situation: Situation) -> None:
-    """For checkpointing by budget."""
-    config = situation.config
-    if config.train.compile and config.parallel.strategy == "fsdp":
-        raise UserError(
-            "activation_checkpointing=budget with train.compile=true and parallel=fsdp: FSDP has torch compile each "
-            "block by itself, and no budget of one graph holds for all of them; use activation_checkpointing=full, or "
-            "train.compile=false"
-        )
-    blocks_of(situation.model, "activation_checkpointing=budget")
-
-
 def needs_layers_for_adapters(situation: Situation) -> None:
     """Linear ones in blocks, unless the modules are named that get adapters."""
     if situation.config.adapter.targets == "auto":
@@ -47,11 +35,6 @@ def needs_movable_activations(situation: Situation) -> None:
         raise UserError(
             f"{setting} with train.compile=true: a compiled graph saves its tensors itself; use "
             "train.compile=false, or leave the setting out"
-        )
-    if checkpointing == "budget":
-        raise UserError(
-            f"{setting} with activation_checkpointing=budget: a budget is for what stays on the device; use "
-            "activation_checkpointing=full, or leave the setting out"
         )
     if mode == "inputs" and checkpointing == "none":
         raise UserError(

@@ -4,7 +4,6 @@ Used for training on real tensors and for memory traces on fake ones.
 """
 
 import contextlib
-import functools
 import inspect
 import logging
 from collections.abc import Callable, Iterable
@@ -30,14 +29,12 @@ from trainapp.parallel.fsdp import FSDP
 from trainapp.parallel.ranks import DistributedRanks, Ranks
 from trainapp.parallel.strategy import SingleDevice
 from trainapp.rng import preserved_rng, seed_everything
-from trainapp.techniques import activation_checkpointing, chunked_loss, frozen, offload
-from trainapp.techniques.budget import Budget, NoBudget
+from trainapp.techniques import checkpointing, chunked_loss, frozen, offload
 from trainapp.techniques.catalogue import require_suited
 from trainapp.techniques.lever import Situation
 from trainapp.techniques.offload import NoOffload, Offload
 from trainapp.torch_private import is_tracing
 from trainapp.train import loss_check, losses, updates
-from trainapp.train.attributes import restored
 from trainapp.train.components import Components
 from trainapp.train.model_inputs import beside_inputs, inputs_and_targets
 
@@ -52,7 +49,6 @@ class Assembled:
     strategy: SingleDevice
     task: losses.Task
     tasks: dict[str, losses.Task]  # of the updates, where there are several
-    budget: Budget | NoBudget
     offload: Offload | NoOffload
 
 
@@ -94,11 +90,10 @@ def assemble(
         _quantize_products(model, config.precision.mode)
     if config.memory.loss_chunk is not None and components.knows_loss and example and not is_meta:
         _require_same_forward(config, model, example, device, precision)
-    activation_checkpointing.apply(model, config.activation_checkpointing)
-    budget = _budget(config, components, model, device)
+    checkpointing.apply(model, config.activation_checkpointing)
     offloading = offload.apply(model, config, accelerator)
     if config.train.compile:
-        _compile(config, model, budget)
+        _compile(config, model)
     strategy = _spread(config, model, ranks, precision.compute_dtype, updates.parameters_of(model, names))
     if not strategy.recovers_in_place:
         ranks.disable_votes()
@@ -113,7 +108,7 @@ def assemble(
         global_size=config.batch.global_size,
         keeps_gradients=not config.optimizer.in_backward,
     )
-    return Assembled(state, strategy, *_checked_tasks(config, components), budget, offloading)
+    return Assembled(state, strategy, *_checked_tasks(config, components), offloading)
 
 
 def _checked_tasks(config: Config, components: Components) -> tuple[losses.Task, dict[str, losses.Task]]:
@@ -135,27 +130,18 @@ def _checked_tasks(config: Config, components: Components) -> tuple[losses.Task,
 def _on_device(config: Config, components: Components, device: torch.device, initial: str | None) -> nn.Module:
     """The model in training mode on `device`, initialised on `initial`: see `assemble`."""
     with torch.device(initial) if initial else contextlib.nullcontext():
-        model = _construct(config, components)
+        model = constructed(config, components)
     if initial != "meta" and any(t.device.type != device.type for t in (*model.parameters(), *model.buffers())):
         model.to(device)
     model.train()
     return model
 
 
-def _budget(config: Config, components: Components, model: nn.Module, device: torch.device) -> Budget | NoBudget:
-    if config.activation_checkpointing.mode != "budget":
-        return NoBudget()
-    task = losses.in_chunks(components.task, config.memory.loss_chunk)
-    kept = functools.partial(restored, task, model)
-    return Budget(model, task, config.activation_checkpointing, device, compiles=config.train.compile, restored=kept)
-
-
-def _compile(config: Config, model: nn.Module, budget: Budget | NoBudget) -> None:
+def _compile(config: Config, model: nn.Module) -> None:
     """With FSDP, torch compiles each block by itself, from code that the blocks share: where their shapes differ, it
     would compile for any shape, which fails for BatchNorm (torch 2.13). So each shape is compiled separately there.
     """
-    options = {"dynamic": False} if config.parallel.strategy == "fsdp" else {}
-    model.compile(**options, **budget.compile_options)
+    model.compile(**({"dynamic": False} if config.parallel.strategy == "fsdp" else {}))
 
 
 def _make_gradients_dense(model: nn.Module) -> list[str]:
@@ -215,7 +201,8 @@ def _starts_on_meta(config: Config, ranks: Ranks) -> bool:
     return ranks.world > 1 and config.parallel.strategy == "fsdp" and config.parallel.fsdp.meta_init
 
 
-def _construct(config: Config, components: Components) -> nn.Module:
+def constructed(config: Config, components: Components) -> nn.Module:
+    """The model as its class makes it. Raises UserError for one that cannot read the data."""
     spec = components.spec
     required = [
         name

@@ -1,6 +1,5 @@
 """Turns a checked configuration into a `Run`: the assembled model plus data, memory and files."""
 
-import functools
 import logging
 import sys
 from collections.abc import Callable, Mapping
@@ -43,7 +42,7 @@ from trainapp.train.cadences import Cadences, run_length
 from trainapp.train.components import Components, choose_device, load_components, set_global_switches
 from trainapp.train.initial_sizes import initial_sizes
 from trainapp.train.restore_point import RestorePoint
-from trainapp.train.room import require_room, room_of
+from trainapp.train.room import require_room
 from trainapp.train.run import EvalSets, Objective, Run
 from trainapp.units import bytes_text
 
@@ -134,7 +133,6 @@ def run_of(config: Config, parts: Parts, stop: StopRequest, ranks: Ranks, initia
     checkpointer = _checkpointer(config, state, ranks)
     length = run_length(config, batches, state.progress)
     meter, whole = Meter(state, memory, strategy.communication_buffers), losses.needs_whole_batch(components.task)
-    assembled.budget.room = functools.partial(room_of, config, memory, meter, ranks)
     run = Run(
         config=config,
         state=state,
@@ -148,7 +146,6 @@ def run_of(config: Config, parts: Parts, stop: StopRequest, ranks: Ranks, initia
         sizes=initial_sizes(config, ranks.world, state.global_size, eval_samples(eval_sets), whole=whole),
         memory=memory,
         meter=meter,
-        activation_budget=assembled.budget,
         offload=assembled.offload,
         tracker=SilentTracker(Path(config.run_dir)),
         checkpointer=checkpointer,

@@ -91,7 +91,6 @@ class CachedGradients:
     def _without_gradients(self, micro: MicroBatch) -> Any:
         """As in the third pass, bit for bit; a compiled forward without gradients would be other code."""
         run = self._run
-        run.activation_budget.prepare(micro.data, run.state.precision.autocast, micro.last)
 
         def call(model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
             found = embeddings.embed(self._task, model, batch, micro.samples)

@@ -19,7 +19,6 @@ from trainapp.optim.nonfinite import NonFiniteCheck
 from trainapp.parallel.ranks import Flags, Ranks, SingleRank
 from trainapp.parallel.strategy import SingleDevice
 from trainapp.signals import StopRequest
-from trainapp.techniques.budget import Budget, NoBudget
 from trainapp.techniques.offload import NoOffload, Offload
 from trainapp.tracking.loggers import Logger
 from trainapp.tracking.meter import Meter, NoUtilisation, Utilisation
@@ -118,7 +117,6 @@ class Run:
     utilisation: Utilisation | NoUtilisation = field(default_factory=NoUtilisation)
     tasks: dict[str, Task] = field(default_factory=dict)  # of the updates, by name, where there are several
     logged: dict[str, float] = field(default_factory=dict)  # metrics of the present step's finished updates
-    activation_budget: Budget | NoBudget = field(default_factory=NoBudget)
     offload: Offload | NoOffload = field(default_factory=NoOffload)
     last_evaluation: dict[str, float] = field(default_factory=dict)  # as logged; of this process
     rehearsals: int = 0  # updates yet to be checked by `train.check_exactness`

@@ -39,7 +39,6 @@ def accumulate_gradients(run: Run, step: Step, around_last: Around = _alone) -> 
     totals = source.totals
     with source.accumulating():
         for micro in source.micro_batches():
-            run.activation_budget.prepare(micro.data, run.state.precision.autocast, micro.last)
             samples = micro.samples * step.update.every  # that are trained for each of its own
             counting = run.utilisation.counting(step.update.name, samples, micro.real)
             with run.strategy.micro_batch(micro.last), watch_micro_batch(run, run.sizes.train, micro.data), counting:

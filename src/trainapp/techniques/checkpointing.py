@@ -1,0 +1,194 @@
+"""Activation checkpointing trades time for memory: a block's activations are recomputed in backward, not stored.
+
+Source: Chen et al. 2016, "Training deep nets with sublinear memory cost". The operations whose results "selective"
+keeps follow Korthikanti et al. 2022, "Reducing activation recomputation in large transformer models".
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
+
+from trainapp.config.schema import ActivationCheckpointing
+from trainapp.errors import UserError
+from trainapp.models.inspect import blocks_of
+from trainapp.techniques.recomputation import BlockState
+from trainapp.torch_operators import ATTENTION_OPERATORS, schema_of
+from trainapp.torch_private import set_activation_memory_budget
+
+
+class CheckpointCounters:
+    """Of this process, read by what counts the operations of a plan.
+
+    inside: open forwards and recomputations of checkpointed blocks. selecting: those of them with a selection policy.
+    blocks: forwards begun.
+    """
+
+    inside = selecting = blocks = 0
+
+
+Mode = Literal["none", "selective", "full"]
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+# What a mode costs, relative to recomputing a block in full: to choose by, not to predict time.
+_COST: Mapping[Mode, float] = {"none": 0.0, "selective": 0.3, "full": 1.0}
+_MATMULS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "scaled_int8_mm"})  # the last: torchao's
+_KEPT = frozenset({*_MATMULS, "convolution", *ATTENTION_OPERATORS})
+
+
+def choose_modes(peaks: Mapping[Mode, int], limit: int, blocks: int) -> list[Mode]:
+    """A mode for each of so many blocks: the cheapest whose peak stays within the limit, or else the smallest peak.
+
+    peaks: bytes of a step with all blocks in one mode; every block is taken to have an equal share of the difference.
+    Blocks are kept whole from the last one back: backward frees what they keep before it recomputes earlier ones.
+    """
+    less = {mode: peaks["none"] - peaks[mode] for mode in _COST}
+    mixes = [(full, selective) for full in range(blocks + 1) for selective in range(blocks + 1 - full)]
+
+    def excess(mix: tuple[int, int]) -> int:
+        full, selective = mix
+        return blocks * (peaks["none"] - limit) - full * less["full"] - selective * less["selective"]
+
+    def cost(mix: tuple[int, int]) -> float:
+        full, selective = mix
+        return full * _COST["full"] + selective * _COST["selective"]
+
+    fitting = [mix for mix in mixes if excess(mix) <= 0]
+    full, selective = min(fitting, key=cost) if fitting else min(mixes, key=excess)
+    modes: list[list[Mode]] = [["full"] * full, ["selective"] * selective, ["none"] * (blocks - full - selective)]
+    return [mode for part in modes for mode in part]
+
+
+def modes_of(settings: ActivationCheckpointing, blocks: int) -> list[Mode]:
+    """The mode of each block by the settings. `auto` is to be decided before, see `choose_modes`; here it is none."""
+    if settings.modes is not None:
+        return list(settings.modes)
+    mode: Mode = "none" if settings.mode == "auto" else settings.mode
+    return [mode if index % settings.every == 0 else "none" for index in range(blocks)]
+
+
+def apply(model: nn.Module, settings: ActivationCheckpointing) -> None:
+    """Checkpoint the model's blocks as the settings say. Parameter names are unchanged.
+
+    Raises UserError for a model without blocks, and for `modes` of another number of blocks.
+    """
+    _set_compiled_budget(model, settings.compiled_budget)
+    if settings.mode == "none" and settings.modes is None:
+        return
+    blocks = blocks_of(model, f"activation_checkpointing={settings.mode}")
+    modes = modes_of(settings, len(blocks))
+    if len(modes) != len(blocks):
+        raise UserError(
+            f"activation_checkpointing.modes={modes}: names {len(modes)} blocks, and {type(model).__name__} has "
+            f"{len(blocks)}; give one mode per block, or null"
+        )
+    for block, mode in zip(blocks, modes, strict=True):
+        if mode != "none":
+            block.forward = functools.partial(_checkpointed, block, block.forward, mode)
+
+
+def _set_compiled_budget(model: nn.Module, budget: float | None) -> None:
+    """For what `train.compile` compiles from now on, in this process."""
+    if budget is not None and budget < 1:
+        dropping = [name for name, m in model.named_modules() if isinstance(m, nn.modules.dropout._DropoutNd) and m.p]
+        if dropping:  # torch 2.13: the backward would draw other numbers than the forward (pytorch/pytorch#190758)
+            raise UserError(
+                f"activation_checkpointing.compiled_budget={budget}: torch would recompute dropout ({dropping[0]}) "
+                "with other random numbers, for wrong gradients; use dropout 0, or activation_checkpointing=full"
+            )
+    set_activation_memory_budget(budget)
+
+
+def _checkpointed(
+    block: nn.Module,
+    forward: Callable[..., Any],
+    mode: Mode,
+    /,  # a block may have arguments of these names
+    *inputs: Any,
+    **options: Any,
+) -> Any:
+    """`forward(*inputs, **options)`, to be recomputed in backward but for what the mode keeps."""
+    if not torch.is_grad_enabled():
+        return forward(*inputs, **options)
+    called = functools.partial(forward, **options) if options else forward  # `checkpoint` has options of its own
+    select = functools.partial(create_selective_checkpoint_contexts, policy) if mode == "selective" else None
+    if torch.compiler.is_compiling():  # a compiled graph writes what it writes once, however often it computes it
+        if select is None:  # the compiler refuses `noop_context_fn` by name (torch 2.13)
+            return checkpoint(called, *inputs, use_reentrant=False)
+        return checkpoint(called, *inputs, use_reentrant=False, context_fn=select)
+    contexts = functools.partial(_contexts, BlockState(block, (*inputs, *options.values())), select or noop_context_fn)
+    # Stopping early spares the recomputation of the last matmul, but RReLU's noise is saved before it is drawn (2.13).
+    early_stop = not any(isinstance(module, nn.RReLU) for module in block.modules())
+    return checkpoint(called, *inputs, use_reentrant=False, context_fn=contexts, early_stop=early_stop)
+
+
+def _contexts(state: BlockState, select: Callable[[], Contexts]) -> Contexts:
+    """The contexts of the forward and of the recomputation, which keep the block's state around those of `select`:
+    what selects the operations to keep must not see the copies.
+    """
+    forward, recompute = select()
+    selects = select is not noop_context_fn
+    recomputation = _Reusable(functools.partial(_recomputation, state, recompute), selects)
+    return _Reusable(functools.partial(_forward, state, forward), selects, is_forward=True), recomputation
+
+
+@contextmanager
+def _forward(state: BlockState, selecting: AbstractContextManager[Any]) -> Iterator[None]:
+    with selecting:
+        yield
+    state.finish()
+
+
+@contextmanager
+def _recomputation(state: BlockState, selecting: AbstractContextManager[Any]) -> Iterator[None]:
+    try:
+        with state.rewound(), selecting:
+            yield
+    except RuntimeError as error:
+        if "has been mutated" not in str(error):
+            raise
+        raise RuntimeError(
+            "activation_checkpointing=selective: a block writes in place to a result that is kept, as "
+            "ReLU(inplace=True) after a linear layer does; use activation_checkpointing=full"
+        ) from error
+
+
+class _Reusable:
+    """A context that is entered once per backward: a graph that is retained has several."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[None]], selects: bool, is_forward: bool = False):
+        self._make, self._selects, self._is_forward = make, selects, is_forward
+        self._stack = ExitStack()
+
+    def __enter__(self) -> None:
+        self._stack.enter_context(self._make())
+        CheckpointCounters.inside += 1
+        CheckpointCounters.selecting += self._selects
+        CheckpointCounters.blocks += self._is_forward
+
+    def __exit__(self, *error: Any) -> bool | None:
+        CheckpointCounters.inside -= 1
+        CheckpointCounters.selecting -= self._selects
+        return self._stack.__exit__(*error)
+
+
+def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Whether `selective` keeps an operation's result."""
+    # Attention with dropout is recomputed: what follows it would draw other numbers if it did not draw its own again.
+    kept = operation.overloadpacket.__name__ in _KEPT and not draws(operation, args, kwargs)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def draws(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether this call takes numbers from a generator."""
+    if torch.Tag.nondeterministic_seeded not in operation.tags:
+        return False
+    arguments = schema_of(operation).arguments
+    names = [argument.name for argument in arguments]
+    if "dropout_p" not in names:
+        return True
+    place = names.index("dropout_p")
+    return bool(args[place] if place < len(args) else kwargs.get("dropout_p", arguments[place].default_value))
