@@ -526,9 +526,9 @@ def test_nothing_private_is_used_elsewhere():
     planted = "from torch._subclasses import fake_tensor\ntorch._foreach_norm(tensor._version, self._version)"
     assert list(private_uses(planted)) == ["fake_tensor", "_foreach_norm", "_version"]
     folder = Path(torch_private.__file__).parent
-    names = ("private", "direct", "elastic", "fsdp", "operators", "compiler", "modes", "workers")
+    names = ("private", "direct", "elastic", "fsdp", "operators", "modes", "workers")
     own = {folder / f"torch_{name}.py" for name in names}
-    own |= {folder / "plan" / "cuda" / f"{name}.py" for name in ("pretend", "attention")}  # see test_pretended_cuda.py
+    own |= {folder / "planning" / "cuda" / f"{name}.py" for name in ("pretend", "attention")}  # see test_pretended_cuda.py
     found = {path.name: list(private_uses(path.read_text())) for path in folder.rglob("*.py") if path not in own}
     assert {name: uses for name, uses in found.items() if uses} == {}
 

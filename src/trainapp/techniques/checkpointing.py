@@ -36,6 +36,7 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 # What a mode costs, relative to recomputing a block in full: to choose by, not to predict time.
 _COST: Mapping[Mode, float] = {"none": 0.0, "selective": 0.3, "full": 1.0}
 _MATMULS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "scaled_int8_mm"})  # the last: torchao's
+_DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _KEPT = frozenset({*_MATMULS, "convolution", *ATTENTION_OPERATORS})
 
 
@@ -93,7 +94,7 @@ def apply(model: nn.Module, settings: ActivationCheckpointing) -> None:
 def _set_compiled_budget(model: nn.Module, budget: float | None) -> None:
     """For what `train.compile` compiles from now on, in this process."""
     if budget is not None and budget < 1:
-        dropping = [name for name, m in model.named_modules() if isinstance(m, nn.modules.dropout._DropoutNd) and m.p]
+        dropping = [name for name, m in model.named_modules() if isinstance(m, _DROPOUT) and m.p]
         if dropping:  # torch 2.13: the backward would draw other numbers than the forward (pytorch/pytorch#190758)
             raise UserError(
                 f"activation_checkpointing.compiled_budget={budget}: torch would recompute dropout ({dropping[0]}) "

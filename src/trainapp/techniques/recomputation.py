@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from trainapp.errors import TrainingStopped
 from trainapp.rng import generator_state, is_generator, set_generator_state
-from trainapp.torch_private import non_persistent_buffers, version_of
+from trainapp.torch_private import buffers_of, non_persistent_buffers, version_of
 
 
 class BlockState:
@@ -78,7 +78,7 @@ class _Held:
     def __init__(self, modules: list[nn.Module]):
         self.modules = modules
         self._attributes = [dict(vars(module)) for module in modules]
-        self._buffers = [dict(module._buffers) for module in modules]
+        self._buffers = [dict(buffers_of(module)) for module in modules]
 
     def values(self) -> Iterator[Any]:
         for held in (*self._attributes, *self._buffers):
@@ -100,7 +100,7 @@ class _Held:
     def put_back(self, copies: dict[int, Tensor]) -> None:
         """Let the modules refer to the same again, but to `copies` in place of the tensors with these ids."""
         for module, attributes, buffers in zip(self.modules, self._attributes, self._buffers, strict=True):
-            for own, held in ((vars(module), attributes), (module._buffers, buffers)):
+            for own, held in ((vars(module), attributes), (buffers_of(module), buffers)):
                 own.clear()
                 own.update({name: copies.get(id(value), value) for name, value in held.items()})
 
