@@ -528,7 +528,7 @@ def test_nothing_private_is_used_elsewhere():
     folder = Path(torch_private.__file__).parent
     names = ("private", "direct", "elastic", "fsdp", "operators", "modes", "workers")
     own = {folder / f"torch_{name}.py" for name in names}
-    own |= {folder / "planning" / "cuda" / f"{name}.py" for name in ("pretend", "attention")}  # see test_pretended_cuda.py
+    own |= {folder / "planning" / "cuda" / f"{name}.py" for name in ("pretend", "attention")}  # see their tests
     found = {path.name: list(private_uses(path.read_text())) for path in folder.rglob("*.py") if path not in own}
     assert {name: uses for name, uses in found.items() if uses} == {}
 
