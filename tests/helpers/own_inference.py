@@ -1,7 +1,6 @@
 """Tasks and data for predictions, as users write them."""
 
 import os
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -21,26 +20,6 @@ class Unlabelled(Digits):
 
     def __getitems__(self, indices):
         return super().__getitems__(indices)["inputs"]
-
-
-class FromFile(Digits):
-    """Scaled by a number in a file."""
-
-    def __init__(self, split: str, file: str = ""):
-        super().__init__(split)
-        self.scale = float(Path(file).read_text())
-
-    def __getitems__(self, indices):
-        batch = super().__getitems__(indices)
-        return {**batch, "inputs": batch["inputs"] * self.scale}
-
-
-class Unseeded(Digits):
-    """Noise from the system."""
-
-    def __getitems__(self, indices):
-        batch = super().__getitems__(indices)
-        return {**batch, "inputs": batch["inputs"] + int.from_bytes(os.urandom(2), "big") / 2**20}
 
 
 class Interrupted(Digits):
@@ -74,14 +53,6 @@ class Mean(Parts):
 
     def predict(self, model, batch):
         return model(batch["inputs"]).mean(0)
-
-
-class Square(Parts):
-    """Ten rows, whatever the batch: as many as its samples when these are ten."""
-
-    def predict(self, model, batch):
-        output = model(batch["inputs"])
-        return output.T @ output
 
 
 class Verdicts:

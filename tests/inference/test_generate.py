@@ -11,8 +11,7 @@ from markdown import commands
 from trainapp.config.schema import Generate
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.inference import generate as module
-from trainapp.inference.decoder import Cached, Uncached
-from trainapp.inference.drawing import Uniform, draw
+from trainapp.inference.generate import draw
 from trainapp.models.gpt import GPT
 
 QUIET = ("train.device=cpu", "memory.guard=false", "tracker=[]")
@@ -102,15 +101,20 @@ def test_the_end_of_a_text(tmp_path, trained):
 def test_memory_runs_out(tmp_path, trained, monkeypatch):
     """In the middle of a text: the batch is halved, and the texts are the same."""
     whole = generate(tmp_path, trained)
-    read, sizes = Cached.__call__, []
+    build, sizes = module.decoder_of, []
 
-    def fails(self, tokens):
-        sizes.append(len(tokens))
-        if len(tokens) > 2 and len(sizes) > 10:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. (a test)")
-        return read(self, tokens)
+    def failing(model, length):
+        decode = build(model, length)
 
-    monkeypatch.setattr(Cached, "__call__", fails)
+        def fails(tokens):
+            sizes.append(len(tokens))
+            if len(tokens) > 2 and len(sizes) > 10:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. (a test)")
+            return decode(tokens)
+
+        return fails
+
+    monkeypatch.setattr(module, "decoder_of", failing)
     assert generate(tmp_path, trained, "generate.batch_size=5") == whole
     assert (sizes[0], sizes[11]) == (5, 2)
 
@@ -118,18 +122,19 @@ def test_memory_runs_out(tmp_path, trained, monkeypatch):
 @pytest.mark.slow
 def test_what_is_written_is_not_generated_again(tmp_path, trained, monkeypatch):
     whole = generate(tmp_path, trained, "generate.batch_size=2")
-    draws, seen = module.continued, []
+    draws, seen = module.by_position, []
 
-    def fails(decoder, prompts, *others):
+    def fails(model, prompts, *others):
         seen.append(len(prompts))
         if len(seen) == 2:
             raise RuntimeError("a test")
-        return draws(decoder, prompts, *others)
+        return draws(model, prompts, *others)
 
-    monkeypatch.setattr(module, "continued", fails)
+    monkeypatch.setattr(module, "by_position", fails)
     with pytest.raises(RuntimeError, match="a test"):
         generate(tmp_path, trained, "generate.batch_size=2", output="again.jsonl")
-    assert lines(tmp_path / "again.jsonl.partial") == whole[:2]
+    (partial,) = tmp_path.glob("again.jsonl.*.partial")
+    assert lines(partial) == whole[:2]
     assert generate(tmp_path, trained, "generate.batch_size=2", output="again.jsonl") == whole
     assert seen == [2, 2, 2, 1]
 
@@ -187,19 +192,19 @@ def test_with_and_without_a_cache():
     model = GPT(vocab_size=40, context_length=24, depth=2, width=32, heads=4).eval()
     prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10]]
 
-    def texts(decoder, chosen):
-        uniforms = [Uniform(0, number) for number in chosen]
-        own = [prompts[number] for number in chosen]
+    def texts(model, chosen):
+        own = {number: prompts[number] for number in chosen}
         with torch.inference_mode():
-            return module.continued(
-                decoder, own, uniforms, Generate(max_new_tokens=10), frozenset(), torch.device("cpu")
-            )
+            return module.by_position(model, own, Generate(max_new_tokens=10), frozenset(), torch.device("cpu"))
 
-    whole = texts(Cached(model, 16), [0, 1, 2])
-    assert whole == texts(Uncached(model), [0, 1, 2])
-    assert whole == [texts(Uncached(model), [number])[0] for number in range(3)]
+    class WithoutCache(torch.nn.Module):
+        def forward(self, tokens):
+            return model(tokens)
+
+    whole = texts(model, [0, 1, 2])
+    assert whole == texts(WithoutCache(), [0, 1, 2])
+    assert whole == [texts(model, [number])[0] for number in range(3)]
     assert all(len(text) == 10 for text in whole)
-    assert whole != texts(Cached(model, 16), [1, 2, 0])
 
 
 def test_draws_follow_the_distribution():

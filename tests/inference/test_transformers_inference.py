@@ -11,7 +11,8 @@ pytest.importorskip("transformers", reason="needs the extra trainapp[hf]")
 import hf_files
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from trainapp.inference.decoder import CachedByTransformers, Uncached, decoder_of
+from trainapp.config.schema import Generate
+from trainapp.inference import generate as module
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 60}
 KINDS = {
@@ -19,27 +20,28 @@ KINDS = {
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 60},  # learned positions
     "mistral": SIZES | {"intermediate_size": 48, "num_key_value_heads": 1, "sliding_window": 4},
 }
-STATEFUL = SIZES | {"intermediate_size": 48, "num_hidden_layers": 3, "lru_width": 32, "attention_window_size": 8}
 QUIET = ("train.device=cpu", "memory.guard=false", "tracker=[]")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_cache_gives_the_same_logits(kind):
-    """Although `use_cache` is off in the configuration. The control: a cache that is forgotten gives others."""
+def test_padding_on_the_left_changes_no_text(kind):
+    """Although `use_cache` is off in the configuration. Drawn texts depend on seed and batch alone."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, use_cache=False, **KINDS[kind])).eval()
     for parameter in model.parameters():
         parameter.data *= 4 if parameter.ndim > 1 else 1
-    cached, forgetful, plain = decoder_of(model, 20), CachedByTransformers(model), Uncached(model)
-    assert isinstance(cached, CachedByTransformers)
-    forgotten = []
-    with torch.inference_mode():
-        for piece in torch.randint(60, (3, 12)).split([5, 1, 1, 1, 3, 1], dim=1):
-            expected = plain(piece)
-            torch.testing.assert_close(cached(piece), expected, rtol=0, atol=1e-5)
-            forgotten.append((forgetful(piece) - expected).abs().max())
-            forgetful._past = None
-    assert min(forgotten[1:]) > 1e-2
+    prompts = {0: [1, 2, 3], 1: [4], 2: [5, 6, 7, 8, 9, 10]}
+
+    def texts(chosen, ends=frozenset(), **settings):
+        chosen, settings = {number: prompts[number] for number in chosen}, Generate(max_new_tokens=10, **settings)
+        return module.by_transformers(model, chosen, settings, ends, torch.device("cpu"))
+
+    whole = texts([0, 1, 2], temperature=0.0)
+    assert whole == [texts([number], temperature=0.0)[0] for number in prompts]
+    assert all(len(text) == 10 for text in whole)
+    end = whole[0][4]
+    assert texts([0, 1, 2], frozenset({end}), temperature=0.0)[0] == whole[0][: whole[0].index(end) + 1]
+    assert texts([0, 1], temperature=5.0) == texts([0, 1], temperature=5.0) != texts([0, 1], temperature=5.0, seed=1)
 
 
 def run(folder, *overrides):
@@ -91,41 +93,3 @@ def test_a_classifier_names_its_classes(tmp_path):
     assert [line["probability"] for line in found] == pytest.approx([line["probability"] for line in alone], rel=1e-4)
     assert {line["prediction_name"] for line in found} <= {"dog", "fox"}
     assert {0: "dog", 1: "fox"}[found[0]["prediction"]] == found[0]["prediction_name"]
-
-
-def test_factors_that_change_with_the_length_do_not_depend_on_the_batch():
-    """Phi-3's `longrope`. The control: Transformers' cache alone keeps keys of short texts in long ones."""
-    torch.manual_seed(0)
-    factors = {"short_factor": [1.0] * 8, "long_factor": [8.0] * 8, "original_max_position_embeddings": 8}
-    sizes = SIZES | {"intermediate_size": 48, "max_position_embeddings": 64, "pad_token_id": 0}
-    settings = AutoConfig.for_model(
-        "phi3", **sizes, original_max_position_embeddings=8, rope_parameters={"rope_type": "longrope", **factors}
-    )
-    model = AutoModelForCausalLM.from_config(settings).eval()
-    for parameter in model.parameters():
-        parameter.data *= 4 if parameter.ndim > 1 else 1
-    tokens = torch.randint(60, (2, 14))
-    whole, pieces, plain = decoder_of(model, 20), decoder_of(model, 20), decoder_of(model, 20)
-    plain._borders = set()
-    with torch.inference_mode():
-        alone = [whole(part) for part in tokens.split([12, 1, 1], dim=1)]
-        together = [pieces(part) for part in tokens.split([3, *[1] * 11], dim=1)]
-        kept = [plain(part) for part in tokens.split([3, *[1] * 11], dim=1)]
-    for own, other, wrong in zip(alone, together[-3:], kept[-3:], strict=True):
-        torch.testing.assert_close(own, other, rtol=0, atol=1e-4)
-        assert (own - wrong).abs().max() > 1e-2
-
-
-def test_a_model_that_returns_no_cache_reads_the_whole_text():
-    """Its modules keep states, which other batches must not find."""
-    torch.manual_seed(0)
-    settings = AutoConfig.for_model("recurrent_gemma", use_cache=False, num_key_value_heads=1, **STATEFUL)
-    model = AutoModelForCausalLM.from_config(settings).eval()
-    tokens = torch.randint(60, (3, 6))
-    with torch.inference_mode():
-        expected = model(tokens).logits[:, -1]
-        for rows in (3, 1, 2):
-            decoder = decoder_of(model, 20)
-            for piece in tokens[:rows].split([3, 1, 2], dim=1):
-                found = decoder(piece)
-            torch.testing.assert_close(found, expected[:rows], rtol=0, atol=1e-5)

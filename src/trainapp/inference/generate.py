@@ -1,28 +1,27 @@
 """`mode=generate`: continues prompts, and writes one JSON line for each, in their order.
 
-A batch holds prompts of any length without padding: its sequences are read position by position, and where a prompt is
-longer than the shortest, its own tokens are read instead of drawn ones. So every model that predicts next tokens can
-generate, whether or not it knows masks, and a prompt's logits do not depend on its neighbours.
+Models of Transformers generate by their own `generate`, with padding on the left. Others are read position by position:
+where a prompt is longer than the shortest of its batch, its own tokens are read instead of drawn ones. So every model
+that predicts next tokens can generate without padding and masks, and a prompt's logits do not depend on its neighbours.
 """
 
 import functools
+import hashlib
+import inspect
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainapp.config.schema import Generate
 from trainapp.data.batch import MicroBatch, ranges
-from trainapp.errors import UserError
-from trainapp.inference.batches import begin, facts_of, output_path, write_in_batches
-from trainapp.inference.decoder import Decoder, context_of, decoder_of
-from trainapp.inference.drawing import Uniform, draw
-from trainapp.inference.lines import opened, require_replaceable
-from trainapp.inference.tokens import Codec, ends_of_text
+from trainapp.errors import TrainingStopped, UserError
+from trainapp.inference.rows import Row, begin, opened, write_rows
+from trainapp.models import transformers_models
 from trainapp.train.losses import classification, has_embeddings
 from trainapp.train.run import Run
 from trainapp.train.task_attributes import unchecked
@@ -30,6 +29,7 @@ from trainapp.train.task_attributes import unchecked
 log = logging.getLogger(__name__)
 
 SHOWN = 16  # prompts: of more, the terminal shows the first ones
+Decoder = Callable[[Tensor], Tensor]  # logits [B, V] of what comes after tokens [B, T], which follow earlier calls'
 
 
 def generate(run: Run) -> None:
@@ -39,44 +39,26 @@ def generate(run: Run) -> None:
     """
     begin(run)
     settings, data, model = run.config.generate, run.batches.dataset, run.strategy.model
-    task = unchecked(run.task)
-    if task is classification or has_embeddings(task):
-        what = "predicts classes" if task is classification else "makes embeddings of its inputs"
-        raise UserError(
-            f"mode=generate with task={run.config.task}: the run's model {what}; use mode=predict, or a run whose "
-            "model predicts next tokens"
-        )
+    _require_next_tokens(run)
     codec, ends = Codec(data), ends_of_text(settings, data, model)
     prompts = [codec.encode(prompt, number) for number, prompt in enumerate(settings.prompts)]
     _require_room(prompts, settings.max_new_tokens, context_of(model))
+    continued = by_transformers if _generates_itself(model) else by_position
 
-    def rows_of(micro: MicroBatch) -> list[dict[str, Any]]:
-        chosen: Sequence[int] = micro.data["numbers"].tolist()
-        own = [prompts[number] for number in chosen]
-        decoder = decoder_of(model, max(map(len, own)) + settings.max_new_tokens)
-        uniforms = [Uniform(settings.seed, number) for number in chosen]
-        texts = continued(decoder, own, uniforms, settings, ends, run.state.device)
+    def rows_of(micro: MicroBatch) -> list[Row]:
+        chosen = micro.data["numbers"].tolist()
+        own = {number: prompts[number] for number in chosen}
+        texts = continued(model, own, settings, ends, run.state.device)
         return [_row(codec, settings, number, tokens, ends) for number, tokens in zip(chosen, texts, strict=True)]
 
-    path = output_path(run, settings.output, "generations.jsonl")
-    facts = facts_of(run.config) | {"generate": _what_decides(run.config.to_dict()["generate"])}
-    require_replaceable(path, "generate.output")
-    with opened(path, facts, "generate.output") as lines:
-        fetched = batches_of(prompts, settings.max_new_tokens, lines.done, run.sizes.evaluation.size, run.state.device)
-        write_in_batches(run, fetched, lines, rows_of)
-        if not run.stop.agreed:
-            lines.publish()
-    if not run.stop.agreed:
-        _show(path, len(prompts))
+    with opened(run, "generations.jsonl") as rows:
+        fetched = batches_of(prompts, settings.max_new_tokens, rows.done, run.sizes.evaluation.size)
+        if write_rows(run, rows, fetched, rows_of):
+            rows.publish()
+            _show(rows.path, len(prompts))
 
 
-def _what_decides(settings: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in settings.items() if name not in ("output", "batch_size")}
-
-
-def batches_of(
-    prompts: Sequence[Sequence[int]], new: int, done: int, size: int, device: torch.device
-) -> Iterator[MicroBatch]:
+def batches_of(prompts: Sequence[Sequence[int]], new: int, done: int, size: int) -> Iterator[MicroBatch]:
     """The prompts after the first `done`, `size` at a time: their numbers, int64 [B], and zeros, int64 [B, T].
 
     The zeros have the shape of the texts with `new` tokens, by which sizes are searched.
@@ -92,55 +74,201 @@ def batches_of(
         yield MicroBatch(piece(0, end - start), end == len(prompts), True, end - start, piece)
 
 
-def continued(
-    decoder: Decoder,
-    prompts: Sequence[Sequence[int]],
-    uniforms: Sequence[Uniform],
-    settings: Generate,
-    ends: frozenset[int],
-    device: torch.device,
+# Continuing a batch: the new tokens of each prompt, at most `max_new_tokens`, the last of which may end the text.
+
+
+def _generates_itself(model: Any) -> bool:
+    return transformers_models.is_one(model) and model.can_generate()
+
+
+def by_transformers(
+    model: Any, prompts: dict[int, list[int]], settings: Generate, ends: frozenset[int], device: torch.device
 ) -> list[list[int]]:
-    """The new tokens of each prompt: at most `max_new_tokens`, the last of which may be one that ends a text."""
-    texts, finished = [list(prompt) for prompt in prompts], [False] * len(prompts)
-    limits = [len(prompt) + settings.max_new_tokens for prompt in prompts]
-    position, begun = min(map(len, prompts)), 0
+    """By the model's own `generate`. Drawn tokens depend on the batch, whose seed is that of its first prompt."""
+    longest, pad = max(map(len, prompts.values())), min(ends, default=0)
+    tokens = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in prompts.values()], device=device)
+    starts = torch.tensor([[longest - len(prompt)] for prompt in prompts.values()], device=device)
+    torch.manual_seed(_seed(settings, min(prompts)))
+    drawn = {"temperature": settings.temperature, "top_k": settings.top_k or 0, "top_p": settings.top_p}
+    texts = model.generate(
+        tokens,
+        attention_mask=(torch.arange(longest, device=device) >= starts).long(),
+        max_new_tokens=settings.max_new_tokens,
+        do_sample=settings.temperature > 0,
+        **(drawn if settings.temperature > 0 else {}),
+        eos_token_id=sorted(ends) or [-1],  # no token: without one, it would be the model's
+        pad_token_id=pad,
+        use_cache=True,
+    )
+    return [_until_the_end(text, ends) for text in texts[:, longest:].tolist()]
+
+
+def _until_the_end(tokens: list[int], ends: frozenset[int]) -> list[int]:
+    """What follows is padding."""
+    last = next((place for place, token in enumerate(tokens) if token in ends), len(tokens))
+    return tokens[: last + 1]
+
+
+def by_position(
+    model: nn.Module, prompts: dict[int, list[int]], settings: Generate, ends: frozenset[int], device: torch.device
+) -> list[list[int]]:
+    """Token by token. Each prompt draws from a generator of its own, so that its text does not depend on the batch."""
+    texts, finished = [list(prompt) for prompt in prompts.values()], [False] * len(prompts)
+    limits = [len(text) + settings.max_new_tokens for text in texts]
+    generators = [torch.Generator().manual_seed(_seed(settings, number)) for number in prompts]
+    decoder = decoder_of(model, max(limits))
+    position, begun = min(map(len, texts)), 0
     while not all(finished):
         # Sequences that have ended are read on, for the others' sake: what comes is not kept.
         rows = [text[begun:position] if len(text) >= position else [0] * (position - begun) for text in texts]
         logits = decoder(torch.tensor(rows, device=device))
         draws = [not ended and len(text) == position for text, ended in zip(texts, finished, strict=True)]
-        numbers = [uniform() if own else 0.0 for uniform, own in zip(uniforms, draws, strict=True)]
+        numbers = [
+            torch.rand((), dtype=torch.float64, generator=generator) if is_own else torch.zeros((), dtype=torch.float64)
+            for generator, is_own in zip(generators, draws, strict=True)
+        ]
         # Waits for the device once per token: what is drawn decides what is read.
-        tokens = draw(logits.float().cpu(), torch.tensor(numbers, dtype=torch.float64), settings).tolist()
+        tokens = draw(logits.float().cpu(), torch.stack(numbers), settings).tolist()
         for row, token in enumerate(tokens):
             if draws[row]:
                 texts[row].append(token)
                 finished[row] = token in ends or len(texts[row]) == limits[row]
         begun, position = position, position + 1
-    return [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
+    return [text[len(prompt) :] for text, prompt in zip(texts, prompts.values(), strict=True)]
 
 
-def _row(codec: Codec, settings: Generate, number: int, tokens: list[int], ends: frozenset[int]) -> dict[str, Any]:
-    """A prompt's line. Its text is without the token that ends it."""
-    has_ended = bool(tokens) and tokens[-1] in ends
-    text = codec.decode(tokens[:-1] if has_ended else tokens)
-    shown = {} if text is None else {"text": text}
-    ended = "end_of_text" if has_ended else "max_new_tokens"
-    return {"prompt": settings.prompts[number], **shown, "tokens": tokens, "ended": ended}
+def _seed(settings: Generate, number: int) -> int:
+    """Of the prompt of this number."""
+    digest = hashlib.sha256(f"{settings.seed} {number}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def decoder_of(model: Any, length: int) -> Decoder:
+    """For sequences of at most `length` tokens: with the model's cache of keys and values where it has `new_cache` and
+    a forward that takes `cache`; else each token is a forward of all tokens.
+    """
+    if callable(getattr(model, "new_cache", None)) and "cache" in inspect.signature(model.forward).parameters:
+        cache = model.new_cache(length)
+        return lambda tokens: _last(model(tokens, cache=cache), tokens)
+    read: list[Tensor] = []
+
+    def decode(tokens: Tensor) -> Tensor:
+        read.append(tokens)
+        whole = torch.cat(read, dim=1)
+        output = model(whole)
+        return _last(getattr(output, "logits", output), whole)
+
+    return decode
+
+
+def _last(logits: Any, tokens: Tensor) -> Tensor:
+    """Those of the last position, [B, V]. Raises UserError for a model of another kind."""
+    if not isinstance(logits, Tensor) or logits.ndim != 3 or len(logits) != len(tokens):
+        shape = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+        raise UserError(
+            f"mode=generate: the model returns {shape} for tokens {list(tokens.shape)}, not logits [B, T, vocabulary]; "
+            "use a run whose model predicts next tokens"
+        )
+    return logits[:, -1]
+
+
+def draw(logits: Tensor, numbers: Tensor, settings: Generate) -> Tensor:
+    """A token for each row, int64 [B]: temperature, top-k and top-p (Holtzman et al. 2020, arXiv:1904.09751).
+
+    logits: float [B, V] on the CPU. numbers: float64 [B], uniform in [0, 1): where in its row's distribution the token
+    lies, by falling probability. A row's token depends on that row alone. Raises TrainingStopped for logits of nan.
+    """
+    if logits.isnan().any():
+        raise TrainingStopped("mode=generate: the model's logits are nan; choose an earlier checkpoint")
+    if settings.temperature == 0:
+        return logits.argmax(-1)
+    ordered, tokens = logits.double().sort(dim=-1, descending=True, stable=True)
+    probabilities = torch.softmax((ordered / settings.temperature)[:, : settings.top_k], -1)
+    if settings.top_p < 1:
+        before = probabilities.cumsum(-1) - probabilities  # of likelier tokens: 0 for the first, which stays
+        probabilities = probabilities.where(before < settings.top_p, 0.0)
+    until = probabilities.cumsum(-1)
+    places = (until <= numbers[:, None] * until[:, -1:]).sum(-1, keepdim=True)
+    return tokens.gather(-1, places).squeeze(-1)
+
+
+# Text as the tokens of a run's data, and back
+
+
+class Codec:
+    """Of a data set with `encode(text)` and `decode(tokens)`; without them, prompts are tokens and there is no text."""
+
+    def __init__(self, data: Any):
+        methods = getattr(data, "encode", None), getattr(data, "decode", None)
+        self._encode, self._decode = methods if all(map(callable, methods)) else (None, None)
+        self._size: int | None = getattr(data, "spec", {}).get("vocab_size")
+
+    def encode(self, prompt: str | Sequence[int], number: int) -> list[int]:
+        """The tokens of a prompt. number: its place, for messages. Raises UserError for one that has none."""
+        setting = f"generate.prompts[{number}]={prompt!r}"
+        if isinstance(prompt, str) and self._encode is None:
+            raise UserError(f"{setting}: the data has no text (no `encode` and `decode`); give tokens, as in [[1,2,3]]")
+        tokens = list(self._encode(prompt) if isinstance(prompt, str) and self._encode else prompt)
+        if not tokens:
+            raise UserError(f"{setting}: has no token to continue")
+        if self._size is not None and max(tokens) >= self._size:
+            raise UserError(f"{setting}: token {max(tokens)} is not one of the vocabulary's {self._size}, from 0")
+        return tokens
+
+    def decode(self, tokens: Sequence[int]) -> str | None:
+        """Their text; None where the data has none."""
+        return None if self._decode is None else str(self._decode(list(tokens)))
+
+
+def ends_of_text(settings: Generate, data: Any, model: nn.Module) -> frozenset[int]:
+    """The tokens that end a text: as set, else the data's `end_of_text`, else those of a model of Transformers."""
+    if settings.end_of_text != "auto":
+        return frozenset() if settings.end_of_text is None else frozenset({settings.end_of_text})
+    found = getattr(data, "end_of_text", None)
+    if found is None and transformers_models.is_one(model):
+        found = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    if found is None:
+        return frozenset()
+    return frozenset(found if isinstance(found, (list, tuple)) else [found])
+
+
+def context_of(model: Any) -> int | None:
+    """The longest sequence that the model reads, where it says so."""
+    if transformers_models.is_one(model):
+        return transformers_models.positions_of(model.config)
+    length = getattr(model, "context_length", None)
+    return length if isinstance(length, int) else None
+
+
+def _require_next_tokens(run: Run) -> None:
+    task = unchecked(run.task)
+    if task is classification or has_embeddings(task):
+        what = "predicts classes" if task is classification else "makes embeddings of its inputs"
+        raise UserError(
+            f"mode=generate with task={run.config.task}: the run's model {what}; use mode=predict, or a run whose "
+            "model predicts next tokens"
+        )
 
 
 def _require_room(prompts: Sequence[Sequence[int]], new: int, context: int | None) -> None:
     """Raises UserError where a text would become longer than the model reads. The last token is not read."""
-    if context is None:
-        return
-    for number, prompt in enumerate(prompts):
-        room = context + 1 - len(prompt)
+    for number, prompt in enumerate(prompts if context is not None else ()):
+        room = (context or 0) + 1 - len(prompt)
         if room < new:
             advice = f"use at most {room}, or a shorter prompt" if room > 0 else "use a shorter prompt"
             raise UserError(
                 f"generate.max_new_tokens={new}: generate.prompts[{number}] has {len(prompt)} tokens, and the model "
                 f"reads {context}; {advice}"
             )
+
+
+def _row(codec: Codec, settings: Generate, number: int, tokens: list[int], ends: frozenset[int]) -> Row:
+    """A prompt's line. Its text is without the token that ends it."""
+    has_ended = bool(tokens) and tokens[-1] in ends
+    text = codec.decode(tokens[:-1] if has_ended else tokens)
+    shown = {} if text is None else {"text": text}
+    ended = "end_of_text" if has_ended else "max_new_tokens"
+    return {"prompt": settings.prompts[number], **shown, "tokens": tokens, "ended": ended}
 
 
 def printable(text: str) -> str:

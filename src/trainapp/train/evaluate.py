@@ -1,10 +1,11 @@
 """Evaluation: every evaluation set in turn, each sample once."""
 
 import contextlib
+import functools
 import math
 import time
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import torch
 
@@ -23,6 +24,8 @@ from trainapp.train.phase import Phase
 from trainapp.train.run import Evaluated, Objective, Run
 from trainapp.train.totals import Totals
 from trainapp.train.watching import watch_micro_batch
+
+T = TypeVar("T")
 
 
 @torch.no_grad()
@@ -67,15 +70,9 @@ def evaluate_set(run: Run, name: str, batches: EvalBatches) -> Evaluated:
     if attempt.evaluation is None or batches.is_stream:  # which can only be read from its beginning
         attempt.evaluation, attempt.collector = Totals(), collector_for(run.task)
         run.metrics.reset()
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(preserved_rng(state.device))
-        stack.enter_context(state.stateful.preserved_generators())
-        stack.enter_context(state.average.in_place_of_weights())
-        stack.enter_context(evaluation_mode((state.model, *state.stateful.modules.values())))
-        stack.enter_context(run.restore_point.undone_on_error(sizes.is_unproven))
-        for fetched in batches.from_sample(attempt.evaluation.samples, sizes.size, run.ranks):
-            for micro in sizes.cut(fetched, run.eval_ranks):
-                evaluate_batch(run, micro)
+    fetched = batches.from_sample(attempt.evaluation.samples, sizes.size, run.ranks)
+    with as_evaluated(run):
+        each_micro_batch(run, fetched, functools.partial(_totals_with, run), functools.partial(_keep, run))
         totals = attempt.collector.totals(run, attempt.evaluation, batches.is_stream)
     if run.strategy.forward_is_collective:
         run.strategy.finish_accumulation()
@@ -94,28 +91,59 @@ def evaluate_set(run: Run, name: str, batches: EvalBatches) -> Evaluated:
     return evaluated
 
 
-def evaluate_batch(run: Run, micro: MicroBatch) -> None:
-    """One evaluation micro-batch. Counted only when complete, and on all ranks or none."""
-    sizes, totals = run.sizes.evaluation, run.attempt.evaluation
+@contextlib.contextmanager
+def as_evaluated(run: Run) -> Iterator[None]:
+    """Evaluation mode, with the average's weights; generators, modes and what forwards have written are restored."""
+    state, sizes = run.state, run.sizes.evaluation
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(preserved_rng(state.device))
+        stack.enter_context(state.stateful.preserved_generators())
+        stack.enter_context(state.average.in_place_of_weights())
+        stack.enter_context(evaluation_mode((state.model, *state.stateful.modules.values())))
+        stack.enter_context(run.restore_point.undone_on_error(sizes.is_unproven))
+        yield
+
+
+def each_micro_batch(
+    run: Run, fetched: Iterable[MicroBatch], compute: Callable[[MicroBatch], T], keep: Callable[[MicroBatch, T], None]
+) -> None:
+    """The one loop over batches without training, within `as_evaluated`: of evaluations, predictions, generations.
+
+    compute: the work on a micro-batch, which may run out of memory and is then repeated; nothing of it counts yet.
+    keep: takes what it returned when the micro-batch is complete, on all ranks that evaluate together or on none.
+    """
+    sizes = run.sizes.evaluation
+    for batch in fetched:
+        for micro in sizes.cut(batch, run.eval_ranks):
+            with run.metrics.undone_on_error():
+                with watch_micro_batch(run, sizes, micro.data):
+                    result = compute(micro)
+                if sizes.is_unproven:
+                    require_all_allocated(run, sizes, run.eval_ranks)
+                run.restore_point.tensors.note_written()
+                run.eval_ranks.check_peers()  # the last moment at which a micro-batch can be repeated
+            keep(micro, result)
+            run.restore_point.take(sizes.is_unproven)
+            run.eval_ranks.check_peers()  # what follows is collective and has no vote
+            sizes.succeeded(run.eval_ranks)
+
+
+def _totals_with(run: Run, micro: MicroBatch) -> Totals:
+    """The evaluation's totals, with this micro-batch."""
+    totals = run.attempt.evaluation
     assert totals is not None, "outside an evaluation"
-    with run.metrics.undone_on_error():
-        with watch_micro_batch(run, sizes, micro.data):
-            with run.state.precision.autocast:
-                loss, count, metrics = run.strategy.evaluate(run.attempt.collector.task, micro.data)
-            finished = evaluate_metrics(metrics, run.metrics.names)
-            if micro.real:
-                run.metrics.update(metrics)
-        if sizes.is_unproven:
-            require_all_allocated(run, sizes, run.eval_ranks)
-        run.restore_point.tensors.note_written()
-        # A copy: a loss that is a view would keep its micro-batch's tensors until the evaluation ends.
-        totals = totals.plus(loss.clone(), count, finished, micro.samples, micro.real)
-        run.eval_ranks.check_peers()  # the last moment at which a micro-batch can be repeated
+    with run.state.precision.autocast:
+        loss, count, metrics = run.strategy.evaluate(run.attempt.collector.task, micro.data)
+    finished = evaluate_metrics(metrics, run.metrics.names)
+    if micro.real:
+        run.metrics.update(metrics)
+    # A copy: a loss that is a view would keep its micro-batch's tensors until the evaluation ends.
+    return totals.plus(loss.clone(), count, finished, micro.samples, micro.real)
+
+
+def _keep(run: Run, micro: MicroBatch, totals: Totals) -> None:
     run.attempt.collector.keep(micro.real)
     run.attempt.evaluation = totals
-    run.restore_point.take(sizes.is_unproven)
-    run.eval_ranks.check_peers()  # what follows is collective and has no vote
-    sizes.succeeded(run.eval_ranks)
 
 
 def record_objective(run: Run, means: dict[str, float]) -> None:
