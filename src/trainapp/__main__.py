@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 import trainapp
 from trainapp.config import command_line, compose, data_of_run, names
 from trainapp.errors import Reported, UserError
-from trainapp.launch import environment, one_run, plan_table
+from trainapp.launch import environment, one_run
 from trainapp.paths import CONF
 from trainapp.project import new
 
@@ -48,9 +48,6 @@ def job(composed: DictConfig) -> float | None:
 
             return launch.launch(config, is_sweep)
     except Exception as error:
-        if is_sweep and isinstance(error, UserError) and one_run.is_plan(composed):
-            plan_table.leave_refusal(run_dir, error, hydra_config)
-            return None
         if is_sweep:
             _log_failure(error)
             _drop_tracebacks(error)

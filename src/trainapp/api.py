@@ -1,13 +1,13 @@
-"""What `import trainapp` offers a Python program, without importing torch before it must."""
+"""What `import trainapp` offers a Python program: `train`, `load`, `predict`, `plan`. Torch is imported late."""
 
 import os
 import sys
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainapp import alone
 from trainapp.config import command_line, compose
 from trainapp.errors import UserError
 
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from trainapp.run.result import Result
+
+_running = threading.Lock()  # held by the one run in this process
 
 
 def train(overrides: Iterable[str], run_dir: str | Path, config_dir: str | Path | None = None) -> "Result":
@@ -24,11 +26,10 @@ def train(overrides: Iterable[str], run_dir: str | Path, config_dir: str | Path 
     again with the same directory continues the run there, or returns its result if it has finished. config_dir: as
     `--config-dir`, a folder with options of your own; modules are found there and in the working directory.
 
-    Trains in this process, with workers (`parallel=ddp`) below another one, and leaves the process as it was: no file
-    outside run_dir, but for the cache of $TRAINAPP_CACHE; the same working directory, environment, signal handlers, log
-    handlers, random generators and switches of torch. Modes of torch around the call, such as autocast, do not reach
-    the run. Other threads continue, but while it trains the global generators of Python, NumPy and torch are the run's:
-    what another thread draws from them changes the run.
+    Trains in this process, with several ranks (`parallel=ddp`) as a process of the command line, and leaves the
+    working directory, environment, signal handlers, log handlers and the random generators of this process as they
+    were. It expects torch as a fresh process has it: no autocast or default type around the call, no switches of its
+    own. One run at a time; while it trains, the global generators are the run's.
 
     Raises UserError for mistakes, with the message of the command line; TrainingStopped, a UserError, where training
     cannot continue; KeyboardInterrupt after Ctrl-C, once the step is finished and saved (in the main thread, where
@@ -36,24 +37,26 @@ def train(overrides: Iterable[str], run_dir: str | Path, config_dir: str | Path 
     """
     from trainapp.launch import from_python
 
-    with alone.running("trainapp.train"), _imports(config_dir):
+    with _one_run("trainapp.train"), _imports(config_dir):
         config = compose.from_command_line(_settings("train", overrides), _path("train", run_dir), config_dir)
         if config.mode != "train":
             other = "use trainapp.plan" if config.mode == "plan" else f"use `python -m trainapp mode={config.mode}`"
             raise UserError(f"trainapp.train: mode={config.mode} does not train; {other}")
-        return from_python.run(config)
+        result = from_python.run(config)
+    assert result is not None  # a training that ends writes one
+    return result
 
 
 def plan(overrides: Iterable[str] = (), config_dir: str | Path | None = None) -> dict[str, Any]:
     """The plan of `python -m trainapp OVERRIDES mode=plan`: the content of plan.json. Writes nothing.
 
     config_dir: as `--config-dir`, a folder with options of your own; modules are found there, too. Raises UserError for
-    mistakes in the configuration, with the message of the command line, and where another thread's run is in progress.
+    mistakes in the configuration, with the message of the command line.
     """
     from trainapp.planning.answer import complete
     from trainapp.planning.process import ask
 
-    with alone.brief("trainapp.plan"), _imports(config_dir):  # a run in another thread has the import path and Hydra
+    with _imports(config_dir):
         return complete(ask(compose.from_command_line(_settings("plan", overrides), config_dir=config_dir)))
 
 
@@ -72,12 +75,12 @@ def load(
     user_packages: your packages that the model, the data and the loss may come from, and config_dir: where they are
     found beside the working directory, both as for `train`. They are not taken from the checkpoint: it may be another
     person's, and would name the code that runs here. Raises UserError where there is no such checkpoint, and for one
-    that is damaged, names other packages, or does not fit; and where another thread's run is in progress.
+    that is damaged, names other packages, or does not fit.
     """
-    from trainapp.launch import borrowed
+    from trainapp.launch import from_python
 
     packages = [user_packages] if isinstance(user_packages, str) else list(user_packages)
-    with alone.brief("trainapp.load"), _imports(config_dir), borrowed.borrowed():
+    with _imports(config_dir), from_python.as_before():
         from trainapp.run import loaded
 
         return loaded.model(Path(_path("load", run_dir)), which, packages)
@@ -97,11 +100,21 @@ def predict(
 
     given = [*_settings("predict", overrides), "mode=predict"]
     given.append(command_line.override("checkpointing.resume", _path("predict", run, "run")))
-    with alone.running("trainapp.predict"), _imports(config_dir):
+    with _one_run("trainapp.predict"), _imports(config_dir):
         config = compose.from_command_line(given, _path("predict", run_dir), config_dir)
         from_python.run(config)
     output = config.predict.output
     return Path(config.run_dir) / "predictions.jsonl" if output is None else Path(output).expanduser().resolve()
+
+
+@contextmanager
+def _one_run(function: str) -> Iterator[None]:
+    if not _running.acquire(blocking=False):
+        raise UserError(f"{function}: another run is in progress in this process; one at a time")
+    try:
+        yield
+    finally:
+        _running.release()
 
 
 @contextmanager

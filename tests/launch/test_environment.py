@@ -8,7 +8,7 @@ import torch
 
 from trainapp.config import compose
 from trainapp.errors import UserError
-from trainapp.launch import environment, run_name, worker
+from trainapp.launch import environment, worker
 
 BATCH = {  # what a batch script with --ntasks=2 sees, before any srun
     "SLURM_JOB_ID": "12",
@@ -48,7 +48,7 @@ def test_a_batch_script_without_srun_is_one_process(started_by):
     started_by(BATCH)
     assert environment.scheduler_task() is None
     assert not environment.is_one_of_many_ranks()
-    assert re.fullmatch(r"\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d-[0-9a-f]{6}", run_name.default_run_name())
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d-[0-9a-f]{6}", environment.default_run_name())
     environment.export_torch_variables()
     assert not any(name in os.environ for name in TORCH)
 
@@ -59,7 +59,7 @@ def test_a_step_of_srun(started_by):
         rank=1, world=2, local_rank=1, job="12.1", first_host="127.0.0.1"
     )
     assert environment.is_one_of_many_ranks()
-    assert run_name.default_run_name() == "slurm/12.1"
+    assert environment.default_run_name() == "slurm/12.1"
     environment.export_torch_variables()
     assert [os.environ[name] for name in TORCH] == ["1", "2", "1", "127.0.0.1", str(20000 + 12 + 1009)]
 
@@ -81,7 +81,7 @@ def test_one_task_of_srun_starts_its_own_workers(started_by):
 
 def test_what_torchrun_set_stays(started_by):
     started_by(STEP | {"RANK": "5", "TORCHELASTIC_RUN_ID": "name"})
-    assert run_name.default_run_name() == "torchrun/name"
+    assert environment.default_run_name() == "torchrun/name"
     environment.export_torch_variables()
     assert os.environ["RANK"] == "5"
     assert "MASTER_ADDR" not in os.environ

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import torch
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from trainapp.config.schema import Config
@@ -78,67 +78,49 @@ MAX_FREE = 100  # restarts with a smaller micro-batch that are not counted: halv
 
 
 class Failures:
-    """How often workers of this node failed, and whether the last was an error that a restart cannot cure.
+    """How often workers of this node failed, and with which error, if a restart cannot cure it: one of Python code
+    (see `would_repeat`), or any for the second time at the same step.
 
-    It would otherwise cost `parallel.max_restarts` times the way back to the checkpoint. A restart with a smaller
-    micro-batch is not counted: a search for the size may need many, and ends at 1 anyway.
+    A restart with a smaller micro-batch is not counted: a search for the size may need many, and ends at 1 anyway.
     """
 
     def __init__(self, run_dir: Path):
-        self.run_dir, self.count = run_dir, 0
-        self.of_code: str | None = None  # an error of Python code, see `would_repeat`
-        self.repeated: str | None = None  # any other error, for the second time at the same step
+        self.run_dir, self.count, self.for_memory = run_dir, 0, 0
+        self.incurable: str | None = None
         self._before: set[str] = set()
-        self._for_memory = self._recoveries = 0
+        self._recoveries = 0
 
     def decide(self, ranks: list[int]) -> Restart:
         """Called after each failure, before the workers are restarted."""
         left = [error for rank in ranks if (error := take_error(self.run_dir, rank)) is not None]
-        self.of_code = min((error.text for error in left if error.repeats), default=None)
-        errors = {error.text for error in left}
-        self.repeated, self._before = min(errors & self._before, default=None), errors
-        if self.of_code is not None or self.repeated is not None:
+        self.incurable = min((own.text for own in left if own.repeats or own.text in self._before), default=None)
+        if self.incurable is not None:
             return Restart.REFUSED
+        self._before = {error.text for error in left}
         # Free only if the count has risen: where restart.json stays on another node's disk, the same size would fail
         # for ever, uncounted.
         recoveries = handover.recoveries(self.run_dir)
-        if recoveries > self._recoveries and self._for_memory < MAX_FREE:
+        if recoveries > self._recoveries and self.for_memory < MAX_FREE:
             self._recoveries = recoveries
-            self._for_memory += 1
+            self.for_memory += 1
             return Restart.FREE
         self.count += 1
         self._recoveries = 0  # after a crash the workers resume with the checkpoint's, which is lower
         return Restart.COUNTED
 
-    @property
-    def restarts_for_memory(self) -> str:
-        """For a message: the restarts that are not in `count`, if any."""
-        return f" (and {self._for_memory} with a smaller micro-batch)" if self._for_memory else ""
-
 
 def _why_it_ended(error: ChildFailedError, failures: "Failures") -> str:
     log_place = f"its log is in {failures.run_dir}/ranks (rank 0: trainapp.log)"
-    if failures.of_code is not None:
-        return (
-            f"a rank failed with an error that every restart would repeat: {failures.of_code}; its traceback is above, "
-            f"and {log_place}"
-        )
-    if failures.repeated is not None:
-        return (
-            f"a rank failed as it did before all workers were restarted, so that another restart would not help: "
-            f"{failures.repeated}; {log_place}"
-        )
+    if failures.incurable is not None:
+        return f"a rank failed with an error that a restart would repeat: {failures.incurable}; {log_place}"
     rank, failure = error.get_first_failure()
+    message = failure.message  # its traceback is in the rank's log, and elastic has printed it
+    reason = message["message"] if isinstance(message, dict) else message
+    free = f" (and {failures.for_memory} with a smaller micro-batch)" if failures.for_memory else ""
     return (
-        f"rank {rank} failed (exit code {failure.exitcode}) after {failures.count - 1} restarts"
-        f"{failures.restarts_for_memory}: {_reason(failure)}; {log_place}"
+        f"rank {rank} failed (exit code {failure.exitcode}) after {failures.count - 1} restarts{free}: {reason}; "
+        f"{log_place}"
     )
-
-
-def _reason(failure: ProcessFailure) -> str:
-    """The error in one line. Its traceback is in the rank's log, and elastic has printed it."""
-    message = failure.message
-    return message["message"] if isinstance(message, dict) else message
 
 
 def workers_per_node(config: Config) -> int:

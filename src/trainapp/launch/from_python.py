@@ -1,37 +1,38 @@
-"""A run that a Python program starts: in its own process or, with several workers, below another one. Imports no torch.
+"""A run that a Python program starts: in its own process or, with several ranks, as a process of the command line.
 
-Workers import the program that starts them, which would run it once more: `python -m trainapp.launch.from_python` is a
-process for them that has nothing of the caller's.
+Imports no torch before the process is prepared for it.
 """
 
+import contextlib
+import gc
 import logging
 import os
-import pickle
+import select
+import shlex
 import signal
-import struct
 import subprocess
 import sys
-import threading
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trainapp.config.schema import Config
 from trainapp.errors import TrainingStopped, UserError
-from trainapp.launch import borrowed, environment, launch
-from trainapp.run import experiment, lock
+from trainapp.launch import environment, launch
+from trainapp.run import lock
 from trainapp.signals import StopRequest
+from trainapp.tracking import terminal
 
 if TYPE_CHECKING:
-    from trainapp.run.result import Result, RunResult
+    from trainapp.run.result import Result
 
-_LENGTH = struct.Struct("!Q")
+LOG = "trainapp.log"
 _LOOK_EVERY = 0.1  # seconds: how soon a signal is passed on
-log = logging.getLogger(__name__)
 
 
-def run(config: Config) -> "Result":
-    """Train or predict as `config` says, which has an absolute `run_dir`. See `trainapp.train`. Call inside
-    `alone.running`.
+def run(config: Config) -> "Result | None":
+    """Train or predict as `config` says, which has an absolute `run_dir`. See `trainapp.train`. None where nothing was
+    trained.
     """
     function = f"trainapp.{config.mode}"
     if environment.is_one_of_many_ranks():
@@ -44,28 +45,23 @@ def run(config: Config) -> "Result":
             f"{function}: parallel.nodes={config.parallel.nodes} is started on each node by its command line, "
             f"{config.command}"
         )
-    run_dir = Path(config.run_dir)
-    before = _written_at(run_dir)
     try:
-        with borrowed.borrowed(config.memory.expandable_segments):
-            ended = _here(config) if config.parallel.strategy == "single" else _below(config)
+        if config.parallel.strategy == "single":
+            _here(config)
+        else:
+            _as_command(config)
     except SystemExit as stopped:
         if stopped.code == 128 + signal.SIGINT:
             raise KeyboardInterrupt from None
         raise
     from trainapp.run import result
 
-    if before is not None and _written_at(run_dir) == before:  # the run had already finished, and trained nothing
-        ended = result.read(run_dir) or ended
-    return result.Result(**vars(ended), run_dir=run_dir)
+    run_dir = Path(config.run_dir)
+    ended = result.read(run_dir)
+    return None if ended is None else result.Result(**vars(ended), run_dir=run_dir)
 
 
-def _written_at(run_dir: Path) -> int | None:
-    path = run_dir / experiment.RESULT
-    return path.stat().st_mtime_ns if path.exists() else None
-
-
-def _here(config: Config) -> "RunResult":
+def _here(config: Config) -> None:
     """The run in this process."""
     run_dir = Path(config.run_dir)
     try:
@@ -74,88 +70,92 @@ def _here(config: Config) -> "RunResult":
         raise UserError(f"run_dir={run_dir}: {error.strerror}; it must name a folder of yours") from None
     lock.acquire(run_dir)
     try:
-        with borrowed.logged(config):
-            return launch.run(config)
+        with as_before(config.memory.expandable_segments), _logged(run_dir):
+            launch.run(config)
     finally:
         lock.release(run_dir)
 
 
-def _below(config: Config) -> "RunResult":
-    """The run in a process that starts the workers. Signals are passed on to it, and it ends with this process."""
-    reads, writes = os.pipe()
-    paths = os.pathsep.join(filter(None, sys.path))  # users' modules, too
-    try:
-        process = subprocess.Popen(
-            [sys.executable, "-m", __name__, str(writes)],
-            stdin=subprocess.PIPE,
-            pass_fds=[writes],
-            env=os.environ | {"PYTHONPATH": paths},
+def _as_command(config: Config) -> None:
+    """The run as a process of its own, whose messages appear here. Signals are passed on to it."""
+    said = b""
+    with (
+        subprocess.Popen(
+            [sys.executable, *shlex.split(config.command)[1:]],
+            stderr=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},  # users' modules, too
             start_new_session=True,  # a terminal's Ctrl-C would reach it twice
-        )
-    finally:
-        os.close(writes)
-    assert process.stdin is not None
-    request = pickle.dumps(config)
-    with open(reads, "rb") as answer, process.stdin, StopRequest() as stop:
-        process.stdin.write(_LENGTH.pack(len(request)) + request)
-        process.stdin.flush()
-        passed_on, content = None, list[bytes]()
-        # At the same time: a pipe holds 64 KiB, and the child would wait with a longer answer.
-        reader = threading.Thread(target=lambda: content.append(answer.read()), daemon=True)
-        reader.start()
-        while process.poll() is None:
+        ) as process,
+        StopRequest() as stop,
+    ):
+        assert process.stderr is not None
+        passed_on = None
+        while True:
             if stop.signal != passed_on:
                 passed_on = stop.signal
                 process.send_signal(stop.signal or 0)
-            try:
-                process.wait(_LOOK_EVERY)
-            except subprocess.TimeoutExpired:
-                continue
-        reader.join()
-        return _answer(content[0], process.returncode)
+            if select.select([process.stderr], [], [], _LOOK_EVERY)[0]:
+                text = os.read(process.stderr.fileno(), 2**16)
+                if not text:
+                    break
+                sys.stderr.write(text.decode(errors="replace"))
+                said = (said + text)[-(2**16) :]
+    _raise_for(process.returncode, said.decode(errors="replace"))
 
 
-def _answer(content: bytes, exit_code: int) -> "RunResult":
-    if not content:
-        if exit_code > 128:
-            raise SystemExit(exit_code)
-        raise TrainingStopped(f"the process that started the workers ended (exit code {exit_code}); see its output")
-    result, error, code = pickle.loads(content)
-    if error is not None:
-        raise (TrainingStopped if code == TrainingStopped.exit_code else UserError)(error)
-    ended: RunResult = result
-    return ended
+def _raise_for(exit_code: int, said: str) -> None:
+    """What the exit code of the command line stands for. said: the end of its messages."""
+    if exit_code == 0:
+        return
+    message = said.rpartition("\ntrainapp: ")[2] if "\ntrainapp: " in f"\n{said}" else ""
+    message = "\n".join(line.strip() for line in message.removeprefix("trainapp: ").strip().splitlines())
+    if message:
+        raise (TrainingStopped if exit_code == TrainingStopped.exit_code else UserError)(message)
+    if exit_code > 128:
+        raise SystemExit(exit_code)
+    raise TrainingStopped(f"the process that started the workers ended (exit code {exit_code}); see its output")
 
 
-def main(writes: int) -> None:
-    """The process of `_below`: reads a configuration from its input, and writes how the run has ended."""
-    (length,) = _LENGTH.unpack(_read(_LENGTH.size))
-    config = pickle.loads(_read(length))
-    threading.Thread(target=_end_with_caller, daemon=True).start()
-    answer: tuple[Any, str | None, int]
+@contextlib.contextmanager
+def as_before(expandable_segments: bool = False) -> Iterator[None]:
+    """Restores the environment and the random generators of the caller's process; what else a run sets in torch is the
+    next run's to set.
+    """
+    variables = dict(os.environ)
+    # before torch is imported; other runs may follow in this process
+    launch.prepare_process(expandable_segments, deterministic=True)
+    import torch
+
+    from trainapp.rng import preserved_rng
+
+    device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
     try:
-        answer = (_here(config), None, 0)
-    except UserError as error:
-        answer = (None, str(error), error.exit_code)
-    with open(writes, "wb") as file:
-        file.write(pickle.dumps(answer))
+        with torch.inference_mode(False), torch.enable_grad(), preserved_rng(device):
+            yield
+    finally:
+        os.environ.clear()
+        os.environ.update(variables)
+        gc.unfreeze()  # else the caller's objects would never be collected
+        if torch.cuda.is_initialized():
+            gc.collect()  # the run's model, which may be in a cycle
+            torch.cuda.empty_cache()
 
 
-def _read(length: int) -> bytes:
-    """From file descriptor 0 itself: a thread that waits in `sys.stdin` would abort the interpreter's end."""
-    content = b""
-    while len(content) < length:
-        more = os.read(0, length - len(content))
-        if not more:
-            sys.exit(1)
-        content += more
-    return content
-
-
-def _end_with_caller() -> None:
-    os.read(0, 1)  # returns when the caller has closed its end, or has died
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))
+@contextlib.contextmanager
+def _logged(run_dir: Path) -> Iterator[None]:
+    """The run's log in its directory, and on the terminal unless the program has handlers of its own."""
+    logger = logging.getLogger("trainapp")
+    file = terminal.LogFile(run_dir / LOG)
+    file.setFormatter(logging.Formatter("[%(asctime)s] %(levelname)s %(message)s"))
+    handlers: list[logging.Handler] = [file, *([] if logger.hasHandlers() else [terminal.Handler(sys.stderr)])]
+    level = logger.level
+    logger.setLevel(level or logging.INFO)
+    for handler in handlers:
+        logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        for handler in handlers:
+            logger.removeHandler(handler)
+        file.close()

@@ -1,4 +1,4 @@
-"""Which process of a run holds the lock of its directory, and when; no plan in a run's directory. Imports no torch.
+"""One process per run directory: who holds its lock, and when. Imports no torch.
 
 Rank 0 of those that torchrun or a scheduler started; otherwise the process of the command line, workers or not.
 """
@@ -7,7 +7,6 @@ import contextlib
 import copy
 import errno
 import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,23 +17,16 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from trainapp.config import compose
 from trainapp.config.schema import Config
 from trainapp.errors import Reported, UserError
-from trainapp.launch import environment, run_name
-from trainapp.run import experiment, kept_run, lock, restarts
-from trainapp.units import listed
+from trainapp.launch import environment
+from trainapp.run import experiment, lock, restarts
 
 _RESTART_PATIENCE = 30.0  # seconds that a launcher may take to end the workers before these
-run_name.register()  # here, since the jobs of a launcher such as submitit import the callbacks and not __main__
-
-
-class Occupied(UserError):
-    """The directory of a job is another run's, or holds a run that a plan must not join: nothing is written there."""
+environment.register()  # here, since the jobs of a launcher such as submitit import the callbacks and not __main__
 
 
 class RefuseSecondRun(Callback):
-    """Takes the lock before Hydra writes the directory's .hydra and log, which may be those of a run in progress, and
-    refuses a plan where they are those of any run, and a run where they are those of another experiment.
-
-    Hydra swallows exceptions that its callbacks raise, hence `Reported`.
+    """Takes the lock before Hydra writes the directory's .hydra and log, which may be those of a run in progress or of
+    another experiment. Hydra swallows exceptions that its callbacks raise, hence `Reported`.
     """
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
@@ -42,39 +34,23 @@ class RefuseSecondRun(Callback):
         run_dir = _unchecked(config, "hydra.run.dir")
         try:
             if run_dir is not None:
-                _require_no_run(Path(str(run_dir)), config)
                 _claim(Path(str(run_dir)), config)
                 _require_same_experiment(Path(str(run_dir)), config)
         except UserError as error:
             raise Reported(error) from None
 
-    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
-        """Called by Hydra. The jobs' directories are not known yet: that of the sweep must be free of runs. Where only
-        a job's own settings make it a plan, and for a run that lies too deep to be found, `per_directory` tells.
-        """
-        folder = _unchecked(config, "hydra.sweep.dir")
-        if folder is not None and _has_plans(config) and (found := kept_run.runs_below(Path(str(folder)))):
-            runs = listed(f"{path} has {trace}" for path, trace in found.items())
-            raise Reported(_not_over("hydra.sweep.dir", folder, f"runs ({runs})"))
-
 
 @contextlib.contextmanager
 def per_directory(run_dir: str, composed: DictConfig) -> Iterator[None]:
-    """Hold the run directory's lock inside the block. Raises Occupied when another run uses the directory, and for a
-    plan where it holds a run.
+    """Hold the run directory's lock inside the block. Raises UserError when another run uses the directory.
 
     composed: by Hydra, and not checked yet.
     """
-    folder = Path(run_dir)
     try:
-        try:
-            _claim(folder, composed)
-            _require_no_run(folder, composed)
-        except UserError as error:
-            raise Occupied(str(error)) from None
+        _claim(Path(run_dir), composed)
         yield
     finally:
-        lock.release(folder)
+        lock.release(Path(run_dir))
 
 
 def for_worker(config: Config) -> contextlib.AbstractContextManager[None]:
@@ -85,33 +61,11 @@ def for_worker(config: Config) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext()
 
 
-def is_plan(composed: DictConfig) -> bool:
-    """Whether the configuration, not checked yet, is for `mode=plan`."""
-    return is_for_mode(composed, "plan")
-
-
-def is_for_mode(composed: DictConfig, mode: str) -> bool:
-    """Whether the configuration, not checked yet, is for this mode."""
-    return bool(_unchecked(composed, "mode") == mode)
-
-
-def _has_plans(composed: DictConfig) -> bool:
-    """Whether jobs of this sweep are plans: the mode may itself be swept."""
-    given = _unchecked(composed, "hydra.overrides.task") or []
-    swept = [str(text).partition("=")[2] for text in given if str(text).lstrip("+").startswith("mode=")]
-    return is_plan(composed) or any("plan" in re.split(r"\W+", modes) for modes in swept)
-
-
-def _require_no_run(run_dir: Path, composed: DictConfig) -> None:
-    if is_plan(composed) and (trace := kept_run.trace_of_run(run_dir)):
-        raise _not_over("hydra.run.dir", run_dir, f"a run (it has {trace})")
-
-
 def _require_same_experiment(run_dir: Path, composed: DictConfig) -> None:
     """Raises UserError, and gives the lock back, if the directory holds a run of another experiment. `launch` asks
     again, with what needs imports; of several ranks only that, which all of them take part in.
     """
-    if environment.is_one_of_many_ranks() or not kept_run.trace_of_run(run_dir):
+    if environment.is_one_of_many_ranks():
         return
     own = copy.deepcopy(composed)
     with open_dict(own):
@@ -125,13 +79,6 @@ def _require_same_experiment(run_dir: Path, composed: DictConfig) -> None:
     except UserError:
         lock.release(run_dir)
         raise
-
-
-def _not_over(setting: str, folder: Any, content: str) -> UserError:
-    return UserError(
-        f"mode=plan with {setting}={folder}: this directory holds {content}, which a plan would be taken for a part "
-        f"of; leave {setting} out, or choose another directory"
-    )
 
 
 def _claim(run_dir: Path, composed: DictConfig) -> None:
