@@ -220,7 +220,8 @@ except trainapp.UserError as error:
     assert done.returncode == 0, done.stderr
     sizes, refused, *differences = done.stdout.splitlines()[-4:]
     assert sizes == "4 64 8 True"
-    assert refused.startswith("hydra.run.dir=") and "belongs to a run of other settings" in refused
+    assert refused.startswith("hydra.run.dir=")
+    assert "belongs to a run of other settings" in refused
     assert differences[0].startswith("optimizer.lr: ")
     assert sorted(os.listdir(tmp_path)) == ["program.py", "runs"]
 

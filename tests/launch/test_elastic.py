@@ -1,9 +1,12 @@
 """Which failures of workers are followed by a restart, and which of the restarts count."""
 
+import json
+
 import pytest
+import torch
 
 from trainapp.launch.elastic import Failures
-from trainapp.launch.worker import _leave_error
+from trainapp.launch.worker import _error_file, _leave_error
 from trainapp.oom import handover
 from trainapp.parallel.ranks import SingleRank
 from trainapp.torch_elastic import Restart
