@@ -54,6 +54,67 @@ def test_a_crash_between_does_not_make_them_count(tmp_path, failures):
     assert failures.count == 1
 
 
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"oom_restarts": "9"}', '{"oom_restarts": true}', "{}"])
+def test_an_unreadable_file_is_counted(tmp_path, failures, text):
+    (tmp_path / handover.RESTART).write_text(text)
+    assert failures.decide(RANKS) is Restart.COUNTED
+
+
+def test_a_repeated_error_is_refused_whatever_was_left(tmp_path, failures):
+    for step in (3, 4):  # each for the first time
+        leave_error(tmp_path, OSError("a slow disk"), step)
+        assert failures.decide(RANKS) is Restart.COUNTED
+    leave_error(tmp_path, OSError("a slow disk"), 4)
+    (tmp_path / handover.RESTART).write_text(json.dumps({"oom_restarts": 1}))
+    assert failures.decide(RANKS) is Restart.REFUSED
+    assert failures.incurable == "OSError: a slow disk (at step 4)"
+
+
+@pytest.mark.parametrize("error", [ValueError("a mistake"), KeyError("x"), RuntimeError("compiling failed:\nsee CUDA")])
+def test_an_error_of_code_is_refused_at_once(tmp_path, failures, error):
+    leave_error(tmp_path, error)
+    assert failures.decide(RANKS) is Restart.REFUSED
+    assert failures.incurable.endswith(" (at step 3)")
+    assert failures.count == 0
+
+
+PASSING = (
+    OSError("no space left"),
+    TimeoutError("no answer"),
+    EOFError(),
+    MemoryError(),
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+    torch.AcceleratorError("device-side assert triggered"),
+    RuntimeError("CUDA error: unspecified launch failure"),
+    RuntimeError("DataLoader worker (pid 123) is killed by signal: Killed."),
+    RuntimeError("wait timed out"),
+)
+
+
+@pytest.mark.parametrize("error", PASSING, ids=lambda error: type(error).__name__)
+def test_an_error_from_outside_is_worth_a_restart(tmp_path, failures, error):
+    leave_error(tmp_path, error)
+    assert failures.decide(RANKS) is Restart.COUNTED
+
+
+def test_an_error_that_one_from_outside_has_caused_is_worth_a_restart(tmp_path, failures):
+    error = ValueError("no sample 7")
+    error.__cause__ = ConnectionResetError("reset")
+    leave_error(tmp_path, error)
+    assert failures.decide(RANKS) is Restart.COUNTED
+    error.__cause__ = None
+    leave_error(tmp_path, error)
+    assert failures.decide(RANKS) is Restart.REFUSED
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "null", "3", "\x00"])
+def test_a_damaged_error_is_none(tmp_path, failures, text):
+    path = _error_file(tmp_path, 0)
+    path.parent.mkdir()
+    path.write_text(text)
+    assert failures.decide(RANKS) is Restart.COUNTED
+
+
 def test_killed_workers_are_counted(failures):
     assert [failures.decide(RANKS) for _ in range(2)] == [Restart.COUNTED] * 2
     assert failures.count == 2
