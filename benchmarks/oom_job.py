@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from trainapp.config.validation import NonNegativeInt, PositiveInt
-from trainapp.data.synthetic import SyntheticTokens
+from trainapp.data.sets.synthetic import SyntheticTokens
 from trainapp.memory.live_tensors import LiveTensors, MemoryLimitExceeded
 from trainapp.models.gpt import GPT
 from trainapp.train import losses

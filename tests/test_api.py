@@ -17,7 +17,7 @@ from markdown import blocks
 import trainapp
 from trainapp import api
 from trainapp.checkpoint.manifest import MANIFEST, read_manifest, with_digest
-from trainapp.data.digits import Digits
+from trainapp.data.sets.digits import Digits
 from trainapp.errors import UserError
 from trainapp.launch import from_python
 from trainapp.run import result

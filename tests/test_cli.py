@@ -128,7 +128,7 @@ def test_wrong_arguments_of_model_and_data_are_reported_together(tmp_path):
 def test_model_that_cannot_read_the_data(tmp_path):
     (tmp_path / "a.txt").write_text("words " * 1000)
     done = run_cli("model=mlp", "data=text", "data.files=a.txt", cwd=tmp_path)
-    parts = ["model=trainapp.models.mlp.MLP cannot read data=trainapp.data.text.Text", "image_shape"]
+    parts = ["model=trainapp.models.mlp.MLP cannot read data=trainapp.data.sets.text.Text", "image_shape"]
     assert_refused(done, tmp_path, *parts, written={"a.txt"})
     with pytest.raises(UserError, match=r"GPT cannot read data=.*Digits.*vocab_size"):
         runs.run(tmp_path / "run", "model=gpt", "data=digits")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from trainapp.data.digits import DigitPairs, Digits, load, split_indices
+from trainapp.data.sets.digits import DigitPairs, Digits, load, split_indices
 
 
 def test_shipped_arrays_equal_the_source():

@@ -11,12 +11,12 @@ import torch
 from torch.utils.data import Dataset, default_collate
 
 from trainapp.data.batch import pieces_of
-from trainapp.data.digits import Digits
 from trainapp.data.loader import BatchLoader, Fetcher, Request, worker_count
 from trainapp.data.progress import Progress
 from trainapp.data.sampler import epoch_order
+from trainapp.data.sets.digits import Digits
+from trainapp.data.sets.synthetic import SyntheticTokens
 from trainapp.data.source import EvalBatches, TrainBatches
-from trainapp.data.synthetic import SyntheticTokens
 from trainapp.parallel.ranks import SingleRank
 
 CPU = torch.device("cpu")

@@ -7,11 +7,11 @@ import pytest
 import runs
 import torch
 
-from trainapp.data.digits import Digits
 from trainapp.data.progress import Progress
 from trainapp.data.sampler import Sampler, Weighted
+from trainapp.data.sets.digits import Digits
+from trainapp.data.sets.synthetic import SyntheticImages
 from trainapp.data.source import TrainBatches
-from trainapp.data.synthetic import SyntheticImages
 from trainapp.errors import UserError
 from trainapp.train import loop
 

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from trainapp.data.sft import IGNORED, packed
-from trainapp.data.tokenizer import load_tokenizer, with_padding
+from trainapp.data.sets.sft import IGNORED, packed
+from trainapp.data.sets.tokenizer import load_tokenizer, with_padding
 from trainapp.errors import UserError
 
 pytest.importorskip("transformers", reason="needs the extra trainapp[hf]")
 
-from trainapp.data.sft import SupervisedFineTuning
+from trainapp.data.sets.sft import SupervisedFineTuning
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +95,19 @@ def test_of_a_conversation_the_assistants_messages_count(make):
     counted, text = answers(data, 0)
     assert counted == "jumps<|endoftext|>the dog<|endoftext|>"
     assert text == "<user>the fox<assistant>jumps<|endoftext|><user>over<assistant>the dog"
+
+
+def test_a_template_may_mark_what_the_assistant_writes(make, tmp_path):
+    """Then the text of a message may depend on those after it."""
+    template = tmp_path / "template"
+    template.write_text(
+        "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}{% generation %}"
+        "{{ m.content if loop.last else 'short' }}{{ eos_token }}{% endgeneration %}"
+        "{% else %}{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    turns = [("user", "the fox"), ("assistant", "jumps"), ("user", "over"), ("assistant", "the dog")]
+    data = make([{"messages": [{"role": role, "content": text} for role, text in turns]}], chat_template=str(template))
+    assert answers(data, 0)[0] == "short<|endoftext|>the dog<|endoftext|>"
 
 
 def test_a_prompt_is_written_as_the_examples_are(make):

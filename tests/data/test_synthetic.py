@@ -4,7 +4,7 @@ import torch
 from torch.utils.data import default_collate
 
 from trainapp.config.validation import check_arguments
-from trainapp.data.synthetic import SyntheticImages, SyntheticTokens
+from trainapp.data.sets.synthetic import SyntheticImages, SyntheticTokens
 
 
 def test_images_have_the_configured_shape_and_unit_variance():

@@ -12,8 +12,8 @@ import torch
 from on_gpu import LARGE, MIB, ON_GPU, launched
 
 from trainapp.config import schema
-from trainapp.data.digits import Digits
 from trainapp.data.progress import Progress
+from trainapp.data.sets.digits import Digits
 from trainapp.data.source import TrainBatches
 from trainapp.memory import backends
 from trainapp.train import loop

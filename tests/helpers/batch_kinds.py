@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import default_collate
 
-from trainapp.data.digits import Digits
+from trainapp.data.sets.digits import Digits
 
 
 class Encoding(UserDict):

@@ -11,7 +11,7 @@ from own_tasks import Net
 from torch import nn
 from torch.nn import functional as F
 
-from trainapp.data.digits import Digits
+from trainapp.data.sets.digits import Digits
 
 
 def cross_entropies(model, batch):

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from trainapp.data.digits import Digits
+from trainapp.data.sets.digits import Digits
 
 
 class Named(Digits):

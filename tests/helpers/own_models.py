@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from trainapp.data.digits import Digits
+from trainapp.data.sets.digits import Digits
 from trainapp.models.gpt import GPT
 
 

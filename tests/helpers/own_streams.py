@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
-from trainapp.data.digits import Digits
+from trainapp.data.sets.digits import Digits
 
 
 class Plain(IterableDataset):

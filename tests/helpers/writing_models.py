@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from trainapp.data.digits import Digits
+from trainapp.data.sets.digits import Digits
 
 
 class Base(nn.Module):

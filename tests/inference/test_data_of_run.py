@@ -31,7 +31,7 @@ def test_only_what_is_changed_differs_from_the_runs_data(trained):
     checkpoint = trained / "checkpoints/step_00000002"
     for resume in (trained, checkpoint, f"'{trained}'"):
         _, _, target, *own, changed = expanded(resume, "data.seed=3")
-        assert (target, changed) == ("data._target_=trainapp.data.digits.Digits", "data.seed=3")
+        assert (target, changed) == ("data._target_=trainapp.data.sets.digits.Digits", "data.seed=3")
         assert "data.augment=true" in own
 
 
@@ -39,7 +39,7 @@ def test_every_name_of_a_checkpoint_is_known_and_copies_are_not(trained, tmp_pat
     folder = tmp_path / "checkpoints"
     shutil.copytree(trained / "checkpoints/step_00000002", folder / "step_00000002")
     for name, seed in (("step_00000002_backup", 5), ("step_00000001", 7)):
-        data = {"target": "trainapp.data.digits.Digits", "arguments": {"seed": seed}}
+        data = {"target": "trainapp.data.sets.digits.Digits", "arguments": {"seed": seed}}
         (folder / name).mkdir()
         (folder / name / "manifest.json").write_text(json.dumps({"config": {"data": data}}))
     (folder / "best").write_text("step_00000001\n")

@@ -164,7 +164,7 @@ def test_a_classifier_is_refused(tmp_path):
 
 
 def test_a_model_of_embeddings_is_refused(tmp_path):
-    pairs = ("data=digits", "data._target_=trainapp.data.digits.DigitPairs", "~data.augment", "task=contrastive")
+    pairs = ("data=digits", "data._target_=trainapp.data.sets.digits.DigitPairs", "~data.augment", "task=contrastive")
     runs.run(tmp_path / "run", *runs.MODELS["mlp"], *pairs, "train.max_steps=1")
     with pytest.raises(UserError, match="task=contrastive: the run's model makes embeddings of its inputs; use"):
         generate(tmp_path, tmp_path / "run", prompts=[[1, 2, 3]])

@@ -180,7 +180,7 @@ def test_other_data_and_names_of_classes(tmp_path, trained):
     unlabelled = predict(tmp_path, trained, *OWN, "data._target_=own_inference.Unlabelled")
     assert [line["prediction"] for line in unlabelled] == [line["prediction"] for line in named]
     assert len(predict(tmp_path, trained, "predict.split=train", "data.num_workers=0")) == 1437
-    more = "+eval.more={_target_: trainapp.data.digits.Digits, split: train}"
+    more = "+eval.more={_target_: trainapp.data.sets.digits.Digits, split: train}"
     assert len(predict(tmp_path, trained, more, "predict.split=more")) == 1437
 
 

@@ -11,7 +11,7 @@ import torch
 from batch_kinds import KINDS
 from runs import differences
 
-from trainapp.data.digits import Digits
+from trainapp.data.sets.digits import Digits
 
 from .conftest import tiny
 from .inject import Injector, Recorded

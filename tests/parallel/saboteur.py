@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from trainapp.data.synthetic import SyntheticTokens
+from trainapp.data.sets.synthetic import SyntheticTokens
 
 from . import faults
 

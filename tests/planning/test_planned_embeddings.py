@@ -8,7 +8,7 @@ from trainapp.planning.traced_run import trace
 from trainapp.train.components import load_components
 
 CHOSEN = (
-    *("model=mlp", "model.width=16", "data._target_=trainapp.data.digits.DigitPairs"),
+    *("model=mlp", "model.width=16", "data._target_=trainapp.data.sets.digits.DigitPairs"),
     *("every.eval=4", "memory.limit=1GiB", "train.grad_clip=null"),
     *("batch.eval_micro_size=50", "batch.global_size=128"),
 )

@@ -243,7 +243,7 @@ def test_fewer_samples_would_be_another_loss(tmp_path):
 
 def test_the_shipped_task_learns(tmp_path):
     """Untrained, the second view of an image is found among 360 by chance and likeness."""
-    chosen = ("model=mlp", "model.width=128", "data._target_=trainapp.data.digits.DigitPairs", "optimizer.lr=0.01",
+    chosen = ("model=mlp", "model.width=128", "data._target_=trainapp.data.sets.digits.DigitPairs", "optimizer.lr=0.01",
               "batch.global_size=256", "batch.micro_size=64", "train.max_steps=80", "every.log=40", "every.eval=20",
               "every.save=null", "train.grad_clip=null")  # fmt: skip
     result = runs.run(tmp_path, *chosen)
@@ -262,4 +262,4 @@ def test_the_task_of_the_documentation(tmp_path, monkeypatch):
 def test_views_are_needed(tmp_path):
     with pytest.raises(UserError, match=r"inputs of shape \[samples, 2, ...\], two views of each sample, but") as no:
         runs.run(tmp_path, *runs.MODELS["mlp"], "task=contrastive")
-    assert str(no.value).endswith("data._target_=trainapp.data.digits.DigitPairs has them")
+    assert str(no.value).endswith("data._target_=trainapp.data.sets.digits.DigitPairs has them")

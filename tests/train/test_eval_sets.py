@@ -14,8 +14,8 @@ from trainapp.run import runner
 from trainapp.signals import StopRequest
 
 MLP = (*runs.MODELS["mlp"], "every.eval=2")
-TRAIN_SPLIT = "+eval.seen={_target_: trainapp.data.digits.Digits, split: train}"
-SHIFTED = "+eval.shifted={_target_: trainapp.data.synthetic.SyntheticImages, image_shape: [1, 8, 8], val_size: 30}"
+TRAIN_SPLIT = "+eval.seen={_target_: trainapp.data.sets.digits.Digits, split: train}"
+SHIFTED = "+eval.shifted={_target_: trainapp.data.sets.synthetic.SyntheticImages, image_shape: [1, 8, 8], val_size: 30}"
 BOTH = (TRAIN_SPLIT, SHIFTED)
 
 
@@ -133,19 +133,22 @@ def test_a_resumed_run_may_have_others(tmp_path):
     [
         ("+eval.hard=digits", r"eval\.hard=digits: must be a data set with a _target_"),
         (
-            "+eval.hard={_target_: trainapp.data.digits.Digit}",
+            "+eval.hard={_target_: trainapp.data.sets.digits.Digit}",
             r"eval\.hard\._target_=.* has no class or function Digit",
         ),
         ("+eval.hard={_target_: os.system}", r"eval\.hard\._target_=os\.system: not among the packages"),
         (
-            "+eval.hard={_target_: trainapp.data.digits.Digits, augmnt: true}",
+            "+eval.hard={_target_: trainapp.data.sets.digits.Digits, augmnt: true}",
             r"eval\.hard\.augmnt: no such setting; did you mean 'augment'\?",
         ),
         (
-            "+eval.hard={_target_: trainapp.data.digits.Digits, num_workers: 2}",
+            "+eval.hard={_target_: trainapp.data.sets.digits.Digits, num_workers: 2}",
             r"eval\.hard\.num_workers: is set for all data sets together, by data\.num_workers",
         ),
-        ("+eval={a b: {_target_: trainapp.data.digits.Digits}}", r"eval\.a b=a b: must be letters, digits, _ and -"),
+        (
+            "+eval={a b: {_target_: trainapp.data.sets.digits.Digits}}",
+            r"eval\.a b=a b: must be letters, digits, _ and -",
+        ),
     ],
 )
 def test_mistakes(tmp_path, override, message):

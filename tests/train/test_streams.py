@@ -8,7 +8,7 @@ import runs
 import torch
 from oom.inject import Injector
 
-from trainapp.data.digits import Digits
+from trainapp.data.sets.digits import Digits
 from trainapp.errors import UserError
 from trainapp.parallel.ranks import SingleRank
 from trainapp.run import runner

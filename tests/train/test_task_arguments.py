@@ -152,7 +152,7 @@ def test_arguments_that_a_task_does_not_take(tmp_path, task, message):
 
 
 def test_the_temperature_of_a_contrastive_loss(tmp_path):
-    data = ("data._target_=trainapp.data.digits.DigitPairs", "batch.global_size=32", "train.max_steps=1")
+    data = ("data._target_=trainapp.data.sets.digits.DigitPairs", "batch.global_size=32", "train.max_steps=1")
     for temperature in (0.1, 1.0):
         task = f"task={{_target_: contrastive, temperature: {temperature}}}"
         runs.run(tmp_path / str(temperature), "model=mlp", *data, task, "every.log=1")

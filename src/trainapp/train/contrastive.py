@@ -62,7 +62,7 @@ class Contrastive(EmbeddingTask):
         if inputs.ndim < 3 or inputs.shape[1] != 2:
             raise UserError(
                 f"task=contrastive: needs inputs of shape [samples, 2, ...], two views of each sample, but they have "
-                f"{list(inputs.shape)}; data._target_=trainapp.data.digits.DigitPairs "
+                f"{list(inputs.shape)}; data._target_=trainapp.data.sets.digits.DigitPairs "
                 "has them"
             )
         features = model(inputs.flatten(0, 1)).flatten(1).float()

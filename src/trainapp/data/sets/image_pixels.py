@@ -13,7 +13,6 @@ import numpy as np
 RATIO = (3 / 4, 4 / 3)  # width to height of a random crop
 CENTER = 0.875  # the share of the shorter side that evaluation sees: 224 of 256
 ATTEMPTS = 10
-ORIENTATION = 0x0112  # the EXIF tag
 # Of a file's own, and the same whenever it is read. Others, such as too many open files or a lost server, are the
 # machine's: a run that left such files out would depend on them.
 _OF_FILE = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ELOOP, errno.ENXIO)
@@ -31,13 +30,13 @@ def read(path: str) -> Any:
     Raises UnreadableImage for a file that is damaged, no image, missing or not to be read, and OSError for what is not
     the file's fault.
     """
-    from PIL import Image  # late: only this data set needs it
+    from PIL import Image, ImageOps  # late: only this data set needs it
 
     try:
         with Image.open(path) as image:
             image.load()
             # Older versions of Pillow have the 16 bits of a PNG in mode I.
-            return to_rgb(_upright(image), is_16_bit=image.format == "PNG")
+            return to_rgb(ImageOps.exif_transpose(image), is_16_bit=image.format == "PNG")
     except MemoryError:
         raise
     except OSError as error:
@@ -47,25 +46,6 @@ def read(path: str) -> Any:
         raise UnreadableImage(reason) from None
     except Exception as error:  # decoders raise SyntaxError, struct.error, EOFError and others for damaged files
         raise UnreadableImage(f"{type(error).__name__}: {error}") from None
-
-
-def _upright(image: Any) -> Any:
-    from PIL.Image import Transpose
-
-    turns = {
-        2: Transpose.FLIP_LEFT_RIGHT,
-        3: Transpose.ROTATE_180,
-        4: Transpose.FLIP_TOP_BOTTOM,
-        5: Transpose.TRANSPOSE,
-        6: Transpose.ROTATE_270,
-        7: Transpose.TRANSVERSE,
-        8: Transpose.ROTATE_90,
-    }
-    try:
-        turn = turns.get(image.getexif().get(ORIENTATION))
-    except Exception:  # damaged EXIF data of an image whose pixels are fine
-        turn = None
-    return image if turn is None else image.transpose(turn)
 
 
 def to_rgb(image: Any, is_16_bit: bool = False) -> Any:

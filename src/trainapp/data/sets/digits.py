@@ -9,8 +9,8 @@ import torch
 from numpy.lib.stride_tricks import sliding_window_view
 
 from trainapp.config.validation import Bool, NonNegativeInt
-from trainapp.data.batched import BatchedDataset
 from trainapp.data.counter_rng import uniform
+from trainapp.data.sets.batched import BatchedDataset
 
 # Of the training split's pixels, which lie in 0..16.
 MEAN, STD = 4.892, 6.019

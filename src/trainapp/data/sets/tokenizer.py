@@ -6,17 +6,49 @@ import logging
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from trainapp.data.token_store import key_of
+from trainapp.data.sets.batched import BatchedDataset
+from trainapp.data.sets.token_store import key_of
 from trainapp.errors import UserError
 
 END = "<|endoftext|>"  # of a document, for a BPE trained here
 AT_ONCE = 1000  # texts: a tokenizer in Rust takes them in parallel
 log = logging.getLogger(__name__)
+
+
+class Tokenized(BatchedDataset):
+    """name: a folder, a tokenizer.json or a name on the hub.
+
+    Attributes: `tokenizer`; `vocabulary`, a digest of what its tokens mean.
+    """
+
+    def __init__(self, name: str):
+        self.tokenizer = load_tokenizer(name)
+        self.vocabulary = vocabulary_of(self.tokenizer)
+
+    def save_tokenizer(self, folder: Path) -> None:
+        """Write the tokenizer into a folder, with the token that the data pads with where it has none of its own."""
+        padded = getattr(self, "spec", {}).get("pad_token_id")
+        written = self.tokenizer if padded is None else with_padding(self.tokenizer, padded)
+        written.save_pretrained(str(folder))
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text to continue: as in a block, without special ones."""
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Their text, without special tokens."""
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    @property
+    def end_of_text(self) -> int | None:
+        """The token that ends a text, where the tokenizer has one."""
+        end: int | None = self.tokenizer.eos_token_id
+        return end
 
 
 def require_package(name: str, setting: str) -> Any:

@@ -11,13 +11,10 @@ import torch
 from numpy.lib.stride_tricks import sliding_window_view
 
 from trainapp.config.validation import Fraction, PositiveInt, Str
-from trainapp.data import tokenizer as tokenizers
-from trainapp.data.batched import Windows
-from trainapp.data.classes import numbered_classes
-from trainapp.data.token_store import TokenStore, key_of, token_store
-from trainapp.data.tokenized import Tokenized
+from trainapp.data.sets import tokenizer as tokenizers
+from trainapp.data.sets.batched import Windows
+from trainapp.data.sets.token_store import TokenStore, cache_directory, key_of, token_store
 from trainapp.errors import UserError
-from trainapp.paths import user_cache_dir
 from trainapp.units import listed
 
 log = logging.getLogger(__name__)
@@ -51,7 +48,7 @@ def open_dataset(
     rows. Tokens and tokenizers are kept in `cache_dir`; see `paths.user_cache_dir` for the default.
     Raises UserError for a path, split or column that does not exist, and for a text too short for one block.
     """
-    directory = user_cache_dir() if cache_dir is None else Path(cache_dir).expanduser()
+    directory = cache_directory(cache_dir)
     train, rows = _rows(split, path, name, train_split, val_split, val_fraction, directory)
     for setting, column in (("text", text), *([("label", label)] if label else [])):
         if column not in rows.column_names:
@@ -134,29 +131,47 @@ def _texts(rows: Any, column: str) -> Iterator[str]:
         yield value
 
 
-def _fingerprint(rows: Any, *columns: str) -> str:
+def _fingerprint(rows: Any, column: str) -> str:
     """Of what the rows hold: `datasets` keeps one, from the files and what was done to them; a file that is written
     again gets a new one.
     """
-    return key_of(rows._fingerprint, len(rows), *columns)
+    return key_of(rows._fingerprint, len(rows), column)
 
 
-class _Texts(Tokenized):
-    """What both kinds have in common: texts as tokens."""
+def _tokens(rows: Any, column: str, tokenizer: Any, directory: Path, special: bool, ending: list[int]) -> TokenStore:
+    """The texts of a column as tokens, each followed by `ending`."""
+    key = key_of(_fingerprint(rows, column), tokenizers.digest_of(tokenizer), special, ending)
+    coded = lambda: tokenizers.encoded(tokenizer, _texts(rows, column), special)  # noqa: E731
+    return token_store(directory, key, lambda: (ids + ending for ids in coded()))
 
-    def __init__(self, name: str, context_length: int):
-        super().__init__(name)
-        self.spec: dict[str, Any] = {"vocab_size": len(self.tokenizer), "context_length": context_length}
 
-    def _store(self, rows: Any, column: str, directory: Path, special: bool, ending: list[int]) -> TokenStore:
-        key = key_of(_fingerprint(rows, column), tokenizers.digest_of(self.tokenizer), special, ending)
-        texts = lambda: _texts(rows, column)  # noqa: E731
-        return token_store(
-            directory, key, lambda: (ids + ending for ids in tokenizers.encoded(self.tokenizer, texts(), special))
+def numbered_classes(rows: Any, train: Any, label: str, wanted: list[str] | None) -> tuple[list[str], dict[Any, int]]:
+    """The class names, and the class index of each label. Raises UserError for a label without a class, or a value that
+    is not a label.
+    """
+    if wanted is not None and len(set(wanted)) < len(wanted):
+        raise UserError(f"data.classes={wanted}: a class is named twice; name each once")
+    names = getattr(rows.features[label], "names", None)
+    try:
+        values = list(range(len(names))) if names else sorted(set(train[label]) - {None})
+        own = set(rows[label])
+    except TypeError:  # lists, or labels of several types
+        raise UserError(
+            f"data.label={label}: a text has one class, a number or a name, and all of them are of one type; write one "
+            "per row, or give data and loss of your own"
+        ) from None
+    by_name = dict(zip(map(str, names or values), values, strict=True))
+    order = list(by_name) if wanted is None else list(wanted)
+    missing: list[Any] = [name for name in by_name if name not in order] + sorted(own - set(values), key=str)
+    if missing:
+        raise UserError(
+            f"data.label={label}: {listed(map(str, missing))} have no class: not among {listed(order)}, which "
+            f"{'the training rows have' if wanted is None else 'data.classes names'}"
         )
+    return order, {by_name[name]: number for number, name in enumerate(order) if name in by_name}
 
 
-class Blocks(_Texts, Windows):
+class Blocks(tokenizers.Tokenized, Windows):
     """Windows of the joined texts: inputs int64 [B, context_length], targets the same shifted by one token.
 
     A token for the end of a text is between two of them, where the tokenizer has one; a block may hold several texts,
@@ -166,9 +181,10 @@ class Blocks(_Texts, Windows):
     task = "next_token"
 
     def __init__(self, rows: Any, text: str, tokenizer: str, context_length: int, directory: Path, split: str):
-        super().__init__(tokenizer, context_length)
+        super().__init__(tokenizer)
+        self.spec: dict[str, Any] = {"vocab_size": len(self.tokenizer), "context_length": context_length}
         end = self.tokenizer.eos_token_id
-        store = self._store(rows, text, directory, False, [] if end is None else [end])
+        store = _tokens(rows, text, self.tokenizer, directory, False, [] if end is None else [end])
         needed = context_length + 1
         if split == "val" and not len(rows):
             self._windows = np.empty((0, needed), np.int32)
@@ -181,7 +197,7 @@ class Blocks(_Texts, Windows):
         self._windows = sliding_window_view(store.tokens, needed)[::context_length]
 
 
-class Labelled(_Texts):
+class Labelled(tokenizers.Tokenized):
     """Texts and classes: inputs int64 [B, T], attention_mask int64 [B, T] with 0 where padded to the longest of the
     batch, targets int64 [B] where the rows have labels.
 
@@ -202,15 +218,21 @@ class Labelled(_Texts):
         context_length: int,
         directory: Path,
     ):
-        super().__init__(tokenizer, context_length)
+        super().__init__(tokenizer)
         self.class_names, self._targets = classes or [], None
         if label is not None:
             self.class_names, numbers = numbered_classes(rows, train, label, classes)
             self._targets = np.array([numbers[value] for value in rows[label]], np.int64)
-        self._texts = self._store(rows, text, directory, True, [])
+        self._texts = _tokens(rows, text, self.tokenizer, directory, True, [])
         self._special = frozenset(self.tokenizer.all_special_ids)
         self._longest, self._padding = context_length, tokenizers.padding_of(self.tokenizer)
-        self.spec |= {"num_classes": len(self.class_names), "classes": self.class_names, "pad_token_id": self._padding}
+        self.spec: dict[str, Any] = {
+            "vocab_size": len(self.tokenizer),
+            "context_length": context_length,
+            "num_classes": len(self.class_names),
+            "classes": self.class_names,
+            "pad_token_id": self._padding,
+        }
         cut = int((self._texts.lengths > context_length).sum())
         if cut:
             log.warning("data.context_length=%d: %d of %d texts are longer, and cut", context_length, cut, len(self))

@@ -2,6 +2,7 @@
 
 import logging
 import mmap
+import os
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 from pydantic import Field
 
 from trainapp.config.validation import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Str
-from trainapp.data import image_files, image_pixels
+from trainapp.data.sets import image_files, image_pixels
 from trainapp.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -77,7 +78,7 @@ class Images(torch.utils.data.Dataset):
         self._mean, self._std = np.array(mean, dtype=np.float32), np.array(std, dtype=np.float32)
         self._files = found.paths
         # One byte per image in memory that forked loader processes share: which were left out.
-        self._left_out = np.frombuffer(mmap.mmap(-1, max(1, len(found.paths))), dtype=np.uint8)
+        self._left_out = np.frombuffer(mmap.mmap(-1, max(1, len(self._files))), dtype=np.uint8)
 
     def __len__(self) -> int:
         return len(self._files)
@@ -85,7 +86,7 @@ class Images(torch.utils.data.Dataset):
     @property
     def left_out(self) -> list[str]:
         """The files that could not be read so far, by any process of this rank's loader."""
-        return [self._files[index] for index in np.flatnonzero(self._left_out).tolist()]
+        return [os.fsdecode(path) for path in self._files[np.flatnonzero(self._left_out)]]
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """One sample. Raises IndexError beyond the data, and UserError for a file that cannot be read."""
@@ -135,10 +136,11 @@ class Images(torch.utils.data.Dataset):
         reason = ""
         for number in range(len(self)):
             place = (index + number) % len(self)
+            path = os.fsdecode(self._files[place])
             try:
-                return image_pixels.read(self._files[place]), int(self.targets[place])
+                return image_pixels.read(path), int(self.targets[place])
             except image_pixels.UnreadableImage as error:
-                reason = f"{self._files[place]} cannot be read as an image ({error})"
+                reason = f"{path} cannot be read as an image ({error})"
             if self.on_error == "stop":
                 raise UserError(
                     f"data.on_error=stop: {reason}; repair or remove the file, or use data.on_error=skip, which counts "

@@ -1,6 +1,7 @@
 """Examples for fine-tuning, from JSON lines to tokens of which those of the answers are marked."""
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ import numpy as np
 from trainapp.errors import UserError
 
 ANSWER = 1 << 30  # in a stored token: it is one of an answer
+MARKS_ANSWERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class Example(NamedTuple):
@@ -107,11 +109,14 @@ def _conversation(place: str, turns: Any, tokenizer: Any) -> np.ndarray:
                 f"data.files: {place}: message {number} (of {turn['role']}) has no content, which would count "
                 'as an empty text; give it one ("" for none), or leave the example out'
             )
-    if not getattr(tokenizer, "chat_template", None):
+    template = getattr(tokenizer, "chat_template", None)
+    if not template:
         raise UserError(
             f"data.files: {place}: the tokenizer has no chat template, which turns messages into text; name a file "
             "with one by data.chat_template, or give prompts and answers"
         )
+    if tokenizer.is_fast and MARKS_ANSWERS.search(str(template)):
+        return _marked_by_template(place, turns, tokenizer)
     whole = _templated(place, turns, tokenizer, False)
     answers = []
     for number, turn in enumerate(turns):
@@ -133,6 +138,15 @@ def _templated(place: str, turns: list[dict[str, Any]], tokenizer: Any, prompts:
         return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=prompts))
     except Exception as error:  # whatever a template raises, such as on roles that do not alternate
         raise UserError(f"data.files: {place}: the chat template refuses the messages: {error}") from None
+
+
+def _marked_by_template(place: str, turns: list[dict[str, Any]], tokenizer: Any) -> np.ndarray:
+    """By a template that says itself what the assistant writes: `{% generation %}`."""
+    try:
+        coded = tokenizer.apply_chat_template(turns, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+    except Exception as error:
+        raise UserError(f"data.files: {place}: the chat template refuses the messages: {error}") from None
+    return _marked(list(coded["input_ids"]), [bool(own) for own in coded["assistant_masks"]])
 
 
 def _with_spans(text: str, answers: list[tuple[int, int]], tokenizer: Any) -> np.ndarray:

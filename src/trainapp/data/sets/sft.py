@@ -1,10 +1,7 @@
 """Prompts and answers, or conversations, for supervised fine-tuning: the loss is on the answers alone."""
 
 import bisect
-import glob
-import hashlib
 import logging
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -13,20 +10,17 @@ import numpy as np
 import torch
 
 from trainapp.config.validation import Bool, Fraction, PositiveInt, Str
-from trainapp.data import tokenizer as tokenizers
-from trainapp.data.cache import read_chunks
-from trainapp.data.examples import ANSWER, message_tokens, prompt_tokens, read_examples, tokenized
-from trainapp.data.token_store import key_of, token_store
-from trainapp.data.tokenized import Tokenized
+from trainapp.data.sets import tokenizer as tokenizers
+from trainapp.data.sets.examples import ANSWER, message_tokens, prompt_tokens, read_examples, tokenized
+from trainapp.data.sets.token_store import cache_directory, find_files, key_of, stamps, token_store
 from trainapp.errors import UserError
-from trainapp.paths import user_cache_dir
 
 log = logging.getLogger(__name__)
 
 IGNORED = -100  # the target of a token that no loss counts
 
 
-class SupervisedFineTuning(Tokenized):
+class SupervisedFineTuning(tokenizers.Tokenized):
     """Examples from JSON lines: inputs int64 [B, T], targets int64 [B, T] the same shifted by one token, -100 where the
     next token is not one of an answer.
 
@@ -62,15 +56,13 @@ class SupervisedFineTuning(Tokenized):
         super().__init__(tokenizer)
         if chat_template is not None:
             self.tokenizer.chat_template = _template(chat_template)
-        paths = _find(files)
-        directory = user_cache_dir() if cache_dir is None else Path(cache_dir).expanduser()
-        content = hashlib.sha256()
-        for chunk in read_chunks(paths):
-            content.update(chunk)
+        if not files:
+            raise UserError("data.files=null: name files of examples, such as chat.jsonl")
+        paths, keys = find_files(files), (prompt, answer, messages)
         template = str(getattr(self.tokenizer, "chat_template", None))
-        keys = (prompt, answer, messages)
-        key = key_of("sft-2", content.hexdigest(), tokenizers.digest_of(self.tokenizer), template, keys)
-        store = token_store(directory, key, lambda: tokenized(read_examples(paths), self.tokenizer, keys))
+        key = key_of("sft", stamps(paths), tokenizers.digest_of(self.tokenizer), template, keys)
+        documents = lambda: tokenized(read_examples(paths), self.tokenizer, keys)  # noqa: E731
+        store = token_store(cache_directory(cache_dir), key, documents)
         border = len(store) - int(len(store) * val_fraction)
         chosen = range(border, len(store)) if split == "val" else range(border)
         self._store, self._longest, self._pack = store, context_length, pack
@@ -167,20 +159,6 @@ def packed(lengths: np.ndarray, indices: Sequence[int], room: int) -> list[list[
         if left:
             by_room.setdefault(left, []).append(number)
     return sorted(sorted(sequence) for sequence in sequences)
-
-
-def _find(files: str | Sequence[str] | None) -> list[str]:
-    if not files:
-        raise UserError("data.files=null: name files of examples, such as chat.jsonl")
-    found: dict[str, None] = {}
-    for entry in [files] if isinstance(files, str) else files:
-        path = os.path.expanduser(entry)
-        matches = [path] if os.path.isfile(path) else sorted(glob.glob(path, recursive=True))
-        matches = [match for match in matches if os.path.isfile(match)]
-        if not matches:
-            raise UserError(f"data.files={entry}: there is no such file, searched from {os.getcwd()}")
-        found.update(dict.fromkeys(matches))
-    return list(found)
 
 
 def _template(path: str) -> str:
