@@ -14,7 +14,7 @@ import torch
 from states import METADATA, SHARD, VALUES, OneTensor, directory, names
 
 from trainapp.checkpoint.checkpointer import Checkpointer, NullCheckpointer
-from trainapp.checkpoint.manifest import damage
+from trainapp.checkpoint.directory import damage
 from trainapp.errors import UserError
 from trainapp.parallel.ranks import SingleRank
 from trainapp.train import loop

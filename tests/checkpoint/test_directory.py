@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import shutil
 import subprocess
 import sys
@@ -11,12 +10,9 @@ from pathlib import Path
 import helpers
 import pytest
 import runs
-import torch
 from states import MANIFEST, METADATA, SHARD, VALUES, damage_file, directory, names, save, value
-from test_strict_json import strict
 
-from trainapp.checkpoint.directory import resolve
-from trainapp.checkpoint.manifest import FORMAT, damage, with_digest
+from trainapp.checkpoint.directory import FORMAT, checkpoints_in, damage, resolve
 from trainapp.errors import TrainingStopped, UserError
 
 MLP = runs.MODELS["mlp"]
@@ -65,8 +61,17 @@ def test_a_run_that_saves_only_its_end(tmp_path):
     assert [name for name in names(tmp_path) if name.startswith("step_")] == ["step_00000003"]
 
 
-@pytest.mark.parametrize("how", ["flipped", "truncated", "empty", "missing"])
-@pytest.mark.parametrize("file", [SHARD, METADATA, VALUES, MANIFEST])
+DAMAGE = [
+    (SHARD, "flipped"),
+    (SHARD, "truncated"),
+    (SHARD, "missing"),
+    (METADATA, "flipped"),
+    (VALUES, "empty"),
+    (MANIFEST, "truncated"),
+]
+
+
+@pytest.mark.parametrize(("file", "how"), DAMAGE)
 def test_a_damaged_one_is_named_and_the_one_before_it_used(tmp_path, caplog, file, how):
     runs.run_until(tmp_path, 4, *MLP, "every.save=2", "train.max_steps=6")
     damage_file(runs.checkpoint(tmp_path, 4) / file, how)
@@ -109,86 +114,7 @@ def test_all_damaged_starts_anew(tmp_path, caplog):
     assert [text for text in own_messages(caplog) if "damaged" in text]
 
 
-def test_another_format_is_refused_by_name_and_passed_over(tmp_path, caplog):
-    """A checkpoint of an older version: intact, but in files that this version does not read."""
-    save(tmp_path, 1)
-    save(tmp_path, 2)
-    old = runs.checkpoint(tmp_path, 2)
-    torch.save({"model": {}}, old / "state.pt")
-    manifest = json.loads((old / MANIFEST).read_text())
-    del manifest["sha256"]  # older manifests had no digest of their own
-    (old / MANIFEST).write_text(json.dumps({**manifest, "format": FORMAT - 1}))
-    message = f"has format {FORMAT - 1}, this version reads format {FORMAT}"
-    with pytest.raises(UserError, match=f"this checkpoint {message}; the one before it is good: .*step_00000001"):
-        resolve(str(old))
-    assert directory(tmp_path).newest() == runs.checkpoint(tmp_path, 1)
-    assert own_messages(caplog) == [f"checkpoint {old} {message}; using the one before it"]
-
-
-@pytest.mark.parametrize("file", [MANIFEST, SHARD, METADATA, VALUES])
-def test_a_flipped_bit_anywhere_is_found(tmp_path, file):
-    """In every byte of the manifest and a sample of the others, one bit after another."""
-    save(tmp_path, 1, floats=40)
-    path = runs.checkpoint(tmp_path, 1) / file
-    content = path.read_bytes()
-    places = range(len(content)) if file == MANIFEST else sorted(random.Random(0).sample(range(len(content)), 100))
-    believed = []
-    for place in places:
-        bit = 1 << place % 8
-        path.write_bytes(content[:place] + bytes([content[place] ^ bit]) + content[place + 1 :])
-        if damage(path.parent) is None:
-            believed.append(place)
-    assert believed == []
-    path.write_bytes(content)
-    assert damage(path.parent) is None
-
-
-def test_a_flipped_bit_in_the_seed_is_not_another_seed(tmp_path, caplog):
-    """Valid JSON, every file intact: only the manifest's own digest tells. The run falls back and ends as it should."""
-    overrides = (*MLP, "train.max_steps=6")
-    runs.run(tmp_path / "a", *overrides)
-    runs.run_until(tmp_path / "b", 4, *overrides, "every.save=2")
-    path = runs.checkpoint(tmp_path / "b", 4) / MANIFEST
-    content = path.read_bytes()
-    flipped = content.replace(b'"seed": 0', b'"seed": 1')
-    assert len(flipped) == len(content)
-    assert json.loads(flipped)["config"]["train"]["seed"] == 1
-    path.write_bytes(flipped)
-    runs.run(tmp_path / "b", *overrides)
-    assert [text for text in own_messages(caplog) if "it does not match its digest" in text]
-    assert not [text for text in own_messages(caplog) if "the resumed run has seed" in text]
-    for part in ("model", "optimizer", "rng", "progress", "sampler"):
-        assert runs.differences(runs.saved(tmp_path / "b", 6)[part], runs.saved(tmp_path / "a", 6)[part]) == []
-
-
-def test_every_truncation_of_a_manifest_is_found(tmp_path):
-    save(tmp_path, 1)
-    path = runs.checkpoint(tmp_path, 1) / MANIFEST
-    content = path.read_bytes()
-    for length in range(len(content)):
-        path.write_bytes(content[:length])
-        assert damage(path.parent), length
-    path.write_bytes(content + b" ")
-    assert damage(path.parent)
-
-
-@pytest.mark.parametrize("part", ["format", "step", "ranks", "versions", "files", "config"])
-@pytest.mark.parametrize("instead", [None, [], "text"])
-def test_a_manifest_without_a_part_is_passed_over(tmp_path, caplog, part, instead):
-    """Even one whose digest matches: another version of the program may have written it."""
-    save(tmp_path, 1)
-    save(tmp_path, 2)
-    path = runs.checkpoint(tmp_path, 2) / MANIFEST
-    manifest = json.loads(path.read_text())
-    del manifest[part]
-    path.write_bytes(with_digest(manifest if instead is None else {**manifest, part: instead}))
-    assert directory(tmp_path).newest() == runs.checkpoint(tmp_path, 1)
-    (message,) = own_messages(caplog)
-    assert f"'{part}' is missing or not of type" in message
-    assert "using the one before it" in message
-
-
-COPIES = ("step_00000001_backup", "step_best", "step_00000001.old", "step_1", "step_000000001", "step_0000000x")
+COPIES = ("step_00000001_backup", "step_best", "step_1", "step_000000001")
 
 
 def test_only_checkpoints_are_ever_removed(tmp_path, caplog):
@@ -199,28 +125,16 @@ def test_only_checkpoints_are_ever_removed(tmp_path, caplog):
         shutil.copytree(runs.checkpoint(tmp_path, 1), folder / name)
     (folder / "step_00000050").mkdir()  # by name a checkpoint, but empty
     (folder / "step_00000060").write_text("a file")
-    (folder / ".tmp-mine").mkdir()
     (folder / ".tmp-step_00000002").mkdir()  # a killed save's
     (folder / f".tmp-{'0a' * 16}").write_text("")
     (folder / ".tmp-removed-step_00000001-77").mkdir()
     for step in (9, 10, 11, 5, 6, 7):  # 5 goes back
         save(tmp_path, step, keep_last=2)
-    kept = {*COPIES, ".tmp-mine", "step_00000050", "step_00000060"}
+    kept = {*COPIES, "step_00000050", "step_00000060"}
     assert set(names(tmp_path)) == {*kept, "step_00000006", "step_00000007", "latest"}
     assert directory(tmp_path).newest() == runs.checkpoint(tmp_path, 7)
-    assert [path.name for path in directory(tmp_path)._newest_first()] == ["step_00000007", "step_00000006"]
+    assert [path.name for path in checkpoints_in(tmp_path / "checkpoints")] == ["step_00000007", "step_00000006"]
     assert len([text for text in own_messages(caplog) if "went back before it" in text]) == 2  # 10 and 11
-
-
-def test_what_is_in_the_way_of_a_checkpoint_is_moved_aside(tmp_path, caplog):
-    folder = tmp_path / "checkpoints" / "step_00000003"
-    folder.mkdir(parents=True)
-    (folder / "notes.txt").write_text("mine")
-    save(tmp_path, 3)
-    assert damage(folder) is None
-    (aside,) = (path for path in folder.parent.iterdir() if path.name.startswith("step_00000003."))
-    assert (aside / "notes.txt").read_text() == "mine"
-    assert [text for text in own_messages(caplog) if f"moved to {aside.name}" in text]
 
 
 def test_a_link_is_unlinked_and_not_followed(tmp_path):
@@ -255,7 +169,7 @@ def test_a_folder_of_checkpoints_that_is_a_link(tmp_path):
 def test_steps_of_more_than_eight_digits(tmp_path):
     for step in (99_999_998, 100_000_000, 99_999_999):
         save(tmp_path, step, keep_last=2)
-    assert [path.name for path in directory(tmp_path)._newest_first()] == ["step_99999999", "step_99999998"]
+    assert [path.name for path in checkpoints_in(tmp_path / "checkpoints")] == ["step_99999999", "step_99999998"]
 
 
 KILLED = """
@@ -263,7 +177,7 @@ import os, signal, sys, time
 from pathlib import Path
 import torch
 from states import directory, save, value
-from trainapp.checkpoint.manifest import damage
+from trainapp.checkpoint.directory import damage
 torch.set_num_threads(1)
 folder, tries, highest = Path(sys.argv[1]), int(sys.argv[2]), 0
 leftovers = 0
@@ -370,8 +284,13 @@ def test_resolve(tmp_path):
         resolve(str(newest))
 
 
-def test_the_manifest_is_standard_json():
-    """Where an argument of the configuration is infinite, which Python's own JSON writes as a bare word."""
-    content = with_digest({"format": FORMAT, "config": {"limit": float("inf")}})
-    assert strict(content)["config"] == {"limit": None, "limit_note": "inf"}
-    assert list(strict(content))[-1] == "sha256"
+def test_an_older_format_is_refused_by_one_message(tmp_path):
+    """Neither passed over, which would begin the run anew, nor taken for damage."""
+    runs.run_until(tmp_path, 2, *MLP)
+    path = runs.checkpoint(tmp_path, 2)
+    manifest = json.loads((path / MANIFEST).read_text())
+    (path / MANIFEST).write_text(json.dumps({**manifest, "format": FORMAT - 1}))
+    message = rf"step_00000002 has format {FORMAT - 1}, and this version reads format {FORMAT}: .*mode=export"
+    for folder, *named in ((tmp_path,), (tmp_path / "new", f"checkpointing.resume={path}")):
+        with pytest.raises(UserError, match=message):
+            runs.prepare(folder, *MLP, *named)

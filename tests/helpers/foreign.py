@@ -77,6 +77,17 @@ class DroppedByTheFirstForward(Linear):
         return shift
 
 
+class Counting(Linear):
+    """A number in a plain attribute."""
+
+    def prepare(self) -> None:
+        self.calls = 0
+
+    def shift(self, inputs: Tensor) -> float:
+        self.calls += 1
+        return 1e-3 * self.calls
+
+
 class Expanded(Linear):
     """A buffer whose elements share memory."""
 
@@ -97,18 +108,6 @@ class SparseBuffers(Linear):
     def shift(self, inputs: Tensor) -> Tensor:
         self.weighted = self.weighted * 0.9
         return (self.edges @ (self.weighted @ inputs.T)).sum()
-
-
-class ParameterMadeByTheFirstForward(Linear):
-    """A parameter that the optimizer does not know of: its value stays that of the first batch."""
-
-    def prepare(self) -> None:
-        self.register_parameter("bias", None)
-
-    def shift(self, inputs: Tensor) -> Tensor:
-        if self.bias is None:
-            self.bias = nn.Parameter(inputs.mean(0)[:10].clone())
-        return self.bias
 
 
 class OwnEntries(Linear):
@@ -132,38 +131,16 @@ class OwnEntries(Linear):
         super()._load_from_state_dict(state, prefix, *rest)
 
 
-class EntriesNeverLoaded(OwnEntries):
-    """It writes what its `load_state_dict` refuses."""
-
-    def _load_from_state_dict(self, *arguments: Any) -> None:
-        Linear._load_from_state_dict(self, *arguments)
-
-
-class EntriesLoadedIntoNothing(OwnEntries):
-    """It takes what it wrote and drops it."""
-
-    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-        for name in ("queue", "calls"):
-            state.pop(prefix + name)
-        Linear._load_from_state_dict(self, state, prefix, *rest)
-
-
-class CopiesFromAHook(Linear):
-    """Its state dict holds rounded copies in place of its tensors, and lacks one of them."""
+class NonPersistent(Linear):
+    """A buffer outside of the state dict that every forward changes."""
 
     def prepare(self) -> None:
-        self.register_buffer("mean", torch.zeros(64))
-        self.register_state_dict_post_hook(self._round)
+        self.register_buffer("mean", torch.zeros(64), persistent=False)
+        self.register_buffer("constant", torch.ones(64), persistent=False)
 
     def shift(self, inputs: Tensor) -> Tensor:
-        self.mean.lerp_(inputs.mean(0), 0.1)
-        return self.mean.sum()
-
-    @staticmethod
-    def _round(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-        for name in list(state):
-            state[name] = state[name].detach().half()
-        del state[prefix + "mean"]
+        self.mean.mul_(0.9).add_(inputs.mean(0), alpha=0.1)
+        return (self.mean * self.constant).sum()
 
 
 class Viewed(Linear):
@@ -235,24 +212,6 @@ class ObjectState(PlainState):
         super().step(closure)
         for group in self.param_groups:
             self.state[group["params"][0]]["object"] = object()
-
-
-class OtherState(PlainState):
-    """Another optimizer, with one more value."""
-
-    def step(self, closure: Any = None) -> None:
-        """As before."""
-        super().step(closure)
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                self.state[parameter]["extra"] = 1
-
-
-class FixedHistory(Linear):
-    """Growing's buffer, of another length from the start."""
-
-    def prepare(self) -> None:
-        self.register_buffer("history", torch.zeros(7))
 
 
 class Replacing(Linear):

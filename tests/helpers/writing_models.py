@@ -229,10 +229,10 @@ class ExtraState(Base):
         return self.linear(inputs) * 0.01 * (self.calls + sum(self.means))
 
     def get_extra_state(self) -> dict:
-        return {"calls": self.calls, "means": self.means}
+        return {"calls": self.calls, "means": list(self.means)}
 
     def set_extra_state(self, state: dict) -> None:
-        self.calls, self.means = state["calls"], state["means"]
+        self.calls, self.means = state["calls"], deque(state["means"], maxlen=3)
 
 
 class Generators(Base):
@@ -336,10 +336,10 @@ class QueueTask:
         return loss * weight, len(batch["targets"]), {}
 
     def state_dict(self) -> dict:
-        return {"losses": self.losses}
+        return {"losses": list(self.losses)}
 
     def load_state_dict(self, state: dict) -> None:
-        self.losses = state["losses"]
+        self.losses = deque(state["losses"], maxlen=5)
 
 
 class ModuleTask(nn.Module):

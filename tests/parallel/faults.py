@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainapp.checkpoint import manifest
+from trainapp.checkpoint import directory
 from trainapp.data.loader import Fetcher
 from trainapp.data.stream import Stream
 from trainapp.memory.cpu import CpuMemory
@@ -184,7 +184,7 @@ def injected(faults: Iterable[Fault], folder: Path) -> Iterator[Injector]:
     patch(Exchange, "reduce", striking("bucket", Exchange.reduce))
     patch(Fetcher, "__getitem__", striking("fetch", Fetcher.__getitem__))
     patch(Stream, "_peek", striking("read", Stream._peek))
-    patch(manifest, "write_manifest", striking("manifest", manifest.write_manifest))
+    patch(directory, "write_manifest", striking("manifest", directory.write_manifest))
     try:
         yield injector
     finally:

@@ -15,14 +15,14 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from trainapp.checkpoint import shards
-from trainapp.checkpoint.directory import CheckpointDirectory
-from trainapp.checkpoint.manifest import describe
+from trainapp.checkpoint.directory import CheckpointDirectory, describe
 from trainapp.checkpoint.plain import digest
 from trainapp.checkpoint.train_state import TrainState
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.files import fsync
 from trainapp.models import adapters
 from trainapp.parallel.ranks import Ranks
+from trainapp.units import listed
 
 VALUES = "values.pt"  # everything but the tensors of model, optimizer and average
 log = logging.getLogger(__name__)
@@ -54,6 +54,7 @@ class Checkpointer:
         self.state, self.directory, self.ranks = state, directory, ranks
         self.asynchronous = asynchronous
         self.saved_at = 0  # the step of the last save or resume
+        self._not_saved: list[str] = []  # what the log has named
         self._pending: Pending | None = None
         self._background = ThreadPoolExecutor(1, "checkpoint")  # starts no thread before it is needed
 
@@ -67,6 +68,7 @@ class Checkpointer:
         by_rank = self.ranks.all_gather_object(self.state.rank_values())
         values = self.state.values(by_rank, self._stateful()) | {"sizes": sizes}
         tensors = self.state.tensors(values["model_values"]["written"])
+        self._say_what_is_not_saved()
         if self.asynchronous:
             tensors = shards.copy_to_host(tensors, folder)
             write = functools.partial(self._write, tensors=tensors, values=values)
@@ -90,6 +92,18 @@ class Checkpointer:
         if problems:
             raise UserError(problems[0])
         return [own] if len(set(digests)) == 1 else self.ranks.all_gather_object(own)
+
+    def _say_what_is_not_saved(self) -> None:
+        """Once: a resume begins with the initial values of what a run changes outside of state dicts."""
+        names = self.state.not_saved()
+        if names and not self._not_saved:
+            log.warning(
+                "a checkpoint does not hold what training has changed in %s: plain attributes, and buffers that a "
+                "forward registers or reshapes; a resumed run begins with their initial values. Register them as "
+                "buffers in __init__, or return them from get_extra_state",
+                listed(names, most=4),
+            )
+        self._not_saved = self._not_saved or names
 
     @property
     def busy(self) -> bool:
@@ -189,13 +203,10 @@ def restore(state: TrainState, path: Path, ranks: Ranks) -> dict[str, Any]:
     """
     values, sizes = _load_values(path), shards.sizes(path)
     with _misfits_named(path):
-        differences = state.follow(values, sizes, ranks.rank, ranks.world)
-    tensors = state.tensors(values["model_values"].get("written", ()))
-    has_average = any(name.startswith("average.") for name in sizes)
-    if not (has_average and state.average.averages):
-        del tensors["average"]
-    shards.read(tensors, path, ranks.saving_group, differences)
-    if not has_average:
+        state.follow(values, sizes)
+        tensors = state.tensors_to_fill(values, sizes)
+    shards.read(tensors, path, ranks.saving_group)
+    if not tensors.get("average"):
         state.average.start_at_weights()
     with _misfits_named(path):
         state.load_values(values, ranks.rank, ranks.world)
@@ -205,7 +216,7 @@ def restore(state: TrainState, path: Path, ranks: Ranks) -> dict[str, Any]:
 def require_same_base(model: nn.Module, path: Path) -> None:
     """Raises UserError unless the checkpoint at `path` has adapters for the model's base, or neither has any."""
     with _misfits_named(path):
-        adapters.require_same_base(model, _load_values(path).get("base"))
+        adapters.require_same_base(model, _load_values(path)["base"])
 
 
 @contextlib.contextmanager

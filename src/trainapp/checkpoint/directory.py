@@ -3,35 +3,37 @@
     <run directory>/checkpoints/step_00000100/    one checkpoint
         __<rank>_0.distcp, .metadata              tensors, as torch.distributed.checkpoint writes them (`shards`)
         values.pt                                 everything else: plain values and small tensors (`checkpointer`)
-        manifest.json                             sizes, SHA-256 digests, configuration, versions (`manifest`)
+        manifest.json                             configuration, versions, size and SHA-256 of each file
     <run directory>/checkpoints/latest            the name of the newest
     <run directory>/checkpoints/best              the name of the best
 
 A checkpoint is written into a folder with a temporary name, synced to the disk, given its manifest and renamed.
-Whatever else lies in the folder is left alone: `step_00000100_backup`, `step_best`, another program's `.tmp-` files.
+Whatever else lies in the folder is left alone, such as a copy `step_00000100_backup`.
 """
 
 import contextlib
+import hashlib
+import json
 import logging
 import os
+import platform
 import re
 import shutil
-import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
-from trainapp.checkpoint import manifest
-from trainapp.checkpoint.manifest import MANIFEST, damage
+from trainapp import __version__, strict_json
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.files import atomic_write, fsync
 from trainapp.parallel.ranks import Ranks, SingleRank
 
-# Names as `_name`, `begin`, `_remove` and `atomic_write` form them.
-_LEFTOVER = re.compile(r"\.tmp-(step_\d{8,}|removed-step_\d{8,}-\d+|[0-9a-f]{32})")
-_PART_OF_ONE = (MANIFEST, ".metadata", "values.pt", "*.distcp")  # a damaged checkpoint may lack some of them
+FORMAT = 3
+MANIFEST = "manifest.json"
+_NAME = re.compile(r"step_(\d{8,})", re.ASCII)
 log = logging.getLogger(__name__)
 
 
@@ -51,7 +53,8 @@ class CheckpointDirectory:
 
         def make() -> None:
             if self.ranks.is_rank_zero:
-                self._clear_leftovers()
+                for leftover in self.folder.glob(".tmp-*"):  # of a killed process
+                    _delete(leftover)
                 temporary.mkdir(parents=True)
 
         self.on_all_ranks(step, temporary, make)
@@ -60,7 +63,7 @@ class CheckpointDirectory:
     def commit(self, temporary: Path, files: dict[str, Any], step: int, config: dict[str, Any], is_best: bool) -> Path:
         """Give the written folder its manifest and its name, then remove checkpoints past `keep_last`. Collective.
 
-        files: `manifest.describe` of the files that this rank wrote.
+        files: `describe` of the files that this rank wrote.
         """
         by_rank = self.ranks.all_gather_object(files)
         final = self.folder / _name(step)
@@ -68,8 +71,9 @@ class CheckpointDirectory:
         def finish() -> None:
             if self.ranks.is_rank_zero:
                 everything = {name: entry for part in by_rank for name, entry in part.items()}
-                manifest.write_manifest(temporary, step, config, everything, self.ranks.world)
-                _make_way_for(final)
+                write_manifest(temporary, step, config, everything, self.ranks.world)
+                if os.path.lexists(final):  # an earlier attempt at this step
+                    _remove(final)
                 os.replace(temporary, final)
                 fsync(self.folder)
                 self._point("latest", final)
@@ -103,8 +107,11 @@ class CheckpointDirectory:
             )
 
     def newest(self) -> Path | None:
-        """The newest checkpoint that verifies, or None. Logs a warning for each that does not."""
-        for path in self._newest_first():
+        """The newest checkpoint that verifies, or None. Logs a warning for each that does not.
+
+        Raises UserError for one of another format.
+        """
+        for path in checkpoints_in(self.folder):
             problem = damage(path)
             if problem is None:
                 return path
@@ -113,7 +120,7 @@ class CheckpointDirectory:
 
     def newest_name(self) -> str | None:
         """The newest checkpoint's path, not verified."""
-        return next((str(path) for path in self._newest_first()), None)
+        return next((str(path) for path in checkpoints_in(self.folder)), None)
 
     def best(self) -> Path | None:
         """The best checkpoint by the objective, not verified, or None."""
@@ -122,16 +129,13 @@ class CheckpointDirectory:
             return path if _is_checkpoint(path) else None
         return None
 
-    def _newest_first(self) -> list[Path]:
-        return checkpoints_in(self.folder)
-
     def _point(self, name: str, target: Path) -> None:
         with atomic_write(self.folder / name, sync=True) as file:
             file.write(target.name + "\n")
 
     def _prune(self, written: Path) -> None:
         """Keep the best and the newest up to `written`; later ones are damaged or from an abandoned branch."""
-        best, present = self.best(), self._newest_first()
+        best, present = self.best(), checkpoints_in(self.folder)
         position = present.index(written)
         for path in present[:position]:
             log.warning("checkpoint %s is removed: the run went back before it, and has saved %s", path, written.name)
@@ -140,16 +144,10 @@ class CheckpointDirectory:
             if path != best:
                 _remove(path)
 
-    def _clear_leftovers(self) -> None:
-        """Remove what a killed process left half-written."""
-        for path in self.folder.glob(".tmp-*"):
-            if _LEFTOVER.fullmatch(path.name):
-                _delete(path)
-
 
 def checkpoints_in(folder: Path) -> list[Path]:
     """The checkpoints in a folder, newest first, damaged ones included. Nothing else that lies there is listed."""
-    return sorted(filter(_is_checkpoint, folder.glob("step_*")), key=_step, reverse=True)
+    return sorted(filter(_is_checkpoint, folder.glob("step_*")), key=lambda path: int(path.name[5:]), reverse=True)
 
 
 def resolve(setting: str) -> Path:
@@ -183,8 +181,77 @@ def resolve(setting: str) -> Path:
     return newest
 
 
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest of the checkpoint at `path`.
+
+    Raises UserError for one of another format, OSError or ValueError when it cannot be read.
+    """
+    manifest: dict[str, Any] = json.loads((path / MANIFEST).read_bytes())
+    if manifest.get("format") != FORMAT:
+        raise UserError(
+            f"checkpoint {path} has format {manifest.get('format')}, and this version reads format {FORMAT}: continue "
+            "its run with the version of trainapp that wrote it, or export its weights there (mode=export) and begin "
+            "a new run with them in another directory (model.init_from)"
+        )
+    return manifest
+
+
+def describe(paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
+    """Size in bytes and SHA-256 of each file, by name."""
+    return {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in paths}
+
+
+def damage(path: Path) -> str | None:
+    """Why the checkpoint at `path` cannot be used, as a predicate ("is damaged ..."); None if it can.
+
+    Every file must be present with the size and digest in the manifest. Reads all of it: about 3 s per GB.
+    Raises UserError for one of another format.
+    """
+    try:
+        for name, expected in read_manifest(path)["files"].items():
+            size = (path / name).stat().st_size
+            if size != expected["bytes"]:
+                return f"is damaged ({name} has {size} bytes, not {expected['bytes']})"
+            if _sha256(path / name) != expected["sha256"]:
+                return f"is damaged ({name} does not match its digest)"
+    except FileNotFoundError as error:
+        return f"is damaged ({Path(error.filename).name} is missing)"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"is damaged (its manifest cannot be used: {error})"
+    return None
+
+
+def write_manifest(folder: Path, step: int, config: dict[str, Any], files: dict[str, Any], world: int) -> None:
+    """Write the manifest of the checkpoint in `folder`. files: `describe` of those of all ranks."""
+    manifest = {
+        "format": FORMAT,
+        "step": step,
+        "ranks": world,
+        "versions": {"trainapp": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        "files": files,
+        "config": config,
+    }
+    with atomic_write(folder / MANIFEST, sync=True) as file:
+        file.write(strict_json.dumps(manifest, indent=1) + "\n")
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
 def _name(step: int) -> str:
     return f"step_{step:08d}"
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """Whether it has a checkpoint's name and at least one of its files. A link to such a folder is one, too."""
+    named = _NAME.fullmatch(path.name)
+    is_own = named is not None and path.name == _name(int(named[1]))
+    return is_own and any((path / name).exists() for name in (MANIFEST, ".metadata", "values.pt"))
 
 
 def _refusal(error: BaseException, rank: int) -> tuple[int, str]:
@@ -196,27 +263,6 @@ def _refusal(error: BaseException, rank: int) -> tuple[int, str]:
     if not re.search(r"write|unexpected pos", str(error), re.IGNORECASE):
         raise error
     return rank, f"a file could not be written to its end; is the disk full? (torch: {str(error).strip()})"
-
-
-def _is_checkpoint(path: Path) -> bool:
-    """Whether it has a checkpoint's name and at least one of its files. A link to such a folder is one, too."""
-    step = path.name.removeprefix("step_")
-    has_its_name = step.isdecimal() and step.isascii() and path.name == _name(int(step))
-    return has_its_name and any(next(path.glob(part), None) is not None for part in _PART_OF_ONE)
-
-
-def _step(path: Path) -> int:
-    return int(path.name.removeprefix("step_"))
-
-
-def _make_way_for(path: Path) -> None:
-    """Remove what an earlier attempt at this step has saved. Anything else of this name is moved aside."""
-    if _is_checkpoint(path):
-        _remove(path)
-    elif os.path.lexists(path):
-        aside = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}")
-        os.replace(path, aside)
-        log.warning("%s is no checkpoint and was in the way of one: moved to %s", path, aside.name)
 
 
 def _remove(path: Path) -> None:

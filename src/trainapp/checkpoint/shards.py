@@ -7,7 +7,7 @@ ever asked for, which torch loads with `weights_only`.
 
 import pickle
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,29 +23,15 @@ from trainapp.errors import UserError
 from trainapp.units import listed
 
 METADATA = ".metadata"
+_METADATA_CLASSES = (
+    "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
+    "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+)  # fmt: skip
 _ALLOWED = {
-    *(
-        ("torch.distributed.checkpoint.metadata", name)
-        for name in (
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
-        )
-    ),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"),
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("collections", "OrderedDict"),
-    ("pathlib", "PosixPath"),
-    ("pathlib", "Path"),
-    ("pathlib._local", "PosixPath"),
-    ("builtins", "set"),
+    *(("torch.distributed.checkpoint.metadata", name) for name in _METADATA_CLASSES),
+    *(("torch.distributed.checkpoint.filesystem", name) for name in ("_StorageInfo", "_StoragePrefix")),
+    *(("pathlib", "PosixPath"), ("pathlib", "Path"), ("pathlib._local", "PosixPath")),
+    *(("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict"), ("builtins", "set")),
 }
 # torch says so even where `no_dist` asks for it; the filter is global because saving runs in a thread.
 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
@@ -87,7 +73,7 @@ class SafeReader(FileSystemReader):
 
 def copy_to_host(tensors: dict[str, Any], folder: Path) -> dict[str, Any]:
     """A copy of nested dicts of tensors in host memory, for `write` to save while training changes the originals."""
-    return _writer(folder).stage(_tensors_only(tensors))
+    return _writer(folder).stage(_filled(tensors))
 
 
 def write(tensors: dict[str, Any], folder: Path, group: dist.ProcessGroup | None) -> None:
@@ -96,7 +82,7 @@ def write(tensors: dict[str, Any], folder: Path, group: dist.ProcessGroup | None
     group: one that nothing else uses, since this may run in a thread during training; None for a single process.
     Raises CheckpointException, a BaseException, on every rank when one could not write.
     """
-    save(_tensors_only(tensors), storage_writer=_writer(folder), process_group=group, no_dist=group is None)
+    save(_filled(tensors), storage_writer=_writer(folder), process_group=group, no_dist=group is None)
 
 
 def sizes(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
@@ -111,35 +97,26 @@ def sizes(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
     }
 
 
-def read(
-    tensors: dict[str, Any], folder: Path, group: dist.ProcessGroup | None, known_differences: Sequence[str] = ()
-) -> None:
+def read(tensors: dict[str, Any], folder: Path, group: dist.ProcessGroup | None) -> None:
     """Fill the tensors in nested dicts, of whatever sharding, in place. Collective over `group`.
 
-    Of each part that `tensors` has (its outermost keys) the checkpoint must hold exactly the same names and shapes;
-    other parts of it are not read. Raises UserError otherwise, and for differences that are known already.
+    Of each part that `tensors` has (its outermost keys) the checkpoint must hold exactly the same names and shapes, but
+    for `buffers`, where it may hold more; other parts of it are not read. Raises UserError otherwise.
     """
-    reader = SafeReader(str(folder))
     own = dict(_flat(tensors))
-    saved = {
-        name: entry.size  # type: ignore[union-attr]  # the reader refuses entries that are no tensors
-        for name, entry in reader.read_metadata().state_dict_metadata.items()
-        if name.partition(".")[0] in tensors
-    }
-    differences = sorted({*known_differences, *(own.keys() ^ saved.keys())}) + [
+    saved = {name: size for name, (size, _) in sizes(folder).items() if name.partition(".")[0] in tensors}
+    lacking = own.keys() - saved.keys() | {name for name in saved.keys() - own.keys() if name[:8] != "buffers."}
+    differences = sorted(lacking) + [
         f"{name} {tuple(saved[name])} instead of {tuple(own[name].shape)}"
         for name in sorted(own.keys() & saved.keys())
         if saved[name] != own[name].shape
     ]
     if differences:
-        raise _misfit(folder, f"{len(differences)} tensors differ: {listed(differences, most=4)}")
-    try:
-        load(_tensors_only(tensors), storage_reader=reader, process_group=group, no_dist=group is None)
-    except dcp.api.CheckpointException as error:  # a BaseException
-        first = next(iter(error.failures.values()))[0]
-        if isinstance(first, UserError):
-            raise first from None
-        raise _misfit(folder, first) from first
+        raise UserError(
+            f"checkpoint {folder} does not fit this configuration's model or optimizer: {len(differences)} tensors "
+            f"differ: {listed(differences, most=4)}"
+        )
+    _load(tensors, folder, process_group=group, no_dist=group is None)
 
 
 def read_whole(names: Iterable[str], folder: Path) -> dict[str, torch.Tensor]:
@@ -147,18 +124,18 @@ def read_whole(names: Iterable[str], folder: Path) -> dict[str, torch.Tensor]:
 
     Raises UserError for files that cannot be read.
     """
-    reader, saved = SafeReader(str(folder)), sizes(folder)
+    saved = sizes(folder)
     tensors = {name: torch.empty(saved[name][0], dtype=saved[name][1]) for name in names}
-    try:
-        load(dict(tensors), storage_reader=reader, no_dist=True)
-    except dcp.api.CheckpointException as error:  # a BaseException
-        first = next(iter(error.failures.values()))[0]
-        raise UserError(f"checkpoint {folder} cannot be read: {first}") from first
+    _load(dict(tensors), folder, no_dist=True)
     return tensors
 
 
-def _misfit(folder: Path, reason: object) -> UserError:
-    return UserError(f"checkpoint {folder} does not fit this configuration's model or optimizer: {reason}")
+def _load(tensors: dict[str, Any], folder: Path, **options: Any) -> None:
+    try:
+        load(_filled(tensors), storage_reader=SafeReader(str(folder)), **options)
+    except dcp.api.CheckpointException as error:  # a BaseException
+        first = next(iter(error.failures.values()))[0]
+        raise UserError(f"checkpoint {folder} cannot be read: {first}") from first
 
 
 def _writer(folder: Path) -> FileSystemWriter:
@@ -166,19 +143,15 @@ def _writer(folder: Path) -> FileSystemWriter:
     return FileSystemWriter(str(folder), single_file_per_rank=True, sync_files=False)
 
 
-def _tensors_only(values: dict[str, Any]) -> dict[str, Any]:
-    """Drop other leaves, which torch would pickle, and dicts that are then empty."""
-    kept = {name: _tensors_only(value) if isinstance(value, dict) else value for name, value in values.items()}
-    return {
-        name: value
-        for name, value in kept.items()
-        if isinstance(value, torch.Tensor) or (value and isinstance(value, dict))
-    }
+def _filled(values: dict[str, Any]) -> dict[str, Any]:
+    """Without empty dicts, which torch would pickle."""
+    inner = {name: _filled(value) if isinstance(value, dict) else value for name, value in values.items()}
+    return {name: value for name, value in inner.items() if not (isinstance(value, dict) and not value)}
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     for name, value in values.items():
         if isinstance(value, dict):
             yield from _flat(value, f"{prefix}{name}.")
-        elif isinstance(value, torch.Tensor):
+        else:
             yield prefix + name, value

@@ -1,7 +1,6 @@
 """The state of a run between two steps: what a checkpoint holds."""
 
 import dataclasses
-import itertools
 import logging
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -10,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainapp.checkpoint import model_state, optimizer_state
-from trainapp.checkpoint.model_state import Layout, Sizes
+from trainapp.checkpoint import state_dicts
 from trainapp.checkpoint.plain import decoded, encoded
+from trainapp.checkpoint.state_dicts import ModelState, Sizes
 from trainapp.checkpoint.stateful import Stateful
 from trainapp.data.progress import Progress
 from trainapp.errors import UserError
@@ -45,7 +44,7 @@ class Update:
     built_options: list[dict[str, Any]] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.built_options = optimizer_state.options(self.optimizer)
+        self.built_options = state_dicts.options(self.optimizer)
 
     def named(self, metric: str) -> str:
         """A metric's name in the log: with the update's, where there are several."""
@@ -69,13 +68,10 @@ class TrainState:
     class_names: list[str] = field(default_factory=list)  # of the training data, where it names its classes
     vocabulary: str = ""  # digest of the tokenizer of the training data, where it has one
     stateful: Stateful = field(default_factory=Stateful)  # what owns state outside of tensors
-    # As it was built: what differs from it later is state, and not configuration.
-    built: dict[str, Layout] = field(init=False)
-    built_base: dict[str, torch.Tensor] = field(init=False)  # checksums of the frozen base of a model with adapters
+    _model: ModelState = field(init=False)
 
     def __post_init__(self) -> None:
-        self.built = model_state.layout(self.model)
-        self.built_base = model_state.base_checksums(self.model)
+        self._model = ModelState(self.model)
 
     @property
     def every(self) -> tuple[int, ...]:
@@ -113,41 +109,48 @@ class TrainState:
         return [(update, saved[update.name] if update.name else saved) for update in self.updates]
 
     def written(self) -> list[str]:
-        """Names of parameters in the frozen base of a model with adapters that forwards have written, on this rank.
-        Reads the whole base.
+        """See `ModelState.written`."""
+        return self._model.written()
+
+    def not_saved(self) -> list[str]:
+        """What training has changed in the model and a checkpoint does not hold: plain attributes, and tensors that a
+        forward has made or reshaped.
         """
-        return model_state.written_base(self.model, self.built_base)
+        return [*self._model.left_out(), *self._model.changed_attributes()]
 
     def tensors(self, written: Collection[str] | None = None) -> dict[str, Any]:
         """Model, optimizer and average by parameter name: the tensors themselves, whole or in shards. Of a model with
         adapters, only what is `written` of its frozen base; None: on this rank.
-
-        A tensor with several names, such as tied weights, is listed under the first. The optimizer's part has its other
-        values, too.
         """
         return {
-            "model": {
-                name: tensor.detach()
-                for name, tensor in model_state.saved_tensors(
-                    self.model, self.written() if written is None else written
-                ).items()
-            },
-            "optimizer": self._by_update(lambda update: optimizer_state.tensors(self.model, update.optimizer)),
+            "model": self._model.tensors(written),
+            "buffers": self._model.changed_buffers(),
+            "optimizer": self._by_update(lambda update: state_dicts.optimizer_tensors(self.model, update.optimizer)),
             "average": self.averages(),
         }
+
+    def tensors_to_fill(self, saved: dict[str, Any], sizes: Sizes) -> dict[str, Any]:
+        """`tensors` as a checkpoint with these `values` and tensors of these `sizes` has them: to be read into, once
+        `follow` has made room.
+        """
+        own = self.tensors(saved["model_values"]["written"])
+        own["model"] = self._model.tensors(saved["model_values"]["written"], saved["model_values"]["left_out"])
+        own["buffers"] = {
+            name: tensor
+            for name, tensor in self._model.buffers().items()
+            if f"buffers.{name}" in sizes and sizes[f"buffers.{name}"][0] == tensor.shape
+        }
+        if not any(name.startswith("average.") for name in sizes) or not own["average"]:
+            del own["average"]
+        return own
 
     def averages(self) -> dict[str, torch.Tensor]:
         """The weight average by parameter name; empty where none is kept."""
         return dict(zip(_trained_names(self.model), self.average.averages, strict=False))
 
     def rank_values(self) -> dict[str, Any]:
-        """What every rank has of its own: its random generators, entries that modules add to the state dict, and the
-        names of `written`.
-
-        Raises UserError for an entry that a checkpoint cannot hold.
-        """
-        added = model_state.save_added_entries(self.model)
-        return {"rng": rng_state(self.device), "added": added, "written": self.written()}
+        """What every rank has of its own: its random generators, and the names of `written`."""
+        return {"rng": rng_state(self.device), "written": self.written()}
 
     def values(self, ranks: list[dict[str, Any]], stateful: list[dict[str, Any]] | None = None) -> dict[str, Any]:
         """Everything but `tensors`: plain values and small tensors.
@@ -171,12 +174,12 @@ class TrainState:
             },
             "base": None if base is None else base.digest,
             "model_values": {
-                "changed": model_state.changes(self.model, self.built),
-                "added": [own["added"] for own in ranks],
+                "entries": self._model.values(),
+                "left_out": self._model.left_out(),
                 "written": sorted({name for own in ranks for name in own["written"]}),  # the same tensors on all ranks
             },
             "optimizer_values": self._by_update(
-                lambda update: optimizer_state.values(self.model, update.optimizer, update.built_options)
+                lambda update: state_dicts.optimizer_values(self.model, update.optimizer, update.built_options)
             ),
             "updates": [update.name for update in self.updates],
             "class_names": self.class_names,
@@ -184,51 +187,45 @@ class TrainState:
             "schedule": self._by_update(lambda update: encoded(update.schedule.state_dict(), "the schedule's state")),
         }
 
-    def follow(self, saved: dict[str, Any], sizes: Sizes, rank: int = 0, world: int = 1) -> list[str]:
-        """Make room for the saved tensors: before they are read into `tensors`. saved: the `values` stored with them.
+    def follow(self, saved: dict[str, Any], sizes: Sizes) -> None:
+        """Make room for the saved tensors: before they are read into `tensors_to_fill`.
 
-        sizes: of the saved tensors. Returns names in the optimizer's state that differ from those of another one.
-        Raises UserError where the updates, the names of the classes or the tokenizer are others, and for adapters that
-        were trained on another base.
+        saved: the `values` stored with them. sizes: of the saved tensors.
+        Raises UserError where the updates, the optimizers, the names of the classes or the tokenizer are others, and
+        for adapters that were trained on another base.
         """
-        adapters.require_same_base(self.model, saved.get("base"))
-        names, before = [update.name for update in self.updates], saved.get("updates", [""])
+        adapters.require_same_base(self.model, saved["base"])
+        names, before = [update.name for update in self.updates], saved["updates"]
         if names != before:
             now, then = (f"the updates {', '.join(some)}" if any(some) else "one optimizer" for some in (names, before))
             raise UserError(f"it was saved with {then}, and this run has {now}")
-        self._require_same_classes(saved.get("class_names", []))
-        if {self.vocabulary, saved.get("vocabulary", "")} - {""} not in ({self.vocabulary}, set()):
+        self._require_same_classes(saved["class_names"])
+        if self.vocabulary and saved["vocabulary"] and self.vocabulary != saved["vocabulary"]:
             raise UserError(
                 "the tokenizer of the data is another than when it was saved (one that is trained on the data differs "
                 "with them); name that of the run as data.tokenizer=FOLDER, which mode=export writes"
             )
-        added = saved["model_values"]["added"]
-        model_state.load_added_entries(self.model, added[rank if len(added) == world else 0])
-        own_sizes = {name.removeprefix("model."): size for name, size in sizes.items() if name.startswith("model.")}
-        model_state.follow(self.model, saved["model_values"]["changed"], own_sizes, self.device)
-        differences = []
         for update, values in self._saved_by_update(saved["optimizer_values"]):
             prefix = f"optimizer.{update.name}" if update.name else "optimizer"
-            differences += optimizer_state.follow(self.model, update.optimizer, values, sizes, self.device, prefix)
-        return differences
+            state_dicts.prepare_optimizer(self.model, update.optimizer, values, sizes, prefix)
 
     def _require_same_classes(self, before: list[str]) -> None:
         """The outputs keep their meaning. Names that only one side has say nothing."""
         if before and self.class_names and before != self.class_names:
-            changed = [
-                f"{a} (now {b})" for a, b in itertools.zip_longest(before, self.class_names, fillvalue="none") if a != b
-            ]
+            pairs = zip(before, self.class_names, strict=False)
+            changed = [f"{a} (now {b})" for a, b in pairs if a != b] or [f"{len(before)}, now {len(self.class_names)}"]
             raise UserError(
                 f"the names of the data's classes are others than when it was saved: {listed(changed)}; restore the "
                 "folders or the names, or begin a new run with its weights by checkpointing.load=weights"
             )
 
     def load_values(self, saved: dict[str, Any], rank: int = 0, world: int = 1) -> None:
-        """Continue from `saved`, the `values` of a run on any number of ranks."""
+        """Continue from `saved`, the `values` of a run on any number of ranks, once the tensors are filled."""
+        self._model.load_values(saved["model_values"]["entries"])
         for update, scaler in self._saved_by_update(saved["scaler"]):
             if update.precision.scaler.is_enabled() and scaler:
                 update.precision.scaler.load_state_dict(scaler)
-        for update, schedule in self._saved_by_update(saved.get("schedule", {})):
+        for update, schedule in self._saved_by_update(saved["schedule"]):
             if schedule and update.schedule.state_dict():  # both are torch's
                 update.schedule.load_state_dict(decoded(schedule))
         self.progress = Progress(**saved["progress"])

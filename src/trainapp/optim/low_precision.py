@@ -7,7 +7,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from trainapp.errors import UserError
 from trainapp.optim.quantized import BLOCKS, SMALLEST, Kind, Moment, Quantizer, empty_moment
 from trainapp.optim.stochastic_rounding import copy_rounded
 
@@ -56,6 +55,11 @@ class AdamW(torch.optim.Optimizer):
         for device in {p.device for p in self._places} if self._kind in BLOCKS else ():
             kind = self._as_quantized()
             self._quantizers[device] = Quantizer(kind, False, device), Quantizer(kind, True, device)
+
+    @property
+    def state_form(self) -> str:
+        """Of moments that are codes, not values: a checkpoint with others does not fit. Empty for values."""
+        return self._kind if self._kind in BLOCKS else ""
 
     @property
     def tables(self) -> list[Tensor]:
@@ -115,19 +119,14 @@ class AdamW(torch.optim.Optimizer):
             state |= {name: torch.zeros_like(parameter, dtype=dtype) for name in _MOMENTS}
             return
         assert _local(parameter) is parameter, "shards are refused: techniques.conditions.needs_unsharded_blocks"
-        state["quantized"] = kind = self._as_quantized()
         for name in _MOMENTS:
-            state[name], state[f"{name}_scale"] = empty_moment(parameter.numel(), kind, parameter.device)
+            state[name], state[f"{name}_scale"] = empty_moment(
+                parameter.numel(), self._as_quantized(), parameter.device
+            )
 
     def _stored(self, parameter: Tensor, state: dict[str, Any]) -> "tuple[_Stored, _Stored]":
-        if "quantized" not in state:
+        if f"{_MOMENTS[0]}_scale" not in state:
             return _Plain(_real(_local(state[_MOMENTS[0]]))), _Plain(_real(_local(state[_MOMENTS[1]])))
-        if state["quantized"] != self._kind:
-            raise UserError(
-                f"optimizer.state_dtype={self._kind}: the moments in the checkpoint are in {state['quantized']}; "
-                f"resume with optimizer.state_dtype={state['quantized']}, or start from its weights alone "
-                "(model.init_from)"
-            )
         mean, square = (
             _Quantized(Moment(state[name], state[f"{name}_scale"], quantizer))
             for name, quantizer in zip(_MOMENTS, self._quantizers[parameter.device], strict=True)

@@ -4,8 +4,7 @@ import logging
 from pathlib import Path
 
 from trainapp.checkpoint import checkpointer, shards
-from trainapp.checkpoint.directory import resolve
-from trainapp.checkpoint.manifest import read_manifest
+from trainapp.checkpoint.directory import read_manifest, resolve
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
 from trainapp.models import adapters

@@ -10,8 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 from torch import nn
 
 from trainapp.checkpoint import checkpointer
-from trainapp.checkpoint.directory import CheckpointDirectory, resolve
-from trainapp.checkpoint.manifest import read_manifest
+from trainapp.checkpoint.directory import CheckpointDirectory, read_manifest, resolve
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
 from trainapp.parallel.ranks import SingleRank

@@ -10,8 +10,7 @@ import pydantic
 from pydantic import TypeAdapter
 
 from trainapp.checkpoint import checkpointer
-from trainapp.checkpoint.directory import CheckpointDirectory, resolve
-from trainapp.checkpoint.manifest import read_manifest
+from trainapp.checkpoint.directory import CheckpointDirectory, read_manifest, resolve
 from trainapp.config.schema import INFERENCE, Config, Loader
 from trainapp.errors import UserError
 from trainapp.parallel.rank_zero import answered_by_rank_zero

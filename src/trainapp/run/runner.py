@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainapp.checkpoint.manifest import read_manifest
+from trainapp.checkpoint.directory import read_manifest
 from trainapp.config.schema import INFERENCE, Config
 from trainapp.errors import add_note
 from trainapp.inference import generate, predict

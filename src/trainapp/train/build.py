@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from trainapp.accelerator import HERE, Accelerator
-from trainapp.checkpoint import model_state, optimizer_state
 from trainapp.checkpoint.checkpointer import Checkpointer, NullCheckpointer
 from trainapp.checkpoint.directory import CheckpointDirectory
+from trainapp.checkpoint.state_dicts import require_loadable
 from trainapp.checkpoint.stateful import Stateful
 from trainapp.checkpoint.train_state import TrainState
 from trainapp.config.schema import WITHOUT_NUMBERS, Config
@@ -234,9 +234,8 @@ def _checkpointer(config: Config, state: TrainState, ranks: Ranks) -> Checkpoint
     if not settings.save:
         return NullCheckpointer()
     if config.mode == "train":
-        model_state.require_loadable(state.model)
         for optimizer in state.optimizers:
-            optimizer_state.require_loadable(optimizer)
+            require_loadable(optimizer)
     state.stateful.state_dict()  # raises UserError now rather than at the first save
     directory = CheckpointDirectory(Path(config.run_dir), settings.keep_last, ranks)
     return Checkpointer(state, directory, ranks, settings.asynchronous)
