@@ -8,7 +8,7 @@ import runs
 
 from trainapp.config.schema import Loader
 from trainapp.errors import UserError
-from trainapp.run import changed_data
+from trainapp.run import resume
 from trainapp.train import loop
 
 IMAGES = (
@@ -46,24 +46,12 @@ def test_another_length_is_refused(tmp_path, size):
     assert helpers.files(tmp_path) == before
 
 
-@pytest.mark.parametrize(
-    ("step", "reason"),
-    [(SAVED_AT, "would repeat some samples and omit others"), (6, "the epochs from here on, .* another length")],
-)
-def test_the_reason_is_that_of_the_position(tmp_path, step, reason):
-    """At the end of an epoch no sample of it is left, that could be repeated or omitted."""
-    runs.run_until(tmp_path, step, *IMAGES, "data.size=96")
-    with pytest.raises(UserError, match=reason) as refused:
-        runs.prepare(tmp_path, *IMAGES, "data.size=120")
-    assert ("repeat" in str(refused.value)) == (step == SAVED_AT)
-
-
 @pytest.mark.parametrize("size", [120, 72, 40])
 def test_it_continues_with_the_next_epoch(tmp_path, caplog, size):
     """Every sample of the new data once per epoch, none of the old epoch twice."""
     runs.run_until(tmp_path, SAVED_AT, *IMAGES, "data.size=96")
     seen, run = trained_samples(tmp_path, f"data.size={size}", "data.on_change=next_epoch")
-    assert "32 samples of epoch 0 are skipped; training continues with epoch 1" in caplog.text
+    assert "training continues with epoch 1, 32 samples of the one before it are skipped" in caplog.text
     epochs = {}
     for epoch, indices in seen:
         epochs.setdefault(epoch, []).extend(indices)
@@ -81,7 +69,7 @@ def test_without_the_rule_samples_repeat(tmp_path, monkeypatch):
     run = runs.prepare(tmp_path, *IMAGES, "data.size=96")
     run.tracker.close()
     first = {index for step in range(SAVED_AT) for index in run.batches.source.share(0, 16 * step, 16).numbers}
-    monkeypatch.setattr(changed_data, "follow", lambda *_: None)
+    monkeypatch.setattr(resume, "_follow_data", lambda *_: None)
     seen, _ = trained_samples(tmp_path, "data.size=120")
     rest = [index for epoch, indices in seen if epoch == 0 for index in indices]
     assert set(rest) & first
@@ -93,7 +81,7 @@ def test_at_the_end_of_an_epoch_nothing_is_left_out(tmp_path, caplog):
     seen, _ = trained_samples(tmp_path, "data.size=120", "data.on_change=next_epoch")
     assert seen[0][0] == 1
     assert "had 96" in caplog.text
-    assert "left out" not in caplog.text
+    assert "are skipped" not in caplog.text
 
 
 def test_the_new_length_is_saved(tmp_path):

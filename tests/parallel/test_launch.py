@@ -28,7 +28,7 @@ def reference(tmp_path_factory) -> Path:
 @pytest.mark.slow
 def test_one_directory_and_one_log(reference):
     assert {path.name for path in reference.iterdir()} == {
-        ".hydra", "checkpoints", "evaluations.jsonl", "experiment.json", "metrics.jsonl", "ranks", "result.json",
+        ".hydra", "checkpoints", "evaluations.jsonl", "metrics.jsonl", "ranks", "result.json",
         "tensorboard", "trainapp.log",
     }  # fmt: skip
     assert [path.name for path in (reference / "ranks").iterdir()] == ["rank_1.log"]

@@ -88,7 +88,7 @@ def test_the_command_line_writes_nothing_over_a_run(tmp_path):
 def test_nothing_of_a_run_in_the_same_directory_changes(tmp_path):
     runs.run(tmp_path, *runs.MODELS["mlp"], "train.max_steps=2", "every.save=1")
     before = {name: (tmp_path / name).read_bytes() for name in files(tmp_path)}
-    assert {"metrics.jsonl", "result.json", "experiment.json"} <= before.keys()
+    assert {"metrics.jsonl", "result.json"} <= before.keys()
     find(tmp_path, "lr_find.steps=20", "lr_find.min=1e-4", "lr_find.max=0.1")
     assert files(tmp_path) == before.keys() | FOUND
     assert {name: (tmp_path / name).read_bytes() for name in before} == before

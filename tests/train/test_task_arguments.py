@@ -9,7 +9,7 @@ from helpers import metrics
 from torch.nn import functional as F
 
 from trainapp.errors import UserError
-from trainapp.run import experiment, resume
+from trainapp.run import resume, run_dir
 
 
 def scaled(model, batch, scale, shift=0.0):
@@ -117,10 +117,11 @@ def test_a_prediction_of_the_tasks_own_has_its_arguments(tmp_path):
 
 def test_another_argument_of_the_task_is_another_experiment(tmp_path):
     runs.run(tmp_path, *OWN, "task={_target_: test_task_arguments.scaled, scale: 1}")
-    for now in ("scale: 1", "scale: 1, shift: 0.0"):  # the latter its default
-        experiment.require_same(runs.configure(tmp_path, *OWN, f"task={{_target_: test_task_arguments.scaled, {now}}}"))
+    of = "task={_target_: test_task_arguments.scaled, scale: "
+    configured = [runs.configure(tmp_path, *OWN, f"{of}{scale}}}") for scale in (1, 2)]
+    run_dir.require_same_experiment(configured[0])
     with pytest.raises(UserError, match=r"task\.scale: 1 before, 2 now"):
-        experiment.require_same(runs.configure(tmp_path, *OWN, "task={_target_: test_task_arguments.scaled, scale: 2}"))
+        run_dir.require_same_experiment(configured[1])
     saved = next((tmp_path / "checkpoints").glob("step*"))
     evaluation = runs.configure(tmp_path / "evaluation", "mode=eval", f"checkpointing.resume={tmp_path}", OWN[2])
     assert resume.as_saved(evaluation, saved).task_arguments == {"scale": 1}

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from trainapp.config.schema import Config
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.launch import environment, launch
-from trainapp.run import lock
+from trainapp.run import run_dir as directory
 from trainapp.signals import StopRequest
 from trainapp.tracking import terminal
 
@@ -68,12 +68,12 @@ def _here(config: Config) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"run_dir={run_dir}: {error.strerror}; it must name a folder of yours") from None
-    lock.acquire(run_dir)
+    directory.acquire(run_dir)
     try:
         with as_before(config.memory.expandable_segments), _logged(run_dir):
             launch.run(config)
     finally:
-        lock.release(run_dir)
+        directory.release(run_dir)
 
 
 def _as_command(config: Config) -> None:

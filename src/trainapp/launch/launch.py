@@ -7,7 +7,7 @@ from trainapp.config.schema import Config
 from trainapp.errors import UserError
 from trainapp.launch import environment
 from trainapp.memory import host_guard
-from trainapp.run import experiment
+from trainapp.run import run_dir
 
 if TYPE_CHECKING:
     from trainapp.run.result import RunResult
@@ -42,7 +42,7 @@ def run(config: Config, is_sweep: bool = False) -> "RunResult":
     # before Hopper it makes each of cuBLAS's workspaces 24 MiB larger.
     prepare_process(config.memory.expandable_segments, config.train.deterministic or is_sweep)
     if config.parallel.nodes == 1 and not environment.is_one_of_many_ranks():  # the others ask rank 0, in `run_worker`
-        experiment.require_same(config)
+        run_dir.require_same_experiment(config)
     if config.parallel.strategy == "single":
         if environment.is_one_of_many_ranks():
             raise UserError(

@@ -5,8 +5,6 @@ Rank 0 of those that torchrun or a scheduler started; otherwise the process of t
 
 import contextlib
 import copy
-import errno
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,10 +13,9 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from trainapp.config import compose
-from trainapp.config.schema import Config
 from trainapp.errors import Reported, UserError
 from trainapp.launch import environment
-from trainapp.run import experiment, lock, restarts
+from trainapp.run import run_dir as directory
 
 _RESTART_PATIENCE = 30.0  # seconds that a launcher may take to end the workers before these
 environment.register()  # here, since the jobs of a launcher such as submitit import the callbacks and not __main__
@@ -42,7 +39,7 @@ class RefuseSecondRun(Callback):
 
 @contextlib.contextmanager
 def per_directory(run_dir: str, composed: DictConfig) -> Iterator[None]:
-    """Hold the run directory's lock inside the block. Raises UserError when another run uses the directory.
+    """Hold the run directory's lock inside the bdirectory. Raises UserError when another run uses the directory.
 
     composed: by Hydra, and not checked yet.
     """
@@ -50,22 +47,14 @@ def per_directory(run_dir: str, composed: DictConfig) -> Iterator[None]:
         _claim(Path(run_dir), composed)
         yield
     finally:
-        lock.release(Path(run_dir))
-
-
-def for_worker(config: Config) -> contextlib.AbstractContextManager[None]:
-    """Hold rank 0's lock in a worker that this program's launcher started. Does nothing in other processes."""
-    run_dir = Path(config.run_dir)
-    if environment.is_rank_zero() and not lock.is_held(run_dir):
-        return lock.held_by_worker(run_dir)
-    return contextlib.nullcontext()
+        directory.release(Path(run_dir))
 
 
 def _require_same_experiment(run_dir: Path, composed: DictConfig) -> None:
-    """Raises UserError, and gives the lock back, if the directory holds a run of another experiment. `launch` asks
-    again, with what needs imports; of several ranks only that, which all of them take part in.
+    """Raises UserError, and gives the lock back, if the directory holds a run of another experiment. Several ranks ask
+    in `launch`, together.
     """
-    if environment.is_one_of_many_ranks():
+    if environment.is_one_of_many_ranks() or not (run_dir / "checkpoints").exists():
         return
     own = copy.deepcopy(composed)
     with open_dict(own):
@@ -75,9 +64,9 @@ def _require_same_experiment(run_dir: Path, composed: DictConfig) -> None:
     except UserError:  # reported by the job
         return
     try:
-        experiment.require_same(config, looks_up_defaults=False)
+        directory.require_same_experiment(config)
     except UserError:
-        lock.release(run_dir)
+        directory.release(run_dir)
         raise
 
 
@@ -85,14 +74,7 @@ def _claim(run_dir: Path, composed: DictConfig) -> None:
     if environment.is_rank_zero():
         nodes, run_id = (_unchecked(composed, f"parallel.{name}") for name in ("nodes", "run_id"))
         shared_as = str(run_id) if run_id is not None and nodes not in (None, 1) else None
-        try:
-            run_dir.mkdir(parents=True, exist_ok=True)
-            if not os.access(run_dir, os.W_OK):
-                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(run_dir))
-        except OSError as error:
-            place = f"{error.filename}: {error.strerror}"
-            raise UserError(f"{place}; hydra.run.dir or hydra.sweep.dir must name a folder of yours") from None
-        lock.acquire(run_dir, shared_as, _RESTART_PATIENCE if restarts.has_restarted() else 0.0)
+        directory.acquire(run_dir, shared_as, _RESTART_PATIENCE if directory.has_restarted() else 0.0)
 
 
 def _unchecked(composed: DictConfig, name: str) -> Any:

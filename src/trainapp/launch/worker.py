@@ -19,12 +19,12 @@ import torch.distributed as dist
 
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
-from trainapp.launch import environment, one_run
+from trainapp.launch import environment
 from trainapp.memory import host_guard
 from trainapp.oom.errors import would_repeat
 from trainapp.parallel.rank_zero import answered_by_rank_zero
 from trainapp.parallel.ranks import DistributedRanks, Ranks
-from trainapp.run import experiment
+from trainapp.run import run_dir
 from trainapp.tracking import terminal
 
 if TYPE_CHECKING:  # the launcher need not wait for it
@@ -53,8 +53,8 @@ def run_worker(config: Config) -> Outcome:
     from trainapp.run import runner
 
     try:
-        with process_group(config) as ranks, one_run.for_worker(config):
-            answered_by_rank_zero(ranks, lambda: experiment.require_same(config))
+        with process_group(config) as ranks:
+            answered_by_rank_zero(ranks, lambda: run_dir.require_same_experiment(config))
             return Outcome(runner.run(config, ranks))
     except UserError as error:
         return Outcome(error=str(error), exit_code=error.exit_code)

@@ -1,7 +1,6 @@
 """The checkpoint that a run continues from: which one, and what of it counts."""
 
 import dataclasses
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,11 @@ from pydantic import TypeAdapter
 
 from trainapp.checkpoint import checkpointer
 from trainapp.checkpoint.directory import CheckpointDirectory, read_manifest, resolve
+from trainapp.config import resume_rules
 from trainapp.config.schema import INFERENCE, Config, Loader
 from trainapp.errors import UserError
 from trainapp.parallel.rank_zero import answered_by_rank_zero
 from trainapp.parallel.ranks import Ranks, SingleRank
-from trainapp.run import changed_data
 from trainapp.train.run import Run
 
 log = logging.getLogger(__name__)
@@ -50,13 +49,16 @@ def as_saved(config: Config, path: Path) -> Config:
     """The configuration with the checkpoint's seed: another seed mid-epoch would repeat and omit samples.
 
     With another mode than train also its `ema`: a run with a weight average was evaluated on the average; and what the
-    run is made of, where the command line chooses none of it.
+    run is made of, where the command line chooses none of it. Raises UserError for another seed on the command line.
     """
+    saved = read_manifest(path)["config"]["train"]
     if config.mode != "train":
         config = _with_parts_of(config, path)
-    saved = read_manifest(path)["config"]["train"]
-    if saved["seed"] != config.train.seed:
-        log.warning("train.seed=%d: the resumed run has seed %d and keeps it", config.train.seed, saved["seed"])
+    elif saved["seed"] != config.train.seed and config.chooses("train.seed"):
+        raise UserError(
+            f"train.seed={config.train.seed}: the run in {path} has seed {saved['seed']}, which its samples and steps "
+            "depend on; leave train.seed out, or begin a new run with its weights by checkpointing.load=weights"
+        )
     changes: dict[str, Any] = {"seed": saved["seed"]}
     if config.mode != "train":
         changes["ema"] = saved["ema"]
@@ -116,36 +118,81 @@ def _missing(config: Config) -> list[str]:
 
 
 def restore(run: Run, path: Path) -> dict[str, Any]:
-    """Fill the run from the checkpoint at `path`. Returns the micro-batch sizes in it, the `budget` of memory that they
-    were found in, and under `not_replayed` what keeps a schedule of sizes from replaying the run.
+    """Fill the run from the checkpoint at `path`. Returns the micro-batch sizes in it and the `budget` of memory that
+    they were found in.
 
-    Raises UserError when the checkpoint does not fit the model.
+    Raises UserError when the checkpoint does not fit the model, and when the run cannot continue from it.
     """
     sizes = checkpointer.restore(run.state, path, run.ranks)
     if not run.config.oom.keep_global_batch and sizes["global"] < run.state.global_size:
         run.set_global_size(sizes["global"])
-    sizes["not_replayed"] = [*sizes.get("not_replayed", ()), *_changed(run, path, sizes)]
     progress = run.state.progress
     run.checkpointer.saved_at = progress.step
-    if progress.stopped is not None and _stops_otherwise(read_manifest(path)["config"], run.config.to_dict()):
-        log.info("the run had ended (%s); with other settings of stopping and callbacks it continues", progress.stopped)
-        progress.stopped = None
-    changed_data.follow(run, path)
-    left = run.batches.steps_left(progress.consumed)
-    if left is not None and left <= 0:  # another batch size or drop_last may leave nothing
-        progress.begin_next_epoch()
+    verb = "loaded"
     if run.config.mode == "train":
+        verb = "resumed from"
+        _follow_settings(run, path)
+        _follow_data(run, path)
+        left = run.batches.steps_left(progress.consumed)
+        if left is not None and left <= 0:  # another batch size or drop_last may leave nothing
+            progress.begin_next_epoch()
         _require_steps_left(run, path)
-        _forget_other_objective(run, path)
         run.measure_length()  # data or global batch may have changed, now or before this checkpoint
-    verb = "resumed from" if run.config.mode == "train" else "loaded"
     log.info("%s %s: step %d, epoch %d, %d samples", verb, path, progress.step, progress.epoch, progress.samples)
     return sizes
 
 
-def _stops_otherwise(saved: dict[str, Any], now: dict[str, Any]) -> bool:
-    """Whether what may end a run before its length has other settings than in the checkpoint."""
-    return any(saved.get(name) != json.loads(json.dumps(now[name])) for name in ("stopping", "callbacks"))
+def _follow_settings(run: Run, path: Path) -> None:
+    """Say which settings are others than the checkpoint's. With other settings of what may end a run before its length,
+    a run that had ended continues; with another objective, the best value so far means nothing.
+    """
+    changes = resume_rules.changes(read_manifest(path)["config"], run.config.to_dict())
+    if not changes:
+        return
+    log.info("other settings than in the checkpoint: %s", resume_rules.in_one_line(changes))
+    progress, sections = run.state.progress, {change.name.partition(".")[0] for change in changes}
+    if progress.stopped is not None and sections & {"stopping", "callbacks"}:
+        log.info("the run had ended (%s); with these settings it continues", progress.stopped)
+        progress.stopped = None
+    defined = {change.name.split(".")[1] for change in changes if change.name.startswith(("eval.", "metrics."))}
+    is_other = "objective" in sections or not defined.isdisjoint(run.objective.metric.split("/"))
+    if is_other and progress.best is not None:
+        log.info("the best %s so far (%.4g) counts no longer", run.objective.metric, progress.best)
+        progress.objective = progress.best = progress.best_step = None
+
+
+def _follow_data(run: Run, path: Path) -> None:
+    """Apply `data.on_change` to data of another length or order than the checkpoint's: its epoch cannot be continued.
+
+    Raises UserError for `refuse`.
+    """
+    state, progress, batches = run.state, run.state.progress, run.batches
+    change = batches.source.misfit
+    if state.data_order != batches.source.order_name:
+        change = (
+            f"the training data is drawn in another way ({batches.source.order_name}) than when {path} was saved "
+            f"({state.data_order}): data.sampling has changed, or a stream has taken the place of a data set"
+        )
+    elif batches.samples != state.data_samples:
+        change = f"the training data has {batches.samples} samples, and had {state.data_samples} when {path} was saved"
+    if change is None:
+        return
+    if run.config.loader.on_change == "refuse":
+        raise UserError(
+            f"data.on_change=refuse: {change}: the run would repeat some samples and omit others, or have another "
+            "length; restore the data, or use data.on_change=next_epoch, or begin a new run (checkpointing.resume=none)"
+        )
+    left = state.data_samples - progress.consumed if progress.consumed else 0
+    if progress.consumed:
+        progress.begin_next_epoch()
+    log.warning(
+        "%s: training continues with epoch %d%s (data.on_change=next_epoch)",
+        change,
+        progress.epoch,
+        f", {left} samples of the one before it are skipped" if left > 0 else "",
+    )
+    batches.begin_epoch(progress.epoch)
+    state.data_samples, state.data_order = batches.samples, batches.source.order_name
 
 
 def _require_steps_left(run: Run, path: Path) -> None:
@@ -165,84 +212,3 @@ def _require_steps_left(run: Run, path: Path) -> None:
             advice = "set a later end to continue it, or checkpointing.load=weights to begin a run with its weights"
         trained = f"{path} has already trained {round(reached, 2):.10g} {name}"
         raise UserError(f"train.max_{name}={end}: {trained}, so that none is left; {advice}")
-
-
-def _forget_other_objective(run: Run, path: Path) -> None:
-    """The best value so far means nothing where the objective is another one. Raises UserError where, in the directory
-    of the run, `auto` would be another data set's: settings alone do not tell whether the data has a split of its own.
-    """
-    saved, run_dir = read_manifest(path)["config"], Path(run.config.run_dir)
-    is_other = saved.get("objective") != run.config.objective
-    if not is_other and run.config.objective == "auto" and "" not in run.eval_sets:
-        now = json.loads(json.dumps(run.config.to_dict(), default=str))
-        old, new = (next(iter(of.get("eval", {}).items()), None) for of in (saved, now))
-        is_other = old is not None and old != new
-        if is_other and old and path.resolve().is_relative_to(run_dir.resolve()):
-            if new is None:
-                changed = "there is not any more"
-            else:
-                changed = "has other settings now" if new[0] == old[0] else f"was not eval.{new[0]}"
-            raise UserError(
-                f"objective=auto: the data has no validation split, so the objective of the run in {run_dir} is that "
-                f"of eval.{old[0]}, the first of `eval`, which {changed}; leave it the first, as it was, or choose "
-                "another directory"
-            )
-    if is_other:
-        progress = run.state.progress
-        progress.objective = progress.best = progress.best_step = None
-
-
-def _changed(run: Run, path: Path, sizes: dict[str, Any]) -> list[str]:
-    """What changes with this checkpoint and is not in the schedule of sizes. Evaluation and export replay nothing."""
-    if run.config.mode != "train":
-        return []
-    step, ranks, world = run.state.progress.step, read_manifest(path)["ranks"], run.ranks.world
-    changes = (
-        ("ranks", ranks, world),
-        ("batch.global_size", sizes["global"], run.state.global_size),
-        ("training samples", run.state.data_samples, run.batches.samples),
-        ("the training data's order", run.state.data_order, run.batches.source.order_name),
-        *_settings_changed(read_manifest(path)["config"], run.config),
-    )
-    return [f"{name}: {now} after step {step}, {before} until then" for name, before, now in changes if now != before]
-
-
-# What decides the bits of a step apart from the sizes; the length of the run decides its learning rates.
-_WHOLE = ("data", "model", "optimizer", "updates", "task", "task_arguments", "precision", "schedule", "adapter")
-_PARTS = {
-    "train": ("grad_clip", "ema", "nonfinite", "compile", "deterministic", "device"),
-    "memory": ("loss_chunk",),
-    "parallel": ("strategy",),
-}
-
-
-def _settings_changed(saved: dict[str, Any], config: Config) -> list[tuple[str, Any, Any]]:
-    """`(name, before, now)` of sections and settings. The values of whole sections are left out."""
-    now = json.loads(json.dumps(dataclasses.asdict(config), default=str))
-    before = {name: _completed(saved.get(name), getattr(config, name)) for name in _WHOLE}
-    changed = [(name, "others", "its settings") for name in _WHOLE if before[name] != now[name]]
-    parts = {section: [*names] for section, names in _PARTS.items()}
-    if config.schedule.shape != "constant":
-        parts["train"] += ["max_steps", "max_epochs"]
-    for section, names in parts.items():
-        before = saved.get(section, {})
-        changed += [
-            (f"{section}.{n}", before.get(n), now[section][n]) for n in names if before.get(n) != now[section][n]
-        ]
-    return changed
-
-
-def _completed(saved: Any, section: Any) -> Any:
-    """A saved section with the defaults of settings that did not exist when it was saved."""
-    if saved is None and isinstance(section, list | dict):
-        return type(section)()
-    if isinstance(saved, list) and isinstance(section, list) and len(saved) == len(section):
-        return [_completed(*pair) for pair in zip(saved, section, strict=True)]
-    if not (isinstance(saved, dict) and dataclasses.is_dataclass(section)):
-        return saved
-    new = [field for field in dataclasses.fields(section) if field.name not in saved]
-    defaults = {
-        field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        for field in new
-    }
-    return {**saved, **{name: value for name, value in defaults.items() if value is not dataclasses.MISSING}}

@@ -25,7 +25,7 @@ from trainapp.parallel.ranks import Ranks, SingleRank
 from trainapp.planning import checkpointing_modes, first_sizes
 from trainapp.planning.own_device import config_to_plan
 from trainapp.planning.ranks import by_rank_zero
-from trainapp.run import experiment, export, fine_tuning, restarts, resume
+from trainapp.run import export, fine_tuning, resume, run_dir
 from trainapp.run.result import RunResult, result_of
 from trainapp.run.summary import opening_lines, report
 from trainapp.signals import StopRequest
@@ -111,8 +111,7 @@ def _naming_the_step(run: Run) -> Iterator[None]:
 
 def prepare(config: Config, stop: StopRequest, ranks: Ranks, carried: CarriedOver | None = None) -> Run:
     """A run ready for its next step: built, restored from a checkpoint, micro-batch sizes chosen, files open."""
-    has_restarted = any(ranks.all_gather_object(restarts.has_restarted()))  # torchrun counts each node's own failures
-    given = config
+    has_restarted = any(ranks.all_gather_object(run_dir.has_restarted()))  # torchrun counts each node's own failures
     path = resume.agreed_checkpoint(config, ranks, has_restarted)
     weights = fine_tuning.agreed_source(config, ranks) if path is None else None
     if path is not None:
@@ -151,8 +150,6 @@ def prepare(config: Config, stop: StopRequest, ranks: Ranks, carried: CarriedOve
     objective.require_known(run)
     metric_trial.try_metrics(run)
     build.start_tracking(run)
-    if carried is None and config.mode == "train" and ranks.is_rank_zero:
-        experiment.remember(given)
     return run
 
 

@@ -1,0 +1,109 @@
+"""Which settings a run must keep when it continues in its directory, and which may change. Imports no torch.
+
+Another model, other data, another optimizer, seed or global batch make another experiment, whose result would be taken
+for this one's. Where and how the same is computed, how long, and what is written about it may change at any time. In a
+new directory, with `checkpointing.resume=RUN`, everything may.
+"""
+
+import json
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from trainapp import strict_json
+from trainapp.units import listed
+
+# Sections and settings, as users write them. Of a section all settings count, arguments of constructors included.
+_MUST_MATCH = (
+    "task",
+    "updates",
+    "objective",
+    "data",
+    "model",
+    "adapter",
+    "optimizer",
+    "schedule",
+    "precision.mode",
+    "train.seed",
+    "train.grad_clip",
+    "train.ema",
+    "batch.global_size",
+    "checkpointing.load",
+)
+# Settings of those sections that decide only how the same is computed, or what a recovery changes.
+_MAY_CHANGE = (
+    "data.num_workers",
+    "data.on_change",
+    "data.on_error",
+    "optimizer.fused",
+    "optimizer.foreach",
+    "optimizer.capturable",
+    "optimizer.in_backward",
+    "optimizer.offload",
+)
+# Filled in by the program, or of no meaning for the run that continues.
+_NOT_COMPARED = (
+    "run_dir",
+    "command",
+    "given",
+    "mode",
+    "user_packages",
+    "checkpointing.resume",
+    "activation_checkpointing.modes",
+    "activation_checkpointing.compiled_budget",
+)
+_AS_WRITTEN = {"loader": "data", "target": "_target_", "task_arguments": "task"}
+_UNSET = object()  # an argument that one of two configurations does not name
+
+
+class Change(NamedTuple):
+    """A setting with its values before and now, as a user writes them."""
+
+    name: str
+    before: str
+    now: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.before} before, {self.now} now"
+
+    @property
+    def is_another_experiment(self) -> bool:
+        """Whether a run may not change it in its directory."""
+        is_listed = any(self.name == name or self.name.startswith(f"{name}.") for name in _MUST_MATCH)
+        return is_listed and not self.name.endswith(_MAY_CHANGE)  # `updates.generator.optimizer.fused` ends so, too
+
+
+def changes(before: dict[str, Any], now: dict[str, Any]) -> list[Change]:
+    """Where two configurations, as `Config.to_dict` or its JSON, differ."""
+    old, new = (dict(_settings(json.loads(strict_json.dumps(of, default=str)))) for of in (before, now))
+    return [
+        Change(name, _text(old.get(name, _UNSET)), _text(new.get(name, _UNSET)))
+        for name in sorted(old.keys() | new.keys())
+        if old.get(name, _UNSET) != new.get(name, _UNSET)
+    ]
+
+
+def in_one_line(found: list[Change]) -> str:
+    """The changes, for a line of the log."""
+    return listed((f"{change.name} {change.before} -> {change.now}" for change in found), most=8)
+
+
+def _settings(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        name = prefix + _AS_WRITTEN.get(key, key)
+        if name in _NOT_COMPARED:
+            continue
+        if key == "arguments":
+            yield from ((prefix + argument, own) for argument, own in value.items())
+        elif name == "updates":
+            for update in value:
+                yield from _settings(update, f"updates.{update['name']}.")
+        elif isinstance(value, dict):
+            yield from _settings(value, f"{name}.")
+        elif value != [] and value is not None:  # what is empty says as much as what is not there
+            yield name, value
+
+
+def _text(value: Any) -> str:
+    if value is _UNSET:
+        return "not set"
+    return value if isinstance(value, str) else json.dumps(value)

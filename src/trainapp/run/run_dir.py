@@ -1,0 +1,147 @@
+"""The directory of a run: one run at a time, and one experiment. Imports no torch.
+
+The lock is the kernel's on the file `run.lock` (POSIX): it ends with its process, however that dies, and forked loader
+workers do not inherit it, so that nothing stale blocks the next run. What the file says is for the message.
+
+Nothing else in the holding process may open the file: closing any descriptor of it would drop the lock.
+"""
+
+import contextlib
+import errno
+import fcntl
+import json
+import logging
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from trainapp.config import resume_rules
+from trainapp.config.schema import Config
+from trainapp.errors import UserError
+
+LOCK, RESULT = "run.lock", "result.json"
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+_POLL = 0.05  # seconds
+log = logging.getLogger(__name__)
+
+_held: dict[Path, int] = {}  # the file descriptors of this process's locks
+
+
+def has_restarted() -> bool:
+    """Whether a launcher has started the workers of this run before."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
+def acquire(run_dir: Path, shared_as: str | None = None, patience: float = 0.0) -> None:
+    """Lock the directory for this process, until `release` or its end. No effect if it holds the lock already.
+
+    shared_as: a name under which several launchers, one on each node, are the same run; the first holds the lock.
+    patience: seconds to wait for a process that is about to end.
+    Raises UserError, with the host and the id of the other process, when another run uses the directory, and where the
+    lock cannot be written.
+    """
+    path = run_dir.resolve() / LOCK
+    if path in _held:
+        return
+    until = time.monotonic() + patience
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        while (descriptor := _locked(path)) is None:
+            holder = _holder(path)
+            if shared_as is not None and holder.get("run_id") == shared_as:
+                return
+            if time.monotonic() >= until:
+                raise _in_use(run_dir, holder)
+            time.sleep(_POLL)
+    except OSError as error:
+        if error.errno in _NO_LOCKS:
+            log.warning("%s: its file system has no locks; make sure that no other run uses it", run_dir)
+            return
+        place = f"{error.filename or path}: {error.strerror}"
+        raise UserError(f"{place}; hydra.run.dir or hydra.sweep.dir must name a folder of yours") from None
+    own = {"host": socket.gethostname(), "pid": os.getpid(), "started": time.time(), "run_id": shared_as}
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, json.dumps(own).encode(), 0)
+    _held[path] = descriptor
+
+
+def release(run_dir: Path) -> None:
+    """Give the directory up. No effect without the lock."""
+    path = run_dir.resolve() / LOCK
+    descriptor = _held.pop(path, None)
+    if descriptor is not None:
+        path.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _locked(path: Path) -> int | None:
+    """The descriptor of the locked file; None while another process holds the lock."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(descriptor)
+            if error.errno in (errno.EACCES, errno.EAGAIN):  # POSIX allows either
+                return None
+            raise
+        if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
+            return descriptor
+        os.close(descriptor)  # its last holder has removed it
+
+
+def _holder(path: Path) -> dict[str, Any]:
+    """What the file says of its holder, who writes it just after locking; empty if nothing can be read."""
+    for _ in range(10):
+        with contextlib.suppress(OSError, ValueError):
+            found: dict[str, Any] = json.loads(path.read_text())
+            return found
+        time.sleep(_POLL)
+    return {}
+
+
+def _in_use(run_dir: Path, holder: dict[str, Any]) -> UserError:
+    who = "another process"
+    if holder:
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder["started"]))
+        who = f"process {holder['pid']} on host {holder['host']}, since {since}"
+    return UserError(
+        f"hydra.run.dir={run_dir}: another run is using this directory ({who}); wait until it has ended, stop it, or "
+        "choose another directory"
+    )
+
+
+def require_same_experiment(config: Config) -> None:
+    """Raises UserError, with all differences, if the directory has checkpoints of a run with other settings that make
+    the result what it is. Training only: evaluation and export write nothing of a run.
+    """
+    run_dir = Path(config.run_dir)
+    before = _settings_of(run_dir) if config.mode == "train" else None
+    if before is None:
+        return
+    found = [change for change in resume_rules.changes(before, config.to_dict()) if change.is_another_experiment]
+    if not config.chooses("train.seed"):  # then it is the checkpoint's
+        found = [change for change in found if change.name != "train.seed"]
+    if found:
+        listed = "\n".join(f"  {change}" for change in found)
+        raise UserError(
+            f"hydra.run.dir={run_dir}: this directory belongs to a run of other settings, which change the result:\n"
+            f"{listed}\n"
+            "choose another directory (of a sweep, hydra.sweep.dir); to continue that run there with the new settings, "
+            f"also set checkpointing.resume={run_dir}, and checkpointing.load=weights to take its weights alone"
+        )
+
+
+def _settings_of(run_dir: Path) -> dict[str, Any] | None:
+    """Of the run in the directory: those in its newest checkpoint whose manifest can be read; None without one.
+
+    Of a damaged checkpoint they count as well: that is reported when it is loaded.
+    """
+    folders = [path for path in run_dir.glob("checkpoints/step_*") if path.name[5:].isdecimal()]
+    for folder in sorted(folders, key=lambda path: int(path.name[5:]), reverse=True):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            config: dict[str, Any] = json.loads((folder / "manifest.json").read_bytes())["config"]
+            return config
+    return None

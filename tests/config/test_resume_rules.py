@@ -1,0 +1,77 @@
+"""Which settings a run keeps in its directory, and which may change."""
+
+import copy
+import dataclasses
+
+import helpers
+import pytest
+
+from trainapp.config import compose, resume_rules
+from trainapp.config.schema import Config
+
+BASE = compose.from_command_line(["model=mlp", "data=synthetic_images", "schedule=wsd"]).to_dict()
+
+
+def experiment(changed):
+    """The changes that make another experiment, and the others, by name."""
+    found = resume_rules.changes(BASE, helpers.changed(BASE, changed))
+    return [c.name for c in found if c.is_another_experiment], [c.name for c in found if not c.is_another_experiment]
+
+
+@pytest.mark.parametrize(
+    ("changed", "name"),
+    [
+        ({"model.target": "own.Model"}, "model._target_"),
+        ({"model.arguments": {"width": 3}}, "model.width"),
+        ({"data.arguments": {"size": 3}}, "data.size"),
+        ({"loader.drop_last": True}, "data.drop_last"),
+        ({"task": "own.loss"}, "task"),
+        ({"optimizer.lr": 0.5}, "optimizer.lr"),
+        ({"schedule.warmup": 5}, "schedule.warmup"),
+        ({"train.seed": 5}, "train.seed"),
+        ({"batch.global_size": 5}, "batch.global_size"),
+        ({"objective": "min loss"}, "objective"),
+    ],
+)
+def test_what_makes_the_result_must_match(changed, name):
+    must, _ = experiment(changed)
+    assert name in must
+
+
+@pytest.mark.parametrize(
+    ("changed", "name"),
+    [
+        ({"train.max_steps": 5}, "train.max_steps"),
+        ({"every.save": 5}, "every.save"),
+        ({"memory.limit": "1GiB"}, "memory.limit"),
+        ({"batch.micro_size": 5}, "batch.micro_size"),
+        ({"loader.num_workers": 5}, "data.num_workers"),
+        ({"optimizer.fused": False}, "optimizer.fused"),
+        ({"parallel.strategy": "ddp"}, "parallel.strategy"),
+    ],
+)
+def test_where_and_how_it_is_computed_may_change(changed, name):
+    assert experiment(changed) == ([], [name])
+
+
+def test_updates_are_compared_setting_by_setting():
+    def configured(**optimizer):
+        settings = {"target": "torch.optim.SGD", "lr": 0.1, "arguments": {"momentum": 0.9}, **optimizer}
+        update = {"name": "generator", "task": "gan.generate", "parameters": ["g"], "optimizer": settings}
+        return BASE | {"updates": [update]}
+
+    changes = resume_rules.changes(configured(), configured(lr=0.2, fused=True, arguments={"momentum": 0.5}))
+    assert [(c.name, c.is_another_experiment) for c in changes] == [
+        ("updates.generator.optimizer.fused", False),
+        ("updates.generator.optimizer.lr", True),
+        ("updates.generator.optimizer.momentum", True),
+    ]
+    assert str(changes[1]) == "updates.generator.optimizer.lr: 0.1 before, 0.2 now"
+
+
+def test_what_is_no_setting_of_the_run_is_not_compared():
+    assert resume_rules.changes(BASE, copy.deepcopy(BASE)) == []
+    other = {"run_dir": "x", "command": "y", "mode": "eval", "checkpointing.resume": "z"}
+    assert experiment(other) == ([], [])
+    names = {field.name for field in dataclasses.fields(Config)}
+    assert {name.partition(".")[0] for name in resume_rules._MUST_MATCH} <= names

@@ -1,0 +1,268 @@
+"""A run's directory: one run at a time, freed by the death of its process, and one experiment."""
+
+import errno
+import fcntl
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import helpers
+import pytest
+import runs
+from helpers import environment, files, run_cli
+
+from trainapp.errors import UserError
+from trainapp.launch import launch
+from trainapp.run import run_dir
+
+HOLD = """
+import os, sys, time
+from pathlib import Path
+from trainapp.run import run_dir
+run_dir.acquire(Path(sys.argv[1]), *sys.argv[2:])
+if not os.fork():  # a loader's worker may outlive a killed run for a while
+    os.close(1)
+    time.sleep(60)
+    os._exit(0)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+class Holder:
+    """Another process that holds the lock of a directory until it is told to end."""
+
+    def __init__(self, folder, *arguments):
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", HOLD, str(folder), *arguments],
+            env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
+        )  # fmt: skip
+        assert self.process.stdout.readline() == "held\n"
+
+    def kill(self):
+        self.process.kill()
+        self.process.wait()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self.process.stdin.close()
+        self.process.stdout.close()
+
+
+@pytest.fixture(autouse=True)
+def nothing_held(monkeypatch):
+    """The launcher sets what torch reads at its start."""
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False")
+    yield
+    for path in list(run_dir._held):
+        run_dir.release(path.parent)
+
+
+@pytest.mark.slow
+def test_the_second_is_refused_until_the_first_is_dead(tmp_path):
+    folder = tmp_path / "run"
+    with Holder(folder, "big-run") as first:
+        before = (folder / run_dir.LOCK).read_text()
+        with pytest.raises(UserError) as refused:
+            run_dir.acquire(folder)
+        assert f"hydra.run.dir={folder}: another run is using this directory" in str(refused.value)
+        assert f"process {first.process.pid} on host {socket.gethostname()}, since 20" in str(refused.value)
+        assert (folder / run_dir.LOCK).read_text() == before
+        run_dir.acquire(folder, "big-run")  # the launcher of another node of that run
+        assert run_dir._held == {}
+        first.kill()  # its forked child lives
+        run_dir.acquire(folder)
+        assert json.loads((folder / run_dir.LOCK).read_text())["pid"] == os.getpid()
+
+
+@pytest.mark.slow
+def test_without_the_lock_both_would_run(tmp_path, monkeypatch):
+    """Negative control."""
+    monkeypatch.setattr(fcntl, "lockf", lambda *_: None)
+    with Holder(tmp_path / "run"):
+        run_dir.acquire(tmp_path / "run")
+
+
+def test_released_it_leaves_nothing(tmp_path):
+    run_dir.acquire(tmp_path / "run")
+    run_dir.acquire(tmp_path / "run")  # no effect
+    run_dir.release(tmp_path / "run")
+    run_dir.release(tmp_path / "run")
+    assert files(tmp_path) == set()
+
+
+def test_what_the_file_says_does_not_decide(tmp_path):
+    """A process of that id may exist: ids are reused, and a file may be copied with its directory."""
+    (tmp_path / run_dir.LOCK).write_text(json.dumps({"host": socket.gethostname(), "pid": os.getppid(), "started": 9}))
+    run_dir.acquire(tmp_path)
+
+
+def test_a_file_that_was_removed_meanwhile_is_not_locked(tmp_path, monkeypatch):
+    """Between opening and locking, the holder may end and remove the file, and a third run make a new one."""
+    locked, fresh = [], tmp_path / run_dir.LOCK
+
+    def slow(descriptor, flags):
+        if not locked:
+            fresh.unlink()
+            fresh.write_text("")
+        locked.append(os.fstat(descriptor).st_ino)
+        right(descriptor, flags)
+
+    right = fcntl.lockf
+    monkeypatch.setattr(fcntl, "lockf", slow)
+    run_dir.acquire(tmp_path)
+    assert os.fstat(run_dir._held[fresh]).st_ino == fresh.stat().st_ino != locked[0]
+
+
+def test_a_file_system_without_locks_is_named_and_one_that_refuses_ends_the_run(tmp_path, monkeypatch, caplog):
+    def fails(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "lockf", fails)
+    number = errno.ENOSYS
+    run_dir.acquire(tmp_path)
+    assert "its file system has no locks" in caplog.text
+    number = errno.EROFS
+    with pytest.raises(UserError, match=r"run\.lock: Read-only.*must name a folder of yours"):
+        run_dir.acquire(tmp_path)
+
+
+MLP = (*runs.MODELS["mlp"], "train.max_steps=2", "every.eval=1", "objective=min loss", "optimizer.lr=0.01")
+
+
+def contents(folder):
+    """Every file with its bytes and its time."""
+    return {name: ((folder / name).read_bytes(), (folder / name).stat().st_mtime_ns) for name in files(folder)}
+
+
+def refusal(folder, *overrides):
+    """The message where the launcher refuses these settings, None where it would train."""
+    try:
+        run_dir.require_same_experiment(runs.configure(folder, *overrides))
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def test_the_launcher_refuses_another_experiment(tmp_path):
+    """As in every job of a sweep. The old result would be returned as that of the new settings."""
+    runs.run(tmp_path, *MLP)
+    before = contents(tmp_path)
+    with pytest.raises(UserError) as refused:
+        launch.launch(runs.configure(tmp_path, *MLP, "optimizer.lr=0.5", "train.seed=3", "every.log=2"))
+    assert str(refused.value).splitlines()[:3] == [
+        f"hydra.run.dir={tmp_path}: this directory belongs to a run of other settings, which change the result:",
+        "  optimizer.lr: 0.01 before, 0.5 now",
+        "  train.seed: 0 before, 3 now",
+    ]
+    assert f"checkpointing.resume={tmp_path}" in str(refused.value)
+    assert contents(tmp_path) == before
+    named = f"checkpointing.resume={tmp_path}"
+    assert refusal(tmp_path, *MLP, "train.seed=3", named, "mode=eval") is None  # it writes nothing of a run
+
+
+def test_without_the_check_the_old_result_is_returned_as_the_new_one(tmp_path, monkeypatch):
+    """Negative control."""
+    first = runs.run(tmp_path, *MLP)
+    monkeypatch.setattr(run_dir, "require_same_experiment", lambda *_: None)
+    assert launch.launch(runs.configure(tmp_path, *MLP, "optimizer.lr=0.5")) == first.objective
+
+
+def test_the_same_experiment_continues(tmp_path, caplog):
+    """Its end, cadences and limits may change, and are named; a finished run returns its own result."""
+    caplog.set_level("INFO", "trainapp")
+    first = runs.run(tmp_path, *MLP)
+    assert launch.launch(runs.configure(tmp_path, *MLP)) == first.objective
+    assert "other settings than in the checkpoint" not in caplog.text
+    longer = launch.launch(runs.configure(tmp_path, *MLP, "train.max_steps=3", "every.save=2"))
+    assert longer != first.objective
+    assert "other settings than in the checkpoint: every.save not set -> 2, train.max_steps 2 -> 3" in caplog.text
+    assert helpers.result(tmp_path)["steps"] == 3
+
+
+def test_a_branch_into_another_directory_keeps_the_seed(tmp_path):
+    runs.run(tmp_path / "a", *MLP, "train.seed=5")
+    onward = (*MLP, "train.max_steps=4", "optimizer.lr=0.5", f"checkpointing.resume={tmp_path / 'a'}")
+    runs.run(tmp_path / "b", *onward)
+    assert refusal(tmp_path / "b", *onward) is None
+    assert runs.saved(tmp_path / "b", 4)["sampler"]["seed"] == 5
+    with pytest.raises(UserError, match=r"train\.seed=6: the run in .*step_00000002 has seed 5"):
+        runs.run(tmp_path / "c", *onward, "train.seed=6")
+
+
+def test_the_command_line_refuses_before_anything_is_written(tmp_path):
+    runs.run(tmp_path / "run", *MLP)
+    before = contents(tmp_path / "run")
+    done = run_cli(*runs.TINY, *MLP, "optimizer.lr=0.5", "hydra.run.dir=run", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "optimizer.lr: 0.01 before, 0.5 now" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert contents(tmp_path / "run") == before
+
+
+@pytest.mark.slow
+def test_a_job_of_a_sweep_is_refused_alone(tmp_path):
+    """Hydra's sweeper continues with the others, and an optimizing one counts it as failed."""
+    first = runs.run(tmp_path / "sweep" / "0", *MLP)
+    done = run_cli("-m", *runs.TINY, *MLP, "optimizer.lr=0.5,0.01", "hydra.sweep.dir=sweep", cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert "optimizer.lr: 0.01 before, 0.5 now" in done.stderr
+    assert helpers.result(tmp_path / "sweep" / "1")["objective"] == first.objective
+
+
+@pytest.mark.slow
+def test_several_ranks_are_refused_together(tmp_path):
+    """Those that torchrun has started ask rank 0; none waits for another."""
+    runs.run(tmp_path / "run", *MLP)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "trainapp"]
+    settings = [*runs.TINY, *MLP, "parallel=ddp", "train.seed=3", "hydra.run.dir=run"]
+    done = subprocess.run(
+        [*command, *settings], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode != 0
+    assert "train.seed: 0 before, 3 now" in done.stderr
+    assert helpers.result(tmp_path / "run")["steps"] == 2
+    assert not (tmp_path / "run" / run_dir.LOCK).exists()
+
+
+@pytest.mark.slow
+def test_a_run_in_progress_is_neither_joined_nor_evaluated_in_its_directory(tmp_path):
+    """Refused with one message, before anything is written; from another directory it is read."""
+    folder, tiny = tmp_path / "run", (*runs.TINY, "model=mlp", "model.width=4")
+    endless = (*tiny, "train.max_steps=100000", "every.save=20")
+    command = [sys.executable, "-m", "trainapp", *endless, f"hydra.run.dir={folder}"]
+    with open(tmp_path / "output.txt", "w") as output:
+        run = subprocess.Popen(command, cwd=tmp_path, env=environment(), stdout=output, stderr=output)
+    try:
+        until = time.monotonic() + 120
+        while not (folder / "checkpoints" / "latest").exists():
+            assert time.monotonic() < until
+            assert run.poll() is None, (tmp_path / "output.txt").read_text()
+            time.sleep(0.02)
+        before = contents(folder / ".hydra")
+        named = f"checkpointing.resume={folder}"
+        for overrides in (("train.seed=7",), (named, "mode=eval")):
+            second = run_cli(*endless, *overrides, f"hydra.run.dir={folder}", cwd=tmp_path)
+            assert second.returncode == 2, second.stderr
+            assert f"another run is using this directory (process {run.pid} on host" in second.stderr
+            assert "Traceback" not in second.stderr
+            assert contents(folder / ".hydra") == before
+        reading = run_cli(*tiny, named, "mode=eval", f"hydra.run.dir={tmp_path / 'other'}", cwd=tmp_path)
+        assert reading.returncode == 0, reading.stderr
+        assert run.poll() is None
+    finally:
+        run.kill()
+        run.wait()
+    last = max(int(path.name[5:]) for path in (folder / "checkpoints").glob("step_*"))
+    again = run_cli(*endless, f"train.max_steps={last + 1}", f"hydra.run.dir={folder}", cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert re.search(rf"resumed from \S+step_{last:08d}", (folder / "trainapp.log").read_text())
