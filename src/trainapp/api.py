@@ -81,9 +81,9 @@ def load(
 
     packages = [user_packages] if isinstance(user_packages, str) else list(user_packages)
     with _imports(config_dir), from_python.as_before():
-        from trainapp.run import loaded
+        from trainapp.run import trained
 
-        return loaded.model(Path(_path("load", run_dir)), which, packages)
+        return trained.model(Path(_path("load", run_dir)), which, packages)
 
 
 def predict(

@@ -30,7 +30,7 @@ def test_updates(tmp_path):
 def test_how_data_are_loaded_is_no_choice_of_data(tmp_path):
     """Else the checkpoint's own model would be left out, too, for the defaults."""
     trained = runs.run(tmp_path / "run", *MLP, "data.augment=true", "model.width=24", "every.eval=4")
-    resumed = f"checkpointing.resume={tmp_path / 'run'}"
+    resumed = (f"checkpointing.resume={tmp_path / 'run'}",)
     evaluated = runs.run(tmp_path / "eval", "mode=eval", *resumed, "data.num_workers=0")
     assert evaluated.objective == pytest.approx(trained.objective)
     other = runs.run(tmp_path / "other", "mode=eval", *resumed, "data=digits")  # by the run's model, too

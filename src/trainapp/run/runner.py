@@ -25,7 +25,7 @@ from trainapp.parallel.ranks import Ranks, SingleRank
 from trainapp.planning import checkpointing_modes, first_sizes
 from trainapp.planning.own_device import config_to_plan
 from trainapp.planning.ranks import by_rank_zero
-from trainapp.run import export, fine_tuning, resume, run_dir
+from trainapp.run import resume, run_dir, trained
 from trainapp.run.result import RunResult, result_of
 from trainapp.run.summary import opening_lines, report
 from trainapp.signals import StopRequest
@@ -113,7 +113,7 @@ def prepare(config: Config, stop: StopRequest, ranks: Ranks, carried: CarriedOve
     """A run ready for its next step: built, restored from a checkpoint, micro-batch sizes chosen, files open."""
     has_restarted = any(ranks.all_gather_object(run_dir.has_restarted()))  # torchrun counts each node's own failures
     path = resume.agreed_checkpoint(config, ranks, has_restarted)
-    weights = fine_tuning.agreed_source(config, ranks) if path is None else None
+    weights = trained.agreed_source(config, ranks) if path is None else None
     if path is not None:
         config = resume.as_saved(config, path)
     config = config.with_own_batches()
@@ -127,7 +127,7 @@ def prepare(config: Config, stop: StopRequest, ranks: Ranks, carried: CarriedOve
         run.restore_point.tensors.written |= carried.written
     saved = resume.restore(run, path) if path is not None else None
     if weights is not None:
-        fine_tuning.load(run, weights)
+        trained.load_weights(run, weights)
     hint = carried.hint if carried else None
     if hint is None and config.mode == "train":
         hint = handover.take(Path(config.run_dir), has_restarted, ranks)
@@ -182,7 +182,7 @@ def work(run: Run) -> None:
         generate.generate(run)
     elif config.mode == "export":
         folder = Path(config.export.folder or Path(config.run_dir) / "export")
-        export.export(run, folder, parse_memory_size(config.export.file_size, 0))
+        trained.export(run, folder, parse_memory_size(config.export.file_size, 0))
     else:
         loop.train(run)
         callbacks.end(run)

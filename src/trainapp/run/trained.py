@@ -1,0 +1,325 @@
+"""A trained model out of its run: `mode=export`, `trainapp.load`, and the weights that another run begins with.
+
+An export is safetensors from any number of ranks, in one file or several. A model of Transformers, or adapters, become
+a folder that their own libraries open, with the tokenizer of the data beside the weights.
+"""
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+from safetensors.torch import save_file
+from torch import nn
+
+from trainapp import strict_json
+from trainapp.checkpoint import checkpointer, shards
+from trainapp.checkpoint.directory import CheckpointDirectory, read_manifest, resolve
+from trainapp.config.schema import Config
+from trainapp.errors import UserError
+from trainapp.models import adapters, transformers_models
+from trainapp.models.weights import load_tensors
+from trainapp.parallel.dtensor import is_shard, whole
+from trainapp.parallel.rank_zero import answered_by_rank_zero
+from trainapp.parallel.ranks import Ranks, SingleRank
+from trainapp.signals import StopRequest
+from trainapp.train import build
+from trainapp.train.run import Run
+from trainapp.units import bytes_text, listed
+
+# Settings of a run that a model on the CPU does without; each starts from its default.
+_LEFT_OUT = (
+    "eval", "metrics", "callbacks", "tracker", "stopping", "batch", "every", "accumulation", "activation_checkpointing",
+    "memory", "oom", "plan", "parallel", "export", "predict", "generate", "lr_find", "schedule",
+    "checkpointing", "objective",
+)  # fmt: skip
+log = logging.getLogger(__name__)
+
+
+def model(run_dir: Path, which: str | Path, user_packages: Sequence[str]) -> nn.Module:
+    """See `trainapp.load`. run_dir: absolute."""
+    path = _checkpoint(run_dir, which)
+    config = _settings_of(path, user_packages)
+    with contextlib.closing(build.build(config, StopRequest(), SingleRank())) as run:
+        checkpointer.restore(run.state, path, run.ranks)
+        run.state.average.replace_weights()
+        loaded = run.state.model
+        return (loaded.float() if config.adapter.base_dtype == "bf16" else loaded).eval()  # its head is in fp32
+
+
+def _checkpoint(run_dir: Path, which: str | Path) -> Path:
+    """Raises UserError where there is none, or a damaged one."""
+    try:
+        if not isinstance(which, str | Path) or not str(which):
+            raise UserError("which must be 'best', 'last' or the path of a checkpoint")
+        if which == "last":
+            return resolve(str(run_dir))
+        if which != "best":
+            return resolve(str(Path(which).expanduser()))
+        best = CheckpointDirectory(run_dir, 1, SingleRank()).best()
+        if best is None and run_dir.is_dir():
+            raise UserError("it has no best checkpoint: the run saved none at an evaluation; use which='last'")
+        return resolve(str(best or run_dir))
+    except UserError as error:
+        reason = str(error).removeprefix("checkpointing.resume=")
+        raise UserError(f"trainapp.load: run_dir={run_dir}, which={str(which)!r}: {reason}") from None
+
+
+def _settings_of(path: Path, user_packages: Sequence[str]) -> Config:
+    """The settings in a checkpoint, as far as they make the model, for the CPU.
+
+    user_packages: the caller's. Those in the checkpoint are not trusted: with them, a planted name would run.
+    """
+    saved = {name: value for name, value in read_manifest(path)["config"].items() if name not in _LEFT_OUT}
+    try:
+        config: Config = TypeAdapter(Config).validate_python(saved)
+    except ValidationError as error:
+        first = error.errors()[0]
+        setting = ".".join(map(str, first["loc"]))
+        raise UserError(f"checkpoint {path}: its setting {setting} is none of this version's: {first['msg']}") from None
+    mode = config.precision.mode
+    on_cpu = {"device": "cpu", "compile": False, "deterministic": False, "detect_anomaly": False}
+    changes: dict[str, Any] = {
+        "mode": "export",
+        "user_packages": list(user_packages),
+        "given": [],
+        "run_dir": "",
+        "train": dataclasses.replace(config.train, **on_cpu),  # type: ignore[arg-type]
+        "loader": dataclasses.replace(config.loader, num_workers=0),
+        # The weights come from the checkpoint; with adapters, it has those alone.
+        "model": dataclasses.replace(config.model, init_from=None) if config.adapter.kind == "none" else config.model,
+        # The others differ from fp32 in how they compute; this one in what the weights are.
+        "precision": dataclasses.replace(config.precision, mode=mode if mode == "bf16_pure" else "fp32"),
+        "optimizer": dataclasses.replace(config.optimizer, fused="auto", in_backward=False, offload=False),
+    }
+    return dataclasses.replace(config, **changes)
+
+
+def agreed_source(config: Config, ranks: Ranks) -> Path | None:
+    """The checkpoint whose weights a run without one of its own begins with (`checkpointing.load=weights`); None for
+    `load=all`.
+
+    Rank 0 looks for it. Collective; raises UserError on all ranks.
+    """
+
+    def source() -> Path:
+        if config.checkpointing.resume == "auto":
+            raise UserError(
+                f"checkpointing.load=weights with checkpointing.resume=auto: {config.run_dir} has no checkpoint yet to "
+                "continue from; name the run whose weights to begin with, as checkpointing.resume=RUN"
+            )
+        return resolve(config.checkpointing.resume)
+
+    begins_with_weights = config.mode == "train" and config.checkpointing.load == "weights"
+    return answered_by_rank_zero(ranks, source) if begins_with_weights else None
+
+
+def load_weights(run: Run, path: Path) -> None:
+    """Copy the weights in the checkpoint at `path` into the model, by the rules of `model.init_from`.
+
+    They are those that `mode=export` would write: parameters, by their average if that run kept one, and buffers. Every
+    rank reads them whole into host memory, and keeps its part. Of a run with adapters they are the adapters, and
+    what forwards have written, for the same base. Raises UserError, before anything is copied, where they do not fit.
+    """
+    checkpointer.require_same_base(run.state.model, path)
+    config, saved = run.config, shards.sizes(path)
+    names = [name.removeprefix("model.") for name in saved if name.startswith("model.")]
+    sources = {name: f"average.{name}" if f"average.{name}" in saved else f"model.{name}" for name in names}
+    read = shards.read_whole(sources.values(), path)
+    weights = {name: read[source] for name, source in sources.items()}
+    setting = f"checkpointing.resume={config.checkpointing.resume}"
+    base = adapters.base_of(run.state.model)
+    apart = frozenset() if base is None else base.names.difference(names)
+    skipped = load_tensors(run.state.model, weights, config.model.init_strict, setting, apart)
+    if skipped:
+        log.warning("%s: not loaded, left as initialised: %s", setting, ", ".join(skipped))
+    run.state.average.start_at_weights()
+    log.info(
+        "begins at step 0 with the %sweights of %s (step %d), and with nothing else of that run",
+        "averaged " if any(source.startswith("average.") for source in read) else "",
+        path,
+        read_manifest(path)["step"],
+    )
+
+
+def export(run: Run, folder: Path, largest: int) -> list[Path]:
+    """Write the run's model into the folder, with the weight average if the run keeps one. Collective. Returns the
+    files of weights.
+
+    Where the data names its classes, `class_names.json` lists them in the order of the model's outputs.
+    largest: bytes per file. Raises UserError for `export.merge` where it does not apply.
+    """
+    if run.config.export.merge:
+        _merge_adapters(run)
+    state, average = run.state, run.state.average
+    _require_replaceable(run, folder, largest)
+    folder.mkdir(parents=True, exist_ok=True)
+    # Swapped in, so that the state dict has them under whatever names, and in whatever form, hooks give them. Shards
+    # stay: `_gathered` finds those of their averages.
+    with contextlib.nullcontext() if any(map(is_shard, average.weights)) else average.in_place_of_weights():
+        if adapters.base_of(state.model) is not None:
+            written = _export_adapters(run, folder)
+        elif transformers_models.is_one(state.model):
+            written = _export_transformers(run, folder, largest)
+        else:
+            written = _export_weights(run, folder, largest)
+    if run.ranks.is_rank_zero:  # after the weights, which may be refused
+        names = folder / "class_names.json"
+        names.unlink(missing_ok=True)  # those of an earlier export would be taken for these weights'
+        if state.class_names:
+            names.write_text(strict_json.dumps(state.class_names, indent=1) + "\n")
+        size = bytes_text(sum(path.stat().st_size for path in written))
+        log.info("exported %s of weights to %s (%d file%s)", size, folder, len(written), "s" * (len(written) > 1))
+    return written
+
+
+def _merge_adapters(run: Run) -> None:
+    """`export.merge=true`: add the adapters to the weights beside which they were trained, in place.
+
+    With a weight average, its values. Raises UserError for a model without adapters, and for one in shards.
+    """
+    model = run.state.model
+    if adapters.base_of(model) is None:
+        raise UserError("export.merge=true: the model has no adapters; leave it out")
+    if any(is_shard(parameter) for parameter in model.parameters()):
+        raise UserError(
+            "export.merge=true with parallel=fsdp: an adapter is merged into whole weights, of which each rank has a "
+            "shard; use parallel=single, which reads checkpoints of any number of ranks"
+        )
+    run.state.average.replace_weights()
+    adapters.merge(model)
+    if run.config.export.merge_dtype == "bf16":
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(torch.bfloat16)
+
+
+def _require_replaceable(run: Run, folder: Path, largest: int) -> None:
+    """Raises UserError where the folder has weights that this export would not replace: a reader would find two models.
+    Collective.
+    """
+    replaced = {"adapter_model.safetensors", "adapter_config.json"}
+    if adapters.base_of(run.state.model) is None:
+        replaced = {"model.safetensors"} if len(_files(_tensors_of(run.state.model), largest)) == 1 else set()
+    patterns = ("*.safetensors", "*.safetensors.index.json", "adapter_config.json")
+    present = {path.name for pattern in patterns for path in folder.glob(pattern)}
+    if left := answered_by_rank_zero(run.ranks, lambda: sorted(present - replaced)):
+        raise UserError(
+            f"export.folder={folder}: it holds other weights, which would be mixed with these ({listed(left)}); name "
+            "another folder, or remove them"
+        )
+
+
+def _tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Of the state dict; tied weights once, under their first name."""
+    tensors, seen = {}, set()
+    for name, value in model.state_dict(keep_vars=True).items():
+        if torch.is_tensor(value) and id(value) not in seen:
+            seen.add(id(value))
+            tensors[name] = value
+    return tensors
+
+
+def _files(tensors: Mapping[str, torch.Tensor], largest: int) -> list[list[str]]:
+    """The names of the tensors in each file of at most `largest` bytes, or of a single tensor."""
+    files: list[list[str]] = []
+    size = largest
+    for name, tensor in tensors.items():
+        if not files or size + tensor.nbytes > largest:
+            files.append([])
+            size = 0
+        files[-1].append(name)
+        size += tensor.nbytes
+    return files
+
+
+def _export_weights(run: Run, folder: Path, largest: int) -> list[Path]:
+    """Write `model.safetensors`, or files of at most `largest` bytes with an index in the Hub's layout.
+
+    Collective: shards are gathered file by file, so that rank 0 holds at most one file's worth.
+    """
+    tensors = _tensors_of(run.state.model)
+    files = _files(tensors, largest)
+    places: dict[str, str] = {}
+    for number, names in enumerate(files, start=1):
+        name = "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        weights = _gathered(run, {name: tensors[name] for name in names})
+        if run.ranks.is_rank_zero:
+            _write(folder / name, weights)
+        places |= dict.fromkeys(names, name)
+    if not run.ranks.is_rank_zero:
+        return []
+    if len(files) > 1:
+        total = sum(tensor.nbytes for tensor in tensors.values())
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        (folder / "model.safetensors.index.json").write_text(strict_json.dumps(index, indent=1) + "\n")
+    return [folder / name for name in dict.fromkeys(places.values())]
+
+
+def _export_adapters(run: Run, folder: Path) -> list[Path]:
+    """Write `adapter_model.safetensors` and `adapter_config.json`: of the base only modules in which training changed
+    something, such as BatchNorm's statistics. Collective. Raises UserError for a change that peft cannot load.
+    """
+    written = {name for own in run.ranks.all_gather_object(run.state.written()) for name in own}
+    tensors, settings = adapters.exported(run.state.model, written)
+    weights = _gathered(run, tensors)
+    if not run.ranks.is_rank_zero:
+        return []
+    path = folder / "adapter_model.safetensors"
+    _write(path, weights)
+    settings.save_pretrained(str(folder))
+    _save_tokenizer(run, folder)
+    return [path]
+
+
+def _export_transformers(run: Run, folder: Path, largest: int) -> list[Path]:
+    """Write what Transformers' own `save_pretrained` writes. Collective; rank 0 holds all weights at once.
+
+    Transformers restores the layout of the hub, which for some models is not that of the weights in memory.
+    """
+    model: Any = run.state.model
+    weights = _gathered(run, model.state_dict(keep_vars=True))
+    if not run.ranks.is_rank_zero:
+        return []
+    with transformers_models.as_published(model):
+        model.save_pretrained(str(folder), state_dict=weights, max_shard_size=largest)
+    _save_tokenizer(run, folder)
+    files = sorted(folder.glob("*.safetensors"))
+    for path in files:
+        path.chmod((folder / "config.json").stat().st_mode)  # safetensors lets only the owner read
+    return files
+
+
+def _gathered(run: Run, tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Whole tensors in host memory, by the average of a sharded weight if there is one; tied ones stay one tensor.
+    Empty on ranks other than 0, which take part in gathering.
+    """
+    average = run.state.average
+    averages = {id(w): own for w, own in zip(average.weights, average.averages, strict=True) if is_shard(w)}
+    gathered: dict[int, torch.Tensor] = {}
+    weights: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        if not torch.is_tensor(tensor):
+            continue
+        if id(tensor) not in gathered:
+            value = whole(averages.get(id(tensor), tensor).detach()).cpu().contiguous()
+            gathered[id(tensor)] = value if run.ranks.is_rank_zero else value.new_empty(0)
+        weights[name] = gathered[id(tensor)]
+    return weights if run.ranks.is_rank_zero else {}
+
+
+def _write(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    path.touch()
+    mode = path.stat().st_mode
+    save_file({name: tensor.clone() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+    path.chmod(mode)  # safetensors lets only the owner read
+
+
+def _save_tokenizer(run: Run, folder: Path) -> None:
+    save = getattr(run.batches.dataset, "save_tokenizer", None)
+    if callable(save):
+        save(folder)
