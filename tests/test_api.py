@@ -339,5 +339,5 @@ def test_a_callers_no_grad_does_not_reach_the_run():
 
 @pytest.mark.parametrize("which", [None, 3, ""])
 def test_which_checkpoint_must_be_named(tmp_path, which):
-    with pytest.raises(UserError, match=r"trainapp\.load: which=.*: must be 'best', 'last' or the path"):
+    with pytest.raises(UserError, match=r"trainapp\.load: .*which must be 'best', 'last' or the path"):
         trainapp.load(tmp_path, which=which)
