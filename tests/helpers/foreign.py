@@ -140,7 +140,7 @@ class NonPersistent(Linear):
 
     def shift(self, inputs: Tensor) -> Tensor:
         self.mean.mul_(0.9).add_(inputs.mean(0), alpha=0.1)
-        return (self.mean * self.constant).sum()
+        return (self.mean * self.constant)[20:30]
 
 
 class Viewed(Linear):
