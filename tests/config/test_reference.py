@@ -1,0 +1,40 @@
+"""docs/configuration.md is what scripts/settings_reference.py writes, from conf/ and the schema."""
+
+import sys
+
+import helpers
+import pytest
+
+sys.path.insert(0, str(helpers.ROOT / "scripts"))
+import settings_reference
+
+
+def test_the_page_is_up_to_date():
+    prose, mark, written = settings_reference.PAGE.read_text().partition(settings_reference.MARK)
+    assert written.strip() == settings_reference.reference().strip(), "run python scripts/settings_reference.py"
+    assert mark
+    assert len(prose.split()) < 400
+
+
+@pytest.mark.parametrize(
+    ("row", "is_there"),
+    [
+        ("| `batch.global_size` | `64` | integer | samples per optimizer step, over all ranks: never changed by", True),
+        ("| `parallel.fsdp.prefetch` | `1` | integer | number of blocks gathered ahead |", True),
+        ("| `train.deterministic` | `false` | `true`, `false` | deterministic kernels only", True),
+        ("| `data.num_workers` | `auto` | `auto`, integer | loader processes", True),
+        ("| `model.tie_embeddings` | `true` |  | share weights between embedding and output layer |", True),
+        ("| `hydra", False),
+    ],
+)
+def test_a_row_has_default_values_and_meaning(row, is_there):
+    assert (row in settings_reference.reference()) == is_there
+
+
+def test_every_common_setting_says_what_it_means():
+    unsaid = [
+        row.name
+        for row in settings_reference.rows(settings_reference.CONF / "train.yaml")
+        if row.value and not row.comment
+    ]
+    assert unsaid == []
