@@ -9,8 +9,8 @@ import torch
 from on_gpu import LARGE, LARGE_MODELS, MIB, ON_GPU, command, forget, launched, limit_of, replayed
 from oom.inject import Injector, Recorded
 
+from trainapp.memory.detection import is_device_lost, requested_bytes
 from trainapp.oom import find_executable_batch_size, is_out_of_memory
-from trainapp.oom.errors import is_device_lost, requested_bytes
 from trainapp.train import loop
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -64,7 +64,7 @@ def cell(model: str, precision: str) -> tuple[str, ...]:
 
 @pytest.fixture
 def without_pictures(monkeypatch):
-    """Drawing a picture costs more than a tiny run; test_incident.py covers the drawing."""
+    """Drawing a picture costs more than a tiny run; test_report.py covers the drawing."""
     monkeypatch.setattr(Tracker, "picture", lambda *_: None)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainapp.config.schema import Config
-from trainapp.oom.incident import Incident
+from trainapp.oom.report import OomReport
 from trainapp.parallel.ranks import SingleRank
 from trainapp.run import runner
 from trainapp.signals import StopRequest
@@ -135,7 +135,7 @@ class Watched:
 class Recorded:
     """A whole run in this process, built from the runner's own parts: prepare, attempt, recover.
 
-    failures: the incidents; fetched: (finished steps, epoch, sample indices) of every micro-batch that was trained on,
+    failures: the reports; fetched: (finished steps, epoch, sample indices) of every micro-batch that was trained on,
     without those of aborted attempts.
     """
 
@@ -147,7 +147,7 @@ class Recorded:
         changed: Callable[[Any], Any] | None = None,
         most: int = 60,
     ):
-        self.failures: list[Incident] = []
+        self.failures: list[OomReport] = []
         self.fetched: list[tuple[int, int, tuple[int, ...]]] = []
         self.injector, self.changed = injector, changed
         stop = StopRequest()
@@ -179,7 +179,7 @@ class Recorded:
         if self.injector is not None:
             self.injector.attach(self.run)
 
-    def _attempt(self, config: Config) -> Incident | None:
+    def _attempt(self, config: Config) -> OomReport | None:
         if self.injector is None:
             return runner.attempt(self.run)
         self.injector.arm_attempt()

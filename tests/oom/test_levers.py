@@ -62,7 +62,7 @@ def test_a_failure_is_the_replay_of_its_schedule(tmp_path, lever, phase, operati
     injector = Injector(phase, 2, operation)
     failed = recorded(tmp_path / "failed", LEVERS[lever], injector=injector)
     assert (injector.fired, [f.phase for f in failed.failures]) == (1, [phase])
-    state, losses = configured(lever, *failed.run.sizes.used.items())
+    state, losses = configured(lever, *failed.run.sizes.micro_schedule().items())
     assert runs.differences(failed.state(), state) == []
     assert logged(tmp_path / "failed") == losses
     # Negative control: the schedule one step late.
@@ -78,7 +78,9 @@ def test_a_real_limit(tmp_path, lever):
     failed = recorded(tmp_path / "failed", LEVERS[lever], changes=changes)
     assert failed.failures
     assert failed.run.memory.peak <= peak
-    again = recorded(tmp_path / "again", LEVERS[lever], failed.run.sizes.used, changes={"batch.micro_size": 16})
+    again = recorded(
+        tmp_path / "again", LEVERS[lever], failed.run.sizes.micro_schedule(), changes={"batch.micro_size": 16}
+    )
     assert runs.differences(failed.state(), again.state()) == []
 
 

@@ -38,8 +38,8 @@ def test_memory_runs_out_in_training(tmp_path, kind):
     injector = Injector("backward", 2, 3)
     recorded, evaluation = trained(tmp_path / "a", kind, injector)
     assert [(f.old_size, f.new_size) for f in recorded.failures] == [(8, 4)]
-    again, same_evaluation = trained(tmp_path / "b", kind, None, recorded.run.sizes.used)
-    assert list(recorded.run.sizes.used.items())[:2] == [(1, 8), (2, 4)]
+    again, same_evaluation = trained(tmp_path / "b", kind, None, recorded.run.sizes.micro_schedule())
+    assert list(recorded.run.sizes.micro_schedule().items())[:2] == [(1, 8), (2, 4)]
     ends = [run.state() | {"fetched": run.samples()} for run in (recorded, again)]  # however they were cut
     assert differences(*ends) == []
     assert evaluation == same_evaluation

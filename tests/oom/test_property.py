@@ -1,6 +1,5 @@
 """For any budget, batch and data: each sample once per epoch, the size never 0, the search ends."""
 
-import math
 import tempfile
 from pathlib import Path
 
@@ -8,57 +7,15 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from trainapp.data.size_search import SizeSearch
 from trainapp.errors import UserError
 
 from .conftest import tiny
 from .inject import Recorded
 
-QUICK = settings(max_examples=300, deadline=None)
 REAL = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 pytestmark = pytest.mark.usefixtures("without_pictures")
-
-
-@QUICK
-@given(
-    start=st.integers(1, 4096),
-    share=st.floats(0.0003, 1.2),
-    base=st.integers(0, 10**9),
-    per_sample=st.integers(1, 10**7),
-    curve=st.floats(0.8, 1.3),
-    clean_steps=st.integers(1, 5),
-    smallest=st.integers(1, 2),
-)
-@example(start=128, share=100.5 / 128, base=0, per_sample=1000, curve=1.0, clean_steps=3, smallest=1)
-def test_the_search_ends(start, share, base, per_sample, curve, clean_steps, smallest):
-    """curve: bytes grow with size ** curve; unless it is 1, the linear prediction is wrong."""
-
-    def needed(size):
-        return base + int(per_sample * size**curve)
-
-    budget = base + int(per_sample * (start * share) ** curve)
-    search, failures, steps, failed_sizes = SizeSearch(max(start, smallest), clean_steps, smallest=smallest), 0, 0, []
-    while not (search.is_proven and search.search_has_ended):
-        steps += 1
-        assert smallest <= search.size <= max(start, smallest)
-        if needed(search.size) > budget:
-            failures += 1
-            failed_sizes.append(search.size)
-            if not search.failed(search.size):
-                assert search.size == smallest
-                return
-        else:
-            search.succeeded(search.size)
-        assert steps < 60 * clean_steps
-    assert needed(search.size) <= budget
-    assert len(failed_sizes) == len(set(failed_sizes)), "no size fails twice"
-    # Halvings, then tries between two converging bounds.
-    assert failures <= math.ceil(math.log2(max(2, start))) + 6
-    best = max(size for size in range(search.size, max(start, smallest) + 1) if needed(size) <= budget)
-    if abs(curve - 1) < 1e-9:
-        assert search.size >= 0.93 * best - 1
 
 
 REAL_ARGUMENTS = {

@@ -133,7 +133,7 @@ def all_bytes() -> int:
 
 
 def failed_attempt(config: Config, step: int, injector: Injector):
-    """A run that fails in `step`: the run, the incident, the bytes before that step, and the tensors the step made."""
+    """A run that fails in `step`: the run, its report, the bytes before that step, and the tensors the step made."""
     run = runner.prepare(config, StopRequest(), SingleRank())
     fetcher = run.batches._loader.fetcher
     fetcher.dataset = Watched(fetcher.dataset, run, injector, [], None)
@@ -173,10 +173,10 @@ def test_memory_is_back_to_what_it_was(tmp_path, model, phase):
 
 @pytest.mark.slow
 def test_a_kept_error_would_keep_the_memory(tmp_path, monkeypatch):
-    # Negative control: what the incident must not hold.
+    # Negative control: what the report must not hold.
     kept = []
-    describe = runner.incident.describe
-    monkeypatch.setattr(runner.incident, "describe", lambda run, error: kept.append(error) or describe(run, error))
+    describe = runner.describe
+    monkeypatch.setattr(runner, "describe", lambda run, error: kept.append(error) or describe(run, error))
     config = tiny(tmp_path, *cell("mlp", "fp32"))
     run, failure, before, storages = failed_attempt(config, 2, Injector("backward", 2, 1))
     runner.recover(run, failure)
@@ -331,7 +331,7 @@ def test_a_schedule_replays_a_run(tmp_path):
     changes = {"batch.micro_size": "auto", "memory.limit": limit, "oom.grow": True}
     recorded = Recorded(tiny(tmp_path / "a", *overrides, changes=changes))
     assert recorded.failures
-    plan = recorded.run.sizes.used
+    plan = recorded.run.sizes.micro_schedule()
     assert len(plan) > 1
     again = Recorded(tiny(tmp_path / "b", *overrides, schedule=plan, changes={"batch.micro_size": "auto"}))
     assert torch.equal(weights(recorded.run.state.model), weights(again.run.state.model))

@@ -12,14 +12,13 @@ import runs
 import torch
 
 from trainapp.errors import UserError
-from trainapp.oom import handover
 from trainapp.oom.handover import RESTART
 from trainapp.parallel.ranks import SingleRank
 from trainapp.run import runner
-from trainapp.run.result import as_schedule, result_of, write
+from trainapp.run.result import result_of, write
 from trainapp.run.summary import opening_line
 from trainapp.signals import StopRequest
-from trainapp.train.run_sizes import Sizes, _merged
+from trainapp.sizes.record import Sizes
 
 from .conftest import cell, tiny
 from .inject import Injector, Recorded
@@ -96,7 +95,7 @@ def test_a_run_that_was_resumed(tmp_path):
 @pytest.mark.slow
 def test_without_the_checkpoints_record_it_would_not_replay(tmp_path, monkeypatch):
     # Negative control.
-    monkeypatch.setattr(Sizes, "continue_history", lambda *_: None)
+    monkeypatch.setattr(Sizes, "continue_record", lambda *_: None)
     changes = {"schedule.shape": "constant"}
     weights, result = ended(stopped_and_resumed(tmp_path, *OVERRIDES, changes=changes))
     assert "2" not in result["micro_schedule"]
@@ -182,7 +181,7 @@ def test_a_run_with_skipped_steps(tmp_path):
         return Recorded(config, Poisoned(3, phase="none", step=0))
 
     assert torch.equal(weights, runs.weights(again(0).run.state.model))
-    assert again(0).run.sizes.used == schedule
+    assert again(0).run.sizes.micro_schedule() == schedule
     # Negative control: one attempt late.
     assert not torch.equal(weights, runs.weights(again(1).run.state.model))
 
@@ -208,77 +207,43 @@ def test_shapes_of_several_sizes(tmp_path, resumed):
     assert torch.equal(weights, again)
 
 
-def test_ranks_that_have_seen_other_shapes():
-    """The schedule of all ranks has every shape; where one rank's record did not change, its last entry holds."""
-    first = {1: {64: 8}, 4: {64: 4}, 6: {64: 4, 256: 1}}
-    second = {1: {64: 8}, 3: {64: 8, 128: 8}, 4: {64: 4, 128: 4}}
-    merged = _merged([first, second])
-    assert merged == {
-        1: {64: 8}, 3: {64: 8, 128: 8}, 4: {64: 4, 128: 4}, 6: {64: 4, 128: 4, 256: 1},
-    }  # fmt: skip
-    assert as_schedule(merged) == {1: 8, 4: 4, 6: {64: 4, 128: 4, 256: 1}}
-
-
 # A schedule that is in force.
 
 
-def sizes_by_attempt(recorded: Recorded) -> dict[int, Any]:
-    return recorded.run.sizes.used
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "changes",
-    [{}, {"batch.micro_size": "auto"}, {"memory.limit": 10**9}, {"accumulation.steps": 2, "batch.micro_size": "auto"}],
-    ids=str,
-)
-def test_a_schedule_after_a_resume_between_its_entries(tmp_path, changes):
+def test_a_schedule_after_a_resume_between_its_entries(tmp_path):
     schedule = {1: 4, 3: 8, 5: 2}
     saving = {**SAVING, "schedule.shape": "constant"}
     Recorded(tiny(tmp_path, *OVERRIDES, schedule=schedule, changes={**saving, "train.max_steps": 3}))
-    second = Recorded(tiny(tmp_path, *OVERRIDES, schedule=schedule, changes={**saving, **changes}))
-    assert sizes_by_attempt(second) == schedule
+    second = Recorded(tiny(tmp_path, *OVERRIDES, schedule=schedule, changes={**saving, "memory.limit": 10**9}))
+    assert second.run.sizes.micro_schedule() == schedule
 
 
-def test_it_says_what_wins(tmp_path):
-    def line(*overrides: str) -> str:
-        run = runs.prepare(tmp_path / str(len(overrides)), *runs.MODELS["mlp"], *overrides)
-        run.close()
-        return opening_line(run)
-
-    told = line("batch.micro_schedule={1: 4, 3: 8, 9: 2}", "batch.micro_size=16")
-    assert "= micro-batch 4 x 4" in told
-    assert "batch.micro_schedule is in force: 8 from step 3, 2 from step 9" in told
-    assert "batch.micro_size=16 is not used" in told
-    assert "batch.micro_size=16 holds before step 3" in line(
-        "batch.micro_schedule={3: 8}", "batch.micro_size=16", "task=auto"
-    )
-    assert "micro_schedule" not in line()
-
-
-def test_a_size_above_the_share_of_a_rank(tmp_path):
-    with pytest.raises(UserError, match=r"32 from step 1 must be at most batch\.global_size=16"):
-        runs.configure(tmp_path, "batch.micro_schedule={1: 32}")
-    run = runs.prepare(tmp_path, *runs.MODELS["mlp"], "batch.micro_schedule={1: {64: 16, 128: 16}}")
+def test_the_opening_line_says_what_is_in_force(tmp_path):
+    run = runs.prepare(tmp_path, *runs.MODELS["mlp"], "batch.micro_schedule={1: 4, 3: 8, 9: 2}", "batch.micro_size=16")
     run.close()
-    run.state.global_size, run.batches.world = 16, 2
-    assert "(at most this rank's share, 8)" in opening_line(run)
+    assert "= micro-batch 4 x 4" in opening_line(run)
+    assert "batch.micro_schedule is in force: 8 from step 3, 2 from step 9" in opening_line(run)
+
+
+def test_a_size_above_the_global_batch_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"batch\.micro_schedule with batch\.global_size=16: a micro-batch is at most"):
+        runs.configure(tmp_path, "batch.micro_schedule={1: 32}")
 
 
 @pytest.mark.slow
-def test_a_size_that_has_failed_is_not_scheduled_again(tmp_path, caplog):
+def test_a_size_that_has_failed_is_not_scheduled_again(tmp_path):
     injector = Injector("forward", 2, 1, above=4)
     changes = {"train.max_steps": 5, "batch.micro_size": "auto"}
     recorded = Recorded(tiny(tmp_path, *OVERRIDES, schedule={1: 8, 3: 4, 4: 8, 5: 3}, changes=changes), injector)
-    assert recorded.run.sizes.used == {1: 8, 2: 4, 5: 3}
-    assert "8 from step 4 has failed in this run; the micro-batch stays at 4" in caplog.text
+    assert recorded.run.sizes.micro_schedule() == {1: 8, 2: 4, 5: 3}
 
 
 # What a restart leaves behind.
 
 
-def test_the_hint_of_a_restart_is_used_once(tmp_path, monkeypatch):
-    hint = {"micro": {"start": 8, "buckets": {"128": [3, 0, 6, True]}}, "oom_restarts": 5}
+def test_the_sizes_of_a_restart_is_used_once(tmp_path, monkeypatch):
+    restart = {"micro": {"start": 8, "buckets": {"128": [3, 0, 6, True]}}, "oom_restarts": 5}
     config = tiny(tmp_path, *OVERRIDES)
 
     def prepared() -> tuple[int, int]:
@@ -287,21 +252,12 @@ def test_the_hint_of_a_restart_is_used_once(tmp_path, monkeypatch):
         return run.sizes.train.size, run.sizes.oom_restarts
 
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    (tmp_path / RESTART).write_text(json.dumps(hint))
+    (tmp_path / RESTART).write_text(json.dumps(restart))
     assert prepared() == (3, 5)
     assert not (tmp_path / RESTART).exists()
     assert prepared() == (8, 0)
-    # What an earlier start of the same command has left is no hint for this one, nor for its own restarts.
-    (tmp_path / RESTART).write_text(json.dumps(hint))
+    # What an earlier start of the same command has left is not for this one, nor for its own restarts.
+    (tmp_path / RESTART).write_text(json.dumps(restart))
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
     assert prepared() == (8, 0)
     assert not (tmp_path / RESTART).exists()
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", "7", "[" * 100_000, '{"oom_restarts": NaN}', '{"oom_restarts": true}'])
-def test_a_hint_that_cannot_be_read(tmp_path, monkeypatch, text):
-    (tmp_path / RESTART).write_text(text)
-    hint = handover.take(tmp_path, True, SingleRank())
-    sizes = Sizes(None, None)
-    sizes.continue_history(None, hint)
-    assert sizes.oom_restarts == 0

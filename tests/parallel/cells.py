@@ -19,7 +19,7 @@ from trainapp.data.progress import Progress
 from trainapp.data.source import TrainBatches
 from trainapp.errors import UserError
 from trainapp.launch import worker
-from trainapp.oom.incident import Incident
+from trainapp.oom.report import OomReport
 from trainapp.parallel.dtensor import whole
 from trainapp.parallel.ranks import Ranks, SingleRank
 from trainapp.run import runner
@@ -124,7 +124,7 @@ def _run(config: Config, ranks: Ranks, record: Record) -> None:
     record.schedule = schedule_of(run, run.sizes.history(ranks)["used"])
 
 
-def _facts(failure: Incident) -> dict[str, Any]:
+def _facts(failure: OomReport) -> dict[str, Any]:
     names = ("step", "phase", "by_peer", "rank", "module", "message")
     return {name: getattr(failure, name) for name in names}
 

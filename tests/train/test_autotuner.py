@@ -5,8 +5,8 @@ import runs
 import torch
 
 from trainapp.data.batch import MicroBatch
-from trainapp.data.micro_batch_sizes import MicroBatchSizes
 from trainapp.parallel.ranks import SingleRank
+from trainapp.sizes.micro_batches import MicroBatchSizes
 from trainapp.train import loop
 from trainapp.train.autotuner import Autotuner
 

@@ -22,7 +22,7 @@ from trainapp.config import compose
 from trainapp.config.schema import Config, Target, Update
 from trainapp.data.source import TrainBatches
 from trainapp.oom import recovery
-from trainapp.oom.incident import Incident
+from trainapp.oom.report import OomReport
 from trainapp.rng import rng_state
 from trainapp.run import runner
 from trainapp.run.result import RunResult
@@ -154,7 +154,7 @@ class Training:
         self.run: Run | None = None
         self.result: RunResult | None = None
         self.error: BaseException | None = None
-        self.failures: list[Incident] = []
+        self.failures: list[OomReport] = []
         self.trained: dict[tuple[int, int], list[list[int]]] = {}
         self.began: tuple[int, int] | None = None  # the position of the first attempt
         self.attempts = 0
@@ -169,7 +169,7 @@ class Training:
             except (Exception, SystemExit) as error:
                 self.error = error
 
-    def _attempt(self, original: Callable[[Run], Incident | None], run: Run) -> Incident | None:
+    def _attempt(self, original: Callable[[Run], OomReport | None], run: Run) -> OomReport | None:
         self.attempts += 1
         assert self.attempts < 60, "this never ends"
         if run is not self.run:
@@ -379,7 +379,7 @@ def leaving(part: str) -> Iterator[None]:
         put_back.append(LEFT[part](injector.run))
         fail(injector)
 
-    def forgetful(run: Run, failure: Incident) -> None:
+    def forgetful(run: Run, failure: OomReport) -> None:
         roll_back(run, failure)
         put_back.pop()()
 

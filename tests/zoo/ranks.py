@@ -11,7 +11,7 @@ from parallel.faults import Fault, injected
 
 from trainapp.config.schema import Config
 from trainapp.launch import worker
-from trainapp.oom.incident import Incident
+from trainapp.oom.report import OomReport
 from trainapp.run import runner
 from trainapp.tracking.tracker import Tracker
 from trainapp.train.run import Run
@@ -34,7 +34,7 @@ def train(rank: int, config: Config, name: str, faults: Sequence[Fault], folder:
     runs: list[Run] = []
     failures: list[tuple[str, int]] = []
 
-    def attempt(original: Any, run: Run) -> Incident | None:
+    def attempt(original: Any, run: Run) -> OomReport | None:
         runs.append(run)
         failure = original(run)
         if failure is not None:

@@ -14,7 +14,7 @@ import torch
 from trainapp.config.schema import Memory
 from trainapp.memory import backends
 from trainapp.memory.cuda import refused_allocations
-from trainapp.oom.errors import is_out_of_memory
+from trainapp.memory.detection import is_out_of_memory
 
 from .. import jobs
 from ..table import Table, failure_text

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import runs
 
-from trainapp.data.micro_batch_sizes import MicroBatchSizes
+from trainapp.sizes.micro_batches import MicroBatchSizes
 from trainapp.train import loop
 
 from .. import jobs

@@ -10,10 +10,10 @@ import runs
 import torch
 from gpu import on_gpu
 
-from trainapp.data.micro_batch_sizes import MicroBatchSizes
 from trainapp.memory.device import DeviceMemory
 from trainapp.models.inspect import blocks_of
 from trainapp.run import runner
+from trainapp.sizes.micro_batches import MicroBatchSizes
 from trainapp.train.phase import Phase
 from trainapp.train.run import Run
 

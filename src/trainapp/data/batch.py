@@ -71,14 +71,6 @@ def bucket_of(samples: int, elements: int) -> int:
     return 1 << (max(1, -(-elements // samples)) - 1).bit_length()
 
 
-def saved_bucket(key: Any) -> int:
-    """A bucket among saved sizes: a power of two, or 0. JSON makes strings of them. Raises ValueError for others."""
-    bucket = int(key) if isinstance(key, str) and key.isdecimal() and len(key) < 20 else key
-    if type(bucket) is not int or bucket < 0 or bucket & (bucket - 1):
-        raise ValueError(f"not a shape: {key!r}")
-    return bucket
-
-
 def opened_container(batch: Any) -> tuple[Sequence[Any], Rebuild] | None:
     """The children of a container, and what makes a container like it of others; None for what is not one."""
     kind = type(batch)

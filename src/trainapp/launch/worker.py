@@ -6,7 +6,9 @@ import gc
 import json
 import logging
 import os
+import pickle
 import re
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -21,7 +23,7 @@ from trainapp.config.schema import Config
 from trainapp.errors import UserError
 from trainapp.launch import environment
 from trainapp.memory import host_guard
-from trainapp.oom.errors import would_repeat
+from trainapp.memory.detection import causes, is_device_lost, is_out_of_memory, own_text
 from trainapp.parallel.rank_zero import answered_by_rank_zero
 from trainapp.parallel.ranks import DistributedRanks, Ranks
 from trainapp.run import run_dir
@@ -85,6 +87,29 @@ def _leave_error(run_dir: Path, rank: int, error: Exception) -> None:
     left = LeftError(f"{type(error).__name__}: {text}{place}", would_repeat(error))
     with contextlib.suppress(OSError):  # then all restarts are tried
         _error_file(run_dir, rank).write_text(json.dumps(left))
+
+
+# What says that the cause is outside of the program, and may be gone when it runs again.
+_PASSING = (OSError, EOFError, MemoryError, pickle.UnpicklingError, subprocess.SubprocessError, dist.DistError)
+_PASSING_WORDS = re.compile(
+    r"gloo|nccl|\bpeer\b|connection|socket|time[d -]*out|DataLoader worker \(pid|start new thread"
+    r"|CUDA|CUDNN|CUBLAS|CUSOLVER|CUFFT|\bHIP\b|\bXPU\b|\bMPS\b|driver",
+    re.IGNORECASE,
+)
+
+
+def would_repeat(error: BaseException) -> bool:
+    """Whether a restart would only run into `error` again: an exception of Python code that mentions neither memory, a
+    device, a disk nor another process, and was caused by none that does.
+    """
+    chain = [*causes(error)]
+    if any(isinstance(e, _PASSING) for e in chain) or is_out_of_memory(error) or is_device_lost(error):
+        return False
+    if any(isinstance(e, torch.AcceleratorError) for e in chain):
+        return False
+    # A compiler's error continues with its command and its output, which may hold any word.
+    first_lines = (own_text(e).strip().partition("\n")[0] for e in chain if isinstance(e, RuntimeError))
+    return not any(map(_PASSING_WORDS.search, first_lines))
 
 
 def take_error(run_dir: Path, rank: int) -> LeftError | None:

@@ -23,6 +23,7 @@ class CpuMemory(DeviceMemory):
     def __init__(self, device: torch.device, settings: Memory):
         super().__init__(device, settings, total_bytes())
         self._allocated = self._window_peak = 0
+        self._lapped = 0  # the highest peak of the present block's laps
         self.counter: LiveTensors | None = None  # of the last watched block
         self._last_peak = self._step_peak = 0  # of the last window; of the last watched step
         self._watched_at = 0.0  # time.monotonic()
@@ -37,6 +38,14 @@ class CpuMemory(DeviceMemory):
         """The peak of the last watched block; None before the first."""
         return None if self.counter is None else self.counter.peak
 
+    def lap(self) -> tuple[int, int] | None:
+        counter = self.counter
+        if not self.watching or counter is None:
+            return None
+        peak, counter.peak = counter.peak, counter.live
+        self._lapped = max(self._lapped, peak)
+        return counter.live, peak
+
     @contextlib.contextmanager
     def watch(self, resident: Resident, track_modules: bool = True) -> Iterator[None]:
         """Count storages, and enforce the limit if there is one, until the outermost block ends."""
@@ -45,7 +54,7 @@ class CpuMemory(DeviceMemory):
             yield
             return
         counter = self.counter = LiveTensors(self.limit, ignored=self.kept.of_data)
-        self.watching = True
+        self.watching, self._lapped = True, 0
         try:
             counter.register(resident)
             self.kept_before = counter.register_kept(self.kept)
@@ -58,6 +67,7 @@ class CpuMemory(DeviceMemory):
                 yield
         finally:
             self.watching, self._watched_at = False, time.monotonic()
+            counter.peak = max(counter.peak, self._lapped)
             self.kept.carry(counter.surviving())
             self._allocated, self._window_peak = counter.live, max(self._window_peak, counter.peak)
             self._note_peaks(counter.peak, counter.peak)

@@ -35,7 +35,7 @@ class CudaMemory(DeviceMemory):
 
     Build it before anything is allocated for a run: it frees what an earlier one in this process has left, and its cap
     holds for the model, too. Without a limit the cap is what is free, less HEADROOM: the allocator's own refusal leaves
-    it intact, the driver's may not (see `oom.errors.broken_part`).
+    it intact, the driver's may not (see `detection.broken_part`).
     """
 
     def __init__(self, device: torch.device, settings: Memory):
@@ -52,6 +52,7 @@ class CudaMemory(DeviceMemory):
         self._resident: list[tuple[MemoryKind, int, int]] = []  # kind, address, bytes
         self._kind_at: dict[int, MemoryKind] = {}  # by address, of tensors registered inside the block: its batches
         self._snapshot: dict[str, Any] | None = None
+        self._lapped = (0, 0)  # the highest peaks of the laps since the last window: allocated, reserved
 
     @property
     def enforced(self) -> int:
@@ -72,6 +73,13 @@ class CudaMemory(DeviceMemory):
     def refused_allocations(self) -> int:
         """The allocator's count, which includes errors that cuDNN catches."""
         return refused_allocations(self.device)
+
+    def lap(self) -> tuple[int, int] | None:
+        """In bytes allocated, while the limit bounds what is reserved: a size that is chosen by it may still fail."""
+        peak = torch.cuda.max_memory_allocated(self.device)
+        self._lapped = max(self._lapped[0], peak), max(self._lapped[1], torch.cuda.max_memory_reserved(self.device))
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return torch.cuda.memory_allocated(self.device), peak
 
     @contextlib.contextmanager
     def watch(self, resident: Resident, track_modules: bool = True) -> Iterator[None]:
@@ -162,11 +170,12 @@ class CudaMemory(DeviceMemory):
         """The allocator's counters."""
         stats = torch.cuda.memory_stats(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
+        (lapped, lapped_reserved), self._lapped = self._lapped, (0, 0)
         return self._scalars(
             stats["allocated_bytes.all.current"],
             stats["reserved_bytes.all.current"],
-            stats["allocated_bytes.all.peak"],
-            stats["reserved_bytes.all.peak"],
+            max(lapped, stats["allocated_bytes.all.peak"]),
+            max(lapped_reserved, stats["reserved_bytes.all.peak"]),
             stats["num_alloc_retries"],
         )
 
@@ -180,6 +189,7 @@ class CudaMemory(DeviceMemory):
 
     def release(self) -> None:
         """Free reference cycles, then the allocator's cache."""
+        self._note_peaks(*self._lapped)
         self._note_peaks(torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device))
         gc.collect()
         torch.cuda.empty_cache()

@@ -9,7 +9,6 @@ import contextlib
 import gc
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -72,10 +71,6 @@ class DeviceMemory:
     `limit` is None where the user set none; `total` is what the device has. Raises UserError for a limit above it.
     """
 
-    # Refused allocations whose error has reached the program. Of the whole process, as is what a library keeps of those
-    # whose error it has caught itself: cuDNN's choice of algorithms.
-    reported_refusals: ClassVar[int] = 0
-
     def __init__(self, device: torch.device, settings: Memory, total: int):
         self.device, self.total = device, total
         self.limit = None if settings.limit is None else parse_memory_size(settings.limit, total)
@@ -110,6 +105,12 @@ class DeviceMemory:
     @property
     def watched_peak(self) -> int | None:
         """The peak of the last watched block; None where it is not known."""
+        return None
+
+    def lap(self) -> tuple[int, int] | None:
+        """Bytes in use now, and the peak since the last call, within a watched block. None where a peak is not known.
+        Waits for no kernel.
+        """
         return None
 
     def watch(self, resident: Resident, track_modules: bool = True) -> contextlib.AbstractContextManager[None]:
@@ -148,19 +149,6 @@ class DeviceMemory:
         allocator does not count them. Waits for no kernel.
         """
         return 0
-
-    @staticmethod
-    def note_reported(error: BaseException) -> None:
-        """Count an allocator's error that has reached the program."""
-        if type(error) is torch.OutOfMemoryError:  # subclasses are this program's own
-            DeviceMemory.reported_refusals += 1
-
-    @property
-    def has_hidden_failures(self) -> bool:
-        """Whether an allocation has failed in this process whose error never reached the program: a library such as
-        cuDNN has caught it, and may use another algorithm from then on.
-        """
-        return self.refused_allocations() > DeviceMemory.reported_refusals
 
     def unused_cache(self) -> int:
         """Bytes that the allocator holds in its cache. Releasing them may be all that a retry needs."""

@@ -8,8 +8,7 @@ import torch
 from trainapp.config.schema import Config
 from trainapp.errors import TrainingStopped
 from trainapp.memory.cuda import refused_allocations
-from trainapp.memory.device import DeviceMemory
-from trainapp.oom.errors import out_of_memory_in
+from trainapp.memory.detection import out_of_memory_in
 from trainapp.parallel.ranks import Ranks, SingleRank
 
 
@@ -28,7 +27,6 @@ def out_of_memory_named(config: Config, ranks: Ranks) -> Iterator[None]:
         reason = out_of_memory_in(error, refused_allocations() - refused)
         if reason is None:
             raise
-        DeviceMemory.note_reported(reason)
         kind = TrainingStopped if isinstance(ranks, SingleRank) else torch.OutOfMemoryError
         raise kind(_message(config, reason)) from error
 

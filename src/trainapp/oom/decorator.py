@@ -3,6 +3,7 @@
 import functools
 import gc
 import inspect
+import logging
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -10,8 +11,10 @@ from typing import Any
 import torch
 
 from trainapp.memory.cuda import refused_allocations
-from trainapp.oom.errors import is_out_of_memory, log
+from trainapp.memory.detection import is_out_of_memory
 from trainapp.torch_direct import release_failed_backward
+
+log = logging.getLogger(__name__)
 
 
 class NoExecutableBatchSize(ValueError, RuntimeError):

@@ -12,34 +12,32 @@ from trainapp.parallel.ranks import Ranks
 RESTART = "restart.json"
 
 
-def leave(run_dir: Path, hint: dict[str, Any]) -> None:
+def leave(run_dir: Path, restart: dict[str, Any]) -> None:
     """Leave sizes and the number of recoveries so far, `oom_restarts`. Raises OSError where they cannot be written."""
     with atomic_write(run_dir / RESTART) as file:
-        file.write(strict_json.dumps(hint))
+        file.write(strict_json.dumps(restart))
 
 
 def take(run_dir: Path, has_restarted: bool, ranks: Ranks) -> dict[str, Any] | None:
-    """What was left, once: the file is removed. None if there is nothing, or nothing readable.
+    """What was left, once: the file is removed. None if there is nothing.
 
     Collective: rank 0 reads for all. has_restarted: False only removes what an earlier start has left.
     """
-    hint = None
+    restart = None
     if ranks.is_rank_zero:
-        hint = _read(run_dir)
+        restart = _read(run_dir)
         with contextlib.suppress(OSError):
             (run_dir / RESTART).unlink(missing_ok=True)
-    hint = ranks.all_gather_object(hint)[0]
-    return hint if has_restarted and isinstance(hint, dict) else None
+    restart = ranks.all_gather_object(restart)[0]
+    return restart if has_restarted else None
 
 
 def recoveries(run_dir: Path) -> int:
-    """The number of recoveries in what was left; 0 if there is nothing, or nothing readable."""
-    hint = _read(run_dir)
-    count = hint.get("oom_restarts") if isinstance(hint, dict) else None
-    return count if type(count) is int else 0
+    """The number of recoveries in what was left; 0 if there is nothing."""
+    return (_read(run_dir) or {}).get("oom_restarts", 0)
 
 
-def _read(run_dir: Path) -> Any:
-    with contextlib.suppress(OSError, ValueError, RecursionError):
+def _read(run_dir: Path) -> dict[str, Any] | None:
+    with contextlib.suppress(OSError, ValueError):
         return json.loads((run_dir / RESTART).read_text())
     return None

@@ -1,4 +1,4 @@
-"""After an out-of-memory error: all ranks leave the step, it is rolled back, the size changes, it is recorded."""
+"""After an out-of-memory error: all ranks leave the step, it is rolled back, the size changes, it is reported."""
 
 import contextlib
 import logging
@@ -6,16 +6,13 @@ import os
 import time
 from typing import NoReturn
 
-from trainapp.data.micro_batch_sizes import MicroBatchSizes
-from trainapp.data.size_search import FailedAllocation
 from trainapp.errors import TrainingStopped
-from trainapp.memory.kinds import MemoryKind
+from trainapp.memory.detection import is_device_lost, is_out_of_memory
 from trainapp.memory.timeline import Picture
-from trainapp.oom import handover, incident
-from trainapp.oom.advice import memory_report
-from trainapp.oom.errors import is_device_lost, is_out_of_memory
-from trainapp.oom.incident import Incident
+from trainapp.oom import handover
+from trainapp.oom.report import OomReport, as_markdown, final_message, one_line, write
 from trainapp.parallel.ranks import OUT_OF_MEMORY_EXIT, SingleRank
+from trainapp.sizes.micro_batches import MicroBatchSizes
 from trainapp.torch_direct import release_failed_backward
 from trainapp.train.run import Run
 from trainapp.train.transaction import rollback
@@ -52,7 +49,7 @@ def wait_for_device(run: Run) -> None:
         log.warning("while waiting for the device after it had run out of memory: %s", str(error).strip())
 
 
-def abort_on_all_ranks(run: Run, failure: Incident) -> None:
+def abort_on_all_ranks(run: Run, failure: OomReport) -> None:
     """With several ranks: tell the others, and wait until all have left the step.
 
     Where the others cannot be informed (no votes are held, or inside the commit), or where this process cannot recover,
@@ -69,18 +66,16 @@ def abort_on_all_ranks(run: Run, failure: Incident) -> None:
             leave_for_restart(run, failure)
         ranks.vote(True)
     ranks.cancel_flag_exchange()
-    own = None if failure.by_peer else (ranks.rank, incident.one_line(failure))
+    own = None if failure.by_peer else (ranks.rank, one_line(failure))
     failure.culprits = [culprit for culprit in ranks.all_gather_object(own) if culprit is not None]
 
 
-def roll_back(run: Run, failure: Incident) -> None:
-    """Leave no trace of the failed attempt; see `transaction.rollback`."""
+def roll_back(run: Run, failure: OomReport) -> None:
+    """Leave no trace of the failed attempt; see `transaction.rollback`. Sets `failure.lost`, equal on all ranks: what
+    the rollback could not restore, see `RestorePoint`.
+    """
     release_failed_backward()
     rollback(run, failure.phase, other_ranks_wait=not failure.alone)
-
-
-def find_lost_writes(run: Run, failure: Incident) -> None:
-    """Set `failure.lost`, equal on all ranks: what the rollback could not restore, see `RestorePoint`."""
     ranks = SingleRank() if failure.alone else run.ranks
     by_rank = ranks.all_gather_object(run.restore_point.lost)
     failure.lost = sorted({name for names in by_rank for name in names})
@@ -91,30 +86,24 @@ def find_lost_writes(run: Run, failure: Incident) -> None:
         leave_for_restart(run, failure)
 
 
-def change_size(run: Run, failure: Incident) -> None:
+def change_size(run: Run, failure: OomReport) -> None:
     """Choose the size of the next attempt. Raises TrainingStopped when no smaller one can fit.
 
     Retries the same size where giving back the allocator's cache may be enough, and for work that has no size, once per
     step and size; otherwise follows the search.
     """
-    sizes = run.sizes.evaluation if failure.evaluating else run.sizes.train
-    has_size = failure.phase.depends_on_size
+    sizes = _sizes_of(run, failure)
     failure.old_size = failure.new_size = sizes.size_at_work
-    # Without the phase where the size counts: two phases that fail in turn would be retried for ever.
-    attempt = (failure.step, failure.evaluating if has_size else failure.phase, failure.old_size)
-    may_fit = not has_size or failure.by_peer or _may_fit_without_cache(failure, sizes)
-    may_fit = may_fit and not failure.swallowed  # what caught the error may remember to take its other way
-    ranks = SingleRank() if failure.alone else run.ranks
-    if ranks.all_reduce_min(int(may_fit and attempt not in run.attempt.retried)):  # ranks may be in different phases
-        run.attempt.retried = {tried for tried in run.attempt.retried if tried[0] == failure.step} | {attempt}
+    if _retries_same_size(run, failure, sizes):
         failure.action = f"micro-batch {failure.old_size} again, after giving back the allocator's unused cache"
         return
-    changed = sizes.failed(ranks, not failure.by_peer, _outcome(run, failure)) if has_size else None
+    changed = None
+    if failure.phase.depends_on_size:
+        changed = sizes.failed(SingleRank() if failure.alone else run.ranks, not failure.by_peer)
     if changed is None:
-        raise TrainingStopped(memory_report(run, failure))
+        raise TrainingStopped(final_message(run, failure))
     failure.old_size, failure.new_size = changed
     setting = "evaluation micro-batch" if failure.evaluating else "micro-batch"
-    _note_evaluation(run, failure)
     failure.action = f"{setting} {failure.old_size} -> {failure.new_size}, retrying the step"
     if not failure.evaluating and not run.config.oom.keep_global_batch:
         smaller = max(1, run.state.global_size * failure.new_size // failure.old_size)
@@ -124,107 +113,103 @@ def change_size(run: Run, failure: Incident) -> None:
         run.set_global_size(smaller)
 
 
-def _note_evaluation(run: Run, failure: Incident) -> None:
-    """The schedule of a replay has training's sizes only."""
-    if failure.evaluating:
-        run.sizes.not_replayed.add(f"evaluation's micro-batch {failure.new_size} since step {failure.step}")
+def _sizes_of(run: Run, failure: OomReport) -> MicroBatchSizes:
+    return run.sizes.evaluation if failure.evaluating else run.sizes.train
 
 
-def _may_fit_without_cache(failure: Incident, sizes: MicroBatchSizes) -> bool:
-    """Whether the same size may fit once the allocator's cache has been given back.
+def _retries_same_size(run: Run, failure: OomReport, sizes: MicroBatchSizes) -> bool:
+    """Whether the same size is tried again, once per step and size, on all ranks. Collective.
 
-    The allocator empties its cache itself before it raises (torch 2.13, c10/cuda/CUDACachingAllocator.cpp). So the
-    size must have fitted before, and memory be fragmented, or the error be that of a library that allocates for itself.
+    The allocator empties its cache itself before it raises (torch 2.13, c10/cuda/CUDACachingAllocator.cpp). So giving
+    it back helps only a size that has fitted before, in fragmented memory, or a library that allocates for itself.
     """
+    has_size = failure.phase.depends_on_size
     has_cache = failure.unused_cache > (failure.requested or 0)
-    return has_cache and (not failure.by_allocator or sizes.is_proven(sizes.current_bucket or 0))
+    cache_helps = has_cache and (not failure.by_allocator or sizes.is_proven(sizes.current_bucket or 0))
+    may_fit = not has_size or failure.by_peer or cache_helps
+    may_fit = may_fit and not failure.swallowed  # what caught the error may remember to take its other way
+    # Without the phase where the size counts: two phases that fail in turn would be retried for ever.
+    attempt = (failure.step, failure.evaluating if has_size else failure.phase, failure.old_size)
+    ranks = SingleRank() if failure.alone else run.ranks
+    if not ranks.all_reduce_min(int(may_fit and attempt not in run.attempt.retried)):  # they may be in different phases
+        return False
+    run.attempt.retried = {tried for tried in run.attempt.retried if tried[0] == failure.step} | {attempt}
+    return True
 
 
-def _outcome(run: Run, failure: Incident) -> FailedAllocation:
-    """What the search may learn from the failure. Gradients may not have existed yet, so they do not count as fixed."""
-    fixed = sum(size for kind, size in run.meter.static.items() if kind is not MemoryKind.GRADIENTS)
-    place = (failure.phase.value, failure.module)
-    return FailedAllocation(place=place, requested=failure.requested, fixed_bytes=fixed, limit=failure.limit)
-
-
-def record(run: Run, failure: Incident) -> None:
-    """Report the error: on the terminal at once, in oom/ of the run directory, in TensorBoard."""
+def report(run: Run, failure: OomReport) -> None:
+    """On the terminal at once, in oom/ of the run directory, and in the trackers."""
     failure.seconds_lost = time.monotonic() - run.attempt.started
     if failure.by_peer:
         ranks = ", ".join(str(rank) for rank, _ in failure.culprits)
         log.warning("rank %s ran out of memory at step %d: %s", ranks, failure.step, failure.action)
     else:
-        _write_record(run, failure)
+        log.warning("%s%s", f"rank {failure.rank}: " if run.ranks.world > 1 else "", one_line(failure))
+        _write_report(run, failure)
     run.memory.forget_record()
 
 
-def _write_record(run: Run, failure: Incident) -> None:
-    prefix = f"rank {failure.rank}: " if run.ranks.world > 1 else ""
-    log.warning("%s%s", prefix, incident.one_line(failure))
-    folder, number = run.tracker.run_dir / "oom", run.sizes.oom_restarts
+def _write_report(run: Run, failure: OomReport) -> None:
+    folder = run.tracker.run_dir / "oom"
     try:
-        path = incident.write(failure, folder, number, run.ranks.world)
+        path = write(failure, folder, run.sizes.oom_restarts, run.ranks.world)
         run.memory.dump(path.with_suffix(".snapshot.pickle"))
-        run.tracker.incident(incident.report(failure), failure.step)
+        run.tracker.oom_report(as_markdown(failure), failure.step)
         if failure.events:
             title = f"out of memory at step {failure.step} in {failure.phase}, micro-batch {failure.old_size}"
-            file = path.with_suffix(".png")
-            picture = Picture(failure.events, failure.kinds, failure.limit, title, file)
+            picture = Picture(failure.events, failure.kinds, failure.limit, title, path.with_suffix(".png"))
             run.tracker.picture("out_of_memory", picture, failure.step)
-    except (OSError, MemoryError) as error:  # the run matters more than its record
+    except (OSError, MemoryError) as error:  # the run matters more than its report
         run.tracker.unwritable(folder, error)
 
 
-def leave_for_restart(run: Run, failure: Incident) -> NoReturn:
+def leave_for_restart(run: Run, failure: OomReport) -> NoReturn:
     """End this worker, leaving the sizes for the restarted workers in the run directory.
 
     Raises TrainingStopped where nothing can help, or nothing would restart this process.
     """
-    sizes = run.sizes.evaluation if failure.evaluating else run.sizes.train
-    changed = sizes.failed(SingleRank(), True, _outcome(run, failure))
+    sizes, run_dir = _sizes_of(run, failure), run.tracker.run_dir
+    changed = sizes.failed(SingleRank())
     if isinstance(run.ranks, SingleRank):
         raise TrainingStopped(_needs_new_process(run, failure))
     if changed is None:
-        failure.action = "no smaller micro-batch can fit"
-        raise TrainingStopped(incident.one_line(failure))
-    if failure.broken:
-        reason = f"{failure.broken} fails from now on"
-    elif failure.phase.is_torn:
-        reason = "inside the commit"
-    elif failure.lost:
-        reason = f"the forward has written {listed(failure.lost, most=5)}"
-    else:
-        reason = "no votes are held for a proven size"
+        raise TrainingStopped(f"{one_line(failure)}: no smaller micro-batch can fit")
     failure.old_size, failure.new_size = changed
-    _note_evaluation(run, failure)
     failure.action = (
-        f"not recoverable in place ({reason}): all ranks restart from the last checkpoint with micro-batch "
-        f"{changed[1]} instead of {changed[0]}"
+        f"not recoverable in place ({_why_not_in_place(failure)}): all ranks restart from the last checkpoint with "
+        f"micro-batch {failure.new_size} instead of {failure.old_size}"
     )
-    log.warning("rank %d: %s", run.ranks.rank, incident.one_line(failure))
-    run_dir = run.tracker.run_dir
+    log.warning("rank %d: %s", run.ranks.rank, one_line(failure))
     # Training's and evaluation's, if either has failed before: no checkpoint may hold it yet, and it would fail again.
-    kinds = run.sizes.by_key()
-    failed = {name: kind.state_dict() for name, kind in kinds.items() if kind is sizes or kind.has_failed}
-    hint = failed | run.sizes.happened()
+    failed = {name: own.state_dict() for name, own in run.sizes.by_key().items() if own is sizes or own.has_failed}
     try:
-        handover.leave(run_dir, hint)
-        incident.write(failure, run_dir / "oom", run.sizes.oom_restarts, run.ranks.world)
-    except OSError as error:  # the restart matters more than its record
-        log.warning("the incident's record could not be written: %s", error)
+        handover.leave(run_dir, failed | {"oom_restarts": run.sizes.oom_restarts})
+        write(failure, run_dir / "oom", run.sizes.oom_restarts, run.ranks.world)
+    except OSError as error:  # the restart matters more than its report
+        log.warning("the report of the error could not be written: %s", error)
     logging.shutdown()
     os._exit(OUT_OF_MEMORY_EXIT)
 
 
-def _needs_new_process(run: Run, failure: Incident) -> str:
+def _why_not_in_place(failure: OomReport) -> str:
+    if failure.broken:
+        return f"{failure.broken} fails from now on"
+    if failure.phase.is_torn:
+        return "inside the commit"
+    if failure.lost:
+        return f"the forward has written {listed(failure.lost, most=5)}"
+    return "no votes are held for a proven size"
+
+
+def _needs_new_process(run: Run, failure: OomReport) -> str:
     """The final message of a single process that memory has left unusable."""
     failure.action = f"the driver refused memory, and {failure.broken} fails from now on in this process"
     with contextlib.suppress(OSError):
-        incident.write(failure, run.tracker.run_dir / "oom", run.sizes.oom_restarts)
+        write(failure, run.tracker.run_dir / "oom", run.sizes.oom_restarts)
     reserved = failure.used + failure.unused_cache
     limit = f" memory.limit={reserved * 19 // 20 // 2**20}MiB" if reserved >= 2**20 else ""
     return (
-        f"{incident.one_line(failure)}. Continue from the last checkpoint in a new one, under a limit that is reached "
+        f"{one_line(failure)}. Continue from the last checkpoint in a new one, under a limit that is reached "
         "before the driver's:\n"
         f"  {run.config.command}{limit}\n"
         "If the device has memory left, its driver does not support such segments: memory.expandable_segments=false."

@@ -18,8 +18,8 @@ from trainapp.optim.on_host import HostCopies, expose, on_host
 
 _FUSED_DEVICES = ("cuda", "cpu", "mps")
 
-# Wording of memory errors, which do not mean that a fused kernel is missing. Incomplete on purpose (`oom.errors` has
-# the full list): a miss costs only the fused kernel.
+# Wording of memory errors, which do not mean that a fused kernel is missing. Incomplete on purpose (`memory.detection`
+# has the full list): a miss costs only the fused kernel.
 _MEMORY = re.compile(r"out of memory|can't allocate memory|not enough memory|ALLOC\w*_FAILED", re.IGNORECASE)
 
 

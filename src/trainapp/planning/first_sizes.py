@@ -7,7 +7,7 @@ from trainapp.config.schema import Config
 from trainapp.errors import UserError
 from trainapp.planning import process
 from trainapp.planning.certainty import EXACT
-from trainapp.train.run_sizes import PlannedSizes
+from trainapp.sizes.record import PlannedSizes
 from trainapp.units import bytes_text
 
 Facts = dict[str, Any]

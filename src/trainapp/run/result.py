@@ -12,12 +12,9 @@ from trainapp.config import micro_schedule
 from trainapp.data.progress import Progress
 from trainapp.files import atomic_write
 from trainapp.tracking.tracker import RESULT
-from trainapp.train.bilinear import bilinear_modules_with_two_roundings
 from trainapp.train.run import Run
-from trainapp.train.run_sizes import as_schedule
-from trainapp.units import listed
 
-_NOTES = ("objective_note", "bit_for_bit_note")  # in the file only where there is something to say
+_NOTES = ("objective_note",)  # in the file only where there is something to say
 
 
 @dataclass
@@ -40,8 +37,6 @@ class RunResult:
     micro_schedule: dict[
         Any, Any
     ]  # sizes by step, or such by the update's name; set as batch.micro_schedule, it replays the sizes of this run
-    bit_for_bit: bool  # whether nothing is known that keeps a replay from the same bits: see docs/oom.md
-    bit_for_bit_note: str | None  # why not
     peak_memory_bytes: int
     peak_reserved_bytes: int  # with the allocator's unused cache, which counts towards the limit on CUDA
     samples_per_second: float
@@ -67,8 +62,6 @@ class Result(RunResult):
 def result_of(run: Run, seconds: float) -> RunResult:
     """The run's result. Collective: call on every rank."""
     progress, size = run.state.progress, run.sizes.train.size
-    history = run.history()
-    note = why_not_bit_for_bit(run, history["not_replayed"])
     peaks = run.ranks.all_gather_object((run.memory.peak, run.memory.peak_reserved))
     return RunResult(
         objective=progress.objective,
@@ -83,10 +76,8 @@ def result_of(run: Run, seconds: float) -> RunResult:
         samples=progress.samples,
         micro_size=size,
         accumulation=run.batches.accumulation(size, run.sizes.parts),
-        oom_restarts=history["oom_restarts"],
-        micro_schedule=schedule_of(run, history["used"]),
-        bit_for_bit=note is None,
-        bit_for_bit_note=note,
+        oom_restarts=run.ranks.all_reduce_max(run.sizes.oom_restarts)[0],
+        micro_schedule=run.sizes.micro_schedule(),
         peak_memory_bytes=max(peak for peak, _ in peaks),
         peak_reserved_bytes=max(reserved for _, reserved in peaks),
         samples_per_second=run.meter.samples_per_second(),
@@ -118,37 +109,11 @@ def _why_ended(run: Run) -> str | None:
     return signal.Signals(run.stop.agreed).name if run.stop.agreed else None
 
 
-def schedule_of(run: Run, used: dict[Any, Any]) -> dict[Any, Any]:
-    """A record of sizes as `batch.micro_schedule` takes it. used: from `Sizes.history`."""
-    if not run.config.updates:
-        return as_schedule(used)
-    return {name: as_schedule(own) for name, own in used.items()}
-
-
 def _note(progress: Progress) -> str | None:
     """Why the objective is not a number, and whether it ever was; None if it is, or if nothing was evaluated."""
     if progress.objective is None or math.isfinite(progress.objective):
         return None
     return f"{progress.objective} at {'the last' if progress.best is not None else 'every'} evaluation"
-
-
-def why_not_bit_for_bit(run: Run, not_replayed: list[str]) -> str | None:
-    """A known reason why a replay of the run's sizes may differ from it in its last bits; None where none is known.
-
-    not_replayed: what has happened since the run began that a schedule of sizes does not repeat, on any rank.
-    """
-    kind = run.state.device.type
-    if not_replayed:
-        return f"a schedule of sizes does not replay this: {'; '.join(not_replayed)}"
-    if kind == "cpu":
-        if run.config.train.compile:
-            return "train.compile=true: steps run uncompiled while memory is counted, and round otherwise"
-        bilinear = bilinear_modules_with_two_roundings(run.state)
-        return f"nn.Bilinear ({listed(bilinear)}) has another rounding while memory is counted" if bilinear else None
-    if kind != "cuda" or not run.config.train.deterministic:
-        note = "" if kind != "cuda" else ", train.deterministic=false"
-        return f"kernels may add in any order ({kind}{note})"
-    return None
 
 
 def read(run_dir: Path) -> RunResult | None:

@@ -15,11 +15,11 @@ from trainapp.config.schema import INFERENCE, Config
 from trainapp.errors import add_note
 from trainapp.inference import generate, predict
 from trainapp.memory import host_guard
+from trainapp.memory.detection import is_out_of_memory
 from trainapp.memory.device import DeviceMemory
-from trainapp.oom import handover, incident, recovery
+from trainapp.oom import handover, recovery
 from trainapp.oom.building import out_of_memory_named
-from trainapp.oom.errors import is_out_of_memory
-from trainapp.oom.incident import Incident
+from trainapp.oom.report import OomReport, describe
 from trainapp.optim.optimizers import lean_optimizer
 from trainapp.parallel.ranks import Ranks, SingleRank
 from trainapp.planning import checkpointing_modes, first_sizes
@@ -29,10 +29,10 @@ from trainapp.run import resume, run_dir, trained
 from trainapp.run.result import RunResult, result_of
 from trainapp.run.summary import opening_lines, report
 from trainapp.signals import StopRequest
+from trainapp.sizes.record import initial_sizes
 from trainapp.train import build, callbacks, loop, losses, metric_trial, objective
 from trainapp.train.allocations import refused_in_attempt
 from trainapp.train.evaluate import evaluate
-from trainapp.train.initial_sizes import initial_sizes
 from trainapp.train.phase import Phase
 from trainapp.train.run import Run
 from trainapp.train.whole_batch import require_uncut
@@ -50,7 +50,7 @@ class CarriedOver:
     """What a run with a torn commit hands to its successor in the same process."""
 
     config: Config  # names the checkpoint to start from
-    hint: dict[str, Any]  # micro-batch sizes, and the number of recoveries
+    restart: dict[str, Any]  # micro-batch sizes, and the number of recoveries
     memory: DeviceMemory  # its limit and counters
     written: dict[str, bool]  # parameters that the forward writes: see ModelTensors
 
@@ -128,9 +128,9 @@ def prepare(config: Config, stop: StopRequest, ranks: Ranks, carried: CarriedOve
     saved = resume.restore(run, path) if path is not None else None
     if weights is not None:
         trained.load_weights(run, weights)
-    hint = carried.hint if carried else None
-    if hint is None and config.mode == "train":
-        hint = handover.take(Path(config.run_dir), has_restarted, ranks)
+    restart = carried.restart if carried else None
+    if restart is None and config.mode == "train":
+        restart = handover.take(Path(config.run_dir), has_restarted, ranks)
     run.sizes = initial_sizes(
         config,
         ranks.world,
@@ -140,20 +140,20 @@ def prepare(config: Config, stop: StopRequest, ranks: Ranks, carried: CarriedOve
         whole=whole,
         attempts=run.state.progress.step + run.state.progress.skipped,
         retries_in_place=run.retries_in_place,
-        hint=hint,
+        restart=restart,
         saved=saved if saved and saved["budget"] == run.memory.budget else None,
         planned=lambda: (
             by_rank_zero(ranks, config_to_plan(run), first_sizes.first_sizes) if config.mode == "train" else None
         ),
     )
-    run.sizes.continue_history(saved, hint)
+    run.sizes.continue_record(saved, restart)
     objective.require_known(run)
     metric_trial.try_metrics(run)
     build.start_tracking(run)
     return run
 
 
-def attempt(run: Run) -> Incident | None:
+def attempt(run: Run) -> OomReport | None:
     """Run the inner loop. Returns a description of an out-of-memory error, once nothing holds its tensors."""
     try:
         work(run)
@@ -163,8 +163,7 @@ def attempt(run: Run) -> Incident | None:
         if not may_retry or not is_out_of_memory(error, refused_in_attempt(run)):
             raise
         recovery.wait_for_device(run)  # while the traceback keeps the failed tensors
-        run.memory.note_reported(error)
-        failure = incident.describe(run, error)  # plain values: the traceback keeps every failed tensor alive
+        failure = describe(run, error)  # plain values: the traceback keeps every failed tensor alive
     else:
         return None
     return failure
@@ -188,7 +187,7 @@ def work(run: Run) -> None:
         callbacks.end(run)
 
 
-def recover(run: Run, failure: Incident) -> CarriedOver | None:
+def recover(run: Run, failure: OomReport) -> CarriedOver | None:
     """Roll the step back and reduce the micro-batch size. Call outside `except`.
 
     Returns what a new run needs if this one cannot continue. Raises TrainingStopped when no smaller size is left to
@@ -200,15 +199,14 @@ def recover(run: Run, failure: Incident) -> CarriedOver | None:
     if failure.host:
         host_guard.give_memory_back()
     recovery.roll_back(run, failure)
-    recovery.find_lost_writes(run, failure)
     if failure.is_torn:
         return _carry_over(run, failure)
     recovery.change_size(run, failure)
-    recovery.record(run, failure)
+    recovery.report(run, failure)
     return None
 
 
-def _carry_over(run: Run, failure: Incident) -> CarriedOver:
+def _carry_over(run: Run, failure: OomReport) -> CarriedOver:
     """Parameters may be half updated, or written by a forward: restart from the last checkpoint, or from the start."""
     in_step = failure.phase is Phase.COMMIT and not failure.lost  # where the optimizer's temporaries are
     config, is_leaner = run.config, False
@@ -227,17 +225,15 @@ def _carry_over(run: Run, failure: Incident) -> CarriedOver:
     if is_leaner:
         failure.old_size = failure.new_size = run.sizes.train.size
         change = "an optimizer without temporaries (foreach=false)"
-        run.sizes.not_replayed.add(f"optimizer.foreach=false since an error in step {failure.step}")
     else:
         recovery.change_size(run, failure)
         change = f"micro-batch {failure.old_size} -> {failure.new_size}"
     repeated = run.state.progress.step - checkpoint_step
     failure.action = f"{failure.why_torn}, so back to {place}; {repeated} finished steps are repeated, with {change}"
-    recovery.record(run, failure)
+    recovery.report(run, failure)
     return CarriedOver(
         config=dataclasses.replace(config, checkpointing=checkpointing),
-        hint={name: own for name, own in run.sizes.state_dict().items() if name != "eval_micro" or failure.evaluating}
-        | run.sizes.happened(),
+        restart={n: own for n, own in run.sizes.state_dict().items() if n != "eval_micro" or failure.evaluating},
         memory=run.memory,
         written=run.restore_point.tensors.written,
     )

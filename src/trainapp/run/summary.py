@@ -5,7 +5,6 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from trainapp.config import micro_schedule
 from trainapp.config.schema import WITHOUT_NUMBERS
 from trainapp.run.result import RunResult, write
 from trainapp.tracking.tracker import RESULT
@@ -60,24 +59,12 @@ def _data_text(run: Run) -> str:
 
 
 def _schedule_text(run: Run) -> str:
-    """The coming entries of `batch.micro_schedule`, and which of the other settings does not count."""
-    batch, sizes = run.config.batch, run.sizes
-    if batch.micro_schedule is None:
+    """The coming entries of `batch.micro_schedule`."""
+    if run.config.batch.micro_schedule is None:
         return ""
-    entries = [f"{plan} from step {step}" for step, plan in sorted(sizes.schedule.items())]
+    entries = [f"{sizes} from step {step}" for step, sizes in sorted(run.sizes.schedule.items())]
     more = f", ... ({len(entries)} changes)" if len(entries) > 4 else ""
-    text = f"; batch.micro_schedule is in force{': ' if entries else ''}{', '.join(entries[:4])}{more}"
-    share = -(-run.state.global_size // run.batches.world)
-    plans = [plan for _, plan in micro_schedule.entries(batch.micro_schedule)]
-    sizes_of = (plan.values() if isinstance(plan, dict) else [plan] for plan in plans)
-    if any(size > share for plan in sizes_of for size in plan):
-        text += f" (at most this rank's share, {share})"
-    first = min(step for step, _ in micro_schedule.entries(batch.micro_schedule))
-    if batch.micro_size != "auto":
-        text += f"; batch.micro_size={batch.micro_size} " + (
-            f"holds before step {first}" if first > 1 else "is not used"
-        )
-    return text
+    return f"; batch.micro_schedule is in force{': ' if entries else ''}{', '.join(entries[:4])}{more}"
 
 
 def report(run: Run, result: RunResult) -> None:

@@ -167,8 +167,8 @@ class Tracker:
             log.warning("%s", text)
             self.text("notes", text, self.progress.step)
 
-    def incident(self, text: str, step: int) -> None:
-        """The record of an out-of-memory error, flushed at once."""
+    def oom_report(self, text: str, step: int) -> None:
+        """The report of an out-of-memory error, flushed at once."""
         self.text("out_of_memory", text, step)
         self._tell("flush")
 
@@ -223,7 +223,7 @@ class SilentTracker:
     def _nothing(self, *_: Any, **__: Any) -> None:
         pass
 
-    log = evaluated = scalars = text = image = note = warn_once = incident = _nothing
+    log = evaluated = scalars = text = image = note = warn_once = oom_report = _nothing
 
 
 class SilentProgress:

@@ -11,8 +11,8 @@ The allocator counts on the host, when an operation is launched, so that reading
 
 import torch
 
-from trainapp.data.micro_batch_sizes import MicroBatchSizes
 from trainapp.parallel.ranks import Ranks
+from trainapp.sizes.micro_batches import MicroBatchSizes
 from trainapp.train.run import Run
 
 

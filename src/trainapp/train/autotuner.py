@@ -12,7 +12,7 @@ algorithms, and the first step with a settled one finds no plan.
 
 import torch
 
-from trainapp.data.micro_batch_sizes import MicroBatchSizes
+from trainapp.sizes.micro_batches import MicroBatchSizes
 
 
 class Autotuner:

@@ -29,6 +29,7 @@ from trainapp.optim.on_host import copies_of
 from trainapp.parallel.ranks import Ranks
 from trainapp.rng import seed_everything
 from trainapp.signals import StopRequest
+from trainapp.sizes.record import initial_sizes
 from trainapp.techniques.lever import Situation
 from trainapp.torch_private import is_tracing
 from trainapp.tracking.meter import Meter
@@ -40,7 +41,6 @@ from trainapp.train.batches import data_batches, eval_roots
 from trainapp.train.bilinear import warn_of_bilinear
 from trainapp.train.cadences import Cadences, run_length
 from trainapp.train.components import Components, choose_device, load_components, set_global_switches
-from trainapp.train.initial_sizes import initial_sizes
 from trainapp.train.restore_point import RestorePoint
 from trainapp.train.room import require_room
 from trainapp.train.run import EvalSets, Objective, Run

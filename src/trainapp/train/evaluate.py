@@ -116,7 +116,7 @@ def each_micro_batch(
     for batch in fetched:
         for micro in sizes.cut(batch, run.eval_ranks):
             with run.metrics.undone_on_error():
-                with watch_micro_batch(run, sizes, micro.data):
+                with watch_micro_batch(run, sizes, micro.data, micro.samples):
                     result = compute(micro)
                 if sizes.is_unproven:
                     require_all_allocated(run, sizes, run.eval_ranks)

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from trainapp.memory.timeline import Picture
 from trainapp.optim.schedules import rates
+from trainapp.sizes.record import shape_of, shown
 from trainapp.tracking.meter import spread_over_ranks
 from trainapp.train import callbacks
 from trainapp.train.evaluate import evaluate
 from trainapp.train.in_backward import update_in_backward
 from trainapp.train.phase import Phase
 from trainapp.train.run import Run, Step
-from trainapp.train.run_sizes import shape_of, shown
-from trainapp.train.step import accumulate_gradients, clip_gradients, drop_gradients, update
+from trainapp.train.step import accumulate_gradients, clip_gradients, drop_gradients, note_batchnorm, update
 from trainapp.train.totals import Totals
 from trainapp.train.transaction import transaction
 
@@ -59,32 +59,34 @@ def train_update(run: Run, step: Step) -> None:
         log(run, step, totals, norm, applied)
     if step.is_drawn:
         draw_timeline(run)
-    finish_step(run)
+    finish_step(run, step)
 
 
-def finish_step(run: Run) -> None:
+def finish_step(run: Run, step: Step) -> None:
     """Free the gradients, exchange flags with the other ranks, and act on them."""
     drop_gradients(run)
     run.tracker.progress.advance(run.state.progress.step)
     flags = run.ranks.finish_flag_exchange()
     run.stop.agreed = flags.stop_signal
-    grow_micro_batch(run, flags.search_news)
+    grow_micro_batch(run, step, flags.search_news)
     if not flags.still_saving:
         finish_saving(run)
 
 
-def grow_micro_batch(run: Run, news: bool) -> None:
-    """After clean steps, try a size between the largest that worked and the smallest that failed, equal on all ranks.
+def grow_micro_batch(run: Run, step: Step, news: bool) -> None:
+    """After clean steps, try a larger size, equal on all ranks.
 
     news: whether any rank has seen a shape whose size is unproven or may grow.
     """
-    sizes, step = run.sizes.train, run.state.progress.step
+    sizes = run.sizes.train
     was_searching = not sizes.search_has_ended
     run.attempt.phase = Phase.SEARCH
     for bucket, size in sizes.succeeded(run.ranks, news).items():
-        run.tracker.note(f"step {step + 1} tries a larger micro-batch: {size}{shape_of(sizes, bucket)}")
+        run.tracker.note(f"step {step.number + 1} tries a larger micro-batch: {size}{shape_of(sizes, bucket)}")
+    if run.sizes.record(step.attempt):
+        note_batchnorm(run, step)
     if was_searching and sizes.search_has_ended:
-        run.tracker.note(f"the search ended at step {step} with micro-batch {shown(sizes)}")
+        run.tracker.note(f"the search ended at step {step.number} with micro-batch {shown(sizes)}")
 
 
 def update_weight_average(run: Run) -> None:
@@ -131,7 +133,6 @@ def save(run: Run) -> None:
     run.nonfinite.check()
     run.strategy.broadcast_buffers()
     sizes = run.sizes.state_dict() | {"global": run.state.global_size, "budget": run.memory.budget}
-    sizes |= run.history()
     is_best = progress.best_step == progress.step
     run.checkpointer.save(progress.step, run.config.to_dict(), sizes, is_best)
     run.meter.pause(time.monotonic() - started)

@@ -19,6 +19,7 @@ from trainapp.optim.nonfinite import NonFiniteCheck
 from trainapp.parallel.ranks import Flags, Ranks, SingleRank
 from trainapp.parallel.strategy import SingleDevice
 from trainapp.signals import StopRequest
+from trainapp.sizes.record import Sizes
 from trainapp.techniques.offload import NoOffload, Offload
 from trainapp.tracking.loggers import Logger
 from trainapp.tracking.meter import Meter, NoUtilisation, Utilisation
@@ -28,7 +29,6 @@ from trainapp.train.cadences import Cadences, run_length
 from trainapp.train.losses import Task, is_built_in
 from trainapp.train.phase import Phase
 from trainapp.train.restore_point import RestorePoint
-from trainapp.train.run_sizes import Sizes
 from trainapp.train.totals import Totals
 
 EvalSets = dict[str, "EvalBatches"]  # by name; the data's own validation split is ""
@@ -86,7 +86,6 @@ class Attempt:
     evaluated: dict[str, Evaluated] = field(default_factory=dict)  # the results of those before it, by name
     refused: int = 0  # allocations that the device's allocator had refused when it began
     step: Step | None = None  # the last one that was begun
-    peak: int | None = None  # of that step in bytes, where it was watched as a whole
 
 
 @dataclass
@@ -202,17 +201,8 @@ class Run:
         """What this rank sends to the others once per step."""
         return Flags(self.stop.signal or 0, self.checkpointer.busy, self.sizes.train.has_news)
 
-    def history(self) -> dict[str, Any]:
-        """What a checkpoint and the result hold of the sizes so far, see `Sizes.history`. Collective."""
-        if self.memory.has_hidden_failures:
-            self.sizes.not_replayed.add(
-                "a library, probably cuDNN, has caught the error of a failed allocation and taken another algorithm"
-            )
-        return self.sizes.history(self.ranks)
-
     def set_global_size(self, size: int) -> None:
         """`oom.keep_global_batch=false`: a smaller global batch: more steps, a longer schedule, rarer cadences."""
-        self.sizes.not_replayed.add(f"batch.global_size: {size} from step {self.state.progress.step + 1} on")
         self.state.global_size = self.batches.global_size = size
         self.measure_length()
 

@@ -38,10 +38,11 @@ def accumulate_gradients(run: Run, step: Step, around_last: Around = _alone) -> 
     source = _source(run, step)
     totals = source.totals
     with source.accumulating():
-        for micro in source.micro_batches():
+        for number, micro in enumerate(source.micro_batches()):
             samples = micro.samples * step.update.every  # that are trained for each of its own
             counting = run.utilisation.counting(step.update.name, samples, micro.real)
-            with run.strategy.micro_batch(micro.last), watch_micro_batch(run, run.sizes.train, micro.data), counting:
+            watching = watch_micro_batch(run, run.sizes.train, micro.data, micro.samples if number else None)
+            with run.strategy.micro_batch(micro.last), watching, counting:
                 totals = backward(run, source, micro, totals, step.is_logged, around_last)
             if run.sizes.train.is_unproven:
                 require_all_allocated(run, run.sizes.train, run.ranks)
@@ -166,8 +167,6 @@ def count_step(run: Run, step: Step, applied: bool, totals: Totals) -> None:
         run.meter.count(step.samples, totals.count)
         run.batches.advance(progress)
     run.attempt.phase = Phase.COMMITTED
-    if run.sizes.record(step.attempt):
-        note_batchnorm(run, step)
 
 
 def leave_out(run: Run, step: Step, totals: Totals) -> None:
@@ -196,7 +195,7 @@ def require_undone(run: Run, step: Step) -> None:
 
 def note_batchnorm(run: Run, step: Step) -> None:
     """Note once that BatchNorm depends on the micro-batch."""
-    size = run.sizes.train.size
+    size = max(run.sizes.train.in_force.values(), default=run.sizes.train.size)
     if run.batches.accumulation(size, run.sizes.parts) > 1 and has_batchnorm(run.state.model):
         run.tracker.warn_once(
             f"step {step.number}: the model has BatchNorm, whose statistics are those of the micro-batch ({size}), not "

@@ -9,25 +9,27 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from trainapp.data.micro_batch_sizes import MicroBatchSizes
+from trainapp.data.batch import tensors_in
+from trainapp.memory.kinds import MemoryKind
+from trainapp.sizes.micro_batches import MicroBatchSizes
 from trainapp.train.run import Run, Step
 
 
+def watch_step(run: Run, step: Step) -> contextlib.AbstractContextManager[None]:
+    """Use around a whole step."""
+    run.attempt.step = step
+    return _watched_step(run, step) if _is_watched(run, step) else contextlib.nullcontext()
+
+
 @contextlib.contextmanager
-def watch_step(run: Run, step: Step) -> Iterator[None]:
-    """Use around a whole step. `run.attempt.peak` is then its peak in bytes; None where it was not watched."""
-    run.attempt.step, run.attempt.peak = step, None
-    if not _is_watched(run, step):
-        yield
-        return
+def _watched_step(run: Run, step: Step) -> Iterator[None]:
     # Both live on. Created before the block, they are not what a first step leaves behind.
     run.state.precision.scaler.scale(run.meter.weight(step.samples))
     is_rehearsed = run.rehearsals > 0  # within the block: more than a step
-    with run.memory.watch(run.meter.resident(), track_modules=run.sizes.train.is_untried):
+    with run.memory.watch(run.meter.resident(), track_modules=run.sizes.train.is_unproven):
         yield
     if not is_rehearsed:
         run.memory.note_step()
-        run.attempt.peak = run.memory.watched_peak
 
 
 def _is_watched(run: Run, step: Step) -> bool:
@@ -36,10 +38,24 @@ def _is_watched(run: Run, step: Step) -> bool:
     return run.sizes.train.is_unproven or step.is_drawn or is_due
 
 
-def watch_micro_batch(run: Run, sizes: MicroBatchSizes, batch: Any) -> contextlib.AbstractContextManager[None]:
+def watch_micro_batch(
+    run: Run, sizes: MicroBatchSizes, batch: Any, samples: int | None = None
+) -> contextlib.AbstractContextManager[None]:
     """Use around the forward and backward of a micro-batch, or its evaluation. Within a watched step, it only adds the
-    batch.
+    batch. samples: tells the search for larger sizes how many have had this peak; None where it says little of others,
+    as in the first micro-batch of a step, which no gradients precede.
     """
     if run.memory.watching or sizes.needs_watching:
-        return run.memory.watch(run.meter.resident(batch))
+        return _watched_micro_batch(run, sizes, batch, samples)
     return contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _watched_micro_batch(run: Run, sizes: MicroBatchSizes, batch: Any, samples: int | None) -> Iterator[None]:
+    with run.memory.watch(run.meter.resident()):
+        before = run.memory.lap()
+        with run.memory.watch({MemoryKind.BATCH: tensors_in(batch)}):  # last, so that an error names it
+            yield
+        after = run.memory.lap()
+    if samples and before and after:
+        sizes.measured(samples, resident=before[0], peak=after[1], limit=run.memory.enforced)

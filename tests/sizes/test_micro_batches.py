@@ -5,10 +5,9 @@ from typing import Any
 import torch
 
 from trainapp.data.batch import MicroBatch, map_tensors
-from trainapp.data.micro_batch_sizes import MicroBatchSizes
-from trainapp.data.size_agreement import failed_buckets
-from trainapp.data.size_search import FailedAllocation
 from trainapp.parallel.ranks import SingleRank
+from trainapp.sizes.micro_batches import MicroBatchSizes, Ran
+from trainapp.sizes.search import Measured
 
 
 def batch_of(samples: int, features: int) -> torch.Tensor:
@@ -83,18 +82,32 @@ class ThreeRanks(SingleRank):
 
 
 def test_ranks_agree_on_what_ran_and_on_who_failed():
-    first_failure, third_failure = (
-        FailedAllocation(("forward", ""), 10, 20, 30),
-        FailedAllocation(("forward", ""), 11, 20, 30),
-    )
-    first, third = ({16: 30}, 16, first_failure), ({16: 31, 1024: 7}, 1024, third_failure)
-    largest, failures = failed_buckets(ThreeRanks(first, third), {16: 32}, None, None)
-    assert largest == {16: 32, 1024: 7}
-    assert failures == {16: first_failure, 1024: third_failure}
+    first, third = ({16: Ran(30)}, 16), ({16: Ran(31), 1024: Ran(7)}, 1024)
     sizes = MicroBatchSizes(64)
-    sizes.attempt_samples = {16: 32}
+    sizes.attempt = {16: Ran(32)}
     assert sizes.failed(ThreeRanks(first, third), culprit=False) == (32, 16)
     assert {bucket: (s.size, s.fails) for bucket, s in sizes.searches.items()} == {16: (16, 32), 1024: (3, 7)}
+
+
+def test_ranks_decide_by_the_most_that_is_needed_and_the_least_room():
+    first, third = {16: Ran(32, 0, Measured(500, 900))}, {16: Ran(32, 0, Measured(400, 800)), 1024: Ran(7)}
+    sizes = MicroBatchSizes(64, clean_steps=1)
+    sizes.attempt = {16: Ran(64)}
+    sizes.current_bucket = 16
+    sizes.failed(SingleRank())
+    sizes.attempt = {16: Ran(20)}  # fewer samples than the others
+    assert sizes.succeeded(ThreeRanks(first, third)) == {16: 50}  # 32 * 800 / 500, less 2%
+    assert sizes.in_force == {16: 32, 1024: 7}  # a shape that only another rank has met, too
+
+
+def test_only_full_micro_batches_are_measured():
+    sizes = MicroBatchSizes(64, clean_steps=1)
+    assert pieces(sizes, batch_of(64, 16)) == [64]
+    sizes.failed(SingleRank())
+    assert pieces(sizes, batch_of(50, 16)) == [32, 18]
+    sizes.measured(18, resident=100, peak=200, limit=1100)
+    sizes.measured(32, resident=100, peak=600, limit=1100)
+    assert sizes.succeeded(SingleRank()) == {16: 62}  # 64, less 2%
 
 
 def test_what_is_proven_for_a_larger_shape_is_proven_for_a_smaller():
@@ -105,7 +118,6 @@ def test_what_is_proven_for_a_larger_shape_is_proven_for_a_smaller():
         sizes.succeeded(SingleRank())
     pieces(sizes, batch_of(64, 16))
     sizes.succeeded(SingleRank())
-    assert sizes.all_proven
     assert not sizes.is_unproven
     pieces(sizes, batch_of(64, 4096))
     assert sizes.needs_watching
@@ -118,7 +130,7 @@ def test_a_rare_long_shape_leaves_the_others_in_peace():
     for features in (16, 16, 16, 1024, 16):
         pieces(sizes, batch_of(64, features))
         sizes.succeeded(SingleRank())
-    assert not sizes.all_proven  # the long shape ran once
+    assert not sizes.is_proven(1024)  # the long shape ran once
     assert not sizes.is_unproven  # but is not in use
 
 
@@ -132,7 +144,7 @@ def test_sizes_survive_a_checkpoint():
     loaded.load_state_dict(sizes.state_dict())
     assert {bucket: search.size for bucket, search in loaded.searches.items()} == {16: 64, 1024: 32}
     assert loaded.searches[1024].fails == 64
-    assert not loaded.all_proven  # only a hint: it must still be proven
+    assert not loaded.is_proven(16)  # it must still be proven
 
 
 def test_what_is_cut_again_loses_nothing():

@@ -4,8 +4,8 @@ import pytest
 
 from trainapp.config.compose import from_command_line
 from trainapp.parallel.ranks import SingleRank
-from trainapp.train.initial_sizes import initial_sizes
-from trainapp.train.run_sizes import PlannedSizes, shape_of, shown
+from trainapp.sizes.micro_batches import Ran
+from trainapp.sizes.record import PlannedSizes, initial_sizes, shape_of, shown
 
 
 def known(size: int) -> dict:
@@ -14,7 +14,7 @@ def known(size: int) -> dict:
 
 
 SOURCES = {
-    "hint": {"micro": known(7), "eval_micro": known(9)},
+    "restart": {"micro": known(7), "eval_micro": known(9)},
     "saved": {"micro": known(11), "eval_micro": known(13)},
 }
 SCHEDULE = "batch.micro_schedule={1: 23, 5: 29}"
@@ -27,7 +27,7 @@ def begin(*overrides: str, sources: tuple[str, ...] = (), world: int = 1, **opti
 
 # In order of precedence: what is set or known, and the resulting training size.
 ORDER = [
-    (("hint",), (), 7, "hint"),
+    (("restart",), (), 7, "restart"),
     ((), (SCHEDULE,), 23, "schedule"),
     ((), ("batch.micro_size=31",), 31, "given"),
     (("saved",), (), 11, "saved"),
@@ -48,8 +48,8 @@ def test_the_first_that_is_known_decides(first, second):
 @pytest.mark.parametrize(
     ("sources", "overrides", "size"),
     [
-        (("hint", "saved"), ("batch.eval_micro_size=10",), 9),
-        (("hint",), ("batch.eval_micro_size=5",), 5),  # a hint never exceeds the setting
+        (("restart", "saved"), ("batch.eval_micro_size=10",), 9),
+        (("restart",), ("batch.eval_micro_size=5",), 5),  # a restart never exceeds the setting
         (("saved",), ("batch.eval_micro_size=5",), 5),
         (("saved",), (), 13),
         (("saved",), ("batch.micro_size=3",), 13),
@@ -86,34 +86,21 @@ def test_a_schedule_after_a_resume(step, by_step):
 
 
 def test_what_failed_is_not_scheduled_again():
-    sizes = begin(SCHEDULE, sources=("hint",), attempts=3)
+    sizes = begin(SCHEDULE, sources=("restart",), attempts=3)
     for coming in range(4, 8):
         sizes.follow_schedule(coming)
     assert sizes.train.size == 7
 
 
-@pytest.mark.parametrize(
-    "damaged",
-    [{}, {"micro": None}, {"micro": {}}, {"micro": {"start": 64, "buckets": {"64": ["x"]}}}, {"micro": []},
-     {"micro": {"start": 1.5, "buckets": {"64": [4, 4, None, True]}}},
-     {"micro": {"start": 0, "buckets": {"64": [4, 4, None, True]}}},
-     {"micro": {"start": 64, "buckets": {"64": [-4, 4, None, True]}}}],
-)  # fmt: skip
-def test_a_damaged_source_is_passed_over(damaged):
-    config = from_command_line(["batch.global_size=64"])
-    sizes = initial_sizes(config, 1, 64, 1000, saved=damaged)
-    assert (sizes.train.size, sizes.origin) == (64, "share")
-
-
-def test_a_hint_from_before_any_shape_was_known():
+def test_a_restart_from_before_any_shape_was_known():
     """Memory ran out in the very first fetch: no buckets exist yet."""
     config = from_command_line(["batch.global_size=64"])
-    sizes = initial_sizes(config, 1, 64, 1000, hint={"micro": {"start": 16, "buckets": {}}})
-    assert (sizes.train.size, sizes.origin) == (16, "hint")
+    sizes = initial_sizes(config, 1, 64, 1000, restart={"micro": {"start": 16, "buckets": {}}})
+    assert (sizes.train.size, sizes.origin) == (16, "restart")
 
 
 @pytest.mark.parametrize("retries_in_place", [True, False])
-@pytest.mark.parametrize("source", ["hint", "saved"])
+@pytest.mark.parametrize("source", ["restart", "saved"])
 def test_no_larger_size_is_tried_where_one_that_fails_costs_a_restart(source, retries_in_place):
     """The source's search has not ended: between 8, which works, and 32, which does not, lies 20."""
     search = {"start": 64, "buckets": {"64": [8, 8, 32, False]}}
@@ -121,26 +108,11 @@ def test_no_larger_size_is_tried_where_one_that_fails_costs_a_restart(source, re
     known = {source: {"micro": search, "eval_micro": search}}
     sizes = initial_sizes(config, 1, 64, 1000, retries_in_place=retries_in_place, **known)
     for searched in (sizes.train, sizes.evaluation):
-        searched.attempt_samples = {64: 8}
+        searched.attempt = {64: Ran(8)}
         assert searched.succeeded(SingleRank()) == ({64: 20} if retries_in_place else {})
         assert searched.search_has_ended is not retries_in_place
-        searched.attempt_samples = {64: 8}
+        searched.attempt = {64: Ran(8)}
         assert searched.has_news is retries_in_place  # otherwise the ranks would ask each other in every step
-
-
-def test_a_plan_lowers_the_first_size():
-    sizes = begin()
-    sizes.begin_with(PlannedSizes(16, 32))
-    assert (sizes.train.size, sizes.evaluation.size, sizes.origin) == (16, 32, "planned")
-    sizes.begin_with(PlannedSizes(128, 256))
-    assert (sizes.train.size, sizes.evaluation.size) == (16, 32)
-
-
-def test_a_plan_respects_the_model():
-    sizes = begin(smallest=2)
-    sizes.begin_with(PlannedSizes(1, None))
-    assert sizes.train.size == 2
-    assert sizes.evaluation.size == 128
 
 
 def test_a_message_says_which_shape_a_size_is_for():
@@ -168,7 +140,7 @@ def test_a_planned_size():
     assert begin(plan, planned=planned(21)).evaluation.size == 128
     assert begin(plan, planned=planned(100)).train.size == 64
     assert begin(plan, planned=planned(1), smallest=2).train.size == 2
-    for source in ("hint", "saved"):
+    for source in ("restart", "saved"):
         assert begin(plan, sources=(source,), planned=never_asked).origin == source
     assert begin(plan, SCHEDULE, planned=never_asked).origin == "schedule"
     assert begin("batch.micro_size=auto", planned=never_asked).origin == "share"

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from trainapp.oom.errors import broken_part, is_device_lost, is_out_of_memory, requested_bytes
+from trainapp.memory.detection import broken_part, is_device_lost, is_out_of_memory, requested_bytes
 
 # The driver's errors end with this since torch 2.1; it mentions assertions, although none of them is one.
 HINT = (

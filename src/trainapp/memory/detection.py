@@ -1,18 +1,11 @@
-"""Classifies errors: out of memory, on every backend, a lost device, or a mistake that would only repeat."""
+"""Classifies errors: out of memory, on every backend, or a lost device."""
 
 import contextlib
 import errno
-import logging
-import pickle
 import re
-import subprocess
 from collections.abc import Iterator
 
 import torch
-import torch.distributed as dist
-
-log = logging.getLogger(__name__)
-
 
 # Messages of out-of-memory errors that are a plain RuntimeError (or a backend's own type).
 # Each is anchored to the wording of its source, so that a user's own error that mentions memory does not count.
@@ -101,41 +94,18 @@ def is_out_of_memory(error: BaseException, refused: int = 0) -> bool:
 
 def out_of_memory_in(error: BaseException, refused: int = 0) -> BaseException | None:
     """The error itself or its cause, whichever means that memory ran out; see `is_out_of_memory`."""
-    return next((e for e in _chain(error) if _is_one(e, refused)), None)
+    return next((e for e in causes(error) if _is_one(e, refused)), None)
 
 
 def broken_part(error: BaseException) -> str | None:
     """What an out-of-memory error has broken until this process ends; None where the process can recover."""
-    texts = [_own_text(e) for e in _chain(error) if isinstance(e, RuntimeError)]
+    texts = [own_text(e) for e in causes(error) if isinstance(e, RuntimeError)]
     return next((part for part, wording in _BREAKING.items() if any(map(wording.search, texts))), None)
 
 
 def is_device_lost(error: BaseException) -> bool:
     """Whether `error` left the device's context unusable: only a new process can continue."""
-    return any(isinstance(e, RuntimeError) and _DEVICE_LOST.search(_own_text(e)) for e in _chain(error))
-
-
-# What says that the cause is outside of the program, and may be gone when it runs again.
-_PASSING = (OSError, EOFError, MemoryError, pickle.UnpicklingError, subprocess.SubprocessError, dist.DistError)
-_PASSING_WORDS = re.compile(
-    r"gloo|nccl|\bpeer\b|connection|socket|time[d -]*out|DataLoader worker \(pid|start new thread"
-    r"|CUDA|CUDNN|CUBLAS|CUSOLVER|CUFFT|\bHIP\b|\bXPU\b|\bMPS\b|driver",
-    re.IGNORECASE,
-)
-
-
-def would_repeat(error: BaseException) -> bool:
-    """Whether a restart would only run into `error` again: an exception of Python code that mentions neither memory, a
-    device, a disk nor another process, and was caused by none that does.
-    """
-    chain = [*_chain(error)]
-    if any(isinstance(e, _PASSING) for e in chain) or is_out_of_memory(error) or is_device_lost(error):
-        return False
-    if any(isinstance(e, torch.AcceleratorError) for e in chain):
-        return False
-    # A compiler's error continues with its command and its output, which may hold any word.
-    first_lines = (_own_text(e).strip().partition("\n")[0] for e in chain if isinstance(e, RuntimeError))
-    return not any(map(_PASSING_WORDS.search, first_lines))
+    return any(isinstance(e, RuntimeError) and _DEVICE_LOST.search(own_text(e)) for e in causes(error))
 
 
 def requested_bytes(message: str) -> int | None:
@@ -147,7 +117,7 @@ def requested_bytes(message: str) -> int | None:
     return int(float(match[1]) * 2 ** (10 * "BKMGTP".index(unit)))
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
+def causes(error: BaseException) -> Iterator[BaseException]:
     """The error and the errors that it was explicitly raised from."""
     seen: set[int] = set()
     current: BaseException | None = error
@@ -162,10 +132,10 @@ def _is_one(error: BaseException, refused: int) -> bool:
         return True
     if isinstance(error, OSError):
         # a loader's worker passes on the text only
-        return error.errno == errno.ENOMEM or (error.errno is None and f"[Errno {errno.ENOMEM}]" in _own_text(error))
+        return error.errno == errno.ENOMEM or (error.errno is None and f"[Errno {errno.ENOMEM}]" in own_text(error))
     if not isinstance(error, RuntimeError) or isinstance(error, RecursionError):
         return False
-    text = _own_text(error)
+    text = own_text(error)
     if _NOT_MEMORY.search(text):
         return False
     if any(pattern.search(text) for pattern in _MESSAGES):
@@ -173,7 +143,7 @@ def _is_one(error: BaseException, refused: int) -> bool:
     return bool(_AMBIGUOUS.search(text)) and (refused > 0 or _device_is_full())
 
 
-def _own_text(error: BaseException) -> str:
+def own_text(error: BaseException) -> str:
     """The message, without the source lines of the traceback that a loader's worker includes.
 
     That is the first of several arguments: `str(error)` is then the repr of a tuple.

@@ -1,0 +1,246 @@
+"""The report of an out-of-memory error: where it happened and what filled the memory."""
+
+import shlex
+import traceback
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import FrameType, TracebackType
+
+import torch
+from torch import nn
+
+from trainapp import strict_json
+from trainapp.memory.detection import broken_part, requested_bytes
+from trainapp.memory.kinds import MemoryKind
+from trainapp.parallel.dtensor import local
+from trainapp.parallel.ranks import PeerOutOfMemory
+from trainapp.parallel.strategy import TaskModule
+from trainapp.techniques import catalogue
+from trainapp.techniques.lever import Situation, overrides_of
+from trainapp.torch_private import storage_id
+from trainapp.train import losses
+from trainapp.train.allocations import SwallowedOutOfMemory
+from trainapp.train.phase import Phase
+from trainapp.train.run import Run
+from trainapp.units import bytes_text, listed
+
+
+@dataclass
+class OomReport:
+    """Plain values only: the error and its frames would keep every tensor of the failed step alive.
+
+    Sizes are bytes; `old_size` and `new_size` are micro-batches, `seconds_lost` the time of the attempt and of what
+    it took to recover.
+    """
+
+    step: int
+    phase: Phase
+    module: str
+    message: str
+    requested: int | None
+    used: int
+    limit: int
+    by_category: dict[MemoryKind, int]
+    trace: str
+    rank: int = 0
+    old_size: int = 0
+    new_size: int = 0
+    action: str = ""
+    seconds_lost: float = 0.0
+    unused_cache: int = 0
+    by_allocator: bool = True  # torch's allocator refused it, not a library or the driver
+    alone: bool = False  # no other rank waits for this one, so none needs to be informed
+    by_peer: bool = False  # another rank ran out of memory, not this one
+    culprits: list[tuple[int, str]] = field(default_factory=list)  # (rank, message) of the ranks that ran out
+    lost: list[str] = field(default_factory=list)  # parameters that a forward has written, and that had no copy
+    host: bool = False  # the host ran out, not a device or `memory.limit`
+    swallowed: bool = False  # no error: what asked for the memory caught it
+    update: str = ""  # in which of a step's updates; empty where there is one, and between steps
+    broken: str | None = None  # what the error has broken for the rest of this process
+    events: list[tuple[int, int]] = field(default_factory=list, repr=False)
+    kinds: dict[int, MemoryKind] = field(default_factory=dict, repr=False)
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether parameters cannot be restored in place: only a checkpoint is safe."""
+        return self.phase.is_torn or bool(self.lost)
+
+    @property
+    def why_torn(self) -> str:
+        """The reason for `is_torn`, for a message."""
+        if self.phase.updates_in_backward:
+            return "optimizer.in_backward=true has updated some of the parameters"
+        if not self.lost:
+            return "the parameters may be half updated"
+        return f"the forward has written {listed(self.lost)}, of which there was no copy (from now on there is)"
+
+    @property
+    def evaluating(self) -> bool:
+        """Whether it happened in evaluation, which has its own micro-batch size."""
+        return self.phase is Phase.EVALUATE
+
+
+def describe(run: Run, error: BaseException) -> OomReport:
+    """Call while the error is handled: reads state that is gone afterwards. Allocates nothing on the device."""
+    memory, progress = run.memory, run.state.progress
+    used = getattr(error, "used", None) or memory.used()
+    phase, module = _place(run, error)
+    events, kinds = memory.events(run.meter.gradients())
+    first_line, *_ = str(error).strip().splitlines() or [type(error).__name__]
+    return OomReport(
+        step=progress.step + (phase.can_be_undone or phase.is_torn or phase is Phase.READ),
+        phase=phase,
+        module=module,
+        message=first_line,
+        requested=getattr(error, "requested", None) or requested_bytes(str(error)),
+        used=used,
+        limit=memory.enforced,
+        by_category=_by_category(run, used, events, kinds),
+        trace=traceback.format_exc(),
+        unused_cache=memory.unused_cache(),
+        by_allocator=isinstance(error, torch.OutOfMemoryError) or requested_bytes(str(error)) is not None,
+        rank=run.ranks.rank,
+        alone=run.ranks.world == 1 or (phase is Phase.EVALUATE and not run.strategy.forward_is_collective),
+        by_peer=isinstance(error, PeerOutOfMemory),
+        host=not isinstance(error, torch.OutOfMemoryError) and memory.device.type == "cpu",
+        swallowed=isinstance(error, SwallowedOutOfMemory),
+        update=run.state.update.name if phase.can_be_undone or phase.is_torn else "",
+        broken=broken_part(error),
+        events=events,
+        kinds=kinds,
+    )
+
+
+def _by_category(
+    run: Run, used: int, events: list[tuple[int, int]], kinds: dict[int, MemoryKind]
+) -> dict[MemoryKind, int]:
+    """What `used` consists of; activations are what is known as nothing else."""
+    memory, meter = run.memory, run.meter
+    sizes: dict[MemoryKind, int] = {
+        kind: size for kind, size in meter.static.items() if kind is not MemoryKind.GRADIENTS
+    }
+    buffers, gradients = _storages(meter.communication_buffers()), _storages(meter.gradients())
+    sizes[MemoryKind.GRADIENTS] = sum(size for key, size in gradients.items() if key not in buffers)
+    if buffers:  # gradients may be views of them
+        sizes[MemoryKind.COMMUNICATION_BUFFERS] = sum(buffers.values())
+    for kind in (MemoryKind.BATCH, MemoryKind.KEPT):
+        sizes[kind] = sum(size for number, size in events if kinds.get(number) is kind)
+    sizes[MemoryKind.ACTIVATIONS] = max(0, used - sum(sizes.values()))
+    if memory.device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(memory.device)
+        sizes[MemoryKind.OUTSIDE_ALLOCATOR] = max(0, total - free - torch.cuda.memory_reserved(memory.device))
+    return sizes
+
+
+def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+    """Bytes by storage."""
+    storages = (local(tensor).untyped_storage() for tensor in tensors)
+    return {storage_id(storage): storage.nbytes() for storage in storages}
+
+
+def _place(run: Run, error: BaseException) -> tuple[Phase, str]:
+    """`(phase, module path)`: the innermost module among the frames that the error passed through."""
+    names = {id(module): name for name, module in run.state.model.named_modules()}
+    module, entered = "", False
+    for frame in _frames(error.__traceback__):
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, TaskModule):  # in a hook on it, which gathers parameters, until its forward runs the task
+            entered = frame.f_code.co_name != "forward"
+        if isinstance(owner, nn.Module) and id(owner) in names:
+            module, entered = names[id(owner)] or module, True
+    phase = run.attempt.phase
+    if phase is Phase.FORWARD and not entered:
+        phase = Phase.LOSS
+    if phase not in (Phase.FORWARD, Phase.BACKWARD, Phase.EVALUATE) and not phase.updates_in_backward:
+        return phase, module
+    path = run.memory.module_path.at_failure
+    while path and path not in names.values():  # begins with what DDP or FSDP2 has put around the model
+        path = path.partition(".")[2]
+    return phase, module or path
+
+
+def _frames(trace: TracebackType | None) -> Iterator[FrameType]:
+    while trace is not None:
+        yield trace.tb_frame
+        trace = trace.tb_next
+
+
+def one_line(report: OomReport) -> str:
+    """For the terminal."""
+    where = f"{report.phase}{f' ({report.module})' if report.module else ''}"
+    where += f" of update {report.update}" if report.update else ""
+    if report.swallowed:
+        where = "a library, which caught the error and may have taken another algorithm,"
+    asked = f" asking for {bytes_text(report.requested)}" if report.requested else ""
+    return (
+        f"out of memory at step {report.step} in {where}{asked}, {bytes_text(report.used)} of "
+        f"{bytes_text(report.limit)} in use{f': {report.action}' if report.action else ''}"
+    )
+
+
+def as_markdown(report: OomReport) -> str:
+    """The whole report."""
+    rows = {
+        "phase": report.phase,
+        "module": report.module or "not inside a module",
+        "rank": report.rank,
+        "requested": bytes_text(report.requested) if report.requested else "unknown",
+        "used": bytes_text(report.used),
+        "limit": bytes_text(report.limit),
+        **{kind.label: bytes_text(size) for kind, size in _by_size(report)},
+        "micro-batch": f"{report.old_size} -> {report.new_size}",
+        "time lost": f"{report.seconds_lost:.3f} s",
+    }
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+    return (
+        f"# Out of memory at step {report.step}\n\n{one_line(report)}.\n\n| what | value |\n|---|---|\n{table}\n\n"
+        f"```\n{report.trace.rstrip()}\n```\n"
+    )
+
+
+def _by_size(report: OomReport) -> list[tuple[MemoryKind, int]]:
+    return sorted(((MemoryKind(kind), size) for kind, size in report.by_category.items()), key=lambda item: -item[1])
+
+
+def write(report: OomReport, folder: Path, number: int, world: int = 1) -> Path:
+    """Write `folder/NNN_step_S.md` and `.json`, with the rank if there are several. Returns the Markdown file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rank = f"_rank_{report.rank}" if world > 1 else ""
+    path = folder / f"{number:03d}_step_{report.step}{rank}.md"
+    path.write_text(as_markdown(report))
+    facts = {name: value for name, value in asdict(report).items() if name not in ("events", "kinds")}
+    path.with_suffix(".json").write_text(strict_json.dumps(facts, indent=1) + "\n")
+    return path
+
+
+def final_message(run: Run, report: OomReport) -> str:
+    """For a run in which no micro-batch fits: where the memory went, and which settings would need less."""
+    kind = "evaluation micro-batch" if report.evaluating else "micro-batch"
+    lines = [
+        f"out of memory in {report.phase} with {kind} {report.old_size}: {_why_no_smaller(run, report)}.",
+        report.message,
+        f"{'limit':<18}{bytes_text(report.limit):>12}",
+        *(f"{kind.label:<18}{bytes_text(size):>12}" for kind, size in _by_size(report) if size),
+    ]
+    techniques = catalogue.available_levers(Situation(run.config, run.state.model, run.knows_loss))
+    if techniques:
+        lines.append("What needs less memory (mode=plan behind the same command says how much each saves):")
+        for own in techniques:
+            overrides = shlex.join(overrides_of([own]))
+            lines.append(f"  {overrides}: saves {own.saves}; costs {own.costs}")
+    saved = run.checkpointer.newest_name()
+    lines.append(f"The last checkpoint is {saved}." if saved else "No checkpoint was written yet.")
+    return "\n".join(lines)
+
+
+def _why_no_smaller(run: Run, report: OomReport) -> str:
+    if losses.needs_whole_batch(run.task):
+        setting = "batch.eval_micro_size" if report.evaluating else "batch.global_size"
+        return f"its loss lives on the whole batch (whole_batch=True), which is never cut; a smaller {setting} helps"
+    if losses.has_embeddings(run.task) and not report.evaluating:
+        return (
+            "nothing is left to halve, and its loss keeps the inputs and embeddings of all samples of a step in "
+            "memory: a smaller batch.global_size helps"
+        )
+    return "nothing is left to halve"

@@ -1,0 +1,119 @@
+"""Finds the largest micro-batch that fits: halves after a failure, then follows a line through measured peaks.
+
+Halving alone ends at 64 where 100 would fit. Once full micro-batches of a size have fitted, the line through nothing at
+size 0 and what they needed beyond the resident memory says at which size the limit is reached; from the second size on,
+the line through the two largest. That size, less a margin, is tried next, and the step itself decides whether it fits:
+memory is only piecewise affine in the size. Where no peak is known, or a failure has disproved the line, the middle
+between the largest size that worked and the smallest that failed is tried. The search ends when the line or a failure
+excludes 5% more (below 20 samples: one more).
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+MARGIN = 0.98  # of the size at which the line reaches the limit
+WORTH = 0.05  # a size that is larger by less is not worth a step that may fail
+
+
+class Measured(NamedTuple):
+    """Of full micro-batches, in bytes: `needed` beyond what is resident, of the `room` that the limit leaves."""
+
+    needed: int
+    room: int
+
+    def worst(self, other: "Measured | None") -> "Measured":
+        """The most that is needed, the least room."""
+        return self if other is None else Measured(max(self.needed, other.needed), min(self.room, other.room))
+
+
+@dataclass
+class SizeSearch:
+    """The micro-batch size for one kind of work on one shape of data. Sizes are samples per forward on one rank.
+
+    clean_steps: successes in a row until a size is proven and, if `grow`, a larger one is tried. Knows nothing of runs:
+    the caller tells it what fitted and what failed.
+    """
+
+    size: int
+    clean_steps: int = 3
+    grow: bool = True
+    smallest: int = 1  # some models cannot train on single samples
+    clean: int = 0  # steps with this size
+    works: int = 0  # the largest proven size
+    fails: int | None = None  # the smallest micro-batch that failed
+    errors: int = 0  # in a row
+    search_has_ended: bool = True  # no larger size is worth trying
+    measured: dict[int, Measured] = field(default_factory=dict)  # by size
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether the size is proven: it is then no longer watched, since watching costs time on the CPU."""
+        return self.clean >= self.clean_steps
+
+    def fitted(self, ran: int, measured: Measured | None = None) -> int | None:
+        """Record a clean step. Returns the larger size to try next, or None.
+
+        ran: the largest micro-batch in it; only full ones prove anything (one less: see `micro_batch.cut`).
+        measured: None where its peak is not known.
+        """
+        if ran < self.size - 1:
+            return None
+        self.errors, self.clean = 0, self.clean + 1
+        if measured is not None:
+            self.measured[self.size] = measured.worst(self.measured.get(self.size))
+        if not self.is_proven:
+            return None
+        self.works = max(self.works, self.size)
+        if self.search_has_ended or not self.grow:
+            return None
+        larger = self._larger()
+        self.search_has_ended = larger is None
+        if larger is not None:
+            self.try_size(larger)
+        return larger
+
+    def failed(self, ran: int) -> bool:
+        """Memory ran out: fall back to the largest proven size, else to half of what ran or, after two errors in a row
+        and if larger sizes will be tried, to a quarter. False if none can fit.
+
+        ran: the largest micro-batch of the attempt. It is less than `size` where the step has fewer samples, and then
+        the sizes in between would run the same samples at once and fail again.
+        """
+        if ran <= self.smallest:
+            return False
+        self.errors += 1
+        self.fails = min(ran, self.fails or ran)
+        if self.works >= ran:
+            self.works = 0  # a size that fitted once need not fit again
+        smaller = max(self.smallest, min(self.size, ran // (4 if self.errors > 1 and self.grow else 2)))
+        self.try_size(self.works or smaller)
+        if self.works:
+            self.clean = self.clean_steps - 1  # it was proven before
+        self.search_has_ended = not self.grow
+        return True
+
+    def try_size(self, size: int) -> None:
+        """Continue with this size, of which nothing is known yet."""
+        self.size, self.clean = size, 0
+
+    def _larger(self) -> int | None:
+        """The next size after a proven one; None where the line or a failure excludes any that is worth a try."""
+        worth, line = self.size + max(1, math.ceil(WORTH * self.size)), self._reaches_limit()
+        if self.fails is None or self.fails <= worth:
+            return None
+        if line < worth:  # one size does not tell what is needed at any size, so it excludes nothing
+            return None if min(self.measured) < self.size else worth
+        following = MARGIN * line
+        if following >= self.fails:  # not measured, or disproved
+            return (self.size + self.fails) // 2
+        return max(self.size + 1, int(following))
+
+    def _reaches_limit(self) -> float:
+        """The size at which the line through what was measured reaches the limit; inf where it never does."""
+        if self.size not in self.measured:
+            return math.inf
+        needed, room = self.measured[self.size]
+        smaller = max((size for size in self.measured if size < self.size), default=0)
+        rise = needed - (self.measured[smaller].needed if smaller else 0)
+        return self.size + (room - needed) * (self.size - smaller) / rise if rise > 0 else math.inf

@@ -1,0 +1,193 @@
+"""The policy alone: which size comes next, where the search ends, and that it always ends."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainapp.sizes.search import Measured, SizeSearch
+
+
+def searched(first, needed, limit, resident=0, is_measured=True, clean_steps=3) -> SizeSearch:
+    """A search that has ended, with its failures and steps. needed: bytes of a size beyond what is resident."""
+    search = SizeSearch(first, clean_steps)
+    search.failures, search.steps, room = 0, 0, limit - resident
+    for _ in range(500):
+        search.steps += 1
+        if needed(search.size) > room:
+            search.failures += 1
+            if not search.failed(search.size):
+                return search
+        else:
+            measured = Measured(needed(search.size), room) if is_measured else None
+            search.fitted(search.size, measured)
+            if search.is_proven and search.search_has_ended:
+                return search
+    raise AssertionError("the search did not end")
+
+
+def is_near(size: int, largest: int) -> bool:
+    """Whether the size is within 5% of the largest that fits; below 20 samples, at most one less."""
+    return size <= largest and size >= (largest - 1 if largest < 20 else 0.95 * largest)
+
+
+SHAPES = {
+    "a line": lambda n: 10 * n,
+    "a line above temporaries of their own": lambda n: 200 + 10 * n,
+    "steeper from 30 on": lambda n: 10 * n + 4 * max(0, n - 30),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("largest", [1, 2, 7, 13, 19, 20, 33, 64, 100, 333])
+@pytest.mark.parametrize("times", [1.1, 2, 3.7, 8])
+def test_at_most_four_failures_to_the_largest_that_fits(shape, largest, times):
+    needed = SHAPES[shape]
+    limit = 5000 + needed(largest) + 5
+    search = searched(max(largest + 1, int(times * largest)), needed, limit, resident=5000)
+    assert is_near(search.size, largest), search
+    assert search.failures <= 4
+
+
+def test_far_from_what_fits_it_takes_two_more():
+    search = searched(64 * 30, lambda n: 10 * n, 305)
+    assert is_near(search.size, 30)
+    assert search.failures <= 6
+
+
+@pytest.mark.parametrize("start", [128, 256])
+def test_without_peaks_it_bisects(start):
+    search = searched(start, lambda n: n, 100, is_measured=False)
+    assert is_near(search.size, 100)
+    assert search.failures <= 4
+    assert SizeSearch(128, grow=False).failed(128) is True
+
+
+def test_half_after_an_error_a_quarter_after_two_in_a_row():
+    search, sizes = SizeSearch(1024), []
+    while search.failed(search.size):
+        sizes.append(search.size)
+    assert sizes == [512, 128, 32, 8, 2, 1]
+    search = SizeSearch(64)
+    search.failed(64)
+    search.fitted(32)
+    search.failed(32)
+    assert search.size == 16
+    search = SizeSearch(1024, grow=False)  # what is given up stays so
+    assert [search.failed(search.size) and search.size for _ in range(3)] == [512, 256, 128]
+
+
+def test_the_line_less_two_percent_is_tried_once_a_size_is_proven():
+    search = SizeSearch(128)
+    search.failed(128)
+    assert [search.fitted(64, Measured(500, 800)) for _ in range(3)] == [None, None, 100]  # 102.4, less 2%
+    # The line through both sizes: the first one's was too low.
+    assert [search.fitted(100, Measured(700, 800)) for _ in range(3)] == [None, None, 115]
+    assert [search.fitted(115, Measured(780, 800)) for _ in range(3)] == [None, None, None]
+    assert search.search_has_ended
+
+
+def test_the_highest_peak_of_the_steps_that_prove_a_size_counts():
+    search = SizeSearch(128)
+    search.failed(128)
+    search.fitted(64, Measured(790, 800))
+    search.fitted(64, Measured(400, 800))
+    assert search.fitted(64, Measured(400, 800)) == 68  # 5% more, not 125
+
+
+def test_a_failure_disproves_the_line():
+    search = SizeSearch(128, clean_steps=1)
+    search.failed(128)
+    assert search.fitted(64, Measured(500, 900)) == 112
+    search.failed(112)
+    assert search.fitted(64, Measured(500, 900)) == 88  # the middle, since the line says that 112 fits
+
+
+def test_what_fits_at_once_is_not_searched():
+    search = searched(128, lambda n: n, 128)
+    assert (search.size, search.failures, search.steps) == (128, 0, 3)
+
+
+def test_fits_once_is_not_fits_again():
+    """Proven, but then it fails: the search goes down and does not return to that size."""
+    search = SizeSearch(64)
+    for _ in range(3):
+        search.fitted(64)
+    assert (search.works, search.is_proven) == (64, True)
+    assert search.failed(search.size)
+    assert (search.size, search.works, search.fails) == (32, 0, 64)
+    sizes = set()
+    for _ in range(40):
+        sizes.add(search.size)
+        search.fitted(search.size)
+    assert max(sizes) < 64
+    assert search.search_has_ended
+
+
+def test_a_failed_try_goes_back_to_what_works():
+    search = SizeSearch(128)
+    search.failed(128)
+    tried = [search.fitted(64) for _ in range(3)][-1]
+    assert 64 < tried < 128
+    search.failed(tried)
+    assert (search.size, search.fails) == (64, tried)
+    assert search.fitted(64) is not None  # it was proven before: one clean step is enough
+
+
+def test_the_smallest_cannot_fail():
+    search = SizeSearch(4, smallest=2)
+    assert search.failed(search.size)
+    assert (search.size, search.failed(search.size)) == (2, False)
+
+
+def test_ragged_steps_prove_nothing():
+    search = SizeSearch(64)
+    for _ in range(10):
+        search.fitted(29)  # the epoch's last step
+    assert not search.is_proven
+
+
+def test_what_failed_with_few_samples_is_not_tried_with_them_again():
+    """With 1,024 samples per step, 4096 and 2048 run the same micro-batch."""
+    search = SizeSearch(4096)
+    search.failed(1024)
+    assert (search.size, search.fails) == (512, 1024)
+    search = SizeSearch(64)
+    for _ in range(3):
+        search.fitted(64)
+    assert search.failed(29)  # a success with more samples no longer counts, or the same few would run again
+    assert (search.size, search.works, search.fails) == (14, 0, 29)
+
+
+def test_more_than_the_size_may_have_run():
+    """A shape that is new on only one rank is not cut; its size has not failed yet."""
+    search = SizeSearch(8)
+    assert search.failed(64)
+    assert (search.size, search.fails) == (8, 64)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    start=st.integers(1, 4096),
+    share=st.floats(0.0003, 1.2),
+    base=st.integers(0, 10**9),
+    per_sample=st.integers(1, 10**7),
+    curve=st.floats(0.8, 1.3),
+    clean_steps=st.integers(1, 5),
+    is_measured=st.booleans(),
+)
+def test_it_ends_below_the_limit_whatever_the_memory(start, share, base, per_sample, curve, clean_steps, is_measured):
+    """curve: bytes grow with size ** curve; unless it is 1, the line is wrong."""
+    tried = []
+
+    def needed(size):
+        tried.append(size)
+        return base + int(per_sample * size**curve)
+
+    limit = base + int(per_sample * (start * share) ** curve)
+    search = searched(start, needed, limit, is_measured=is_measured, clean_steps=clean_steps)
+    if search.failures and not search.clean:  # not even one sample fits
+        assert search.size == 1
+        return
+    assert max(tried) <= start
+    assert needed(search.size) <= limit
+    assert search.failures <= 12
