@@ -4,18 +4,17 @@ import random
 
 import numpy as np
 import pytest
-import runs
 import torch
 
-from trainapp import rng
 from trainapp.rng import (
-    Generators,
-    _python_position,
+    HostGenerators,
     generator_state,
     is_generator,
     preserved_rng,
     rng_state,
+    seed_evaluation,
     seed_everything,
+    seed_from,
     set_generator_state,
     set_rng_state,
 )
@@ -37,14 +36,6 @@ def test_generators_come_back():
     assert draws() == expected
 
 
-def test_generators_survive_a_file(tmp_path):
-    state = rng_state(CPU)
-    expected = draws()
-    torch.save(state, tmp_path / "rng.pt")
-    set_rng_state(torch.load(tmp_path / "rng.pt", weights_only=True), CPU)
-    assert draws() == expected
-
-
 def test_preserved_rng_leaves_no_trace():
     seed_everything(1)
     expected = draws()
@@ -63,77 +54,32 @@ def test_seed_0_is_a_seed():
     assert draws() != first
 
 
-@pytest.mark.parametrize("first", ["random", "gauss", "seed", "nothing"])
-@pytest.mark.parametrize(
-    "second", ["random", "gauss", "seed", "numpy", "numpy seed", "all words", "all numpy's words", "nothing"]
-)
-def test_generators_return_to_the_last_take(first, second):
-    """Whatever is drawn between two takes and after the last one."""
-    draw = {
-        "random": random.random,
-        "gauss": lambda: random.gauss(0, 1),
-        "seed": lambda: random.seed(3),
-        "numpy": np.random.randn,
-        "numpy seed": lambda: np.random.seed(3),
-        "all words": lambda: [random.getrandbits(32) for _ in range(624)],  # back to the same position
-        "all numpy's words": lambda: np.random.randint(0, 2**32, 624, dtype=np.uint32),
-        "nothing": lambda: None,
-    }
-    seed_everything(5)
-    generators = Generators(CPU)
-    generators.take()
-    draw[first]()
-    generators.take()
-    state = rng_state(CPU)
-    draw[second]()
-    draw[first]()
-    generators.restore()
-    assert runs.differences(rng_state(CPU), state) == []
+def test_a_step_is_seeded_by_its_numbers():
+    """Also where something was drawn before: in a callback, an evaluation, a failed attempt."""
+    drawn = {}
+    for numbers in ((0, 1, 0), (0, 2, 0), (0, 1, 1), (1, 1, 0)):
+        np.random.randn(), random.gauss(0, 1)  # both keep a second number for later
+        seed_from(CPU, *numbers)
+        drawn[numbers] = draws()
+        seed_from(CPU, *numbers)
+        assert draws() == drawn[numbers]
+    assert len(set(map(str, drawn.values()))) == 4
 
 
-@pytest.mark.parametrize("draws_before", [False, True])
-def test_host_generators_come_back_from_where_they_have_not_moved(draws_before):
-    """As where a model gives its blocks a stream of their own, and has put the global one back by the backward."""
-    earlier = rng.HostGenerators()
-    if draws_before:
-        random.random()
-    expected = random.getstate(), np.random.get_state(legacy=True)[2]
-    with earlier.rewound():
-        first = random.random(), np.random.rand()
-    assert (random.getstate(), np.random.get_state(legacy=True)[2]) == expected
-    with earlier.rewound():
-        assert (random.random(), np.random.rand()) == first
+def test_an_evaluation_is_seeded_by_its_name():
+    """With the same numbers in every process."""
+    seed_evaluation(CPU, 3, "hard")
+    assert random.random() == 0.6445671638438529
 
 
-@pytest.mark.parametrize("moved", [random.random, np.random.rand, lambda: random.seed(5), lambda: np.random.seed(5)])
-def test_host_generators_do_not_take_a_later_state_for_an_earlier_one(moved):
-    random.seed(1)
-    np.random.seed(1)
-    taken, expected = [], []
-    for _ in range(3):
-        taken += [rng.HostGenerators(), rng.HostGenerators()]
-        expected.append((random.getstate(), np.random.get_state(legacy=True)[1].tolist()))
-        moved()
-        with preserved_rng(torch.device("cpu")):
-            for _ in range(700):
-                random.random()
-                np.random.rand()
-    for number, generators in enumerate(taken):
-        with generators.rewound():
-            assert (random.getstate(), np.random.get_state(legacy=True)[1].tolist()) == expected[number // 2]
-
-
-def test_the_state_of_pythons_generator_is_found_in_memory():
-    """Otherwise every step copies it word by word, 20 microseconds. Holds for every CPython that trainapp supports."""
-    before = _python_position()
-    assert len(before) == 5 * 4
-    random.random()
-    assert _python_position() != before
-
-
-def test_without_pythons_state_in_memory_it_is_copied(monkeypatch):
-    monkeypatch.setattr(rng, "_PYTHON_WORDS", None)
-    test_generators_return_to_the_last_take("random", "random")
+def test_host_generators_come_back():
+    earlier = HostGenerators()
+    first = random.random(), np.random.rand()
+    later = random.getstate(), np.random.get_state(legacy=True)[2]
+    for _ in range(2):
+        with earlier.rewound():
+            assert (random.random(), np.random.rand()) == first
+        assert (random.getstate(), np.random.get_state(legacy=True)[2]) == later
 
 
 def test_the_system_is_no_generator():

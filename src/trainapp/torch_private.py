@@ -44,6 +44,9 @@ version_of = operator.attrgetter("_version")
 
 # --- modules
 
+# What torch itself keeps in the attributes of every module.
+MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
+
 # The base class of every BatchNorm: 1d, 2d, 3d, synchronised and lazy.
 BatchNorm = nn.modules.batchnorm._BatchNorm
 

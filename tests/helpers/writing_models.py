@@ -106,49 +106,12 @@ class TeacherHidden(Teacher):
         return self.hidden[0]
 
 
-class TeacherInEvaluation(Teacher):
-    """Moves in every forward, not only in training."""
-
-    @torch.no_grad()
-    def change(self, inputs: Tensor) -> Tensor:
-        for old, new in zip(self.teacher.parameters(), self.linear.parameters(), strict=True):
-            old.mul_(0.9).add_(new, alpha=0.1)
-        return 0.5 * self.teacher(inputs)
-
-
-class Codebook(Base):
-    """VQ: frozen codes that follow their inputs."""
-
-    def build(self, num_classes: int) -> None:
-        self.codes = nn.Parameter(torch.randn(8, num_classes), requires_grad=False)
-        self.keys = nn.Parameter(torch.randn(8, 64), requires_grad=False)
-        self.register_buffer("counts", torch.zeros(8))
-
-    @torch.no_grad()
-    def change(self, inputs: Tensor) -> Tensor:
-        nearest = torch.cdist(inputs, self.keys).argmin(1)
-        if self.training:
-            chosen = F.one_hot(nearest, 8).to(inputs)
-            self.counts.mul_(0.9).add_(chosen.sum(0), alpha=0.1)
-            self.keys.lerp_(chosen.T @ inputs / (1 + self.counts[:, None]), 0.1)
-            self.codes.add_(self.counts[:, None], alpha=0.01)
-        return self.codes[nearest]
-
-
 class Normalised(Base):
     """Weight normalisation in place, of a trained parameter."""
 
     def change(self, inputs: Tensor) -> Tensor:
         with torch.no_grad():
             self.linear.weight.div_(self.linear.weight.norm(dim=1, keepdim=True) ** 0.5)
-        return self.linear(inputs) - self.linear(inputs).detach()
-
-
-class NormalisedSilent(Base):
-    """The same through `.data`."""
-
-    def change(self, inputs: Tensor) -> Tensor:
-        self.linear.weight.data.div_(self.linear.weight.data.norm(dim=1, keepdim=True) ** 0.5)
         return self.linear(inputs) - self.linear(inputs).detach()
 
 
@@ -186,15 +149,6 @@ class Lazy(Base):
             self.hidden_mean.lerp_(mean, 0.2)
             self.late += 0.1
         return self.linear(self.mean + self.hidden_mean).detach() + self.late
-
-
-class LateModule(Base):
-    """A frozen projection that the first forward draws."""
-
-    def change(self, inputs: Tensor) -> Tensor:
-        if not hasattr(self, "late"):
-            self.late = nn.Linear(64, self.linear.out_features).requires_grad_(False)
-        return self.late(inputs)
 
 
 class Buffers(Base):
@@ -251,15 +205,14 @@ class Generators(Base):
 
 
 class Counter(Base):
-    """A Python counter that nothing knows of."""
+    """A Python counter in an attribute of a module."""
 
     def build(self, num_classes: int) -> None:
-        self.head = nn.Identity()
-        self.head.calls = 0
+        self.calls = 0
 
     def change(self, inputs: Tensor) -> Tensor:
-        self.head.calls += 1
-        return self.linear(inputs) * 0.01 * self.head.calls
+        self.calls += 1
+        return self.linear(inputs) * 0.01 * self.calls
 
 
 class CountsInEvaluation(Base):
@@ -287,17 +240,8 @@ class CountsInEvaluation(Base):
 
 
 # What may be written in place by their forward, so that its first write cannot be undone without a copy.
-IN_PLACE = (
-    Teacher,
-    TeacherSilent,
-    TeacherHidden,
-    TeacherInEvaluation,
-    Codebook,
-    Normalised,
-    NormalisedSilent,
-    FromData,
-)
-MODELS = (*IN_PLACE, TeacherAssigned, TeacherReplaced, Lazy, LateModule, Buffers, ExtraState, Generators)
+IN_PLACE = (Teacher, TeacherSilent, TeacherAssigned, TeacherHidden, Normalised, FromData)
+MODELS = (*IN_PLACE, TeacherReplaced, Lazy, Buffers, ExtraState, Generators, Counter)
 
 
 def cross_entropy(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:

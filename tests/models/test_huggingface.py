@@ -263,7 +263,7 @@ def test_a_limit_of_memory_halves_the_micro_batch_and_loses_nothing(tmp_path, ad
     assert size < 16
     runs.run(tmp_path / "replay", *parts, f"batch.micro_schedule={{{step}: {size}}}")
     saved = {name: runs.saved(tmp_path / name, 3) for name in ("free", "limited", "replay")}
-    for part in ("model", "optimizer", "rng"):
+    for part in ("model", "optimizer"):
         assert runs.differences(saved["limited"][part], saved["replay"][part]) == []
     assert runs.differences(saved["limited"]["model"], saved["free"]["model"]) != []  # other dropout, other sums
 

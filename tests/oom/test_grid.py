@@ -14,13 +14,12 @@ import pytest
 import torch
 from runs import differences
 
-from trainapp import rng
 from trainapp.oom import recovery
 from trainapp.parallel.ranks import SingleRank
 from trainapp.run import runner
 from trainapp.signals import StopRequest
-from trainapp.train import loop
-from trainapp.train.restore_point import RestorePoint
+from trainapp.snapshot import Snapshot
+from trainapp.train import loop, transaction
 
 from .conftest import MODELS, PRECISIONS, cell, tiny
 from .inject import PHASES, Counts, Injector, Recorded, logged
@@ -149,7 +148,6 @@ def evaluation_survives(tmp_path: Path, model: str, precision: str, step: int, o
     assert (recorded.run.sizes.train.size, recorded.run.sizes.evaluation.size) == (8, ran // 2)
     undisturbed, _ = evaluated(model, precision, 90)
     assert differences(recorded.state()["tensors"], undisturbed["tensors"]) == []
-    assert differences(recorded.state()["values"]["rng"], undisturbed["values"]["rng"]) == []
     assert recorded.fetched == undisturbed["fetched"]
     _, wanted = evaluated(model, precision, ran // 2)
     found = evaluations(tmp_path)
@@ -240,20 +238,20 @@ def test_after_the_commit_nothing_is_done_twice(tmp_path, precision):
 
 
 def test_without_the_generators_the_oracle_fails(tmp_path, monkeypatch):
-    monkeypatch.setattr(rng, "set_rng_state", lambda *_: None)
+    monkeypatch.setattr(transaction, "seed", lambda run, step: None)
     assert recovered_as_configured(tmp_path, "mlp", "fp32", "backward", 3) != []
 
 
 @pytest.mark.slow
 def test_without_the_buffers_the_oracle_fails(tmp_path, monkeypatch):
-    monkeypatch.setattr(RestorePoint, "restore", lambda self: self._generators.restore())
+    monkeypatch.setattr(Snapshot, "restore", lambda self, but=(): None)
     assert recovered_as_configured(tmp_path, "resnet", "fp32", "backward", 3) != []
 
 
 def test_with_leaked_gradients_the_oracle_fails(tmp_path, monkeypatch):
     def keep(run, phase, other_ranks_wait):
         run.state.model.train()
-        run.restore_point.restore()
+        run.snapshot.restore()
 
     monkeypatch.setattr(recovery, "rollback", keep)
     monkeypatch.setattr(torch.optim.Optimizer, "zero_grad", zero_grad_but_not_at(3))

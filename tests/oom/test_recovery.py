@@ -140,7 +140,7 @@ def failed_attempt(config: Config, step: int, injector: Injector):
     injector.attach(run)
     injector.arm_attempt()
     storages, before = Storages(), {}
-    take = run.restore_point.take
+    take = run.snapshot.take
 
     def noting(*arguments):
         take(*arguments)
@@ -149,10 +149,10 @@ def failed_attempt(config: Config, step: int, injector: Injector):
             before["bytes"] = all_bytes()
             storages.begin(t for tensors in run.meter.resident().values() for t in tensors)
 
-    run.restore_point.take = noting
+    run.snapshot.take = noting
     with storages, injector:
         failure = runner.attempt(run)
-    run.restore_point.take = take
+    run.snapshot.take = take
     return run, failure, before["bytes"], storages
 
 

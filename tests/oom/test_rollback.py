@@ -32,7 +32,7 @@ class Steps:
         self.watch(run.batches, "drop_fetched")
         self.watch(run.strategy, "abort_step")
         self.watch(run.state.optimizer, "zero_grad")
-        self.watch(run.restore_point, "restore")
+        self.watch(run.snapshot, "restore")
         fail = injector.fail
 
         def failing():
@@ -76,7 +76,7 @@ def test_the_order_of_a_rollback(tmp_path):
 
 def test_with_other_ranks_the_step_is_aborted_after_the_device_has_come_to_rest(tmp_path):
     run = runner.prepare(tiny(tmp_path, *cell("mlp", "fp32")), StopRequest(), SingleRank())
-    run.restore_point.take()
+    run.snapshot.take()
     steps = Steps(run, Injector("loss", 2))
     rollback(run, Phase.DATA, other_ranks_wait=True)
     run.close()

@@ -6,7 +6,7 @@ The reference is a run on as many ranks that changes its size by `batch.micro_sc
 import pytest
 import torch
 
-from trainapp.train.model_tensors import ModelTensors
+from trainapp.snapshot import Snapshot
 
 from .cells import Record, train
 from .conftest import TINY, Cell
@@ -67,12 +67,12 @@ def test_recovered_as_configured(cell, spread, model, step):
 
 def train_blindly(rank: int, *arguments) -> Record:
     """A wrong variant: no write of a parameter is noticed."""
-    written = ModelTensors._written
-    ModelTensors._written = lambda self: []
+    written = Snapshot._written
+    Snapshot._written = lambda self: []
     try:
         return train(rank, *arguments)
     finally:
-        ModelTensors._written = written
+        Snapshot._written = written
 
 
 @pytest.mark.parametrize("spread", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])

@@ -10,9 +10,8 @@ from helpers import ROOT, evaluations
 from markdown import write_files
 
 from trainapp.errors import TrainingStopped, UserError
-from trainapp.rng import rng_state, set_rng_state
-from trainapp.train import loop
-from trainapp.train.restore_point import RestorePoint
+from trainapp.train import loop, transaction
+from trainapp.train.cached_gradients import CachedGradients
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 OWN = (
@@ -27,7 +26,7 @@ MIRRORED = "task=embedding_tasks.mirrored"
 
 def prepared(path, *overrides):
     run = runs.prepare(path, *overrides)
-    run.restore_point.take(True)  # as a transaction does
+    run.snapshot.take()  # as a transaction does
     return run
 
 
@@ -72,17 +71,17 @@ def test_the_loss_of_each_micro_batch_is_another(tmp_path):
 def test_what_a_forward_draws_and_writes(tmp_path):
     """Dropout drops the same in both passes; BatchNorm and generators are as after one."""
     run = prepared(tmp_path, *OWN, MIRRORED, "batch.micro_size=8")
-    model, before = run.state.model, rng_state(run.state.device)
+    model = run.state.model
+    transaction.seed(run, run.next_step())
     runs.accumulate(run)
     found, buffers = runs.gradients(model), [buffer.clone() for buffer in model.buffers()]
-    after, own = torch.get_rng_state(), model.generator.get_state()
-    run.restore_point.restore()
-    set_rng_state(before, run.state.device)
+    own = model.generator.get_state()
+    run.snapshot.restore()
+    transaction.seed(run, run.next_step())
     expected, _ = of_uncut_loss(run, 8)
     run.close()
     assert runs.relative_error(found, expected) < 1e-6
     assert all(map(torch.equal, buffers, model.buffers()))
-    assert torch.equal(after, torch.get_rng_state())
     assert torch.equal(own, model.generator.get_state())
     fresh, _ = of_uncut_loss(run, 8)  # negative control: with other draws
     assert runs.relative_error(found, fresh) > 0.05
@@ -90,7 +89,7 @@ def test_what_a_forward_draws_and_writes(tmp_path):
 
 def test_a_pass_that_is_not_the_same_is_an_error(tmp_path, monkeypatch):
     """Negative control: the third pass from other generators."""
-    monkeypatch.setattr(RestorePoint, "repeated", lambda self: contextlib.nullcontext())
+    monkeypatch.setattr(CachedGradients, "accumulating", lambda self: contextlib.nullcontext())
     run = prepared(tmp_path, *OWN, MIRRORED, "batch.micro_size=8")
     with pytest.raises(UserError, match="its embed returns something else when it is repeated"):
         runs.accumulate(run)
@@ -120,7 +119,7 @@ def test_out_of_memory_in_each_pass(tmp_path, monkeypatch, place):
     given = f"batch.micro_schedule={schedule}"
     assert runs.run(tmp_path / "replay", *chosen, given).oom_restarts == 0
     replayed = runs.saved(tmp_path / "replay", 3)
-    parts = ("model", "optimizer", "rng")
+    parts = ("model", "optimizer")
     assert [runs.differences(runs.saved(tmp_path / "failed", 3)[part], replayed[part]) for part in parts] == [[]] * 3
     runs.run(tmp_path / "other", *chosen, "batch.micro_size=8")  # negative control: dropout depends on the cut
     assert runs.differences(runs.saved(tmp_path / "other", 3)["model"], replayed["model"])

@@ -11,14 +11,13 @@ from torch import nn
 
 from trainapp.checkpoint.stateful import Stateful
 from trainapp.errors import UserError
+from trainapp.models.inspect import evaluation_mode
+from trainapp.snapshot import Snapshot
 from trainapp.train import loop
-from trainapp.train.evaluate import evaluation_mode
 from trainapp.train.gradient_check import gradients_of, require_same_gradients
 from trainapp.train.losses import RESERVED, evaluate_metrics
-from trainapp.train.restore_point import RestorePoint
 
 MLP = ("model=mlp", "data=digits", "batch.global_size=32", "batch.micro_size=16")
-CPU = torch.device("cpu")
 
 
 def attack(model, batch):
@@ -80,7 +79,7 @@ class Switching(nn.Module):
 
 def test_modes_and_frozen_parameters_are_restored():
     model = Switching()
-    point = RestorePoint(model, CPU)
+    point = Snapshot({"": model})
     point.take()
     model(torch.randn(4, 2))
     point.restore()
@@ -126,9 +125,10 @@ def test_generators_behind_callables_and_in_long_lists_are_found():
     model = Holder()
     stateful = Stateful(model=model)
     assert len(stateful.owners) == 1502
-    state = stateful.take()
+    snapshot = stateful.snapshot()
+    snapshot.take()
     drawn = model.noise(0.0), model.draw(), model.by_sample[1400].random()
-    stateful.restore(state)
+    snapshot.restore()
     assert (model.noise(0.0), model.draw(), model.by_sample[1400].random()) == drawn
 
 

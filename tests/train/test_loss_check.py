@@ -1,6 +1,5 @@
 """Before the first step, the loss of a few samples is compared with those of their halves: no trace, no false alarm."""
 
-import contextlib
 import multiprocessing
 import os
 import re
@@ -16,9 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from trainapp.errors import UserError
-from trainapp.rng import rng_state
-from trainapp.train import exactness, loss_check, loss_halves, losses
-from trainapp.train.totals import Totals
+from trainapp.train import loss_check, losses
 
 PACKAGES = "user_packages=[own_tasks,own_streams,checked_tasks,test_loss_check]"
 UNCHECKED = "train.check_loss=false"
@@ -225,36 +222,6 @@ def test_an_error_of_the_stream_is_not_hidden(tmp_path):
         runs.run(tmp_path, *of_stream("test_loss_check.Broken", "task=checked_tasks.total"))
 
 
-# --- no trace
-
-KEEPING = (*model_of("checked_tasks.Keeping"), "data=digits", "data._target_=checked_tasks.Remembering")
-KEEPING = (*KEEPING, "task=checked_tasks.task_of_the_test", "train.max_steps=3", "every.eval=2", "every.save=3")
-
-
-def everything(run):
-    outcome = exactness._outcome(run, Totals())
-    return outcome.attributes, outcome.results
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_it_leaves_no_trace(tmp_path, monkeypatch, workers):
-    ends, starts, records = [], [], []
-    for checks in ("true", "false"):
-        for name, value in {"task_of_the_test": checked_tasks.counting(), "HISTORY": [], "CALLS": 0}.items():
-            monkeypatch.setattr(checked_tasks, name, value, raising=False)
-        changed = (*KEEPING, f"train.check_loss={checks}", f"data.num_workers={workers}")
-        run = runs.prepare(tmp_path / f"{checks}_start", *changed)
-        starts.append((everything(run), exactness._digest(rng_state(run.state.device))))
-        run.close()
-        records.append((list(checked_tasks.HISTORY), checked_tasks.CALLS))
-        run = runs.run_until(tmp_path / checks, 3, *changed)
-        ends.append((everything(run), runs.saved(tmp_path / checks, 3)))
-    assert starts[0] == starts[1]
-    assert records == [([], 0)] * 2
-    assert ends[0][0] == ends[1][0]
-    assert runs.differences(ends[0][1], ends[1][1]) == []
-
-
 def test_what_a_data_set_has_opened_stays_so(tmp_path):
     """Its locks and queues, too: a thread waits for them."""
     opened = ("user_packages=[checked_tasks]", "data=digits", "data._target_=checked_tasks.Opened", "model=mlp")
@@ -266,20 +233,6 @@ def test_a_mean_over_many_is_told_however_small():
     halves = [loss_check.Sums(0.0799, 100_000.0), loss_check.Sums(0.0801, 100_000.0)]
     for same in (True, False):
         assert "is a mean" in loss_check._verdict(loss_check.Comparison(4, pixels, halves, same), "mine", 1e-3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("part", ["KeepsWritten.restore", "Attributes.restore", "preserved_rng"])
-def test_each_part_of_it_is_needed(tmp_path, monkeypatch, part):
-    monkeypatch.setattr(checked_tasks, "task_of_the_test", checked_tasks.counting(), raising=False)
-    replaced = (lambda device: contextlib.nullcontext()) if part == "preserved_rng" else (lambda self: None)
-    monkeypatch.setattr(f"trainapp.train.side_effects.{part}", replaced)
-    starts = []
-    for checks in ("false", "true"):
-        run = runs.prepare(tmp_path / checks, *KEEPING, f"train.check_loss={checks}", "data.num_workers=0")
-        starts.append((everything(run), exactness._digest(rng_state(run.state.device))))
-        run.close()
-    assert starts[0] != starts[1]
 
 
 @pytest.mark.slow
@@ -322,10 +275,10 @@ def test_an_initialisation_from_the_first_batch_is_no_interaction(tmp_path):
 def test_halves_are_known_by_their_values():
     """A `split` that returns everything makes none; a table is all of theirs."""
     whole = {"x": torch.arange(4.0)}
-    assert not loss_halves.consists_of(whole, [whole, whole])
-    assert loss_halves.consists_of(whole, [{"x": torch.arange(2.0)}, {"x": torch.arange(2.0) + 2}])
+    assert not loss_check.consists_of(whole, [whole, whole])
+    assert loss_check.consists_of(whole, [{"x": torch.arange(2.0)}, {"x": torch.arange(2.0) + 2}])
     table = torch.eye(3)
-    assert loss_halves.consists_of((whole["x"], table), [(torch.arange(2.0), table), (torch.arange(2.0) + 2, table)])
+    assert loss_check.consists_of((whole["x"], table), [(torch.arange(2.0), table), (torch.arange(2.0) + 2, table)])
 
 
 class Calls:
@@ -343,7 +296,7 @@ def test_the_task_is_called_at_all(tmp_path, monkeypatch):
 
     monkeypatch.setattr(checked_tasks, "task_of_the_test", task, raising=False)
     prepare(tmp_path, "task=checked_tasks.task_of_the_test")
-    assert Calls.made == [(size, False, False) for size in (4, 4, 4, 2, 4, 2)]
+    assert Calls.made == [(size, False, False) for size in (4, 4, 4, 2, 2)]
 
 
 def test_trainapps_own_parts_are_known(tmp_path, monkeypatch):

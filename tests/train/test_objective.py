@@ -1,6 +1,5 @@
 """The objective is known to be one of the task's metrics before anything is trained."""
 
-import contextlib
 import logging
 
 import helpers
@@ -10,9 +9,6 @@ import torch
 import weighted
 
 from trainapp.errors import UserError
-from trainapp.train import loop
-from trainapp.train import metric_names as names
-from trainapp.train.restore_point import RestorePoint
 
 OWN = (*runs.MODELS["mlp"], "user_packages=[own_tasks]", "task=own_tasks.nan_in_evaluation", "every.eval=2")
 RARE = (*weighted.OVERRIDES, "task=weighted.task", "every.eval=2")
@@ -87,25 +83,6 @@ def test_one_that_the_first_evaluation_lacks_does_not_end_the_run(tmp_path, capl
         assert "the evaluation at step 2 has no such metric, which counts as nan; it has loss" in caplog.text
     with pytest.raises(UserError, match=r"nowx: there is no such metric"):
         runs.run(tmp_path / "misspelt", *NOW, f"{named}x", "stopping.patience=9")
-
-
-def weights(run_dir, objective):
-    """After two steps of a model with dropout, whose task is the user's own."""
-    task = ("user_packages=[own_tasks]", "task=own_tasks.dropout_and_data", "every.eval=2")
-    run = runs.prepare(run_dir, *runs.MODELS["mlp"], "model.dropout=0.5", *task, f"objective={objective}")
-    for _ in range(2):
-        loop.train_step(run)
-    run.close()
-    return runs.weights(run.state.model)
-
-
-def test_asking_the_task_leaves_no_trace(tmp_path, monkeypatch):
-    """Bit for bit as with an objective that needs no call. Negative control: generators that are not restored."""
-    expected = weights(tmp_path / "a", "min loss")
-    assert torch.equal(weights(tmp_path / "b", "max accuracy"), expected)
-    monkeypatch.setattr(names, "preserved_rng", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(RestorePoint, "restore", lambda self: None)
-    assert not torch.equal(weights(tmp_path / "c", "max accuracy"), expected)
 
 
 @pytest.mark.parametrize(("settings", "reason"), [(("every.eval=null",), "every.eval=null")])

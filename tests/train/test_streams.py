@@ -50,7 +50,7 @@ def finished(run_dir, *overrides, injector=None):
 
 
 def different(a, b):
-    keys = ("model", "optimizer", "stateful", "progress", "rng")
+    keys = ("model", "optimizer", "stateful", "progress")
     return runs.differences({k: a[k] for k in keys}, {k: b[k] for k in keys})
 
 

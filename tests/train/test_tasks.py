@@ -96,12 +96,6 @@ def test_sparse_gradients_are_made_dense(tmp_path, optimizer, caplog):
     assert torch.equal(*ends)
 
 
-@pytest.mark.parametrize("mode", ["fp32", "bf16"])
-def test_bilinear_warns_where_counting_memory_changes_its_rounding(tmp_path, mode, caplog):
-    runs.run(tmp_path, *model_of("Pairs"), "data=digits", f"precision={mode}", "train.max_steps=1")
-    assert ("nn.Bilinear (pairs)" in caplog.text) == (mode == "bf16")
-
-
 def test_sparse_gradients_that_nothing_announces_are_refused(tmp_path):
     with pytest.raises(UserError, match=r"the gradient of embedding\.weight is sparse.*use sparse=False"):
         runs.run(tmp_path, *model_of("Sparse", "+model.through=function"), "data=digits")

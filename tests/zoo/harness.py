@@ -23,7 +23,6 @@ from trainapp.config.schema import Config, Target, Update
 from trainapp.data.source import TrainBatches
 from trainapp.oom import recovery
 from trainapp.oom.report import OomReport
-from trainapp.rng import rng_state
 from trainapp.run import runner
 from trainapp.run.result import RunResult
 from trainapp.tracking.tracker import Tracker
@@ -249,7 +248,7 @@ class _Failing:
 
 
 def state_of(run: Run, cell: Cell) -> dict[str, Any]:
-    """Parameters, buffers, optimizer, average, generators, progress, and what model, task and data own besides."""
+    """Parameters, buffers, optimizer, average, progress, and what model, task and data own besides."""
     state = run.state
     progress = dataclasses.asdict(state.progress)
     incidental = {"evaluated_at", "oom_restarts"}  # no result depends on them
@@ -261,7 +260,6 @@ def state_of(run: Run, cell: Cell) -> dict[str, Any]:
         ],
         "average": [state.average.step, *(average.clone() for average in state.average.averages)],
         "scaler": [update.precision.scaler.state_dict() for update in state.updates],
-        "generators": rng_state(state.device),
         "progress": {name: value for name, value in progress.items() if name not in incidental},
         "task": owned(catalogue.find(cell.task)),
         "data": owned(run.batches.dataset),
@@ -427,13 +425,6 @@ def _left_gradients(run: Run) -> Callable[[], None]:
     return put_back
 
 
-def _left_generators(run: Run) -> Callable[[], None]:
-    from trainapp.rng import set_rng_state
-
-    state = rng_state(run.state.device)
-    return lambda: set_rng_state(state, run.state.device)
-
-
 def _left_attributes(*things: Callable[[Run], Sequence[Any]]) -> Callable[[Run], Callable[[], None]]:
     """What objects own in plain attributes: numbers, queues, generators."""
     import copy
@@ -476,7 +467,6 @@ LEFT: dict[str, Callable[[Run], Callable[[], None]]] = {
     "buffers": _left_buffers,
     "parameters": _left_parameters,
     "gradients": _left_gradients,
-    "generators": _left_generators,
     "module attributes": _left_attributes(lambda run: list(run.state.model.modules())),
     "task": _left_task,
     "data": _left_attributes(lambda run: [run.batches.dataset]),

@@ -2,10 +2,8 @@
 
 import pytest
 
-from trainapp.checkpoint.plain import digest, encoded
 from trainapp.errors import UserError
 from trainapp.parallel.ranks import SingleRank
-from trainapp.rng import rng_state
 from trainapp.run import runner
 from trainapp.signals import StopRequest
 from trainapp.train import exactness
@@ -24,7 +22,7 @@ def start(name, run_dir, checks):
     catalogue.as_in_a_new_process(cell)
     run = runner.prepare(configure(cell, run_dir, {"train.check_loss": checks}), StopRequest(), SingleRank())
     run.close()
-    return exactness._outcome(run, Totals()), digest(encoded(rng_state(run.state.device), ""))
+    return exactness.outcome(run, Totals())
 
 
 @pytest.mark.parametrize("name", ALL)

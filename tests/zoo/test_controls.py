@@ -6,6 +6,7 @@ import pytest
 
 from trainapp.data.source import EvalBatches
 from trainapp.oom import recovery
+from trainapp.train import transaction
 
 from . import cells
 from .harness import leaving
@@ -14,7 +15,6 @@ NEEDED = {
     "buffers": ("batchnorm", "re-assigned buffer", "spectral norm", "memory bank", "experts"),
     "parameters": ("moco", "byol", "codebook", "unit weights", "replaced parameter"),
     "gradients": ("dict", "lstm"),
-    "generators": ("gumbel", "mixup", "stochastic depth", "recomputing"),
     "module attributes": ("own generator", "drop path", "own random", "annealed", "queue"),
     "task": ("running scale", "class counter", "metric", "module as loss", "random smoothing"),
     "data": ("noisy data", "shuffled features", "replay"),
@@ -33,6 +33,12 @@ def test_the_controls_leave_other_cells_alone(tmp_path, part):
     with leaving(part):
         differs = cells.after_an_error("weight norm", "backward", 4, tmp_path) != []
     assert differs == (part == "gradients")
+
+
+@pytest.mark.parametrize("name", ["gumbel", "mixup", "stochastic depth", "recomputing"])
+def test_without_seeds_of_steps_fails(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(transaction, "seed", lambda run, step: None)
+    assert cells.after_an_error(name, "backward", 4, tmp_path) != []
 
 
 def test_other_samples_in_the_retry_fail(tmp_path, monkeypatch):

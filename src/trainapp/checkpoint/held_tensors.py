@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from trainapp.checkpoint.stateful import DEPTH, children
 from trainapp.memory.kept import KeptStorages
-from trainapp.models.inspect import MODULE_ATTRIBUTES
 from trainapp.parallel.dtensor import local
+from trainapp.torch_private import MODULE_ATTRIBUTES
 
 MOST_LOOKED_INTO = 20_000  # objects of each root, those close to it first: tensors beyond them are not found
 MOST_PLAIN = 1000  # items of a container whose first and last are plain values: longer ones are tables

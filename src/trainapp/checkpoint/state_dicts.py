@@ -17,12 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from trainapp.checkpoint.plain import decoded, encoded
-from trainapp.checkpoint.stateful import has_extra_state
 from trainapp.errors import UserError
 from trainapp.models import adapters
-from trainapp.models.inspect import MODULE_ATTRIBUTES
 from trainapp.optim.optimizers import step_without_effect
-from trainapp.torch_private import EXTRA_STATE, version_of
+from trainapp.snapshot import has_extra_state
+from trainapp.torch_private import EXTRA_STATE, MODULE_ATTRIBUTES, version_of
 
 Sizes = dict[str, tuple[torch.Size, torch.dtype]]  # of saved tensors, by name
 _OF_THE_LOOP = ("params", "lr", "initial_lr")  # set from the configuration in every step

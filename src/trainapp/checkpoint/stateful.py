@@ -21,12 +21,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainapp.checkpoint.owner import Owner
 from trainapp.checkpoint.plain import decoded, encoded
-from trainapp.models.inspect import MODULE_ATTRIBUTES
-from trainapp.rng import generator_state, is_generator, set_generator_state
-from trainapp.same_values import slots_of as slots_of
-from trainapp.torch_private import buffers_of
+from trainapp.rng import is_generator
+from trainapp.snapshot import Owner, Snapshot, generator_owner, has_extra_state
+from trainapp.torch_private import MODULE_ATTRIBUTES, buffers_of
 
 DEPTH = 5  # attributes of attributes; a data set's transform may own a generator
 MOST_ITEMS = 1000  # of a list or dict; longer ones are data, unless the first item owns state
@@ -49,10 +47,6 @@ class Stateful:
 
     def __init__(self, **roots: Any):
         self.roots = {name: root for name, root in roots.items() if root is not None}
-        self.find()
-
-    def find(self) -> None:
-        """Look again: an owner may have been created since."""
         self.owners: dict[str, Owner] = {}
         self.modules: dict[str, nn.Module] = {}
         seen: set[int] = set()
@@ -60,15 +54,10 @@ class Stateful:
             kind = next((kind for kind in ("task", "data") if root.endswith(kind)), root)
             for name, found, is_part in walk(held, root, seen):
                 self._add(name, found, kind, is_part or found is self.roots.get("model"))
-        # Callbacks run between steps, where there is nothing to restore.
-        self._momentary = {
-            name: owner for name, owner in self.owners.items() if not owner.is_held and owner.kind != "callbacks"
-        }
 
     def _add(self, name: str, found: Any, kind: str, is_part: bool) -> None:
         if is_generator(found):
-            get, put = functools.partial(generator_state, found), functools.partial(set_generator_state, found)
-            self.owners[name] = Owner(get, put, "generator")
+            self.owners[name] = generator_owner(found)
         elif isinstance(found, nn.Module):
             if has_extra_state(found):
                 # The checkpoint has it with the module's tensors, where those are not the model's.
@@ -101,33 +90,14 @@ class Stateful:
         """The owners whose names begin with one of these."""
         return {name: owner for name, owner in self.owners.items() if name.partition(".")[0] in roots}
 
-    def take(self) -> dict[str, Any]:
-        """Copies of all states, for `restore`. Without the tensors of modules."""
-        return {name: owner.copy() for name, owner in self._momentary.items()}
+    def snapshot(self, updates: int = 1) -> Snapshot:
+        """Of everything that a step may change in these objects. updates: of a step, see `Snapshot`.
 
-    def restore(self, states: Mapping[str, Any], but: tuple[str, ...] = ()) -> None:
-        """Return to what `take` has returned; any number of times. but: kinds that stay as they are."""
-        for name, state in states.items():
-            owner = self._momentary.get(name)
-            if owner is not None and owner.kind not in but:
-                owner.restore(state)
-
-    def restore_generators(self, states: Mapping[str, Any]) -> None:
-        """The owned generators alone, as `take` has returned them."""
-        for name, owner in self._momentary.items():
-            if owner.kind == "generator" and name in states:
-                owner.restore(states[name])
-
-    @contextlib.contextmanager
-    def preserved_generators(self) -> Iterator[None]:
-        """Restore the owned generators after the block, as `preserved_rng` does the global ones."""
-        generators = [owner for owner in self._momentary.values() if owner.kind == "generator"]
-        states = [owner.copy() for owner in generators]
-        try:
-            yield
-        finally:
-            for owner, state in zip(generators, states, strict=True):
-                owner.restore(state)
+        Callbacks run between steps, where there is nothing to restore.
+        """
+        owners = {n: owner for n, owner in self.owners.items() if not owner.is_held and owner.kind != "callbacks"}
+        model = {"model": self.roots["model"]} if "model" in self.roots else {}
+        return Snapshot(model | self.modules, owners, updates)
 
     def state_dict(self) -> dict[str, Any]:
         """All states as plain values and tensors, for a checkpoint. Raises UserError for one that holds others."""
@@ -207,21 +177,10 @@ def children(held: Any) -> Iterator[tuple[str, Any]]:
         home = type(held).__module__
         if home.partition(".")[0] not in FOREIGN or home.startswith(OPEN):
             yield from getattr(held, "__dict__", {}).items()
-            for slot in slots_of(type(held)):
-                with contextlib.suppress(AttributeError):  # it is not filled
-                    yield slot.__name__, slot.__get__(held)
 
 
 def _owns_state(held: Any) -> bool:
     return is_generator(held) or has_protocol(held)
-
-
-def has_extra_state(module: nn.Module) -> bool:
-    """Whether the module's class overrides both methods."""
-    kind = type(module)
-    return (
-        kind.get_extra_state is not nn.Module.get_extra_state and kind.set_extra_state is not nn.Module.set_extra_state
-    )
 
 
 def has_protocol(held: Any) -> bool:

@@ -19,7 +19,6 @@ from trainapp.models import adapters
 from trainapp.optim.ema import WeightAverage
 from trainapp.optim.precision import Precision
 from trainapp.optim.schedules import ByFactor, Schedule
-from trainapp.rng import rng_state, seed_everything, set_rng_state
 from trainapp.units import listed
 
 log = logging.getLogger(__name__)
@@ -149,8 +148,8 @@ class TrainState:
         return dict(zip(_trained_names(self.model), self.average.averages, strict=False))
 
     def rank_values(self) -> dict[str, Any]:
-        """What every rank has of its own: its random generators, and the names of `written`."""
-        return {"rng": rng_state(self.device), "written": self.written()}
+        """What every rank has of its own: the names of `written`."""
+        return {"written": self.written()}
 
     def values(self, ranks: list[dict[str, Any]], stateful: list[dict[str, Any]] | None = None) -> dict[str, Any]:
         """Everything but `tensors`: plain values and small tensors.
@@ -161,7 +160,6 @@ class TrainState:
         base = adapters.base_of(self.model)
         return {
             "scaler": self._by_update(lambda update: update.precision.scaler.state_dict()),
-            "rng": [own["rng"] for own in ranks],
             "progress": dataclasses.asdict(self.progress),
             "stateful": [self.stateful.state_dict()] if stateful is None else stateful,
             "average_step": self.average.step,
@@ -233,10 +231,6 @@ class TrainState:
         self.data_order = saved["sampler"]["order"]
         self.average.step, self.average.position = saved["average_step"], 0
         self._load_stateful(saved["stateful"], rank, world)
-        if len(saved["rng"]) == world:
-            set_rng_state(saved["rng"][rank], self.device)
-        else:  # with another number of ranks none of the saved streams can continue
-            seed_everything(hash((self.seed, self.progress.step, rank)) % 2**63)
 
     def _load_stateful(self, saved: list[dict[str, Any]], rank: int, world: int) -> None:
         if len(saved) not in (1, world):

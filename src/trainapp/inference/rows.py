@@ -171,7 +171,7 @@ def write_rows(
 
     run.autotuner.follow(run.sizes.evaluation)
     until_a_signal = itertools.takewhile(lambda _: run.stop.signal is None, fetched)
-    with as_evaluated(run):
+    with as_evaluated(run, run.config.mode):
         each_micro_batch(run, until_a_signal, compute, lambda _, found: rows.write(found))
     run.attempt.phase = Phase.SAVE  # what follows is collective: no rank may repeat it alone
     (run.stop.agreed,) = run.ranks.all_reduce_max(run.stop.signal or 0)

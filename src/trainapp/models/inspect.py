@@ -1,6 +1,7 @@
-"""What the program reads from a model of any class."""
+"""What the program reads from a model of any class, and its evaluation mode."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -11,7 +12,20 @@ from trainapp.errors import UserError
 from trainapp.models import transformers_models
 from trainapp.torch_private import BatchNorm
 
-MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))  # what torch itself keeps in every module
+
+@contextlib.contextmanager
+def evaluation_mode(roots: Iterable[nn.Module]) -> Iterator[None]:
+    """Evaluation mode inside the block, for each module its own mode after it: a part of a model may be in evaluation
+    mode for good.
+    """
+    modes = [(module, module.training) for root in roots for module in root.modules()]
+    try:
+        for module, _ in modes:
+            module.eval()
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def has_batchnorm(model: nn.Module) -> bool:
@@ -28,11 +42,6 @@ def instead_of_batchnorm(model_settings: Model) -> str:
 def belongs_to_trainapp(model: nn.Module) -> bool:
     """Whether its class is one of trainapp's own, in which samples do not interact in evaluation mode."""
     return type(model).__module__.startswith("trainapp.models.")
-
-
-def bilinear_modules(model: nn.Module) -> list[str]:
-    """The names of modules that multiply two inputs by one weight."""
-    return [name for name, module in model.named_modules() if isinstance(module, nn.Bilinear)]
 
 
 def lazy_modules(model: nn.Module) -> list[str]:

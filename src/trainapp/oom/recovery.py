@@ -72,16 +72,14 @@ def abort_on_all_ranks(run: Run, failure: OomReport) -> None:
 
 def roll_back(run: Run, failure: OomReport) -> None:
     """Leave no trace of the failed attempt; see `transaction.rollback`. Sets `failure.lost`, equal on all ranks: what
-    the rollback could not restore, see `RestorePoint`.
+    the rollback could not restore, see `Snapshot`.
     """
     release_failed_backward()
     rollback(run, failure.phase, other_ranks_wait=not failure.alone)
     ranks = SingleRank() if failure.alone else run.ranks
-    by_rank = ranks.all_gather_object(run.restore_point.lost)
+    by_rank = ranks.all_gather_object(run.snapshot.lost)
     failure.lost = sorted({name for names in by_rank for name in names})
-    run.restore_point.tensors.written |= {
-        name: run.restore_point.tensors.written.get(name, False) for name in failure.lost
-    }
+    run.snapshot.note_lost(failure.lost)
     if failure.lost and failure.alone and run.ranks.world > 1:  # in an evaluation of its own
         leave_for_restart(run, failure)
 

@@ -2,25 +2,32 @@
 step does. And what steps and evaluations leave for one another, which are traced apart.
 """
 
+import hashlib
 import itertools
 import sys
 import types
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from trainapp.checkpoint.plain import digest, encoded
-from trainapp.models.inspect import MODULE_ATTRIBUTES
+from trainapp.checkpoint.stateful import DEPTH, children, moves_at_commit
+from trainapp.checksum import checksum
 from trainapp.parallel.dtensor import local
 from trainapp.planning.user_code import UserCode, is_known
 from trainapp.rng import generator_state, is_generator
-from trainapp.torch_private import buffers_of, outside_dispatch_modes, strided_parts
-from trainapp.train.exactness import Snapshot, attributes_of, differences, plain_leaf
+from trainapp.torch_private import MODULE_ATTRIBUTES, buffers_of, outside_dispatch_modes, strided_parts
 
 _OPEN = ("builtins", "collections", "functools", "itertools", "types", "dataclasses")  # of the standard library
 _HOOKS = tuple(name for name in sorted(MODULE_ATTRIBUTES) if name.endswith("_hooks") and "state_dict" not in name)
+
+
+Snapshot = dict[str, Any]  # comparable values by path
+MOST_ITEMS = 1000  # of a container, from its end: a queue grows there
 
 
 def moving_state(roots: Mapping[str, Any]) -> Snapshot:
@@ -126,3 +133,73 @@ def _leaf(value: Any) -> Any:
     if isinstance(value, Iterator):
         return object()  # unlike any other: nothing tells how far it is
     return plain_leaf(value)
+
+
+class Contents(NamedTuple):
+    """A tensor or an array, with all that a difference may be in."""
+
+    kind: str
+    shape: tuple[int, ...]
+    dtype: str
+    sums: str
+
+    def __str__(self) -> str:
+        checksum = hashlib.sha256(self.sums.encode()).hexdigest()[:8]
+        return f"{self.kind} {list(self.shape)} of {self.dtype.removeprefix('torch.')} (checksum {checksum})"
+
+
+def attributes_of(roots: Mapping[str, Any], leaf_of: Callable[[Any], Any]) -> Snapshot:
+    """What is in the attributes of these objects, by path. leaf_of: something comparable for a value, NO_LEAF for one
+    whose own attributes or items are to be looked at.
+    """
+    found: Snapshot = {}
+    seen: set[int] = set()
+    for root, held in roots.items():
+        _add(found, root, held, leaf_of, seen, 0)
+    return found
+
+
+def _add(found: Snapshot, name: str, held: Any, leaf_of: Callable[[Any], Any], seen: set[int], depth: int) -> None:
+    leaf = leaf_of(held)
+    if leaf is not NO_LEAF:
+        found[name] = leaf
+        return
+    if id(held) in seen or depth > DEPTH or moves_at_commit(held):
+        return
+    seen.add(id(held))
+    parts: Iterable[tuple[Any, Any]]
+    if isinstance(held, torch.nn.Module):
+        parts = (
+            (".".join(filter(None, (path, attribute))), value)
+            for path, module in held.named_modules()
+            for attribute, value in vars(module).items()
+            if attribute not in MODULE_ATTRIBUTES and not callable(value)
+        )
+    elif isinstance(held, (list, tuple, deque, dict)):
+        found[f"len({name})"] = len(held)
+        parts = list(held.items() if isinstance(held, dict) else enumerate(held))[-MOST_ITEMS:]
+    elif isinstance(held, (set, frozenset)):
+        parts = enumerate(sorted(map(repr, held))[:MOST_ITEMS])
+    else:
+        parts = children(held)
+    for part, value in parts:
+        _add(found, f"{name}.{part}" if part != "" else name, value, leaf_of, seen, depth + 1)
+
+
+NO_LEAF = object()
+
+
+def plain_leaf(value: Any) -> Any:
+    """Something comparable for a plain value or an array; NO_LEAF for others."""
+    if value is None or isinstance(value, (bool, int, float, complex, str, bytes, np.generic)):
+        return value
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+        sums = checksum(torch.from_numpy(np.ascontiguousarray(value).reshape(-1).view(np.uint8)))
+        return Contents("an array", value.shape, str(value.dtype), str(sums.tolist()))
+    return NO_LEAF
+
+
+def differences(a: Snapshot, b: Snapshot) -> dict[str, tuple[Any, Any]]:
+    """What differs, by path, with both values. NaN equals NaN."""
+    pairs = {name: (a.get(name, "absent"), b.get(name, "absent")) for name in a | b}
+    return {name: (x, y) for name, (x, y) in pairs.items() if type(x) is not type(y) or (x != y and repr(x) != repr(y))}

@@ -16,7 +16,7 @@ from trainapp.memory.kinds import MemoryKind
 from trainapp.parallel.dtensor import is_shard
 from trainapp.parallel.ranks import Ranks, SingleRank
 from trainapp.planning.built import built
-from trainapp.planning.moving_state import buffer_shapes, moved, moving_state
+from trainapp.planning.moving_state import Snapshot, buffer_shapes, moved, moving_state
 from trainapp.planning.norms_watch import NormsWatch
 from trainapp.planning.own_loss import LogitsWatch
 from trainapp.planning.place import Place
@@ -30,7 +30,6 @@ from trainapp.torch_private import storage_id
 from trainapp.train import build
 from trainapp.train.components import Components
 from trainapp.train.evaluate import evaluate
-from trainapp.train.exactness import Snapshot
 from trainapp.train.loop import train_step, update_weight_average
 from trainapp.train.run import Run
 from trainapp.units import listed
@@ -192,7 +191,7 @@ def _kept(run: Run, memory: TracedMemory) -> int:
     """Bytes that a step has left for the next one, which begins with a restore point: the last one's may hold buffers
     that the forward has replaced.
     """
-    run.restore_point.take(run.sizes.train.is_unproven)
+    run.snapshot.take()
     return memory.kept_bytes()
 
 

@@ -30,7 +30,7 @@ from trainapp.run.result import RunResult, result_of
 from trainapp.run.summary import opening_lines, report
 from trainapp.signals import StopRequest
 from trainapp.sizes.record import initial_sizes
-from trainapp.train import build, callbacks, loop, losses, metric_trial, objective
+from trainapp.train import build, callbacks, loop, losses, trial
 from trainapp.train.allocations import refused_in_attempt
 from trainapp.train.evaluate import evaluate
 from trainapp.train.phase import Phase
@@ -52,7 +52,7 @@ class CarriedOver:
     config: Config  # names the checkpoint to start from
     restart: dict[str, Any]  # micro-batch sizes, and the number of recoveries
     memory: DeviceMemory  # its limit and counters
-    written: dict[str, bool]  # parameters that the forward writes: see ModelTensors
+    written: list[str]  # parameters that the forward writes: see `Snapshot`
 
 
 def run(config: Config, ranks: Ranks | None = None) -> RunResult:
@@ -124,7 +124,7 @@ def prepare(config: Config, stop: StopRequest, ranks: Ranks, carried: CarriedOve
     if whole and config.mode == "train":
         require_uncut(config, ranks.world, run.batches.samples)
     if carried is not None:
-        run.restore_point.tensors.written |= carried.written
+        run.snapshot.note_lost(carried.written)
     saved = resume.restore(run, path) if path is not None else None
     if weights is not None:
         trained.load_weights(run, weights)
@@ -147,8 +147,7 @@ def prepare(config: Config, stop: StopRequest, ranks: Ranks, carried: CarriedOve
         ),
     )
     run.sizes.continue_record(saved, restart)
-    objective.require_known(run)
-    metric_trial.try_metrics(run)
+    trial.try_metrics(run)
     build.start_tracking(run)
     return run
 
@@ -235,5 +234,5 @@ def _carry_over(run: Run, failure: OomReport) -> CarriedOver:
         config=dataclasses.replace(config, checkpointing=checkpointing),
         restart={n: own for n, own in run.sizes.state_dict().items() if n != "eval_micro" or failure.evaluating},
         memory=run.memory,
-        written=run.restore_point.tensors.written,
+        written=list(run.snapshot.written),
     )

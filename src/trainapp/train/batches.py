@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 
-from trainapp.checkpoint.owner import Owner
 from trainapp.checkpoint.stateful import Stateful
 from trainapp.config.schema import Config
 from trainapp.data.loader import worker_count
@@ -14,6 +13,7 @@ from trainapp.data.stream import shards_per_rank
 from trainapp.data.stream_reader import is_stream
 from trainapp.errors import UserError
 from trainapp.parallel.ranks import Ranks
+from trainapp.snapshot import Owner
 from trainapp.train.components import Components
 from trainapp.train.run import EvalSets
 from trainapp.train.task_attributes import attribute

@@ -38,10 +38,8 @@ from trainapp.train import exactness, hook_parts, losses
 from trainapp.train.assemble import assemble
 from trainapp.train.autotuner import Autotuner
 from trainapp.train.batches import data_batches, eval_roots
-from trainapp.train.bilinear import warn_of_bilinear
 from trainapp.train.cadences import Cadences, run_length
 from trainapp.train.components import Components, choose_device, load_components, set_global_switches
-from trainapp.train.restore_point import RestorePoint
 from trainapp.train.room import require_room
 from trainapp.train.run import EvalSets, Objective, Run
 from trainapp.units import bytes_text
@@ -119,7 +117,6 @@ def run_of(config: Config, parts: Parts, stop: StopRequest, ranks: Ranks, initia
     callbacks = hook_parts.callbacks_of(config, components.hooks, components.train_data, sets)
     state.stateful = owners_of_state(components, batches, eval_sets, state.model, device, callbacks)
     _begin_at_weights(config, state)
-    warn_of_bilinear(state)
     _warn_of_host_copies(state)
     if device.type == "cuda":
         strategy.warm_up()
@@ -152,7 +149,7 @@ def run_of(config: Config, parts: Parts, stop: StopRequest, ranks: Ranks, initia
         nonfinite=NonFiniteCheck(
             config.train.nonfinite, device, numerics.scaler.is_enabled(), checkpointer.newest_name
         ),
-        restore_point=RestorePoint(state.model, device, state.stateful),
+        snapshot=state.stateful.snapshot(len(state.updates)),
         stop=stop,
         cadences=Cadences.of(config, length),
         objective=Objective.of(config, components.train_data, sets),

@@ -25,19 +25,19 @@ from torch import Tensor, nn
 from trainapp.data.batch import MicroBatch, tensors_in
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.parallel.gather import gather_rows
+from trainapp.rng import seed_from
+from trainapp.snapshot import MOVED_ON
 from trainapp.torch_private import is_tracing
 from trainapp.train import embeddings
 from trainapp.train.allocations import require_all_allocated
 from trainapp.train.gradient_check import parameters_behind
 from trainapp.train.gradient_sources import fetched_and_cut
+from trainapp.train.loss_check import COARSE, FINE
 from trainapp.train.losses import Metrics, evaluate_metrics, refuse_without_gradient
 from trainapp.train.phase import Phase
 from trainapp.train.run import Run, Step
 from trainapp.train.totals import Totals
 from trainapp.train.watching import watch_micro_batch
-
-TOLERANCE = {"fp32": 1e-3}  # relative: other padding changes rounding, another sample changes more
-COARSE = 2e-2  # where weights or matmuls have fewer bits
 
 
 class _Embedded(NamedTuple):
@@ -54,7 +54,7 @@ class CachedGradients:
     adds_up = False  # the second pass knows the totals of the whole step
 
     def __init__(self, run: Run, step: Step):
-        self._run = run
+        self._run, self._step = run, step
         self._task: Any = run.training_task
         self._is_first = not run.meter.samples  # of this process: it looks at more
         self._first_pass: list[Tensor] = []  # in the first step, what the third must repeat
@@ -79,9 +79,9 @@ class CachedGradients:
             if run.sizes.train.is_unproven:
                 require_all_allocated(run, run.sizes.train, run.ranks)
             run.attempt.phase = Phase.DATA
-        run.restore_point.restore_skipped()
-        if run.restore_point.lost:
-            names = ", ".join(run.restore_point.lost[:5])
+        run.snapshot.restore(but=MOVED_ON)
+        if run.snapshot.lost:
+            names = ", ".join(run.snapshot.lost[:5])
             raise TrainingStopped(
                 f"{self._task.setting}: its embed writes parameters in place ({names}), of which there is no copy "
                 "yet; with gradient caching it runs twice per step. Make them buffers, which are always copied"
@@ -112,20 +112,19 @@ class CachedGradients:
             if self._is_first:
                 self._first_pass = [tensor[start:end].detach() for tensor in whole]
             leaves = [tensor.requires_grad_() if tensor.is_floating_point() else tensor for tensor in whole]
-            progress = run.state.progress
-            with embeddings.seeded(run.state.device, run.config.train.seed, step.attempt, progress.update):
-                with precision.autocast:
-                    loss, count, metrics = task.loss_of_embeddings(embeddings.like(structure, leaves))
-                if self._is_first:
-                    _require_of_embeddings(loss, task.setting)
-                run.attempt.phase = Phase.METRIC
-                finished = evaluate_metrics(metrics, run.metrics.names) if step.is_logged else {}
-                del metrics
-                totals = Totals().plus(loss, count, finished, real=run.ranks.is_rank_zero)
-                run.attempt.phase = Phase.BACKWARD
-                trained = [leaf for leaf in leaves if leaf.requires_grad]
-                weight = run.meter.weight(step.samples).to(loss.dtype)
-                found = iter(torch.autograd.grad(precision.scaler.scale(loss), trained, weight, allow_unused=True))
+            seed_from(run.state.device, run.state.seed, step.attempt, step.update.number)  # the same on all ranks
+            with precision.autocast:
+                loss, count, metrics = task.loss_of_embeddings(embeddings.like(structure, leaves))
+            if self._is_first:
+                _require_of_embeddings(loss, task.setting)
+            run.attempt.phase = Phase.METRIC
+            finished = evaluate_metrics(metrics, run.metrics.names) if step.is_logged else {}
+            del metrics
+            totals = Totals().plus(loss, count, finished, real=run.ranks.is_rank_zero)
+            run.attempt.phase = Phase.BACKWARD
+            trained = [leaf for leaf in leaves if leaf.requires_grad]
+            weight = run.meter.weight(step.samples).to(loss.dtype)
+            found = iter(torch.autograd.grad(precision.scaler.scale(loss), trained, weight, allow_unused=True))
             own = [next(found) if leaf.requires_grad else None for leaf in leaves]
         run.attempt.phase = Phase.DATA
         return totals, self._cut([None if gradient is None else gradient[start:end] for gradient in own])
@@ -174,15 +173,20 @@ class CachedGradients:
         """The cached gradients are."""
         return loss
 
-    def accumulating(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def accumulating(self) -> Iterator[None]:
         """With the generators of the first pass."""
-        return self._run.restore_point.repeated()
+        run, step = self._run, self._step
+        with run.snapshot.preserved_generators():
+            run.snapshot.restore_generators()
+            seed_from(run.state.device, run.state.seed, step.attempt, step.update.number, run.ranks.rank)
+            yield
 
     def _require_same(self, before: list[Tensor], now: list[Tensor]) -> None:
         """Raises UserError where the third pass does not repeat the first: the gradients would be of other embeddings.
         Reads values, which waits for the device: in the first step of a process.
         """
-        tolerance = TOLERANCE.get(self._run.config.precision.mode, COARSE)
+        tolerance = FINE if self._run.config.precision.mode == "fp32" else COARSE
         for a, b in zip(before, now, strict=True):
             if a.shape != b.shape or float((a.float() - b.detach().float()).norm()) > tolerance * float(
                 a.float().norm()

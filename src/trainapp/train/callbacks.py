@@ -13,8 +13,7 @@ import torch
 
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.hooks.callbacks import View
-from trainapp.rng import preserved_rng
-from trainapp.train.modes import evaluation_mode
+from trainapp.models.inspect import evaluation_mode
 from trainapp.train.run import Run
 from trainapp.train.step import drop_gradients
 
@@ -58,7 +57,7 @@ def _call(run: Run, method: str, *arguments: Any) -> None:
         return
     started, verdict = time.monotonic(), Verdict()
     roots = [run.state.model, *run.state.stateful.modules.values()]
-    with preserved_rng(run.state.device), evaluation_mode(roots), torch.no_grad():
+    with run.snapshot.preserved_generators(), evaluation_mode(roots), torch.no_grad():
         for name, function in methods:
             try:
                 function(_view(run, name, verdict), *arguments)

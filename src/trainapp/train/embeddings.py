@@ -4,7 +4,6 @@ They are a tensor, or a tuple, list, dict or dataclass of tensors, whose first d
 several micro-batches are joined there, so that the loss sees the same structure with more rows.
 """
 
-import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 
 from trainapp.data.batch import map_tensors, opened_container, tensors_in
 from trainapp.errors import UserError
-from trainapp.rng import preserved_rng, seed_everything
 from trainapp.torch_private import version_of
 
 
@@ -84,13 +82,3 @@ def like(structure: Any, tensors: list[Tensor]) -> Any:
     """A structure as `embed` has returned it, with these tensors."""
     remaining = iter(tensors)
     return map_tensors(lambda _: next(remaining), structure)
-
-
-@contextlib.contextmanager
-def seeded(device: torch.device, *numbers: int) -> Iterator[None]:
-    """The global generators seeded from these numbers inside the block: what a loss of embeddings draws is the same on
-    all ranks, and for every micro-batch.
-    """
-    with preserved_rng(device):
-        seed_everything(hash(numbers) % 2**63)
-        yield

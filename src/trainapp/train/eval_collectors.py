@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from trainapp.data.batch import ranges, tensors_in
+from trainapp.rng import seed_from
 from trainapp.train import embeddings
 from trainapp.train.losses import Metrics, Task, evaluate_metrics, has_embeddings
 from trainapp.train.run import Run
@@ -74,8 +75,8 @@ class LossOfEmbeddings(SumsOfBatches):
         for start, end in ranges(0, len(self._whole[0]), run.config.batch.global_size):
             chosen = [tensor[start:end].to(run.state.device) for tensor in self._whole]
             with watch_micro_batch(run, run.sizes.evaluation, chosen), run.state.precision.autocast:
-                with embeddings.seeded(run.state.device, run.config.train.seed, start):
-                    loss, count, metrics = self._own.loss_of_embeddings(embeddings.like(self._structure, chosen))
+                seed_from(run.state.device, run.state.seed, start)  # the same on all ranks
+                loss, count, metrics = self._own.loss_of_embeddings(embeddings.like(self._structure, chosen))
                 finished = evaluate_metrics(metrics, run.metrics.names)
                 run.metrics.update(metrics)
             of_all = of_all.plus(loss.clone(), count, finished)

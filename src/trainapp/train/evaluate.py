@@ -14,12 +14,12 @@ from trainapp.data.batch import MicroBatch
 from trainapp.data.source import EvalBatches
 from trainapp.errors import UserError
 from trainapp.hooks.metrics import as_scalars, logged_name, logged_name_of, setting_name
-from trainapp.rng import preserved_rng
+from trainapp.models.inspect import evaluation_mode
+from trainapp.rng import seed_evaluation
 from trainapp.train import callbacks
 from trainapp.train.allocations import note_refused, require_all_allocated
 from trainapp.train.eval_collectors import collector_for
 from trainapp.train.losses import evaluate_metrics
-from trainapp.train.modes import evaluation_mode
 from trainapp.train.phase import Phase
 from trainapp.train.run import Evaluated, Objective, Run
 from trainapp.train.totals import Totals
@@ -71,7 +71,7 @@ def evaluate_set(run: Run, name: str, batches: EvalBatches) -> Evaluated:
         attempt.evaluation, attempt.collector = Totals(), collector_for(run.task)
         run.metrics.reset()
     fetched = batches.from_sample(attempt.evaluation.samples, sizes.size, run.ranks)
-    with as_evaluated(run):
+    with as_evaluated(run, name):
         each_micro_batch(run, fetched, functools.partial(_totals_with, run), functools.partial(_keep, run))
         totals = attempt.collector.totals(run, attempt.evaluation, batches.is_stream)
     if run.strategy.forward_is_collective:
@@ -92,15 +92,15 @@ def evaluate_set(run: Run, name: str, batches: EvalBatches) -> Evaluated:
 
 
 @contextlib.contextmanager
-def as_evaluated(run: Run) -> Iterator[None]:
-    """Evaluation mode, with the average's weights; generators, modes and what forwards have written are restored."""
-    state, sizes = run.state, run.sizes.evaluation
+def as_evaluated(run: Run, name: str) -> Iterator[None]:
+    """Evaluation mode, with the average's weights; the model's generators and modes are restored. name: of the data."""
+    state = run.state
+    seed_evaluation(state.device, state.seed, name)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(preserved_rng(state.device))
-        stack.enter_context(state.stateful.preserved_generators())
+        stack.enter_context(run.snapshot.preserved_generators())
         stack.enter_context(state.average.in_place_of_weights())
         stack.enter_context(evaluation_mode((state.model, *state.stateful.modules.values())))
-        stack.enter_context(run.restore_point.undone_on_error(sizes.is_unproven))
+        stack.enter_context(run.snapshot.undone_on_error())
         yield
 
 
@@ -120,10 +120,10 @@ def each_micro_batch(
                     result = compute(micro)
                 if sizes.is_unproven:
                     require_all_allocated(run, sizes, run.eval_ranks)
-                run.restore_point.tensors.note_written()
+                run.snapshot.note_written()
                 run.eval_ranks.check_peers()  # the last moment at which a micro-batch can be repeated
             keep(micro, result)
-            run.restore_point.take(sizes.is_unproven)
+            run.snapshot.take()
             run.eval_ranks.check_peers()  # what follows is collective and has no vote
             sizes.succeeded(run.eval_ranks)
 

@@ -73,7 +73,7 @@ class _Commit:
         """Use around the backward that completes the gradients. Everything that the update needs is known by now."""
         run, samples = self.run, self.step.samples
         run.attempt.phase = Phase.CLIP  # as after other backwards: what is read here is not read by the model
-        run.restore_point.tensors.note_step()
+        run.snapshot.note_step()
         self.applies = run.nonfinite.allows_update(run.state.progress.step, totals.loss, 0.0, totals.count)
         if not self.applies:
             run.attempt.phase = Phase.BACKWARD

@@ -1,20 +1,21 @@
 """`train.check_loss`: before the first step, whether the task's loss is a sum over samples, so that a batch can be cut.
 
 A mean would be divided by the count again, making gradients that many times too small; a loss that compares the
-samples of its batch depends on the micro-batch. Neither shows in a curve. So the loss of the first few samples is
-compared with those of their two halves, in evaluation mode and without gradients.
+samples of its batch depends on the micro-batch. Neither shows in a curve. So the loss of the first four samples is
+compared with those of their two halves, in evaluation mode and without gradients; where the halves are padded in
+another way, that of the first half twice with the first half's.
 
-Costs six forwards of at most 4 samples and fetching 12; where 2 samples must do, twice as many and 6 more. Samples of a
-stream are read once, and held until they are trained. What cannot be compared is skipped silently: a task that draws
-random numbers, a loss that is not finite, a batch whose halves hold other values (see `halves_of`; only a mean is
-reported then), a task or model that fails here: the first step reports that error.
+Costs four forwards and fetching twelve samples. A stream's samples are read once, and held until they are trained. What
+cannot be compared is skipped silently: a task that draws random numbers, a loss that is not finite, a batch whose
+halves hold other values (only a mean is reported then), a task or model that fails here: the first step reports that
+error.
 """
 
-import contextlib
 import dataclasses
 import logging
 import math
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,24 +23,25 @@ from torch import Tensor, nn
 
 from trainapp.checkpoint.stateful import Stateful
 from trainapp.config.schema import Config
-from trainapp.data.batch import map_tensors
-from trainapp.data.loader import worker_count
+from trainapp.data.batch import map_tensors, tensors_in
+from trainapp.data.loader import Fetcher, Request
 from trainapp.errors import UserError
 from trainapp.models.inspect import belongs_to_trainapp
 from trainapp.optim.precision import Precision
 from trainapp.parallel.ranks import Ranks
-from trainapp.torch_private import is_tracing
+from trainapp.rng import preserved_rng
+from trainapp.torch_operators import draws_numbers
+from trainapp.torch_private import DispatchMode, is_tracing
 from trainapp.train.components import Components
-from trainapp.train.loss_halves import halves_of
 from trainapp.train.losses import compares_samples, is_built_in
-from trainapp.train.modes import evaluation_mode, uncompiled
-from trainapp.train.side_effects import untouched
+from trainapp.units import listed
 
-SAMPLES = (4, 2)  # the second where the first fail, such as for want of memory
+SAMPLES = 4
 # Relative. Kernels choose their order of additions by the batch's size, which changes the last bits, and layers amplify
 # them; a mean is off by half, a contrastive loss of 4 and 2 samples by a third.
-FINE, COARSE = 1e-3, 2e-2  # COARSE: for products of less than fp32 precision
+FINE, COARSE = 1e-3, 2e-2  # COARSE: for matmuls of less than fp32 precision
 FLOOR = 0.1  # per count: a loss whose summands cancel out has the rounding errors of the summands
+_IF_MEANT = "train.check_loss=false trains with it as it is"
 log = logging.getLogger(__name__)
 
 
@@ -52,7 +54,7 @@ class Sums(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """The task's results for a batch of so many samples, and for its halves."""
+    """The task's results for a batch of so many samples and its halves. same: whether these hold the same values."""
 
     samples: int
     whole: Sums
@@ -71,8 +73,7 @@ def require_sum(
     first: Callable[[int], Any] | None,
 ) -> None:
     """Raises UserError for a loss or a count that does not add up, and what a stream raises that is read. Collective.
-    Call before the model is compiled or sharded. Leaves model, task, data and generators as they are, but on `device`;
-    see `untouched`.
+    Call before the model is compiled or sharded. Leaves what a `Snapshot` holds as it is, but on `device`.
 
     setting: what names the task, with its value. first: as `TrainBatches.first`; None: nothing is checked.
     """
@@ -85,72 +86,117 @@ def require_sum(
     verdict = None
     if not any(p.is_meta for p in model.parameters()):  # with parallel.fsdp.meta_init there are no values yet
         # Outside of the comparison, whose errors are the first step's to report: a stream has its error only once.
-        parts = dataclasses.replace(components, train_data=first(max(SAMPLES)))
-        workers = 0  # for a stream's samples, which are held here
-        if parts.train_data is components.train_data:
-            workers = worker_count(config.loader.num_workers, parts.train_data, ranks.world // config.parallel.nodes)
-        compared = _compared(config, parts, model, device, precision, workers)
-        has_bits = compared is not None and min(own.bits for own in (compared.whole, *compared.halves)) >= 32
-        is_fine = config.precision.mode == "fp32" and model_is_fine(model) and has_bits
-        verdict = None if compared is None else _verdict(compared, setting, FINE if is_fine else COARSE)
+        parts = dataclasses.replace(components, train_data=first(SAMPLES))
+        compared = None
+        try:
+            with preserved_rng(device):
+                compared = _compared(config, parts, model, device, precision)
+        except Exception as error:  # the first step shows it, in its place and with its traceback
+            log.debug("train.check_loss: nothing can be compared: %s", error)
+        if compared is not None:
+            has_bits = min(own.bits for own in (compared.whole, *compared.halves)) >= 32
+            is_fine = config.precision.mode == "fp32" and has_bits and _has_fine_weights(model)
+            verdict = _verdict(compared, setting, FINE if is_fine else COARSE)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
     by_rank = [text for text in ranks.all_gather_object(verdict) if text]  # one may have had no memory for it
     if by_rank:
         raise UserError(by_rank[0])
 
 
-def model_is_fine(model: nn.Module) -> bool:
-    """Whether its weights have at least 32 bits."""
+def _has_fine_weights(model: nn.Module) -> bool:
     return all(p.dtype.itemsize >= 4 for p in model.parameters() if p.is_floating_point())
 
 
+def uncompiled() -> Any:
+    """A context in which compiled functions run as they are: the shapes of a few samples must not shape their code."""
+    if "torch._dynamo" not in sys.modules:  # importing it takes a second
+        return torch.no_grad()
+    return torch.compiler.set_stance("force_eager")
+
+
+class _Draws(DispatchMode):
+    """Whether an operation inside takes random numbers, by whatever generator. Attribute: `found`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found = self.found or draws_numbers(func)
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
 def _compared(
-    config: Config, components: Components, model: nn.Module, device: torch.device, precision: Precision, workers: int
+    config: Config, components: Components, model: nn.Module, device: torch.device, precision: Precision
 ) -> Comparison | None:
-    data = components.train_data
-    roots = {"model": model, "task": components.task, "data": data}
-    modules = [model, *Stateful(**roots).modules.values()]
+    """None where nothing can be said. Raises what the data, the task and the model raise."""
+    data, task = components.train_data, components.task
+    stateful = Stateful(model=model, task=task, data=data)
+    modules = (model, *stateful.modules.values())
     for module in modules:
         module.to(device)  # those of the task and the data will be
-    for samples in (min(most, len(data)) for most in SAMPLES):
-        if samples < 2:
+    snapshot, samples = stateful.snapshot(), min(SAMPLES, len(data))
+    if samples < 2:
+        return None
+
+    def result(batch: Any) -> Sums | None:
+        loss, count, _ = task(model, map_tensors(lambda tensor: tensor.to(device), batch))
+        if not isinstance(loss, Tensor) or loss.ndim or not (math.isfinite(loss) and math.isfinite(count)):
             return None
-        try:
-            with untouched(device, **roots):
-                cut = halves_of(components, config.train.seed, samples, device)
-            batches = (cut.batch, *cut.halves)
-            sums = [_result(cut.batch, batch, roots, modules, device, precision) for batch in batches]
-        except Exception as error:  # the first step shows it, in its place and with its traceback
-            log.debug("train.check_loss: %d samples cannot be compared: %s", samples, error)
-            continue
-        finally:
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
-        whole, *halves = sums
-        known = [half for half in halves if half is not None]
-        return Comparison(samples, whole, known, cut.same) if whole is not None and len(known) == 2 else None
-    return None
+        return Sums(float(loss), float(count), 8 * loss.dtype.itemsize)
+
+    with snapshot.undone():  # what reading the data changes
+        batch, halves, same = _halves(data, config.train.seed, samples)
+    with snapshot.undone("trained"), precision.autocast, uncompiled(), _Draws() as draws:
+        for module in modules:
+            module.eval()
+        # The first forward may initialise what it finds empty. The next two differ where NumPy or Python draw.
+        _, first, whole, *others = map(result, (batch, batch, batch, *halves))
+    if snapshot.lost:
+        log.warning("the check of the loss has written %s, frozen and in place", listed(snapshot.lost))
+    known = [half for half in others if half is not None]
+    if draws.found or first is None or whole is None or len(known) < 2:
+        return None
+    if not all(math.isclose(a, b, rel_tol=1e-5) for a, b in zip(first, whole, strict=True)):
+        return None
+    return Comparison(samples, whole, known, same)
 
 
-def _result(
-    whole: Any, batch: Any, roots: dict[str, Any], modules: list[nn.Module], device: torch.device, precision: Precision
-) -> Sums | None:
-    """What the task returns for a batch, after it was called with the whole one: a first forward may initialise what it
-    finds empty from its batch. None if the result is not finite, or random: two calls with the whole batch then differ.
+def _halves(data: Any, seed: int, samples: int) -> tuple[Any, list[Any], bool]:
+    """A batch of so many samples, its halves, and whether these are known to hold the same values."""
+    first, second = list(range(samples // 2)), list(range(samples // 2, samples))
+    requests = [Request(0, indices) for indices in (first + second, first, second, first + first)]
+    whole, a, b, twice = map(Fetcher(data, seed).__getitem__, requests)
+    for batch, halves in ((whole, [a, b]), (twice, [a, a])):
+        if consists_of(batch, halves):
+            return batch, halves, True
+    return whole, [a, b], False
 
-    Raises what the task raises.
+
+def consists_of(batch: Any, parts: Sequence[Any]) -> bool:
+    """Whether each tensor of the batch is its parts' next to each other in some dimension; but for tables, which all of
+    them have alike.
     """
-    with contextlib.ExitStack() as stack:
-        watched = stack.enter_context(untouched(device, **roots))
-        for context in (torch.no_grad(), evaluation_mode(modules), precision.autocast, uncompiled()):
-            stack.enter_context(context)
-        sums = []
-        for part in (whole, batch):
-            loss, count, _ = roots["task"](roots["model"], map_tensors(lambda tensor: tensor.to(device), part))
-            if not isinstance(loss, Tensor) or loss.ndim:
-                return None
-            sums.append(Sums(float(loss), float(count), 8 * loss.dtype.itemsize))
-    is_certain = batch is not whole or all(math.isclose(a, b, rel_tol=1e-5) for a, b in zip(*sums, strict=True))
-    return sums[1] if is_certain and not watched.has_drawn and all(map(math.isfinite, sums[1])) else None
+    of_each = [tensors_in(batch), *map(tensors_in, parts)]
+    if len({len(tensors) for tensors in of_each}) > 1:
+        return False
+    together = list(zip(*of_each, strict=True))
+    if any(t.layout is not torch.strided or t.is_nested for tensors in together for t in tensors):
+        return False
+    of_samples = [tensors for tensors in together if not all(torch.equal(tensors[0], t) for t in tensors[1:])]
+    return bool(of_samples) and all(_is_made_of(whole, pieces) for whole, *pieces in of_samples)
+
+
+def _is_made_of(whole: Tensor, pieces: list[Tensor]) -> bool:
+    for dimension in range(whole.ndim):
+        if any(piece.ndim != whole.ndim for piece in pieces):
+            return False
+        rows = {(*t.shape[:dimension], *t.shape[dimension + 1 :]) for t in (whole, *pieces)}
+        if len(rows) == 1 and torch.equal(whole, torch.cat(pieces, dimension)):
+            return True
+    return False
 
 
 def _verdict(compared: Comparison, setting: str, tolerance: float) -> str | None:
@@ -186,9 +232,6 @@ def _verdict(compared: Comparison, setting: str, tolerance: float) -> str | None
             f"many samples or tokens the loss is a sum of, or the sum of their weights. {_IF_MEANT}"
         )
     return None
-
-
-_IF_MEANT = "train.check_loss=false trains with it as it is"
 
 
 def _is_mean(compared: Comparison, tolerance: float) -> bool:

@@ -20,6 +20,7 @@ from trainapp.parallel.ranks import Flags, Ranks, SingleRank
 from trainapp.parallel.strategy import SingleDevice
 from trainapp.signals import StopRequest
 from trainapp.sizes.record import Sizes
+from trainapp.snapshot import Snapshot
 from trainapp.techniques.offload import NoOffload, Offload
 from trainapp.tracking.loggers import Logger
 from trainapp.tracking.meter import Meter, NoUtilisation, Utilisation
@@ -28,7 +29,6 @@ from trainapp.train.autotuner import Autotuner
 from trainapp.train.cadences import Cadences, run_length
 from trainapp.train.losses import Task, is_built_in
 from trainapp.train.phase import Phase
-from trainapp.train.restore_point import RestorePoint
 from trainapp.train.totals import Totals
 
 EvalSets = dict[str, "EvalBatches"]  # by name; the data's own validation split is ""
@@ -106,7 +106,7 @@ class Run:
     tracker: Tracker | SilentTracker
     checkpointer: Checkpointer | NullCheckpointer
     nonfinite: NonFiniteCheck
-    restore_point: RestorePoint
+    snapshot: Snapshot
     stop: StopRequest
     cadences: Cadences
     objective: Objective

@@ -12,6 +12,7 @@ from trainapp.errors import TrainingStopped
 from trainapp.models.inspect import has_batchnorm, instead_of_batchnorm
 from trainapp.optim.nonfinite import gradient_norm, scale_gradients
 from trainapp.parallel.dtensor import locals_of
+from trainapp.snapshot import MOVED_ON
 from trainapp.train.allocations import require_all_allocated
 from trainapp.train.cached_gradients import CachedGradients
 from trainapp.train.gradient_check import checked_gradients, gradients_of, require_same_gradients
@@ -142,7 +143,7 @@ def update(run: Run, step: Step, totals: Totals, norm: Tensor) -> bool:
     """
     state, progress = run.state, run.state.progress
     run.ranks.check_peers()  # the last moment at which a step can be aborted
-    run.restore_point.tensors.note_step()
+    run.snapshot.note_step()
     applied = run.nonfinite.allows_update(progress.step, totals.loss, norm, totals.count, step.update.name)
     if applied:
         set_rates(run)
@@ -172,7 +173,7 @@ def count_step(run: Run, step: Step, applied: bool, totals: Totals) -> None:
 def leave_out(run: Run, step: Step, totals: Totals) -> None:
     """Undo what the forward of a skipped step has written. Raises TrainingStopped where it cannot."""
     run.state.precision.reset_scaler()
-    run.restore_point.restore_skipped()  # BatchNorm's statistics have seen non-finite values
+    run.snapshot.restore(but=MOVED_ON)  # BatchNorm's statistics have seen non-finite values
     require_undone(run, step)
     if totals.count == 0:
         run.tracker.warn_once(
@@ -184,7 +185,7 @@ def leave_out(run: Run, step: Step, totals: Totals) -> None:
 
 def require_undone(run: Run, step: Step) -> None:
     """Raises TrainingStopped where the skipped step's forward has written parameters of which there was no copy."""
-    lost = sorted({name for names in run.ranks.all_gather_object(run.restore_point.lost) for name in names})
+    lost = sorted({name for names in run.ranks.all_gather_object(run.snapshot.lost) for name in names})
     if lost:
         raise TrainingStopped(
             f"step {step.number}: train.nonfinite=skip cannot leave this step out, because its forward is the first to "

@@ -1,11 +1,11 @@
 """A step is a transaction: until its commit, `rollback` leaves no trace of it."""
 
 import contextlib
-import functools
 import time
 from collections.abc import Iterator
 
 from trainapp.checkpoint.train_state import Update
+from trainapp.rng import seed_from
 from trainapp.train import exactness
 from trainapp.train.allocations import note_refused
 from trainapp.train.phase import Phase
@@ -19,14 +19,16 @@ from trainapp.trained import trained_alone
 def transaction(run: Run, step: Step) -> Iterator[None]:
     """Use around a step, up to and including its commit. An error passes through: the runner calls `rollback`.
 
-    Records what a forward may change (`RestorePoint`). While the size is unproven, enables votes before each collective
-    on whether any rank ran out of memory; also in the one in which cuDNN tunes itself. Watches memory, see `watching`.
+    Seeds the global generators and records what else a forward may change (`Snapshot`). While the size is unproven,
+    enables votes before each collective on whether any rank ran out of memory; also in the one in which cuDNN tunes
+    itself. Watches memory, see `watching`.
     """
     attempt, sizes = run.attempt, run.sizes
     attempt.phase, attempt.started = Phase.START, time.monotonic()  # no restore point yet
     sizes.follow_schedule(step.attempt)
     with alone(run, step.update):
-        run.restore_point.take(sizes.train.is_unproven, run.rehearsals > 0)
+        run.snapshot.take("all" if run.rehearsals else "written")
+        seed(run, step)
         if sizes.train.is_unproven or step.is_logged:  # for ambiguous and swallowed errors; reading counters takes time
             note_refused(run)
         attempt.phase = Phase.DATA
@@ -36,6 +38,11 @@ def transaction(run: Run, step: Step) -> Iterator[None]:
         with watch_step(run, step):
             check_exactness(run, step)
             yield
+
+
+def seed(run: Run, step: Step) -> None:
+    """Seed the global generators, from numbers that are the same in a retry and in a resumed run."""
+    seed_from(run.state.device, run.state.seed, step.attempt, step.update.number, run.ranks.rank)
 
 
 def alone(run: Run, update: Update) -> contextlib.AbstractContextManager[None]:
@@ -49,7 +56,11 @@ def alone(run: Run, update: Update) -> contextlib.AbstractContextManager[None]:
 def check_exactness(run: Run, step: Step) -> None:
     """Rehearse the first steps, if `train.check_exactness` asks for it."""
     if run.rehearsals:
-        undo = functools.partial(rollback, run, Phase.GRADIENTS, other_ranks_wait=run.ranks.world > 1)
+
+        def undo() -> None:
+            rollback(run, Phase.GRADIENTS, other_ranks_wait=run.ranks.world > 1)
+            seed(run, step)
+
         exactness.rehearse(run, step, accumulate_gradients, undo)
         run.attempt.phase = Phase.DATA
         run.rehearsals -= 1
@@ -76,4 +87,4 @@ def rollback(run: Run, phase: Phase, other_ranks_wait: bool) -> None:
         update.precision.reset_scaler()
     run.memory.release()
     if phase.can_be_undone:
-        run.restore_point.restore()
+        run.snapshot.restore()

@@ -1,0 +1,244 @@
+"""What a forward may change, and the return to it."""
+
+from collections import deque
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from trainapp.snapshot import Owner, Snapshot, owners_in
+
+
+class Counting(nn.Module):
+    """Plain values and tensors in attributes, extra state, a generator, a buffer of each kind."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.norm = nn.BatchNorm1d(2)
+        self.register_buffer("table", torch.ones(1000), persistent=False)
+        self.register_buffer("lazy", None)
+        self.steps, self.running, self.queue = 0, torch.zeros(2), deque()
+        self.generator = torch.Generator().manual_seed(1)
+
+    def forward(self, inputs):
+        self.steps += 1
+        self.running.mul_(0.9).add_(inputs.detach().mean(0))
+        self.queue.append(self.steps)
+        if self.lazy is None:
+            self.lazy = torch.zeros(2)
+            self.register_buffer("late", torch.ones(2))
+            self.cache = self.steps
+            self.extra = nn.Linear(2, 2)
+        self.lazy = self.lazy + 1
+        self.train(not self.training)
+        noise = torch.randn(2, generator=self.generator)
+        return self.norm(self.linear(inputs)) * self.steps + self.running + noise + self.lazy
+
+    def get_extra_state(self):
+        return list(self.queue)
+
+    def set_extra_state(self, state):
+        self.queue = deque(state)
+
+
+def test_a_forward_leaves_no_trace():
+    model = Counting()
+    names, keys = set(vars(model)), set(model.state_dict())
+    snapshot = Snapshot({"model": model}, owners_in(model))
+    snapshot.take()
+    first = model(torch.ones(4, 2))
+    for _ in range(2):  # any number of times
+        snapshot.restore()
+        assert (model.steps, model.running.tolist(), list(model.queue), model.training) == (0, [0, 0], [], True)
+        assert model.lazy is None
+        assert set(vars(model)) == names
+        assert set(model.state_dict()) == keys
+        assert int(model.norm.num_batches_tracked) == 0
+        assert torch.equal(model(torch.ones(4, 2)), first)
+    assert not snapshot.lost
+
+
+def test_owners_of_kinds_that_moved_on_stay():
+    states = {"data": 1, "task": 1}
+    owners = {
+        kind: Owner(lambda kind=kind: states[kind], lambda value, kind=kind: states.update({kind: value}), kind)
+        for kind in states
+    }
+    snapshot = Snapshot({}, owners)
+    snapshot.take()
+    states.update(data=2, task=2)
+    snapshot.restore(but=("data",))
+    assert states == {"data": 2, "task": 1}
+
+
+def test_constant_buffers_are_copied_once():
+    """A causal mask or rotary table costs nothing per step."""
+    model = Counting()
+    snapshot = Snapshot({"model": model})
+    for _ in range(2):
+        snapshot.take()
+        snapshot.note_step()
+    snapshot.take()
+    own = snapshot._unchanged[id(model.table)][2]
+    snapshot.take()
+    assert snapshot._unchanged[id(model.table)][2] is own
+    model.table.add_(1)
+    snapshot.take()
+    model.table.add_(1)
+    snapshot.restore()
+    assert model.table.eq(2).all()
+
+
+def step(snapshot, model, write) -> None:
+    """A step whose forward does `write`, and whose optimizer writes the bias."""
+    snapshot.take()
+    write()
+    snapshot.note_step()
+    with torch.no_grad():
+        model.bias += 1
+
+
+def test_parameters_are_copied_only_once_a_forward_has_written_them():
+    model = nn.Linear(2, 2)
+    snapshot = Snapshot({"": model})
+    for _ in range(6):
+        step(snapshot, model, lambda: None)
+        assert not snapshot.written
+    step(snapshot, model, lambda: model.weight.detach().mul_(2))
+    step(snapshot, model, lambda: None)
+    assert list(snapshot.written) == ["weight"]
+    before = model.weight.detach().clone()
+    snapshot.take()
+    model.weight.detach().mul_(2)
+    snapshot.restore()
+    assert not snapshot.lost
+    assert torch.equal(model.weight, before)
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+def test_what_only_the_first_step_writes_is_not_copied_for_ever(updates):
+    model = nn.Linear(2, 2)
+    snapshot = Snapshot({"": model}, updates=updates)
+    for _ in range(updates):
+        step(snapshot, model, lambda: model.weight.data.mul_(2))
+    assert list(snapshot.written) == ["weight"]
+    for _ in range(updates):
+        step(snapshot, model, lambda: None)
+    assert not snapshot.written
+
+
+def test_one_of_two_updates_that_writes_silently_is_remembered():
+    model = nn.Linear(2, 2)
+    snapshot = Snapshot({"": model}, updates=2)
+    for _ in range(2):
+        step(snapshot, model, lambda: model.weight.data.mul_(2))
+        step(snapshot, model, lambda: None)
+    assert list(snapshot.written) == ["weight"]
+
+
+def test_a_write_without_a_copy_is_lost_and_named():
+    model = nn.Linear(2, 2)
+    snapshot = Snapshot({"model": model})
+    snapshot.take()
+    model.weight.detach().mul_(2)
+    snapshot.restore()
+    assert snapshot.lost == ["model.weight"]
+    snapshot.take()
+    model.weight.detach().mul_(2)
+    snapshot.restore()
+    assert not snapshot.lost
+
+
+def test_all_parameters_are_copied_for_a_trial():
+    model = nn.Linear(2, 2)
+    model.bias.requires_grad_(False)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for parameters, lost in (("trained", ["bias"]), ("all", [])):
+        snapshot = Snapshot({"": model})
+        with snapshot.undone(parameters), torch.no_grad():
+            model.weight.zero_()
+            model.bias.add_(1)
+        assert snapshot.lost == lost
+        assert torch.equal(model.weight, before["weight"])
+
+
+WRITES = {
+    "in place": lambda weight: weight.detach().mul_(-1),
+    "through data": lambda weight: weight.data.mul_(-1),
+    "another data": lambda weight: setattr(weight, "data", -weight.data),
+    "through NumPy": lambda weight: np.negative(weight.detach().numpy(), out=weight.detach().numpy()),
+    "one bit": lambda weight: weight.data.view(torch.int32)[0, 0].add_(1),
+    "rows exchanged": lambda weight: weight.data.copy_(weight.data.flip(0)),
+}
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "sliced"])
+@pytest.mark.parametrize("write", WRITES)
+def test_every_write_is_noticed_in_the_first_two_steps(write, layout):
+    whole = torch.randn(70, 33)
+    weight = {"contiguous": whole, "transposed": whole.T, "sliced": whole[1:, 1:]}[layout]
+    model = nn.Module()
+    model.weight = nn.Parameter(weight)
+    snapshot = Snapshot({"": model})
+    snapshot.take()
+    assert not snapshot._written()
+    WRITES[write](model.weight)
+    snapshot.restore()
+    assert snapshot.lost == ["weight"]
+
+
+def test_batch_norm_does_not_count_the_version_of_its_statistics():
+    """Why the version cannot tell whether a buffer has changed."""
+    norm = nn.BatchNorm1d(2)
+    before, version = norm.running_mean.clone(), norm.running_mean._version
+    norm(torch.randn(4, 2))
+    assert not torch.equal(norm.running_mean, before)
+    assert norm.running_mean._version == version
+
+
+def test_an_interrupted_take_leaves_nothing_to_return_to():
+    model, failing = nn.Linear(2, 2), {"task": Owner(lambda: 1 / 0, lambda state: None, "task")}
+    snapshot = Snapshot({"": model}, failing)
+    with pytest.raises(ZeroDivisionError):
+        snapshot.take()
+    with pytest.raises(AssertionError, match="no complete take"):
+        snapshot.restore()
+
+
+class Block(nn.Module):
+    """Writes a parameter and a buffer in place before it uses them."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 2))
+        self.register_buffer("mean", torch.ones(2))
+        self.calls = 0
+
+    def forward(self, inputs):
+        self.calls += 1
+        with torch.no_grad():
+            self.weight.mul_(2)
+            self.mean.mul_(0.5)
+        return (inputs @ self.weight) * self.mean.clone() * self.calls
+
+
+def test_a_block_is_replayed_as_it_was():
+    """Two forwards, and then the second run of the first: with its values, for the parameter's gradient."""
+    block = Block()
+    snapshot = Snapshot({"": block})
+    snapshot.take("all")
+    state, inputs = snapshot.keep(), torch.ones(1, 2)
+    first = block(inputs)
+    snapshot.note_step()
+    snapshot.take("all")
+    block(inputs)
+    now = {name: tensor.clone() for name, tensor in block.state_dict().items()}
+    with snapshot.replayed(state):
+        again = block(inputs)
+    assert torch.equal(again, first)
+    assert block.calls == 2
+    assert [torch.equal(tensor, now[name]) for name, tensor in block.state_dict().items()] == [True, True]
+    again.sum().backward()
+    assert torch.equal(block.weight.grad, torch.full((2, 2), 0.5))
