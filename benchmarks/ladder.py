@@ -31,8 +31,8 @@ from trainapp.planning.step_time import Speeds
 from trainapp.planning.workload import given_size
 from trainapp.run import runner
 from trainapp.signals import StopRequest
-from trainapp.techniques.catalogue import LEVERS
-from trainapp.techniques.lever import Lever, Situation
+from trainapp.techniques.catalogue import TECHNIQUES
+from trainapp.techniques.technique import Situation, Technique
 from trainapp.train import loop
 from trainapp.train.components import load_components
 from trainapp.train.run import Run
@@ -113,12 +113,12 @@ def alone(overrides: tuple[str, ...]) -> list[str]:
     run = prepare(config)
     here = Situation(config, run.state.model, True)
     run.close()
-    return [lever.setting for lever in LEVERS if is_for_one_process(lever) and lever.suits(here)] + [
+    return [lever.setting for lever in TECHNIQUES if is_for_one_process(lever) and lever.suits(here)] + [
         "batch.micro_size=4"
     ]
 
 
-def is_for_one_process(lever: Lever) -> bool:
+def is_for_one_process(lever: Technique) -> bool:
     """Whether it is a fixed setting, in force in no default run, and not about ranks."""
     return bool(lever.changes) and not lever.is_default and not lever.setting.startswith("parallel")
 

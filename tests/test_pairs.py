@@ -85,9 +85,9 @@ REFUSED |= {
         "train.compile=true": "train.compile=true",
         "train.nonfinite=skip": "train.nonfinite=skip",
         "precision=fp16": "precision=fp16",
-        "parallel=ddp": "parallel.strategy=ddp",
-        "parallel=fsdp": "parallel.strategy=fsdp",
-        "parallel=hsdp": "parallel.strategy=fsdp",
+        "parallel=ddp": "parallel=ddp",
+        "parallel=fsdp": "parallel=fsdp",
+        "parallel=hsdp": "parallel=fsdp",
     }.items()
 }
 REFUSED[frozenset(("adapter=lora", "model=resnet"))] = (

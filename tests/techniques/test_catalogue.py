@@ -1,4 +1,4 @@
-"""The one list of levers: advice, refusals and documentation read it."""
+"""The one list of techniques: advice, refusals and documentation read it."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -12,15 +12,14 @@ from torch import nn
 from trainapp.config import compose
 from trainapp.config.schema import Fsdp, Memory, Parallel
 from trainapp.errors import UserError
-from trainapp.memory.kinds import MemoryKind
 from trainapp.planning.ranks import simulated
 from trainapp.techniques import catalogue
-from trainapp.techniques.catalogue import LEVERS
-from trainapp.techniques.lever import Lever, Situation
+from trainapp.techniques.catalogue import TECHNIQUES
+from trainapp.techniques.technique import Situation, Technique
 
-# What lets any lever be chosen on the command line.
-SETTABLE = [lever for lever in LEVERS if lever.changes]
-ONE_PROCESS = [lever for lever in SETTABLE if not lever.is_default and "parallel" not in lever.setting]
+# What lets any technique be chosen on the command line.
+SETTABLE = [technique for technique in TECHNIQUES if technique.changes]
+ONE_PROCESS = [technique for technique in SETTABLE if not technique.is_default and "parallel" not in technique.setting]
 
 
 class OnGpu(nn.Module):
@@ -37,8 +36,8 @@ class OnGpu(nn.Module):
         yield SimpleNamespace(device=torch.device("cuda"), requires_grad=False)
 
 
-def by_name(levers):
-    return pytest.mark.parametrize("lever", levers, ids=lambda lever: lever.setting)
+def by_name(techniques):
+    return pytest.mark.parametrize("technique", techniques, ids=lambda technique: technique.setting)
 
 
 def without_rates(config):
@@ -47,41 +46,41 @@ def without_rates(config):
     return dataclasses.replace(config, optimizer=optimizer, command="")
 
 
-def surroundings(lever: Lever) -> list[str]:
+def surroundings(technique: Technique) -> list[str]:
     """What the setting needs beside the default: the group that has it, or another setting."""
-    if lever.setting == "optimizer.in_backward=true":
+    if technique.setting == "optimizer.in_backward=true":
         return ["train.grad_clip=null"]
-    return ["parallel=fsdp"] if lever.setting.startswith("parallel.") else []
+    return ["parallel=fsdp"] if technique.setting.startswith("parallel.") else []
 
 
-def means_what_it_says(lever: Lever) -> bool:
-    default = compose.from_command_line(surroundings(lever))
-    written = compose.from_command_line([*surroundings(lever), *lever.setting.split()])
-    changed = dataclasses.replace(default, **lever.sections(default))
+def means_what_it_says(technique: Technique) -> bool:
+    default = compose.from_command_line(surroundings(technique))
+    written = compose.from_command_line([*surroundings(technique), *technique.setting.split()])
+    changed = dataclasses.replace(default, **technique.sections(default))
     return without_rates(changed) == without_rates(written)
 
 
 @by_name(SETTABLE)
-def test_the_setting_on_the_command_line_makes_the_changes(lever):
-    assert means_what_it_says(lever)
-    assert lever.is_set(compose.from_command_line([*surroundings(lever), *lever.setting.split()]))
-    assert lever.is_set(compose.from_command_line([])) is lever.is_default
+def test_the_setting_on_the_command_line_makes_the_changes(technique):
+    assert means_what_it_says(technique)
+    assert technique.is_set(compose.from_command_line([*surroundings(technique), *technique.setting.split()]))
+    assert technique.is_set(compose.from_command_line([])) is technique.is_default
 
 
-def test_a_lever_whose_changes_are_others_is_found():
-    assert not means_what_it_says(dataclasses.replace(LEVERS[2], changes={"precision.mode": "fp16"}))
+def test_a_technique_whose_changes_are_others_is_found():
+    assert not means_what_it_says(dataclasses.replace(TECHNIQUES[2], changes={"precision.mode": "fp16"}))
 
 
-@by_name([lever for lever in LEVERS if not lever.changes])
-def test_a_value_of_the_users_choice(lever):
-    name, value = lever.setting.split("=")
+@by_name([technique for technique in TECHNIQUES if not technique.changes])
+def test_a_value_of_the_users_choice(technique):
+    name, value = technique.setting.split("=")
     chosen = {"N": "8", "[NAMES]": "[embedding]"}.get(value, value)
     compose.from_command_line(["model=gpt", "data=synthetic_tokens", f"{name}={chosen}"])
 
 
 @by_name(ONE_PROCESS)
-def test_every_lever_trains(tmp_path, lever):
-    settings = (*runs.MODELS["gpt"], *surroundings(lever), *lever.setting.split())
+def test_every_technique_trains(tmp_path, technique):
+    settings = (*runs.MODELS["gpt"], *surroundings(technique), *technique.setting.split())
     ended = runs.run(tmp_path, *settings, "train.max_steps=2", "every.eval=2")
     assert ended.steps == 2
 
@@ -93,10 +92,10 @@ def test_the_document_has_the_list():
 
 def test_what_applies_is_offered_unless_it_is_in_force(tmp_path):
     run = runs.prepare(tmp_path, *runs.MODELS["gpt"], "precision=bf16", "train.ema=0.9", "memory.loss_chunk=7")
-    offered = {lever.setting for lever in catalogue.available_levers(Situation(run.config, run.state.model, True))}
+    offered = {technique.setting for technique in catalogue.available(Situation(run.config, run.state.model, True))}
     assert {"train.ema=null", "activation_checkpointing=full", "optimizer=sgd"} <= offered
     assert not offered & {"precision=bf16", "memory.loss_chunk=auto", "parallel.fsdp.cpu_offload=true"}
-    nothing = {lever.setting for lever in catalogue.available_levers(Situation(run.config, nn.Linear(2, 2), False))}
+    nothing = {technique.setting for technique in catalogue.available(Situation(run.config, nn.Linear(2, 2), False))}
     assert offered - nothing == {f"activation_checkpointing={mode}" for mode in ("full", "selective", "auto")}
     run.close()
 
@@ -113,14 +112,14 @@ def test_what_applies_is_offered_unless_it_is_in_force(tmp_path):
 )
 def test_activation_offload_is_offered_where_the_table_says(given, offered):
     situation = Situation(compose.from_command_line([*runs.MODELS["gpt"], *given]), OnGpu(), knows_loss=False)
-    settings = [lever.setting.split()[0] for lever in catalogue.available_levers(situation)]
+    settings = [technique.setting.split()[0] for technique in catalogue.available(situation)]
     names = {setting.partition("=")[2] for setting in settings if setting.startswith("memory.offload")}
     assert names == offered
 
 
 def names_of(model, *given):
     situation = Situation(compose.from_command_line([*runs.MODELS["gpt"], *given]), model, knows_loss=False)
-    return {lever.setting for lever in catalogue.available_levers(situation)}
+    return {technique.setting for technique in catalogue.available(situation)}
 
 
 @pytest.mark.parametrize(("ranks", "devices", "is_offered"), [(1, 1, False), (4, 1, True), (1, 2, True)])
@@ -160,8 +159,10 @@ def test_the_update_in_the_backward_changes_the_result_only_where_it_replaces_cl
     results = {}
     for clip in ("1.0", "null"):
         run = runs.prepare(tmp_path / clip, *runs.MODELS["mlp"], f"train.grad_clip={clip}")
-        offered = catalogue.available_levers(Situation(run.config, run.state.model, True))
-        results[clip] = {lever.setting: lever.result for lever in offered if "in_backward" in lever.setting}
+        offered = catalogue.available(Situation(run.config, run.state.model, True))
+        results[clip] = {
+            technique.setting: technique.result for technique in offered if "in_backward" in technique.setting
+        }
         run.close()
     assert results == {
         "1.0": {"optimizer.in_backward=true train.grad_clip=null": "other"},
@@ -169,7 +170,7 @@ def test_the_update_in_the_backward_changes_the_result_only_where_it_replaces_cl
     }
 
 
-# Refusals: one message each, before anything is built from them
+# Refusals
 
 
 @pytest.mark.parametrize(
@@ -180,20 +181,12 @@ def test_the_update_in_the_backward_changes_the_result_only_where_it_replaces_cl
             "memory.loss_chunk=auto: ResNet does not separate its last layer; give it a method",
         ),
         (
-            ("model=mlp", "+parallel.fsdp.cpu_offload=true"),
-            "parallel.fsdp.cpu_offload=true: only shards are kept on the host, but parallel.strategy=single; use",
-        ),
-        (
-            ("model=mlp", "+parallel.fsdp.meta_init=true"),
-            "parallel.fsdp.meta_init=true: only shards are drawn one by one, but parallel.strategy=single; use",
-        ),
-        (
             ("model=mlp", "parallel=fsdp", "parallel.devices=1", "parallel.fsdp.meta_init=true"),
             "parallel.fsdp.meta_init=true: MLP has no method `init_weights()`",
         ),
     ],
 )
-def test_a_lever_that_does_not_apply_is_refused(tmp_path, overrides, message):
+def test_a_technique_that_the_model_does_not_allow_is_refused(tmp_path, overrides, message):
     with pytest.raises(UserError) as refused:
         runs.prepare(tmp_path, *overrides)
     assert str(refused.value).startswith(message)
@@ -202,10 +195,34 @@ def test_a_lever_that_does_not_apply_is_refused(tmp_path, overrides, message):
 
 def test_all_refusals_at_once(tmp_path):
     config = runs.configure(tmp_path, "model=mlp")
-    config = dataclasses.replace(config, memory=Memory(loss_chunk=4), parallel=Parallel(fsdp=Fsdp(cpu_offload=True)))
+    config = dataclasses.replace(config, memory=Memory(loss_chunk=4), parallel=Parallel(fsdp=Fsdp(meta_init=True)))
     with pytest.raises(UserError) as refused:
         catalogue.require_suited(Situation(config, nn.Linear(2, 2), True))
     assert len(str(refused.value).splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "start"),
+    [
+        ("+parallel.fsdp.cpu_offload=true", "parallel.fsdp.cpu_offload=true with parallel=single: only shards"),
+        ("+parallel.fsdp.meta_init=true", "parallel.fsdp.meta_init=true with parallel=single: only shards are drawn"),
+        ("optimizer=adamw_8bit parallel=fsdp", "optimizer.state_dtype=8bit with parallel=fsdp: the values that share"),
+        ("optimizer=adafactor parallel=fsdp", "optimizer=adafactor with parallel=fsdp: it needs whole matrices"),
+        ("optimizer.offload=true parallel=fsdp", "optimizer.offload=true with parallel=fsdp: FSDP keeps its shards"),
+        (
+            "activation_checkpointing.compiled_budget=0.5",
+            "activation_checkpointing.compiled_budget=0.5 with train.comp",
+        ),
+        (
+            "precision=bf16_pure train.ema=0.9 optimizer=adamw_bf16",
+            "precision=bf16_pure with train.ema=0.9: an average",
+        ),
+    ],
+)
+def test_settings_that_exclude_each_other_are_refused_with_the_configuration(given, start):
+    with pytest.raises(UserError) as refused:
+        compose.from_command_line(["model=mlp", *given.split()])
+    assert str(refused.value).startswith(start)
 
 
 OTHER = ("~optimizer.betas", "~optimizer.eps")
@@ -228,27 +245,7 @@ ADAM = "optimizer._target_=torch.optim.Adam"
     ],
 )
 def test_adamw_in_fewer_bits_is_another_algorithm_for_all_but_adamw(given, result):
-    """So only of AdamW's state does it save a known part."""
     situation = Situation(compose.from_command_line(given), nn.Linear(2, 2), knows_loss=False)
-    levers = catalogue.available_levers(situation)
-    (of_4_bits,) = [lever for lever in levers if lever.setting == "optimizer=adamw_4bit"]
+    techniques = catalogue.available(situation)
+    (of_4_bits,) = [technique for technique in techniques if technique.setting == "optimizer=adamw_4bit"]
     assert of_4_bits.result == result
-    static = dict.fromkeys(MemoryKind, 0) | {MemoryKind.OPTIMIZER_STATE: 1000}
-    in_fp32 = "torch.optim.Adam" in situation.config.optimizer.target
-    assert of_4_bits.state_saved(static, situation.config) == (857 if result == "rounded" and in_fp32 else 0)
-
-
-def test_what_must_be_installed_first_is_said(monkeypatch):
-    situation = Situation(compose.from_command_line([*runs.MODELS["gpt"]]), nn.Linear(2, 2), True)
-    situation.config.adapter.targets = ["weight"]
-
-    nothing = dict.fromkeys(MemoryKind, 0)
-
-    def costs():
-        offered = {lever.setting: lever.costs for _, lever in catalogue.of_state(situation, nothing)}
-        return offered["adapter=lora"]
-
-    monkeypatch.setattr(catalogue.importlib.util, "find_spec", lambda name: None)
-    assert costs().endswith("; first, pip install 'trainapp[peft]'")
-    monkeypatch.setattr(catalogue.importlib.util, "find_spec", lambda name: object())
-    assert "pip install" not in costs()

@@ -231,7 +231,10 @@ def _of_the_cpu(init):
     ("overrides", "message"),
     [
         (("all", "train.compile=true"), "memory.offload_activations=all with train.compile=true: a compiled graph"),
-        (("inputs",), "memory.offload_activations=inputs: moves the inputs of checkpointed blocks, but"),
+        (
+            ("inputs",),
+            "memory.offload_activations=inputs with activation_checkpointing=none: it moves the inputs of checkpointed",
+        ),
         (("all", "parallel=fsdp"), "memory.offload_activations=all with parallel=fsdp: what FSDP has gathered"),
     ],
 )

@@ -240,7 +240,7 @@ def test_only_the_one_parameter_is_updated():
         (("precision=fp16",), "optimizer.in_backward=true with precision=fp16: a step with a gradient that overflows"),
         (("train.compile=true",), "optimizer.in_backward=true with train.compile=true: where a model is compiled in"),
         (("train.nonfinite=skip",), "optimizer.in_backward=true with train.nonfinite=skip: a step cannot be left out"),
-        (("parallel=ddp",), "optimizer.in_backward=true with parallel.strategy=ddp: gradients are summed over ranks"),
+        (("parallel=ddp",), "optimizer.in_backward=true with parallel=ddp: gradients are summed over ranks"),
     ],
 )
 def test_what_needs_all_gradients_is_refused(tmp_path, overrides, message):

@@ -81,6 +81,11 @@ def _names_twice(config: Config) -> bool:
     return len(set(names)) < len(names)
 
 
+def _has_argument(config: Config, name: str, value: Any) -> bool:
+    """Of an optimizer."""
+    return any(own.arguments.get(name) == value for own in config.optimizers.values())
+
+
 _OWN_LOADING = ("eval", "export", *INFERENCE)  # modes that are about a checkpoint
 
 EXCLUSIONS = (
@@ -164,6 +169,109 @@ EXCLUSIONS = (
         lambda c: bool(c.updates) and not c.oom.keep_global_batch,
         "all updates of a step are on the same samples, of which a later one would then have fewer",
         "use oom.keep_global_batch=true",
+    ),
+    # Techniques that save memory
+    Exclusion(
+        ("activation_checkpointing.compiled_budget", "train.compile"),
+        lambda c: c.activation_checkpointing.compiled_budget is not None and not c.train.compile,
+        "it is a budget for what is compiled",
+        "use train.compile=true, or leave it out",
+    ),
+    Exclusion(
+        ("memory.offload_activations", "train.compile"),
+        lambda c: c.memory.offload_activations != "none" and c.train.compile,
+        "a compiled graph saves its tensors itself",
+        "use train.compile=false, or leave the setting out",
+    ),
+    Exclusion(
+        ("memory.offload_activations", "activation_checkpointing"),
+        lambda c: c.memory.offload_activations == "inputs" and c.activation_checkpointing.mode == "none",
+        "it moves the inputs of checkpointed blocks, and none is",
+        "use activation_checkpointing=full, or memory.offload_activations=all",
+    ),
+    Exclusion(
+        ("memory.offload_activations", "parallel"),
+        lambda c: c.memory.offload_activations == "all" and c.parallel.strategy == "fsdp",
+        "what FSDP has gathered would be moved, too, where autocast casts it",
+        "use memory.offload_activations=inputs with activation_checkpointing=full",
+    ),
+    Exclusion(
+        ("precision", "train.ema"),
+        lambda c: c.precision.mode == "bf16_pure" and c.train.ema is not None,
+        "an average in bf16 would stand still, as its changes are smaller than its last bit",
+        "use train.ema=null, or precision=bf16",
+    ),
+    Exclusion(
+        ("optimizer.in_backward", "train.grad_clip"),
+        lambda c: c.optimizer.in_backward and c.train.grad_clip is not None,
+        "the norm of all gradients is known only after the backward, when the parameters have been updated",
+        "use train.grad_clip=null",
+    ),
+    Exclusion(
+        ("optimizer.in_backward", "precision"),
+        lambda c: c.optimizer.in_backward and c.precision.mode == "fp16",
+        "a step with a gradient that overflows is skipped, but a part of it has been taken by then",
+        "use precision=bf16",
+    ),
+    Exclusion(
+        ("optimizer.in_backward", "train.nonfinite"),
+        lambda c: c.optimizer.in_backward and c.train.nonfinite == "skip",
+        "a step cannot be left out once its backward has begun",
+        "use train.nonfinite=stop",
+    ),
+    Exclusion(
+        ("optimizer.in_backward", "train.compile"),
+        lambda c: c.optimizer.in_backward and c.train.compile,
+        "where a model is compiled in several graphs, one of them may read a parameter after its update",
+        "use train.compile=false",
+    ),
+    Exclusion(
+        ("optimizer.in_backward", "parallel"),
+        lambda c: c.optimizer.in_backward and c.parallel.strategy != "single",
+        "gradients are summed over ranks only after the backward of each is complete",
+        "use parallel=single",
+    ),
+    Exclusion(
+        ("optimizer.offload=true", "parallel"),
+        lambda c: any(own.offload for own in c.optimizers.values()) and c.parallel.strategy == "fsdp",
+        "FSDP keeps its shards on the host itself",
+        "use parallel.fsdp.cpu_offload=true",
+    ),
+    Exclusion(
+        ("optimizer.offload=true", "optimizer.in_backward=true"),
+        lambda c: c.optimizer.offload and c.optimizer.in_backward,
+        "the backward would wait for the host once per parameter",
+        "use one of them",
+    ),
+    *(
+        Exclusion(
+            (f"optimizer.state_dtype={kind}", "parallel"),
+            lambda c, kind=kind: _has_argument(c, "state_dtype", kind) and c.parallel.strategy == "fsdp",  # type: ignore[misc]
+            "the values that share a scale would change with the number of ranks",
+            "use optimizer=adamw_bf16, or parallel=ddp",
+        )
+        for kind in ("8bit", "4bit")
+    ),
+    Exclusion(
+        ("optimizer=adafactor", "parallel"),  # torch 2.13 has no rule for some of its sums on shards
+        lambda c: (
+            c.parallel.strategy == "fsdp"
+            and any(own.target == "torch.optim.Adafactor" for own in c.optimizers.values())
+        ),
+        "it needs whole matrices, of which each rank has a shard",
+        "use optimizer=adamw_bf16, or parallel=ddp",
+    ),
+    Exclusion(
+        ("parallel.fsdp.cpu_offload", "parallel"),
+        lambda c: c.parallel.fsdp.cpu_offload and c.parallel.strategy != "fsdp",
+        "only shards are kept on the host",
+        "use parallel=fsdp, or leave it out",
+    ),
+    Exclusion(
+        ("parallel.fsdp.meta_init", "parallel"),
+        lambda c: c.parallel.fsdp.meta_init and c.parallel.strategy != "fsdp",
+        "only shards are drawn one by one",
+        "use parallel=fsdp, or leave it out",
     ),
     # Adapters and exports
     Exclusion(

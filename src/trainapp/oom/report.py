@@ -17,7 +17,7 @@ from trainapp.parallel.dtensor import local
 from trainapp.parallel.ranks import PeerOutOfMemory
 from trainapp.parallel.strategy import TaskModule
 from trainapp.techniques import catalogue
-from trainapp.techniques.lever import Situation, overrides_of
+from trainapp.techniques.technique import Situation, overrides_of
 from trainapp.torch_private import storage_id
 from trainapp.train import losses
 from trainapp.train.allocations import SwallowedOutOfMemory
@@ -223,7 +223,7 @@ def final_message(run: Run, report: OomReport) -> str:
         f"{'limit':<18}{bytes_text(report.limit):>12}",
         *(f"{kind.label:<18}{bytes_text(size):>12}" for kind, size in _by_size(report) if size),
     ]
-    techniques = catalogue.available_levers(Situation(run.config, run.state.model, run.knows_loss))
+    techniques = catalogue.available(Situation(run.config, run.state.model, run.knows_loss))
     if techniques:
         lines.append("What needs less memory (mode=plan behind the same command says how much each saves):")
         for own in techniques:

@@ -118,7 +118,7 @@ class AdamW(torch.optim.Optimizer):
             dtype = dtype if has_moments_in_fewer_bits(parameter) else parameter.dtype
             state |= {name: torch.zeros_like(parameter, dtype=dtype) for name in _MOMENTS}
             return
-        assert _local(parameter) is parameter, "shards are refused: techniques.conditions.needs_unsharded_blocks"
+        assert _local(parameter) is parameter, "shards are refused: config.excludes"
         for name in _MOMENTS:
             state[name], state[f"{name}_scale"] = empty_moment(
                 parameter.numel(), self._as_quantized(), parameter.device

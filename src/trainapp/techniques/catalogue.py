@@ -1,222 +1,340 @@
-"""The one list of levers: every setting that trades something for memory.
+"""The one list of techniques: every setting that trades something for memory.
 
 The advice of a run that cannot continue, the plan, the refusals when a run is assembled, and the table of
-docs/memory.md read it.
+docs/memory.md read it. Pairs of settings that exclude each other are in `config.excludes`.
 """
 
 import dataclasses
-import importlib.util
-from collections.abc import Mapping
+from collections.abc import Callable
+from typing import Any
 
-from trainapp.config.adamw import is_adamw
-from trainapp.config.schema import Optimizer
+import torch
+import torch.distributed as dist
+
+from trainapp.config import targets
+from trainapp.config.adamw import IN_FEWER_BITS, is_adamw
+from trainapp.config.schema import Config
 from trainapp.errors import UserError
-from trainapp.memory.kinds import MemoryKind
-from trainapp.techniques.activations import ACTIVATIONS
-from trainapp.techniques.conditions import (
-    clips,
-    computes_in_bf16,
-    needs_a_head,
-    needs_layers_for_adapters,
-    needs_rounding_by_chance,
-    needs_updates_in_place_of_clipping,
-    needs_updates_one_by_one,
-    needs_whole_parameters,
-    trains_in_32_bits,
-    trains_real_numbers,
-)
-from trainapp.techniques.lever import Lever, Situation
-from trainapp.techniques.optimizer_state import (
-    MUON,
-    ON_HOST,
-    adamw,
-    half_of_adams_state,
-    has_moments_in,
-    one_moment_of_two,
-    optimizer_state,
-    quantized,
-    step_of_adamw,
-    weight_average,
-)
-from trainapp.techniques.products import PRODUCTS
-from trainapp.techniques.shards import SHARDS
+from trainapp.models.adapters import linear_layers
+from trainapp.models.inspect import blocks_of, has_batchnorm, instead_of_batchnorm
+from trainapp.optim.low_precision import has_moments_in_fewer_bits
+from trainapp.techniques import chunked_loss
+from trainapp.techniques.technique import Situation, Technique
 
 
 def require_suited(situation: Situation) -> None:
-    """Raises UserError for levers that the configuration sets and that do not apply, with all their messages."""
+    """Raises UserError for techniques that the configuration sets and the model does not allow, with all messages."""
     errors = []
-    for lever in LEVERS:
-        if lever.is_set(situation.config) and not lever.is_default:
+    for technique in TECHNIQUES:
+        if technique.is_set(situation.config):
             try:
-                lever.require(situation)
+                technique.needs(situation)
             except UserError as error:
                 errors.append(str(error))
     if errors:
         raise UserError("\n".join(dict.fromkeys(errors)))
 
 
-def available_levers(situation: Situation) -> list[Lever]:
-    """The levers that apply and are not in force."""
+def available(situation: Situation) -> list[Technique]:
+    """The techniques that apply and are not in force."""
     own = situation.config
-    found = [lever for lever in LEVERS if lever.changes and not lever.is_set(own) and lever.suits(situation)]
-    return [_instead_of(own.optimizer, lever) for lever in found]
+    found = [one for one in TECHNIQUES if one.changes and not one.is_set(own) and one.suits(situation)]
+    if is_adamw(own.optimizer):
+        return found
+    # AdamW in fewer bits is the same algorithm for AdamW alone.
+    return [dataclasses.replace(one, result="other") if "optimizer.target" in one.changes else one for one in found]
 
 
-def of_state(situation: Situation, static: Mapping[MemoryKind, int]) -> list[tuple[int | None, Lever]]:
-    """The levers that save of `static`, the memory that persists between steps, and could be set: the largest saving
-    first, None where it is not known.
-    """
+def before_any_batch(situation: Situation) -> list[Technique]:
+    """The techniques that save of what persists between steps, and could be set, by the user's own value too."""
     own = situation.config
-    lowered = [(lever.lowers(static, situation), lever) for lever in available_levers(situation)]
-    known = [(saved, lever) for saved, lever in lowered if saved is not None and saved > 0]
-    known.sort(key=lambda saving: -saving[0])
-    others = [lever for lever in LEVERS if lever.shrinks_state and not lever.is_set(own) and lever.suits(situation)]
-    return [*known, *((None, _with_extra(lever)) for lever in others)]
+    return [one for one in TECHNIQUES if one.saves_state and not one.is_set(own) and one.suits(situation)]
 
 
 def table() -> list[str]:
     """The rows of the table in docs/memory.md."""
     rows = ["| setting | saves | costs | applies |", "|---|---|---|---|"]
-    return rows + [f"| `{lever.setting}` | {lever.saves} | {lever.costs} | {lever.applies} |" for lever in LEVERS]
+    return rows + [f"| `{one.setting}` | {one.saves} | {one.costs} | {one.applies} |" for one in TECHNIQUES]
 
 
-def _with_extra(lever: Lever) -> Lever:
-    """With what is to be installed first, where it is missing."""
-    lacks = lever.setting == "adapter=lora" and importlib.util.find_spec("peft") is None
-    return dataclasses.replace(lever, costs=f"{lever.costs}; first, pip install 'trainapp[peft]'") if lacks else lever
+# What techniques need of a model: UserError where it lacks that
 
 
-def _instead_of(optimizer: Optimizer, lever: Lever) -> Lever:
-    """AdamW in fewer bits is the same algorithm for AdamW alone."""
-    is_same = "optimizer.target" not in lever.changes or is_adamw(optimizer)
-    return lever if is_same else dataclasses.replace(lever, result="other")
+def _blocks(situation: Situation) -> None:
+    blocks_of(situation.model, f"activation_checkpointing={situation.config.activation_checkpointing.mode}")
 
 
-_ADAMW_BF16 = adamw("bf16")
+def _head(situation: Situation) -> None:
+    if not situation.knows_loss:
+        raise UserError(
+            f"{chunked_loss.SETTING}={situation.config.memory.loss_chunk}: the task computes its own loss; call "
+            "trainapp.tasks.linear_cross_entropy in it, or leave the setting out"
+        )
+    chunked_loss.require_head(situation.config, situation.model)
 
-LEVERS = (
-    Lever(
+
+def _weights_in_bf16(situation: Situation) -> None:
+    config, setting = situation.config, "precision=bf16_pure"
+    if has_batchnorm(situation.model):
+        remedy = instead_of_batchnorm(config.model)
+        raise UserError(f"{setting}: BatchNorm needs its weights in fp32; use precision=bf16, or {remedy}")
+    kind = targets.locate(config.optimizer.target, "optimizer._target_", config.user_packages)
+    if not getattr(kind, "rounds_by_chance", False):
+        raise UserError(
+            f"{setting} with {config.optimizer.target}: updates smaller than half of the last bit of a bf16 weight "
+            "(1/512 of it) would be lost; use optimizer=adamw_bf16, which rounds stochastically, or precision=bf16"
+        )
+
+
+def _linear_layers(situation: Situation) -> None:
+    if situation.config.adapter.targets == "auto":
+        linear_layers(situation.model)
+
+
+def _init_weights(situation: Situation) -> None:
+    if not callable(getattr(situation.model, "init_weights", None)):
+        raise UserError(
+            f"parallel.fsdp.meta_init=true: {type(situation.model).__name__} has no method `init_weights()` that draws "
+            "its parameters and fills its buffers; add one, or use meta_init=false"
+        )
+
+
+# Where techniques would do anything
+
+
+def _is_on_a_gpu(situation: Situation) -> bool:
+    """For what is moved to the host: on the CPU it may be set, and moves nothing."""
+    return any(p.device.type == "cuda" for p in situation.model.parameters())
+
+
+def _computes_in_bf16(situation: Situation) -> bool:
+    """Not GPUs before Ampere, which emulate it."""
+    is_here = _is_on_a_gpu(situation) and torch.cuda.is_available()
+    return not is_here or torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def _trains_in_32_bits(situation: Situation) -> bool:
+    """For AdamW in fewer bits, which stores the moments of complex and fp64 parameters as they are."""
+    return all(has_moments_in_fewer_bits(p) for p in situation.model.parameters() if p.requires_grad)
+
+
+def _trains_real_numbers(situation: Situation) -> bool:
+    """For Adafactor, which refuses complex parameters."""
+    return not any(p.is_complex() for p in situation.model.parameters() if p.requires_grad)
+
+
+def _has_ranks_and_blocks(situation: Situation) -> bool:
+    """For FSDP: several ranks, or GPUs for them, and blocks to gather one by one."""
+    try:
+        blocks_of(situation.model, "parallel=fsdp")
+    except UserError:
+        return False
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        return True
+    return _is_on_a_gpu(situation) and torch.cuda.device_count() > 1
+
+
+def _adamw(state_dtype: str) -> dict[str, Any]:
+    arguments = {"betas": [0.9, 0.999], "eps": 1e-8, "state_dtype": state_dtype}
+    return {"optimizer.target": IN_FEWER_BITS, "optimizer.arguments": arguments}
+
+
+def _has_moments_in(state_dtype: str) -> Callable[[Config], bool]:
+    return lambda config: config.optimizer.arguments.get("state_dtype") == state_dtype
+
+
+def _has_optimizer(target: str) -> Callable[[Config], bool]:
+    return lambda config: config.optimizer.target == target
+
+
+_SGD, _MUON, _ADAFACTOR = "torch.optim.SGD", "trainapp.optim.muon.Muon", "torch.optim.Adafactor"
+
+TECHNIQUES = (
+    Technique(
         "batch.micro_size=N",
         saves="activations, in proportion",
         costs="a little time; BatchNorm's statistics are those of N samples",
         applies="always: `auto` halves it when memory runs out",
         result="same",
     ),
-    Lever(
+    Technique(
         "batch.eval_micro_size=N",
         saves="the evaluation's activations",
         costs="a little time",
         applies="always: `auto` halves it when memory runs out",
         result="same",
     ),
-    Lever(
+    Technique(
         "precision=bf16",
         saves="up to half of the activations",
-        costs="only 8 bits of precision remain in matrix products; saves time where the device computes in bf16",
+        costs="only 8 bits of precision remain in matmuls; saves time where the device computes in bf16",
         applies="where the device computes in bf16",
         changes={"precision.mode": "bf16"},
-        helps=computes_in_bf16,
+        helps=_computes_in_bf16,
         result="rounded",
     ),
-    Lever(
+    Technique(
         "precision=bf16_pure optimizer=adamw_bf16",
         saves="half of parameters, gradients and AdamW's state, and as many activations as `bf16`",
         costs="only 8 bits of precision remain in weights and in sums of gradients; a slower optimizer step",
-        applies="as above; models without BatchNorm; without `train.ema`; optimizers that round by chance",
-        changes={"precision.mode": "bf16_pure", **_ADAMW_BF16},
+        applies="as above; models without BatchNorm; without `train.ema`; optimizers that round stochastically",
+        changes={"precision.mode": "bf16_pure", **_adamw("bf16")},
         in_force=lambda config: config.precision.mode == "bf16_pure",
-        require=needs_rounding_by_chance,
-        helps=computes_in_bf16,
+        needs=_weights_in_bf16,
+        helps=_computes_in_bf16,
         result="rounded",
-        shrinks_state=True,
+        saves_state=True,
     ),
-    *PRODUCTS,
-    *ACTIVATIONS,
-    Lever(
+    Technique(
+        "activation_checkpointing=full",
+        saves="all activations of the blocks but their inputs",
+        costs="a second forward of the blocks: about a third more time",
+        applies="models with `blocks()`",
+        changes={"activation_checkpointing.mode": "full"},
+        needs=_blocks,
+        result="same",
+    ),
+    Technique(
+        "activation_checkpointing=selective",
+        saves="activations that are cheap to recompute",
+        costs="Python for each operation of the blocks: a tenth of a GPT's step, a third of a small ResNet's",
+        applies="models with `blocks()`",
+        changes={"activation_checkpointing.mode": "selective"},
+        needs=_blocks,
+        result="same",
+    ),
+    Technique(
+        "activation_checkpointing=auto",
+        saves="as many activations of the blocks as the limit asks for: each is kept, `selective` or `full`",
+        costs="nothing where all fits, up to that of `full`; some seconds for three plans before the model is built",
+        applies="models with `blocks()`",
+        changes={"activation_checkpointing.mode": "auto"},
+        needs=_blocks,
+        result="same",
+    ),
+    Technique(
+        "memory.offload_activations=all",
+        saves="all activations of 1 MiB and more, but those on their way",
+        costs="host memory; time where copies take longer than computing",
+        applies="CUDA, without `parallel=fsdp` and `train.compile`",
+        changes={"memory.offload_activations": "all"},
+        helps=_is_on_a_gpu,
+        result="same",
+    ),
+    Technique(
+        "memory.offload_activations=inputs activation_checkpointing=full",
+        saves="all activations of the blocks",
+        costs="a second forward of the blocks; host memory; hardly any time for the copies",
+        applies="CUDA, models with `blocks()`, without `train.compile`",
+        changes={"memory.offload_activations": "inputs", "activation_checkpointing.mode": "full"},
+        in_force=lambda config: config.memory.offload_activations == "inputs",
+        needs=_blocks,
+        helps=_is_on_a_gpu,
+        result="same",
+    ),
+    Technique(
         "memory.loss_chunk=auto",
         saves="all logits but those of a chunk, and their gradients",
-        costs="one more product with the last layer's weight",
+        costs="one more matmul with the last layer's weight",
         applies="`task=next_token` and `classification`, models with `features()` and an nn.Linear `head`",
         changes={"memory.loss_chunk": "auto"},
         in_force=lambda config: config.memory.loss_chunk is not None,
-        require=needs_a_head,
+        needs=_head,
         result="same",
     ),
-    Lever(
+    Technique(
         "optimizer=sgd",
         saves="one of AdamW's two moments",
         costs="another optimizer: needs a learning rate of its own",
-        changes={
-            "optimizer.target": "torch.optim.SGD",
-            "optimizer.arguments": {"momentum": 0.9, "nesterov": True},
-        },
-        in_force=lambda config: config.optimizer.target == "torch.optim.SGD",
-        state_saved=one_moment_of_two,
+        changes={"optimizer.target": _SGD, "optimizer.arguments": {"momentum": 0.9, "nesterov": True}},
+        in_force=_has_optimizer(_SGD),
+        saves_state=True,
     ),
-    Lever(
+    Technique(
         "optimizer=sgd optimizer.momentum=0 optimizer.nesterov=false",
         saves="all optimizer state",
         costs="another optimizer: needs a learning rate of its own",
-        changes={
-            "optimizer.target": "torch.optim.SGD",
-            "optimizer.arguments": {"momentum": 0, "nesterov": False},
-        },
-        in_force=lambda config: (
-            config.optimizer.target == "torch.optim.SGD" and not config.optimizer.arguments.get("momentum")
-        ),
-        state_saved=optimizer_state,
+        changes={"optimizer.target": _SGD, "optimizer.arguments": {"momentum": 0, "nesterov": False}},
+        in_force=lambda config: config.optimizer.target == _SGD and not config.optimizer.arguments.get("momentum"),
+        saves_state=True,
     ),
-    Lever(
-        "optimizer=adamw_bf16",
-        saves="half of AdamW's state",
-        costs="only 8 bits of precision remain in the state, rounded by chance; a slower optimizer step, without a "
-        "fused kernel",
-        changes=_ADAMW_BF16,
-        in_force=has_moments_in("bf16"),
-        helps=trains_in_32_bits,
-        state_saved=half_of_adams_state,
-        step_bytes=step_of_adamw("bf16"),
-        result="rounded",
+    *(
+        Technique(
+            f"optimizer=adamw_{state_dtype}",
+            saves=f"{share} of AdamW's state",
+            costs=f"{bits} in the state, rounded stochastically; a slower optimizer step, without a fused kernel",
+            applies=applies,
+            changes=_adamw(state_dtype),
+            in_force=_has_moments_in(state_dtype),
+            helps=_trains_in_32_bits,
+            result="rounded",
+            saves_state=True,
+        )
+        for state_dtype, share, bits, applies in (
+            ("bf16", "half", "only 8 bits of precision", "always"),
+            ("8bit", "three quarters", "8 bits and a scale per 256 values", "large parameters; not `parallel=fsdp`"),
+            ("4bit", "six sevenths", "4 bits and a scale per 128 values", "large parameters; not `parallel=fsdp`"),
+        )
     ),
-    quantized("8bit", "three quarters", 1 - 1.03 / 4, "8 bits and a scale per 256 values"),
-    quantized("4bit", "six sevenths", 1 - 0.57 / 4, "4 bits and a scale per 128 values"),
-    Lever(
+    Technique(
         "optimizer=adafactor",
         saves="nearly all optimizer state of matrices",
         costs="another optimizer; reads two numbers per parameter from the device in every step",
         applies="not with `parallel=fsdp`",
-        changes={
-            "optimizer.target": "torch.optim.Adafactor",
-            "optimizer.arguments": {"beta2_decay": -0.8, "d": 1.0},
-        },
-        in_force=lambda config: config.optimizer.target == "torch.optim.Adafactor",
-        require=needs_whole_parameters,
-        helps=trains_real_numbers,
+        changes={"optimizer.target": _ADAFACTOR, "optimizer.arguments": {"beta2_decay": -0.8, "d": 1.0}},
+        in_force=_has_optimizer(_ADAFACTOR),
+        helps=_trains_real_numbers,
+        saves_state=True,
     ),
-    MUON,
-    Lever(
+    Technique(
+        "optimizer=muon",
+        saves="one of AdamW's two moments, for the matrices of hidden layers",
+        costs="another optimizer; some matmuls per matrix in every step",
+        applies="models with hidden matrices",
+        changes={
+            "optimizer.target": _MUON,
+            "optimizer.arguments": {
+                "momentum": 0.95,
+                "nesterov": True,
+                "ns_steps": 5,
+                "adjust_lr_fn": "match_rms_adamw",
+                "betas": [0.9, 0.999],
+                "eps": 1e-8,
+            },
+        },
+        in_force=_has_optimizer(_MUON),
+        saves_state=True,
+    ),
+    Technique(
         "optimizer.in_backward=true",
         saves="all gradients but one, where the step is one micro-batch",
         costs="an error in the last backward goes back to the checkpoint",
         applies="with `train.grad_clip=null`, `parallel=single`; not with `train.compile`, `precision=fp16` or "
         "`train.nonfinite=skip`",
         changes={"optimizer.in_backward": True},
-        require=needs_updates_one_by_one,
         result="same",
     ),
-    Lever(
+    Technique(
         "optimizer.in_backward=true train.grad_clip=null",
         saves="all gradients but one, where the step is one micro-batch",
         costs="no clipping; an error in the last backward goes back to the checkpoint",
         applies="as above, in place of `train.grad_clip`",
         changes={"optimizer.in_backward": True, "train.grad_clip": None},
         in_force=lambda config: config.optimizer.in_backward,
-        require=needs_updates_in_place_of_clipping,
-        helps=clips,
-        shrinks_state=True,
+        helps=lambda situation: situation.config.train.grad_clip is not None,
+        saves_state=True,
     ),
-    ON_HOST,
-    Lever(
+    Technique(
+        "optimizer.offload=true",
+        saves="the device's part of the optimizer state, and all that the optimizer's step needs",
+        costs="in every step, gradients and parameters to the host, the update there, and parameters back",
+        applies="CUDA, without `parallel=fsdp` (`parallel.fsdp.cpu_offload=true`) and `optimizer.in_backward`",
+        changes={"optimizer.offload": True},
+        helps=_is_on_a_gpu,
+        result="same",
+        saves_state=True,
+    ),
+    Technique(
         "optimizer.fused=auto",
         saves="a copy of the parameters in the optimizer's step",
         costs="nothing",
@@ -225,39 +343,83 @@ LEVERS = (
         is_default=True,
         result="same",
     ),
-    Lever(
+    Technique(
         "train.ema=null",
         saves="a copy of the weights",
         costs="evaluation of the average of the weights",
         applies="by default",
         changes={"train.ema": None},
         is_default=True,
-        state_saved=weight_average,
+        saves_state=True,
     ),
-    Lever(
+    Technique(
         "model.freeze=[NAMES]",
         saves="gradients and optimizer state of these parameters, activations before the first one that is trained",
         costs="they are not trained",
         applies="always, unless nothing is left to train",
-        shrinks_state=True,
+        saves_state=True,
     ),
-    Lever(
+    Technique(
         "adapter=lora",
         saves="gradients and optimizer state of all but the adapters",
         costs="the model's own weights stay as they are, so the result is another",
         applies="models with linear layers in their `blocks()`, those of Transformers; needs `trainapp[peft]`",
         in_force=lambda config: config.adapter.kind != "none",
-        require=needs_layers_for_adapters,
-        shrinks_state=True,
+        needs=_linear_layers,
+        saves_state=True,
     ),
-    Lever(
+    Technique(
         "model.context_length=N",
         saves="activations, in proportion or more",
         costs="shorter texts: another model",
         applies="`model=gpt`",
     ),
-    *SHARDS,
-    Lever(
+    Technique(
+        "parallel=fsdp",
+        saves="parameters, gradients and optimizer state, divided by the number of ranks",
+        costs="traffic: parameters are gathered in every forward and backward",
+        applies="several ranks, or GPUs for them; models with `blocks()`",
+        changes={"parallel.strategy": "fsdp"},
+        helps=_has_ranks_and_blocks,
+        result="same",
+        saves_state=True,
+    ),
+    Technique(
+        "parallel.fsdp.reshard_after_forward=true",
+        saves="the gathered parameters of all blocks but one between forward and backward",
+        costs="gathering them again in backward",
+        applies="`parallel=fsdp`, by default",
+        changes={"parallel.fsdp.reshard_after_forward": True},
+        is_default=True,
+        result="same",
+    ),
+    Technique(
+        "parallel.fsdp.sync_every_micro_batch=true",
+        saves="unsharded gradients between micro-batches",
+        costs="a reduction per micro-batch instead of one per step",
+        applies="`parallel=fsdp`, by default",
+        changes={"parallel.fsdp.sync_every_micro_batch": True},
+        is_default=True,
+        result="same",
+    ),
+    Technique(
+        "parallel.fsdp.cpu_offload=true",
+        saves="the device's part of parameters, gradients and optimizer state",
+        costs="copies between host and device, and the optimizer's step on the host",
+        applies="`parallel=fsdp`",
+        changes={"parallel.fsdp.cpu_offload": True},
+        result="same",
+        saves_state=True,
+    ),
+    Technique(
+        "parallel.fsdp.meta_init=true",
+        saves="the whole model on each device before it is sharded",
+        costs="other initial weights, of the same distribution",
+        applies="`parallel=fsdp`, models with `init_weights()`",
+        changes={"parallel.fsdp.meta_init": True},
+        needs=_init_weights,
+    ),
+    Technique(
         "memory.expandable_segments=true",
         saves="fragmentation: reserved memory that cannot be used",
         costs="nothing",
@@ -266,7 +428,7 @@ LEVERS = (
         is_default=True,
         result="same",
     ),
-    Lever(
+    Technique(
         "checkpointing.asynchronous=false",
         saves="a copy of the state in host memory",
         costs="training waits while a checkpoint is written",
@@ -276,3 +438,5 @@ LEVERS = (
         result="same",
     ),
 )
+
+LEVERS, available_levers = TECHNIQUES, available  # former names, while planning/ uses them

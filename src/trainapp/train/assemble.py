@@ -31,8 +31,8 @@ from trainapp.parallel.strategy import SingleDevice
 from trainapp.rng import preserved_rng, seed_everything
 from trainapp.techniques import checkpointing, chunked_loss, frozen, offload
 from trainapp.techniques.catalogue import require_suited
-from trainapp.techniques.lever import Situation
 from trainapp.techniques.offload import NoOffload, Offload
+from trainapp.techniques.technique import Situation
 from trainapp.torch_private import is_tracing
 from trainapp.train import loss_check, losses, updates
 from trainapp.train.components import Components
@@ -192,6 +192,11 @@ def _require_same_forward(
 
 def _quantize_products(model: nn.Module, kind: quantized_products.Kind) -> None:
     layers = quantized_products.quantizable(blocks_of(model, f"precision={kind}"))
+    if not layers:
+        raise UserError(
+            f"precision={kind}: no nn.Linear in the blocks of {type(model).__name__} has two dimensions that are "
+            f"multiples of {quantized_products.MULTIPLE}, so nothing would be computed in {kind}; use precision=bf16"
+        )
     quantized_products.quantize(layers, kind)
     total = sum(isinstance(module, nn.Linear) for module in model.modules())
     log.info("precision=%s: the products of %d of %d linear layers are in %s", kind, len(layers), total, kind)

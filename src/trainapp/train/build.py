@@ -30,7 +30,7 @@ from trainapp.parallel.ranks import Ranks
 from trainapp.rng import seed_everything
 from trainapp.signals import StopRequest
 from trainapp.sizes.record import initial_sizes
-from trainapp.techniques.lever import Situation
+from trainapp.techniques.technique import Situation
 from trainapp.torch_private import is_tracing
 from trainapp.tracking.meter import Meter
 from trainapp.tracking.tracker import SilentTracker, Tracker

@@ -2,7 +2,7 @@
 
 The same update as after the backward, bit for bit, without the memory of all gradients at once. The commit begins
 inside the backward: an error in it leaves some parameters updated, so that only a checkpoint is safe. What needs all
-gradients before the first update is refused (`techniques.conditions`).
+gradients before the first update is refused (`config.excludes`).
 """
 
 import contextlib

@@ -6,25 +6,20 @@ from trainapp.checkpoint.train_state import TrainState
 from trainapp.errors import UserError
 from trainapp.memory.device import DeviceMemory, static_bytes
 from trainapp.techniques import catalogue
-from trainapp.techniques.lever import Lever, Situation, overrides_of
+from trainapp.techniques.technique import Situation, Technique, overrides_of
 from trainapp.units import bytes_text
 
 
 def require_room(memory: DeviceMemory, state: TrainState, situation: Situation) -> None:
-    """Raises UserError when the limit leaves no memory for any batch, however small. It names the levers that help,
-    those first that save enough to leave some.
+    """Raises UserError when the limit leaves no memory for any batch, however small. It names the techniques that
+    save of what persists.
     """
     sizes = static_bytes(state.model, state.optimizers, state.average.averages, state.keeps_gradients)
     total = sum(sizes.values())
     if memory.limit is not None and total >= memory.limit:
         parts = ", ".join(f"{kind.label} {bytes_text(size)}" for kind, size in sizes.items() if size)
-        excess = total - memory.limit
-        levers = catalogue.of_state(situation, sizes)
-        levers.sort(key=lambda saving: 1 if saving[0] is None else 0 if saving[0] > excess else 2)
-        lines = [
-            f"  {_pasted(lever, situation)}: saves {_saving(saved, lever, excess)}; cost: {lever.costs}"
-            for saved, lever in levers
-        ]
+        techniques = catalogue.before_any_batch(situation)
+        lines = [f"  {_pasted(own)}: saves {own.saves}; cost: {own.costs}" for own in techniques]
         raise UserError(
             f"memory.limit={bytes_text(memory.limit)}: {parts} need {bytes_text(total)} before any batch; raise the "
             "limit, use a smaller model, or one of these:\n" + "\n".join(lines).replace("`", "") + "\n"
@@ -32,14 +27,6 @@ def require_room(memory: DeviceMemory, state: TrainState, situation: Situation) 
         )
 
 
-def _saving(saved: int | None, lever: Lever, excess: int) -> str:
-    if saved is None:
-        return lever.saves
-    if saved <= excess:
-        return f"{bytes_text(saved)}, which may not be enough"
-    return f"{bytes_text(saved)}, which leaves at least {bytes_text(saved - excess)} for a batch"
-
-
-def _pasted(lever: Lever, situation: Situation) -> str:
+def _pasted(technique: Technique) -> str:
     """Its overrides; its setting where the value is the user's to choose."""
-    return shlex.join(overrides_of([lever])) if lever.changes else lever.setting
+    return shlex.join(overrides_of([technique])) if technique.changes else technique.setting
