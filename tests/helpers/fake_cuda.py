@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from trainapp.optim.nonfinite import NonFiniteCheck
 from trainapp.optim.precision import Precision
-from trainapp.parallel.dtensor import local, whole
 from trainapp.parallel.ranks import SingleRank
+from trainapp.parallel.strategy import local, whole
 from trainapp.planning.cuda.pretend import give_autograd_a_device
 from trainapp.planning.recorder import TracedMemory
 from trainapp.planning.values import FakeBatches

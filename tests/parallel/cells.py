@@ -20,8 +20,8 @@ from trainapp.data.source import TrainBatches
 from trainapp.errors import UserError
 from trainapp.launch import worker
 from trainapp.oom.report import OomReport
-from trainapp.parallel.dtensor import whole
 from trainapp.parallel.ranks import Ranks, SingleRank
+from trainapp.parallel.strategy import whole
 from trainapp.run import runner
 from trainapp.run.result import schedule_of
 from trainapp.signals import StopRequest

@@ -5,7 +5,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from trainapp.parallel.dtensor import is_shard, local
+from trainapp.parallel.strategy import is_shard, local
 from trainapp.planning.ranks import simulated
 
 

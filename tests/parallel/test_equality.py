@@ -52,13 +52,16 @@ def as_one(cell: Cell, world: int, spread: str, *overrides: str, tolerance: floa
     return records
 
 
-def slow(*values):
-    """Marks all but one of several similar cases as slow."""
-    return pytest.param(*values, marks=pytest.mark.slow)
+def nightly(*values):
+    """Marks all but one or two of several similar cases."""
+    return pytest.param(*values, marks=pytest.mark.nightly)
+
+
+MOST_SPREADS = ["ddp", "fsdp", nightly("hsdp")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [2, slow(3), 4])
+@pytest.mark.parametrize("world", [2, nightly(3), nightly(4)])
 @pytest.mark.parametrize("spread", SPREADS)
 def test_as_one_process(cell, spread, world):
     if spread == "hsdp" and world == 3:
@@ -68,7 +71,7 @@ def test_as_one_process(cell, spread, world):
     as_one(cell, world, spread, "train.ema=0.5")
 
 
-@pytest.mark.parametrize("spread", SPREADS)
+@pytest.mark.parametrize("spread", MOST_SPREADS)
 def test_averaging_would_be_noticed(cell, spread):
     # Negative control: gradients averaged over ranks, as DDP and FSDP do by default.
     (reference,) = cell.reference(0)
@@ -93,7 +96,7 @@ MASKED = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spread", SPREADS)
+@pytest.mark.parametrize("spread", MOST_SPREADS)
 def test_a_rank_without_a_valid_token(cell, spread):
     records = as_one(cell, 4, spread, *MASKED)
     without = [index % 3 == 0 for record in records for own in record.samples.values() for index in own]
@@ -114,7 +117,7 @@ def test_no_valid_token_anywhere(cell, spread):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spread", SPREADS)
+@pytest.mark.parametrize("spread", MOST_SPREADS)
 def test_clipping(cell, spread):
     # Once per step, by the norm over all ranks.
     (unclipped,) = cell.reference(0)
@@ -123,7 +126,7 @@ def test_clipping(cell, spread):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [nightly(1), 2])
 @pytest.mark.parametrize("spread", ["ddp", "fsdp"])
 def test_fp16_overflow_on_one_rank(cell, spread, world):
     fp16 = ("precision=fp16", "precision.initial_scale=256")
@@ -147,7 +150,7 @@ def test_fp16_overflow_on_one_rank(cell, spread, world):
 @pytest.mark.parametrize("spread", ["ddp", "fsdp"])
 @pytest.mark.parametrize(
     ("world", "global_size", "micro_size"),
-    [(2, 7, 2), slow(4, 7, 2), slow(4, 3, 1), (2, 1, 1), (2, 9, 4), slow(2, 13, 6)],
+    [(2, 7, 2), nightly(4, 7, 2), nightly(4, 3, 1), nightly(2, 1, 1), nightly(2, 9, 4), nightly(2, 13, 6)],
     ids=lambda value: str(value),
 )
 def test_a_global_batch_that_does_not_divide(cell, spread, world, global_size, micro_size):
@@ -161,7 +164,7 @@ def test_a_global_batch_that_does_not_divide(cell, spread, world, global_size, m
 
 @pytest.mark.slow
 @pytest.mark.parametrize("spread", ["ddp", "fsdp"])
-@pytest.mark.parametrize(("world", "samples"), [(2, 37), slow(4, 37), (4, 3), slow(4, 5)])
+@pytest.mark.parametrize(("world", "samples"), [(2, 37), nightly(4, 37), (4, 3), nightly(4, 5)])
 def test_evaluation_counts_every_sample_once(cell, spread, world, samples):
     overrides = ("every.eval=1", "batch.eval_micro_size=6", f"data.val_size={samples}", "train.max_steps=5")
     (reference,) = cell.reference(0, *overrides)
@@ -177,18 +180,18 @@ def test_evaluation_counts_every_sample_once(cell, spread, world, samples):
 @pytest.mark.parametrize(
     ("spread", "overrides"),
     [
-        slow("ddp", ("batch.micro_size=1",)),
+        nightly("ddp", ("batch.micro_size=1",)),
         ("ddp", ("accumulation.steps=3", "batch.micro_size=auto")),
-        ("ddp", ("parallel.ddp.bucket_mb=0.001",)),
+        nightly("ddp", ("parallel.ddp.bucket_mb=0.001",)),
         ("ddp", ("parallel.ddp.static_graph=true",)),
-        slow("ddp", ("parallel.ddp.find_unused_parameters=true",)),
-        slow("fsdp", ("batch.micro_size=1",)),
-        slow("fsdp", ("accumulation.steps=3", "batch.micro_size=auto")),
+        nightly("ddp", ("parallel.ddp.find_unused_parameters=true",)),
+        nightly("fsdp", ("batch.micro_size=1",)),
+        nightly("fsdp", ("accumulation.steps=3", "batch.micro_size=auto")),
         ("fsdp", ("parallel.fsdp.sync_every_micro_batch=false",)),
         ("fsdp", ("parallel.fsdp.reshard_after_forward=false",)),
-        slow("fsdp", ("parallel.fsdp.prefetch=2",)),
-        ("fsdp", ("parallel.fsdp.cpu_offload=true",)),
-        slow("hsdp", ("parallel.fsdp.sync_every_micro_batch=false", "batch.micro_size=1")),
+        nightly("fsdp", ("parallel.fsdp.prefetch=2",)),
+        nightly("fsdp", ("parallel.fsdp.cpu_offload=true",)),
+        nightly("hsdp", ("parallel.fsdp.sync_every_micro_batch=false", "batch.micro_size=1")),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, tuple) else value,
 )
@@ -199,10 +202,10 @@ def test_settings_that_change_no_result(cell, spread, overrides):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spread", SPREADS)
+@pytest.mark.parametrize("spread", MOST_SPREADS)
 @pytest.mark.parametrize(
     "checkpointing",
-    [slow(("full",)), ("full", "every=2"), ("selective",)],
+    [nightly(("full",)), nightly(("full", "every=2")), ("selective",)],
     ids=lambda value: "-".join(value),
 )
 def test_activation_checkpointing(cell, spread, checkpointing):
@@ -213,7 +216,7 @@ def test_activation_checkpointing(cell, spread, checkpointing):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spread", SPREADS)
+@pytest.mark.parametrize("spread", MOST_SPREADS)
 def test_bf16(cell, spread):
     # bf16 has 8 bits: matmuls round differently in other micro-batches. Still, far from fp32's tolerance.
     (reference,) = cell.reference(0, "precision=bf16")

@@ -46,7 +46,7 @@ def test_killed_workers_are_started_again(reference, tmp_path):
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_directory_of_a_launcher_is_refused_to_a_second_run(tmp_path):
     run_dir = tmp_path / "run"
     slow = fail_at(0, 4, "forward", "slow", times=8)
@@ -67,7 +67,7 @@ def test_restarts_are_bounded(tmp_path):
     assert "in strike" in (tmp_path / "run" / "ranks" / "rank_1.log").read_text()  # the traceback
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_error_that_comes_again_at_the_same_step_ends_the_run(tmp_path):
     """One restart shows that another would not help, though three are allowed."""
     fault = fail_at(1, 4, "backward", "io error", times=9)
@@ -96,7 +96,7 @@ def test_an_error_of_code_ends_the_run_at_once(tmp_path):
     assert not list((tmp_path / "run" / "ranks").glob("*.error"))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_worker_that_is_killed_again_at_the_same_step_is_restarted(reference, tmp_path):
     """What kills it may be gone; the other rank's error, a lost connection, counts for nothing."""
     fault = fail_at(1, 4, "backward", "kill", times=2)
@@ -133,7 +133,7 @@ def test_out_of_memory_without_votes(reference, tmp_path):
     assert different(checkpoint(tmp_path / "run", 6), checkpoint(reference, 6)) != []  # negative control
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_restarts_with_a_smaller_micro_batch_are_not_counted(tmp_path):
     """A search that costs a restart per size must not end for want of restarts."""
     faults = [fail_at(1, step, "backward", operation=20) for step in (2, 3)]
@@ -146,7 +146,7 @@ def test_restarts_with_a_smaller_micro_batch_are_not_counted(tmp_path):
     assert list(found["micro_schedule"].values()) == [2, 1]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_out_of_memory_inside_nccl(reference, tmp_path):
     """Although votes are held, the worker leaves at once: all restart at half the micro-batch, nothing is lost."""
     fault = fail_at(1, 3, "backward", "nccl", operation=20)
@@ -160,7 +160,7 @@ def test_out_of_memory_inside_nccl(reference, tmp_path):
         assert line["loss"] == pytest.approx(other["loss"], rel=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_restarts_for_training_and_for_evaluation_do_not_undo_each_other(tmp_path):
     """No checkpoint holds the first one's size when the second comes: it would fail again, for ever."""
     faults = [fail_at(1, 1, "backward", operation=20), fail_at(0, 1, "evaluate", operation=20)]
@@ -187,7 +187,7 @@ def test_out_of_memory_recovered_in_place_names_its_rank(tmp_path):
     assert result(tmp_path / "run")["oom_restarts"] == 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_out_of_memory_in_the_commit(reference, tmp_path):
     fault = fail_at(0, 3, "commit", operation=1)
     ended = launch(tmp_path / "run", *DDP, env=environment(tmp_path, fault))
@@ -203,9 +203,9 @@ def test_out_of_memory_in_the_commit(reference, tmp_path):
     ("to", "code"),
     [
         ("launcher", 143),
-        pytest.param("terminal", 130, marks=pytest.mark.slow),
-        pytest.param("launcher", 138, marks=pytest.mark.slow),
-        pytest.param("rank 1", 143, marks=pytest.mark.slow),
+        pytest.param("terminal", 130, marks=pytest.mark.nightly),
+        pytest.param("launcher", 138, marks=pytest.mark.nightly),
+        pytest.param("rank 1", 143, marks=pytest.mark.nightly),
     ],
 )
 def test_a_signal_stops_all_and_the_same_command_goes_on(reference, tmp_path, to, code):
@@ -232,7 +232,7 @@ def test_a_signal_stops_all_and_the_same_command_goes_on(reference, tmp_path, to
     assert different(checkpoint(run_dir, 6), checkpoint(reference, 6)) == []
 
 
-@pytest.mark.parametrize("asynchronous", ["false", pytest.param("true", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("asynchronous", ["false", pytest.param("true", marks=pytest.mark.nightly)])
 def test_a_disk_that_is_full_on_one_rank(tmp_path, asynchronous):
     fault = fail_at(1, 4, "save", "disk full")
     # A shard larger than the rank may write. In the background it fails first; then all ranks try again together.
@@ -250,7 +250,7 @@ def test_a_disk_that_is_full_on_one_rank(tmp_path, asynchronous):
     assert not list((tmp_path / "run" / "checkpoints").glob(".tmp*"))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_loader_process_that_dies(tmp_path):
     fragile = ("user_packages=[parallel]", "data._target_=parallel.saboteur.FragileTokens", "data.num_workers=1")
     marker = tmp_path / "marker"
@@ -276,7 +276,7 @@ def test_a_loss_that_is_not_a_number_stops_all(tmp_path):
     assert last(tmp_path / "run") == 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_peer_that_vanishes(tmp_path):
     fault = fail_at(1, 4, "backward", "freeze", operation=20)
     ended = launch(
@@ -292,7 +292,7 @@ def test_a_peer_that_vanishes(tmp_path):
     assert not list((tmp_path / "run" / "checkpoints").glob("step_00000004"))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_killed_anywhere(tmp_path):
     """With FSDP and saves in the background; test_killed_workers_are_started_again has DDP and saves that wait."""
     overrides = (*SABOTAGED, "parallel=fsdp", "checkpointing.asynchronous=true")

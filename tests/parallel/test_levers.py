@@ -1,5 +1,6 @@
 """Levers on several ranks: the result is that of one process, and a failure on one rank costs one retried step."""
 
+import itertools
 from importlib.util import find_spec
 
 import pytest
@@ -28,8 +29,9 @@ if find_spec("torchao") is not None:
     OPTIMIZERS |= {kind: (f"precision={kind}", *SLOW_STEPS) for kind in ("int8", "fp8")}
 REFUSED = {("adafactor", "fsdp"), ("adafactor", "hsdp")}
 QUICK = {("ddp", "chunks"), ("fsdp", "chunks"), ("fsdp", "frozen"), ("fsdp", "frozen from the start")}
+QUICK |= {("fsdp", "bf16 states"), ("fsdp", "adafactor"), ("ddp", "muon"), ("ddp", "bf16 weights")}
 CELLS = [
-    pytest.param(spread, lever, marks=() if (spread, lever) in QUICK else pytest.mark.slow)
+    pytest.param(spread, lever, marks=() if (spread, lever) in QUICK else pytest.mark.nightly)
     for spread in SPREADS
     for lever in LEVERS
 ]
@@ -89,8 +91,13 @@ def test_an_optimizer_on_the_host(cell: Cell):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spread", SPREADS)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("spread", "optimizer"),
+    [
+        pytest.param(*pair, marks=() if pair in QUICK else pytest.mark.nightly)
+        for pair in itertools.product(SPREADS, OPTIMIZERS)
+    ],
+)
 def test_optimizers(cell: Cell, spread, optimizer):
     """The same weights on all ranks, and nearly those of one process: what is rounded by chance is rounded alike."""
     (reference,) = cell.reference(0, *OPTIMIZERS[optimizer])

@@ -19,6 +19,12 @@ from .harness import configure
 pytestmark = pytest.mark.slow
 # Those with state, and every second of the others.
 NAMES = [name for number, (name, cell) in enumerate(ALL.items()) if cell.ranks and (name in STATEFUL or number % 2)]
+PER_PUSH = ("moco", "lazy buffer", "running scale")
+BOTH = ("lazy buffer", "queue", "running scale", "replay")
+CELLS = [
+    pytest.param(name, marks=() if name in PER_PUSH or number % 10 == 0 else pytest.mark.nightly)
+    for number, name in enumerate(NAMES)
+]
 SETTINGS = {  # 8, 4, then 2 samples: steps of 32, 32, 16 and 32 on two ranks
     "batch.global_size": 32,
     "data.size": 80,
@@ -61,13 +67,15 @@ def differs_from_its_replay(pool: Pool, name: str, folder: Path, *faults: Fault)
     ]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CELLS)
 def test_one_rank_out_of_memory(pool, tmp_path, name):
     faults = (fail_at(1, 3, "forward", operation=3), fail_at(0, 4, "backward", operation=8))
     assert differs_from_its_replay(pool, name, tmp_path, *faults) == []
 
 
-@pytest.mark.parametrize("name", ["moco", "lazy buffer", "queue", "running scale", "replay"])
+@pytest.mark.parametrize(
+    "name", ["moco", *(pytest.param(name, marks=pytest.mark.nightly) for name in NAMES if name in BOTH)]
+)
 def test_both_ranks_out_of_memory_in_the_first_step(pool, tmp_path, name):
     faults = (fail_at(0, 1, "backward", operation=6), fail_at(1, 1, "backward", operation=6))
     assert differs_from_its_replay(pool, name, tmp_path, *faults) == []

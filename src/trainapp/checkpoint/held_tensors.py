@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from trainapp.checkpoint.stateful import DEPTH, children
 from trainapp.memory.kept import KeptStorages
-from trainapp.parallel.dtensor import local
+from trainapp.parallel.strategy import local
 from trainapp.torch_private import MODULE_ATTRIBUTES
 
 MOST_LOOKED_INTO = 20_000  # objects of each root, those close to it first: tensors beyond them are not found

@@ -25,8 +25,7 @@ from trainapp.config.schema import Config
 from trainapp.data.batch import MicroBatch
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.files import atomic_write
-from trainapp.parallel.rank_zero import answered_by_rank_zero
-from trainapp.parallel.ranks import Ranks
+from trainapp.parallel.ranks import Ranks, answered_by_rank_zero
 from trainapp.train.allocations import note_refused
 from trainapp.train.evaluate import as_evaluated, each_micro_batch
 from trainapp.train.phase import Phase

@@ -24,8 +24,7 @@ from trainapp.errors import UserError
 from trainapp.launch import environment
 from trainapp.memory import host_guard
 from trainapp.memory.detection import causes, is_device_lost, is_out_of_memory, own_text
-from trainapp.parallel.rank_zero import answered_by_rank_zero
-from trainapp.parallel.ranks import DistributedRanks, Ranks
+from trainapp.parallel.ranks import DistributedRanks, Ranks, answered_by_rank_zero
 from trainapp.run import run_dir
 from trainapp.tracking import terminal
 

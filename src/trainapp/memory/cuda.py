@@ -14,7 +14,7 @@ from trainapp.config.schema import Memory
 from trainapp.memory.device import DeviceMemory
 from trainapp.memory.kinds import MemoryKind
 from trainapp.memory.live_tensors import Events, Kinds, Resident
-from trainapp.parallel.dtensor import local
+from trainapp.parallel.strategy import local
 from trainapp.torch_private import memory_snapshot, record_memory_history
 
 MAX_HISTORY = 20_000  # allocations and frees that are recorded, the last ones of a step; some KB of host memory each

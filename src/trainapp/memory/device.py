@@ -19,7 +19,7 @@ from trainapp.memory.kept import KeptStorages
 from trainapp.memory.kinds import MemoryKind
 from trainapp.memory.live_tensors import Events, Kinds, ModulePath, Resident
 from trainapp.optim.on_host import copies_of
-from trainapp.parallel.dtensor import local
+from trainapp.parallel.strategy import local
 from trainapp.torch_private import storage_id, strided_parts
 from trainapp.units import parse_memory_size
 

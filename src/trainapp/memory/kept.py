@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor
 
-from trainapp.parallel.dtensor import local
+from trainapp.parallel.strategy import local
 from trainapp.torch_private import storage_id
 
 Tensors = Callable[[], Iterable[Tensor]]

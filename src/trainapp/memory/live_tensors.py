@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trainapp.memory.kept import KeptStorages, WeakStorages
 from trainapp.memory.kinds import MemoryKind
-from trainapp.parallel.dtensor import local
+from trainapp.parallel.strategy import local
 from trainapp.torch_operators import ASKS_DEVICE
 from trainapp.torch_private import DispatchMode, ForwardModuleTracker, storage_id
 from trainapp.units import bytes_text

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from trainapp.errors import UserError
-from trainapp.parallel.dtensor import copy_into
+from trainapp.parallel.strategy import copy_into
 from trainapp.torch_private import COMPILED_PREFIX
 from trainapp.units import listed
 

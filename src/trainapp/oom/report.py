@@ -13,9 +13,8 @@ from torch import nn
 from trainapp import strict_json
 from trainapp.memory.detection import broken_part, requested_bytes
 from trainapp.memory.kinds import MemoryKind
-from trainapp.parallel.dtensor import local
 from trainapp.parallel.ranks import PeerOutOfMemory
-from trainapp.parallel.strategy import TaskModule
+from trainapp.parallel.strategy import TaskModule, local
 from trainapp.techniques import catalogue
 from trainapp.techniques.technique import Situation, overrides_of
 from trainapp.torch_private import storage_id

@@ -13,9 +13,8 @@ from torch import nn
 from torch.utils.weak import TensorWeakRef
 
 from trainapp.config.schema import Ddp
-from trainapp.parallel.ranks import DistributedRanks
-from trainapp.parallel.strategy import SingleDevice, Task, TaskModule, compute_within
-from trainapp.parallel.warm_up import warm_up_group
+from trainapp.parallel.ranks import Ranks
+from trainapp.parallel.strategy import SingleDevice, Task, TaskModule, compute_within, warm_up_group
 from trainapp.torch_private import DispatchMode, outside_dispatch_modes, rebuild_buckets, storage_id
 from trainapp.trained import trained_alone
 
@@ -27,7 +26,7 @@ class Exchange:
     It holds no reference to DDP: C++ holds the hook, and such a cycle would never be collected.
     """
 
-    ranks: DistributedRanks
+    ranks: Ranks
     due: bool = True  # False in all but the last micro-batch
     has_reduced: bool = False  # since the buckets were last looked at
 
@@ -80,9 +79,7 @@ class DDP(SingleDevice):
     forward: nn.parallel.DistributedDataParallel  # of the update at work, as are `_buckets` and `_exchange`
     _buckets: Buckets
 
-    def __init__(
-        self, model: nn.Module, ranks: DistributedRanks, settings: Ddp, updates: Sequence[list[nn.Parameter]] = ()
-    ):
+    def __init__(self, model: nn.Module, ranks: Ranks, settings: Ddp, updates: Sequence[list[nn.Parameter]] = ()):
         super().__init__(model, ranks)
         self.settings, self._updates = settings, updates
         self._task_module = TaskModule(model)

@@ -12,9 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from trainapp import torch_fsdp
 from trainapp.config.schema import Fsdp
 from trainapp.errors import UserError
-from trainapp.parallel.ranks import DistributedRanks
-from trainapp.parallel.strategy import SingleDevice, Task, TaskModule, compute_within
-from trainapp.parallel.warm_up import warm_up_group
+from trainapp.parallel.ranks import Ranks
+from trainapp.parallel.strategy import SingleDevice, Task, TaskModule, compute_within, warm_up_group
 from trainapp.torch_private import fsdp_collectives, outside_dispatch_modes, tree_map
 
 if TYPE_CHECKING:
@@ -39,7 +38,7 @@ class FSDP(SingleDevice):
         self,
         model: nn.Module,
         blocks: list[nn.Module],
-        ranks: DistributedRanks,
+        ranks: Ranks,
         settings: Fsdp,
         compute_dtype: torch.dtype,
     ):
@@ -158,7 +157,7 @@ class FSDP(SingleDevice):
             dist.all_reduce(flag, op=dist.ReduceOp.MAX)
 
 
-def _mesh(ranks: DistributedRanks, replicas: int) -> DeviceMesh:
+def _mesh(ranks: Ranks, replicas: int) -> DeviceMesh:
     if ranks.world % replicas:
         raise UserError(
             f"parallel.fsdp.replicas={replicas}: must divide the number of ranks, {ranks.world}; each replica is "

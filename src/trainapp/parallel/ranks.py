@@ -9,11 +9,13 @@ vote pairs with the others' next one, and all ranks leave the step together.
 import contextlib
 import datetime
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from trainapp.errors import UserError
 from trainapp.torch_private import outside_dispatch_modes
 
 T = TypeVar("T")
@@ -32,22 +34,28 @@ class Flags(NamedTuple):
     search_news: bool = False  # the search for a micro-batch size has something to share
 
 
-class Ranks(Protocol):
-    """The ranks of a run, as one of them sees them. "Collective" means: call on every rank, in the same order."""
+class Ranks:
+    """The ranks of a run, as one of them sees them. "Collective" means: call on every rank, in the same order.
 
-    rank: int
-    world: int
-    device: torch.device
-    votes_enabled: bool  # whether ranks vote before each collective
-    saving_group: dist.ProcessGroup | None  # for checkpoints alone
+    Here every collective is the identity, as of a single process.
+
+    votes_enabled: whether ranks vote before each collective. saving_group: for checkpoints alone.
+    """
+
+    rank, world = 0, 1
+    device = torch.device("cpu")
+    votes = 0  # held so far
+    votes_enabled = False
+    saving_group: dist.ProcessGroup | None = None
+    _read_flags: Callable[[], Flags]
 
     @property
     def is_rank_zero(self) -> bool:
         """Whether this rank writes the run's files and its messages."""
-        ...
+        return self.rank == 0
 
     def enable_votes(self, unproven: bool) -> None:
-        """Decide whether to vote from here on. unproven: whether a size in use is not proven; the same on all ranks."""
+        """Decide whether to vote from here on. unproven: whether a size in use is not validated, equal on all ranks."""
 
     def disable_votes(self) -> None:
         """Hold no votes in this run, whatever `parallel.vote_on_oom` says: the strategy cannot recover in place."""
@@ -57,33 +65,37 @@ class Ranks(Protocol):
 
     def vote(self, failed: bool) -> bool:
         """Whether any rank voted that it ran out of memory. Collective."""
-        ...
+        return failed
 
     def reset_votes(self) -> None:
         """Call after all ranks have left an aborted step, before the next vote."""
 
-    def all_reduce_sum(self, value: torch.Tensor) -> torch.Tensor:
+    def all_reduce_sum(self, value: Tensor) -> Tensor:
         """The sum over ranks. Collective; raises PeerOutOfMemory as `check_peers` does."""
-        ...
+        return value
 
     def all_reduce_min(self, value: int) -> int:
         """The minimum over ranks. Collective, and never preceded by a vote."""
-        ...
+        return value
 
     def all_reduce_max(self, *values: int) -> list[int]:
         """The maximum of each over ranks. Collective; raises PeerOutOfMemory as `check_peers` does."""
-        ...
+        return list(values)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Every rank's `value`, a small Python object, ordered by rank. Collective."""
-        ...
+        return [value]
 
     def start_flag_exchange(self, read: Callable[[], Flags]) -> None:
         """Start to exchange what `read()` returns, in the background of a step. Collective."""
+        self._read_flags = read
 
     def finish_flag_exchange(self) -> Flags:
-        """The maximum of each flag over ranks. Waits for the slowest rank."""
-        ...
+        """The maximum of each flag over ranks. Waits for the slowest rank.
+
+        A single process reads the flags only now, so that a signal during the step is seen at its end.
+        """
+        return self._read_flags()
 
     def cancel_flag_exchange(self) -> None:
         """End the exchange that an aborted step has started."""
@@ -93,69 +105,14 @@ class Ranks(Protocol):
 
     def exchange_in_library(self) -> contextlib.AbstractContextManager[None]:
         """Around a collective of a library's own on values that it reads at once: in a trace there are none."""
-        ...
-
-
-class NoExchange:
-    """Collectives that exchange nothing: there are no peers, or in a trace only such as have what this rank has."""
-
-    _read_flags: Callable[[], Flags]
-
-    def enable_votes(self, unproven: bool) -> None:
-        """No peer can fail."""
-
-    def disable_votes(self) -> None:
-        """No peer can fail."""
-
-    def vote(self, failed: bool) -> bool:
-        return failed
-
-    def all_reduce_min(self, value: int) -> int:
-        return value
-
-    def all_reduce_max(self, *values: int) -> list[int]:
-        return list(values)
-
-    def start_flag_exchange(self, read: Callable[[], Flags]) -> None:
-        self._read_flags = read
-
-    def finish_flag_exchange(self) -> Flags:
-        """Reads the flags only now, so that a signal during the step is seen at its end."""
-        return self._read_flags()
-
-    def cancel_flag_exchange(self) -> None:
-        """Nothing runs in the background."""
-
-    def barrier(self) -> None:
-        """There are no peers to wait for."""
-
-
-class SingleRank(NoExchange):
-    """A single process: every collective is the identity."""
-
-    rank, world = 0, 1
-    device = torch.device("cpu")
-    votes_enabled = False
-    saving_group: dist.ProcessGroup | None = None
-    is_rank_zero = True
-
-    def check_peers(self) -> None:
-        """There are no peers."""
-
-    def reset_votes(self) -> None:
-        """A single rank never votes."""
-
-    def all_reduce_sum(self, value: torch.Tensor) -> torch.Tensor:
-        return value
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        return [value]
-
-    def exchange_in_library(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
 
-class DistributedRanks:
+class SingleRank(Ranks):
+    """A single process."""
+
+
+class DistributedRanks(Ranks):
     """This process among the ranks of a run. Needs torch.distributed to be initialised.
 
     timeout: seconds after which a peer that does not answer is an error. vote_on_oom: "unproven", "always" or "never",
@@ -165,7 +122,6 @@ class DistributedRanks:
     def __init__(self, device: torch.device, timeout: float, vote_on_oom: str = "unproven"):
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.device = device
-        self.votes = 0  # held so far
         self._vote_on_oom = vote_on_oom
         self._aborted = False
         self.enable_votes(True)
@@ -176,11 +132,6 @@ class DistributedRanks:
         self._flag_group = dist.new_group(backend="gloo", timeout=limit)
         self._flag_work: dist.Work | None = None
         self._flags = torch.zeros(len(Flags()), dtype=torch.int64)
-
-    @property
-    def is_rank_zero(self) -> bool:
-        """Whether this rank writes the run's files and its messages."""
-        return self.rank == 0
 
     def release_groups(self) -> None:
         """Drop the process groups, after the last collective."""
@@ -218,7 +169,7 @@ class DistributedRanks:
     def reset_votes(self) -> None:
         self._aborted = False
 
-    def all_reduce_sum(self, value: torch.Tensor) -> torch.Tensor:
+    def all_reduce_sum(self, value: Tensor) -> Tensor:
         """Runs on the gradients' group, so that the value may be on the device."""
         self.check_peers()
         with outside_dispatch_modes():
@@ -270,5 +221,58 @@ class DistributedRanks:
     def barrier(self) -> None:
         dist.barrier(group=self._side_group)
 
-    def exchange_in_library(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
+
+def answered_by_rank_zero(ranks: Ranks, ask: Callable[[], T]) -> T:
+    """What `ask` returns on rank 0, the only one that calls it. Collective.
+
+    Its UserError is raised on all ranks: none waits for another.
+    """
+    answer, problem = None, None
+    if ranks.is_rank_zero:
+        try:
+            answer = ask()
+        except UserError as error:
+            problem = error
+    answer, problem = ranks.all_gather_object((answer, problem))[0]
+    if problem is not None:
+        raise problem
+    return cast(T, answer)
+
+
+class Gathered(NamedTuple):
+    """The rows of all ranks, in the order of the ranks; this rank's are [start, end)."""
+
+    tensors: list[Tensor]
+    start: int
+    end: int
+
+
+def gather_rows(ranks: Ranks, tensors: list[Tensor], setting: str) -> Gathered:
+    """Tensors of shape [n, ...], where n may differ between ranks, as [sum of n, ...]. Collective; no gradients.
+
+    Each is summed with zeros for the rows of the others: exact, and the only collective that all backends and a trace
+    have alike. Raises UserError where the ranks have tensors of other shapes or types; PeerOutOfMemory as
+    `check_peers` does. setting: names the tensors in messages.
+    """
+    own = len(tensors[0])
+    if ranks.world == 1:
+        return Gathered(tensors, 0, own)
+    ranks.check_peers()
+    by_rank = ranks.all_gather_object((own, [(tuple(t.shape[1:]), str(t.dtype)) for t in tensors]))
+    if any(forms != by_rank[0][1] for _, forms in by_rank):
+        raise UserError(f"{setting}: the embeddings of different ranks have different shapes; give all the same")
+    start = sum(rows for rows, _ in by_rank[: ranks.rank])
+    total = sum(rows for rows, _ in by_rank)
+    return Gathered([_spread(ranks, tensor, start, total) for tensor in tensors], start, start + own)
+
+
+def _spread(ranks: Ranks, tensor: Tensor, start: int, total: int) -> Tensor:
+    # gloo sums no booleans, and not every half precision: both fit into a wider type without a change.
+    wide = tensor.dtype
+    if tensor.dtype is torch.bool:
+        wide = torch.uint8
+    elif tensor.is_floating_point() and tensor.itemsize < 4:
+        wide = torch.float32
+    whole = torch.zeros((total, *tensor.shape[1:]), dtype=wide, device=tensor.device)
+    whole[start : start + len(tensor)] = tensor
+    return ranks.all_reduce_sum(whole).to(tensor.dtype)

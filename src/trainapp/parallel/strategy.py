@@ -5,14 +5,17 @@ abort a step on all ranks without a trace of it.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from trainapp.parallel.ranks import Ranks
+from trainapp.torch_fsdp import local_part
 
+WARM_UP_BYTES = (64, 32 * 2**20)  # of the whole buffer: small and large messages take different algorithms
 Task = Callable[[nn.Module, Any], tuple[Any, ...]]  # see `train.losses`
 
 
@@ -101,3 +104,67 @@ def compute_within(wrapper: nn.Module, task: Task, batch: Any) -> tuple[Any, ...
         return loss
 
     return (wrapper(call), *others)
+
+
+def warm_up_group(group: dist.ProcessGroup | None, device: torch.device) -> None:
+    """Use every collective of a run once before training, while memory is plentiful, on one group (None: all ranks).
+
+    NCCL creates a group's communicator in its first collective, and since 2.22 connects the peers of an algorithm, with
+    buffers for each channel, when that algorithm is first chosen (NCCL_RUNTIME_CONNECT). It allocates past torch's
+    allocator, so that the first step that fills the device could fail there; and an error in NCCL cannot be recovered
+    from in place, since the other ranks have queued the same collective.
+
+    Collective; waits for the device. Takes at most twice the larger of WARM_UP_BYTES, which the allocator then has in
+    its cache.
+    """
+    world = dist.get_world_size(group)
+    for size in WARM_UP_BYTES:
+        elements = max(1, size // 4 // world)
+        whole = torch.zeros(elements * world, device=device)
+        part = torch.zeros(elements, device=device)
+        dist.all_gather_into_tensor(whole, part, group=group)
+        dist.reduce_scatter_tensor(part, whole, group=group)
+        dist.broadcast(whole, group_src=0, group=group)
+        dist.all_reduce(whole, op=dist.ReduceOp.MAX, group=group)
+        dist.all_reduce(whole, group=group)
+    dist.all_reduce(torch.zeros(2, dtype=torch.float64, device=device), group=group)  # as for totals
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # an error shows here rather than in the first step
+
+
+# Tensors that may be whole or this rank's shard of one (a DTensor), and conversions between the two.
+
+
+def is_shard(tensor: Any) -> bool:
+    """Whether the tensor is this rank's shard of one."""
+    return hasattr(tensor, "device_mesh")
+
+
+def local(tensor: Any) -> torch.Tensor:
+    """The part of the tensor in this rank's memory, itself: no gradient goes through it to a shard."""
+    return local_part(tensor) if is_shard(tensor) else tensor
+
+
+def locals_of(tensors: Iterable[Any]) -> list[torch.Tensor]:
+    """`local` of each."""
+    # Runs in every step: comparing the type is faster than looking up an attribute that is not there.
+    return [t if type(t) is torch.Tensor else local(t) for t in tensors]
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    """The whole tensor. Collective for a shard: call on every rank. Gathered on the device of the shards' mesh: FSDP's
+    `cpu_offload` keeps them on the host, for which NCCL has no collectives.
+    """
+    return tensor.to(tensor.device_mesh.device_type).full_tensor() if is_shard(tensor) else tensor
+
+
+@torch.no_grad()
+def copy_into(target: Any, source: torch.Tensor) -> None:
+    """Copy a whole tensor into one that may be a shard. No communication: every rank has the whole source."""
+    if is_shard(target):
+        from torch.distributed.tensor import distribute_tensor
+
+        part = distribute_tensor(source.to(target.device), target.device_mesh, target.placements, src_data_rank=None)
+        target.to_local().copy_(part.to_local())
+    else:
+        target.copy_(source)

@@ -14,8 +14,8 @@ from trainapp.data.batch import MicroBatch, elements_in, map_tensors
 from trainapp.data.source import EvalBatches, TrainBatches
 from trainapp.errors import UserError
 from trainapp.optim.optimizers import build_optimizer
-from trainapp.parallel.dtensor import is_shard, local
 from trainapp.parallel.ranks import Ranks
+from trainapp.parallel.strategy import is_shard, local
 from trainapp.planning import models
 from trainapp.planning.assumed_shapes import experts_alike
 from trainapp.planning.place import Place

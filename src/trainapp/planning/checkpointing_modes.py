@@ -12,8 +12,7 @@ import torch
 from trainapp.config.schema import Config
 from trainapp.memory.host_memory import total_bytes
 from trainapp.models.inspect import blocks_of
-from trainapp.parallel.rank_zero import answered_by_rank_zero
-from trainapp.parallel.ranks import Ranks
+from trainapp.parallel.ranks import Ranks, answered_by_rank_zero
 from trainapp.planning import process
 from trainapp.planning.step_peaks import traced
 from trainapp.techniques.checkpointing import Mode, choose_modes

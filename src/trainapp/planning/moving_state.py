@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from trainapp.checkpoint.plain import digest, encoded
 from trainapp.checkpoint.stateful import DEPTH, children, moves_at_commit
 from trainapp.checksum import checksum
-from trainapp.parallel.dtensor import local
+from trainapp.parallel.strategy import local
 from trainapp.planning.user_code import UserCode, is_known
 from trainapp.rng import generator_state, is_generator
 from trainapp.torch_private import MODULE_ATTRIBUTES, buffers_of, outside_dispatch_modes, strided_parts

@@ -11,8 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
-from trainapp.parallel.rank_zero import answered_by_rank_zero
-from trainapp.parallel.ranks import DistributedRanks, NoExchange, Ranks, SingleRank
+from trainapp.parallel.ranks import Ranks, SingleRank, answered_by_rank_zero
 from trainapp.torch_private import DispatchMode, is_fake, outside_dispatch_modes
 
 T = TypeVar("T")
@@ -47,12 +46,11 @@ def by_rank_zero(ranks: Ranks, config: Config, ask: Callable[[Config], T]) -> T:
     return answered_by_rank_zero(ranks, lambda: ask(for_all))
 
 
-class SimulatedRanks(NoExchange, DistributedRanks):
+class SimulatedRanks(Ranks):
     """Rank `rank` of `world`, whose peers all have what it has. Needs `simulated` to be in force."""
 
     def __init__(self, rank: int, world: int, device: torch.device):
         self.rank, self.world, self.device = rank, world, device
-        self.votes, self.votes_enabled, self.saving_group = 0, False, None
 
     def on(self, device: torch.device) -> "SimulatedRanks":
         """The same rank with its model on this device."""

@@ -13,8 +13,8 @@ from trainapp.data.batch import tensors_in
 from trainapp.memory.device import static_bytes
 from trainapp.memory.kept import WeakStorages
 from trainapp.memory.kinds import MemoryKind
-from trainapp.parallel.dtensor import is_shard
 from trainapp.parallel.ranks import Ranks, SingleRank
+from trainapp.parallel.strategy import is_shard
 from trainapp.planning.built import built
 from trainapp.planning.moving_state import Snapshot, buffer_shapes, moved, moving_state
 from trainapp.planning.norms_watch import NormsWatch

@@ -15,8 +15,8 @@ from trainapp.data.source import EvalBatches, TrainBatches
 from trainapp.memory.kept import WeakStorages
 from trainapp.memory.live_tensors import LiveTensors
 from trainapp.optim.precision import Precision
-from trainapp.parallel.dtensor import local
 from trainapp.parallel.ranks import Ranks
+from trainapp.parallel.strategy import local
 from trainapp.planning.assumed_shapes import AssumedShapes, Share
 from trainapp.planning.kernels import CORRECTED, as_on_cpu
 from trainapp.planning.probes import PROBED, with_real_workspace

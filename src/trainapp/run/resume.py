@@ -13,8 +13,7 @@ from trainapp.checkpoint.directory import CheckpointDirectory, read_manifest, re
 from trainapp.config import resume_rules
 from trainapp.config.schema import INFERENCE, Config, Loader
 from trainapp.errors import UserError
-from trainapp.parallel.rank_zero import answered_by_rank_zero
-from trainapp.parallel.ranks import Ranks, SingleRank
+from trainapp.parallel.ranks import Ranks, SingleRank, answered_by_rank_zero
 from trainapp.train.run import Run
 
 log = logging.getLogger(__name__)

@@ -23,9 +23,8 @@ from trainapp.config.schema import Config
 from trainapp.errors import UserError
 from trainapp.models import adapters, transformers_models
 from trainapp.models.weights import load_tensors
-from trainapp.parallel.dtensor import is_shard, whole
-from trainapp.parallel.rank_zero import answered_by_rank_zero
-from trainapp.parallel.ranks import Ranks, SingleRank
+from trainapp.parallel.ranks import Ranks, SingleRank, answered_by_rank_zero
+from trainapp.parallel.strategy import is_shard, whole
 from trainapp.signals import StopRequest
 from trainapp.train import build
 from trainapp.train.run import Run

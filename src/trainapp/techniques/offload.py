@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from trainapp.accelerator import HERE, Accelerator
 from trainapp.config.schema import Config
 from trainapp.models.inspect import blocks_of
-from trainapp.parallel.dtensor import local
+from trainapp.parallel.strategy import local
 from trainapp.torch_private import base_of, storage_id, version_of
 
 LEAST = 2**20  # bytes; copying smaller tensors takes longer than it saves

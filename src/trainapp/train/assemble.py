@@ -26,7 +26,7 @@ from trainapp.optim.ema import WeightAverage
 from trainapp.optim.precision import Precision
 from trainapp.parallel.ddp import DDP
 from trainapp.parallel.fsdp import FSDP
-from trainapp.parallel.ranks import DistributedRanks, Ranks
+from trainapp.parallel.ranks import Ranks
 from trainapp.parallel.strategy import SingleDevice
 from trainapp.rng import preserved_rng, seed_everything
 from trainapp.techniques import checkpointing, chunked_loss, frozen, offload
@@ -235,7 +235,7 @@ def _spread(
     compute_dtype: torch.dtype,
     updates: list[list[nn.Parameter]],
 ) -> SingleDevice:
-    if not isinstance(ranks, DistributedRanks) or ranks.world == 1:
+    if ranks.world == 1:
         return SingleDevice(model, ranks)
     if config.parallel.strategy == "ddp":
         return DDP(model, ranks, config.parallel.ddp, updates)

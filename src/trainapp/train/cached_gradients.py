@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from trainapp.data.batch import MicroBatch, tensors_in
 from trainapp.errors import TrainingStopped, UserError
-from trainapp.parallel.gather import gather_rows
+from trainapp.parallel.ranks import gather_rows
 from trainapp.rng import seed_from
 from trainapp.snapshot import MOVED_ON
 from trainapp.torch_private import is_tracing

@@ -13,7 +13,7 @@ from torch import Tensor
 from trainapp.checkpoint.plain import digest, encoded
 from trainapp.checksum import checksum
 from trainapp.errors import TrainingStopped, UserError
-from trainapp.parallel.dtensor import local
+from trainapp.parallel.strategy import local
 from trainapp.train.run import Run, Step
 from trainapp.train.totals import Totals
 

@@ -18,7 +18,7 @@ from trainapp.hooks.confusion import Counts
 from trainapp.hooks.metrics import StatefulMetrics
 from trainapp.hooks.predictions import FirstPredictions
 from trainapp.memory.kept import KeptStorages
-from trainapp.parallel.dtensor import local
+from trainapp.parallel.strategy import local
 from trainapp.torch_private import is_tracing, outside_dispatch_modes, storage_id
 from trainapp.tracking.meter import NoUtilisation, Utilisation, peak_of
 from trainapp.train import losses

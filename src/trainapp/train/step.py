@@ -11,7 +11,7 @@ from trainapp.data.batch import MicroBatch
 from trainapp.errors import TrainingStopped
 from trainapp.models.inspect import has_batchnorm, instead_of_batchnorm
 from trainapp.optim.nonfinite import gradient_norm, scale_gradients
-from trainapp.parallel.dtensor import locals_of
+from trainapp.parallel.strategy import locals_of
 from trainapp.snapshot import MOVED_ON
 from trainapp.train.allocations import require_all_allocated
 from trainapp.train.cached_gradients import CachedGradients

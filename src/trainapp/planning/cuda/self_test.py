@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from trainapp.memory.live_tensors import LiveTensors
-from trainapp.parallel.dtensor import local
+from trainapp.parallel.strategy import local
 from trainapp.planning.cuda.allocations import CountedByStream
 from trainapp.planning.cuda.devices import Device
 from trainapp.planning.cuda.pretend import EngineOnCuda
