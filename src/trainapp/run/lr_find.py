@@ -3,18 +3,16 @@
 The run is the usual one, with a schedule and a callback of its own, in a folder that is removed: only the curve stays.
 """
 
-import contextlib
 import csv
 import dataclasses
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from trainapp.config.schema import Config, Every, Schedule, Stopping, Target
-from trainapp.errors import NotFinite, TrainingStopped, UserError
+from trainapp.errors import NotFinite, TrainingStopped
 from trainapp.files import atomic_write
 from trainapp.hooks.callbacks import growing, smoothed
 from trainapp.run import runner
@@ -123,7 +121,7 @@ def _text(run_dir: Path, rates: list[float], found: Suggestion, why_ended: str) 
 
 
 def _write(path: Path, steps: list[int], rates: list[float], losses: list[float], curve: list[float]) -> None:
-    with _named(path), atomic_write(path) as file:
+    with atomic_write(path) as file:
         rows = csv.writer(file, lineterminator="\n")
         rows.writerow(["step", "lr", "loss", "smoothed"])
         rows.writerows(zip(steps, rates, losses, curve, strict=True))
@@ -141,22 +139,9 @@ def _draw(path: Path, rates: list[float], losses: list[float], curve: list[float
     axes.axvline(found.steepest, color="C1", linestyle="--", label=f"steepest descent, {found.steepest:.2g}")
     tenth = found.lowest / 10
     axes.axvline(tenth, color="C2", linestyle="--", label=f"a tenth of the lowest loss's, {tenth:.2g}")
-    axes.set(xscale="log", xlabel="learning rate", ylabel="loss", ylim=_limits(losses, curve))
-    axes.legend()
-    with _named(path), atomic_write(path, "wb") as file:
-        canvas.print_png(file)
-
-
-def _limits(losses: list[float], curve: list[float]) -> tuple[float, float]:
-    """With a margin, from the lowest loss to the highest smoothed one: a loss that explodes would flatten the rest."""
-    low, high = min(losses), max(curve)
+    low, high = min(losses), max(curve)  # a loss that explodes would flatten the rest
     margin = 0.05 * (high - low) or 1.0
-    return low - margin, high + margin
-
-
-@contextlib.contextmanager
-def _named(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"mode=lr_find: {path} cannot be written: {error.strerror}") from None
+    axes.set(xscale="log", xlabel="learning rate", ylabel="loss", ylim=(low - margin, high + margin))
+    axes.legend()
+    with atomic_write(path, "wb") as file:
+        canvas.print_png(file)
