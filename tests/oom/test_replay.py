@@ -15,8 +15,7 @@ from trainapp.errors import UserError
 from trainapp.oom.handover import RESTART
 from trainapp.parallel.ranks import SingleRank
 from trainapp.run import runner
-from trainapp.run.result import result_of, write
-from trainapp.run.summary import opening_line
+from trainapp.run.result import opening_line, result_of, write
 from trainapp.signals import StopRequest
 from trainapp.sizes.record import Sizes
 

@@ -23,7 +23,6 @@ from trainapp.oom.report import OomReport
 from trainapp.parallel.ranks import Ranks, SingleRank
 from trainapp.parallel.strategy import whole
 from trainapp.run import runner
-from trainapp.run.result import schedule_of
 from trainapp.signals import StopRequest
 from trainapp.torch_private import outside_dispatch_modes
 from trainapp.train import loop, step
@@ -121,7 +120,7 @@ def _run(config: Config, ranks: Ranks, record: Record) -> None:
     record.votes = getattr(ranks, "votes", 0)
     record.peak = max(ranks.all_gather_object(run.memory.peak))
     record.shapes = {bucket: search.size for bucket, search in run.sizes.train.searches.items()}
-    record.schedule = schedule_of(run, run.sizes.history(ranks)["used"])
+    record.schedule = run.sizes.micro_schedule()
 
 
 def _facts(failure: OomReport) -> dict[str, Any]:

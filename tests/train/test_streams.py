@@ -12,7 +12,7 @@ from trainapp.data.sets.digits import Digits
 from trainapp.errors import UserError
 from trainapp.parallel.ranks import SingleRank
 from trainapp.run import runner
-from trainapp.run.summary import opening_line
+from trainapp.run.result import opening_line
 from trainapp.signals import StopRequest
 
 STREAM = ("model=mlp", "model.width=16", "user_packages=[own_streams]", "train.max_steps=9", "data.num_workers=0")

@@ -26,8 +26,7 @@ from trainapp.planning import checkpointing_modes, first_sizes
 from trainapp.planning.own_device import config_to_plan
 from trainapp.planning.ranks import by_rank_zero
 from trainapp.run import resume, run_dir, trained
-from trainapp.run.result import RunResult, result_of
-from trainapp.run.summary import opening_lines, report
+from trainapp.run.result import RunResult, opening_lines, report, result_of
 from trainapp.signals import StopRequest
 from trainapp.sizes.record import initial_sizes
 from trainapp.train import build, callbacks, loop, losses, trial
