@@ -2,21 +2,19 @@
 
 import re
 import subprocess
-from importlib.util import find_spec
 
 import pytest
-from helpers import ROOT, environment, incidents, metrics, result, run_cli
+from helpers import ROOT, environment, metrics, result, run_cli
 from markdown import blocks, commands, with_this_python
 
 DOCUMENT = ROOT / "README.md"
-pytestmark = pytest.mark.timeout(900)  # a dozen runs in a row: half a minute on idle cores
 # A test need not wait as long as a reader: these are appended to commands that train.
 SHORT = {
-    "memory.limit=": ("train.max_steps=12",),
+    "memory.limit=48MiB train.device=cpu train.max_epochs=1": ("train.max_steps=3",),
+    "mode=plan": ("plan.levers=false",),
     "outputs/first": (),  # resuming has its own length
     "-m": ("train.max_steps=2", "model.width=8"),
-    "eval": (),
-    "": ("train.max_steps=6",),
+    "--": (),
 }
 TRAINING = ("scripts/train", "trainapp", "python")
 
@@ -27,10 +25,6 @@ def shortened(words):
     return words + list(next(more for part, more in SHORT.items() if part in " ".join(words)))
 
 
-def recovers(words):
-    return any(word.startswith("memory.limit=") for word in words)
-
-
 @pytest.fixture(scope="module")
 def session(tmp_path_factory):
     """A reader's directory, and what each command of the README did there, in order."""
@@ -38,11 +32,6 @@ def session(tmp_path_factory):
     env = environment({"TRAINAPP_CACHE": str(folder / "cache")})
     done = []
     for words in commands(DOCUMENT):
-        if words[0] == "scripts/test":  # this very test suite
-            assert (ROOT / "scripts/test").stat().st_mode & 0o100
-            continue
-        if "model=hf" in words and find_spec("transformers") is None:  # an extra
-            continue
         command = with_this_python(shortened(words))
         if words[0] == "tensorboard":
             command.append("--inspect")  # reads the same files, then exits
@@ -59,60 +48,32 @@ def find(session, part):
     return next((process, runs) for words, process, runs in done if part in " ".join(words))
 
 
-def test_every_command_succeeds(session):
-    _, done = session
-    assert len(done) >= 9
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_every_command_does_what_it_says(session):
+    """One after the other, as a reader would."""
+    folder, done = session
+    assert len(done) >= 8
     for words, process, _ in done:
         assert process.returncode == 0, f"{words}\n{process.stdout}{process.stderr}"
 
-
-def test_the_second_thing_to_try_meets_a_real_error_and_recovers(session):
-    process, (run,) = find(session, "memory.limit=")
-    (only,) = incidents(run)
-    assert " as planned in " in only["action"]
-    assert result(run)["steps"] == 12
-    assert (result(run)["oom_restarts"], result(run)["micro_size"]) == (1, only["new_size"])
+    process, (run,) = find(session, "scripts/train model=resnet memory.limit=")
+    assert result(run)["oom_restarts"] >= 1
     assert result(run)["peak_memory_bytes"] <= 48 * 2**20
     assert {line["batch/global_size"] for line in metrics(run)} == {64}
-    shown = next(text for text in blocks(DOCUMENT, "text") if "out of memory" in text)
-    # The README shows word for word what a reader sees of the recovery and of its result.
-    printed, shown = process.stderr.splitlines(), shown.splitlines()
-    assert story(printed) == story(shown)
-    assert len(story(shown)) == 3
-    for row in ("micro-batch ", "OOM restarts "):
-        assert [x for x in process.stdout.splitlines() if x.startswith(row)] == [x for x in shown if x.startswith(row)]
+    shown = next(text for text in blocks(DOCUMENT, "text") if "out of memory" in text).splitlines()
+    assert shown[0] in process.stderr.splitlines()
+    for row in shown[3:]:
+        name = re.match(r"\S+ \S+|\S+", row)[0]
+        assert any(line.startswith(name) for line in process.stdout.splitlines()), row
 
+    plan, _ = find(session, "mode=plan")
+    assert "largest sizes that fit 48.0 MiB" in plan.stdout
+    assert re.fullmatch(r"(\S+=\S+ )*batch\.micro_size=\d+ batch\.eval_micro_size=\d+", plan.stdout.splitlines()[-1])
 
-def story(lines):
-    """Lines between the first, about the whole run, and the first log step; without numbers that depend on time."""
-    end = next(number for number, line in enumerate(lines) if line.startswith(("step 10/", "...")))
-    return [re.sub(r"[\d.]+ s\b", "N s", line) for line in lines[1:end]]
-
-
-def without_times(line):
-    """Times are this machine's, and with them the levers whose largest micro-batch is searched."""
-    return re.sub(r" +(\d+|-) +x \d+\.\d\d", "  N  x T", line)
-
-
-def test_the_plan_it_shows_is_the_one_that_is_printed(session):
-    process, _ = find(session, "mode=plan")
-    shown = next(text for text in blocks(DOCUMENT, "text") if "largest sizes that fit" in text).splitlines()
-    printed = [without_times(line) for line in process.stdout.splitlines()]
-    expected = [without_times(line) for line in shown if line != "..."]
-    assert [line for line in expected[:-1] if line not in printed] == []
-    assert printed[0] == expected[0]
-    # Which is the fastest depends on the processor: on one with products in bf16 it is precision=bf16.
-    for last in (printed[-1], expected[-1]):
-        assert re.fullmatch(r"(\S+=\S+ )*batch\.micro_size=\d+ batch\.eval_micro_size=128", last)
-
-
-def test_sweep_makes_a_directory_for_each_combination(session):
     _, runs = find(session, "-m model=mlp,resnet")
     assert len(runs) == 4
 
-
-def test_resuming_goes_on_in_the_same_directory(session):
-    folder, _ = session
     (first, _), steps = find(session, "outputs/first"), metrics(folder / "outputs/first")
     assert "resumed" not in first.stderr
     assert [line["step"] for line in steps] == sorted({line["step"] for line in steps})
@@ -121,10 +82,14 @@ def test_resuming_goes_on_in_the_same_directory(session):
     evaluated, _ = find(session, "mode=eval")
     assert re.search(rf"^eval accuracy +{ended['objective']:.4f}", evaluated.stdout, re.MULTILINE)
 
+    assert "memory/peak" in find(session, "tensorboard")[0].stdout
 
-def test_tensorboard_finds_the_runs(session):
-    process, _ = find(session, "tensorboard")
-    assert "memory/peak" in process.stdout
+
+def test_the_first_screen_shows_the_proof():
+    lines = DOCUMENT.read_text().splitlines()
+    assert any("memory.limit=48MiB" in line for line in lines[:12])
+    assert any("out of memory at step 1" in line for line in lines[:12])
+    assert len(DOCUMENT.read_text().split()) <= 900
 
 
 def test_table_of_groups_is_that_of_the_program():
@@ -132,16 +97,21 @@ def test_table_of_groups_is_that_of_the_program():
     options = {
         folder.name: {path.stem for path in folder.glob("*.yaml")}
         for folder in (ROOT / "conf").iterdir()
-        if folder.is_dir()
+        if folder.is_dir() and folder.name != "hydra"
     }
     assert {group: set(re.findall(r"`(\w+)`", cell)) for group, cell in table.items()} == options
 
 
-def test_every_file_it_points_to_exists():
-    links = re.findall(r"\]\((?!https?:)([^)#]+)", DOCUMENT.read_text())
-    assert links
-    for link in links:
-        assert (ROOT / link).exists(), link
+@pytest.mark.parametrize("page", ["README.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))])
+def test_every_link_leads_somewhere(page):
+    text = (ROOT / page).read_text()
+    for link, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)", text):
+        target = (ROOT / page).parent / link if link else ROOT / page
+        assert target.exists(), link
+        if anchor and target.suffix == ".md":
+            titles = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
+            anchors = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+            assert anchor in anchors, f"{link}#{anchor}"
 
 
 @pytest.mark.slow
