@@ -18,8 +18,8 @@ import trainapp
 from trainapp.config import command_line, compose, data_of_run, names
 from trainapp.errors import Reported, UserError
 from trainapp.launch import environment, one_run
+from trainapp.new import project
 from trainapp.paths import CONF
-from trainapp.project import new
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ def _fail(text: str) -> None:
 
 def _new(arguments: Sequence[str]) -> None:
     try:
-        new.command(arguments)
+        project.command(arguments)
     except UserError as error:
         _fail(str(error))
         sys.exit(error.exit_code)

@@ -10,7 +10,7 @@ from pathlib import Path
 from trainapp.errors import UserError
 from trainapp.paths import PACKAGE
 
-_TEMPLATE, _SUFFIX = PACKAGE / "project" / "template", ".template"
+_TEMPLATE, _SUFFIX = PACKAGE / "new" / "template", ".template"
 USAGE = "trainapp new NAME: writes a project into the new folder NAME, whose last part is the name of its Python module"
 
 
@@ -33,14 +33,17 @@ def write(folder: Path) -> list[Path]:
 
     Raises UserError for a name that no module may have, and for a folder that is not empty or cannot be written.
     """
-    name = folder.name
-    _require_module_name(name, folder)
+    name, setting = folder.name, f"trainapp new {folder}"
+    if not (name.isidentifier() and name.isascii()) or keyword.iskeyword(name):
+        raise UserError(f"{setting}: the folder's name must be that of a Python module: letters, digits and _")
+    if name in sys.stdlib_module_names or _is_installed(name):
+        raise UserError(f"{setting}: there is a module {name} already; choose another name")
     try:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise UserError(f"trainapp new {folder}: exists and is not empty; choose another name, or remove it")
+            raise UserError(f"{setting}: exists and is not empty; choose another name, or remove it")
         return [_write(folder, source, name) for source in sorted(_TEMPLATE.rglob(f"*{_SUFFIX}"))]
     except OSError as error:
-        raise UserError(f"trainapp new {folder}: {error.filename}: {error.strerror}; choose another place") from None
+        raise UserError(f"{setting}: {error.filename}: {error.strerror}; choose another place") from None
 
 
 def _write(folder: Path, source: Path, name: str) -> Path:
@@ -51,24 +54,6 @@ def _write(folder: Path, source: Path, name: str) -> Path:
     return path
 
 
-def _require_module_name(name: str, folder: Path) -> None:
-    setting = f"trainapp new {folder}"
-    if not (name.isidentifier() and name.isascii()) or keyword.iskeyword(name):
-        close = "".join(letter if letter.isascii() and letter.isalnum() else "_" for letter in name).strip("_")
-        hint = f", such as {close}" if close.isidentifier() and not keyword.iskeyword(close) else ""
-        raise UserError(
-            f"{setting}: the folder's name must be the name of a Python module: letters, digits and _, not a keyword; "
-            f"choose another{hint}"
-        )
-    if name in sys.stdlib_module_names or name == "trainapp" or _is_installed(name):
-        raise UserError(
-            f"{setting}: there is a module {name} already, and one would hide the other; choose another name"
-        )
-
-
 def _is_installed(name: str) -> bool:
-    try:
-        spec = importlib.util.find_spec(name)
-    except (ImportError, ValueError):  # half installed
-        return True
+    spec = importlib.util.find_spec(name)
     return spec is not None and spec.origin is not None  # a plain folder, such as the empty one to write to, has none
