@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from trainapp.rng import (
-    HostGenerators,
     generator_state,
     is_generator,
     preserved_rng,
@@ -70,16 +69,6 @@ def test_an_evaluation_is_seeded_by_its_name():
     """With the same numbers in every process."""
     seed_evaluation(CPU, 3, "hard")
     assert random.random() == 0.6445671638438529
-
-
-def test_host_generators_come_back():
-    earlier = HostGenerators()
-    first = random.random(), np.random.rand()
-    later = random.getstate(), np.random.get_state(legacy=True)[2]
-    for _ in range(2):
-        with earlier.rewound():
-            assert (random.random(), np.random.rand()) == first
-        assert (random.getstate(), np.random.get_state(legacy=True)[2]) == later
 
 
 def test_the_system_is_no_generator():

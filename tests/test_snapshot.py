@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from trainapp.snapshot import Owner, Snapshot, owners_in
+from trainapp.checkpoint.stateful import Stateful
+from trainapp.snapshot import Owner, Snapshot
 
 
 class Counting(nn.Module):
@@ -46,7 +47,7 @@ class Counting(nn.Module):
 def test_a_forward_leaves_no_trace():
     model = Counting()
     names, keys = set(vars(model)), set(model.state_dict())
-    snapshot = Snapshot({"model": model}, owners_in(model))
+    snapshot = Stateful(model=model).snapshot()
     snapshot.take()
     first = model(torch.ones(4, 2))
     for _ in range(2):  # any number of times
@@ -205,40 +206,3 @@ def test_an_interrupted_take_leaves_nothing_to_return_to():
         snapshot.take()
     with pytest.raises(AssertionError, match="no complete take"):
         snapshot.restore()
-
-
-class Block(nn.Module):
-    """Writes a parameter and a buffer in place before it uses them."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(2, 2))
-        self.register_buffer("mean", torch.ones(2))
-        self.calls = 0
-
-    def forward(self, inputs):
-        self.calls += 1
-        with torch.no_grad():
-            self.weight.mul_(2)
-            self.mean.mul_(0.5)
-        return (inputs @ self.weight) * self.mean.clone() * self.calls
-
-
-def test_a_block_is_replayed_as_it_was():
-    """Two forwards, and then the second run of the first: with its values, for the parameter's gradient."""
-    block = Block()
-    snapshot = Snapshot({"": block})
-    snapshot.take("all")
-    state, inputs = snapshot.keep(), torch.ones(1, 2)
-    first = block(inputs)
-    snapshot.note_step()
-    snapshot.take("all")
-    block(inputs)
-    now = {name: tensor.clone() for name, tensor in block.state_dict().items()}
-    with snapshot.replayed(state):
-        again = block(inputs)
-    assert torch.equal(again, first)
-    assert block.calls == 2
-    assert [torch.equal(tensor, now[name]) for name, tensor in block.state_dict().items()] == [True, True]
-    again.sum().backward()
-    assert torch.equal(block.weight.grad, torch.full((2, 2), 0.5))

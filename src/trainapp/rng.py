@@ -81,27 +81,6 @@ def preserved_rng(device: torch.device) -> Iterator[None]:
         set_rng_state(state, device)
 
 
-class HostGenerators:
-    """Python's and NumPy's global generators as they were when this was created."""
-
-    def __init__(self) -> None:
-        self._state = random.getstate(), np.random.get_state(legacy=True)
-
-    @contextlib.contextmanager
-    def rewound(self) -> Iterator[None]:
-        """That state inside the block; the present one again after it."""
-        now = HostGenerators()
-        self._set()
-        try:
-            yield
-        finally:
-            now._set()
-
-    def _set(self) -> None:
-        random.setstate(self._state[0])
-        np.random.set_state(self._state[1])
-
-
 def is_generator(value: Any) -> bool:
     """Whether it is a generator object of torch, NumPy or Python."""
     return is_generator_class(type(value))

@@ -1,4 +1,4 @@
-"""What a forward may change, to return to: one `Snapshot` for steps, trial calls and the recomputation of a block.
+"""What a forward may change, to return to: one `Snapshot` for steps, evaluations and trial calls.
 
 | what | how it is restored |
 |---|---|
@@ -18,10 +18,6 @@ from then on. A first write cannot be undone: `restore` names it in `lost`.
     ...                     # forward, backward
     snapshot.note_step()    # before the commit: remembers which parameters the forward wrote
     snapshot.restore()      # instead of the commit, any number of times
-
-A block that is recomputed: `snapshot = Snapshot({"": block}, owners_in(block))`; before each forward `snapshot.take()`
-and `state = snapshot.keep()`, after it `snapshot.note_step()`; and the second forward inside
-`with snapshot.replayed(state)`. A first forward that takes `parameters="all"` loses nothing.
 """
 
 import contextlib
@@ -38,7 +34,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from trainapp.checksum import checksum
-from trainapp.rng import generator_state, is_generator, set_generator_state
+from trainapp.rng import generator_state, set_generator_state
 from trainapp.torch_fsdp import local_part
 from trainapp.torch_private import (
     MODULE_ATTRIBUTES,
@@ -99,24 +95,6 @@ def has_extra_state(module: nn.Module) -> bool:
     return kind.get_extra_state is not base.get_extra_state and kind.set_extra_state is not base.set_extra_state
 
 
-def owners_in(*modules: nn.Module) -> dict[str, Owner]:
-    """What has a state of its own in these modules: their extra state, and generators in their attributes, also in
-    lists and dicts there.
-    """
-    owners: dict[str, Owner] = {}
-    for number, top in enumerate(modules):
-        for path, module in top.named_modules():
-            if has_extra_state(module):
-                owners[f"{number}.{path}"] = Owner(module.get_extra_state, module.set_extra_state, "model")
-            for name, value in vars(module).items():
-                held = value.values() if isinstance(value, dict) else value
-                items = held if isinstance(value, (list, tuple, dict)) and name not in MODULE_ATTRIBUTES else (value,)
-                for place, item in enumerate(items):
-                    if is_generator(item):
-                        owners[f"{number}.{path}.{name}.{place}"] = generator_owner(item)
-    return owners
-
-
 class Structure:
     """Which tensors and attributes modules hold: found by a walk, and valid until they hold others."""
 
@@ -163,7 +141,7 @@ class Structure:
 
 @dataclass
 class State:
-    """What a `take` has recorded. Its copies stay as they are only after `Snapshot.keep`."""
+    """What a `take` has recorded."""
 
     structure: Structure
     contents: list[dict[str, Any]]  # of the filled registries
@@ -294,11 +272,6 @@ class Snapshot:
         by_id = {id(tensor) for tensor in silent}  # they have copies in any case
         return {key: (tensor, own) for key, (tensor, _, own) in unchanged.items() if key not in by_id}
 
-    def keep(self) -> State:
-        """The state of the last `take`, in memory that later ones do not write to: for `replayed`."""
-        self._copies = None
-        return self._taken
-
     def note_written(self) -> None:
         """Remember which parameters have been written since `take`. Call before anything else changes them."""
         self._note(2 * self._updates)
@@ -336,7 +309,7 @@ class Snapshot:
         state, written = self._taken, self._written()
         self.lost = [name for name in written if id(state.structure.unsure[name]) not in state.copies]
         self.written = dict.fromkeys(written, self._steps) | self.written
-        self._restore_modules(state, {})
+        self._restore_modules(state)
         for leaf, needs_gradient in zip(state.structure.leaves, state.need_gradients, strict=True):
             leaf.requires_grad_(needs_gradient)
         for tensor, own in state.copies.values():
@@ -348,15 +321,15 @@ class Snapshot:
             if self._owners[name].kind not in but:
                 self._owners[name].restore(held)
 
-    def _restore_modules(self, state: State, stand_ins: Mapping[int, Tensor]) -> None:
-        """Which tensors, submodules and attributes there are, and training mode. stand_ins: in their places, by id."""
+    def _restore_modules(self, state: State) -> None:
+        """Which tensors, submodules and attributes there are, and training mode."""
         contents = dict(zip(map(id, state.structure.filled), state.contents, strict=True))
         for registry in state.structure.registries:
             before = contents.get(id(registry), {})
             moving = {name: now for name, now in registry.items() if (id(registry), name) in self._shards}
-            _refill(registry, {name: stand_ins.get(id(held), held) for name, held in (before | moving).items()})
+            _refill(registry, before | moving)
         for attributes, values in zip(state.structure.attributes, state.attributes, strict=True):
-            _set_attributes(attributes, {name: stand_ins.get(id(held), held) for name, held in values.items()})
+            _set_attributes(attributes, values)
         for module, is_training in zip(state.structure.modules, state.training, strict=True):
             module.training = is_training
 
@@ -397,54 +370,9 @@ class Snapshot:
                 self.restore()  # copies into memory that exists: allocates nothing of note
             raise
 
-    @contextlib.contextmanager
-    def replayed(self, state: State) -> Iterator[None]:
-        """Inside the block, the modules are as they were when `state` was taken; after it, as they are now.
-
-        Nothing is written back into a tensor: copies take the place of the originals, so that gradients that have saved
-        these never see a write. The gradient of a parameter's copy is the parameter's.
-        """
-        there = state.structure
-        registries, attributes = list(map(dict.copy, there.registries)), list(map(dict.copy, there.attributes))
-        training = list(map(_IS_TRAINING, there.modules))
-        owned = {name: owner.copy() for name, owner in self._owners.items()}
-        try:
-            self._restore_modules(state, {key: _stand_in(*pair) for key, pair in state.copies.items()})
-            for name, held in state.owned.items():
-                self._owners[name].restore(held)
-            yield
-        finally:
-            for registry, before in zip(there.registries, registries, strict=True):
-                _refill(registry, before)
-            for values, before in zip(there.attributes, attributes, strict=True):
-                _set_attributes(values, before)
-            for module, is_training in zip(there.modules, training, strict=True):
-                module.training = is_training
-            for name, held in owned.items():
-                self._owners[name].restore(held)
-
-
-class _StandIn(torch.autograd.Function):
-    """A copy of a parameter, whose gradient is the parameter's."""
-
-    @staticmethod
-    def forward(ctx: Any, parameter: Tensor, own: Tensor) -> Tensor:
-        return own.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
-
 
 def _copy_of(tensor: Tensor) -> Tensor:
     return tensor.detach().clone()
-
-
-def _stand_in(tensor: Tensor, own: Tensor) -> Tensor:
-    if tensor.requires_grad:
-        with torch.enable_grad():
-            return _StandIn.apply(tensor, own)
-    return own.clone()
 
 
 def _refill(held: dict[str, Any], before: dict[str, Any]) -> None:
