@@ -14,7 +14,7 @@ import writing_models
 from torch import nn
 from torch.utils.data import Subset
 
-from trainapp.checkpoint.stateful import Stateful, StateNotTaken
+from trainapp.checkpoint.stateful import Stateful
 from trainapp.config import compose
 from trainapp.errors import UserError
 from trainapp.run import runner
@@ -28,7 +28,6 @@ CASES = {
         for kind in (writing_models.ExtraState, writing_models.Generators, writing_models.TeacherHidden)
     },
     "queue task": (*MLP, "task=writing_models.QueueTask"),
-    "queue task at the top": (*MLP, "task=writing_models.queue_task"),
     "module task": (*MLP, "task=writing_models.ModuleTask"),
     "data": (*MLP, "~data.augment", "data._target_=writing_models.StatefulDigits"),
 }
@@ -157,12 +156,10 @@ class Renamed(Unplain):
 def test_an_error_in_a_users_method_keeps_its_class_and_its_place(tmp_path):
     """It is a fault of their code, and no misfit of the configuration: a resume must not turn it into one."""
     runs.run(tmp_path, *MLP, "task=test_stateful.Renamed", "train.max_steps=1")
-    with pytest.raises(StateNotTaken, match=r"^task: its load_state_dict failed on the state .* KeyError") as failed:
+    with pytest.raises(KeyError) as failed:
         runs.run(tmp_path, *MLP, "task=test_stateful.Renamed", "train.max_steps=2")
-    cause = failed.value.__cause__
-    assert isinstance(cause, KeyError)
-    assert traceback.extract_tb(cause.__traceback__)[-1].line == 'self.queue = state["que"]'
-    assert not isinstance(failed.value, UserError)
+    assert traceback.extract_tb(failed.value.__traceback__)[-1].line == 'self.queue = state["que"]'
+    assert "task: it does not take its state in the checkpoint" in failed.value.__notes__
 
 
 def test_workers_do_not_draw_from_a_state(tmp_path, caplog):
@@ -198,15 +195,6 @@ def test_another_task_starts_from_its_initial_state_and_says_so(tmp_path, caplog
     runs.run(tmp_path, *MLP, "task=writing_models.QueueTask", "train.max_steps=2")
     runs.run(tmp_path, *MLP, "train.max_steps=3")
     assert "state of task, task.meters.seen, task.noise.0: it starts from its initial state" in caplog.text
-
-
-def test_a_task_at_the_top_of_a_module_begins_each_run_anew(tmp_path):
-    """As in a sweep, whose runs share a process."""
-    ends = []
-    for name in "ab":
-        runs.run(tmp_path / name, *CASES["queue task at the top"], "train.max_steps=6", "every.save=6")
-        ends.append(end(tmp_path / name))
-    assert runs.differences(*ends) == []
 
 
 def test_a_task_class_must_be_callable(tmp_path):

@@ -320,9 +320,6 @@ class Failing:
         return loss, len(logits), {}
 
 
-queue_task = QueueTask()  # an instance at the top of a module: it outlives a run
-
-
 class StatefulDigits:
     """Digits under noise from its own generator, with a counter, and in a wrapper."""
 

@@ -209,8 +209,9 @@ def restore(state: TrainState, path: Path, ranks: Ranks) -> dict[str, Any]:
     if not tensors.get("average"):
         state.average.start_at_weights()
     with _misfits_named(path):
-        state.load_values(values, ranks.rank, ranks.world)
-        return values["sizes"]
+        state.load_values(values)
+    state.load_stateful(values["stateful"], ranks.rank, ranks.world)
+    return values["sizes"]
 
 
 def require_same_base(model: nn.Module, path: Path) -> None:

@@ -16,7 +16,6 @@ from trainapp.torch_private import MODULE_ATTRIBUTES
 
 MOST_LOOKED_INTO = 20_000  # objects of each root, those close to it first: tensors beyond them are not found
 MOST_PLAIN = 1000  # items of a container whose first and last are plain values: longer ones are tables
-TRIES = 3  # at a container that a thread changes meanwhile
 _PLAIN = (str, bytes, int, float, complex, type(None), np.ndarray, np.generic)
 
 
@@ -45,16 +44,15 @@ def _held_by(root: Any, seen: set[int], with_modules: bool) -> Iterator[Tensor]:
     waiting, looked_into = deque([(root, 0)]), 0
     while waiting:
         held, depth = waiting.popleft()
-        kind = type(held)  # `isinstance` asks a weak proxy for the class of what may be gone
-        if issubclass(kind, Tensor):
+        if isinstance(held, Tensor):
             if _has_storage(held):
                 yield held
             continue
-        if issubclass(kind, _PLAIN) or id(held) in seen or looked_into >= MOST_LOOKED_INTO:
+        if isinstance(held, _PLAIN) or id(held) in seen or looked_into >= MOST_LOOKED_INTO:
             continue
         looked_into += 1
         seen.add(id(held))
-        if issubclass(kind, nn.Module):
+        if isinstance(held, nn.Module):
             if with_modules:
                 yield from filter(_has_storage, (*held.parameters(), *held.buffers()))
             modules = list(held.modules())
@@ -84,21 +82,10 @@ def _attributes(module: nn.Module) -> list[Any]:
 
 
 def _contents(held: Any) -> list[Any]:
-    for _ in range(TRIES):
-        try:
-            return _read(held)
-        except RuntimeError:  # changed during the iteration
-            continue
-        except ReferenceError:  # a weak proxy of what is gone
-            break
-    return []
-
-
-def _read(held: Any) -> list[Any]:
-    if issubclass(type(held), (list, tuple, deque, set, frozenset, dict)):
-        items = list(held.values() if isinstance(held, dict) else held)
-        return [] if len(items) > MOST_PLAIN and all(map(_is_plain, (*items[:3], *items[-3:]))) else items
-    return [value for _, value in children(held)]
+    if not isinstance(held, (list, tuple, deque, set, frozenset, dict)):
+        return [value for _, value in children(held)]
+    items = list(held.values() if isinstance(held, dict) else held)
+    return [] if len(items) > MOST_PLAIN and all(map(_is_plain, (items[0], items[-1]))) else items
 
 
 def _is_plain(item: Any) -> bool:

@@ -9,33 +9,26 @@
 Both the transaction of a step and the checkpoint honour them.
 """
 
-import contextlib
 import functools
 import types
-import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from trainapp.checkpoint.plain import decoded, encoded
+from trainapp.errors import add_note
 from trainapp.rng import is_generator
 from trainapp.snapshot import Owner, Snapshot, generator_owner, has_extra_state
-from trainapp.torch_private import MODULE_ATTRIBUTES, buffers_of
+from trainapp.torch_private import MODULE_ATTRIBUTES
 
 DEPTH = 5  # attributes of attributes; a data set's transform may own a generator
 MOST_ITEMS = 1000  # of a list or dict; longer ones are data, unless the first item owns state
 MOST_OBJECTS = 10_000
 FOREIGN = ("torch", "numpy", "builtins", "pyarrow", "pandas")  # their objects are not looked into
 OPEN = ("torch.utils.data",)  # but these are: Subset and the like hold data sets
-_at_start: dict[int, tuple[weakref.ref, dict[str, Any]]] = {}  # tasks by id, and the states that they began with
-
-
-class StateNotTaken(Exception):
-    """A method of the user's that takes its saved state has failed: its error is the cause, with its own traceback."""
 
 
 class Stateful:
@@ -64,27 +57,9 @@ class Stateful:
                 self.owners[f"{name}.extra_state"] = Owner(found.get_extra_state, found.set_extra_state, kind)
             if not is_part:
                 self.modules[name] = found
-                self.owners[name] = Owner(found.state_dict, functools.partial(_load_module, found), kind, True)
+                self.owners[name] = Owner(found.state_dict, found.load_state_dict, kind, True)
         elif has_protocol(found):
             self.owners[name] = Owner(found.state_dict, found.load_state_dict, kind, moves_at_commit(found))
-
-    def return_to_start(self, task: Any, root: str = "task") -> None:
-        """Give `task` and what it holds the state that it had when a run of this process first used it: what a module
-        holds outlives a run that is built again, and the runs of a sweep. root: its name here."""
-        if isinstance(task, functools.partial):  # made for this run, of a function that is older
-            Stateful(task=task.func).return_to_start(task.func)
-        owned = self.owners_in(root)
-        if not owned:
-            return
-        for key in [key for key, (held, _) in _at_start.items() if held() is None]:
-            del _at_start[key]
-        if id(task) not in _at_start:
-            with contextlib.suppress(TypeError):  # a class with slots may refuse references
-                _at_start[id(task)] = (weakref.ref(task), {name: owner.copy() for name, owner in owned.items()})
-            return
-        for name, state in _at_start[id(task)][1].items():
-            if name in owned:
-                owned[name].restore(state)
 
     def owners_in(self, *roots: str) -> dict[str, Owner]:
         """The owners whose names begin with one of these."""
@@ -106,24 +81,14 @@ class Stateful:
     def load_state_dict(self, saved: Mapping[str, Any]) -> list[str]:
         """The inverse of `state_dict`. Returns the names that only one side has: their owners stay as they are.
 
-        Raises StateNotTaken for an error in the user's method, and RuntimeError for tensors that do not fit a module.
+        An error of the owner's own method has a note of its name.
         """
         for name in sorted(self.owners.keys() & saved.keys()):
-            owner, state = self.owners[name], decoded(saved[name])
-            if owner.is_held or owner.kind == "generator":
-                owner.set(state)
-                continue
             try:
-                owner.set(state)
-            except (torch.OutOfMemoryError, MemoryError):
-                raise
+                self.owners[name].set(decoded(saved[name]))
             except Exception as error:
-                method = "set_extra_state" if name.endswith(".extra_state") else "load_state_dict"
-                owned = name.removesuffix(".extra_state")
-                raise StateNotTaken(
-                    f"{owned}: its {method} failed on the state in the checkpoint, with the {type(error).__name__} "
-                    "above; make it take what was saved, or start a new run with checkpointing.resume=none"
-                ) from error
+                add_note(error, f"{name}: it does not take its state in the checkpoint")
+                raise
         return sorted(self.owners.keys() ^ saved.keys())
 
 
@@ -192,14 +157,3 @@ def has_protocol(held: Any) -> bool:
 def moves_at_commit(held: Any) -> bool:
     """Whether the object says that its state, which covers all that it holds, moves only when a step is committed."""
     return getattr(type(held), "moves_at_commit", False) is True
-
-
-def _load_module(module: nn.Module, state: dict[str, Any]) -> None:
-    """`load_state_dict` that also fills buffers which are None until a first forward."""
-    device = next((t.device for t in (*module.parameters(), *module.buffers())), None)
-    for path, inner in module.named_modules():
-        for name, buffer in buffers_of(inner).items():
-            key = f"{path}.{name}" if path else name
-            if buffer is None and key in state:
-                buffers_of(inner)[name] = state[key].to(device)
-    module.load_state_dict(state)

@@ -217,8 +217,10 @@ class TrainState:
                 "folders or the names, or begin a new run with its weights by checkpointing.load=weights"
             )
 
-    def load_values(self, saved: dict[str, Any], rank: int = 0, world: int = 1) -> None:
-        """Continue from `saved`, the `values` of a run on any number of ranks, once the tensors are filled."""
+    def load_values(self, saved: dict[str, Any]) -> None:
+        """Continue from `saved`, the `values` of a run on any number of ranks, once the tensors are filled. But for
+        `load_stateful`.
+        """
         self._model.load_values(saved["model_values"]["entries"])
         for update, scaler in self._saved_by_update(saved["scaler"]):
             if update.precision.scaler.is_enabled() and scaler:
@@ -230,9 +232,9 @@ class TrainState:
         self.seed, self.data_samples = saved["sampler"]["seed"], saved["sampler"]["samples"]
         self.data_order = saved["sampler"]["order"]
         self.average.step, self.average.position = saved["average_step"], 0
-        self._load_stateful(saved["stateful"], rank, world)
 
-    def _load_stateful(self, saved: list[dict[str, Any]], rank: int, world: int) -> None:
+    def load_stateful(self, saved: list[dict[str, Any]], rank: int = 0, world: int = 1) -> None:
+        """Continue from the states of what owns some, by rank or one for all. Errors of their methods are their own."""
         if len(saved) not in (1, world):
             log.warning(
                 "the checkpoint was written by %d ranks, with different states of %s: all %d continue with rank 0's",

@@ -192,8 +192,6 @@ def owners_of_state(
     data = {"data": batches.source.state_owner}
     data |= eval_roots({name: evaluated.state_owner for name, evaluated in eval_sets.items()})
     stateful = Stateful(model=model, **tasks, **data, callbacks=callbacks or None)
-    for root, task in tasks.items():
-        stateful.return_to_start(task, root)
     for module in stateful.modules.values():
         module.to(device)
     return stateful
