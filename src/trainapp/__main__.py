@@ -17,9 +17,9 @@ from omegaconf import DictConfig
 import trainapp
 from trainapp.config import command_line, compose, data_of_run, names
 from trainapp.errors import Reported, UserError
+from trainapp.files import CONF
 from trainapp.launch import environment, one_run
 from trainapp.new import project
-from trainapp.paths import CONF
 
 log = logging.getLogger(__name__)
 

@@ -1,11 +1,27 @@
-"""Writing files so that readers see the old content or the new one, never a part of it."""
+"""Files: directories of the program and its user, writing so that readers see the old content or the new one and never
+a part of it, and JSON as the standard has it.
+"""
 
 import contextlib
+import json
+import math
 import os
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
+
+PACKAGE = Path(__file__).parent
+# An installed wheel carries conf/ inside the package; a checkout has it at its root.
+CONF = next(folder for folder in (PACKAGE / "conf", PACKAGE.parents[1] / "conf") if folder.is_dir())
+
+
+def user_cache_dir() -> Path:
+    """$TRAINAPP_CACHE, or $XDG_CACHE_HOME/trainapp, or ~/.cache/trainapp. It need not exist yet."""
+    if chosen := os.environ.get("TRAINAPP_CACHE"):
+        return Path(chosen).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "trainapp"
 
 
 @contextlib.contextmanager
@@ -54,3 +70,27 @@ def fsync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def strict_json(value: Any, **options: Any) -> str:
+    """`json.dumps`, with null for each number that is not finite.
+
+    In an object the reason stands next to it: `{"loss": nan}` becomes `{"loss": null, "loss_note": "nan"}`, unless the
+    object has a note of its own. options: of `json.dumps`.
+    """
+    return json.dumps(_finite(value), allow_nan=False, **options)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        notes = {
+            f"{key}_note": str(float(item))
+            for key, item in value.items()
+            if isinstance(item, float) and not math.isfinite(item)
+        }
+        return notes | {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return value

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from trainapp.config.compose import from_dict
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
-from trainapp.paths import CONF
+from trainapp.files import CONF
 from trainapp.units import parse_memory_size
 
 

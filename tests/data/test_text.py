@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, default_collate
 from trainapp.data.sets.text import Text
 from trainapp.data.sets.token_store import token_store
 from trainapp.errors import UserError
-from trainapp.paths import user_cache_dir
+from trainapp.files import user_cache_dir
 
 
 @pytest.fixture(autouse=True)

@@ -26,9 +26,9 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
-from trainapp import __version__, strict_json
+from trainapp import __version__
 from trainapp.errors import TrainingStopped, UserError
-from trainapp.files import atomic_write, fsync
+from trainapp.files import atomic_write, fsync, strict_json
 from trainapp.parallel.ranks import Ranks, SingleRank
 
 FORMAT = 3
@@ -232,7 +232,7 @@ def write_manifest(folder: Path, step: int, config: dict[str, Any], files: dict[
         "config": config,
     }
     with atomic_write(folder / MANIFEST, sync=True) as file:
-        file.write(strict_json.dumps(manifest, indent=1) + "\n")
+        file.write(strict_json(manifest, indent=1) + "\n")
 
 
 def _sha256(path: Path) -> str:

@@ -21,7 +21,7 @@ from trainapp.config import command_line, data_of_run, excludes, names, sections
 from trainapp.config.schema import Config, Update
 from trainapp.config.validation import messages
 from trainapp.errors import UserError
-from trainapp.paths import CONF
+from trainapp.files import CONF
 
 FILLED_IN = ("run_dir", "command", "loader", "given", "task_arguments")
 

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from trainapp.config.validation import suggest
-from trainapp.paths import CONF
+from trainapp.files import CONF
 
 # Settings and options (`group=option`) of earlier versions, and what became of them.
 RENAMED = {

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from trainapp import strict_json
+from trainapp.files import strict_json
 from trainapp.units import listed
 
 # Sections and settings, as users write them. Of a section all settings count, arguments of constructors included.
@@ -74,7 +74,7 @@ class Change(NamedTuple):
 
 def changes(before: dict[str, Any], now: dict[str, Any]) -> list[Change]:
     """Where two configurations, as `Config.to_dict` or its JSON, differ."""
-    old, new = (dict(_settings(json.loads(strict_json.dumps(of, default=str)))) for of in (before, now))
+    old, new = (dict(_settings(json.loads(strict_json(of, default=str)))) for of in (before, now))
     return [
         Change(name, _text(old.get(name, _UNSET)), _text(new.get(name, _UNSET)))
         for name in sorted(old.keys() | new.keys())

@@ -9,10 +9,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from trainapp import strict_json
 from trainapp.config.validation import PositiveInt, Str
 from trainapp.errors import UserError
-from trainapp.files import atomic_write
+from trainapp.files import atomic_write, strict_json
 from trainapp.hooks.callbacks import View, labels_of
 from trainapp.hooks.metrics import logged_name
 
@@ -128,7 +127,7 @@ class SamplePredictions:
         folder = view.run_dir / "predictions"
         folder.mkdir(exist_ok=True)
         with atomic_write(folder / f"{name}{'_' if name else ''}step_{view.step:08d}.jsonl") as file:
-            file.writelines(strict_json.dumps(row) + "\n" for row in rows)
+            file.writelines(strict_json(row) + "\n" for row in rows)
         view.tracker.text(logged_name(name, "predictions"), as_table(rows), view.step)
 
 

@@ -19,12 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainapp import strict_json
 from trainapp.checkpoint.directory import resolve
 from trainapp.config.schema import Config
 from trainapp.data.batch import MicroBatch
 from trainapp.errors import TrainingStopped, UserError
-from trainapp.files import atomic_write
+from trainapp.files import atomic_write, strict_json
 from trainapp.parallel.ranks import Ranks, answered_by_rank_zero
 from trainapp.train.allocations import note_refused
 from trainapp.train.evaluate import as_evaluated, each_micro_batch
@@ -46,7 +45,7 @@ class Rows:
         """decides: plain values; rows of others are not continued. Raises UserError where no file can be written."""
         self.path, self._ranks, self._index, self._setting = path, ranks, index, setting
         _require_replaceable(path, setting)
-        text = strict_json.dumps([decides, ranks.world], sort_keys=True, default=str)
+        text = strict_json([decides, ranks.world], sort_keys=True, default=str)
         name = f"{path.name}.{hashlib.sha256(text.encode()).hexdigest()[:12]}"
         self._parts = [path.with_name(f"{name}.{r}_of_{ranks.world}.partial") for r in range(ranks.world)]
         self.partial = self._parts[ranks.rank]
@@ -62,7 +61,7 @@ class Rows:
     def write(self, rows: Sequence[Row]) -> None:
         """Append a line for each. Raises TrainingStopped when the disk is full."""
         numbered = ({"index": self._index(number)} | row for number, row in enumerate(rows, start=self.done))
-        content = memoryview("".join(strict_json.dumps(row, default=_plain) + "\n" for row in numbered).encode())
+        content = memoryview("".join(strict_json(row, default=_plain) + "\n" for row in numbered).encode())
         try:
             while content:
                 content = content[self._file.write(content) :]  # a full disk takes a part

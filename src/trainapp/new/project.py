@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainapp.errors import UserError
-from trainapp.paths import PACKAGE
+from trainapp.files import PACKAGE
 
 _TEMPLATE, _SUFFIX = PACKAGE / "new" / "template", ".template"
 USAGE = "trainapp new NAME: writes a project into the new folder NAME, whose last part is the name of its Python module"

@@ -5,8 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from trainapp import strict_json
-from trainapp.files import atomic_write
+from trainapp.files import atomic_write, strict_json
 from trainapp.parallel.ranks import Ranks
 
 RESTART = "restart.json"
@@ -15,7 +14,7 @@ RESTART = "restart.json"
 def leave(run_dir: Path, restart: dict[str, Any]) -> None:
     """Leave sizes and the number of recoveries so far, `oom_restarts`. Raises OSError where they cannot be written."""
     with atomic_write(run_dir / RESTART) as file:
-        file.write(strict_json.dumps(restart))
+        file.write(strict_json(restart))
 
 
 def take(run_dir: Path, has_restarted: bool, ranks: Ranks) -> dict[str, Any] | None:

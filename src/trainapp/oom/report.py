@@ -10,7 +10,7 @@ from types import FrameType, TracebackType
 import torch
 from torch import nn
 
-from trainapp import strict_json
+from trainapp.files import strict_json
 from trainapp.memory.detection import broken_part, requested_bytes
 from trainapp.memory.kinds import MemoryKind
 from trainapp.parallel.ranks import PeerOutOfMemory
@@ -209,7 +209,7 @@ def write(report: OomReport, folder: Path, number: int, world: int = 1) -> Path:
     path = folder / f"{number:03d}_step_{report.step}{rank}.md"
     path.write_text(as_markdown(report))
     facts = {name: value for name, value in asdict(report).items() if name not in ("events", "kinds")}
-    path.with_suffix(".json").write_text(strict_json.dumps(facts, indent=1) + "\n")
+    path.with_suffix(".json").write_text(strict_json(facts, indent=1) + "\n")
     return path
 
 

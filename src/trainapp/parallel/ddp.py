@@ -14,9 +14,8 @@ from torch.utils.weak import TensorWeakRef
 
 from trainapp.config.schema import Ddp
 from trainapp.parallel.ranks import Ranks
-from trainapp.parallel.strategy import SingleDevice, Task, TaskModule, compute_within, warm_up_group
+from trainapp.parallel.strategy import SingleDevice, Task, TaskModule, compute_within, trained_alone, warm_up_group
 from trainapp.torch_private import DispatchMode, outside_dispatch_modes, rebuild_buckets, storage_id
-from trainapp.trained import trained_alone
 
 
 @dataclass

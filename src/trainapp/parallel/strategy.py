@@ -5,12 +5,12 @@ abort a step on all ranks without a trace of it.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from trainapp.parallel.ranks import Ranks
 from trainapp.torch_fsdp import local_part
@@ -168,3 +168,19 @@ def copy_into(target: Any, source: torch.Tensor) -> None:
         target.to_local().copy_(part.to_local())
     else:
         target.copy_(source)
+
+
+@contextlib.contextmanager
+def trained_alone(chosen: Iterable[Tensor], among: Sequence[Tensor]) -> Iterator[None]:
+    """Inside the block, of the parameters `among` only the `chosen` require gradients; after it, all of them do.
+
+    What else a loss depends on then gets no gradients, which saves their memory and their part of the backward.
+    """
+    ids = {id(parameter) for parameter in chosen}
+    for parameter in among:
+        parameter.requires_grad_(id(parameter) in ids)
+    try:
+        yield
+    finally:
+        for parameter in among:
+            parameter.requires_grad_(True)

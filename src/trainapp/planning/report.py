@@ -5,10 +5,9 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from trainapp import strict_json
 from trainapp.config.command_line import size_overrides
 from trainapp.config.schema import Config
-from trainapp.files import atomic_write
+from trainapp.files import atomic_write, strict_json
 from trainapp.planning.answer import complete
 from trainapp.planning.process import ask_in_parts
 from trainapp.units import bytes_text
@@ -30,7 +29,7 @@ def run(config: Config) -> float | None:
     facts = ask_in_parts(config, run_dir / PICTURE, print_early)
     run_dir.mkdir(parents=True, exist_ok=True)
     with atomic_write(run_dir / PLAN) as file:
-        file.write(strict_json.dumps(complete(facts), indent=1) + "\n")
+        file.write(strict_json(complete(facts), indent=1) + "\n")
     print(_rest(facts, known, config) if known else text(facts, config), flush=True)
     peak = facts.get("peak_bytes")
     return None if peak is None else float(peak)

@@ -9,11 +9,10 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from trainapp import strict_json
 from trainapp.config import micro_schedule
 from trainapp.config.schema import WITHOUT_NUMBERS
 from trainapp.data.progress import Progress
-from trainapp.files import atomic_write
+from trainapp.files import atomic_write, strict_json
 from trainapp.tracking.tracker import RESULT
 from trainapp.train.run import Run
 from trainapp.units import bytes_text
@@ -136,7 +135,7 @@ def write(run_dir: Path, result: RunResult) -> None:
     if facts["objective_note"] is None:
         del facts["objective_note"]
     with atomic_write(run_dir / RESULT) as file:
-        file.write(strict_json.dumps(facts, indent=1) + "\n")
+        file.write(strict_json(facts, indent=1) + "\n")
 
 
 def opening_lines(run: Run) -> list[str]:

@@ -16,11 +16,11 @@ from pydantic import TypeAdapter, ValidationError
 from safetensors.torch import save_file
 from torch import nn
 
-from trainapp import strict_json
 from trainapp.checkpoint import checkpointer, shards
 from trainapp.checkpoint.directory import CheckpointDirectory, read_manifest, resolve
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
+from trainapp.files import strict_json
 from trainapp.models import adapters, transformers_models
 from trainapp.models.weights import load_tensors
 from trainapp.parallel.ranks import Ranks, SingleRank, answered_by_rank_zero
@@ -170,7 +170,7 @@ def export(run: Run, folder: Path, largest: int) -> list[Path]:
         names = folder / "class_names.json"
         names.unlink(missing_ok=True)  # those of an earlier export would be taken for these weights'
         if state.class_names:
-            names.write_text(strict_json.dumps(state.class_names, indent=1) + "\n")
+            names.write_text(strict_json(state.class_names, indent=1) + "\n")
         size = bytes_text(sum(path.stat().st_size for path in written))
         log.info("exported %s of weights to %s (%d file%s)", size, folder, len(written), "s" * (len(written) > 1))
     return written
@@ -255,7 +255,7 @@ def _export_weights(run: Run, folder: Path, largest: int) -> list[Path]:
     if len(files) > 1:
         total = sum(tensor.nbytes for tensor in tensors.values())
         index = {"metadata": {"total_size": total}, "weight_map": places}
-        (folder / "model.safetensors.index.json").write_text(strict_json.dumps(index, indent=1) + "\n")
+        (folder / "model.safetensors.index.json").write_text(strict_json(index, indent=1) + "\n")
     return [folder / name for name in dict.fromkeys(places.values())]
 
 

@@ -12,8 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from trainapp import strict_json
-from trainapp.files import atomic_write
+from trainapp.files import atomic_write, strict_json
 from trainapp.memory.timeline import Drawing, Picture
 from trainapp.tracking.loggers import Guarded, Start, TensorBoard
 from trainapp.tracking.terminal import Progress
@@ -54,7 +53,7 @@ class JsonLines:
         """Write one line. Each one is tried: there may be room again."""
         if self._file is None:
             return
-        line = (strict_json.dumps(facts) + "\n").encode()
+        line = (strict_json(facts) + "\n").encode()
         with self._errors():
             end = os.fstat(self._file.fileno()).st_size
             try:

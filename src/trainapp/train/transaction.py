@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 
 from trainapp.checkpoint.train_state import Update
+from trainapp.parallel.strategy import trained_alone
 from trainapp.rng import seed_from
 from trainapp.train import exactness
 from trainapp.train.allocations import note_refused
@@ -12,7 +13,6 @@ from trainapp.train.phase import Phase
 from trainapp.train.run import Run, Step
 from trainapp.train.step import accumulate_gradients
 from trainapp.train.watching import watch_step
-from trainapp.trained import trained_alone
 
 
 @contextlib.contextmanager

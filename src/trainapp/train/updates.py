@@ -20,9 +20,9 @@ from trainapp.optim import groups, in_backward
 from trainapp.optim.groups import all_names, matching
 from trainapp.optim.optimizers import build_optimizer
 from trainapp.optim.precision import Precision
+from trainapp.parallel.strategy import trained_alone
 from trainapp.train.components import Components
 from trainapp.train.losses import needs_whole_batch
-from trainapp.trained import trained_alone
 from trainapp.units import listed
 
 Names = list[list[str]]  # of the parameters of each update, frozen ones too; empty where there are no updates

@@ -45,7 +45,7 @@ def open_dataset(
     training rows. classes: their names in the order of a model; None: that of the column, or sorted; with names and
     without a label the rows can only be predicted. tokenizer: a
     folder, a tokenizer.json or a name on the hub; None trains a byte-level BPE of `vocab_size` tokens on the training
-    rows. Tokens and tokenizers are kept in `cache_dir`; see `paths.user_cache_dir` for the default.
+    rows. Tokens and tokenizers are kept in `cache_dir`; see `files.user_cache_dir` for the default.
     Raises UserError for a path, split or column that does not exist, and for a text too short for one block.
     """
     directory = cache_directory(cache_dir)

@@ -24,7 +24,7 @@ class Text(Windows):
         None is the Python standard library's own top-level modules, so that there is text on every machine
         (it differs between versions of Python). They are joined in the order given, a glob's matches sorted.
     val_fraction: the end of the joined text that is for validation; no window crosses the border.
-    cache_dir: where the joined text is stored and memory-mapped; see `paths.user_cache_dir` for the default.
+    cache_dir: where the joined text is stored and memory-mapped; see `files.user_cache_dir` for the default.
 
     Raises UserError for a path that is missing, unreadable or a directory, a glob without a match, and for
     text too short for one window of each split's `context_length` + 1 bytes.

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 
 from trainapp.errors import UserError
-from trainapp.files import publish, temporary_file
-from trainapp.paths import user_cache_dir
+from trainapp.files import publish, temporary_file, user_cache_dir
 
 log = logging.getLogger(__name__)
 
