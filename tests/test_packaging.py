@@ -3,11 +3,9 @@
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import sysconfig
-import time
 import venv
 import zipfile
 from importlib import metadata
@@ -98,17 +96,6 @@ def test_installed_wheel_composes_the_same_configuration_from_any_directory(inst
     assert "seed: 7" in module.stdout
     assert "trainapp.models.mlp." in module.stdout
     assert list(tmp_path.iterdir()) == []
-
-
-def test_installed_wheel_uses_its_own_configuration(installed, tmp_path):
-    (package,) = installed.parent.glob("lib/python*/site-packages/trainapp")
-    root = package / "conf/train.yaml"
-    text = root.read_text()
-    try:
-        root.write_text(text.replace("seed: 0", "seed: 4321"))
-        assert "seed: 4321" in run(installed / "trainapp", "--cfg", "job", cwd=tmp_path).stdout
-    finally:
-        root.write_text(text)
 
 
 @pytest.mark.slow
@@ -251,18 +238,6 @@ def test_the_workflow_runs_ci_on_the_oldest_and_the_newest_python():
     assert os.access(ROOT / ".ci/run", os.X_OK)
 
 
-def test_hooks_run_the_pinned_tools_and_download_nothing():
-    (repository,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
-    assert repository["repo"] == "local"
-    for hook in repository["hooks"]:
-        assert hook["language"] == "system"
-        command = [str(Path(sys.executable).with_name(hook["entry"].split()[0])), *hook["entry"].split()[1:]]
-        done = run(
-            *command, *(["src"] if hook.get("pass_filenames", True) else []), cwd=ROOT, PYTHONPATH=str(ROOT / "src")
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-
-
 def test_every_path_that_contributing_names_exists():
     text = (ROOT / "CONTRIBUTING.md").read_text()
     named = set(re.findall(r"`((?:\.ci|conf|docs|scripts|src|tests)/[^` ]*)", text)) | set(
@@ -347,28 +322,3 @@ def test_train_installs_when_needed_and_runs_where_it_was_called(checkout, tmp_p
     assert "no space for this wheel" in err
     (checkout / "backend.py").write_text(backend)
     assert train(checkout, here) == (0, expected, True)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("flock") is None, reason="without flock two set-ups do not wait for each other")
-def test_train_interrupted_or_started_twice_installs_whole_and_once(checkout, tmp_path):
-    stamp = checkout / ".venv/.installed"
-    (checkout / "seconds").write_text("60")
-    first = start_train(checkout, tmp_path)
-    while not stamp.exists():
-        time.sleep(0.05)
-    os.killpg(first.pid, signal.SIGKILL)
-    first.communicate(timeout=60)
-    assert stamp.read_text() == "unfinished\n"
-
-    (checkout / "seconds").write_text("3")
-    first = start_train(checkout, tmp_path)
-    assert "installing" in first.stderr.readline()
-    second = start_train(checkout, tmp_path)
-    expected = f"{tmp_path} ['a b', 'c=1']\n"
-    out, err = second.communicate(timeout=200)
-    assert (second.returncode, out) == (0, expected)
-    assert "waiting" in err
-    assert "installing" not in err
-    out, _ = first.communicate(timeout=200)
-    assert (first.returncode, out) == (0, expected)
