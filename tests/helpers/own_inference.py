@@ -55,17 +55,6 @@ class Mean(Parts):
         return model(batch["inputs"]).mean(0)
 
 
-class Verdicts:
-    """Of a GAN's discriminator on real vectors."""
-
-    def __call__(self, model, batch):
-        _, real, _ = model(batch["inputs"], False)
-        return real.sum(), len(real), {}
-
-    def predict(self, model, batch):
-        return model.discriminator(batch["inputs"])[:, 0]
-
-
 class Pixels:
     """Images [1, height, 8] whose targets are the class of each pixel, and -100 in the last rows."""
 

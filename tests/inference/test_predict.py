@@ -243,23 +243,6 @@ def test_a_stream_goes_on_where_it_was(tmp_path, trained, monkeypatch):
     assert again == [pytest.approx(line) for line in once]
 
 
-@pytest.mark.slow
-def test_a_run_with_several_optimizers(tmp_path):
-    """A GAN, whose model is called in its own way."""
-    updates = ", ".join(
-        f"{{name: {name}, task: zoo.gans.{task}, parameters: [{name}], optimizer: {{lr: 0.02}}}}"
-        for name, task in (("discriminator", "discriminate"), ("generator", "generate"))
-    )
-    parts = ("model._target_=zoo.gans.GAN", "data._target_=zoo.data.Vectors", "task=zoo.gans.distance")
-    run = (*parts, "user_packages=[zoo]", f"updates=[{updates}]")
-    runs.run(tmp_path / "run", *run)
-    with pytest.raises(UserError, match=r"GAN cannot be called with a batch's inputs .*'trains_generator'.*`predict"):
-        predict(tmp_path, tmp_path / "run", "user_packages=[zoo]")
-    chosen = ("user_packages=[zoo,own_inference]", "task=own_inference.Verdicts")
-    found = predict(tmp_path, tmp_path / "run", *chosen)
-    assert len({line["prediction"] for line in found}) == len(found) > 1
-
-
 UNET = (*OWN, "data._target_=own_inference.Pixels", "model._target_=own_inference.UNet")
 
 

@@ -56,19 +56,6 @@ def test_the_configuration_is_there_as_text(tmp_path):
     assert '"global_size": 16' in text
 
 
-def test_the_end_is_in_result_json(tmp_path):
-    result = runs.run(tmp_path, *runs.MODELS["mlp"], "batch.micro_size=4", "every.eval=2")
-    written = helpers.result(tmp_path)
-    assert written["objective"] == helpers.evaluations(tmp_path)[-1]["accuracy"] == result.objective
-    assert written["metric"] == "accuracy"
-    assert (written["steps"], written["samples"]) == (4, 64)
-    assert (written["micro_size"], written["accumulation"]) == (4, 4)
-    assert written["oom_restarts"] == 0
-    assert written["peak_memory_bytes"] == max(line["memory/peak"] for line in helpers.metrics(tmp_path))
-    assert written["samples_per_second"] > 0
-    assert written["checkpoint"] == str(runs.checkpoint(tmp_path, 4))
-
-
 def test_going_on_drops_the_lines_that_come_again(tmp_path):
     tracker = Tracker(tmp_path, 0, 10, {})
     for step in (1, 2, 3):

@@ -18,7 +18,6 @@ from trainapp.checkpoint.held_tensors import held_tensors
 from trainapp.data.batch import tensors_in
 from trainapp.errors import UserError, add_note
 from trainapp.parallel.ranks import Ranks
-from trainapp.torch_private import outside_dispatch_modes
 
 EVERY = "*"  # under this name a task passes arguments to all configured metrics that it does not name
 MOST_VALUES = 100  # of a vector that is logged as one number each
@@ -45,33 +44,20 @@ class StatefulMetrics:
     """The metrics of a run's evaluations, by name. Raises UserError for an object that is none.
 
     An error of a metric is raised as it is, with a note that names the setting.
+
+    names: those of the configured metrics; by default all of `metrics`. A plan has names alone.
     """
 
-    def __init__(self, metrics: Mapping[str, Any] | None = None):
+    def __init__(self, metrics: Mapping[str, Any] | None = None, names: Collection[str] = ()):
         self._held: dict[str, OwnMetric] = {name: _held(metric, name) for name, metric in (metrics or {}).items()}
+        self.names = frozenset(names or self._held)
         self._updated: set[str] = set()
         self._before: dict[str, Any] = {}  # states before an update that may still be undone
-        self._has_values = True
-        self._empty_bytes = 0  # of the states after `reset`
-        self.grow = False  # in a trace: whether an update has added to what they keep
-
-    @property
-    def names(self) -> frozenset[str]:
-        """Those of the configured metrics."""
-        return frozenset(self._held)
 
     def to(self, device: torch.device) -> None:
         """Move the metrics that have a method `to`."""
         for held in self._held.values():
             held.to(device)
-
-    def without_values(self) -> None:
-        """For a trace: switch off what metrics check in values, and compute nothing at the end."""
-        self._has_values = False
-        for held in self._held.values():
-            for part in getattr(held.metric, "modules", tuple)():
-                if hasattr(part, "validate_args"):
-                    part.validate_args = False
 
     def tensors(self) -> list[Tensor]:
         """All tensors that are kept from batch to batch, and the copies that undo an update in progress."""
@@ -83,7 +69,6 @@ class StatefulMetrics:
         self._updated.clear()
         for held in self._held.values():
             held.metric.reset()
-        self._empty_bytes = self._bytes()
 
     def update(self, passed: Mapping[str, Any]) -> None:
         """Pass on what the task has returned as metrics for a batch: for each configured name, or for EVERY, a tuple of
@@ -99,11 +84,6 @@ class StatefulMetrics:
                 arguments[key] = passed[key]() if callable(passed[key]) else passed[key]
             _update(held.metric, name, arguments[key])
             self._updated.add(name)
-        if not self._has_values:
-            self.grow |= self._bytes() > self._empty_bytes
-
-    def _bytes(self) -> int:
-        return sum(tensor.nbytes for held in self._held.values() for tensor in held.tensors())
 
     @contextlib.contextmanager
     def undone_on_error(self) -> Iterator[None]:
@@ -124,7 +104,7 @@ class StatefulMetrics:
 
         Raises UserError, on all ranks, for a metric to which nothing was passed.
         """
-        if not self._held or not self._has_values:
+        if not self._held:
             return {}
         silent = self._held.keys() - set().union(*ranks.all_gather_object(self._updated))
         if silent:
@@ -188,13 +168,11 @@ class OwnMetric:
     def to(self, device: torch.device) -> None:
         """Move it, if it can be moved."""
         if callable(getattr(self.metric, "to", None)):
-            moved = self.metric.to(device)
-            self.metric = self.metric if moved is None else moved  # as of a tensor, it may be another object
+            self.metric.to(device)
 
     def take(self) -> Any:
         """The state, for `restore`."""
-        # Inside a trace torch cannot copy a tensor that is older than it.
-        with outside_dispatch_modes(), _named(f"copying {self._setting}, which undoes an update that fails"):
+        with _named(f"copying {self._setting}, which undoes an update that fails"):
             return copy.deepcopy(self.metric)
 
     def restore(self, state: Any) -> None:

@@ -130,7 +130,7 @@ def trace(
         smallest=max(build.smallest_micro_batch(run.state.model), norms.smallest),
         levers=tuple(available_levers(Situation(config, run.state.model, run.knows_loss))),
         packages=frozenset(type(part).__module__.partition(".")[0] for part in run.state.model.modules()) - _KNOWN,
-        unsettled=(*_unsettled(memory, ranks, run, components.train_data), *_untraced_callbacks(config)),
+        unsettled=(*_unsettled(memory, ranks, run, components.train_data), *_untraced_hooks(config)),
         hints=logits.notes(),
         work=None
         if work is None
@@ -224,8 +224,6 @@ def _unsettled(memory: TracedMemory, ranks: Ranks, run: Run, data: Any) -> tuple
         reasons.append("what is kept from step to step grows")
     if memory.kept_by_evaluation > 0:
         reasons.append("evaluations keep tensors")
-    if run.metrics.grow:
-        reasons.append("metrics keep more with every batch of an evaluation")
     if any(type(module).get_extra_state is not nn.Module.get_extra_state for module in run.state.model.modules()):
         reasons.append("the model has state besides its tensors")
     if any(_package(optimizer) not in _KNOWN for optimizer in run.state.optimizers):
@@ -239,10 +237,13 @@ def _unsettled(memory: TracedMemory, ranks: Ranks, run: Run, data: Any) -> tuple
     return tuple(reasons)
 
 
-def _untraced_callbacks(config: Config) -> tuple[str, ...]:
-    """Those of the application keep no tensors but in metrics, which are traced."""
+def _untraced_hooks(config: Config) -> tuple[str, ...]:
+    """Metrics and callbacks, which may keep tensors. The callbacks of the application keep none."""
     own = [name for name, callback in config.callbacks.items() if not callback.target.startswith("trainapp.")]
-    return (f"callbacks are not traced ({listed(own)}), which may keep tensors or change the model",) if own else ()
+    reasons = [f"callbacks are not traced ({listed(own)}), which may keep tensors or change the model"] if own else []
+    if config.metrics:
+        reasons.append(f"metrics are not traced ({listed(sorted(config.metrics))}), which keep their states")
+    return tuple(reasons)
 
 
 def _package(value: Any) -> str:

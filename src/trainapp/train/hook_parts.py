@@ -1,6 +1,5 @@
 """Metrics with a state, callbacks and loggers of the tracker: found by their names, built, and checked."""
 
-import copy
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from trainapp.hooks.metrics import StatefulMetrics
 from trainapp.hooks.predictions import FirstPredictions
 from trainapp.memory.kept import KeptStorages
 from trainapp.parallel.strategy import local
-from trainapp.torch_private import is_tracing, outside_dispatch_modes, storage_id
+from trainapp.torch_private import is_tracing, storage_id
 from trainapp.tracking.meter import NoUtilisation, Utilisation, peak_of
 from trainapp.train import losses
 from trainapp.train.phase import Phase
@@ -118,22 +117,17 @@ def _tensors_of(
 
 
 def _metrics_of(run: Run, hooks: Hooks) -> StatefulMetrics:
-    """On the device, where their states count as memory."""
-    objects = hooks.metrics
-    if is_tracing():  # several traces use the same ones, which would mix tensors of theirs
-        with outside_dispatch_modes():
-            objects = copy.deepcopy(objects)
-    metrics, loss_chunk = StatefulMetrics(objects), run.config.memory.loss_chunk
+    """On the device, where their states count as memory. A plan has none."""
+    metrics = StatefulMetrics({} if is_tracing() else hooks.metrics, hooks.metrics)
+    loss_chunk = run.config.memory.loss_chunk
     if metrics.names and loss_chunk is not None and losses.is_built_in(run.task):
         raise UserError(
             f"memory.loss_chunk={loss_chunk} with metrics.{sorted(metrics.names)[0]}: metrics get logits, which a loss "
             "in chunks never has as a whole; use memory.loss_chunk=null, or a task of your own"
         )
-    for metric in objects.values():
+    for metric in hooks.metrics.values():
         if isinstance(metric, (Counts, FirstPredictions)) and metric.class_dim.dim is None:
             metric.class_dim.dim = losses.class_dim(run.task)
-    if is_tracing():
-        metrics.without_values()
     metrics.to(run.state.device)
     return metrics
 
