@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from _common import keep_freed_memory, machine, quartiles, table
 
+from trainapp.assembly.components import load_components
 from trainapp.config import compose
 from trainapp.config.schema import Config
 from trainapp.parallel.ranks import SingleRank
@@ -34,7 +35,6 @@ from trainapp.signals import StopRequest
 from trainapp.techniques.catalogue import TECHNIQUES
 from trainapp.techniques.technique import Situation, Technique
 from trainapp.train import loop
-from trainapp.train.components import load_components
 from trainapp.train.run import Run
 
 WARM_UP = 4  # steps until a size is proven and memory no longer counted

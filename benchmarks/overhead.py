@@ -31,11 +31,12 @@ from _common import keep_freed_memory, machine, quartiles, table
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from trainapp.assembly import build
 from trainapp.config import compose
 from trainapp.data.sampler import epoch_order
 from trainapp.parallel.ranks import SingleRank
 from trainapp.signals import StopRequest
-from trainapp.train import build, loop
+from trainapp.train import loop
 from trainapp.train.run import Run
 
 GLOBAL, MICRO = 64, 32

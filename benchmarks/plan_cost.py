@@ -43,11 +43,11 @@ def measure(what: str, settings: Sequence[str]) -> dict[str, Any]:
     """Processor seconds, memory above the imports, and the plan. In this process, which is used for nothing else."""
     from torch.distributed.fsdp import fully_shard  # noqa: F401  # a part of the imports
 
+    from trainapp.assembly.components import load_components
     from trainapp.config import compose
     from trainapp.planning import planner, ranks, sizes
     from trainapp.planning.cuda import planner as cuda_planner
     from trainapp.torch_private import fake_tensor_mode
-    from trainapp.train.components import load_components
 
     fake_tensor_mode()
     config = compose.from_command_line(settings)

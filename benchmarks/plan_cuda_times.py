@@ -52,11 +52,11 @@ COURSE = {(12, 768, 12, 3072, 64): (348.56, 295.53), (36, 1280, 20, 5120, 32): (
 
 def seconds(overrides: tuple[str, ...]) -> float:
     """Of a step, as a plan estimates them. In a process of its own."""
+    from trainapp.assembly.components import load_components
     from trainapp.config import compose
     from trainapp.planning.cuda.planner import for_device
     from trainapp.planning.workload import given_size
     from trainapp.torch_private import fake_tensor_mode
-    from trainapp.train.components import load_components
 
     fake_tensor_mode()
     planner = for_device(compose.from_command_line([*overrides, "every.eval=null"]), load_components)

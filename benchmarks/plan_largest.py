@@ -56,9 +56,9 @@ def cases() -> Iterator[tuple[str, tuple[str, ...]]]:
 
 def ends(overrides: tuple[str, ...]) -> tuple[int, int]:
     """The traced peaks of the smallest micro-batch and of the whole batch."""
+    from trainapp.assembly.components import load_components
     from trainapp.config import compose
     from trainapp.planning.sizes import Planner
-    from trainapp.train.components import load_components
 
     config = compose.from_command_line([*BASE, *overrides])
     planner = Planner(config, load_components(config))

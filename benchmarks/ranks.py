@@ -144,8 +144,9 @@ def configured(strategy: str, options: argparse.Namespace, total: int, folder: P
 
 def trainapp(settings: Any, ranks: Any) -> tuple[Callable[[int], None], Callable[[], float]]:
     """trainapp's loop: `advance(steps)` and a function that returns the last loss."""
+    from trainapp.assembly import build
     from trainapp.signals import StopRequest
-    from trainapp.train import build, loop
+    from trainapp.train import loop
 
     Path(settings.run_dir).mkdir(parents=True, exist_ok=True)
     run = build.build(settings, StopRequest(), ranks)
@@ -175,11 +176,11 @@ def hand_written(strategy: str, settings: Any, ranks: Any, checked: int) -> tupl
     from torch.distributed.fsdp import fully_shard
     from torch.nn import functional
 
+    from trainapp.assembly import build
     from trainapp.config import schema
     from trainapp.data.sampler import epoch_order
     from trainapp.parallel.ranks import SingleRank
     from trainapp.signals import StopRequest
-    from trainapp.train import build
 
     single = copy.deepcopy(settings)
     single.parallel = schema.Parallel()

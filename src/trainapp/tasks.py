@@ -1,9 +1,9 @@
 """The losses that come with trainapp, for users' own code."""
 
+from trainapp.losses.contrastive import Contrastive, EmbeddingTask
+from trainapp.losses.inputs import inputs_and_targets
+from trainapp.losses.losses import IGNORED, Metrics, Task, classification, next_token
 from trainapp.techniques.chunked_loss import linear_cross_entropy
-from trainapp.train.contrastive import Contrastive, EmbeddingTask
-from trainapp.train.losses import IGNORED, Metrics, Task, classification, next_token
-from trainapp.train.model_inputs import inputs_and_targets
 
 __all__ = [
     "IGNORED",

@@ -160,7 +160,7 @@ class DispatchMode(TorchDispatchMode):
 # () -> context manager. Operations inside it are not seen by any dispatch mode, such as the counter of live tensors.
 outside_dispatch_modes = _disable_current_modes
 
-builds_on_meta = ContextVar("builds_on_meta", default=False)  # see `torch_modes.on_meta`
+builds_on_meta = ContextVar("builds_on_meta", default=False)  # for a trace: set by the planner
 
 
 def fake_tensor_mode() -> Any:
@@ -206,7 +206,7 @@ def strided_parts(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def is_tracing() -> bool:
-    """Whether a `fake_tensor_mode` is in force, or `torch_modes.on_meta`: tensors have no values to compare."""
+    """Whether a `fake_tensor_mode` is in force, or a model is built for one on meta: tensors have no values."""
     return builds_on_meta.get() or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 

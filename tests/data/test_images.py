@@ -12,12 +12,12 @@ from image_folders import COLOURS, fill, image, splits
 from markdown import commands
 from PIL import Image
 
+from trainapp.assembly.components import load_components
 from trainapp.data.loader import Fetcher, Request, seed_generators
 from trainapp.data.sets import image_pixels
 from trainapp.data.sets.images import Images
 from trainapp.errors import UserError
 from trainapp.planning.traced_run import trace
-from trainapp.train.components import load_components
 
 DOCUMENT = ROOT / "docs/images.md"
 # A vision transformer on tiny images, with all that is random.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from trainapp.launch import launch
-from trainapp.train import losses
+from trainapp.losses import losses
 
 MIB = 2**20
 ON_GPU = ("train.device=cuda",)

@@ -126,12 +126,6 @@ class Counting(Mirrored):
         return found | {"first": found["first"] * self.calls}
 
 
-class Overwriting(Mirrored):
-    def embed(self, model, batch):
-        batch["inputs"].mul_(0.5)
-        return super().embed(model, batch)
-
-
 class Direct(Mirrored):
     """The loss depends on a parameter directly."""
 
@@ -155,11 +149,6 @@ class Views(Mirrored):
     def embed(self, model, batch):
         found = super().embed(model, batch)
         return torch.cat([found["first"], found["second"]])
-
-
-class Named(Mirrored):
-    def embed(self, model, batch):
-        return super().embed(model, batch) | {"name": "image"}
 
 
 class Nothing(Mirrored):

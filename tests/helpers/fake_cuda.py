@@ -21,6 +21,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+from trainapp.assembly import build
 from trainapp.optim.nonfinite import NonFiniteCheck
 from trainapp.optim.precision import Precision
 from trainapp.parallel.ranks import SingleRank
@@ -31,7 +32,7 @@ from trainapp.planning.values import FakeBatches
 from trainapp.signals import StopRequest
 from trainapp.torch_operators import READ_OPERATORS
 from trainapp.torch_private import DispatchMode, fake_tensor_mode
-from trainapp.train import build, loop
+from trainapp.train import loop
 from trainapp.train.cadences import Cadences
 
 CUDA = torch.device("cuda", 0)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from trainapp.train.losses import classification, next_token
+from trainapp.losses.losses import classification, next_token
 
 
 class Net(nn.Module):

@@ -11,7 +11,7 @@ from trainapp.errors import UserError
 from trainapp.files import strict_json
 from trainapp.inference.predict import Predictor
 from trainapp.inference.rows import _plain
-from trainapp.train.losses import classification
+from trainapp.losses.losses import classification
 
 
 def rows(logits, targets, task):

@@ -299,8 +299,8 @@ def test_a_rehearsed_step_is_the_same(tmp_path, adapter):
 
 
 def test_batches_with_a_mask_need_a_model_that_takes_it():
-    from trainapp.train.losses import classification
-    from trainapp.train.model_inputs import beside_inputs
+    from trainapp.losses.inputs import beside_inputs
+    from trainapp.losses.losses import classification
 
     class Plain(nn.Module):
         def forward(self, inputs):

@@ -5,13 +5,13 @@ import runs
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from trainapp.assembly import build
 from trainapp.checkpoint.train_state import TrainState
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.oom.building import out_of_memory_named
 from trainapp.parallel.ranks import SingleRank
 from trainapp.run import runner
 from trainapp.signals import StopRequest
-from trainapp.train import build
 
 MLP = (*runs.MODELS["mlp"], "train.max_steps=2")
 DRIVER = "CUDA error: out of memory"

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from trainapp import torch_direct
+from trainapp.assembly.components import load_components
 from trainapp.config.schema import Optimizer
 from trainapp.errors import UserError
 from trainapp.memory.device import optimizer_tensors
@@ -16,7 +17,6 @@ from trainapp.optim.on_host import on_host
 from trainapp.optim.optimizers import build_optimizer
 from trainapp.planning.traced_run import trace
 from trainapp.train import loop
-from trainapp.train.components import load_components
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -11,13 +11,13 @@ from helpers import metrics
 from safetensors.torch import load_file
 from torch import nn
 
+from trainapp.assembly.components import load_components
 from trainapp.errors import UserError
 from trainapp.optim.quantized_products import KINDS, QuantizedLinear, quantizable, quantize, require_kernels
 from trainapp.planning.cuda.planner import for_device
 from trainapp.planning.traced_run import trace
 from trainapp.run import runner
 from trainapp.train import loop
-from trainapp.train.components import load_components
 
 pytest.importorskip("torchao", reason="needs the extra trainapp[torchao]")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -283,5 +283,5 @@ def test_nothing_to_quantize(tmp_path, kind, model, message):
 
 @pytest.mark.slow
 def test_torchao_is_imported_late():
-    command = "import sys, trainapp.train.assemble; assert 'torch' in sys.modules; assert 'torchao' not in sys.modules"
+    command = "import sys, trainapp.assembly.model; assert 'torch' in sys.modules; assert 'torchao' not in sys.modules"
     subprocess.run([sys.executable, "-c", command], check=True, timeout=120)

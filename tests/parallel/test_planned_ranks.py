@@ -6,13 +6,13 @@ import pytest
 import runs
 import torch
 
+from trainapp.assembly.components import load_components
 from trainapp.config import compose
 from trainapp.launch import worker
 from trainapp.planning import planner
 from trainapp.run import runner
 from trainapp.signals import StopRequest
 from trainapp.train import loop
-from trainapp.train.components import load_components
 from trainapp.train.evaluate import evaluate
 
 GPT, MLP = runs.MODELS["gpt"], runs.MODELS["mlp"]

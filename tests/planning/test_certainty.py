@@ -3,12 +3,12 @@
 import pytest
 import runs
 
+from trainapp.assembly.components import load_components
 from trainapp.config import compose
 from trainapp.planning import planner, report
 from trainapp.planning.certainty import EXACT, PROBED, RANGE, Noticed, certainty_of
 from trainapp.planning.sizes import Planner
 from trainapp.planning.variants import Variants
-from trainapp.train.components import load_components
 
 OVER = (*runs.TINY, "every.eval=1", "checkpointing=off", "plan.levers=false")
 

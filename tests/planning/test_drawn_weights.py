@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
+from trainapp.assembly.components import Components
 from trainapp.config.schema import Precision
 from trainapp.optim import precision
 from trainapp.planning import models
 from trainapp.planning.values import MadeUpValues
 from trainapp.torch_private import fake_tensor_mode, is_fake, is_tracing
-from trainapp.train.components import Components
 
 CPU = torch.device("cpu")
 

@@ -4,11 +4,11 @@ import pytest
 import runs
 import torch.nn.functional as F
 
+from trainapp.assembly.components import load_components
 from trainapp.config import compose
 from trainapp.planning import planner, report
 from trainapp.planning.traced_run import trace
 from trainapp.tasks import inputs_and_targets, linear_cross_entropy
-from trainapp.train.components import load_components
 
 GPT = (*runs.TINY, *runs.MODELS["gpt"], "user_packages=[test_own_loss]", "plan.levers=true")
 NOTE = "the loss is the task's own and has all logits in memory, 32 per prediction: trainapp.tasks.linear_cross_entropy"

@@ -4,8 +4,8 @@ import measured
 import pytest
 import runs
 
+from trainapp.assembly.components import load_components
 from trainapp.planning.traced_run import trace
-from trainapp.train.components import load_components
 
 CHOSEN = (
     *("model=mlp", "model.width=16", "data._target_=trainapp.data.sets.digits.DigitPairs"),

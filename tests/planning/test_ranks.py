@@ -8,13 +8,13 @@ import runs
 import torch
 from helpers import run_cli
 
+from trainapp.assembly.components import load_components
 from trainapp.config import compose
 from trainapp.errors import UserError
 from trainapp.parallel.ranks import SingleRank
 from trainapp.planning import planner, sizes
 from trainapp.planning.ranks import EqualChunks, SimulatedRanks, by_rank_zero, highest_ranks, simulated, world_of
 from trainapp.torch_private import fake_tensor_mode
-from trainapp.train.components import load_components
 
 ROOT = Path(__file__).parents[2]
 OVER = (*runs.TINY, "checkpointing=off", "plan.levers=false")

@@ -8,12 +8,12 @@ import runs
 import torch
 from torch import nn
 
+from trainapp.assembly.components import load_components
 from trainapp.config.schema import ActivationCheckpointing, Config, Precision
+from trainapp.losses.losses import classification
 from trainapp.planning import step_peaks
 from trainapp.planning.traced_run import trace
 from trainapp.train import loop
-from trainapp.train.components import load_components
-from trainapp.train.losses import classification
 
 GPT = (*runs.MODELS["gpt"], "batch.global_size=8", "memory.limit=1GiB", "train.grad_clip=null")
 

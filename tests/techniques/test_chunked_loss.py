@@ -9,6 +9,8 @@ from torch import nn
 from torch.nn.utils import prune
 
 from trainapp.errors import UserError
+from trainapp.losses import losses
+from trainapp.losses.losses import InChunks, classification, in_chunks
 from trainapp.memory.kinds import MemoryKind
 from trainapp.memory.live_tensors import LiveTensors
 from trainapp.techniques.catalogue import available
@@ -21,8 +23,6 @@ from trainapp.techniques.chunked_loss import (
     require_same_forward,
 )
 from trainapp.techniques.technique import Situation
-from trainapp.train import losses
-from trainapp.train.losses import InChunks, classification, in_chunks
 
 # How far gradients may differ: the order of additions in fp32; the rounding of the weight's gradient in bf16.
 TOLERANCES = {None: 1e-6, torch.bfloat16: 5e-3}

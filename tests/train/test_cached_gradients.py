@@ -207,10 +207,8 @@ def mirrored_loss(model, data, start, end):
 REFUSED = {
     "Mean": "returns a tensor of shape [] for 8 samples; the first dimension must be the samples",
     "Views": "returns a tensor of shape [16, 8] for 8 samples; the first dimension must be the samples",
-    "Named": "must return a tensor, or a tuple or dict of tensors, but there is a str",
-    "Nothing": "its embed returns no tensor",
-    "Wide": "the embeddings of two micro-batches have rows of shape [2] of float32 and [10] of float32",
-    "Overwriting": "its embed changes tensors of the batch in place",
+    "Nothing": "its embed must return a tensor",
+    "Wide": "the embeddings of two micro-batches cannot be joined",
     "Counting": "its embed returns something else when it is repeated",
     "Direct": "its loss_of_embeddings depends on a parameter of shape [1]",
     "Detached": "its loss needs no gradient",

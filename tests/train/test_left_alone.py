@@ -11,11 +11,11 @@ from torch import nn
 
 from trainapp.checkpoint.stateful import Stateful
 from trainapp.errors import UserError
+from trainapp.losses.losses import RESERVED, evaluate_metrics
 from trainapp.models.inspect import evaluation_mode
 from trainapp.snapshot import Snapshot
 from trainapp.train import loop
 from trainapp.train.gradient_check import gradients_of, require_same_gradients
-from trainapp.train.losses import RESERVED, evaluate_metrics
 
 MLP = ("model=mlp", "data=digits", "batch.global_size=32", "batch.micro_size=16")
 

@@ -8,7 +8,8 @@ import pytest
 import runs
 import torch
 
-from trainapp.train import loop, losses
+from trainapp.losses import losses
+from trainapp.train import loop
 from trainapp.train.step import clip_gradients
 
 GPT = (*runs.MODELS["gpt"], "model.dropout=0.0")

@@ -14,8 +14,9 @@ from helpers import ROOT, run_cli
 from torch import nn
 from torch.nn import functional as F
 
+from trainapp.assembly import checks
 from trainapp.errors import UserError
-from trainapp.train import loss_check, losses
+from trainapp.losses import losses
 
 PACKAGES = "user_packages=[own_tasks,own_streams,checked_tasks,test_loss_check]"
 UNCHECKED = "train.check_loss=false"
@@ -203,9 +204,9 @@ def test_they_stay_to_be_trained(tmp_path, monkeypatch, kind):
     sample = own_streams.Plain.sample
     monkeypatch.setattr(own_streams.Plain, "sample", lambda self, number: read.append(number) or sample(self, number))
     task = "test_loss_check.writing" if kind.endswith("Kept") else "checked_tasks.total"
-    for checks in ("true", "false"):
-        runs.run(tmp_path / checks, *of_stream(kind, f"task={task}", f"train.check_loss={checks}"))
-        ends.append((runs.saved(tmp_path / checks, 3), read.copy()))
+    for value in ("true", "false"):
+        runs.run(tmp_path / value, *of_stream(kind, f"task={task}", f"train.check_loss={value}"))
+        ends.append((runs.saved(tmp_path / value, 3), read.copy()))
         read.clear()
     assert runs.differences(*(end for end, _ in ends)) == []
     assert ends[0][1] == ends[1][1] == list(range(49))  # the last one is read ahead
@@ -229,10 +230,10 @@ def test_what_a_data_set_has_opened_stays_so(tmp_path):
 
 
 def test_a_mean_over_many_is_told_however_small():
-    pixels = loss_check.Sums(0.08, 200_000.0)
-    halves = [loss_check.Sums(0.0799, 100_000.0), loss_check.Sums(0.0801, 100_000.0)]
+    pixels = checks.Sums(0.08, 200_000.0)
+    halves = [checks.Sums(0.0799, 100_000.0), checks.Sums(0.0801, 100_000.0)]
     for same in (True, False):
-        assert "is a mean" in loss_check._verdict(loss_check.Comparison(4, pixels, halves, same), "mine", 1e-3)
+        assert "is a mean" in checks._verdict(checks.Comparison(4, pixels, halves, same), "mine", 1e-3)
 
 
 @pytest.mark.slow
@@ -275,10 +276,10 @@ def test_an_initialisation_from_the_first_batch_is_no_interaction(tmp_path):
 def test_halves_are_known_by_their_values():
     """A `split` that returns everything makes none; a table is all of theirs."""
     whole = {"x": torch.arange(4.0)}
-    assert not loss_check.consists_of(whole, [whole, whole])
-    assert loss_check.consists_of(whole, [{"x": torch.arange(2.0)}, {"x": torch.arange(2.0) + 2}])
+    assert not checks.consists_of(whole, [whole, whole])
+    assert checks.consists_of(whole, [{"x": torch.arange(2.0)}, {"x": torch.arange(2.0) + 2}])
     table = torch.eye(3)
-    assert loss_check.consists_of((whole["x"], table), [(torch.arange(2.0), table), (torch.arange(2.0) + 2, table)])
+    assert checks.consists_of((whole["x"], table), [(torch.arange(2.0), table), (torch.arange(2.0) + 2, table)])
 
 
 class Calls:
@@ -300,7 +301,7 @@ def test_the_task_is_called_at_all(tmp_path, monkeypatch):
 
 
 def test_trainapps_own_parts_are_known(tmp_path, monkeypatch):
-    monkeypatch.setattr("trainapp.train.loss_check._compared", lambda *_: pytest.fail("compared"))
+    monkeypatch.setattr("trainapp.assembly.checks._compared", lambda *_: pytest.fail("compared"))
     for model in runs.MODELS.values():
         runs.prepare(tmp_path, *model).close()
 

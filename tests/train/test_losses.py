@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainapp.train.losses import classification, evaluate_metrics, next_token
+from trainapp.losses.losses import classification, evaluate_metrics, next_token
 
 
 class Fixed(nn.Module):

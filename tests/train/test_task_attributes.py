@@ -3,10 +3,9 @@
 import functools
 
 import pytest
-import torch
 
-from trainapp.train import losses
-from trainapp.train.task_attributes import attribute
+from trainapp.losses import losses
+from trainapp.losses.losses import attribute
 
 
 class Embeds:
@@ -56,12 +55,3 @@ def test_tokens_are_counted_in_chunks_too():
     assert losses.counts_tokens(losses.in_chunks(losses.next_token, 64))
     assert losses.counts_tokens(functools.partial(losses.next_token))
     assert not losses.counts_tokens(losses.in_chunks(losses.classification, 64))
-
-
-def test_methods_get_the_arguments_that_they_take():
-    task = losses.checked(functools.partial(Embeds(), scale=0.5), "task=own")
-    loss, _, _ = task.loss_of_embeddings(torch.ones(4, requires_grad=True))
-    assert loss == 2.0
-    assert attribute(functools.partial(functools.partial(Embeds(), scale=9), scale=0.5), "embed").__name__ == "embed"
-    inner = attribute(functools.partial(functools.partial(Embeds(), scale=9), scale=0.5), "loss_of_embeddings")
-    assert inner(torch.ones(4))[0] == 2.0

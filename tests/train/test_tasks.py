@@ -116,22 +116,3 @@ def test_seeds_out_of_range(tmp_path, seed):
 def test_the_largest_seed_trains_with_every_model(tmp_path, model):
     chosen = (*runs.MODELS[model], f"train.seed={2**63 - 1}", "train.max_steps=1", "every.eval=1")
     assert runs.run(tmp_path, *chosen).steps == 1
-
-
-class NeedsArguments:
-    """A task whose class cannot be built from its name alone."""
-
-    def __init__(self, temperature, scale=1.0):
-        self.temperature = temperature
-
-    def __call__(self, model, batch):
-        """Never called."""
-
-
-def test_a_task_class_with_required_arguments_is_explained(tmp_path):
-    message = (
-        r"^task=test_tasks\.NeedsArguments: the class requires temperature; give the arguments with its name, as in "
-        r"task={_target_: test_tasks\.NeedsArguments, temperature: VALUE}"
-    )
-    with pytest.raises(UserError, match=message):
-        runs.run(tmp_path, *MLP, "task=test_tasks.NeedsArguments", "user_packages=[own_tasks,test_tasks]")

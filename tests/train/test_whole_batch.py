@@ -84,7 +84,7 @@ def test_it_is_planned_as_a_whole():
 
 
 def test_several_ranks_are_refused(tmp_path):
-    from trainapp.train.whole_batch import require_uncut
+    from trainapp.losses.whole_batch import require_uncut
 
     config = runs.configure(tmp_path, *WHOLE)
     with pytest.raises(UserError, match="but 2 ranks would each compute the loss of a part of it"):

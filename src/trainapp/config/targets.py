@@ -11,7 +11,6 @@ import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from trainapp import torchao_notices
 from trainapp.config.validation import check_arguments, holds_target, suggest
 from trainapp.errors import UserError
 
@@ -19,7 +18,7 @@ ALLOWED_PACKAGES = (
     "trainapp.models",
     "trainapp.data",
     "trainapp.tasks",
-    "trainapp.train.losses",
+    "trainapp.losses.losses",
     "trainapp.optim.low_precision",
     "trainapp.optim.muon",
     "trainapp.hooks",
@@ -58,8 +57,7 @@ def locate(target: str, setting: str, user_packages: Sequence[str]) -> Callable[
             f"{setting}={target}: importing {module_name} failed: it exits with {error.code}; keep what only a script "
             'does under `if __name__ == "__main__":`'
         ) from error
-    with torchao_notices.left_out():  # Transformers imports a class's module here
-        located = getattr(module, name, None)
+    located = getattr(module, name, None)
     if not callable(located):
         names = [own for own in dir(module) if not isinstance(vars(module).get(own), types.ModuleType)]
         raise UserError(f"{setting}={target}: {module_name} has no class or function {name}{suggest(name, names)}")

@@ -21,10 +21,9 @@ from trainapp.config.schema import Generate
 from trainapp.data.batch import MicroBatch, ranges
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.inference.rows import Row, begin, opened, write_rows
+from trainapp.losses.losses import classification, has_embeddings, unchecked
 from trainapp.models import transformers_models
-from trainapp.train.losses import classification, has_embeddings
 from trainapp.train.run import Run
-from trainapp.train.task_attributes import unchecked
 
 log = logging.getLogger(__name__)
 

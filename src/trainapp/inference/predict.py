@@ -16,10 +16,9 @@ from trainapp.errors import UserError
 from trainapp.hooks.callbacks import labels_of
 from trainapp.hooks.predictions import ClassDim
 from trainapp.inference.rows import Row, begin, opened, write_rows
-from trainapp.train.losses import IGNORED, class_dim, is_built_in
-from trainapp.train.model_inputs import beside_inputs
+from trainapp.losses.inputs import beside_inputs
+from trainapp.losses.losses import IGNORED, attribute, class_dim, is_built_in, unchecked
 from trainapp.train.run import Run
-from trainapp.train.task_attributes import attribute, unchecked
 
 log = logging.getLogger(__name__)
 PER_SAMPLE = (

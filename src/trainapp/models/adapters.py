@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainapp import torchao_notices
 from trainapp.checksum import checksum
 from trainapp.config.schema import Adapter, Config
 from trainapp.errors import UserError
@@ -296,8 +295,7 @@ def digest_of(base: Mapping[str, Tensor]) -> str:
 def require_peft() -> Any:
     """The package. Raises UserError, with the command that installs it, where it is missing."""
     try:
-        with torchao_notices.left_out():
-            import peft
+        import peft
     except ImportError as error:
         raise UserError(f"adapter=lora: needs peft ({error}); pip install 'trainapp[peft]'") from None
     return peft

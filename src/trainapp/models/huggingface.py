@@ -14,7 +14,6 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from trainapp import torchao_notices
 from trainapp.config.validation import Bool, NonNegativeInt, PositiveInt, Str, suggest
 from trainapp.errors import UserError
 from trainapp.models import transformers_models
@@ -100,10 +99,9 @@ def build(
 def require_transformers(setting: str) -> Any:
     """The package. Raises UserError, with the command that installs it, where it is missing."""
     try:
-        with torchao_notices.left_out():
-            import transformers
+        import transformers
 
-            transformers.PreTrainedModel  # noqa: B018  # loaded when it is looked up, and every model needs it
+        transformers.PreTrainedModel  # noqa: B018  # loaded when it is looked up, and every model needs it
     except ImportError as error:
         raise UserError(f"{setting}: needs Transformers ({error}); pip install 'trainapp[hf]'") from None
     transformers.utils.logging.disable_progress_bar()  # the run has one of its own

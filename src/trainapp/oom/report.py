@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from trainapp.files import strict_json
+from trainapp.losses import losses
 from trainapp.memory.detection import broken_part, requested_bytes
 from trainapp.memory.kinds import MemoryKind
 from trainapp.parallel.ranks import PeerOutOfMemory
@@ -18,7 +19,6 @@ from trainapp.parallel.strategy import TaskModule, local
 from trainapp.techniques import catalogue
 from trainapp.techniques.technique import Situation, overrides_of
 from trainapp.torch_private import storage_id
-from trainapp.train import losses
 from trainapp.train.allocations import SwallowedOutOfMemory
 from trainapp.train.phase import Phase
 from trainapp.train.run import Run

@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainapp import torchao_notices
 from trainapp.errors import UserError
 from trainapp.torch_operators import int8_product, unsafe_view
 
@@ -148,8 +147,7 @@ def require_kernels(kind: Kind, device: torch.device) -> None:
     """Multiply two small matrices. Raises UserError without torchao, and where the device cannot multiply in `kind`."""
     instead = "precision=bf16"
     try:
-        with torchao_notices.left_out():
-            import torchao
+        import torchao
     except ImportError as error:
         raise UserError(
             f"precision={kind}: its products are computed by the package torchao, which cannot be imported "

@@ -9,6 +9,8 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from trainapp.assembly import build
+from trainapp.assembly.components import Components
 from trainapp.config.schema import Config
 from trainapp.data.batch import MicroBatch, elements_in, map_tensors
 from trainapp.data.source import EvalBatches, TrainBatches
@@ -26,8 +28,6 @@ from trainapp.planning.values import MadeUpValues, NoOverflow
 from trainapp.planning.ways import Way
 from trainapp.signals import StopRequest
 from trainapp.torch_private import fake_tensor_mode, is_fake, outside_dispatch_modes, storage_id
-from trainapp.train import build
-from trainapp.train.components import Components
 from trainapp.train.run import Run
 
 UNTRAINED = 2  # samples of a micro-batch where no training is traced; most models can train on as few

@@ -9,6 +9,9 @@ from typing import NamedTuple
 
 import torch
 
+from trainapp.assembly.build import smallest_micro_batch
+from trainapp.assembly.components import choose_device, load_components
+from trainapp.assembly.model import constructed
 from trainapp.config.schema import Config
 from trainapp.memory.host_memory import total_bytes
 from trainapp.models.inspect import blocks_of
@@ -16,9 +19,6 @@ from trainapp.parallel.ranks import Ranks, answered_by_rank_zero
 from trainapp.planning import process
 from trainapp.planning.step_peaks import traced
 from trainapp.techniques.checkpointing import Mode, choose_modes
-from trainapp.train.assemble import constructed
-from trainapp.train.build import smallest_micro_batch
-from trainapp.train.components import choose_device, load_components
 from trainapp.units import bytes_text, parse_memory_size
 
 MODES: tuple[Mode, ...] = ("none", "selective", "full")

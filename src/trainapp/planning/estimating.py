@@ -1,11 +1,11 @@
 """The planner of a configuration that cannot be traced."""
 
+from trainapp.assembly.components import Components
 from trainapp.config.schema import Config
 from trainapp.planning.real_steps import MARGIN, RealSteps
 from trainapp.planning.sizes import Planner
 from trainapp.planning.traced_run import Trace
 from trainapp.planning.ways import FIRST, Way
-from trainapp.train.components import Components
 
 
 class EstimatingPlanner(Planner):

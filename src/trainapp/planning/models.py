@@ -6,20 +6,20 @@ Lazy modules, and those that read values, are built for real, and lose their val
 makes no UninitializedParameter (nn/parameter.py).
 """
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from trainapp import torch_modes
+from trainapp.assembly.components import Components
+from trainapp.assembly.model import materialise
 from trainapp.models.inspect import lazy_modules
 from trainapp.optim.precision import Precision
 from trainapp.planning.values import MadeUpValues
-from trainapp.torch_private import buffers_of, outside_dispatch_modes, parameters_of, tree_leaves
-from trainapp.train.assemble import materialise
-from trainapp.train.components import Components
+from trainapp.torch_private import buffers_of, builds_on_meta, outside_dispatch_modes, parameters_of, tree_leaves
 
 
 def built_somehow(
@@ -62,10 +62,21 @@ def built_somehow(
     return build
 
 
+@contextlib.contextmanager
+def _on_meta() -> Iterator[None]:
+    """Inside the block, modules are built without values and without memory, on the meta device."""
+    token = builds_on_meta.set(True)
+    try:
+        with outside_dispatch_modes(), torch.device("meta"):
+            yield
+    finally:
+        builds_on_meta.reset(token)
+
+
 def _built_on_meta(build: Callable[[], nn.Module]) -> nn.Module | None:
     """What is built without memory; None where that fails, or leaves tensors that no trace would replace."""
     try:
-        with torch_modes.on_meta():
+        with _on_meta():
             model = build()
     except Exception:  # it is built for real, or raises there
         return None

@@ -6,10 +6,10 @@ import dataclasses
 
 import torch
 
+from trainapp.assembly.components import choose_device
 from trainapp.config.schema import Config, Plan
 from trainapp.planning.cuda.devices import spelled
 from trainapp.planning.ranks import world_of
-from trainapp.train.components import choose_device
 from trainapp.train.run import Run
 
 

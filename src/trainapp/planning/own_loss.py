@@ -7,9 +7,9 @@ from torch import nn
 
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
+from trainapp.losses import losses
 from trainapp.models.inspect import last_layer
 from trainapp.techniques import chunked_loss
-from trainapp.train import losses
 from trainapp.train.run import Run
 
 

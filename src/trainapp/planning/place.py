@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from trainapp.accelerator import HERE, Accelerator
+from trainapp.assembly.build import Parts
 from trainapp.config.schema import Config
 from trainapp.memory.host_memory import total_bytes
 from trainapp.optim.precision import Precision
 from trainapp.planning.values import FakeBatches, FakeEvalBatches
-from trainapp.train.build import Parts
 from trainapp.train.run import Run
 from trainapp.units import parse_memory_size
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
+from trainapp.assembly.components import choose_device, load_components
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
 from trainapp.files import atomic_write
@@ -23,7 +24,6 @@ from trainapp.planning.process import UNSEEN, UNTRACEABLE
 from trainapp.planning.ranking import ranked
 from trainapp.planning.recorder import Peak
 from trainapp.planning.sizes import Facts, Planner
-from trainapp.train.components import choose_device, load_components
 
 log = logging.getLogger(__name__)
 

@@ -10,13 +10,13 @@ import functools
 import time
 from typing import Any
 
+from trainapp.assembly.components import Components
 from trainapp.config.schema import Config, Memory
 from trainapp.errors import UserError
 from trainapp.memory.host_guard import available_bytes, guarded
 from trainapp.memory.host_memory import total_bytes
 from trainapp.planning.recorder import Peak
 from trainapp.planning.traced_run import Trace, trace
-from trainapp.train.components import Components
 
 SIZES = (2, 4, 8)  # two give a line, the next one tells how far it can be trusted
 MEMORY_SHARE = 0.25  # of the memory that is available: more is never used

@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
+from trainapp.assembly.components import Components, choose_device
 from trainapp.config.schema import Config
 from trainapp.data.stream_reader import at_most
 from trainapp.planning import step_time
@@ -19,7 +20,6 @@ from trainapp.planning.traced_run import ON_CPU, Trace, trace
 from trainapp.planning.ways import FIRST, Way
 from trainapp.planning.workload import given_size, require_uncut_batch, workload_of
 from trainapp.techniques.lever import Lever
-from trainapp.train.components import Components, choose_device
 
 Facts = dict[str, Any]
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from trainapp.assembly.components import Components, load_components
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
 from trainapp.memory.host_guard import available_bytes
@@ -23,7 +24,6 @@ from trainapp.planning.bounds import reason_of, ways_beside
 from trainapp.planning.real_steps import MEMORY_SHARE, small
 from trainapp.planning.recorder import Peak
 from trainapp.planning.traced_run import Trace, trace
-from trainapp.train.components import Components, load_components
 from trainapp.units import bytes_text
 
 SIZE = 2  # samples

@@ -5,11 +5,11 @@ import logging
 import time
 from collections.abc import Sequence
 
+from trainapp.assembly.components import load_components
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
 from trainapp.planning import process
 from trainapp.planning.traced_run import trace
-from trainapp.train.components import load_components
 from trainapp.train.run import Run
 
 PATIENCE = 60.0  # seconds after which no further variant is traced

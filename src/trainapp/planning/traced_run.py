@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from trainapp.assembly import build
+from trainapp.assembly.components import Components
 from trainapp.config.schema import Config
 from trainapp.data.batch import tensors_in
 from trainapp.memory.device import static_bytes
@@ -27,8 +29,6 @@ from trainapp.planning.ways import FIRST, Way
 from trainapp.techniques.catalogue import available_levers
 from trainapp.techniques.lever import Lever, Situation
 from trainapp.torch_private import storage_id
-from trainapp.train import build
-from trainapp.train.components import Components
 from trainapp.train.evaluate import evaluate
 from trainapp.train.loop import train_step, update_weight_average
 from trainapp.train.run import Run

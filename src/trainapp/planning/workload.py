@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass
 
+from trainapp.assembly.components import Components
 from trainapp.config import micro_schedule
 from trainapp.config.schema import Config
 from trainapp.data.stream_reader import at_most, is_stream
-from trainapp.train.components import Components
-from trainapp.train.losses import needs_whole_batch
-from trainapp.train.whole_batch import require_uncut
+from trainapp.losses.losses import needs_whole_batch
+from trainapp.losses.whole_batch import require_uncut
 
 
 @dataclass(frozen=True)

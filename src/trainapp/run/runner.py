@@ -10,10 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trainapp.assembly import build, trial
 from trainapp.checkpoint.directory import read_manifest
 from trainapp.config.schema import INFERENCE, Config
 from trainapp.errors import add_note
 from trainapp.inference import generate, predict
+from trainapp.losses import losses
+from trainapp.losses.whole_batch import require_uncut
 from trainapp.memory import host_guard
 from trainapp.memory.detection import is_out_of_memory
 from trainapp.memory.device import DeviceMemory
@@ -29,12 +32,11 @@ from trainapp.run import resume, run_dir, trained
 from trainapp.run.result import RunResult, opening_lines, report, result_of
 from trainapp.signals import StopRequest
 from trainapp.sizes.record import initial_sizes
-from trainapp.train import build, callbacks, loop, losses, trial
+from trainapp.train import callbacks, loop
 from trainapp.train.allocations import refused_in_attempt
 from trainapp.train.evaluate import evaluate
 from trainapp.train.phase import Phase
 from trainapp.train.run import Run
-from trainapp.train.whole_batch import require_uncut
 from trainapp.units import parse_memory_size
 
 log = logging.getLogger(__name__)

@@ -16,6 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from safetensors.torch import save_file
 from torch import nn
 
+from trainapp.assembly import build
 from trainapp.checkpoint import checkpointer, shards
 from trainapp.checkpoint.directory import CheckpointDirectory, read_manifest, resolve
 from trainapp.config.schema import Config
@@ -26,7 +27,6 @@ from trainapp.models.weights import load_tensors
 from trainapp.parallel.ranks import Ranks, SingleRank, answered_by_rank_zero
 from trainapp.parallel.strategy import is_shard, whole
 from trainapp.signals import StopRequest
-from trainapp.train import build
 from trainapp.train.run import Run
 from trainapp.units import bytes_text, listed
 

@@ -24,7 +24,6 @@ from trainapp.config.schema import Config
 from trainapp.errors import UserError
 from trainapp.models.inspect import blocks_of, last_layer
 from trainapp.rng import preserved_rng
-from trainapp.torch_modes import hooks_of_backward, hooks_of_calls
 
 SETTING = "memory.loss_chunk"
 LEAST_ROWS = 128
@@ -118,17 +117,21 @@ def require_head(config: Config, model: nn.Module) -> None:
 def _require_no_hooks(setting: str, model: nn.Module, head: nn.Module) -> None:
     """The head is not called, and the model returns features: its backward has another gradient."""
     name = type(model).__name__
-    if hooks := hooks_of_calls(head):
+    if hooks := [*head._forward_pre_hooks.values(), *head._forward_hooks.values(), *_hooks_of_backward(head)]:
         raise UserError(
             f"{setting}: the head of {name} has hooks ({_kinds(hooks)}), which this loss would not run, since it "
             "computes with the weight alone; remove them (for torch.nn.utils.weight_norm and spectral_norm, use those "
             f"of torch.nn.utils.parametrizations), or set {SETTING}=null"
         )
-    if hooks := hooks_of_backward(model):
+    if hooks := _hooks_of_backward(model):
         raise UserError(
             f"{setting}: {name} has backward hooks ({_kinds(hooks)}), which expect the gradient of the logits, and "
             f"would get that of the features; remove them, or set {SETTING}=null"
         )
+
+
+def _hooks_of_backward(module: nn.Module) -> list[Any]:
+    return [*module._backward_pre_hooks.values(), *module._backward_hooks.values()]
 
 
 def _kinds(hooks: list[Any]) -> str:

@@ -14,12 +14,12 @@ from trainapp.data.batch import MicroBatch
 from trainapp.data.source import EvalBatches
 from trainapp.errors import UserError
 from trainapp.hooks.metrics import as_scalars, logged_name, logged_name_of, setting_name
+from trainapp.losses.losses import evaluate_metrics
 from trainapp.models.inspect import evaluation_mode
 from trainapp.rng import seed_evaluation
 from trainapp.train import callbacks
 from trainapp.train.allocations import note_refused, require_all_allocated
 from trainapp.train.eval_collectors import collector_for
-from trainapp.train.losses import evaluate_metrics
 from trainapp.train.phase import Phase
 from trainapp.train.run import Evaluated, Objective, Run
 from trainapp.train.totals import Totals

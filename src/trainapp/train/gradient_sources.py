@@ -11,7 +11,7 @@ from typing import Protocol
 from torch import Tensor
 
 from trainapp.data.batch import MicroBatch
-from trainapp.train.losses import Task
+from trainapp.losses.losses import Task
 from trainapp.train.run import Run, Step
 from trainapp.train.totals import Totals
 

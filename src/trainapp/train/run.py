@@ -13,6 +13,7 @@ from trainapp.data.source import EvalBatches, TrainBatches
 from trainapp.errors import UserError
 from trainapp.hooks.callbacks import Callbacks
 from trainapp.hooks.metrics import StatefulMetrics
+from trainapp.losses.losses import Task, is_built_in
 from trainapp.memory.device import DeviceMemory
 from trainapp.optim import schedules
 from trainapp.optim.nonfinite import NonFiniteCheck
@@ -27,7 +28,6 @@ from trainapp.tracking.meter import Meter, NoUtilisation, Utilisation
 from trainapp.tracking.tracker import SilentTracker, Tracker
 from trainapp.train.autotuner import Autotuner
 from trainapp.train.cadences import Cadences, run_length
-from trainapp.train.losses import Task, is_built_in
 from trainapp.train.phase import Phase
 from trainapp.train.totals import Totals
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from trainapp import torch_direct
 from trainapp.data.batch import MicroBatch
 from trainapp.errors import TrainingStopped
+from trainapp.losses.losses import evaluate_metrics, has_embeddings
 from trainapp.models.inspect import has_batchnorm, instead_of_batchnorm
 from trainapp.optim.nonfinite import gradient_norm, scale_gradients
 from trainapp.parallel.strategy import locals_of
@@ -17,7 +18,6 @@ from trainapp.train.allocations import require_all_allocated
 from trainapp.train.cached_gradients import CachedGradients
 from trainapp.train.gradient_check import checked_gradients, gradients_of, require_same_gradients
 from trainapp.train.gradient_sources import GradientSource, SumOverSamples
-from trainapp.train.losses import evaluate_metrics, has_embeddings
 from trainapp.train.phase import Phase
 from trainapp.train.run import Run, Step
 from trainapp.train.totals import Number, Totals

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from trainapp.errors import UserError
+from trainapp.losses.losses import problem_of_count
 from trainapp.parallel.ranks import Ranks, SingleRank
-from trainapp.train.losses import problem_of_count
 
 Number = Tensor | float
 

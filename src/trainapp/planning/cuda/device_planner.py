@@ -3,6 +3,7 @@
 from collections.abc import Collection
 from typing import Any
 
+from trainapp.assembly.components import Components
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
 from trainapp.planning.certainty import RANGE
@@ -10,7 +11,6 @@ from trainapp.planning.cuda.devices import COMMUNICATOR, CONTEXT, communicators_
 from trainapp.planning.cuda.place import THREADS, CudaPlace
 from trainapp.planning.recorder import Peak
 from trainapp.planning.sizes import Facts, Planner
-from trainapp.train.components import Components
 from trainapp.units import bytes_text
 
 # What a trace on the CPU says about CUDA, where attention, autocast and norms have other kernels: for a few

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from trainapp.accelerator import Accelerator
+from trainapp.assembly.build import Parts
 from trainapp.config.schema import Config
 from trainapp.data.batch import MicroBatch, map_tensors
 from trainapp.data.progress import Progress
@@ -25,7 +26,6 @@ from trainapp.planning.cuda.pretend import EngineOnCuda, pretended
 from trainapp.planning.place import Place
 from trainapp.planning.ranks import world_of
 from trainapp.planning.values import FakeBatches, FakeEvalBatches
-from trainapp.train.build import Parts
 from trainapp.train.run import Run
 from trainapp.units import parse_memory_size
 

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Collection
 
+from trainapp.assembly.components import Components
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
 from trainapp.memory.kinds import MemoryKind
@@ -19,7 +20,6 @@ from trainapp.planning.recorder import Peak
 from trainapp.planning.sizes import Facts, Measured, Planner
 from trainapp.planning.traced_run import Trace
 from trainapp.techniques.lever import Lever
-from trainapp.train.components import Components
 from trainapp.units import bytes_text
 
 # Of several ranks: no run of trainapp on several GPUs has been compared with its plan yet. What others have published

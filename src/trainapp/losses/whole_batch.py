@@ -6,8 +6,7 @@ from typing import Any
 
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
-from trainapp.train.losses import EMBEDDING_METHODS, compares_samples, has_embeddings
-from trainapp.train.task_attributes import attribute
+from trainapp.losses.losses import EMBEDDING_METHODS, attribute, compares_samples, has_embeddings
 
 
 def require_complete(task: Any, setting: str) -> None:

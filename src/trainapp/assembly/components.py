@@ -1,5 +1,6 @@
 """The parts that a configuration names: device, data sets, classes. Every mistake in them is a UserError."""
 
+import functools
 import inspect
 import logging
 from collections.abc import Callable
@@ -8,17 +9,16 @@ from typing import Any
 
 import torch
 
+from trainapp.assembly.hook_parts import Hooks, load_hooks
 from trainapp.config import targets
 from trainapp.config.schema import Config
 from trainapp.config.validation import check_arguments
 from trainapp.data.stream_reader import is_empty, is_stream
 from trainapp.errors import UserError
+from trainapp.losses import losses
+from trainapp.losses.contrastive import Contrastive
+from trainapp.losses.whole_batch import require_complete, require_same_batch
 from trainapp.models.adapters import adapted
-from trainapp.train import losses
-from trainapp.train.contrastive import Contrastive
-from trainapp.train.hook_parts import Hooks, load_hooks
-from trainapp.train.own_task import built_task
-from trainapp.train.whole_batch import require_same_batch
 from trainapp.units import listed
 
 BUILT_IN_TASKS: dict[str, Any] = {
@@ -86,6 +86,31 @@ def load_components(config: Config) -> Components:
         spec=spec,
         hooks=load_hooks(config, spec),
     )
+
+
+def built_task(config: Config, found: Any, setting: str, name: str, arguments: dict[str, Any]) -> Any:
+    """An instance of the class that a setting names, or the function or object; of a function, its arguments besides
+    model and batch are bound. None where nothing is named. Raises UserError for arguments that do not fit.
+    """
+    task = found
+    if inspect.isclass(found):
+        task = targets.construct(found, arguments, setting, config.user_packages)
+        if not callable(task):
+            raise UserError(
+                f"{setting}={name}: an instance of it cannot be called; give the class a method "
+                "`__call__(self, model, batch)` that returns (loss_sum, count, metrics)"
+            )
+    elif inspect.isfunction(found):
+        model_and_batch = dict.fromkeys(_parameters(found)[:2])
+        if taken := arguments.keys() & model_and_batch.keys():
+            raise UserError(f"{setting}.{min(taken)}: {name} is called with a model and a batch; leave it out")
+        given = targets.arguments_of(found, arguments, setting, config.user_packages, model_and_batch)
+        own = {key: value for key, value in given.items() if key not in model_and_batch}
+        task = functools.partial(found, **own) if own else found
+    elif arguments:
+        raise UserError(f"{setting}={name}: arguments ({', '.join(arguments)}) are for a class or a function")
+    require_complete(task, f"{setting}={name}")
+    return task
 
 
 def _settings_of_tasks(config: Config) -> list[str]:

@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
+from trainapp.assembly.checks import uncompiled
+from trainapp.assembly.hook_parts import EARLY_STOPPING
 from trainapp.config.schema import Config
 from trainapp.data.batch import map_tensors
 from trainapp.hooks.callbacks import EarlyStopping
 from trainapp.hooks.metrics import EVERY
+from trainapp.losses.losses import has_embeddings, is_built_in
 from trainapp.train.evaluate import no_such_metric
-from trainapp.train.hook_parts import EARLY_STOPPING
-from trainapp.train.loss_check import uncompiled
-from trainapp.train.losses import has_embeddings, is_built_in
 from trainapp.train.run import Objective, Run
 
 SAMPLES = 2  # which a remainder of an evaluation may have, too

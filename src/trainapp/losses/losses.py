@@ -23,9 +23,8 @@ from torch import Tensor, nn
 
 from trainapp.errors import UserError
 from trainapp.hooks.metrics import EVERY
+from trainapp.losses.inputs import beside_inputs, inputs_and_targets, predictions
 from trainapp.techniques.chunked_loss import features_only, head_of, linear_cross_entropy
-from trainapp.train.model_inputs import beside_inputs, inputs_and_targets, predictions
-from trainapp.train.task_attributes import attribute, unchecked
 
 Number = float | int | bool  # or a number of NumPy's
 Metrics = Mapping[str, Any]  # sums: Tensor | Number | Callable[[], Tensor | Number]; or arguments of an `update`
@@ -91,6 +90,21 @@ class InChunks:
         loss_sum, correct = linear_cross_entropy(features, head, targets, self.rows, IGNORED)
         count = len(targets) if self.task is classification else (targets != IGNORED).sum()
         return loss_sum, count, {"accuracy": correct}
+
+
+def unchecked(task: Any) -> Any:
+    """The task of the configuration, without the checks around it."""
+    return getattr(task, "unchecked", task)
+
+
+def attribute(task: Any, name: str, default: Any = None) -> Any:
+    """What a task says of itself: `whole_batch`, `counts`, `split`, `predict`, `embed`. Of a `functools.partial`, that
+    of its function where it has none of its own. `default` where there is none.
+    """
+    own = unchecked(task)
+    while isinstance(own, functools.partial) and not hasattr(own, name):
+        own = own.func
+    return getattr(own, name, default)
 
 
 def is_built_in(task: Task) -> bool:

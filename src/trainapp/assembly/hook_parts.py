@@ -16,11 +16,11 @@ from trainapp.hooks.callbacks import Callbacks, EarlyStopping
 from trainapp.hooks.confusion import Counts
 from trainapp.hooks.metrics import StatefulMetrics
 from trainapp.hooks.predictions import FirstPredictions
+from trainapp.losses import losses
 from trainapp.memory.kept import KeptStorages
 from trainapp.parallel.strategy import local
 from trainapp.torch_private import is_tracing, storage_id
 from trainapp.tracking.meter import NoUtilisation, Utilisation, peak_of
-from trainapp.train import losses
 from trainapp.train.phase import Phase
 from trainapp.train.run import Objective, Run
 

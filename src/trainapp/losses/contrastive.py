@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainapp.errors import UserError
-from trainapp.train.losses import Metrics
-from trainapp.train.model_inputs import inputs_and_targets
+from trainapp.losses.inputs import inputs_and_targets
+from trainapp.losses.losses import Metrics
 
 
 class EmbeddingTask:

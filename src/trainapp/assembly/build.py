@@ -10,6 +10,11 @@ from typing import Any
 import torch
 
 from trainapp.accelerator import HERE, Accelerator
+from trainapp.assembly import hook_parts
+from trainapp.assembly.batches import data_batches, eval_roots
+from trainapp.assembly.components import Components, choose_device, load_components, set_global_switches
+from trainapp.assembly.model import assemble
+from trainapp.assembly.room import require_room
 from trainapp.checkpoint.checkpointer import Checkpointer, NullCheckpointer
 from trainapp.checkpoint.directory import CheckpointDirectory
 from trainapp.checkpoint.state_dicts import require_loadable
@@ -19,6 +24,7 @@ from trainapp.config.schema import WITHOUT_NUMBERS, Config
 from trainapp.data.source import TrainBatches
 from trainapp.data.stream_reader import is_stream
 from trainapp.hooks.callbacks import labels_of
+from trainapp.losses import losses
 from trainapp.memory import backends
 from trainapp.memory.device import DeviceMemory
 from trainapp.models.adapters import base_of
@@ -34,13 +40,9 @@ from trainapp.techniques.technique import Situation
 from trainapp.torch_private import is_tracing
 from trainapp.tracking.meter import Meter
 from trainapp.tracking.tracker import SilentTracker, Tracker
-from trainapp.train import exactness, hook_parts, losses
-from trainapp.train.assemble import assemble
+from trainapp.train import exactness
 from trainapp.train.autotuner import Autotuner
-from trainapp.train.batches import data_batches, eval_roots
 from trainapp.train.cadences import Cadences, run_length
-from trainapp.train.components import Components, choose_device, load_components, set_global_switches
-from trainapp.train.room import require_room
 from trainapp.train.run import EvalSets, Objective, Run
 from trainapp.units import bytes_text
 

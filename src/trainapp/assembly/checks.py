@@ -21,19 +21,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from trainapp.assembly.components import Components
 from trainapp.checkpoint.stateful import Stateful
 from trainapp.config.schema import Config
 from trainapp.data.batch import map_tensors, tensors_in
 from trainapp.data.loader import Fetcher, Request
 from trainapp.errors import UserError
+from trainapp.losses.losses import compares_samples, is_built_in
 from trainapp.models.inspect import belongs_to_trainapp
 from trainapp.optim.precision import Precision
 from trainapp.parallel.ranks import Ranks
 from trainapp.rng import preserved_rng
 from trainapp.torch_operators import draws_numbers
 from trainapp.torch_private import DispatchMode, is_tracing
-from trainapp.train.components import Components
-from trainapp.train.losses import compares_samples, is_built_in
 from trainapp.units import listed
 
 SAMPLES = 4

@@ -12,17 +12,17 @@ import torch
 from torch import nn
 
 from trainapp.accelerator import Accelerator
+from trainapp.assembly.components import Components
 from trainapp.checkpoint.train_state import Update
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
+from trainapp.losses.losses import needs_whole_batch
 from trainapp.models.inspect import blocks_of
 from trainapp.optim import groups, in_backward
 from trainapp.optim.groups import all_names, matching
 from trainapp.optim.optimizers import build_optimizer
 from trainapp.optim.precision import Precision
 from trainapp.parallel.strategy import trained_alone
-from trainapp.train.components import Components
-from trainapp.train.losses import needs_whole_batch
 from trainapp.units import listed
 
 Names = list[list[str]]  # of the parameters of each update, frozen ones too; empty where there are no updates

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from trainapp.assembly.components import Components
 from trainapp.checkpoint.stateful import Stateful
 from trainapp.config.schema import Config
 from trainapp.data.loader import worker_count
@@ -12,11 +13,10 @@ from trainapp.data.source import EvalBatches, TrainBatches
 from trainapp.data.stream import shards_per_rank
 from trainapp.data.stream_reader import is_stream
 from trainapp.errors import UserError
+from trainapp.losses.losses import attribute
 from trainapp.parallel.ranks import Ranks
 from trainapp.snapshot import Owner
-from trainapp.train.components import Components
 from trainapp.train.run import EvalSets
-from trainapp.train.task_attributes import attribute
 
 log = logging.getLogger(__name__)
 

@@ -14,11 +14,15 @@ import torch
 from torch import nn
 
 from trainapp.accelerator import HERE, Accelerator
+from trainapp.assembly import checks, updates
+from trainapp.assembly.components import Components
 from trainapp.checkpoint.train_state import TrainState
 from trainapp.config import targets
 from trainapp.config.schema import Config
 from trainapp.data.batch import map_tensors
 from trainapp.errors import UserError
+from trainapp.losses import losses
+from trainapp.losses.inputs import beside_inputs, inputs_and_targets
 from trainapp.models import transformers_models
 from trainapp.models.inspect import blocks_of, has_batchnorm, lazy_modules
 from trainapp.optim import quantized_products
@@ -34,9 +38,6 @@ from trainapp.techniques.catalogue import require_suited
 from trainapp.techniques.offload import NoOffload, Offload
 from trainapp.techniques.technique import Situation
 from trainapp.torch_private import is_tracing
-from trainapp.train import loss_check, losses, updates
-from trainapp.train.components import Components
-from trainapp.train.model_inputs import beside_inputs, inputs_and_targets
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +71,7 @@ def assemble(
     initial_device: where parameters are initialised; None: on the CPU, then moved (with `parallel.fsdp.meta_init`: on
     the meta device, then shard by shard).
     example: a batch of so many samples, for lazy modules. accelerator: gives the optimizer its generators, and offload
-    its streams. first: see `loss_check`. Raises UserError for parts that do not fit together.
+    its streams. first: see `checks`. Raises UserError for parts that do not fit together.
     """
     is_meta = initial_device is None and _starts_on_meta(config, ranks)
     model = _on_device(config, components, device, "meta" if is_meta else initial_device)
@@ -85,7 +86,7 @@ def assemble(
         require_suited(Situation(own, model, components.knows_loss))
     precision.cast_parameters(model)
     for setting, own, parts in updates.with_one_loss(config, components):
-        loss_check.require_sum(setting, own, parts, model, device, precision, ranks, first)
+        checks.require_sum(setting, own, parts, model, device, precision, ranks, first)
     if config.precision.mode in ("int8", "fp8"):
         _quantize_products(model, config.precision.mode)
     if config.memory.loss_chunk is not None and components.knows_loss and example and not is_meta:
