@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as F
 from helpers import evaluations, metrics
 from torch import nn
-from torch.nn.utils import prune
 
 from trainapp.errors import UserError
 from trainapp.losses import losses
@@ -225,49 +224,22 @@ def test_a_task_of_ones_own_is_refused(tmp_path):
         runs.prepare(tmp_path, *overrides)
 
 
-@pytest.mark.parametrize(
-    ("head", "message"), [(nn.Sequential(nn.Linear(16, 10)), "must be an nn.Linear, not a Sequential")]
-)
-def test_another_head_is_refused(tmp_path, head, message):
+def test_another_head_than_a_plain_linear_layer_is_refused(tmp_path):
+    """The weight of one with hooks is set before each call of the head, or its gradient changed after it."""
+    config = runs.configure(tmp_path, "memory.loss_chunk=4")
     model = Classifier()
-    config = runs.configure(tmp_path, "memory.loss_chunk=4")
     require_head(config, model)
-    model.head = head
-    with pytest.raises(UserError, match=message):
+    model.head = nn.Sequential(nn.Linear(16, 10))
+    with pytest.raises(UserError, match=r"plain nn\.Linear, and is a Sequential"):
         require_head(config, model)
-
-
-def test_hooks_of_the_head_are_refused_where_parametrizations_are_right(tmp_path):
-    """Their weight is set before each call of the head, or its gradient changed after it."""
-    config = runs.configure(tmp_path, "memory.loss_chunk=4")
-    hooked = {
-        "WeightNorm": torch.nn.utils.weight_norm,
-        "SpectralNorm": torch.nn.utils.spectral_norm,
-        "RandomUnstructured": lambda head: prune.random_unstructured(head, "weight", 0.5),
-        "thirds": lambda head: head.register_full_backward_hook(thirds),
-        "nothing": lambda head: head.register_full_backward_pre_hook(nothing),
-        "print": lambda head: head.register_forward_hook(print),
-    }
-
-    def thirds(module, given, received):
-        return tuple(gradient / 3 for gradient in given)
-
-    def nothing(*_):
-        return None
-
-    for name, change in hooked.items():
+    for change in (torch.nn.utils.weight_norm, lambda head: head.register_forward_hook(print)):
         model = Classifier()
         change(model.head)
-        with pytest.raises(UserError, match=rf"loss_chunk=4: the head of Classifier has hooks \(.*{name}"):
+        with pytest.raises(UserError, match=r"plain nn\.Linear, and is a Linear with hooks"):
             require_head(config, model)
         assert "memory.loss_chunk=auto" not in offered(model, tmp_path)
     model = Classifier()
-    model.register_full_backward_hook(thirds)
-    with pytest.raises(UserError, match="loss_chunk=4: Classifier has backward hooks"):
-        require_head(config, model)
-    model = Classifier()
     torch.nn.utils.parametrizations.weight_norm(model.head)
-    model.head.register_state_dict_post_hook(lambda *_: None)
     require_head(config, model)
     assert "memory.loss_chunk=auto" in offered(model, tmp_path)
 

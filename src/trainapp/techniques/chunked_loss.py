@@ -93,18 +93,14 @@ def require_head(config: Config, model: nn.Module) -> None:
             "nn.Linear `head` with forward(inputs) == head(features(inputs)), or leave the setting out"
         )
     head = parts.head
-    if type(head).forward is not nn.Linear.forward or "forward" in vars(head):
-        if config.adapter.kind != "none" and type(head).__module__.partition(".")[0] == "peft":
-            raise UserError(
-                f"{setting} with adapter={config.adapter.kind}: the head of {name} is among adapter.train or "
-                "adapter.targets, and this loss needs a plain nn.Linear; leave the head out of them, or set "
-                f"{SETTING}=null"
-            )
+    is_plain = type(head).forward is nn.Linear.forward and "forward" not in vars(head)
+    if not is_plain or head._forward_pre_hooks or head._forward_hooks:
+        what = f"the head of {name} must be a plain nn.Linear, and is a {type(head).__name__}"
         raise UserError(
-            f"{setting}: the head of {name} must be an nn.Linear, not a {type(head).__name__}; make it one, or set "
-            f"{SETTING}=null"
+            f"{setting}: {what}{' with hooks, which this loss would not run' if is_plain else ''}; make it one (with "
+            "torch.nn.utils.parametrizations in place of weight_norm and spectral_norm; without an adapter, if it has "
+            f"one), or set {SETTING}=null"
         )
-    _require_no_hooks(setting, model, head)
     if config.parallel.strategy == "fsdp":
         inside = (m for block in blocks_of(model, "parallel=fsdp") for m in block.modules())
         if any(m is head for m in inside):
@@ -112,30 +108,6 @@ def require_head(config: Config, model: nn.Module) -> None:
                 f"{setting}: with parallel=fsdp the head of {name} must not be inside one of its blocks(), outside of "
                 "which only a shard of it exists; take it out of blocks()"
             )
-
-
-def _require_no_hooks(setting: str, model: nn.Module, head: nn.Module) -> None:
-    """The head is not called, and the model returns features: its backward has another gradient."""
-    name = type(model).__name__
-    if hooks := [*head._forward_pre_hooks.values(), *head._forward_hooks.values(), *_hooks_of_backward(head)]:
-        raise UserError(
-            f"{setting}: the head of {name} has hooks ({_kinds(hooks)}), which this loss would not run, since it "
-            "computes with the weight alone; remove them (for torch.nn.utils.weight_norm and spectral_norm, use those "
-            f"of torch.nn.utils.parametrizations), or set {SETTING}=null"
-        )
-    if hooks := _hooks_of_backward(model):
-        raise UserError(
-            f"{setting}: {name} has backward hooks ({_kinds(hooks)}), which expect the gradient of the logits, and "
-            f"would get that of the features; remove them, or set {SETTING}=null"
-        )
-
-
-def _hooks_of_backward(module: nn.Module) -> list[Any]:
-    return [*module._backward_pre_hooks.values(), *module._backward_hooks.values()]
-
-
-def _kinds(hooks: list[Any]) -> str:
-    return ", ".join(dict.fromkeys(getattr(hook, "__qualname__", type(hook).__name__) for hook in hooks))
 
 
 @torch.no_grad()
