@@ -144,19 +144,19 @@ def test_the_configurations_that_are_planned_compose(gpu_check):
         for model, chosen in (*planned.CASES, *(("gpt", lever) for lever in planned.LEVERS)):
             config = runs.configure(Path("unused"), *planned.overrides(device, model, chosen))
             assert (config.train.device, config.train.max_steps) == (device, planned.STEPS)
-            assert config.plan.levers is False
+            assert config.plan.techniques is False
     assert f"of {len(planned.CASES)} runs" in next(s.about for s in gpu_check.plan.STEPS if s.name == "planned_peaks")
 
 
 def test_how_good_a_plan_is(gpu_check):
     from gpu_check import planned
 
-    facts = {"peak_bytes": 99 * 2**20, "reserved_bytes": 126 * 2**20}
+    facts = {"method": "traced", "peak_bytes": 99 * 2**20}
     both = planned.compared("a", facts, SimpleNamespace(peak_memory_bytes=100 * 2**20, peak_reserved_bytes=120 * 2**20))
-    assert (both.error, both.error_reserved) == pytest.approx((-0.01, 0.05))
-    assert both.text == "allocated 99.0 for 100.0 MiB (-1.00%), reserved 126 for 120 (+5.00%)"
-    with pytest.raises(RuntimeError, match="not traceable: because"):
-        planned.compared("b", {"certainty": "not traceable", "reason": "because"}, None)
+    assert both.error == pytest.approx(-0.01)
+    assert both.text == "allocated 99.0 for 100.0 MiB (-1.00%), reserved 120"
+    with pytest.raises(RuntimeError, match="no estimate"):
+        planned.compared("b", {"method": None, "notes": ["because"]}, None)
     assert planned.summary([0.001, -0.04, 0.0]) == ("median 0.10%, worst 4.00%, of 3", True)
     assert planned.summary([0.001, -0.06, 0.0])[1] is False
     assert planned.summary([0.02, -0.02, 0.0])[1] is False

@@ -10,7 +10,6 @@ import runs
 from gpu import on_gpu
 
 from trainapp.planning import process
-from trainapp.planning.cuda import devices
 
 MEDIAN, WORST = 0.01, 0.05  # relative errors that a plan may have; xMem's are 3.59% in the median
 _GPT = ("model=gpt", "model.dropout=0", "data=synthetic_tokens")
@@ -80,7 +79,7 @@ STEPS = 4
 def overrides(device: str, model: str, chosen: Sequence[str]) -> tuple[str, ...]:
     """The settings of a run of this model with these settings."""
     models = LARGE if device == "cuda" else SMALL
-    quiet = ("checkpointing=off", f"train.max_steps={STEPS}", "plan.levers=false")
+    quiet = ("checkpointing=off", f"train.max_steps={STEPS}", "plan.techniques=false")
     return (*runs.TINY, *models[model], *quiet, f"train.device={device}", *chosen)
 
 
@@ -90,7 +89,9 @@ def spelled(device: str) -> tuple[str, ...]:
         return ()
     import torch  # late: the process of the plans comes by here, too
 
-    name = devices.spelled(torch.cuda.get_device_properties(0))
+    from trainapp.planning import absent_gpu
+
+    name = absent_gpu.spelled(torch.cuda.get_device_properties(0))
     return (f"plan.device={name}", "train.device=auto")
 
 
@@ -111,13 +112,12 @@ def plans_here(configurations: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Compared:
-    """Bytes of one configuration, planned and measured; on the CPU nothing is reserved beyond what is allocated."""
+    """Bytes of one configuration: allocated, planned and measured, and reserved."""
 
     name: str
     planned: int
     measured: int
-    planned_reserved: int
-    measured_reserved: int
+    reserved: int
 
     @property
     def error(self) -> float:
@@ -125,32 +125,17 @@ class Compared:
         return self.planned / self.measured - 1
 
     @property
-    def error_reserved(self) -> float:
-        """Relative, of what is reserved."""
-        return self.planned_reserved / self.measured_reserved - 1
-
-    @property
     def text(self) -> str:
         """MiB, planned against measured."""
-        mib = [size / on_gpu.MIB for size in (self.planned, self.measured)]
-        reserved = [size / on_gpu.MIB for size in (self.planned_reserved, self.measured_reserved)]
-        return (
-            f"allocated {mib[0]:.1f} for {mib[1]:.1f} MiB ({100 * self.error:+.2f}%), reserved {reserved[0]:.0f} for "
-            f"{reserved[1]:.0f} ({100 * self.error_reserved:+.2f}%)"
-        )
+        planned, measured, reserved = (size / on_gpu.MIB for size in (self.planned, self.measured, self.reserved))
+        return f"allocated {planned:.1f} for {measured:.1f} MiB ({100 * self.error:+.2f}%), reserved {reserved:.0f}"
 
 
 def compared(name: str, facts: dict[str, Any], result: Any) -> Compared:
     """A plan beside a run's result. Raises RuntimeError for a plan without figures."""
-    if "peak_bytes" not in facts:
-        raise RuntimeError(f"{facts['certainty']}: {facts['reason']}")
-    return Compared(
-        name,
-        facts["peak_bytes"],
-        result.peak_memory_bytes,
-        facts.get("reserved_bytes", facts["peak_bytes"]),
-        result.peak_reserved_bytes,
-    )
+    if facts["method"] is None:
+        raise RuntimeError(f"no estimate: {facts['notes']}")
+    return Compared(name, facts["peak_bytes"], result.peak_memory_bytes, result.peak_reserved_bytes)
 
 
 def summary(errors: Sequence[float]) -> tuple[str, bool]:

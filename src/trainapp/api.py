@@ -53,11 +53,10 @@ def plan(overrides: Iterable[str] = (), config_dir: str | Path | None = None) ->
     config_dir: as `--config-dir`, a folder with options of your own; modules are found there, too. Raises UserError for
     mistakes in the configuration, with the message of the command line.
     """
-    from trainapp.planning.answer import complete
     from trainapp.planning.process import ask
 
     with _imports(config_dir):
-        return complete(ask(compose.from_command_line(_settings("plan", overrides), config_dir=config_dir)))
+        return ask(compose.from_command_line(_settings("plan", overrides), config_dir=config_dir))
 
 
 def load(

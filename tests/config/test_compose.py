@@ -27,7 +27,7 @@ def state():
 @hydra.main(version_base="1.2", config_path=None)
 def program(own):
     before = state()
-    size = {"batch.micro_size": 4, "plan.levers": "false", "train.device": "cpu"}
+    size = {"batch.micro_size": 4, "plan.techniques": "false", "train.device": "cpu"}
     facts = trainapp.plan(["model=mlp", "data=digits", *(f"{name}={value}" for name, value in size.items())])
     try:
         compose.from_command_line(["model=nothing"])

@@ -11,13 +11,12 @@ from helpers import ROOT, evaluations, metrics, result, run_cli, train
 from image_folders import COLOURS, fill, image, splits
 from markdown import commands
 from PIL import Image
+from planning import traced_peak
 
-from trainapp.assembly.components import load_components
 from trainapp.data.loader import Fetcher, Request, seed_generators
 from trainapp.data.sets import image_pixels
 from trainapp.data.sets.images import Images
 from trainapp.errors import UserError
-from trainapp.planning.traced_run import trace
 
 DOCUMENT = ROOT / "docs/images.md"
 # A vision transformer on tiny images, with all that is random.
@@ -310,10 +309,10 @@ def test_a_run_does_not_depend_on_the_micro_batch(tmp_path, folder):
 def test_a_plan_of_images_is_exact(tmp_path, folder):
     one_step = ("train.max_steps=1", "memory.limit=1GiB", "train.grad_clip=null", "every.eval=null")
     run = runs.prepare(tmp_path, *TINY, f"data.path={folder}", *one_step)
-    found = trace(run.config, load_components(run.config), 8, 0).training
+    traced = traced_peak(run.config, 8)
     runs.loop.train_step(run)
     run.close()
-    assert found.total == run.memory.peak
+    assert traced == run.memory.peak
 
 
 @pytest.mark.slow

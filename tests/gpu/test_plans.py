@@ -11,7 +11,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 
 def test_a_plan_is_for_this_gpu():
-    plan = trainapp.plan(["model=mlp", "plan.levers=false"])
+    plan = trainapp.plan(["model=mlp", "plan.techniques=false"])
     assert plan["device"]["name"] == torch.cuda.get_device_name()
     assert plan["device"]["memory_bytes"] == torch.cuda.get_device_properties(0).total_memory
 
@@ -22,7 +22,7 @@ STEPS = (*LARGE_MODELS["gpt"], "checkpointing=off", "train.max_steps=4", "every.
 def test_a_run_starts_with_the_planned_size(tmp_path):
     limit = limit_of(tmp_path / "limit", 0.5, *STEPS)
     forget()
-    largest = trainapp.plan([*STEPS, f"memory.limit={limit}", "plan.levers=false"])["largest_micro_size"]
+    largest = trainapp.plan([*STEPS, f"memory.limit={limit}", "plan.techniques=false"])["largest_micro_size"]
     assert 1 < largest < 128
     planned = runs.run(tmp_path / "planned", *STEPS, f"memory.limit={limit}", "batch.micro_size=plan")
     assert planned.micro_schedule == {1: largest}

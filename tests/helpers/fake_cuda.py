@@ -26,9 +26,9 @@ from trainapp.optim.nonfinite import NonFiniteCheck
 from trainapp.optim.precision import Precision
 from trainapp.parallel.ranks import SingleRank
 from trainapp.parallel.strategy import local, whole
-from trainapp.planning.cuda.pretend import give_autograd_a_device
-from trainapp.planning.recorder import TracedMemory
-from trainapp.planning.values import FakeBatches
+from trainapp.planning.batches import FakeBatches
+from trainapp.planning.pretend import give_autograd_a_device
+from trainapp.planning.recorder import Recorder
 from trainapp.signals import StopRequest
 from trainapp.torch_operators import READ_OPERATORS
 from trainapp.torch_private import DispatchMode, fake_tensor_mode
@@ -154,7 +154,7 @@ def twin(overrides: list[str], device: torch.device, scaled: bool = False, ranks
     parts = build.load_parts(config, SingleRank())
     if task:
         parts.components = dataclasses.replace(parts.components, task=globals()[task](parts.components.task))
-    parts.device, parts.memory = device, TracedMemory(device)
+    parts.device, parts.memory = device, Recorder(device, 1)
     if device.type == "cuda" and config.optimizer.target.rpartition(".")[2] not in ("Adam", "AdamW"):
         # Of torch 2.13's fused optimizers, only these have a kernel for fake tensors.
         config = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, fused=False))

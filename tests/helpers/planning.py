@@ -19,7 +19,12 @@ def _process() -> ProcessPoolExecutor:
     return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
 
 
+def traced_peak(config: Config, size: int) -> int:
+    """Bytes of training with micro-batches of `size`, traced in this process."""
+    return planner.estimator_of(config, "traced").peak(config, size, 0).total
+
+
 def ask(config: Config, only: Collection[str] = ()) -> dict[str, Any]:
     """As `trainapp.planning.process.ask`, for this machine: what is pretended of other devices adds up in a process."""
     assert config.plan.device is None
-    return _process().submit(planner.facts_of, config, only).result()
+    return _process().submit(planner.answer, config, only, None, "traced").result()

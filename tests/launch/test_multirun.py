@@ -16,7 +16,7 @@ from trainapp.units import bytes_text
 
 SWEEP = ("-m", *TINY, *MODELS["mlp"], "every.eval=2", "train.max_steps=2", "checkpointing=off", "hydra.sweep.dir=sweep")
 RATES = "optimizer.lr=1e-3,1e-1,1e-9"
-GPT = (*MODELS["gpt"], "train.device=cpu", "plan.levers=false", "checkpointing=off", "every.eval=1")
+GPT = (*MODELS["gpt"], "train.device=cpu", "plan.techniques=false", "checkpointing=off", "every.eval=1")
 MINE = ("model._target_=mine.Net", "user_packages=[mine]")
 NET = """import os, signal
 from trainapp.models.mlp import MLP

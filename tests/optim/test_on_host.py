@@ -6,16 +6,15 @@ from pathlib import Path
 import pytest
 import runs
 import torch
+from planning import traced_peak
 from torch import nn
 
 from trainapp import torch_direct
-from trainapp.assembly.components import load_components
 from trainapp.config.schema import Optimizer
 from trainapp.errors import UserError
 from trainapp.memory.device import optimizer_tensors
 from trainapp.optim.on_host import on_host
 from trainapp.optim.optimizers import build_optimizer
-from trainapp.planning.traced_run import trace
 from trainapp.train import loop
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -157,11 +156,11 @@ def test_the_traced_peak_is_the_measured_one(tmp_path):
     peaks = []
     for name, more in {"plain": (), "host": (HOST,)}.items():
         run = runs.prepare(tmp_path / name, *MLP, *limited, *more)
-        found = trace(run.config, load_components(run.config), 16, 0).training
+        traced = traced_peak(run.config, 16)
         loop.train_step(run)
         run.close()
-        assert found.total == run.memory.peak
-        peaks.append(found.total)
+        assert traced == run.memory.peak
+        peaks.append(traced)
     assert peaks[1] > peaks[0]  # on the CPU the copies are in the same memory
 
 

@@ -11,13 +11,9 @@ from helpers import metrics
 from safetensors.torch import load_file
 from torch import nn
 
-from trainapp.assembly.components import load_components
 from trainapp.errors import UserError
 from trainapp.optim.quantized_products import KINDS, QuantizedLinear, quantizable, quantize, require_kernels
-from trainapp.planning.cuda.planner import for_device
-from trainapp.planning.traced_run import trace
 from trainapp.run import runner
-from trainapp.train import loop
 
 pytest.importorskip("torchao", reason="needs the extra trainapp[torchao]")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -201,15 +197,6 @@ def test_micro_batches_add_up(tmp_path, kind):
 
 
 @by_kind
-def test_the_traced_peak_is_the_measured_one(tmp_path, kind):
-    run = runs.prepare(tmp_path, *GPT, f"precision={kind}", "memory.limit=1GiB", "train.grad_clip=null")
-    found = trace(run.config, load_components(run.config), 16, 0).training
-    loop.train_step(run)
-    run.close()
-    assert found.total == run.memory.peak
-
-
-@by_kind
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_checkpointing_has_the_same_gradients(tmp_path, kind, mode):
     def gradients_of(mode):
@@ -257,13 +244,6 @@ def test_a_device_that_cannot(kind):
     with pytest.raises(UserError, match=rf"precision={kind}: this device \(xpu:9\) cannot multiply") as refused:
         require_kernels(kind, torch.device("xpu:9"))
     assert "\n" not in str(refused.value)
-
-
-@by_kind
-def test_a_plan_for_a_gpu_that_is_not_here_is_refused(tmp_path, kind):
-    planned = ("mode=plan", "plan.device=h100-80gb", "train.device=auto", f"precision={kind}")
-    with pytest.raises(UserError, match=rf"plan\.device=h100-80gb with precision={kind}: its kernels cannot be traced"):
-        for_device(runs.configure(tmp_path, *GPT, *planned), load_components)
 
 
 @by_kind

@@ -6,7 +6,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from trainapp.parallel.strategy import is_shard, local
-from trainapp.planning.ranks import simulated
+from trainapp.planning.simulated_ranks import simulated
 
 
 def test_the_local_part_of_a_parameter_is_itself():

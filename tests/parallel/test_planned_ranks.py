@@ -6,7 +6,6 @@ import pytest
 import runs
 import torch
 
-from trainapp.assembly.components import load_components
 from trainapp.config import compose
 from trainapp.launch import worker
 from trainapp.planning import planner
@@ -17,7 +16,7 @@ from trainapp.train.evaluate import evaluate
 
 GPT, MLP = runs.MODELS["gpt"], runs.MODELS["mlp"]
 REPEATS = 4
-OVER = (*runs.TINY, "every.eval=1", "checkpointing=off", "oom.grow=false", "plan.levers=false")
+OVER = (*runs.TINY, "every.eval=1", "checkpointing=off", "oom.grow=false", "plan.techniques=false")
 UNEVEN = ("data.vocab_size=29", "data.val_size=37", "batch.global_size=10", "batch.micro_size=2")
 TWO = [
     (*GPT, "parallel=ddp", "batch.micro_size=2"),
@@ -66,11 +65,11 @@ def compare(pool, folder, world, overrides):
     settings = [*OVER, "batch.eval_micro_size=4", *overrides, f"plan.world={world}"]
     config = compose.from_command_line(settings, str(folder))
     facts = planner.plan(config)[0]
-    plans, sizes = planner.Planner(config, load_components(config)), (facts["micro_size"], facts["eval_micro_size"])
-    traced = []
-    for rank in range(world):
-        training = plans.at_rank(rank, sizes[0], 0).training.total
-        traced.append((training, plans.at_rank(rank, 0, sizes[1]).evaluation.total))
+    estimator, sizes = planner.estimator_of(config, "traced"), (facts["micro_size"], facts["eval_micro_size"])
+    traced = [
+        (estimator.peak(config, sizes[0], 0, rank).total, estimator.peak(config, 0, sizes[1], rank).total)
+        for rank in range(world)
+    ]
     for _ in range(REPEATS):
         measured = pool.run(world, measure, dataclasses.replace(config, run_dir=str(folder)))
         peaks = [(max(steps), evaluation) for steps, evaluation in measured]
@@ -79,7 +78,7 @@ def compare(pool, folder, world, overrides):
         assert all(a >= b for peak, plan in zip(peaks, traced, strict=True) for a, b in zip(peak, plan, strict=True))
     assert peaks == traced
     highest = [max(peak) for peak in peaks]
-    assert facts["peak_bytes"] == max(highest) == sum(facts["kinds"].values())
+    assert facts["peak_bytes"] == max(highest) == sum(facts["categories"].values())
     found = facts["ranks"]
     assert highest[found["binding_rank"]] == max(highest)
     assert all(peak == highest[int(rank)] for rank, peak in found["peak_bytes"].items())
@@ -105,7 +104,7 @@ def test_buckets_are_counted_from_the_first_step_on(pool, tmp_path):
     facts, measured = compare(pool, tmp_path, 2, (*GPT, "parallel=ddp", "batch.micro_size=8"))
     steps = measured[0][0]
     assert max(steps) - min(steps) <= 64  # scalars of the first step
-    assert facts["kinds"]["communication_buffers"] >= facts["static"]["gradients"]
+    assert facts["categories"]["communication_buffers"] >= facts["categories"]["parameters"]
 
 
 @pytest.mark.slow
@@ -129,7 +128,7 @@ def test_resharding_frees_what_is_counted():
         planner.plan(compose.from_command_line([*base, f"parallel.fsdp.reshard_after_forward={value}"]))[0]
         for value in ("false", "true")
     )
-    whole = 8 * freed["static"]["parameters"]
+    whole = 8 * freed["categories"]["parameters"]
     assert kept["phases"]["forward"] - freed["phases"]["forward"] > whole / 2  # 3 of 4 blocks
 
 

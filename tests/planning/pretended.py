@@ -1,6 +1,6 @@
-"""What is pretended of CUDA, one by one in force and not: a program, since parts of torch are replaced for good.
+"""What is pretended of CUDA, one by one: a program, since parts of torch are replaced for good.
 
-Reads names of functions below from its arguments and prints what each returns, as JSON.
+Prints, as JSON, what each of the functions below returns that its arguments name.
 """
 
 import contextlib
@@ -10,164 +10,101 @@ import sys
 from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.optim import optimizer
-from torch.utils import _foreach_utils
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
-from trainapp.accelerator import HERE
 from trainapp.memory.live_tensors import LiveTensors
-from trainapp.planning.cuda import attention, devices, pretend, self_test
-from trainapp.planning.cuda.place import NotHere
-from trainapp.planning.ranks import simulated
+from trainapp.parallel.strategy import local
+from trainapp.planning import absent_gpu, pretend
+from trainapp.planning.absent_gpu import DEVICES, MIB, AbsentGpu
+from trainapp.planning.simulated_ranks import simulated
 from trainapp.planning.values import MadeUpValues
 from trainapp.techniques import offload
-from trainapp.torch_private import fake_tensor_mode
+from trainapp.torch_private import DispatchMode, fake_tensor_mode, outside_dispatch_modes
 
-A100, V100 = devices.find("a100-80gb"), devices.find("v100-32gb")
+A100, V100 = (AbsentGpu(name, DEVICES[name][0] * MIB, DEVICES[name][1]) for name in ("a100-80gb", "v100-32gb"))
+
+
+class Seen(DispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager
-def inside(device=A100):
-    with pretend.pretended(device), fake_tensor_mode(), MadeUpValues(), pretend.EngineOnCuda() as engine:
-        yield engine
+def inside(gpu=A100, engine=True):
+    with gpu.pretended(), fake_tensor_mode(), MadeUpValues(), gpu.engine() if engine else contextlib.nullcontext():
+        yield
 
 
-def refusal(device, engine):
-    try:
-        self_test.require(device, engine)
-    except self_test.NotInForce as error:
-        return str(error)
-    return None
+def tensor(*shape, dtype=torch.float32):
+    return torch.empty(*shape, device="cuda", dtype=dtype, requires_grad=True)
 
 
-def all_in_force():
-    found = {}
-    for name, device in devices.DEVICES.items():
-        with inside(device) as engine:
-            found[name] = refusal(device, engine)
-    return found
+def backward():
+    with inside():
+        weight = tensor(4, 4)
+        (weight @ weight.detach()).sum().backward()
+        return str(weight.grad.device)
 
 
-def no_guard():
-    with mock.patch.object(pretend, "give_autograd_a_device"), inside() as engine:
-        return refusal(A100, engine)
-
-
-def no_attention():
-    def unchanged(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
-
-    with mock.patch.object(attention.FunctionsOf, "__torch_function__", unchanged), inside() as engine:
-        return refusal(A100, engine)
-
-
-def attention_in_the_forward_alone():
-    def off_in_backward(self, loss, *args, **kwargs):
-        return torch.Tensor.backward(loss, *args, **kwargs)
-
-    with mock.patch.object(attention.FunctionsOf, "_backward", off_in_backward), inside() as engine:
-        return refusal(A100, engine)
-
-
-def another_devices_attention():
-    with inside(V100) as engine:
-        return refusal(A100, engine)
+def numerics():
+    """Products and norms under autocast, the loss scaler, foreach kernels."""
+    with inside():
+        weight = tensor(4, 4)
+        with torch.autocast("cuda", torch.float16):
+            product = weight @ weight
+            kinds = [str(product.dtype), str(F.layer_norm(product, (4,)).dtype)]
+        weights = [tensor(4), tensor(4)]
+        for one in weights:
+            one.grad = torch.empty_like(one)
+        with Seen() as seen:
+            torch.optim.Adam(weights).step()
+            nn.utils.clip_grad_norm_(weights, 1.0)
+        return [*kinds, torch.amp.GradScaler("cuda").is_enabled(), seen.names.count("_foreach_lerp_")]
 
 
 def no_autocast():
-    with (
-        inside() as engine,
-        mock.patch.object(torch.cuda.amp.common, "amp_definitely_not_available", return_value=True),
-    ):
-        return refusal(A100, engine)
-
-
-def no_streams():
-    with inside() as engine, mock.patch.object(torch.cuda, "stream", return_value=contextlib.nullcontext()):
-        return refusal(A100, engine)
-
-
-def sharded_in_force():
-    """On two ranks and on 512, and again in another trace."""
-    found = []
-    for world in (2, 512, 2):
-        with simulated(0, world, torch.device("cpu")), inside() as engine:
-            found.append(refusal(A100, engine))
-    return found
-
-
-def sharded_without_foreach():
-    """As where DTensor adds itself to a list that is in force for one trace alone."""
-    from torch.distributed.tensor import DTensor
-
-    with simulated(0, 2, torch.device("cpu")), inside() as engine:
-        optimizer._foreach_supported_types.remove(DTensor)
-        try:
-            return refusal(A100, engine)
-        finally:
-            optimizer._foreach_supported_types.append(DTensor)
-
-
-def sharded_on_one_stream():
-    with (
-        simulated(0, 2, torch.device("cpu")),
-        inside() as engine,
-        mock.patch.dict(self_test._CHECKS, {"the allocation on streams": lambda device, engine: True}),
-        mock.patch.object(torch.cuda, "stream", return_value=contextlib.nullcontext()),
-    ):
-        return refusal(A100, engine)
-
-
-def pinned():
-    """What FSDP asks of a shard that it keeps on the host."""
-    with inside():
-        shard = torch.empty(4)
-        return [shard.pin_memory() is shard, shard.is_pinned(), torch.empty(4, device="cuda").is_pinned()]
-
-
-def no_foreach():
-    with inside() as engine:
-        for module in (optimizer, _foreach_utils):
-            module._foreach_supported_types = [t for t in module._foreach_supported_types if t is not FakeTensor]
-        return refusal(A100, engine)
-
-
-def no_accumulation():
-    with pretend.pretended(A100), fake_tensor_mode(), MadeUpValues():
-        return refusal(A100, pretend.EngineOnCuda())
+    patch = mock.patch.object(torch.cuda.amp.common, "amp_definitely_not_available", return_value=True)
+    with inside(), patch:
+        return torch.amp.GradScaler("cuda").is_enabled()
 
 
 def bytes_of_attention():
     """What attention keeps for the backward, and the peak of the backward above it, by device and dtype."""
     found = {}
-    for device in (A100, V100):
+    for gpu in (A100, V100):
         for dtype in (torch.float32, torch.float16, torch.bfloat16):
-            with inside(device):
-                q, k, v = (torch.empty(2, 4, 256, 64, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3))
-                with LiveTensors(devices=("cuda",)) as counter, pretend.EngineOnCuda():
-                    result = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            with inside(gpu, engine=False):
+                q, k, v = (tensor(2, 4, 256, 64, dtype=dtype) for _ in range(3))
+                with LiveTensors(devices=("cuda",)) as counter, gpu.engine():
+                    result = F.scaled_dot_product_attention(q, k, v, is_causal=True)
                     kept = counter.live
-                    gradient = torch.empty_like(result)
-                    result.backward(gradient)
-                found[f"{device.name} {str(dtype)[6:]}"] = [kept, counter.peak]
+                    result.backward(torch.empty_like(result))
+                found[f"{gpu.name} {str(dtype)[6:]}"] = [kept, counter.peak]
     return found
 
 
-def autocast_reaches_attention():
-    """Queries in fp32, as after a rotation, and values in bf16."""
-    with inside(), torch.autocast("cuda", torch.bfloat16):
-        q, k = (torch.empty(2, 4, 256, 64, device="cuda", requires_grad=True) for _ in range(2))
-        v = torch.empty(2, 4, 256, 64, device="cuda", dtype=torch.bfloat16)
-        return str(nn.functional.scaled_dot_product_attention(q, k, value=v).dtype)
+def recomputed_attention():
+    """The kernel that the backward of a checkpointed block takes."""
+    with inside(), Seen() as seen:
+        q, k, v = (tensor(1, 2, 16, 16, dtype=torch.float16) for _ in range(3))
+        torch.utils.checkpoint.checkpoint(F.scaled_dot_product_attention, q, k, v, use_reentrant=False).sum().backward()
+        return [name for name in seen.names if "attention" in name and not name.endswith("_backward")]
 
 
 def residual_gradients():
     """The peak of a backward through two uses of one tensor, in units of it, with and without additions in place."""
     found = []
-    for engine in (pretend.EngineOnCuda(), contextlib.nullcontext()):
-        with pretend.pretended(A100), fake_tensor_mode(), MadeUpValues(), engine:
-            x = torch.empty(1024, 1024, device="cuda", requires_grad=True)
+    for engine in (True, False):
+        with inside(engine=engine):
+            x = tensor(1024, 1024)
             y = x * 1
             z, gradient = y * 2 + y * 3, torch.empty_like(x)
             with LiveTensors(devices=("cuda",)) as counter:
@@ -176,24 +113,17 @@ def residual_gradients():
     return found
 
 
-def filled_gradients():
-    """The peaks of backwards that fill zeros, in units of the input, with and without doing so in place."""
-    functions = {
-        "max": lambda x, rows: x.max(1)[0],
-        "gather": lambda x, rows: x.gather(0, rows[None]),
-        "index_select": lambda x, rows: x.index_select(0, rows),
-    }
-    found = {}
-    for engine in (pretend.EngineOnCuda(), contextlib.nullcontext()):
-        with pretend.pretended(A100), fake_tensor_mode(), MadeUpValues(), engine:
-            rows = torch.zeros(8, dtype=torch.long, device="cuda")
-            for name, function in functions.items():
-                x = torch.empty(512, 1024, device="cuda", requires_grad=True)
-                result = function(x, rows)
-                gradient = torch.empty_like(result)
-                with LiveTensors(devices=("cuda",)) as counter:
-                    result.backward(gradient)
-                found.setdefault(name, []).append(round(counter.peak / x.nbytes))
+def sharded():
+    """On two ranks and on 512: the shape of a shard's gradient."""
+    found = []
+    for world in (2, 512):
+        with simulated(0, world, torch.device("cpu")), inside():
+            with outside_dispatch_modes():
+                mesh = init_device_mesh("cuda", (world,))
+            layer = nn.Linear(4, world, bias=False, device="cuda:0")
+            fully_shard(layer, mesh=mesh)
+            layer(tensor(2, 4)).sum().backward()
+            found.append(list(local(layer.weight.grad).shape))
     return found
 
 
@@ -205,42 +135,41 @@ def recurrent():
             return str(error)
 
 
-class Moved(offload.Offload):
-    """Notes the bytes of every storage that leaves the device."""
-
-    def __init__(self, model, *arguments):
-        super().__init__(model, *arguments)
-        self.bytes, store = [], self._copies.store
-
-        def noted(storage, device):
-            self.bytes.append(storage.nbytes())
-            return store(storage, device)
-
-        self._copies.store = noted
+def on_the_cpu():
+    """With CUDA's rules: dtype of a norm under autocast, what dropout keeps, and what attention with dropout keeps."""
+    with inside(A100.as_on_the_cpu()):
+        x = torch.empty(64, 64, requires_grad=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            norm = str(F.layer_norm(x @ x, (64,)).dtype)
+        with LiveTensors() as counter:
+            dropped = F.dropout(x, 0.1)
+            kept = counter.live
+            del dropped
+        q, k, v = (torch.empty(2, 4, 256, 64, requires_grad=True) for _ in range(3))
+        with LiveTensors() as counter:
+            attended = F.scaled_dot_product_attention(q, k, v, dropout_p=0.1, is_causal=True)
+            return [norm, kept / x.nbytes, counter.live / attended.nbytes]
 
 
 def offloaded():
-    """The bytes of each storage that offload moves in two steps of one network, and what is left: there, on streams of
-    its own too, and here.
-    """
+    """Bytes that activations take on the device after a forward, without and with offload."""
     found = []
-    with mock.patch.object(offload, "LEAST", 1):
-        for device, arguments in (("cuda", ("cuda", NotHere())), ("cuda", ("cuda", HERE)), ("cpu", ("cpu",))):
-            with inside() if device == "cuda" else contextlib.nullcontext():
-                layers = [nn.Linear(8, 8, device=device), nn.GELU(), nn.LayerNorm(8, device=device)]
-                model, inputs = nn.Sequential(*layers), torch.ones(4, 8, device=device)
-                moving = Moved(model, *arguments)
-                with LiveTensors(devices=(device,)) as counter:
-                    for _ in range(2):
-                        with moving.forward():
-                            loss = model(inputs).square().sum()
-                        loss.backward()
-                        del loss
-                found.append({"moved": moving.bytes, "left": counter.live})
+    with mock.patch.object(offload, "LEAST", 1), inside():
+        layers = nn.Sequential(*(nn.Linear(64, 64, device="cuda") for _ in range(4)))
+        moving = offload.Offload(layers, "cuda", A100.accelerator)
+        for forward in (contextlib.nullcontext, moving.forward):
+            with LiveTensors(devices=("cuda",)) as counter:
+                with forward():
+                    loss = layers(torch.ones(4, 64, device="cuda")).square().sum()
+                found.append(counter.live)
+                loss.backward()
+                del loss
     return found
 
 
 if __name__ == "__main__":
+    pretend.give_autograd_a_device()
+    assert absent_gpu.THREADS
     answers = {name: globals()[name]() for name in sys.argv[1:]}
     print(json.dumps(answers), flush=True)
     os._exit(0)  # the engine's threads still point to what was made here

@@ -12,7 +12,7 @@ from torch import nn
 from trainapp.config import compose
 from trainapp.config.schema import Fsdp, Memory, Parallel
 from trainapp.errors import UserError
-from trainapp.planning.ranks import simulated
+from trainapp.planning.simulated_ranks import simulated
 from trainapp.techniques import catalogue
 from trainapp.techniques.catalogue import TECHNIQUES
 from trainapp.techniques.technique import Situation, Technique

@@ -164,8 +164,7 @@ def test_the_command_line_and_a_plan(tmp_path):
     done = helpers.run_cli(*overrides, "mode=plan", f"hydra.run.dir={tmp_path / 'plan'}", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     facts = json.loads((tmp_path / "plan/plan.json").read_text())
-    assert facts["certainty"] == "exact"
-    assert facts["most_eval_micro_size"] == 32  # twice the share of training, of the largest set
+    assert (facts["method"], facts["largest_eval_micro_size"]) == ("traced", 32)  # twice the share, of the largest set
 
 
 def test_the_first_one_stays_the_objective(tmp_path):

@@ -91,7 +91,7 @@ def test_batches_are_fetched_ahead_all_the_same(tmp_path):
 
 def test_a_plan_counts_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    settings = [*runs.TINY, "plan.levers=false"]
+    settings = [*runs.TINY, "plan.techniques=false"]
     often, rarely = (plan([*settings, *updates(DISCRIMINATOR, own)])["peak_bytes"] for own in (GENERATOR, RARELY))
     assert rarely == often
 

@@ -336,7 +336,7 @@ def test_the_plan_is_that_of_the_highest_update(tmp_path):
         "batch.global_size=512",
         "data.size=600",
         "batch.micro_size=512",
-        "plan.levers=false",
+        "plan.techniques=false",
     ]
     overrides += ["every.eval=null"]
     both = plan(overrides)["peak_bytes"]

@@ -13,7 +13,7 @@ import helpers
 import pytest
 import runs
 
-from trainapp.planning.cuda.pretend import can_pretend
+from trainapp.planning.pretend import can_pretend
 
 pytestmark = pytest.mark.skipif(not can_pretend(), reason="fake CUDA needs Linux on x86-64 or aarch64")
 

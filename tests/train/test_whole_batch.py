@@ -76,11 +76,9 @@ def test_where_memory_lacks_it_says_what_helps(tmp_path):
 
 @pytest.mark.slow
 def test_it_is_planned_as_a_whole():
-    config = runs.configure("unused", *WHOLE, "batch.global_size=64", "mode=plan", "plan.levers=false")
+    config = runs.configure("unused", *WHOLE, "batch.global_size=64", "mode=plan", "plan.techniques=false")
     facts = process.ask(config, only=())
     assert (facts["micro_size"], facts["largest_micro_size"]) == (64, 64)
-    assert facts["certainty"] == "range"  # for this task keeps a list of its batches
-    assert facts["range_bytes"] == [facts["peak_bytes"]] * 2
 
 
 def test_several_ranks_are_refused(tmp_path):

@@ -243,7 +243,8 @@ class Memory:
 class Plan:
     device: Str | None = None
     world: PositiveInt | None = None
-    levers: Bool = True
+    techniques: Bool = True
+    measure: Bool = False
 
 
 @dataclass(config=STRICT)

@@ -19,11 +19,10 @@ ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTO
 
 def launch(config: Config, is_sweep: bool = False) -> float | None:
     """Train, evaluate, export or plan as `config` says. Returns the objective: see `run`."""
-    _require_known_device(config)
     if config.mode == "plan":
-        from trainapp.planning import report
+        from trainapp.planning import screen
 
-        return report.run(config)
+        return screen.run(config)
     if config.mode == "lr_find":
         return _lr_find(config)
     return run(config, is_sweep).for_sweeper
@@ -36,7 +35,6 @@ def run(config: Config, is_sweep: bool = False) -> "RunResult":
     srun or submitit started this process as one of several, in it as one of the ranks. is_sweep: whether
     other jobs may follow in this process. Raises UserError for mistakes and SystemExit when a signal ended the run.
     """
-    _require_known_device(config)
     # torch checks CUBLAS_WORKSPACE_CONFIG once, at the process's first matmul on CUDA (2.13, ATen/Context.cpp): if it
     # is unset then, a later job of the sweep with train.deterministic=true is refused. Not set for every run:
     # before Hopper it makes each of cuBLAS's workspaces 24 MiB larger.
@@ -75,14 +73,6 @@ def _lr_find(config: Config) -> float:
     from trainapp.run import lr_find
 
     return lr_find.run(config)
-
-
-def _require_known_device(config: Config) -> None:
-    """Raises UserError for a name in `plan.device` that is misspelt: it is no better where it is not used."""
-    if config.plan.device is not None:
-        from trainapp.planning.cuda import devices
-
-        devices.find(config.plan.device)
 
 
 def prepare_process(expandable_segments: bool, deterministic: bool) -> None:

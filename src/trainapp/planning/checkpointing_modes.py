@@ -17,7 +17,7 @@ from trainapp.memory.host_memory import total_bytes
 from trainapp.models.inspect import blocks_of
 from trainapp.parallel.ranks import Ranks, answered_by_rank_zero
 from trainapp.planning import process
-from trainapp.planning.step_peaks import traced
+from trainapp.planning.traced import Traced
 from trainapp.techniques.checkpointing import Mode, choose_modes
 from trainapp.units import bytes_text, parse_memory_size
 
@@ -47,6 +47,19 @@ def with_modes(config: Config, ranks: Ranks) -> Config:
     if modes is None:
         return dataclasses.replace(config, activation_checkpointing=dataclasses.replace(settings, mode="full"))
     return dataclasses.replace(config, activation_checkpointing=dataclasses.replace(settings, modes=modes))
+
+
+def planned(config: Config, world: int, limit: int) -> Config:
+    """As `with_modes`, in this process, for a plan within so many bytes."""
+    settings = config.activation_checkpointing
+    if settings.mode != "auto" or settings.modes is not None:
+        return config
+    found = peaks_of(config, world)
+    if found is None:
+        settings = dataclasses.replace(settings, mode="full")
+    else:
+        settings = dataclasses.replace(settings, modes=choose_modes(found.peaks, limit, found.blocks))
+    return dataclasses.replace(config, activation_checkpointing=settings)
 
 
 def _chosen(config: Config, world: int) -> list[Mode] | None:
@@ -81,10 +94,13 @@ def peaks_of(config: Config, world: int) -> Peaks | None:
         model = constructed(config, components)
     blocks = len(blocks_of(model, "activation_checkpointing=auto"))
     size = config.batch.micro_size if isinstance(config.batch.micro_size, int) else smallest_micro_batch(model)
-    peaks = traced([_with_mode(config, mode, world) for mode in MODES], size, PATIENCE)
-    if blocks == 0 or None in peaks:
+    traced = Traced(components, 1)
+    try:
+        peaks = {mode: traced.peak(_with_mode(config, mode, world), size, 0).total for mode in MODES}
+    except Exception:
+        log.debug("no trace of the modes", exc_info=True)
         return None
-    return Peaks({mode: peak for mode, peak in zip(MODES, peaks, strict=True) if peak is not None}, blocks, size)
+    return Peaks(peaks, blocks, size) if blocks else None
 
 
 def _with_mode(config: Config, mode: Mode, world: int) -> Config:

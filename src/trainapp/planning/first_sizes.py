@@ -1,84 +1,56 @@
-"""`batch.micro_size=plan`: a run starts with the largest sizes that the plan predicts to fit."""
+"""`batch.micro_size=plan`: a run starts with the largest sizes that the plan expects to fit."""
 
+import dataclasses
 import logging
-from typing import Any, NamedTuple
 
-from trainapp.config.schema import Config
-from trainapp.errors import UserError
+import torch
+
+from trainapp.config.schema import Config, Plan
+from trainapp.parallel.ranks import answered_by_rank_zero
 from trainapp.planning import process
-from trainapp.planning.certainty import EXACT
+from trainapp.planning.absent_gpu import spelled
 from trainapp.sizes.record import PlannedSizes
-from trainapp.units import bytes_text
+from trainapp.train.run import Run
 
-Facts = dict[str, Any]
+PATIENCE = 600.0  # seconds
 log = logging.getLogger(__name__)
 
 
-def first_sizes(config: Config) -> PlannedSizes | None:
-    """For batch.micro_size=plan: the largest sizes within the memory limit. Takes seconds.
+def first_sizes(run: Run) -> PlannedSizes | None:
+    """The largest sizes within the memory limit; the smallest where none is expected to fit. Takes seconds. Collective.
 
-    config: see `own_device.config_to_plan`. None where no size could be planned. If it is certain that none fits, the
-    run is refused; where the plan is not exact, it starts with the smallest, and a warning. Raises UserError for that,
-    and for what the planner does not cover.
+    None where no size could be planned. Raises UserError for mistakes in the configuration, on all ranks.
     """
-    facts = process.ask(config, only=searched(config))
-    if facts.get("largest_micro_size") is None:
+    return answered_by_rank_zero(run.ranks, lambda: _planned(config_to_plan(run)))
+
+
+def config_to_plan(run: Run) -> Config:
+    """The run's configuration as one to plan for its device. On a GPU the limit is what the run may reserve there."""
+    config, device = run.config, run.state.device
+    plan, memory = Plan(techniques=False, world=run.ranks.world), config.memory
+    if device.type == "cuda":
+        plan.device = spelled(torch.cuda.get_device_properties(device))
+        memory = dataclasses.replace(memory, limit=run.memory.enforced)
+    train = dataclasses.replace(config.train, device="cpu" if device.type == "cpu" else "auto")
+    return dataclasses.replace(config, plan=plan, memory=memory, train=train)
+
+
+def _planned(config: Config) -> PlannedSizes | None:
+    is_searched = config.batch.eval_micro_size == "auto" and config.every.eval is not None
+    facts = process.ask(config, only=("training", "evaluation") if is_searched else ("training",), patience=PATIENCE)
+    if facts["method"] is None:
         log.warning(
-            "batch.micro_size=plan: %s (%s); the search begins with all samples, as with auto",
-            facts["certainty"],
-            facts.get("reason", "no size is sure to fit"),
+            "batch.micro_size=plan: no estimate (%s); the search begins with all samples, as with auto",
+            "; ".join(facts["notes"]),
         )
         return None
-    lacking = what_does_not_fit(config, facts)
-    if lacking and lacking.certainty == EXACT:
-        raise UserError(f"batch.micro_size=plan: {lacking.message}")
-    if lacking:
-        log.warning("batch.micro_size=plan: %s; the run starts with the smallest anyway", lacking.message)
-    planned = PlannedSizes(max(1, facts["largest_micro_size"]), at_least_one(facts.get("largest_eval_micro_size")))
-    evaluation = "" if planned.evaluation is None else f", evaluation {planned.evaluation}"
-    log.info("micro-batch %d%s, as planned in %.1f s", planned.train, evaluation, facts["seconds"])
-    return planned
-
-
-class Lacking(NamedTuple):
-    """What does not fit, and how sure that is."""
-
-    message: str
-    certainty: str
-
-
-def what_does_not_fit(config: Config, facts: Facts) -> Lacking | None:
-    """Where not even the smallest sizes fit; None where they do."""
-    limit = bytes_text(facts["limit_bytes"])
-    if config.plan.device is not None:
-        limit = f"{limit} on this GPU"
-    else:
-        limit = f"memory.limit={limit}" if config.memory.limit is not None else f"this machine's {limit}"
-    for kind, size, peak, certainty, setting in (
-        ("micro-batch", "largest_micro_size", "largest_peak_bytes", "certainty", "micro_size"),
-        (
-            "evaluation micro-batch",
-            "largest_eval_micro_size",
-            "largest_eval_peak_bytes",
-            "eval_certainty",
-            "eval_micro_size",
-        ),
-    ):
-        if facts.get(size) == 0:
-            return Lacking(
-                f"no {kind} fits {limit}: the smallest needs {bytes_text(facts[peak])} ({facts[certainty]}). Raise "
-                f"the limit, or see mode=plan for what would need less; batch.{setting}=N tries it anyway",
-                facts[certainty],
-            )
-    return None
-
-
-def searched(config: Config) -> tuple[str, ...]:
-    """What has a micro-batch size of its own that is not given: training, and evaluation where there is one."""
-    is_searched = config.batch.eval_micro_size == "auto" and config.every.eval is not None
-    return ("training", "evaluation") if is_searched else ("training",)
-
-
-def at_least_one(size: int | None) -> int | None:
-    """The size to start with: the smallest is tried even where none is expected to fit."""
-    return None if size is None else max(1, size)
+    size, eval_size = facts["largest_micro_size"], facts["largest_eval_micro_size"]
+    if 0 in (size, eval_size):
+        log.warning(
+            "batch.micro_size=plan: not even the smallest %s micro-batch is expected to fit; the run starts with it "
+            "anyway, see mode=plan for what would need less",
+            "evaluation" if size else "training",
+        )
+    text = "" if eval_size is None else f", evaluation {max(1, eval_size)}"
+    log.info("micro-batch %d%s, as planned (%s)", max(1, size), text, facts["method"])
+    return PlannedSizes(max(1, size), None if eval_size is None else max(1, eval_size))

@@ -1,204 +1,277 @@
-"""The plan of a configuration: its peak, what it consists of, how sure that is, and the largest sizes that fit."""
+"""The plan of a configuration: its peak, what it consists of, the largest sizes that fit, and what techniques save."""
 
+import functools
 import logging
-import pickle
 import time
 from collections.abc import Callable, Collection
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from trainapp.assembly.components import choose_device, load_components
+import torch
+
+from trainapp.assembly.components import Components, choose_device, load_components
 from trainapp.config.schema import Config
+from trainapp.data.stream_reader import at_most
 from trainapp.errors import UserError
-from trainapp.files import atomic_write
+from trainapp.losses.whole_batch import require_uncut
 from trainapp.memory.host_guard import guarded
 from trainapp.memory.host_memory import total_bytes
+from trainapp.memory.live_tensors import MemoryLimitExceeded
 from trainapp.memory.timeline import Drawing, Picture
-from trainapp.planning.bounds import reason_of
-from trainapp.planning.certainty import NOT_TRACEABLE, RANGE
-from trainapp.planning.cuda.planner import for_device
-from trainapp.planning.doubt import Doubt, of_foreign_code, of_reads
-from trainapp.planning.estimating import EstimatingPlanner
-from trainapp.planning.own_device import unseen
-from trainapp.planning.process import UNSEEN, UNTRACEABLE
-from trainapp.planning.ranking import ranked
-from trainapp.planning.recorder import Peak
-from trainapp.planning.sizes import Facts, Planner
+from trainapp.planning import absent_gpu
+from trainapp.planning.batches import Workload, given_size, planned_config
+from trainapp.planning.checkpointing_modes import planned
+from trainapp.planning.measured import Measured
+from trainapp.planning.process import AGAIN, FAILED, Plan
+from trainapp.planning.recorder import PHASES, Breakdown
+from trainapp.planning.simulated_ranks import highest_ranks, world_of
+from trainapp.planning.traced import Traced
 
+Facts = dict[str, Any]
+# Sizes that a search tries: the fewer are enough once the one that fits is NEAR one that does not.
+MOST_SIZES, ENOUGH_SIZES, NEAR = 10, 7, 0.95
 log = logging.getLogger(__name__)
 
-_NOT_ESTIMATED = (
-    "an estimate from real steps needs one process on this machine: `parallel=single train.device=cpu` without "
-    "plan.device. An operation of your own can be traced where it has a fake kernel (torch.library.register_fake)"
-)
 
-
-def _ignored(facts: Facts) -> None:
-    pass
-
-
-def plan(
-    config: Config,
-    only: Collection[str] = (),
-    untraceable: str | None = None,
-    early: Callable[[Facts], None] = _ignored,
-) -> tuple[Facts, Peak | None]:
-    """The plan as plain values, the content of plan.json, and the highest peak with its events.
-
-    only: "training", "evaluation" or both: their largest micro-batches and nothing else, see `Planner.search`.
-    untraceable: why a trace need not be tried. early: called with what is known before levers are ranked, which takes
-    most of the time. Raises UserError for mistakes in the configuration, and for what is not planned. A model that
-    cannot be traced is no error: `certainty` says so, `reason` why, and the rest is an estimate from small steps that
-    are run for real. MeetsTrace where these need another process.
+class Estimator(Protocol):
+    """What says how much memory a configuration needs. margin: how far off it may be, as a share; spare: the share of a
+    peak that has to stay free for it to fit.
     """
-    started = time.monotonic()
-    require_plannable(config)
-    planner = _planner(config)
-    has_levers = config.plan.levers and not only
-    planner.counts_work = has_levers
-    if untraceable is None:
+
+    method: str
+    components: Components
+    world: int
+
+    @property
+    def margin(self) -> float: ...
+    @property
+    def spare(self) -> float: ...
+    def limit(self, config: Config) -> int:
+        """The bytes that a run may use."""
+        ...
+
+    def peak(self, config: Config, size: int, eval_size: int, rank: int = 0) -> Breakdown:
+        """Of this rank, with these micro-batches; 0 leaves out training, or evaluation."""
+        ...
+
+
+class Planner:
+    """Asks an estimator for one configuration at the sizes that its plan needs, for each at most once."""
+
+    def __init__(self, config: Config, estimator: Estimator):
+        self.config, self.estimator = config, estimator
+        self.world, self.limit = estimator.world, estimator.limit(config)
+        is_sharded = config.parallel.strategy == "fsdp" and self.world > 1
+        self.shards = self.world // config.parallel.fsdp.replicas if is_sharded else 1
+        self.workload = Workload.of(config, estimator.components, self.world)
+        self._at = functools.cache(functools.partial(estimator.peak, config))
+
+    def variant(self, config: Config) -> "Planner":
+        """Of a configuration with the same model and data."""
+        planner = Planner(planned(config, self.world, self.room), self.estimator)
+        planner.smallest = self.smallest
+        return planner
+
+    def peak(self, size: int, eval_size: int) -> Breakdown:
+        """With these sizes, on the rank that needs the most; 0 leaves out training, or evaluation."""
+        found = Breakdown()
+        if size:
+            found = found.joined(self._highest(size, 0, self._samples(size)))
+        if eval_size:
+            found = found.joined(self._highest(0, eval_size, self.workload.all_eval_samples))
+        return found
+
+    def _highest(self, size: int, eval_size: int, samples: int) -> Breakdown:
+        ranks = highest_ranks(self.world, self.shards, samples)
+        return max((self._at(size, eval_size, rank) for rank in ranks), key=lambda found: found.total)
+
+    def _samples(self, size: int) -> int:
+        """Of a planned step, over all ranks."""
+        components = self.estimator.components
+        step = planned_config(self.config, size, 1, self.world, components.has_embeddings)
+        return at_most(step.batch.global_size, components.train_data)
+
+    @property
+    def room(self) -> int:
+        """The bytes that a peak may have, which leave what it has to spare."""
+        return int(self.limit / (1 + self.estimator.spare))
+
+    def fits(self, found: Breakdown) -> bool:
+        """Whether this is sure to stay within the limit."""
+        return found.total <= self.room
+
+    @functools.cached_property
+    def smallest(self) -> int:
+        """The fewest samples at once on which the model can train, at most the share of a rank."""
+        share = self.workload.share
+        return share if self.workload.whole else min(self.peak(share, 0).smallest, share)
+
+    @functools.cached_property
+    def largest(self) -> int:
+        """Training's largest micro-batch that fits, 0 if none does."""
+        return self._largest(lambda size: self.peak(size, 0), self.workload.share, self.smallest)
+
+    @functools.cached_property
+    def largest_eval(self) -> int:
+        """Evaluation's, up to where the search of a run starts, twice the share of the global batch."""
+        most = self.workload.most_evaluated
+        return self._largest(lambda size: self.peak(0, size), most, most if self.workload.whole else 1)
+
+    def _largest(self, at: Callable[[int], Breakdown], top: int, smallest: int) -> int:
+        """The largest size from `smallest` to `top` that fits. The peak is a line in the size, in few pieces, so that
+        secants find it in few calls; bisection in turn, where it is rough.
+        """
+        room, known = self.room, dict[int, int]()
+
+        def fits(size: int) -> bool:
+            known[size] = at(size).total
+            return known[size] <= room
+
+        if top < 1 or fits(top):
+            return top
+        if smallest >= top:
+            return 0
         try:
-            facts, peak = planner.search(only) if only else planner.plan()
-            doubt = of_reads(planner, facts) or (None if only else of_foreign_code(planner, facts))
-            if doubt is not None and doubt.meets_trace:
-                raise MeetsTrace(doubt.reason)
-            if has_levers and facts["largest_micro_size"] is not None:  # else a band, in which no lever can be seen
-                facts |= _hints(planner, facts)
-                if doubt is None:
-                    early(facts)
-                facts |= _ranked(planner, facts)
-            if doubt is not None:
-                facts, peak = _doubted(planner, facts, doubt, only), None if doubt.reason else peak
-        except (UserError, MeetsTrace):
+            low = smallest if fits(smallest) else 0
+        except (UserError, MemoryError, MemoryLimitExceeded):
             raise
-        except Exception as error:
-            log.debug("the model could not be traced", exc_info=True)
-            untraceable = reason_of(error)
-    if untraceable is not None:
-        facts, peak = _estimated(planner, untraceable, only), None
-    return facts | {"traces": planner.traces, "seconds": round(time.monotonic() - started, 3)}, peak
+        except Exception:
+            if smallest > 1 or top < 3:
+                raise
+            low = 2 if fits(2) else 0  # some models take no single sample
+        high = top
+        while (
+            low and high - low > 1 and (len(known) < MOST_SIZES // 2 or low < NEAR * high) and len(known) < MOST_SIZES
+        ):
+            guess = (low + high) // 2
+            if len(known) % 3 and known[high] > known[low]:
+                guess = low + int((room - known[low]) * (high - low) / (known[high] - known[low]))
+            guess = min(max(guess, low + 1), high - 1)
+            low, high = (guess, high) if fits(guess) else (low, guess)
+        return low
+
+    def search(self, only: Collection[str]) -> Facts:
+        """The largest micro-batches of "training", "evaluation" or both, and nothing else."""
+        plan = Plan(self.estimator.method, self.estimator.margin, limit_bytes=self.limit)
+        if "evaluation" in only and self.workload.eval_samples:
+            plan.largest_eval_micro_size = self.largest_eval
+        if "training" in only:
+            plan.largest_micro_size = self.largest
+            plan.peak_bytes = self.peak(self.largest or self.smallest, 0).total
+        return asdict(plan)
+
+    def plan(self) -> tuple[Plan, Breakdown]:
+        """At the sizes that the configuration gives, else at the largest that fit, else at the smallest."""
+        config, workload = self.config, self.workload
+        if workload.whole:
+            require_uncut(config, self.world, at_most(config.batch.global_size, self.estimator.components.train_data))
+        size = given_size(config, workload.share) or self.largest or self.smallest
+        eval_size = 0
+        if workload.eval_samples:
+            given = config.batch.eval_micro_size
+            eval_size = min(given, workload.eval_samples) if given != "auto" else (self.largest_eval or 1)
+        found, ranks = self.peak(size, eval_size), self._ranks(size, eval_size)
+        highest = max(found.total, *ranks["peak_bytes"].values())  # of ranks with longer texts than the first
+        plan = Plan(
+            method=self.estimator.method,
+            margin=self.estimator.margin,
+            notes=list(found.notes),
+            peak_bytes=highest,
+            phase=found.phase,
+            module=found.module,
+            phases={name: found.phases[name] for name in (*found.phases, *PHASES) if name in found.phases},
+            categories=found.categories,
+            ranks=ranks,
+            micro_size=size,
+            eval_micro_size=eval_size or None,
+            largest_micro_size=self.largest,
+            largest_eval_micro_size=self.largest_eval if workload.eval_samples else None,
+            limit_bytes=self.limit,
+        )
+        return plan, found
+
+    def _ranks(self, size: int, eval_size: int) -> Facts:
+        """The ranks, and the peaks of those that differ: all others have one of these peaks, or one between them."""
+        samples, evaluated = self._samples(size), self.workload.all_eval_samples
+        own = {*highest_ranks(self.world, self.shards, samples)}
+        if eval_size:
+            own |= {*highest_ranks(self.world, self.shards, evaluated)}
+        if len(own) > 1 or samples % self.world or evaluated % self.world or self._at(size, 0, min(own)).is_uneven:
+            own.add(self.world - 1)
+        peaks = {
+            str(rank): max(self._at(*sizes, rank).total for sizes in ((size, 0), (0, eval_size)) if any(sizes))
+            for rank in sorted(own)
+        }
+        return {
+            "world": self.world,
+            "strategy": self.config.parallel.strategy,
+            "replicas": self.world // self.shards,
+            "binding_rank": int(max(peaks, key=lambda rank: peaks[rank])),
+            "peak_bytes": peaks,
+        }
 
 
-def facts_of(
-    config: Config,
-    only: Collection[str] = (),
-    picture: Path | None = None,
-    untraceable: str | None = None,
-    early: Path | None = None,
-) -> Facts:
-    """The facts of `plan`. picture: also draw the step or evaluation that holds the peak to this PNG. early: where to
-    leave, pickled, what is known before levers are ranked. Where another process has to answer, only what to ask it:
-    UNSEEN in one that sees GPUs, of a plan for CUDA; UNTRACEABLE where steps would meet what a trace has left.
+def plan(config: Config, only: Collection[str] = (), method: str = "traced") -> tuple[Facts, Breakdown]:
+    """The content of plan.json, and the highest peak with its events. In this process, whose switches it sets.
+
+    only: "training", "evaluation" or both: their largest micro-batches and nothing else. method: see `process.METHODS`.
+    Raises UserError for mistakes in the configuration; whatever the model raises on tensors without data.
     """
-    complete = unseen(config)
-    if complete is not None:
-        return {UNSEEN: complete}
+    from trainapp.planning.ranking import ranked
 
-    def leave(facts: Facts) -> None:
-        if early is not None:
-            with atomic_write(early, "wb") as file:
-                pickle.dump(facts, file)
+    started = time.monotonic()
+    estimator = estimator_of(config, method)
+    config = config if config.plan.device is None else absent_gpu.on_cpu(config)
+    room = int(estimator.limit(config) / (1 + estimator.spare))
+    planner = Planner(planned(config, estimator.world, room), estimator)
+    if only:
+        return planner.search(only), Breakdown()
+    plan, found = planner.plan()
+    if config.plan.techniques:
+        plan.techniques, plan.best = ranked(planner, plan)
+    plan.seconds = round(time.monotonic() - started, 3)
+    return asdict(plan), found
 
-    with guarded(config.memory, total_bytes()):  # the user's code may allocate real memory
-        try:
-            facts, peak = plan(config, only, untraceable, leave)
-        except MeetsTrace as error:
-            return {UNTRACEABLE: str(error)}
-    if picture is not None and peak is not None:
-        Drawing([picture_of(peak, facts, picture)]).wait()
+
+def answer(config: Config, only: Collection[str], picture: Path | None, method: str) -> Facts:
+    """What `process.ask` asks for: the facts of `plan`; AGAIN with the configuration to plan in a process that sees no
+    GPU; FAILED with the reason.
+
+    picture: also draw the step or evaluation that holds the peak to this PNG.
+    """
+    own = choose_device(config.train.device) if config.plan.device is None else None
+    if method == "traced" and torch.cuda.is_available() and (own is None or own.type == "cuda"):
+        return {AGAIN: absent_gpu.named(config, own)}
+    if method == "traced" and own is not None and own.type == "mps":
+        return {FAILED: "no trace knows what MPS allocates"}
+    try:
+        with guarded(config.memory, total_bytes()):  # the user's code may allocate real memory
+            facts, found = plan(config, only, method)
+    except UserError:
+        raise
+    except Exception as error:
+        log.debug("%s: no plan", method, exc_info=True)
+        return {FAILED: f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}".removesuffix(": ")}
+    if picture is not None and found.events:
+        title = f"planned memory, micro-batch {facts['micro_size']}: {found.phase.replace('_', ' ')} binds"
+        Drawing([Picture(found.events, found.numbered, facts["limit_bytes"], title, picture)]).wait()
     return facts
 
 
-def _planner(config: Config) -> "Planner":
-    if config.plan.device is None:
-        return Planner(config, load_components(config))
-    return for_device(config, load_components)
-
-
-class MeetsTrace(Exception):
-    """The trace is wrong, and has left tensors that steps in this process would meet. The message is the reason."""
-
-
-def _doubted(planner: Planner, facts: Facts, doubt: Doubt, only: Collection[str]) -> Facts:
-    """The facts with the estimate in place of the trace, of which only the levers remain; without a reason, the trace
-    as a range of which one end is known.
-    """
-    if doubt.reason and only:
-        return _estimated(planner, doubt.reason, only)
-    for entry in (*facts.get("levers", []), *([facts["best"]] if "best" in facts else [])):
-        entry["certainty"] = NOT_TRACEABLE if entry["certainty"] == NOT_TRACEABLE else RANGE
-    if not doubt.reason:
-        facts = facts | {"certainty": RANGE, "notes": [*facts.get("notes", []), doubt.note]}
-        if "eval_certainty" in facts:
-            facts["eval_certainty"] = RANGE
-        if not only:
-            low, high = facts.get("range_bytes", [facts["peak_bytes"]] * 2)
-            facts["range_bytes"] = [min(low, doubt.least or low), high]
-        return facts
-    facts.pop("range_bytes", None)
-    estimate = _estimated(planner, doubt.reason, ())
-    if "best" in facts:
-        estimate["notes"] = [*estimate.get("notes", []), "the levers are from the trace"]
-    return facts | estimate
-
-
-def _hints(planner: Planner, facts: Facts) -> Facts:
-    """Notes with what only a change of the user's code would save."""
-    if planner.config.plan.device is not None:
-        return {}
-    hints = planner.at(facts["micro_size"], 0).hints
-    return {"notes": [*facts.get("notes", []), *hints]} if hints else {}
-
-
-def _ranked(planner: "Planner", facts: Facts) -> Facts:
-    """The levers; a note in their place if they cannot be ranked, which is no reason to withhold the peak."""
-    try:
-        return ranked(planner, facts)
-    except UserError:
-        raise
-    except Exception as error:
-        log.debug("the levers could not be ranked", exc_info=True)
-        return {"notes": [*facts.get("notes", []), f"the levers could not be ranked ({reason_of(error)})"]}
-
-
-def require_plannable(config: Config) -> None:
-    """Raises UserError for what the planner does not cover."""
-    if config.train.compile:
-        raise UserError("train.compile=true: a compiled step cannot be planned; use train.compile=false")
+def estimator_of(config: Config, method: str) -> Estimator:
+    """Raises UserError for settings that contradict each other."""
+    world = world_of(config)
     if config.plan.device is not None:
-        return
-    device = choose_device(config.train.device)
-    if device.type not in ("cpu", "cuda"):
-        raise UserError(
-            f"train.device={config.train.device}: the plan is for the CPU or for CUDA, and would not hold on "
-            f"{device.type}; use train.device=cpu, or name a device, such as plan.device=h100-80gb"
-        )
-
-
-def _estimated(planner: Planner, reason: str, only: Collection[str]) -> Facts:
-    """The plan from steps that are run for real; `reason` alone where they fail, too, and where they would say nothing:
-    for several ranks, and for a device that is not here.
-    """
-    config = planner.config
-    unknown: Facts = {"certainty": NOT_TRACEABLE, "reason": reason, "limit_bytes": planner.limit}
-    if planner.world > 1 or config.plan.device is not None:
-        return unknown | {"notes": [_NOT_ESTIMATED]}
-    by_steps = EstimatingPlanner(config, planner.components, begins_run=bool(only))
-    try:
-        facts, _ = by_steps.search(only) if only else by_steps.plan()
-    except UserError:
-        raise
-    except Exception as error:
-        log.debug("no small step could be run", exc_info=True)
-        return unknown | {"reason": f"{reason}; nor can small steps be run ({reason_of(error)})"}
-    facts.pop("range_bytes", None)
-    if "eval_certainty" in facts:
-        facts["eval_certainty"] = NOT_TRACEABLE
-    steps = by_steps.steps
-    return facts | unknown | {"notes": [steps.note(), *facts.get("notes", [])], "estimate": steps.basis()}
-
-
-def picture_of(peak: Peak, facts: Facts, path: Any) -> Picture:
-    """The events of the step or evaluation that holds the peak, stacked by kind."""
-    title = f"planned memory, micro-batch {facts['micro_size']}: {facts['binding_phase'].replace('_', ' ')} binds"
-    return Picture(peak.events, peak.numbered_kinds, facts["limit_bytes"], title, path)
+        gpu = absent_gpu.find(config)
+        if method == "measured":
+            components = load_components(absent_gpu.on_cpu(config))
+            return absent_gpu.MeasuredHere(components, world, torch.device("cpu"), gpu)
+        if method != "traced":
+            gpu = gpu.as_on_the_cpu()
+        gpu.give_autograd_a_device()
+        return Traced(load_components(absent_gpu.on_cpu(config)), world, gpu, refuses=method != "made up")
+    components, device = load_components(config), choose_device(config.train.device)
+    if method == "measured":
+        return Measured(components, world, device)
+    return Traced(components, world, refuses=method != "made up")

@@ -1,10 +1,9 @@
-"""The planner in a process of its own: some paths of torch abort there, its global switches are not the caller's, and a
-task may keep what it makes in a traced step.
+"""Plans in a process of its own: some paths of torch abort there, its global switches are not the caller's, and a model
+may keep what it makes in a traced step.
 
 `python -m trainapp.planning.process FOLDER` is the process that `answer_of` starts. Imports no torch in the caller.
 """
 
-import dataclasses
 import gc
 import importlib
 import logging
@@ -14,113 +13,116 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
 
+# In this order, each where those before it have failed: a trace; of a GPU that is not here, one on the CPU with CUDA's
+# rules; real steps; a trace that gives made-up answers where the model reads values.
+METHODS = ("traced", "traced as on the CPU", "measured", "made up")
+AGAIN, FAILED = "again", "failed"  # in an answer: the configuration to ask again with, seeing no GPU; the reason
 _REQUEST, _ANSWER, _ERRORS = "request.pickle", "answer.pickle", "stderr.txt"
 # What tells a process its rank: the planner's would wait for the others.
 _OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_LOOK_EVERY = 0.1  # seconds: how soon a stop request ends the planner's process
 
 
-# In an answer: with what to ask again in another process. The settings, where it is to see no GPU; why not to trace.
-UNSEEN, UNTRACEABLE = "unseen", "untraceable"
+@dataclass
+class Plan:
+    """The content of plan.json. Sizes are samples per rank; bytes are per rank, too. docs/memory.md has the meanings.
+
+    method: None where no estimator could say anything; `notes` then have the reasons. measured_bytes, step_seconds: of
+    training, with `plan.measure`.
+    """
+
+    method: str | None
+    margin: float | None = None
+    notes: list[str] = field(default_factory=list)
+    peak_bytes: int | None = None
+    phase: str | None = None
+    module: str | None = None
+    phases: dict[str, int] = field(default_factory=dict)
+    categories: dict[str, int] = field(default_factory=dict)
+    ranks: dict[str, Any] | None = None
+    micro_size: int | None = None
+    eval_micro_size: int | None = None
+    largest_micro_size: int | None = None
+    largest_eval_micro_size: int | None = None
+    limit_bytes: int | None = None
+    techniques: list[dict[str, Any]] = field(default_factory=list)
+    best: dict[str, Any] | None = None
+    measured_bytes: int | None = None
+    step_seconds: float | None = None
+    seconds: float | None = None
 
 
 class NoAnswer(Exception):
-    """The planner's process died, took too long, or was stopped. The message says which."""
-
-
-class Died(NoAnswer):
-    """The planner's process died."""
-
-
-def _never() -> bool:
-    return False
+    """The planner's process died or took too long. The message says which."""
 
 
 def ask(
-    config: Config,
-    only: Collection[str] = (),
-    picture: Path | None = None,
-    patience: float | None = None,
-    stops: Callable[[], bool] = _never,
+    config: Config, only: Collection[str] = (), picture: Path | None = None, patience: float | None = None
 ) -> dict[str, Any]:
     """The plan of a configuration, as plain values: see `planner.plan`. Takes some seconds.
 
-    only: see `planner.plan`. picture: also draw the step or evaluation that holds the peak to this PNG. patience,
-    stops: see `answer_of`. Raises UserError for mistakes in the configuration. Where the planner's process dies while
-    it traces, another one runs small steps for real. Where it is late or is stopped, `certainty` is "not traceable".
+    picture: also draw the step or evaluation that holds the peak to this PNG. patience: seconds for all of it; None
+    waits. Raises UserError for mistakes in the configuration. Where no method says anything, `method` is None and
+    `notes` have the reasons.
     """
-    return _asked(config, only, picture, None, patience, stops)
+    started, reasons, named, sees_devices = time.monotonic(), list[str](), config, config.plan.device is None
+    for method in METHODS:
+        if method == "traced as on the CPU" and named.plan.device is None:
+            continue
+        given = config if method == "measured" else named
+        try:
+            answer = _answer(given, only, picture, method, patience, started, sees_devices or method == "measured")
+            if AGAIN in answer:
+                named, sees_devices = answer[AGAIN], False
+                answer = _answer(named, only, picture, method, patience, started, sees_devices)
+        except NoAnswer as error:
+            answer = {FAILED: str(error)}
+        if FAILED not in answer:
+            known = [f"not traced: {reasons[0]}"] if reasons else []
+            facts = answer | {"notes": [*known, *answer["notes"]]}
+            return _with_measurements(config, facts, patience, started)
+        reasons.append(answer[FAILED])
+    return asdict(Plan(None, notes=list(dict.fromkeys(reasons))))
 
 
-def ask_in_parts(config: Config, picture: Path, early: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """As `ask`. early: called with the plan without its levers, as soon as it is known."""
-    with tempfile.TemporaryDirectory(prefix="trainapp-plan-") as folder:
-        place = Path(folder, _ANSWER)
-
-        def look() -> bool:
-            if place.exists():
-                early(pickle.loads(place.read_bytes()))
-                place.unlink()
-            return False
-
-        return _asked(config, (), picture, place, None, look)
-
-
-def _asked(
+def _answer(
     config: Config,
     only: Collection[str],
     picture: Path | None,
-    early: Path | None,
+    method: str,
     patience: float | None,
-    stops: Callable[[], bool],
+    started: float,
+    sees_devices: bool,
 ) -> dict[str, Any]:
-    started, untraceable = time.monotonic(), None
-    sees_devices = None in (config.plan.device, config.plan.world)  # which are to be found out
-    for _ in range(3):  # again where no GPU is seen, and where the process dies
-        left = None if patience is None else max(0.0, patience - (time.monotonic() - started))
-        try:
-            facts: dict[str, Any] = answer_of(
-                "trainapp.planning.planner.facts_of",
-                *(config, only, picture, untraceable, early),
-                patience=left,
-                stops=stops,
-                sees_devices=sees_devices,
-            )
-            if UNSEEN in facts:
-                config, sees_devices = dataclasses.replace(config, plan=facts[UNSEEN]), False
-            elif UNTRACEABLE in facts:
-                untraceable = facts[UNTRACEABLE]
-            else:
-                return facts
-        except Died as error:
-            if untraceable is not None:
-                break
-            untraceable = str(error)
-        except NoAnswer as error:
-            untraceable = untraceable or str(error)
-            break
-    return {"certainty": "not traceable", "reason": untraceable}
+    left = None if patience is None else max(0.0, patience - (time.monotonic() - started))
+    function = "trainapp.planning.planner.answer"
+    return dict(answer_of(function, config, only, picture, method, patience=left, sees_devices=sees_devices))
 
 
-def answer_of(
-    function: str,
-    *arguments: Any,
-    patience: float | None = None,
-    stops: Callable[[], bool] = _never,
-    sees_devices: bool = True,
-) -> Any:
+def _with_measurements(config: Config, facts: dict[str, Any], patience: float | None, started: float) -> dict[str, Any]:
+    """With `plan.measure`: what steps of the plan and of its first techniques take, run for real on this device."""
+    if not config.plan.measure or not facts.get("micro_size"):
+        return facts
+    left = None if patience is None else max(0.0, patience - (time.monotonic() - started))
+    try:
+        return dict(answer_of("trainapp.planning.ranking.measured", config, facts, patience=left))
+    except NoAnswer as error:
+        return facts | {"notes": [*facts["notes"], f"not measured: {error}"]}
+
+
+def answer_of(function: str, *arguments: Any, patience: float | None = None, sees_devices: bool = True) -> Any:
     """What the function of this dotted name returns in a process of its own. Importing torch there takes seconds.
 
-    arguments: pickled, as is the answer. patience: seconds; None waits. stops: polled while waiting; True aborts.
-    sees_devices: False hides CUDA from it, whose context would take some hundred MiB of a device that may be full.
-    Raises NoAnswer, and UserError as the function does.
+    arguments: pickled, as is the answer. patience: seconds; None waits. sees_devices: False hides CUDA from it, whose
+    context would take some hundred MiB of a device that may be full. Raises NoAnswer, and UserError as the function
+    does.
     """
     environment = {name: value for name, value in os.environ.items() if name not in _OF_RANKS}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # users' modules, too
@@ -128,7 +130,7 @@ def answer_of(
         environment["CUDA_VISIBLE_DEVICES"] = ""
     with tempfile.TemporaryDirectory(prefix="trainapp-plan-") as folder:
         Path(folder, _REQUEST).write_bytes(pickle.dumps((function, arguments)))
-        _run([sys.executable, "-m", __name__, folder], environment, Path(folder), patience, stops)
+        _run([sys.executable, "-m", __name__, folder], environment, Path(folder), patience)
         answer, error, exit_code = pickle.loads(Path(folder, _ANSWER).read_bytes())
     if error is not None:
         raised = UserError(error)
@@ -137,11 +139,8 @@ def answer_of(
     return answer
 
 
-def _run(
-    command: list[str], environment: dict[str, str], folder: Path, patience: float | None, stops: Callable[[], bool]
-) -> None:
+def _run(command: list[str], environment: dict[str, str], folder: Path, patience: float | None) -> None:
     """Until there is an answer. Raises NoAnswer where none comes; the process has ended either way."""
-    end = None if patience is None else time.monotonic() + patience
     nowhere = subprocess.DEVNULL  # what a data set prints
     try:
         with open(folder / _ERRORS, "wb") as errors:
@@ -149,26 +148,16 @@ def _run(
     except OSError as problem:  # out of memory, or of processes
         raise NoAnswer(f"the planner's process cannot start: {problem}") from None
     try:
-        while planner.poll() is None:
-            if stops():
-                raise NoAnswer("the run is to stop")
-            if end is not None and time.monotonic() > end:
-                raise NoAnswer(f"the planner's process took longer than {patience:.0f} s")
-            try:
-                planner.wait(_LOOK_EVERY)
-            except subprocess.TimeoutExpired:
-                continue
+        planner.wait(patience)
+    except subprocess.TimeoutExpired:
+        raise NoAnswer(f"the planner's process took longer than {patience:.0f} s") from None
     finally:
         planner.kill()  # no effect once it has ended
         planner.wait()
     if not (folder / _ANSWER).exists():
-        raise Died(_death(planner.returncode, (folder / _ERRORS).read_text(errors="replace")))
-
-
-def _death(exit_code: int, errors: str) -> str:
-    ending = f"signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
-    lines = errors.strip().splitlines()
-    return f"the planner's process ended with {ending}" + (f": {lines[-1]}" if lines else "")
+        code, lines = planner.returncode, (folder / _ERRORS).read_text(errors="replace").strip().splitlines()
+        ending = f"signal {-code}" if code < 0 else f"exit code {code}"
+        raise NoAnswer(f"the planner's process ended with {ending}" + (f": {lines[-1]}" if lines else ""))
 
 
 def main(folder: Path) -> None:

@@ -25,9 +25,8 @@ from trainapp.oom.building import out_of_memory_named
 from trainapp.oom.report import OomReport, describe
 from trainapp.optim.optimizers import lean_optimizer
 from trainapp.parallel.ranks import Ranks, SingleRank
-from trainapp.planning import checkpointing_modes, first_sizes
-from trainapp.planning.own_device import config_to_plan
-from trainapp.planning.ranks import by_rank_zero
+from trainapp.planning.checkpointing_modes import with_modes
+from trainapp.planning.first_sizes import first_sizes
 from trainapp.run import resume, run_dir, trained
 from trainapp.run.result import RunResult, opening_lines, report, result_of
 from trainapp.signals import StopRequest
@@ -119,7 +118,7 @@ def prepare(config: Config, stop: StopRequest, ranks: Ranks, carried: CarriedOve
         config = resume.as_saved(config, path)
     config = config.with_own_batches()
     if config.mode == "train":
-        config = checkpointing_modes.with_modes(config, ranks)
+        config = with_modes(config, ranks)
     run = build.build(config, stop, ranks, carried.memory if carried else None, resumes=path is not None)
     whole = losses.needs_whole_batch(run.task) and config.mode not in INFERENCE
     if whole and config.mode == "train":
@@ -143,9 +142,7 @@ def prepare(config: Config, stop: StopRequest, ranks: Ranks, carried: CarriedOve
         retries_in_place=run.retries_in_place,
         restart=restart,
         saved=saved if saved and saved["budget"] == run.memory.budget else None,
-        planned=lambda: (
-            by_rank_zero(ranks, config_to_plan(run), first_sizes.first_sizes) if config.mode == "train" else None
-        ),
+        planned=lambda: first_sizes(run) if config.mode == "train" else None,
     )
     run.sizes.continue_record(saved, restart)
     trial.try_metrics(run)

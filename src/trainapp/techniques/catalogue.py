@@ -438,5 +438,3 @@ TECHNIQUES = (
         result="same",
     ),
 )
-
-LEVERS, available_levers = TECHNIQUES, available  # former names, while planning/ uses them

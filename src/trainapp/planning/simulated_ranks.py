@@ -1,20 +1,16 @@
 """One rank of many in a single process: torch's fake process group, whose collectives exchange nothing."""
 
 import contextlib
-import dataclasses
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.overrides import TorchFunctionMode
 
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
-from trainapp.parallel.ranks import Ranks, SingleRank, answered_by_rank_zero
-from trainapp.torch_private import DispatchMode, is_fake, outside_dispatch_modes
-
-T = TypeVar("T")
+from trainapp.parallel.ranks import Ranks, SingleRank
+from trainapp.torch_private import DispatchMode, outside_dispatch_modes
 
 
 def world_of(config: Config) -> int:
@@ -38,12 +34,6 @@ def world_of(config: Config) -> int:
             "is sharded over the same number of ranks"
         )
     return world
-
-
-def by_rank_zero(ranks: Ranks, config: Config, ask: Callable[[Config], T]) -> T:
-    """What `ask` answers on rank 0, for as many ranks as there are. Collective; raises its UserError on all ranks."""
-    for_all = dataclasses.replace(config, plan=dataclasses.replace(config.plan, world=ranks.world))
-    return answered_by_rank_zero(ranks, lambda: ask(for_all))
 
 
 class SimulatedRanks(Ranks):
@@ -82,27 +72,6 @@ class _RealIntegers(DispatchMode):
             with outside_dispatch_modes():
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
-
-
-class EqualChunks(TorchFunctionMode):
-    """Cuts fake tensors into chunks of which all equal ones are the first, as views of the same memory.
-
-    Use while a model is built: FSDP2 cuts every parameter into one chunk per rank, and keeps one (torch 2.13,
-    fsdp/_fully_shard/_fsdp_common.py). With 512 ranks, making them took most of a trace's time.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is not torch.chunk or len(args) != 2 or set(kwargs) != {"dim"} or not is_fake(args[0]):
-            return func(*args, **kwargs)
-        (tensor, chunks), dim = args, kwargs["dim"]
-        length = tensor.size(dim)
-        size = -(-length // chunks)
-        if not size:
-            return func(*args, **kwargs)
-        whole, rest = divmod(length, size)
-        first = tensor.narrow(dim, 0, size)
-        return (first,) * whole + ((tensor.narrow(dim, whole * size, rest),) if rest else ())
 
 
 @contextlib.contextmanager

@@ -1,0 +1,260 @@
+"""What a plan takes from the data: the sizes of a step, and batches without values, the longest standing for all."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainapp.assembly.components import Components
+from trainapp.config import micro_schedule
+from trainapp.config.schema import Config
+from trainapp.data.batch import MicroBatch, elements_in, map_tensors, sizes_in, tensors_in
+from trainapp.data.progress import Progress
+from trainapp.data.source import EvalBatches, TrainBatches
+from trainapp.data.stream_reader import at_most, is_stream
+from trainapp.losses.losses import needs_whole_batch
+from trainapp.memory.live_tensors import LiveTensors
+from trainapp.parallel.ranks import Ranks
+from trainapp.parallel.strategy import local
+from trainapp.planning.recorder import Recorder
+from trainapp.torch_private import outside_dispatch_modes, strided_parts
+
+SURVEYED = 256  # samples whose shapes are compared, or two micro-batches of more
+Fake = Callable[[Tensor], Tensor]  # makes a tensor without data from one with data
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Samples. share: of a step, on the rank with the most. all_eval_samples: of the largest evaluation set.
+    eval_samples: of the rank with the most of them. most_evaluated: at once. whole: whether a batch is never cut, and
+    so has one size: it fits, or nothing does.
+    """
+
+    share: int
+    all_eval_samples: int
+    eval_samples: int
+    most_evaluated: int
+    whole: bool
+
+    @classmethod
+    def of(cls, config: Config, components: Components, world: int) -> "Workload":
+        """That of the configuration on so many ranks."""
+        share = -(-at_most(config.batch.global_size, components.train_data) // world)
+        evaluated = components.eval_data.values() if config.every.eval is not None else ()
+        # A stream may have as many samples as fit.
+        every = max((2 * share * world if is_stream(data) else len(data) for data in evaluated), default=0)
+        own = -(-every // world)
+        whole = needs_whole_batch(components.task)
+        return cls(share, every, own, min(share if whole else 2 * share, own), whole)
+
+
+def given_size(config: Config, share: int) -> int | None:
+    """The micro-batch that the configuration fixes, if it does."""
+    batch, parts = config.batch, config.accumulation.steps
+    if batch.micro_schedule is not None:
+        plans = [plan for _, plan in micro_schedule.entries(batch.micro_schedule)]
+        largest = max(max(plan.values()) if isinstance(plan, dict) else plan for plan in plans)
+        return min(largest, share)
+    if parts != "auto":
+        return -(-share // parts)
+    return min(batch.micro_size, share) if isinstance(batch.micro_size, int) else None
+
+
+def planned_config(config: Config, size: int, eval_size: int, world: int, all_at_once: bool = False) -> Config:
+    """The configuration of a planned step: what costs no memory on the device, or only in a few first steps, is off.
+
+    size, eval_size: of micro-batches, on one of `world` ranks. A step of many micro-batches peaks in its second one, as
+    in all later ones: two are taken. (Of less than three, the second one need not be full.) all_at_once: all are, since
+    each leaves something for the next.
+    """
+    whole, parts = config.batch.global_size, config.accumulation.steps
+    share = -(-whole // world)
+    as_given = parts != "auto" and size == -(-share // parts)
+    global_size = whole if as_given or all_at_once or share < 3 * size else 2 * size * world
+    changes: dict[str, Any] = {
+        "batch": dataclasses.replace(
+            config.batch,
+            global_size=global_size,
+            micro_size="auto" if as_given else size,
+            eval_micro_size=eval_size,
+            micro_schedule=None,
+        ),
+        "accumulation": dataclasses.replace(config.accumulation, steps=parts if as_given else "auto"),
+        # A logged step computes the metrics, too, and sooner or later every run logs one.
+        "every": dataclasses.replace(config.every, log=None if config.every.log is None else 1),
+        "loader": dataclasses.replace(config.loader, num_workers=0),
+        "model": dataclasses.replace(config.model, init_from=None),
+        "train": dataclasses.replace(config.train, check_exactness=False, check_loss=False),
+        "memory": dataclasses.replace(config.memory, limit=None, timeline=False),
+        "checkpointing": dataclasses.replace(config.checkpointing, save=False),
+        "objective": "auto",  # others may be computed from values
+        "callbacks": {},  # what they allocate between steps is theirs
+        "stopping": dataclasses.replace(config.stopping, patience=None),
+        "tracker": {},
+        "updates": [dataclasses.replace(update, every=1) for update in config.updates],  # each is in some step
+    }
+    return dataclasses.replace(config, mode="train", **changes)
+
+
+# --- the batch that stands for all
+
+
+def longest_in_training(batches: TrainBatches, size: int) -> MicroBatch | None:
+    """See `longest`."""
+
+    def steps() -> Iterator[MicroBatch]:
+        progress = Progress()
+        while progress.epoch == 0:
+            yield from batches.micro_batches(progress, size)
+            batches.advance(progress)
+
+    return longest(steps())
+
+
+def longest(micro_batches: Iterator[MicroBatch]) -> MicroBatch | None:
+    """The first micro-batch with the most elements of the first SURVEYED samples; where these are equal, with the
+    longest string or the highest number beside the tensors. None where all are alike. One that is not full counts as if
+    it were: in another order its samples are in a full one.
+    """
+    first = chosen = next(micro_batches, None)
+    if first is None or chosen is None:
+        return None
+    samples, varies = 0, False
+    for micro in itertools.chain([first], micro_batches):
+        samples += micro.samples
+        if not _are_alike(micro, first):
+            varies, full = True, _filled(micro, first.samples)
+            chosen = max(chosen, full, key=_extent)
+        if samples >= max(SURVEYED, 2 * first.samples):
+            break
+    return chosen if varies else None
+
+
+def _are_alike(micro: MicroBatch, first: MicroBatch) -> bool:
+    """Whether their tensors have the same shapes but for the numbers of samples, in whichever dimension these are, and
+    whether what else they hold, which a model may take for lengths, is the same.
+    """
+    if micro.samples == first.samples:
+        return _shapes_of(micro.data) == _shapes_of(first.data) and sizes_in(micro.data) == sizes_in(first.data)
+    if not {*sizes_in(micro.data)} <= {*sizes_in(first.data), micro.samples}:
+        return False
+    pairs = list(itertools.zip_longest(tensors_in(micro.data), tensors_in(first.data)))
+    if any(a is None or b is None or a.ndim != b.ndim or a.dtype != b.dtype for a, b in pairs):
+        return False
+    sizes = [sizes for a, b in pairs for sizes in zip(a.shape, b.shape, strict=True)]
+    return all(a == b or a * first.samples == b * micro.samples for a, b in sizes)
+
+
+def _shapes_of(batch: Any) -> list[tuple[Any, ...]]:
+    return [
+        (tuple(t.shape), t.dtype, *(part.untyped_storage().nbytes() for part in strided_parts(local(t))))
+        for t in tensors_in(batch)
+    ]
+
+
+def _extent(micro: MicroBatch) -> tuple[Any, ...]:
+    """Larger for a micro-batch that presumably needs more."""
+    sizes = [size for size in sizes_in(micro.data) if isinstance(size, (int, float)) and size == size]
+    return elements_in(micro.data), max(sizes, default=0), sum(sizes)
+
+
+def _filled(micro: MicroBatch, samples: int) -> MicroBatch:
+    """With its samples repeated up to so many. As it is, where they are not in the first dimension of all tensors."""
+    if micro.samples == samples or any(t.ndim == 0 or len(t) != micro.samples for t in tensors_in(micro.data)):
+        return micro
+    rows = torch.arange(samples) % micro.samples
+
+    def piece(start: int, end: int) -> Any:
+        return map_tensors(lambda tensor: tensor[rows[start:end].to(tensor.device)], micro.data)
+
+    return micro._replace(data=piece(0, samples), samples=samples, piece=piece)
+
+
+# --- batches without values
+
+
+class FakeBatches:
+    """Batches of training that are fetched as usual and then lose their values.
+
+    instead: a batch that takes the place of every full one; None leaves each as it is. recorder: is told what fetching
+    a batch has needed. ahead: the next batch is copied to the device while one is in use, as on CUDA.
+    """
+
+    def __init__(
+        self, real: TrainBatches, fake: Fake, instead: MicroBatch | None, recorder: Recorder, ahead: bool = False
+    ):
+        self._real, self._fake, self._instead, self._recorder, self._ahead = real, fake, instead, recorder, ahead
+        self._next: MicroBatch | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    def micro_batches(self, progress: Progress, size: int, parts: int | None = None) -> Iterator[MicroBatch]:
+        """As `TrainBatches.micro_batches`."""
+        real = self._real.micro_batches(progress, size, parts)
+        fakes = _without_values(real, self._fake, self._instead, self._recorder)
+        return self._copied_ahead(fakes) if self._ahead else fakes
+
+    def _copied_ahead(self, micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+        current = next(micro_batches, None)
+        while current is not None:
+            following = next(micro_batches, None)  # of the next step, after the last one
+            self._next = following or current._replace(data=map_tensors(torch.empty_like, current.data))
+            yield current
+            current = following
+
+    def example(self, samples: int) -> Any:
+        """As `TrainBatches.example`."""
+        with outside_dispatch_modes():
+            batch = self._real.example(samples)
+        return map_tensors(self._fake, batch)
+
+
+class FakeEvalBatches:
+    """As `FakeBatches`, but only the first batch of an evaluation: no other has more samples.
+
+    every: all of them, where each leaves something for the next.
+    """
+
+    def __init__(self, real: EvalBatches, fake: Fake, instead: MicroBatch | None, every: bool = False):
+        self.__dict__["_real"] = real
+        self.__dict__["_fake"], self.__dict__["_instead"], self.__dict__["_every"] = fake, instead, every
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._real, name, value)
+
+    def from_sample(self, done: int, size: int, ranks: Ranks) -> Iterator[MicroBatch]:
+        """As `EvalBatches.from_sample`."""
+        for micro in _without_values(self._real.from_sample(done, size, ranks), self._fake, self._instead):
+            yield micro if self._every else micro._replace(last=True)
+            if not self._every:
+                return
+
+
+def _without_values(
+    real: Iterator[MicroBatch], fake: Fake, instead: MicroBatch | None, recorder: Recorder | None = None
+) -> Iterator[MicroBatch]:
+    """The micro-batches, fetched outside of all modes, with shapes alone."""
+    while True:
+        of_data = None if recorder is None else recorder.kept.of_data
+        with outside_dispatch_modes(), LiveTensors(ignored=of_data) as counter:
+            fetched = next(real, None)
+        if recorder is not None:
+            recorder.passes(counter.peak)
+        if fetched is None:
+            return
+        chosen = instead if instead is not None and instead.samples == fetched.samples else fetched
+
+        def piece(start: int, end: int, chosen: MicroBatch = chosen) -> Any:
+            with outside_dispatch_modes():
+                batch = chosen.piece(start, end)
+            return map_tensors(fake, batch)
+
+        yield fetched._replace(data=map_tensors(fake, chosen.data), piece=piece)

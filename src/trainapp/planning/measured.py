@@ -1,0 +1,188 @@
+"""Real steps at small sizes, and the line through their peaks: for models that no trace can follow, and for times."""
+
+import dataclasses
+import statistics
+import time
+from typing import Any
+
+import torch
+
+from trainapp.assembly import build
+from trainapp.assembly.components import Components
+from trainapp.config.schema import Config, Memory
+from trainapp.data.stream_reader import at_most
+from trainapp.errors import UserError
+from trainapp.memory import backends
+from trainapp.memory.host_guard import available_bytes, guarded
+from trainapp.memory.host_memory import total_bytes
+from trainapp.planning.batches import planned_config
+from trainapp.planning.recorder import Breakdown, PhaseLog, Recorder
+from trainapp.planning.simulated_ranks import simulated
+from trainapp.planning.traced import stepped
+from trainapp.signals import StopRequest
+from trainapp.train.evaluate import evaluate
+from trainapp.train.loop import train_step, update_weight_average
+from trainapp.train.run import Run
+
+SIZES = (2, 8)  # two give a line
+STEPS = 2  # at each of them
+MEMORY_SHARE = 0.25  # of the host's memory that is available: more is never used
+LONGEST = 5.0  # seconds that a step may take that is run for a size itself, instead of continuing the line
+TIMED = 3  # steps
+MOST_MICRO_BATCHES = 8  # of a timed step
+
+
+class Measured:
+    """The estimator that runs small steps for real, of one rank whose peers exchange nothing.
+
+    Raises what the model raises; MemoryLimitExceeded where two sizes do not fit into MEMORY_SHARE.
+    """
+
+    method, margin, spare = "measured", 0.1, 0.1
+
+    def __init__(self, components: Components, world: int, device: torch.device):
+        self.components, self.world, self.device = components, world, device
+        self._known: dict[tuple[Any, ...], dict[int, Breakdown]] = {}
+
+    def limit(self, config: Config) -> int:
+        """The bytes that a run may use."""
+        memory = backends.build(config.memory, self.device)
+        memory.enforce()
+        return memory.enforced
+
+    def peak(self, config: Config, size: int, eval_size: int, rank: int = 0) -> Breakdown:
+        """As `Traced.peak`. All ranks are taken to be alike."""
+        share = -(-at_most(config.batch.global_size, self.components.train_data) // self.world)
+        found = Breakdown()
+        if size:
+            found = found.joined(self._estimated(config, size, True, accumulates=size < share))
+        if eval_size:
+            found = found.joined(self._estimated(config, eval_size, False, accumulates=False))
+        return found
+
+    def _estimated(self, config: Config, size: int, trains: bool, accumulates: bool) -> Breakdown:
+        """Measured where that is cheap, else on the line through two sizes."""
+        known = self._known.setdefault((repr(config), trains, accumulates), {})
+        for small in (small for small in SIZES if small < size):
+            if small not in known:
+                known[small] = self._run(config, small, trains, accumulates)
+        line = known.get(size) or _at(size, known)
+        if size in known or (len(known) > 1 and (line.seconds > LONGEST or not self._has_room(line.total))):
+            return line
+        try:
+            known[size] = self._run(config, size, trains, accumulates)
+        except UserError:
+            raise
+        except Exception:
+            if len(known) < len(SIZES):
+                raise
+            return line
+        return known[size]
+
+    def _has_room(self, needed: int) -> bool:
+        return self.device.type != "cpu" or needed <= MEMORY_SHARE * available_bytes()
+
+    def _run(self, config: Config, size: int, trains: bool, accumulates: bool) -> Breakdown:
+        """accumulates: in a step of two micro-batches, the second of which finds gradients in memory."""
+        most = int(MEMORY_SHARE * available_bytes())
+        left = Memory(guard=True, guard_reserve=max(0, available_bytes() - most))
+        sizes = (size, 0) if trains else (0, size)
+        with guarded(left, total_bytes()), _Running(self, self._small(config, size, 1 + accumulates), most) as run:
+            started = time.monotonic()
+            if isinstance(run.memory, Recorder):
+                found = stepped(run, config, run.memory, *sizes, steps=STEPS)
+            else:
+                found = _by_counters(run, *sizes)
+            return dataclasses.replace(found, seconds=(time.monotonic() - started) / (STEPS if trains else 1))
+
+    def seconds(self, config: Config, size: int) -> float:
+        """Of a whole step of the configuration with micro-batches of `size`: the median of TIMED after a first one.
+
+        Of a step of more than MOST_MICRO_BATCHES, so many are run.
+        """
+        share = -(-at_most(config.batch.global_size, self.components.train_data) // self.world)
+        parts = min(MOST_MICRO_BATCHES, max(1, round(share / size)))
+        with _Running(self, self._small(config, size, parts, all_of_them=True), None) as run:
+            taken = []
+            for _ in range(1 + TIMED):
+                run.memory.synchronize()
+                started = time.monotonic()
+                train_step(run)
+                run.memory.synchronize()
+                taken.append(time.monotonic() - started)
+        return statistics.median(taken[1:]) * share / (parts * size)
+
+    def _small(self, config: Config, size: int, micro_batches: int, all_of_them: bool = False) -> Config:
+        """With so many samples per micro-batch, and so many micro-batches per step."""
+        samples = micro_batches * size * self.world
+        batch = dataclasses.replace(config.batch, global_size=samples, micro_size=size, micro_schedule=None)
+        parts = dataclasses.replace(config.accumulation, steps="auto")
+        cut = dataclasses.replace(config, batch=batch, accumulation=parts)
+        return planned_config(cut, size, size, self.world, all_of_them)
+
+
+class _Running:
+    """The run of a configuration, built for real. most: bytes; with it, storages on the CPU are counted."""
+
+    def __init__(self, measured: Measured, planned: Config, most: int | None):
+        self._measured, self._planned, self._most = measured, planned, most
+
+    def __enter__(self) -> Run:
+        of = self._measured
+        self._ranks = simulated(0, of.world, of.device)
+        ranks = self._ranks.__enter__()
+        parts = build.load_parts(self._planned, ranks, of.components)
+        if self._most is not None and parts.device.type == "cpu":
+            parts.memory = Recorder(parts.device, total_bytes(), self._most)
+        run = build.run_of(self._planned, parts, StopRequest(), ranks)
+        if isinstance(parts.memory, Recorder):
+            run.attempt, parts.memory.resident = PhaseLog(parts.memory), run.meter.resident
+        self._batches = parts.batches
+        return run
+
+    def __exit__(self, *error: object) -> None:
+        self._batches.close()
+        self._ranks.__exit__(None, None, None)
+
+
+def _by_counters(run: Run, size: int, eval_size: int) -> Breakdown:
+    """By the device's own counters, which have no phases: what is reserved, where that is known."""
+    found = Breakdown()
+    for name, wanted in (("training", size), ("evaluation", eval_size)):
+        if not wanted:
+            continue
+        run.memory.window()
+        for _ in range(STEPS if size else 1):
+            if name == "training":
+                train_step(run)
+                update_weight_average(run)
+            else:
+                evaluate(run)
+        run.memory.synchronize()
+        peaks = run.memory.window()
+        allocated, reserved = int(peaks["memory/peak"]), int(peaks["memory/peak_reserved"])
+        total = max(allocated, reserved)
+        categories = {"allocated": allocated} | ({"cache": total - allocated} if total > allocated else {})
+        found = found.joined(Breakdown(total, name, phases={name: total}, categories=categories))
+    return dataclasses.replace(found, smallest=build.smallest_micro_batch(run.state.model))
+
+
+def _at(size: int, known: dict[int, Breakdown]) -> Breakdown:
+    """Phase by phase on the line through the two sizes beside it, or next to it."""
+    points = sorted(known.items())
+    if len(points) < 2:
+        return points[0][1] if points else Breakdown()
+    above = next((number for number, (other, _) in enumerate(points) if other > size), len(points) - 1)
+    (a, low), (b, high) = points[max(1, above) - 1], points[max(1, above)]
+
+    def line(from_a: int, from_b: int) -> int:
+        return max(0, from_b + round((size - b) * (from_b - from_a) / (b - a)))
+
+    phases = {name: line(low.phases.get(name, value), value) for name, value in high.phases.items()}
+    phase = max(phases, key=lambda name: phases[name])
+    categories: dict[str, int] = {}
+    if low.phase == high.phase == phase:
+        names = dict.fromkeys([*high.categories, *low.categories])
+        categories = {name: line(low.categories.get(name, 0), high.categories.get(name, 0)) for name in names}
+    found = Breakdown(phases[phase], phase, "", phases, categories, seconds=high.seconds * size / b)
+    return dataclasses.replace(found, smallest=high.smallest, techniques=high.techniques)

@@ -1,0 +1,324 @@
+"""A step and an evaluation of a configuration: built as for training, and stepped on tensors without data.
+
+`measured` takes the same steps for real.
+"""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from trainapp.assembly import build
+from trainapp.assembly.components import Components
+from trainapp.assembly.model import materialise
+from trainapp.config.schema import Config
+from trainapp.data.batch import MicroBatch, map_tensors
+from trainapp.data.source import EvalBatches, TrainBatches
+from trainapp.memory.device import static_bytes
+from trainapp.memory.host_memory import total_bytes
+from trainapp.models.inspect import lazy_modules
+from trainapp.parallel.ranks import Ranks
+from trainapp.parallel.strategy import is_shard, local
+from trainapp.planning.batches import FakeBatches, FakeEvalBatches, longest, longest_in_training, planned_config
+from trainapp.planning.recorder import Breakdown, PhaseLog, Recorder
+from trainapp.planning.simulated_ranks import SimulatedRanks, simulated
+from trainapp.planning.values import MadeUpValues, NeedsValues, NoOverflow
+from trainapp.signals import StopRequest
+from trainapp.techniques.catalogue import available
+from trainapp.techniques.technique import Situation
+from trainapp.torch_private import (
+    buffers_of,
+    builds_on_meta,
+    fake_tensor_mode,
+    is_fake,
+    outside_dispatch_modes,
+    parameters_of,
+    storage_id,
+    tree_leaves,
+)
+from trainapp.train.evaluate import evaluate
+from trainapp.train.loop import train_step, update_weight_average
+from trainapp.train.run import Run
+from trainapp.units import parse_memory_size
+
+if TYPE_CHECKING:
+    from trainapp.planning.absent_gpu import AbsentGpu
+
+UNTRAINED = 2  # samples of a micro-batch where no training is traced; most models can train on as few
+_VARIES = (
+    "the batches differ in shape, or in strings or numbers beside the tensors: the longest of the first ones counts, "
+    "and a longer one needs more"
+)
+_MADE_UP = "the model reads values, which were made up: with others it may need more"
+
+
+class Traced:
+    """The estimator that steps on fake tensors. Exact on the CPU, where its kernels' sizes are known.
+
+    gpu: one that is not here; None for the CPU. Traces set torch's global switches and seed the generators: use it in
+    a process of its own. Raises whatever the model raises on tensors without data; NeedsValues where it reads them.
+    """
+
+    method = "traced"
+
+    def __init__(self, components: Components, world: int, gpu: "AbsentGpu | None" = None, refuses: bool = True):
+        self.components, self.world, self.gpu, self.refuses = components, world, gpu, refuses
+
+    @property
+    def margin(self) -> float:
+        """How far off a peak may be, as a share of it."""
+        if not self.refuses:
+            return 0.3
+        return 0.01 if self.gpu is None else self.gpu.margin
+
+    @property
+    def spare(self) -> float:
+        """The share of a peak that has to stay free for it to fit."""
+        return 0.0 if self.gpu is None and self.refuses else self.margin
+
+    def limit(self, config: Config) -> int:
+        """The bytes that a run may use."""
+        if self.gpu is not None:
+            return self.gpu.limit(config)
+        total = total_bytes()
+        return total if config.memory.limit is None else parse_memory_size(config.memory.limit, total)
+
+    def peak(self, config: Config, size: int, eval_size: int, rank: int = 0) -> Breakdown:
+        """The peak of this rank with micro-batches of `size`, and an evaluation with `eval_size`; 0 leaves it out."""
+        if config.train.compile or config.precision.mode in ("int8", "fp8"):
+            raise NeedsValues("compiled steps and matmuls in 8 bits allocate what no trace knows")
+        with (
+            simulated(rank, self.world, torch.device("cpu")) as ranks,
+            _on_fakes(self, config, size, eval_size, ranks) as (run, recorder, values, varies),
+        ):
+            found = stepped(run, config, recorder, size, eval_size)
+            notes = [*([_VARIES] if varies else []), *([_MADE_UP] if values.reads else [])]
+            found = dataclasses.replace(found, notes=(*found.notes, *notes))
+            return found if self.gpu is None else self.gpu.completed(found, run)
+
+
+def stepped(run: Run, config: Config, recorder: Recorder, size: int, eval_size: int, steps: int = 1) -> Breakdown:
+    """What training and an evaluation of the run need; a size of 0 leaves one out. config: before `planned_config`.
+
+    steps: of training, at least. One more follows if the last has left something, such as optimizer state or a tensor
+    in a list.
+    """
+    found = Breakdown()
+    if size:
+        found = found.joined(_training(run, recorder, steps))
+    if eval_size and run.eval_sets and run.cadences.evaluates:
+        if not size and not all(optimizer.state for optimizer in run.state.optimizers):
+            train_step(run)  # creates the state, which evaluations find in memory
+        recorder.reset()
+        evaluate(run)
+        found = found.joined(recorder.highest)
+    model = run.state.model
+    return dataclasses.replace(
+        found,
+        smallest=build.smallest_micro_batch(model),
+        is_uneven=any(_is_uneven(p) for p in model.parameters()),
+        techniques=tuple(available(Situation(config, model, run.knows_loss))),
+    )
+
+
+def _is_uneven(parameter: Any) -> bool:
+    return is_shard(parameter) and bool(parameter.shape[0] % parameter.device_mesh.size())
+
+
+def _training(run: Run, recorder: Recorder, steps: int) -> Breakdown:
+    recorder.reset()
+    for number in range(1, steps + 2):
+        kept = recorder.kept_bytes()
+        train_step(run)
+        update_weight_average(run)
+        state = run.state
+        static = static_bytes(state.model, state.optimizers, state.average.averages, state.keeps_gradients)
+        if number >= steps and static == run.meter.static and recorder.kept_bytes() == kept:
+            break
+    return recorder.highest
+
+
+@contextlib.contextmanager
+def _on_fakes(
+    traced: Traced, config: Config, size: int, eval_size: int, ranks: Ranks
+) -> Iterator[tuple[Run, Recorder, MadeUpValues, bool]]:
+    """The run on tensors without data, in whose modes the block is. ranks: of the host, where the data are opened."""
+    components, gpu = traced.components, traced.gpu
+    planned = planned_config(config, size or UNTRAINED, eval_size or 1, ranks.world, components.has_embeddings)
+    shape, eval_shapes = _longest_batches(planned, components, size, eval_size, ranks)
+    parts = build.load_parts(planned, ranks, components)
+    host = parts.device
+    if gpu is not None:
+        parts.device, parts.accelerator = gpu.device, gpu.accelerator
+    parts.memory = recorder = Recorder(parts.device, traced.limit(config))
+    values = MadeUpValues(lambda: recorder.phase if recorder.watching else None, config.train.grad_clip, traced.refuses)
+    with contextlib.ExitStack() as stack:
+        if gpu is not None:
+            stack.enter_context(gpu.pretended())
+        fake: Callable[[Tensor], Tensor] = stack.enter_context(fake_tensor_mode()).from_tensor
+        fake = _of_data_as_before(fake, recorder) if gpu is None else gpu.fake(fake)
+        stack.enter_context(values)
+        if gpu is not None:
+            stack.enter_context(gpu.engine())
+            parts.numerics = gpu.numerics(planned)
+        model = _model_without_data(parts.components, fake, parts.batches.example, host, parts)
+        parts.components = dataclasses.replace(parts.components, model=model)
+        numerics = {field.name: getattr(parts.numerics, field.name) for field in dataclasses.fields(parts.numerics)}
+        parts.numerics = NoOverflow(**numerics, values=values)
+        parts.batches = cast(TrainBatches, FakeBatches(parts.batches, fake, shape, recorder, ahead=gpu is not None))
+        for name, evaluated in parts.eval_sets.items():
+            fakes = FakeEvalBatches(evaluated, fake, eval_shapes.get(name), components.has_embeddings)
+            parts.eval_sets[name] = cast(EvalBatches, fakes)
+        if isinstance(ranks, SimulatedRanks):
+            ranks = ranks.on(parts.device)
+        run = build.run_of(planned, parts, StopRequest(), ranks, initial_device=str(parts.device))
+        if gpu is None:
+            recorder.kept.stand_in = _stand_ins(fake)
+        else:
+            gpu.prepare(run)
+        run.attempt, recorder.resident = PhaseLog(recorder), run.meter.resident
+        _settle_shards(run)
+        varies = shape is not None or any(shape is not None for shape in eval_shapes.values())
+        yield run, recorder, values, varies
+
+
+def _longest_batches(
+    planned: Config, components: Components, size: int, eval_size: int, ranks: Ranks
+) -> tuple[MicroBatch | None, dict[str, MicroBatch | None]]:
+    """The micro-batches of training and of each evaluation set that stand for all."""
+    real = build.load_parts(planned, ranks, components)
+    shape = longest_in_training(real.batches, size) if size else None
+    if not eval_size:
+        return shape, {}
+    return shape, {
+        name: longest(evaluated.from_sample(0, eval_size, ranks)) for name, evaluated in real.eval_sets.items()
+    }
+
+
+def _of_data_as_before(fake: Callable[[Tensor], Tensor], recorder: Recorder) -> Callable[[Tensor], Tensor]:
+    """A view of a data set's tensor stays one, which never counts."""
+
+    def made(tensor: Tensor) -> Tensor:
+        of_data = recorder.kept.of_data
+        if storage_id(tensor.untyped_storage()) not in of_data:
+            return fake(tensor)
+        with outside_dispatch_modes():  # making it would be counted
+            new = fake(tensor)
+        of_data.add(new.untyped_storage())
+        return new
+
+    return made
+
+
+def _settle_shards(run: Run) -> None:
+    """In its first forward FSDP2 pads fake shards once more, where it recognises real ones as padded (torch 2.13,
+    fsdp/_fully_shard/_fsdp_param.py, reset_sharded_param). Afterwards nothing may hold on to the old ones.
+    """
+    shards = [local(p) for p in run.state.model.parameters() if is_shard(p)]
+    if not any(shard.untyped_storage().nbytes() > shard.nbytes for shard in shards):
+        return
+    batch = run.batches.example(build.smallest_micro_batch(run.state.model))
+    batch = map_tensors(lambda tensor: tensor.to(run.state.device), batch)
+    with torch.no_grad(), run.state.precision.autocast:
+        run.strategy.evaluate(run.task, batch)
+    run.strategy.finish_accumulation()
+
+
+def _stand_ins(fake: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """One fake for each tensor that existed before the trace: a task may hold some, and use them in every step."""
+    made: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def stand_in(tensor: Tensor) -> Tensor:
+        if is_fake(tensor):
+            return tensor
+        if id(tensor) not in made:
+            made[id(tensor)] = tensor, fake(tensor)
+        return made[id(tensor)][1]
+
+    return stand_in
+
+
+# --- models without data
+
+
+def _model_without_data(
+    components: Components,
+    fake: Callable[[Tensor], Tensor],
+    example: Callable[[int], Any],
+    device: torch.device,
+    parts: build.Parts,
+) -> Callable[..., nn.Module]:
+    """The model's class as `assemble` calls it under a fake mode: without data if possible; else on the meta device, as
+    models that convert themselves need (`self.half()`, peft's adapters: Module._apply swaps tensors, torch 2.13); else
+    for real, as lazy modules and those that read values need, whose tensors then lose their data.
+    """
+
+    @functools.wraps(components.model, updated=())
+    def made(*args: Any, **kwargs: Any) -> nn.Module:
+        try:
+            return cast(nn.Module, components.model(*args, **kwargs))
+        except Exception as error:
+            first = error
+        on_meta = _built_on_meta(functools.partial(components.model, *args, **kwargs))
+        if on_meta is not None:
+            _drop_data(on_meta, lambda tensor: _from_meta(device, fake, tensor))
+            return on_meta
+        try:
+            with outside_dispatch_modes(), torch.device(device):
+                model: nn.Module = components.model(*args, **kwargs)
+                if lazy := lazy_modules(model):
+                    materialise(model, lazy, example, components.training_tasks, device, parts.numerics)
+        except Exception as error:
+            raise error from first
+        _drop_data(model, fake)
+        return model
+
+    return made
+
+
+def _built_on_meta(construct: Callable[[], nn.Module]) -> nn.Module | None:
+    """What is built without memory; None where that fails, or leaves tensors that no trace would replace."""
+    token = builds_on_meta.set(True)
+    try:
+        with outside_dispatch_modes(), torch.device("meta"):
+            model = construct()
+    except Exception:  # it is built for real, or raises there
+        return None
+    finally:
+        builds_on_meta.reset(token)
+    replaced = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    held = tree_leaves([vars(module) for module in model.modules()])
+    others = any(isinstance(one, Tensor) and one.is_meta and id(one) not in replaced for one in held)
+    return None if others or lazy_modules(model) else model
+
+
+def _from_meta(device: torch.device, fake: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
+    if not tensor.is_meta:
+        return fake(tensor)
+    like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    return like.to(fake(torch.empty(0, device=device)).device)
+
+
+def _drop_data(model: nn.Module, fake: Callable[[Tensor], Tensor]) -> None:
+    """Replace every parameter and buffer by one without data. Those that share memory share it afterwards."""
+    replaced: dict[int, Any] = {}
+    for module in model.modules():
+        for own in (parameters_of(module), buffers_of(module)):
+            for name, tensor in list(own.items()):
+                if tensor is None:
+                    continue
+                if id(tensor) not in replaced:
+                    new = fake(tensor.detach())
+                    if isinstance(tensor, nn.Parameter):
+                        new = nn.Parameter(new, tensor.requires_grad)
+                        if type(tensor) is nn.Parameter:
+                            vars(new).update(vars(tensor))  # what the model has put on it
+                    replaced[id(tensor)] = new
+                own[name] = replaced[id(tensor)]
+        if isinstance(module, nn.RNNBase):  # holds its weights in a list, too, which assigning them fills
+            for name, parameter in list(parameters_of(module).items()):
+                setattr(module, name, parameter)

@@ -1,0 +1,244 @@
+"""Plans for a CUDA device that is not here: what is pretended is in force, and plans follow from the device."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import helpers
+import pytest
+import runs
+from helpers import run_cli
+
+import trainapp
+from trainapp.config import compose
+from trainapp.config.schema import Fsdp, Parallel
+from trainapp.errors import UserError
+from trainapp.planning import absent_gpu, planner, pretend
+from trainapp.planning.absent_gpu import CAPABILITIES, COMMUNICATOR, CONTEXT, DEVICES, HEADROOM, MIB, communicators_of
+
+needs_cuda = pytest.mark.skipif(not pretend.can_pretend(), reason="fake CUDA needs Linux on x86-64 or aarch64")
+NO_TECHNIQUES = "plan.techniques=false"
+WIDE = ("model.width=256", "model.context_length=64", "model.depth=2")
+GPT = (*runs.MODELS["gpt"], "batch.global_size=32", "batch.micro_size=8", "batch.eval_micro_size=8", NO_TECHNIQUES)
+
+
+def find(name, *more):
+    return absent_gpu.find(compose.from_command_line(["model=mlp", f"plan.device={name}", *more]))
+
+
+def plan(*overrides):
+    facts = trainapp.plan([*GPT, *overrides])
+    assert (facts["method"], facts["margin"]) == ("traced", 0.1), facts["notes"]
+    return facts
+
+
+def test_the_table_is_plausible():
+    """Memory a little below what the name says."""
+    for name, (memory, capability) in DEVICES.items():
+        named = int(name.rpartition("-")[2].removesuffix("gb"))
+        assert 0.9 * named * 1024 < memory < 1.0 * named * 1024, name
+        assert capability in CAPABILITIES
+    config = compose.from_command_line(["model=mlp", "plan.device=h100-80gb"])
+    assert find("h100-80gb").limit(config) == DEVICES["h100-80gb"][0] * MIB - CONTEXT - HEADROOM
+    assert not find("v100-32gb").has_flash_attention
+
+
+def test_a_device_that_is_not_in_the_table_is_named_by_what_counts():
+    device = find("24GiB@8.9")
+    assert (device.memory, device.capability, device.name) == (24 * 2**30, (8, 9), "24GiB@8.9")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("24GiB",), "plan.device=24GiB: unknown; known are t4-16gb"),
+        (("24GiB@8.9x",), "unknown; known are"),
+        (("24GiB@0.0",), "no GPU has compute capability 0.0; use one of 5.0, "),
+        (("24@8.9",), "a GPU has between 1.0 GiB and "),
+        (("24TiB@8.9",), "a GPU has between 1.0 GiB and "),
+        (("l4-24gb", "train.device=cpu"), "use train.device=auto"),
+        (("l4-24gb", "memory.limit=40GiB"), "memory.limit=40GiB: plan.device=l4-24gb has 22.0 GiB"),
+    ],
+)
+def test_mistakes(overrides, message):
+    with pytest.raises(UserError) as caught:
+        find(*overrides)
+    assert message in str(caught.value)
+
+
+def test_groups_of_ranks_take_memory_that_no_plan_can_give():
+    sharded = compose.from_command_line(["model=mlp", "plan.device=h100-80gb", "parallel=fsdp", "plan.world=2"])
+    alone = compose.from_command_line(["model=mlp", "plan.device=h100-80gb"])
+    gpu = find("h100-80gb")
+    assert gpu.limit(alone) - gpu.limit(sharded) == 2 * COMMUNICATOR
+    kinds = (Parallel(), Parallel(strategy="ddp"), Parallel(strategy="fsdp", fsdp=Fsdp(replicas=2)))
+    assert [communicators_of(kind) for kind in kinds] == [0, 1, 3]
+
+
+# --- what is pretended
+
+
+@pytest.fixture(scope="module")
+def found():
+    names = (
+        "backward", "numerics", "no_autocast", "bytes_of_attention", "recomputed_attention", "residual_gradients",
+        "sharded", "recurrent", "on_the_cpu", "offloaded",
+    )  # fmt: skip
+    path = str(Path(__file__).with_name("pretended.py"))
+    done = subprocess.run(
+        [sys.executable, path, *names], env=helpers.environment(), capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+@needs_cuda
+def test_a_backward_autocast_the_scaler_and_foreach_kernels_are_as_on_a_device(found):
+    assert found["backward"] == "cuda:0"
+    assert found["numerics"] == ["torch.float16", "torch.float32", True, 1]
+    assert found["no_autocast"] is False  # the comparison can fail
+
+
+@pytest.mark.slow
+@needs_cuda
+def test_attention_keeps_what_the_kernel_of_the_device_keeps(found):
+    """The output and one fp32 per query; the plain product keeps all weights. Ampere has bf16, Volta has not."""
+    fused = {name: kept for name, (kept, _) in found["bytes_of_attention"].items()}
+    queries, width = 2 * 4 * 256, 64
+    for name in ("a100-80gb float16", "a100-80gb bfloat16", "v100-32gb float16"):
+        assert fused[name] == pytest.approx(queries * (2 * width + 4), abs=4096), name
+    assert fused["a100-80gb float32"] == pytest.approx(queries * (4 * width + 4), abs=4096)
+    assert fused["v100-32gb bfloat16"] > queries * 2 * 256
+    assert found["recomputed_attention"] == ["_scaled_dot_product_flash_attention"] * 2
+    # The backward: the gradient of the output; those of q, k and v; that of q in fp32, and one number per query.
+    kept, peak = found["bytes_of_attention"]["a100-80gb bfloat16"]
+    of_one = queries * width * 2
+    assert peak - kept == pytest.approx(of_one + 3 * of_one + 2 * of_one + queries * 4, abs=4096)
+
+
+@pytest.mark.slow
+@needs_cuda
+def test_gradients_are_added_up_in_place_and_shards_are_those_of_many_ranks(found):
+    assert found["residual_gradients"] == [2, 3]  # with it, and without
+    assert found["sharded"] == [[1, 4], [1, 4]]
+    without, with_offload = found["offloaded"]
+    assert with_offload < without
+
+
+@pytest.mark.slow
+@needs_cuda
+def test_recurrent_layers_are_measured(found):
+    """Without cuDNN torch takes them apart: another figure, and no error."""
+    assert found["recurrent"].startswith("lstm: what cuDNN keeps")
+
+
+@pytest.mark.slow
+def test_a_trace_on_the_cpu_has_cudas_rules(found):
+    """Norms in fp32 under autocast, a byte per element of dropout's mask, no attention weights."""
+    norm, dropout, attended = found["on_the_cpu"]
+    assert norm == "torch.float32"
+    assert dropout == 1.25
+    assert attended < 1.1
+
+
+# --- plans
+
+
+@pytest.mark.slow
+@needs_cuda
+def test_the_command_line_plans_for_a_device_that_is_not_here(tmp_path):
+    done = run_cli("mode=plan", *GPT, "plan.device=h100-80gb", "hydra.run.dir=here", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    facts = json.loads((tmp_path / "here/plan.json").read_text())
+    assert (facts["method"], facts["margin"]) == ("traced", 0.1)
+    assert facts["peak_bytes"] == max(facts["phases"].values()) == sum(facts["categories"].values())
+    assert facts["categories"]["libraries"] == 64 * MIB
+    assert done.stdout.splitlines()[-1].startswith("batch.micro_size=")
+
+
+@pytest.mark.slow
+@needs_cuda
+def test_the_device_decides():
+    """Attention's kernel, and that a GPU has foreach kernels instead of a loop."""
+    kept = {name: plan(f"plan.device={name}", "precision=bf16") for name in ("a100-80gb", "v100-32gb")}
+    activations = {name: facts["categories"]["activations"] for name, facts in kept.items()}
+    assert activations["v100-32gb"] > activations["a100-80gb"]
+    foreach, plain = (
+        plan(*WIDE, "plan.device=a100-80gb", "optimizer.fused=false", f"+optimizer.foreach={how}")
+        for how in ("true", "false")
+    )
+    more = foreach["phases"]["optimizer_step"] - plain["phases"]["optimizer_step"]
+    assert more > 0.5 * foreach["categories"]["parameters"]
+
+
+@pytest.mark.slow
+@needs_cuda
+def test_the_largest_size_leaves_the_margin():
+    base = (*WIDE, "batch.global_size=64", "batch.micro_size=auto", "plan.device=a100-40gb", "every.eval=null")
+
+    def peak(size):
+        return plan(*base, f"batch.micro_size={size}")["peak_bytes"]
+
+    limit = (peak(4) + peak(64)) // 2
+    largest = plan(*base, f"memory.limit={limit}")["largest_micro_size"]
+    assert 4 < largest < 64
+    assert peak(largest) * 1.1 <= limit < peak(largest + 1) * 1.1
+
+
+@pytest.mark.slow
+@needs_cuda
+def test_convolutions_are_said_to_need_more():
+    notes = trainapp.plan([*runs.MODELS["resnet"], "plan.device=l4-24gb", "batch.micro_size=4", NO_TECHNIQUES])["notes"]
+    assert any("cuDNN" in note for note in notes)
+    assert plan("plan.device=l4-24gb", "precision=bf16")["notes"] == []
+
+
+@pytest.mark.slow
+@needs_cuda
+@pytest.mark.parametrize("chosen", [("adamw_bf16", "precision=bf16_pure"), ("adamw_8bit",), ("adamw_4bit",), ("sgd",)])
+def test_optimizers_keep_what_they_keep_on_the_cpu(chosen):
+    """Those that round by chance ask for a generator on the device; fused SGD has no fake kernel."""
+    overrides = (*WIDE, f"optimizer={chosen[0]}", *chosen[1:], "every.eval=null")
+    here = trainapp.plan([*GPT, *overrides, "train.device=cpu"])["categories"]
+    there = plan(*overrides, "plan.device=a100-40gb")["categories"]
+    assert there["optimizer_state"] == here["optimizer_state"] > 0
+
+
+@pytest.mark.slow
+@needs_cuda
+@pytest.mark.parametrize("parallel", [("parallel=ddp",), ("parallel=fsdp", "precision=bf16"), ("parallel=hsdp",)])
+def test_a_rank_keeps_on_the_device_what_it_keeps_on_the_cpu(parallel):
+    chosen = (*parallel, *WIDE, "plan.world=4", "batch.micro_size=4", "every.eval=null")
+    here = trainapp.plan([*GPT, *chosen, "train.device=cpu"])
+    there = plan(*chosen, "plan.device=h100-80gb")
+    assert there["ranks"]["world"] == 4
+    assert there["ranks"]["replicas"] == here["ranks"]["replicas"]
+    for name in ("parameters", "optimizer_state"):
+        assert there["categories"][name] == here["categories"][name]
+
+
+@pytest.mark.slow
+@needs_cuda
+def test_a_model_that_is_built_whole_counts_until_it_is_sharded():
+    wide = ("model.depth=16", "model.width=512", "plan.world=64", "batch.global_size=64", "batch.micro_size=1")
+    wide = (*wide, "plan.device=h100-80gb", "every.eval=null", "parallel=fsdp")
+    whole, shards = (plan(*wide, f"parallel.fsdp.meta_init={meta}") for meta in ("false", "true"))
+    assert whole["phase"] == "building"
+    assert whole["categories"] == {"parameters": whole["peak_bytes"]}
+    assert any("parallel.fsdp.meta_init=true" in note for note in whole["notes"])
+    assert "building" not in shards["phases"]
+    assert shards["peak_bytes"] < whole["peak_bytes"]
+
+
+@pytest.mark.slow
+def test_without_fake_cuda_a_trace_on_the_cpu_stands_in(monkeypatch):
+    """As on a laptop with another system. In this process."""
+    monkeypatch.setattr(pretend, "can_pretend", lambda: False)
+    config = compose.from_command_line([*GPT, "plan.device=a100-40gb", "precision=bf16"])
+    with pytest.raises(RuntimeError, match="fake CUDA tensors need Linux"):
+        planner.plan(config)
+    facts, _ = planner.plan(config, method="traced as on the CPU")
+    assert (facts["method"], facts["margin"]) == ("traced", 0.3)
+    assert facts["largest_micro_size"] == 32

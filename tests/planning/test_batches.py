@@ -1,0 +1,82 @@
+"""Batches that differ: the longest of the first ones stands for all, and the plan says so."""
+
+import measured
+import pytest
+import runs
+import torch
+
+from trainapp.config import compose
+from trainapp.data.batch import MicroBatch
+from trainapp.planning import planner
+from trainapp.planning.batches import longest
+
+OVER = (
+    *runs.TINY, "user_packages=[planned_models]", "checkpointing=off", "oom.grow=false", "plan.techniques=false",
+    "every.eval=1", "train.max_steps=100", "train.check_loss=false", "model=mlp", "~model.width", "~model.depth",
+    "~model.dropout", "data=digits", "~data.augment", "task=classification",
+)  # fmt: skip
+OF_ANY_LENGTH = ("model._target_=planned_models.OfAnyLength", "batch.micro_size=16", "batch.eval_micro_size=16")
+PADDED = (
+    "model._target_=planned_models.Meaned", "data._target_=planned_models.Padded", "+data.size=250", "+data.long=-1",
+    "batch.global_size=10", "batch.micro_size=10", "batch.eval_micro_size=20",
+)  # fmt: skip
+VARIES = "the batches differ in shape"
+
+
+def plan(*overrides):
+    return planner.plan(compose.from_command_line((*OVER, *overrides)))[0]
+
+
+def varies(facts):
+    return any(note.startswith(VARIES) for note in facts["notes"])
+
+
+@pytest.mark.parametrize(("data", "differ"), [("Texts", True), ("Lengths", True), ("Counts", False)])
+def test_strings_and_numbers_that_differ_are_lengths(tmp_path, data, differ):
+    overrides = (*OF_ANY_LENGTH, f"data._target_=planned_models.{data}")
+    facts = plan(*overrides)
+    assert varies(facts) is differ
+    assert max(measured.peaks(tmp_path, *OVER, *overrides)) <= facts["peak_bytes"]
+
+
+def test_texts_of_different_lengths(tmp_path):
+    gpt = (*runs.TINY, *runs.MODELS["gpt"], "checkpointing=off", "plan.techniques=false", "every.eval=1")
+    gpt = (*gpt, "data.min_length=4", "batch.global_size=16", "batch.micro_size=8", "batch.eval_micro_size=8")
+    facts = planner.plan(compose.from_command_line(gpt))[0]
+    assert varies(facts)
+    assert max(measured.peaks(tmp_path, *gpt)) <= facts["peak_bytes"]
+
+
+def test_where_all_samples_are_alike_a_part_of_a_batch_changes_nothing():
+    """Nor does the last batch of an evaluation, of 10 samples where others have 20."""
+    assert not varies(plan(*PADDED))
+
+
+@pytest.mark.parametrize("number", [3, 25])  # in a whole batch of the evaluation, and in the rest
+def test_a_longer_sample_of_the_evaluation_is_seen_wherever_it_is(tmp_path, number):
+    overrides = (*PADDED, f"+data.val_long={number}")
+    facts = plan(*overrides)
+    assert varies(facts)
+    assert max(measured.peaks(tmp_path, *OVER, *overrides)) <= facts["peak_bytes"]
+
+
+def micro(samples, *shape):
+    data = {"inputs": torch.zeros(samples, *shape), "scale": torch.zeros(5)}
+    return MicroBatch(data, False, True, samples, lambda start, end: None)
+
+
+def test_what_stands_for_all():
+    assert longest(iter([micro(8, 4), micro(8, 4), micro(3, 4)])) is None
+    assert longest(iter([micro(8, 4), micro(8, 9), micro(3, 4)])).data["inputs"].shape == (8, 9)
+    rest = longest(iter([micro(8, 4), micro(3, 20)]))
+    assert rest.data["inputs"].shape == (3, 20)  # as it is: not all of its tensors are of samples
+
+
+def test_a_rest_counts_as_a_full_batch():
+    rows = torch.arange(3.0).reshape(3, 1).expand(3, 9)
+    rest = MicroBatch({"inputs": rows}, True, True, 3, lambda start, end: None)
+    full = MicroBatch({"inputs": torch.zeros(8, 4)}, False, True, 8, lambda start, end: None)
+    found = longest(iter([full, rest]))
+    assert found.samples == 8
+    assert found.data["inputs"][:, 0].tolist() == [0, 1, 2, 0, 1, 2, 0, 1]
+    assert found.piece(2, 5)["inputs"].shape == (3, 9)
