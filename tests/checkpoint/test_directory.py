@@ -177,7 +177,7 @@ import os, signal, sys, time
 from pathlib import Path
 import torch
 from states import directory, save, value
-from trainapp.checkpoint.directory import damage
+from trainapp.checkpoint.directory import checkpoints_in, damage
 torch.set_num_threads(1)
 folder, tries, highest = Path(sys.argv[1]), int(sys.argv[2]), 0
 leftovers = 0
@@ -195,7 +195,7 @@ for number in range(tries):
     os.waitpid(child, 0)
     leftovers += bool(list((folder / "checkpoints").glob(".tmp-*")))
     found = directory(folder)
-    problems = [damage(path) for path in found._newest_first()]
+    problems = [damage(path) for path in checkpoints_in(found.folder)]
     newest = found.newest()
     step = int(newest.name[-8:])
     assert not any(problems), problems
