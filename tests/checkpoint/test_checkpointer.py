@@ -37,7 +37,7 @@ def test_what_is_in_one(tmp_path):
     assert manifest["config"]["model"]["arguments"]["width"] == 16
     assert manifest["versions"]["torch"] == torch.__version__
     state = runs.saved(tmp_path, 4)
-    assert {"model", "optimizer", "scaler", "rng", "progress", "sampler", "sizes", "average"} <= state.keys()
+    assert {"model", "optimizer", "scaler", "progress", "sampler", "sizes", "average"} <= state.keys()
     assert state["sampler"] == {"seed": 0, "epoch": 0, "consumed": 64, "samples": 1437, "order": "permutation"}
     assert state["sizes"]["micro"]["start"] == 16
     assert damage(folder) is None

@@ -26,13 +26,6 @@ class Record:
     tensors: dict = field(default_factory=dict)
 
 
-class Slotted:
-    __slots__ = ("unset", "value")
-
-    def __init__(self, value):
-        self.value = value
-
-
 def task(tensor):
     def loss(model, batch):
         return tensor.sum()
@@ -50,7 +43,6 @@ PLACES = {
     "a dict of lists": {"a": [T]},
     "a list that holds itself": LOOPED,
     "a dataclass": Record({"a": T}),
-    "slots": Slotted(T),
     "a closure": task(T),
     "a bound argument": functools.partial(print, T),
     "another module's attribute": Model([T]),
@@ -85,14 +77,6 @@ def test_a_large_table_hides_nothing_that_is_closer():
 
 def test_a_long_dict_that_begins_with_a_number_is_no_table():
     assert len(list(held_tensors.held_tensors([{"step": 1} | {f"b{i}": T for i in range(1500)}]))) == 1500
-
-
-class Bounded(Slotted):
-    __slots__ = ()
-
-
-def test_slots_of_a_base_class():
-    assert list(held_tensors.held_tensors([Bounded(T)])) == [T]
 
 
 def test_what_has_no_storage_yet_is_passed_over():

@@ -3,7 +3,6 @@
 import functools
 import random
 import traceback
-from dataclasses import dataclass
 from types import SimpleNamespace
 
 import numpy as np
@@ -87,38 +86,10 @@ def test_a_closure_is_looked_into():
     assert "task.queue" in Stateful(task=task).owners
 
 
-def test_slots_are_looked_into():
-    @dataclass(slots=True)
-    class Task:
-        noise: random.Random
-
-        def __call__(self, model, batch):
-            """Never called."""
-
-    assert list(Stateful(task=Task(random.Random(1))).owners) == ["task.noise"]
-
-
 def test_nothing_is_found_in_ordinary_parts():
     found = Stateful(model=nn.Linear(1, 1), task=writing_models.cross_entropy, data=[1, 2, 3])
     assert not found.owners
     assert not found.modules
-    assert found.take() == {}
-
-
-def test_a_state_is_restored_any_number_of_times():
-    task = writing_models.QueueTask()
-    task.losses.append(1.0)
-    found = Stateful(task=task)
-    states = found.take()
-    drawn = set()
-    for _ in range(3):
-        task.losses.append(2.0)
-        task.meters["seen"].seen += 1
-        drawn.add(task.noise[0].random())
-        found.restore(states)
-        assert list(task.losses) == [1.0]
-        assert task.meters["seen"].seen.tolist() == [0, 0]
-    assert len(drawn) == 1
 
 
 class Unplain:

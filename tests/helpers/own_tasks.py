@@ -210,13 +210,27 @@ def nan_in_evaluation(model: nn.Module, batch: Any) -> tuple[Tensor, int, dict[s
     return loss, count, {"ratio": torch.tensor(1.0 if model.training else float("nan"))}
 
 
-def inf_once(model: nn.Module, batch: Any) -> tuple[Tensor, int, dict[str, Tensor]]:
+class InfOnce:
     """Classification; the metric is infinite in the first evaluation, and 0.5 later."""
-    loss, count, _ = classification(model, batch)
-    if not hasattr(model, "evaluated") and not model.training:
-        model.evaluated = True
-        return loss, count, {"ratio": torch.tensor(float("inf"))}
-    return loss, count, {"ratio": torch.tensor(0.5 * count)}
+
+    def __init__(self) -> None:
+        self.has_evaluated = False
+
+    def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, int, dict[str, Tensor]]:
+        """Trial calls are undone: it has a state."""
+        loss, count, _ = classification(model, batch)
+        if not self.has_evaluated and not model.training:
+            self.has_evaluated = True
+            return loss, count, {"ratio": torch.tensor(float("inf"))}
+        return loss, count, {"ratio": torch.tensor(0.5 * count)}
+
+    def state_dict(self) -> dict[str, bool]:
+        """Whether it has."""
+        return {"has_evaluated": self.has_evaluated}
+
+    def load_state_dict(self, state: dict[str, bool]) -> None:
+        """As saved."""
+        self.has_evaluated = state["has_evaluated"]
 
 
 def leaves_torch(model: nn.Module, batch: Any) -> tuple[Tensor, int, dict[str, Tensor]]:

@@ -34,7 +34,7 @@ def test_every_evaluation_is_nan(tmp_path, direction, caplog, capsys):
 
 
 def test_infinity_is_not_the_best(tmp_path):
-    runs.run(tmp_path, *EVALUATED, "task=own_tasks.inf_once", "objective=max ratio", "every.save=2")
+    runs.run(tmp_path, *EVALUATED, "task=own_tasks.InfOnce", "objective=max ratio", "every.save=2")
     assert [line["ratio"] for line in lines(tmp_path, "evaluations.jsonl")] == [None, 0.5]
     progress = runs.saved(tmp_path, 4)["progress"]
     assert (progress["best"], progress["best_step"]) == (0.5, 4)
@@ -42,7 +42,7 @@ def test_infinity_is_not_the_best(tmp_path):
 
 
 def test_the_last_one_is_nan(tmp_path, monkeypatch):
-    run = runs.prepare(tmp_path, *EVALUATED, "task=own_tasks.inf_once", "objective=max ratio")
+    run = runs.prepare(tmp_path, *EVALUATED, "task=own_tasks.InfOnce", "objective=max ratio")
     run.close()
     run.state.progress.best, run.state.progress.objective = 0.5, -math.inf
     from trainapp.run.result import result_of
