@@ -93,13 +93,3 @@ def test_peaks(monkeypatch):
     assert peak_of(torch.device("cpu"), "bf16", None) is None
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Unheard of")
     assert peak_of(cuda, "bf16", None) is None
-
-
-def test_counts_are_folded_where_nothing_is_logged(tmp_path):
-    run = runs.prepare(tmp_path, *runs.MODELS["gpt"])
-    run.close()
-    for number in range(600):
-        run.meter.count(1, torch.tensor(3) if number % 2 else 5)
-    assert len(run.meter._window_counts) < 256
-    found = run.meter.scalars()
-    assert found["tokens_per_second"] / found["samples_per_second"] == pytest.approx(4.0)

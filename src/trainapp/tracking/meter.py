@@ -27,8 +27,6 @@ from trainapp.torch_private import DispatchMode
 OF_EVERY_RANK = tuple(
     f"memory/{name}" for name in ("allocated", "reserved", "peak", "peak_reserved", "host_rss", "host_rss_peak")
 )
-MOST_COUNTS = 256  # that are kept apart: a run may never log
-
 # FLOP/s of dense products in bf16 or fp16 with sums in fp32, by words of the name that torch reports; the makers' data
 # sheets. First match counts.
 PEAKS = (
@@ -61,13 +59,6 @@ WITHOUT_TF32 = ("V100", "T4", "MI250X")
 OF_MODE = {"bf16": 1.0, "bf16_pure": 1.0, "fp16": 1.0, "tf32": 0.5, "int8": 2.0, "fp8": 2.0}
 
 
-def _sum(counts: list[Any]) -> Any:
-    """Of numbers and tensors, without waiting for the device."""
-    tensors = [count for count in counts if isinstance(count, torch.Tensor)]
-    numbers = sum(count for count in counts if not isinstance(count, torch.Tensor))
-    return torch.stack(tensors).sum() + numbers if tensors else numbers
-
-
 def spread_over_ranks(scalars: dict[str, float], ranks: Ranks) -> dict[str, float]:
     """The minimum and maximum of each memory scalar over ranks, with their ranks. Empty for a single rank."""
     if ranks.world == 1:
@@ -98,7 +89,7 @@ class Meter:
         self.communication_buffers = communication_buffers
         self.hook_tensors: Callable[[], Iterable[torch.Tensor]] = tuple
         self.counts_tokens = False
-        self._window_counts: list[Any] = []  # tensors stay on the device until a log step
+        self._window_count: Any = 0  # of tokens; a tensor stays on the device until a log step
         self.parameters = [p for p in state.model.parameters() if p.requires_grad]
         self.static = static_bytes(state.model, state.optimizers, state.average.averages, state.keeps_gradients)
         self.samples = self._window_samples = 0
@@ -149,9 +140,7 @@ class Meter:
     def count(self, samples: int, divisor: Any = 0) -> None:
         """Count a finished step's samples. divisor: of its loss, a number or a tensor."""
         if self.counts_tokens:
-            self._window_counts.append(divisor)
-            if len(self._window_counts) == MOST_COUNTS:
-                self._window_counts = [_sum(self._window_counts)]
+            self._window_count = self._window_count + divisor
         self.samples += samples
         self._window_samples += samples
 
@@ -183,8 +172,8 @@ class Meter:
             **self.host.window(),
         }
         if self.counts_tokens:
-            values["tokens_per_second"] = float(_sum(self._window_counts)) / seconds
-            self._window_counts.clear()
+            values["tokens_per_second"] = float(self._window_count) / seconds
+            self._window_count = 0
         for update in state.updates:
             if update.precision.scaler.is_enabled():
                 values[update.named("loss_scale")] = update.precision.scaler.get_scale()
