@@ -71,8 +71,7 @@ class Predictor:
     def rows(self, model: nn.Module, micro: MicroBatch) -> list[Row]:
         """One per sample. Raises UserError for outputs that are not of single samples."""
         output, targets = self._output(model, micro.data), _targets(micro.data)
-        self._require_per_sample(output, micro.samples)
-        dim = self._dim_of_classes(output, targets)
+        dim = self._dim_of_classes(output, targets, micro.samples)
         if dim is None:
             return [{"prediction": value} for value in self._by_sample(output, micro.samples)]
         is_sequence = output.ndim == 3  # an image keeps its shape, whatever counts
@@ -104,37 +103,33 @@ class Predictor:
         kind = f"keys {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
         raise self._refused(f"which part of its batches ({kind}) the model takes is not known")
 
-    def _by_sample(self, output: Any, samples: int) -> list[Any]:
+    def _by_sample(self, output: Any, samples: int, place: str = "") -> list[Any]:
         """A value per sample. A dict, or a list or tuple with tensors, holds several outputs; any other list has one
-        value per sample.
+        value per sample. place: in the whole output, for messages.
         """
-        if isinstance(output, Mapping):
-            columns = [self._by_sample(value, samples) for value in output.values()]
-            return [dict(zip(map(str, output), values, strict=True)) for values in zip(*columns, strict=True)]
-        if isinstance(output, (list, tuple)) and tensors_in(output):
-            return [list(values) for values in zip(*(self._by_sample(o, samples) for o in output), strict=True)]
-        return output.tolist() if isinstance(output, (Tensor, np.ndarray)) else list(output)
-
-    def _require_per_sample(self, output: Any, samples: int, place: str = "") -> None:
         if isinstance(output, Mapping) and output:
-            for name, value in output.items():
-                self._require_per_sample(value, samples, f"{place}[{name!r}]")
-        elif isinstance(output, (list, tuple)) and tensors_in(output):
-            for number, value in enumerate(output):
-                self._require_per_sample(value, samples, f"{place}[{number}]")
-        elif isinstance(output, (Tensor, np.ndarray)):
-            if output.ndim == 0 or len(output) != samples:
-                raise self._refused(f"its output{place} for {samples} samples has shape {list(output.shape)}")
-        elif not isinstance(output, (list, tuple)) or len(output) != samples:
-            size = f" of {len(output)}" if isinstance(output, (list, tuple)) else ""
-            raise self._refused(f"its output{place} for {samples} samples is a {type(output).__name__}{size}")
+            values = [self._by_sample(value, samples, f"{place}[{name!r}]") for name, value in output.items()]
+            return [dict(zip(map(str, output), row, strict=True)) for row in zip(*values, strict=True)]
+        if isinstance(output, (list, tuple)) and tensors_in(output):
+            values = [self._by_sample(value, samples, f"{place}[{number}]") for number, value in enumerate(output)]
+            return list(map(list, zip(*values, strict=True)))
+        if isinstance(output, (Tensor, np.ndarray)) and output.ndim and len(output) == samples:
+            return output.tolist()
+        if isinstance(output, (list, tuple)) and len(output) == samples:
+            return list(output)
+        shape = getattr(output, "shape", None)
+        size = f" of {len(output)}" if isinstance(output, (list, tuple)) else ""
+        what = f"is a {type(output).__name__}{size}" if shape is None else f"has shape {list(shape)}"
+        raise self._refused(f"its output{place} for {samples} samples {what}")
 
     def _refused(self, what: str) -> UserError:
         return UserError(f"mode=predict with task={self.setting}: {what}; {PER_SAMPLE}")
 
-    def _dim_of_classes(self, output: Any, targets: Any) -> int | None:
+    def _dim_of_classes(self, output: Any, targets: Any, samples: int) -> int | None:
         """None for an output without logits of classes. Raises UserError where its shape may be read both ways."""
         if not (isinstance(output, Tensor) and output.is_floating_point() and output.ndim > 1):
+            return None
+        if len(output) != samples:
             return None
         if not isinstance(targets, Tensor) or (is_built_in(self.task) and targets.is_floating_point()):
             dim = class_dim(self.task)
