@@ -98,7 +98,7 @@ def test_the_peak_is_the_profilers(tmp_path, case, micro, within):
     reported = run.memory.peak
     run = runs.prepare(tmp_path / "b", *overrides, "every.log=null", "oom.clean_steps=1")
     loop.train_step(run)
-    assert run.sizes.train.all_proven  # otherwise the counter itself would be in the profile
+    assert not run.sizes.train.is_unproven  # otherwise the counter itself would be in the profile
     run.state.optimizer.zero_grad(set_to_none=True)
     resident = sum(device.static_bytes(run.state.model, run.state.optimizer, []).values())
     resident -= run.meter.static[MemoryKind.GRADIENTS]
@@ -166,10 +166,9 @@ def test_a_limit_that_leaves_no_room_for_a_batch(tmp_path):
     with pytest.raises(UserError, match="before any batch; raise the limit, use a smaller model, or one of") as caught:
         runs.prepare(tmp_path, "model=mlp", "memory.limit=1MiB")
     assert "parameters 332.0 KiB" in str(caught.value)
-    # What helps is what the list of levers says, with its bytes: SGD without momentum needs none of the two moments.
     lines = str(caught.value).splitlines()
     no_state = "optimizer=sgd optimizer.momentum=0 optimizer.nesterov=false"
-    assert lines[1].startswith(f"  {no_state}: saves 664.1 KiB, which leaves at least ")
+    assert any(line.startswith(f"  {no_state}: saves all optimizer state; cost: another optimizer") for line in lines)
     assert any(line.startswith("  precision=bf16_pure optimizer=adamw_bf16: saves half of param") for line in lines)
     assert any(line.startswith("  model.freeze=[NAMES]: saves gradients") for line in lines)
     assert not any("activation_checkpointing" in line or "fsdp.cpu_offload" in line for line in lines)
