@@ -20,17 +20,6 @@ from trainapp.techniques.recomputation import BlockState
 from trainapp.torch_operators import ATTENTION_OPERATORS, schema_of
 from trainapp.torch_private import set_activation_memory_budget
 
-
-class CheckpointCounters:
-    """Of this process, read by what counts the operations of a plan.
-
-    inside: open forwards and recomputations of checkpointed blocks. selecting: those of them with a selection policy.
-    blocks: forwards begun.
-    """
-
-    inside = selecting = blocks = 0
-
-
 Mode = Literal["none", "selective", "full"]
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 # What a mode costs, relative to recomputing a block in full: to choose by, not to predict time.
@@ -131,9 +120,8 @@ def _contexts(state: BlockState, select: Callable[[], Contexts]) -> Contexts:
     what selects the operations to keep must not see the copies.
     """
     forward, recompute = select()
-    selects = select is not noop_context_fn
-    recomputation = _Reusable(functools.partial(_recomputation, state, recompute), selects)
-    return _Reusable(functools.partial(_forward, state, forward), selects, is_forward=True), recomputation
+    recomputation = functools.partial(_recomputation, state, recompute)
+    return _Reusable(functools.partial(_forward, state, forward)), _Reusable(recomputation)
 
 
 @contextmanager
@@ -160,19 +148,13 @@ def _recomputation(state: BlockState, selecting: AbstractContextManager[Any]) ->
 class _Reusable:
     """A context that is entered once per backward: a graph that is retained has several."""
 
-    def __init__(self, make: Callable[[], AbstractContextManager[None]], selects: bool, is_forward: bool = False):
-        self._make, self._selects, self._is_forward = make, selects, is_forward
-        self._stack = ExitStack()
+    def __init__(self, make: Callable[[], AbstractContextManager[None]]):
+        self._make, self._stack = make, ExitStack()
 
     def __enter__(self) -> None:
         self._stack.enter_context(self._make())
-        CheckpointCounters.inside += 1
-        CheckpointCounters.selecting += self._selects
-        CheckpointCounters.blocks += self._is_forward
 
     def __exit__(self, *error: Any) -> bool | None:
-        CheckpointCounters.inside -= 1
-        CheckpointCounters.selecting -= self._selects
         return self._stack.__exit__(*error)
 
 
