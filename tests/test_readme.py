@@ -11,7 +11,7 @@ DOCUMENT = ROOT / "README.md"
 # A test need not wait as long as a reader: these are appended to commands that train.
 SHORT = {
     "memory.limit=48MiB train.device=cpu train.max_epochs=1": ("train.max_steps=3",),
-    "mode=plan": ("plan.levers=false",),
+    "mode=plan": ("plan.techniques=false",),
     "outputs/first": (),  # resuming has its own length
     "-m": ("train.max_steps=2", "model.width=8"),
     "--": (),
