@@ -11,7 +11,7 @@ from trainapp.config import schema
 from trainapp.data.batch import tensors_in
 from trainapp.errors import UserError
 from trainapp.memory import backends, cpu, device
-from trainapp.memory.host_memory import total_bytes
+from trainapp.memory.host import total_bytes
 from trainapp.memory.kinds import MemoryKind
 from trainapp.train import loop
 

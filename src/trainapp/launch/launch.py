@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
 from trainapp.launch import environment
-from trainapp.memory import host_guard
+from trainapp.memory import host
 from trainapp.run import run_dir
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def prepare_process(expandable_segments: bool, deterministic: bool) -> None:
 
     deterministic: whether a run in this process may have `train.deterministic=true`.
     """
-    host_guard.prepare_allocator()
+    host.prepare_allocator()
     if expandable_segments and not any(name in os.environ for name in ALLOCATOR_SETTINGS):
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     if deterministic:

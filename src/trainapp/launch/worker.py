@@ -22,7 +22,7 @@ import torch.distributed as dist
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
 from trainapp.launch import environment
-from trainapp.memory import host_guard
+from trainapp.memory import host
 from trainapp.memory.detection import causes, is_device_lost, is_out_of_memory, own_text
 from trainapp.parallel.ranks import DistributedRanks, Ranks, answered_by_rank_zero
 from trainapp.run import run_dir
@@ -49,7 +49,7 @@ class Outcome:
 
 def run_worker(config: Config) -> Outcome:
     """Entry point of a worker. Its rank and those of its peers come from the environment: RANK, WORLD_SIZE, ..."""
-    host_guard.prepare_allocator()
+    host.prepare_allocator()
     _log_to(Path(config.run_dir), int(os.environ["RANK"]))
     from trainapp.run import runner
 

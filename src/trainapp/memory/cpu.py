@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trainapp.config.schema import Memory
 from trainapp.memory.device import DeviceMemory
-from trainapp.memory.host_memory import total_bytes
+from trainapp.memory.host import total_bytes
 from trainapp.memory.kinds import MemoryKind
 from trainapp.memory.live_tensors import Events, Kinds, LiveTensors, Resident
 

@@ -13,7 +13,7 @@ from trainapp.assembly.build import smallest_micro_batch
 from trainapp.assembly.components import choose_device, load_components
 from trainapp.assembly.model import constructed
 from trainapp.config.schema import Config
-from trainapp.memory.host_memory import total_bytes
+from trainapp.memory.host import total_bytes
 from trainapp.models.inspect import blocks_of
 from trainapp.parallel.ranks import Ranks, answered_by_rank_zero
 from trainapp.planning import process

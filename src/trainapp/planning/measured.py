@@ -13,8 +13,7 @@ from trainapp.config.schema import Config, Memory
 from trainapp.data.stream_reader import at_most
 from trainapp.errors import UserError
 from trainapp.memory import backends
-from trainapp.memory.host_guard import available_bytes, guarded
-from trainapp.memory.host_memory import total_bytes
+from trainapp.memory.host import available_bytes, guarded, total_bytes
 from trainapp.planning.batches import planned_config
 from trainapp.planning.recorder import Breakdown, PhaseLog, Recorder
 from trainapp.planning.simulated_ranks import simulated

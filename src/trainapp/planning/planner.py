@@ -15,8 +15,7 @@ from trainapp.config.schema import Config
 from trainapp.data.stream_reader import at_most
 from trainapp.errors import UserError
 from trainapp.losses.whole_batch import require_uncut
-from trainapp.memory.host_guard import guarded
-from trainapp.memory.host_memory import total_bytes
+from trainapp.memory.host import guarded, total_bytes
 from trainapp.memory.live_tensors import MemoryLimitExceeded
 from trainapp.memory.timeline import Drawing, Picture
 from trainapp.planning import absent_gpu

@@ -19,7 +19,7 @@ from trainapp.config.schema import Config
 from trainapp.data.batch import MicroBatch, map_tensors
 from trainapp.data.source import EvalBatches, TrainBatches
 from trainapp.memory.device import static_bytes
-from trainapp.memory.host_memory import total_bytes
+from trainapp.memory.host import total_bytes
 from trainapp.models.inspect import lazy_modules
 from trainapp.parallel.ranks import Ranks
 from trainapp.parallel.strategy import is_shard, local

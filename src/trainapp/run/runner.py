@@ -17,7 +17,7 @@ from trainapp.errors import add_note
 from trainapp.inference import generate, predict
 from trainapp.losses import losses
 from trainapp.losses.whole_batch import require_uncut
-from trainapp.memory import host_guard
+from trainapp.memory import host
 from trainapp.memory.detection import is_out_of_memory
 from trainapp.memory.device import DeviceMemory
 from trainapp.oom import handover, recovery
@@ -84,7 +84,7 @@ def _run_until_torn(
     with contextlib.ExitStack() as stack:
         stack.callback(current.close)
         if current.state.device.type == "cpu":
-            stack.enter_context(host_guard.guarded(config.memory, current.memory.total))
+            stack.enter_context(host.guarded(config.memory, current.memory.total))
         if carried is None:
             for line in opening_lines(current):
                 log.info("%s", line)
@@ -194,7 +194,7 @@ def recover(run: Run, failure: OomReport) -> CarriedOver | None:
     run.sizes.oom_restarts += 1
     recovery.abort_on_all_ranks(run, failure)
     if failure.host:
-        host_guard.give_memory_back()
+        host.give_memory_back()
     recovery.roll_back(run, failure)
     if failure.is_torn:
         return _carry_over(run, failure)

@@ -18,7 +18,7 @@ from torch.utils import flop_counter
 from trainapp.checkpoint.train_state import TrainState
 from trainapp.data.batch import tensors_in
 from trainapp.memory.device import DeviceMemory, optimizer_tensors, static_bytes
-from trainapp.memory.host_memory import HostMemory
+from trainapp.memory.host import HostMemory
 from trainapp.memory.kinds import MemoryKind
 from trainapp.parallel.ranks import Ranks
 from trainapp.torch_operators import ATTENTION_OPERATORS, FLOP_FORMULAS

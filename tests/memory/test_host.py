@@ -7,7 +7,7 @@ import pytest
 from helpers import incidents, result, train
 
 from trainapp.config.schema import Memory
-from trainapp.memory import host_guard
+from trainapp.memory import host
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA counts mappings on Linux only")
 
@@ -57,21 +57,21 @@ def soft() -> int:
 
 def test_the_limit_is_taken_back():
     before, settings = resource.getrlimit(resource.RLIMIT_DATA), Memory(guard_reserve=2**60)
-    with host_guard.guarded(settings, 2**40):
-        assert soft() == pytest.approx(host_guard.data_size() + host_guard.SMALLEST, abs=16 * 2**20)
+    with host.guarded(settings, 2**40):
+        assert soft() == pytest.approx(host.data_size() + host.SMALLEST, abs=16 * 2**20)
         assert resource.getrlimit(resource.RLIMIT_DATA)[1] == before[1]
     assert resource.getrlimit(resource.RLIMIT_DATA) == before
-    with pytest.raises(KeyError), host_guard.guarded(settings, 2**40):
+    with pytest.raises(KeyError), host.guarded(settings, 2**40):
         raise KeyError
     assert resource.getrlimit(resource.RLIMIT_DATA) == before
 
 
 def test_a_limit_that_is_there_already_is_not_raised():
     before, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    own = host_guard.data_size() + 2**30
+    own = host.data_size() + 2**30
     resource.setrlimit(resource.RLIMIT_DATA, (own, hard))
     try:
-        with host_guard.guarded(Memory(guard_reserve=1), host_guard.available_bytes()):
+        with host.guarded(Memory(guard_reserve=1), host.available_bytes()):
             assert soft() == min(own, soft()) <= own
         assert soft() == own
     finally:
@@ -80,15 +80,25 @@ def test_a_limit_that_is_there_already_is_not_raised():
 
 def test_the_reserve_is_left():
     total = 2**36
-    with host_guard.guarded(Memory(guard_reserve="1GiB"), total):
+    with host.guarded(Memory(guard_reserve="1GiB"), total):
         some = soft()
-    with host_guard.guarded(Memory(guard_reserve="2GiB"), total):
+    with host.guarded(Memory(guard_reserve="2GiB"), total):
         less = soft()
-    if host_guard.available_bytes() > 3 * 2**30:
+    if host.available_bytes() > 3 * 2**30:
         assert some - less == pytest.approx(2**30, rel=0.25)  # other processes use the machine meanwhile
 
 
 def test_off_means_off():
     before = resource.getrlimit(resource.RLIMIT_DATA)
-    with host_guard.guarded(Memory(guard=False), 2**30):
+    with host.guarded(Memory(guard=False), 2**30):
         assert resource.getrlimit(resource.RLIMIT_DATA) == before
+
+
+def test_the_host_peak_is_of_its_window():
+    memory = host.HostMemory()
+    memory.window()
+    block = bytearray(200 * 2**20)
+    block[::4096] = b"x" * len(block[::4096])
+    del block
+    with_block, without = memory.window()["memory/host_rss_peak"], host.window()["memory/host_rss_peak"]
+    assert with_block - without > 150 * 2**20

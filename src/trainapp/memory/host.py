@@ -1,8 +1,8 @@
-"""Replaces the Linux OOM killer by an error that a CPU run can recover from.
+"""The host's memory: how much there is, how much of it this process uses, and a guard. Sizes are bytes.
 
-Without the guard, Linux grants more memory than the machine has, and kills the process when it uses it. The guard sets
-RLIMIT_DATA to what the machine (or the cgroup) has left, less a reserve: close to the limit some libraries crash rather
-than fail.
+The guard replaces the Linux OOM killer by an error that a CPU run can recover from. Without it, Linux grants more
+memory than the machine has, and kills the process when it uses it. The guard sets RLIMIT_DATA to what the machine (or
+the cgroup) has left, less a reserve: close to the limit some libraries crash rather than fail.
 
 Source of malloc's parameters: mallopt(3).
 """
@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import logging
 import os
+import resource
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,8 +49,6 @@ def guarded(settings: Memory, total: int) -> Iterator[None]:
     if not settings.guard or sys.platform != "linux":
         yield
         return
-    import resource
-
     import numpy as np
 
     # OpenBLAS exits the process when it cannot allocate its buffer, which drawing an incident needs: allocate it now.
@@ -90,3 +89,30 @@ def _mallopt(parameter: int, value: int) -> None:
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):  # another C library has no mallopt
             ctypes.CDLL(None).mallopt(parameter, value)
+
+
+def total_bytes() -> int:
+    """Memory of this machine, or of the process's cgroup if that is less."""
+    total = psutil.virtual_memory().total
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError), open(path) as file:
+            total = min(total, int(file.read()))  # "max" means no limit
+    return total
+
+
+class HostMemory:
+    """The process's resident memory and its peak since the last call."""
+
+    def window(self) -> dict[str, float]:
+        """Resident memory now, and its peak since the last call.
+
+        Where the system cannot reset the peak, it is that of the whole process.
+        """
+        with contextlib.suppress(OSError, KeyError), open("/proc/self/status") as file:
+            sizes = dict(line.split(":", 1) for line in file)
+            resident, peak = (int(sizes[name].split()[0]) * 1024 for name in ("VmRSS", "VmHWM"))
+            with open("/proc/self/clear_refs", "w") as reset:
+                reset.write("5")  # resets VmHWM
+            return {"memory/host_rss": resident, "memory/host_rss_peak": peak}
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        return {"memory/host_rss": psutil.Process().memory_info().rss, "memory/host_rss_peak": peak}
