@@ -157,6 +157,6 @@ def test_inference_mode_would_save_no_memory(tmp_path, monkeypatch, case):
     without_gradients = peak()
     with monkeypatch.context() as patched:
         under_inference_mode(patched)
-        assert peak() == without_gradients
+        assert peak() == pytest.approx(without_gradients, rel=0.02)
     monkeypatch.setattr(loop, "evaluate", loop.evaluate.__wrapped__)
     assert peak() > without_gradients

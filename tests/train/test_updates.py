@@ -1,7 +1,6 @@
 """Several optimizers: updates in turn, each a transaction of its own. Errors in either: tests/zoo."""
 
 import copy
-import json
 from pathlib import Path
 
 import own_hooks
@@ -9,7 +8,6 @@ import pytest
 import runs
 import torch
 from helpers import metrics, result, run_cli
-from torch import nn
 from zoo.gans import discriminate, distance, generate
 
 from trainapp.data.sampler import epoch_order
@@ -146,12 +144,6 @@ def test_the_state_of_an_updates_task_is_restored_and_saved(tmp_path):
     runs.run(tmp_path / "d", *settings, schedule)
     assert runs.differences(end(tmp_path / "c", 4), end(tmp_path / "d", 4)) == []
     assert runs.differences(end(tmp_path / "c", 4)["stateful"], end(tmp_path / "a", 4)["stateful"]) != []
-
-
-def test_the_summary_has_the_micro_batch_of_each_update(tmp_path, capsys):
-    schedule = "batch.micro_schedule={discriminator: {1: 8}, generator: {1: 6}}"
-    runs.run(tmp_path, *OWN, schedule, "train.max_steps=2")
-    assert "\nmicro-batch   discriminator 8 x 2, generator 6 x 3 accumulated\n" in capsys.readouterr().out
 
 
 class SecondOf:
@@ -376,13 +368,6 @@ def test_callbacks_are_called_once_per_step_and_metrics_by_evaluations(tmp_path)
     assert own_hooks.SEEN[2][2]["mine"] == result(tmp_path)["objective"] == 12  # samples
 
 
-def test_a_metric_gets_what_the_task_of_evaluations_passes(tmp_path):
-    """Without a task, that is the last update's."""
-    metric = "+metrics.mine={_target_: own_hooks.Unmergeable}"
-    with pytest.raises(UserError, match=r"metrics\.mine: the task of evaluations passes nothing to it"):
-        runs.run(tmp_path, *HOOKED, metric, "task=auto")
-
-
 def in_tokens(model, batch):
     """The generator's loss, as of three tokens per sample."""
     loss, count, sums = generate(model, batch)
@@ -390,17 +375,6 @@ def in_tokens(model, batch):
 
 
 in_tokens.counts = "tokens"
-
-
-def test_throughput_is_of_whole_steps(tmp_path):
-    """Tokens are those of the last update, once per step; FLOPs are those of all updates."""
-    tasks = generating("zoo.gans.generate", "test_updates.in_tokens")
-    run = runs.run_until(tmp_path, 2, *tasks, *HOOKED[len(OWN) :], "train.peak_flops=1e9", "every.eval=null")
-    flops = run.utilisation.flops_per_sample
-    assert flops.keys() == {"discriminator", "generator"}
-    for line in metrics(tmp_path):
-        assert line["tokens_per_second"] == pytest.approx(3 * line["samples_per_second"])
-        assert line["mfu"] == pytest.approx(sum(flops.values()) * line["samples_per_second"] / 1e9)
 
 
 # Numerics
@@ -558,22 +532,6 @@ def test_checkpoints_of_other_updates_are_refused(tmp_path):
         runs.run(tmp_path / "b", *one)
 
 
-def test_a_checkpoint_of_one_optimizer_has_the_layout_that_it_always_had(tmp_path):
-    runs.run(tmp_path, *runs.MODELS["mlp"], "train.max_steps=1")
-    saved = runs.saved(tmp_path, 1)
-    assert "exp_avg" in saved["optimizer"]["head.weight"]
-    assert saved["optimizer_values"]["class"] == "torch.optim.adamw.AdamW"
-    path = runs.checkpoint(tmp_path, 1) / "values.pt"
-    values = torch.load(path, weights_only=True)
-    for name in ("updates", "schedule"):  # as an earlier version has written it
-        del values[name]
-    del values["progress"]["update"], values["progress"]["applied"]
-    run = runs.prepare(tmp_path / "other", *runs.MODELS["mlp"])
-    run.state.load_values(values)
-    run.close()
-    assert run.state.progress.step == 1
-
-
 def test_frozen_groups_of_one_update_leave_the_others(tmp_path):
     frozen = GENERATOR.replace("momentum: 0.9", "momentum: 0.9, groups: [{match: generator.0, freeze: true}]")
     run = runs.prepare(tmp_path, *updates(DISCRIMINATOR, frozen))
@@ -581,15 +539,6 @@ def test_frozen_groups_of_one_update_leave_the_others(tmp_path):
     trained = {name for name, p in run.state.model.named_parameters() if p.requires_grad}
     assert not any(name.startswith("generator.0") for name in trained)
     assert {"generator.3.weight", "discriminator.0.weight"} <= trained
-
-
-def test_one_optimizer_costs_no_second_transaction(tmp_path):
-    run = runs.prepare(tmp_path, *runs.MODELS["mlp"])
-    steps = list(run.coming_updates())
-    run.close()
-    assert [step.update.name for step in steps] == [""]
-    assert isinstance(run.state.model, nn.Module)
-    assert json.dumps(run.sizes.state_dict()).count("micro") == 2
 
 
 @pytest.mark.parametrize("task", ["mean", "no_loss"])

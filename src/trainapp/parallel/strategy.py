@@ -16,7 +16,7 @@ from trainapp.parallel.ranks import Ranks
 from trainapp.torch_fsdp import local_part
 
 WARM_UP_BYTES = (64, 32 * 2**20)  # of the whole buffer: small and large messages take different algorithms
-Task = Callable[[nn.Module, Any], tuple[Any, ...]]  # see `train.losses`
+Task = Callable[[nn.Module, Any], tuple[Any, ...]]  # see `losses.losses`
 
 
 class SingleDevice:

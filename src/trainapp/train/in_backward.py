@@ -14,7 +14,6 @@ from torch import Tensor
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.optim.in_backward import ParameterSteps
 from trainapp.optim.nonfinite import gradient_norm, norms_of, scale_gradients
-from trainapp.optim.updated_memory import UpdatedMemory, slices_refused
 from trainapp.train.phase import Phase
 from trainapp.train.run import Run, Step
 from trainapp.train.step import (
@@ -63,7 +62,6 @@ class _Commit:
         self.run, self.step = run, step
         self.applies = False
         self._steps = ParameterSteps(run.state.optimizer)
-        self._memory = UpdatedMemory(run.state.model)
         self._norms: dict[int, Tensor] = {}
         self._dtype: torch.dtype | None = None
         self._factor: Tensor | None = None
@@ -88,15 +86,13 @@ class _Commit:
                 if parameter.requires_grad:
                     hooks.enter_context(parameter.register_post_accumulate_grad_hook(self._update))
             try:
-                with self._memory:
-                    yield
+                yield
             except RuntimeError as error:
                 if "modified by an inplace operation" in str(error):
                     raise UserError(
-                        slices_refused(run.state.model)
-                        or "optimizer.in_backward=true: the backward needs a parameter again after its gradient is "
-                        f"complete, such as one that is also used under detach() ({str(error).splitlines()[0]}); use "
-                        "optimizer.in_backward=false"
+                        "optimizer.in_backward=true: the backward needs a parameter again after its gradient is "
+                        "complete, such as one that is also used under detach(), or parameters that are slices of one "
+                        f"tensor ({str(error).splitlines()[0]}); use optimizer.in_backward=false"
                     ) from error
                 raise
             if run.attempt.phase.is_torn:
@@ -134,8 +130,7 @@ class _Commit:
         if self._steps.trains(parameter):
             if self._factor is not None:
                 scale_gradients([parameter.grad], self._factor)
-            with self._memory.update(parameter):
-                self._steps.step(parameter)
+            self._steps.step(parameter)
             # Torch's fused kernels leave it as it is (2.13): a graph that has saved the old values would not notice.
             torch.autograd.graph.increment_version(parameter)
         parameter.grad = None
