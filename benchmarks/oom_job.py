@@ -1,4 +1,4 @@
-"""The workload of `oom_recovery.py`: data with sample ids, and a loss that records which samples were trained.
+"""The workload of `other_trainers.py`: data with sample ids, and a loss that records which samples were trained.
 
 Like most text data sets it has short sequences and a few long ones, so memory runs out in the middle of the epoch.
 """

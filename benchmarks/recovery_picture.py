@@ -1,4 +1,4 @@
-"""Draws docs/images/recovery.png: trainapp's run in `oom_recovery.py`, its memory and its micro-batches over the steps.
+"""Draws docs/images/recovery.png: a run in `other_trainers.py`, its memory and its micro-batches over the steps.
 
     python benchmarks/recovery_picture.py [--run DIRECTORY] [--to FILE]
 
@@ -15,14 +15,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import oom_recovery
+import other_trainers
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 HERE = Path(__file__).resolve().parent
 PICTURE = HERE.parent / "docs/images/recovery.png"
-MIB = oom_recovery.MIB
+MIB = other_trainers.MIB
 BLUE, LIGHT, RED, GREEN = "#2f6db3", "#a9c7e8", "#c8372d", "#3a8a55"
 
 
@@ -36,7 +36,7 @@ def main() -> None:
         draw(options.run, options.to)
         return
     with tempfile.TemporaryDirectory() as folder:
-        arguments = [*oom_recovery.overrides(oom_recovery.FULL), "every.log=1"]
+        arguments = [*other_trainers.overrides(other_trainers.FULL), "every.log=1"]
         command = [sys.executable, "-m", "trainapp", *arguments, "train.device=cpu", f"hydra.run.dir={folder}/run"]
         environment = {"OMP_NUM_THREADS": "1", **os.environ}
         subprocess.run(command, cwd=HERE, env=environment, check=True, stdout=subprocess.DEVNULL)

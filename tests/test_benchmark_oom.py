@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 def quick(tmp_path_factory):
     """What the quick benchmark printed, and its rows by trainer."""
     path = tmp_path_factory.mktemp("benchmark") / "rows.json"
-    command = [sys.executable, str(BENCHMARKS / "oom_recovery.py"), "--quick", "--json", str(path)]
+    command = [sys.executable, str(BENCHMARKS / "other_trainers.py"), "--quick", "--json", str(path)]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     found = json.loads(path.read_text())
@@ -72,7 +72,7 @@ def test_the_ledger_tells_repeated_and_skipped_samples(monkeypatch):
     """A trainer that repeats or drops an aborted step's samples does not pass."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import oom_job
-    import oom_recovery
+    import other_trainers
 
     ledger = oom_job.Ledger()
     model = torch.nn.Linear(1, 1)
@@ -88,7 +88,7 @@ def test_the_ledger_tells_repeated_and_skipped_samples(monkeypatch):
     ledger.saw(model, torch.tensor([9]))  # aborted before its backward: belongs to no step
     step([0, 1], [2])
     step([2], [3])
-    row = oom_recovery.findings(ledger, {"size": 6}, 2, 0.0, 0.0, 0, 0)
+    row = other_trainers.findings(ledger, {"size": 6}, 2, 0.0, 0.0, 0, 0)
     assert [samples for _, samples in ledger.steps] == [[0, 1, 2], [2, 3]]
     assert (row["steps_done"], row["samples_trained"], row["repeated"], row["skipped"]) == (2, 5, 1, 2)
 
@@ -96,7 +96,7 @@ def test_the_ledger_tells_repeated_and_skipped_samples(monkeypatch):
 def test_a_new_model_begins_a_new_count(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import oom_job
-    import oom_recovery
+    import other_trainers
 
     ledger = oom_job.Ledger()
     for ids in ([0, 1], [0, 1, 2]):
@@ -105,16 +105,16 @@ def test_a_new_model_begins_a_new_count(monkeypatch):
         model(torch.ones(1, 1)).sum().backward()
         torch.optim.SGD(model.parameters(), lr=0.1).step()
         del model
-    row = oom_recovery.findings(ledger, {"size": 3}, 1, 0.0, 0.0, 0, 0)
+    row = other_trainers.findings(ledger, {"size": 3}, 1, 0.0, 0.0, 0, 0)
     assert (row["steps_done"], row["steps_in_weights"], row["samples_in_weights"]) == (2, 1, 3)
 
 
 def test_the_picture_shows_what_the_run_did(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import oom_recovery
+    import other_trainers
     import recovery_picture
 
-    overrides = (*oom_recovery.overrides(oom_recovery.QUICK), "every.log=1", "train.device=cpu")
+    overrides = (*other_trainers.overrides(other_trainers.QUICK), "every.log=1", "train.device=cpu")
     train(tmp_path / "run", *overrides, cwd=BENCHMARKS)
     recovery_picture.draw(tmp_path / "run", tmp_path / "picture.png")
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")

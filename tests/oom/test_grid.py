@@ -68,12 +68,12 @@ def recovered_as_configured(tmp_path: Path, model: str, precision: str, phase: s
     return differences(recorded.state(), wanted) + differences(logged(tmp_path), losses)
 
 
-# The fast tests have every pair of model, precision, phase and step; the slow ones have each model in each phase with
-# the other two steps and precisions.
+# With each push every pair of model, precision, phase and step; nightly each model in each phase with the other two
+# steps and precisions.
 GRID = [
     pytest.param(
         *(model, list(PRECISIONS)[(2 * i + j + more) % 3], phase, STEPS[(i + j + more) % 3]),
-        marks=pytest.mark.slow if more else (),
+        marks=pytest.mark.nightly if more else (),
     )
     for i, model in enumerate(MODELS)
     for j, phase in enumerate((*PHASES, "weight average"))
@@ -128,9 +128,9 @@ def evaluated(model: str, precision: str, size: int) -> tuple[dict, list[dict]]:
         return recorded.state(), evaluations(Path(folder))
 
 
-# Every pair of model, precision and step; one of three is fast.
+# Every pair of model, precision and step; one of three with each push.
 CELLS = [
-    pytest.param(model, precision, STEPS[(i + j) % 3], marks=() if i == j else pytest.mark.slow)
+    pytest.param(model, precision, STEPS[(i + j) % 3], marks=() if i == j else pytest.mark.nightly)
     for i, model in enumerate(MODELS)
     for j, precision in enumerate(PRECISIONS)
 ]
@@ -167,7 +167,7 @@ def test_evaluation(tmp_path, model, precision, step):
     evaluation_survives(tmp_path, model, precision, step, counts["evaluate", step] // 2)
 
 
-@pytest.mark.parametrize("back", [pytest.param(b, marks=() if b < 7 else pytest.mark.slow) for b in range(20)])
+@pytest.mark.parametrize("back", [pytest.param(b, marks=() if b % 6 == 0 else pytest.mark.nightly) for b in range(20)])
 def test_evaluation_counts_once_wherever_it_fails(tmp_path, back):
     # From the last operation of an evaluation backwards: loss, metric and count must be added together or not at all.
     count = operations("mlp", "fp32", *EVALUATION)["evaluate", 3]

@@ -40,6 +40,13 @@ LEVERS = {
 if find_spec("torchao") is not None:
     LEVERS |= {kind: (f"precision={kind}",) for kind in ("int8", "fp8")}
 PLACES = [("forward", 2), ("loss", 3), ("backward", 2)]
+NIGHTLY = pytest.mark.nightly
+# With each push each technique once, in a place in turn.
+CELLS = [
+    pytest.param(lever, *place, marks=() if number % 3 == turn else NIGHTLY)
+    for number, lever in enumerate(LEVERS)
+    for turn, place in enumerate(PLACES)
+]
 
 
 def recorded(run_dir: Path, overrides, schedule=None, injector=None, changes=None) -> Recorded:
@@ -56,8 +63,7 @@ def configured(lever: str, *schedule: tuple[int, int]) -> tuple[dict, list]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lever", LEVERS)
-@pytest.mark.parametrize(("phase", "operation"), PLACES, ids=lambda value: str(value))
+@pytest.mark.parametrize(("lever", "phase", "operation"), CELLS)
 def test_a_failure_is_the_replay_of_its_schedule(tmp_path, lever, phase, operation):
     injector = Injector(phase, 2, operation)
     failed = recorded(tmp_path / "failed", LEVERS[lever], injector=injector)
@@ -71,7 +77,9 @@ def test_a_failure_is_the_replay_of_its_schedule(tmp_path, lever, phase, operati
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lever", LEVERS)
+@pytest.mark.parametrize(
+    "lever", [pytest.param(name, marks=() if name == "everything" else NIGHTLY) for name in LEVERS]
+)
 def test_a_real_limit(tmp_path, lever):
     peak = recorded(tmp_path / "peak", LEVERS[lever], changes={"batch.micro_size": 5}).run.memory.peak
     changes = {"batch.micro_size": 16, "memory.limit": peak}
@@ -85,7 +93,7 @@ def test_a_real_limit(tmp_path, lever):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lever", LEVERS)
+@pytest.mark.parametrize("lever", [pytest.param(name, marks=() if name == "8 bits" else NIGHTLY) for name in LEVERS])
 def test_resumed(tmp_path, lever):
     """Three steps, then three more from the checkpoint, equal six."""
     saving = {

@@ -73,25 +73,22 @@ BUFFERS = {
     "fsdp": [("gather buffer", 0), ("gather buffer", 4), ("reduce buffer", 0), ("reduce buffer", 3)],
     "hsdp": [("gather buffer", 2), ("reduce buffer", 1)],
 }
-TURNS = tuple(itertools.product((0, 1), (1, 3)))  # ranks and steps
+EACH_PHASE = [("fetch", 0), ("forward", 60), ("backward", 60), ("metric", 6), ("clip", 0)]
+NIGHTLY = pytest.mark.nightly
+DDP_OR_NIGHTLY = ["ddp", pytest.param("fsdp", marks=NIGHTLY)]
+FSDP_OR_NIGHTLY = [pytest.param("ddp", marks=NIGHTLY), "fsdp"]
 
 
 def grid():
-    """Each place on both ranks and at both steps, in two of the four ways, which the next place has the other way
-    about: every two of place, rank and step meet with each strategy. With HSDP, whose four processes take long, each
-    place has one way, in turn. Fast is each place with one of the other strategies, and one of HSDP.
+    """With each push: each strategy in each phase and each of its buffers, on one rank at one step; HSDP, whose four
+    processes take long, once. Nightly: every place, on both ranks and at both steps.
     """
     for spread in ("ddp", "fsdp", "hsdp"):
-        places = PLACES + BUFFERS[spread]
-        for number, place in enumerate(places):
-            for turn, (rank, step) in enumerate(TURNS):
-                its_turn = turn == number % 4
-                if not its_turn and (spread == "hsdp" or turn != 3 - number % 4):
-                    continue
-                among = number == len(places) - 1 if spread == "hsdp" else number % 2 == (spread == "fsdp")
-                cell = (spread, rank, step, *place)
-                marks = () if its_turn and among else pytest.mark.slow
-                yield pytest.param(*cell, marks=marks, id="-".join(map(str, cell)))
+        often = [("gather buffer", 2)] if spread == "hsdp" else [*EACH_PHASE, *BUFFERS[spread][:3:2]]
+        for place, rank, step in itertools.product(PLACES + BUFFERS[spread], (0, 1), (1, 3)):
+            cell = (spread, rank, step, *place)
+            marks = () if place in often and (rank, step) == (1, 3) else NIGHTLY
+            yield pytest.param(*cell, marks=marks, id="-".join(map(str, cell)))
 
 
 @pytest.mark.slow
@@ -112,7 +109,7 @@ def test_recovered_in_place(cell, spread, rank, step, phase, operation):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spread", ["ddp", "fsdp"])
+@pytest.mark.parametrize("spread", DDP_OR_NIGHTLY)
 def test_an_error_that_something_caught(cell, spread):
     """The allocator's count has risen on one rank only; all ranks retry the step."""
     fault = fail_at(1, 2, "forward", "swallowed", operation=60)
@@ -138,28 +135,23 @@ def test_an_error_that_breaks_the_process(cell, tmp_path, kind, reason):
     fault = fail_at(1, 2, "backward", kind, operation=60)
     with pytest.raises(CellFailed, match=r"rank 1: ended\nexit code 82"):
         cell.run(2, "parallel=ddp", *WHOLE, faults=[fault], run_dir=tmp_path / "run")
-    hint = json.loads((tmp_path / "run" / "restart.json").read_text())
-    assert hint["oom_restarts"] == 1
-    assert [entry[0] for entry in hint["micro"]["buckets"].values()] == [2]
-    (incident,) = (tmp_path / "run" / "oom").glob("*.json")
-    assert json.loads(incident.read_text())["broken"] == reason
-
-
-DDP_OR_SLOW = ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)]
-FSDP_OR_SLOW = [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"]
+    left = json.loads((tmp_path / "run" / "restart.json").read_text())
+    assert left["oom_restarts"] == 1
+    assert [entry[0] for entry in left["micro"]["buckets"].values()] == [2]
+    (report,) = (tmp_path / "run" / "oom").glob("*.json")
+    assert json.loads(report.read_text())["broken"] == reason
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spread", FSDP_OR_SLOW)
+@pytest.mark.parametrize("spread", FSDP_OR_NIGHTLY)
 @pytest.mark.parametrize(
     "places",
     [
         ((0, "forward", 60), (1, "forward", 60)),
-        ((0, "forward", 250), (1, "backward", 2)),
-        ((0, "backward", 2), (1, "backward", 60)),
-        ((0, "fetch", 0), (1, "metric", 6)),
+        pytest.param(((0, "forward", 250), (1, "backward", 2)), marks=NIGHTLY),
+        pytest.param(((0, "backward", 2), (1, "backward", 60)), marks=NIGHTLY),
+        pytest.param(((0, "fetch", 0), (1, "metric", 6)), marks=NIGHTLY),
     ],
-    ids=lambda places: "-".join(f"{rank}_{phase}_{n}" for rank, phase, n in places),
 )
 def test_several_culprits_at_once(cell, spread, places):
     # The second fires only if its rank gets that far before it learns of the first; both must recover either way.
@@ -177,14 +169,14 @@ def test_several_culprits_at_once(cell, spread, places):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spread", DDP_OR_SLOW)
+@pytest.mark.parametrize("spread", DDP_OR_NIGHTLY)
 def test_again_and_again(cell, spread):
     # Each rank fails in turn, in the first step and in a later one: 4 -> 2 -> 1.
     recovers(cell, 2, spread, [fail_at(1, 1, "backward", operation=2), fail_at(0, 3, "forward", operation=60)])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spread", DDP_OR_SLOW)
+@pytest.mark.parametrize("spread", DDP_OR_NIGHTLY)
 def test_four_ranks(cell, spread):
     recovers(cell, 4, spread, [fail_at(2, 2, "backward", operation=60)], "batch.global_size=32")
 
@@ -194,32 +186,36 @@ def test_four_ranks(cell, spread):
     ("spread", "overrides"),
     [
         ("ddp", ("parallel.ddp.bucket_mb=0.001",)),
-        ("ddp", ("precision=bf16",)),
+        pytest.param("ddp", ("precision=bf16",), marks=NIGHTLY),
         ("ddp", ("activation_checkpointing=full",)),
         ("fsdp", ("parallel.fsdp.sync_every_micro_batch=false",)),
-        ("fsdp", ("parallel.fsdp.reshard_after_forward=false",)),
-        ("fsdp", ("parallel.fsdp.prefetch=2",)),
-        ("fsdp", ("parallel.fsdp.cpu_offload=true",)),
-        ("fsdp", ("precision=bf16",)),
-        ("fsdp", ("activation_checkpointing=full",)),
-        ("fsdp", ("activation_checkpointing=selective",)),
-        ("fsdp", ("optimizer=adamw", "optimizer.lr=0.001")),
+        *(
+            pytest.param("fsdp", overrides, marks=NIGHTLY)
+            for overrides in (
+                ("parallel.fsdp.reshard_after_forward=false",),
+                ("parallel.fsdp.prefetch=2",),
+                ("parallel.fsdp.cpu_offload=true",),
+                ("precision=bf16",),
+                ("activation_checkpointing=full",),
+                ("activation_checkpointing=selective",),
+                ("optimizer=adamw", "optimizer.lr=0.001"),
+            )
+        ),
     ],
-    ids=lambda value: "-".join(value) if isinstance(value, tuple) else value,
 )
 def test_recovered_with_other_settings(cell, spread, overrides):
     recovers(cell, 2, spread, [fail_at(1, 2, "backward", operation=60)], *overrides)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spread", FSDP_OR_SLOW)
+@pytest.mark.parametrize("spread", FSDP_OR_NIGHTLY)
 def test_dropout_is_drawn_again_alike(cell, spread):
     recovers(cell, 2, spread, [fail_at(0, 3, "backward", operation=60)], "model.dropout=0.1")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spread", FSDP_OR_SLOW)
-@pytest.mark.parametrize("phase", ["backward", pytest.param("clip", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("spread", FSDP_OR_NIGHTLY)
+@pytest.mark.parametrize("phase", ["backward", pytest.param("clip", marks=NIGHTLY)])
 def test_fp16(cell, spread, phase):
     fault = fail_at(1, 2, phase)
     records = recovers(cell, 2, spread, [fault], "precision=fp16", "precision.initial_scale=256", "train.grad_clip=0.1")
@@ -230,16 +226,16 @@ EVALUATION = ("every.eval=1", "batch.eval_micro_size=8", "data.val_size=37")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spread", FSDP_OR_SLOW)
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("operation", [pytest.param(0, marks=pytest.mark.slow), 60, 150, 310])
+@pytest.mark.parametrize("spread", FSDP_OR_NIGHTLY)
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=NIGHTLY)])
+@pytest.mark.parametrize("operation", [pytest.param(0, marks=NIGHTLY), 60, pytest.param(150, marks=NIGHTLY), 310])
 def test_evaluation(cell, spread, rank, operation):
     # From the first operation to one after a micro-batch's forward.
     assert_evaluation_recovers(cell, spread, rank, operation)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("operation", range(300, 324))
+@pytest.mark.parametrize("operation", [pytest.param(n, marks=NIGHTLY if n % 8 else ()) for n in range(300, 324)])
 def test_evaluation_between_two_forwards(cell, operation):
     # Every operation: either both ranks have the micro-batch or none has, and none waits for the other.
     assert_evaluation_recovers(cell, "fsdp", 0, operation)
@@ -348,7 +344,7 @@ def test_one_long_text_does_not_shrink_the_others(cell, spread):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spread", ["ddp", "fsdp"])
+@pytest.mark.parametrize("spread", DDP_OR_NIGHTLY)
 def test_a_new_shape_on_one_rank_is_news_to_all(cell, spread):
     # Only rank 1 gets long texts: first while voting is off, later when all ranks know that such a shape exists. From
     # then on votes are held while that shape is in use, and an error in it is recovered in place.
@@ -371,7 +367,7 @@ def test_nothing_left_to_halve(cell):
         assert all("micro-batch" in record.error for record in records)
 
 
-@pytest.mark.parametrize("leak", ["no reset", pytest.param("no clearing", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("leak", ["no reset", pytest.param("no clearing", marks=NIGHTLY)])
 def test_without_the_cleaning_gradients_are_wrong(cell, leak):
     # The negative control of all the above: FSDP2's half-done backward is not reset, or not cleared.
     from . import cells
