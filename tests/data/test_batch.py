@@ -5,9 +5,9 @@ from collections import OrderedDict, UserDict
 import pytest
 import runs
 import torch
-from batch_kinds import ATTRIBUTES, KINDS, Encoding, Frozen, Pair, Plain
+from batch_kinds import ATTRIBUTES, KINDS, Encoding, FrozenSlots, Pair
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset
 
 from trainapp.data.batch import elements_in, map_tensors, tensors_in
 from trainapp.data.progress import Progress
@@ -61,30 +61,12 @@ def test_items_that_are_attributes_change_with_the_items():
 
 def test_nested_anyhow():
     t = torch.zeros(4)
-    batch = [{"a": (t, UserDict(b=Pair(t, Frozen(t, [t])))), "c": Encoding({"d": OrderedDict(e=t)})}, {"f": t}]
+    batch = [{"a": (t, UserDict(b=Pair(t, FrozenSlots(t, [t])))), "c": Encoding({"d": OrderedDict(e=t)})}, {"f": t}]
     assert len(tensors_in(batch)) == 6
     ones = map_tensors(lambda t: t + 1, batch)
     assert [float(t[0]) for t in tensors_in(ones)] == [1.0] * 6
     assert [float(t[0]) for t in tensors_in(batch)] == [0.0] * 6
-    assert type(ones[0]["a"][1]["b"].inputs) is Frozen
-
-
-def test_what_is_no_tensor_stays_the_same_object():
-    class Unknown:
-        tensor = torch.zeros(3)
-
-    kept = {
-        "string": "abc",
-        "none": None,
-        "number": 1.5,
-        "object": Unknown(),
-        "set": {1, 2},
-        "type": Plain,
-    }
-    batch = {**kept, "inputs": torch.zeros(2)}
-    mapped = map_tensors(lambda t: t + 1, batch)
-    assert all(mapped[key] is value for key, value in kept.items())
-    assert len(tensors_in(batch)) == 1
+    assert type(ones[0]["a"][1]["b"].inputs) is FrozenSlots
 
 
 def test_every_tensor_has_its_elements():
@@ -134,33 +116,3 @@ def test_a_worker_hands_on_every_kind(kind):
             name, value = ATTRIBUTES[kind]
             assert getattr(micro.data, name) == value
     assert runs.differences(found[0], found[1]) == []
-
-
-class SamplesInKind(InKind):
-    """Its individual samples are of one container kind, for torch's own collation."""
-
-    collate = staticmethod(default_collate)
-
-    def __getitem__(self, index: int):
-        return KINDS[self.kind](super().__getitem__(index))
-
-
-@pytest.mark.parametrize("kind", ["dict", "ordered dict", "user dict", "encoding", "slotted mapping", "namedtuple"])
-def test_torch_collates_samples_of_these_kinds(kind):
-    found = []
-    for workers in (0, 1):
-        batches = TrainBatches(SamplesInKind(kind), global_size=12, seed=0, device=CPU, workers=workers)
-        micro = next(batches.micro_batches(Progress(), 12))
-        batches.close()
-        assert type(micro.data) is type(KINDS[kind](tensors()))
-        assert micro.samples == 12
-        found.append(tensors_in(micro.data))
-    assert runs.differences(found[0], found[1]) == []
-
-
-@pytest.mark.parametrize("kind", ["dataclass", "registered type"])
-def test_torch_refuses_to_collate_the_others(kind):
-    """A data set of these needs its own `collate`, and the error says so."""
-    batches = TrainBatches(SamplesInKind(kind), global_size=12, seed=0, device=CPU)
-    with pytest.raises(TypeError, match="batch must contain tensors"):
-        next(batches.micro_batches(Progress(), 12))

@@ -131,16 +131,6 @@ def test_a_folder_that_does_not_fit_has_one_message(tmp_path, change, settings, 
         (open_images(root, **settings), open_images(root, "val", **settings))
 
 
-def test_finding_opens_no_file(tmp_path):
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        for number in range(5000):
-            (tmp_path / name / f"{number}.jpg").touch()  # reading any of them would fail
-    data = open_images(tmp_path, val_fraction=0.0)
-    assert len(data) == 10_000
-    assert data._files[9999].endswith(b"b/999.jpg")
-
-
 # Decoding
 
 RED = [200, 40, 30]
@@ -173,14 +163,6 @@ def test_every_kind_of_picture_becomes_rgb(tmp_path, name, picture, expected):
     assert read.mode == "RGB"
     assert read.size == (6, 6)
     assert np.abs(np.asarray(read).astype(int) - expected).max() <= (3 if name.endswith("jpg") else 1)
-
-
-@pytest.mark.parametrize("highest", [255, 100 * 256])
-def test_integers_of_32_bits_have_no_agreed_range(tmp_path, highest):
-    """Of 8 bits, the upper half of 16 would be black."""
-    Image.fromarray(np.full((6, 6), highest, dtype=np.int32)).save(tmp_path / "a.tif")
-    with pytest.raises(image_pixels.UnreadableImage, match="32-bit integers of no agreed range; convert it"):
-        image_pixels.read(str(tmp_path / "a.tif"))
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
@@ -291,57 +273,6 @@ def test_a_run_depends_on_neither_workers_nor_a_resume(tmp_path, folder):
     assert runs.differences(reference, weights_after(tmp_path / "d", folder, "data.flip=0.0"))
 
 
-@pytest.mark.slow
-def test_a_run_does_not_depend_on_the_micro_batch(tmp_path, folder):
-    """But for rounding: the samples are the same bits, see above."""
-    whole, cut, other = (
-        torch.cat([tensor.flatten() for tensor in weights_after(tmp_path / name, folder, *more).values()])
-        for name, more in (
-            ("whole", ("batch.micro_size=8",)),
-            ("cut", ("batch.micro_size=3",)),
-            ("other", ("data.mixup=0.41",)),
-        )
-    )
-    assert runs.relative_error(cut, whole) < 1e-4
-    assert runs.relative_error(other, whole) > 1e-3
-
-
-def test_a_plan_of_images_is_exact(tmp_path, folder):
-    one_step = ("train.max_steps=1", "memory.limit=1GiB", "train.grad_clip=null", "every.eval=null")
-    run = runs.prepare(tmp_path, *TINY, f"data.path={folder}", *one_step)
-    traced = traced_peak(run.config, 8)
-    runs.loop.train_step(run)
-    run.close()
-    assert traced == run.memory.peak
-
-
-@pytest.mark.slow
-def test_an_error_in_memory_is_recovered_bit_for_bit(tmp_path, folder):
-    """The run that falls short equals one that had its sizes from the start."""
-    limited = ("batch.global_size=24", "model.width=64", "memory.limit=1.9MiB", "every.save=5")
-    more = (f"data.path={folder}", "train.max_steps=5", *limited)
-    fallen = runs.run(tmp_path / "fallen", *TINY, *more)
-    assert fallen.oom_restarts > 0
-    schedule = "batch.micro_schedule=" + str(fallen.micro_schedule).replace("'", "")
-    replayed = runs.run(tmp_path / "replayed", *TINY, *more, schedule, "memory.limit=null")
-    assert replayed.oom_restarts == 0
-    assert runs.differences(*(runs.saved(tmp_path / name, 5)["model"] for name in ("fallen", "replayed"))) == []
-    runs.run(tmp_path / "other", *TINY, *more, schedule, "memory.limit=null", "train.seed=1")
-    assert runs.differences(*(runs.saved(tmp_path / name, 5)["model"] for name in ("fallen", "other")))
-
-
-@pytest.mark.slow
-def test_a_run_does_not_depend_on_the_ranks(tmp_path, folder):
-    def first_loss(name, *overrides):
-        more = (f"data.path={folder}", "train.max_steps=2", "every.log=1", "every.eval=2", "train.device=cpu")
-        train(tmp_path / name, *TINY, *more, *overrides, timeout=200)
-        return [line["loss"] for line in metrics(tmp_path / name)] + [evaluations(tmp_path / name)[-1]["loss"]]
-
-    alone = first_loss("alone")
-    assert first_loss("ranks", "parallel=ddp", "parallel.devices=2") == pytest.approx(alone, rel=1e-5)
-    assert first_loss("other", "train.seed=1") != pytest.approx(alone, rel=1e-3)
-
-
 # Files that cannot be read
 
 
@@ -376,19 +307,6 @@ def test_a_broken_file_is_named_and_the_next_one_takes_its_place(tmp_path, caplo
         UserError, match=r"data\.on_error=stop: .*red/9\.png cannot be read as an image \(cannot identify"
     ):
         open_images(root)[places.index("red/9.png")]
-
-
-def test_errors_of_the_machine_are_none_of_the_file(tmp_path, monkeypatch):
-    root = fill(tmp_path)
-    data = open_images(root, on_error="skip")
-
-    def fails(*args, **kwargs):
-        raise OSError(24, "Too many open files")
-
-    monkeypatch.setattr(Image, "open", fails)
-    with pytest.raises(OSError, match="Too many open files"):
-        data[0]
-    assert data.left_out == []
 
 
 def test_where_nothing_can_be_read_the_run_ends(tmp_path):
@@ -462,17 +380,3 @@ def test_class_names_are_kept_and_other_ones_refused(tmp_path):
         runs.run(
             tmp_path / "third", *run, "+data@eval.test=images", f"eval.test.path={other}", "eval.test.val_fraction=1"
         )
-
-
-@pytest.mark.slow
-def test_other_models_read_images_and_predictions_have_names(tmp_path, folder):
-    more = (f"data.path={folder}", "every.eval=2", "train.max_steps=2", "callbacks=predictions", "data.num_workers=0")
-    for model in (("mlp", "model.width=8"), ("resnet", "model.width=4")):
-        ended = runs.run(tmp_path / model[0], f"model={model[0]}", model[1], "data=images", "data.image_size=8", *more)
-        assert ended.steps == 2
-    (rows,) = (tmp_path / "mlp/predictions").glob("*.jsonl")
-    assert '"target_name": "blue"' in rows.read_text()
-    balanced = runs.run(
-        tmp_path / "b", *TINY, f"data.path={folder}", "data.sampling.weights=balanced", "train.max_steps=1"
-    )
-    assert result(tmp_path / "b")["samples"] == balanced.samples == 8

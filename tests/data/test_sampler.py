@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import runs
 import torch
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset
 
 from trainapp.data.batch import pieces_of
 from trainapp.data.loader import BatchLoader, Fetcher, Request, worker_count
@@ -57,14 +57,6 @@ def indices_of(batches: TrainBatches, steps: int) -> list[list[int]]:
         seen.append(batches.indices(progress))
         batches.advance(progress)
     return seen
-
-
-def test_an_epoch_is_a_permutation_of_its_own():
-    orders = {(seed, epoch): epoch_order(seed, epoch, 100) for seed in range(3) for epoch in range(3)}
-    assert all(sorted(order) == list(range(100)) for order in orders.values())
-    assert len({tuple(order) for order in orders.values()}) == 9
-    torch.manual_seed(5)
-    assert epoch_order(1, 2, 100) == orders[1, 2]
 
 
 @pytest.mark.parametrize("size", [7, 16, 64, 1437, 5000])
@@ -221,11 +213,6 @@ def test_random_transforms_make_the_same_sample_again(kind):
     assert len(set(together[:, 1:].flatten().tolist())) == 9
 
 
-def test_without_the_fetcher_they_do_not():
-    dataset = Numbers()
-    assert not torch.equal(default_collate([dataset[3], dataset[4]]), default_collate([dataset[3], dataset[4]]))
-
-
 def test_fetching_leaves_the_runs_generators_alone():
     torch.manual_seed(0), np.random.seed(0), random.seed(0)
     expected = torch.rand(()).item(), np.random.rand(), random.random()
@@ -298,17 +285,6 @@ def test_batches_of_the_next_update_are_fetched_ahead():
     progress.update = 0
     batches.advance(progress)
     assert next(iter(batches.micro_batches(progress, 8))).data.tolist() == epoch_order(0, 0, 20)[8:16]
-
-
-def test_a_size_that_changes_after_its_batch_was_fetched_ahead_cuts_the_same_samples():
-    batches = TrainBatches(list(map(torch.tensor, range(20))), global_size=8, seed=0, device=CPU)
-    batches.sizes_of_updates, batches.every = (8, 8), (1, 1)
-    progress = Progress()
-    assert len(list(batches.micro_batches(progress, 8))) == 1
-    progress.update = 1
-    cut = [micro.data.tolist() for micro in batches.micro_batches(progress, 4)]
-    assert [len(piece) for piece in cut] == [4, 4]
-    assert [number for piece in cut for number in piece] == epoch_order(0, 0, 20)[:8]
 
 
 class Counted:

@@ -9,8 +9,6 @@ import torch
 
 from trainapp.data.progress import Progress
 from trainapp.data.sampler import Sampler, Weighted
-from trainapp.data.sets.digits import Digits
-from trainapp.data.sets.synthetic import SyntheticImages
 from trainapp.data.source import TrainBatches
 from trainapp.errors import UserError
 from trainapp.train import loop
@@ -56,12 +54,6 @@ def test_samples_are_drawn_in_proportion_to_their_weights(samples):
     deviation = ((counts - expected)[weights > 0] ** 2 / expected[weights > 0]).sum()
     freedom = (weights > 0).sum() - 1
     assert deviation < freedom + 4 * np.sqrt(2 * freedom) + 1e-9
-
-
-def test_one_weight_above_zero_is_always_drawn():
-    weights = np.zeros(768)
-    weights[255] = 1e-300
-    assert set(Weighted(0, weights, "w").indices(3, 0, 500)) == {255}
 
 
 @pytest.mark.parametrize("labels", [None, {0: "cat", 1: "dog", 2: "emu"}, {0: -5, 1: 0, 2: 10**12}])
@@ -150,22 +142,6 @@ def test_weights_that_are_none(weights, message):
 
 
 @pytest.mark.parametrize(
-    "weights",
-    [
-        (torch.arange(600) % 4).bfloat16(),
-        (torch.arange(600) % 4).float().requires_grad_(),
-        (torch.arange(600) % 4).to(torch.float8_e4m3fn),
-        np.arange(600, dtype=np.uint64) % 4,
-    ],
-    ids=["bfloat16", "requires_grad", "float8", "uint64"],
-)
-def test_weights_of_any_numeric_type(weights):
-    data = Rare()
-    data.mine = weights
-    assert weighted_order(0, data, "mine").indices(0, 0, 600) == weighted_order(0, data, "quality").indices(0, 0, 600)
-
-
-@pytest.mark.parametrize(
     ("labels", "message"),
     [
         ({0: "cat", 1: None, 2: "emu"}, "some samples have no label"),
@@ -177,38 +153,10 @@ def test_labels_that_are_none(labels, message):
         weighted_order(0, Rare(labels), "balanced")
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_an_attribute_that_changes_during_the_run_changes_no_draw(shared):
-    """Not even one in shared memory, which loader processes may write."""
-    data = Rare()
-    data.quality = torch.ones(600).share_memory_() if shared else np.ones(600)
-    data.targets = torch.tensor(data.targets)
-    orders = [weighted_order(0, data, name) for name in ("quality", "balanced")]
-    before = [order.indices(0, 0, 600) for order in orders]
-    data.quality[300:] = 0
-    data.targets[:] = 1
-    assert [order.indices(0, 0, 600) for order in orders] == before
-
-
 def test_weights_of_the_same_sum_are_another_order():
     """Or a resume with them would draw other samples without a word."""
     first, second, again = (Weighted(0, np.array(weights, float), "x").name for weights in ([1, 2], [2, 1], [1, 2]))
     assert first == again != second
-
-
-def test_data_without_classes():
-    class Nameless(Rare):
-        def __init__(self):
-            pass
-
-    with pytest.raises(UserError, match="Nameless does not say which class a sample belongs to"):
-        weighted_order(0, Nameless(), "balanced")
-
-
-def test_the_shipped_images_say_their_classes():
-    assert Digits("train").targets.shape == (1437,)
-    data = SyntheticImages("train", size=23, num_classes=4)
-    assert data.targets.tolist() == data.__getitems__(list(range(23)))["targets"].tolist()
 
 
 def test_a_run_draws_by_class_and_resumes(tmp_path):

@@ -71,16 +71,6 @@ def test_the_saved_tokenizer_pads_as_the_data_does(make, tmp_path, tokenizer):
         load_tokenizer(tokenizer)(texts, padding=True)
 
 
-def test_a_saved_tokenizer_keeps_its_own_pad_token(make, tmp_path, tokenizer):
-    own = load_tokenizer(tokenizer)
-    own.add_special_tokens({"pad_token": "<pad>"})
-    own.save_pretrained(tmp_path / "own")
-    data = make(tokenizer=str(tmp_path / "own"))
-    data.save_tokenizer(tmp_path / "saved")
-    assert load_tokenizer(str(tmp_path / "saved")).pad_token == "<pad>"
-    assert data.spec["pad_token_id"] == own.pad_token_id != own.eos_token_id
-
-
 def test_a_token_of_text_does_not_become_a_pad_token(tokenizer, caplog):
     """Transformers would split it off every text."""
     own = load_tokenizer(tokenizer)

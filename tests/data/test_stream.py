@@ -167,15 +167,6 @@ def test_an_order_that_depends_on_the_epochs_before_is_continued(workers, size):
         again.close()
 
 
-def test_a_position_of_what_was_fetched_would_lose_samples():
-    """Negative control: the reader's own state, sixteen samples ahead."""
-    source = own_streams.Stateful("train")
-    batches, progress = batches_of(source), Progress()
-    trained(batches, progress, 1)
-    next(batches.micro_batches(progress, 3))
-    assert source.state_dict()["position"] > batches.source.state_dict()["shards"][0][1] == 16
-
-
 def test_a_retried_step_has_the_same_samples_in_another_cut():
     """They are held: the source is not asked again."""
     source = own_streams.Plain("train")
@@ -303,26 +294,6 @@ def test_an_example_is_trained_later():
     batches, progress = batches_of(own_streams.Stateful("train")), Progress()
     assert batches.example(2)["number"].tolist() == [0, 1]
     assert trained(batches, progress, 1)[0] == [list(range(16))]
-
-
-def test_samples_are_as_in_a_data_set():
-    """The same collate and micro-batches as for indexable data."""
-
-    class Indexed(own_streams.Plain):
-        def __len__(self):
-            return self.samples
-
-        def __getitem__(self, index):
-            return {"number": index}
-
-    listed = [{"number": number} for number in range(20)]
-    stream, indexed = batches_of(iter(listed), size=10), TrainBatches(listed, global_size=10, seed=0, device=CPU)
-    for size, parts in ((4, None), (3, 4), (10, None)):
-        sizes = [
-            [(m.samples, m.last, m.real) for m in kind.micro_batches(Progress(), size, parts)]
-            for kind in (stream, indexed)
-        ]
-        assert sizes[0] == sizes[1]
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])

@@ -3,7 +3,6 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from trainapp.config.validation import check_arguments
 from trainapp.data.sets.synthetic import SyntheticImages, SyntheticTokens
 
 
@@ -20,13 +19,6 @@ def test_images_have_the_configured_shape_and_unit_variance():
     means = torch.stack([batch["inputs"][batch["targets"] == c].mean(0) for c in range(7)])
     noise = batch["inputs"] - means[batch["targets"]]
     assert abs(noise.std().item() - 0.5 / 1.25**0.5) < 0.01
-
-
-def test_image_shape_is_checked_from_the_signature():
-    settings = {"split": "train", "image_shape": [3, 8, 8], "noise": 1}
-    assert check_arguments(SyntheticImages, settings, "data") == []
-    (error,) = check_arguments(SyntheticImages, settings | {"image_shape": [3, 0, 8]}, "data")
-    assert error.startswith("data.image_shape.1=0: ")
 
 
 def test_images_can_be_learned_and_carry_over_to_validation():
@@ -108,18 +100,6 @@ def test_lengths_vary_and_padding_predicts_nothing():
         assert torch.equal(batch["targets"][row, :length], sample["targets"])
         assert (batch["inputs"][row, length:] == 0).all()
         assert (batch["targets"][row, length:] == -100).all()
-
-
-def test_min_length_cuts_the_same_sequences():
-    full, cut = SyntheticTokens("train", context_length=16), SyntheticTokens("train", context_length=16, min_length=1)
-    for i in range(20):
-        sample = cut[i]["inputs"]
-        assert torch.equal(sample, full[i]["inputs"][: len(sample)])
-
-
-def test_min_length_above_the_context_length():
-    with pytest.raises(ValueError, match="min_length=17 is above context_length=16"):
-        SyntheticTokens("train", context_length=16, min_length=17)
 
 
 @pytest.mark.parametrize("make", [make_images, make_tokens])

@@ -1,17 +1,15 @@
 import multiprocessing
-import os
 import sysconfig
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import default_collate
 
 from trainapp.data.sets.text import Text
 from trainapp.data.sets.token_store import token_store
 from trainapp.errors import UserError
-from trainapp.files import user_cache_dir
 
 
 @pytest.fixture(autouse=True)
@@ -123,13 +121,6 @@ def test_cache_directory_that_cannot_be_written(corpus, tmp_path, caplog):
     assert joined(blocked) == content[: 84 * 16 + 1]
 
 
-def test_loader_workers_read_the_same_text(corpus):
-    data = Text("train", files=f"{corpus[0]}/**/*.txt", context_length=16)
-    loader = DataLoader(data, batch_size=40, num_workers=1, collate_fn=lambda batch: batch)
-    inputs = torch.cat([batch["inputs"] for batch in loader])
-    assert torch.equal(inputs, data.__getitems__(range(84))["inputs"])
-
-
 @pytest.mark.parametrize(
     ("files", "problem"),
     [
@@ -153,24 +144,8 @@ def test_mistakes_in_files(corpus, files, problem):
         Text("train", files=files, context_length=16)
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_permission_denied(corpus):
-    (corpus[0] / "a.txt").chmod(0)
-    with pytest.raises(UserError, match=r"a\.txt: cannot be read \(Permission denied\)"):
-        Text("train", files=f"{corpus[0]}/a.txt", context_length=16)
-
-
 def test_no_validation_text(corpus):
     settings = {"files": f"{corpus[0]}/a.txt", "context_length": 16, "val_fraction": 0.0}
     assert len(Text("train", **settings)) == 62
     with pytest.raises(UserError, match=r"data\.val_fraction=0\.0 leaves 0 for the val split"):
         Text("val", **settings)
-
-
-def test_cache_directory_settings(monkeypatch):
-    assert user_cache_dir() == Path(os.environ["TRAINAPP_CACHE"])
-    monkeypatch.setenv("TRAINAPP_CACHE", "")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert user_cache_dir() == Path("/somewhere/trainapp")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert user_cache_dir() == Path.home() / ".cache" / "trainapp"

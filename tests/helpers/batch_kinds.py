@@ -1,9 +1,7 @@
 """A batch {"inputs", "targets"} in every kind of container that a data set may return."""
 
-from collections import OrderedDict, UserDict, defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections import OrderedDict, UserDict
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -35,32 +33,6 @@ class AttributeDict(dict):
         self.__dict__ = self
 
 
-class NamedDict(dict):
-    """A dict with an attribute and a custom constructor."""
-
-    def __init__(self, name: str, items: dict[str, Any]):
-        super().__init__(items)
-        self.name = name
-
-
-class Slotted(Mapping):
-    """Keeps its items in a slot, and is built from a dict."""
-
-    __slots__ = ("items_",)
-
-    def __init__(self, items: dict[str, Any]):
-        self.items_ = tuple(items.items())
-
-    def __getitem__(self, key: str) -> Any:
-        return dict(self.items_)[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(dict(self.items_))
-
-    def __len__(self) -> int:
-        return len(self.items_)
-
-
 class Pair(NamedTuple):
     """The targets come first: only the names tell which is which."""
 
@@ -73,13 +45,6 @@ class Plain:
     inputs: Tensor
     targets: Tensor
     name: str = "plain"
-
-
-@dataclass(frozen=True)
-class Frozen:
-    inputs: Tensor
-    targets: Tensor
-    name: str = "frozen"
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,30 +91,21 @@ pytree.register_pytree_node(
 KINDS = {
     "dict": dict,
     "ordered dict": OrderedDict,
-    "default dict": lambda batch: defaultdict(list, batch),
     "attribute dict": AttributeDict,
-    "named dict": lambda batch: NamedDict("named", batch),
     "user dict": UserDict,
     "encoding": lambda batch: Encoding(batch, encodings=["kept"]),
-    "mapping proxy": MappingProxyType,
-    "slotted mapping": Slotted,
     "list": lambda batch: [batch["inputs"], batch["targets"]],
     "tuple": lambda batch: (batch["inputs"], batch["targets"]),
-    "deque": lambda batch: deque([batch["inputs"], batch["targets"]]),
     "namedtuple": lambda batch: Pair(inputs=batch["inputs"], targets=batch["targets"]),
     "dataclass": lambda batch: Plain(**batch),
-    "frozen dataclass": lambda batch: Frozen(**batch),
     "frozen dataclass with slots": lambda batch: FrozenSlots(**batch),
     "dataclass with derived fields": lambda batch: Derived(**batch),
     "registered type": TensorBag,
 }
 # What they hold besides the two tensors, and must not lose.
 ATTRIBUTES = {
-    "default dict": ("default_factory", list),
-    "named dict": ("name", "named"),
     "encoding": ("encodings", ["kept"]),
     "dataclass": ("name", "plain"),
-    "frozen dataclass": ("name", "frozen"),
     "frozen dataclass with slots": ("name", "slots"),
     "registered type": ("device", "here"),
 }

@@ -47,6 +47,11 @@ def locate(target: str, setting: str, user_packages: Sequence[str]) -> Callable[
     except ImportError as error:
         if error.name and not (module_name == error.name or module_name.startswith(error.name + ".")):
             raise UserError(f"{setting}={target}: importing {module_name} failed: {error}") from error
+        if module_name.startswith("trainapp.data."):
+            raise UserError(
+                f"{setting}={target}: there is no module {module_name}; data sets are in trainapp.data.sets, as in "
+                "trainapp.data.sets.digits.Digits"
+            ) from None
         require_package(module_name.partition(".")[0], f"{setting}={target}")
         raise UserError(
             f"{setting}={target}: there is no module {module_name}; modules are found in the working directory, "
