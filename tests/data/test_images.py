@@ -11,7 +11,6 @@ from helpers import ROOT, evaluations, metrics, result, run_cli, train
 from image_folders import COLOURS, fill, image, splits
 from markdown import commands
 from PIL import Image
-from planning import traced_peak
 
 from trainapp.data.loader import Fetcher, Request, seed_generators
 from trainapp.data.sets import image_pixels
