@@ -11,6 +11,7 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
+from recorded_gpt import RecordedAdamW, RecordedGPT, cross_entropy
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -167,9 +168,30 @@ def offloaded():
     return found
 
 
+def snapshots():
+    """MiB allocated at the peak of a warm step of `recorded_gpt`, with cuBLAS's workspaces, by context length."""
+    found = {}
+    for context, autocast in ((128, False), (256, False), (512, True), (1024, True)):
+        with inside(), LiveTensors(devices=("cuda",)) as counter, torch.device("cuda"):
+            model = RecordedGPT(10_000, context, 1024, 24, 16, 4096)
+            optimizer = RecordedAdamW(model.parameters())
+            for step in range(3):
+                tokens, targets = (torch.randint(0, 10_000, (4, context)) for _ in range(2))
+                if step == 2:
+                    logits = loss = None
+                    counter.peak = counter.live
+                with torch.autocast("cuda", torch.bfloat16) if autocast else contextlib.nullcontext():
+                    logits = model(tokens)
+                    loss = cross_entropy(logits, targets)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            found[context] = counter.peak / MIB + absent_gpu.THREADS * 8.125
+    return found
+
+
 if __name__ == "__main__":
     pretend.give_autograd_a_device()
-    assert absent_gpu.THREADS
     answers = {name: globals()[name]() for name in sys.argv[1:]}
     print(json.dumps(answers), flush=True)
     os._exit(0)  # the engine's threads still point to what was made here

@@ -15,7 +15,7 @@ from trainapp.config import compose
 from trainapp.config.schema import Fsdp, Parallel
 from trainapp.errors import UserError
 from trainapp.planning import absent_gpu, planner, pretend
-from trainapp.planning.absent_gpu import CAPABILITIES, COMMUNICATOR, CONTEXT, DEVICES, HEADROOM, MIB, communicators_of
+from trainapp.planning.absent_gpu import COMMUNICATOR, CONTEXT, DEVICES, HEADROOM, MIB, communicators_of
 
 needs_cuda = pytest.mark.skipif(not pretend.can_pretend(), reason="fake CUDA needs Linux on x86-64 or aarch64")
 NO_TECHNIQUES = "plan.techniques=false"
@@ -38,7 +38,7 @@ def test_the_table_is_plausible():
     for name, (memory, capability) in DEVICES.items():
         named = int(name.rpartition("-")[2].removesuffix("gb"))
         assert 0.9 * named * 1024 < memory < 1.0 * named * 1024, name
-        assert capability in CAPABILITIES
+        assert (7, 0) <= capability <= (9, 0)
     config = compose.from_command_line(["model=mlp", "plan.device=h100-80gb"])
     assert find("h100-80gb").limit(config) == DEVICES["h100-80gb"][0] * MIB - CONTEXT - HEADROOM
     assert not find("v100-32gb").has_flash_attention
@@ -54,9 +54,6 @@ def test_a_device_that_is_not_in_the_table_is_named_by_what_counts():
     [
         (("24GiB",), "plan.device=24GiB: unknown; known are t4-16gb"),
         (("24GiB@8.9x",), "unknown; known are"),
-        (("24GiB@0.0",), "no GPU has compute capability 0.0; use one of 5.0, "),
-        (("24@8.9",), "a GPU has between 1.0 GiB and "),
-        (("24TiB@8.9",), "a GPU has between 1.0 GiB and "),
         (("l4-24gb", "train.device=cpu"), "use train.device=auto"),
         (("l4-24gb", "memory.limit=40GiB"), "memory.limit=40GiB: plan.device=l4-24gb has 22.0 GiB"),
     ],
@@ -83,7 +80,7 @@ def test_groups_of_ranks_take_memory_that_no_plan_can_give():
 def found():
     names = (
         "backward", "numerics", "no_autocast", "bytes_of_attention", "recomputed_attention", "residual_gradients",
-        "sharded", "recurrent", "on_the_cpu", "offloaded",
+        "sharded", "recurrent", "on_the_cpu", "offloaded", "snapshots",
     )  # fmt: skip
     path = str(Path(__file__).with_name("pretended.py"))
     done = subprocess.run(
@@ -125,6 +122,17 @@ def test_gradients_are_added_up_in_place_and_shards_are_those_of_many_ranks(foun
     assert found["sharded"] == [[1, 4], [1, 4]]
     without, with_offload = found["offloaded"]
     assert with_offload < without
+
+
+# MiB allocated at the peak of public snapshots, by context length (see data/README.md).
+RECORDED = {"128": 6688.44, "256": 8681.82, "512": 11850.96, "1024": 23085.75}
+
+
+@pytest.mark.slow
+@needs_cuda
+@pytest.mark.parametrize("context", RECORDED)
+def test_a_step_allocates_what_a_real_gpu_has_recorded(found, context):
+    assert found["snapshots"][context] == pytest.approx(RECORDED[context], rel=0.05)
 
 
 @pytest.mark.slow
