@@ -12,12 +12,12 @@ from parallel.pool import free_port
 from trainapp.config import compose
 from trainapp.config.schema import Ddp, Fsdp
 from trainapp.launch import worker
+from trainapp.losses import losses
 from trainapp.models.inspect import blocks_of
 from trainapp.parallel.ddp import DDP
 from trainapp.parallel.fsdp import FSDP
 from trainapp.parallel.ranks import DistributedRanks
 from trainapp.parallel.strategy import SingleDevice
-from trainapp.train import losses
 from trainapp.train.run import Run
 
 from .. import jobs

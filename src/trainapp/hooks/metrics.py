@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from trainapp.checkpoint.held_tensors import held_tensors
-from trainapp.data.batch import tensors_in
 from trainapp.errors import UserError, add_note
 from trainapp.parallel.ranks import Ranks
 
@@ -230,10 +229,6 @@ class TorchMetric(OwnMetric):
             for name, value in values.items():
                 setattr(part, name, value)
             part._update_count, part._computed = count, None
-
-    def tensors(self) -> list[Tensor]:
-        states = tensors_in([getattr(part, name) for part in self._parts() for name in part._reductions])
-        return [*states, *self.metric.parameters(), *self.metric.buffers()]
 
     def exported(self) -> Any:
         return [({name: _on_host(value) for name, value in own.items()}, count) for own, count in self.take()]
