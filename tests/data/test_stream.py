@@ -33,7 +33,6 @@ class Together(SingleRank):
 
     def __init__(self, rank, world, shared):
         self.rank, self.world, self.shared = rank, world, shared
-        self.is_rank_zero = rank == 0
 
     def all_gather_object(self, value):
         values, barrier = self.shared
