@@ -9,7 +9,7 @@ from trainapp.data.source import TrainBatches
 from trainapp.parallel.ranks import SingleRank
 
 from .conftest import TINY
-from .test_equality import assert_same, slow
+from .test_equality import assert_same, nightly
 
 OVERRIDES = (
     *odd_batches.OVERRIDES,
@@ -33,7 +33,7 @@ def samples_of_the_second_rank() -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "kind", [kind if kind in ("packed", "nested") else slow(kind) for kind in odd_batches.KINDS if kind != "strings"]
+    "kind", [kind if kind in ("packed", "nested") else nightly(kind) for kind in odd_batches.KINDS if kind != "strings"]
 )
 def test_as_one_process(cell, kind):
     """One rank cuts 8 long texts into 8 pieces, the other its 7 short ones into 7, and adds a dummy."""
