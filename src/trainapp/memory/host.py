@@ -51,7 +51,7 @@ def guarded(settings: Memory, total: int) -> Iterator[None]:
         return
     import numpy as np
 
-    # OpenBLAS exits the process when it cannot allocate its buffer, which drawing an incident needs: allocate it now.
+    # OpenBLAS exits the process when it cannot allocate its buffer, which drawing an error needs: allocate it now.
     np.linalg.inv(np.eye(3))
     reserve = parse_memory_size(settings.guard_reserve, total)
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # ranks on this machine share the headroom

@@ -6,7 +6,7 @@ from enum import Enum
 class MemoryKind(str, Enum):
     """What a piece of memory holds. Listed in the stacking order of a timeline.
 
-    The value is the name in metrics, as in `memory/optimizer_state`, and in an incident's JSON; `label` is for people.
+    The value is the name in metrics, as in `memory/optimizer_state`, and in a report's JSON; `label` is for people.
     """
 
     PARAMETERS = "parameters"

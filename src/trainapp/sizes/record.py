@@ -1,5 +1,6 @@
 """The micro-batch sizes of a run: those that it starts with, those that it uses, and a replay of them."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -165,37 +166,50 @@ def initial_sizes(
     """
     batch, share, restart, saved = config.batch, -(-global_size // world), restart or {}, saved or {}
     sizes = _as_configured(config, share, -(-eval_samples // world), smallest, retries_in_place, whole)
+    plan = functools.cache(planned if batch.micro_size == "plan" else lambda: None)
     is_given = isinstance(batch.micro_size, int) or sizes.parts is not None
-    plan = None
     for name, own in sizes.by_update.items():
-        key, attempt = key_of(name), attempts + 1
-        own.schedule = _from_attempt(micro_schedule.of_update(batch.micro_schedule, name) or {}, attempt, share)
-        if key in restart:
-            own.train.start = min(own.train.start, restart[key]["start"])
-            own.train.load_state_dict(restart[key])
-            own.schedule.pop(attempt, None)
-            own.origin = "restart"
-        elif own.schedule:
-            if attempt in own.schedule:
-                own.train.follow(own.schedule.pop(attempt))
-            own.origin = "schedule"
-        elif is_given:
-            own.origin = "given"
-        elif saved.get(key, {}).get("buckets"):
-            own.train.load_state_dict(saved[key])
-            own.origin = "saved"
-        elif batch.micro_size == "plan" and (plan := plan or planned()) is not None:
-            own.train.start = max(own.train.smallest, min(plan.train, own.train.start))
-            own.origin = "planned"
+        schedule = micro_schedule.of_update(batch.micro_schedule, name) or {}
+        own.schedule = _from_attempt(schedule, attempts + 1, share)
+        _begin_training(own, key_of(name), attempts + 1, restart, is_given, saved, plan)
     evaluation, key = sizes.evaluation, "eval_micro"
     if key in restart:
         evaluation.start = min(evaluation.start, restart[key]["start"])
         evaluation.load_state_dict(restart[key])
     elif batch.eval_micro_size == "auto" and saved.get(key, {}).get("buckets"):
         evaluation.load_state_dict(saved[key])
-    elif plan is not None and plan.evaluation is not None:
-        evaluation.start = min(plan.evaluation, evaluation.start)
+    elif sizes.origin == "planned" and (first := plan()) is not None and first.evaluation is not None:
+        evaluation.start = min(first.evaluation, evaluation.start)
     return sizes
+
+
+def _begin_training(
+    own: OfUpdate,
+    key: str,
+    attempt: int,
+    restart: dict[str, Any],
+    is_given: bool,
+    saved: dict[str, Any],
+    plan: Callable[[], PlannedSizes | None],
+) -> None:
+    """The first size of an update, which the sources have under `key`."""
+    if key in restart:
+        own.train.start = min(own.train.start, restart[key]["start"])
+        own.train.load_state_dict(restart[key])
+        own.schedule.pop(attempt, None)
+        own.origin = "restart"
+    elif own.schedule:
+        if attempt in own.schedule:
+            own.train.follow(own.schedule.pop(attempt))
+        own.origin = "schedule"
+    elif is_given:
+        own.origin = "given"
+    elif saved.get(key, {}).get("buckets"):
+        own.train.load_state_dict(saved[key])
+        own.origin = "saved"
+    elif (planned := plan()) is not None:
+        own.train.start = max(own.train.smallest, min(planned.train, own.train.start))
+        own.origin = "planned"
 
 
 def _as_configured(

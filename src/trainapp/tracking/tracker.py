@@ -202,7 +202,7 @@ class Tracker:
 
 
 class SilentTracker:
-    """For ranks other than 0: writes nothing but pictures, which go next to the incident reports."""
+    """For ranks other than 0: writes nothing but pictures, which go next to the reports of errors."""
 
     def __init__(self, run_dir: Path, *_: Any):
         self.run_dir, self.unwritable = run_dir, Unwritable()
