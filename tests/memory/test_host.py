@@ -100,5 +100,5 @@ def test_the_host_peak_is_of_its_window():
     block = bytearray(200 * 2**20)
     block[::4096] = b"x" * len(block[::4096])
     del block
-    with_block, without = memory.window()["memory/host_rss_peak"], host.window()["memory/host_rss_peak"]
+    with_block, without = memory.window()["memory/host_rss_peak"], memory.window()["memory/host_rss_peak"]
     assert with_block - without > 150 * 2**20
