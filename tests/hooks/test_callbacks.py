@@ -10,7 +10,7 @@ from helpers import metrics, result, train
 
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.hooks.callbacks import Callbacks, EarlyStopping
-from trainapp.memory.kinds import MemoryKind
+from trainapp.memory.categories import Category
 from trainapp.run import runner
 from trainapp.train import callbacks, loop
 
@@ -133,7 +133,7 @@ def test_what_they_hold_counts_once_and_not_as_kept(tmp_path):
         assert run.memory.kept_before == 0
         events, kinds = run.memory.events([])
         peaks[name] = {kinds[number]: size for number, size in events}
-    assert peaks["holds"] == {**peaks["plain"], MemoryKind.BUFFERS: 2**20}
+    assert peaks["holds"] == {**peaks["plain"], Category.BUFFERS: 2**20}
 
 
 # Errors

@@ -8,7 +8,7 @@ import torch
 
 from trainapp.config.schema import Memory
 from trainapp.memory import cuda
-from trainapp.memory.kinds import MemoryKind
+from trainapp.memory.categories import Category
 from trainapp.memory.timeline import stacked
 
 MIB = 2**20
@@ -92,7 +92,7 @@ def test_the_entry_of_a_failed_allocation(memory, allocator):
         allocator.trace.append({"action": "oom", "device_free": 3 * MIB, "size": 2 * MIB})
 
     fails(memory, work)
-    assert memory.events([]) == ([(0, MIB)], {0: MemoryKind.ACTIVATIONS})
+    assert memory.events([]) == ([(0, MIB)], {0: Category.ACTIVATIONS})
 
 
 def test_a_backend_without_a_history(monkeypatch):
@@ -149,13 +149,13 @@ def test_an_overflowing_record_still_ends_at_what_is_allocated(memory, allocator
 
     allocator.blocks = [block("active_allocated", size * MIB) for size in (1, 4, 2, 1, 1)]
     allocator.blocks.append(block("inactive", 7 * MIB))
-    fails(memory, work, {MemoryKind.PARAMETERS: [parameter]})
+    fails(memory, work, {Category.PARAMETERS: [parameter]})
     events, kinds = memory.events([])
     series = stacked(events, kinds)
-    assert series[MemoryKind.PARAMETERS][0] == MIB
+    assert series[Category.PARAMETERS][0] == MIB
     assert all(np.min(values) >= 0 for values in series.values())
     assert sum(values[-1] for values in series.values()) == 9 * MIB
-    assert max(series[MemoryKind.ACTIVATIONS]) == (4 + 8 + 2) * MIB
+    assert max(series[Category.ACTIVATIONS]) == (4 + 8 + 2) * MIB
 
 
 def test_synchronize_waits_for_this_device(memory, allocator):

@@ -11,8 +11,8 @@ from trainapp.config import schema
 from trainapp.data.batch import tensors_in
 from trainapp.errors import UserError
 from trainapp.memory import backends, cpu, device
+from trainapp.memory.categories import Category
 from trainapp.memory.host import total_bytes
-from trainapp.memory.kinds import MemoryKind
 from trainapp.train import loop
 
 TAGS = {
@@ -102,7 +102,7 @@ def test_the_peak_is_the_profilers(tmp_path, case, micro, within):
     assert not run.sizes.train.is_unproven  # otherwise the counter itself would be in the profile
     run.state.optimizer.zero_grad(set_to_none=True)
     resident = sum(device.static_bytes(run.state.model, run.state.optimizer, []).values())
-    resident -= run.meter.static[MemoryKind.GRADIENTS]
+    resident -= run.meter.static[Category.GRADIENTS]
     resident += sum(t.nbytes for t in tensors_in(run.batches.example(micro)))  # NumPy's memory, not the allocator's
     peak = resident + profiled_peak(lambda: loop.train_step(run))
     run.tracker.close()

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from trainapp.config.schema import Memory
+from trainapp.memory.categories import Category
 from trainapp.memory.cpu import CpuMemory
 from trainapp.memory.kept import KeptStorages, WeakStorages
-from trainapp.memory.kinds import MemoryKind
 from trainapp.memory.live_tensors import LiveTensors, MemoryLimitExceeded
 from trainapp.torch_private import outside_dispatch_modes, storage_id
 
@@ -86,12 +86,12 @@ def test_the_limit_holds_for_what_is_kept():
 
 def test_it_has_a_kind_of_its_own_unless_it_has_another():
     run, weight = memory(), kib(2)
-    with run.watch({MemoryKind.PARAMETERS: [weight]}):
+    with run.watch({Category.PARAMETERS: [weight]}):
         kept = kib()
-    with run.watch({MemoryKind.PARAMETERS: [weight]}):
+    with run.watch({Category.PARAMETERS: [weight]}):
         pass
     events, kinds = run.events([])
-    assert {kinds[number]: size for number, size in events} == {MemoryKind.PARAMETERS: 2 * KIB, MemoryKind.KEPT: KIB}
+    assert {kinds[number]: size for number, size in events} == {Category.PARAMETERS: 2 * KIB, Category.KEPT: KIB}
     del kept
 
 
@@ -153,7 +153,7 @@ def test_a_limit_that_fails_at_the_start_of_a_block_forgets_nothing():
     run, bank = memory(limit=4 * KIB), []
     with run.watch({}):
         bank.append(kib())
-    with pytest.raises(MemoryLimitExceeded, match="the parameters"), run.watch({MemoryKind.PARAMETERS: [kib(5)]}):
+    with pytest.raises(MemoryLimitExceeded, match="the parameters"), run.watch({Category.PARAMETERS: [kib(5)]}):
         pass
     with run.watch({}):
         pass
@@ -191,7 +191,7 @@ def test_views_of_a_data_set_do_not_count_as_a_whole(data_is_known, expected):
         batch = torch.stack([table[3]])
     assert run.used() == expected * KIB
     batch = table[2:4]
-    with run.watch({MemoryKind.BATCH: [batch]}):
+    with run.watch({Category.BATCH: [batch]}):
         assert run.counter.live == (0 if data_is_known else 8 * KIB)
         del batch
 
@@ -199,7 +199,7 @@ def test_views_of_a_data_set_do_not_count_as_a_whole(data_is_known, expected):
 def test_a_buffer_that_shares_memory_with_the_data_counts():
     table = kib(8)
     run = memory(data=lambda: [table])
-    with run.watch({MemoryKind.BUFFERS: [table]}):
+    with run.watch({Category.BUFFERS: [table]}):
         assert run.counter.live == 8 * KIB
 
 

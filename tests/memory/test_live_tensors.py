@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainapp.memory.kinds import MemoryKind
+from trainapp.memory.categories import Category
 from trainapp.memory.live_tensors import LiveTensors, MemoryLimitExceeded
 
 
@@ -30,7 +30,7 @@ def test_live_tensors_count_to_the_byte():
 def test_live_tensors_count_what_was_there():
     there = torch.ones(256)
     counter = LiveTensors(limit=3000)
-    counter.register({MemoryKind.PARAMETERS: [there, there[:5]]})  # one storage
+    counter.register({Category.PARAMETERS: [there, there[:5]]})  # one storage
     assert counter.live == 1024
     with counter:
         kept = there + 1
@@ -49,7 +49,7 @@ def test_a_limit_is_exact():
     def work(limit):
         model.zero_grad(set_to_none=True)
         counter = LiveTensors(limit)
-        counter.register({MemoryKind.PARAMETERS: model.parameters(), MemoryKind.BATCH: [data]})
+        counter.register({Category.PARAMETERS: model.parameters(), Category.BATCH: [data]})
         with counter:
             model(data).square().sum().backward()
         return counter.peak
@@ -86,7 +86,7 @@ def test_the_counter_leaves_autograd_cleanly():
 
     def step(limit):
         counter = LiveTensors(limit)
-        counter.register({MemoryKind.PARAMETERS: model.parameters(), MemoryKind.BATCH: [inputs]})
+        counter.register({Category.PARAMETERS: model.parameters(), Category.BATCH: [inputs]})
         with counter:
             model(inputs).sum().backward()
         return counter.peak
@@ -107,7 +107,7 @@ def test_a_sparse_tensor_counts_as_its_parts():
         indices, values = torch.tensor([[0, 1], [1, 0]]), torch.ones(2)
         before = counter.live
         sparse = torch.sparse_coo_tensor(indices, values, (2, 2))
-        counter.label(MemoryKind.BUFFERS, sparse)
+        counter.label(Category.BUFFERS, sparse)
         assert before <= counter.live <= before + 2 * 2 * 8 + 2 * 4  # of which it may make copies
         assert torch.sparse.mm(sparse, torch.ones(2, 2)).sum() == 4
 

@@ -4,7 +4,7 @@ import torch
 from helpers import metrics
 from torch import nn
 
-from trainapp.memory.kinds import MemoryKind
+from trainapp.memory.categories import Category
 from trainapp.memory.live_tensors import LiveTensors
 from trainapp.optim import low_precision
 from trainapp.optim.low_precision import AdamW
@@ -110,7 +110,7 @@ def test_in_a_run(tmp_path):
     state, loss = {}, {}
     for optimizer in ("adamw", "adamw_bf16"):
         run = runs.prepare(tmp_path / "state", *overrides, f"optimizer={optimizer}")
-        state[optimizer] = run.meter.static[MemoryKind.OPTIMIZER_STATE]
+        state[optimizer] = run.meter.static[Category.OPTIMIZER_STATE]
         run.close()
         runs.run(tmp_path / optimizer, *overrides, f"optimizer={optimizer}")
         loss[optimizer] = metrics(tmp_path / optimizer)[-1]["loss"]
@@ -147,7 +147,7 @@ def test_what_a_step_allocates_in_passing_is_known_beforehand(state_dtype, shape
     optimizer.step()  # which allocates the state
     live, stored = LiveTensors(), [value for value in optimizer.state[weight].values() if torch.is_tensor(value)]
     tables = [table for pair in optimizer._quantizers.values() for q in pair for table in (q._levels, q._by_code)]
-    live.register({MemoryKind.PARAMETERS: [weight, weight.grad, *stored, *tables]})
+    live.register({Category.PARAMETERS: [weight, weight.grad, *stored, *tables]})
     before = live.peak
     with live:
         optimizer.step()

@@ -7,7 +7,7 @@ from helpers import metrics
 from torch import nn
 
 from trainapp.errors import UserError
-from trainapp.memory.kinds import MemoryKind
+from trainapp.memory.categories import Category
 from trainapp.optim.low_precision import AdamW
 from trainapp.optim.optimizers import materialise_state
 from trainapp.optim.quantized import BLOCKS, Moment, Quantizer, empty_moment
@@ -139,7 +139,7 @@ def test_in_a_run(tmp_path, kind, share):
     for optimizer in ("adamw", f"adamw_{kind}"):
         runs.run(tmp_path / optimizer, *settings, f"optimizer={optimizer}", "train.max_steps=30")
         line = metrics(tmp_path / optimizer)[-1]
-        state[optimizer], loss[optimizer] = line[f"memory/{MemoryKind.OPTIMIZER_STATE}"], line["loss"]
+        state[optimizer], loss[optimizer] = line[f"memory/{Category.OPTIMIZER_STATE}"], line["loss"]
     assert state[f"adamw_{kind}"] < share * state["adamw"]
     assert loss[f"adamw_{kind}"] == pytest.approx(loss["adamw"], rel=0.02)
     for steps in (15, 30):

@@ -10,7 +10,7 @@ from torch import nn
 from trainapp.errors import UserError
 from trainapp.losses import losses
 from trainapp.losses.losses import InChunks, classification, in_chunks
-from trainapp.memory.kinds import MemoryKind
+from trainapp.memory.categories import Category
 from trainapp.memory.live_tensors import LiveTensors
 from trainapp.techniques.catalogue import available
 from trainapp.techniques.chunked_loss import (
@@ -112,7 +112,7 @@ def peak(rows):
     features = torch.randn(8, 128, 32, requires_grad=True)
     targets = torch.zeros(8, 128, dtype=torch.int64)
     counter = LiveTensors()
-    counter.register({MemoryKind.PARAMETERS: head.parameters(), MemoryKind.ACTIVATIONS: [features]})
+    counter.register({Category.PARAMETERS: head.parameters(), Category.ACTIVATIONS: [features]})
     with counter:
         if rows is None:
             loss, _ = plainly(head, features, targets)

@@ -5,7 +5,7 @@ import runs
 import torch
 
 from trainapp.errors import UserError
-from trainapp.memory.kinds import MemoryKind
+from trainapp.memory.categories import Category
 from trainapp.models.mlp import MLP
 from trainapp.train import loop
 
@@ -71,8 +71,8 @@ def test_only_the_rest_is_trained_and_has_state(tmp_path):
     assert moved == names - frozen
     trained = sum(p.numel() for name, p in run.state.model.named_parameters() if name not in frozen)
     static = run.meter.static
-    assert static[MemoryKind.GRADIENTS] == 4 * trained
-    assert 8 * trained <= static[MemoryKind.OPTIMIZER_STATE] < 8.2 * trained  # two moments, and the step counts
+    assert static[Category.GRADIENTS] == 4 * trained
+    assert 8 * trained <= static[Category.OPTIMIZER_STATE] < 8.2 * trained  # two moments, and the step counts
 
 
 def test_gradients_are_those_of_the_whole_model(tmp_path):

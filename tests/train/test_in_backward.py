@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from trainapp.errors import TrainingStopped, UserError
-from trainapp.memory.kinds import MemoryKind
+from trainapp.memory.categories import Category
 from trainapp.optim.in_backward import ParameterSteps, require_separable
 from trainapp.planning import planner
 from trainapp.train import in_backward
@@ -58,7 +58,7 @@ def test_gradients_are_gone_from_the_peak(tmp_path):
     """Of large weights and few activations."""
     big = ("model=mlp", "model.width=512", "model.depth=6", "data=digits", "train.max_steps=2", *PLAIN[:2])
     run = runs.prepare(tmp_path / "sizes", *big)
-    gradients = run.meter.static[MemoryKind.GRADIENTS]
+    gradients = run.meter.static[Category.GRADIENTS]
     run.close()
     peak = {}
     for name, own in {"after": (), "within": (ON,), "two micro-batches": (ON, "batch.micro_size=8")}.items():
@@ -66,7 +66,7 @@ def test_gradients_are_gone_from_the_peak(tmp_path):
     assert peak["after"] - peak["within"] > 0.7 * gradients  # the largest is a quarter of all
     assert peak["two micro-batches"] > peak["within"] + 0.5 * gradients  # as the run says
     run = runs.prepare(tmp_path / "state", *big, ON)
-    assert run.meter.static[MemoryKind.GRADIENTS] == 0
+    assert run.meter.static[Category.GRADIENTS] == 0
     run.close()
 
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from trainapp.config.schema import Memory
+from trainapp.memory.categories import Category
 from trainapp.memory.device import DeviceMemory
 from trainapp.memory.host import total_bytes
-from trainapp.memory.kinds import MemoryKind
 from trainapp.memory.live_tensors import Events, Kinds, LiveTensors, Resident
 
 WATCH_INTERVAL = 1.0  # seconds between watched steps of a proven size
@@ -77,14 +77,14 @@ class CpuMemory(DeviceMemory):
 
     def note_buffer(self, buffer: Tensor) -> None:
         if self.watching and self.counter is not None:
-            self.counter.label(MemoryKind.COMMUNICATION_BUFFERS, buffer)
+            self.counter.label(Category.COMMUNICATION_BUFFERS, buffer)
 
     def events(self, gradients: Iterable[Tensor]) -> tuple[Events, Kinds]:
         """The counter's record. A storage is known to be a gradient only once it has reached its parameter."""
         if self.counter is None:
             return [], {}
         for gradient in gradients:
-            self.counter.label(MemoryKind.GRADIENTS, gradient)
+            self.counter.label(Category.GRADIENTS, gradient)
         return list(self.counter.events), dict(self.counter.kinds)
 
     def window(self) -> dict[str, float]:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from trainapp.config.schema import Memory
+from trainapp.memory.categories import Category
 from trainapp.memory.device import DeviceMemory
-from trainapp.memory.kinds import MemoryKind
 from trainapp.memory.live_tensors import Events, Kinds, Resident
 from trainapp.parallel.strategy import local
 from trainapp.torch_private import memory_snapshot, record_memory_history
@@ -49,8 +49,8 @@ class CudaMemory(DeviceMemory):
         # The other backends (cudaMallocAsync, pluggable) raise when asked for a history or a snapshot: torch 2.13,
         # c10/cuda/CUDAMallocAsyncAllocator.cpp.
         self._has_history = torch.cuda.get_allocator_backend() == "native"
-        self._resident: list[tuple[MemoryKind, int, int]] = []  # kind, address, bytes
-        self._kind_at: dict[int, MemoryKind] = {}  # by address, of tensors registered inside the block: its batches
+        self._resident: list[tuple[Category, int, int]] = []  # kind, address, bytes
+        self._kind_at: dict[int, Category] = {}  # by address, of tensors registered inside the block: its batches
         self._snapshot: dict[str, Any] | None = None
         self._lapped = (0, 0)  # the highest peaks of the laps since the last window: allocated, reserved
 
@@ -123,8 +123,8 @@ class CudaMemory(DeviceMemory):
         """
         if self._snapshot is None:
             return [], {}
-        kind_at = self._kind_at | {g.data_ptr(): MemoryKind.GRADIENTS for g in map(local, gradients)}
-        totals: dict[MemoryKind, int] = {}
+        kind_at = self._kind_at | {g.data_ptr(): Category.GRADIENTS for g in map(local, gradients)}
+        totals: dict[Category, int] = {}
         for kind, _, size in self._resident:
             totals[kind] = totals.get(kind, 0) + size
         events = [(-1 - i, size) for i, size in enumerate(totals.values())]
@@ -136,18 +136,18 @@ class CudaMemory(DeviceMemory):
             address = entry.get("addr")  # the entry of a failed allocation has none
             if entry["action"] == "alloc":
                 number_at[address] = number
-                kinds[number] = kind_at.get(address, MemoryKind.ACTIVATIONS)
+                kinds[number] = kind_at.get(address, Category.ACTIVATIONS)
                 events.append((number, entry["size"]))
             elif entry["action"] == "free_completed":
                 freed = number_at.pop(address, None)
                 if freed is None:  # allocated before the block
-                    freed, kinds[number] = number, resident_at.get(address, MemoryKind.ACTIVATIONS)
+                    freed, kinds[number] = number, resident_at.get(address, Category.ACTIVATIONS)
                 events.append((freed, -entry["size"]))
         if len(trace) >= MAX_HISTORY:
             earlier = _allocated(self._snapshot, self.device.index or 0) - sum(size for _, size in events)
             if earlier > 0:
                 events.insert(len(totals), (_BEFORE, earlier))
-                kinds[_BEFORE] = MemoryKind.ACTIVATIONS
+                kinds[_BEFORE] = Category.ACTIVATIONS
         return events, kinds
 
     def dump(self, path: Path) -> bool:

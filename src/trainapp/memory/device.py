@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from trainapp.config.schema import Memory
 from trainapp.errors import UserError
+from trainapp.memory.categories import Category
 from trainapp.memory.kept import KeptStorages
-from trainapp.memory.kinds import MemoryKind
 from trainapp.memory.live_tensors import Events, Kinds, ModulePath, Resident
 from trainapp.optim.on_host import copies_of
 from trainapp.parallel.strategy import local
@@ -29,7 +29,7 @@ def static_bytes(
     optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     averages: list[Tensor],
     keeps_gradients: bool = True,
-) -> dict[MemoryKind, int]:
+) -> dict[Category, int]:
     """Bytes that persist between steps, by kind. Gradients are counted in full, whether or not they exist now; of
     several optimizers, those of the one with the most: each has its turn.
 
@@ -41,11 +41,11 @@ def static_bytes(
     if len(optimizers) > 1:
         trained = [[p for group in optimizer.param_groups for p in group["params"]] for optimizer in optimizers]
     return {
-        MemoryKind.PARAMETERS: size_of(parameters),
-        MemoryKind.GRADIENTS: max(size_of(own) for own in trained) if keeps_gradients else 0,
-        MemoryKind.OPTIMIZER_STATE: size_of(t for optimizer in optimizers for t in optimizer_tensors(optimizer)),
-        MemoryKind.BUFFERS: size_of(model.buffers()),
-        MemoryKind.WEIGHT_AVERAGE: size_of(averages),
+        Category.PARAMETERS: size_of(parameters),
+        Category.GRADIENTS: max(size_of(own) for own in trained) if keeps_gradients else 0,
+        Category.OPTIMIZER_STATE: size_of(t for optimizer in optimizers for t in optimizer_tensors(optimizer)),
+        Category.BUFFERS: size_of(model.buffers()),
+        Category.WEIGHT_AVERAGE: size_of(averages),
     }
 
 

@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainapp.memory.categories import Category
 from trainapp.memory.kept import KeptStorages, WeakStorages
-from trainapp.memory.kinds import MemoryKind
 from trainapp.parallel.strategy import local
 from trainapp.torch_operators import ASKS_DEVICE
 from trainapp.torch_private import DispatchMode, ForwardModuleTracker, storage_id
 from trainapp.units import bytes_text
 
-Resident = Mapping[MemoryKind, Iterable[Tensor]]  # the tensors that exist before a piece of work
+Resident = Mapping[Category, Iterable[Tensor]]  # the tensors that exist before a piece of work
 Events = list[tuple[int, int]]  # (storage number, bytes) per allocation, (storage number, -bytes) per free
-Kinds = dict[int, MemoryKind]  # by storage number; a number without a kind is an activation
+Kinds = dict[int, Category]  # by storage number; a number without a kind is an activation
 
 
 class MemoryLimitExceeded(torch.OutOfMemoryError):
@@ -64,7 +64,7 @@ class LiveTensors(DispatchMode):
     def register(self, resident: Resident) -> None:
         """Count tensors that exist already. Raises MemoryLimitExceeded when they alone exceed the limit."""
         for kind, tensors in resident.items():
-            self._register(kind, self._storages_of(tensors), may_be_ignored=kind is MemoryKind.BATCH)
+            self._register(kind, self._storages_of(tensors), may_be_ignored=kind is Category.BATCH)
 
     def register_kept(self, kept: KeptStorages) -> int:
         """Count what has been kept from earlier work, after `register`. Returns its bytes. Raises MemoryLimitExceeded
@@ -73,10 +73,10 @@ class LiveTensors(DispatchMode):
         storages = [*kept.carried, *self._storages_of(kept.owned())]
         new = [storage for storage in storages if storage_id(storage) not in self._alive]
         before = self.live
-        self._register(MemoryKind.KEPT, new, may_be_ignored=True)
+        self._register(Category.KEPT, new, may_be_ignored=True)
         return self.live - before
 
-    def _register(self, kind: MemoryKind, storages: Iterable[torch.UntypedStorage], may_be_ignored: bool) -> None:
+    def _register(self, kind: Category, storages: Iterable[torch.UntypedStorage], may_be_ignored: bool) -> None:
         before, first = self.live, len(self.events)
         for storage in storages:
             self._count_storage(storage, may_be_ignored)
@@ -95,12 +95,12 @@ class LiveTensors(DispatchMode):
             if storage is not None and key not in gathered:
                 yield storage
 
-    def label(self, kind: MemoryKind, tensor: Tensor) -> None:
+    def label(self, kind: Category, tensor: Tensor) -> None:
         """Set the kind of a live tensor; no effect if it is not counted."""
         if tensor.layout is torch.strided:
             self._label(kind, local(tensor).untyped_storage())
 
-    def _label(self, kind: MemoryKind, storage: torch.UntypedStorage) -> None:
+    def _label(self, kind: Category, storage: torch.UntypedStorage) -> None:
         counted = self._alive.get(storage_id(storage))
         if counted is not None:
             self.kinds[counted[0]] = kind

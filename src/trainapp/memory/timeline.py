@@ -1,4 +1,4 @@
-"""A plot of memory over one step, stacked by kind, for a failed step or a healthy one.
+"""A plot of memory over one step, stacked by category, for a failed step or a healthy one.
 
 `python -m trainapp.memory.timeline` is the process that `Drawing` starts.
 """
@@ -16,21 +16,21 @@ from pathlib import Path
 import numpy as np
 
 from trainapp.files import atomic_write
-from trainapp.memory.kinds import MemoryKind
+from trainapp.memory.categories import Category
 from trainapp.units import bytes_text
 
-KINDS: tuple[MemoryKind, ...] = tuple(kind for kind in MemoryKind if kind is not MemoryKind.OUTSIDE_ALLOCATOR)
+KINDS: tuple[Category, ...] = tuple(kind for kind in Category if kind is not Category.OUTSIDE_ALLOCATOR)
 
 
-def stacked(events: Sequence[tuple[int, int]], kinds: Mapping[int, MemoryKind]) -> dict[MemoryKind, np.ndarray]:
-    """Bytes by kind after each event; all arrays have the length of `events`.
+def stacked(events: Sequence[tuple[int, int]], kinds: Mapping[int, Category]) -> dict[Category, np.ndarray]:
+    """Bytes by category after each event; all arrays have the length of `events`.
 
     events: `(storage number, bytes)`, negative when freed. kinds: by storage number; storages without a kind are
     activations.
     """
-    changes: dict[MemoryKind, np.ndarray] = {kind: np.zeros(len(events), dtype=np.int64) for kind in KINDS}
+    changes: dict[Category, np.ndarray] = {kind: np.zeros(len(events), dtype=np.int64) for kind in KINDS}
     for position, (number, size) in enumerate(events):
-        changes[kinds.get(number, MemoryKind.ACTIVATIONS)][position] = size
+        changes[kinds.get(number, Category.ACTIVATIONS)][position] = size
     return {kind: values.cumsum() for kind, values in changes.items()}
 
 
@@ -39,7 +39,7 @@ class Picture:
     """What to draw. events, kinds: as in `stacked`. limit: bytes, drawn as a line unless far above the peak."""
 
     events: Sequence[tuple[int, int]]
-    kinds: Mapping[int, MemoryKind]
+    kinds: Mapping[int, Category]
     limit: int
     title: str
     path: Path  # of the PNG file
@@ -81,7 +81,7 @@ class Drawing:
             self._process.wait()
 
 
-def draw(events: Sequence[tuple[int, int]], kinds: Mapping[int, MemoryKind], limit: int, title: str, path: str) -> None:
+def draw(events: Sequence[tuple[int, int]], kinds: Mapping[int, Category], limit: int, title: str, path: str) -> None:
     """Draw a `Picture` to its file, as a PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -12,8 +12,8 @@ from torch import nn
 
 from trainapp.files import strict_json
 from trainapp.losses import losses
+from trainapp.memory.categories import Category
 from trainapp.memory.detection import broken_part, requested_bytes
-from trainapp.memory.kinds import MemoryKind
 from trainapp.parallel.ranks import PeerOutOfMemory
 from trainapp.parallel.strategy import TaskModule, local
 from trainapp.techniques import catalogue
@@ -40,7 +40,7 @@ class OomReport:
     requested: int | None
     used: int
     limit: int
-    by_category: dict[MemoryKind, int]
+    by_category: dict[Category, int]
     trace: str
     rank: int = 0
     old_size: int = 0
@@ -58,7 +58,7 @@ class OomReport:
     update: str = ""  # in which of a step's updates; empty where there is one, and between steps
     broken: str | None = None  # what the error has broken for the rest of this process
     events: list[tuple[int, int]] = field(default_factory=list, repr=False)
-    kinds: dict[int, MemoryKind] = field(default_factory=dict, repr=False)
+    kinds: dict[int, Category] = field(default_factory=dict, repr=False)
 
     @property
     def is_torn(self) -> bool:
@@ -111,24 +111,20 @@ def describe(run: Run, error: BaseException) -> OomReport:
     )
 
 
-def _by_category(
-    run: Run, used: int, events: list[tuple[int, int]], kinds: dict[int, MemoryKind]
-) -> dict[MemoryKind, int]:
+def _by_category(run: Run, used: int, events: list[tuple[int, int]], kinds: dict[int, Category]) -> dict[Category, int]:
     """What `used` consists of; activations are what is known as nothing else."""
     memory, meter = run.memory, run.meter
-    sizes: dict[MemoryKind, int] = {
-        kind: size for kind, size in meter.static.items() if kind is not MemoryKind.GRADIENTS
-    }
+    sizes: dict[Category, int] = {kind: size for kind, size in meter.static.items() if kind is not Category.GRADIENTS}
     buffers, gradients = _storages(meter.communication_buffers()), _storages(meter.gradients())
-    sizes[MemoryKind.GRADIENTS] = sum(size for key, size in gradients.items() if key not in buffers)
+    sizes[Category.GRADIENTS] = sum(size for key, size in gradients.items() if key not in buffers)
     if buffers:  # gradients may be views of them
-        sizes[MemoryKind.COMMUNICATION_BUFFERS] = sum(buffers.values())
-    for kind in (MemoryKind.BATCH, MemoryKind.KEPT):
+        sizes[Category.COMMUNICATION_BUFFERS] = sum(buffers.values())
+    for kind in (Category.BATCH, Category.KEPT):
         sizes[kind] = sum(size for number, size in events if kinds.get(number) is kind)
-    sizes[MemoryKind.ACTIVATIONS] = max(0, used - sum(sizes.values()))
+    sizes[Category.ACTIVATIONS] = max(0, used - sum(sizes.values()))
     if memory.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(memory.device)
-        sizes[MemoryKind.OUTSIDE_ALLOCATOR] = max(0, total - free - torch.cuda.memory_reserved(memory.device))
+        sizes[Category.OUTSIDE_ALLOCATOR] = max(0, total - free - torch.cuda.memory_reserved(memory.device))
     return sizes
 
 
@@ -198,8 +194,8 @@ def as_markdown(report: OomReport) -> str:
     )
 
 
-def _by_size(report: OomReport) -> list[tuple[MemoryKind, int]]:
-    return sorted(((MemoryKind(kind), size) for kind, size in report.by_category.items()), key=lambda item: -item[1])
+def _by_size(report: OomReport) -> list[tuple[Category, int]]:
+    return sorted(((Category(kind), size) for kind, size in report.by_category.items()), key=lambda item: -item[1])
 
 
 def write(report: OomReport, folder: Path, number: int, world: int = 1) -> Path:

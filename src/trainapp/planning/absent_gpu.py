@@ -19,7 +19,7 @@ from trainapp.accelerator import Accelerator
 from trainapp.assembly.components import Components
 from trainapp.config.schema import Config, Parallel
 from trainapp.errors import UserError
-from trainapp.memory.kinds import MemoryKind
+from trainapp.memory.categories import Category
 from trainapp.optim import precision
 from trainapp.optim.nonfinite import NonFiniteCheck
 from trainapp.planning import pretend
@@ -170,7 +170,7 @@ class AbsentGpu:
             changed["phases"] = {BUILDING: whole} | phases
             if whole > changed["total"]:
                 changed |= {"total": whole, "phase": BUILDING, "module": "", "events": []}
-                changed["categories"] = {MemoryKind.PARAMETERS.value: whole}
+                changed["categories"] = {Category.PARAMETERS.value: whole}
                 notes.append(
                     f"each rank has the whole model on its device, {bytes_text(whole)}, before it is sharded; "
                     "parallel.fsdp.meta_init=true builds the shards alone"

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from trainapp.config.schema import Memory
+from trainapp.memory.categories import Category
 from trainapp.memory.device import DeviceMemory
-from trainapp.memory.kinds import MemoryKind
 from trainapp.memory.live_tensors import Events, Kinds, LiveTensors, Resident
 from trainapp.techniques.technique import Technique
 from trainapp.torch_private import ForwardModuleTracker
@@ -104,7 +104,7 @@ class Recorder(DeviceMemory):
 
     def note_buffer(self, buffer: torch.Tensor) -> None:
         if self._counter is not None:
-            self._counter.label(MemoryKind.COMMUNICATION_BUFFERS, buffer)
+            self._counter.label(Category.COMMUNICATION_BUFFERS, buffer)
 
     def passes(self, size: int) -> None:
         """Count memory of the host that is already free again: what fetching a batch has allocated on the way."""
@@ -235,6 +235,6 @@ def _categories_at(counter: _Counter, top: int, ends: list[int]) -> dict[str, in
             name = category.value
         else:
             end = next(end for end in ends if end > born[number])
-            name = MemoryKind.ACTIVATIONS.value if freed.get(number, end) >= end else TEMPORARIES
+            name = Category.ACTIVATIONS.value if freed.get(number, end) >= end else TEMPORARIES
         sizes[name] = sizes.get(name, 0) + size
     return {name: size for name, size in sorted(sizes.items(), key=lambda item: -item[1]) if size}

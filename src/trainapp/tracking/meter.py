@@ -17,9 +17,9 @@ from torch.utils import flop_counter
 
 from trainapp.checkpoint.train_state import TrainState
 from trainapp.data.batch import tensors_in
+from trainapp.memory.categories import Category
 from trainapp.memory.device import DeviceMemory, optimizer_tensors, static_bytes
 from trainapp.memory.host import HostMemory
-from trainapp.memory.kinds import MemoryKind
 from trainapp.parallel.ranks import Ranks
 from trainapp.torch_operators import ATTENTION_OPERATORS, FLOP_FORMULAS
 from trainapp.torch_private import DispatchMode
@@ -108,16 +108,16 @@ class Meter:
             self._weights[samples] = torch.full((), 1.0 / samples, device=self.state.device)
         return self._weights[samples]
 
-    def resident(self, batch: Any = None) -> dict[MemoryKind, Iterable[torch.Tensor]]:
+    def resident(self, batch: Any = None) -> dict[Category, Iterable[torch.Tensor]]:
         """The tensors in memory before a forward and backward, by kind."""
         return {
-            MemoryKind.PARAMETERS: self.state.model.parameters(),
-            MemoryKind.GRADIENTS: self.gradients(),
-            MemoryKind.COMMUNICATION_BUFFERS: self.communication_buffers(),
-            MemoryKind.BUFFERS: itertools.chain(self.state.model.buffers(), self.hook_tensors()),
-            MemoryKind.OPTIMIZER_STATE: itertools.chain(*map(optimizer_tensors, self.state.optimizers)),
-            MemoryKind.WEIGHT_AVERAGE: self.state.average.averages,
-            MemoryKind.BATCH: tensors_in(batch),  # last, so that an error names it
+            Category.PARAMETERS: self.state.model.parameters(),
+            Category.GRADIENTS: self.gradients(),
+            Category.COMMUNICATION_BUFFERS: self.communication_buffers(),
+            Category.BUFFERS: itertools.chain(self.state.model.buffers(), self.hook_tensors()),
+            Category.OPTIMIZER_STATE: itertools.chain(*map(optimizer_tensors, self.state.optimizers)),
+            Category.WEIGHT_AVERAGE: self.state.average.averages,
+            Category.BATCH: tensors_in(batch),  # last, so that an error names it
         }
 
     def gradients(self) -> list[torch.Tensor]:

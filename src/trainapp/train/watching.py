@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from trainapp.data.batch import tensors_in
-from trainapp.memory.kinds import MemoryKind
+from trainapp.memory.categories import Category
 from trainapp.sizes.micro_batches import MicroBatchSizes
 from trainapp.train.run import Run, Step
 
@@ -54,7 +54,7 @@ def watch_micro_batch(
 def _watched_micro_batch(run: Run, sizes: MicroBatchSizes, batch: Any, samples: int | None) -> Iterator[None]:
     with run.memory.watch(run.meter.resident()):
         before = run.memory.lap()
-        with run.memory.watch({MemoryKind.BATCH: tensors_in(batch)}):  # last, so that an error names it
+        with run.memory.watch({Category.BATCH: tensors_in(batch)}):  # last, so that an error names it
             yield
         after = run.memory.lap()
     if samples and before and after:

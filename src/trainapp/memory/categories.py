@@ -1,9 +1,9 @@
-"""The kinds of memory that a run uses."""
+"""The categories of memory that a run uses."""
 
 from enum import Enum
 
 
-class MemoryKind(str, Enum):
+class Category(str, Enum):
     """What a piece of memory holds. Listed in the stacking order of a timeline.
 
     The value is the name in metrics, as in `memory/optimizer_state`, and in a report's JSON; `label` is for people.

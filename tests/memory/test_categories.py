@@ -2,10 +2,10 @@ import json
 
 import pytest
 
-from trainapp.memory.kinds import MemoryKind
+from trainapp.memory.categories import Category
 
 
-@pytest.mark.parametrize("kind", MemoryKind)
+@pytest.mark.parametrize("kind", Category)
 def test_one_name_for_files_and_one_for_people(kind):
     """A metric name, a JSON key and a dict key all equal the value, on every version of Python."""
     assert f"memory/{kind}" == f"memory/{kind.value}"
