@@ -176,7 +176,7 @@ def test_data_path_that_is_missing(tmp_path):
     [
         ("empty.txt", r"data\.files=.*empty\.txt: 0 bytes.*needs 129"),
         ("folder", r"data\.files=.*folder: is a directory"),
-        ("*.nothing", r"data\.files=.*\*\.nothing: matches no file"),
+        ("*.nothing", r"data\.files=.*\*\.nothing: there is no such file"),
     ],
 )
 def test_data_path_without_text(tmp_path, name, message):
