@@ -226,39 +226,6 @@ def test_killed_while_saving_leaves_a_good_one(tmp_path):
     assert not [name for name in names(tmp_path) if name.startswith(".tmp")]
 
 
-PLAIN_SAVE = """
-import os, signal, sys, time, torch
-torch.set_num_threads(1)
-bad = 0
-for number in range(12):
-    child = os.fork()
-    if not child:
-        while True:
-            torch.save({"value": torch.full((300_000,), 1.0)}, sys.argv[1])
-    while not os.path.exists(sys.argv[1]):
-        time.sleep(0.001)
-    time.sleep(0.05 + 0.013 * number)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    try:
-        torch.load(sys.argv[1], weights_only=True)
-    except Exception:
-        bad += 1
-print(bad)
-"""
-
-
-@pytest.mark.slow
-def test_a_plain_save_does_not(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", PLAIN_SAVE, str(tmp_path / "x.pt")],
-        capture_output=True,
-        text=True,
-        env=helpers.environment(),
-    )
-    assert int(done.stdout) >= 2, done.stderr
-
-
 def test_a_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "checkpoints").write_text("a file where the folder should be")
     with pytest.raises(
