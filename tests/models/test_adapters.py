@@ -212,7 +212,7 @@ def test_another_run_begins_with_the_adapters_alone(tmp_path, base):
         (["adapter.targets=[q_prj]"], r"adapter\.targets=\[q_prj\]: LlamaForCausalLM has no module of this name"),
         (["adapter.train=[head]"], r"adapter\.train=\[head\]: LlamaForCausalLM has no module"),
         (["adapter.rank=0"], r"adapter\.rank=0: must be greater than 0"),
-        (["adapter.base_dtype=bf16"], r"adapter\.base_dtype=bf16 with precision=fp32: products"),
+        (["adapter.base_dtype=bf16"], r"adapter\.base_dtype=bf16 with precision=fp32: matmuls"),
         (
             ["adapter.targets=[lm_head]", "memory.loss_chunk=4"],
             "the head of LlamaForCausalLM must be",
