@@ -30,8 +30,8 @@ def test_schedule_and_end_follow_the_new_data(tmp_path, size):
     run.tracker.close()
     assert (run.length.total_steps, run.tracker.progress.total) == (total, total)
     assert run.cadences.save == total // 2
-    assert run.schedule(total) == 0.0
-    assert run.schedule(total - 1) == pytest.approx(1 / total)
+    assert run.state.update.schedule(total) == 0.0
+    assert run.state.update.schedule(total - 1) == pytest.approx(1 / total)
     result = runs.run(tmp_path, *DATA, f"data.size={size}")
     assert result.steps == total
     lines = metrics(tmp_path)

@@ -16,9 +16,8 @@ from trainapp.parallel.ranks import SingleRank
 from trainapp.run import runner
 from trainapp.run.result import RunResult
 from trainapp.signals import StopRequest
-from trainapp.train import loop
+from trainapp.train import exactness, loop
 from trainapp.train.run import Run
-from trainapp.train.step import accumulate_gradients, clip_gradients
 from trainapp.train.totals import Totals
 
 # A tiny run on the CPU: the defaults for every test.
@@ -77,12 +76,13 @@ def prepare(run_dir: Path, *overrides: str) -> Run:
 
 def accumulate(run: Run, is_logged: bool = False) -> Totals:
     """Accumulate the gradients of the next step, without clipping them."""
-    return accumulate_gradients(run, run.next_step()._replace(is_logged=is_logged))
+    run.engine.begin(run.next_step()._replace(is_logged=is_logged))
+    return exactness.accumulated(run)
 
 
 def clip(run: Run) -> torch.Tensor:
     """Accumulate and clip the gradients of the next step. Returns their norm before clipping."""
-    return clip_gradients(run, run.next_step(), accumulate(run))
+    return run.engine.clip(accumulate(run))
 
 
 def refusal(run_dir: Path, *overrides: str) -> str:

@@ -13,6 +13,7 @@ from trainapp.hooks.callbacks import Callbacks, EarlyStopping
 from trainapp.memory.categories import Category
 from trainapp.run import runner
 from trainapp.train import callbacks, loop
+from trainapp.train.engine import Engine
 
 MLP = (*runs.MODELS["mlp"], "model.dropout=0.1", "user_packages=[own_hooks]")
 
@@ -47,11 +48,11 @@ def test_every_moment_once(tmp_path):
 @pytest.mark.slow
 def test_not_for_a_retried_step(tmp_path, monkeypatch):
     """Memory runs out in the second step, and in the log of the third, which is committed by then."""
-    accumulate, log, failed = loop.accumulate_gradients, loop.log, []
+    reduce, log, failed = Engine.reduce, loop.log, []
 
-    def fails_once(run, *arguments):
-        totals = accumulate(run, *arguments)
-        if run.state.progress.step == 1 and "gradients" not in failed:
+    def fails_once(engine, totals):
+        totals = reduce(engine, totals)
+        if engine.state.progress.step == 1 and "gradients" not in failed:
             failed.append("gradients")
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. (a test)")
         return totals
@@ -62,7 +63,7 @@ def test_not_for_a_retried_step(tmp_path, monkeypatch):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. (a test)")
         return log(run, *arguments)
 
-    monkeypatch.setattr(loop, "accumulate_gradients", fails_once)
+    monkeypatch.setattr(Engine, "reduce", fails_once)
     monkeypatch.setattr(loop, "log", fails_in_log)
     ended = runs.run(tmp_path, *MLP, own("Records"))
     assert failed == ["gradients", "log"]

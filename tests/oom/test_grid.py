@@ -19,7 +19,8 @@ from trainapp.parallel.ranks import SingleRank
 from trainapp.run import runner
 from trainapp.signals import StopRequest
 from trainapp.snapshot import Snapshot
-from trainapp.train import loop, transaction
+from trainapp.train import transaction
+from trainapp.train.engine import Engine
 
 from .conftest import MODELS, PRECISIONS, cell, tiny
 from .inject import PHASES, Counts, Injector, Recorded, logged
@@ -208,14 +209,14 @@ def test_the_commit_was_torn(tmp_path):
     run = runner.prepare(config, StopRequest(), SingleRank())
     injector.attach(run)
     before = {}
-    update = loop.update
+    commit = Engine.commit
 
     def remembering(*arguments):
         before.update({n: p.detach().clone() for n, p in run.state.model.named_parameters()})
-        return update(*arguments)
+        return commit(*arguments)
 
     with pytest.MonkeyPatch.context() as patch, injector:
-        patch.setattr(loop, "update", remembering)
+        patch.setattr(Engine, "commit", remembering)
         failure = runner.attempt(run)
     run.close()
     assert failure.phase == "commit"

@@ -160,7 +160,7 @@ def test_each_group_learns_at_its_rate(tmp_path):
     before = {name: p.detach().clone() for name, p in run.state.model.named_parameters()}
     runs.accumulate(run)
     gradients = {name: p.grad.clone() for name, p in run.state.model.named_parameters()}
-    loop.drop_gradients(run)
+    run.engine.drop_gradients()
     run.batches.drop_fetched()
     loop.train_step(run)
     run.close()

@@ -6,7 +6,7 @@ import functools
 import gc
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,9 @@ from trainapp.parallel.strategy import whole
 from trainapp.run import runner
 from trainapp.signals import StopRequest
 from trainapp.torch_private import outside_dispatch_modes
-from trainapp.train import loop, step
-from trainapp.train.run import Run, Step
+from trainapp.train import loop
+from trainapp.train.engine import Engine
+from trainapp.train.run import Run
 from trainapp.train.totals import Totals
 
 from .faults import Fault, injected
@@ -93,9 +94,9 @@ def _leave_group() -> None:
 def _run(config: Config, ranks: Ranks, record: Record) -> None:
     stop = StopRequest()
     run = runner.prepare(config, stop, ranks)
-    update = loop.update
+    commit = Engine.commit
     try:
-        loop.update = _noting(update, record)
+        Engine.commit = _noting(commit, record, lambda: run)
         _watch(run, record)
         while (failure := runner.attempt(run)) is not None:
             record.failures.append(_facts(failure))
@@ -109,7 +110,7 @@ def _run(config: Config, ranks: Ranks, record: Record) -> None:
                 run = runner.prepare(carried.config, stop, ranks, carried)
                 _watch(run, record)
     finally:
-        loop.update = update
+        Engine.commit = commit
         run.tracker.close()
     state = run.state
     record.weights = vector(list(state.model.parameters()))
@@ -128,11 +129,12 @@ def _facts(failure: OomReport) -> dict[str, Any]:
     return {name: getattr(failure, name) for name in names}
 
 
-def _noting(update: Any, record: Record) -> Any:
-    def noting(run: Run, coming: Step, totals: Any, norm: torch.Tensor) -> bool:
+def _noting(commit: Any, record: Record, current: Callable[[], Run]) -> Any:
+    def noting(engine: Engine, totals: Any, norm: torch.Tensor) -> bool:
+        run = current()
         with outside_dispatch_modes():  # it is the test that keeps them, not the run
-            gradients = vector([p.grad for p in run.meter.parameters if p.grad is not None])
-        applied = update(run, coming, totals, norm)
+            gradients = vector([p.grad for p in engine.parameters if p.grad is not None])
+        applied = commit(engine, totals, norm)
         record.gradients.append(gradients)
         record.losses.append(totals.means()["loss"])
         record.sizes.append(run.sizes.train.size)
@@ -192,38 +194,38 @@ class _Lines(logging.Handler):
 
 def train_averaging(rank: int, config: Config, *arguments: Any) -> Record:
     """A wrong variant: the mean over ranks, DDP's and FSDP's default."""
-    clip = loop.clip_gradients
+    clip = Engine.clip
 
-    def averaged(run: Run, coming: Step, totals: Any) -> torch.Tensor:
-        torch._foreach_div_([p.grad for p in run.meter.parameters], run.ranks.world)
-        return clip(run, coming, totals)
+    def averaged(engine: Engine, totals: Any) -> torch.Tensor:
+        torch._foreach_div_([p.grad for p in engine.parameters], engine.ranks.world)
+        return clip(engine, totals)
 
-    loop.clip_gradients = averaged
+    Engine.clip = averaged
     try:
         return train(rank, config, *arguments)
     finally:
-        loop.clip_gradients = clip
+        Engine.clip = clip
 
 
 def train_mean_of_means(rank: int, config: Config, *arguments: Any) -> Record:
     """A wrong variant: each rank's mean over its own tokens, then the mean over ranks."""
-    backward, clip = step.backward, loop.clip_gradients
+    backward, clip = Engine.backward, Engine.clip
 
-    def own_mean(run: Run, source: Any, micro: MicroBatch, *rest: Any) -> Totals:
+    def own_mean(engine: Engine, loss: torch.Tensor, micro: MicroBatch) -> None:
         targets = micro.data["targets"]
         own = (targets != -100).sum()
-        source.weight = 1.0 / (own * config.batch.global_size / len(targets))
-        return backward(run, source, micro, *rest)
+        engine.weight = 1.0 / (own * config.batch.global_size / len(targets))
+        backward(engine, loss, micro)
 
-    def unscaled(run: Run, coming: Step, totals: Any) -> torch.Tensor:
-        totals.count = coming.samples
-        return clip(run, coming, totals)
+    def unscaled(engine: Engine, totals: Any) -> torch.Tensor:
+        totals.count = engine.step.samples
+        return clip(engine, totals)
 
-    step.backward, loop.clip_gradients = own_mean, unscaled
+    Engine.backward, Engine.clip = own_mean, unscaled
     try:
         return train(rank, config, *arguments)
     finally:
-        step.backward, loop.clip_gradients = backward, clip
+        Engine.backward, Engine.clip = backward, clip
 
 
 def train_reducing_own_metrics(rank: int, config: Config, *arguments: Any) -> Record:
@@ -312,7 +314,7 @@ def train_noting_garbage(rank: int, config: Config, *arguments: Any) -> list[int
     """Whenever the model was wrapped for DDP: how many tensors existed that only a reference cycle held."""
     from trainapp.parallel.ddp import DDP
 
-    wrap, backward = DDP._wrap, step.backward
+    wrap, backward = DDP._wrap, Engine.backward
     garbage: list[weakref.ref] = []
     left: list[int] = []
 
@@ -320,19 +322,19 @@ def train_noting_garbage(rank: int, config: Config, *arguments: Any) -> list[int
         left.append(sum(tensor() is not None for tensor in garbage))
         wrap(self)
 
-    def littering(*arguments: Any) -> Totals:
+    def littering(*arguments: Any) -> None:
         cycle: list[Any] = [torch.zeros(10)]
         cycle.append(cycle)
         garbage.append(weakref.ref(cycle[0]))
-        return backward(*arguments)
+        backward(*arguments)
 
-    DDP._wrap, step.backward = noting, littering
+    DDP._wrap, Engine.backward = noting, littering
     gc.disable()  # what is collected now and then by itself proves nothing
     try:
         train(rank, config, *arguments)
     finally:
         gc.enable()
-        DDP._wrap, step.backward = wrap, backward
+        DDP._wrap, Engine.backward = wrap, backward
     return [*left, len(garbage)]
 
 

@@ -1,7 +1,5 @@
 """A loss of embeddings has the gradients of the uncut batch, for any micro-batch; each of the three passes may fail."""
 
-import contextlib
-
 import embedding_tasks
 import pytest
 import runs
@@ -10,8 +8,8 @@ from helpers import ROOT, evaluations
 from markdown import write_files
 
 from trainapp.errors import TrainingStopped, UserError
-from trainapp.train import loop, transaction
-from trainapp.train.cached_gradients import CachedGradients
+from trainapp.snapshot import Snapshot
+from trainapp.train import cached_gradients, loop, transaction
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 OWN = (
@@ -89,7 +87,8 @@ def test_what_a_forward_draws_and_writes(tmp_path):
 
 def test_a_pass_that_is_not_the_same_is_an_error(tmp_path, monkeypatch):
     """Negative control: the third pass from other generators."""
-    monkeypatch.setattr(CachedGradients, "accumulating", lambda self: contextlib.nullcontext())
+    monkeypatch.setattr(Snapshot, "restore_generators", lambda self: None)
+    monkeypatch.setattr(cached_gradients, "seed_from", lambda *_: None)
     run = prepared(tmp_path, *OWN, MIRRORED, "batch.micro_size=8")
     with pytest.raises(UserError, match="its embed returns something else when it is repeated"):
         runs.accumulate(run)

@@ -10,7 +10,8 @@ import torch
 import weighted
 
 from trainapp.errors import TrainingStopped, UserError
-from trainapp.train import evaluate, loop, step
+from trainapp.optim.nonfinite import MAX_SKIPPED
+from trainapp.train import engine, evaluate, loop
 from trainapp.train.totals import Totals
 
 OVERRIDES = (
@@ -54,7 +55,7 @@ def test_gradients_and_loss_are_divided_by_the_true_count(prepare, task, scale):
     run = prepare(f"task=weighted.{task}", f"+data.scale={scale}", "train.grad_clip=null")
     loss, expected = whole(run)
     totals = runs.accumulate(run)
-    norm = step.clip_gradients(run, run.next_step(), totals)
+    norm = run.engine.clip(totals)
     assert runs.relative_error(runs.gradients(run.state.model), expected) < 1e-5
     assert float(norm) == pytest.approx(float(expected.norm()), rel=1e-5)
     assert totals.means()["loss"] == pytest.approx(loss, rel=1e-5)
@@ -68,10 +69,19 @@ def test_the_true_gradient_is_clipped(prepare, scale):
     assert runs.relative_error(runs.gradients(run.state.model), expected * 0.01 / expected.norm()) < 1e-3
 
 
+def test_a_count_of_at_least_one_would_be_noticed(prepare, monkeypatch):
+    run = prepare("+data.scale=0.001", "train.grad_clip=null")
+    _, expected = whole(run)
+    factor = engine.count_factor
+    monkeypatch.setattr(engine, "count_factor", lambda count, *rest: factor(count.clamp(min=1), *rest))
+    runs.clip(run)
+    assert runs.relative_error(runs.gradients(run.state.model), expected) > 0.5
+
+
 def test_a_norm_in_fp32_would_be_noticed(prepare, monkeypatch):
     run = prepare("+data.scale=1e-25", "train.grad_clip=0.01")
     _, expected = whole(run)
-    monkeypatch.setattr(step, "may_be_extreme", lambda *_: False)
+    monkeypatch.setattr(engine, "may_be_extreme", lambda *_: False)
     assert float(runs.clip(run)) < 0.5 * float(expected.norm())  # its squares underflow
 
 
@@ -130,7 +140,7 @@ def test_nothing_counts_in_some_micro_batches(prepare):
     run = prepare(f"+data.silent={silent}", "train.grad_clip=null")
     loss, expected = whole(run)
     totals = runs.accumulate(run)
-    step.clip_gradients(run, run.next_step(), totals)
+    run.engine.clip(totals)
     assert runs.relative_error(runs.gradients(run.state.model), expected) < 1e-5
     assert totals.means()["loss"] == pytest.approx(loss, rel=1e-5)
 

@@ -118,5 +118,5 @@ def test_kernels_may_be_the_cause(tmp_path):
 
 def test_without_a_rollback_every_model_fails(tmp_path, monkeypatch):
     rehearse = exactness.rehearse
-    monkeypatch.setattr(exactness, "rehearse", lambda run, step, accumulate, undo: rehearse(run, step, accumulate, int))
+    monkeypatch.setattr(exactness, "rehearse", lambda run, step, undo: rehearse(run, step, int))
     assert any("gradient" in line for line in message(tmp_path, *MLP))

@@ -29,8 +29,8 @@ def test_cadences_and_schedule(tmp_path):
     assert run.cadences.log == 7
     assert run.cadences.evaluate == -(-DIGITS // 8) == 180
     assert run.cadences.save == (3 + left + 1) // 2  # rounded up from a half
-    assert run.schedule(3 + left) == pytest.approx(0.0)
-    assert run.schedule(2 + left) > 0
+    assert run.state.update.schedule(3 + left) == pytest.approx(0.0)
+    assert run.state.update.schedule(2 + left) > 0
 
 
 def test_the_end_is_where_the_schedule_ends(tmp_path):

@@ -1,6 +1,5 @@
 """The step: gradients summed over micro-batches equal the big batch's; one clip and one schedule step per step."""
 
-import dataclasses
 import weakref
 
 import helpers
@@ -10,7 +9,6 @@ import torch
 
 from trainapp.losses import losses
 from trainapp.train import loop
-from trainapp.train.step import clip_gradients
 
 GPT = (*runs.MODELS["gpt"], "model.dropout=0.0")
 CASES = {
@@ -70,7 +68,7 @@ def test_accumulated_is_the_big_batch(prepare, case, cut):
     run = prepare(*overrides, *CUTS[cut], "batch.global_size=10", "train.grad_clip=null")
     loss, expected = big_batch(run, task)
     totals = runs.accumulate(run)
-    norm = clip_gradients(run, run.next_step(), totals)
+    norm = run.engine.clip(totals)
     assert runs.relative_error(runs.gradients(run.state.model), expected) < 2e-6
     assert float(norm) == pytest.approx(float(expected.norm()), rel=1e-5)
     assert totals.means()["loss"] == pytest.approx(loss, rel=1e-6)
@@ -192,7 +190,7 @@ def test_adamw_is_the_one_written_by_hand(prepare):
     optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": 0.05}, {"params": others, "weight_decay": 0.0}])
     for step, batch in enumerate(steps):
         for group in optimizer.param_groups:
-            group["lr"] = 3e-3 * run.schedule(step)
+            group["lr"] = 3e-3 * run.state.update.schedule(step)
         optimizer.zero_grad()
         torch.nn.functional.cross_entropy(twin(batch["inputs"]), batch["targets"]).backward()
         torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.5)
@@ -245,7 +243,8 @@ def test_what_a_metric_holds_is_gone_in_the_backward(prepare, is_logged, is_kept
         return loss, count, {"large": lambda: large.sum()}
 
     run = prepare(*runs.MODELS["mlp"], "batch.micro_size=8")
-    totals = runs.accumulate(dataclasses.replace(run, task=losses.checked(task, "task=own")), is_logged)
+    run.task = losses.checked(task, "task=own")
+    totals = runs.accumulate(run, is_logged)
     assert found == [is_kept] * 2
     assert totals.metrics == ({"large": (12.0, 16)} if is_logged else {})
 
@@ -262,7 +261,7 @@ def test_the_logits_are_gone_in_the_backward(tmp_path):
     for number in range(2):
         run = runs.prepare(tmp_path / str(number), *runs.MODELS["gpt"], *gpt)
         if number:
-            run = dataclasses.replace(run, task=without_metrics(run.task))
+            run.task = without_metrics(run.task)
         loop.train_step(run)
         run.close()
         peaks.append(run.memory.peak)

@@ -9,7 +9,7 @@ import torch
 from helpers import evaluations, metrics
 
 from trainapp.errors import UserError
-from trainapp.train import step
+from trainapp.train import engine
 
 OWN = ("user_packages=[own_tasks]", "model._target_=own_tasks.Net", "~model.depth", "model.width=16", "data=digits")
 MLP = ("model=mlp", *OWN)
@@ -55,7 +55,7 @@ def test_tasks_that_are_refused(tmp_path, task):
 def test_without_the_check_foreign_parameters_are_never_trained(tmp_path, monkeypatch):
     import own_tasks
 
-    monkeypatch.setattr(step, "checked_gradients", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(engine, "checked_gradients", lambda *_: contextlib.nullcontext())
     assert runs.run(tmp_path, *MLP, "task=own_tasks.with_parameters").steps == 4
     assert float(own_tasks.with_parameters.scale) == 1
     own_tasks.with_parameters.zero_grad()

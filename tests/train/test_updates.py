@@ -14,6 +14,7 @@ from trainapp.data.sampler import epoch_order
 from trainapp.errors import UserError
 from trainapp.rng import seed_from
 from trainapp.train import loop
+from trainapp.train.engine import Engine
 
 TESTS = Path(__file__).resolve().parent.parent
 DISCRIMINATOR = "{name: discriminator, task: zoo.gans.discriminate, parameters: [discriminator], optimizer: {lr: 0.02}}"
@@ -80,18 +81,18 @@ def test_metrics_of_all_updates_are_logged(tmp_path):
 
 def test_only_the_parameters_of_an_update_have_gradients(tmp_path):
     run = runs.prepare(tmp_path, *OWN)
-    update, seen = loop.update, []
+    commit, seen = Engine.commit, []
     try:
 
-        def noting(run, step, totals, norm):
+        def noting(engine, totals, norm):
             names = {n.partition(".")[0] for n, p in run.state.model.named_parameters() if p.grad is not None}
-            seen.append((step.update.name, names))
-            return update(run, step, totals, norm)
+            seen.append((engine.step.update.name, names))
+            return commit(engine, totals, norm)
 
-        loop.update = noting
+        Engine.commit = noting
         loop.train_step(run)
     finally:
-        loop.update = update
+        Engine.commit = commit
         run.close()
     assert seen == [("discriminator", {"discriminator"}), ("generator", {"generator"})]
 
@@ -168,18 +169,18 @@ def test_a_stop_between_two_updates_waits_for_the_end_of_the_step(tmp_path):
     """A signal during the first update of step 2: the step is finished and saved."""
     stop = runs.StopAt(99)
     run = runs.runner.prepare(runs.configure(tmp_path, *OWN), stop, runs.SingleRank())
-    stop.run, update = run, loop.update
+    stop.run, commit = run, Engine.commit
 
-    def striking(run, step, totals, norm):
-        if (step.number, step.update.name) == (2, "discriminator"):
+    def striking(engine, totals, norm):
+        if (engine.step.number, engine.step.update.name) == (2, "discriminator"):
             stop.step = 0
-        return update(run, step, totals, norm)
+        return commit(engine, totals, norm)
 
-    loop.update = striking
+    Engine.commit = striking
     try:
         loop.train(run)
     finally:
-        loop.update = update
+        Engine.commit = commit
         run.close()
     assert (run.state.progress.step, run.state.progress.update) == (2, 0)
     assert run.checkpointer.saved_at == 2
@@ -188,14 +189,14 @@ def test_a_stop_between_two_updates_waits_for_the_end_of_the_step(tmp_path):
 KILLED = """
 import os, sys
 sys.path.insert(0, {tests!r})
-from trainapp.train import loop
+from trainapp.train.engine import Engine
 from trainapp import __main__
-update = loop.update
-def dying(run, step, totals, norm):
-    if (step.number, step.update.name) == (4, "generator"):
+commit = Engine.commit
+def dying(engine, totals, norm):
+    if (engine.step.number, engine.step.update.name) == (4, "generator"):
         os._exit(9)
-    return update(run, step, totals, norm)
-loop.update = dying
+    return commit(engine, totals, norm)
+Engine.commit = dying
 sys.argv = ["trainapp", *sys.argv[1:]]
 __main__.main()
 """
@@ -290,20 +291,21 @@ def test_sizes_of_both_are_resumed(tmp_path):
 def test_a_torn_update_goes_back_to_the_checkpoint(tmp_path):
     """Memory runs out while the generator's parameters change: the run is rebuilt, and repeats whole steps."""
     settings = (*OWN, "train.max_steps=4", "every.save=2", "oom.grow=false")
-    update, struck = loop.update, []
+    commit, struck = Engine.commit, []
 
-    def tearing(run, step, totals, norm):
+    def tearing(engine, totals, norm):
+        step = engine.step
         if (step.number, step.update.name) == (4, "generator") and not struck:
             struck.append(step.number)
-            run.attempt.phase = runs.loop.Phase.COMMIT
+            engine.attempt.phase = runs.loop.Phase.COMMIT
             raise torch.OutOfMemoryError("CUDA out of memory. (injected)")
-        return update(run, step, totals, norm)
+        return commit(engine, totals, norm)
 
-    loop.update = tearing
+    Engine.commit = tearing
     try:
         ended = runs.run(tmp_path / "a", *settings)
     finally:
-        loop.update = update
+        Engine.commit = commit
     assert (struck, ended.steps, ended.oom_restarts) == ([4], 4, 1)
     assert ended.micro_schedule == {"discriminator": {1: 16}, "generator": {1: 16, 3: 8}}
     schedule = "batch.micro_schedule={discriminator: {1: 16}, generator: {1: 16, 3: 8}}"
@@ -319,7 +321,7 @@ def end(run_dir, step):
 
 
 @pytest.mark.slow
-def test_the_plan_is_that_of_the_highest_update(tmp_path):
+def test_the_plan_is_that_of_the_highest_update(tmp_path, monkeypatch):
     from trainapp import plan
 
     overrides = [
@@ -335,9 +337,10 @@ def test_the_plan_is_that_of_the_highest_update(tmp_path):
     run = runs.prepare(tmp_path, *overrides)
     peaks = []
     try:
-        for step in run.coming_updates():
-            loop.train_update(run, step)
-            peaks.append(run.memory.watched_peak)
+        after = loop.after_update
+        noting = lambda run, *rest: (peaks.append(run.memory.watched_peak), after(run, *rest))  # noqa: E731
+        monkeypatch.setattr(loop, "after_update", noting)
+        loop.train_step(run)
     finally:
         run.close()
     assert both == max(peaks)

@@ -42,8 +42,11 @@ from trainapp.tracking.meter import Meter
 from trainapp.tracking.tracker import SilentTracker, Tracker
 from trainapp.train import exactness
 from trainapp.train.autotuner import Autotuner
+from trainapp.train.cached_gradients import CachedGradients
 from trainapp.train.cadences import Cadences, run_length
-from trainapp.train.run import EvalSets, Objective, Run
+from trainapp.train.engine import Engine
+from trainapp.train.in_backward import InBackward
+from trainapp.train.run import Attempt, EvalSets, Objective, Run
 from trainapp.units import bytes_text
 
 log = logging.getLogger(__name__)
@@ -132,26 +135,35 @@ def run_of(config: Config, parts: Parts, stop: StopRequest, ranks: Ranks, initia
     checkpointer = _checkpointer(config, state, ranks)
     length = run_length(config, batches, state.progress)
     meter, whole = Meter(state, memory, strategy.communication_buffers), losses.needs_whole_batch(components.task)
+    nonfinite = NonFiniteCheck(config.train.nonfinite, device, numerics.scaler.is_enabled(), checkpointer.newest_name)
+    snapshot, attempt = state.stateful.snapshot(len(state.updates)), Attempt()
+    engine = _engine_class(config, components)(
+        state,
+        strategy,
+        assembled.task,
+        assembled.tasks,
+        nonfinite,
+        snapshot,
+        attempt,
+        config.train.grad_clip,
+        assembled.offload,
+    )
     run = Run(
         config=config,
         state=state,
+        engine=engine,
         strategy=strategy,
         ranks=ranks,
-        task=assembled.task,
-        tasks=assembled.tasks,
         batches=batches,
         eval_sets=eval_sets,
         length=length,
         sizes=initial_sizes(config, ranks.world, state.global_size, eval_samples(eval_sets), whole=whole),
         memory=memory,
         meter=meter,
-        offload=assembled.offload,
         tracker=SilentTracker(Path(config.run_dir)),
         checkpointer=checkpointer,
-        nonfinite=NonFiniteCheck(
-            config.train.nonfinite, device, numerics.scaler.is_enabled(), checkpointer.newest_name
-        ),
-        snapshot=state.stateful.snapshot(len(state.updates)),
+        snapshot=snapshot,
+        attempt=attempt,
         stop=stop,
         cadences=Cadences.of(config, length),
         objective=Objective.of(config, components.train_data, sets),
@@ -160,6 +172,17 @@ def run_of(config: Config, parts: Parts, stop: StopRequest, ranks: Ranks, initia
     )
     run.schedule_rates()
     return hook_parts.attached(run, components.hooks, callbacks)
+
+
+def _engine_class(config: Config, components: Components) -> type[Engine]:
+    embeds = any(map(losses.has_embeddings, components.training_tasks))
+    if config.optimizer.in_backward:
+        return CachedInBackward if embeds else InBackward
+    return CachedGradients if embeds else Engine
+
+
+class CachedInBackward(InBackward, CachedGradients):
+    """Both: the third pass updates."""
 
 
 def _begin_at_weights(config: Config, state: TrainState) -> None:

@@ -92,10 +92,11 @@ def callbacks_of(config: Config, hooks: Hooks, data: Any, sets: Sequence[str]) -
 def attached(run: Run, hooks: Hooks, callbacks: Mapping[str, Any]) -> Run:
     """The run, with what is called in it. callbacks: see `callbacks_of`. Raises UserError for parts that do not fit."""
     run.metrics = _metrics_of(run, hooks)
+    run.engine.stateful_metrics = run.metrics.names
     run.callbacks = Callbacks(callbacks)
     run.loggers = hooks.loggers
     run.utilisation = _utilisation_of(run)
-    last = [run.task, *run.tasks.values()][-1]  # the update whose count is that of a finished step
+    last = [run.task, *run.engine.tasks.values()][-1]  # the update whose count is that of a finished step
     run.meter.counts_tokens = losses.counts_tokens(last)
     run.memory.kept = kept = kept_of(run.state.stateful.roots)
     run.meter.hook_tensors = functools.partial(_tensors_of, run.metrics, callbacks, run.state.model, kept)

@@ -151,7 +151,7 @@ class AbsentGpu:
     def prepare(self, run: Run) -> None:
         """Replace what would read values."""
         scaled = run.state.precision.scaler.is_enabled()
-        run.nonfinite = _NeverChecked(run.config.train.nonfinite, self.device, scaled, lambda: None)
+        run.engine.nonfinite = _NeverChecked(run.config.train.nonfinite, self.device, scaled, lambda: None)
 
     def completed(self, found: Breakdown, run: Run) -> Breakdown:
         """With cuBLAS's workspaces (an excerpt of CublasHandlePool.cpp), and with the whole model that each rank of

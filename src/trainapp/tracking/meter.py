@@ -94,19 +94,12 @@ class Meter:
         self.static = static_bytes(state.model, state.optimizers, state.average.averages, state.keeps_gradients)
         self.samples = self._window_samples = 0
         self._waited = self.waited = 0.0
-        self._weights: dict[int, torch.Tensor] = {}
         self.start()
 
     def start(self) -> None:
         """Training time begins here: what came before, such as planning the first size, does not count."""
         self.started = self._window_start = time.monotonic()
         self.paused = self._window_paused = 0.0
-
-    def weight(self, samples: int) -> torch.Tensor:
-        """1 / samples, a scalar on the device: created once per step size, and filled there, since a copy waits."""
-        if samples not in self._weights:
-            self._weights[samples] = torch.full((), 1.0 / samples, device=self.state.device)
-        return self._weights[samples]
 
     def resident(self, batch: Any = None) -> dict[Category, Iterable[torch.Tensor]]:
         """The tensors in memory before a forward and backward, by kind."""

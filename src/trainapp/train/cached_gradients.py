@@ -14,9 +14,8 @@ micro-batch.
 Source: Gao et al. 2021, "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup", arXiv:2101.06983.
 """
 
-import contextlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,18 +24,18 @@ from torch import Tensor, nn
 from trainapp.data.batch import MicroBatch, tensors_in
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.losses import embeddings
-from trainapp.losses.losses import Metrics, evaluate_metrics, refuse_without_gradient
+from trainapp.losses.losses import Metrics, evaluate_metrics, has_embeddings, refuse_without_gradient
 from trainapp.parallel.ranks import gather_rows
 from trainapp.rng import seed_from
 from trainapp.snapshot import MOVED_ON
 from trainapp.torch_private import is_tracing
 from trainapp.train.allocations import require_all_allocated
+from trainapp.train.engine import Engine
 from trainapp.train.gradient_check import parameters_behind
-from trainapp.train.gradient_sources import fetched_and_cut
+from trainapp.train.micro_batches import watch_micro_batch
 from trainapp.train.phase import Phase
-from trainapp.train.run import Run, Step
-from trainapp.train.totals import Totals
-from trainapp.train.watching import watch_micro_batch
+from trainapp.train.run import Run
+from trainapp.train.totals import Number, Totals
 
 
 class _Embedded(NamedTuple):
@@ -47,155 +46,175 @@ class _Embedded(NamedTuple):
     tensors: list[Tensor]
 
 
-class CachedGradients:
-    """A `GradientSource`: of the third pass. Building it is the first two. Within a transaction."""
+class CachedGradients(Engine):
+    """The engine of a loss of embeddings. Its gradients are those of the third pass, whose micro-batches
+    `micro_batches` returns after the first two.
+    """
 
-    adds_up = False  # the second pass knows the totals of the whole step
+    _first_pass: Sequence[Tensor] = ()  # in the first step, what the third pass must repeat
 
-    def __init__(self, run: Run, step: Step):
-        self._run, self._step = run, step
-        self._task: Any = run.training_task
-        self._is_first = not run.meter.samples  # of this process: it looks at more
-        self._first_pass: list[Tensor] = []  # in the first step, what the third must repeat
-        self.weight = run.meter.weight(1)  # the gradients are weighed already
-        self._embedded, structure = self._embed()
-        self.totals, self._gradients = self._backward_to_embeddings(step, structure)
-        # From which sample on, None for a dummy; and the gradients.
-        self._at_work: tuple[int | None, list[Tensor | None]] = None, []
+    @property
+    def _own(self) -> Any:
+        """The task of the update at work, with `embed`, `loss_of_embeddings` and `setting`."""
+        return self.task
 
-    def _embed(self) -> tuple[deque[_Embedded], Any]:
+    @property
+    def _caches(self) -> bool:
+        """Whether the update at work has such a loss."""
+        return has_embeddings(self.task)
+
+    def micro_batches(self, run: Run, cut: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+        """Those of the first pass, with the same tensors."""
+        if not self._caches:
+            return cut
+        self._compiles = run.config.train.compile
+        self._tolerance = 1e-3 if run.config.precision.mode == "fp32" else 2e-2
+        embedded, structure = self._embed(run, cut)
+        self._step_totals, gradients = self._backward_to_embeddings(run, embedded, structure)
+        self.weight = self.weight_of(1)  # the gradients are weighed already
+        run.snapshot.restore_generators()
+        seed_from(self.state.device, self.state.seed, self.step.attempt, self.step.update.number, self.ranks.rank)
+        return self._third_pass(run, embedded, gradients)
+
+    def _embed(self, run: Run, cut: Iterator[MicroBatch]) -> tuple[deque[_Embedded], Any]:
         """The first pass, of which no trace is left; and the embeddings of one micro-batch as they were returned."""
-        run, found = self._run, deque[_Embedded]()
+        found, sizes = deque[_Embedded](), run.sizes.train
         structure: Any = None
-        for micro in fetched_and_cut(run):
-            bucket = run.sizes.train.current_bucket
-            run.attempt.phase = Phase.FORWARD
-            with watch_micro_batch(run, run.sizes.train, micro.data):
+        for micro in cut:
+            bucket = sizes.current_bucket
+            self.attempt.phase = Phase.FORWARD
+            with watch_micro_batch(run, sizes, micro.data):
                 structure = self._without_gradients(micro)
             # Not `piece`, which holds all of a larger batch that this one was cut from.
             micro = micro._replace(piece=_no_piece)
             found.append(_Embedded(micro, bucket, tensors_in(structure)))
-            if run.sizes.train.is_unproven:
-                require_all_allocated(run, run.sizes.train, run.ranks)
-            run.attempt.phase = Phase.DATA
-        run.snapshot.restore(but=MOVED_ON)
-        if run.snapshot.lost:
-            names = ", ".join(run.snapshot.lost[:5])
+            if sizes.is_unproven:
+                require_all_allocated(run, sizes, run.ranks)
+            self.attempt.phase = Phase.DATA
+        self.snapshot.restore(but=MOVED_ON)
+        if self.snapshot.lost:
+            names = ", ".join(self.snapshot.lost[:5])
             raise TrainingStopped(
-                f"{self._task.setting}: its embed writes parameters in place ({names}), of which there is no copy "
+                f"{self._own.setting}: its embed writes parameters in place ({names}), of which there is no copy "
                 "yet; with gradient caching it runs twice per step. Make them buffers, which are always copied"
             )
         return found, structure
 
     def _without_gradients(self, micro: MicroBatch) -> Any:
         """As in the third pass, bit for bit; a compiled forward without gradients would be other code."""
-        run = self._run
 
         def call(model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
-            found = embeddings.embed(self._task, model, batch, micro.samples)
+            found = embeddings.embed(self.task, model, batch, micro.samples)
             return tensors_in(found)[0], found
 
-        with torch.set_grad_enabled(run.config.train.compile), run.state.precision.autocast:
-            _, found = run.strategy.evaluate(call, micro.data)
+        with torch.set_grad_enabled(self._compiles), self.state.precision.autocast:
+            _, found = self.strategy.evaluate(call, micro.data)
         # Copies: a view would keep all that it is a part of, such as the features of all tokens.
         return embeddings.like(found, [tensor.detach().clone() for tensor in tensors_in(found)])
 
-    def _backward_to_embeddings(self, step: Step, structure: Any) -> tuple[Totals, deque[list[Tensor | None]]]:
+    def _backward_to_embeddings(
+        self, run: Run, embedded: deque[_Embedded], structure: Any
+    ) -> tuple[Totals, deque[list[Tensor | None]]]:
         """The second pass. Returns the step's totals, on the first rank only since all have the same, and for each
         micro-batch the gradients of its embeddings: None for one that needs none.
         """
-        run, task, precision = self._run, self._task, self._run.state.precision
-        run.attempt.phase = Phase.FORWARD
-        with watch_micro_batch(run, run.sizes.train, [own.micro.data for own in self._embedded]):
-            whole, start, end = gather_rows(run.ranks, self._joined(), task.setting)
-            if self._is_first:
+        task, precision, step = self._own, self.state.precision, self.step
+        self.attempt.phase = Phase.FORWARD
+        with watch_micro_batch(run, run.sizes.train, [own.micro.data for own in embedded]):
+            whole, start, end = gather_rows(self.ranks, _joined(embedded, task.setting), task.setting)
+            if self.is_first:
                 self._first_pass = [tensor[start:end].detach() for tensor in whole]
             leaves = [tensor.requires_grad_() if tensor.is_floating_point() else tensor for tensor in whole]
-            seed_from(run.state.device, run.state.seed, step.attempt, step.update.number)  # the same on all ranks
+            seed_from(self.state.device, self.state.seed, step.attempt, step.update.number)  # the same on all ranks
             with precision.autocast:
                 loss, count, metrics = task.loss_of_embeddings(embeddings.like(structure, leaves))
-            if self._is_first:
+            if self.is_first:
                 _require_of_embeddings(loss, task.setting)
-            run.attempt.phase = Phase.METRIC
-            finished = evaluate_metrics(metrics, run.metrics.names) if step.is_logged else {}
+            self.attempt.phase = Phase.METRIC
+            finished = evaluate_metrics(metrics, self.stateful_metrics) if step.is_logged else {}
             del metrics
-            totals = Totals().plus(loss, count, finished, real=run.ranks.is_rank_zero)
-            run.attempt.phase = Phase.BACKWARD
+            totals = Totals().plus(loss, count, finished, real=self.ranks.is_rank_zero)
+            self.attempt.phase = Phase.BACKWARD
             trained = [leaf for leaf in leaves if leaf.requires_grad]
-            weight = run.meter.weight(step.samples).to(loss.dtype)
+            weight = self.weight_of(step.samples).to(loss.dtype)
             found = iter(torch.autograd.grad(precision.scaler.scale(loss), trained, weight, allow_unused=True))
             own = [next(found) if leaf.requires_grad else None for leaf in leaves]
-        run.attempt.phase = Phase.DATA
-        return totals, self._cut([None if gradient is None else gradient[start:end] for gradient in own])
+        self.attempt.phase = Phase.DATA
+        return totals, _cut(embedded, [None if gradient is None else gradient[start:end] for gradient in own])
 
-    def _joined(self) -> list[Tensor]:
-        """The embeddings of this rank's micro-batches, which are then kept no longer one by one."""
-        real = [own.tensors for own in self._embedded if own.micro.real]
-        joined = embeddings.join(real or [[t[:0] for t in self._embedded[0].tensors]], self._task.setting)
-        self._embedded = deque(own._replace(tensors=[]) if own.micro.real else own for own in self._embedded)
-        return joined
-
-    def _cut(self, gradients: list[Tensor | None]) -> deque[list[Tensor | None]]:
-        """By micro-batch; of zeros for a dummy."""
-        cut, done = deque[list[Tensor | None]](), 0
-        for micro, _, tensors in self._embedded:
-            if micro.real:
-                cut.append([None if g is None else g[done : done + micro.samples] for g in gradients])
-                done += micro.samples
-            else:
-                pairs = zip(gradients, tensors, strict=True)
-                cut.append([None if g is None else torch.zeros_like(own, dtype=g.dtype) for g, own in pairs])
-        return cut
-
-    def micro_batches(self) -> Iterator[MicroBatch]:
-        """Those of the first pass, with the same tensors."""
+    def _third_pass(
+        self, run: Run, embedded: deque[_Embedded], gradients: deque[list[Tensor | None]]
+    ) -> Iterator[MicroBatch]:
         done = 0
-        while self._embedded:
-            micro, self._run.sizes.train.current_bucket, _ = self._embedded.popleft()
-            self._at_work = done if micro.real else None, self._gradients.popleft()
+        while embedded:
+            micro, run.sizes.train.current_bucket, _ = embedded.popleft()
+            self._at_work = done if micro.real else None, gradients.popleft()
             done += micro.samples * micro.real
             yield micro
+        self._first_pass = ()
 
-    def task(self, model: nn.Module, batch: Any) -> tuple[Tensor, float, Metrics]:
+    def compute(self, batch: Any) -> tuple[Tensor, Number, Metrics]:
         """A loss whose gradient for the embeddings is the cached one."""
+        return self.strategy.compute(self._product_with_gradients, batch) if self._caches else super().compute(batch)
+
+    def _product_with_gradients(self, model: nn.Module, batch: Any) -> tuple[Tensor, float, Metrics]:
         start, gradients = self._at_work
-        found = tensors_in(embeddings.embed(self._task, model, batch))
+        found = tensors_in(embeddings.embed(self.task, model, batch))
         if self._first_pass and start is not None and not is_tracing():
             self._require_same([tensor[start : start + len(found[0])] for tensor in self._first_pass], found)
         pairs = zip(found, gradients, strict=True)
         products = [_product(own, g) for own, g in pairs if g is not None and own.requires_grad]
         if not products:
-            refuse_without_gradient(self._task.setting)
+            refuse_without_gradient(self._own.setting)
         return torch.stack(products).sum(), 0, {}
+
+    def forward(self, micro: MicroBatch, totals: Totals) -> tuple[Tensor, Totals]:
+        """The totals are those of the whole step, which the second pass knows."""
+        loss, found = super().forward(micro, totals)
+        return loss, self._step_totals if self._caches else found
 
     def scaled(self, loss: Tensor) -> Tensor:
         """The cached gradients are."""
-        return loss
-
-    @contextlib.contextmanager
-    def accumulating(self) -> Iterator[None]:
-        """With the generators of the first pass."""
-        run, step = self._run, self._step
-        with run.snapshot.preserved_generators():
-            run.snapshot.restore_generators()
-            seed_from(run.state.device, run.state.seed, step.attempt, step.update.number, run.ranks.rank)
-            yield
+        return loss if self._caches else super().scaled(loss)
 
     def _require_same(self, before: list[Tensor], now: list[Tensor]) -> None:
         """Raises UserError where the third pass does not repeat the first: the gradients would be of other embeddings.
         Reads values, which waits for the device: in the first step of a process.
         """
-        tolerance = 1e-3 if self._run.config.precision.mode == "fp32" else 2e-2
+        tolerance = self._tolerance
         for a, b in zip(before, now, strict=True):
             if a.shape != b.shape or float((a.float() - b.detach().float()).norm()) > tolerance * float(
                 a.float().norm()
             ):
                 raise UserError(
-                    f"{self._task.setting}: its embed returns something else when it is repeated on the same "
+                    f"{self._own.setting}: its embed returns something else when it is repeated on the same "
                     "batch, so that gradients cannot be cached; draw from the global generators, and keep state in "
                     "buffers (docs/oom.md), not in plain attributes"
-                    + (", or use train.compile=false" if self._run.config.train.compile else "")
+                    + (", or use train.compile=false" if self._compiles else "")
                 )
+
+
+def _joined(embedded: deque[_Embedded], setting: str) -> list[Tensor]:
+    """The embeddings of this rank's micro-batches, which are then kept no longer one by one."""
+    real = [own.tensors for own in embedded if own.micro.real]
+    joined = embeddings.join(real or [[t[:0] for t in embedded[0].tensors]], setting)
+    for place, own in enumerate(embedded):
+        if own.micro.real:
+            embedded[place] = own._replace(tensors=[])
+    return joined
+
+
+def _cut(embedded: deque[_Embedded], gradients: list[Tensor | None]) -> deque[list[Tensor | None]]:
+    """By micro-batch; of zeros for a dummy."""
+    cut, done = deque[list[Tensor | None]](), 0
+    for micro, _, tensors in embedded:
+        if micro.real:
+            cut.append([None if g is None else g[done : done + micro.samples] for g in gradients])
+            done += micro.samples
+        else:
+            pairs = zip(gradients, tensors, strict=True)
+            cut.append([None if g is None else torch.zeros_like(own, dtype=g.dtype) for g, own in pairs])
+    return cut
 
 
 def _product(embeddings: Tensor, gradient: Tensor) -> Tensor:

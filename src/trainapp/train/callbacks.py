@@ -15,7 +15,6 @@ from trainapp.errors import TrainingStopped, UserError
 from trainapp.hooks.callbacks import View
 from trainapp.models.inspect import evaluation_mode
 from trainapp.train.run import Run
-from trainapp.train.step import drop_gradients
 
 
 @dataclass
@@ -70,7 +69,7 @@ def _call(run: Run, method: str, *arguments: Any) -> None:
                 break
     if run.strategy.forward_is_collective:
         run.strategy.finish_accumulation()
-    drop_gradients(run)
+    run.engine.drop_gradients()
     run.meter.pause(time.monotonic() - started)
     _act(run, verdict)
 

@@ -20,10 +20,10 @@ from trainapp.rng import seed_evaluation
 from trainapp.train import callbacks
 from trainapp.train.allocations import note_refused, require_all_allocated
 from trainapp.train.eval_collectors import collector_for
+from trainapp.train.micro_batches import watch_micro_batch
 from trainapp.train.phase import Phase
 from trainapp.train.run import Evaluated, Objective, Run
 from trainapp.train.totals import Totals
-from trainapp.train.watching import watch_micro_batch
 
 T = TypeVar("T")
 
@@ -36,7 +36,7 @@ def evaluate(run: Run) -> None:
     """
     progress, attempt, started = run.state.progress, run.attempt, time.monotonic()
     assert run.eval_sets, "evaluation without evaluation data"
-    run.nonfinite.check()
+    run.engine.nonfinite.check()
     attempt.phase, attempt.started = Phase.EVALUATE, started
     note_refused(run)
     for name, batches in run.eval_sets.items():

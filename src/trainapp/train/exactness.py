@@ -14,6 +14,7 @@ from trainapp.checkpoint.plain import digest, encoded
 from trainapp.checksum import checksum
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.parallel.strategy import local
+from trainapp.train.micro_batches import around, micro_batches
 from trainapp.train.run import Run, Step
 from trainapp.train.totals import Totals
 
@@ -25,18 +26,30 @@ PROTOCOL = (
 )
 
 
-def rehearse(run: Run, step: Step, accumulate: Callable[[Run, Step], Totals], undo: Callable[[], None]) -> None:
+def rehearse(run: Run, step: Step, undo: Callable[[], None]) -> None:
     """Accumulate the step's gradients twice, undo both, and compare. Collective. Raises TrainingStopped for a
     difference.
     """
-    first = outcome(run, accumulate(run, step))
+    first = outcome(run, accumulated(run))
     undo()
-    second = outcome(run, accumulate(run, step))
+    second = outcome(run, accumulated(run))
     undo()
     changed = [name for name in first | second if first.get(name) != second.get(name)]
     by_rank = [names for names in run.ranks.all_gather_object(changed) if names]
     if by_rank:
         raise TrainingStopped(_message(by_rank[0], step, run.config.train.deterministic, run.state.device))
+
+
+def accumulated(run: Run) -> Totals:
+    """The gradients of the step that the engine is at, as `loop.train_step` computes them, and its totals."""
+    engine, totals = run.engine, Totals()
+    engine.rehearses, run.attempt.micro_batches = True, 0
+    for micro in micro_batches(run):
+        with around(run, micro):
+            loss, totals = engine.forward(micro, totals)
+            engine.backward(loss, micro)
+    engine.rehearses, run.attempt.micro_batches = False, 0
+    return engine.reduce(totals)
 
 
 def outcome(run: Run, totals: Totals) -> dict[str, Any]:

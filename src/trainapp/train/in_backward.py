@@ -6,83 +6,74 @@ gradients before the first update is refused (`config.excludes`).
 """
 
 import contextlib
+import logging
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
+from trainapp.data.batch import MicroBatch
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.optim.in_backward import ParameterSteps
 from trainapp.optim.nonfinite import gradient_norm, norms_of, scale_gradients
+from trainapp.train.engine import Engine, count_factor
 from trainapp.train.phase import Phase
-from trainapp.train.run import Run, Step
-from trainapp.train.step import (
-    accumulate_gradients,
-    count_factor,
-    count_step,
-    leave_out,
-    may_be_extreme,
-    set_rates,
-)
+from trainapp.train.run import Step
 from trainapp.train.totals import Totals
 
-
-def update_in_backward(run: Run, step: Step) -> tuple[Totals, Tensor, bool]:
-    """Gradients, update and count of a step. Returns its totals, the gradient norm, and whether it was applied.
-
-    Raises UserError for a model that uses a parameter after its gradient is complete.
-    """
-    note_accumulation(run)
-    commit = _Commit(run, step)
-    totals = accumulate_gradients(run, step, commit.in_last_backward)
-    if commit.applies:
-        norm = commit.finished(totals)
-    else:
-        norm = gradient_norm(run.meter.gradients())
-        leave_out(run, step, totals)
-    count_step(run, step, commit.applies, totals)
-    return totals, norm, commit.applies
+log = logging.getLogger(__name__)
 
 
-def note_accumulation(run: Run) -> None:
-    """Note once that nothing is saved where gradients must be kept between micro-batches."""
-    count = run.batches.accumulation(run.sizes.train.size, run.sizes.parts)
-    if count > 1:
-        run.tracker.warn_once(
-            f"optimizer.in_backward=true with {count} micro-batches: gradients are kept from one to the next, so that "
-            "little is saved",
-            topic="in_backward",
-        )
+class InBackward(Engine):
+    """Commits in the backward that completes the gradients."""
 
+    _noted = False
 
-class _Commit:
-    """The update of one step. norms: of each parameter's gradient before the division by the count, by id."""
+    def begin(self, step: Step) -> None:
+        """See `Engine`."""
+        super().begin(step)
+        self._applies = False
+        self._totals = Totals()  # of this rank
+        self._norms: dict[int, Tensor] = {}  # of each gradient before the division by the count, by parameter
+        self._steps = ParameterSteps(self.state.optimizer)
 
-    def __init__(self, run: Run, step: Step):
-        self.run, self.step = run, step
-        self.applies = False
-        self._steps = ParameterSteps(run.state.optimizer)
-        self._norms: dict[int, Tensor] = {}
-        self._dtype: torch.dtype | None = None
-        self._factor: Tensor | None = None
+    def forward(self, micro: MicroBatch, totals: Totals) -> tuple[Tensor, Totals]:
+        """See `Engine`."""
+        loss, self._totals = super().forward(micro, totals)
+        return loss, self._totals
+
+    def backward(self, loss: Tensor, micro: MicroBatch) -> None:
+        """See `Engine`. Raises UserError for a model that uses a parameter after its gradient is complete."""
+        if micro.last and not self.rehearses:
+            with self._updating():
+                super().backward(loss, micro)
+        else:
+            self._note_accumulation()
+            super().backward(loss, micro)
+
+    def _note_accumulation(self) -> None:
+        if not self._noted and not self.rehearses:
+            self._noted = True
+            log.warning(
+                "optimizer.in_backward=true with several micro-batches: gradients are kept from one to the next, so "
+                "that little is saved"
+            )
 
     @contextlib.contextmanager
-    def in_last_backward(self, totals: Totals) -> Iterator[None]:
-        """Use around the backward that completes the gradients. Everything that the update needs is known by now."""
-        run, samples = self.run, self.step.samples
-        run.attempt.phase = Phase.CLIP  # as after other backwards: what is read here is not read by the model
-        run.snapshot.note_step()
-        self.applies = run.nonfinite.allows_update(run.state.progress.step, totals.loss, 0.0, totals.count)
-        if not self.applies:
-            run.attempt.phase = Phase.BACKWARD
+    def _updating(self) -> Iterator[None]:
+        """Around the backward that completes the gradients. Everything that the update needs is known by now."""
+        totals = self._totals
+        self.attempt.phase = Phase.CLIP  # as after other backwards: what is read here is not read by the model
+        self.snapshot.note_step()
+        self._applies = self.nonfinite.allows_update(self.state.progress.step, totals.loss, 0.0, totals.count)
+        if not self._applies:
             yield
             return
-        set_rates(run)
-        self._dtype = torch.float64 if may_be_extreme(totals.count, samples) else run.state.precision.norm_dtype
-        self._factor = count_factor(totals.count, samples, run.state.device)
-        run.attempt.phase = Phase.BACKWARD
+        self.set_rates()
+        self._dtype = self.norm_dtype(totals)
+        self._factor = count_factor(totals.count, self.step.samples, self.state.device)
         with contextlib.ExitStack() as hooks:
-            for parameter in run.meter.parameters:
+            for parameter in self.parameters:
                 if parameter.requires_grad:
                     hooks.enter_context(parameter.register_post_accumulate_grad_hook(self._update))
             try:
@@ -91,40 +82,21 @@ class _Commit:
                 if "modified by an inplace operation" in str(error):
                     raise UserError(
                         "optimizer.in_backward=true: the backward needs a parameter again after its gradient is "
-                        "complete, such as one that is also used under detach(), or parameters that are slices of one "
-                        f"tensor ({str(error).splitlines()[0]}); use optimizer.in_backward=false"
+                        "complete, such as one that is also used under detach(), or that shares memory with another "
+                        f"({str(error).splitlines()[0]}); use optimizer.in_backward=false"
                     ) from error
                 raise
-            if run.attempt.phase.is_torn:
-                run.attempt.phase = Phase.UPDATE_IN_BACKWARD  # what follows is not read by the model, either
-
-    def finished(self, totals: Totals) -> Tensor:
-        """Update what had gradients in earlier micro-batches only. Returns the norm. Raises TrainingStopped for
-        values that are not finite: the parameters have them, too, and reach no checkpoint.
-        """
-        run = self.run
-        run.attempt.phase = Phase.UPDATE_IN_BACKWARD
-        for parameter in run.meter.parameters:
-            if parameter.grad is not None:
-                self._update(parameter)
-        norms = [self._norms[id(p)] for p in run.meter.parameters if id(p) in self._norms]
-        norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
-        if self._factor is not None:
-            norm = norm * self._factor
-        progress = run.state.progress
-        run.nonfinite.allows_update(progress.step, totals.loss, norm, totals.count)
-        run.nonfinite.count(True, progress.step)
-        return norm
+        if self.attempt.phase.is_torn:
+            self.attempt.phase = Phase.UPDATE_IN_BACKWARD  # what follows is not read by the model, either
 
     def _update(self, parameter: Tensor) -> None:
-        run = self.run
         if id(parameter) in self._norms:
             raise TrainingStopped(
                 f"step {self.step.number}: optimizer.in_backward=true, but the gradient of a parameter of shape "
                 f"{list(parameter.shape)} came in several parts, as with torch's checkpoint(use_reentrant=True); use "
                 "optimizer.in_backward=false"
             )
-        phase, run.attempt.phase = run.attempt.phase, Phase.UPDATE_IN_BACKWARD
+        phase, self.attempt.phase = self.attempt.phase, Phase.UPDATE_IN_BACKWARD
         assert parameter.grad is not None
         self._norms[id(parameter)] = norms_of([parameter.grad], self._dtype)[0]
         if self._steps.trains(parameter):
@@ -135,4 +107,30 @@ class _Commit:
             torch.autograd.graph.increment_version(parameter)
         parameter.grad = None
         if phase is not Phase.UPDATE_IN_BACKWARD:
-            run.attempt.phase = Phase.BACKWARD_AFTER_UPDATES
+            self.attempt.phase = Phase.BACKWARD_AFTER_UPDATES
+
+    def clip(self, totals: Totals) -> Tensor:
+        """Update what had gradients in earlier micro-batches only. Returns the norm. Raises TrainingStopped for
+        values that are not finite: the parameters have them, too, and reach no checkpoint.
+        """
+        if not self._applies:
+            return gradient_norm(self.gradients())
+        self.attempt.phase = Phase.UPDATE_IN_BACKWARD
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                self._update(parameter)
+        norms = [self._norms[id(p)] for p in self.parameters if id(p) in self._norms]
+        norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+        if self._factor is not None:
+            norm = norm * self._factor
+        self.nonfinite.allows_update(self.state.progress.step, totals.loss, norm, totals.count)
+        return norm
+
+    def commit(self, totals: Totals, norm: Tensor) -> bool:
+        """Nothing is left to do, unless the step is left out."""
+        if self._applies:
+            self.nonfinite.count(True, self.state.progress.step)
+        else:
+            self.leave_out()
+        self.is_first = False
+        return self._applies

@@ -10,16 +10,14 @@ import time
 
 from torch import Tensor
 
-from trainapp.memory.timeline import Picture
-from trainapp.optim.schedules import rates
+from trainapp.models.inspect import has_batchnorm, instead_of_batchnorm
 from trainapp.sizes.record import shape_of, shown
-from trainapp.tracking.meter import spread_over_ranks
 from trainapp.train import callbacks
 from trainapp.train.evaluate import evaluate
-from trainapp.train.in_backward import update_in_backward
+from trainapp.train.log import draw_timeline, log
+from trainapp.train.micro_batches import around, micro_batches
 from trainapp.train.phase import Phase
 from trainapp.train.run import Run, Step
-from trainapp.train.step import accumulate_gradients, clip_gradients, drop_gradients, note_batchnorm, update
 from trainapp.train.totals import Totals
 from trainapp.train.transaction import transaction
 
@@ -41,30 +39,46 @@ def train(run: Run) -> None:
 
 
 def train_step(run: Run) -> None:
-    """One optimizer step over the global batch: one update or, with several optimizers, each that is not yet made."""
+    """One optimizer step over the global batch; with several optimizers, each in its turn. Nothing changes before
+    `commit`.
+    """
+    engine = run.engine
     for step in run.coming_updates():
-        train_update(run, step)
+        with transaction(run, step):  # until the commit, `rollback` leaves no trace of the step
+            totals = Totals()
+            for micro in micro_batches(run):  # the step's samples, cut to the size that fits
+                with around(run, micro):  # ranks, watched memory
+                    loss, totals = engine.forward(micro, totals)
+                    engine.backward(loss, micro)  # gradients add up
+            totals = engine.reduce(totals)  # over all ranks
+            norm = engine.clip(totals)  # divided by the true count, clipped
+            applied = engine.commit(totals, norm)  # optimizer.step()
+            count(run, step, totals, applied)
+        after_update(run, step, totals, norm, applied)
 
 
-def train_update(run: Run, step: Step) -> None:
-    """One update. Nothing changes before it."""
-    with transaction(run, step):  # saves what `rollback` restores; an error passes through
-        if run.config.optimizer.in_backward:
-            totals, norm, applied = update_in_backward(run, step)
-        else:
-            totals = accumulate_gradients(run, step)
-            norm = clip_gradients(run, step, totals)
-            applied = update(run, step, totals, norm)
+def count(run: Run, step: Step, totals: Totals, applied: bool) -> None:
+    """The update is committed, or left out: what follows is the next one's, or the next step's."""
+    progress = run.state.progress
+    if progress.finish_update(applied, run.state.every):
+        run.meter.count(step.samples, totals.count)
+        run.batches.advance(progress)
+    run.attempt.phase = Phase.COMMITTED
+
+
+def after_update(run: Run, step: Step, totals: Totals, norm: Tensor, applied: bool) -> None:
+    """Log, free the gradients, exchange flags with the other ranks, and act on them."""
     if step.is_logged:
         log(run, step, totals, norm, applied)
     if step.is_drawn:
         draw_timeline(run)
-    finish_step(run, step)
-
-
-def finish_step(run: Run, step: Step) -> None:
-    """Free the gradients, exchange flags with the other ranks, and act on them."""
-    drop_gradients(run)
+    if not applied and totals.count == 0:
+        run.tracker.warn_once(
+            f"step {step.number}: the loss's count is 0 over the whole step, so there is no update; such steps "
+            "count as skipped, and their samples as trained",
+            topic="nothing counts",
+        )
+    run.engine.drop_gradients()
     run.tracker.progress.advance(run.state.progress.step)
     flags = run.ranks.finish_flag_exchange()
     run.stop.agreed = flags.stop_signal
@@ -89,48 +103,28 @@ def grow_micro_batch(run: Run, step: Step, news: bool) -> None:
         run.tracker.note(f"the search ended at step {step.number} with micro-batch {shown(sizes)}")
 
 
+def note_batchnorm(run: Run, step: Step) -> None:
+    """Note once that BatchNorm depends on the micro-batch."""
+    size = max(run.sizes.train.in_force.values(), default=run.sizes.train.size)
+    if run.batches.accumulation(size, run.sizes.parts) > 1 and has_batchnorm(run.state.model):
+        run.tracker.warn_once(
+            f"step {step.number}: the model has BatchNorm, whose statistics are those of the micro-batch ({size}), not "
+            f"of the global batch; {instead_of_batchnorm(run.config.model)} does not depend on it",
+            topic="batchnorm",
+        )
+
+
 def update_weight_average(run: Run) -> None:
     """Runs between steps, so that a retry resumes the update instead of repeating it."""
     run.attempt.phase = Phase.WEIGHT_AVERAGE
     run.state.average.catch_up(run.state.progress.step)
 
 
-def log(run: Run, step: Step, totals: Totals, norm: Tensor, applied: bool) -> None:
-    """Note the update's metrics, and write those of the step after its last one. Waits for the device."""
-    run.attempt.phase = Phase.LOG
-    progress, batches = run.state.progress, run.batches
-    if applied:
-        run.nonfinite.check()
-        own = totals.means(run.ranks) | rates(step.update.optimizer) | {"grad_norm": float(norm)}
-        run.logged |= {step.update.named(name): value for name, value in own.items()} | {"loss": own["loss"]}
-    if progress.update or not run.logged:
-        return
-    scalars = run.logged | {"epoch": batches.epochs(progress)}
-    scalars |= run.sizes.scalars(batches) | run.meter.scalars()
-    scalars |= run.utilisation.scalars(scalars["samples_per_second"], run.ranks.world)
-    scalars |= spread_over_ranks(scalars, run.ranks)
-    run.tracker.log(progress.step, progress.samples, scalars, run.objective.metric)
-
-
-def draw_timeline(run: Run) -> None:
-    """Queue a plot of this step's memory, by kind."""
-    run.attempt.phase = Phase.LOG
-    step, started = run.state.progress.step, time.monotonic()
-    events, kinds = run.memory.events(run.meter.gradients())
-    run.memory.forget_record()
-    if events:
-        path = run.tracker.run_dir / "memory_timeline.png"
-        title = f"memory of step {step}, micro-batch {run.sizes.train.size}"
-        run.tracker.picture("memory_timeline", Picture(events, kinds, run.memory.budget, title, path), step)
-    run.memory.keep_events = False
-    run.meter.pause(time.monotonic() - started)
-
-
 def save(run: Run) -> None:
     """Save a checkpoint of the current step."""
     run.attempt.phase = Phase.SAVE
     started, progress = time.monotonic(), run.state.progress
-    run.nonfinite.check()
+    run.engine.nonfinite.check()
     run.strategy.broadcast_buffers()
     sizes = run.sizes.state_dict() | {"global": run.state.global_size, "budget": run.memory.budget}
     is_best = progress.best_step == progress.step

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainapp.checkpoint.checkpointer import Checkpointer, NullCheckpointer
 from trainapp.checkpoint.train_state import TrainState, Update
@@ -16,13 +16,11 @@ from trainapp.hooks.metrics import StatefulMetrics
 from trainapp.losses.losses import Task, is_built_in
 from trainapp.memory.device import DeviceMemory
 from trainapp.optim import schedules
-from trainapp.optim.nonfinite import NonFiniteCheck
 from trainapp.parallel.ranks import Flags, Ranks, SingleRank
 from trainapp.parallel.strategy import SingleDevice
 from trainapp.signals import StopRequest
 from trainapp.sizes.record import Sizes
 from trainapp.snapshot import Snapshot
-from trainapp.techniques.offload import NoOffload, Offload
 from trainapp.tracking.loggers import Logger
 from trainapp.tracking.meter import Meter, NoUtilisation, Utilisation
 from trainapp.tracking.tracker import SilentTracker, Tracker
@@ -30,6 +28,9 @@ from trainapp.train.autotuner import Autotuner
 from trainapp.train.cadences import Cadences, run_length
 from trainapp.train.phase import Phase
 from trainapp.train.totals import Totals
+
+if TYPE_CHECKING:
+    from trainapp.train.engine import Engine
 
 EvalSets = dict[str, "EvalBatches"]  # by name; the data's own validation split is ""
 
@@ -86,6 +87,7 @@ class Attempt:
     evaluated: dict[str, Evaluated] = field(default_factory=dict)  # the results of those before it, by name
     refused: int = 0  # allocations that the device's allocator had refused when it began
     step: Step | None = None  # the last one that was begun
+    micro_batches: int = 0  # begun in it
 
 
 @dataclass
@@ -94,9 +96,9 @@ class Run:
 
     config: Config
     state: TrainState  # model, optimizer, precision, weight average, progress
+    engine: "Engine"  # computes gradients and commits them
     strategy: SingleDevice  # how the model is spread over the ranks
     ranks: Ranks
-    task: Task
     batches: TrainBatches
     eval_sets: EvalSets  # empty: nothing to evaluate
     length: RunLength
@@ -105,7 +107,6 @@ class Run:
     meter: Meter
     tracker: Tracker | SilentTracker
     checkpointer: Checkpointer | NullCheckpointer
-    nonfinite: NonFiniteCheck
     snapshot: Snapshot
     stop: StopRequest
     cadences: Cadences
@@ -114,9 +115,7 @@ class Run:
     callbacks: Callbacks = field(default_factory=Callbacks)
     loggers: Mapping[str, Logger] = field(default_factory=dict)  # of the tracker
     utilisation: Utilisation | NoUtilisation = field(default_factory=NoUtilisation)
-    tasks: dict[str, Task] = field(default_factory=dict)  # of the updates, by name, where there are several
     logged: dict[str, float] = field(default_factory=dict)  # metrics of the present step's finished updates
-    offload: Offload | NoOffload = field(default_factory=NoOffload)
     last_evaluation: dict[str, float] = field(default_factory=dict)  # as logged; of this process
     rehearsals: int = 0  # updates yet to be checked by `train.check_exactness`
     attempt: Attempt = field(default_factory=Attempt)
@@ -151,19 +150,18 @@ class Run:
         return progress.stopped is not None or self._is_end(progress.step, progress.epoch)
 
     @property
-    def training_task(self) -> Task:
-        """The loss of the update at work."""
-        return self.tasks.get(self.state.update.name, self.task)
+    def task(self) -> Task:
+        """What is evaluated; with one optimizer, what is trained, too."""
+        return self.engine.evaluated_task
+
+    @task.setter
+    def task(self, task: Task) -> None:
+        self.engine.evaluated_task = task
 
     @property
     def knows_loss(self) -> bool:
         """Whether every loss is one of the application's own."""
-        return all(map(is_built_in, (self.task, *self.tasks.values())))
-
-    @property
-    def schedule(self) -> Any:
-        """The learning rates of the update at work: a `Schedule`, nearly always a function of the finished steps."""
-        return self.state.update.schedule
+        return all(map(is_built_in, (self.task, *self.engine.tasks.values())))
 
     def coming_updates(self) -> Iterator[Step]:
         """The coming step, once for each of its updates that is due and not finished."""

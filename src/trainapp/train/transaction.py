@@ -9,10 +9,9 @@ from trainapp.parallel.strategy import trained_alone
 from trainapp.rng import seed_from
 from trainapp.train import exactness
 from trainapp.train.allocations import note_refused
+from trainapp.train.micro_batches import watch_step
 from trainapp.train.phase import Phase
 from trainapp.train.run import Run, Step
-from trainapp.train.step import accumulate_gradients
-from trainapp.train.watching import watch_step
 
 
 @contextlib.contextmanager
@@ -21,12 +20,14 @@ def transaction(run: Run, step: Step) -> Iterator[None]:
 
     Seeds the global generators and records what else a forward may change (`Snapshot`). While the size is unproven,
     enables votes before each collective on whether any rank ran out of memory; also in the one in which cuDNN tunes
-    itself. Watches memory, see `watching`.
+    itself. Watches memory, see `micro_batches`.
     """
     attempt, sizes = run.attempt, run.sizes
-    attempt.phase, attempt.started = Phase.START, time.monotonic()  # no restore point yet
+    attempt.phase, attempt.started, attempt.step = Phase.START, time.monotonic(), step  # no restore point yet
+    attempt.micro_batches = 0
     sizes.follow_schedule(step.attempt)
     with alone(run, step.update):
+        run.engine.begin(step)
         run.snapshot.take("all" if run.rehearsals else "written")
         seed(run, step)
         if sizes.train.is_unproven or step.is_logged:  # for ambiguous and swallowed errors; reading counters takes time
@@ -50,7 +51,7 @@ def alone(run: Run, update: Update) -> contextlib.AbstractContextManager[None]:
     if len(run.state.updates) == 1:
         return contextlib.nullcontext()
     run.strategy.turn_to(update.number)
-    return trained_alone(update.parameters, run.meter.parameters)
+    return trained_alone(update.parameters, run.engine.parameters)
 
 
 def check_exactness(run: Run, step: Step) -> None:
@@ -61,7 +62,7 @@ def check_exactness(run: Run, step: Step) -> None:
             rollback(run, Phase.GRADIENTS, other_ranks_wait=run.ranks.world > 1)
             seed(run, step)
 
-        exactness.rehearse(run, step, accumulate_gradients, undo)
+        exactness.rehearse(run, step, undo)
         run.attempt.phase = Phase.DATA
         run.rehearsals -= 1
         if not run.rehearsals:

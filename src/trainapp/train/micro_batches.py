@@ -1,4 +1,4 @@
-"""When memory is watched: decided here, for steps, micro-batches and evaluation alike.
+"""The micro-batches of a step, and what is around each of them: ranks, and memory that is watched.
 
 Watching costs time on the CPU, where it counts every tensor. So a step is watched while its size is unproven, to
 enforce the limit and to learn what the size needs; when it is logged, at most once in a while; and when it is drawn. In
@@ -9,22 +9,46 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from trainapp.data.batch import tensors_in
+from trainapp.data.batch import MicroBatch, tensors_in
 from trainapp.memory.categories import Category
 from trainapp.sizes.micro_batches import MicroBatchSizes
+from trainapp.train.allocations import require_all_allocated
+from trainapp.train.phase import Phase
 from trainapp.train.run import Run, Step
+
+
+def micro_batches(run: Run) -> Iterator[MicroBatch]:
+    """The coming step's samples, fetched and cut to the size that fits: the same number of pieces on every rank."""
+    batches, sizes = run.batches, run.sizes
+    fetched = run.meter.timed(batches.micro_batches(run.state.progress, sizes.train.size, sizes.parts))
+    return run.engine.micro_batches(run, (micro for batch in fetched for micro in sizes.train.cut(batch, run.ranks)))
+
+
+@contextlib.contextmanager
+def around(run: Run, micro: MicroBatch) -> Iterator[None]:
+    """Around the forward and backward of a micro-batch. Only the last one of a step sums gradients over ranks."""
+    attempt, sizes, update = run.attempt, run.sizes.train, run.engine.step.update
+    samples = micro.samples * update.every  # that are trained for each of its own
+    is_first, attempt.micro_batches = attempt.micro_batches == 0, attempt.micro_batches + 1
+    counting = run.utilisation.counting(update.name, samples, micro.real)
+    watching = watch_micro_batch(run, sizes, micro.data, None if is_first else micro.samples)
+    with run.strategy.micro_batch(micro.last), watching, counting:
+        yield
+    if sizes.is_unproven:
+        require_all_allocated(run, sizes, run.ranks)
+    if not attempt.phase.is_torn:  # a torn step stays torn until it is committed
+        attempt.phase = Phase.DATA
 
 
 def watch_step(run: Run, step: Step) -> contextlib.AbstractContextManager[None]:
     """Use around a whole step."""
-    run.attempt.step = step
     return _watched_step(run, step) if _is_watched(run, step) else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
 def _watched_step(run: Run, step: Step) -> Iterator[None]:
     # Both live on. Created before the block, they are not what a first step leaves behind.
-    run.state.precision.scaler.scale(run.meter.weight(step.samples))
+    run.engine.scaled(run.engine.weight_of(step.samples))
     is_rehearsed = run.rehearsals > 0  # within the block: more than a step
     with run.memory.watch(run.meter.resident(), track_modules=run.sizes.train.is_unproven):
         yield
