@@ -56,7 +56,7 @@ def test_gradients_that_are_not_divided_are_noticed(tmp_path, monkeypatch):
 
 def test_gradients_are_gone_from_the_peak(tmp_path):
     """Of large weights and few activations."""
-    big = ("model=mlp", "model.width=512", "model.depth=6", "data=digits", "train.max_steps=2", *PLAIN[:2])
+    big = ("model=mlp", "model.width=512", "model.depth=6", "data=digits", "train.max_steps=2", *PLAIN[:1])
     run = runs.prepare(tmp_path / "sizes", *big)
     gradients = run.meter.static[Category.GRADIENTS]
     run.close()
@@ -71,7 +71,7 @@ def test_gradients_are_gone_from_the_peak(tmp_path):
 
 
 def test_resumed(tmp_path):
-    saving = (*GPT, ON, "schedule=constant", "every.save=2", "oom.grow=false", "batch.micro_size=16", *PLAIN[:2])
+    saving = (*GPT, ON, "schedule=constant", "every.save=2", "oom.grow=false", "batch.micro_size=16", *PLAIN[:1])
     runs.run(tmp_path / "whole", *saving, "train.max_steps=4")
     runs.run(tmp_path / "parts", *saving, "train.max_steps=2")
     runs.run(tmp_path / "parts", *saving, "train.max_steps=4")
@@ -90,7 +90,7 @@ def test_an_error_in_the_update_goes_back_to_the_checkpoint(tmp_path, monkeypatc
         if seen.count(3) == 4 and len(seen) == seen.index(3) + 4:  # the fourth parameter of the third step
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. (injected)")
 
-    settings = (*GPT, ON, "every.save=2", "train.max_steps=4", "schedule=constant", *PLAIN[:2])
+    settings = (*GPT, ON, "every.save=2", "train.max_steps=4", "schedule=constant", *PLAIN[:1])
     with monkeypatch.context() as patched:
         patched.setattr(in_backward.InBackward, "_update", failing)
         failed = runs.run(tmp_path / "failed", *settings)
@@ -109,7 +109,7 @@ def test_an_error_in_the_update_goes_back_to_the_checkpoint(tmp_path, monkeypatc
 @pytest.mark.slow
 def test_an_error_before_the_first_update_is_rolled_back_in_place(tmp_path):
     """The loss of a model with a weight of 1 MiB fails before any gradient exists."""
-    settings = ("model=mlp", "data=digits", ON, *PLAIN[:2], "train.max_steps=2", "batch.global_size=512")
+    settings = ("model=mlp", "data=digits", ON, *PLAIN[:1], "train.max_steps=2", "batch.global_size=512")
     ended = runs.run(tmp_path, *settings, "memory.limit=2.2MiB")
     phases = {incident["phase"] for incident in incidents(tmp_path)}
     assert ended.steps == 2

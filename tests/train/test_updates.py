@@ -268,7 +268,7 @@ def failing_run(run_dir, above, *overrides):
 
     def patched(*arguments):
         run = prepare(*arguments)
-        run.tasks = {name: above(run, task) for name, task in run.tasks.items()}
+        run.engine.tasks = {name: above(run, task) for name, task in run.engine.tasks.items()}
         return run
 
     runs.runner.prepare = patched

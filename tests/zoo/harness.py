@@ -174,7 +174,7 @@ class Training:
         if run is not self.run:
             self.run = run
             run.task = _Recording(run.task, self)
-            run.tasks = {name: _Recording(task, self) for name, task in run.tasks.items()}
+            run.engine.tasks = {name: _Recording(task, self) for name, task in run.engine.tasks.items()}
             for fault in self.faults:
                 fault.attach(run)
             fetcher = run.batches._loader.fetcher
