@@ -10,7 +10,6 @@ import torch
 import weighted
 
 from trainapp.errors import TrainingStopped, UserError
-from trainapp.optim.nonfinite import MAX_SKIPPED
 from trainapp.train import engine, evaluate, loop
 from trainapp.train.totals import Totals
 
