@@ -43,8 +43,9 @@ MODELS = {
     "batchnorm": Cell("buffers.BatchNorm"),
     "spectral norm": Cell("buffers.SpectralNorm"),
     "weight norm": Cell("buffers.WeightNorm"),
-    "lazy buffer": Cell("buffers.LazyStatistics"),
-    "late buffer": Cell("buffers.LateBuffer"),
+    # Buffers that a forward registers are not in a checkpoint, as in every framework.
+    "lazy buffer": Cell("buffers.LazyStatistics", resumes=False),
+    "late buffer": Cell("buffers.LateBuffer", resumes=False),
     "re-assigned buffer": Cell("buffers.Reassigned"),
     # A checkpoint leaves out what register_buffer(persistent=False) asks it to leave out.
     "buffer through data": Cell("buffers.WrittenThroughData", resumes=False),

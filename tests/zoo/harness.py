@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from trainapp.config import compose
 from trainapp.config.schema import Config, Target, Update
-from trainapp.data.source import TrainBatches
 from trainapp.oom import recovery
 from trainapp.oom.report import OomReport
 from trainapp.run import runner
@@ -316,7 +315,7 @@ def _plain(value: Any) -> Any:
 def check_samples(training: Training) -> None:
     """Each finished epoch has each of its samples once; an unfinished one has none twice."""
     batches = training.run.batches
-    samples = batches.epoch_samples if isinstance(batches, TrainBatches) else len(batches.dataset.vectors)
+    samples = batches.epoch_samples or len(batches.dataset.vectors)  # of a stream there is no number
     by_epoch: dict[int, list[int]] = {}
     for (epoch, _), micro_batches in sorted(training.trained.items()):
         by_epoch.setdefault(epoch, []).extend(index for micro in micro_batches for index in micro)
