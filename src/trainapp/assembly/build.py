@@ -13,7 +13,7 @@ from trainapp.accelerator import HERE, Accelerator
 from trainapp.assembly import hook_parts
 from trainapp.assembly.batches import data_batches, eval_roots
 from trainapp.assembly.components import Components, choose_device, load_components, set_global_switches
-from trainapp.assembly.model import assemble
+from trainapp.assembly.model import Assembled, assemble
 from trainapp.assembly.room import require_room
 from trainapp.checkpoint.checkpointer import Checkpointer, NullCheckpointer
 from trainapp.checkpoint.directory import CheckpointDirectory
@@ -135,19 +135,7 @@ def run_of(config: Config, parts: Parts, stop: StopRequest, ranks: Ranks, initia
     checkpointer = _checkpointer(config, state, ranks)
     length = run_length(config, batches, state.progress)
     meter, whole = Meter(state, memory, strategy.communication_buffers), losses.needs_whole_batch(components.task)
-    nonfinite = NonFiniteCheck(config.train.nonfinite, device, numerics.scaler.is_enabled(), checkpointer.newest_name)
-    snapshot, attempt = state.stateful.snapshot(len(state.updates)), Attempt()
-    engine = _engine_class(config, components)(
-        state,
-        strategy,
-        assembled.task,
-        assembled.tasks,
-        nonfinite,
-        snapshot,
-        attempt,
-        config.train.grad_clip,
-        assembled.offload,
-    )
+    engine = _engine(config, components, assembled, checkpointer)
     run = Run(
         config=config,
         state=state,
@@ -162,8 +150,8 @@ def run_of(config: Config, parts: Parts, stop: StopRequest, ranks: Ranks, initia
         meter=meter,
         tracker=SilentTracker(Path(config.run_dir)),
         checkpointer=checkpointer,
-        snapshot=snapshot,
-        attempt=attempt,
+        snapshot=engine.snapshot,
+        attempt=engine.attempt,
         stop=stop,
         cadences=Cadences.of(config, length),
         objective=Objective.of(config, components.train_data, sets),
@@ -174,11 +162,28 @@ def run_of(config: Config, parts: Parts, stop: StopRequest, ranks: Ranks, initia
     return hook_parts.attached(run, components.hooks, callbacks)
 
 
-def _engine_class(config: Config, components: Components) -> type[Engine]:
+def _engine(
+    config: Config, components: Components, assembled: Assembled, checkpointer: Checkpointer | NullCheckpointer
+) -> Engine:
+    state = assembled.state
+    kind: type[Engine] = Engine
     embeds = any(map(losses.has_embeddings, components.training_tasks))
     if config.optimizer.in_backward:
-        return CachedInBackward if embeds else InBackward
-    return CachedGradients if embeds else Engine
+        kind = CachedInBackward if embeds else InBackward
+    elif embeds:
+        kind = CachedGradients
+    is_scaled = state.precision.scaler.is_enabled()
+    return kind(
+        state,
+        assembled.strategy,
+        assembled.task,
+        assembled.tasks,
+        NonFiniteCheck(config.train.nonfinite, state.device, is_scaled, checkpointer.newest_name),
+        state.stateful.snapshot(len(state.updates)),
+        Attempt(),
+        config.train.grad_clip,
+        assembled.offload,
+    )
 
 
 class CachedInBackward(InBackward, CachedGradients):

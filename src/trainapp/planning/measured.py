@@ -19,6 +19,8 @@ from trainapp.planning.recorder import Breakdown, PhaseLog, Recorder
 from trainapp.planning.simulated_ranks import simulated
 from trainapp.planning.traced import stepped
 from trainapp.signals import StopRequest
+from trainapp.techniques.catalogue import available
+from trainapp.techniques.technique import Situation
 from trainapp.train.evaluate import evaluate
 from trainapp.train.loop import train_step, update_weight_average
 from trainapp.train.run import Run
@@ -89,10 +91,12 @@ class Measured:
         with guarded(left, total_bytes()), _Running(self, self._small(config, size, 1 + accumulates), most) as run:
             started = time.monotonic()
             if isinstance(run.memory, Recorder):
-                found = stepped(run, config, run.memory, *sizes, steps=STEPS)
+                found = stepped(run, run.memory, *sizes, steps=STEPS)
             else:
                 found = _by_counters(run, *sizes)
-            return dataclasses.replace(found, seconds=(time.monotonic() - started) / (STEPS if trains else 1))
+            seconds = (time.monotonic() - started) / (STEPS if trains else 1)
+            applicable = tuple(available(Situation(config, run.state.model, run.knows_loss)))
+            return dataclasses.replace(found, techniques=applicable, seconds=seconds)
 
     def seconds(self, config: Config, size: int) -> float:
         """Of a whole step of the configuration with micro-batches of `size`: the median of TIMED after a first one.

@@ -95,14 +95,15 @@ class Traced:
             simulated(rank, self.world, torch.device("cpu")) as ranks,
             _on_fakes(self, config, size, eval_size, ranks) as (run, recorder, values, varies),
         ):
-            found = stepped(run, config, recorder, size, eval_size)
+            found = stepped(run, recorder, size, eval_size)
             notes = [*([_VARIES] if varies else []), *([_MADE_UP] if values.reads else [])]
-            found = dataclasses.replace(found, notes=(*found.notes, *notes))
+            applicable = tuple(available(Situation(config, run.state.model, run.knows_loss)))
+            found = dataclasses.replace(found, notes=(*found.notes, *notes), techniques=applicable)
             return found if self.gpu is None else self.gpu.completed(found, run)
 
 
-def stepped(run: Run, config: Config, recorder: Recorder, size: int, eval_size: int, steps: int = 1) -> Breakdown:
-    """What training and an evaluation of the run need; a size of 0 leaves one out. config: before `planned_config`.
+def stepped(run: Run, recorder: Recorder, size: int, eval_size: int, steps: int = 1) -> Breakdown:
+    """What training and an evaluation of the run need; a size of 0 leaves one out.
 
     steps: of training, at least. One more follows if the last has left something, such as optimizer state or a tensor
     in a list.
@@ -121,7 +122,6 @@ def stepped(run: Run, config: Config, recorder: Recorder, size: int, eval_size: 
         found,
         smallest=build.smallest_micro_batch(model),
         is_uneven=any(_is_uneven(p) for p in model.parameters()),
-        techniques=tuple(available(Situation(config, model, run.knows_loss))),
     )
 
 
