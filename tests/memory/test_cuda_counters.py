@@ -7,7 +7,6 @@ import torch
 
 from trainapp.config import schema
 from trainapp.memory.cuda import CudaMemory
-from trainapp.memory.device import DeviceMemory
 
 GIB = 2**30
 CUDA = torch.device("cuda", 0)
@@ -39,7 +38,6 @@ def counters(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: found["allocated_bytes.all.peak"])
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda _: found["reserved_bytes.all.peak"])
-    monkeypatch.setattr(DeviceMemory, "reported_refusals", 0)
     return found
 
 
@@ -53,15 +51,15 @@ def test_both_peaks_are_reported(counters):
     assert (memory.peak, memory.peak_reserved) == (3 * GIB, 6 * GIB)
 
 
-def test_a_refused_allocation_is_hidden_until_its_error_is_reported(counters):
-    """Also in the next run of this process: what cuDNN has chosen stays."""
+def test_laps_of_a_step_belong_to_its_window(counters, monkeypatch):
+    """A micro-batch's own peak, which resets the allocator's, is part of what a log step reports."""
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: GIB)
     memory = CudaMemory(CUDA, schema.Memory())
-    assert not memory.has_hidden_failures
-    counters["num_ooms"] = 1
-    assert memory.has_hidden_failures
-    assert CudaMemory(CUDA, schema.Memory()).has_hidden_failures
-    DeviceMemory.reported_refusals += 1
-    assert not memory.has_hidden_failures
+    assert memory.lap() == (GIB, 3 * GIB)
+    counters |= {"allocated_bytes.all.peak": 2 * GIB, "reserved_bytes.all.peak": 4 * GIB}
+    scalars = memory.window()
+    assert (scalars["memory/peak"], scalars["memory/peak_reserved"]) == (3 * GIB, 5 * GIB)
+    assert memory.window()["memory/peak"] == 2 * GIB
 
 
 def test_before_cuda_has_started_nothing_was_refused(counters):
