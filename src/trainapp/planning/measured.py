@@ -139,7 +139,8 @@ class _Running:
             parts.memory = Recorder(parts.device, total_bytes(), self._most)
         run = build.run_of(self._planned, parts, StopRequest(), ranks)
         if isinstance(parts.memory, Recorder):
-            run.attempt, parts.memory.resident = PhaseLog(parts.memory), run.meter.resident
+            run.attempt = run.engine.attempt = PhaseLog(parts.memory)
+            parts.memory.resident = run.meter.resident
         self._batches = parts.batches
         return run
 

@@ -180,7 +180,8 @@ def _on_fakes(
             recorder.kept.stand_in = _stand_ins(fake)
         else:
             gpu.prepare(run)
-        run.attempt, recorder.resident = PhaseLog(recorder), run.meter.resident
+        run.attempt = run.engine.attempt = PhaseLog(recorder)
+        recorder.resident = run.meter.resident
         _settle_shards(run)
         varies = shape is not None or any(shape is not None for shape in eval_shapes.values())
         yield run, recorder, values, varies
