@@ -83,7 +83,7 @@ def test_what_it_says(tmp_path, caplog):
 
 def test_the_size_that_ran_shrinks_not_another_shapes(tmp_path):
     """Checked after each micro-batch: the last one of a step may have another shape."""
-    texts = ("data.min_length=4", "model.context_length=64", "batch.micro_size=4", "train.max_steps=2")
+    texts = ("data.min_length=4", "model.context_length=64", "batch.micro_size=4", "train.max_steps=6")
     config = tiny(tmp_path, *MODELS["gpt"], *texts)
     free = Recorded(config)
     buckets = free.run.sizes.train.searches
