@@ -36,8 +36,8 @@ from trainapp.config import compose
 from trainapp.data.sampler import epoch_order
 from trainapp.parallel.ranks import SingleRank
 from trainapp.signals import StopRequest
-from trainapp.train import loop
-from trainapp.train.run import Run
+from trainapp.training import loop
+from trainapp.training.run import Run
 
 GLOBAL, MICRO = 64, 32
 LEARNING_RATE, WEIGHT_DECAY, CLIP = 3e-3, 0.05, 1.0

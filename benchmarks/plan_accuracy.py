@@ -119,8 +119,8 @@ def measured(overrides: tuple[str, ...], micro_size: int, eval_micro_size: int) 
     from trainapp.parallel.ranks import SingleRank
     from trainapp.run import runner
     from trainapp.signals import StopRequest
-    from trainapp.train import loop
-    from trainapp.train.evaluate import evaluate
+    from trainapp.training import loop
+    from trainapp.training.evaluate import evaluate
 
     fixed = any(override.startswith("accumulation.steps=") for override in overrides)
     sizes = () if fixed else (f"batch.micro_size={micro_size}",)

@@ -146,7 +146,7 @@ def trainapp(settings: Any, ranks: Any) -> tuple[Callable[[int], None], Callable
     """trainapp's loop: `advance(steps)` and a function that returns the last loss."""
     from trainapp.assembly import build
     from trainapp.signals import StopRequest
-    from trainapp.train import loop
+    from trainapp.training import loop
 
     Path(settings.run_dir).mkdir(parents=True, exist_ok=True)
     run = build.build(settings, StopRequest(), ranks)

@@ -38,7 +38,7 @@ def checkout(tmp_path):
 @pytest.mark.parametrize(
     ("module", "line", "contract"),
     [
-        ("data/batch.py", "from trainapp.train import loop", ROOMS),
+        ("data/batch.py", "from trainapp.training import loop", ROOMS),
         ("data/batch.py", "from trainapp.models import mlp", ROOMS),
         ("optim/ema.py", "from trainapp.parallel import ranks", ROOMS),
         ("units.py", "from trainapp import errors", ROOMS),

@@ -9,7 +9,7 @@ import runs
 from trainapp.config.schema import Loader
 from trainapp.errors import UserError
 from trainapp.run import resume
-from trainapp.train import loop
+from trainapp.training import loop
 
 IMAGES = (
     "model=mlp",

@@ -4,7 +4,7 @@ import pytest
 import runs
 from helpers import metrics
 
-from trainapp.train.run import Run
+from trainapp.training.run import Run
 
 EPOCHS = 4
 DATA = (

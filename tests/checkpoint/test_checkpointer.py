@@ -17,7 +17,7 @@ from trainapp.checkpoint.checkpointer import Checkpointer, NullCheckpointer
 from trainapp.checkpoint.directory import damage
 from trainapp.errors import UserError
 from trainapp.parallel.ranks import SingleRank
-from trainapp.train import loop
+from trainapp.training import loop
 
 MLP = runs.MODELS["mlp"]
 LATER = "checkpointing.asynchronous=true"

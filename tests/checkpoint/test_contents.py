@@ -6,7 +6,7 @@ import torch
 
 from trainapp.checkpoint import state_dicts
 from trainapp.errors import UserError
-from trainapp.train import loop
+from trainapp.training import loop
 
 DIGITS = ("data=digits", "schedule=constant", "batch.micro_size=16", "user_packages=[foreign]")
 NOT_SAVED = "a checkpoint does not hold what training has changed in "

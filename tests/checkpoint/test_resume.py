@@ -11,7 +11,7 @@ import pytest
 import runs
 
 from trainapp.errors import UserError
-from trainapp.train import loop
+from trainapp.training import loop
 
 # All cross the end of an epoch: the data set is small or the batch is large.
 CASES = {

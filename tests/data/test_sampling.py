@@ -11,7 +11,7 @@ from trainapp.data.progress import Progress
 from trainapp.data.sampler import Sampler, Weighted
 from trainapp.data.source import TrainBatches
 from trainapp.errors import UserError
-from trainapp.train import loop
+from trainapp.training import loop
 
 CPU = torch.device("cpu")
 

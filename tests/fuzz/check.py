@@ -10,7 +10,7 @@ from zoo.catalogue import ALL, Cell
 from zoo.harness import Training, check_samples, compare
 
 from trainapp.errors import TrainingStopped, UserError
-from trainapp.train.run import Run
+from trainapp.training.run import Run
 
 from .cases import Case, Oom, Raise, Stop
 

@@ -16,7 +16,7 @@ from trainapp.data.progress import Progress
 from trainapp.data.sets.digits import Digits
 from trainapp.data.source import TrainBatches
 from trainapp.memory import backends
-from trainapp.train import loop
+from trainapp.training import loop
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

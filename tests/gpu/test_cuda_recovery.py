@@ -11,7 +11,7 @@ from oom.inject import Injector, Recorded
 
 from trainapp.memory.detection import is_device_lost, requested_bytes
 from trainapp.oom import find_executable_batch_size, is_out_of_memory
-from trainapp.train import loop
+from trainapp.training import loop
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 ENDS = ("train.max_steps=5", "every.save=null")

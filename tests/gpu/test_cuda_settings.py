@@ -9,7 +9,7 @@ import torch
 from on_gpu import LARGE, ON_GPU, command, forget, launched, limit_of
 
 from trainapp.errors import TrainingStopped, UserError
-from trainapp.train import loop
+from trainapp.training import loop
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

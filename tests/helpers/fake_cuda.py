@@ -32,8 +32,8 @@ from trainapp.planning.recorder import Recorder
 from trainapp.signals import StopRequest
 from trainapp.torch_operators import READ_OPERATORS
 from trainapp.torch_private import DispatchMode, fake_tensor_mode
-from trainapp.train import loop
-from trainapp.train.cadences import Cadences
+from trainapp.training import loop
+from trainapp.training.cadences import Cadences
 
 CUDA = torch.device("cuda", 0)
 SAMPLES = 8  # in each of two micro-batches

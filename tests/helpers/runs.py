@@ -16,9 +16,9 @@ from trainapp.parallel.ranks import SingleRank
 from trainapp.run import runner
 from trainapp.run.result import RunResult
 from trainapp.signals import StopRequest
-from trainapp.train import exactness, loop
-from trainapp.train.run import Run
-from trainapp.train.totals import Totals
+from trainapp.training import exactness, loop
+from trainapp.training.run import Run
+from trainapp.training.totals import Totals
 
 # A tiny run on the CPU: the defaults for every test.
 TINY = (

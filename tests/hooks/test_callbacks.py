@@ -12,8 +12,8 @@ from trainapp.errors import TrainingStopped, UserError
 from trainapp.hooks.callbacks import Callbacks, EarlyStopping
 from trainapp.memory.categories import Category
 from trainapp.run import runner
-from trainapp.train import callbacks, loop
-from trainapp.train.engine import Engine
+from trainapp.training import callbacks, loop
+from trainapp.training.engine import Engine
 
 MLP = (*runs.MODELS["mlp"], "model.dropout=0.1", "user_packages=[own_hooks]")
 

@@ -15,7 +15,7 @@ from trainapp.assembly import trial
 from trainapp.errors import UserError
 from trainapp.hooks.metrics import StatefulMetrics, TorchMetric, as_scalars
 from trainapp.parallel.ranks import SingleRank
-from trainapp.train import evaluate, loop
+from trainapp.training import evaluate, loop
 
 MLP = (*runs.MODELS["mlp"], "user_packages=[own_hooks]", "train.max_steps=2", "every.eval=2")
 F1 = "+metrics.f1={_target_: torchmetrics.F1Score, task: multiclass, average: macro}"

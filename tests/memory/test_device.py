@@ -13,7 +13,7 @@ from trainapp.errors import UserError
 from trainapp.memory import backends, cpu, device
 from trainapp.memory.categories import Category
 from trainapp.memory.host import total_bytes
-from trainapp.train import loop
+from trainapp.training import loop
 
 TAGS = {
     "memory/allocated",

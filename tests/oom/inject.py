@@ -17,7 +17,7 @@ from trainapp.oom.report import OomReport
 from trainapp.parallel.ranks import SingleRank
 from trainapp.run import runner
 from trainapp.signals import StopRequest
-from trainapp.train.run import Run
+from trainapp.training.run import Run
 
 # The phases of a step in order, then those between two steps.
 PHASES = ("data", "forward", "loss", "backward", "clip", "metric")

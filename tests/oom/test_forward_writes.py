@@ -18,8 +18,8 @@ from trainapp.parallel.ranks import SingleRank
 from trainapp.run import runner
 from trainapp.signals import StopRequest
 from trainapp.snapshot import Owner, Snapshot
-from trainapp.train import loop
-from trainapp.train.run import Run
+from trainapp.training import loop
+from trainapp.training.run import Run
 
 from .conftest import tiny
 from .inject import Counts, Injector, Recorded, Watched

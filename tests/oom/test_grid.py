@@ -19,8 +19,8 @@ from trainapp.parallel.ranks import SingleRank
 from trainapp.run import runner
 from trainapp.signals import StopRequest
 from trainapp.snapshot import Snapshot
-from trainapp.train import transaction
-from trainapp.train.engine import Engine
+from trainapp.training import transaction
+from trainapp.training.engine import Engine
 
 from .conftest import MODELS, PRECISIONS, cell, tiny
 from .inject import PHASES, Counts, Injector, Recorded, logged

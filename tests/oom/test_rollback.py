@@ -13,8 +13,8 @@ from trainapp.errors import TrainingStopped
 from trainapp.parallel.ranks import SingleRank
 from trainapp.run import runner
 from trainapp.signals import StopRequest
-from trainapp.train.phase import Phase
-from trainapp.train.transaction import rollback
+from trainapp.training.phase import Phase
+from trainapp.training.transaction import rollback
 
 from .conftest import cell, tiny
 from .inject import Injector, Recorded

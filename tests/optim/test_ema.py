@@ -7,7 +7,7 @@ from torch import nn
 
 from trainapp.optim.ema import WeightAverage, _parts
 from trainapp.torch_private import fake_tensor_mode
-from trainapp.train import loop
+from trainapp.training import loop
 
 MLP = runs.MODELS["mlp"]
 

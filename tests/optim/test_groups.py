@@ -10,7 +10,7 @@ from trainapp.config import schema
 from trainapp.errors import UserError
 from trainapp.optim import schedules
 from trainapp.optim.optimizers import build_optimizer
-from trainapp.train import loop
+from trainapp.training import loop
 
 CPU = torch.device("cpu")
 MLP = (*runs.MODELS["mlp"], "schedule=constant")

@@ -7,7 +7,7 @@ import torch
 from trainapp.errors import TrainingStopped
 from trainapp.optim.nonfinite import MAX_SKIPPED, NonFiniteCheck, gradient_norm, scale_gradients
 from trainapp.torch_private import DispatchMode, fake_tensor_mode
-from trainapp.train import loop
+from trainapp.training import loop
 
 MLP = runs.MODELS["mlp"]
 

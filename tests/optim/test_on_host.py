@@ -15,7 +15,7 @@ from trainapp.errors import UserError
 from trainapp.memory.device import optimizer_tensors
 from trainapp.optim.on_host import on_host
 from trainapp.optim.optimizers import build_optimizer
-from trainapp.train import loop
+from trainapp.training import loop
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -10,7 +10,7 @@ from trainapp.errors import UserError
 from trainapp.models.gpt import GPT
 from trainapp.models.resnet import ResNet
 from trainapp.optim.optimizers import build_optimizer, materialise_state, parameter_groups
-from trainapp.train import loop
+from trainapp.training import loop
 
 CPU = torch.device("cpu")
 MATERIALISED = {

@@ -13,7 +13,7 @@ from trainapp.config import schema
 from trainapp.config.durations import RunLength
 from trainapp.errors import UserError
 from trainapp.optim.schedules import for_optimizer
-from trainapp.train import loop
+from trainapp.training import loop
 
 RUN = RunLength(steps_per_epoch=5, global_size=16, total_steps=20)
 MLP = (*runs.MODELS["mlp"], "user_packages=[test_own_schedules]", "optimizer.lr=0.1")

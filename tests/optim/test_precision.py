@@ -8,7 +8,7 @@ from recorded_operations import RecordedOperations
 from trainapp.config import schema
 from trainapp.errors import UserError
 from trainapp.optim import low_precision, precision
-from trainapp.train import loop
+from trainapp.training import loop
 
 MLP = runs.MODELS["mlp"]
 

@@ -25,10 +25,10 @@ from trainapp.parallel.strategy import whole
 from trainapp.run import runner
 from trainapp.signals import StopRequest
 from trainapp.torch_private import outside_dispatch_modes
-from trainapp.train import loop
-from trainapp.train.engine import Engine
-from trainapp.train.run import Run
-from trainapp.train.totals import Totals
+from trainapp.training import loop
+from trainapp.training.engine import Engine
+from trainapp.training.run import Run
+from trainapp.training.totals import Totals
 
 from .faults import Fault, injected
 

@@ -25,8 +25,8 @@ from trainapp.data.stream import Stream
 from trainapp.memory.cpu import CpuMemory
 from trainapp.parallel.ddp import Exchange
 from trainapp.torch_private import fsdp_collectives
-from trainapp.train import loop
-from trainapp.train.run import Run
+from trainapp.training import loop
+from trainapp.training.run import Run
 
 ENVIRONMENT = "TRAINAPP_TEST_FAULTS"  # {"folder": ..., "faults": [...]}
 # Phases of the loop (`run.attempt.phase`), recognised by their tensor operations, and places that are functions.

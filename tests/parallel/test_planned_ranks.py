@@ -11,8 +11,8 @@ from trainapp.launch import worker
 from trainapp.planning import planner
 from trainapp.run import runner
 from trainapp.signals import StopRequest
-from trainapp.train import loop
-from trainapp.train.evaluate import evaluate
+from trainapp.training import loop
+from trainapp.training.evaluate import evaluate
 
 GPT, MLP = runs.MODELS["gpt"], runs.MODELS["mlp"]
 REPEATS = 4

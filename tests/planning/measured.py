@@ -4,8 +4,8 @@ import sys
 
 import runs
 
-from trainapp.train import loop
-from trainapp.train.evaluate import evaluate
+from trainapp.training import loop
+from trainapp.training.evaluate import evaluate
 
 
 def peaks(run_dir, *overrides):

@@ -12,8 +12,8 @@ from trainapp.parallel.ranks import SingleRank
 from trainapp.planning import planner
 from trainapp.run import runner
 from trainapp.signals import StopRequest
-from trainapp.train import loop
-from trainapp.train.evaluate import evaluate
+from trainapp.training import loop
+from trainapp.training.evaluate import evaluate
 
 STEPS = 5
 ONE = "batch.global_size=16"  # micro-batch per step

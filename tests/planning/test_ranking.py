@@ -7,7 +7,7 @@ from trainapp.config import compose
 from trainapp.planning import planner, screen
 from trainapp.techniques.catalogue import TECHNIQUES
 from trainapp.techniques.technique import RESULTS
-from trainapp.train import loop
+from trainapp.training import loop
 
 GPT = (*runs.TINY, *runs.MODELS["gpt"], "model.depth=2", "checkpointing=off", "oom.grow=false")
 SMALL = (*GPT, "batch.global_size=32", "every.eval=null")

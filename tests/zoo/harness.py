@@ -25,7 +25,7 @@ from trainapp.oom.report import OomReport
 from trainapp.run import runner
 from trainapp.run.result import RunResult
 from trainapp.tracking.tracker import Tracker
-from trainapp.train.run import Run
+from trainapp.training.run import Run
 
 from . import catalogue
 from .batches import index_of

@@ -14,7 +14,7 @@ from trainapp.launch import worker
 from trainapp.oom.report import OomReport
 from trainapp.run import runner
 from trainapp.tracking.tracker import Tracker
-from trainapp.train.run import Run
+from trainapp.training.run import Run
 
 from . import catalogue
 from .harness import state_of

@@ -6,8 +6,8 @@ from trainapp.errors import UserError
 from trainapp.parallel.ranks import SingleRank
 from trainapp.run import runner
 from trainapp.signals import StopRequest
-from trainapp.train import exactness
-from trainapp.train.totals import Totals
+from trainapp.training import exactness
+from trainapp.training.totals import Totals
 
 from . import catalogue
 from .catalogue import ALL

@@ -6,7 +6,7 @@ import pytest
 
 from trainapp.data.source import EvalBatches
 from trainapp.oom import recovery
-from trainapp.train import transaction
+from trainapp.training import transaction
 
 from . import cells
 from .harness import leaving

@@ -6,8 +6,8 @@ import runs
 import torch
 from gpu.on_gpu import MIB
 
-from trainapp.train import loop
-from trainapp.train.evaluate import evaluate
+from trainapp.training import loop
+from trainapp.training.evaluate import evaluate
 
 from .. import jobs
 from ..table import Table

@@ -8,7 +8,7 @@ from pathlib import Path
 import runs
 
 from trainapp.sizes.micro_batches import MicroBatchSizes
-from trainapp.train import loop
+from trainapp.training import loop
 
 from .. import jobs
 from ..table import Table

@@ -18,7 +18,7 @@ from trainapp.parallel.ddp import DDP
 from trainapp.parallel.fsdp import FSDP
 from trainapp.parallel.ranks import DistributedRanks
 from trainapp.parallel.strategy import SingleDevice
-from trainapp.train.run import Run
+from trainapp.training.run import Run
 
 from .. import jobs
 from ..table import Table

@@ -14,8 +14,8 @@ from trainapp.memory.device import DeviceMemory
 from trainapp.models.inspect import blocks_of
 from trainapp.run import runner
 from trainapp.sizes.micro_batches import MicroBatchSizes
-from trainapp.train.phase import Phase
-from trainapp.train.run import Run
+from trainapp.training.phase import Phase
+from trainapp.training.run import Run
 
 from .. import jobs
 from ..table import Table

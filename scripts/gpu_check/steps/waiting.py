@@ -10,8 +10,8 @@ from pathlib import Path
 import runs
 import torch
 
-from trainapp.train import loop
-from trainapp.train.run import Run
+from trainapp.training import loop
+from trainapp.training.run import Run
 
 from .. import jobs
 from ..table import Table

@@ -40,13 +40,13 @@ from trainapp.techniques.technique import Situation
 from trainapp.torch_private import is_tracing
 from trainapp.tracking.meter import Meter
 from trainapp.tracking.tracker import SilentTracker, Tracker
-from trainapp.train import exactness
-from trainapp.train.autotuner import Autotuner
-from trainapp.train.cached_gradients import CachedGradients
-from trainapp.train.cadences import Cadences, run_length
-from trainapp.train.engine import Engine
-from trainapp.train.in_backward import InBackward
-from trainapp.train.run import Attempt, EvalSets, Objective, Run
+from trainapp.training import exactness
+from trainapp.training.autotuner import Autotuner
+from trainapp.training.cached_gradients import CachedGradients
+from trainapp.training.cadences import Cadences, run_length
+from trainapp.training.engine import Engine
+from trainapp.training.in_backward import InBackward
+from trainapp.training.run import Attempt, EvalSets, Objective, Run
 from trainapp.units import bytes_text
 
 log = logging.getLogger(__name__)

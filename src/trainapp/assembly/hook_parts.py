@@ -21,8 +21,8 @@ from trainapp.memory.kept import KeptStorages
 from trainapp.parallel.strategy import local
 from trainapp.torch_private import is_tracing, storage_id
 from trainapp.tracking.meter import NoUtilisation, Utilisation, peak_of
-from trainapp.train.phase import Phase
-from trainapp.train.run import Objective, Run
+from trainapp.training.phase import Phase
+from trainapp.training.run import Objective, Run
 
 EARLY_STOPPING = "early_stopping"  # the name of the callback that `stopping` builds
 

@@ -17,8 +17,8 @@ from trainapp.data.batch import map_tensors
 from trainapp.hooks.callbacks import EarlyStopping
 from trainapp.hooks.metrics import EVERY
 from trainapp.losses.losses import has_embeddings, is_built_in
-from trainapp.train.evaluate import no_such_metric
-from trainapp.train.run import Objective, Run
+from trainapp.training.evaluate import no_such_metric
+from trainapp.training.run import Objective, Run
 
 SAMPLES = 2  # which a remainder of an evaluation may have, too
 NOT_EVALUATED = -1  # as the step of the last evaluation: one is due before the first step

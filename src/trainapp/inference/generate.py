@@ -23,7 +23,7 @@ from trainapp.errors import TrainingStopped, UserError
 from trainapp.inference.rows import Row, begin, opened, write_rows
 from trainapp.losses.losses import classification, has_embeddings, unchecked
 from trainapp.models import transformers_models
-from trainapp.train.run import Run
+from trainapp.training.run import Run
 
 log = logging.getLogger(__name__)
 

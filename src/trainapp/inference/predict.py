@@ -18,7 +18,7 @@ from trainapp.hooks.predictions import ClassDim
 from trainapp.inference.rows import Row, begin, opened, write_rows
 from trainapp.losses.inputs import beside_inputs
 from trainapp.losses.losses import IGNORED, attribute, class_dim, is_built_in, unchecked
-from trainapp.train.run import Run
+from trainapp.training.run import Run
 
 log = logging.getLogger(__name__)
 PER_SAMPLE = (

@@ -25,10 +25,10 @@ from trainapp.data.batch import MicroBatch
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.files import atomic_write, strict_json
 from trainapp.parallel.ranks import Ranks, answered_by_rank_zero
-from trainapp.train.allocations import note_refused
-from trainapp.train.evaluate import as_evaluated, each_micro_batch
-from trainapp.train.phase import Phase
-from trainapp.train.run import Run
+from trainapp.training.allocations import note_refused
+from trainapp.training.evaluate import as_evaluated, each_micro_batch
+from trainapp.training.phase import Phase
+from trainapp.training.run import Run
 
 Row = dict[str, Any]
 _BEGINNING = b'{"index":'  # of every file of rows

@@ -14,8 +14,8 @@ from trainapp.oom.report import OomReport, as_markdown, final_message, one_line,
 from trainapp.parallel.ranks import OUT_OF_MEMORY_EXIT, SingleRank
 from trainapp.sizes.micro_batches import MicroBatchSizes
 from trainapp.torch_direct import release_failed_backward
-from trainapp.train.run import Run
-from trainapp.train.transaction import rollback
+from trainapp.training.run import Run
+from trainapp.training.transaction import rollback
 from trainapp.units import listed
 
 log = logging.getLogger(__name__)

@@ -19,9 +19,9 @@ from trainapp.parallel.strategy import TaskModule, local
 from trainapp.techniques import catalogue
 from trainapp.techniques.technique import Situation, overrides_of
 from trainapp.torch_private import storage_id
-from trainapp.train.allocations import SwallowedOutOfMemory
-from trainapp.train.phase import Phase
-from trainapp.train.run import Run
+from trainapp.training.allocations import SwallowedOutOfMemory
+from trainapp.training.phase import Phase
+from trainapp.training.run import Run
 from trainapp.units import bytes_text, listed
 
 

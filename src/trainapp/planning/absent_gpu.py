@@ -28,7 +28,7 @@ from trainapp.planning.recorder import Breakdown
 from trainapp.planning.simulated_ranks import world_of
 from trainapp.torch_operators import ASKS_DEVICE
 from trainapp.torch_private import DispatchMode
-from trainapp.train.run import Run
+from trainapp.training.run import Run
 from trainapp.units import bytes_text, parse_memory_size
 
 MIB = 2**20

@@ -10,7 +10,7 @@ from trainapp.parallel.ranks import answered_by_rank_zero
 from trainapp.planning import process
 from trainapp.planning.absent_gpu import spelled
 from trainapp.sizes.record import PlannedSizes
-from trainapp.train.run import Run
+from trainapp.training.run import Run
 
 PATIENCE = 600.0  # seconds
 log = logging.getLogger(__name__)

@@ -21,9 +21,9 @@ from trainapp.planning.traced import stepped
 from trainapp.signals import StopRequest
 from trainapp.techniques.catalogue import available
 from trainapp.techniques.technique import Situation
-from trainapp.train.evaluate import evaluate
-from trainapp.train.loop import train_step, update_weight_average
-from trainapp.train.run import Run
+from trainapp.training.evaluate import evaluate
+from trainapp.training.loop import train_step, update_weight_average
+from trainapp.training.run import Run
 
 SIZES = (2, 8)  # two give a line
 STEPS = 2  # at each of them

@@ -14,8 +14,8 @@ from trainapp.memory.device import DeviceMemory
 from trainapp.memory.live_tensors import Events, Kinds, LiveTensors, Resident
 from trainapp.techniques.technique import Technique
 from trainapp.torch_private import ForwardModuleTracker
-from trainapp.train.phase import Phase
-from trainapp.train.run import Attempt
+from trainapp.training.phase import Phase
+from trainapp.training.run import Attempt
 
 TEMPORARIES = "temporaries"  # freed in the phase that allocates them
 _NAMES = {

@@ -40,9 +40,9 @@ from trainapp.torch_private import (
     storage_id,
     tree_leaves,
 )
-from trainapp.train.evaluate import evaluate
-from trainapp.train.loop import train_step, update_weight_average
-from trainapp.train.run import Run
+from trainapp.training.evaluate import evaluate
+from trainapp.training.loop import train_step, update_weight_average
+from trainapp.training.run import Run
 from trainapp.units import parse_memory_size
 
 if TYPE_CHECKING:

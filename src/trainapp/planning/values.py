@@ -11,7 +11,7 @@ from torch import Tensor
 from trainapp.optim.precision import Precision
 from trainapp.torch_operators import ASKS_DEVICE, FUSED_WITHOUT_META, READ_OPERATORS
 from trainapp.torch_private import DispatchMode
-from trainapp.train.phase import Phase
+from trainapp.training.phase import Phase
 
 _EQUAL = torch.ops.aten.equal.default  # torch.equal reads, too
 _GROUP_NORM_BACKWARD = torch.ops.aten.native_group_norm_backward.default

@@ -14,7 +14,7 @@ from trainapp.config.schema import WITHOUT_NUMBERS
 from trainapp.data.progress import Progress
 from trainapp.files import atomic_write, strict_json
 from trainapp.tracking.tracker import RESULT
-from trainapp.train.run import Run
+from trainapp.training.run import Run
 from trainapp.units import bytes_text
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from trainapp.config import resume_rules
 from trainapp.config.schema import INFERENCE, Config, Loader
 from trainapp.errors import UserError
 from trainapp.parallel.ranks import Ranks, SingleRank, answered_by_rank_zero
-from trainapp.train.run import Run
+from trainapp.training.run import Run
 
 log = logging.getLogger(__name__)
 

@@ -31,11 +31,11 @@ from trainapp.run import resume, run_dir, trained
 from trainapp.run.result import RunResult, opening_lines, report, result_of
 from trainapp.signals import StopRequest
 from trainapp.sizes.record import initial_sizes
-from trainapp.train import callbacks, loop
-from trainapp.train.allocations import refused_in_attempt
-from trainapp.train.evaluate import evaluate
-from trainapp.train.phase import Phase
-from trainapp.train.run import Run
+from trainapp.training import callbacks, loop
+from trainapp.training.allocations import refused_in_attempt
+from trainapp.training.evaluate import evaluate
+from trainapp.training.phase import Phase
+from trainapp.training.run import Run
 from trainapp.units import parse_memory_size
 
 log = logging.getLogger(__name__)

@@ -27,7 +27,7 @@ from trainapp.models.weights import load_tensors
 from trainapp.parallel.ranks import Ranks, SingleRank, answered_by_rank_zero
 from trainapp.parallel.strategy import is_shard, whole
 from trainapp.signals import StopRequest
-from trainapp.train.run import Run
+from trainapp.training.run import Run
 from trainapp.units import bytes_text, listed
 
 # Settings of a run that a model on the CPU does without; each starts from its default.

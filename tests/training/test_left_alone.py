@@ -14,8 +14,8 @@ from trainapp.errors import UserError
 from trainapp.losses.losses import RESERVED, evaluate_metrics
 from trainapp.models.inspect import evaluation_mode
 from trainapp.snapshot import Snapshot
-from trainapp.train import loop
-from trainapp.train.gradient_check import gradients_of, require_same_gradients
+from trainapp.training import loop
+from trainapp.training.gradient_check import gradients_of, require_same_gradients
 
 MLP = ("model=mlp", "data=digits", "batch.global_size=32", "batch.micro_size=16")
 

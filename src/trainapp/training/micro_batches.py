@@ -12,9 +12,9 @@ from typing import Any
 from trainapp.data.batch import MicroBatch, tensors_in
 from trainapp.memory.categories import Category
 from trainapp.sizes.micro_batches import MicroBatchSizes
-from trainapp.train.allocations import require_all_allocated
-from trainapp.train.phase import Phase
-from trainapp.train.run import Run, Step
+from trainapp.training.allocations import require_all_allocated
+from trainapp.training.phase import Phase
+from trainapp.training.run import Run, Step
 
 
 def micro_batches(run: Run) -> Iterator[MicroBatch]:

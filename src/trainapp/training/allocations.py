@@ -13,7 +13,7 @@ import torch
 
 from trainapp.parallel.ranks import Ranks
 from trainapp.sizes.micro_batches import MicroBatchSizes
-from trainapp.train.run import Run
+from trainapp.training.run import Run
 
 
 class SwallowedOutOfMemory(torch.OutOfMemoryError):

@@ -8,7 +8,7 @@ from torch import nn
 
 from trainapp.checksum import checksum
 from trainapp.errors import TrainingStopped
-from trainapp.train import exactness, loop
+from trainapp.training import exactness, loop
 
 OWN = ("user_packages=[writing_models,test_exactness]", "data=digits", *runs.STEPS_ONLY, "batch.micro_size=8")
 MODEL = ("model=mlp", "~model.width", "~model.depth", "~model.dropout", *OWN)

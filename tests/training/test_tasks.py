@@ -9,7 +9,7 @@ import torch
 from helpers import evaluations, metrics
 
 from trainapp.errors import UserError
-from trainapp.train import engine
+from trainapp.training import engine
 
 OWN = ("user_packages=[own_tasks]", "model._target_=own_tasks.Net", "~model.depth", "model.width=16", "data=digits")
 MLP = ("model=mlp", *OWN)

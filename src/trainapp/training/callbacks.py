@@ -14,7 +14,7 @@ import torch
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.hooks.callbacks import View
 from trainapp.models.inspect import evaluation_mode
-from trainapp.train.run import Run
+from trainapp.training.run import Run
 
 
 @dataclass

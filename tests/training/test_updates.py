@@ -13,8 +13,8 @@ from zoo.gans import discriminate, distance, generate
 from trainapp.data.sampler import epoch_order
 from trainapp.errors import UserError
 from trainapp.rng import seed_from
-from trainapp.train import loop
-from trainapp.train.engine import Engine
+from trainapp.training import loop
+from trainapp.training.engine import Engine
 
 TESTS = Path(__file__).resolve().parent.parent
 DISCRIMINATOR = "{name: discriminator, task: zoo.gans.discriminate, parameters: [discriminator], optimizer: {lr: 0.02}}"
@@ -189,7 +189,7 @@ def test_a_stop_between_two_updates_waits_for_the_end_of_the_step(tmp_path):
 KILLED = """
 import os, sys
 sys.path.insert(0, {tests!r})
-from trainapp.train.engine import Engine
+from trainapp.training.engine import Engine
 from trainapp import __main__
 commit = Engine.commit
 def dying(engine, totals, norm):

@@ -9,7 +9,7 @@ from markdown import write_files
 
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.snapshot import Snapshot
-from trainapp.train import cached_gradients, loop, transaction
+from trainapp.training import cached_gradients, loop, transaction
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 OWN = (

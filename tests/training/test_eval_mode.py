@@ -8,7 +8,7 @@ from torch import nn
 
 from trainapp.errors import UserError
 from trainapp.memory.live_tensors import LiveTensors
-from trainapp.train import loop
+from trainapp.training import loop
 
 
 @pytest.mark.slow

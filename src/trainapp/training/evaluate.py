@@ -17,13 +17,13 @@ from trainapp.hooks.metrics import as_scalars, logged_name, logged_name_of, sett
 from trainapp.losses.losses import evaluate_metrics
 from trainapp.models.inspect import evaluation_mode
 from trainapp.rng import seed_evaluation
-from trainapp.train import callbacks
-from trainapp.train.allocations import note_refused, require_all_allocated
-from trainapp.train.eval_collectors import collector_for
-from trainapp.train.micro_batches import watch_micro_batch
-from trainapp.train.phase import Phase
-from trainapp.train.run import Evaluated, Objective, Run
-from trainapp.train.totals import Totals
+from trainapp.training import callbacks
+from trainapp.training.allocations import note_refused, require_all_allocated
+from trainapp.training.eval_collectors import collector_for
+from trainapp.training.micro_batches import watch_micro_batch
+from trainapp.training.phase import Phase
+from trainapp.training.run import Evaluated, Objective, Run
+from trainapp.training.totals import Totals
 
 T = TypeVar("T")
 

@@ -16,10 +16,10 @@ from trainapp.data.batch import MicroBatch
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.optim.in_backward import ParameterSteps
 from trainapp.optim.nonfinite import gradient_norm, norms_of, scale_gradients
-from trainapp.train.engine import Engine, count_factor
-from trainapp.train.phase import Phase
-from trainapp.train.run import Step
-from trainapp.train.totals import Totals
+from trainapp.training.engine import Engine, count_factor
+from trainapp.training.phase import Phase
+from trainapp.training.run import Step
+from trainapp.training.totals import Totals
 
 log = logging.getLogger(__name__)
 

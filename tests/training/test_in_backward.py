@@ -11,7 +11,7 @@ from trainapp.errors import TrainingStopped, UserError
 from trainapp.memory.categories import Category
 from trainapp.optim.in_backward import ParameterSteps, require_separable
 from trainapp.planning import planner
-from trainapp.train import in_backward
+from trainapp.training import in_backward
 
 PLAIN = ("train.grad_clip=null", "train.max_steps=3", "every.save=3")
 ON = "optimizer.in_backward=true"

@@ -9,9 +9,9 @@ from trainapp.data.batch import ranges, tensors_in
 from trainapp.losses import embeddings
 from trainapp.losses.losses import Metrics, Task, evaluate_metrics, has_embeddings
 from trainapp.rng import seed_from
-from trainapp.train.micro_batches import watch_micro_batch
-from trainapp.train.run import Run
-from trainapp.train.totals import Totals
+from trainapp.training.micro_batches import watch_micro_batch
+from trainapp.training.run import Run
+from trainapp.training.totals import Totals
 
 
 class SumsOfBatches:

@@ -14,9 +14,9 @@ from trainapp.checkpoint.plain import digest, encoded
 from trainapp.checksum import checksum
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.parallel.strategy import local
-from trainapp.train.micro_batches import around, micro_batches
-from trainapp.train.run import Run, Step
-from trainapp.train.totals import Totals
+from trainapp.training.micro_batches import around, micro_batches
+from trainapp.training.run import Run, Step
+from trainapp.training.totals import Totals
 
 STEPS = 3
 MOST_FINDINGS = 5

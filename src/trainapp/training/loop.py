@@ -12,14 +12,14 @@ from torch import Tensor
 
 from trainapp.models.inspect import has_batchnorm, instead_of_batchnorm
 from trainapp.sizes.record import shape_of, shown
-from trainapp.train import callbacks
-from trainapp.train.evaluate import evaluate
-from trainapp.train.log import draw_timeline, log
-from trainapp.train.micro_batches import around, micro_batches
-from trainapp.train.phase import Phase
-from trainapp.train.run import Run, Step
-from trainapp.train.totals import Totals
-from trainapp.train.transaction import transaction
+from trainapp.training import callbacks
+from trainapp.training.evaluate import evaluate
+from trainapp.training.log import draw_timeline, log
+from trainapp.training.micro_batches import around, micro_batches
+from trainapp.training.phase import Phase
+from trainapp.training.run import Run, Step
+from trainapp.training.totals import Totals
+from trainapp.training.transaction import transaction
 
 
 def train(run: Run) -> None:

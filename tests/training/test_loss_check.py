@@ -242,7 +242,7 @@ def test_several_ranks_end_with_one_message(tmp_path, strategy):
     folders = [
         str(ROOT / "tests"),
         str(ROOT / "tests/helpers"),
-        str(ROOT / "tests/train"),
+        str(ROOT / "tests/training"),
         os.environ.get("PYTHONPATH"),
     ]
     path = os.pathsep.join(filter(None, folders))

@@ -29,13 +29,13 @@ from trainapp.parallel.ranks import gather_rows
 from trainapp.rng import seed_from
 from trainapp.snapshot import MOVED_ON
 from trainapp.torch_private import is_tracing
-from trainapp.train.allocations import require_all_allocated
-from trainapp.train.engine import Engine
-from trainapp.train.gradient_check import parameters_behind
-from trainapp.train.micro_batches import watch_micro_batch
-from trainapp.train.phase import Phase
-from trainapp.train.run import Run
-from trainapp.train.totals import Number, Totals
+from trainapp.training.allocations import require_all_allocated
+from trainapp.training.engine import Engine
+from trainapp.training.gradient_check import parameters_behind
+from trainapp.training.micro_batches import watch_micro_batch
+from trainapp.training.phase import Phase
+from trainapp.training.run import Run
+from trainapp.training.totals import Number, Totals
 
 
 class _Embedded(NamedTuple):

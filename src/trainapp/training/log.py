@@ -7,9 +7,9 @@ from torch import Tensor
 from trainapp.memory.timeline import Picture
 from trainapp.optim.schedules import rates
 from trainapp.tracking.meter import spread_over_ranks
-from trainapp.train.phase import Phase
-from trainapp.train.run import Run, Step
-from trainapp.train.totals import Totals
+from trainapp.training.phase import Phase
+from trainapp.training.run import Run, Step
+from trainapp.training.totals import Totals
 
 
 def log(run: Run, step: Step, totals: Totals, norm: Tensor, applied: bool) -> None:

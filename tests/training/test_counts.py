@@ -10,8 +10,8 @@ import torch
 import weighted
 
 from trainapp.errors import TrainingStopped, UserError
-from trainapp.train import engine, evaluate, loop
-from trainapp.train.totals import Totals
+from trainapp.training import engine, evaluate, loop
+from trainapp.training.totals import Totals
 
 OVERRIDES = (
     *weighted.OVERRIDES,

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from trainapp.checkpoint.train_state import Update
 from trainapp.parallel.strategy import trained_alone
 from trainapp.rng import seed_from
-from trainapp.train import exactness
-from trainapp.train.allocations import note_refused
-from trainapp.train.micro_batches import watch_step
-from trainapp.train.phase import Phase
-from trainapp.train.run import Run, Step
+from trainapp.training import exactness
+from trainapp.training.allocations import note_refused
+from trainapp.training.micro_batches import watch_step
+from trainapp.training.phase import Phase
+from trainapp.training.run import Run, Step
 
 
 @contextlib.contextmanager

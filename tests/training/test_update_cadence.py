@@ -14,7 +14,7 @@ from trainapp.data.progress import due_updates
 from trainapp.data.sampler import epoch_order
 from trainapp.errors import UserError
 from trainapp.rng import seed_from
-from trainapp.train import loop
+from trainapp.training import loop
 
 RARELY = GENERATOR.replace("name: generator", "name: generator, every: 3")
 OWN = updates(DISCRIMINATOR, RARELY)

@@ -7,8 +7,8 @@ import torch
 from trainapp.data.batch import MicroBatch
 from trainapp.parallel.ranks import SingleRank
 from trainapp.sizes.micro_batches import MicroBatchSizes
-from trainapp.train import loop
-from trainapp.train.autotuner import Autotuner
+from trainapp.training import loop
+from trainapp.training.autotuner import Autotuner
 
 CUDA = torch.device("cuda", 0)
 

@@ -5,7 +5,7 @@ import runs
 import torch
 
 from trainapp.data.source import TrainBatches
-from trainapp.train import loop
+from trainapp.training import loop
 
 DIGITS = 1437  # training samples
 

@@ -21,10 +21,10 @@ from trainapp.optim.nonfinite import NonFiniteCheck, gradient_norm, scale_gradie
 from trainapp.parallel.strategy import SingleDevice, locals_of
 from trainapp.snapshot import MOVED_ON, Snapshot
 from trainapp.techniques.offload import NoOffload, Offload
-from trainapp.train.gradient_check import checked_gradients, gradients_of, require_same_gradients
-from trainapp.train.phase import Phase
-from trainapp.train.run import Attempt, Run, Step
-from trainapp.train.totals import Number, Totals
+from trainapp.training.gradient_check import checked_gradients, gradients_of, require_same_gradients
+from trainapp.training.phase import Phase
+from trainapp.training.run import Attempt, Run, Step
+from trainapp.training.totals import Number, Totals
 
 
 class Engine:

@@ -8,7 +8,7 @@ import runs
 import torch
 
 from trainapp.losses import losses
-from trainapp.train import loop
+from trainapp.training import loop
 
 GPT = (*runs.MODELS["gpt"], "model.dropout=0.0")
 CASES = {

@@ -24,13 +24,13 @@ from trainapp.snapshot import Snapshot
 from trainapp.tracking.loggers import Logger
 from trainapp.tracking.meter import Meter, NoUtilisation, Utilisation
 from trainapp.tracking.tracker import SilentTracker, Tracker
-from trainapp.train.autotuner import Autotuner
-from trainapp.train.cadences import Cadences, run_length
-from trainapp.train.phase import Phase
-from trainapp.train.totals import Totals
+from trainapp.training.autotuner import Autotuner
+from trainapp.training.cadences import Cadences, run_length
+from trainapp.training.phase import Phase
+from trainapp.training.totals import Totals
 
 if TYPE_CHECKING:
-    from trainapp.train.engine import Engine
+    from trainapp.training.engine import Engine
 
 EvalSets = dict[str, "EvalBatches"]  # by name; the data's own validation split is ""
 
