@@ -8,7 +8,7 @@ import pytest
 from helpers import ROOT
 
 SOURCES = sorted((ROOT / "src" / "trainapp").rglob("*.py"))
-LOOP = ROOT / "src" / "trainapp" / "train" / "loop.py"
+LOOP = ROOT / "src" / "trainapp" / "training" / "loop.py"
 
 
 def functions(path: Path) -> list[ast.FunctionDef]:
