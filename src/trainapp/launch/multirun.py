@@ -136,8 +136,9 @@ def _show_plans(jobs: Sequence[Job], _: Path) -> None:
         sizes = [str(facts.get(name) or "-") for name in ("largest_micro_size", "largest_eval_micro_size")]
         outcome = "nothing fits" if best.get("missing_bytes") else str(best.get("overrides", ""))
         outcome = outcome if peak is not None else str(job["error"] or "; ".join(facts.get("notes", [])) or "no plan")
-        rows.append([job["job"], "-" if peak is None else bytes_text(peak), *sizes, job["shown"], outcome])
-    _print(["job", "peak", "largest micro-batch", "in evaluation", "overrides", "best plan, or reason"], rows)
+        shown = ["-" if peak is None else bytes_text(peak), facts.get("method") or "-"]
+        rows.append([job["job"], *shown, *sizes, job["shown"], outcome])
+    _print(["job", "peak", "method", "largest micro-batch", "in evaluation", "overrides", "best plan, or reason"], rows)
 
 
 def _show_runs(jobs: Sequence[Job], sweep_dir: Path) -> None:
