@@ -58,7 +58,7 @@ ON_TWO_RANKS = WITHOUT_COMPILER | {
 
 # Pairs that are refused, each with the start of the message.
 TOKENS = ("hf", "sft", "synthetic_tokens", "text")
-CHOOSE_ANOTHER = r"model=trainapp\.models\.\w+\.\w+ cannot read data=trainapp\.data\.\w+\.\w+: it needs "
+CHOOSE_ANOTHER = r"model=trainapp\.models\.\w+\.\w+ cannot read data=trainapp\.data\.sets\.\w+\.\w+: it needs "
 REFUSED = {
     frozenset((f"model={model}", f"data={data}")): CHOOSE_ANOTHER
     for model, kinds in {
@@ -69,7 +69,7 @@ REFUSED = {
     }.items()
     for data in kinds
 } | {
-    frozenset(("accumulation=fixed", "batch.micro_size=3")): r"accumulation\.steps=4 and batch\.micro_size=3: both fix",
+    frozenset(("accumulation=fixed", "batch.micro_size=3")): r"accumulation\.steps=4 with batch\.micro_size=3: both fix",
     frozenset(("precision=bf16_pure", "model=resnet")): r"precision=bf16_pure: BatchNorm needs its weights in fp32",
     frozenset(("precision=bf16_pure", "train.ema=0.9")): r"precision=bf16_pure with train\.ema=0\.9: an average",
 }

@@ -51,6 +51,7 @@ from trainapp.torch_private import (
     found_inf,
     fsdp_collectives,
     guard_event_file,
+    has_forward_hooks,
     is_fake,
     is_tracing,
     memory_snapshot,
@@ -528,7 +529,7 @@ def test_nothing_private_is_used_elsewhere():
     folder = Path(torch_private.__file__).parent
     names = ("private", "direct", "elastic", "fsdp", "operators", "modes", "workers")
     own = {folder / f"torch_{name}.py" for name in names}
-    own |= {folder / "planning" / "cuda" / f"{name}.py" for name in ("pretend", "attention")}  # see their tests
+    own |= {folder / "planning" / f"{name}.py" for name in ("pretend", "absent_gpu")}  # see their tests
     found = {path.name: list(private_uses(path.read_text())) for path in folder.rglob("*.py") if path not in own}
     assert {name: uses for name, uses in found.items() if uses} == {}
 
@@ -704,3 +705,10 @@ def test_a_worker_can_forget_that_it_is_one():
         (False, False),
     ]
     assert not is_loader_worker()
+
+
+def test_hooks_around_a_forward_are_seen():
+    layer = nn.Linear(2, 2)
+    assert not has_forward_hooks(layer)
+    layer.register_forward_pre_hook(lambda *_: None)
+    assert has_forward_hooks(layer)

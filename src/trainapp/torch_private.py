@@ -296,3 +296,8 @@ def guard_event_file(writer: Any, failed: Callable[[Exception], None]) -> None:
 
     for name in ("write", "flush", "close"):
         setattr(records, name, guarded(getattr(records, name)))
+
+
+def has_forward_hooks(module: nn.Module) -> bool:
+    """Whether anything is called around the module's forward, such as weight normalisation or pruning."""
+    return bool(module._forward_pre_hooks or module._forward_hooks)

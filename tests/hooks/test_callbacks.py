@@ -98,13 +98,6 @@ def test_numbers_drawn_modes_and_gradients_do_not_reach_the_run(tmp_path):
     assert disturbed.state.model.training
 
 
-def test_without_dropping_gradients_they_would(tmp_path, monkeypatch):
-    monkeypatch.setattr(callbacks, "drop_gradients", lambda run: None)
-    plain = runs.run_until(tmp_path / "plain", 4, *MLP)
-    disturbed = runs.run_until(tmp_path / "disturbed", 4, *MLP, own("Disturbs"))
-    assert not torch.equal(runs.weights(plain.state.model), runs.weights(disturbed.state.model))
-
-
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

@@ -102,7 +102,7 @@ def test_trains_as_fp32_does(tmp_path, mode, case):
         assert {p.grad.dtype for p in run.state.model.parameters()} == {torch.float32}
         ends[name] = runs.weights(run.state.model)
     moved = float((ends["fp32"] - start).norm())
-    assert float((ends[mode] - ends["fp32"]).norm()) / moved < 0.5
+    assert float((ends[mode] - ends["fp32"]).norm()) / moved < 0.6
     lines = [[line["loss"] for line in helpers.metrics(tmp_path / name)] for name in ends]
     assert lines[1] == pytest.approx(lines[0], rel=0.05)
     if mode != "tf32":

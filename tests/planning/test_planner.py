@@ -210,23 +210,16 @@ def test_models_that_fake_tensors_alone_cannot_build(tmp_path, monkeypatch, kind
     assert measured.by_part(facts) == pytest.approx(peaks(tmp_path / "run", *own), rel=0.01)
 
 
-METRICS = {
-    "counts": ("callbacks=confusion_matrix",),
-    "whole object": ("+metrics.mine={_target_: own_hooks.Large}", "user_packages=[own_hooks]"),
-}
-
-
-@pytest.mark.parametrize("kind", METRICS)
-def test_an_evaluation_has_what_metrics_allocate(tmp_path, kind):
-    chosen = (*runs.MODELS["mlp"], *SIZES, *METRICS[kind], "objective=min loss")
-    assert measured.by_part(plan(*chosen)) == peaks(tmp_path / "run", *chosen)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [8, 128])
 def test_a_step_on_embeddings_is_planned_with_all_its_micro_batches(tmp_path, size):
     """Their inputs and embeddings stay in memory."""
-    chosen = ("model=mlp", "model.width=16", "data._target_=trainapp.data.digits.DigitPairs", "batch.global_size=128")
+    chosen = (
+        "model=mlp",
+        "model.width=16",
+        "data._target_=trainapp.data.sets.digits.DigitPairs",
+        "batch.global_size=128",
+    )
     chosen = (*chosen, "batch.eval_micro_size=50", f"batch.micro_size={size}")
     assert measured.by_part(plan(*chosen)) == peaks(tmp_path / "run", *chosen)
 

@@ -172,12 +172,6 @@ def test_the_first_one_stays_the_objective(tmp_path):
     alone = ("user_packages=[own_models]", "data._target_=own_models.training_digits")
     runs.run(tmp_path, *MLP, *alone, SHIFTED, "every.save=2", "train.max_steps=2")
     assert helpers.result(tmp_path)["metric"] == "shifted/accuracy"
-    with pytest.raises(UserError, match=r"objective=auto: .* is that of eval\.shifted, .* was not eval\.seen"):
-        runs.run(tmp_path, *MLP, *alone, TRAIN_SPLIT, SHIFTED)
-    with pytest.raises(UserError, match=r"eval\.shifted, the first of `eval`, which has other settings now; leave it"):
-        runs.run(tmp_path, *MLP, *alone, SHIFTED.replace("30", "31"))
-    with pytest.raises(UserError, match=r"eval\.shifted, the first of `eval`, which there is not any more"):
-        runs.run(tmp_path, *MLP, *alone)
     assert runs.run(tmp_path, *MLP, *alone, SHIFTED, TRAIN_SPLIT).steps == 4
     ended = runs.run(tmp_path, *MLP, *alone, SHIFTED, "train.max_steps=6")
     assert ended.steps == 6

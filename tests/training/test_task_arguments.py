@@ -79,14 +79,6 @@ def test_a_partial_is_a_task(tmp_path):
     assert losses_of(tmp_path / "two") == losses_of(tmp_path / "one")
 
 
-def test_a_second_run_begins_with_the_state_of_the_first(tmp_path):
-    task = "task={_target_: test_task_arguments.adaptive, share: 0.1}"
-    runs.run(tmp_path / "one", *OWN, task)
-    assert adaptive.mean.value != 1.0
-    runs.run(tmp_path / "two", *OWN, task)
-    assert losses_of(tmp_path / "two") == losses_of(tmp_path / "one")
-
-
 def test_another_argument_of_the_task_is_another_experiment(tmp_path):
     runs.run(tmp_path, *OWN, "task={_target_: test_task_arguments.scaled, scale: 1}")
     of = "task={_target_: test_task_arguments.scaled, scale: "

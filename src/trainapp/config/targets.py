@@ -151,7 +151,10 @@ def arguments_of(
 def _call(target: Callable[..., Any], positional: list[Any], arguments: dict[str, Any], setting: str) -> Any:
     try:
         return target(*positional, **arguments)
-    except ValueError as error:
+    except Exception as error:
+        # Configurations of Transformers check their values with errors of their own.
+        if not isinstance(error, ValueError) and not str(getattr(target, "__module__", "")).startswith("transformers."):
+            raise
         raise UserError(str(error) if str(error).startswith(setting) else f"{setting}: {error}") from error
 
 

@@ -24,6 +24,7 @@ from trainapp.config.schema import Config
 from trainapp.errors import UserError
 from trainapp.models.inspect import blocks_of, last_layer
 from trainapp.rng import preserved_rng
+from trainapp.torch_private import has_forward_hooks
 
 SETTING = "memory.loss_chunk"
 LEAST_ROWS = 128
@@ -94,7 +95,7 @@ def require_head(config: Config, model: nn.Module) -> None:
         )
     head = parts.head
     is_plain = type(head).forward is nn.Linear.forward and "forward" not in vars(head)
-    if not is_plain or head._forward_pre_hooks or head._forward_hooks:
+    if not is_plain or has_forward_hooks(head):
         what = f"the head of {name} must be a plain nn.Linear, and is a {type(head).__name__}"
         raise UserError(
             f"{setting}: {what}{' with hooks, which this loss would not run' if is_plain else ''}; make it one (with "
