@@ -69,9 +69,7 @@ REFUSED = {
     }.items()
     for data in kinds
 } | {
-    frozenset(
-        ("accumulation=fixed", "batch.micro_size=3")
-    ): r"accumulation\.steps=4 with batch\.micro_size=3: both fix",
+    frozenset(("accumulation=fixed", "batch.micro_size=3")): r"accumulation\.steps=4 with batch\.micro_size=3: both",
     frozenset(("precision=bf16_pure", "model=resnet")): r"precision=bf16_pure: BatchNorm needs its weights in fp32",
     frozenset(("precision=bf16_pure", "train.ema=0.9")): r"precision=bf16_pure with train\.ema=0\.9: an average",
 }

@@ -45,5 +45,4 @@ STEPS = (
     Step("faults", "device-side assert, cudaMallocAsync, fp16 overflow", 25),
     Step("speed", "steps per second against hand-written loops", 35),
     Step("planned_peaks", "the plan's peaks against those of 25 runs", 55),
-    Step("planned_ladder", "levers and stacks on a GPT that takes half of the device: peak, plan, time", 40),
 )

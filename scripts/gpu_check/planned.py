@@ -60,19 +60,6 @@ CASES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("resnet", ("precision=bf16",)),
 )
 LABELLED = "resnet"  # what cuDNN takes for a convolution is not in a plan
-# Of the ladder: alone, then stacked, cheapest first.
-LEVERS: tuple[tuple[str, ...], ...] = (
-    (),
-    ("precision=bf16",),
-    ("memory.loss_chunk=auto",),
-    ("activation_checkpointing=selective",),
-    ("activation_checkpointing=full",),
-    ("memory.offload_activations=all",),
-    ("optimizer=adamw_8bit",),
-    ("precision=bf16", "memory.loss_chunk=auto"),
-    ("precision=bf16", "memory.loss_chunk=auto", "activation_checkpointing=full"),
-    (*_PURE, "memory.loss_chunk=auto", "activation_checkpointing=full", "memory.offload_activations=inputs"),
-)
 STEPS = 4
 
 
