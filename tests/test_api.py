@@ -310,7 +310,7 @@ def test_predictions_are_those_of_the_loaded_model(tmp_path):
         trainapp.predict(3, run_dir=tmp_path / "predictions")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_types(tmp_path):
     """A user's program passes mypy; a wrong one does not."""
     (tmp_path / "user.py").write_text(

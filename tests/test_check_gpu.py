@@ -52,7 +52,7 @@ def run(gpu_check, name, folder, seconds=30):
     return gpu_check.run_step(gpu_check.step(name), "cpu", folder, seconds)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(1500)
 def test_every_step_on_the_cpu(tmp_path):
     done = check("--device", "cpu", "--out", str(tmp_path), timeout=1400)

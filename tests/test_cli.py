@@ -215,14 +215,6 @@ def test_objective_that_is_not_measured(tmp_path):
 def test_memory_limit_that_leaves_nothing_or_exceeds_the_machine(tmp_path):
     with pytest.raises(UserError, match=r"memory\.limit=1\.0 MiB: parameters .* before any batch; raise the limit"):
         runs.run(tmp_path / "run", "memory.limit=1MiB")
-    with pytest.raises(UserError, match=r"mode=plan behind the same command traces a step with each of them") as caught:
-        runs.run(tmp_path / "run", *runs.MODELS["resnet"], "model.width=24", "memory.limit=20MiB")
-    offered = [line.strip() for line in str(caught.value).splitlines()[1:-1]]
-    kinds = [(" for a batch;" in line) - (" may not be enough;" in line) for line in offered]
-    assert set(kinds) == {1, 0, -1}
-    assert kinds == sorted(kinds, reverse=True)  # those first that leave some memory for a batch
-    assert offered[0].startswith("optimizer=sgd optimizer.momentum=0 optimizer.nesterov=false: saves ")
-    assert not [line for line in offered if "adapter=lora" in line]  # no linear layers in its blocks
     with pytest.raises(UserError, match=r"memory\.limit=900GiB.*more than"):
         runs.run(tmp_path / "run", "memory.limit=900GiB")
 
@@ -252,7 +244,8 @@ def test_fault_in_a_users_model_keeps_its_trace(tmp_path):
 @pytest.mark.slow
 def test_fault_while_a_users_module_is_imported_is_named(tmp_path):
     (tmp_path / "mine.py").write_text("import not_there_at_all\n")
-    done = run_cli("model=mlp", "model._target_=mine.Net", "user_packages=[mine]", cwd=tmp_path)
+    own = ("model=mlp", "model._target_=mine.Net", "user_packages=[mine]")
+    done = run_cli(*own, cwd=tmp_path, env={"PYTHONDONTWRITEBYTECODE": "1"})
     assert_refused(
         done,
         tmp_path,

@@ -41,7 +41,6 @@ SWITCHES = {
     "average": ("train.ema=null", "train.ema=0.9"),
     "init": ("model.init_from=null", "model.init_from=weights.safetensors"),
     "micro": ("batch.micro_size=auto", "batch.micro_size=3"),
-    "every": ("activation_checkpointing.every=1", "activation_checkpointing.every=2"),
     "limit": ("memory.limit=null", "memory.limit=1GiB"),
     "nonfinite": ("train.nonfinite=stop", "train.nonfinite=skip"),
     "in_backward": ("optimizer.in_backward=false", "optimizer.in_backward=true"),
@@ -107,9 +106,6 @@ REFUSED |= {
     for data in TOKENS
 }
 REFUSED[frozenset(("callbacks=confusion_matrix", "model=gpt"))] = CHOOSE_ANOTHER  # it reads nothing but tokens
-# Options do not exist where their group's choice has no such key.
-MEANINGLESS = {frozenset(("activation_checkpointing=none", "activation_checkpointing.every=2"))}
-
 REFUSED |= {
     frozenset(("optimizer=adafactor", f"parallel={strategy}")): "optimizer=adafactor with parallel=fsdp: it needs whole"
     for strategy in ("fsdp", "hsdp")
@@ -168,13 +164,13 @@ def pairs_of(row):
 def all_pairs(factors):
     """Every pair of options of two groups, without those that are refused."""
     groups = itertools.combinations(factors.values(), 2)
-    return {frozenset(pair) for a, b in groups for pair in itertools.product(a, b)} - REFUSED.keys() - MEANINGLESS
+    return {frozenset(pair) for a, b in groups for pair in itertools.product(a, b)} - REFUSED.keys()
 
 
 def is_barred(row):
     """Whether its last option cannot be had with the others."""
     *row, last = row
-    barred = REFUSED.keys() | MEANINGLESS
+    barred = REFUSED.keys()
     return any(frozenset((last, other)) in barred for other in row) or any(
         frozenset((last, *pair)) in TOO_LONG for pair in itertools.combinations(row, 2)
     )
@@ -249,8 +245,6 @@ def complete(folder, row):
     model = next((o for o in row if o.startswith("model=")), "model=mlp")
     data = next((o for o in row if o.startswith("data=")), "data=digits")
     row = [o for o in dict.fromkeys((model, data, *row)) if o[0] != "~" and not o.endswith("weights.safetensors")]
-    if "activation_checkpointing=none" in row:
-        row = [o for o in row if not o.startswith("activation_checkpointing.every")]
     if "optimizer.in_backward=true" in row:
         row.append("train.grad_clip=null")
     files = [o.replace("a.txt", str(folder / "a.txt")) for o in OF_DATA[data]]

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from trainapp.checkpoint.stateful import Stateful
-from trainapp.snapshot import Owner, Snapshot
+from trainapp.snapshot import Owner, Snapshot, attributes_owner
 
 
 class Counting(nn.Module):
@@ -206,3 +206,30 @@ def test_an_interrupted_take_leaves_nothing_to_return_to():
         snapshot.take()
     with pytest.raises(AssertionError, match="no complete take"):
         snapshot.restore()
+
+
+class CountingLoss:
+    """A loss with state in plain attributes, as of a warm-up."""
+
+    def __init__(self):
+        self.calls, self.mean, self.by_half = 0, torch.zeros(2), np.zeros(2)
+
+    def __call__(self):
+        self.calls += 1
+        self.mean += 1
+        self.by_half[self.calls % 2] += 1
+
+
+def test_plain_attributes_of_a_task_are_restored():
+    task = CountingLoss()
+    snapshot = Snapshot({}, {"task": attributes_owner(task)})
+    task()
+    snapshot.take()
+    alias = task.mean
+    for _ in range(2):
+        task()
+        task.new = 3
+        snapshot.restore()
+    assert (task.calls, task.mean.tolist(), task.by_half.tolist()) == (1, [1, 1], [0, 1])
+    assert task.mean is alias
+    assert not hasattr(task, "new")

@@ -89,6 +89,33 @@ def generator_owner(generator: Any) -> Owner:
     return Owner(lambda: generator_state(generator), lambda state: set_generator_state(generator, state), "generator")
 
 
+def attributes_owner(held: Any) -> Owner:
+    """The owner of the plain values, tensors and arrays in an object's attributes."""
+    attributes = vars(held)
+
+    def get() -> dict[str, Any]:
+        return {name: value for name, value in attributes.items() if _is_plain(value)}
+
+    @torch.no_grad()
+    def set(state: dict[str, Any]) -> None:
+        for name in get().keys() - state.keys():
+            del attributes[name]
+        for name, value in state.items():
+            now = attributes.get(name)
+            if type(value) is type(now) and isinstance(value, (Tensor, np.ndarray)) and value.shape == now.shape:
+                now[...] = value  # other objects may hold it, too
+            else:
+                attributes[name] = value
+
+    return Owner(get, set, "task")
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return type(value) is Tensor and value.grad_fn is None and not value.requires_grad
+    return value is None or isinstance(value, (bool, int, float, complex, str, bytes, np.ndarray))
+
+
 def has_extra_state(module: nn.Module) -> bool:
     """Whether the module's class overrides `get_extra_state` and `set_extra_state`."""
     kind, base = type(module), nn.Module

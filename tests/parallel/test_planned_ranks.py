@@ -33,7 +33,6 @@ FOUR = [
     (*GPT, "parallel=fsdp", "model.depth=3", "parallel.fsdp.prefetch=2", "batch.micro_size=4"),
     (*GPT, "parallel=fsdp", *UNEVEN),
     (*runs.MODELS["resnet"], "parallel=fsdp", "batch.micro_size=4"),
-    (*runs.MODELS["resnet"], "parallel=ddp", "parallel.ddp.static_graph=true", "batch.micro_size=2"),
     (*MLP, "parallel=ddp", "batch.global_size=6", "batch.micro_size=2"),
 ]
 

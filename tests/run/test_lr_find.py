@@ -78,7 +78,7 @@ def test_the_command_line_writes_nothing_over_a_run(tmp_path):
     assert run_cli(*run, cwd=tmp_path).returncode == 0
     before = {name: (tmp_path / "run" / name).read_bytes() for name in files(tmp_path / "run")}
     assert {".hydra/config.yaml", "trainapp.log"} <= before.keys()
-    done = run_cli(*run, "mode=lr_find", "lr_find.steps=12", "lr_find.min=1e-4", "lr_find.max=0.1", cwd=tmp_path)
+    done = run_cli(*run, "mode=lr_find", "lr_find.steps=20", "lr_find.min=1e-3", "lr_find.max=1", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert files(tmp_path / "run") == before.keys() | FOUND | LR_FIND_FILES
     assert {name: (tmp_path / "run" / name).read_bytes() for name in before} == before

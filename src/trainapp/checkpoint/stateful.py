@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from trainapp.checkpoint.plain import decoded, encoded
 from trainapp.errors import add_note
 from trainapp.rng import is_generator
-from trainapp.snapshot import Owner, Snapshot, generator_owner, has_extra_state
+from trainapp.snapshot import Owner, Snapshot, attributes_owner, generator_owner, has_extra_state
 from trainapp.torch_private import MODULE_ATTRIBUTES
 
 DEPTH = 5  # attributes of attributes; a data set's transform may own a generator
@@ -71,6 +71,9 @@ class Stateful:
         Callbacks run between steps, where there is nothing to restore.
         """
         owners = {n: owner for n, owner in self.owners.items() if not owner.is_held and owner.kind != "callbacks"}
+        for name, task in self.roots.items():  # an object with a counter, say, and no state_dict
+            if name.endswith("task") and hasattr(task, "__dict__") and not isinstance(task, nn.Module):
+                owners[f"{name}.attributes"] = attributes_owner(task)
         model = {"model": self.roots["model"]} if "model" in self.roots else {}
         return Snapshot(model | self.modules, owners, updates)
 
