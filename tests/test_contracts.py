@@ -42,7 +42,7 @@ def checkout(tmp_path):
         ("data/batch.py", "from trainapp.models import mlp", ROOMS),
         ("optim/ema.py", "from trainapp.parallel import ranks", ROOMS),
         ("units.py", "from trainapp import errors", ROOMS),
-        ("train/loop.py", "from trainapp import tasks", ROOMS),
+        ("training/loop.py", "from trainapp import tasks", ROOMS),
         ("new_room.py", "", ROOMS),
         ("config/durations.py", "import torch", TORCH),
         ("launch/environment.py", "from trainapp import rng", TORCH),

@@ -249,7 +249,7 @@ def complete(folder, row):
         row.append("train.grad_clip=null")
     files = [o.replace("a.txt", str(folder / "a.txt")) for o in OF_DATA[data]]
     if data == "data=images":
-        files.append(f"data.path={image_folders.fill(folder / 'images', 24)}")
+        files.append(f"data.path={image_folders.fill(folder / 'images', 32)}")
     if data == "data=hf":
         files.append(f"data.path={hf_files.texts(folder / 'texts.jsonl')}")
     if data == "data=sft":

@@ -114,18 +114,6 @@ class Failing(Mirrored):
             raise torch.OutOfMemoryError("CUDA out of memory. (injected)")
 
 
-class Counting(Mirrored):
-    """An embedding that is another one each time."""
-
-    def __init__(self):
-        self.calls = 0
-
-    def embed(self, model, batch):
-        self.calls += 1
-        found = super().embed(model, batch)
-        return found | {"first": found["first"] * self.calls}
-
-
 class Direct(Mirrored):
     """The loss depends on a parameter directly."""
 

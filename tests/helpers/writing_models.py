@@ -309,13 +309,13 @@ class Failing:
     fails_at = 0
 
     def __init__(self) -> None:
-        self.left = Failing.fails_at
+        self.left = [Failing.fails_at]  # a list: no retry restores it
         Failing.fails_at = 0  # once, also where the run is built again
 
     def __call__(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int, dict[str, Tensor]]:
         loss, logits = cross_entropy(model, batch)
-        self.left -= 1
-        if self.left == 0:
+        self.left[0] -= 1
+        if self.left[0] == 0:
             raise torch.OutOfMemoryError("CUDA out of memory. (injected)")
         return loss, len(logits), {}
 

@@ -210,7 +210,6 @@ REFUSED = {
     "Views": "returns a tensor of shape [16, 8] for 8 samples; the first dimension must be the samples",
     "Nothing": "its embed must return a tensor",
     "Wide": "the embeddings of two micro-batches cannot be joined",
-    "Counting": "its embed returns something else when it is repeated",
     "Direct": "its loss_of_embeddings depends on a parameter of shape [1]",
     "Detached": "its loss needs no gradient",
     "Half": "the task has embed but no loss_of_embeddings",
