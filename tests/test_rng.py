@@ -86,7 +86,7 @@ def test_children_of_a_generator_come_back(bits):
     for _ in range(2):
         set_generator_state(generator, state)
         assert ([child.random() for child in generator.spawn(3)], generator.random()) == expected
-    assert generator.bit_generator.seed_seq is seeds  # whoever else spawns from it sees the same count
+    assert generator.bit_generator.seed_seq is seeds  # others that spawn from it see the same count
     again = np.random.Generator(bits(3))
     set_generator_state(again, state)
     assert ([child.random() for child in again.spawn(3)], again.random()) == expected

@@ -5,7 +5,6 @@ from helpers import metrics
 from torch import nn
 
 from trainapp.memory.categories import Category
-from trainapp.memory.live_tensors import LiveTensors
 from trainapp.optim import low_precision
 from trainapp.optim.low_precision import AdamW
 from trainapp.optim.optimizers import materialise_state
@@ -135,21 +134,3 @@ def test_a_fused_kernel_that_it_lacks_is_refused(tmp_path):
         UserError, match=r"optimizer.fused=true: trainapp.optim.low_precision.AdamW has no fused kernel"
     ):
         runs.prepare(tmp_path, *runs.MODELS["mlp"], "optimizer=adamw_bf16", "optimizer.fused=true")
-
-
-@pytest.mark.parametrize("state_dtype", ["fp32", "bf16", "8bit", "4bit"])
-@pytest.mark.parametrize("shape", [(300, 400), (1100, 500)])  # less than a piece, and more
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64])
-def test_what_a_step_allocates_in_passing_is_known_beforehand(state_dtype, shape, dtype):
-    weight = nn.Parameter(torch.randn(shape, dtype=dtype))
-    optimizer = AdamW([weight], state_dtype=state_dtype)
-    weight.grad = torch.randn_like(weight)
-    optimizer.step()  # which allocates the state
-    live, stored = LiveTensors(), [value for value in optimizer.state[weight].values() if torch.is_tensor(value)]
-    tables = [table for pair in optimizer._quantizers.values() for q in pair for table in (q._levels, q._by_code)]
-    live.register({Category.PARAMETERS: [weight, weight.grad, *stored, *tables]})
-    before = live.peak
-    with live:
-        optimizer.step()
-    expected = low_precision.step_bytes([weight], state_dtype)
-    assert 0.5 * expected < live.peak - before <= expected

@@ -72,7 +72,7 @@ def test_half_after_an_error_a_quarter_after_two_in_a_row():
     search.fitted(32)
     search.failed(32)
     assert search.size == 16
-    search = SizeSearch(1024, grow=False)  # what is given up stays so
+    search = SizeSearch(1024, grow=False)  # an excluded size stays excluded
     assert [search.failed(search.size) and search.size for _ in range(3)] == [512, 256, 128]
 
 

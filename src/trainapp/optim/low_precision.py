@@ -16,8 +16,6 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 # and 96 MiB elsewhere, where each operation has a cost of its own. A multiple of every block.
 PIECES = {"cpu": 1 << 18}
 PIECE = 1 << 22
-# In fp32: weight, gradient and moments of a piece, and what rounding one of these by chance takes.
-_TEMPORARIES, _OF_QUANTIZED = 6, 10
 StateDtype = Literal["bf16", "fp32", "8bit", "4bit"]
 
 
@@ -136,17 +134,6 @@ class AdamW(torch.optim.Optimizer):
     def _as_quantized(self) -> Kind:
         assert self._kind in BLOCKS
         return self._kind
-
-
-def step_bytes(parameters: Iterable[Tensor], state_dtype: StateDtype) -> int:
-    """The most bytes that `AdamW.step` allocates in passing, for parameters whose memory is contiguous."""
-    most = 0
-    for parameter in (p for p in parameters if p.requires_grad):
-        values = _real(parameter)
-        is_plain = state_dtype in _DTYPES or not has_moments_in_fewer_bits(parameter)
-        size = min(values.numel(), PIECES.get(parameter.device.type, PIECE)) * _computed_in(values).itemsize
-        most = max(most, size * (_TEMPORARIES if is_plain else _OF_QUANTIZED))
-    return most
 
 
 def has_moments_in_fewer_bits(parameter: Tensor) -> bool:
